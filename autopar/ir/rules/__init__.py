@@ -1,0 +1,7 @@
+"""Sharding rules: one per primitive, one file per family (see `registry.py`)."""
+
+from autopar.ir.rules import elementwise, linear_algebra, movement, reductions  # noqa: F401  (they register their rules)
+from autopar.ir.rules.registry import has_rule, register, replicated_rule, rule_for
+from autopar.ir.rules.rule import Shard, ShardingRule, parse_rule
+
+__all__ = ["Shard", "ShardingRule", "has_rule", "parse_rule", "register", "replicated_rule", "rule_for"]

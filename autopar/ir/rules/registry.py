@@ -1,0 +1,67 @@
+"""The table of sharding rules: one entry per primitive, written at import only.
+
+In:     equations of the flat program.
+Out:    `rule_for(eqn)`.
+Method: each family's file registers its rules here; `__init__.py` imports the families. A primitive stands in exactly
+        one place: in a family, in `replicated.py` (computed whole on every device), or in the structured few that the
+        graph takes apart (`scan`, `while`, `cond`, ...).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+from autopar._jax import JaxprEqn, Primitive
+from autopar.ir.rules.rule import ShardingRule, factor_names, infer_sizes
+from autopar.ir.source import source_line
+
+RuleFunction = Callable[[JaxprEqn], ShardingRule]
+_RULES: dict[Primitive, RuleFunction] = {}
+
+
+def register(*primitives: Primitive) -> Callable[[RuleFunction], RuleFunction]:
+    """Make the decorated function the sharding rule of `primitives`.
+
+    Raises:
+        ValueError: One of them already has a rule.
+    """
+
+    def add(rule: RuleFunction) -> RuleFunction:
+        for primitive in primitives:
+            if primitive in _RULES:
+                raise ValueError(f"`{primitive}` already has a sharding rule: {_RULES[primitive].__name__}.")
+            _RULES[primitive] = rule
+        return rule
+
+    return add
+
+
+def has_rule(primitive: Primitive) -> bool:
+    """Whether `primitive` stands in the table."""
+    return primitive in _RULES
+
+
+def rule_for(eqn: JaxprEqn) -> ShardingRule:
+    """The sharding rule of an equation.
+
+    A primitive that stands nowhere is computed whole on every device, with one warning that names it and the line.
+    """
+    rule = _RULES.get(eqn.primitive)
+    if rule is None:
+        warnings.warn(
+            f"no sharding rule for `{eqn.primitive}` at {source_line(eqn)}: it is computed whole on every device. "
+            f"To split it, register a rule for it (docs/how-it-works.md, 'A new rule').",
+            stacklevel=2,
+        )
+        return replicated_rule(eqn)
+    return rule(eqn)
+
+
+def replicated_rule(eqn: JaxprEqn) -> ShardingRule:
+    """The rule of an operation that is computed whole on every device: every dim is a factor that may not be split."""
+    fresh = factor_names()
+    terms = [tuple((next(fresh),) for _ in var.aval.shape) for var in (*eqn.invars, *eqn.outvars)]
+    sizes = infer_sizes(terms, [var.aval.shape for var in (*eqn.invars, *eqn.outvars)])
+    num_operands = len(eqn.invars)
+    return ShardingRule(tuple(terms[:num_operands]), tuple(terms[num_operands:]), sizes, whole=tuple(sizes))

@@ -1,0 +1,225 @@
+"""What an operation is, in factors: the one description from which everything else follows.
+
+In:     an equation of the flat program.
+Out:    `ShardingRule`: a name for each loop index of the operation and where it stands in each operand and result,
+        as in einsum: `dot_general` is `ab,bc->ac {sum b}`.
+Method: a dim is a tuple of factors, major to minor, so that `reshape` is a rule like any other: `a(bc)->abc`. From a
+        rule come the shardings an operation allows (`intra_op/strategies.py`), its FLOPs, and its per-device program.
+        The notation is that of Shardy's op sharding rules and of einops.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import string
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax import lax
+
+from autopar._jax import JaxprEqn
+
+Factor = str
+Dim = tuple[Factor, ...]
+"""Factors of one tensor dim, major to minor; `()` is a dim of size 1."""
+Term = tuple[Dim, ...]
+"""The dims of one operand or result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Where this device stands in an equation: which mesh axes split each factor. Valid inside `shard_map` only."""
+
+    axes_of: Mapping[Factor, tuple[str, ...]]
+    axis_sizes: Mapping[str, int]
+    sizes: Mapping[Factor, int]
+
+    def num_shards(self, factor: Factor) -> int:
+        """Into how many parts `factor` is split; 1 where it is whole."""
+        return math.prod(self.axis_sizes[axis] for axis in self.axes_of.get(factor, ()))
+
+    def local_size(self, factor: Factor) -> int:
+        """Length of `factor` on one device."""
+        return self.sizes[factor] // self.num_shards(factor)
+
+    def index(self, factor: Factor) -> Any:
+        """This device's part of `factor`, counted from 0: a traced int32, or the int 0 where it is whole."""
+        axes = self.axes_of.get(factor, ())
+        return lax.axis_index(axes) if axes else 0
+
+    def offset(self, factor: Factor) -> Any:
+        """First global position along `factor` that this device holds."""
+        return self.index(factor) * self.local_size(factor)
+
+    def local_dim(self, dim: Dim) -> int:
+        """Length on one device of a dim made of these factors."""
+        return math.prod(self.local_size(factor) for factor in dim)
+
+
+class LocalProgram(Protocol):
+    """The per-device program of an equation: local operands in, local results (not yet reduced) out."""
+
+    def __call__(self, eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ShardingRule:
+    """An operation in factors.
+
+    Attributes:
+        operands: For each operand, its dims.
+        results: For each result, its dims.
+        sizes: Global length of each factor.
+        summed: Factors that no longer stand in the result because it is a sum over them: split, they make it partial.
+        reduced: The same for other reductions, by name (`"max"`, `"min"`): split, the result is reduced at once.
+        whole: Factors that may not be split (a sorted dim, a window, a dim cut unevenly).
+        linear: Groups of operands in which the operation is linear: if all of one group are partial sums over an
+            axis and the other operands are replicated over it, so are the results. `mul` has ((0,), (1,)), `add` ((0, 1),).
+        joined: For a summed factor, the operands that are added to the sum and lack the factor (`scatter_add`'s
+            operand): they must be partial over the axes that split it.
+        flops: Of the whole operation, on one device.
+        local: Per-device program; None where binding the primitive to local operands is it.
+    """
+
+    operands: tuple[Term, ...]
+    results: tuple[Term, ...]
+    sizes: Mapping[Factor, int]
+    summed: tuple[Factor, ...] = ()
+    reduced: Mapping[Factor, str] = field(default_factory=dict)
+    whole: tuple[Factor, ...] = ()
+    linear: tuple[tuple[int, ...], ...] = ()
+    joined: Mapping[Factor, tuple[int, ...]] = field(default_factory=dict)
+    flops: float = 0.0
+    local: LocalProgram | None = None
+
+    def splittable(self) -> tuple[Factor, ...]:
+        """Factors that may be split over mesh axes, in order of appearance: not whole, and leading wherever they stand."""
+        leading, seen = {}, {}
+        for term in self.operands + self.results:
+            for dim in term:
+                for position, factor in enumerate(dim):
+                    seen[factor] = None
+                    leading[factor] = leading.get(factor, True) and position == 0
+        return tuple(f for f in seen if leading[f] and f not in self.whole and self.sizes[f] > 1)
+
+    def __str__(self) -> str:
+        def term(dims: Term) -> str:
+            return "".join(_dim_text(dim) for dim in dims)
+
+        notes = [f"{name} {' '.join(factors)}" for name, factors in self._notes() if factors]
+        body = ",".join(map(term, self.operands)) + "->" + ",".join(map(term, self.results))
+        return body + (f" {{{', '.join(notes)}}}" if notes else "")
+
+    def _notes(self) -> Iterator[tuple[str, list[Factor]]]:
+        yield "sum", list(self.summed)
+        for kind in sorted(set(self.reduced.values())):
+            yield kind, [f for f, k in self.reduced.items() if k == kind]
+        yield "whole", list(self.whole)
+
+
+def _dim_text(dim: Dim) -> str:
+    return "1" if not dim else dim[0] if len(dim) == 1 else f"({''.join(dim)})"
+
+
+def factor_names() -> Iterator[Factor]:
+    """Fresh factor names: a, b, ..., z, A, ..., Z, a1, b1, ..."""
+    yield from string.ascii_letters
+    for number in itertools.count(1):
+        for letter in string.ascii_letters:
+            yield f"{letter}{number}"
+
+
+def parse_rule(text: str, shapes: Sequence[Sequence[int]], **fields: Any) -> ShardingRule:
+    """Read a rule in the notation that `str(rule)` writes, for given shapes of operands and results.
+
+    Args:
+        text: Such as `"ab,bc->ac {sum b}"` or, with spaces between dims, `"b (s h) -> b s h"`. A dim `1` has no factor.
+        shapes: Global shapes of all operands, then of all results.
+        **fields: Further fields of `ShardingRule` (`linear`, `local`, `flops`, ...).
+
+    Raises:
+        ValueError: The text does not fit the shapes.
+    """
+    body, _, notes = text.partition("{")
+    operands, results = ([_parse_term(t) for t in side.split(",")] if side.strip() else [] for side in body.split("->"))
+    sizes = infer_sizes([*operands, *results], shapes, text)
+    groups: dict[str, tuple[str, ...]] = {}
+    for note in notes.rstrip("} ").split(","):
+        if note.strip():
+            kind, *factors = note.split()
+            groups[kind] = tuple(factors)
+    summed, whole = groups.pop("sum", ()), groups.pop("whole", ())
+    reduced = {f: kind for kind, factors in groups.items() for f in factors}
+    return ShardingRule(tuple(operands), tuple(results), sizes, summed=summed, reduced=reduced, whole=whole, **fields)
+
+
+def _parse_term(text: str) -> Term:
+    """`"a(bc)1"` or `"b s (h d)"` as dims."""
+    text = text.strip()
+    spaced = " " in text.replace("( ", "(").replace(" )", ")")
+    dims: list[Dim] = []
+    position = 0
+    while position < len(text):
+        char = text[position]
+        if char == " ":
+            position += 1
+        elif char == "(":
+            end = text.index(")", position)
+            inner = text[position + 1 : end]
+            dims.append(tuple(inner.split()) if " " in inner or spaced else tuple(_letters(inner)))
+            position = end + 1
+        elif char == "1":
+            dims.append(())
+            position += 1
+        else:
+            end = position + 1
+            while end < len(text) and text[end] not in " (" and (spaced or text[end].isdigit()):
+                end += 1
+            dims.append((text[position:end],))
+            position = end
+    return tuple(dims)
+
+
+def _letters(text: str) -> list[Factor]:
+    """`"ab1c"` as a, b1, c: a letter with the digits behind it."""
+    found: list[Factor] = []
+    for char in text:
+        if char.isdigit() and found:
+            found[-1] += char
+        else:
+            found.append(char)
+    return found
+
+
+def infer_sizes(terms: Sequence[Term], shapes: Sequence[Sequence[int]], what: str = "rule") -> dict[Factor, int]:
+    """Length of each factor from the shapes; in a dim of several factors all but one must be known from elsewhere."""
+    if len(terms) != len(shapes) or any(len(t) != len(s) for t, s in zip(terms, shapes, strict=False)):
+        raise ValueError(f"{what}: does not fit the shapes {[tuple(s) for s in shapes]}.")
+    sizes: dict[Factor, int] = {}
+    compound = []
+    for term, shape in zip(terms, shapes, strict=True):
+        for dim, size in zip(term, shape, strict=True):
+            if len(dim) == 1:
+                if sizes.setdefault(dim[0], size) != size:
+                    raise ValueError(f"{what}: factor `{dim[0]}` is {sizes[dim[0]]} in one place and {size} in another.")
+            elif len(dim) > 1:
+                compound.append((dim, size))
+            elif size != 1:
+                raise ValueError(f"{what}: a dim written 1 has length {size}.")
+    for dim, size in compound:
+        unknown = [f for f in dim if f not in sizes]
+        known = math.prod(sizes[f] for f in dim if f in sizes)
+        if len(unknown) > 1 or size % known or (not unknown and known != size):
+            raise ValueError(f"{what}: cannot factor a dim of length {size} as ({' '.join(dim)}), knowing {sizes}.")
+        if unknown:
+            sizes[unknown[0]] = size // known
+    return sizes
+
+
+def num_elements(shape: Sequence[int]) -> int:
+    """Elements of an array of this shape."""
+    return int(np.prod(shape, dtype=np.int64)) if len(shape) else 1
