@@ -1,0 +1,43 @@
+# Each target makes what it needs: a virtual environment from `python3`, with this checkout and its dev extras in it.
+
+PYTHON ?= python3
+VENV   := .venv
+RUN    := $(VENV)/bin/python
+STAMP  := $(VENV)/.installed
+
+.PHONY: demo test test-matrix lint bench sweep clean
+
+# The console shows the plan and a live loss; the curves are in train_gpt.png.
+demo: $(STAMP)
+	$(RUN) examples/train_gpt.py
+
+test: $(STAMP)
+	$(RUN) -m pytest -q -rs $(PYTEST_ARGS)
+
+# Python 3.11 with JAX 0.10, and Python 3.12 with JAX 0.11.
+test-matrix:
+	@sh tests/matrix.sh 3.11 0.10 .venv-3.11-jax0.10 $(PYTEST_ARGS)
+	@sh tests/matrix.sh 3.12 0.11 .venv-3.12-jax0.11 $(PYTEST_ARGS)
+
+lint: $(STAMP)
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+bench: $(STAMP)
+	@for script in benchmarks/[a-z]*.py; do \
+	  [ -f "$$script" ] || continue; echo "== $$script"; $(RUN) "$$script" || exit 1; done
+
+# Every model of tests/models under every mesh and method, as a table. `make test` runs a sample of it.
+sweep: $(STAMP)
+	$(RUN) -m tests.sweep
+
+clean:
+	rm -rf $(VENV) .venv-3.11-jax0.10 .venv-3.12-jax0.11
+
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "autopar needs Python 3.11 or newer, and $(PYTHON) is older: make PYTHON=/path/to/python3.11 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet -e '.[dev]'
+	@touch $@

@@ -1,0 +1,104 @@
+"""Every exception that autopar raises for something the user can change.
+
+In:     what was given, what is wrong with it, what to do: one sentence each, with names, numbers and source lines.
+Out:    an exception whose message shows the three in that order and whose fields carry the facts.
+Method: one class per kind of mistake, all below `AutoparError`. An exception from the user's own code is never
+        wrapped. Our own bugs are `assert`s, not these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class AutoparError(Exception):
+    """A mistake that the user can mend.
+
+    Facts are keyword arguments and become fields: `raise InfeasibleError("...", given=..., needed_bytes=10)` has
+    `error.needed_bytes == 10`.
+
+    Args:
+        summary: What failed, one line. May be a whole message already, then the three parts are left out.
+        given: What was passed in.
+        wrong: Why it cannot be used.
+        do: What to change.
+        facts: Fields of the exception, for programs that catch it.
+    """
+
+    def __init__(self, summary: str, *, given: str = "", wrong: str = "", do: str = "", **facts: Any) -> None:
+        self.summary, self.given, self.wrong, self.do = summary, given, wrong, do
+        self.facts = facts
+        for name, value in facts.items():
+            assert not hasattr(type(self), name), f"fact {name!r} would hide an attribute of {type(self).__name__}"
+            setattr(self, name, value)
+        parts = (("given", given), ("wrong", wrong), ("do", do))
+        lines = [f"  {label + ':':7} {_indent(text)}" for label, text in parts if text]
+        super().__init__("\n".join([summary, *lines]))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions with keyword arguments do not pickle by themselves, and workers send theirs home.
+        return _rebuild, (type(self), self.summary, self.given, self.wrong, self.do, self.facts)
+
+
+def _indent(text: str) -> str:
+    return text.strip().replace("\n", "\n" + " " * 10)
+
+
+def _rebuild(kind: type[AutoparError], summary: str, given: str, wrong: str, do: str, facts: dict) -> AutoparError:
+    return kind(summary, given=given, wrong=wrong, do=do, **facts)
+
+
+class TraceError(AutoparError):
+    """The step cannot be traced to one program: a leaf is not an array, or the function closes over tracers."""
+
+
+class UnsupportedPrimitiveError(AutoparError):
+    """An operation stands in the program in a way that no rule can carry out. Facts: `primitive`, `source`."""
+
+
+class RuleError(AutoparError):
+    """A sharding rule given by the user does not fit the operation. Facts: `rule`, `shapes`."""
+
+
+class BatchError(AutoparError):
+    """Which arguments are the batch cannot be told, or the batch does not divide. Facts: `candidates` or `size`."""
+
+
+class ClusterError(AutoparError):
+    """The description of the machine is not one: no such device, a count below one, unreadable text."""
+
+
+class MeshError(ClusterError):
+    """A logical mesh that these devices cannot form. Facts: `shape`, `num_devices`."""
+
+
+class DeviceCountError(ClusterError):
+    """The plan or mesh wants another number of devices than there are. Facts: `wanted`, `available`."""
+
+
+class ConstraintError(AutoparError):
+    """A pin names no tensor, or one that cannot be split so. Facts: `path`, `spec`."""
+
+
+class InfeasibleError(AutoparError):
+    """No plan keeps within what was asked. Facts: `budget_bytes` and `needed_bytes`, or `constraint`."""
+
+
+class SolverError(AutoparError):
+    """The solver is not installed or ended without any answer. Facts: `solver`, `status`."""
+
+
+class PlanFileError(AutoparError):
+    """The file is not a plan that this version can read. Facts: `path`."""
+
+
+class StalePlanError(AutoparError):
+    """The plan was made for another program or cluster. Facts: `changed`, what differs, one line each."""
+
+
+class StructureChangedError(AutoparError):
+    """A later call passes arguments of another structure, shape or dtype than the plan's. Facts: `path`."""
+
+
+class NotBuiltYetError(AutoparError, NotImplementedError):
+    """Named in the public surface, and not there in this version. Facts: `feature`."""

@@ -1,0 +1,61 @@
+"""Settings of every test: 8 virtual CPU devices, golden files, and which marks this machine can run.
+
+XLA reads its flags when JAX makes its first backend, so they are set here, before any test module imports jax.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+NUM_DEVICES = 8
+GOLDEN = Path(__file__).parent / "golden"
+XLA_FLAGS = (f"--xla_force_host_platform_device_count={NUM_DEVICES}",)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden/*.txt; then read the diff")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *XLA_FLAGS)).strip()
+    os.environ.setdefault("PJRT_NPROC", "32")  # collectives of 8 devices starve in the 2 threads of a small machine
+    if "gpu" not in config.getoption("-m").replace("not gpu", ""):
+        os.environ["JAX_PLATFORMS"] = "cpu"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip, with the reason, what this machine or this command does not run."""
+    asked = config.getoption("-m")
+    missing = {}
+    if "gpu" not in asked:
+        missing["gpu"] = "runs on a GPU: pytest -m gpu"
+    if "slow" not in asked:
+        missing["slow"] = "takes more than a minute: pytest -m slow"
+    if importlib.util.find_spec("ray") is None:
+        missing["ray"] = "Ray is not installed: pip install 'autopar[ray]'"
+    for item in items:
+        for mark, reason in missing.items():
+            if item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
+    """`golden(name, text)`: `text` equals tests/golden/<name>.txt, which `--update-golden` rewrites."""
+
+    def check(name: str, text: object) -> None:
+        path = GOLDEN / f"{name}.txt"
+        actual = str(text).rstrip("\n") + "\n"
+        if request.config.getoption("--update-golden"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(actual)
+            return
+        assert path.exists(), f"no golden file {path.name}: write it with `pytest --update-golden` and read it"
+        assert actual == path.read_text(), f"differs from {path.name}; if that is wanted: `pytest --update-golden`"
+
+    return check
