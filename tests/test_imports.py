@@ -1,0 +1,24 @@
+"""Importing autopar starts nothing and sets nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+SCRIPT = """
+import os, sys
+import jax
+environment, flags = dict(os.environ), dict(jax.config.values)
+import autopar
+from jax._src import xla_bridge
+assert not xla_bridge.backends_are_initialized(), "a backend was started"
+assert dict(os.environ) == environment, "the environment was changed"
+assert dict(jax.config.values) == flags, "a JAX flag was changed"
+for name in ("ray", "cupy", "flax", "optax", "matplotlib"):
+    assert name not in sys.modules, f"{name} was imported"
+"""
+
+
+def test_importing_autopar_starts_nothing():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr

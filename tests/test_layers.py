@@ -1,0 +1,89 @@
+"""The shape of the house: imports point one way, and two doors are kept (JAX's internals, Ray)."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "autopar"
+
+# Left to right: a layer imports itself and what stands before it.
+LAYERS = (
+    ("errors", "options", "_jax", "debug"),
+    ("ir",),
+    ("mesh",),
+    ("cost",),
+    ("intra_op",),
+    ("inter_op",),
+    ("plan",),
+    ("partition",),
+    ("runtime",),
+    ("api", "cli", "__init__"),
+)
+RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
+ONLY_IN = {"jax.extend": "_jax.py", "jax._src": "_jax.py", "ray": "runtime/ray_runtime.py"}
+NEVER_AT_IMPORT = ("ray", "cupy")
+FILES = sorted(PACKAGE.rglob("*.py"))
+
+
+def layer_of(file: Path) -> str:
+    return file.relative_to(PACKAGE).with_suffix("").parts[0]
+
+
+def imported_modules(file: Path, *, nested: bool = True) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of each import; `from a import b` gives `a.b`, for `b` may be a module.
+
+    Args:
+        file: Python source.
+        nested: Also those inside functions, which do not run when the module is imported.
+    """
+    package = ("autopar", *file.relative_to(PACKAGE).parent.parts)
+    pending = list(ast.parse(file.read_text()).body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(filter(None, (above, node.module)))
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+        elif nested or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            pending += ast.iter_child_nodes(node)
+
+
+def is_within(name: str, module: str) -> bool:
+    return name == module or name.startswith(module + ".")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(PACKAGE)))
+def test_imports(file: Path):
+    """Layers point leftwards, and the guarded modules are imported where they may be."""
+    here = layer_of(file)
+    assert here in RANK, f"{file.name} stands in no layer: add {here!r} to LAYERS where it belongs"
+    wrong = []
+    for line, name in imported_modules(file):
+        if is_within(name, "autopar"):
+            there = name.split(".")[1] if "." in name else "__init__"
+            if RANK.get(there, RANK["api"]) > RANK[here]:  # an unknown name comes from the package itself
+                wrong.append(f"line {line}: {here} imports {name}, which stands to its right")
+        for module, door in ONLY_IN.items():
+            if is_within(name, module) and file.relative_to(PACKAGE).as_posix() != door:
+                wrong.append(f"line {line}: imports {name}; only {door} may")
+    for line, name in imported_modules(file, nested=False):
+        wrong += [f"line {line}: imports {name} at import" for module in NEVER_AT_IMPORT if is_within(name, module)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_checks_see_what_they_forbid(tmp_path, monkeypatch):
+    """The walker finds imports at any depth, relative ones too."""
+    file = tmp_path / "cost" / "sample.py"
+    file.parent.mkdir()
+    file.write_text(
+        "from ..plan import text\ndef f():\n    import jax._src.core\ntry:\n    import ray\nexcept E: pass\n"
+    )
+    monkeypatch.setitem(globals(), "PACKAGE", tmp_path)
+    assert sorted(imported_modules(file)) == [(1, "autopar.plan.text"), (3, "jax._src.core"), (5, "ray")]
+    assert sorted(imported_modules(file, nested=False)) == [(1, "autopar.plan.text"), (5, "ray")]
