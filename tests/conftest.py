@@ -14,7 +14,10 @@ import pytest
 
 NUM_DEVICES = 8
 GOLDEN = Path(__file__).parent / "golden"
-XLA_FLAGS = (f"--xla_force_host_platform_device_count={NUM_DEVICES}",)
+XLA_FLAGS = (
+    f"--xla_force_host_platform_device_count={NUM_DEVICES}",
+    "--xla_backend_optimization_level=0",  # LLVM without its optimizer: most tests compile longer than they run
+)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

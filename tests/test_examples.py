@@ -1,0 +1,44 @@
+"""Each example runs to its end, as a user runs it: a script in a process of its own, here with few steps."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run_example(name: str, folder: Path, num_steps: int) -> str:
+    """What `examples/<name>.py --steps <num_steps>` prints, run in `folder`."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
+    command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--steps", str(num_steps)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stderr[-5000:]
+    return done.stdout
+
+
+def test_train_gpt(tmp_path):
+    """The script itself asserts that both runs lose alike."""
+    printed = run_example("train_gpt", tmp_path, 3)
+    assert "the two runs differ by at most" in printed
+    assert (tmp_path / "train_gpt.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("name", ["digits_cnn", "flax_nnx_transformer", "equinox_vit"])
+def test_example(name, tmp_path):
+    printed = run_example(name, tmp_path, 3)
+    losses = [float(line.split()[3]) for line in printed.splitlines() if line.startswith("step ")]
+    assert len(losses) == 2 and losses[1] < losses[0]
+
+
+def test_examples_are_short_and_all_run():
+    """Under 150 lines each, and none that the tests above leave out."""
+    sources = {path.stem: path.read_text() for path in EXAMPLES.glob("*.py")}
+    assert set(sources) == {"train_gpt", "digits_cnn", "flax_nnx_transformer", "equinox_vit"}
+    for name, source in sources.items():
+        assert source.count("\n") < 150, name
+        assert "@autopar.parallelize" in source, name

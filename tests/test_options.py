@@ -1,0 +1,31 @@
+"""Options refuse at once what no pass could use."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from autopar.errors import AutoparError, SolverError
+from autopar.options import Options
+
+
+def test_defaults_are_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Options().seed = 1
+
+
+def test_constraints_may_be_left_none():
+    assert Options(constraints=None).constraints == {}
+
+
+def test_unknown_solver():
+    with pytest.raises(SolverError, match="'highs', 'cbc'") as caught:
+        Options(solver="gurobi")
+    assert caught.value.solver == "gurobi"
+
+
+@pytest.mark.parametrize("name", ["solver_seconds", "memory_budget_bytes"])
+def test_not_positive(name):
+    with pytest.raises(AutoparError, match=f"`{name}` must be positive"):
+        Options(**{name: 0})
