@@ -21,7 +21,6 @@ test-matrix:
 
 lint: $(STAMP)
 	$(RUN) -m ruff check .
-	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
 bench: $(STAMP)
