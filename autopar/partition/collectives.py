@@ -51,3 +51,48 @@ def _any_of(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 
 
 _REDUCTIONS = {"max": _any_of, "min": _all_of}
+
+
+def apply_fused(arrays: Sequence[jax.Array], steps: Sequence[Step], axis_sizes: Mapping[str, int]) -> list[jax.Array]:
+    """Carry out steps of one kind over the same axes on several arrays of one dtype with a single collective."""
+    first = steps[0]
+    axes = first.axes
+    num_shards = math.prod(axis_sizes[axis] for axis in axes)
+    match first:
+        case AllReduce():
+            pieces = _unpack(lax.psum(_pack([a.reshape(-1) for a in arrays]), axes), [a.size for a in arrays])
+            return [piece.reshape(a.shape) for piece, a in zip(pieces, arrays, strict=True)]
+        case AllGather():
+            gathered = lax.all_gather(_pack([a.reshape(-1) for a in arrays]), axes, axis=0, tiled=False)
+            pieces = _unpack(gathered.reshape(num_shards, -1), [a.size for a in arrays])
+            return [_merge_dim(piece.reshape(num_shards, *a.shape), step.dim)
+                    for piece, a, step in zip(pieces, arrays, steps, strict=True)]
+        case ReduceScatter():
+            parted = [_part_dim(a, step.dim, num_shards) for a, step in zip(arrays, steps, strict=True)]
+            packed = _pack([a.reshape(num_shards, -1) for a in parted])
+            scattered = lax.psum_scatter(packed, axes, scatter_dimension=0, tiled=True)[0]
+            pieces = _unpack(scattered, [a.size // num_shards for a in parted])
+            return [piece.reshape(a.shape[1:]) for piece, a in zip(pieces, parted, strict=True)]
+        case _:
+            raise AssertionError(f"{first} is never sent together with others")
+
+
+def _pack(arrays: Sequence[jax.Array]) -> jax.Array:
+    return jnp.concatenate(arrays, axis=-1)
+
+
+def _unpack(packed: jax.Array, lengths: Sequence[int]) -> list[jax.Array]:
+    ends = [sum(lengths[: k + 1]) for k in range(len(lengths))]
+    return [packed[..., end - length : end] for end, length in zip(ends, lengths, strict=True)]
+
+
+def _part_dim(array: jax.Array, dim: int, parts: int) -> jax.Array:
+    """Cut `dim` into `parts` blocks and bring the block number to the front."""
+    shape = array.shape
+    return jnp.moveaxis(array.reshape(*shape[:dim], parts, shape[dim] // parts, *shape[dim + 1 :]), dim, 0)
+
+
+def _merge_dim(array: jax.Array, dim: int) -> jax.Array:
+    """The inverse of `_part_dim`."""
+    moved = jnp.moveaxis(array, 0, dim)
+    return moved.reshape(*moved.shape[:dim], -1, *moved.shape[dim + 2 :])

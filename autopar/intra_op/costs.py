@@ -1,0 +1,156 @@
+"""Seconds for every choice of a decision graph.
+
+In:     `Graph`, the device, which choices are allowed, which nodes are tied.
+Out:    `Problem`, one node per class of tied nodes.
+Method: an operation costs its roofline time on one device's share, plus the reductions it does at once; an edge costs
+        the cheapest reshard from the sharding given to the one wanted. Values that live only inside chains of pointwise
+        operations are not counted as memory traffic: compilers fuse those.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from autopar._jax import Literal, Var
+from autopar.cost import collective_seconds, compute_seconds, reshard_seconds
+from autopar.intra_op.graph import Graph, Node, Shardings
+from autopar.intra_op.problem import Problem
+from autopar.intra_op.strategies import split_fraction
+from autopar.ir.rules import ShardingRule
+from autopar.ir.rules.rule import num_elements
+from autopar.mesh import Device, LogicalMesh
+
+
+def build_problem(
+    graph: Graph, device: Device, class_of: Sequence[int], allowed: Mapping[int, np.ndarray] | None = None
+) -> Problem:
+    """The choice problem of a graph.
+
+    Args:
+        graph: Decisions and where they meet.
+        device: Rates of one device.
+        class_of: Class of each node; nodes of one class take the same choice (`tying.py`).
+        allowed: For some nodes, which choices are allowed (pins, methods).
+    """
+    problem = Problem()
+    costs = _NodeCosts(graph, device)
+    members: dict[int, list[int]] = {}
+    for node, number in enumerate(class_of):
+        members.setdefault(number, []).append(node)
+    for number in range(len(members)):
+        first = graph.nodes[members[number][0]]
+        total = np.zeros(first.num_choices)
+        for node in members[number]:
+            total = total + costs.of(graph.nodes[node])
+            if allowed is not None and node in allowed:
+                total = np.where(allowed[node], total, np.inf)
+        problem.costs.append(total)
+    weights: dict[tuple[object, ...], float] = {}
+    lists: dict[int, Shardings] = {}
+    for edge in graph.edges:
+        u, v = class_of[edge.source], class_of[edge.target]
+        key = (u, v, edge.shape, edge.itemsize, id(edge.given), id(edge.wanted), edge.communicates)
+        weights[key] = weights.get(key, 0.0) + edge.weight
+        lists[id(edge.given)], lists[id(edge.wanted)] = edge.given, edge.wanted
+    matrices: dict[tuple[object, ...], np.ndarray] = {}
+    for (u, v, shape, itemsize, given, wanted, communicates), weight in weights.items():
+        key = (shape, itemsize, given, wanted)
+        if key not in matrices:
+            matrices[key] = _matrix(shape, itemsize, lists[given], lists[wanted], graph.mesh)
+        matrix = matrices[key] if communicates else np.where(matrices[key] > 0, np.inf, 0.0)
+        if matrix.any():
+            problem.add_edge(u, v, matrix * weight)
+    return problem
+
+
+def _matrix(shape, itemsize: int, given: Shardings, wanted: Shardings, mesh: LogicalMesh) -> np.ndarray:
+    sources, source_of = _distinct(given)
+    targets, target_of = _distinct(wanted)
+    table = np.asarray(reshard_seconds(shape, itemsize, sources, targets, mesh))
+    return table[np.ix_(source_of, target_of)]
+
+
+def _distinct(shardings: Shardings) -> tuple[Shardings, list[int]]:
+    order = {s: k for k, s in enumerate(dict.fromkeys(shardings))}
+    return tuple(order), [order[s] for s in shardings]
+
+
+class _NodeCosts:
+    """Cost vectors of operations; those with equal signatures and equal memory traffic are computed once."""
+
+    def __init__(self, graph: Graph, device: Device):
+        self.graph, self.device, self.mesh = graph, device, graph.mesh
+        self.stored = stored_values(graph)
+        self.bytes_per_choice: dict[tuple[object, ...], np.ndarray] = {}
+        self.known: dict[object, np.ndarray] = {}
+
+    def of(self, node: Node) -> np.ndarray:
+        if node.kind != "op":
+            return np.zeros(node.num_choices)
+        eqn = node.eqn
+        stored = (*(isinstance(v, Var) and v in self.stored for v in eqn.invars), *(v in self.stored for v in eqn.outvars))
+        key = (node.signature, node.weight, stored, node.communicates)
+        if key not in self.known:
+            self.known[key] = node.weight * self.operation(node, stored)
+        return self.known[key]
+
+    def operation(self, node: Node, stored: Sequence[bool]) -> np.ndarray:
+        eqn, rule = node.eqn, node.rule
+        atoms = (*eqn.invars, *eqn.outvars)
+        num_operands = len(eqn.invars)
+        flops = rule.flops if is_contraction(rule) else 0.0
+        dtype = next((v.aval.dtype for v in eqn.outvars), np.dtype(np.float32))
+        traffic = np.zeros(node.num_choices)
+        for k, (atom, counts) in enumerate(zip(atoms, stored, strict=True)):
+            if counts:
+                lists = [s.operands[k] if k < num_operands else s.results[k - num_operands] for s in node.strategies]
+                traffic += self.local_bytes(tuple(atom.aval.shape), atom.aval.dtype.itemsize, lists)
+        seconds = np.array([
+            compute_seconds(flops * split_fraction(s, self.mesh.axis_sizes), traffic[k], self.device, dtype)
+            for k, s in enumerate(node.strategies)
+        ])
+        for k, strategy in enumerate(node.strategies):
+            for _, axes in strategy.reductions:
+                for var, sharding in zip(eqn.outvars, strategy.results, strict=True):
+                    num_bytes = self.local_bytes(tuple(var.aval.shape), var.aval.dtype.itemsize, [sharding])[0]
+                    seconds[k] += collective_seconds("all-reduce", num_bytes, axes, self.mesh) if node.communicates else np.inf
+        return seconds
+
+    def local_bytes(self, shape: tuple[int, ...], itemsize: int, shardings) -> np.ndarray:
+        size = num_elements(shape) * itemsize
+        return np.array([size / s.num_shards(self.mesh) for s in shardings])
+
+
+def is_pointwise(rule: ShardingRule) -> bool:
+    """Whether compilers fuse the operation with its neighbours: each result element needs one of each operand."""
+    return not (rule.summed or rule.reduced or rule.whole)
+
+
+def is_contraction(rule: ShardingRule) -> bool:
+    """Whether its FLOPs count: everything else is bound by memory."""
+    results = sum(num_elements([rule.sizes[f] for dim in term for f in dim]) for term in rule.results)
+    operands = sum(num_elements([rule.sizes[f] for dim in term for f in dim]) for term in rule.operands)
+    return rule.flops > 4 * (results + operands) or len([o for o in rule.operands if o]) > 1 and bool(rule.summed)
+
+
+def stored_values(graph: Graph) -> set[Var]:
+    """Values that go through memory: made or read by anything but chains of pointwise operations."""
+    stored: set[Var] = set()
+    read: set[Var] = set()
+    for node in graph.nodes:
+        if node.kind != "op":
+            if node.kind == "port" and node.var is not None:
+                stored.add(node.var)
+            continue
+        pointwise = is_pointwise(node.rule)
+        single = len([o for o in node.rule.operands if o]) <= 1
+        for atom in node.eqn.invars:
+            if not isinstance(atom, Literal):
+                read.add(atom)
+                if not pointwise and not single:
+                    stored.add(atom)
+        if not pointwise:
+            stored.update(node.eqn.outvars)
+    return stored

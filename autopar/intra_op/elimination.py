@@ -1,0 +1,181 @@
+"""Shrink a choice problem without losing its optimum, before any solver sees it.
+
+In:     `Problem`, and the nodes that must stay (those in a memory row that may bind).
+Out:    a smaller problem, and the way back to choices for all nodes.
+Method: a node with one neighbour is folded into the neighbour's costs, a node with two into an edge between them
+        (Scholz and Eckstein, "Register allocation for irregular architectures", LCTES 2002, reductions R1 and R2);
+        choices that another choice beats whatever the neighbours do are dropped. On training steps, whose graphs are
+        long chains with residual connections, little is left.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.intra_op.problem import Problem
+
+_MAX_FOLD_ELEMENTS = 40_000_000
+"""Largest table [u, node, v] built to fold a node with two neighbours: 320 MB of float64."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Folded:
+    """A node that was removed: its best choice for each choice of its neighbours, and which choices each had then."""
+
+    node: int
+    neighbours: tuple[int, ...]
+    best: np.ndarray
+    node_alive: np.ndarray
+    neighbours_alive: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Reduced:
+    """What is left.
+
+    Attributes:
+        problem: The core: nodes renumbered.
+        kept: Original node of each core node.
+        constant: Cost that was settled on the way.
+    """
+
+    problem: Problem
+    kept: tuple[int, ...]
+    constant: float
+    _alive: tuple[np.ndarray, ...]
+    _folded: tuple[_Folded, ...]
+    _num_nodes: int
+
+    def alive_of(self, node: int) -> np.ndarray:
+        """Original choices that a core node still has."""
+        return self._alive[self.kept.index(node)]
+
+    def expand(self, core_choices: tuple[int, ...]) -> tuple[int, ...]:
+        """Choices of all original nodes from those of the core."""
+        choices = [0] * self._num_nodes
+        for node, alive, choice in zip(self.kept, self._alive, core_choices, strict=True):
+            choices[node] = int(alive[choice])
+        for folded in reversed(self._folded):
+            place = tuple(int(np.searchsorted(alive, choices[n]))
+                          for n, alive in zip(folded.neighbours, folded.neighbours_alive, strict=True))
+            choices[folded.node] = int(folded.node_alive[folded.best[place]])
+        return tuple(choices)
+
+
+def eliminate(problem: Problem, keep: Iterable[int] = ()) -> Reduced:
+    """Fold away every node of degree two or less that is not in `keep`.
+
+    Args:
+        problem: Costs; not changed.
+        keep: Nodes whose choices matter elsewhere (memory rows).
+    """
+    state = _State(problem)
+    kept = set(keep)
+    for node in range(len(problem.costs)):
+        if node not in kept:
+            state.drop_dominated(node)
+    queue = [(len(state.edges[n]), n) for n in range(len(problem.costs)) if n not in kept]
+    heapq.heapify(queue)
+    folded: list[_Folded] = []
+    gone: set[int] = set()
+    retried: dict[int, int] = {}
+    while queue:
+        degree, node = heapq.heappop(queue)
+        if node in gone or degree != len(state.edges[node]):
+            continue
+        if degree > 2 or not state.can_fold(node):
+            # A node that grew too rich in neighbours may still lose choices, and with them edges that say nothing.
+            if retried.get(node) != degree and state.drop_dominated(node):
+                heapq.heappush(queue, (len(state.edges[node]), node))
+            retried[node] = degree
+            continue
+        touched = list(state.edges[node])
+        folded.append(state.fold(node))
+        gone.add(node)
+        for neighbour in touched:
+            if neighbour not in kept:
+                heapq.heappush(queue, (len(state.edges[neighbour]), neighbour))
+    left = [n for n in range(len(problem.costs)) if n not in gone]
+    position = {n: k for k, n in enumerate(left)}
+    core = Problem([state.costs[n] for n in left])
+    for u in left:
+        for v, matrix in state.edges[u].items():
+            if u < v:
+                core.edges[position[u], position[v]] = matrix
+    return Reduced(core, tuple(left), state.constant, tuple(state.alive[n] for n in left), tuple(folded),
+                   len(problem.costs))
+
+
+class _State:
+    """The shrinking problem: cost vectors, and for each node its neighbours with matrices oriented outwards."""
+
+    def __init__(self, problem: Problem):
+        self.costs = [np.asarray(c, dtype=np.float64) for c in problem.costs]
+        self.alive = [np.arange(len(c)) for c in self.costs]
+        self.edges: list[dict[int, np.ndarray]] = [{} for _ in self.costs]
+        self.constant = 0.0
+        for (u, v), matrix in problem.edges.items():
+            self.edges[u][v], self.edges[v][u] = matrix, matrix.T
+        for node, cost in enumerate(self.costs):
+            if np.isinf(cost).any() and np.isfinite(cost).any():
+                self.restrict(node, np.isfinite(cost))
+
+    def restrict(self, node: int, which: np.ndarray) -> None:
+        self.costs[node], self.alive[node] = self.costs[node][which], self.alive[node][which]
+        for other, matrix in self.edges[node].items():
+            self.edges[node][other] = matrix[which]
+            self.edges[other][node] = self.edges[node][other].T
+
+    def drop_dominated(self, node: int) -> bool:
+        """Drop choices that another choice beats for every choice of the neighbours; whether any went."""
+        cost = self.costs[node]
+        if len(cost) == 1 or any(len(self.costs[n]) * len(cost) ** 2 > 1_000_000 for n in self.edges[node]):
+            return False
+        worst = cost[:, None] - cost[None, :]  # worst[j, i]: how much j may cost more than i
+        with np.errstate(invalid="ignore"):
+            for matrix in self.edges[node].values():
+                excess = matrix[:, None, :] - matrix[None, :, :]
+                # inf - inf: both are forbidden there, so the difference says nothing.
+                worst = worst + np.where(np.isnan(excess), -np.inf, excess).max(axis=2)
+        beaten = worst <= 0
+        order = np.arange(len(cost))
+        strictly = beaten & ~(beaten.T & (order[:, None] > order[None, :]))
+        np.fill_diagonal(strictly, False)
+        keep = ~strictly.any(axis=0)
+        if keep.all():
+            return False
+        self.restrict(node, keep)
+        return True
+
+    def can_fold(self, node: int) -> bool:
+        sizes = [len(self.costs[n]) for n in self.edges[node]]
+        return len(sizes) < 2 or sizes[0] * sizes[1] * len(self.costs[node]) <= _MAX_FOLD_ELEMENTS
+
+    def fold(self, node: int) -> _Folded:
+        neighbours = tuple(sorted(self.edges[node]))
+        cost = self.costs[node]
+        match neighbours:
+            case ():
+                best = np.array(int(cost.argmin()))
+                self.constant += float(cost.min())
+            case (u,):
+                table = self.edges[u][node] + cost[None, :]
+                best = table.argmin(axis=1)
+                self.costs[u] = self.costs[u] + table.min(axis=1)
+            case (u, v):
+                table = self.edges[u][node][:, None, :] + (self.edges[v][node] + cost[None, :])[None, :, :]
+                best = table.argmin(axis=2)
+                matrix = np.take_along_axis(table, best[:, :, None], axis=2)[:, :, 0]
+                known = self.edges[u].get(v)
+                self.edges[u][v] = matrix if known is None else known + matrix
+                self.edges[v][u] = self.edges[u][v].T
+            case _:
+                raise AssertionError("only nodes of degree two or less are folded")
+        for other in neighbours:
+            del self.edges[other][node]
+        self.edges[node] = {}
+        return _Folded(node, neighbours, best, self.alive[node], tuple(self.alive[n] for n in neighbours))

@@ -1,0 +1,144 @@
+"""The integer linear program of a choice problem, solved through PuLP.
+
+In:     `Problem` (usually what `elimination.py` left), a solver's name, a time limit.
+Out:    `Solution` with an honest status: PuLP says "Optimal" also when a solver ran out of time, so the solver's own
+        bound decides.
+Method: one 0/1 variable per node and choice, exactly one chosen; one continuous variable per pair of choices of an
+        edge whose sums over either side equal the choices (the local marginal polytope: tight on trees). Rows and
+        columns of an edge's matrix that are equal share a variable. Zheng et al., "Alpa", OSDI 2022, sec. 4.2, without
+        its products of one-hot vectors.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pulp
+
+from autopar.errors import AutoparError
+from autopar.intra_op.problem import Problem, Solution
+
+SOLVERS = ("highs", "cbc")
+
+
+def solve_ilp(problem: Problem, solver: str = "highs", seconds: float = 60.0, gap: float = 1e-6) -> Solution:
+    """Solve `problem` to optimality or until the time is up.
+
+    Args:
+        problem: Node and edge costs in seconds, memory rows in bytes.
+        solver: `"highs"` or `"cbc"`.
+        seconds: Time limit of the solver.
+        gap: Relative gap at which it may stop.
+
+    Returns:
+        The best assignment found; status `"infeasible"` with no choices where there is none.
+    """
+    if not problem.costs:
+        return Solution((), 0.0, 0.0, "optimal", "nothing to choose")
+    finite = np.concatenate([c[np.isfinite(c)] for c in problem.costs] +
+                            [m[np.isfinite(m)].ravel() for m in problem.edges.values()])
+    # Solvers' tolerances are absolute, about 1e-6: seconds are scaled so that the largest cost is 1e4.
+    scale = 1e4 / max(float(finite.max(initial=0.0)), 1e-30)
+    model = pulp.LpProblem("sharding", pulp.LpMinimize)
+    chosen = [
+        [pulp.LpVariable(f"x{n}_{k}", cat=pulp.LpBinary) if np.isfinite(cost[k]) else None for k in range(len(cost))]
+        for n, cost in enumerate(problem.costs)
+    ]
+    objective = [(x, float(c) * scale) for xs, cost in zip(chosen, problem.costs, strict=True)
+                 for x, c in zip(xs, cost, strict=True) if x is not None and c]
+    for n, xs in enumerate(chosen):
+        model += pulp.LpAffineExpression([(x, 1) for x in xs if x is not None]) == 1, f"one_{n}"
+    for number, ((u, v), matrix) in enumerate(problem.edges.items()):
+        objective += _edge_variables(model, number, chosen[u], chosen[v], matrix * scale)
+    for number, row in enumerate(problem.rows):
+        unit = max(row.budget_bytes, 1.0)
+        terms = [(x, float(b) / unit) for n, bytes_of in row.bytes_of.items()
+                 for x, b in zip(chosen[n], bytes_of, strict=True) if x is not None and b]
+        model += pulp.LpAffineExpression(terms) <= (row.budget_bytes - row.constant_bytes) / unit, f"memory_{number}"
+    model.setObjective(pulp.LpAffineExpression(objective))
+    model.solve(make_solver(solver, seconds, gap))
+    return _read_solution(model, problem, chosen, solver, scale, gap)
+
+
+def make_solver(name: str, seconds: float, gap: float) -> Any:
+    """The PuLP solver: one thread, fixed seed.
+
+    Raises:
+        AutoparError: The name is not known, or the solver is not installed.
+    """
+    match name:
+        case "highs":
+            solver = pulp.HiGHS(msg=False, timeLimit=seconds, gapRel=gap, threads=1, random_seed=0)
+        case "cbc":
+            solver = _cbc(msg=False, timeLimit=seconds, gapRel=gap, threads=1, options=["randomSeed 1"])
+        case _:
+            raise AutoparError(f"""no solver is called {name!r}.
+  given:  solver={name!r}
+  wrong:  autopar solves its integer programs with one of {", ".join(SOLVERS)}.
+  do:     pass one of them, or leave `solver` out.""")
+    if not solver.available():
+        raise AutoparError(f"""solver {name!r} is not installed.
+  given:  solver={name!r}
+  wrong:  PuLP does not find it.
+  do:     pip install "pulp[cbc,highs]".""")
+    return solver
+
+
+def _cbc(**settings: Any) -> Any:
+    """CBC where PuLP finds it: its own copy (PuLP 3), or the one `cbcbox` installs (PuLP 4)."""
+    for kind in ("PULP_CBC_CMD", "COIN_CMD"):
+        made = getattr(pulp, kind, None)
+        if made is not None and made(msg=False).available():
+            return made(**settings)
+    try:
+        path = importlib.import_module("cbcbox").cbc_bin_path()
+    except (ImportError, AttributeError):
+        path = "cbc"
+    return pulp.COIN_CMD(path=path, **settings)
+
+
+def _edge_variables(
+    model: pulp.LpProblem, number: int, left: Sequence[Any], right: Sequence[Any], matrix: np.ndarray
+) -> list[tuple[Any, float]]:
+    """Add one edge's pair variables to the model; their objective terms."""
+    rows, row_of = np.unique(matrix, axis=0, return_inverse=True)
+    table, column_of = np.unique(rows, axis=1, return_inverse=True)
+    if table.shape == (1, 1) and table[0, 0] == 0:
+        return []
+    pairs = {
+        (i, j): pulp.LpVariable(f"e{number}_{i}_{j}", lowBound=0)
+        for i in range(table.shape[0]) for j in range(table.shape[1]) if np.isfinite(table[i, j])
+    }
+    for side, classes, choices, length in ((0, np.ravel(row_of), left, table.shape[0]),
+                                           (1, np.ravel(column_of), right, table.shape[1])):
+        for k in range(length):
+            members = [(x, -1) for x, c in zip(choices, classes, strict=True) if c == k and x is not None]
+            terms = [(e, 1) for key, e in pairs.items() if key[side] == k]
+            model += pulp.LpAffineExpression(terms + members) == 0, f"m{number}_{side}_{k}"
+    return [(e, float(table[key])) for key, e in pairs.items() if table[key]]
+
+
+def _read_solution(model, problem: Problem, chosen, solver: str, scale: float, gap: float) -> Solution:
+    size = f"{solver} on {len(problem.costs)} nodes, {model.numVariables()} variables, {model.numConstraints()} rows"
+    nothing = any(not any(x is not None and x.varValue is not None for x in xs) for xs in chosen)
+    if model.status == pulp.LpStatusInfeasible or nothing:
+        return Solution((), float("inf"), float("inf"), "infeasible", size)
+    choices = tuple(max((k for k, x in enumerate(xs) if x is not None), key=lambda k: (xs[k].varValue or 0.0, -k))
+                    for xs in chosen)
+    objective = problem.cost(choices)
+    if not (np.isfinite(objective) and problem.fits(choices)):
+        return Solution((), float("inf"), float("inf"), "infeasible", size)
+    optimal = model.sol_status == pulp.LpSolutionOptimal
+    bound = objective * (1 - gap) if optimal else _bound(model, scale)
+    return Solution(choices, objective, min(bound, objective), "optimal" if optimal else "feasible", size)
+
+
+def _bound(model: pulp.LpProblem, scale: float) -> float:
+    """The solver's proven lower bound in seconds; 0 where PuLP does not hand it on (all costs are >= 0)."""
+    highs = getattr(model, "solverModel", None)
+    if highs is not None and hasattr(highs, "getInfo"):
+        return max(0.0, float(highs.getInfo().mip_dual_bound) / scale)
+    return 0.0

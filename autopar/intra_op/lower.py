@@ -1,0 +1,139 @@
+"""Lower a solved graph to the sharded program: every conversion in its place, none made twice.
+
+In:     the flat program, the decision graph, one choice per node.
+Out:    `Body` (`sharded.py`).
+Method: values are converted when first needed, from whichever copy is cheapest, through the hub's sharding where the
+        value has one; all copies made on the way may be used again. Small collectives of one kind over the same axes
+        whose operands are ready together are sent as one (`fuse.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
+from autopar.cost.reshard import cheapest_reshard
+from autopar.intra_op.fuse import fuse_collectives
+from autopar.intra_op.graph import Graph, stacked
+from autopar.intra_op.sharded import Body, Compute, Instruction, Move, Region, describe
+from autopar.intra_op.strategies import Strategy
+from autopar.ir.source import is_backward
+from autopar.ir.structure import body_jaxprs, is_structured, scan_parts, while_parts
+from autopar.mesh import Sharding
+
+
+def lower(jaxpr: Jaxpr, graph: Graph, choices: Sequence[int]) -> Body:
+    """The sharded program of a flat program under one choice per node of its graph."""
+    return _Lowering(graph, choices).program(jaxpr)
+
+
+class _Lowering:
+    def __init__(self, graph: Graph, choices: Sequence[int]):
+        self.graph, self.choices, self.mesh = graph, choices, graph.mesh
+        self.copies: dict[Var, list[Sharding]] = {}
+        self.emitted: list[list[Instruction]] = []
+
+    def program(self, jaxpr: Jaxpr) -> Body:
+        inputs = [self.chosen(node) for node in self.graph.inputs]
+        outputs = [self.chosen(node) for node in self.graph.outputs]
+        return self.body(jaxpr, inputs, outputs)
+
+    def chosen(self, node: int) -> Sharding:
+        """The chosen sharding of a port or hub."""
+        return self.graph.nodes[node].shardings[self.choices[node]]
+
+    def port(self, eqn: JaxprEqn, role: str, k: int) -> Sharding:
+        return self.chosen(self.graph.ports[id(eqn), role, k])
+
+    def strategy(self, eqn: JaxprEqn) -> Strategy:
+        node = self.graph.op_node[id(eqn)]
+        return self.graph.nodes[node].strategies[self.choices[node]]
+
+    def body(self, jaxpr: Jaxpr, inputs: Sequence[Sharding], outputs: Sequence[Sharding]) -> Body:
+        self.emitted.append([])
+        for var, sharding in zip(jaxpr.invars, inputs, strict=True):
+            self.copies[var] = [sharding]
+        for eqn in jaxpr.eqns:
+            if is_structured(eqn):
+                self.region(eqn)
+            else:
+                self.compute(eqn)
+        for atom, sharding in zip(jaxpr.outvars, outputs, strict=True):
+            self.need(atom, sharding, True, "result")
+        instructions = fuse_collectives(self.emitted.pop(), self.mesh)
+        return Body(tuple(zip(jaxpr.invars, inputs, strict=True)), instructions,
+                    tuple(zip(jaxpr.outvars, outputs, strict=True)))
+
+    def emit(self, instruction: Instruction) -> None:
+        self.emitted[-1].append(instruction)
+
+    def need(self, atom: Var | Literal, sharding: Sharding, backward: bool, reader: str) -> None:
+        """Have the copy of `atom` in `sharding`, converting it now if there is none."""
+        if isinstance(atom, Literal) or sharding in self.copies[atom]:
+            return
+        hub = self.graph.hubs.get((atom, backward))
+        if hub is not None:
+            self.convert(atom, self.chosen(hub), reader)
+        self.convert(atom, sharding, reader)
+
+    def convert(self, var: Var, target: Sharding, reader: str) -> None:
+        copies = self.copies[var]
+        if target in copies:
+            return
+        shape, itemsize = tuple(var.aval.shape), var.aval.dtype.itemsize
+        routes = [(source, cheapest_reshard(shape, itemsize, source, target, self.mesh)) for source in copies]
+        at, route = min(routes, key=lambda pair: (pair[1].seconds, len(pair[1].steps)))
+        for step in route.steps:
+            following = apply_to_sharding(step, at)
+            if following not in copies:
+                self.emit(Move(var, at, following, step, reader))
+                copies.append(following)
+            at = following
+        assert at == target, f"reshard of {var} ended in {at}, not {target}"
+
+    def compute(self, eqn: JaxprEqn) -> None:
+        strategy = self.strategy(eqn)
+        reader, backward = describe(eqn), is_backward(eqn)
+        for atom, sharding in zip(eqn.invars, strategy.operands, strict=True):
+            self.need(atom, sharding, backward, reader)
+        rule = self.graph.nodes[self.graph.op_node[id(eqn)]].rule
+        self.emit(Compute(eqn, rule, strategy))
+        self.define(eqn.outvars, strategy.results)
+
+    def define(self, variables: Sequence[Var], shardings: Sequence[Sharding]) -> None:
+        for var, sharding in zip(variables, shardings, strict=True):
+            self.copies[var] = [sharding]
+
+    def region(self, eqn: JaxprEqn) -> None:
+        operands, results, inside = self.border(eqn)
+        for atom, sharding in zip(eqn.invars, operands, strict=True):
+            self.need(atom, sharding, is_backward(eqn), describe(eqn))
+        bodies = tuple(self.body(jaxpr, inputs, outputs)
+                       for jaxpr, (inputs, outputs) in zip(body_jaxprs(eqn), inside, strict=True))
+        self.emit(Region(eqn, tuple(operands), tuple(results), bodies))
+        self.define(eqn.outvars, results)
+
+    def border(self, eqn: JaxprEqn) -> tuple[list[Sharding], list[Sharding], list[tuple[list[Sharding], list[Sharding]]]]:
+        """Shardings of a structured equation's operands and results, and of each body's inputs and outputs."""
+        def ports(role: str, count: int) -> list[Sharding]:
+            return [self.port(eqn, role, k) for k in range(count)]
+
+        match eqn.primitive.name:
+            case "scan":
+                parts = scan_parts(eqn)
+                consts, carries = ports("const", len(parts.consts)), ports("carry", len(parts.carries))
+                xs, ys = ports("xs", len(parts.xs)), ports("ys", len(parts.ys))
+                return (consts + carries + [stacked(s) for s in xs], carries + [stacked(s) for s in ys],
+                        [(consts + carries + xs, carries + ys)])
+            case "while":
+                loop = while_parts(eqn)
+                cond, body = ports("cond const", len(loop.cond_consts)), ports("body const", len(loop.body_consts))
+                carries = ports("carry", len(loop.carries))
+                return (cond + body + carries, carries,
+                        [(cond + carries, ports("predicate", 1)), (body + carries, carries)])
+            case "cond":
+                operands, results = ports("operand", len(eqn.invars) - 1), ports("result", len(eqn.outvars))
+                return (ports("index", 1) + operands, results, [(operands, results)] * len(body_jaxprs(eqn)))
+            case _:
+                through = ports("through", len(eqn.invars))
+                return through, through, []

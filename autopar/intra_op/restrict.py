@@ -1,0 +1,196 @@
+"""What may be chosen: pins and hand methods, as masks over choices.
+
+In:     the decision graph, pins on inputs, the user's `with_sharding_constraint`s, a data-parallel method.
+Out:    `Allowed`: for each restricted node a boolean per choice; a key per node, so that tying respects it.
+Method: a restriction only ever forbids choices: the ILP that plans freely is the same one that carries out a hand plan,
+        under the same costs, so a hand plan can never beat the automatic one.
+        Data parallelism: Rajbhandari et al., "ZeRO", SC 2020.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar._jax import Jaxpr, Literal, Var
+from autopar.errors import ConstraintError
+from autopar.intra_op.batch import BatchDims, batch_factors, follow_batch
+from autopar.intra_op.graph import Graph, Node
+from autopar.ir.rules import ShardingRule
+from autopar.ir.source import source_line
+from autopar.ir.structure import body_jaxprs, is_structured
+from autopar.mesh import LogicalMesh, Sharding
+
+
+@dataclass(eq=False, slots=True)
+class Allowed:
+    """Masks over the choices of nodes.
+
+    Attributes:
+        masks: Node index -> `[choice]`, True where allowed.
+        keys: Node index -> what restricts it; equal keys mean equal masks.
+        reasons: Node index -> the pins on it, for error messages.
+    """
+
+    masks: dict[int, np.ndarray] = field(default_factory=dict)
+    keys: dict[int, object] = field(default_factory=dict)
+    reasons: dict[int, list[str]] = field(default_factory=dict)
+
+    def only(self, node: Node, mask: Sequence[bool], key: object, reason: str = "") -> None:
+        """Allow only the choices of `node` where `mask` is True (on top of earlier restrictions)."""
+        mask = np.asarray(mask, dtype=bool)
+        if node.index in self.masks:
+            mask, key = mask & self.masks[node.index], (self.keys[node.index], key)
+        self.masks[node.index], self.keys[node.index] = mask, key
+        if reason:
+            self.reasons.setdefault(node.index, []).append(reason)
+
+
+def pin_inputs(graph: Graph, pins: Mapping[int, tuple[str, object]], paths: Sequence[str], allowed: Allowed) -> None:
+    """Pin program inputs.
+
+    Args:
+        graph: Decisions.
+        pins: Input position -> (what the user wrote, PartitionSpec).
+        paths: Readable path of each input.
+        allowed: Extended.
+
+    Raises:
+        ConstraintError: The spec names an axis the mesh lacks, has too many entries, or splits a dim unevenly.
+    """
+    for position, (text, spec) in pins.items():
+        node = graph.nodes[graph.inputs[position]]
+        sharding, free = read_spec(spec, tuple(node.var.aval.shape), graph.mesh, f"constraint {text!r} on {paths[position]}")
+        mask = [matches_spec(s, sharding, free) for s in node.shardings]
+        allowed.only(node, mask, ("pin", sharding, free), f"constraint {text!r} pins {paths[position]} to {spec}")
+
+
+def pin_constraints(jaxpr: Jaxpr, graph: Graph, allowed: Allowed) -> None:
+    """Obey every `jax.lax.with_sharding_constraint` in the user's code."""
+    for eqn in jaxpr.eqns:
+        if is_structured(eqn):
+            for body in body_jaxprs(eqn):
+                pin_constraints(body, graph, allowed)
+        elif eqn.primitive.name == "sharding_constraint":
+            node = graph.nodes[graph.op_node[id(eqn)]]
+            what = f"with_sharding_constraint at {source_line(eqn)}"
+            spec = getattr(eqn.params["sharding"], "spec", None)
+            if spec is None:
+                raise ConstraintError(
+                    "autopar reads only named shardings.", given=f"{eqn.params['sharding']} in {what}",
+                    wrong="it names no mesh axes.", do="pass a NamedSharding or a PartitionSpec.", path=what, spec=None)
+            sharding, free = read_spec(spec, tuple(eqn.outvars[0].aval.shape), graph.mesh, what)
+            mask = [matches_spec(s.results[0], sharding, free) for s in node.strategies]
+            allowed.only(node, mask, ("pin", sharding, free), f"{what} asks for {spec}")
+
+
+def read_spec(spec: object, shape: tuple[int, ...], mesh: LogicalMesh, what: str) -> tuple[Sharding, tuple[bool, ...]]:
+    """A PartitionSpec as a sharding, and for each dim whether it is left open (`PartitionSpec.UNCONSTRAINED`).
+
+    Raises:
+        ConstraintError: It does not fit the shape or the mesh.
+    """
+    entries = tuple(spec)
+    problem = None
+    if len(entries) > len(shape):
+        problem = f"the spec has {len(entries)} entries, the array {len(shape)} dims."
+    entries = entries + (None,) * (len(shape) - len(entries))
+    dims, free = [], []
+    for dim, entry in enumerate(entries[: len(shape)]):
+        open_dim = entry is not None and not isinstance(entry, str | tuple | list)
+        axes = () if entry is None or open_dim else (entry,) if isinstance(entry, str) else tuple(entry)
+        unknown = [a for a in axes if a not in mesh.axis_sizes]
+        if unknown:
+            problem = problem or (f"the mesh {mesh} has no axis {unknown[0]!r}; its axes are "
+                                  f"{', '.join(map(repr, mesh.axis_sizes))}.")
+        else:
+            parts = int(np.prod([mesh.axis_sizes[a] for a in axes]))
+            if shape[dim] % parts:
+                problem = problem or f"dim {dim} has length {shape[dim]}, which {parts} devices do not divide."
+            axes = tuple(a for a in mesh.axis_sizes if a in axes)
+        dims.append(axes)
+        free.append(open_dim)
+    if problem:
+        raise ConstraintError("a sharding constraint cannot be met.", given=f"{spec} for {what}, an array of shape {shape}",
+                              wrong=problem, do="name axes of the mesh (ShardParallel(mesh_shape=LogicalMesh(shape, "
+                              "axis_names=...)) gives them names) and split dims that divide.", path=what, spec=spec)
+    return Sharding(tuple(dims)), tuple(free)
+
+
+def matches_spec(sharding: Sharding, wanted: Sharding, free: Sequence[bool]) -> bool:
+    """Whether `sharding` is `wanted` in every dim that is not left open, and no partial sum."""
+    return not sharding.partial and all(f or s == w for s, w, f in zip(sharding.dims, wanted.dims, free, strict=True))
+
+
+def restrict_to_data_parallel(
+    jaxpr: Jaxpr, graph: Graph, batch_inputs: Sequence[int], state_inputs: Sequence[int], zero: int, allowed: Allowed
+) -> None:
+    """Forbid everything but data parallelism of one ZeRO stage over all axes of the mesh.
+
+    Every operation on samples splits them and nothing else. Stage 0: state and update are whole on every device. 1 and
+    2: what is state but no parameter (optimizer moments) is stored split, so gradients are reduce-scattered and new
+    parameters gathered; without gradient accumulation both stages are one plan. 3: parameters are stored split too.
+
+    Args:
+        jaxpr: Flat program.
+        graph: Its decisions.
+        batch_inputs: Inputs whose leading dim is the batch.
+        state_inputs: Inputs that come back as new state.
+        zero: ZeRO stage, 0 to 3.
+        allowed: Extended.
+    """
+    rule_of: dict[int, ShardingRule] = {id(n.eqn): n.rule for n in graph.nodes if n.kind == "op"}
+    batch = follow_batch(jaxpr, rule_of, {k: frozenset({0}) for k in batch_inputs})
+    parameters = _ancestors(jaxpr, batch)
+    for node in graph.nodes:
+        if node.kind == "op":
+            factors = batch_factors(node.eqn, node.rule, batch)
+            if factors:
+                split = [_splits_only(s.choice, factors) for s in node.strategies]
+                some = [ok and any(c in factors for c in s.choice) for ok, s in zip(split, node.strategies, strict=True)]
+                allowed.only(node, some if any(some) else split, ("batch", factors))
+            elif zero == 0:
+                allowed.only(node, [_splits_only(s.choice, ()) for s in node.strategies], "whole")
+    for position in batch_inputs:
+        node = graph.nodes[graph.inputs[position]]
+        allowed.only(node, [all(s.dims[0] == tuple(graph.mesh.axis_sizes) if k == 0 else not d for k, d in enumerate(s.dims))
+                            for s in node.shardings], "batch")
+    for position in state_inputs:
+        node = graph.nodes[graph.inputs[position]]
+        stored_split = zero == 3 or (zero > 0 and node.var not in parameters)
+        whole = [not any(s.dims) for s in node.shardings]
+        most = max(s.num_shards(graph.mesh) for s in node.shardings)
+        split = [s.num_shards(graph.mesh) == most for s in node.shardings]
+        allowed.only(node, split if stored_split else whole, "split" if stored_split else "whole")
+
+
+def _splits_only(choice: Sequence[str], factors: Sequence[str]) -> bool:
+    return all(c in factors or c[0] in "+-" for c in choice)
+
+
+def _ancestors(jaxpr: Jaxpr, batch: BatchDims) -> dict[Var, None]:
+    """Values that samples meet, and all that these are made of without samples: the parameters are among them."""
+    found: dict[Var, None] = dict(batch.readers)
+    _collect(jaxpr, batch, found)
+    return found
+
+
+def _collect(jaxpr: Jaxpr, batch: BatchDims, found: dict[Var, None]) -> None:
+    for eqn in reversed(jaxpr.eqns):
+        pairs: list[tuple[object, Var]] = []
+        if is_structured(eqn):
+            for body in body_jaxprs(eqn):
+                _collect(body, batch, found)
+                pairs += list(zip(reversed(eqn.invars), reversed(body.invars), strict=False))
+            if not body_jaxprs(eqn):
+                pairs = [(a, v) for a, v in zip(eqn.invars, eqn.outvars, strict=True)]
+        elif not any(batch.dims(a) for a in eqn.invars):
+            pairs = [(a, v) for v in eqn.outvars for a in eqn.invars]
+        for atom, var in pairs:
+            if var in found and not isinstance(atom, Literal):
+                found[atom] = None
+
+
+Restrict = Callable[[Graph, Allowed], None]

@@ -1,0 +1,172 @@
+"""Shard one program on one logical mesh: graph, costs, solve, lower, measure; memory by demand.
+
+In:     flat program, alias rows, logical mesh, device, what is allowed, options.
+Out:    `Sharded`: the choices, the sharded program, and what is predicted of it.
+Method: the passes of DESIGN section 5, "Sharding", in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar._jax import Jaxpr
+from autopar.cost import collective_seconds
+from autopar.errors import InfeasibleError
+from autopar.intra_op.costs import build_problem, stored_values
+from autopar.intra_op.graph import Graph, build_graph
+from autopar.intra_op.liveness import Liveness, measure_liveness
+from autopar.intra_op.lower import lower
+from autopar.intra_op.memory import memory_row
+from autopar.intra_op.problem import MemoryRow, Problem, Solution
+from autopar.intra_op.restrict import Allowed, pin_constraints
+from autopar.intra_op.sharded import Body, Collective, collectives_of
+from autopar.intra_op.solve import solve, solve_within
+from autopar.intra_op.tying import tie_nodes
+from autopar.mesh import Device, LogicalMesh
+from autopar.options import Options
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sharded:
+    """A program sharded on one mesh.
+
+    Attributes:
+        graph: The decisions.
+        choices: The choice of each node.
+        class_of: Class of each node in the problem.
+        problem: What was solved.
+        solution: Its solution, per class.
+        allowed: What was forbidden beforehand.
+        body: The sharded program.
+        liveness: Its memory on one device.
+        collectives: All it communicates in one step.
+        compute_seconds: Roofline time of its operations.
+        communication_seconds: Time of its collectives.
+    """
+
+    graph: Graph
+    choices: tuple[int, ...]
+    class_of: tuple[int, ...]
+    problem: Problem
+    solution: Solution
+    allowed: Allowed
+    body: Body
+    liveness: Liveness
+    collectives: tuple[Collective, ...]
+    compute_seconds: float
+    communication_seconds: float
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted time of one step: nothing is assumed to overlap."""
+        return self.compute_seconds + self.communication_seconds
+
+
+def shard(
+    jaxpr: Jaxpr,
+    aliases: Mapping[int, int],
+    mesh: LogicalMesh,
+    device: Device,
+    options: Options,
+    restrict: Callable[[Graph, Allowed], None] | None = None,
+    donated: Sequence[bool] = (),
+) -> Sharded:
+    """Find the cheapest sharding of a program on one mesh.
+
+    Args:
+        jaxpr: Flat program without constants.
+        aliases: Output index -> index of the input it replaces.
+        mesh: Logical mesh.
+        device: Rates and memory of one device.
+        options: Solver, time limit, memory budget.
+        restrict: Forbids choices (pins, data parallelism).
+        donated: For each input, whether its memory may be reused.
+
+    Raises:
+        InfeasibleError: A pin or the memory budget cannot be kept; says which and by how much.
+        ConstraintError: A pin does not fit.
+    """
+    graph = build_graph(jaxpr, mesh, aliases)
+    allowed = Allowed()
+    pin_constraints(jaxpr, graph, allowed)
+    if restrict is not None:
+        restrict(graph, allowed)
+    _check_pins(graph, allowed)
+    class_of = tie_nodes(graph, allowed.keys)
+    problem = build_problem(graph, device, class_of, allowed.masks)
+    stored = stored_values(graph)
+    budget = options.memory_budget_bytes or device.memory_bytes
+
+    def broken_rows(class_choices: Sequence[int]) -> list[MemoryRow]:
+        body = lower(jaxpr, graph, [class_choices[c] for c in class_of])
+        liveness = measure_liveness(body, mesh, stored, donated)
+        if liveness.peak_bytes <= budget:
+            return []
+        return [memory_row(graph, class_of, problem, liveness, class_choices, budget)]
+
+    if np.isfinite(budget):
+        solution = solve_within(problem, broken_rows, options.solver, options.solver_seconds)
+    else:
+        solution = solve(problem, options.solver, options.solver_seconds)
+    if solution.status == "infeasible":
+        _explain_infeasible(problem, budget, mesh)
+    choices = tuple(solution.choices[c] for c in class_of)
+    return read_off(jaxpr, graph, choices, class_of, problem, solution, allowed, device, donated)
+
+
+def read_off(
+    jaxpr: Jaxpr, graph: Graph, choices: Sequence[int], class_of: Sequence[int], problem: Problem, solution: Solution,
+    allowed: Allowed, device: Device, donated: Sequence[bool]
+) -> Sharded:
+    """Lower given choices and predict what they cost."""
+    body = lower(jaxpr, graph, choices)
+    collectives = tuple(collectives_of(body, graph.mesh))
+    communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, graph.mesh) for c in collectives)
+    at_once = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, graph.mesh)
+                  for c in collectives_of(body, graph.mesh, only_reductions=True))
+    operations = build_problem_costs(problem, solution)
+    return Sharded(graph, tuple(choices), tuple(class_of), problem, solution, allowed, body,
+                   measure_liveness(body, graph.mesh, stored_values(graph), donated), collectives,
+                   max(0.0, operations - at_once), communication)
+
+
+def build_problem_costs(problem: Problem, solution: Solution) -> float:
+    """Seconds of all operations under a solution, the reductions they do at once included."""
+    return sum(float(c[k]) for c, k in zip(problem.costs, solution.choices, strict=True))
+
+
+def _check_pins(graph: Graph, allowed: Allowed) -> None:
+    for index, mask in allowed.masks.items():
+        if not mask.any():
+            node = graph.nodes[index]
+            reasons = allowed.reasons.get(index, [str(allowed.keys[index])])
+            raise InfeasibleError(
+                "the pins on one value contradict each other or the method.",
+                given="; ".join(reasons), wrong=f"no sharding of {node.name} keeps all of them.",
+                do="drop one of them, or choose another mesh.", constraint=reasons[0])
+
+
+def _explain_infeasible(problem: Problem, budget: float, mesh: LogicalMesh) -> None:
+    if not problem.rows:
+        raise InfeasibleError(
+            "no sharding keeps all pins.", given=f"the constraints, on {mesh}",
+            wrong="they cannot hold together: a loop of unknown length would have to communicate in every turn.",
+            do="drop one of them.", constraint="pins")
+    free = Problem(problem.costs, problem.edges)
+    least = 0.0
+    row = problem.rows[-1]
+    for candidate in problem.rows:
+        needed = candidate.constant_bytes + sum(float(b[np.isfinite(free.costs[n])].min()) for n, b in candidate.bytes_of.items())
+        if needed >= least:
+            least, row = needed, candidate
+    raise InfeasibleError(
+        "no sharding fits the memory budget.",
+        given=f"memory_budget_bytes={budget:.0f} on each device of {mesh}",
+        wrong=f"at {row.label} at least {least:.0f} bytes are alive on a device"
+              + (f", {least - budget:.0f} more than there are." if least > budget else
+                 "; each moment fits by itself, but no sharding fits at all of them."),
+        do="raise the budget, use more devices, wrap layers in jax.checkpoint, or use a smaller batch.",
+        budget_bytes=int(budget), needed_bytes=int(least))

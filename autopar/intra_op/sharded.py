@@ -1,0 +1,182 @@
+"""The sharded program: what every device does, in order, with each conversion between shardings written out.
+
+In:     (types only; `lower.py` makes it.)
+Out:    `Body`, a list of `Move | Fused | Compute | Region`; `collectives_of` lists what it communicates.
+Method: a *copy* is a value in one sharding, `(var, sharding)`; an instruction makes copies from copies. The plan's
+        predictions (`plan/`) and the per-device program (`partition/`) are both read off this one list, so they agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import assert_never
+
+from autopar._jax import JaxprEqn, Literal, Var
+from autopar.cost.reshard import AllGather, AllReduce, AllToAll, Mask, ReduceScatter, Slice, Step
+from autopar.intra_op.strategies import Strategy
+from autopar.ir.rules import ShardingRule
+from autopar.ir.source import source_line
+from autopar.ir.structure import trip_count
+from autopar.mesh import LogicalMesh, Sharding
+
+Copy = tuple[Var, Sharding]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Move:
+    """Make the copy of `var` in `target` from the one in `source` by one step."""
+
+    var: Var
+    source: Sharding
+    target: Sharding
+    step: Step
+    reader: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.var}: {self.source} => {self.target} by {self.step}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fused:
+    """Several moves of one kind over the same axes, sent as one message."""
+
+    moves: tuple[Move, ...]
+
+    def __str__(self) -> str:
+        return "together: " + "; ".join(map(str, self.moves))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compute:
+    """Run one equation under a strategy."""
+
+    eqn: JaxprEqn
+    rule: ShardingRule
+    strategy: Strategy
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.eqn.outvars))} = {self.eqn.primitive} [{self.rule}] by {self.strategy}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """Run a structured equation: operands and results in these shardings, bodies in the order of its parameters."""
+
+    eqn: JaxprEqn
+    operands: tuple[Sharding, ...]
+    results: tuple[Sharding, ...]
+    bodies: tuple[Body, ...]
+
+    def __str__(self) -> str:
+        return f"{', '.join(map(str, self.eqn.outvars))} = {self.eqn.primitive} ({len(self.bodies)} bodies)"
+
+
+Instruction = Move | Fused | Compute | Region
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Body:
+    """A program or the body of a loop or branch.
+
+    Attributes:
+        inputs: Its variables and the shardings they arrive in.
+        instructions: In order of execution.
+        outputs: Its results and the shardings they leave in.
+    """
+
+    inputs: tuple[Copy, ...]
+    instructions: tuple[Instruction, ...]
+    outputs: tuple[tuple[Var | Literal, Sharding], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One communication of the step.
+
+    Attributes:
+        kind: As HLO spells it: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`.
+        axes: Mesh axes whose devices take part.
+        bytes: Operand bytes on one device; of an all-gather, result bytes on one device.
+        times: Executions in one step, loop trips counted.
+        operation: What it serves, and the user's line.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    times: int
+    operation: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} over {','.join(self.axes)}: {self.bytes} B x {self.times} ({self.operation})"
+
+
+def local_bytes(atom: Var | Literal, sharding: Sharding, mesh: LogicalMesh) -> int:
+    """Bytes of a value on one device."""
+    return math.prod(sharding.local_shape(tuple(atom.aval.shape), mesh)) * atom.aval.dtype.itemsize
+
+
+def collectives_of(
+    body: Body, mesh: LogicalMesh, times: int = 1, *, only_reductions: bool = False
+) -> Iterator[Collective]:
+    """All communication of a program, in order; one entry per place, `times` counts loop trips.
+
+    A branch of a `cond` is counted as if it were taken; a loop of unknown length communicates nothing.
+    `only_reductions` leaves out the conversions between shardings.
+    """
+    for instruction in body.instructions:
+        match instruction:
+            case Move() | Fused() if only_reductions:
+                pass
+            case Move():
+                yield from _move_collective((instruction,), mesh, times)
+            case Fused(moves):
+                yield from _move_collective(moves, mesh, times)
+            case Compute(eqn, _, strategy):
+                for _, axes in strategy.reductions:
+                    for var, sharding in zip(eqn.outvars, strategy.results, strict=True):
+                        yield Collective("all-reduce", axes, local_bytes(var, sharding, mesh), times, describe(eqn))
+            case Region(eqn, _, _, bodies):
+                trips = trip_count(eqn) if eqn.primitive.name == "scan" else 1
+                for inner in bodies:
+                    yield from collectives_of(inner, mesh, times * trips, only_reductions=only_reductions)
+            case _:
+                assert_never(instruction)
+
+
+def describe(eqn: JaxprEqn) -> str:
+    """An equation for people: its primitive and the user's line."""
+    return f"{eqn.primitive} at {source_line(eqn)}"
+
+
+def step_kind(step: Step) -> str | None:
+    """The collective a step is, as HLO spells it; None where it does not communicate."""
+    match step:
+        case AllReduce():
+            return "all-reduce"
+        case AllGather():
+            return "all-gather"
+        case ReduceScatter():
+            return "reduce-scatter"
+        case AllToAll():
+            return "all-to-all"
+        case Slice() | Mask():
+            return None
+        case _:
+            assert_never(step)
+
+
+def move_bytes(move: Move, mesh: LogicalMesh) -> int:
+    """What `Collective.bytes` counts of one move."""
+    return local_bytes(move.var, move.target if isinstance(move.step, AllGather) else move.source, mesh)
+
+
+def _move_collective(moves: tuple[Move, ...], mesh: LogicalMesh, times: int) -> Iterator[Collective]:
+    kind = step_kind(moves[0].step)
+    if kind is not None:
+        num_bytes = sum(move_bytes(move, mesh) for move in moves)
+        readers = list(dict.fromkeys(move.reader for move in moves))
+        operation = readers[0] + (f" and {len(readers) - 1} more" if len(readers) > 1 else "")
+        yield Collective(kind, moves[0].step.axes, num_bytes, times, operation)

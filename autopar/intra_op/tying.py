@@ -1,0 +1,116 @@
+"""Tie identical layers: equal parts of a large graph share their choices, so that planning time hardly grows with depth.
+
+In:     `Graph`.
+Out:    the class of each node; nodes of one class take the same choice.
+Method: a run of the program that repeats with a period is one layer several times: equations at the same place of the
+        period get the same name. What is not in such a run is told apart by its surroundings (a few rounds of colour
+        refinement; Weisfeiler and Leman, 1968). Small graphs are not tied, so that their plans are proved optimal.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+
+from autopar.intra_op.graph import Graph
+
+UNTIED_NODES = 700
+"""Graphs up to this size are solved as they are."""
+MIN_REPEATS = 3
+ROUNDS = 16
+
+
+def tie_nodes(graph: Graph, pins: Mapping[int, object], untied_nodes: int = UNTIED_NODES) -> list[int]:
+    """Class of each node, numbered in order of first appearance.
+
+    Args:
+        graph: Decisions.
+        pins: For nodes whose choices are restricted, a key that says how: only equally restricted nodes are tied.
+        untied_nodes: Up to this many nodes, each is a class of its own.
+    """
+    if len(graph.nodes) <= untied_nodes:
+        return list(range(len(graph.nodes)))
+    kinds: dict[object, int] = {}
+    signatures = np.array([
+        kinds.setdefault((n.signature, n.weight, n.communicates, n.shardings if n.kind == "port" else None, pins.get(n.index)),
+                         len(kinds)) for n in graph.nodes
+    ])
+    places = repeated_places(graph, signatures)
+    colours = _mix(signatures.astype(np.uint64) * np.uint64(1_000_003) + places.astype(np.uint64) + np.uint64(1))
+    fixed = places >= 0
+    source = np.array([e.source for e in graph.edges])
+    target = np.array([e.target for e in graph.edges])
+    slot = np.array([e.slot + 1000 for e in graph.edges], dtype=np.uint64)
+    initial = colours.copy()
+    for _ in range(ROUNDS):
+        heard = np.zeros_like(colours)
+        np.add.at(heard, target, _mix(colours[source] * np.uint64(31) + slot))
+        np.add.at(heard, source, _mix(colours[target] * np.uint64(37) + slot * np.uint64(7) + np.uint64(5)))
+        colours = np.where(fixed, initial, _mix(colours * np.uint64(3) + heard))
+    # The colour of a hash alone might collide; with the kind beside it, equal classes have equal choices for certain.
+    classes: dict[tuple[int, int], int] = {}
+    return [classes.setdefault((int(k), int(c)), len(classes)) for k, c in zip(signatures, colours, strict=True)]
+
+
+def _mix(values: np.ndarray) -> np.ndarray:
+    """A 64-bit finalizer (splitmix64), elementwise."""
+    with np.errstate(over="ignore"):
+        values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return values ^ (values >> np.uint64(31))
+
+
+def repeated_places(graph: Graph, signatures: np.ndarray) -> np.ndarray:
+    """For each node, its place in a repeated layer (run * 2^20 + offset in the period), or -1.
+
+    The period holds at least two contractions, so that a column split may follow a row split in a chain of equal layers.
+    """
+    places = np.full(len(graph.nodes), -1, dtype=np.int64)
+    ops = np.array([n.index for n in graph.nodes if n.kind == "op"])
+    heavy = np.array([len(graph.nodes[i].rule.operands) > 1 and bool(graph.nodes[i].rule.summed) for i in ops])
+    sequence = signatures[ops]
+    run = 0
+    for period in _candidate_periods(sequence, heavy):
+        same = sequence[:-period] == sequence[period:]
+        free = places[ops] < 0
+        for start, length in _runs(same & free[:-period] & free[period:]):
+            repeats = length // period + 1
+            if repeats < MIN_REPEATS:
+                continue
+            contractions = int(heavy[start : start + period].sum())
+            unit = period if contractions >= 2 else 2 * period
+            if contractions == 0 or (unit != period and repeats < 2 * MIN_REPEATS):
+                continue
+            where = np.arange(start, start + length + period)
+            places[ops[where]] = run * (1 << 20) + (where - start) % unit
+            run += 1
+    return places
+
+
+def _candidate_periods(sequence: np.ndarray, heavy: np.ndarray) -> list[int]:
+    """Distances between equal contractions, those that cover most first."""
+    last: dict[int, list[int]] = {}
+    found: Counter[int] = Counter()
+    for position in np.flatnonzero(heavy):
+        earlier = last.setdefault(int(sequence[position]), [])
+        for other in earlier[-8:]:
+            found[int(position - other)] += 1
+        earlier.append(int(position))
+    covered = []
+    for period, count in found.items():
+        if count >= MIN_REPEATS - 1 and period < len(sequence):
+            same = sequence[:-period] == sequence[period:]
+            length = sum(n + period for _, n in _runs(same) if n >= (MIN_REPEATS - 1) * period)
+            if length:
+                covered.append((-length, period))
+    return [period for _, period in sorted(covered)]
+
+
+def _runs(flags: np.ndarray) -> list[tuple[int, int]]:
+    """(start, length) of each run of True."""
+    padded = np.concatenate([[False], flags, [False]]).astype(np.int8)
+    edges = np.diff(padded)
+    starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+    return [(int(s), int(e - s)) for s, e in zip(starts, ends, strict=True)]

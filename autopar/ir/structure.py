@@ -1,0 +1,91 @@
+"""Equations that hold programs: `scan`, `while`, `cond`, and the barrier, taken apart by name.
+
+In:     a structured equation of the flat program (its bodies are flat too, with fresh variables and no constants).
+Out:    its parts, outer value beside inner variable, so that no other file counts operands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, open_jaxpr
+
+STRUCTURED = ("scan", "while", "cond", "optimization_barrier")
+Atom = Var | Literal
+
+
+def is_structured(eqn: JaxprEqn) -> bool:
+    """Whether the equation is taken apart instead of having a rule."""
+    return eqn.primitive.name in STRUCTURED
+
+
+@dataclass(frozen=True, slots=True)
+class ScanParts:
+    """A scan: (outer operand, body variable) of constants; (outer operand, body variable, body result, outer result)
+    of carries; (outer operand, body variable) of scanned inputs; (body result, outer result) of stacked outputs."""
+
+    body: Jaxpr
+    consts: tuple[tuple[Atom, Var], ...]
+    carries: tuple[tuple[Atom, Var, Atom, Var], ...]
+    xs: tuple[tuple[Atom, Var], ...]
+    ys: tuple[tuple[Atom, Var], ...]
+
+
+def scan_parts(eqn: JaxprEqn) -> ScanParts:
+    """The parts of a `scan` equation."""
+    body = open_jaxpr(eqn.params["jaxpr"])[0]
+    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    first_x = num_consts + num_carry
+    return ScanParts(
+        body,
+        tuple(zip(eqn.invars[:num_consts], body.invars[:num_consts], strict=True)),
+        tuple(zip(eqn.invars[num_consts:first_x], body.invars[num_consts:first_x], body.outvars[:num_carry],
+                  eqn.outvars[:num_carry], strict=True)),
+        tuple(zip(eqn.invars[first_x:], body.invars[first_x:], strict=True)),
+        tuple(zip(body.outvars[num_carry:], eqn.outvars[num_carry:], strict=True)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class WhileParts:
+    """A while loop; a carry is (outer operand, condition variable, body variable, body result, outer result)."""
+
+    cond_body: Jaxpr
+    body: Jaxpr
+    cond_consts: tuple[tuple[Atom, Var], ...]
+    body_consts: tuple[tuple[Atom, Var], ...]
+    carries: tuple[tuple[Atom, Var, Var, Atom, Var], ...]
+    predicate: Atom
+
+
+def while_parts(eqn: JaxprEqn) -> WhileParts:
+    """The parts of a `while` equation."""
+    cond, body = open_jaxpr(eqn.params["cond_jaxpr"])[0], open_jaxpr(eqn.params["body_jaxpr"])[0]
+    num_cond, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    first = num_cond + num_body
+    return WhileParts(
+        cond,
+        body,
+        tuple(zip(eqn.invars[:num_cond], cond.invars[:num_cond], strict=True)),
+        tuple(zip(eqn.invars[num_cond:first], body.invars[:num_body], strict=True)),
+        tuple(zip(eqn.invars[first:], cond.invars[num_cond:], body.invars[num_body:], body.outvars, eqn.outvars, strict=True)),
+        cond.outvars[0],
+    )
+
+
+def body_jaxprs(eqn: JaxprEqn) -> tuple[Jaxpr, ...]:
+    """The bodies of a structured equation, in the order of its parameters; () for a barrier."""
+    match eqn.primitive.name:
+        case "scan":
+            return (open_jaxpr(eqn.params["jaxpr"])[0],)
+        case "while":
+            return open_jaxpr(eqn.params["cond_jaxpr"])[0], open_jaxpr(eqn.params["body_jaxpr"])[0]
+        case "cond":
+            return tuple(open_jaxpr(branch)[0] for branch in eqn.params["branches"])
+        case _:
+            return ()
+
+
+def trip_count(eqn: JaxprEqn) -> int:
+    """How often a scan's body runs."""
+    return int(eqn.params["length"])

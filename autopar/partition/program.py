@@ -1,0 +1,114 @@
+"""The per-device program: the sharded program as JAX code under one fully manual `shard_map`.
+
+In:     the flat program and its `Body` (`intra_op/sharded.py`).
+Out:    a function of global arrays whose jaxpr holds exactly the collectives that the body lists.
+Method: an interpreter over copies `(var, sharding) -> local array`; loops and branches recurse. Copies are dropped at
+        their last use, so that tracing a large step does not hold them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import assert_never
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopar._jax import Jaxpr, Literal, Var
+from autopar.cost.reshard import Mask
+from autopar.intra_op.sharded import Body, Compute, Fused, Instruction, Move, Region
+from autopar.ir.structure import scan_parts, while_parts
+from autopar.mesh import Sharding
+from autopar.partition.collectives import apply_fused, apply_step
+from autopar.partition.equation import run_equation
+
+Copies = dict[tuple[Var, Sharding], jax.Array]
+
+
+def per_device_program(body: Body, axis_sizes: Mapping[str, int]) -> Callable[..., list[jax.Array]]:
+    """A function of local arrays, one per program input, to local results; call it inside `shard_map`."""
+
+    def program(*arguments: jax.Array) -> list[jax.Array]:
+        return _run_body(body, arguments, axis_sizes)
+
+    return program
+
+
+def global_program(body: Body, mesh: jax.sharding.Mesh) -> Callable[..., list[jax.Array]]:
+    """The whole step as a function of global arrays over `mesh`."""
+    axis_sizes = dict(mesh.shape)
+    return jax.shard_map(
+        per_device_program(body, axis_sizes),
+        mesh=mesh,
+        in_specs=tuple(sharding.partition_spec() for _, sharding in body.inputs),
+        out_specs=[sharding.partition_spec() for _, sharding in body.outputs],
+        check_vma=False,
+    )
+
+
+def _run_body(body: Body, arguments: Sequence[jax.Array], axis_sizes: Mapping[str, int]) -> list[jax.Array]:
+    copies: Copies = dict(zip(body.inputs, arguments, strict=True))
+    for instruction in body.instructions:
+        _run_instruction(instruction, copies, axis_sizes)
+    return [_read(copies, atom, sharding, axis_sizes) for atom, sharding in body.outputs]
+
+
+def _run_instruction(instruction: Instruction, copies: Copies, axis_sizes: Mapping[str, int]) -> None:
+    match instruction:
+        case Move(var, source, target, step):
+            copies[var, target] = apply_step(copies[var, source], step, axis_sizes)
+        case Fused(moves):
+            arrays = [copies[move.var, move.source] for move in moves]
+            for move, array in zip(moves, apply_fused(arrays, [move.step for move in moves], axis_sizes), strict=True):
+                copies[move.var, move.target] = array
+        case Compute(eqn, rule, strategy):
+            operands = [_read(copies, a, s, axis_sizes) for a, s in zip(eqn.invars, strategy.operands, strict=True)]
+            results = run_equation(eqn, rule, strategy, axis_sizes, operands)
+            copies.update(zip(zip(eqn.outvars, strategy.results, strict=True), results, strict=True))
+        case Region(eqn, operands, results):
+            arrays = [_read(copies, a, s, axis_sizes) for a, s in zip(eqn.invars, operands, strict=True)]
+            made = _run_region(instruction, arrays, axis_sizes)
+            copies.update(zip(zip(eqn.outvars, results, strict=True), made, strict=True))
+        case _:
+            assert_never(instruction)
+
+
+def _read(copies: Copies, atom: Var | Literal, sharding: Sharding, axis_sizes: Mapping[str, int]) -> jax.Array:
+    if not isinstance(atom, Literal):
+        return copies[atom, sharding]
+    value = jnp.asarray(atom.val, dtype=atom.aval.dtype)
+    return apply_step(value, Mask(sharding.partial), axis_sizes) if sharding.partial else value
+
+
+def _run_region(region: Region, operands: Sequence[jax.Array], axis_sizes: Mapping[str, int]) -> Sequence[jax.Array]:
+    eqn, bodies = region.eqn, region.bodies
+    match eqn.primitive.name:
+        case "scan":
+            parts = scan_parts(eqn)
+            num_consts, num_carry = len(parts.consts), len(parts.carries)
+            consts, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
+
+            def step(carried, scanned):
+                made = _run_body(bodies[0], (*consts, *carried, *scanned), axis_sizes)
+                return tuple(made[:num_carry]), tuple(made[num_carry:])
+
+            last, stacks = lax.scan(step, tuple(carry), tuple(operands[num_consts + num_carry :]),
+                                    length=eqn.params["length"], reverse=eqn.params["reverse"], unroll=eqn.params["unroll"])
+            return [*last, *stacks]
+        case "while":
+            loop = while_parts(eqn)
+            num_cond, num_body = len(loop.cond_consts), len(loop.body_consts)
+            cond_consts, body_consts = operands[:num_cond], operands[num_cond : num_cond + num_body]
+            return lax.while_loop(
+                lambda carried: _run_body(bodies[0], (*cond_consts, *carried), axis_sizes)[0],
+                lambda carried: tuple(_run_body(bodies[1], (*body_consts, *carried), axis_sizes)),
+                tuple(operands[num_cond + num_body :]),
+            )
+        case "cond":
+            branches = [lambda *arrays, branch=branch: tuple(_run_body(branch, arrays, axis_sizes)) for branch in bodies]
+            return lax.switch(operands[0], branches, *operands[1:])
+        case "optimization_barrier":
+            return lax.optimization_barrier(tuple(operands))
+        case name:
+            raise AssertionError(f"`{name}` has no per-device program.")

@@ -1,0 +1,1 @@
+"""Carry a plan out; decide nothing."""
