@@ -1,0 +1,297 @@
+"""The only door to `jax.extend` and `jax._src`: what JAX's releases may move, under names that stay.
+
+In:     JAX 0.10 or 0.11.
+Out:    the types of a jaxpr, and small functions for what differs between the two: a closed jaxpr is a class of its
+        own in 0.10 and a jaxpr that carries constants in 0.11; `scan` tells its operands apart by counts in 0.10 and
+        by a tree in 0.11.
+Method: imports and adapters, no ideas of its own. No other file of autopar imports those modules.
+"""
+
+# ruff: noqa: F401
+from __future__ import annotations
+
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import core as _core
+from jax._src import source_info_util as _source_info_util
+from jax._src.core import eval_jaxpr as _eval_jaxpr
+from jax._src.lax.lax import optimization_barrier_p
+from jax._src.random import prng as _prng
+from jax._src.random.core import random_gamma_p
+from jax._src.random.threefry2x32 import threefry2x32_p
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun, primitives
+from jax.extend.source_info_util import NameStack, SourceInfo
+
+DropVar = _core.DropVar
+iota_2x32_shape_p = _prng.iota_2x32_shape_p
+Atom = Var | Literal
+
+JAX_VERSION: tuple[int, ...] = jax.__version_info__
+
+
+# Jaxprs.
+
+
+def open_jaxpr(closed: Any) -> tuple[Jaxpr, list[Any]]:
+    """The jaxpr of a closed or open one, and the values of its `constvars` (none for an open one)."""
+    return getattr(closed, "jaxpr", closed), list(getattr(closed, "consts", ()))
+
+
+def close_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
+    """The closed jaxpr of `jaxpr` whose `constvars` have the values `consts`."""
+    return ClosedJaxpr(jaxpr, list(consts))
+
+
+def make_jaxpr(
+    invars: Sequence[Var], outvars: Sequence[Atom], eqns: Sequence[JaxprEqn], constvars: Sequence[Var] = ()
+) -> Jaxpr:
+    """A jaxpr of these equations; its effects are theirs."""
+    effects = frozenset().union(*(eqn.effects for eqn in eqns if eqn.effects))
+    return Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects or _core.no_effects)
+
+
+def trace(function: Callable[..., Any], *avals: Any) -> ClosedJaxpr:
+    """The closed jaxpr of `function` at abstract arguments."""
+    return jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals))
+
+
+def trace_function(
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    static_argnums: Sequence[int] = (),
+    static_argnames: Sequence[str] = (),
+) -> tuple[ClosedJaxpr, list[Any], Any]:
+    """Trace a function as `jax.jit` does.
+
+    Returns:
+        The closed jaxpr; the values of its first invars that are captured arrays (or tracers) rather than arguments;
+        and the pytree of what the function returns.
+    """
+    jitted = jax.jit(function, static_argnums=tuple(static_argnums), static_argnames=tuple(static_argnames))
+    traced = jitted.trace(*args, **kwargs)
+    return traced.jaxpr, list(getattr(traced, "_consts", ())), traced.out_info
+
+
+def eval_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
+    """Run a jaxpr, one operation after the other (or trace it, under a transformation)."""
+    return _eval_jaxpr(jaxpr, list(consts), *args)
+
+
+def new_var(aval: Any) -> Var:
+    """A fresh variable."""
+    return Var(aval)
+
+
+def new_eqn(
+    primitive: Primitive,
+    invars: Sequence[Atom],
+    outvars: Sequence[Var],
+    params: Mapping[str, Any],
+    *,
+    source_info: SourceInfo | None = None,
+    effects: Iterable[Any] = (),
+) -> JaxprEqn:
+    """A new equation."""
+    effects = frozenset(effects) or _core.no_effects
+    return _core.new_jaxpr_eqn(list(invars), list(outvars), primitive, dict(params), effects, source_info)
+
+
+def replace_eqn(
+    eqn: JaxprEqn,
+    *,
+    invars: Sequence[Atom] | None = None,
+    outvars: Sequence[Var] | None = None,
+    params: Mapping[str, Any] | None = None,
+    source_info: SourceInfo | None = None,
+) -> JaxprEqn:
+    """`eqn` with some parts exchanged; its effects and context stay."""
+    return JaxprEqn(
+        eqn.invars if invars is None else list(invars),
+        eqn.outvars if outvars is None else list(outvars),
+        eqn.primitive,
+        eqn.params if params is None else dict(params),
+        eqn.effects,
+        eqn.source_info if source_info is None else source_info,
+        eqn.ctx,
+    )
+
+
+def eqn_context(eqn: JaxprEqn) -> Any:
+    """Context manager: JAX's settings (threefry, compute type, ...) as they were where `eqn` was traced."""
+    return eqn.ctx.manager
+
+
+def bind_eqn(eqn: JaxprEqn, *operands: Any, params: Mapping[str, Any] | None = None) -> list[Any]:
+    """Run one equation on values; always a list of results.
+
+    Args:
+        eqn: The equation.
+        operands: One value per invar, literals included.
+        params: Other parameters than the equation's.
+    """
+    bind_params = eqn.primitive.get_bind_params(eqn.params if params is None else dict(params))
+    if isinstance(bind_params, tuple):  # older contract: functions to pass first
+        functions, bind_params = bind_params
+        operands = (*functions, *operands)
+    with eqn.ctx.manager:
+        results = eqn.primitive.bind(*operands, **bind_params)
+    return list(results) if eqn.primitive.multiple_results else [results]
+
+
+def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
+    """(constants, carries) among the operands of a `scan` with these parameters; the rest is scanned over."""
+    if "ft_in" in params:
+        consts, carry, _ = params["ft_in"].unpack()
+        return len(consts), len(carry)
+    return params["num_consts"], params["num_carry"]
+
+
+def scan_params(params: Mapping[str, Any], body: Jaxpr, num_consts: int, num_carry: int) -> dict[str, Any]:
+    """Parameters of a `scan` with another body: operands are constants, carries, scanned, as the body's invars."""
+    if "ft_in" in params:
+        from jax._src import flattree
+
+        num_xs, num_ys = len(body.invars) - num_consts - num_carry, len(body.outvars) - num_carry
+        nones = flattree.nones
+        counts = {
+            "ft_in": flattree.pack((nones(num_consts), nones(num_carry), nones(num_xs))),
+            "ft_out": flattree.pack((nones(num_carry), nones(num_ys))),
+        }
+    else:
+        counts = {"num_consts": num_consts, "num_carry": num_carry}
+    return {**params, "jaxpr": close_jaxpr(body), **counts}
+
+
+# Types of values.
+
+
+def shaped(value: Any) -> Any:
+    """The abstract value of an array, a number (weakly typed), or a `jax.ShapeDtypeStruct`.
+
+    Raises:
+        TypeError: It is none of these.
+    """
+    return _core.shaped_abstractify(value)
+
+
+def is_key_dtype(dtype: Any) -> bool:
+    """Whether `dtype` is that of typed random keys (`jax.random.key`)."""
+    return type(dtype) is _prng.KeyTy
+
+
+def is_key(aval: Any) -> bool:
+    """Whether an abstract value is an array of typed random keys."""
+    return type(getattr(aval, "dtype", None)) is _prng.KeyTy
+
+
+def key_impl_name(aval: Any) -> str:
+    """Name of the generator of a key array, as `jax.random.wrap_key_data(impl=...)` takes it."""
+    return aval.dtype._impl.name
+
+
+def physical_aval(aval: Any) -> Any:
+    """The array of integers that a key array is made of (`key[s]` is `uint32[s, 2]`); other values unchanged."""
+    return _core.physical_aval(aval)
+
+
+def key_data(value: Any) -> Any:
+    """The integers of a concrete key array, without copying."""
+    return value._base_array if isinstance(value, _prng.PRNGKeyArray) else jax.random.key_data(value)
+
+
+def key_primitive_implementation(eqn: JaxprEqn) -> Callable[..., Any] | None:
+    """What a random primitive computes, on the integers of its keys, as JAX's own lowering does; None if it is none."""
+    aval, name, params = eqn.invars[0].aval, eqn.primitive.name, eqn.params
+    match name:
+        case "random_seed":
+            return _prng.iterated_vmap_unary(aval.ndim, params["impl"].seed)
+        case "random_split":
+            split = aval.dtype._impl.split
+            return _prng.iterated_vmap_unary(aval.ndim, lambda key: split(key, params["shape"]))
+        case "random_bits":
+            bits = aval.dtype._impl.random_bits
+            return _prng.iterated_vmap_unary(aval.ndim, lambda key: bits(key, params["bit_width"], params["shape"]))
+        case "random_fold_in":
+            return _fold_in(aval.shape, eqn.invars[1].aval.shape, aval.dtype._impl.fold_in)
+        case "random_gamma":
+            impl, sample = aval.dtype._impl.name, random_gamma_p.impl
+            return lambda key, a: sample(jax.random.wrap_key_data(key, impl=impl), a, **params, use_vmap=True)
+    return None
+
+
+def _fold_in(keys_shape: tuple[int, ...], data_shape: tuple[int, ...], fold_in: Callable) -> Callable:
+    if not keys_shape and not data_shape:
+        return fold_in
+    if not data_shape:
+        return lambda keys, data: _prng.iterated_vmap_unary(len(keys_shape), lambda key: fold_in(key, data))(keys)
+    if not keys_shape:
+        return lambda key, data: _prng.iterated_vmap_unary(len(data_shape), lambda item: fold_in(key, item))(data)
+    shape = np.broadcast_shapes(keys_shape, data_shape)
+    function = fold_in
+    for _ in shape:
+        function = jax.vmap(function)
+    return lambda keys, data: function(
+        jax.numpy.broadcast_to(keys, (*shape, *keys.shape[len(keys_shape) :])), jax.numpy.broadcast_to(data, shape)
+    )
+
+
+# Primitives.
+
+
+@functools.cache
+def _primitives_of_name() -> dict[str, tuple[Primitive, ...]]:
+    modules = [primitives, *(sys.modules[name] for name in sorted(sys.modules) if name.startswith("jax._src."))]
+    found: dict[str, dict[int, Primitive]] = {}
+    for module in modules:
+        for value in list(vars(module).values()) if module is not None else ():
+            if isinstance(value, Primitive):
+                found.setdefault(value.name, {})[id(value)] = value
+    return {name: tuple(same.values()) for name, same in found.items()}
+
+
+def find_primitives(*names: str) -> tuple[Primitive, ...]:
+    """The primitives that bear these names; a name that this JAX does not know is left out.
+
+    Those outside `jax.extend.core.primitives` are found in JAX's modules as far as `import jax` has loaded them.
+    """
+    return tuple(primitive for name in names for primitive in _primitives_of_name().get(name, ()))
+
+
+# Where an equation comes from.
+
+_DEFINED_AT = re.compile(r" at (.*):(\d+)$")
+
+
+def function_file(jaxpr: Jaxpr) -> str | None:
+    """The file of the function that `jaxpr` was traced from; None where JAX does not know it."""
+    debug = jaxpr.debug_info
+    match = _DEFINED_AT.search(debug.func_src_info) if debug and debug.func_src_info else None
+    return match.group(1) if match else None
+
+
+def function_name(jaxpr: Jaxpr) -> str:
+    """The name of the function that `jaxpr` was traced from; "" where JAX does not know it."""
+    debug = jaxpr.debug_info
+    return debug.func_src_info.split(" at ")[0] if debug and debug.func_src_info else ""
+
+
+def raw_frames(traceback: Any) -> Iterable[tuple[Any, int]]:
+    """(code object, instruction) of each Python frame, innermost first."""
+    return zip(*traceback.raw_frames(), strict=True) if traceback is not None else ()
+
+
+def line_of(code: Any, instruction: int) -> int:
+    """The source line of a frame of `raw_frames`."""
+    return _source_info_util.raw_frame_to_frame(code, instruction).start_line
+
+
+def new_source_info(traceback: Any, name_stack: NameStack) -> SourceInfo:
+    """Where an equation comes from: a traceback (or None) and its name stack."""
+    return SourceInfo(traceback, name_stack)

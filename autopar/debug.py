@@ -1,0 +1,41 @@
+"""Developer aids, and the only place that reads environment variables.
+
+In:     `AUTOPAR_DUMP=dir`, read at each call.
+Out:    `dump("trace", text)` writes dir/01_trace.txt, the next pass 02_..., so that two runs can be compared by `diff`.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+_NUMBERED = re.compile(r"(\d+)_.*\.txt")
+
+
+def dump_dir() -> Path | None:
+    """The directory that passes are written to, or None."""
+    path = os.environ.get("AUTOPAR_DUMP")
+    return Path(path) if path else None
+
+
+def dump(pass_name: str, text: str | Callable[[], str]) -> Path | None:
+    """Write what a pass made to the next numbered file.
+
+    Args:
+        pass_name: Name of the pass, part of the file's name.
+        text: What it made, or a function that prints it, called only if it is wanted.
+
+    Returns:
+        The file written, None if dumping is off.
+    """
+    directory = dump_dir()
+    if directory is None:
+        return None
+    directory.mkdir(parents=True, exist_ok=True)
+    numbers = [int(match.group(1)) for file in directory.iterdir() if (match := _NUMBERED.fullmatch(file.name))]
+    path = directory / f"{max(numbers, default=0) + 1:02d}_{pass_name}.txt"
+    content = text if isinstance(text, str) else text()
+    path.write_text(content.rstrip("\n") + "\n")
+    return path

@@ -1,0 +1,314 @@
+"""Flattening: one program without calls, without typed random keys, every variable its own.
+
+In:     a jaxpr as JAX traces it, and the values of its constants.
+Out:    a flat jaxpr (invars, then one invar per constant) and those constants. Inlined: `jit`, custom derivatives (they
+        are not differentiated any more), `remat`, `composite`, linear solves, random bits. Kept, with flat bodies and
+        without constants inside: `scan`, `while`, `cond`. Kept whole: Pallas, FFI, callbacks, `shard_map`, and what
+        `autopar.sharding_rule` made one operation (`is_opaque`).
+Method: one walk. A differentiated `remat` is inlined behind an `optimization_barrier` on its inputs, as JAX's own
+        lowering does, so that no compiler merges the recomputation with the first computation. Name stacks are joined
+        outside in, so that `transpose(jvp(...))` stands on every backward equation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from autopar._jax import (
+    Atom,
+    ClosedJaxpr,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    NameStack,
+    Var,
+    close_jaxpr,
+    is_key,
+    key_data,
+    make_jaxpr,
+    new_eqn,
+    new_source_info,
+    new_var,
+    open_jaxpr,
+    optimization_barrier_p,
+    physical_aval,
+    replace_eqn,
+    scan_counts,
+    scan_params,
+    shaped,
+)
+from autopar.ir.dead_code import remove_dead_code
+from autopar.ir.random import ALIASES, cache_key, physical_jaxpr, touches_keys
+from autopar.ir.source import caller_traceback
+
+OPAQUE_PREFIX = "autopar_opaque"
+"""A jit whose name starts so is one operation with a rule of its own."""
+
+RECOMPUTED = "rematted_computation"
+"""Scope that JAX itself puts on the equations that `remat` computes again in the backward pass."""
+
+
+def flatten(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> tuple[Jaxpr, tuple[Any, ...]]:
+    """The flat program of a jaxpr.
+
+    Args:
+        jaxpr: Any jaxpr; its invars stay the first invars, keys as integers.
+        consts: Values of its `constvars`.
+
+    Returns:
+        The flat jaxpr, without constvars, and the arrays for its last invars, one per distinct constant.
+    """
+    block = _Block()
+    invars = [_fresh(var.aval) for var in jaxpr.invars]
+    outvars = _inline(_Walk(block, NameStack()), jaxpr, consts, invars)
+    invars += block.captured.values()
+    flat = remove_dead_code(make_jaxpr(invars, outvars, block.eqns), keep_inputs=len(jaxpr.invars))
+    kept = set(flat.invars)
+    pairs = zip(block.captured.values(), block.values.values(), strict=True)
+    return flat, tuple(value for var, value in pairs if var in kept)
+
+
+def is_opaque(eqn: JaxprEqn) -> bool:
+    """Whether `eqn` is a function that `autopar.sharding_rule` made one operation."""
+    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"].startswith(OPAQUE_PREFIX)
+
+
+def is_recomputed(eqn: JaxprEqn) -> bool:
+    """Whether `eqn` belongs to the second run of a `remat` body."""
+    return any(getattr(scope, "name", None) == RECOMPUTED for scope in eqn.source_info.name_stack.stack)
+
+
+@dataclass
+class _Block:
+    """The equations of one body under construction, and the constants it uses, by identity."""
+
+    eqns: list[JaxprEqn] = field(default_factory=list)
+    captured: dict[int, Var] = field(default_factory=dict)
+    values: dict[int, Any] = field(default_factory=dict)
+
+    def constant(self, value: Any) -> Var:
+        """The variable of a constant that a jaxpr inside holds."""
+        return self.capture(id(value), key_data(value) if is_key(shaped(value)) else value)
+
+    def capture(self, identity: int, value: Any) -> Var:
+        if identity not in self.captured:
+            self.captured[identity] = new_var(shaped(value))
+            self.values[identity] = value
+        return self.captured[identity]
+
+
+@dataclass(frozen=True, slots=True)
+class _Walk:
+    """Where equations go, and what the calls above them add to their source."""
+
+    block: _Block
+    scope: NameStack
+    place: Callable[[Any], Any] = lambda traceback: traceback
+    shared: dict[Any, tuple[Jaxpr, tuple[Any, ...]]] = field(default_factory=dict)
+
+    def into(self, block: _Block, callee: Jaxpr, eqn: JaxprEqn, extra_scope: str | None = None) -> _Walk:
+        """The walk through `callee`, called by `eqn` (already placed)."""
+        caller = eqn.source_info.traceback
+        scope = eqn.source_info.name_stack
+        if extra_scope is not None:
+            scope = scope.extend(extra_scope)
+        return _Walk(block, scope, lambda inner: caller_traceback(callee, inner, caller), self.shared)
+
+
+def _fresh(aval: Any) -> Var:
+    return new_var(physical_aval(aval) if is_key(aval) else aval)
+
+
+def _inline(walk: _Walk, jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Atom]) -> list[Atom]:
+    """Append the flat equations of `jaxpr` to the walk's block; returns what its outvars are."""
+    block = walk.block
+    env: dict[Var, Atom] = dict(zip(jaxpr.constvars, map(block.constant, consts), strict=True))
+    env.update(zip(jaxpr.invars, operands, strict=True))
+
+    def read(atom: Atom) -> Atom:
+        if isinstance(atom, Literal):
+            return atom if np.ndim(atom.val) == 0 and not is_key(atom.aval) else block.constant(atom.val)
+        return env[atom]
+
+    for eqn in jaxpr.eqns:
+        source = eqn.source_info
+        source = new_source_info(walk.place(source.traceback), walk.scope + source.name_stack)
+        placed = replace_eqn(eqn, source_info=source)
+        results = _step(walk, placed, [read(atom) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _step(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    """Append what one equation flattens to; its own invars are only looked at, `operands` stand for them."""
+    name = eqn.primitive.name
+    if name in _HANDLERS:
+        return _HANDLERS[name](walk, eqn, operands)
+    if name in ALIASES or _is_identity(eqn, operands):
+        return operands[:1]
+    if touches_keys(eqn):
+        return _keys(walk, eqn, operands)
+    return _keep(walk, eqn, operands)
+
+
+def _keep(walk: _Walk, eqn: JaxprEqn, operands: Sequence[Atom], params: dict[str, Any] | None = None) -> list[Atom]:
+    outvars = [_fresh(var.aval) for var in eqn.outvars]
+    walk.block.eqns.append(replace_eqn(eqn, invars=operands, outvars=outvars, params=params))
+    return list(outvars)
+
+
+def _is_identity(eqn: JaxprEqn, operands: Sequence[Atom]) -> bool:
+    name = eqn.primitive.name
+    if name not in _MAYBE_IDENTITY or eqn.outvars[0].aval != operands[0].aval:
+        return False
+    match name:
+        case "transpose":
+            return list(eqn.params["permutation"]) == sorted(eqn.params["permutation"])
+        case "reshape":
+            return eqn.params["dimensions"] is None and len(operands) == 1
+        case "broadcast_in_dim":
+            return list(eqn.params["broadcast_dimensions"]) == list(range(operands[0].aval.ndim))
+    return True
+
+
+_MAYBE_IDENTITY = frozenset(
+    {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape", "squeeze", "stop_gradient", "transpose"}
+)
+
+
+# Calls.
+
+
+def _call(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    if is_opaque(eqn) and not touches_keys(eqn):  # a rule cannot speak of typed keys: opened then, like any jit
+        return _keep(walk, eqn, operands)
+    body, consts = open_jaxpr(_callee(eqn))
+    return _inline(walk.into(walk.block, body, eqn), body, consts, operands)
+
+
+def _callee(eqn: JaxprEqn) -> Jaxpr | ClosedJaxpr:
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "call"):
+        if isinstance(eqn.params.get(name), Jaxpr | ClosedJaxpr):
+            return eqn.params[name]
+    raise AssertionError(f"`{eqn.primitive}` holds no program among {list(eqn.params)}")
+
+
+def _linear_solve(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    """`custom_linear_solve` only differs from its solve function when it is differentiated."""
+    lengths = eqn.params["const_lengths"]
+    first = lengths.matvec + lengths.vecmat
+    solve_operands = operands[first : first + lengths.solve] + operands[sum(lengths) :]
+    body, consts = open_jaxpr(eqn.params["jaxprs"].solve)
+    return _inline(walk.into(walk.block, body, eqn), body, consts, solve_operands)
+
+
+def _remat(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    """Inlined; in the backward pass behind one barrier on the inputs that are not to be shared with the forward."""
+    body, consts = open_jaxpr(eqn.params["jaxpr"])
+    prevent_cse = eqn.params["prevent_cse"]
+    behind = [prevent_cse] * len(operands) if isinstance(prevent_cse, bool) else list(prevent_cse)
+    behind = [wanted and isinstance(atom, Var) for wanted, atom in zip(behind, operands, strict=True)]
+    differentiated = eqn.params["differentiated"]
+    if differentiated and any(behind):
+        entering = [atom for atom, wanted in zip(operands, behind, strict=True) if wanted]
+        fresh = [new_var(atom.aval) for atom in entering]
+        source = new_source_info(eqn.source_info.traceback, eqn.source_info.name_stack.extend("checkpoint"))
+        walk.block.eqns.append(new_eqn(optimization_barrier_p, entering, fresh, {}, source_info=source))
+        passed = iter(fresh)
+        operands = [next(passed) if wanted else atom for atom, wanted in zip(operands, behind, strict=True)]
+    return _inline(walk.into(walk.block, body, eqn, "checkpoint"), body, consts, operands)
+
+
+def _keys(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    key = cache_key(eqn)
+    if key not in walk.shared:
+        jaxpr, consts = open_jaxpr(physical_jaxpr(eqn))
+        flat, values = flatten(jaxpr, consts)
+        num_inputs = len(jaxpr.invars)
+        invars, constvars = flat.invars[:num_inputs], flat.invars[num_inputs:]
+        walk.shared[key] = make_jaxpr(invars, flat.outvars, flat.eqns, constvars), values
+    flat, values = walk.shared[key] if key is not None else walk.shared.pop(key)
+    traceback = eqn.source_info.traceback
+    inside = _Walk(walk.block, eqn.source_info.name_stack, lambda _: traceback, walk.shared)
+    return _inline(inside, flat, values, operands)
+
+
+# Loops and branches.
+
+
+def _flat_body(walk: _Walk, eqn: JaxprEqn, closed: ClosedJaxpr) -> tuple[Jaxpr, _Block]:
+    """The flat body of a structured equation, and its block: constants are still to be made operands."""
+    body, consts = open_jaxpr(closed)
+    block = _Block()
+    invars = [_fresh(var.aval) for var in body.invars]
+    outvars = _inline(walk.into(block, body, eqn), body, consts, invars)
+    return make_jaxpr(invars, outvars, block.eqns), block
+
+
+def _with_captures(body: Jaxpr, own: _Block, all_of: _Block) -> Jaxpr:
+    """`body` with one more leading invar per constant of `all_of`, its own or not."""
+    invars = [own.captured.get(key) or new_var(var.aval) for key, var in all_of.captured.items()]
+    return make_jaxpr([*invars, *body.invars], body.outvars, body.eqns)
+
+
+def _capture(block: _Block, inner: _Block) -> list[Atom]:
+    """The variables of the enclosing block for the constants of an inner one."""
+    return [block.capture(identity, value) for identity, value in inner.values.items()]
+
+
+def _scan(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    body, block = _flat_body(walk, eqn, eqn.params["jaxpr"])
+    num_consts, num_carry = scan_counts(eqn.params)
+    body = _with_captures(body, block, block)
+    params = scan_params(eqn.params, body, num_consts + len(block.captured), num_carry)
+    return _keep(walk, eqn, [*_capture(walk.block, block), *operands], params)
+
+
+def _while(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    test, test_block = _flat_body(walk, eqn, eqn.params["cond_jaxpr"])
+    body, body_block = _flat_body(walk, eqn, eqn.params["body_jaxpr"])
+    num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    params = {
+        **eqn.params,
+        "cond_jaxpr": close_jaxpr(_with_captures(test, test_block, test_block)),
+        "body_jaxpr": close_jaxpr(_with_captures(body, body_block, body_block)),
+        "cond_nconsts": num_test + len(test_block.captured),
+        "body_nconsts": num_body + len(body_block.captured),
+    }
+    operands = [
+        *_capture(walk.block, test_block), *operands[:num_test],
+        *_capture(walk.block, body_block), *operands[num_test:],
+    ]  # fmt: skip
+    return _keep(walk, eqn, operands, params)
+
+
+def _cond(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    branches = [_flat_body(walk, eqn, branch) for branch in eqn.params["branches"]]
+    union = _Block()
+    for _, block in branches:
+        union.captured.update(block.captured)
+        union.values.update(block.values)
+    params = {
+        **eqn.params,
+        "branches": tuple(close_jaxpr(_with_captures(body, block, union)) for body, block in branches),
+    }
+    return _keep(walk, eqn, [operands[0], *_capture(walk.block, union), *operands[1:]], params)
+
+
+_CALLS = (
+    "call", "closed_call", "composite", "core_call", "core_closed_call", "custom_jvp_call", "custom_jvp_call_jaxpr",
+    "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call", "eval_jaxpr", "jit", "pjit", "remat_opt",
+    "xla_metadata_call",
+)  # fmt: skip
+_HANDLERS: dict[str, Callable[[_Walk, JaxprEqn, list[Atom]], list[Atom]]] = {
+    **dict.fromkeys(_CALLS, _call),
+    **dict.fromkeys(("checkpoint", "remat", "remat2"), _remat),
+    "custom_linear_solve": _linear_solve,
+    "scan": _scan,
+    "while": _while,
+    "cond": _cond,
+}

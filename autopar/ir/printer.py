@@ -1,0 +1,157 @@
+"""Programs as text: one equation per line, short stable names, shapes, and the user's line beside.
+
+In:     a `Program`, or any flat jaxpr.
+Out:    text that two runs can be compared by, and a person can read; bodies of loops are indented below them.
+Method: variables are named a, b, ..., z, aa, ... in the order in which they are defined.
+"""
+
+from __future__ import annotations
+
+import itertools
+import string
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from autopar._jax import Atom, ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, open_jaxpr
+from autopar.ir.source import name_scope, source_line
+
+if TYPE_CHECKING:
+    from autopar.ir.trace import Program
+
+_SOURCE_COLUMN = 100
+
+
+def print_program(program: Program, *, source: bool = True) -> str:
+    """The program as text.
+
+    Args:
+        program: A traced step.
+        source: Whether to write the user's line and the name stack beside each equation.
+
+    Returns:
+        Several lines, without a newline at the end.
+    """
+    names = _Names()
+    lines = [f"program {program.name}"]
+    leaves = zip(program.in_paths, program.jaxpr.invars, program.key_inputs, strict=False)
+    lines += [f"  in    {names.define(var)}  {path}{f'  (key {impl})' if impl else ''}" for path, var, impl in leaves]
+    lines += [f"  const {names.define(var)}" for var in program.jaxpr.invars[program.num_args :]]
+    lines += [f"  static {name} = {text}" for name, text in program.static]
+    lines += _equations(program.jaxpr, names, "  ", source)
+    results = zip(program.out_paths, program.jaxpr.outvars, program.key_outputs, strict=True)
+    lines += [f"  out   {names.use(atom)}  {path}{f'  (key {impl})' if impl else ''}" for path, atom, impl in results]
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def print_jaxpr(jaxpr: Jaxpr, *, source: bool = False) -> str:
+    """A flat jaxpr as text; see `print_program`."""
+    names = _Names()
+    lines = ["in " + ", ".join(map(names.define, [*jaxpr.constvars, *jaxpr.invars]))]
+    lines += _equations(jaxpr, names, "  ", source)
+    lines.append("out " + ", ".join(map(names.use, jaxpr.outvars)))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def print_equation(eqn: JaxprEqn) -> str:
+    """One equation on one line, with names of its own."""
+    names = _Names()
+    operands = ", ".join(names.define(x) if isinstance(x, Var) else names.use(x) for x in eqn.invars)
+    results = ", ".join(map(names.define, eqn.outvars))
+    return f"{results} = {eqn.primitive}{_params(eqn)} {operands}"
+
+
+class _Names:
+    """Names handed out so far."""
+
+    def __init__(self) -> None:
+        self._fresh = _letters()
+        self._name_of: dict[Var, str] = {}
+
+    def define(self, var: Var) -> str:
+        if isinstance(var, DropVar):
+            return f"_:{_type(var)}"
+        if var not in self._name_of:
+            self._name_of[var] = next(self._fresh)
+        return f"{self._name_of[var]}:{_type(var)}"
+
+    def use(self, atom: Atom) -> str:
+        if isinstance(atom, Literal):
+            return f"{np.asarray(atom.val).item()!r}:{_type(atom)}" if np.ndim(atom.val) == 0 else f"[..]:{_type(atom)}"
+        return self._name_of.get(atom, "?")
+
+
+def _letters() -> Iterator[str]:
+    for length in itertools.count(1):
+        yield from map("".join, itertools.product(string.ascii_lowercase, repeat=length))
+
+
+def _type(atom: Atom) -> str:
+    return atom.aval.str_short(short_dtypes=True)
+
+
+def _equations(jaxpr: Jaxpr, names: _Names, indent: str, source: bool) -> Iterator[str]:
+    for eqn in jaxpr.eqns:
+        operands = " ".join(map(names.use, eqn.invars))
+        results = " ".join(map(names.define, eqn.outvars))
+        line = f"{indent}{results} = {eqn.primitive}{_params(eqn)} {operands}".rstrip()
+        if source:
+            scope = name_scope(eqn)
+            line = f"{line:{_SOURCE_COLUMN}}  # {source_line(eqn)}{f' {scope}' if scope else ''}"
+        yield line
+        for label, body in _bodies(eqn):
+            yield f"{indent}  {label} {', '.join(map(names.define, body.invars))}:".replace(" :", ":")
+            yield from _equations(body, names, indent + "    ", source)
+            yield f"{indent}    -> {' '.join(map(names.use, body.outvars))}"
+
+
+def _bodies(eqn: JaxprEqn) -> list[tuple[str, Jaxpr]]:
+    match eqn.primitive.name:
+        case "scan":
+            return [("body", open_jaxpr(eqn.params["jaxpr"])[0])]
+        case "while":
+            return [("test", open_jaxpr(eqn.params["cond_jaxpr"])[0]), ("body", open_jaxpr(eqn.params["body_jaxpr"])[0])]
+        case "cond":
+            return [(f"branch {i}", open_jaxpr(body)[0]) for i, body in enumerate(eqn.params["branches"])]
+    return []
+
+
+_BODIES = frozenset({"jaxpr", "cond_jaxpr", "body_jaxpr", "branches", "ft_in", "ft_out", "num_consts", "num_carry"})
+_SILENT = frozenset({"sharding", "out_sharding", "weak_type"})
+_ONLY_IF_SET = (None, False, (), "")
+
+
+def _params(eqn: JaxprEqn) -> str:
+    shown = _shown_params(eqn.primitive.name, eqn.params)
+    return f"[{' '.join(f'{name}={text}' for name, text in shown)}]" if shown else ""
+
+
+def _shown_params(primitive: str, params: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if primitive in ("jit", "pjit"):
+        return [("name", params["name"])]
+    hidden = _SILENT | _BODIES if primitive in ("scan", "while", "cond") else _SILENT
+    shown = []
+    for name, value in params.items():
+        unset = any(value is unset or (isinstance(value, tuple) and value == ()) for unset in _ONLY_IF_SET)
+        if name not in hidden and not unset:
+            shown.append((name, _value(value)))
+    return shown
+
+
+def _value(value: Any) -> str:
+    """Parameters in a form that is the same in every process: no addresses, no programs."""
+    if isinstance(value, np.generic):
+        return str(value.item())
+    if isinstance(value, np.dtype):
+        return value.name
+    if isinstance(value, Jaxpr | ClosedJaxpr):
+        return "<program>"
+    if isinstance(value, tuple | list) and not hasattr(value, "_fields"):
+        return f"({','.join(map(_value, value))})"
+    if isinstance(value, bool | int | float | complex | str):
+        return str(value)
+    if callable(value):
+        return f"<{getattr(value, '__name__', type(value).__name__)}>"
+    text = str(value)
+    return f"<{type(value).__name__}>" if " at 0x" in text else "".join(text.split())

@@ -1,0 +1,92 @@
+"""Random numbers as plain integers: no typed key is left in a flat program.
+
+In:     an equation on typed keys (`jax.random.key`): a random primitive, or an operation that moves keys about.
+Out:    a closed jaxpr that does the same to the keys' integers: `key<fry>[s]` becomes `uint32[s, 2]`.
+Method: random primitives become what JAX itself lowers them to, which for threefry is counters (`iota_2x32_shape`)
+        through `threefry2x32`, elementwise: they shard like any other elementwise work and equal the single-device
+        numbers. Operations that move keys are mapped over the trailing dimension of the integers.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+from jax import lax
+
+from autopar._jax import (
+    ClosedJaxpr,
+    JaxprEqn,
+    bind_eqn,
+    eqn_context,
+    is_key,
+    key_primitive_implementation,
+    physical_aval,
+    trace,
+)
+
+ALIASES = frozenset({"random_wrap", "random_unwrap", "random_clone"})
+"""Primitives that are the identity on a key's integers."""
+
+
+def touches_keys(eqn: JaxprEqn) -> bool:
+    """Whether an operand or a result of `eqn` is an array of typed keys."""
+    return any(is_key(atom.aval) for atom in eqn.invars) or any(is_key(var.aval) for var in eqn.outvars)
+
+
+def physical_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr:
+    """The program that does to the integers of keys what `eqn` does to the keys.
+
+    Args:
+        eqn: An equation on keys that is neither a call nor a loop nor one of `ALIASES`.
+
+    Returns:
+        A closed jaxpr from the physical operands to the physical results. It may contain jits, and for
+        `random_gamma` typed keys: it is to be flattened in turn.
+    """
+    with eqn_context(eqn):
+        return trace(_physical_function(eqn), *(physical_aval(atom.aval) for atom in eqn.invars))
+
+
+def cache_key(eqn: JaxprEqn) -> Any:
+    """Equal for equations that have the same `physical_jaxpr`; None where parameters cannot be compared."""
+    key = (
+        eqn.primitive,
+        tuple(eqn.params.items()),
+        tuple((atom.aval.shape, atom.aval.dtype, atom.aval.weak_type) for atom in eqn.invars),
+        eqn.ctx,
+    )
+    try:
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _physical_function(eqn: JaxprEqn) -> Any:
+    implementation = key_primitive_implementation(eqn)
+    if implementation is not None:
+        return implementation
+    match eqn.primitive.name:
+        case "eq":
+            return lambda x, y: lax.reduce_and(x == y, (x.ndim - 1,))
+        case "ne":
+            return lambda x, y: lax.reduce_or(x != y, (x.ndim - 1,))
+        case "dynamic_slice":
+            return functools.partial(_dynamic_slice, eqn.params["slice_sizes"])
+        case "dynamic_update_slice":
+            return lambda x, update, *starts: lax.dynamic_update_slice(x, update, (*starts, _zero_like(starts)))
+    in_axes = tuple(len(atom.aval.shape) if is_key(atom.aval) else None for atom in eqn.invars)
+    mapped = jax.vmap(lambda *operands: bind_eqn(eqn, *operands), in_axes, [-1] * len(eqn.outvars))
+    if any(axis is not None for axis in in_axes):
+        return mapped
+    raise NotImplementedError(f"`{eqn.primitive}` makes typed random keys of something else")
+
+
+def _dynamic_slice(slice_sizes: tuple[int, ...], x: jax.Array, *starts: jax.Array) -> jax.Array:
+    return lax.dynamic_slice(x, (*starts, _zero_like(starts)), (*slice_sizes, x.shape[-1]))
+
+
+def _zero_like(starts: tuple[jax.Array, ...]) -> jax.Array:
+    return lax.full((), 0, starts[0].dtype) if starts else lax.full((), 0, "int32")

@@ -1,0 +1,102 @@
+"""Where in the user's code an equation comes from.
+
+In:     an equation of any jaxpr.
+Out:    `source_line(eqn)`, "train.py:123 (loss_fn)": the innermost line of the user's own; `name_scope(eqn)`.
+Method: the innermost frame outside JAX, the Python standard library, installed packages and autopar; a model from an
+        installed package that is called by no other code is named by its own line. A jit of a library keeps the
+        traceback of its *first* call, so `caller_traceback` tells `flatten.py` when to use the caller's instead.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sysconfig
+from typing import Any
+
+import jax
+
+from autopar._jax import Jaxpr, JaxprEqn, function_file, line_of, raw_frames
+
+UNKNOWN = "unknown line"
+
+_AUTOPAR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_JAX = (os.path.dirname(os.path.abspath(jax.__file__)) + os.sep, os.sep + "jaxlib" + os.sep)
+_INSTALLED = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
+_STANDARD = tuple(path + os.sep for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")} if path)
+
+
+def source_line(eqn: JaxprEqn) -> str:
+    """The user's line that made `eqn`, as "file.py:123 (function)", or "unknown line"."""
+    frame = _user_frame(eqn.source_info.traceback)
+    if frame is None:
+        return UNKNOWN
+    code, instruction = frame
+    return f"{os.path.basename(code.co_filename)}:{line_of(code, instruction)} ({code.co_qualname.split('.')[-1]})"
+
+
+def name_scope(eqn: JaxprEqn) -> str:
+    """The name stack of `eqn`, outermost first, as "transpose(jvp(layer))/attention"."""
+    return str(eqn.source_info.name_stack)
+
+
+def caller_traceback(body: Jaxpr, inner: Any, caller: Any) -> Any:
+    """The traceback to keep for an equation of `body`, which is called by an equation.
+
+    Args:
+        body: The program called.
+        inner: Traceback of the equation inside.
+        caller: Traceback of the calling equation.
+
+    Returns:
+        `inner` if it leads through code of the user's within `body`, else `caller`: a library's jit is traced once, and
+        its equations tell of the first call only.
+    """
+    if inner is None:
+        return caller
+    file = function_file(body)
+    if file is None or not is_library_file(file):
+        return inner
+    if _is_jax_file(file):
+        return caller
+    return inner if _passes_user_code_before(inner, file) else caller
+
+
+@functools.cache
+def is_library_file(path: str) -> bool:
+    """Whether a source file belongs to JAX, the standard library, an installed package or autopar."""
+    return _is_inner_file(path) or any(part in path for part in _INSTALLED)
+
+
+@functools.cache
+def _is_jax_file(path: str) -> bool:
+    return path.startswith(_JAX[0]) or _JAX[1] in path
+
+
+@functools.cache
+def _is_inner_file(path: str) -> bool:
+    """JAX, the standard library, autopar, and code made at run time."""
+    return _is_jax_file(path) or path.startswith((_AUTOPAR, "<", *_STANDARD)) and not any(
+        part in path for part in _INSTALLED
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _user_frame(traceback: Any) -> tuple[Any, int] | None:
+    fallback = None
+    for code, instruction in raw_frames(traceback):
+        if not is_library_file(code.co_filename):
+            return code, instruction
+        if fallback is None and not _is_inner_file(code.co_filename):
+            fallback = code, instruction
+    return fallback
+
+
+@functools.lru_cache(maxsize=65536)
+def _passes_user_code_before(traceback: Any, file: str) -> bool:
+    for code, _ in raw_frames(traceback):
+        if code.co_filename == file:
+            return False
+        if not is_library_file(code.co_filename):
+            return True
+    return False

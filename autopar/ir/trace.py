@@ -1,0 +1,222 @@
+"""Tracing: the user's step, at abstract arguments, as one flat program.
+
+In:     the step, its arguments (arrays, numbers, `jax.ShapeDtypeStruct`), which of them are static.
+Out:    `Program`: a flat jaxpr (`flatten.py`) and how the user's pytrees, names and typed keys map to its variables.
+Method: `jax.jit(...).trace`, so that arguments mean exactly what they mean to `jax.jit`; then `flatten`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+from autopar._jax import Jaxpr, is_key, key_data, key_impl_name, open_jaxpr, shaped, trace_function
+from autopar.errors import TraceError
+from autopar.ir.flatten import flatten
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A traced step.
+
+    Attributes:
+        name: The function's name.
+        jaxpr: Flat. Its invars are one per argument leaf, then one per captured constant; no constvars, no typed keys.
+        consts: The captured constants, for the last invars.
+        in_tree: Tree of `(args, kwargs)`, static ones left out.
+        out_tree: Tree of the result.
+        in_paths: Readable path of each argument leaf: "state/params/layers/0/kernel".
+        out_paths: Readable path of each result leaf: "result/0/params/layers/0/kernel".
+        in_avals: What the user passes per argument leaf; a typed key is a typed key here.
+        out_avals: What the user gets back per result leaf.
+        key_inputs: Per argument leaf, the name of the key's generator, or None if it is no typed key.
+        key_outputs: The same per result leaf.
+        num_args: How many argument leaves there are.
+        static: Each static argument by name, and its `repr`.
+    """
+
+    name: str
+    jaxpr: Jaxpr
+    consts: tuple[Any, ...]
+    in_tree: Any
+    out_tree: Any
+    in_paths: tuple[str, ...]
+    out_paths: tuple[str, ...]
+    in_avals: tuple[Any, ...]
+    out_avals: tuple[Any, ...]
+    key_inputs: tuple[str | None, ...]
+    key_outputs: tuple[str | None, ...]
+    num_args: int
+    static: tuple[tuple[str, str], ...] = ()
+
+    def __str__(self) -> str:
+        from autopar.ir.printer import print_program
+
+        return print_program(self)
+
+    def flatten_inputs(self, leaves: Sequence[Any]) -> list[Any]:
+        """Values of the jaxpr's invars: argument leaves with keys as integers, then the constants."""
+        assert len(leaves) == self.num_args, f"{len(leaves)} leaves for {self.num_args} arguments"
+        physical = [key_data(x) if impl else x for x, impl in zip(leaves, self.key_inputs, strict=True)]
+        return [*physical, *self.consts]
+
+    def unflatten_outputs(self, values: Sequence[Any]) -> Any:
+        """The user's result from values of the jaxpr's outvars."""
+        leaves = [
+            jax.random.wrap_key_data(value, impl=impl) if impl else value
+            for value, impl in zip(values, self.key_outputs, strict=True)
+        ]
+        return jax.tree.unflatten(self.out_tree, leaves)
+
+
+def trace_step(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+) -> Program:
+    """Trace `fn(*args, **kwargs)`.
+
+    Args:
+        fn: The step. Its own exceptions pass through unchanged.
+        args: Positional arguments: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`.
+        kwargs: Arguments by name.
+        static_argnums: Positions of arguments that are part of the program, as in `jax.jit`.
+        static_argnames: Names of such arguments.
+
+    Returns:
+        The program.
+
+    Raises:
+        TraceError: A leaf is no array, an argument or a captured value belongs to another trace.
+    """
+    kwargs = dict(kwargs or {})
+    static_argnums, static_argnames = _as_tuple(static_argnums), _as_tuple(static_argnames)
+    name = getattr(fn, "__name__", type(fn).__name__)
+    names = _argument_names(fn, len(args))
+    static_positions = {i % max(len(args), 1) for i in static_argnums} | {
+        i for i, argument in enumerate(names) if argument in static_argnames
+    }
+    dynamic = [arg for i, arg in enumerate(args) if i not in static_positions]
+    dynamic_kwargs = {key: value for key, value in kwargs.items() if key not in static_argnames}
+    dynamic_names = [argument for i, argument in enumerate(names) if i not in static_positions]
+    static = [(names[i], repr(args[i])) for i in sorted(static_positions)]
+    static += [(key, repr(value)) for key, value in sorted(kwargs.items()) if key in static_argnames]
+
+    paths_and_leaves, in_tree = jax.tree_util.tree_flatten_with_path((tuple(dynamic), dynamic_kwargs))
+    in_paths = tuple(_argument_path(path, dynamic_names) for path, _ in paths_and_leaves)
+    in_avals = tuple(_aval_of(leaf, path, name) for path, (_, leaf) in zip(in_paths, paths_and_leaves, strict=True))
+
+    try:
+        closed, captured, out_info = trace_function(fn, args, kwargs, static_argnums, static_argnames)
+    except jax.errors.UnexpectedTracerError as error:
+        raise TraceError(
+            f"`{name}` uses a value that was left over from another trace.",
+            given=f"`{name}`, which closes over a traced value (or reads one from a global, a list, an object)",
+            wrong=f"a traced value means nothing outside of the function that it was made in.\n{error}",
+            do=f"pass the value to `{name}` as an argument, or return it from where it was made.",
+        ) from error
+    jaxpr, consts = open_jaxpr(closed)
+    if any(isinstance(value, jax.core.Tracer) for value in (*captured, *consts)):
+        tracer = next(value for value in (*captured, *consts) if isinstance(value, jax.core.Tracer))
+        raise _closed_over_tracer(name, tracer)
+    if captured:  # JAX passes captured arrays as leading arguments
+        jaxpr = Jaxpr([*jaxpr.constvars, *jaxpr.invars[: len(captured)]], jaxpr.invars[len(captured) :],
+                      jaxpr.outvars, jaxpr.eqns, jaxpr.effects)  # fmt: skip
+        consts = [*consts, *captured]
+    flat, values = flatten(jaxpr, consts)
+    out_paths_and_leaves, out_tree = jax.tree_util.tree_flatten_with_path(out_info)
+    out_avals = tuple(var.aval for var in jaxpr.outvars)
+    assert len(jaxpr.invars) == len(in_avals), f"{len(jaxpr.invars)} invars for {len(in_avals)} argument leaves"
+    return Program(
+        name=name,
+        jaxpr=flat,
+        consts=values,
+        in_tree=in_tree,
+        out_tree=out_tree,
+        in_paths=in_paths,
+        out_paths=tuple("/".join(("result", *map(_key_text, path))) for path, _ in out_paths_and_leaves),
+        in_avals=in_avals,
+        out_avals=out_avals,
+        key_inputs=tuple(key_impl_name(aval) if is_key(aval) else None for aval in in_avals),
+        key_outputs=tuple(key_impl_name(aval) if is_key(aval) else None for aval in out_avals),
+        num_args=len(in_avals),
+        static=tuple(static),
+    )
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return (value,) if isinstance(value, int | str) else tuple(value)
+
+
+def _argument_names(fn: Callable[..., Any], num_args: int) -> list[str]:
+    """The user's name of each positional argument; those of `*args` are numbered."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return [f"arg{i}" for i in range(num_args)]
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "arg")
+    return (names + [f"{rest}/{i}" for i in range(num_args - len(names))])[:num_args]
+
+
+def _argument_path(path: tuple[Any, ...], names: Sequence[str]) -> str:
+    """Path of a leaf of `(args, kwargs)`."""
+    in_kwargs, argument, *rest = path
+    first = argument.key if in_kwargs.idx == 1 else names[argument.idx]
+    return "/".join((first, *map(_key_text, rest)))
+
+
+def _key_text(key: Any) -> str:
+    match key:
+        case DictKey() | FlattenedIndexKey():
+            return str(key.key)
+        case SequenceKey():
+            return str(key.idx)
+        case GetAttrKey():
+            return key.name
+    return str(key).strip(".[]'\"")
+
+
+def _aval_of(leaf: Any, path: str, name: str) -> Any:
+    if isinstance(leaf, jax.core.Tracer):
+        raise TraceError(
+            f"argument `{path}` of `{name}` is being traced.",
+            given=f"{path} = {leaf}",
+            wrong="autopar plans and runs whole steps; inside of jit, grad, vmap or scan there is nothing to run on.",
+            do=f"call `{name}` outside of other transformations, or transform the function before autopar sees it.",
+            path=path,
+        )
+    try:
+        return shaped(leaf)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TraceError(
+            f"argument `{path}` of `{name}` is not an array.",
+            given=f"{path} = {_short(leaf)}, a {type(leaf).__name__}",
+            wrong=f"every leaf of the arguments becomes an array on the devices, and this cannot: {error}"
+            if isinstance(error, OverflowError)
+            else "every leaf of the arguments becomes an array on the devices, and this cannot.",
+            do="name the whole argument in static_argnums or static_argnames if the program depends on it, "
+            "leave the leaf out of the pytree, or make it an array.",
+            path=path,
+        ) from None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _closed_over_tracer(name: str, tracer: Any) -> TraceError:
+    return TraceError(
+        f"`{name}` closes over a traced value.",
+        given=f"`{name}`, which uses {tracer} from outside",
+        wrong="the value exists only while an enclosing jit, grad, vmap or scan is traced, so it has no data to place.",
+        do=f"pass it to `{name}` as an argument, and call `{name}` outside of other transformations.",
+    )
