@@ -1,6 +1,12 @@
 """Sharding rules: one per primitive, one file per family (see `registry.py`)."""
 
-from autopar.ir.rules import elementwise, linear_algebra, movement, reductions  # noqa: F401  (they register their rules)
+from autopar.ir.rules import (  # noqa: F401  (each registers its rules)
+    convolution,
+    elementwise,
+    linear_algebra,
+    reductions,
+    windows,
+)
 from autopar.ir.rules.registry import has_rule, register, replicated_rule, rule_for
 from autopar.ir.rules.rule import Shard, ShardingRule, parse_rule
 

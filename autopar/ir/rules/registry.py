@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 
 from autopar._jax import JaxprEqn, Primitive
+from autopar.ir.rules.replicated import list_of
 from autopar.ir.rules.rule import ShardingRule, factor_names, infer_sizes
 from autopar.ir.source import source_line
 
@@ -45,9 +46,12 @@ def has_rule(primitive: Primitive) -> bool:
 def rule_for(eqn: JaxprEqn) -> ShardingRule:
     """The sharding rule of an equation.
 
-    A primitive that stands nowhere is computed whole on every device, with one warning that names it and the line.
+    A primitive without one is computed whole on every device: silently if `replicated.py` says that this is expected,
+    else with a warning that names it and the line.
     """
     rule = _RULES.get(eqn.primitive)
+    if rule is None and list_of(eqn.primitive.name) in ("COMPUTED_REPLICATED", "SIDE_EFFECTS"):
+        return replicated_rule(eqn)
     if rule is None:
         warnings.warn(
             f"no sharding rule for `{eqn.primitive}` at {source_line(eqn)}: it is computed whole on every device. "

@@ -1,0 +1,102 @@
+"""The rule of convolution: forward, both gradients, strided, transposed, grouped and depthwise.
+
+In:     `conv_general_dilated`.
+Out:    as a product, batch b, input channels i (summed), output channels o; the spatial dims are whole unless their
+        windows are plain reshapes (`window.py`): `bisu,oikl->botv {sum i, whole ...}`.
+Method: groups are a factor g that leads both channel dims: `b(gi)..,(go)i..->b(go)..`. Where g is split, each device
+        holds whole groups, and the local convolution has as many fewer. The gradient by the kernel of a grouped
+        convolution counts groups along the batch (`batch_group_count`): `(gb)i..,(go)i..->b(go)..`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from autopar._jax import JaxprEqn, find_primitives
+from autopar.ir.rules.linearity import linear_groups
+from autopar.ir.rules.registry import register
+from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, factor_names
+from autopar.ir.rules.window import Window, WindowFactors
+
+_GROUP = "g0"
+
+
+@register(*find_primitives("conv_general_dilated"))
+def conv_general_dilated(eqn: JaxprEqn) -> ShardingRule:
+    """Batch and output channels split, input channels are summed, groups split; linear in either operand."""
+    params = eqn.params
+    lhs_shape, rhs_shape, out_shape = (var.aval.shape for var in (*eqn.invars, *eqn.outvars))
+    lhs_spec, rhs_spec, out_spec = params["dimension_numbers"]
+    feature_groups, batch_groups = params["feature_group_count"], params["batch_group_count"]
+    fresh = factor_names()
+    sizes: dict[Factor, int] = {_GROUP: max(feature_groups, batch_groups)}
+
+    def new_dim(size: int) -> Dim:
+        if size == 1:
+            return ()
+        name = next(fresh)
+        sizes[name] = size
+        return (name,)
+
+    group: Dim = (_GROUP,) if sizes[_GROUP] > 1 else ()
+    batch = new_dim(out_shape[out_spec[0]])
+    inputs = new_dim(rhs_shape[rhs_spec[1]])
+    outputs = new_dim(rhs_shape[rhs_spec[0]] // sizes[_GROUP])
+    spatial = _spatial(eqn, fresh)
+    for dim in spatial:
+        sizes |= dim.sizes
+    lhs_batch, lhs_features = (
+        (*(group if batch_groups > 1 else ()), *batch),
+        (*(group if feature_groups > 1 else ()), *inputs),
+    )
+    lhs = _place(lhs_spec, [lhs_batch, lhs_features, *(dim.operand for dim in spatial)])
+    rhs = _place(rhs_spec, [(*group, *outputs), inputs, *(dim.window for dim in spatial)])
+    out = _place(out_spec, [batch, (*group, *outputs), *(dim.result for dim in spatial)])
+    used = {factor for dim in (*lhs, *rhs, *out) for factor in dim}
+    products = math.prod(out_shape) * math.prod(rhs_shape[d] for d in rhs_spec[1:])
+    dtype = eqn.outvars[0].aval.dtype
+    return ShardingRule(
+        (lhs, rhs),
+        (out,),
+        {factor: size for factor, size in sizes.items() if factor in used},
+        summed=(*inputs, *(factor for dim in spatial for factor in dim.reduced)),
+        whole=tuple(factor for dim in spatial for factor in dim.whole if factor in used),
+        linear=linear_groups(eqn, (0,), (1,)),
+        flops=(8.0 if jnp.issubdtype(dtype, jnp.complexfloating) else 2.0) * products,
+        local=_local_convolution,
+    )
+
+
+def _spatial(eqn: JaxprEqn, fresh) -> list[WindowFactors]:
+    params = eqn.params
+    lhs_shape, rhs_shape, out_shape = (var.aval.shape for var in (*eqn.invars, *eqn.outvars))
+    specs = zip(*(spec[2:] for spec in params["dimension_numbers"]), strict=True)
+    return [
+        Window(
+            lhs_shape[lhs_dim],
+            out_shape[out_dim],
+            rhs_shape[rhs_dim],
+            params["window_strides"][d],
+            tuple(params["padding"][d]),
+            params["lhs_dilation"][d],
+            params["rhs_dilation"][d],
+        ).factors(fresh)
+        for d, (lhs_dim, rhs_dim, out_dim) in enumerate(specs)
+    ]
+
+
+def _place(spec: Sequence[int], dims: Sequence[Dim]) -> Term:
+    """`dims` in the order (batch or output, feature or input, spatial...), each put where `spec` says."""
+    return tuple(dims[spec.index(d)] for d in range(len(spec)))
+
+
+def _local_convolution(eqn: JaxprEqn, shard: Shard, lhs: jax.Array, rhs: jax.Array) -> Sequence[jax.Array]:
+    params = dict(eqn.params)
+    for count in ("feature_group_count", "batch_group_count"):
+        if params[count] > 1:
+            params[count] //= shard.num_shards(_GROUP)
+    return [eqn.primitive.bind(lhs, rhs, **params)]

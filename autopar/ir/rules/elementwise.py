@@ -1,0 +1,101 @@
+"""Rules of elementwise operations: every result element depends on the operand elements at its own place.
+
+In:     equations such as `mul`, `exp`, `clamp`, `threefry2x32` (two results), `convert_element_type`.
+Out:    `ab,ab->ab`. An operand dim of length 1 that meets a longer one is written `1`, and operands of lower rank
+        (clamp's bounds, the words of a random key) are aligned to the right, as in NumPy.
+Method: all dims split freely. Linear operations carry partial sums (`linearity.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from autopar._jax import JaxprEqn, find_primitives
+from autopar.ir.rules.linearity import linear_groups
+from autopar.ir.rules.registry import register
+from autopar.ir.rules.rule import Shard, ShardingRule, factor_names, num_elements
+from autopar.ir.rules.terms import new_term, sizes_of
+
+_NONLINEAR = find_primitives(
+    *"abs acos acosh asin asinh atan atanh bessel_i0e bessel_i1e cbrt ceil clz cos cosh digamma erf erf_inv".split(),
+    *"erfc exp exp2 expm1 floor integer_pow is_finite lgamma log log1p log2 logistic not one_minus_square".split(),
+    *"population_count reduce_precision round rsqrt sign sin sinh sqrt square tan tanh".split(),
+    # of several operands
+    *"and atan2 clamp eq eq_to ge gt igamma igamma_grad_a igammac le le_to lt lt_to max min mulhi ne".split(),
+    *"nextafter or polygamma pow regularized_incomplete_beta rem shift_left shift_right_arithmetic".split(),
+    *"shift_right_logical xor zeta".split(),
+    # random bits from counters, with several results
+    *"philox2x32 philox4x32 threefry2x32 threefry4x32".split(),
+)
+_LINEAR_IN_ALL_TOGETHER = find_primitives("add", "add_any", "complex", "conj", "imag", "neg", "real", "sub")
+_COPIES = find_primitives("convert_element_type", "copy", "copy_p", "name", "stop_gradient", "zeros_like")
+_ANNOTATIONS = find_primitives(
+    *"device_put layout_constraint relayout reshard sharding_constraint with_memory_space_constraint".split()
+)
+
+
+@register(*_NONLINEAR)
+def elementwise(eqn: JaxprEqn) -> ShardingRule:
+    """Nothing passes partial sums."""
+    return _elementwise(eqn)
+
+
+@register(*_LINEAR_IN_ALL_TOGETHER)
+def sum_like(eqn: JaxprEqn) -> ShardingRule:
+    """f(x, y) + f(u, v) = f(x + u, y + v): partial sums in all operands give partial sums."""
+    return _elementwise(eqn, (tuple(range(len(eqn.invars))),))
+
+
+@register(*find_primitives("mul"))
+def product(eqn: JaxprEqn) -> ShardingRule:
+    """Linear in either factor, the other held fixed."""
+    return _elementwise(eqn, ((0,), (1,)))
+
+
+@register(*find_primitives("div"))
+def quotient(eqn: JaxprEqn) -> ShardingRule:
+    """Linear in the numerator; integers are rounded, so theirs is not."""
+    is_integer = np.issubdtype(eqn.outvars[0].aval.dtype, np.integer)
+    return _elementwise(eqn, () if is_integer else ((0,),))
+
+
+@register(*_COPIES)
+def copy(eqn: JaxprEqn) -> ShardingRule:
+    """The operand again, perhaps in another dtype; no arithmetic."""
+    return _elementwise(eqn, ((0,),), flops=0.0)
+
+
+@register(*_ANNOTATIONS)
+def annotation(eqn: JaxprEqn) -> ShardingRule:
+    """Operands passed through: what it asks of their placement is for the planner, not for the per-device program."""
+    operands, sizes = [], {}
+    fresh = factor_names()
+    for var in eqn.invars:
+        term = new_term(var.aval.shape, fresh)
+        operands.append(term)
+        sizes |= sizes_of(term, var.aval.shape)
+    linear = linear_groups(eqn, tuple(range(len(operands))))
+    return ShardingRule(tuple(operands), tuple(operands), sizes, linear=linear, local=_identity)
+
+
+def _identity(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
+    return operands
+
+
+def _elementwise(eqn: JaxprEqn, groups: Sequence[tuple[int, ...]] = (), flops: float | None = None) -> ShardingRule:
+    shape = eqn.outvars[0].aval.shape
+    result = new_term(shape, factor_names())
+    operands = []
+    for var in eqn.invars:
+        dims = zip(result[len(shape) - len(var.aval.shape) :], var.aval.shape, strict=True)
+        operands.append(tuple(() if size == 1 else dim for dim, size in dims))
+    return ShardingRule(
+        tuple(operands),
+        (result,) * len(eqn.outvars),
+        sizes_of(result, shape),
+        linear=linear_groups(eqn, *groups),
+        flops=float(num_elements(shape)) if flops is None else flops,
+    )

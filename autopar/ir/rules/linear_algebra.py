@@ -1,0 +1,221 @@
+"""Rules of products and decompositions of matrices.
+
+In:     `dot_general`, `ragged_dot_general`, `scaled_dot`, `cholesky`, `triangular_solve`, `lu`, `eigh`, `svd`, ...
+Out:    `ab,bc->ac {sum b}` for products; for decompositions, batch dims split and the dims of the matrix whole.
+Method: a product is summed over the contracted factors: split, the result is a partial sum. Linear in either operand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+import numpy as np
+
+from autopar._jax import JaxprEqn, find_primitives
+from autopar.ir.rules.linearity import linear_groups, may_be_partial
+from autopar.ir.rules.registry import register
+from autopar.ir.rules.rule import Dim, Factor, ShardingRule, Term, factor_names, infer_sizes, num_elements
+from autopar.ir.rules.terms import drop_units, factors_of, new_term
+
+
+@register(*find_primitives("dot_general"))
+def dot_general(eqn: JaxprEqn) -> ShardingRule:
+    """lhs[batch, m.., k..] * rhs[batch, k.., n..] -> out[batch, m.., n..], summed over k (of booleans: their max)."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    lhs, rhs, summed = _product_terms(eqn, contracted, batch)
+    out = (*(lhs[d] for d in batch[0]), *_free(lhs, contracted[0], batch[0]), *_free(rhs, contracted[1], batch[1]))
+    dtype = eqn.outvars[0].aval.dtype
+    if may_be_partial(dtype):
+        return _product(eqn, (lhs, rhs), out, summed=summed)
+    return _product(eqn, (lhs, rhs), out, **{"maxed" if dtype == np.bool_ else "whole": summed})
+
+
+def _product_terms(
+    eqn: JaxprEqn, contracted: Sequence[Sequence[int]], batch: Sequence[Sequence[int]]
+) -> tuple[Term, Term, tuple[Factor, ...]]:
+    """Terms of lhs and rhs, every dim with a factor, and the contracted factors."""
+    fresh = factor_names()
+    lhs = tuple((next(fresh),) for _ in eqn.invars[0].aval.shape)
+    lhs_dim_of = dict(zip((*contracted[1], *batch[1]), (*contracted[0], *batch[0]), strict=True))
+    rhs = tuple(lhs[lhs_dim_of[d]] if d in lhs_dim_of else (next(fresh),) for d in range(eqn.invars[1].aval.ndim))
+    return lhs, rhs, tuple(lhs[d][0] for d in contracted[0])
+
+
+def _free(term: Term, *taken: Sequence[int]) -> list[Dim]:
+    return [dim for d, dim in enumerate(term) if not any(d in dims for dims in taken)]
+
+
+def _product(
+    eqn: JaxprEqn,
+    operands: tuple[Term, ...],
+    out: Term,
+    summed: Sequence[Factor] = (),
+    maxed: Sequence[Factor] = (),
+    whole: Sequence[Factor] = (),
+) -> ShardingRule:
+    """A rule linear in its first and in its second operand, with 2 FLOPs for each combination of their factors."""
+    all_sizes = infer_sizes([*operands, out], [var.aval.shape for var in (*eqn.invars, *eqn.outvars)])
+    flops = 2.0 * math.prod(all_sizes[factor] for factor in factors_of(*operands[:2]))
+    if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.complexfloating):
+        flops *= 4
+    *operands, out = drop_units([*operands, out], all_sizes)
+    sizes = {factor: size for factor, size in all_sizes.items() if size > 1}
+    return ShardingRule(
+        tuple(operands),
+        (out,),
+        sizes,
+        summed=tuple(factor for factor in summed if factor in sizes),
+        reduced={factor: "max" for factor in maxed if factor in sizes},
+        whole=tuple(factor for factor in whole if factor in sizes),
+        linear=linear_groups(eqn, (0,), (1,)),
+        flops=flops,
+    )
+
+
+@register(*find_primitives("ragged_dot_general"))
+def ragged_dot_general(eqn: JaxprEqn) -> ShardingRule:
+    """A product whose dim `lhs_ragged_dimensions` is cut into groups g, with their lengths in `group_sizes`.
+
+    Three cases, by what the ragged dim is: free, as of tokens (`tk,gkn,g->tn {sum k}`: each group has its own rhs),
+    contracted (`tk,tn,g->gkn`: each group has its own result), or batch. The lengths count from the start of the ragged
+    dim, so it and the groups are whole; the rest is as in `dot_general`.
+    """
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    contracted, batch = numbers.dot_dimension_numbers
+    (ragged,), group_dims = numbers.lhs_ragged_dimensions, tuple(numbers.rhs_group_dimensions)
+    lhs, rhs, summed = _product_terms(eqn, contracted, batch)
+    group: Dim = ("g0",)
+    out = (
+        *(lhs[d] for d in batch[0]),
+        *_free(lhs, contracted[0], batch[0]),
+        *_free(rhs, contracted[1], batch[1], group_dims),
+    )
+    rhs = tuple(group if d in group_dims else dim for d, dim in enumerate(rhs))
+    if ragged in contracted[0]:
+        out, prefix = (group, *out), [*batch[0], *contracted[0]]
+    elif ragged in batch[0]:
+        prefix = [*batch[0]]
+    else:
+        prefix = [*batch[0], *(d for d in range(len(lhs)) if d not in (*contracted[0], *batch[0]))]
+    group_sizes: Term = (group,)
+    if eqn.invars[2].aval.ndim > 1:  # one list of lengths for each place of the dims that stand before the ragged one
+        group_sizes = (*(lhs[d] for d in prefix[: prefix.index(ragged)]), group)
+    whole = (*lhs[ragged], *group)
+    return _product(eqn, (lhs, rhs, group_sizes), out, summed=[f for f in summed if f not in whole], whole=whole)
+
+
+@register(*find_primitives("scaled_dot"))
+def scaled_dot(eqn: JaxprEqn) -> ShardingRule:
+    """A product of operands scaled block by block along the contracted dims: these and the blocks are whole."""
+    contracted, batch = eqn.params["dimension_numbers"]
+    lhs, rhs, summed = _product_terms(eqn, contracted, batch)
+    out = (*(lhs[d] for d in batch[0]), *_free(lhs, contracted[0], batch[0]), *_free(rhs, contracted[1], batch[1]))
+    scales = [
+        tuple((f"{name}{d + 1}",) if d in dims else dim for d, dim in enumerate(term))
+        for name, term, dims in zip("XY", (lhs, rhs), contracted, strict=True)
+    ]
+    blocks = [scale[d][0] for scale, dims in zip(scales, contracted, strict=True) for d in dims]
+    return _product(eqn, (lhs, rhs, *scales), out, whole=(*summed, *blocks))
+
+
+def _cubic(factor: float) -> Callable[[int, int], float]:
+    return lambda m, n: factor * m * n * min(m, n)
+
+
+# Dims of one matrix (or vector) in the first operand, and FLOPs for m x n (Golub & Van Loan, "Matrix Computations").
+_DECOMPOSITIONS: dict[str, tuple[int, Callable[[int, int], float]]] = {
+    "cholesky": (2, _cubic(1 / 3)),
+    "cholesky_update": (2, lambda m, n: 6.0 * n * n),
+    "eig": (2, _cubic(25)),
+    "eigh": (2, _cubic(9)),
+    "geqp3": (2, _cubic(2)),
+    "geqrf": (2, _cubic(2)),
+    "hessenberg": (2, _cubic(10 / 3)),
+    "householder_product": (2, _cubic(2)),
+    "lu": (2, _cubic(2 / 3)),
+    "lu_pivots_to_permutation": (1, lambda m, n: float(n)),
+    "ormqr": (2, _cubic(4)),
+    "qr": (2, _cubic(4)),
+    "schur": (2, _cubic(25)),
+    "svd": (2, _cubic(20)),
+    "symmetric_product": (2, lambda m, n: 2.0 * m * m * n),
+    "tridiagonal": (2, _cubic(4 / 3)),
+}
+
+
+@register(*find_primitives(*_DECOMPOSITIONS))
+def decomposition(eqn: JaxprEqn) -> ShardingRule:
+    """`abc->abd,ae,... {whole b c d e ...}`: leading dims are a batch, shared by all operands and results."""
+    matrix_dims, matrix_flops = _DECOMPOSITIONS[eqn.primitive.name]
+    shape = eqn.invars[0].aval.shape
+    num_batch_dims = len(shape) - matrix_dims
+    fresh = factor_names()
+    batch = new_term(shape[:num_batch_dims], fresh)
+    terms = [(*batch, *new_term(var.aval.shape[num_batch_dims:], fresh)) for var in (*eqn.invars, *eqn.outvars)]
+    whole = tuple(dim[0] for term in terms for dim in term[num_batch_dims:] if dim)
+    sizes = infer_sizes(terms, [var.aval.shape for var in (*eqn.invars, *eqn.outvars)], str(eqn.primitive))
+    m, n = shape[-2:] if matrix_dims == 2 else (1, shape[-1])
+    return ShardingRule(
+        tuple(terms[: len(eqn.invars)]),
+        tuple(terms[len(eqn.invars) :]),
+        sizes,
+        whole=whole,
+        flops=num_elements(shape[:num_batch_dims]) * matrix_flops(m, n),
+    )
+
+
+@register(*find_primitives("triangular_solve"))
+def triangular_solve(eqn: JaxprEqn) -> ShardingRule:
+    """a[.., m, m] x = b[.., m, n], or x a = b[.., n, m]: the right-hand sides n split too, and it is linear in b."""
+    *batch_shape, size, _ = eqn.invars[0].aval.shape
+    fresh = factor_names()
+    batch = new_term(batch_shape, fresh)
+    row, column = ((),) * 2 if size == 1 else ((next(fresh),), (next(fresh),))
+    sides = eqn.invars[1].aval.shape[-1 if eqn.params["left_side"] else -2]
+    side: Dim = () if sides == 1 else (next(fresh),)
+    b = (*batch, row, side) if eqn.params["left_side"] else (*batch, side, row)
+    terms = [(*batch, row, column), b, b]
+    return ShardingRule(
+        tuple(terms[:2]),
+        (b,),
+        infer_sizes(terms, [var.aval.shape for var in (*eqn.invars, *eqn.outvars)], "triangular_solve"),
+        whole=(*row, *column),
+        linear=linear_groups(eqn, (1,)),
+        flops=float(num_elements(batch_shape) * size * size * sides),
+    )
+
+
+@register(*find_primitives("tridiagonal_solve"))
+def tridiagonal_solve(eqn: JaxprEqn) -> ShardingRule:
+    """Three diagonals [.., m] and right-hand sides b[.., m, n]: batch and n split, linear in b."""
+    *batch_shape, size, sides = eqn.invars[3].aval.shape
+    fresh = factor_names()
+    batch = new_term(batch_shape, fresh)
+    row: Dim = () if size == 1 else (next(fresh),)
+    b = (*batch, row, () if sides == 1 else (next(fresh),))
+    sizes = infer_sizes([b], [eqn.invars[3].aval.shape], "tridiagonal_solve")
+    flops = 8.0 * num_elements(eqn.invars[3].aval.shape)
+    return ShardingRule(
+        ((*batch, row),) * 3 + (b,), (b,), sizes, whole=row, linear=linear_groups(eqn, (3,)), flops=flops
+    )
+
+
+@register(*find_primitives("fft"))
+def fft(eqn: JaxprEqn) -> ShardingRule:
+    """`ab->ac {whole b c}`: the transformed dims, the last ones, are whole. Linear; 5 n log2 n FLOPs."""
+    shape, lengths = eqn.invars[0].aval.shape, eqn.params["fft_lengths"]
+    num_batch_dims = len(shape) - len(lengths)
+    fresh = factor_names()
+    batch = new_term(shape[:num_batch_dims], fresh)
+    terms = [(*batch, *new_term(var.aval.shape[num_batch_dims:], fresh)) for var in (eqn.invars[0], eqn.outvars[0])]
+    points = num_elements(lengths)
+    return ShardingRule(
+        (terms[0],),
+        (terms[1],),
+        infer_sizes(terms, [shape, eqn.outvars[0].aval.shape], "fft"),
+        whole=tuple(dim[0] for term in terms for dim in term[num_batch_dims:] if dim),
+        linear=linear_groups(eqn, (0,)),
+        flops=num_elements(shape[:num_batch_dims]) * 5.0 * points * max(1.0, math.log2(max(points, 1))),
+    )

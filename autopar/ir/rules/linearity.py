@@ -1,0 +1,49 @@
+"""Which operands of an operation may stay partial sums: its linear groups, less those that a dtype forbids.
+
+In:     an equation and the groups of operands in which its mathematics is linear.
+Out:    the groups through which partial sums may be carried.
+Method: a partial sum is an array whose sum over some mesh axes is the value. It passes `f` when `f(u) + f(v)` equals
+        `f(u + v)` for the numbers the machine has: never for booleans, keys or tokens; not from floats to integers
+        (rounding); not from integers to wider ones or from unsigned ones to floats, since parts may have wrapped around
+        where their sum has not; not for 8-bit floats, which have no range to spare.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+
+from autopar._jax import JaxprEqn
+
+
+def linear_groups(eqn: JaxprEqn, *groups: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Those `groups` of operands whose partial sums give partial sums of every result.
+
+    Args:
+        eqn: The equation.
+        groups: For each, operand numbers: the operation is linear in these operands together, the others held fixed.
+    """
+    results = [var.aval.dtype for var in eqn.outvars]
+    return tuple(
+        tuple(group)
+        for group in groups
+        if all(sums_survive(eqn.invars[operand].aval.dtype, result) for operand in group for result in results)
+    )
+
+
+def sums_survive(source: np.dtype, target: np.dtype) -> bool:
+    """Whether partial sums in `source` are still partial sums when each part is converted to `target`."""
+    if not (may_be_partial(source) and may_be_partial(target)):
+        return False
+    if jnp.issubdtype(source, jnp.inexact):
+        return jnp.issubdtype(target, jnp.inexact)
+    if jnp.issubdtype(target, jnp.inexact):
+        return jnp.issubdtype(source, jnp.signedinteger)
+    return np.dtype(target).itemsize <= np.dtype(source).itemsize
+
+
+def may_be_partial(dtype: np.dtype) -> bool:
+    """Whether an array of this dtype may be a partial sum: integers, and floats of at least 16 bits."""
+    if jnp.issubdtype(dtype, jnp.inexact):
+        return jnp.dtype(dtype).itemsize >= 2
+    return jnp.issubdtype(dtype, jnp.integer)

@@ -1,0 +1,94 @@
+"""The primitives that no rule splits: computed whole, taken apart elsewhere, or out of place in a one-device program.
+
+In:     nothing.
+Out:    names of primitives, as a jaxpr prints them. A primitive has a rule or stands in exactly one of these lists.
+Method: by name, since releases of JAX differ in what they have. A test walks all of JAX's primitives and names those
+        that stand nowhere.
+"""
+
+from __future__ import annotations
+
+COMPUTED_REPLICATED: tuple[str, ...] = (
+    # random bits of a hardware generator: one stream, which no device can start in the middle
+    *"rng_bit_generator rng_uniform random_gamma".split(),
+    # loops over data without a batch dim, or on scalars only
+    *"custom_lin linear_call run_state tie".split(),
+    *"dim_as_value dimension_size empty empty2 platform_index shape_assertion".split(),
+    *"after_all create_token dce_sink program_order".split(),
+)
+"""Computed whole on every device, without a warning: rare, small, or one stream by nature."""
+
+SIDE_EFFECTS: tuple[str, ...] = tuple(
+    "check debug_callback debug_print inspect_sharding io_callback pure_callback".split()
+)
+"""Calls into the host. Their operands are gathered whole; they must run on one device only, and not once on each."""
+
+STRUCTURED: tuple[str, ...] = (
+    # loops and branches: the planner looks into their bodies
+    *"cond scan while".split(),
+    # calls, inlined before any rule is asked for
+    *"call call_exported checkpoint closed_call composite core_call core_closed_call custom_jvp_call".split(),
+    *"custom_linear_solve linear_solve".split(),
+    *"custom_jvp_call_jaxpr custom_vjp_call custom_vjp_call_jaxpr custom_vmap_call eval_jaxpr remat remat2".split(),
+    *"remat_opt xla_metadata_call".split(),
+    # typed random keys: inlined down to integer arithmetic on counters
+    *"from_edtype random_bits random_clone random_fold_in random_seed random_split random_unwrap random_wrap".split(),
+    *"to_edtype".split(),
+    # any number of operands, passed through together
+    *"optimization_barrier".split(),
+)
+"""Taken apart by flattening or by the planner's graph: no factor rule is asked for."""
+
+KERNELS: tuple[str, ...] = tuple(
+    (
+        "core_map cudnn_fusion custom_partitioning dot_product_attention_bwd dot_product_attention_bwd_wrapper "
+        "dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd "
+        "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd dot_product_attention_fwd_wrapper "
+        "ffi_call mosaic_gpu_call pallas_call scaled_matmul scaled_matmul_wrapper tpu_custom_call triton_call"
+    ).split()
+)
+"""Foreign kernels: only who wrote them knows what they compute. Whole on every device, with a warning, unless
+`autopar.sharding_rule` says more."""
+
+STATEFUL: tuple[str, ...] = tuple(
+    (
+        "accum_grad_in_ref addupdate box_get box_set broadcast_to create_linear empty_ref free_ref freeze get "
+        "log_extend log_read new_box new_log new_ref pin swap unpin"
+    ).split()
+)
+"""Mutable references and what hijax adds to jaxprs: not part of a pure training step."""
+
+COLLECTIVE: tuple[str, ...] = tuple(
+    (
+        "all_gather all_gather_invariant all_gather_reduced all_to_all axis_index pbroadcast pmax pmin ppermute precv "
+        "preduced psend psum psum_invariant pvary ragged_all_to_all reduce_scatter reduced_vary_cast_p shard_map "
+        "unreduced_pmax unreduced_pmin unreduced_psum unreduced_reduce_scatter vary_unreduced_cast_p"
+    ).split()
+)
+"""Talk between devices, by the name of a mesh axis: cannot stand in a program written for one device. With them go
+their asynchronous halves, `*_start` and `*_done`."""
+
+DIFFERENTIATION_ONLY: tuple[str, ...] = tuple(
+    "call_hi_primitive call_hi_primitive_linearized stage unreachable".split()
+)
+"""Gone once a program is traced and differentiated."""
+
+
+def list_of(name: str) -> str | None:
+    """Which of the lists holds the primitive of this name; None if none does."""
+    base = name.removesuffix("_start").removesuffix("_done")
+    for title, names in ALL_LISTS.items():
+        if name in names or (title == "COLLECTIVE" and base in names):
+            return title
+    return None
+
+
+ALL_LISTS: dict[str, tuple[str, ...]] = {
+    "COMPUTED_REPLICATED": COMPUTED_REPLICATED,
+    "SIDE_EFFECTS": SIDE_EFFECTS,
+    "STRUCTURED": STRUCTURED,
+    "KERNELS": KERNELS,
+    "STATEFUL": STATEFUL,
+    "COLLECTIVE": COLLECTIVE,
+    "DIFFERENTIATION_ONLY": DIFFERENTIATION_ONLY,
+}

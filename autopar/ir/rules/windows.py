@@ -1,0 +1,130 @@
+"""Rules of windowed reductions: pooling and its gradients.
+
+In:     `reduce_window` and its kinds, `select_and_scatter_add` (the gradient of max pooling), `select_and_gather_add`.
+Out:    `a(bc)->ab {whole c}` for a dim cut into windows side by side; a dim that no window spans splits freely; one
+        that a single window covers is reduced; a dim of windows that overlap, or with padding or dilation, is whole.
+Method: each dim by itself (`window.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+
+from autopar._jax import JaxprEqn, find_primitives
+from autopar.ir.rules.linearity import linear_groups, may_be_partial
+from autopar.ir.rules.registry import register
+from autopar.ir.rules.rule import Shard, ShardingRule, factor_names, num_elements
+from autopar.ir.rules.window import Window, WindowFactors
+
+
+@register(*find_primitives("reduce_window_sum"))
+def reduce_window_sum(eqn: JaxprEqn) -> ShardingRule:
+    """A dim that one window covers is summed; linear."""
+    return _reduce_window(eqn, "sum" if may_be_partial(eqn.outvars[0].aval.dtype) else "whole")
+
+
+@register(*find_primitives("reduce_window_max"))
+def reduce_window_max(eqn: JaxprEqn) -> ShardingRule:
+    """A dim that one window covers is reduced by max at once."""
+    return _reduce_window(eqn, "max")
+
+
+@register(*find_primitives("reduce_window_min"))
+def reduce_window_min(eqn: JaxprEqn) -> ShardingRule:
+    """A dim that one window covers is reduced by min at once."""
+    return _reduce_window(eqn, "min")
+
+
+@register(*find_primitives("reduce_window"))
+def reduce_window(eqn: JaxprEqn) -> ShardingRule:
+    """n arrays and n initial scalars by any computation."""
+    return _reduce_window(eqn, "whole")
+
+
+def _reduce_window(eqn: JaxprEqn, kind: str) -> ShardingRule:
+    dims = _window_factors(eqn, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)
+    operand, result = tuple(dim.operand for dim in dims), tuple(dim.result for dim in dims)
+    whole = [factor for dim in dims for factor in dim.whole if factor in (*dim.operand, *dim.result)]
+    reduced = [factor for dim in dims for factor in dim.reduced]
+    used = {factor for dim in (*operand, *result) for factor in dim}
+    arrays = len(eqn.outvars)
+    return ShardingRule(
+        (operand,) * arrays + ((),) * (len(eqn.invars) - arrays),
+        (result,) * arrays,
+        {factor: size for dim in dims for factor, size in dim.sizes.items() if factor in used},
+        summed=tuple(reduced) if kind == "sum" else (),
+        reduced=dict.fromkeys(reduced, kind) if kind in ("max", "min") else {},
+        whole=(*whole, *reduced) if kind == "whole" else tuple(whole),
+        linear=linear_groups(eqn, (0,)) if kind == "sum" else (),
+        flops=float(arrays * num_elements(eqn.outvars[0].aval.shape) * num_elements(eqn.params["window_dimensions"])),
+        local=_local_reduce_window,
+    )
+
+
+def _window_factors(eqn: JaxprEqn, shape: Sequence[int], places: Sequence[int]) -> list[WindowFactors]:
+    fresh = factor_names()
+    ones = (1,) * len(shape)
+    params = eqn.params
+    return [
+        Window(*dim).factors(fresh)
+        for dim in zip(
+            shape,
+            places,
+            params["window_dimensions"],
+            params["window_strides"],
+            params["padding"],
+            params.get("base_dilation", ones),
+            params.get("window_dilation", ones),
+            strict=True,
+        )
+    ]
+
+
+def _local_reduce_window(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
+    """A window along a split factor is shorter by as much."""
+    dims = _window_factors(eqn, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)
+    lengths = []
+    for dim, length in zip(dims, eqn.params["window_dimensions"], strict=True):
+        for factor in dim.reduced:
+            length //= shard.num_shards(factor)
+        lengths.append(length)
+    results = eqn.primitive.bind(*operands, **{**eqn.params, "window_dimensions": tuple(lengths)})
+    return results if eqn.primitive.multiple_results else [results]
+
+
+@register(*find_primitives("select_and_scatter_add", "select_and_gather_add"))
+def select_and_move(eqn: JaxprEqn) -> ShardingRule:
+    """(source or tangents, operand): of each window of the operand one position is chosen. Linear in what is moved.
+
+    `select_and_scatter_add` puts each source element at the position chosen in its window; `select_and_gather_add`
+    takes the tangent that stands there.
+    """
+    shape, first = eqn.invars[1].aval.shape, eqn.invars[0].aval.shape
+    places = first if eqn.primitive.name == "select_and_scatter_add" else eqn.outvars[0].aval.shape
+    return _selection(eqn, _window_factors(eqn, shape, places), moved=0, operand=1)
+
+
+@register(*find_primitives("select_and_scatter"))
+def select_and_scatter(eqn: JaxprEqn) -> ShardingRule:
+    """(operand, source, initial scalar), by any selection and any scatter."""
+    shape, places = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
+    return _selection(eqn, _window_factors(eqn, shape, places), moved=1, operand=0)
+
+
+def _selection(eqn: JaxprEqn, dims: Sequence[WindowFactors], moved: int, operand: int) -> ShardingRule:
+    long, short = tuple(dim.operand for dim in dims), tuple(dim.result for dim in dims)
+    operands: list = [()] * len(eqn.invars)
+    operands[operand] = long
+    operands[moved] = long if eqn.invars[moved].aval.shape == eqn.invars[operand].aval.shape else short
+    result = long if eqn.outvars[0].aval.shape == eqn.invars[operand].aval.shape else short
+    used = {factor for dim in (*long, *short) for factor in dim}
+    return ShardingRule(
+        tuple(operands),
+        (result,),
+        {factor: size for dim in dims for factor, size in dim.sizes.items() if factor in used},
+        whole=tuple(f for dim in dims for f in (*dim.whole, *dim.reduced) if f in used),
+        linear=linear_groups(eqn, (moved,)) if operand == 1 else (),
+        flops=float(num_elements(eqn.invars[operand].aval.shape)),
+    )
