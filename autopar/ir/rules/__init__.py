@@ -4,6 +4,7 @@ from autopar.ir.rules import (  # noqa: F401  (each registers its rules)
     convolution,
     elementwise,
     linear_algebra,
+    opaque,
     reductions,
     windows,
 )

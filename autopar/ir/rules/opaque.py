@@ -1,0 +1,269 @@
+"""`autopar.sharding_rule`: a function of the user's (a Pallas kernel, an FFI call) as one operation with a rule.
+
+In:     `@sharding_rule("b s d, d f -> b s f {sum d}")` above a function of arrays.
+Out:    a function that stands in the program as one equation, whose rule is that text. On each device the function
+        itself is called on local arrays, so it must take its sizes from its arguments.
+Method: names are separated by spaces; `(h d)` is a dim of two factors, major to minor, `1` a dim of length 1, and a
+        scalar is written as nothing. Behind the results, in braces, stands what the operation does with factors that
+        are not in every result: `sum`, `max` or `min` (it reduces over them); those not named there are not split,
+        nor are those behind `whole`.
+
+Differentiation goes through the function as if the decorator were not there, for its derivative has another rule. A
+kernel with a gradient of its own keeps both rules if the decorator stands on the two functions inside:
+
+    @jax.custom_vjp
+    def multiply(x, w): return forward(x, w)              # forward:  @sharding_rule("b d, d f -> b f {sum d}")
+    multiply.defvjp(lambda x, w: (forward(x, w), (x, w)), backward)     # backward: @sharding_rule(...) as well
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.interpreters import ad, batching, mlir
+
+from autopar._jax import JaxprEqn, Primitive
+from autopar.errors import RuleError
+from autopar.ir.rules.linearity import linear_groups
+from autopar.ir.rules.registry import register
+from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, infer_sizes
+from autopar.ir.rules.terms import factors_of
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def sharding_rule(
+    text: str, *, linear: Sequence[Sequence[int]] = (), flops: Callable[..., float] | None = None
+) -> Callable[[Function], Function]:
+    """Make a function one operation of the program, split as `text` says.
+
+    Args:
+        text: What the function is, in factors: `"b s d, d f -> b s f {sum d}"`. One term per array among the positional
+            arguments (a tuple or dict counts each of its leaves), one per array returned.
+        linear: Groups of operands in which the function is linear, such as `[(0,), (1,)]` for a product: these
+            may come in as partial sums, and then the results are.
+        flops: Of shapes and dtypes of the whole operands; None counts 2 for each combination of the factors.
+
+    Returns:
+        A decorator. Keyword arguments of the function must be hashable constants. It may not close over traced arrays.
+
+    Raises:
+        RuleError: The text cannot be read (at once), or does not fit the arguments (when the function is called).
+    """
+    parsed = parse_text(text)
+
+    def decorate(function: Function) -> Function:
+        @functools.wraps(function)
+        def opaque_function(*args: Any, **keywords: Any) -> Any:
+            leaves, tree = jax.tree.flatten(args)
+            operands = [jnp.asarray(leaf) for leaf in leaves]
+            groups = tuple(map(tuple, linear))
+            call = OpaqueCall(function, tree, tuple(sorted(keywords.items())), text, groups, flops)
+            results = jax.eval_shape(lambda *leaves: function(*jax.tree.unflatten(tree, leaves), **keywords), *operands)
+            _check_fit(call, parsed, operands, jax.tree.leaves(results))
+            return jax.tree.unflatten(jax.tree.structure(results), opaque_p.bind(*operands, call=call))
+
+        return opaque_function
+
+    return decorate
+
+
+@dataclass(frozen=True, slots=True)
+class OpaqueCall:
+    """The function of one opaque equation, and what is known of it.
+
+    Attributes:
+        function: The user's.
+        tree: Structure of its positional arguments.
+        keywords: Its keyword arguments.
+        text: Its rule.
+        linear: Groups of operands in which it is linear.
+        flops: Of the operands' abstract values.
+        batched: One entry per `vmap` around it, innermost first: which operands have the leading batch dim.
+    """
+
+    function: Callable[..., Any]
+    tree: Any
+    keywords: tuple[tuple[str, Any], ...]
+    text: str
+    linear: tuple[tuple[int, ...], ...] = ()
+    flops: Callable[..., float] | None = None
+    batched: tuple[tuple[bool, ...], ...] = ()
+
+    def run(self, *operands: Any) -> list[Any]:
+        """The function on flat operands, of global or local shapes; flat results."""
+
+        def flat(*leaves: Any) -> list[Any]:
+            return jax.tree.leaves(self.function(*jax.tree.unflatten(self.tree, leaves), **dict(self.keywords)))
+
+        for batched in self.batched:
+            flat = jax.vmap(flat, in_axes=tuple(0 if has_dim else None for has_dim in batched))
+        return flat(*operands)
+
+    def __repr__(self) -> str:
+        return f"{self.function.__module__}.{self.function.__qualname__}: {self.text}"
+
+
+def parse_text(text: str) -> tuple[tuple[Term, ...], tuple[Term, ...], dict[Factor, str]]:
+    """Terms of operands, terms of results, and what is noted of factors.
+
+    Raises:
+        RuleError: It cannot be read.
+    """
+
+    def fail(wrong: str) -> RuleError:
+        do = 'write it as "b s d, d f -> b s f {sum d}": a name per dim, with spaces; (h d) for a dim of two factors.'
+        return RuleError(
+            "this sharding rule cannot be read.", given=repr(text), wrong=wrong, do=do, rule=text, shapes=()
+        )
+
+    match = re.fullmatch(r"([^{}]*)->([^{}]*)(?:\{([^{}]*)\})?\s*", text)
+    if match is None:
+        raise fail("there must be one `->`, and notes in one pair of braces at the end.")
+    body, results, notes = match.groups()
+    sides = []
+    for side in (body, results):
+        terms = side.split(",") if side.strip() else []
+        if any(not re.fullmatch(r"\s*(?:(?:1|[A-Za-z_]\w*|\([\w\s]*\))\s*)*", term) for term in terms):
+            raise fail(f"in `{side.strip()}`, a dim is a name, `1`, or names in parentheses.")
+        sides.append(tuple(tuple(map(_dim, re.findall(r"\([^)]*\)|\w+", term))) for term in terms))
+    noted: dict[Factor, str] = {}
+    for note in filter(str.strip, (notes or "").split(",")):
+        kind, *factors = note.split()
+        if kind not in ("sum", "max", "min", "whole") or not factors:
+            raise fail(f"`{note.strip()}` is none of `sum`, `max`, `min`, `whole` with the factors behind it.")
+        noted |= dict.fromkeys(factors, kind)
+    unknown = [factor for factor in noted if factor not in factors_of(*sides[0], *sides[1])]
+    if unknown:
+        raise fail(f"`{unknown[0]}` is noted in braces, and stands in no operand.")
+    for term in (*sides[0], *sides[1]):
+        if len(factors_of(term)) < sum(map(len, term)):
+            raise fail("a factor stands twice in one array.")
+    return sides[0], sides[1], noted
+
+
+def _dim(token: str) -> Dim:
+    return () if token == "1" else tuple(token.strip("()").split())
+
+
+def _check_fit(call: OpaqueCall, parsed: Any, operands: Sequence[Any], results: Sequence[Any]) -> None:
+    shapes = [tuple(array.shape) for array in (*operands, *results)]
+    names = f"{call.function.__qualname__}, {call.text!r}, on {shapes[: len(operands)]} gives {shapes[len(operands) :]}"
+    wrong = ""
+    for what, terms, arrays in (("operands", parsed[0], operands), ("results", parsed[1], results)):
+        if len(terms) != len(arrays):
+            wrong = wrong or f"the rule has {len(terms)} {what}, the function {len(arrays)}."
+        for number, (term, array) in enumerate(zip(terms, arrays, strict=False)):
+            if len(term) != array.ndim:
+                wrong = wrong or f"{what[:-1]} {number} has {array.ndim} dims, and {len(term)} in the rule."
+    if not wrong:
+        try:
+            infer_sizes([*parsed[0], *parsed[1]], shapes, "the rule")
+        except ValueError as error:
+            wrong = str(error)
+    if wrong:
+        raise RuleError(
+            "a sharding rule does not fit its function.",
+            given=names,
+            wrong=wrong,
+            do="write one term per array and one name per dim; a dim of length 1 that meets a longer one is written 1.",
+            rule=call.text,
+            shapes=tuple(shapes),
+        )
+
+
+opaque_p = Primitive("sharding_rule")
+opaque_p.multiple_results = True
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _run(call: OpaqueCall, *operands: Any) -> list[Any]:
+    return call.run(*operands)
+
+
+def _abstract(*avals: Any, call: OpaqueCall) -> list[Any]:
+    results = jax.eval_shape(call.run, *(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals))
+    return [jax.core.ShapedArray(result.shape, result.dtype) for result in results]
+
+
+def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, call: OpaqueCall) -> tuple[Any, Any]:
+    moving = [number for number, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
+
+    def of_moving(*values: Any) -> list[Any]:
+        operands = list(primals)
+        for number, value in zip(moving, values, strict=True):
+            operands[number] = value
+        return call.run(*operands)
+
+    return jax.jvp(of_moving, [primals[n] for n in moving], [tangents[n] for n in moving])
+
+
+def _batch(operands: Sequence[Any], dims: Sequence[Any], *, call: OpaqueCall) -> tuple[Any, Any]:
+    batched = tuple(dim is not None for dim in dims)
+    moved = [
+        jnp.moveaxis(array, dim, 0) if has_dim else array
+        for array, dim, has_dim in zip(operands, dims, batched, strict=True)
+    ]
+    results = opaque_p.bind(*moved, call=replace(call, batched=(*call.batched, batched)))
+    return results, [0] * len(results)
+
+
+opaque_p.def_impl(lambda *operands, call: _run(call, *operands))
+opaque_p.def_abstract_eval(_abstract)
+ad.primitive_jvps[opaque_p] = _differentiate
+batching.primitive_batchers[opaque_p] = _batch
+mlir.register_lowering(opaque_p, mlir.lower_fun(lambda *operands, call: call.run(*operands), multiple_results=True))
+
+
+@register(opaque_p)
+def opaque(eqn: JaxprEqn) -> ShardingRule:
+    """The user's text; a factor missing from some result, with no note, is whole."""
+    call: OpaqueCall = eqn.params["call"]
+    operands, results, noted = parse_text(call.text)
+    for level, batched in enumerate(call.batched):
+        batch = (f"vmap{level}",)
+        operands = tuple((batch, *term) if has_dim else term for term, has_dim in zip(operands, batched, strict=True))
+        results = tuple((batch, *term) for term in results)
+    sizes = infer_sizes([*operands, *results], [var.aval.shape for var in (*eqn.invars, *eqn.outvars)])
+    everywhere = [set(factors_of(term)) for term in results]
+    gone = [f for f in factors_of(*operands) if f not in noted and not all(f in term for term in everywhere)]
+    made = [f for f in factors_of(*results) if f not in noted and f not in factors_of(*operands)]
+    flops = (2.0 if len(factors_of(*operands)) > len(factors_of(*results[:1])) else 1.0) * math.prod(sizes.values())
+    return ShardingRule(
+        operands,
+        results,
+        sizes,
+        summed=tuple(f for f, kind in noted.items() if kind == "sum"),
+        reduced={f: kind for f, kind in noted.items() if kind in ("max", "min")},
+        whole=tuple(dict.fromkeys([f for f, kind in noted.items() if kind == "whole"] + gone + made)),
+        linear=linear_groups(eqn, *call.linear),
+        flops=flops if call.flops is None else float(call.flops(*(var.aval for var in eqn.invars))),
+        local=_local,
+    )
+
+
+def _local(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
+    """The function on local arrays; what it returns must be the part that the rule promises."""
+    call: OpaqueCall = eqn.params["call"]
+    results = call.run(*operands)
+    rule = opaque(eqn)
+    for number, (result, term) in enumerate(zip(results, rule.results, strict=True)):
+        promised = tuple(map(shard.local_dim, term))
+        if result.shape != promised:
+            raise RuleError(
+                "a function with a sharding rule does not follow it.",
+                given=f"{call!r}, called on one device's part: {[array.shape for array in operands]}",
+                wrong=f"result {number} has shape {result.shape} there, and {promised} by the rule.",
+                do="take all sizes from the shapes of the arguments, or put the factors that must not be split "
+                "behind `whole`.",
+                rule=call.text,
+                shapes=tuple(array.shape for array in operands),
+            )
+    return results
