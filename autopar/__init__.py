@@ -1,0 +1,11 @@
+"""autopar: automatic parallel training in JAX. One line, `@autopar.parallelize`, runs a training step on many devices."""
+
+from autopar import errors
+from autopar.api import CompiledStep, ParallelStep, parallelize
+from autopar.mesh import Cluster, Device, Link, LogicalMesh
+from autopar.plan.methods import Auto, DataParallel, PipelineParallel, ShardParallel, ThreeD
+from autopar.plan.plan import Plan
+
+__version__ = "0.1.0"
+__all__ = ["Auto", "Cluster", "CompiledStep", "DataParallel", "Device", "Link", "LogicalMesh", "ParallelStep",
+           "PipelineParallel", "Plan", "ShardParallel", "ThreeD", "errors", "parallelize"]

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -48,12 +49,16 @@ def close_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
     return ClosedJaxpr(jaxpr, list(consts))
 
 
+_NO_NAMES = _core.DebugInfo("autopar", "flat program", None, None)
+
+
 def make_jaxpr(
     invars: Sequence[Var], outvars: Sequence[Atom], eqns: Sequence[JaxprEqn], constvars: Sequence[Var] = ()
 ) -> Jaxpr:
     """A jaxpr of these equations; its effects are theirs."""
     effects = frozenset().union(*(eqn.effects for eqn in eqns if eqn.effects))
-    return Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects or _core.no_effects)
+    effects = effects or _core.no_effects
+    return Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, debug_info=_NO_NAMES)
 
 
 def trace(function: Callable[..., Any], *avals: Any) -> ClosedJaxpr:
@@ -74,6 +79,10 @@ def trace_function(
         The closed jaxpr; the values of its first invars that are captured arrays (or tracers) rather than arguments;
         and the pytree of what the function returns.
     """
+    try:
+        hash(function), weakref.ref(function)
+    except TypeError:  # a callable object that holds arrays; jit needs something to remember it by
+        function = functools.partial(function)
     jitted = jax.jit(function, static_argnums=tuple(static_argnums), static_argnames=tuple(static_argnames))
     traced = jitted.trace(*args, **kwargs)
     return traced.jaxpr, list(getattr(traced, "_consts", ())), traced.out_info

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
-from autopar.cost.reshard import cheapest_reshard
+from autopar.cost.reshard import apply_to_sharding, cheapest_reshard
 from autopar.intra_op.fuse import fuse_collectives
 from autopar.intra_op.graph import Graph, stacked
 from autopar.intra_op.sharded import Body, Compute, Instruction, Move, Region, describe

@@ -42,6 +42,7 @@ from autopar._jax import (
     shaped,
 )
 from autopar.ir.dead_code import remove_dead_code
+from autopar.ir.fold import fold
 from autopar.ir.random import ALIASES, cache_key, physical_jaxpr, touches_keys
 from autopar.ir.source import caller_traceback
 
@@ -152,6 +153,9 @@ def _step(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
         return operands[:1]
     if touches_keys(eqn):
         return _keys(walk, eqn, operands)
+    known = fold(eqn, operands)
+    if known is not None:
+        return [known]
     return _keep(walk, eqn, operands)
 
 

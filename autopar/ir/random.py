@@ -10,6 +10,7 @@ Method: random primitives become what JAX itself lowers them to, which for three
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -68,13 +69,26 @@ def _physical_function(eqn: JaxprEqn) -> Any:
     implementation = key_primitive_implementation(eqn)
     if implementation is not None:
         return implementation
+    params = eqn.params
     match eqn.primitive.name:
+        case "slice":
+            return functools.partial(_slice, params)
+        case "squeeze":
+            return lambda x: lax.squeeze(x, params["dimensions"])
+        case "reshape":
+            return lambda x: lax.reshape(x, (*params["new_sizes"], x.shape[-1]))
+        case "transpose":
+            return lambda x: lax.transpose(x, (*params["permutation"], x.ndim - 1))
+        case "broadcast_in_dim":
+            return functools.partial(_broadcast, params)
+        case "concatenate":
+            return lambda *parts: lax.concatenate(parts, params["dimension"])
         case "eq":
             return lambda x, y: lax.reduce_and(x == y, (x.ndim - 1,))
         case "ne":
             return lambda x, y: lax.reduce_or(x != y, (x.ndim - 1,))
         case "dynamic_slice":
-            return functools.partial(_dynamic_slice, eqn.params["slice_sizes"])
+            return functools.partial(_dynamic_slice, params["slice_sizes"])
         case "dynamic_update_slice":
             return lambda x, update, *starts: lax.dynamic_update_slice(x, update, (*starts, _zero_like(starts)))
     in_axes = tuple(len(atom.aval.shape) if is_key(atom.aval) else None for atom in eqn.invars)
@@ -82,6 +96,16 @@ def _physical_function(eqn: JaxprEqn) -> Any:
     if any(axis is not None for axis in in_axes):
         return mapped
     raise NotImplementedError(f"`{eqn.primitive}` makes typed random keys of something else")
+
+
+def _slice(params: Mapping[str, Any], x: jax.Array) -> jax.Array:
+    strides = None if params["strides"] is None else (*params["strides"], 1)
+    return lax.slice(x, (*params["start_indices"], 0), (*params["limit_indices"], x.shape[-1]), strides)
+
+
+def _broadcast(params: Mapping[str, Any], x: jax.Array) -> jax.Array:
+    shape = (*params["shape"], x.shape[-1])
+    return lax.broadcast_in_dim(x, shape, (*params["broadcast_dimensions"], len(shape) - 1))
 
 
 def _dynamic_slice(slice_sizes: tuple[int, ...], x: jax.Array, *starts: jax.Array) -> jax.Array:

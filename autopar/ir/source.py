@@ -100,3 +100,13 @@ def _passes_user_code_before(traceback: Any, file: str) -> bool:
         if not is_library_file(code.co_filename):
             return True
     return False
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _is_transposed(name_stack: Any) -> bool:
+    return "transpose(" in str(name_stack)
+
+
+def is_backward(eqn: JaxprEqn) -> bool:
+    """Whether `eqn` belongs to the backward pass: `jax.grad` marks such equations in their name stack."""
+    return _is_transposed(eqn.source_info.name_stack)

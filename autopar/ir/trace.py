@@ -7,6 +7,7 @@ Method: `jax.jit(...).trace`, so that arguments mean exactly what they mean to `
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import jax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from autopar._jax import Jaxpr, is_key, key_data, key_impl_name, open_jaxpr, shaped, trace_function
+from autopar._jax import Jaxpr, is_key, key_data, key_impl_name, make_jaxpr, open_jaxpr, shaped, trace_function
 from autopar.errors import TraceError
 from autopar.ir.flatten import flatten
 
@@ -98,7 +99,7 @@ def trace_step(
     """
     kwargs = dict(kwargs or {})
     static_argnums, static_argnames = _as_tuple(static_argnums), _as_tuple(static_argnames)
-    name = getattr(fn, "__name__", type(fn).__name__)
+    name = _name_of(fn)
     names = _argument_names(fn, len(args))
     static_positions = {i % max(len(args), 1) for i in static_argnums} | {
         i for i, argument in enumerate(names) if argument in static_argnames
@@ -127,8 +128,8 @@ def trace_step(
         tracer = next(value for value in (*captured, *consts) if isinstance(value, jax.core.Tracer))
         raise _closed_over_tracer(name, tracer)
     if captured:  # JAX passes captured arrays as leading arguments
-        jaxpr = Jaxpr([*jaxpr.constvars, *jaxpr.invars[: len(captured)]], jaxpr.invars[len(captured) :],
-                      jaxpr.outvars, jaxpr.eqns, jaxpr.effects)  # fmt: skip
+        leading, arguments = jaxpr.invars[: len(captured)], jaxpr.invars[len(captured) :]
+        jaxpr = make_jaxpr(arguments, jaxpr.outvars, jaxpr.eqns, constvars=[*jaxpr.constvars, *leading])
         consts = [*consts, *captured]
     flat, values = flatten(jaxpr, consts)
     out_paths_and_leaves, out_tree = jax.tree_util.tree_flatten_with_path(out_info)
@@ -149,6 +150,12 @@ def trace_step(
         num_args=len(in_avals),
         static=tuple(static),
     )
+
+
+def _name_of(fn: Any) -> str:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

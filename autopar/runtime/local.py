@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autopar.errors import DeviceCountError
@@ -41,9 +42,10 @@ class Executable:
         away = [k for k, (array, sharding) in enumerate(zip(arrays, self.in_shardings, strict=True))
                 if not (isinstance(array, jax.Array) and (array.sharding is sharding or array.sharding == sharding))]
         if away:
-            # The user's own array must survive the donation of its placed copy, so the two may share no memory.
-            moved = jax.device_put([arrays[k] for k in away], [self.in_shardings[k] for k in away],
-                                   may_alias=[False if self.donated[k] else None for k in away])
+            # The user's own array must survive the donation of its placed copy. `device_put` shares memory with it where
+            # it can, also when told not to (a replica on the same device; NumPy memory on CPU): copy first.
+            moved = jax.device_put([_copied(arrays[k]) if self.donated[k] else arrays[k] for k in away],
+                                   [self.in_shardings[k] for k in away])
             for k, array in zip(away, moved, strict=True):
                 placed[k] = array
         return placed
@@ -51,6 +53,10 @@ class Executable:
     def __call__(self, arrays: Sequence[Any]) -> list[jax.Array]:
         """Run one step."""
         return self.compiled(*self.place(arrays))
+
+
+def _copied(array: Any) -> Any:
+    return jnp.array(array, copy=True) if isinstance(array, jax.Array) else np.array(array)
 
 
 def device_mesh(mesh: LogicalMesh, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:

@@ -1,0 +1,235 @@
+"""`autopar.parallelize`: one line that makes a training step run on many devices.
+
+In:     the user's step, and perhaps a cluster and a method.
+Out:    `ParallelStep`, called like the step itself.
+Method: `_prepare` reads as one page: trace, tell state from batch, plan, compile; each at first call for these shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from autopar.errors import NotBuiltYetError, StalePlanError, StructureChangedError
+from autopar.ir.state import Roles, argument_slices, find_roles
+from autopar.ir.trace import Program, trace_step
+from autopar.mesh import Cluster
+from autopar.plan.fingerprint import cluster_fingerprint, program_fingerprint
+from autopar.plan.methods import Auto, Method
+from autopar.plan.plan import Plan
+from autopar.plan.planner import make_plan, restore
+from autopar.plan.progress import planning_progress
+from autopar.runtime.local import Executable, compile_program
+
+
+def parallelize(
+    fn: Callable[..., Any] | None = None,
+    *,
+    cluster: Cluster | None = None,
+    method: Method | None = None,
+    batch_argnums: Any = "auto",
+    donate_argnums: Any = "auto",
+    static_argnums: int | Iterable[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    runtime: Any = None,
+) -> Any:
+    """Run a training step, written for one device, on many.
+
+    Args:
+        fn: The step: arrays and pytrees in, pytrees out, differentiated by plain `jax.grad`. Absent: a decorator.
+        cluster: The machine; None: all devices of this process.
+        method: How to split; None: `Auto()`, decide everything.
+        batch_argnums: Positions of the arguments that hold samples. `"auto"`: what is not state and shares its leading
+            dim; state is what comes back in the outputs with the same structure and shapes.
+        donate_argnums: Positions of the arguments whose memory is reused. `"auto"`: state.
+        static_argnums: As in `jax.jit`.
+        static_argnames: As in `jax.jit`.
+        runtime: None or `"local"`: this process.
+
+    Returns:
+        `ParallelStep`: called like `fn`, plans and compiles at first call.
+    """
+    if fn is None:
+        return functools.partial(parallelize, cluster=cluster, method=method, batch_argnums=batch_argnums,
+                                 donate_argnums=donate_argnums, static_argnums=static_argnums,
+                                 static_argnames=static_argnames, runtime=runtime)
+    if runtime not in (None, "local"):
+        raise NotBuiltYetError("this runtime is not built yet.", given=f"runtime={runtime!r}",
+                               wrong="this version runs in this process only.", do="leave `runtime` out.", feature="runtime")
+    return ParallelStep(fn, cluster, method or Auto(), batch_argnums, donate_argnums, static_argnums, static_argnames)
+
+
+class CompiledStep:
+    """A step planned and compiled for one set of shapes.
+
+    Attributes:
+        plan: The plan it carries out.
+        programs: XLA's executables by name.
+        in_shardings: Sharding per argument leaf, in the arguments' tree `(args, kwargs)`.
+    """
+
+    def __init__(self, program: Program, plan: Plan, executable: Executable):
+        self.program, self.plan, self._executable = program, plan, executable
+        self.programs: dict[str, jax.stages.Compiled] = {program.name: executable.compiled}
+        self.in_shardings = jax.tree.unflatten(program.in_tree, executable.in_shardings[: program.num_args])
+        self._consts = jax.device_put(list(program.consts), list(executable.in_shardings[program.num_args :]))
+        self._has_keys = any(program.key_inputs) or any(program.key_outputs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step. Static arguments are left out, as with `jax.stages.Compiled`."""
+        leaves, tree = jax.tree.flatten((args, kwargs))
+        if tree != self.program.in_tree:
+            raise _changed(self.program, tree)
+        return self.run(leaves)
+
+    def run(self, leaves: list[Any]) -> Any:
+        """Run one step on flat argument leaves."""
+        program = self.program
+        if self._has_keys:
+            leaves = program.flatten_inputs(leaves)[: program.num_args]
+        results = self._executable([*leaves, *self._consts])
+        if self._has_keys:
+            return program.unflatten_outputs(results)
+        return jax.tree.unflatten(program.out_tree, results)
+
+
+class ParallelStep:
+    """A step that runs on many devices; call it like the function it was made from."""
+
+    def __init__(self, fn: Callable[..., Any], cluster: Cluster | None, method: Method, batch_argnums: Any,
+                 donate_argnums: Any, static_argnums: Any, static_argnames: Any):
+        functools.update_wrapper(self, fn)
+        self._fn, self._cluster, self._method = fn, cluster, method
+        self._batch_argnums, self._donate_argnums = batch_argnums, donate_argnums
+        self._static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+        self._static_argnames = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+        self._compiled: dict[Any, CompiledStep] = {}
+        self._first: Program | None = None
+
+    @property
+    def cluster(self) -> Cluster:
+        """The machine planned for."""
+        if self._cluster is None:
+            self._cluster = Cluster.local()
+        return self._cluster
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step; plan and compile at the first call for these shapes."""
+        dynamic, static = self._split(args, kwargs)
+        leaves, tree = jax.tree.flatten(dynamic)
+        try:
+            key = (tree, static, tuple([(x.shape, x.dtype) for x in leaves]))
+        except AttributeError:  # Python numbers among the leaves
+            key = (tree, static, tuple([(jax.numpy.shape(x), jax.dtypes.result_type(x)) for x in leaves]))
+        compiled = self._compiled.get(key)
+        if compiled is None:
+            compiled = self._compiled[key] = self.compile(*args, **kwargs)
+        return compiled.run(leaves)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Plan:
+        """The plan for these arguments, which may be `jax.ShapeDtypeStruct`s; touches no device."""
+        program, roles = self._trace(args, kwargs)
+        with planning_progress(program.name) as report:
+            return make_plan(program, roles, self.cluster, self._method, report)
+
+    def compile(self, *args: Any, plan: Plan | None = None, **kwargs: Any) -> CompiledStep:
+        """Plan (or take `plan`) and compile.
+
+        Args:
+            *args: As the step takes them, or their types.
+            plan: A plan for this step and cluster, such as `Plan.load` returns.
+            **kwargs: The same, by name.
+
+        Raises:
+            StalePlanError: `plan` was made for another program or cluster.
+        """
+        program, roles = self._trace(args, kwargs)
+        if plan is None:
+            with planning_progress(program.name) as report:
+                plan = make_plan(program, roles, self.cluster, self._method, report)
+        else:
+            self._check_fresh(program, plan)
+            if plan.origin is None:
+                plan = restore(program, roles, self.cluster, self._method, plan)
+        sharded = plan.origin.sharded
+        devices = self.cluster.devices or jax.devices()
+        avals = [var.aval for var in program.jaxpr.invars]
+        executable = compile_program(sharded.body, plan.mesh, devices, avals, roles.donated, program.name)
+        return CompiledStep(program, plan, executable)
+
+    def create_state(self, init_fn: Callable[..., Any], *args: Any, example: tuple[Any, ...] | None = None) -> Any:
+        """Run `init_fn(*args)` so that every array is born in the sharding the plan wants.
+
+        Args:
+            init_fn: Makes the step's state: its result is one of the step's state arguments.
+            *args: Arguments of `init_fn`.
+            example: The step's arguments after the state (arrays or types), to plan with; None: the step has been
+                planned already.
+
+        Raises:
+            StructureChangedError: The result is no state argument of the step.
+        """
+        made = jax.eval_shape(init_fn, *args)
+        if example is not None:
+            compiled = self._compile_types((made, *example))
+        else:
+            compiled = next(iter(self._compiled.values()), None)
+        if compiled is None:
+            raise StructureChangedError(
+                "the step has no plan yet.", given=f"create_state({getattr(init_fn, '__name__', init_fn)}, ...)",
+                wrong="without the rest of the step's arguments there is nothing to plan.",
+                do="pass example=(batch, ...), the arguments after the state, or call the step once before.", path="")
+        positional = compiled.in_shardings[0]
+        trees = [jax.tree.structure(a) for a in positional]
+        tree = jax.tree.structure(made)
+        if tree not in trees:
+            raise StructureChangedError(
+                "the new state does not fit the step.", given=str(tree), wrong="no argument of the step has this structure.",
+                do="let init_fn return exactly what the step takes.", path="")
+        return jax.jit(init_fn, out_shardings=positional[trees.index(tree)])(*args)
+
+    def _compile_types(self, args: tuple[Any, ...]) -> CompiledStep:
+        leaves, tree = jax.tree.flatten(self._split(args, {})[0])
+        key = (tree, self._split(args, {})[1], tuple((tuple(x.shape), x.dtype) for x in leaves))
+        if key not in self._compiled:
+            self._compiled[key] = self.compile(*args)
+        return self._compiled[key]
+
+    def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, dict[str, Any]], Any]:
+        """Dynamic arguments, and a key for the static ones."""
+        if not self._static_argnums and not self._static_argnames:
+            return (args, kwargs), ()
+        import inspect
+
+        names = [p for p in inspect.signature(self._fn).parameters]
+        static = {i % len(args) for i in self._static_argnums} | {
+            i for i, name in enumerate(names[: len(args)]) if name in self._static_argnames}
+        dynamic = tuple(a for i, a in enumerate(args) if i not in static)
+        by_name = {k: v for k, v in kwargs.items() if k not in self._static_argnames}
+        key = (tuple((i, args[i]) for i in sorted(static)),
+               tuple(sorted((k, v) for k, v in kwargs.items() if k in self._static_argnames)))
+        return (dynamic, by_name), key
+
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Roles]:
+        program = trace_step(self._fn, args, kwargs, self._static_argnums, self._static_argnames)
+        return program, find_roles(program, self._batch_argnums, self._donate_argnums)
+
+    def _check_fresh(self, program: Program, plan: Plan) -> None:
+        now = {"program": program_fingerprint(program), "cluster": cluster_fingerprint(self.cluster)}
+        changed = [name for name, digest in now.items() if plan.fingerprints.get(name) != digest]
+        if changed:
+            raise StalePlanError(
+                "the plan is stale.", given=f"a plan of `{plan.name}` for {plan.mesh}",
+                wrong=f"it was made for another {' and another '.join(changed)}.",
+                do="plan again: step.plan(...), then save it.", changed=tuple(changed))
+
+
+def _changed(program: Program, tree: Any) -> StructureChangedError:
+    return StructureChangedError(
+        "the arguments have another structure than the ones compiled for.", given=str(tree),
+        wrong=f"`{program.name}` was compiled for {program.in_tree}.", do="call step(...), which compiles for new structures.",
+        path="")

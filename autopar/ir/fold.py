@@ -1,0 +1,78 @@
+"""Scalars that are known while tracing: `64.0 - float32(0)` is a literal, not two operations.
+
+In:     an equation and its operands, some of them scalar literals.
+Out:    the literal or operand that its result is, or None.
+Method: only operations whose result is exact or correctly rounded everywhere (IEEE 754), so that folding changes no
+        bit, on scalars only; and `select_n` with a known predicate, which library code leaves behind
+        (`jnp.var` divides by N - ddof and selects NaN if that is not positive).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from autopar._jax import Atom, JaxprEqn, Literal
+
+_EXACT: dict[str, Callable[..., Any]] = {
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "neg": np.negative,
+    "and": np.bitwise_and,
+    "or": np.bitwise_or,
+    "not": np.invert,
+    "eq": np.equal,
+    "ne": np.not_equal,
+    "lt": np.less,
+    "le": np.less_equal,
+    "gt": np.greater,
+    "ge": np.greater_equal,
+}
+_EXACT_DTYPES = ("bool", "int32", "int64", "uint32", "uint64", "float32", "float64")
+
+
+def fold(eqn: JaxprEqn, operands: Sequence[Atom]) -> Atom | None:
+    """What the result of `eqn` is known to be, given its operands; None: only running it will tell."""
+    if not operands or not isinstance(operands[0], Literal):
+        return None
+    name = eqn.primitive.name
+    if name == "select_n":
+        chosen = operands[1 + int(_value(operands[0]))]
+        return chosen if chosen.aval == eqn.outvars[0].aval else None
+    out = eqn.outvars[0].aval
+    if getattr(out, "shape", None) != () or not all(_is_known(operand) for operand in operands):
+        return None
+    if name == "convert_element_type":
+        return _converted(operands[0], out)
+    if name not in _EXACT or out.dtype.name not in _EXACT_DTYPES:
+        return None
+    if name == "div" and not np.issubdtype(out.dtype, np.floating):
+        return None  # NumPy rounds another way than XLA
+    with np.errstate(all="ignore"):
+        return _literal(_EXACT[name](*map(_value, operands)), out)
+
+
+def _is_known(atom: Atom) -> bool:
+    return isinstance(atom, Literal) and atom.aval.shape == () and atom.aval.dtype.name in _EXACT_DTYPES
+
+
+def _value(literal: Literal) -> np.ndarray:
+    return np.asarray(literal.val, literal.aval.dtype)
+
+
+def _converted(operand: Literal, out: Any) -> Literal | None:
+    value = _value(operand)
+    if out.dtype.name not in _EXACT_DTYPES:
+        return None
+    if np.issubdtype(value.dtype, np.floating) and np.issubdtype(out.dtype, np.integer):
+        return None  # out of range is not defined alike
+    with np.errstate(all="ignore"):
+        return _literal(value.astype(out.dtype), out)
+
+
+def _literal(value: Any, aval: Any) -> Literal:
+    return Literal(np.asarray(value, aval.dtype)[()], aval)

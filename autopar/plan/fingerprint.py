@@ -1,0 +1,29 @@
+"""Fingerprints: what a plan depends on, hashed, so that a stale plan is noticed.
+
+In:     a flat program; a cluster.
+Out:    short hex digests, equal in every process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+
+from autopar.ir.printer import print_jaxpr
+from autopar.ir.trace import Program
+from autopar.mesh import Cluster
+
+
+def program_fingerprint(program: Program) -> str:
+    """Digest of the program's equations, types and argument names."""
+    text = "\n".join((print_jaxpr(program.jaxpr), *program.in_paths, str(program.static)))
+    return _digest(re.sub(r"0x[0-9a-f]+", "0x", text))
+
+
+def cluster_fingerprint(cluster: Cluster) -> str:
+    """Digest of the machine's description; which devices are meant does not count."""
+    return _digest(repr(cluster))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

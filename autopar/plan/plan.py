@@ -1,0 +1,188 @@
+"""The plan: everything that was decided about one step, and what is predicted of it.
+
+In:     what the passes found (`planner.py`).
+Out:    `Plan`, frozen, printable, comparable, saved as JSON (`file.py`); `Cost`, its prediction.
+Method: the plan holds the choice of every decision, so that loading it needs no solver, and fingerprints of program and
+        cluster, so that a stale one is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import NotBuiltYetError
+from autopar.intra_op.sharded import Collective
+from autopar.mesh import LogicalMesh, Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one step is predicted to cost.
+
+    Attributes:
+        step_seconds: Compute plus communication; nothing is assumed to overlap.
+        compute_seconds: Roofline time of the operations on one device.
+        communication_seconds: Time of all collectives.
+        bubble_seconds: Idle time of pipeline stages; 0 without a pipeline.
+        peak_bytes: Per stage, most bytes alive on one device.
+        argument_bytes: Bytes of all arguments on one device.
+        collectives: All communication of one step.
+        optimality_gap: (cost - proven lower bound) / cost; 0: no plan on this mesh is cheaper.
+        solver_status: `"optimal"` or `"feasible"` (the time limit came first).
+        planning_seconds: From trace to plan.
+    """
+
+    step_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    bubble_seconds: float
+    peak_bytes: tuple[int, ...]
+    argument_bytes: int
+    collectives: tuple[Collective, ...]
+    optimality_gap: float
+    solver_status: str
+    planning_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Submesh:
+    """The devices of one stage."""
+
+    num_devices: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Consecutive layers on one submesh.
+
+    Attributes:
+        submesh: Its devices.
+        logical_mesh: The mesh they form.
+        layers: Which layers; without a pipeline the only stage holds the whole step, one layer.
+    """
+
+    submesh: Submesh
+    logical_mesh: LogicalMesh
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run a compiled program once."""
+
+    program: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"run {self.program} (stage {self.stage}, microbatch {self.microbatch})"
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One value of the program and how it is sharded.
+
+    Attributes:
+        name: Path of an argument or result, or the operation and line that make it.
+        role: `"state"`, `"batch"`, `"argument"`, `"constant"`, `"result"` or `"activation"`.
+        shape: Global shape.
+        dtype: Element type.
+        sharding: How it lies on the mesh.
+    """
+
+    name: str
+    role: str
+    shape: tuple[int, ...]
+    dtype: str
+    sharding: Sharding
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan for one step on one cluster.
+
+    Attributes:
+        name: The step's name.
+        method: What was asked for.
+        stages: Stages; one without a pipeline.
+        num_microbatches: Parts the batch is worked through in.
+        schedule: Name of the pipeline schedule; `"none"` without a pipeline.
+        shardings: PartitionSpec per argument leaf, in the arguments' own tree: `(args, kwargs)`.
+        cost: The prediction.
+        values: Arguments, results and the activations that go through memory.
+        streams: Per mesh, what it runs.
+        alternatives: Other mesh shapes that were tried: (mesh, predicted seconds or why not).
+        choices: Choice of every decision, in graph order.
+        fingerprints: Of the program and the cluster.
+    """
+
+    name: str
+    method: str
+    stages: tuple[Stage, ...]
+    num_microbatches: int
+    schedule: str
+    shardings: Any = field(hash=False)
+    cost: Cost
+    values: tuple[Value, ...] = field(repr=False)
+    streams: Mapping[int, tuple[Run, ...]] = field(hash=False)
+    alternatives: tuple[tuple[str, str], ...]
+    choices: tuple[int, ...] = field(repr=False)
+    fingerprints: Mapping[str, str] = field(hash=False)
+    origin: Any = field(default=None, compare=False, repr=False, hash=False)
+    """The planning problem in memory, for `explain`; absent in a plan read from a file until it is compiled."""
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        """The logical mesh of the first stage."""
+        return self.stages[0].logical_mesh
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as JSON."""
+        from autopar.plan.file import save_plan
+
+        save_plan(self, path)
+
+    @staticmethod
+    def load(path: str | Path) -> Plan:
+        """Read a plan that `save` wrote.
+
+        Raises:
+            PlanFileError: The file is missing, damaged, or of another version.
+        """
+        from autopar.plan.file import load_plan
+
+        return load_plan(path)
+
+    def explain(self, path_or_op: str) -> str:
+        """Why this sharding: what the alternatives would cost, and what forbids them.
+
+        Args:
+            path_or_op: Path of an argument ("state/params/w"), a glob, or part of an operation's name and line.
+        """
+        from autopar.plan.explain import explain
+
+        return explain(self, path_or_op)
+
+    def diff(self, other: Plan) -> str:
+        """What differs between this plan and another, as text; "" where nothing does."""
+        from autopar.plan.text import diff_text
+
+        return diff_text(self, other)
+
+    def timeline(self) -> Any:
+        """Chrome trace of the simulated step; not built yet."""
+        raise NotBuiltYetError("timelines are not built yet.", given="plan.timeline()", wrong="this version simulates no streams.",
+                               do="read plan.cost.", feature="timeline")
+
+    def __str__(self) -> str:
+        from autopar.plan.text import plan_text
+
+        return plan_text(self)
+
+    def _repr_html_(self) -> str:
+        from autopar.plan.html import plan_html
+
+        return plan_html(self)

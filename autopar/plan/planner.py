@@ -1,0 +1,237 @@
+"""Planning: from a traced step and a machine to a plan.
+
+In:     `Program`, its roles, cluster, method.
+Out:    `Plan`, and the sharded program that carries it out.
+Method: every logical mesh that the method allows is solved; the cheapest wins, ties go to fewer axes. The thin order of
+        the passes can be read here; each lives in a file of its own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import jax
+
+from autopar._jax import Literal
+from autopar.debug import dump
+from autopar.errors import AutoparError, BatchError, ConstraintError, DeviceCountError
+from autopar.intra_op.costs import stored_values
+from autopar.intra_op.graph import Graph
+from autopar.intra_op.lower import lower
+from autopar.intra_op.problem import Solution
+from autopar.intra_op.restrict import Allowed, pin_inputs, restrict_to_data_parallel
+from autopar.intra_op.shard import Sharded, shard
+from autopar.intra_op.sharded import Body, Compute, Region, describe
+from autopar.ir.state import Roles
+from autopar.ir.trace import Program
+from autopar.mesh import Cluster, LogicalMesh, Sharding, logical_meshes
+from autopar.plan.fingerprint import cluster_fingerprint, program_fingerprint
+from autopar.plan.methods import Auto, DataParallel, Method, ShardParallel
+from autopar.plan.plan import Cost, Plan, Run, Stage, Submesh, Value
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Origin:
+    """What a plan came from: kept beside it in memory, for `explain` and for compiling."""
+
+    program: Program
+    roles: Roles
+    cluster: Cluster
+    method: Method
+    sharded: Sharded
+
+
+def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, report: Report = lambda text: None) -> Plan:
+    """Plan one step.
+
+    Args:
+        program: The traced step.
+        roles: Which inputs are state, batch, donated.
+        cluster: The machine.
+        method: What was asked for.
+        report: Called with a line of progress before each mesh is tried.
+
+    Raises:
+        AutoparError: No mesh allows a plan; the message of the last one tried says why.
+    """
+    started = time.perf_counter()
+    dump("program", str(program))
+    results: list[tuple[LogicalMesh, Sharded]] = []
+    tried: list[tuple[str, str]] = []
+    failure: AutoparError | None = None
+    for mesh in candidate_meshes(cluster, method):
+        report(f"sharding {program.name} on mesh {mesh}")
+        try:
+            results.append((mesh, shard_on(program, roles, cluster, method, mesh)))
+            tried.append((str(mesh), f"{results[-1][1].step_seconds:.3e} s"))
+        except AutoparError as error:
+            failure = error
+            tried.append((str(mesh), error.summary))
+    if not results:
+        assert failure is not None, "there is always one mesh to try"
+        raise failure
+    mesh, best = min(results, key=lambda pair: (pair[1].step_seconds, len(pair[0].shape)))
+    dump("sharded", body_text(best.body))
+    plan = _describe(program, roles, cluster, method, mesh, best, time.perf_counter() - started)
+    return dataclasses.replace(plan, alternatives=tuple(pair for pair in tried if pair[0] != str(mesh)))
+
+
+def shard_on(program: Program, roles: Roles, cluster: Cluster, method: Method, mesh: LogicalMesh) -> Sharded:
+    """Shard the program on one mesh under the method's restrictions."""
+    pins = _pins(program, method)
+
+    def restrict(graph: Graph, allowed: Allowed) -> None:
+        if isinstance(method, DataParallel):
+            check_batch(program, roles, mesh)
+            restrict_to_data_parallel(program.jaxpr, graph, roles.batch, roles.state, method.zero, allowed)
+        pin_inputs(graph, pins, program.in_paths, allowed)
+
+    return shard(program.jaxpr, roles.aliases, mesh, cluster.device, method.options(), restrict, roles.donated)
+
+
+def candidate_meshes(cluster: Cluster, method: Method) -> list[LogicalMesh]:
+    """Logical meshes to try.
+
+    Raises:
+        DeviceCountError: The method's mesh has another number of devices than the cluster.
+    """
+    match method:
+        case ShardParallel(mesh_shape=LogicalMesh() as mesh):
+            chosen = [mesh]
+        case ShardParallel(mesh_shape=tuple() as shape):
+            like = [m for m in logical_meshes(cluster, max_axes=len(shape)) if m.shape == shape]
+            like = like or [m for m in logical_meshes(cluster, max_axes=len(shape)) if sorted(m.shape) == sorted(shape)]
+            links = dict(zip(like[0].shape, like[0].links, strict=True)) if like else {}
+            slow = cluster.inter if cluster.hosts > 1 else cluster.intra
+            chosen = like if like and like[0].shape == shape else [
+                LogicalMesh(shape, links=tuple(links.get(size, slow) for size in shape))]
+        case DataParallel():
+            chosen = [m for m in logical_meshes(cluster, max_axes=1)] or [
+                LogicalMesh((cluster.num_devices,), links=(cluster.inter,))]
+        case ShardParallel() | Auto():
+            chosen = logical_meshes(cluster)
+    for mesh in chosen:
+        if mesh.num_devices != cluster.num_devices:
+            raise DeviceCountError(
+                "the mesh does not fit the cluster.", given=f"{mesh} for {cluster.num_devices} devices",
+                wrong=f"it has {mesh.num_devices} places.",
+                do=f"choose a shape whose product is {cluster.num_devices}, or pass cluster=Cluster.local(devices=...).",
+                wanted=mesh.num_devices, available=cluster.num_devices)
+    return chosen
+
+
+def check_batch(program: Program, roles: Roles, mesh: LogicalMesh) -> None:
+    """The batch must divide over the devices of a data-parallel mesh.
+
+    Raises:
+        BatchError: It does not, or there is none.
+    """
+    if not roles.batch:
+        raise BatchError("there is no batch to split.", given=", ".join(program.in_paths[:8]),
+                         wrong="every argument is state, or has no dims.", do="pass batch_argnums=....", candidates={})
+    for leaf in roles.batch:
+        size = program.in_avals[leaf].shape[0]
+        if size % mesh.num_devices:
+            raise BatchError(
+                "the batch does not divide over the devices.",
+                given=f"{program.in_paths[leaf]} with {size} samples, {mesh.num_devices} devices",
+                wrong=f"{size} is no multiple of {mesh.num_devices}.",
+                do="change the batch size, or use Auto(), which splits other dims where the batch does not divide.", size=size)
+
+
+def _pins(program: Program, method: Method) -> dict[int, tuple[str, object]]:
+    pins: dict[int, tuple[str, object]] = {}
+    for glob, spec in method.options().constraints.items():
+        found = [k for k, path in enumerate(program.in_paths) if fnmatch.fnmatchcase(path, glob)]
+        if not found:
+            near = ", ".join(program.in_paths[:6]) + (", ..." if len(program.in_paths) > 6 else "")
+            raise ConstraintError("a constraint names no argument.", given=f"constraints={{{glob!r}: {spec}}}",
+                                  wrong=f"no argument's path matches; there are {near}.",
+                                  do="use one of these paths, or a glob over them.", path=glob, spec=spec)
+        pins.update({k: (glob, spec) for k in found})
+    return pins
+
+
+def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, plan: Plan) -> Plan:
+    """Attach a plan read from a file to the program it was made for: lower its choices, solve nothing."""
+    from autopar.intra_op.graph import build_graph
+
+    graph = build_graph(program.jaxpr, plan.mesh, roles.aliases)
+    assert len(graph.nodes) == len(plan.choices), "equal fingerprints have equal graphs"
+    body = lower(program.jaxpr, graph, plan.choices)
+    sharded = shard_on(program, roles, cluster, method, plan.mesh) if False else _from_choices(
+        program, roles, cluster, graph, plan, body)
+    return dataclasses.replace(plan, origin=Origin(program, roles, cluster, method, sharded))
+
+
+def _from_choices(program: Program, roles: Roles, cluster: Cluster, graph: Graph, plan: Plan, body: Body) -> Sharded:
+    from autopar.intra_op.costs import build_problem
+    from autopar.intra_op.shard import read_off
+
+    class_of = list(range(len(graph.nodes)))
+    problem = build_problem(graph, cluster.device, class_of)
+    solution = Solution(tuple(plan.choices), plan.cost.step_seconds, plan.cost.step_seconds, plan.cost.solver_status, "file")
+    return read_off(program.jaxpr, graph, plan.choices, class_of, problem, solution, Allowed(), cluster.device, roles.donated)
+
+
+def _describe(program: Program, roles: Roles, cluster: Cluster, method: Method, mesh: LogicalMesh, sharded: Sharded,
+              seconds: float) -> Plan:
+    body = sharded.body
+    specs = [s.partition_spec() for _, s in body.inputs[: program.num_args]]
+    cost = Cost(
+        sharded.step_seconds, sharded.compute_seconds, sharded.communication_seconds, 0.0, (sharded.liveness.peak_bytes,),
+        sharded.liveness.argument_bytes, sharded.collectives, sharded.solution.gap, sharded.solution.status, seconds)
+    return Plan(
+        name=program.name, method=str(method), stages=(Stage(Submesh(mesh.num_devices), mesh, (0,)),), num_microbatches=1,
+        schedule="none", shardings=jax.tree.unflatten(program.in_tree, specs), cost=cost,
+        values=tuple(_values(program, roles, sharded)), streams={0: (Run(program.name, 0, 0),)}, alternatives=(),
+        choices=sharded.choices,
+        fingerprints={"program": program_fingerprint(program), "cluster": cluster_fingerprint(cluster)},
+        origin=Origin(program, roles, cluster, method, sharded))
+
+
+def _values(program: Program, roles: Roles, sharded: Sharded) -> Iterator[Value]:
+    def value(name: str, role: str, atom: object, sharding: Sharding) -> Value:
+        return Value(name, role, tuple(atom.aval.shape), str(atom.aval.dtype), sharding)
+
+    for k, (var, sharding) in enumerate(sharded.body.inputs):
+        role = "constant" if k >= program.num_args else "state" if k in roles.state else "batch" if k in roles.batch else "argument"
+        yield value(program.in_paths[k] if k < program.num_args else f"constant {k - program.num_args}", role, var, sharding)
+    for k, (atom, sharding) in enumerate(sharded.body.outputs):
+        if k not in roles.aliases:
+            yield value(program.out_paths[k], "result", atom, sharding)
+    stored = stored_values(sharded.graph)
+    for name, var, sharding in _activations(sharded.body):
+        if var in stored:
+            yield value(name, "activation", var, sharding)
+
+
+def _activations(body: Body) -> Iterator[tuple[str, object, Sharding]]:
+    for instruction in body.instructions:
+        match instruction:
+            case Compute(eqn, rule, strategy) if not rule.whole or rule.summed:
+                for var, sharding in zip(eqn.outvars, strategy.results, strict=True):
+                    if len(var.aval.shape) > 1 and not isinstance(var, Literal):
+                        yield describe(eqn), var, sharding
+            case Region(bodies=bodies):
+                for inner in bodies:
+                    yield from _activations(inner)
+
+
+def body_text(body: Body, indent: str = "") -> str:
+    """The sharded program as text, one instruction a line."""
+    lines: list[str] = []
+    for instruction in body.instructions:
+        lines.append(f"{indent}{instruction}")
+        if isinstance(instruction, Region):
+            lines += [body_text(inner, indent + "    ") for inner in instruction.bodies]
+    return "\n".join(lines)
+
+
+__all__: Sequence[str] = ["Origin", "body_text", "candidate_meshes", "make_plan", "restore"]
