@@ -52,13 +52,10 @@ def close_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
 _NO_NAMES = _core.DebugInfo("autopar", "flat program", None, None)
 
 
-def make_jaxpr(
-    invars: Sequence[Var], outvars: Sequence[Atom], eqns: Sequence[JaxprEqn], constvars: Sequence[Var] = ()
-) -> Jaxpr:
-    """A jaxpr of these equations; its effects are theirs."""
-    effects = frozenset().union(*(eqn.effects for eqn in eqns if eqn.effects))
-    effects = effects or _core.no_effects
-    return Jaxpr(list(constvars), list(invars), list(outvars), list(eqns), effects, debug_info=_NO_NAMES)
+def make_jaxpr(invars: Sequence[Var], outvars: Sequence[Atom], eqns: Sequence[JaxprEqn]) -> Jaxpr:
+    """A jaxpr of these equations, without constants; its effects are theirs."""
+    effects = frozenset[Any]().union(*(eqn.effects for eqn in eqns if eqn.effects)) or _core.no_effects
+    return Jaxpr([], list(invars), list(outvars), list(eqns), effects, debug_info=_NO_NAMES)
 
 
 def trace(function: Callable[..., Any], *avals: Any) -> ClosedJaxpr:
@@ -76,8 +73,8 @@ def trace_function(
     """Trace a function as `jax.jit` does.
 
     Returns:
-        The closed jaxpr; the values of its first invars that are captured arrays (or tracers) rather than arguments;
-        and the pytree of what the function returns.
+        The closed jaxpr, the tracers of other traces that the function captured (they are the first invars then), and
+        the pytree of what the function returns.
     """
     try:
         hash(function), weakref.ref(function)

@@ -87,7 +87,8 @@ def _check_scan(eqn: JaxprEqn, defined: set[Var], at: str) -> None:
     _same(_avals(eqn.invars[:first_x]), _avals(body.invars[:first_x]), f"{at}, operands")
     _same(_avals(body.invars[num_consts:first_x]), _avals(body.outvars[:num_carry]), f"{at}, carry")
     _same(_avals(eqn.outvars[:num_carry]), _avals(body.outvars[:num_carry]), f"{at}, carry")
-    outer, inner = [*eqn.invars[first_x:], *eqn.outvars[num_carry:]], [*body.invars[first_x:], *body.outvars[num_carry:]]
+    outer = [*eqn.invars[first_x:], *eqn.outvars[num_carry:]]
+    inner = [*body.invars[first_x:], *body.outvars[num_carry:]]
     for whole, part in zip(outer, inner, strict=True):
         stacked = (eqn.params["length"], *part.aval.shape)
         assert (whole.aval.shape, whole.aval.dtype) == (stacked, part.aval.dtype), f"{at}: {whole} against {part}"

@@ -231,14 +231,11 @@ def _keys(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     key = cache_key(eqn)
     if key not in walk.shared:
         jaxpr, consts = open_jaxpr(physical_jaxpr(eqn))
-        flat, values = flatten(jaxpr, consts)
-        num_inputs = len(jaxpr.invars)
-        invars, constvars = flat.invars[:num_inputs], flat.invars[num_inputs:]
-        walk.shared[key] = make_jaxpr(invars, flat.outvars, flat.eqns, constvars), values
+        walk.shared[key] = flatten(jaxpr, consts)
     flat, values = walk.shared[key] if key is not None else walk.shared.pop(key)
     traceback = eqn.source_info.traceback
     inside = _Walk(walk.block, eqn.source_info.name_stack, lambda _: traceback, walk.shared)
-    return _inline(inside, flat, values, operands)
+    return _inline(inside, flat, (), [*operands, *map(walk.block.constant, values)])
 
 
 # Loops and branches.

@@ -78,7 +78,7 @@ class _Names:
 
     def use(self, atom: Atom) -> str:
         if isinstance(atom, Literal):
-            return f"{np.asarray(atom.val).item()!r}:{_type(atom)}" if np.ndim(atom.val) == 0 else f"[..]:{_type(atom)}"
+            return f"{np.asarray(atom.val, atom.aval.dtype)[()]!s}:{_type(atom)}"
         return self._name_of.get(atom, "?")
 
 
@@ -111,13 +111,17 @@ def _bodies(eqn: JaxprEqn) -> list[tuple[str, Jaxpr]]:
         case "scan":
             return [("body", open_jaxpr(eqn.params["jaxpr"])[0])]
         case "while":
-            return [("test", open_jaxpr(eqn.params["cond_jaxpr"])[0]), ("body", open_jaxpr(eqn.params["body_jaxpr"])[0])]
+            bodies = {"test": eqn.params["cond_jaxpr"], "body": eqn.params["body_jaxpr"]}
+            return [(label, open_jaxpr(body)[0]) for label, body in bodies.items()]
         case "cond":
             return [(f"branch {i}", open_jaxpr(body)[0]) for i, body in enumerate(eqn.params["branches"])]
     return []
 
 
-_BODIES = frozenset({"jaxpr", "cond_jaxpr", "body_jaxpr", "branches", "ft_in", "ft_out", "num_consts", "num_carry"})
+_BODIES = frozenset(
+    {"jaxpr", "cond_jaxpr", "body_jaxpr", "branches", "ft_in", "ft_out", "num_consts", "num_carry", "cond_nconsts",
+     "body_nconsts"}
+)  # fmt: skip
 _SILENT = frozenset({"sharding", "out_sharding", "weak_type"})
 _ONLY_IF_SET = (None, False, (), "")
 

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from autopar._jax import Jaxpr, is_key, key_data, key_impl_name, make_jaxpr, open_jaxpr, shaped, trace_function
+from autopar._jax import Jaxpr, is_key, key_data, key_impl_name, open_jaxpr, shaped, trace_function
 from autopar.errors import TraceError
 from autopar.ir.flatten import flatten
 
@@ -101,21 +101,22 @@ def trace_step(
     static_argnums, static_argnames = _as_tuple(static_argnums), _as_tuple(static_argnames)
     name = _name_of(fn)
     names = _argument_names(fn, len(args))
-    static_positions = {i % max(len(args), 1) for i in static_argnums} | {
-        i for i, argument in enumerate(names) if argument in static_argnames
-    }
+    positions = [i + len(args) if i < 0 else i for i in static_argnums]
+    all_names = _argument_names(fn, 1 + max((len(args), *positions)))
+    static_names = {*static_argnames, *(all_names[i] for i in positions)}
+    static_positions = [i for i, argument in enumerate(names) if argument in static_names]
     dynamic = [arg for i, arg in enumerate(args) if i not in static_positions]
-    dynamic_kwargs = {key: value for key, value in kwargs.items() if key not in static_argnames}
+    dynamic_kwargs = {key: value for key, value in kwargs.items() if key not in static_names}
     dynamic_names = [argument for i, argument in enumerate(names) if i not in static_positions]
-    static = [(names[i], repr(args[i])) for i in sorted(static_positions)]
-    static += [(key, repr(value)) for key, value in sorted(kwargs.items()) if key in static_argnames]
+    static = [(names[i], repr(args[i])) for i in static_positions]
+    static += [(key, repr(value)) for key, value in sorted(kwargs.items()) if key in static_names]
 
     paths_and_leaves, in_tree = jax.tree_util.tree_flatten_with_path((tuple(dynamic), dynamic_kwargs))
     in_paths = tuple(_argument_path(path, dynamic_names) for path, _ in paths_and_leaves)
     in_avals = tuple(_aval_of(leaf, path, name) for path, (_, leaf) in zip(in_paths, paths_and_leaves, strict=True))
 
     try:
-        closed, captured, out_info = trace_function(fn, args, kwargs, static_argnums, static_argnames)
+        closed, captured, out_info = trace_function(fn, args, kwargs, static_positions, sorted(static_names))
     except jax.errors.UnexpectedTracerError as error:
         raise TraceError(
             f"`{name}` uses a value that was left over from another trace.",
@@ -124,13 +125,9 @@ def trace_step(
             do=f"pass the value to `{name}` as an argument, or return it from where it was made.",
         ) from error
     jaxpr, consts = open_jaxpr(closed)
-    if any(isinstance(value, jax.core.Tracer) for value in (*captured, *consts)):
-        tracer = next(value for value in (*captured, *consts) if isinstance(value, jax.core.Tracer))
-        raise _closed_over_tracer(name, tracer)
-    if captured:  # JAX passes captured arrays as leading arguments
-        leading, arguments = jaxpr.invars[: len(captured)], jaxpr.invars[len(captured) :]
-        jaxpr = make_jaxpr(arguments, jaxpr.outvars, jaxpr.eqns, constvars=[*jaxpr.constvars, *leading])
-        consts = [*consts, *captured]
+    foreign = [value for value in (*captured, *consts) if isinstance(value, jax.core.Tracer)] or captured
+    if foreign:
+        raise _closed_over_tracer(name, foreign[0])
     flat, values = flatten(jaxpr, consts)
     out_paths_and_leaves, out_tree = jax.tree_util.tree_flatten_with_path(out_info)
     out_avals = tuple(var.aval for var in jaxpr.outvars)
@@ -224,6 +221,6 @@ def _closed_over_tracer(name: str, tracer: Any) -> TraceError:
     return TraceError(
         f"`{name}` closes over a traced value.",
         given=f"`{name}`, which uses {tracer} from outside",
-        wrong="the value exists only while an enclosing jit, grad, vmap or scan is traced, so it has no data to place.",
+        wrong="the value exists only while the jit, grad, vmap or scan that made it is traced: it has no data.",
         do=f"pass it to `{name}` as an argument, and call `{name}` outside of other transformations.",
     )
