@@ -195,7 +195,7 @@ def _call(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
 
 
 def _callee(eqn: JaxprEqn) -> Jaxpr | ClosedJaxpr:
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "call"):
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "call", "callee"):
         if isinstance(eqn.params.get(name), Jaxpr | ClosedJaxpr):
             return eqn.params[name]
     raise AssertionError(f"`{eqn.primitive}` holds no program among {list(eqn.params)}")
@@ -288,6 +288,10 @@ def _while(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
 
 
 def _cond(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    only = _only_branch(eqn, operands[0])
+    if only is not None:
+        body, consts = open_jaxpr(only)
+        return _inline(walk.into(walk.block, body, eqn), body, consts, operands[1:])
     branches = [_flat_body(walk, eqn, branch) for branch in eqn.params["branches"]]
     union = _Block()
     for _, block in branches:
@@ -300,10 +304,22 @@ def _cond(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     return _keep(walk, eqn, [operands[0], *_capture(walk.block, union), *operands[1:]], params)
 
 
+def _only_branch(eqn: JaxprEqn, index: Atom) -> ClosedJaxpr | None:
+    """The branch that is always taken: of a known index, or where no machine of ours has a branch of its own."""
+    branches = eqn.params["branches"]
+    if isinstance(index, Literal):
+        return branches[min(max(int(index.val), 0), len(branches) - 1)]
+    platforms = eqn.params.get("branches_platforms")
+    if platforms and platforms[-1] is None and not any(_MACHINES & set(names) for names in platforms[:-1]):
+        return branches[-1]  # `jnp.diag` has one for Mosaic, which exists only inside of Pallas kernels
+    return None
+
+
+_MACHINES = frozenset({"cpu", "cuda", "rocm", "tpu"})
 _CALLS = (
     "call", "closed_call", "composite", "core_call", "core_closed_call", "custom_jvp_call", "custom_jvp_call_jaxpr",
-    "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call", "eval_jaxpr", "jit", "pjit", "remat_opt",
-    "xla_metadata_call",
+    "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call", "eval_jaxpr", "jit", "linear_call", "pjit",
+    "remat_opt", "xla_metadata_call",
 )  # fmt: skip
 _HANDLERS: dict[str, Callable[[_Walk, JaxprEqn, list[Atom]], list[Atom]]] = {
     **dict.fromkeys(_CALLS, _call),

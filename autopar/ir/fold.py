@@ -20,7 +20,6 @@ _EXACT: dict[str, Callable[..., Any]] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
-    "div": np.divide,
     "neg": np.negative,
     "and": np.bitwise_and,
     "or": np.bitwise_or,
@@ -31,6 +30,12 @@ _EXACT: dict[str, Callable[..., Any]] = {
     "le": np.less_equal,
     "gt": np.greater,
     "ge": np.greater_equal,
+}
+_EXACT_ON_FLOATS = {"div": np.divide}  # NumPy rounds integers another way than XLA
+_EXACT_ON_INTEGERS = {  # the sign of a zero is not defined alike
+    "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
+    "max": np.maximum,
+    "min": np.minimum,
 }
 _EXACT_DTYPES = ("bool", "int32", "int64", "uint32", "uint64", "float32", "float64")
 
@@ -48,19 +53,21 @@ def fold(eqn: JaxprEqn, operands: Sequence[Atom]) -> Atom | None:
         return None
     if name == "convert_element_type":
         return _converted(operands[0], out)
-    if name not in _EXACT or out.dtype.name not in _EXACT_DTYPES:
+    if out.dtype.name not in _EXACT_DTYPES:
         return None
-    if name == "div" and not np.issubdtype(out.dtype, np.floating):
-        return None  # NumPy rounds another way than XLA
+    of_kind = _EXACT_ON_FLOATS if np.issubdtype(out.dtype, np.floating) else _EXACT_ON_INTEGERS
+    function = _EXACT.get(name) or of_kind.get(name)
+    if function is None:
+        return None
     with np.errstate(all="ignore"):
-        return _literal(_EXACT[name](*map(_value, operands)), out)
+        return _literal(function(*(_value(operand) for operand in operands)), out)
 
 
 def _is_known(atom: Atom) -> bool:
     return isinstance(atom, Literal) and atom.aval.shape == () and atom.aval.dtype.name in _EXACT_DTYPES
 
 
-def _value(literal: Literal) -> np.ndarray:
+def _value(literal: Any) -> np.ndarray:
     return np.asarray(literal.val, literal.aval.dtype)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -112,7 +113,7 @@ def trace_step(
     static += [(key, repr(value)) for key, value in sorted(kwargs.items()) if key in static_names]
 
     paths_and_leaves, in_tree = jax.tree_util.tree_flatten_with_path((tuple(dynamic), dynamic_kwargs))
-    in_paths = tuple(_argument_path(path, dynamic_names) for path, _ in paths_and_leaves)
+    in_paths = _shortened([(_argument_path(path, dynamic_names), path[-1]) for path, _ in paths_and_leaves])
     in_avals = tuple(_aval_of(leaf, path, name) for path, (_, leaf) in zip(in_paths, paths_and_leaves, strict=True))
 
     try:
@@ -129,7 +130,7 @@ def trace_step(
     if foreign:
         raise _closed_over_tracer(name, foreign[0])
     flat, values = flatten(jaxpr, consts)
-    out_paths_and_leaves, out_tree = jax.tree_util.tree_flatten_with_path(out_info)
+    out_leaves, out_tree = jax.tree_util.tree_flatten_with_path(out_info)
     out_avals = tuple(var.aval for var in jaxpr.outvars)
     assert len(jaxpr.invars) == len(in_avals), f"{len(jaxpr.invars)} invars for {len(in_avals)} argument leaves"
     return Program(
@@ -139,7 +140,9 @@ def trace_step(
         in_tree=in_tree,
         out_tree=out_tree,
         in_paths=in_paths,
-        out_paths=tuple("/".join(("result", *map(_key_text, path))) for path, _ in out_paths_and_leaves),
+        out_paths=_shortened(
+            [("/".join(("result", *map(_key_text, path))), path[-1] if path else None) for path, _ in out_leaves]
+        ),
         in_avals=in_avals,
         out_avals=out_avals,
         key_inputs=tuple(key_impl_name(aval) if is_key(aval) else None for aval in in_avals),
@@ -175,6 +178,17 @@ def _argument_path(path: tuple[Any, ...], names: Sequence[str]) -> str:
     in_kwargs, argument, *rest = path
     first = argument.key if in_kwargs.idx == 1 else names[argument.idx]
     return "/".join((first, *map(_key_text, rest)))
+
+
+def _shortened(paths: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
+    """Paths without a last "/value" that is the attribute of a wrapper around one array (`flax.nnx.Param`)."""
+    parents = Counter(path.rpartition("/")[0] for path, _ in paths)
+    return tuple(
+        path.removesuffix("/value")
+        if isinstance(last, GetAttrKey) and last.name == "value" and parents[path.rpartition("/")[0]] == 1
+        else path
+        for path, last in paths
+    )
 
 
 def _key_text(key: Any) -> str:

@@ -155,6 +155,13 @@ def test_known_scalars_are_folded():
     assert not {"select_n", "gt", "convert_element_type"} & set(names(jaxpr))
 
 
+def test_known_branches_are_opened():
+    def step(x):
+        return lax.switch(1, [lambda x: x, lambda x: x + 1], x), jnp.diag(x[:, :3])
+
+    assert "cond" not in names(flat(step, X))
+
+
 def test_effects_stay():
     def step(x):
         jax.debug.callback(lambda x: None, x.sum())
