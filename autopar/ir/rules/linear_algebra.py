@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax.numpy as jnp
 import numpy as np
@@ -103,7 +104,9 @@ def ragged_dot_general(eqn: JaxprEqn) -> ShardingRule:
     if eqn.invars[2].aval.ndim > 1:  # one list of lengths for each place of the dims that stand before the ragged one
         group_sizes = (*(lhs[d] for d in prefix[: prefix.index(ragged)]), group)
     whole = (*lhs[ragged], *group)
-    return _product(eqn, (lhs, rhs, group_sizes), out, summed=[f for f in summed if f not in whole], whole=whole)
+    rule = _product(eqn, (lhs, rhs, group_sizes), out, summed=[f for f in summed if f not in whole], whole=whole)
+    groups = eqn.invars[2].aval.shape[-1] if group_dims else 1
+    return replace(rule, flops=rule.flops / groups)  # each token meets one group's rhs only
 
 
 @register(*find_primitives("scaled_dot"))

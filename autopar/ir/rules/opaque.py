@@ -125,7 +125,7 @@ def parse_text(text: str) -> tuple[tuple[Term, ...], tuple[Term, ...], dict[Fact
         )
 
     match = re.fullmatch(r"([^{}]*)->([^{}]*)(?:\{([^{}]*)\})?\s*", text)
-    if match is None:
+    if match is None or text.count("->") != 1:
         raise fail("there must be one `->`, and notes in one pair of braces at the end.")
     body, results, notes = match.groups()
     sides = []

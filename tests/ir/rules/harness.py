@@ -1,0 +1,229 @@
+"""The property that every rule must have: whatever a strategy splits, the devices together compute the operation.
+
+In:     an equation, or a function whose flat program, gradient included, is taken equation by equation.
+Out:    nothing, or an AssertionError that names the primitive, the rule and the strategy.
+Method: `run_equation` under `shard_map` on 8 virtual devices, against the primitive on one. Operands come in as the
+        strategy asks; one that is asked for as a partial sum comes in as random parts with that sum. Many strategies
+        of one equation are compiled as one program, for compiling is what these tests spend their time on.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import settings
+from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+from autopar._jax import JaxprEqn, Literal, Var, bind_eqn, open_jaxpr
+from autopar.intra_op.strategies import Strategy, enumerate_strategies
+from autopar.ir.flatten import flatten
+from autopar.ir.rules import ShardingRule, rule_for
+from autopar.ir.rules.replicated import list_of
+from autopar.mesh import Sharding
+from autopar.partition.equation import run_equation
+
+MESH_SHAPES = ((8,), (2, 4), (2, 2, 2))
+FEW = settings(max_examples=8, deadline=None, derandomize=True)
+"""Hypothesis settings: each example compiles a program."""
+
+
+def only_eqn(fun: Callable[..., Any], *args: Any) -> JaxprEqn:
+    """The one equation of `fun`; an argument that is a tuple of numbers is the shape of a float32 array."""
+    eqns = flat_eqns(fun, *args)
+    assert len(eqns) == 1, f"{len(eqns)} equations: {[str(eqn.primitive) for eqn in eqns]}"
+    return eqns[0]
+
+
+def eqn_of(primitive: str, fun: Callable[..., Any], *args: Any) -> JaxprEqn:
+    """The one equation of `primitive` in the flat program of `fun`."""
+    eqns = [eqn for eqn in flat_eqns(fun, *args) if eqn.primitive.name == primitive]
+    assert len(eqns) == 1, f"{len(eqns)} equations of {primitive}"
+    return eqns[0]
+
+
+def flat_eqns(fun: Callable[..., Any], *args: Any) -> list[JaxprEqn]:
+    """The equations of the flat program of `fun`."""
+    return list(_flat(fun, [_array(arg) for arg in args])[0].eqns)
+
+
+def _array(arg: Any) -> Any:
+    is_shape = isinstance(arg, tuple) and all(isinstance(size, int) for size in arg)
+    return jnp.ones(arg, jnp.float32) if is_shape else arg
+
+
+def _flat(fun: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, tuple[Any, ...]]:
+    return flatten(*open_jaxpr(jax.make_jaxpr(fun)(*args)))
+
+
+def gradient_of(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """The function together with its vector-Jacobian product at a cotangent that is not constant."""
+
+    def both(*args: Any) -> Any:
+        results, pullback = jax.vjp(fun, *args)
+        return results, pullback(jax.tree.map(jnp.sin, results))
+
+    return both
+
+
+def check_function(
+    fun: Callable[..., Any],
+    *args: Any,
+    seed: int = 0,
+    mesh_shape: tuple[int, ...] = (2, 4),
+    only: Collection[str] | None = None,
+    limit: int = 10,
+) -> int:
+    """Check every equation of `fun` at the values it has there; see `check_equation`.
+
+    Args:
+        fun: `gradient_of(f)` to check the gradient's too.
+        args: Arrays, or shapes, which stand for random arrays.
+        seed: Of values and of the choice of strategies.
+        mesh_shape: Of the 8 devices.
+        only: Primitives to check; None for all.
+        limit: Strategies of each equation.
+
+    Returns:
+        How many strategies were checked.
+    """
+    rng = np.random.default_rng(seed)
+    arrays = [_random(_array(arg), rng) if isinstance(arg, tuple) else jnp.asarray(arg) for arg in args]
+    flat, consts = _flat(fun, arrays)
+    value_of: dict[Var, Any] = dict(zip(flat.invars, (*jax.tree.leaves(arrays), *consts), strict=True))
+    checked = 0
+    for eqn in flat.eqns:
+        operands = [atom.val if isinstance(atom, Literal) else value_of[atom] for atom in eqn.invars]
+        if list_of(eqn.primitive.name) != "STRUCTURED" and (only is None or eqn.primitive.name in only):
+            checked += check_equation(eqn, seed, mesh_shape, operands=operands, limit=limit)
+        value_of.update(zip(eqn.outvars, bind_eqn(eqn, *operands), strict=True))
+    return checked
+
+
+def check_equation(
+    eqn: JaxprEqn,
+    seed: int = 0,
+    mesh_shape: tuple[int, ...] = (2, 4),
+    *,
+    operands: Sequence[Any] | None = None,
+    limit: int = 10,
+) -> int:
+    """Check strategies of one equation: all, or `limit` of them at random.
+
+    Args:
+        eqn: The equation.
+        seed: Of operands, parts of partial sums, and the choice of strategies.
+        mesh_shape: Of the 8 devices; axes are x, y, z.
+        operands: Their values; random if not given.
+        limit: How many strategies.
+
+    Returns:
+        How many strategies were checked.
+    """
+    rng = np.random.default_rng(seed)
+    axis_sizes = dict(zip("xyz", mesh_shape, strict=False))
+    mesh = Mesh(np.array(jax.devices()).reshape(mesh_shape), tuple(axis_sizes))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        rule = rule_for(eqn)
+    _check_shapes(eqn, rule)
+    strategies = enumerate_strategies(rule, axis_sizes)
+    if len(strategies) > limit:
+        strategies = [strategies[k] for k in sorted(rng.choice(len(strategies), limit, replace=False))]
+    if operands is None:
+        operands = [atom.val if isinstance(atom, Literal) else _random(atom.aval, rng) for atom in eqn.invars]
+    operands = [np.asarray(operand) for operand in operands]
+    expected = jax.jit(functools.partial(bind_eqn, eqn))(*operands)
+    parts = [
+        [_parts(value, sharding, axis_sizes, rng) for value, sharding in zip(operands, each.operands, strict=True)]
+        for each in strategies
+    ]
+    actual = _on_devices(eqn, rule, strategies, mesh, parts)
+    for strategy, results in zip(strategies, actual, strict=True):
+        for result, wanted in zip(results, expected, strict=True):
+            problem = _difference(np.asarray(result), np.asarray(wanted), _tolerance(eqn))
+            assert not problem, f"{rule}, {strategy} on {mesh_shape}: {problem}\n{eqn}"
+    return len(strategies)
+
+
+def _check_shapes(eqn: JaxprEqn, rule: ShardingRule) -> None:
+    for var, term in zip((*eqn.invars, *eqn.outvars), (*rule.operands, *rule.results), strict=True):
+        lengths = [math.prod(rule.sizes[factor] for factor in dim) for dim in term]
+        longer = [size for size, length in zip(var.aval.shape, lengths, strict=True) if size != length]
+        assert not longer, f"{eqn.primitive} {rule}: an array {var.aval.shape} has a term of lengths {lengths}"
+
+
+def _on_devices(
+    eqn: JaxprEqn, rule: ShardingRule, strategies: Sequence[Strategy], mesh: Mesh, parts: Sequence[Sequence[Any]]
+) -> list[list[Any]]:
+    """Results of each strategy, whole."""
+
+    def program(parts: Sequence[Sequence[jax.Array]]) -> list[list[jax.Array]]:
+        outcome = []
+        for strategy, operands in zip(strategies, parts, strict=True):
+            local = [operand[0] for operand in operands]
+            results = run_equation(eqn, rule, strategy, mesh.shape, local)
+            pairs = zip(results, strategy.results, strict=True)
+            outcome.append([lax.psum(r, s.partial) if s.partial else r for r, s in pairs])
+        return outcome
+
+    in_specs = [[PartitionSpec(s.partial or None, *_spec(s)) for s in each.operands] for each in strategies]
+    out_specs = [[PartitionSpec(*_spec(s)) for s in each.results] for each in strategies]
+    mapped = jax.shard_map(program, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)
+    return jax.jit(mapped)(parts)
+
+
+def _spec(sharding: Sharding) -> list[tuple[str, ...] | None]:
+    return [axes or None for axes in sharding.dims]
+
+
+def _parts(value: np.ndarray, sharding: Sharding, axis_sizes: dict[str, int], rng: np.random.Generator) -> np.ndarray:
+    """Parts whose sum is `value`, one for each device along the partial axes, stacked in front."""
+    count = math.prod(axis_sizes[axis] for axis in sharding.partial)
+    if count == 1:
+        return value[None]
+    parts = np.stack([_random(value, rng) for _ in range(count)])
+    parts[-1] = value - parts[:-1].sum(axis=0, dtype=value.dtype)
+    return parts
+
+
+def _random(like: Any, rng: np.random.Generator) -> np.ndarray:
+    """Random values of this shape and dtype: floats around 0, integers 0 to 4, booleans."""
+    shape, dtype = like.shape, like.dtype
+    if dtype == np.bool_:
+        return rng.random(shape) < 0.5
+    if jnp.issubdtype(dtype, jnp.integer):
+        return np.asarray(rng.integers(0, 5, shape)).astype(dtype)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return (rng.normal(size=shape) + 1j * rng.normal(size=shape)).astype(dtype)
+    return np.asarray(rng.normal(size=shape)).astype(dtype)
+
+
+def _tolerance(eqn: JaxprEqn) -> float:
+    """Relative to the result's scale: parts of a partial sum are rounded in the coarsest dtype at hand."""
+    dtypes = [atom.aval.dtype for atom in (*eqn.invars, *eqn.outvars)]
+    epsilon = max([float(jnp.finfo(dtype).eps) for dtype in dtypes if jnp.issubdtype(dtype, jnp.inexact)], default=0.0)
+    return epsilon * (256 if epsilon < 1e-5 else 16)
+
+
+def _difference(actual: np.ndarray, expected: np.ndarray, tolerance: float) -> str:
+    """What is wrong with `actual`; empty if nothing is."""
+    if (actual.shape, actual.dtype) != (expected.shape, expected.dtype):
+        return f"{actual.dtype}{actual.shape} instead of {expected.dtype}{expected.shape}"
+    if not jnp.issubdtype(expected.dtype, jnp.inexact):
+        return "" if (actual == expected).all() else f"{(actual != expected).sum()} elements differ"
+    wide = np.complex128 if jnp.issubdtype(expected.dtype, jnp.complexfloating) else np.float64
+    actual, expected = actual.astype(wide), expected.astype(wide)
+    finite = np.isfinite(expected)
+    if not np.array_equal(np.where(finite, 0, actual), np.where(finite, 0, expected), equal_nan=True):
+        return "differs where it is not finite"
+    scale = max(1.0, np.abs(expected[finite]).max(initial=0.0))
+    error = np.abs(np.where(finite, actual - expected, 0)).max(initial=0.0) / scale
+    return "" if error <= tolerance else f"off by {error:.1e} of its scale"
