@@ -162,7 +162,7 @@ def scan_counts(params: Mapping[str, Any]) -> tuple[int, int]:
 def scan_params(params: Mapping[str, Any], body: Jaxpr, num_consts: int, num_carry: int) -> dict[str, Any]:
     """Parameters of a `scan` with another body: operands are constants, carries, scanned, as the body's invars."""
     if "ft_in" in params:
-        from jax._src import flattree
+        from jax._src import flattree  # type: ignore[attr-defined]  # not in 0.10
 
         num_xs, num_ys = len(body.invars) - num_consts - num_carry, len(body.outvars) - num_carry
         nones = flattree.nones
@@ -212,10 +212,19 @@ def key_data(value: Any) -> Any:
     return value._base_array if isinstance(value, _prng.PRNGKeyArray) else jax.random.key_data(value)
 
 
+def high_primitive_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr:
+    """The program that a primitive of JAX's high-level kind (`call_hi_primitive`) stands for."""
+    return trace(lambda *operands: eqn.primitive.to_lojax(*operands, **eqn.params), *(x.aval for x in eqn.invars))
+
+
 def key_primitive_implementation(eqn: JaxprEqn) -> Callable[..., Any] | None:
     """What a random primitive computes, on the integers of its keys, as JAX's own lowering does; None if it is none."""
-    aval, name, params = eqn.invars[0].aval, eqn.primitive.name, eqn.params
-    match name:
+    params: Any = eqn.params
+    aval: Any = eqn.invars[0].aval if eqn.invars else None
+    match eqn.primitive.name:
+        case "empty" | "create_empty":
+            physical = physical_aval(eqn.outvars[0].aval)
+            return lambda: jax.numpy.zeros(physical.shape, physical.dtype)
         case "random_seed":
             return _prng.iterated_vmap_unary(aval.ndim, params["impl"].seed)
         case "random_split":
@@ -225,7 +234,8 @@ def key_primitive_implementation(eqn: JaxprEqn) -> Callable[..., Any] | None:
             bits = aval.dtype._impl.random_bits
             return _prng.iterated_vmap_unary(aval.ndim, lambda key: bits(key, params["bit_width"], params["shape"]))
         case "random_fold_in":
-            return _fold_in(aval.shape, eqn.invars[1].aval.shape, aval.dtype._impl.fold_in)
+            data: Any = eqn.invars[1].aval
+            return _fold_in(aval.shape, data.shape, aval.dtype._impl.fold_in)
         case "random_gamma":
             impl, sample = aval.dtype._impl.name, random_gamma_p.impl
             return lambda key, a: sample(jax.random.wrap_key_data(key, impl=impl), a, **params, use_vmap=True)

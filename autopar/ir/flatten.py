@@ -27,6 +27,7 @@ from autopar._jax import (
     NameStack,
     Var,
     close_jaxpr,
+    high_primitive_jaxpr,
     is_key,
     key_data,
     make_jaxpr,
@@ -201,6 +202,13 @@ def _callee(eqn: JaxprEqn) -> Jaxpr | ClosedJaxpr:
     raise AssertionError(f"`{eqn.primitive}` holds no program among {list(eqn.params)}")
 
 
+def _high(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    body, consts = open_jaxpr(high_primitive_jaxpr(eqn))
+    traceback = eqn.source_info.traceback
+    inside = _Walk(walk.block, eqn.source_info.name_stack, lambda _: traceback, walk.shared)
+    return _inline(inside, body, consts, operands)
+
+
 def _linear_solve(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     """`custom_linear_solve` only differs from its solve function when it is differentiated."""
     lengths = eqn.params["const_lengths"]
@@ -324,6 +332,8 @@ _CALLS = (
 _HANDLERS: dict[str, Callable[[_Walk, JaxprEqn, list[Atom]], list[Atom]]] = {
     **dict.fromkeys(_CALLS, _call),
     **dict.fromkeys(("checkpoint", "remat", "remat2"), _remat),
+    "call_hi_primitive": _high,
+    "call_hi_primitive_linearized": _high,
     "custom_linear_solve": _linear_solve,
     "scan": _scan,
     "while": _while,

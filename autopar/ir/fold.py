@@ -82,4 +82,5 @@ def _converted(operand: Literal, out: Any) -> Literal | None:
 
 
 def _literal(value: Any, aval: Any) -> Literal:
-    return Literal(np.asarray(value, aval.dtype)[()], aval)
+    scalar = np.asarray(value, aval.dtype)[()]
+    return Literal(scalar.item() if aval.weak_type else scalar, aval)  # JAX reads a Python number as weakly typed

@@ -70,6 +70,16 @@ def test_linear_solve_is_opened():
     assert "custom_linear_solve" not in names(jaxpr) and "triangular_solve" in names(jaxpr)
 
 
+def test_root_finding():
+    def step(a):
+        def solve(f, x):
+            return lax.fori_loop(0, 20, lambda i, x: x - f(x) / (2 * x), x)
+
+        return lax.custom_root(lambda x: x**2 - a, 1.0, solve, lambda g, y: y / g(1.0))
+
+    assert not [name for name in names(flat(jax.grad(step), 4.0)) if name.startswith("c")]
+
+
 def test_name_stacks_are_joined():
     def step(w, x):
         def loss(w):

@@ -71,6 +71,16 @@ def index_of_keys(key, x):
     return lax.dynamic_index_in_dim(keys, jnp.int32(x.shape[0]) - 5), later, keys[0] == keys[1], keys != keys[::-1]
 
 
+def moved_keys(key, x):
+    keys = random.split(key, 4)
+    taken = jnp.take(keys, jnp.array([1, 9]), axis=0)
+    return jnp.roll(keys, 1), keys.at[1].set(key), taken, jnp.stack([key, random.clone(key)])[::-1]
+
+
+def empty_keys(key, x):
+    return jnp.empty_like(random.split(key, 4)).at[:].set(key)
+
+
 def choice_of_keys(key, x):
     first, second = random.split(key)
     return jnp.where(x.sum() > 0, first, second), jnp.broadcast_to(first, (2, 3))
@@ -106,7 +116,7 @@ def inside_remat(key, x):
 CAPTURED = random.key(11)
 STEPS = [
     dropout, split_in_scan, keys_as_scanned_inputs, split_in_while, branch_of_keys, gather_of_keys, index_of_keys,
-    choice_of_keys, batched_keys, fold_in_one_key, old_style_key, captured_key, inside_remat,
+    moved_keys, empty_keys, choice_of_keys, batched_keys, fold_in_one_key, old_style_key, captured_key, inside_remat,
 ]  # fmt: skip
 DISTRIBUTIONS = {
     "bits_8": lambda k: random.bits(k, (3, 5), jnp.uint8),
