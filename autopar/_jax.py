@@ -15,7 +15,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -31,7 +31,7 @@ from jax.extend.source_info_util import NameStack, SourceInfo
 
 DropVar = _core.DropVar
 iota_2x32_shape_p = _prng.iota_2x32_shape_p
-Atom = Var | Literal
+Atom: TypeAlias = Var | Literal
 
 JAX_VERSION: tuple[int, ...] = jax.__version_info__
 

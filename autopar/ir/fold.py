@@ -31,8 +31,8 @@ _EXACT: dict[str, Callable[..., Any]] = {
     "gt": np.greater,
     "ge": np.greater_equal,
 }
-_EXACT_ON_FLOATS = {"div": np.divide}  # NumPy rounds integers another way than XLA
-_EXACT_ON_INTEGERS = {  # the sign of a zero is not defined alike
+_EXACT_ON_FLOATS: dict[str, Callable[..., Any]] = {"div": np.divide}  # NumPy rounds integers another way than XLA
+_EXACT_ON_INTEGERS: dict[str, Callable[..., Any]] = {  # the sign of a zero is not defined alike
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "max": np.maximum,
     "min": np.minimum,

@@ -23,6 +23,7 @@ UNKNOWN = "unknown line"
 _AUTOPAR = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _JAX = (os.path.dirname(os.path.abspath(jax.__file__)) + os.sep, os.sep + "jaxlib" + os.sep)
 _INSTALLED = (os.sep + "site-packages" + os.sep, os.sep + "dist-packages" + os.sep)
+_TYPED = ("<stdin>", "<string>", "<ipython-input", "<doctest", "<python-input")
 _STANDARD = tuple(path + os.sep for path in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib")} if path)
 
 
@@ -75,10 +76,11 @@ def _is_jax_file(path: str) -> bool:
 
 @functools.cache
 def _is_inner_file(path: str) -> bool:
-    """JAX, the standard library, autopar, and code made at run time."""
-    return _is_jax_file(path) or path.startswith((_AUTOPAR, "<", *_STANDARD)) and not any(
-        part in path for part in _INSTALLED
-    )
+    """JAX, the standard library, autopar, and code made at run time (but what is typed at a prompt is the user's)."""
+    if path.startswith("<"):
+        return not path.startswith(_TYPED)
+    is_installed = any(part in path for part in _INSTALLED)
+    return _is_jax_file(path) or (path.startswith((_AUTOPAR, *_STANDARD)) and not is_installed)
 
 
 @functools.lru_cache(maxsize=4096)

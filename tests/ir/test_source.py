@@ -81,5 +81,12 @@ def test_of_a_library_the_own_call():
     assert lines(step, X, X)["mul"] == [1]
 
 
+def test_typed_at_a_prompt():
+    space = {}
+    exec(compile("import jax.numpy as jnp\ndef step(x):\n    return jnp.sin(x)", "<stdin>", "exec"), space)
+    (eqn,) = trace_step(space["step"], (X,)).jaxpr.eqns
+    assert source_line(eqn) == "<stdin>:3 (step)"
+
+
 def test_unknown():
     assert source_line(new_eqn(primitives.sin_p, [], [], {})) == UNKNOWN
