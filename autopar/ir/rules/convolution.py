@@ -11,7 +11,7 @@ Method: groups are a factor g that leads both channel dims: `b(gi)..,(go)i..->b(
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -49,10 +49,8 @@ def conv_general_dilated(eqn: JaxprEqn) -> ShardingRule:
     spatial = _spatial(eqn, fresh)
     for dim in spatial:
         sizes |= dim.sizes
-    lhs_batch, lhs_features = (
-        (*(group if batch_groups > 1 else ()), *batch),
-        (*(group if feature_groups > 1 else ()), *inputs),
-    )
+    lhs_batch = (*group, *batch) if batch_groups > 1 else batch
+    lhs_features = (*group, *inputs) if feature_groups > 1 else inputs
     lhs = _place(lhs_spec, [lhs_batch, lhs_features, *(dim.operand for dim in spatial)])
     rhs = _place(rhs_spec, [(*group, *outputs), inputs, *(dim.window for dim in spatial)])
     out = _place(out_spec, [batch, (*group, *outputs), *(dim.result for dim in spatial)])
@@ -71,7 +69,7 @@ def conv_general_dilated(eqn: JaxprEqn) -> ShardingRule:
     )
 
 
-def _spatial(eqn: JaxprEqn, fresh) -> list[WindowFactors]:
+def _spatial(eqn: JaxprEqn, fresh: Iterator[Factor]) -> list[WindowFactors]:
     params = eqn.params
     lhs_shape, rhs_shape, out_shape = (var.aval.shape for var in (*eqn.invars, *eqn.outvars))
     specs = zip(*(spec[2:] for spec in params["dimension_numbers"]), strict=True)
@@ -94,9 +92,10 @@ def _place(spec: Sequence[int], dims: Sequence[Dim]) -> Term:
     return tuple(dims[spec.index(d)] for d in range(len(spec)))
 
 
-def _local_convolution(eqn: JaxprEqn, shard: Shard, lhs: jax.Array, rhs: jax.Array) -> Sequence[jax.Array]:
+def _local_convolution(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
+    """Each device convolves its whole groups."""
     params = dict(eqn.params)
     for count in ("feature_group_count", "batch_group_count"):
         if params[count] > 1:
             params[count] //= shard.num_shards(_GROUP)
-    return [eqn.primitive.bind(lhs, rhs, **params)]
+    return [eqn.primitive.bind(*operands, **params)]

@@ -16,7 +16,7 @@ import numpy as np
 from autopar._jax import JaxprEqn, find_primitives
 from autopar.ir.rules.linearity import linear_groups
 from autopar.ir.rules.registry import register
-from autopar.ir.rules.rule import Shard, ShardingRule, factor_names, num_elements
+from autopar.ir.rules.rule import Factor, Shard, ShardingRule, Term, factor_names, num_elements
 from autopar.ir.rules.terms import new_term, sizes_of
 
 _NONLINEAR = find_primitives(
@@ -71,7 +71,8 @@ def copy(eqn: JaxprEqn) -> ShardingRule:
 @register(*_ANNOTATIONS)
 def annotation(eqn: JaxprEqn) -> ShardingRule:
     """Operands passed through: what it asks of their placement is for the planner, not for the per-device program."""
-    operands, sizes = [], {}
+    operands: list[Term] = []
+    sizes: dict[Factor, int] = {}
     fresh = factor_names()
     for var in eqn.invars:
         term = new_term(var.aval.shape, fresh)

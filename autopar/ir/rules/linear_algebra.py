@@ -61,10 +61,10 @@ def _product(
     flops = 2.0 * math.prod(all_sizes[factor] for factor in factors_of(*operands[:2]))
     if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.complexfloating):
         flops *= 4
-    *operands, out = drop_units([*operands, out], all_sizes)
+    *kept, out = drop_units([*operands, out], all_sizes)
     sizes = {factor: size for factor, size in all_sizes.items() if size > 1}
     return ShardingRule(
-        tuple(operands),
+        tuple(kept),
         (out,),
         sizes,
         summed=tuple(factor for factor in summed if factor in sizes),

@@ -23,7 +23,7 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +70,7 @@ def sharding_rule(
             _check_fit(call, parsed, operands, jax.tree.leaves(results))
             return jax.tree.unflatten(jax.tree.structure(results), opaque_p.bind(*operands, call=call))
 
-        return opaque_function
+        return cast(Function, opaque_function)
 
     return decorate
 

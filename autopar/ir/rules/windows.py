@@ -15,7 +15,7 @@ import jax
 from autopar._jax import JaxprEqn, find_primitives
 from autopar.ir.rules.linearity import linear_groups, may_be_partial
 from autopar.ir.rules.registry import register
-from autopar.ir.rules.rule import Shard, ShardingRule, factor_names, num_elements
+from autopar.ir.rules.rule import Shard, ShardingRule, Term, factor_names, num_elements
 from autopar.ir.rules.window import Window, WindowFactors
 
 
@@ -115,7 +115,7 @@ def select_and_scatter(eqn: JaxprEqn) -> ShardingRule:
 
 def _selection(eqn: JaxprEqn, dims: Sequence[WindowFactors], moved: int, operand: int) -> ShardingRule:
     long, short = tuple(dim.operand for dim in dims), tuple(dim.result for dim in dims)
-    operands: list = [()] * len(eqn.invars)
+    operands: list[Term] = [()] * len(eqn.invars)
     operands[operand] = long
     operands[moved] = long if eqn.invars[moved].aval.shape == eqn.invars[operand].aval.shape else short
     result = long if eqn.outvars[0].aval.shape == eqn.invars[operand].aval.shape else short
