@@ -12,6 +12,7 @@ Method: one walk. A differentiated `remat` is inlined behind an `optimization_ba
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,8 @@ from autopar.ir.source import caller_traceback
 OPAQUE_PREFIX = "autopar_opaque"
 """A jit whose name starts so is one operation with a rule of its own."""
 
+_JITS = ("jit", "pjit")
+
 RECOMPUTED = "rematted_computation"
 """Scope that JAX itself puts on the equations that `remat` computes again in the backward pass."""
 
@@ -76,7 +79,7 @@ def flatten(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> tuple[Jaxpr, tuple[Any,
 
 def is_opaque(eqn: JaxprEqn) -> bool:
     """Whether `eqn` is a function that `autopar.sharding_rule` made one operation."""
-    return eqn.primitive.name in ("jit", "pjit") and eqn.params["name"].startswith(OPAQUE_PREFIX)
+    return eqn.primitive.name in _JITS and eqn.params["name"].startswith(OPAQUE_PREFIX)
 
 
 def is_recomputed(eqn: JaxprEqn) -> bool:
@@ -118,7 +121,9 @@ class _Walk:
         scope = eqn.source_info.name_stack
         if extra_scope is not None:
             scope = scope.extend(extra_scope)
-        return _Walk(block, scope, lambda inner: caller_traceback(callee, inner, caller), self.shared)
+        is_jit = eqn.primitive.name in _JITS
+        place = functools.partial(caller_traceback, callee, caller=caller, is_jit=is_jit)
+        return _Walk(block, scope, place, self.shared)
 
 
 def _fresh(aval: Any) -> Var:

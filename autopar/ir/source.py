@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 
-from autopar._jax import Jaxpr, JaxprEqn, function_file, line_of, raw_frames
+from autopar._jax import Jaxpr, JaxprEqn, function_file, function_name, line_of, raw_frames
 
 UNKNOWN = "unknown line"
 
@@ -41,13 +41,14 @@ def name_scope(eqn: JaxprEqn) -> str:
     return str(eqn.source_info.name_stack)
 
 
-def caller_traceback(body: Jaxpr, inner: Any, caller: Any) -> Any:
+def caller_traceback(body: Jaxpr, inner: Any, caller: Any, *, is_jit: bool) -> Any:
     """The traceback to keep for an equation of `body`, which is called by an equation.
 
     Args:
         body: The program called.
         inner: Traceback of the equation inside.
         caller: Traceback of the calling equation.
+        is_jit: Whether `body` may have been traced for another call.
 
     Returns:
         `inner` if it leads through code of the user's within `body`, else `caller`: a library's jit is traced once, and
@@ -59,8 +60,10 @@ def caller_traceback(body: Jaxpr, inner: Any, caller: Any) -> Any:
     if file is None or not is_library_file(file):
         return inner
     if _is_jax_file(file):
-        return caller
-    return inner if _passes_user_code_before(inner, file) else caller
+        if is_jit:
+            return caller
+        return inner if _passes_user_code_before(inner, file, function_name(body)) else caller
+    return inner if _passes_user_code_before(inner, file, None) else caller
 
 
 @functools.cache
@@ -95,9 +98,9 @@ def _user_frame(traceback: Any) -> tuple[Any, int] | None:
 
 
 @functools.lru_cache(maxsize=65536)
-def _passes_user_code_before(traceback: Any, file: str) -> bool:
+def _passes_user_code_before(traceback: Any, file: str, function: str | None) -> bool:
     for code, _ in raw_frames(traceback):
-        if code.co_filename == file:
+        if code.co_filename == file and function in (None, code.co_name):
             return False
         if not is_library_file(code.co_filename):
             return True

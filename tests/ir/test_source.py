@@ -71,6 +71,25 @@ def test_bodies_and_gradients():
     assert name_scope(backward).startswith("transpose(jvp(")
 
 
+def test_bodies_that_jax_wraps():
+    def step(x):
+        x = lax.map(lambda row: jnp.sin(row), x)
+        return lax.fori_loop(
+            0,
+            3,
+            lambda i, x: jnp.sort(x),
+            x,
+        )
+
+    bodies = {}
+    for eqn in trace_step(step, (X,)).jaxpr.eqns:
+        for inner in open_jaxpr(eqn.params["jaxpr"])[0].eqns:
+            bodies[inner.primitive.name] = source_line(inner)
+    first = inspect.getsourcelines(step)[1]
+    assert bodies["sin"] == f"test_source.py:{first + 1} (<lambda>)"
+    assert bodies["sort"] == f"test_source.py:{first + 5} (<lambda>)"
+
+
 def test_of_a_library_the_own_call():
     def step(params, grads):
         updates, _ = optax.sgd(0.1).update(grads, optax.sgd(0.1).init(params))
