@@ -26,22 +26,14 @@ class Options:
     Attributes:
         solver: Which solver PuLP calls, `"highs"` or `"cbc"`.
         solver_seconds: Time limit of one solve; the best answer found by then is used, and its gap is in the plan.
-        relative_gap: The solver may stop when it has proved its answer this near to the best one.
         memory_budget_bytes: Bytes that one device may use; None: the device's own memory.
         constraints: Pins, `{path glob: PartitionSpec}`, over the paths of the step's arguments.
-        unsupported: What to do with a primitive that has no rule: compute it whole on every device, or raise.
-        seed: Seed of the solver. Same input, same seed: same plan.
-        progress: Show planning progress on the terminal.
     """
 
     solver: Solver = "highs"
     solver_seconds: float = 60.0
-    relative_gap: float = 0.0
     memory_budget_bytes: int | None = None
     constraints: Mapping[str, PartitionSpec] = field(default_factory=dict, hash=False)
-    unsupported: Literal["replicate", "error"] = "replicate"
-    seed: int = 0
-    progress: bool = False
 
     def __post_init__(self) -> None:
         if self.solver not in SOLVERS:

@@ -12,7 +12,7 @@ from autopar.options import Options
 
 def test_defaults_are_frozen():
     with pytest.raises(dataclasses.FrozenInstanceError):
-        Options().seed = 1
+        Options().solver = "cbc"
 
 
 def test_constraints_may_be_left_none():
