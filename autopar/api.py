@@ -14,15 +14,15 @@ from typing import Any
 
 import jax
 
-from autopar.errors import NotBuiltYetError, StalePlanError, StructureChangedError
+from autopar.errors import NotBuiltYetError, StructureChangedError
 from autopar.ir.state import Roles, argument_slices, find_roles
 from autopar.ir.trace import Program, trace_step
 from autopar.mesh import Cluster
-from autopar.plan.fingerprint import cluster_fingerprint, program_fingerprint
 from autopar.plan.methods import Auto, Method
 from autopar.plan.plan import Plan
 from autopar.plan.planner import make_plan, restore
 from autopar.plan.progress import planning_progress
+from autopar.plan.stale import check_fresh
 from autopar.runtime.local import Executable, compile_program
 
 
@@ -145,16 +145,15 @@ class ParallelStep:
             **kwargs: The same, by name.
 
         Raises:
-            StalePlanError: `plan` was made for another program or cluster.
+            StalePlanError: `plan` was made for another program or cluster; says what changed.
+            PlanFileError: The choices in `plan` are not those of this step.
         """
         program, roles = self._trace(args, kwargs)
         if plan is None:
             with planning_progress(program.name) as report:
                 plan = make_plan(program, roles, self.cluster, self._method, report)
         else:
-            self._check_fresh(program, plan)
-            if plan.origin is None:
-                plan = restore(program, roles, self.cluster, self._method, plan)
+            plan = self._attach(program, roles, plan)
         sharded = plan.origin.sharded
         devices = self.cluster.devices or jax.devices()
         avals = [var.aval for var in program.jaxpr.invars]
@@ -218,14 +217,12 @@ class ParallelStep:
         program = trace_step(self._fn, args, kwargs, self._static_argnums, self._static_argnames)
         return program, find_roles(program, self._batch_argnums, self._donate_argnums)
 
-    def _check_fresh(self, program: Program, plan: Plan) -> None:
-        now = {"program": program_fingerprint(program), "cluster": cluster_fingerprint(self.cluster)}
-        changed = [name for name, digest in now.items() if plan.fingerprints.get(name) != digest]
-        if changed:
-            raise StalePlanError(
-                "the plan is stale.", given=f"a plan of `{plan.name}` for {plan.mesh}",
-                wrong=f"it was made for another {' and another '.join(changed)}.",
-                do="plan again: step.plan(...), then save it.", changed=tuple(changed))
+    def _attach(self, program: Program, roles: Roles, plan: Plan) -> Plan:
+        """A plan made elsewhere, checked against the step as it is now."""
+        check_fresh(program, self.cluster, plan)
+        if plan.origin is None:
+            return restore(program, roles, self.cluster, self._method, plan)
+        return plan
 
 
 def _changed(program: Program, tree: Any) -> StructureChangedError:

@@ -8,6 +8,7 @@ Method: the plan holds the choice of every decision, so that loading it needs no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,13 +111,16 @@ class Plan:
         stages: Stages; one without a pipeline.
         num_microbatches: Parts the batch is worked through in.
         schedule: Name of the pipeline schedule; `"none"` without a pipeline.
-        shardings: PartitionSpec per argument leaf, in the arguments' own tree: `(args, kwargs)`.
+        shardings: PartitionSpec per argument leaf, in the arguments' own tree: `(args, kwargs)`. A plan read from a
+            file has them by path until it is compiled.
         cost: The prediction.
         values: Arguments, results and the activations that go through memory.
         streams: Per mesh, what it runs.
         alternatives: Other mesh shapes that were tried: (mesh, predicted seconds or why not).
         choices: Choice of every decision, in graph order.
-        fingerprints: Of the program and the cluster.
+        fingerprints: Of the program and the cluster; beside them the version of JAX.
+        machine: The cluster in words.
+        budget_bytes: What one device could use; inf: as much as it wanted.
     """
 
     name: str
@@ -131,6 +135,8 @@ class Plan:
     alternatives: tuple[tuple[str, str], ...]
     choices: tuple[int, ...] = field(repr=False)
     fingerprints: Mapping[str, str] = field(hash=False)
+    machine: str = ""
+    budget_bytes: float = math.inf
     origin: Any = field(default=None, compare=False, repr=False, hash=False)
     """The planning problem in memory, for `explain`; absent in a plan read from a file until it is compiled."""
 
@@ -168,7 +174,7 @@ class Plan:
 
     def diff(self, other: Plan) -> str:
         """What differs between this plan and another, as text; "" where nothing does."""
-        from autopar.plan.text import diff_text
+        from autopar.plan.diff import diff_text
 
         return diff_text(self, other)
 

@@ -11,26 +11,28 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
 
 from autopar._jax import Literal
 from autopar.debug import dump
-from autopar.errors import AutoparError, BatchError, ConstraintError, DeviceCountError
-from autopar.intra_op.costs import stored_values
-from autopar.intra_op.graph import Graph
-from autopar.intra_op.lower import lower
+from autopar.errors import AutoparError, BatchError, ConstraintError, DeviceCountError, PlanFileError
+from autopar.intra_op.costs import build_problem, stored_values
+from autopar.intra_op.graph import Graph, build_graph
 from autopar.intra_op.problem import Solution
-from autopar.intra_op.restrict import Allowed, pin_inputs, restrict_to_data_parallel
-from autopar.intra_op.shard import Sharded, shard
-from autopar.intra_op.sharded import Body, Compute, Region, describe
+from autopar.intra_op.restrict import Allowed, pin_constraints, pin_inputs, restrict_to_data_parallel
+from autopar.intra_op.shard import Sharded, read_off, shard
+from autopar.intra_op.sharded import Body, Collective, Compute, Region, describe
+from autopar.intra_op.tying import tie_nodes
+from autopar.ir.source import is_backward
 from autopar.ir.state import Roles
 from autopar.ir.trace import Program
 from autopar.mesh import Cluster, LogicalMesh, Sharding, logical_meshes
 from autopar.plan.fingerprint import cluster_fingerprint, program_fingerprint
 from autopar.plan.methods import Auto, DataParallel, Method, ShardParallel
+from autopar.plan.page import machine_text
 from autopar.plan.plan import Cost, Plan, Run, Stage, Submesh, Value
 
 Report = Callable[[str], None]
@@ -84,15 +86,19 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
 
 def shard_on(program: Program, roles: Roles, cluster: Cluster, method: Method, mesh: LogicalMesh) -> Sharded:
     """Shard the program on one mesh under the method's restrictions."""
-    pins = _pins(program, method)
+    _pins(program, method)  # a mistake in them is told before any work
 
     def restrict(graph: Graph, allowed: Allowed) -> None:
-        if isinstance(method, DataParallel):
-            check_batch(program, roles, mesh)
-            restrict_to_data_parallel(program.jaxpr, graph, roles.batch, roles.state, method.zero, allowed)
-        pin_inputs(graph, pins, program.in_paths, allowed)
+        _restrict(program, roles, method, mesh, graph, allowed)
 
     return shard(program.jaxpr, roles.aliases, mesh, cluster.device, method.options(), restrict, roles.donated)
+
+
+def _restrict(program: Program, roles: Roles, method: Method, mesh: LogicalMesh, graph: Graph, allowed: Allowed) -> None:
+    if isinstance(method, DataParallel):
+        check_batch(program, roles, mesh)
+        restrict_to_data_parallel(program.jaxpr, graph, roles.batch, roles.state, method.zero, allowed)
+    pin_inputs(graph, _pins(program, method), program.in_paths, allowed)
 
 
 def candidate_meshes(cluster: Cluster, method: Method) -> list[LogicalMesh]:
@@ -159,25 +165,77 @@ def _pins(program: Program, method: Method) -> dict[int, tuple[str, object]]:
 
 
 def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, plan: Plan) -> Plan:
-    """Attach a plan read from a file to the program it was made for: lower its choices, solve nothing."""
-    from autopar.intra_op.graph import build_graph
+    """Attach a plan read from a file to the program it was made for: lower its choices, solve nothing.
 
-    graph = build_graph(program.jaxpr, plan.mesh, roles.aliases)
-    assert len(graph.nodes) == len(plan.choices), "equal fingerprints have equal graphs"
-    body = lower(program.jaxpr, graph, plan.choices)
-    sharded = shard_on(program, roles, cluster, method, plan.mesh) if False else _from_choices(
-        program, roles, cluster, graph, plan, body)
-    return dataclasses.replace(plan, origin=Origin(program, roles, cluster, method, sharded))
+    Args:
+        program: The traced step; its fingerprint is the plan's (`stale.py`).
+        roles: Which inputs are state, batch, donated.
+        cluster: The machine.
+        method: The step's method. The plan's choices hold; the method says what `explain` calls forbidden, if the plan
+            was made by it.
+        plan: From `load_plan`.
+
+    Raises:
+        PlanFileError: The plan's choices do not give what the plan says: the file was edited.
+    """
+    mesh = plan.mesh
+    graph = build_graph(program.jaxpr, mesh, roles.aliases)
+    if len(graph.nodes) != len(plan.choices) or any(
+            k >= node.num_choices for k, node in zip(plan.choices, graph.nodes, strict=True)):
+        raise _not_these_choices(plan, f"{len(plan.choices)} choices for {len(graph.nodes)} decisions, or one out of range")
+    allowed = Allowed()
+    if method_text(method) == plan.method:
+        pin_constraints(program.jaxpr, graph, allowed)
+        _restrict(program, roles, method, mesh, graph, allowed)
+    class_of = tie_nodes(graph, allowed.keys)
+    by_class = dict(zip(class_of, plan.choices, strict=True))
+    if any(by_class[c] != k for c, k in zip(class_of, plan.choices, strict=True)):
+        class_of = list(range(len(graph.nodes)))  # made under other ties, such as other pins
+        by_class = dict(enumerate(plan.choices))
+    problem = build_problem(graph, cluster.device, class_of, allowed.masks)
+    seconds = plan.cost.step_seconds
+    solution = Solution(tuple(by_class[c] for c in range(len(by_class))), seconds, seconds * (1 - plan.cost.optimality_gap),
+                        plan.cost.solver_status, "file")
+    try:
+        sharded = read_off(program.jaxpr, graph, plan.choices, class_of, problem, solution, allowed, cluster.device, roles.donated)
+    except AssertionError as error:
+        raise _not_these_choices(plan, f"they fit no program: {error}") from error
+    fresh = _describe(program, roles, cluster, method, mesh, sharded, plan.cost.planning_seconds)
+    for what, now, was in (("shardings", fresh.values, plan.values), ("collectives", fresh.cost.collectives, plan.cost.collectives)):
+        if _unnamed(now) != _unnamed(was):
+            raise _not_these_choices(plan, f"they give other {what} than it lists")
+    # Names hold source lines, which may have moved since; everything else is as it was planned.
+    return dataclasses.replace(plan, shardings=fresh.shardings, values=fresh.values, origin=fresh.origin,
+                               cost=dataclasses.replace(plan.cost, collectives=fresh.cost.collectives))
 
 
-def _from_choices(program: Program, roles: Roles, cluster: Cluster, graph: Graph, plan: Plan, body: Body) -> Sharded:
-    from autopar.intra_op.costs import build_problem
-    from autopar.intra_op.shard import read_off
+def _unnamed(entries: Sequence[Value | Collective]) -> list[Value | Collective]:
+    return [dataclasses.replace(e, name="") if isinstance(e, Value) else dataclasses.replace(e, operation="") for e in entries]
 
-    class_of = list(range(len(graph.nodes)))
-    problem = build_problem(graph, cluster.device, class_of)
-    solution = Solution(tuple(plan.choices), plan.cost.step_seconds, plan.cost.step_seconds, plan.cost.solver_status, "file")
-    return read_off(program.jaxpr, graph, plan.choices, class_of, problem, solution, Allowed(), cluster.device, roles.donated)
+
+def _not_these_choices(plan: Plan, wrong: str) -> PlanFileError:
+    return PlanFileError("the plan's choices are not those of its step.", given=f"a plan of `{plan.name}` on {plan.mesh}",
+                         wrong=f"{wrong}: its file was edited, or written by another autopar.",
+                         do="plan again, step.plan(...), and save that.", path="")
+
+
+def method_text(method: Method) -> str:
+    """The method as one writes it: what is left at its default is left out."""
+    stated = []
+    for setting in dataclasses.fields(method):
+        value = getattr(method, setting.name)
+        default = {} if setting.default is dataclasses.MISSING else setting.default
+        if value != default:
+            stated.append(f"{setting.name}={_setting_text(value)}")
+    return f"{type(method).__name__}({', '.join(stated)})"
+
+
+def _setting_text(value: object) -> str:
+    if isinstance(value, LogicalMesh):
+        return f"LogicalMesh({value.shape}, {value.axis_names})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {item}" for key, item in value.items()) + "}"
+    return repr(value)
 
 
 def _describe(program: Program, roles: Roles, cluster: Cluster, method: Method, mesh: LogicalMesh, sharded: Sharded,
@@ -188,11 +246,12 @@ def _describe(program: Program, roles: Roles, cluster: Cluster, method: Method, 
         sharded.step_seconds, sharded.compute_seconds, sharded.communication_seconds, 0.0, (sharded.liveness.peak_bytes,),
         sharded.liveness.argument_bytes, sharded.collectives, sharded.solution.gap, sharded.solution.status, seconds)
     return Plan(
-        name=program.name, method=str(method), stages=(Stage(Submesh(mesh.num_devices), mesh, (0,)),), num_microbatches=1,
-        schedule="none", shardings=jax.tree.unflatten(program.in_tree, specs), cost=cost,
+        name=program.name, method=method_text(method), stages=(Stage(Submesh(mesh.num_devices), mesh, (0,)),),
+        num_microbatches=1, schedule="none", shardings=jax.tree.unflatten(program.in_tree, specs), cost=cost,
         values=tuple(_values(program, roles, sharded)), streams={0: (Run(program.name, 0, 0),)}, alternatives=(),
         choices=sharded.choices,
-        fingerprints={"program": program_fingerprint(program), "cluster": cluster_fingerprint(cluster)},
+        fingerprints={"program": program_fingerprint(program), "cluster": cluster_fingerprint(cluster), "jax": jax.__version__},
+        machine=machine_text(cluster), budget_bytes=method.options().memory_budget_bytes or cluster.device.memory_bytes,
         origin=Origin(program, roles, cluster, method, sharded))
 
 
@@ -218,7 +277,7 @@ def _activations(body: Body) -> Iterator[tuple[str, object, Sharding]]:
             case Compute(eqn, rule, strategy) if not rule.whole or rule.summed:
                 for var, sharding in zip(eqn.outvars, strategy.results, strict=True):
                     if len(var.aval.shape) > 1 and not isinstance(var, Literal):
-                        yield describe(eqn), var, sharding
+                        yield describe(eqn) + (", backward" if is_backward(eqn) else ""), var, sharding
             case Region(bodies=bodies):
                 for inner in bodies:
                     yield from _activations(inner)

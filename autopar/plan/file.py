@@ -1,0 +1,315 @@
+"""Plans as files: JSON that is read back, compared, and put under version control.
+
+In:     a plan and a path.
+Out:    a file with one entry per line; or the plan again, its shardings by path until it is compiled for its program.
+Method: everything is checked when it is read, so that damage is a `PlanFileError` that names the entry, never a
+        surprise later. Written beside the target and renamed, so that a reader never sees half a plan.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+
+from autopar.errors import AutoparError, PlanFileError
+from autopar.intra_op.sharded import Collective
+from autopar.mesh import Link, LogicalMesh, Sharding
+from autopar.plan.page import ARGUMENT_ROLES
+from autopar.plan.plan import Cost, Plan, Run, Stage, Submesh, Value
+
+FORMAT = "autopar plan"
+VERSION = 1
+"""Raised with every change that an older reader cannot take, or that gives choices another meaning."""
+_ROLES = (*ARGUMENT_ROLES, "result", "activation")
+_T = TypeVar("_T")
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Write a plan as JSON.
+
+    Raises:
+        PlanFileError: The file cannot be written.
+    """
+    path = Path(path)
+    try:
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".part")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(_dumps(_record(plan)))
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise PlanFileError(
+            "the plan cannot be saved.",
+            given=str(path),
+            wrong=f"{error.strerror or error}.",
+            do="name a file in a directory that exists and may be written to.",
+            path=str(path),
+        ) from error
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan that `save_plan` wrote.
+
+    Raises:
+        PlanFileError: The file is missing, damaged, or of another version.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise _error(
+            path, f"{error.strerror}." if isinstance(error, OSError) and error.strerror else "it is not text."
+        ) from error
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise _error(path, f"it is not whole JSON: {error}.") from error
+    if not isinstance(record, dict) or record.get("format") != FORMAT:
+        raise _error(path, f'it is JSON, but no plan: "format" is not "{FORMAT}".')
+    if record.get("version") != VERSION:
+        raise _error(path, f"it is of version {record.get('version')!r}; this autopar reads version {VERSION}.")
+    try:
+        return _plan(_Entry(record, ""))
+    except _DamageError as error:
+        raise _error(path, str(error)) from error
+
+
+def _error(path: str | Path, wrong: str) -> PlanFileError:
+    return PlanFileError(
+        "the file cannot be read as a plan.",
+        given=str(path),
+        wrong=wrong,
+        do="plan again, step.plan(...).save(path), with the autopar that is to read it.",
+        path=str(path),
+    )
+
+
+def _record(plan: Plan) -> dict[str, Any]:
+    cost = plan.cost
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": plan.name,
+        "method": plan.method,
+        "machine": plan.machine,
+        "budget_bytes": _number(plan.budget_bytes),
+        "fingerprints": dict(plan.fingerprints),
+        "num_microbatches": plan.num_microbatches,
+        "schedule": plan.schedule,
+        "stages": [
+            {
+                "num_devices": s.submesh.num_devices,
+                "shape": s.logical_mesh.shape,
+                "axis_names": s.logical_mesh.axis_names,
+                "links": [[l.latency_seconds, _number(l.bytes_per_second)] for l in s.logical_mesh.links],
+                "layers": s.layers,
+            }
+            for s in plan.stages
+        ],
+        "streams": [
+            {"mesh": mesh, "program": run.program, "stage": run.stage, "microbatch": run.microbatch}
+            for mesh, stream in plan.streams.items()
+            for run in stream
+        ],
+        "alternatives": [list(pair) for pair in plan.alternatives],
+        "cost": {
+            "step_seconds": cost.step_seconds,
+            "compute_seconds": cost.compute_seconds,
+            "communication_seconds": cost.communication_seconds,
+            "bubble_seconds": cost.bubble_seconds,
+            "peak_bytes": list(cost.peak_bytes),
+            "argument_bytes": cost.argument_bytes,
+            "optimality_gap": _number(cost.optimality_gap),
+            "solver_status": cost.solver_status,
+            "planning_seconds": cost.planning_seconds,
+        },
+        "collectives": [
+            {"kind": c.kind, "axes": c.axes, "bytes": c.bytes, "times": c.times, "operation": c.operation}
+            for c in cost.collectives
+        ],
+        "values": [
+            {
+                "name": v.name,
+                "role": v.role,
+                "shape": v.shape,
+                "dtype": v.dtype,
+                "dims": v.sharding.dims,
+                "partial": v.sharding.partial,
+            }
+            for v in plan.values
+        ],
+        "choices": list(plan.choices),
+    }
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else "inf"  # JSON has no infinity
+
+
+def _dumps(record: dict[str, Any]) -> str:
+    """JSON with one entry per line, so that two files can be compared."""
+    lines = []
+    for key, value in record.items():
+        text = json.dumps(value, default=int)
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            text = "[\n  " + ",\n  ".join(json.dumps(item, default=int) for item in value) + "\n ]"
+        lines.append(f" {json.dumps(key)}: {text}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+class _DamageError(Exception):
+    """An entry of the file is not what it should be."""
+
+
+class _Entry:
+    """A part of the file and where it stands; reading it checks its type."""
+
+    def __init__(self, value: Any, where: str):
+        self.value, self.where = value, where
+
+    def __getitem__(self, key: str) -> _Entry:
+        where = f"{self.where}.{key}" if self.where else key
+        if not isinstance(self.value, dict):
+            raise _DamageError(f'"{self.where}" is {_short(self.value)}, not an object.')
+        if key not in self.value:
+            raise _DamageError(f'"{where}" is missing.')
+        return _Entry(self.value[key], where)
+
+    def wrong(self, wanted: str) -> _DamageError:
+        return _DamageError(f'"{self.where}" is {_short(self.value)}, not {wanted}.')
+
+    def text(self) -> str:
+        if not isinstance(self.value, str):
+            raise self.wrong("text")
+        return self.value
+
+    def count(self) -> int:
+        if isinstance(self.value, bool) or not isinstance(self.value, int) or self.value < 0:
+            raise self.wrong("a whole number of 0 or more")
+        return self.value
+
+    def number(self) -> float:
+        if self.value == "inf":
+            return math.inf
+        if isinstance(self.value, bool) or not isinstance(self.value, int | float) or not self.value >= 0:
+            raise self.wrong("a number of 0 or more")
+        return self.value
+
+    def one_of(self, known: tuple[str, ...]) -> str:
+        if self.value not in known:
+            raise self.wrong(f"one of {', '.join(known)}")
+        return self.value
+
+    def items(self, read: Callable[[_Entry], _T], length: int | None = None) -> tuple[_T, ...]:
+        if not isinstance(self.value, list) or length not in (None, len(self.value)):
+            raise self.wrong("a list" if length is None else f"a list of {length}")
+        return tuple([read(_Entry(value, f"{self.where}[{k}]")) for k, value in enumerate(self.value)])
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _plan(entry: _Entry) -> Plan:
+    stages = entry["stages"].items(_stage)
+    if not stages:
+        raise entry["stages"].wrong("a list of stages")
+    mesh = stages[0].logical_mesh
+    values = entry["values"].items(lambda e: _value(e, mesh))
+    streams: dict[int, list[Run]] = {}
+    for index, run in entry["streams"].items(
+        lambda e: (e["mesh"].count(), Run(e["program"].text(), e["stage"].count(), e["microbatch"].count()))
+    ):
+        streams.setdefault(index, []).append(run)
+    fingerprints = entry["fingerprints"]
+    if not isinstance(fingerprints.value, dict):
+        raise fingerprints.wrong("an object")
+    return Plan(
+        name=entry["name"].text(),
+        method=entry["method"].text(),
+        stages=stages,
+        num_microbatches=entry["num_microbatches"].count(),
+        schedule=entry["schedule"].text(),
+        shardings={v.name: v.sharding.partition_spec() for v in values if v.role in ARGUMENT_ROLES},
+        cost=_cost(entry["cost"], entry["collectives"].items(lambda e: _collective(e, mesh))),
+        values=values,
+        streams={index: tuple(runs) for index, runs in streams.items()},
+        alternatives=entry["alternatives"].items(lambda e: e.items(_Entry.text, 2)),
+        choices=entry["choices"].items(_Entry.count),
+        fingerprints={key: fingerprints[key].text() for key in fingerprints.value},
+        machine=entry["machine"].text(),
+        budget_bytes=entry["budget_bytes"].number(),
+    )
+
+
+def _stage(entry: _Entry) -> Stage:
+    shape = entry["shape"].items(_Entry.count)
+    names = entry["axis_names"].items(_Entry.text, len(shape))
+    links = entry["links"].items(lambda e: Link(*e.items(_Entry.number, 2)), len(shape))
+    try:
+        mesh = LogicalMesh(shape, names, links)
+    except AutoparError as error:
+        raise entry.wrong(f"a mesh: {error.wrong or error.summary}") from error
+    if (
+        not shape
+        or math.prod(shape) != entry["num_devices"].count()
+        or len(set(names)) < len(names)
+        or not math.prod(shape)
+    ):
+        raise entry["shape"].wrong("the shape of a mesh of num_devices devices")
+    return Stage(Submesh(mesh.num_devices), mesh, entry["layers"].items(_Entry.count))
+
+
+def _value(entry: _Entry, mesh: LogicalMesh) -> Value:
+    shape = entry["shape"].items(_Entry.count)
+    dtype = entry["dtype"].text()
+    try:
+        np.dtype(jax.numpy.dtype(dtype))
+    except TypeError as error:
+        raise entry["dtype"].wrong("an element type") from error
+    sharding = Sharding(entry["dims"].items(lambda e: _axes(e, mesh), len(shape)), _axes(entry["partial"], mesh))
+    used = [axis for axes in (*sharding.dims, sharding.partial) for axis in axes]
+    if len(set(used)) < len(used) or not sharding.is_valid(shape, mesh):
+        raise entry["dims"].wrong(f"a way to split {list(shape)} over the mesh")
+    return Value(entry["name"].text(), entry["role"].one_of(_ROLES), shape, dtype, sharding)
+
+
+def _axes(entry: _Entry, mesh: LogicalMesh) -> tuple[str, ...]:
+    return entry.items(lambda e: e.one_of(mesh.axis_names))
+
+
+def _collective(entry: _Entry, mesh: LogicalMesh) -> Collective:
+    kind = entry["kind"].one_of(("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"))
+    return Collective(
+        kind, _axes(entry["axes"], mesh), entry["bytes"].count(), entry["times"].count(), entry["operation"].text()
+    )
+
+
+def _cost(entry: _Entry, collectives: tuple[Collective, ...]) -> Cost:
+    peak_bytes = entry["peak_bytes"].items(_Entry.count)
+    if not peak_bytes:
+        raise entry["peak_bytes"].wrong("a list of bytes per stage")
+    return Cost(
+        step_seconds=entry["step_seconds"].number(),
+        compute_seconds=entry["compute_seconds"].number(),
+        communication_seconds=entry["communication_seconds"].number(),
+        bubble_seconds=entry["bubble_seconds"].number(),
+        peak_bytes=peak_bytes,
+        argument_bytes=entry["argument_bytes"].count(),
+        collectives=collectives,
+        optimality_gap=entry["optimality_gap"].number(),
+        solver_status=entry["solver_status"].text(),
+        planning_seconds=entry["planning_seconds"].number(),
+    )

@@ -1,0 +1,280 @@
+"""What a plan's page says, before it is laid out: facts and tables of words.
+
+In:     `Plan`, from the planner or from a file.
+Out:    `Page`; `text.py` prints it, `html.py` shows it in a notebook.
+Method: what repeats is said once: paths that differ in a number are written `layers/{0..23}/kernel`, activations of one
+        line and shape are counted, collectives of one place are added up.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.cost import collective_seconds
+from autopar.mesh import Cluster, LogicalMesh, Sharding
+from autopar.plan.plan import Plan, Value
+
+MAX_ROWS = 32
+"""Longer tables show their largest rows."""
+ARGUMENT_ROLES = ("state", "batch", "argument", "constant")
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of words; the columns in `numbers` hold numbers."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numbers: tuple[int, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A title, facts by name, tables."""
+
+    title: str
+    facts: tuple[tuple[str, str], ...]
+    tables: tuple[Table, ...]
+
+
+def page_of(plan: Plan) -> Page:
+    """The page of a plan."""
+    return Page(
+        f"Plan of `{plan.name}`", tuple(_facts(plan)), (_arguments(plan), _activations(plan), _collectives(plan))
+    )
+
+
+def _facts(plan: Plan) -> Iterable[tuple[str, str]]:
+    cost = plan.cost
+    yield "method", plan.method
+    if plan.machine:
+        yield "machine", plan.machine
+    yield "mesh", mesh_text(plan.mesh)
+    yield (
+        "step time",
+        (
+            f"{seconds_text(cost.step_seconds)} predicted = {seconds_text(cost.compute_seconds)} compute + "
+            f"{seconds_text(cost.communication_seconds)} communication (no overlap assumed)"
+        ),
+    )
+    budget = f" of {bytes_text(plan.budget_bytes)}" if math.isfinite(plan.budget_bytes) else ""
+    yield (
+        "memory",
+        (
+            f"{bytes_text(max(cost.peak_bytes))}{budget} on each device at the peak; "
+            f"{bytes_text(cost.argument_bytes)} of arguments"
+        ),
+    )
+    yield "solver", solver_text(cost.solver_status, cost.optimality_gap)
+    yield "planning", seconds_text(cost.planning_seconds)
+    for k, (mesh, outcome) in enumerate(plan.alternatives):
+        yield "" if k else "also tried", f"{mesh}: {outcome}"
+
+
+def solver_text(status: str, gap: float) -> str:
+    """The solver's status and gap in words."""
+    if status == "optimal" and gap < 1e-5:
+        return "optimal: under these costs no sharding on this mesh is cheaper (gap 0)"
+    return (
+        f"{status}: at most {gap:.2%} above the cheapest on this mesh"
+        if math.isfinite(gap)
+        else f"{status}, no bound known"
+    )
+
+
+def machine_text(cluster: Cluster) -> str:
+    """The cluster in words."""
+    groups = getattr(cluster, "groups", None) or (cluster,)
+    hosts = " + ".join(
+        f"{_count(g.hosts, 'host')} with {g.devices_per_host} {g.device.name}"
+        + (f" of {bytes_text(g.device.memory_bytes)}" if math.isfinite(g.device.memory_bytes) else "")
+        for g in groups
+    )
+    return f"{_count(cluster.num_devices, 'device')}: {hosts}"
+
+
+def mesh_text(mesh: LogicalMesh) -> str:
+    """Axes with their sizes and links."""
+    return ", ".join(
+        f"{axis}={size} ({seconds_text(link.latency_seconds)}, {bytes_text(link.bytes_per_second)}/s)"
+        for axis, size, link in zip(mesh.axis_names, mesh.shape, mesh.links, strict=True)
+    )
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def _arguments(plan: Plan) -> Table:
+    values = [v for v in plan.values if v.role != "activation"]
+    merged = collapse_paths([(v.name, (v.role, v.shape, v.dtype, v.sharding)) for v in values])
+    rows, sizes = [], []
+    for path, (role, shape, dtype, sharding), count in merged:
+        each = local_bytes(shape, dtype, sharding, plan.mesh)
+        sizes.append(each * count)
+        rows.append((path, role, type_text(shape, dtype), str(sharding), str(count), bytes_text(each * count)))
+    rows, note = _largest(rows, sizes)
+    return Table(
+        "Arguments and results", ("path", "role", "type", "sharding", "arrays", "per device"), rows, (4, 5), note
+    )
+
+
+def _activations(plan: Plan) -> Table:
+    counts: dict[Value, int] = {}
+    for value in plan.values:
+        if value.role == "activation":
+            counts[value] = counts.get(value, 0) + 1
+    rows, sizes = [], []
+    for value, count in counts.items():
+        each = local_bytes(value.shape, value.dtype, value.sharding, plan.mesh)
+        sizes.append(each * count)
+        rows.append(
+            (value.name, type_text(value.shape, value.dtype), str(value.sharding), str(count), bytes_text(each))
+        )
+    rows, note = _largest(rows, sizes)
+    return Table(
+        "Activations that go through memory",
+        ("operation", "type", "sharding", "arrays", "each, per device"),
+        rows,
+        (3, 4),
+        note,
+    )
+
+
+def _collectives(plan: Plan) -> Table:
+    totals: dict[tuple[str, tuple[str, ...], str], list[float]] = {}
+    for c in plan.cost.collectives:
+        total = totals.setdefault((c.kind, c.axes, c.operation), [0, 0, 0.0])
+        total[0] += c.times
+        total[1] += c.times * c.bytes
+        total[2] += c.times * collective_seconds(c.kind, c.bytes, c.axes, plan.mesh)
+    order = sorted(totals.items(), key=lambda item: -item[1][2])
+    rows = [
+        (kind, ",".join(axes), str(times), bytes_text(num_bytes), seconds_text(seconds), operation)
+        for (kind, axes, operation), (times, num_bytes, seconds) in order
+    ]
+    note = "none: no device waits for another" if not rows else ""
+    if len(rows) > MAX_ROWS:
+        rest = sum(seconds for _, (_, _, seconds) in order[MAX_ROWS:])
+        note = f"and {len(rows) - MAX_ROWS} more, {seconds_text(rest)} together: plan.cost.collectives has them all"
+    return Table(
+        "Communication in one step",
+        ("collective", "axes", "times", "bytes", "seconds", "for"),
+        tuple(rows[:MAX_ROWS]),
+        (2, 3, 4),
+        note,
+    )
+
+
+def _largest(rows: list[tuple[str, ...]], sizes: list[int]) -> tuple[tuple[tuple[str, ...], ...], str]:
+    """The largest rows in their own order, and what was left out."""
+    if len(rows) <= MAX_ROWS:
+        return tuple(rows), ""
+    kept = sorted(sorted(range(len(rows)), key=lambda k: (-sizes[k], k))[:MAX_ROWS])
+    return tuple(rows[k] for k in kept), f"and {len(rows) - MAX_ROWS} smaller ones: plan.values has them all"
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    prefix: str
+    numbers: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.prefix}{{{numbers_text(self.numbers)}}}"
+
+
+def collapse_paths(entries: Iterable[tuple[str, Hashable]]) -> list[tuple[str, Hashable, int]]:
+    """Merge entries whose paths differ in numbers only and whose keys are equal.
+
+    Args:
+        entries: (path, key) in order.
+
+    Returns:
+        (path with number ranges, key, how many) in order of first appearance.
+    """
+    merged = [(tuple(path.split("/")), key, 1) for path, key in entries]
+    while True:
+        best: dict[object, list[int]] | None = None
+        for position in range(max((len(parts) for parts, _, _ in merged), default=0)):
+            groups: dict[object, list[int]] = {}
+            for k, (parts, key, _) in enumerate(merged):
+                number = _number(parts[position]) if position < len(parts) else None
+                rest = (position, parts[:position], number[0], parts[position + 1 :], key) if number else k
+                groups.setdefault(rest, []).append(k)
+            if best is None or len(groups) < len(best):
+                best = groups
+        if best is None or len(best) == len(merged):
+            return [("/".join(map(str, parts)), key, count) for parts, key, count in merged]
+        following = []
+        for group, members in best.items():
+            parts, key, count = merged[members[0]]
+            if len(members) > 1:
+                position = group[0]
+                found = [_number(merged[k][0][position]) for k in members]
+                parts = (*parts[:position], _Numbers(found[0][0], tuple(n for _, n in found)), *parts[position + 1 :])
+                count = sum(merged[k][2] for k in members)
+            following.append((parts, key, count))
+        merged = following
+
+
+def _number(part: object) -> tuple[str, int] | None:
+    match = re.fullmatch(r"(.*?)(0|[1-9][0-9]{0,8})", part) if isinstance(part, str) else None
+    return (match[1], int(match[2])) if match else None
+
+
+def numbers_text(numbers: Sequence[int]) -> str:
+    """Numbers as ranges: "0..3,7"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)
+
+
+def local_bytes(shape: Sequence[int], dtype: str, sharding: Sharding, mesh: LogicalMesh) -> int:
+    """Bytes of an array on one device."""
+    return math.prod(sharding.local_shape(shape, mesh)) * np.dtype(dtype).itemsize
+
+
+def type_text(shape: Sequence[int], dtype: str) -> str:
+    """Such as "float32[32,8]"."""
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Such as "4.1 kB", decimal prefixes."""
+    return (
+        f"{num_bytes:.0f} B"
+        if num_bytes < 1000
+        else _with_prefix(num_bytes / 1000, 1000, ("kB", "MB", "GB", "TB", "PB"))
+    )
+
+
+def seconds_text(seconds: float) -> str:
+    """Such as "1.25 ms"."""
+    return (
+        "0 s"
+        if seconds == 0
+        else _with_prefix(abs(seconds) * 1e9, 1000, ("ns", "us", "ms", "s"), "-" if seconds < 0 else "")
+    )
+
+
+def _with_prefix(number: float, step: int, names: Sequence[str], sign: str = "") -> str:
+    for name in names[:-1]:
+        if number < 0.9995 * step:
+            return f"{sign}{_three_digits(number)} {name}"
+        number /= step
+    return f"{sign}{_three_digits(number)} {names[-1]}"
+
+
+def _three_digits(number: float) -> str:
+    return f"{number:.{max(0, 2 - int(math.floor(math.log10(number))))}f}" if 1e-3 < number < 1e4 else f"{number:.3g}"

@@ -1,0 +1,74 @@
+"""Whether a plan still fits the step and the machine it is to run on, and if not, what changed.
+
+In:     the program as it is now, the cluster, a plan read from a file.
+Out:    nothing, or `StalePlanError`, whose `changed` has one line per difference.
+Method: fingerprints decide; the arguments' types and the machine in words, kept in the plan, tell what it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import jax
+
+from autopar.errors import StalePlanError
+from autopar.ir.trace import Program
+from autopar.mesh import Cluster
+from autopar.plan.fingerprint import cluster_fingerprint, program_fingerprint
+from autopar.plan.page import machine_text, type_text
+from autopar.plan.plan import Plan
+
+MAX_LINES = 8
+
+
+def check_fresh(program: Program, cluster: Cluster, plan: Plan) -> None:
+    """The plan must have been made for this program and this cluster.
+
+    Raises:
+        StalePlanError: It was not.
+    """
+    changed: list[str] = []
+    if plan.fingerprints.get("cluster") != cluster_fingerprint(cluster):
+        changed.append(_cluster_change(plan, cluster))
+    if plan.fingerprints.get("program") != program_fingerprint(program):
+        lines = list(_argument_changes(program, plan))
+        changed += lines[:MAX_LINES] + (
+            [f"and {len(lines) - MAX_LINES} more arguments"] if len(lines) > MAX_LINES else []
+        )
+        if not lines:
+            changed.append(_code_change(plan))
+    if changed:
+        raise StalePlanError(
+            "the plan is stale.",
+            given=f"a plan of `{plan.name}`, made by {plan.method} for {plan.machine or plan.mesh}",
+            wrong="\n".join(changed),
+            do="plan again, step.plan(...), and save that.",
+            changed=tuple(changed),
+        )
+
+
+def _cluster_change(plan: Plan, cluster: Cluster) -> str:
+    now = machine_text(cluster)
+    if now != plan.machine:
+        return f"cluster: planned for {plan.machine}; this is {now}"
+    return f"cluster: {now} as before, but its links or rates are stated otherwise"
+
+
+def _argument_changes(program: Program, plan: Plan) -> Iterator[str]:
+    was = {v.name: type_text(v.shape, v.dtype) for v in plan.values if v.role in ("state", "batch", "argument")}
+    leaves = zip(program.in_paths, program.jaxpr.invars[: program.num_args], strict=True)
+    now = {path: type_text(tuple(var.aval.shape), str(var.aval.dtype)) for path, var in leaves}
+    for path in dict.fromkeys((*was, *now)):
+        if path not in now:
+            yield f"{path}: {was[path]} in the plan, no argument now"
+        elif path not in was:
+            yield f"{path}: {now[path]}, not in the plan"
+        elif was[path] != now[path]:
+            yield f"{path}: {was[path]} in the plan, {now[path]} now"
+
+
+def _code_change(plan: Plan) -> str:
+    version = plan.fingerprints.get("jax", jax.__version__)
+    if version != jax.__version__:
+        return f"program: planned with JAX {version}, this is JAX {jax.__version__}, whose operations differ"
+    return f"program: `{plan.name}` has the same arguments, but computes something else: its code or a setting changed"
