@@ -1,0 +1,361 @@
+"""Why an argument or an operation is sharded as it is.
+
+In:     a plan with its planning problem in memory; the path of an argument, a glob, or part of an operation's name and
+        line.
+Out:    text: each alternative with the predicted step time if it is forced and everything else is chosen anew; what
+        forbids the others; who reads the value and the conversions that costs.
+Method: alternatives are solved (`alternatives.py`); conversions are read off the sharded program. Identical layers were
+        planned as one decision: forcing it forces all of them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+from autopar._jax import JaxprEqn, Literal, Var
+from autopar.cost import collective_seconds
+from autopar.errors import AutoparError
+from autopar.intra_op.graph import Node
+from autopar.intra_op.sharded import Body, Compute, Fused, Move, Region, describe, local_bytes, move_bytes, step_kind
+from autopar.intra_op.strategies import Strategy
+from autopar.ir.source import is_backward
+from autopar.ir.structure import trip_count
+from autopar.mesh import LogicalMesh, Sharding
+from autopar.plan.alternatives import Study
+from autopar.plan.page import Page, Table, bytes_text, collapse_paths, seconds_text, type_text
+from autopar.plan.plan import Plan
+from autopar.plan.text import page_text
+
+MAX_DECISIONS = 4
+MAX_FORBIDDEN = 6
+
+
+def explain(plan: Plan, path_or_op: str) -> str:
+    """Why this sharding.
+
+    Args:
+        plan: From `step.plan`, or from a file and compiled.
+        path_or_op: Path of an argument ("state/params/w"), its end ("params/w"), a glob, or part of an operation's name
+            and line ("dot_general at train.py:12").
+
+    Raises:
+        AutoparError: Nothing has this name, or the plan was read from a file and not compiled since.
+    """
+    if plan.origin is None:
+        raise AutoparError(
+            "this plan is not attached to a program.",
+            given=f"explain({path_or_op!r}) on a plan of `{plan.name}` read from a file",
+            wrong="the file holds what was decided, not the problem; alternatives cannot be costed without it.",
+            do="call compiled = step.compile(..., plan=plan) first, then compiled.plan.explain(...).",
+        )
+    study = Study(plan)
+    arguments = _matching_arguments(plan.origin.program.in_paths, path_or_op)
+    if arguments:
+        pages = list(_argument_pages(study, arguments))
+        what = "arguments"
+    else:
+        pages = list(_operation_pages(study, path_or_op))
+        what = "operations"
+    if not pages:
+        raise _unknown(plan, path_or_op)
+    texts = [page_text(make()) for make in pages[:MAX_DECISIONS]]
+    if len(pages) > MAX_DECISIONS:
+        texts.append(f"and {len(pages) - MAX_DECISIONS} more decisions over {what} with this name: ask for one of them")
+    return "\n\n".join(texts)
+
+
+def _matching_arguments(paths: Sequence[str], asked: str) -> list[int]:
+    """The argument of this path; else those whose path ends so; else those a glob matches."""
+    for matches in (
+        lambda path: path == asked,
+        lambda path: path.endswith("/" + asked),
+        lambda path: fnmatch.fnmatchcase(path, asked) or fnmatch.fnmatchcase(path, "*/" + asked),
+    ):
+        found = [k for k, path in enumerate(paths) if matches(path)]
+        if found:
+            return found
+    return []
+
+
+def _unknown(plan: Plan, asked: str) -> AutoparError:
+    paths = list(plan.origin.program.in_paths)
+    operations = list(dict.fromkeys(_name(n) for n in plan.origin.sharded.graph.nodes if n.kind == "op"))
+    near = difflib.get_close_matches(asked, paths + operations, n=5, cutoff=0.4)
+    if not near:  # the end of a path may be right while its beginning is not
+        near = [path for path in paths if path.rpartition("/")[2] == asked.rpartition("/")[2]][:5]
+    return AutoparError(
+        "there is no such argument or operation.",
+        given=f"explain({asked!r})",
+        wrong=f"`{plan.name}` has {len(paths)} arguments and {len(operations)} different operations, none so named.",
+        do=f"did you mean {', '.join(near)}?"
+        if near
+        else f"name one such as {', '.join(paths[:4])}; print(plan) has them all.",
+        near=tuple(near),
+    )
+
+
+# Arguments
+
+
+def _argument_pages(study: Study, arguments: Sequence[int]) -> Iterator[Callable[[], Page]]:
+    by_class: dict[int, list[int]] = {}
+    for k in arguments:
+        by_class.setdefault(study.class_of[study.graph.inputs[k]], []).append(k)
+    for number, members in by_class.items():
+        yield lambda number=number, members=members: _argument_page(study, number, members)
+
+
+def _argument_page(study: Study, number: int, asked: Sequence[int]) -> Page:
+    first = asked[0]
+    node = study.graph.nodes[study.graph.inputs[first]]
+    shape, dtype = tuple(node.var.aval.shape), node.var.aval.dtype
+    chosen = node.shardings[study.chosen[number]]
+    tied = [
+        k for k, index in enumerate(study.graph.inputs[: study.program.num_args]) if study.class_of[index] == number
+    ]
+    paths = [study.program.in_paths[k] for k in tied]
+    facts = [
+        ("type", type_text(shape, str(dtype))),
+        ("sharding", f"{chosen}, {bytes_text(local_bytes(node.var, chosen, study.mesh))} on each device"),
+        ("step time", f"{seconds_text(study.base)} predicted"),
+    ]
+    if len(paths) > 1:
+        facts.append(("one decision", ", ".join(path for path, _, _ in collapse_paths([(p, "") for p in paths]))))
+    outcomes = study.outcomes(number)
+    rows = []
+    for outcome in outcomes:
+        sharding = node.shardings[outcome.choice]
+        seconds, text = study.compared(outcome) if rows else (seconds_text(study.base), "chosen")
+        rows.append((str(sharding), bytes_text(local_bytes(node.var, sharding, study.mesh)), seconds, text))
+    alternatives = Table(
+        "Alternatives: the whole step if this is forced and everything else chosen anew",
+        ("sharding", "per device", "step time", "against the plan"),
+        tuple(rows),
+        (1, 2),
+        study.unsolved(number, len(outcomes)),
+    )
+    title = collapse_paths([(study.program.in_paths[k], "") for k in asked])
+    return Page(
+        ", ".join(path for path, _, _ in title),
+        tuple(facts),
+        (
+            alternatives,
+            _forbidden_shardings(study, number, node),
+            _readers_table(study, node.var),
+            *_new_value_tables(study, first),
+        ),
+    )
+
+
+def _forbidden_shardings(study: Study, number: int, node: Node) -> Table:
+    """Every other way to lay the array out, by what forbids it."""
+    shape, sizes = tuple(node.var.aval.shape), study.mesh.axis_sizes
+    by_reason: dict[str, list[str]] = {}
+    listed = set(node.shardings)
+    wide = [axis for axis, size in sizes.items() if size > 1]
+    for places in itertools.product([None, *range(len(shape))], repeat=len(wide)):
+        dims = tuple(tuple(a for a, place in zip(wide, places, strict=True) if place == d) for d in range(len(shape)))
+        uneven = [d for d, axes in enumerate(dims) if shape[d] % math.prod(sizes[a] for a in axes)]
+        if uneven and Sharding(dims) not in listed:
+            dim, axes = uneven[0], dims[uneven[0]]
+            reason = f"dim {dim} has length {shape[dim]}, which {','.join(axes)} does not divide"
+            by_reason.setdefault(reason, []).append(str(Sharding(dims)))
+    return _forbidden(study, number, "sharding", [str(s) for s in node.shardings], by_reason)
+
+
+def _forbidden_strategies(study: Study, number: int, node: Node) -> Table:
+    by_reason: dict[str, list[str]] = {}
+    for axis, size in study.mesh.axis_sizes.items():
+        for factor in node.rule.splittable():
+            if node.rule.sizes[factor] % size:
+                reason = f"{factor} has length {node.rule.sizes[factor]}, which {axis} does not divide"
+                by_reason.setdefault(reason, []).append(f"{axis}: {factor}")
+    names = [f"({_strategy_text(s, study.mesh)})" for s in node.strategies]
+    return _forbidden(study, number, "axis: factor", names, by_reason)
+
+
+def _forbidden(study: Study, number: int, what: str, names: Sequence[str], impossible: dict[str, list[str]]) -> Table:
+    """What the user or the method forbids, with its cost were it free; and what cannot be (`impossible`, by reason)."""
+    rows: list[tuple[str, ...]] = []
+    masked = [k for k, ok in enumerate(study.allowed(number)) if not ok]
+    reason = study.forbidden_by(number)
+    if masked and reason:
+        lifted = study.lifted_outcomes(number)
+        for outcome in lifted:
+            seconds, against = study.compared(outcome)
+            rows.append((names[outcome.choice], reason, against if outcome.why_not else f"{seconds}, {against}"))
+        solved = {outcome.choice for outcome in lifted}
+        masked = [k for k in masked if k not in solved]
+    if masked:
+        rows.append(
+            (_some([names[k] for k in masked]), reason or "it would communicate in a loop of unknown length", "")
+        )
+    rows += [(_some(found), reason, "") for reason, found in impossible.items()]
+    return Table("Forbidden", (what, "by", "step time without that"), tuple(rows), (), "" if rows else "nothing")
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_FORBIDDEN} more" if len(names) > MAX_FORBIDDEN else ""
+    return "  ".join(names[:MAX_FORBIDDEN]) + more
+
+
+def _readers_table(study: Study, var: Var) -> Table:
+    rows = []
+    for reader, asks, at_each_turn in _readers(study.sharded.body, var):
+        rows.append((reader, str(asks), f"{at_each_turn} times" if at_each_turn > 1 else "once"))
+    conversions = list(_conversions(study.sharded.body, var, study.mesh))
+    counted = {row: rows.count(row) for row in rows}
+    return Table(
+        "Read by",
+        ("operation", "in this sharding", "runs"),
+        tuple((f"{row[0]} ({n} of them)" if n > 1 else row[0], *row[1:]) for row, n in counted.items()),
+        (),
+        "converted: " + "\n".join(conversions)
+        if conversions
+        else "no conversion needed"
+        if rows
+        else "nothing reads it",
+    )
+
+
+def _new_value_tables(study: Study, argument: int) -> Iterator[Table]:
+    """For state: where its new value comes from, and what it takes to have it in the old one's sharding."""
+    body = study.sharded.body
+    for output, source in study.roles.aliases.items():
+        atom, sharding = body.outputs[output]
+        if source != argument or isinstance(atom, Literal):
+            continue
+        made = next(
+            (
+                (describe(i.eqn), _result_sharding(i, atom))
+                for i in body.instructions
+                if isinstance(i, Compute | Region) and atom in i.eqn.outvars
+            ),
+            None,
+        )
+        conversions = list(_conversions(body, atom, study.mesh))
+        rows = ((made[0], str(made[1]), str(sharding)),) if made else ()
+        note = (
+            "converted: " + "\n".join(conversions)
+            if conversions
+            else "no conversion needed"
+            if made
+            else "it comes back as it is"
+        )
+        yield Table("Its new value", ("made by", "as", "kept as"), rows, (), note)
+
+
+def _result_sharding(instruction: Compute | Region, var: Var) -> Sharding:
+    results = instruction.strategy.results if isinstance(instruction, Compute) else instruction.results
+    return results[list(instruction.eqn.outvars).index(var)]
+
+
+def _readers(body: Body, var: Var, times: int = 1) -> Iterator[tuple[str, Sharding, int]]:
+    """Operations that read a value; loops are looked into."""
+    for instruction in body.instructions:
+        match instruction:
+            case Compute(eqn, _, strategy):
+                for atom, sharding in zip(eqn.invars, strategy.operands, strict=True):
+                    if atom is var:
+                        yield _described(eqn), sharding, times
+            case Region(eqn, operands, _, bodies):
+                is_scan = eqn.primitive.name == "scan"
+                for k, (atom, sharding) in enumerate(zip(eqn.invars, operands, strict=True)):
+                    if atom is var and is_scan:
+                        yield from _readers(bodies[0], bodies[0].inputs[k][0], times * trip_count(eqn))
+                    elif atom is var:
+                        yield _described(eqn), sharding, times
+
+
+def _conversions(body: Body, var: Var, mesh: LogicalMesh, times: int = 1) -> Iterator[str]:
+    """What is communicated to have a value in another sharding, one line each."""
+    for instruction in body.instructions:
+        match instruction:
+            case Move():
+                if instruction.var is var:
+                    yield _move_text(instruction, mesh, times, 0)
+            case Fused(moves):
+                yield from (_move_text(m, mesh, times, len(moves) - 1) for m in moves if m.var is var)
+            case Region(eqn, _, _, bodies) if eqn.primitive.name == "scan":
+                for k, atom in enumerate(eqn.invars):
+                    if atom is var:
+                        yield from _conversions(bodies[0], bodies[0].inputs[k][0], mesh, times * trip_count(eqn))
+
+
+def _move_text(move: Move, mesh: LogicalMesh, times: int, companions: int) -> str:
+    text = f"{move.source} to {move.target} for {move.reader}: "
+    kind = step_kind(move.step)
+    if kind is None:
+        return text + "each device keeps its part, no communication"
+    num_bytes = move_bytes(move, mesh)
+    seconds = collective_seconds(kind, num_bytes, move.step.axes, mesh)
+    text += f"{kind} over {','.join(move.step.axes)}, {bytes_text(num_bytes)}, {seconds_text(seconds)}"
+    return (
+        text
+        + (f", {times} times" if times > 1 else "")
+        + (f", in one message with {companions} others" if companions else "")
+    )
+
+
+# Operations
+
+
+def _described(eqn: JaxprEqn) -> str:
+    return describe(eqn) + (", backward" if is_backward(eqn) else "")
+
+
+def _name(node: Node) -> str:
+    return _described(node.eqn)
+
+
+def _operation_pages(study: Study, asked: str) -> Iterator[Callable[[], Page]]:
+    by_class: dict[int, list[Node]] = {}
+    for node in study.graph.nodes:
+        if node.kind == "op" and (asked in _name(node) or fnmatch.fnmatchcase(_name(node), asked)):
+            by_class.setdefault(study.class_of[node.index], []).append(node)
+    for number, nodes in by_class.items():
+        yield lambda number=number, nodes=nodes: _operation_page(study, number, nodes)
+
+
+def _operation_page(study: Study, number: int, nodes: Sequence[Node]) -> Page:
+    node = nodes[0]
+    chosen = node.strategies[study.chosen[number]]
+    types = ", ".join(type_text(tuple(v.aval.shape), str(v.aval.dtype)) for v in node.eqn.invars)
+    facts = [
+        ("operands", types),
+        ("factors", f"{node.rule}  with " + ", ".join(f"{f}={n}" for f, n in node.rule.sizes.items())),
+        ("strategy", f"{_strategy_text(chosen, study.mesh)}: {_shardings_text(chosen)}"),
+        ("step time", f"{seconds_text(study.base)} predicted"),
+    ]
+    if len(nodes) > 1:
+        facts.append(("one decision", f"{len(nodes)} such operations, planned alike"))
+    outcomes = study.outcomes(number)
+    rows = []
+    for outcome in outcomes:
+        strategy = node.strategies[outcome.choice]
+        seconds, text = study.compared(outcome) if rows else (seconds_text(study.base), "chosen")
+        rows.append((_strategy_text(strategy, study.mesh), _shardings_text(strategy), seconds, text))
+    alternatives = Table(
+        "Alternatives: the whole step if this is forced and everything else chosen anew",
+        ("axis: factor", "operands -> results", "step time", "against the plan"),
+        tuple(rows),
+        (2,),
+        study.unsolved(number, len(outcomes)),
+    )
+    return Page(_name(node), tuple(facts), (alternatives, _forbidden_strategies(study, number, node)))
+
+
+def _strategy_text(strategy: Strategy, mesh: LogicalMesh) -> str:
+    words = {"-": "idle"}
+    return ", ".join(
+        f"{axis}: {words.get(what, f'partial sums {what}' if what[0] == '+' else what)}"
+        for axis, what in zip(mesh.axis_names, strategy.choice, strict=True)
+    )
+
+
+def _shardings_text(strategy: Strategy) -> str:
+    return f"{' '.join(map(str, strategy.operands))} -> {' '.join(map(str, strategy.results))}"
