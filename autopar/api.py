@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from autopar.errors import NotBuiltYetError, StructureChangedError
-from autopar.ir.state import Roles, argument_slices, find_roles
+from autopar.errors import AutoparError, ClusterError, NotBuiltYetError, StructureChangedError
+from autopar.ir.state import Roles, find_roles
 from autopar.ir.trace import Program, trace_step
 from autopar.mesh import Cluster
+from autopar.plan.arguments import check_arguments
 from autopar.plan.methods import Auto, Method
 from autopar.plan.plan import Plan
 from autopar.plan.planner import make_plan, restore
@@ -57,6 +57,7 @@ def parallelize(
         return functools.partial(parallelize, cluster=cluster, method=method, batch_argnums=batch_argnums,
                                  donate_argnums=donate_argnums, static_argnums=static_argnums,
                                  static_argnames=static_argnames, runtime=runtime)
+    _check_method(method, cluster)
     if runtime not in (None, "local"):
         raise NotBuiltYetError("this runtime is not built yet.", given=f"runtime={runtime!r}",
                                wrong="this version runs in this process only.", do="leave `runtime` out.", feature="runtime")
@@ -80,11 +81,12 @@ class CompiledStep:
         self._has_keys = any(program.key_inputs) or any(program.key_outputs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step. Static arguments are left out, as with `jax.stages.Compiled`."""
-        leaves, tree = jax.tree.flatten((args, kwargs))
-        if tree != self.program.in_tree:
-            raise _changed(self.program, tree)
-        return self.run(leaves)
+        """Run one step. Static arguments are left out, as with `jax.stages.Compiled`.
+
+        Raises:
+            StructureChangedError: These are not arguments it was compiled for.
+        """
+        return self.run(check_arguments(self.program, args, kwargs))
 
     def run(self, leaves: list[Any]) -> Any:
         """Run one step on flat argument leaves."""
@@ -124,7 +126,7 @@ class ParallelStep:
         try:
             key = (tree, static, tuple([(x.shape, x.dtype) for x in leaves]))
         except AttributeError:  # Python numbers among the leaves
-            key = (tree, static, tuple([(jax.numpy.shape(x), jax.dtypes.result_type(x)) for x in leaves]))
+            key = (tree, static, tuple([_type_of(x) for x in leaves]))
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self.compile(*args, **kwargs)
@@ -225,8 +227,21 @@ class ParallelStep:
         return plan
 
 
-def _changed(program: Program, tree: Any) -> StructureChangedError:
-    return StructureChangedError(
-        "the arguments have another structure than the ones compiled for.", given=str(tree),
-        wrong=f"`{program.name}` was compiled for {program.in_tree}.", do="call step(...), which compiles for new structures.",
-        path="")
+def _type_of(leaf: Any) -> Any:
+    """What of a leaf the compiled step depends on; of a leaf that is no array its class, tracing then says what is wrong."""
+    try:
+        return jax.numpy.shape(leaf), jax.dtypes.result_type(leaf)
+    except (TypeError, ValueError):
+        return type(leaf)
+
+
+def _check_method(method: Any, cluster: Any) -> None:
+    if method is not None and not isinstance(method, Method):
+        name = getattr(method, "__name__", None)
+        raise AutoparError("unknown method.", given=f"method={name or repr(method)}",
+                           wrong=f"it is of type {type(method).__name__}, no method of autopar.",
+                           do=f"pass {name}(...), an instance." if isinstance(method, type) and issubclass(method, Method)
+                           else "pass Auto(), ShardParallel(...) or DataParallel(...).")
+    if cluster is not None and not isinstance(cluster, Cluster):
+        raise ClusterError("unknown cluster.", given=f"cluster={cluster!r}", wrong=f"it is of type {type(cluster).__name__}, not Cluster.",
+                           do='pass Cluster.local(), Cluster.of("8x8 h100") or Cluster(hosts=, devices_per_host=, ...).')

@@ -9,16 +9,18 @@ Method: every logical mesh that the method allows is solved; the cheapest wins, 
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import fnmatch
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
+from jax.sharding import PartitionSpec
 
 from autopar._jax import Literal
 from autopar.debug import dump
-from autopar.errors import AutoparError, BatchError, ConstraintError, DeviceCountError, PlanFileError
+from autopar.errors import AutoparError, BatchError, ConstraintError, DeviceCountError, InfeasibleError, PlanFileError
 from autopar.intra_op.costs import build_problem, stored_values
 from autopar.intra_op.graph import Graph, build_graph
 from autopar.intra_op.problem import Solution
@@ -32,7 +34,7 @@ from autopar.ir.trace import Program
 from autopar.mesh import Cluster, LogicalMesh, Sharding, logical_meshes
 from autopar.plan.fingerprint import cluster_fingerprint, program_fingerprint
 from autopar.plan.methods import Auto, DataParallel, Method, ShardParallel
-from autopar.plan.page import machine_text
+from autopar.plan.page import machine_text, mesh_text
 from autopar.plan.plan import Cost, Plan, Run, Stage, Submesh, Value
 
 Report = Callable[[str], None]
@@ -98,7 +100,9 @@ def _restrict(program: Program, roles: Roles, method: Method, mesh: LogicalMesh,
     if isinstance(method, DataParallel):
         check_batch(program, roles, mesh)
         restrict_to_data_parallel(program.jaxpr, graph, roles.batch, roles.state, method.zero, allowed)
-    pin_inputs(graph, _pins(program, method), program.in_paths, allowed)
+    for pins in _pins(program, method):
+        pin_inputs(graph, pins, program.in_paths, allowed)
+    _check_pinned(program, method, mesh, graph, allowed)
 
 
 def candidate_meshes(cluster: Cluster, method: Method) -> list[LogicalMesh]:
@@ -151,17 +155,57 @@ def check_batch(program: Program, roles: Roles, mesh: LogicalMesh) -> None:
                 do="change the batch size, or use Auto(), which splits other dims where the batch does not divide.", size=size)
 
 
-def _pins(program: Program, method: Method) -> dict[int, tuple[str, object]]:
-    pins: dict[int, tuple[str, object]] = {}
+def _pins(program: Program, method: Method) -> list[dict[int, tuple[str, object]]]:
+    """Per constraint, the inputs it pins: position -> (what the user wrote, spec)."""
+    pins = []
     for glob, spec in method.options().constraints.items():
+        _check_spec(glob, spec)
         found = [k for k, path in enumerate(program.in_paths) if fnmatch.fnmatchcase(path, glob)]
         if not found:
-            near = ", ".join(program.in_paths[:6]) + (", ..." if len(program.in_paths) > 6 else "")
-            raise ConstraintError("a constraint names no argument.", given=f"constraints={{{glob!r}: {spec}}}",
-                                  wrong=f"no argument's path matches; there are {near}.",
-                                  do="use one of these paths, or a glob over them.", path=glob, spec=spec)
-        pins.update({k: (glob, spec) for k in found})
+            near = difflib.get_close_matches(glob, program.in_paths, n=6, cutoff=0.5) or program.in_paths[:6]
+            raise ConstraintError(
+                "a constraint names no argument.", given=f"constraints={{{glob!r}: {spec}}}",
+                wrong=f"none of the {len(program.in_paths)} arguments has a path that matches; there are {', '.join(near)}"
+                      + (", ..." if len(near) < len(program.in_paths) else "") + ".",
+                do="use one of the paths (print(step.plan(...)) without the constraint lists them), or a glob over them.",
+                path=glob, spec=spec)
+        pins.append({k: (glob, spec) for k in found})
     return pins
+
+
+def _check_spec(glob: str, spec: object) -> None:
+    problem = ""
+    if not isinstance(spec, PartitionSpec | tuple | list):
+        problem = f"{spec!r} is of type {type(spec).__name__}, not PartitionSpec."
+    else:
+        named = [axis for entry in spec if isinstance(entry, str | tuple | list)
+                 for axis in ((entry,) if isinstance(entry, str) else entry)]
+        twice = [axis for k, axis in enumerate(named) if axis in named[:k]]
+        if twice:
+            problem = f"it names axis {twice[0]!r} twice; an axis can split one dim."
+    if problem:
+        raise ConstraintError("a constraint is no way to split an array.", given=f"constraints={{{glob!r}: {spec!r}}}", wrong=problem,
+                              do="pass jax.sharding.PartitionSpec, one entry per dim: None, an axis, or a tuple of axes.",
+                              path=glob, spec=spec)
+
+
+def _check_pinned(program: Program, method: Method, mesh: LogicalMesh, graph: Graph, allowed: Allowed) -> None:
+    """Every argument must have a sharding left.
+
+    Raises:
+        InfeasibleError: Names the pins on one argument that contradict each other or the method.
+    """
+    for k, path in enumerate(program.in_paths):
+        mask = allowed.masks.get(graph.inputs[k])
+        if mask is not None and not mask.any():
+            reasons = list(allowed.reasons.get(graph.inputs[k], ()))
+            if isinstance(method, DataParallel):
+                reasons.append(f"method=DataParallel(zero={method.zero})")
+            raise InfeasibleError(
+                "the pins on an argument contradict each other or the method.", given="\n".join(reasons),
+                wrong=f"no sharding of {path}, of shape {tuple(program.in_avals[k].shape)} on the mesh "
+                      f"{mesh_text(mesh)}, keeps all of them.",
+                do="drop one of them, or choose another method or mesh.", constraint=reasons[0], path=path)
 
 
 def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, plan: Plan) -> Plan:

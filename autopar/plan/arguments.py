@@ -1,0 +1,93 @@
+"""Whether arguments are those a step was compiled for, and if not, which differ.
+
+In:     the traced program, flat argument leaves and their tree.
+Out:    nothing, or `StructureChangedError` that names the argument's path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.errors import StructureChangedError
+from autopar.ir.state import argument_slices
+from autopar.ir.trace import Program
+from autopar.plan.page import type_text
+
+MAX_LINES = 6
+
+
+def check_arguments(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The flat leaves of arguments that are as they were when the step was compiled.
+
+    Raises:
+        StructureChangedError: They have another structure, shape or dtype; says which.
+    """
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    if tree != program.in_tree or not all(_has_type(x, aval) for x, aval in zip(leaves, program.in_avals, strict=True)):
+        raise _changed(program, args, kwargs)
+    return leaves
+
+
+def _has_type(leaf: Any, aval: Any) -> bool:
+    # A Python number takes any dtype, and 64 bits of NumPy become 32 where JAX has no 64, as in `jax.jit`.
+    dtype = getattr(leaf, "dtype", aval.dtype)
+    if dtype != aval.dtype and isinstance(leaf, np.ndarray | np.generic):
+        dtype = jax.dtypes.canonicalize_dtype(dtype)
+    return np.shape(leaf) == tuple(aval.shape) and dtype == aval.dtype
+
+
+def _changed(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StructureChangedError:
+    was = {
+        path: type_text(aval.shape, str(aval.dtype))
+        for path, aval in zip(program.in_paths, program.in_avals, strict=True)
+    }
+    now = dict(_types(program, args, kwargs))
+    lines = [
+        (path, _difference(path, was.get(path), now.get(path)))
+        for path in dict.fromkeys((*was, *now))
+        if was.get(path) != now.get(path)
+    ]
+    if not lines:
+        lines = [
+            ("", f"the containers differ: compiled for {program.in_tree}, given {jax.tree.structure((args, kwargs))}.")
+        ]
+    more = [f"and {len(lines) - MAX_LINES} more."] if len(lines) > MAX_LINES else []
+    return StructureChangedError(
+        f"the arguments are not those `{program.name}` was compiled for.",
+        given="\n".join([line for _, line in lines[:MAX_LINES]] + more),
+        wrong="a compiled step runs for one structure, one set of shapes and dtypes.",
+        do="pass such arguments, or call the step itself, which plans and compiles for new ones.",
+        path=lines[0][0],
+    )
+
+
+def _difference(path: str, was: str | None, now: str | None) -> str:
+    if now is None:
+        return f"{path} is missing; it was {was}."
+    return f"{path} is {now}; it was {was}." if was else f"{path} is {now}; there was no such argument."
+
+
+def _types(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, str]]:
+    """Path and type of each leaf; arguments are named as in the program where there are as many."""
+    slices: Sequence[tuple[int, int]] = argument_slices(program)
+    known = [
+        program.in_paths[start].split("/")[0] if start < stop else f"argument {n}"
+        for n, (start, stop) in enumerate(slices)
+    ]
+    found = []
+    for path, leaf in jax.tree_util.tree_flatten_with_path((args, kwargs))[0]:
+        half, argument, *rest = path
+        if half.idx == 1:
+            name = argument.key
+        else:
+            name = known[argument.idx] if argument.idx < len(known) else f"argument {argument.idx}"
+        text = "/".join([name, *(jax.tree_util.keystr((key,), simple=True) for key in rest)])
+        if text.removesuffix("/value") in program.in_paths:
+            text = text.removesuffix("/value")
+        dtype = getattr(leaf, "dtype", None)
+        found.append((text, type_text(np.shape(leaf), str(jax.dtypes.result_type(leaf) if dtype is None else dtype))))
+    return found
