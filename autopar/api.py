@@ -162,6 +162,16 @@ class ParallelStep:
         executable = compile_program(sharded.body, plan.mesh, devices, avals, roles.donated, program.name)
         return CompiledStep(program, plan, executable)
 
+    def attach(self, *args: Any, plan: Plan, **kwargs: Any) -> Plan:
+        """A plan read from a file, attached to this step: it can `explain`, and its shardings are a pytree. Runs nothing.
+
+        Raises:
+            StalePlanError: `plan` was made for another program or cluster; says what changed.
+            PlanFileError: The choices in `plan` are not those of this step.
+        """
+        program, roles = self._trace(args, kwargs)
+        return self._attach(program, roles, plan)
+
     def create_state(self, init_fn: Callable[..., Any], *args: Any, example: tuple[Any, ...] | None = None) -> Any:
         """Run `init_fn(*args)` so that every array is born in the sharding the plan wants.
 

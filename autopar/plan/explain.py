@@ -16,19 +16,17 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 
-from autopar._jax import JaxprEqn, Literal, Var
-from autopar.cost import collective_seconds
+from autopar._jax import Literal, Var
 from autopar.errors import AutoparError
 from autopar.intra_op.graph import Node
-from autopar.intra_op.sharded import Body, Compute, Fused, Move, Region, describe, local_bytes, move_bytes, step_kind
+from autopar.intra_op.sharded import Compute, Region, describe, local_bytes
 from autopar.intra_op.strategies import Strategy
-from autopar.ir.source import is_backward
-from autopar.ir.structure import trip_count
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.plan.alternatives import Study
 from autopar.plan.page import Page, Table, bytes_text, collapse_paths, seconds_text, type_text
 from autopar.plan.plan import Plan
 from autopar.plan.text import page_text
+from autopar.plan.uses import conversions, describe_phase, readers, result_sharding
 
 MAX_DECISIONS = 4
 MAX_FORBIDDEN = 6
@@ -205,21 +203,21 @@ def _some(names: Sequence[str]) -> str:
 
 def _readers_table(study: Study, var: Var) -> Table:
     rows = []
-    for reader, asks, at_each_turn in _readers(study.sharded.body, var):
+    for reader, asks, at_each_turn in readers(study.sharded.body, var):
         rows.append((reader, str(asks), f"{at_each_turn} times" if at_each_turn > 1 else "once"))
-    conversions = list(_conversions(study.sharded.body, var, study.mesh))
+    moves = list(conversions(study.sharded.body, var, study.mesh))
     counted = {row: rows.count(row) for row in rows}
     return Table(
         "Read by",
         ("operation", "in this sharding", "runs"),
         tuple((f"{row[0]} ({n} of them)" if n > 1 else row[0], *row[1:]) for row, n in counted.items()),
         (),
-        "converted: " + "\n".join(conversions)
-        if conversions
-        else "no conversion needed"
-        if rows
-        else "nothing reads it",
+        _moves_text(moves, "no conversion needed" if rows else "nothing reads it"),
     )
+
+
+def _moves_text(moves: Sequence[str], none: str) -> str:
+    return "\n".join(["converted", *moves]) if moves else none
 
 
 def _new_value_tables(study: Study, argument: int) -> Iterator[Table]:
@@ -231,85 +229,23 @@ def _new_value_tables(study: Study, argument: int) -> Iterator[Table]:
             continue
         made = next(
             (
-                (describe(i.eqn), _result_sharding(i, atom))
+                (describe(i.eqn), result_sharding(i, atom))
                 for i in body.instructions
                 if isinstance(i, Compute | Region) and atom in i.eqn.outvars
             ),
             None,
         )
-        conversions = list(_conversions(body, atom, study.mesh))
+        moves = list(conversions(body, atom, study.mesh))
         rows = ((made[0], str(made[1]), str(sharding)),) if made else ()
-        note = (
-            "converted: " + "\n".join(conversions)
-            if conversions
-            else "no conversion needed"
-            if made
-            else "it comes back as it is"
-        )
+        note = _moves_text(moves, "no conversion needed" if made else "it comes back as it is")
         yield Table("Its new value", ("made by", "as", "kept as"), rows, (), note)
-
-
-def _result_sharding(instruction: Compute | Region, var: Var) -> Sharding:
-    results = instruction.strategy.results if isinstance(instruction, Compute) else instruction.results
-    return results[list(instruction.eqn.outvars).index(var)]
-
-
-def _readers(body: Body, var: Var, times: int = 1) -> Iterator[tuple[str, Sharding, int]]:
-    """Operations that read a value; loops are looked into."""
-    for instruction in body.instructions:
-        match instruction:
-            case Compute(eqn, _, strategy):
-                for atom, sharding in zip(eqn.invars, strategy.operands, strict=True):
-                    if atom is var:
-                        yield _described(eqn), sharding, times
-            case Region(eqn, operands, _, bodies):
-                is_scan = eqn.primitive.name == "scan"
-                for k, (atom, sharding) in enumerate(zip(eqn.invars, operands, strict=True)):
-                    if atom is var and is_scan:
-                        yield from _readers(bodies[0], bodies[0].inputs[k][0], times * trip_count(eqn))
-                    elif atom is var:
-                        yield _described(eqn), sharding, times
-
-
-def _conversions(body: Body, var: Var, mesh: LogicalMesh, times: int = 1) -> Iterator[str]:
-    """What is communicated to have a value in another sharding, one line each."""
-    for instruction in body.instructions:
-        match instruction:
-            case Move():
-                if instruction.var is var:
-                    yield _move_text(instruction, mesh, times, 0)
-            case Fused(moves):
-                yield from (_move_text(m, mesh, times, len(moves) - 1) for m in moves if m.var is var)
-            case Region(eqn, _, _, bodies) if eqn.primitive.name == "scan":
-                for k, atom in enumerate(eqn.invars):
-                    if atom is var:
-                        yield from _conversions(bodies[0], bodies[0].inputs[k][0], mesh, times * trip_count(eqn))
-
-
-def _move_text(move: Move, mesh: LogicalMesh, times: int, companions: int) -> str:
-    text = f"{move.source} to {move.target} for {move.reader}: "
-    kind = step_kind(move.step)
-    if kind is None:
-        return text + "each device keeps its part, no communication"
-    num_bytes = move_bytes(move, mesh)
-    seconds = collective_seconds(kind, num_bytes, move.step.axes, mesh)
-    text += f"{kind} over {','.join(move.step.axes)}, {bytes_text(num_bytes)}, {seconds_text(seconds)}"
-    return (
-        text
-        + (f", {times} times" if times > 1 else "")
-        + (f", in one message with {companions} others" if companions else "")
-    )
 
 
 # Operations
 
 
-def _described(eqn: JaxprEqn) -> str:
-    return describe(eqn) + (", backward" if is_backward(eqn) else "")
-
-
 def _name(node: Node) -> str:
-    return _described(node.eqn)
+    return describe_phase(node.eqn)
 
 
 def _operation_pages(study: Study, asked: str) -> Iterator[Callable[[], Page]]:

@@ -246,12 +246,17 @@ def _plan(entry: _Entry) -> Plan:
         cost=_cost(entry["cost"], entry["collectives"].items(lambda e: _collective(e, mesh))),
         values=values,
         streams={index: tuple(runs) for index, runs in streams.items()},
-        alternatives=entry["alternatives"].items(lambda e: e.items(_Entry.text, 2)),
+        alternatives=entry["alternatives"].items(_pair),
         choices=entry["choices"].items(_Entry.count),
         fingerprints={key: fingerprints[key].text() for key in fingerprints.value},
         machine=entry["machine"].text(),
         budget_bytes=entry["budget_bytes"].number(),
     )
+
+
+def _pair(entry: _Entry) -> tuple[str, str]:
+    first, second = entry.items(_Entry.text, 2)
+    return first, second
 
 
 def _stage(entry: _Entry) -> Stage:

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from autopar.plan.plan import Plan, Value
 
 MAX_ROWS = 32
 """Longer tables show their largest rows."""
+_Key = TypeVar("_Key", bound=Hashable)
 ARGUMENT_ROLES = ("state", "batch", "argument", "constant")
 
 
@@ -120,9 +122,9 @@ def _arguments(plan: Plan) -> Table:
         each = local_bytes(shape, dtype, sharding, plan.mesh)
         sizes.append(each * count)
         rows.append((path, role, type_text(shape, dtype), str(sharding), str(count), bytes_text(each * count)))
-    rows, note = _largest(rows, sizes)
+    largest, note = _largest(rows, sizes)
     return Table(
-        "Arguments and results", ("path", "role", "type", "sharding", "arrays", "per device"), rows, (4, 5), note
+        "Arguments and results", ("path", "role", "type", "sharding", "arrays", "per device"), largest, (4, 5), note
     )
 
 
@@ -138,11 +140,11 @@ def _activations(plan: Plan) -> Table:
         rows.append(
             (value.name, type_text(value.shape, value.dtype), str(value.sharding), str(count), bytes_text(each))
         )
-    rows, note = _largest(rows, sizes)
+    largest, note = _largest(rows, sizes)
     return Table(
         "Activations that go through memory",
         ("operation", "type", "sharding", "arrays", "each, per device"),
-        rows,
+        largest,
         (3, 4),
         note,
     )
@@ -173,7 +175,7 @@ def _collectives(plan: Plan) -> Table:
     )
 
 
-def _largest(rows: list[tuple[str, ...]], sizes: list[int]) -> tuple[tuple[tuple[str, ...], ...], str]:
+def _largest(rows: Sequence[tuple[str, ...]], sizes: Sequence[int]) -> tuple[tuple[tuple[str, ...], ...], str]:
     """The largest rows in their own order, and what was left out."""
     if len(rows) <= MAX_ROWS:
         return tuple(rows), ""
@@ -190,7 +192,10 @@ class _Numbers:
         return f"{self.prefix}{{{numbers_text(self.numbers)}}}"
 
 
-def collapse_paths(entries: Iterable[tuple[str, Hashable]]) -> list[tuple[str, Hashable, int]]:
+_Parts = tuple[str | _Numbers, ...]
+
+
+def collapse_paths(entries: Iterable[tuple[str, _Key]]) -> list[tuple[str, _Key, int]]:
     """Merge entries whose paths differ in numbers only and whose keys are equal.
 
     Args:
@@ -199,33 +204,38 @@ def collapse_paths(entries: Iterable[tuple[str, Hashable]]) -> list[tuple[str, H
     Returns:
         (path with number ranges, key, how many) in order of first appearance.
     """
-    merged = [(tuple(path.split("/")), key, 1) for path, key in entries]
+    merged: list[tuple[_Parts, _Key, int]] = [(tuple(path.split("/")), key, 1) for path, key in entries]
     while True:
-        best: dict[object, list[int]] | None = None
-        for position in range(max((len(parts) for parts, _, _ in merged), default=0)):
-            groups: dict[object, list[int]] = {}
-            for k, (parts, key, _) in enumerate(merged):
-                number = _number(parts[position]) if position < len(parts) else None
-                rest = (position, parts[:position], number[0], parts[position + 1 :], key) if number else k
-                groups.setdefault(rest, []).append(k)
-            if best is None or len(groups) < len(best):
-                best = groups
-        if best is None or len(best) == len(merged):
+        longest = max((len(parts) for parts, _, _ in merged), default=0)
+        groups, position = min(
+            ((_groups(merged, p), p) for p in range(longest)), key=lambda pair: len(pair[0]), default=([], 0)
+        )
+        if len(groups) == len(merged):
             return [("/".join(map(str, parts)), key, count) for parts, key, count in merged]
-        following = []
-        for group, members in best.items():
-            parts, key, count = merged[members[0]]
-            if len(members) > 1:
-                position = group[0]
-                found = [_number(merged[k][0][position]) for k in members]
-                parts = (*parts[:position], _Numbers(found[0][0], tuple(n for _, n in found)), *parts[position + 1 :])
-                count = sum(merged[k][2] for k in members)
-            following.append((parts, key, count))
-        merged = following
+        merged = [_merge([merged[k] for k in members], position) for members in groups]
+
+
+def _groups(entries: Sequence[tuple[_Parts, _Key, int]], position: int) -> list[list[int]]:
+    """Entries that differ in the number at `position` only."""
+    groups: dict[object, list[int]] = {}
+    for k, (parts, key, _) in enumerate(entries):
+        number = _number(parts[position]) if position < len(parts) else None
+        rest = (parts[:position], number[0], parts[position + 1 :], key) if number else k
+        groups.setdefault(rest, []).append(k)
+    return list(groups.values())
+
+
+def _merge(entries: Sequence[tuple[_Parts, _Key, int]], position: int) -> tuple[_Parts, _Key, int]:
+    if len(entries) == 1:
+        return entries[0]
+    parts, key, _ = entries[0]
+    found = [number for number in (_number(entry[0][position]) for entry in entries) if number]
+    numbers = _Numbers(found[0][0], tuple(n for _, n in found))
+    return (*parts[:position], numbers, *parts[position + 1 :]), key, sum(count for _, _, count in entries)
 
 
 def _number(part: object) -> tuple[str, int] | None:
-    match = re.fullmatch(r"(.*?)(0|[1-9][0-9]{0,8})", part) if isinstance(part, str) else None
+    match = re.fullmatch(r"(|.*[^0-9])(0|[1-9][0-9]{0,8})", part) if isinstance(part, str) else None
     return (match[1], int(match[2])) if match else None
 
 
@@ -252,29 +262,24 @@ def type_text(shape: Sequence[int], dtype: str) -> str:
 
 def bytes_text(num_bytes: float) -> str:
     """Such as "4.1 kB", decimal prefixes."""
-    return (
-        f"{num_bytes:.0f} B"
-        if num_bytes < 1000
-        else _with_prefix(num_bytes / 1000, 1000, ("kB", "MB", "GB", "TB", "PB"))
-    )
+    return f"{num_bytes:.0f} B" if num_bytes < 999.5 else _with_prefix(num_bytes / 1000, ("kB", "MB", "GB", "TB", "PB"))
 
 
 def seconds_text(seconds: float) -> str:
     """Such as "1.25 ms"."""
     return (
-        "0 s"
-        if seconds == 0
-        else _with_prefix(abs(seconds) * 1e9, 1000, ("ns", "us", "ms", "s"), "-" if seconds < 0 else "")
+        "0 s" if seconds == 0 else _with_prefix(abs(seconds) * 1e9, ("ns", "us", "ms", "s"), "-" if seconds < 0 else "")
     )
 
 
-def _with_prefix(number: float, step: int, names: Sequence[str], sign: str = "") -> str:
+def _with_prefix(number: float, names: Sequence[str], sign: str = "") -> str:
     for name in names[:-1]:
-        if number < 0.9995 * step:
+        if number < 999.5:
             return f"{sign}{_three_digits(number)} {name}"
-        number /= step
+        number /= 1000
     return f"{sign}{_three_digits(number)} {names[-1]}"
 
 
 def _three_digits(number: float) -> str:
-    return f"{number:.{max(0, 2 - int(math.floor(math.log10(number))))}f}" if 1e-3 < number < 1e4 else f"{number:.3g}"
+    number = float(f"{number:.3g}")
+    return f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}" if 1e-3 < number < 1e4 else f"{number:.3g}"

@@ -26,9 +26,8 @@ from autopar.intra_op.graph import Graph, build_graph
 from autopar.intra_op.problem import Solution
 from autopar.intra_op.restrict import Allowed, pin_constraints, pin_inputs, restrict_to_data_parallel
 from autopar.intra_op.shard import Sharded, read_off, shard
-from autopar.intra_op.sharded import Body, Collective, Compute, Region, describe
+from autopar.intra_op.sharded import Body, Collective, Compute, Region
 from autopar.intra_op.tying import tie_nodes
-from autopar.ir.source import is_backward
 from autopar.ir.state import Roles
 from autopar.ir.trace import Program
 from autopar.mesh import Cluster, LogicalMesh, Sharding, logical_meshes
@@ -36,6 +35,7 @@ from autopar.plan.fingerprint import cluster_fingerprint, program_fingerprint
 from autopar.plan.methods import Auto, DataParallel, Method, ShardParallel
 from autopar.plan.page import machine_text, mesh_text
 from autopar.plan.plan import Cost, Plan, Run, Stage, Submesh, Value
+from autopar.plan.uses import describe_phase
 
 Report = Callable[[str], None]
 
@@ -321,7 +321,7 @@ def _activations(body: Body) -> Iterator[tuple[str, object, Sharding]]:
             case Compute(eqn, rule, strategy) if not rule.whole or rule.summed:
                 for var, sharding in zip(eqn.outvars, strategy.results, strict=True):
                     if len(var.aval.shape) > 1 and not isinstance(var, Literal):
-                        yield describe(eqn) + (", backward" if is_backward(eqn) else ""), var, sharding
+                        yield describe_phase(eqn), var, sharding
             case Region(bodies=bodies):
                 for inner in bodies:
                     yield from _activations(inner)

@@ -27,8 +27,9 @@ def plan_text(plan: Plan) -> str:
 
 def page_text(page: Page) -> str:
     """A page as text, without a newline at the end."""
+    page_file = io.StringIO()
     console = Console(
-        file=io.StringIO(),
+        file=page_file,
         width=WIDTH,
         color_system=None,
         force_terminal=False,
@@ -52,7 +53,7 @@ def page_text(page: Page) -> str:
             console.print(_indented(_laid_out(table)))
         if table.note:
             console.print(_indented(table.note))
-    return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())
+    return "\n".join(line.rstrip() for line in page_file.getvalue().splitlines())
 
 
 def _laid_out(table: Table) -> RichTable:

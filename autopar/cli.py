@@ -1,0 +1,203 @@
+"""The command line: plans as files, read, compared, explained, checked.
+
+In:     plan files; or a step and its arguments, each as `module:name`, the arguments a tuple or a function that returns
+        one (arrays or `jax.ShapeDtypeStruct`s).
+Out:    text. Exit status 0; 1 where plans differ or one is not verified; 2 where the command cannot be carried out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from autopar.errors import AutoparError, PlanFileError, StalePlanError
+
+STEP_HELP = "the parallelized step, as module:name"
+ARGS_HELP = "its arguments, as module:name: a tuple, or a function that returns one"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Args:
+        argv: Words after `autopar`; None: those of this process.
+    """
+    parser = argparse.ArgumentParser(prog="autopar", description="Read, compare, explain and check parallel plans.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    command = commands.add_parser("plan", help="print a plan file; or plan a step and print, perhaps save, its plan")
+    command.add_argument("file", nargs="?", help="a plan file")
+    command.add_argument("--step", help=STEP_HELP)
+    command.add_argument("--args", help=ARGS_HELP)
+    command.add_argument("--save", metavar="FILE", help="write the plan")
+    command.add_argument("--html", metavar="FILE", help="write the page as HTML too")
+    command.set_defaults(run=_plan)
+
+    command = commands.add_parser("diff", help="what differs between two plan files; exit status 1 if anything does")
+    command.add_argument("this")
+    command.add_argument("other")
+    command.set_defaults(run=_diff)
+
+    command = commands.add_parser("explain", help="why an argument or operation is sharded as it is")
+    command.add_argument("file", help="a plan file")
+    command.add_argument(
+        "name", help='path of an argument, a glob, or part of an operation such as "dot_general at train.py:12"'
+    )
+    command.add_argument(
+        "--step", required=True, help=STEP_HELP + ": a file holds what was decided, not the alternatives"
+    )
+    command.add_argument("--args", required=True, help=ARGS_HELP)
+    command.set_defaults(run=_explain)
+
+    command = commands.add_parser(
+        "verify", help="check a plan file: that it agrees with itself, and with its step if one is named"
+    )
+    command.add_argument("file", help="a plan file")
+    command.add_argument("--step", help=STEP_HELP)
+    command.add_argument("--args", help=ARGS_HELP)
+    command.set_defaults(run=_verify)
+
+    options = parser.parse_args(argv)
+    try:
+        return options.run(options)
+    except AutoparError as error:
+        print(f"autopar: {error}", file=sys.stderr)
+        return 2
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from autopar.plan.file import load_plan
+    from autopar.plan.html import document
+
+    if (options.file is None) == (options.step is None):
+        raise AutoparError(
+            "there must be one plan to print.",
+            given=f"file={options.file}, --step={options.step}",
+            wrong="neither or both are named.",
+            do="name a plan file, or --step and --args.",
+        )
+    if options.file is not None:
+        plan = load_plan(options.file)
+    else:
+        step, args = _step_and_args(options)
+        plan = step.plan(*args)
+    print(plan)
+    if options.save:
+        plan.save(options.save)
+    if options.html:
+        Path(options.html).write_text(document(plan), encoding="utf-8")
+    return 0
+
+
+def _diff(options: argparse.Namespace) -> int:
+    from autopar.plan.file import load_plan
+
+    text = load_plan(options.this).diff(load_plan(options.other))
+    print(text or "the plans are equal")
+    return 1 if text else 0
+
+
+def _explain(options: argparse.Namespace) -> int:
+    from autopar.plan.file import load_plan
+
+    step, args = _step_and_args(options)
+    print(step.attach(*args, plan=load_plan(options.file)).explain(options.name))
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    """The file agrees with itself; with a step, its choices are lowered again and must give what it lists."""
+    from autopar.plan.file import load_plan
+
+    plan = load_plan(options.file)
+    problems = _contradictions(plan)
+    if options.step and not problems:
+        step, args = _step_and_args(options)
+        try:
+            step.attach(*args, plan=plan)
+        except (StalePlanError, PlanFileError) as error:
+            problems.append(str(error))
+    for problem in problems:
+        print(f"not verified: {problem}")
+    if not problems:
+        checked = (
+            "the file agrees with itself and with the step"
+            if options.step
+            else "the file agrees with itself; name --step and --args to check it against its program"
+        )
+        print(f"verified: {checked}")
+    return 1 if problems else 0
+
+
+def _contradictions(plan: Any) -> list[str]:
+    """Sums in the file that do not add up."""
+    from autopar.cost import collective_seconds
+    from autopar.plan.page import ARGUMENT_ROLES, local_bytes
+
+    cost = plan.cost
+    arguments = sum(
+        local_bytes(v.shape, v.dtype, v.sharding, plan.mesh) for v in plan.values if v.role in ARGUMENT_ROLES
+    )
+    communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, plan.mesh) for c in cost.collectives)
+    step = cost.compute_seconds + cost.communication_seconds + cost.bubble_seconds
+    problems = []
+    if arguments != cost.argument_bytes:
+        problems.append(f"its arguments take {arguments} bytes on a device; it says {cost.argument_bytes}.")
+    if not math.isclose(communication, cost.communication_seconds, rel_tol=1e-6, abs_tol=1e-12):
+        problems.append(
+            f"its collectives take {communication:.6g} s on its mesh; it says {cost.communication_seconds:.6g} s."
+        )
+    if not math.isclose(step, cost.step_seconds, rel_tol=1e-6, abs_tol=1e-12):
+        problems.append(f"its parts add up to {step:.6g} s; it says {cost.step_seconds:.6g} s.")
+    if max(cost.peak_bytes) > plan.budget_bytes:
+        problems.append(f"its peak of {max(cost.peak_bytes)} bytes is over its budget of {plan.budget_bytes:.0f}.")
+    return problems
+
+
+def _step_and_args(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
+    from autopar.api import ParallelStep
+
+    if options.step is None or options.args is None:
+        raise AutoparError(
+            "a step needs its arguments.",
+            given=f"--step={options.step}, --args={options.args}",
+            wrong="one of the two is missing.",
+            do="pass both, each as module:name.",
+        )
+    step, args = _named(options.step), _named(options.args)
+    if not isinstance(step, ParallelStep):
+        raise AutoparError(
+            "this is no parallelized step.",
+            given=f"--step={options.step}",
+            wrong=f"it is a {type(step).__name__}.",
+            do="decorate it with @autopar.parallelize.",
+        )
+    args = args() if callable(args) else args
+    return step, tuple(args) if isinstance(args, tuple | list) else (args,)
+
+
+def _named(text: str) -> Any:
+    """The object that `module:name` names; modules are looked for in the current directory too."""
+    module, _, name = text.partition(":")
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        found = importlib.import_module(module)
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (ModuleNotFoundError, AttributeError, ValueError) as error:
+        if isinstance(error, ModuleNotFoundError) and error.name != module:
+            raise  # the user's module imports something that is not there
+        raise AutoparError(
+            "there is nothing of this name.", given=text, wrong=f"{error}.", do="name it as module:name."
+        ) from error
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

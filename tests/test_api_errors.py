@@ -1,0 +1,275 @@
+"""Bad input raises an error of ours that says what was given, what is wrong, what to do."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar import Auto, Cluster, DataParallel, Device, LogicalMesh, Plan, ShardParallel
+from autopar.errors import (
+    AutoparError,
+    BatchError,
+    ClusterError,
+    ConstraintError,
+    DeviceCountError,
+    InfeasibleError,
+    NotBuiltYetError,
+    PlanFileError,
+    StalePlanError,
+    StructureChangedError,
+    TraceError,
+)
+
+
+def train_step(state, batch):
+    def loss(params):
+        return jnp.mean((jnp.tanh(batch["x"] @ params["w"]) @ params["v"] - batch["y"]) ** 2)
+
+    value, grads = jax.value_and_grad(loss)(state)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+
+def state():
+    return {"v": np.ones((8, 8), np.float32), "w": np.ones((16, 8), np.float32)}
+
+
+def batch(size=32):
+    return {"x": np.ones((size, 16), np.float32), "y": np.ones((size, 8), np.float32)}
+
+
+def mesh(**settings):
+    return ShardParallel(mesh_shape=(2, 4), **settings)
+
+
+def raises(kind, *parts):
+    """The error's message holds its three labels and all `parts`."""
+    return pytest.raises(
+        kind, match="(?s)" + "".join(f"(?=.*{re.escape(p)})" for p in ("given:", "wrong:", "do:", *parts))
+    )
+
+
+def planned(method=None, fn=train_step, arguments=None, **settings):
+    return autopar.parallelize(fn, method=method or Auto(), **settings).plan(*(arguments or (state(), batch())))
+
+
+# Batch and devices
+
+
+def test_the_batch_does_not_divide():
+    with raises(BatchError, "batch/x with 30 samples, 8 devices", "30 is no multiple of 8", "Auto()") as caught:
+        planned(DataParallel(), arguments=(state(), batch(30)))
+    assert caught.value.size == 30
+
+
+def test_the_automatic_plan_takes_any_batch():
+    assert planned(mesh(), arguments=(state(), batch(30))).cost.step_seconds > 0
+
+
+def test_two_batches():
+    with raises(BatchError, "argument 1 (a): leading dim 8; argument 2 (b): leading dim 16", "batch_argnums"):
+        planned(DataParallel(), lambda s, a, b: (s, a.sum() + b.sum()), (state(), np.ones((8, 2)), np.ones((16, 2))))
+
+
+def test_no_batch():
+    with raises(BatchError, "no batch to split", "batch_argnums"):
+        planned(DataParallel(), lambda s: jax.tree.map(jnp.tanh, s), (state(),))
+
+
+@pytest.mark.parametrize("shape", [(4, 4), (3,), LogicalMesh((2, 2))])
+def test_the_mesh_has_another_number_of_devices(shape):
+    with raises(DeviceCountError, "8 devices") as caught:
+        planned(ShardParallel(mesh_shape=shape))
+    assert caught.value.available == 8 and caught.value.wanted == np.prod(getattr(shape, "shape", shape))
+
+
+def test_a_cluster_larger_than_this_process():
+    cluster = Cluster(hosts=2, devices_per_host=8, device=Device("toy", 1e9, 1e9, 1e9))
+    step = autopar.parallelize(train_step, cluster=cluster, method=ShardParallel(mesh_shape=(16,)))
+    assert step.plan(state(), batch()).mesh.num_devices == 16
+    with raises(DeviceCountError, "8 devices", "16"):
+        step(state(), batch())
+
+
+# Constraints and budgets
+
+
+@pytest.mark.parametrize(
+    "constraints, parts",
+    [
+        ({"state/u": P("x")}, ["constraints={'state/u': ", "state/w, state/v"]),
+        ({"state/*/kernel": P("x")}, ["none of the 4 arguments"]),
+        ({"state/w": P("model")}, ["no axis 'model'", "'x', 'y'"]),
+        ({"state/w": P("x", None, "y")}, ["3 entries, the array 2 dims"]),
+        ({"state/w": P("x", "x")}, ["axis 'x' twice"]),
+        ({"state/w": 3}, ["3 is of type int, not PartitionSpec"]),
+    ],
+)
+def test_a_constraint_that_fits_nothing(constraints, parts):
+    with raises(ConstraintError, *parts) as caught:
+        planned(mesh(constraints=constraints))
+    assert caught.value.spec == next(iter(constraints.values()))
+
+
+def test_a_constraint_that_does_not_divide():
+    with raises(ConstraintError, "dim 0 has length 30, which 4 devices do not divide", "batch/x"):
+        planned(mesh(constraints={"batch/x": P("y")}), arguments=(state(), batch(30)))
+
+
+def test_contradictory_pins():
+    with raises(
+        InfeasibleError,
+        "constraint 'state/*' pins state/w to P('x',)",
+        "constraint 'state/w' pins state/w to P('y',)",
+        "no sharding of state/w",
+        "drop one of them",
+    ) as caught:
+        planned(mesh(constraints={"state/*": P("x"), "state/w": P("y")}))
+    assert caught.value.path == "state/w"
+
+
+def test_equal_pins_are_no_contradiction():
+    plan = planned(mesh(constraints={"state/*": P("x"), "state/w": P("x", None)}))
+    assert str(plan.shardings[0][0]["w"]) == str(P("x", None))
+
+
+def test_a_pin_against_the_method():
+    with raises(InfeasibleError, "constraint 'state/w' pins state/w to P('x',)", "method=DataParallel(zero=0)"):
+        planned(DataParallel(constraints={"state/w": P("x")}))
+
+
+def test_an_impossible_budget():
+    with raises(
+        InfeasibleError,
+        "memory_budget_bytes=300",
+        "bytes are alive on a device",
+        "more than there are",
+        "jax.checkpoint",
+    ) as caught:
+        planned(mesh(memory_budget_bytes=300))
+    assert caught.value.budget_bytes == 300 < caught.value.needed_bytes
+
+
+# Arguments
+
+
+def test_a_leaf_that_is_no_array():
+    with raises(TraceError, "batch/y", "'labels', a str", "static_argnums"):
+        autopar.parallelize(train_step)(state(), {**batch(), "y": "labels"})
+    with raises(TraceError, "state/w", "an"):
+        planned(arguments=({**state(), "w": object()}, batch()))
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    return autopar.parallelize(train_step, method=DataParallel()).compile(state(), batch())
+
+
+@pytest.mark.parametrize(
+    "arguments, line",
+    [
+        ((state(), {"x": batch()["x"]}), "batch/y is missing; it was float32[32,8]."),
+        ((state(), {**batch(), "z": np.ones(3, np.float32)}), "batch/z is float32[3]; there was no such argument."),
+        ((state(), batch(16)), "batch/x is float32[16,16]; it was float32[32,16]."),
+        (({**state(), "w": np.ones((16, 8), np.int32)}, batch()), "state/w is int32[16,8]; it was float32[16,8]."),
+        ((state(),), "batch/x is missing; it was float32[32,16]."),
+        ((tuple(state().values()), batch()), "state/v is missing"),
+    ],
+)
+def test_another_structure_at_the_second_call(compiled, arguments, line):
+    with raises(StructureChangedError, line, "call the step itself"):
+        compiled(*arguments)
+
+
+def test_the_step_itself_takes_another_structure():
+    step = autopar.parallelize(train_step, method=DataParallel())
+    for size in (32, 16):
+        assert np.isfinite(step(state(), batch(size))[1])
+
+
+def test_64_bit_numbers_become_32_as_in_jit(compiled):
+    wide = jax.tree.map(lambda x: x.astype(np.float64), batch())
+    assert np.isfinite(compiled(state(), wide)[1])
+
+
+# Tracing
+
+
+def test_a_closed_over_tracer():
+    def outer(scale):
+        return autopar.parallelize(lambda s, b: (s, jnp.sum(b["x"]) * scale))(state(), batch())[1]
+
+    with raises(TraceError, "closes over a traced value", "pass it to"):
+        jax.jit(outer)(2.0)
+
+
+def test_arguments_that_are_traced():
+    with raises(TraceError, "argument `state/v` of `train_step` is being traced", "outside of other transformations"):
+        jax.jit(lambda s: autopar.parallelize(train_step)(s, batch()))(state())
+
+
+def test_the_users_own_exception_passes():
+    def broken(state, batch):
+        raise ZeroDivisionError("mine")
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        autopar.parallelize(broken)(state(), batch())
+
+
+# Plan files
+
+
+def test_a_corrupt_plan_file(tmp_path):
+    path = tmp_path / "plan.json"
+    planned(DataParallel()).save(path)
+    path.write_text(path.read_text()[:-400])
+    with raises(PlanFileError, str(path), "not whole JSON", "plan again"):
+        Plan.load(path)
+
+
+def test_a_stale_plan_file(tmp_path):
+    planned(DataParallel()).save(tmp_path / "plan.json")
+    with raises(StalePlanError, "batch/x: float32[32,16] in the plan, float32[64,16] now", "plan again"):
+        autopar.parallelize(train_step, method=DataParallel()).compile(
+            state(), batch(64), plan=Plan.load(tmp_path / "plan.json")
+        )
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    "make, kind, part",
+    [
+        (lambda: autopar.parallelize(train_step, method="zero"), AutoparError, "method='zero'"),
+        (
+            lambda: autopar.parallelize(train_step, method=DataParallel),
+            AutoparError,
+            "pass DataParallel(...), an instance",
+        ),
+        (lambda: autopar.parallelize(train_step, cluster="8x8 h100"), ClusterError, "Cluster.of("),
+        (lambda: autopar.parallelize(train_step, runtime="ray"), NotBuiltYetError, "runtime='ray'"),
+        (lambda: ShardParallel(mesh_shape=3), AutoparError, "mesh_shape=3"),
+        (lambda: DataParallel(zero=4), AutoparError, "zero=4"),
+        (lambda: autopar.PipelineParallel(), NotBuiltYetError, "PipelineParallel"),
+        (lambda: planned(mesh(memory_budget_bytes=0)), AutoparError, "must be positive"),
+        (lambda: planned(mesh(solver="gurobi")), AutoparError, "'highs', 'cbc'"),
+    ],
+)
+def test_settings(make, kind, part):
+    with raises(kind, part):
+        make()
+
+
+def test_create_state_of_another_structure(compiled):
+    step = autopar.parallelize(train_step, method=DataParallel())
+    with raises(StructureChangedError, "no plan yet", "example="):
+        step.create_state(state)
+    step(state(), batch())
+    with raises(StructureChangedError, "does not fit"):
+        step.create_state(lambda: {"w": jnp.ones((16, 8))})

@@ -1,0 +1,109 @@
+"""The command line, called as a function: what it prints and its exit status."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from autopar.cli import main
+
+MODULE = """
+import jax, jax.numpy as jnp
+import autopar
+from autopar import Cluster, Device, Link, ShardParallel
+
+LINK = Link(1e-6, 1e6)
+CLUSTER = Cluster(hosts=1, devices_per_host=8, device=Device("toy", 40e6, 1e6, 1e9), intra=LINK, inter=LINK)
+
+@autopar.parallelize(cluster=CLUSTER, method=ShardParallel(mesh_shape=(8,)))
+def train_step(state, x):
+    loss, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
+    return {"w": state["w"] - grads}, loss
+
+def arguments(batch=64):
+    return {"w": jax.ShapeDtypeStruct((16, 8), jnp.float32)}, jax.ShapeDtypeStruct((batch, 16), jnp.float32)
+
+other_arguments = arguments(32)
+not_a_step = 3
+"""
+STEP, ARGS = "--step=cli_example:train_step", "--args=cli_example:arguments"
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """`run(words...)` -> (status, out, err), where cli_example.py is."""
+    (tmp_path / "cli_example.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+
+    def run(*words):
+        status = main(words)
+        return (status, *capsys.readouterr())
+
+    yield run
+    sys.modules.pop("cli_example", None)
+
+
+@pytest.fixture
+def saved(run):
+    assert run("plan", STEP, ARGS, "--save=a.json")[0] == 0
+    return run
+
+
+def test_plan(run, tmp_path):
+    status, planned, _ = run("plan", STEP, ARGS, "--save=a.json", "--html=a.html")
+    assert status == 0 and "state/w" in planned
+    assert run("plan", "a.json") == (0, planned, "")
+    assert (tmp_path / "a.html").read_text().startswith("<!DOCTYPE html>")
+
+
+def test_diff(saved):
+    assert saved("diff", "a.json", "a.json")[:2] == (0, "the plans are equal\n")
+    saved("plan", STEP, "--args=cli_example:other_arguments", "--save=b.json")
+    status, out, _ = saved("diff", "a.json", "b.json")
+    assert status == 1 and "float32[32,16]" in out
+
+
+def test_explain(saved):
+    status, out, _ = saved("explain", "a.json", "w", STEP, ARGS)
+    assert status == 0 and out.startswith("state/w") and "Alternatives" in out
+    status, _, err = saved("explain", "a.json", "qqq", STEP, ARGS)
+    assert status == 2 and "no such argument" in err
+
+
+def test_verify(saved, tmp_path):
+    assert saved("verify", "a.json")[:2] == (
+        0,
+        "verified: the file agrees with itself; name --step and --args to check it against its program\n",
+    )
+    assert saved("verify", "a.json", STEP, ARGS)[:2] == (0, "verified: the file agrees with itself and with the step\n")
+    status, out, _ = saved("verify", "a.json", STEP, "--args=cli_example:other_arguments")
+    assert status == 1 and "stale" in out
+    record = json.loads((tmp_path / "a.json").read_text())
+    record["cost"].update(step_seconds=1e-9, argument_bytes=1)
+    (tmp_path / "a.json").write_text(json.dumps(record))
+    status, out, _ = saved("verify", "a.json")
+    assert status == 1 and out.count("not verified") == 2
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["plan", "absent.json"], "No such file"),
+        (["plan"], "one plan to print"),
+        (["plan", STEP], "a step needs its arguments"),
+        (["plan", "--step=nowhere:f", ARGS], "nothing of this name"),
+        (["plan", "--step=cli_example:nothing", ARGS], "nothing of this name"),
+        (["plan", "--step=cli_example:not_a_step", ARGS], "no parallelized step"),
+    ],
+)
+def test_mistakes(run, words, message):
+    status, _, err = run(*words)
+    assert status == 2 and message in err and "do:" in err
+
+
+def test_usage(run):
+    with pytest.raises(SystemExit):
+        run("explode")
