@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -104,7 +105,7 @@ def _argument_pages(study: Study, arguments: Sequence[int]) -> Iterator[Callable
     for k in arguments:
         by_class.setdefault(study.class_of[study.graph.inputs[k]], []).append(k)
     for number, members in by_class.items():
-        yield lambda number=number, members=members: _argument_page(study, number, members)
+        yield functools.partial(_argument_page, study, number, members)
 
 
 def _argument_page(study: Study, number: int, asked: Sequence[int]) -> Page:
@@ -124,7 +125,7 @@ def _argument_page(study: Study, number: int, asked: Sequence[int]) -> Page:
     if len(paths) > 1:
         facts.append(("one decision", ", ".join(path for path, _, _ in collapse_paths([(p, "") for p in paths]))))
     outcomes = study.outcomes(number)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for outcome in outcomes:
         sharding = node.shardings[outcome.choice]
         seconds, text = study.compared(outcome) if rows else (seconds_text(study.base), "chosen")
@@ -254,7 +255,7 @@ def _operation_pages(study: Study, asked: str) -> Iterator[Callable[[], Page]]:
         if node.kind == "op" and (asked in _name(node) or fnmatch.fnmatchcase(_name(node), asked)):
             by_class.setdefault(study.class_of[node.index], []).append(node)
     for number, nodes in by_class.items():
-        yield lambda number=number, nodes=nodes: _operation_page(study, number, nodes)
+        yield functools.partial(_operation_page, study, number, nodes)
 
 
 def _operation_page(study: Study, number: int, nodes: Sequence[Node]) -> Page:
@@ -270,7 +271,7 @@ def _operation_page(study: Study, number: int, nodes: Sequence[Node]) -> Page:
     if len(nodes) > 1:
         facts.append(("one decision", f"{len(nodes)} such operations, planned alike"))
     outcomes = study.outcomes(number)
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for outcome in outcomes:
         strategy = node.strategies[outcome.choice]
         seconds, text = study.compared(outcome) if rows else (seconds_text(study.base), "chosen")
