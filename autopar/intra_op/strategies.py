@@ -95,6 +95,9 @@ def make_strategy(rule: ShardingRule, axis_sizes: Mapping[str, int], choice: tup
         lost = [axis for f in rule.summed if f not in present for axis in axes_of.get(f, ())]
         results.append(Sharding(_split(term, axes_of), tuple(sorted(partial_results + lost, key=order.__getitem__))))
     reductions = tuple((kind, axes_of[f]) for f, kind in rule.reduced.items() if f in axes_of)
+    wide = tuple(axis for axis, size in axis_sizes.items() if size > 1)
+    if rule.once and wide:
+        reductions = (("sum", wide),)
     return Strategy(choice, axes_of, operands, tuple(results), reductions)
 
 

@@ -38,7 +38,7 @@ def apply_step(array: jax.Array, step: Step, axis_sizes: Mapping[str, int]) -> j
 
 
 def reduce_at_once(arrays: Sequence[jax.Array], kind: str, axes: tuple[str, ...]) -> list[jax.Array]:
-    """All-reduce results of a reduction other than a sum over `axes`; booleans travel as int8."""
+    """All-reduce the results of an operation that may not stay partial, over `axes`; booleans travel as int8."""
     return [_REDUCTIONS[kind](array, axes) for array in arrays]
 
 
@@ -50,7 +50,11 @@ def _any_of(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     return lax.pmax(array.astype(jnp.int8), axes).astype(bool) if array.dtype == bool else lax.pmax(array, axes)
 
 
-_REDUCTIONS = {"max": _any_of, "min": _all_of}
+def _sum_of(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
+    return lax.psum(array.astype(jnp.int8), axes).astype(bool) if array.dtype == bool else lax.psum(array, axes)
+
+
+_REDUCTIONS = {"max": _any_of, "min": _all_of, "sum": _sum_of}
 
 
 def apply_fused(arrays: Sequence[jax.Array], steps: Sequence[Step], axis_sizes: Mapping[str, int]) -> list[jax.Array]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import jax
+import jax.numpy as jnp
+from jax import lax
 
-from autopar._jax import JaxprEqn
+from autopar._jax import JaxprEqn, bind_eqn
 from autopar.intra_op.strategies import Strategy
 from autopar.ir.rules.rule import Shard, ShardingRule
 from autopar.partition.collectives import reduce_at_once
@@ -21,11 +23,22 @@ def run_equation(
 ) -> list[jax.Array]:
     """The per-device program of `eqn` under `strategy`; call it inside `shard_map`."""
     shard = Shard(strategy.axes_of, axis_sizes, rule.sizes)
-    if rule.local is not None:
+    if rule.once:
+        results = _run_once(eqn, axis_sizes, operands)
+    elif rule.local is not None:
         results = list(rule.local(eqn, shard, *operands))
     else:
-        bound = eqn.primitive.bind(*operands, **eqn.params)
-        results = list(bound) if eqn.primitive.multiple_results else [bound]
+        results = bind_eqn(eqn, *operands)
     for kind, axes in strategy.reductions:
         results = reduce_at_once(results, kind, axes)
     return results
+
+
+def _run_once(eqn: JaxprEqn, axis_sizes: Mapping[str, int], operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """Run a call into the host on the first device only; elsewhere its results are zeros, so that their sum is right."""
+
+    def nothing(*_: jax.Array) -> list[jax.Array]:
+        return [jnp.zeros(var.aval.shape, var.aval.dtype) for var in eqn.outvars]
+
+    first = lax.axis_index(tuple(axis_sizes)) == 0
+    return lax.cond(first, lambda *arrays: bind_eqn(eqn, *arrays), nothing, *operands)

@@ -9,10 +9,12 @@ Method: each family's file registers its rules here; `__init__.py` imports the f
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable
 
 from autopar._jax import JaxprEqn, Primitive
+from autopar.errors import UnsupportedPrimitiveError
 from autopar.ir.rules.replicated import list_of
 from autopar.ir.rules.rule import ShardingRule, factor_names, infer_sizes
 from autopar.ir.source import source_line
@@ -48,10 +50,16 @@ def rule_for(eqn: JaxprEqn) -> ShardingRule:
 
     A primitive without one is computed whole on every device: silently if `replicated.py` says that this is expected,
     else with a warning that names it and the line.
+
+    Raises:
+        UnsupportedPrimitiveError: It is a collective or mutates a reference.
     """
     rule = _RULES.get(eqn.primitive)
-    if rule is None and list_of(eqn.primitive.name) in ("COMPUTED_REPLICATED", "SIDE_EFFECTS"):
-        return replicated_rule(eqn)
+    kind = list_of(eqn.primitive.name) if rule is None else None
+    if kind in ("COMPUTED_REPLICATED", "SIDE_EFFECTS"):
+        return dataclasses.replace(replicated_rule(eqn), once=kind == "SIDE_EFFECTS")
+    if kind in ("COLLECTIVE", "STATEFUL"):
+        raise _out_of_place(eqn)
     if rule is None:
         warnings.warn(
             f"no sharding rule for `{eqn.primitive}` at {source_line(eqn)}: it is computed whole on every device. "
@@ -60,6 +68,17 @@ def rule_for(eqn: JaxprEqn) -> ShardingRule:
         )
         return replicated_rule(eqn)
     return rule(eqn)
+
+
+def _out_of_place(eqn: JaxprEqn) -> UnsupportedPrimitiveError:
+    return UnsupportedPrimitiveError(
+        f"`{eqn.primitive}` cannot be sharded.",
+        given=f"{eqn.primitive} at {source_line(eqn)}",
+        wrong="a step is a pure function, written for one device: it neither names mesh axes nor mutates references.",
+        do="write it with plain arrays (autopar adds the collectives), or wrap the part in `autopar.sharding_rule`.",
+        primitive=str(eqn.primitive),
+        source=source_line(eqn),
+    )
 
 
 def replicated_rule(eqn: JaxprEqn) -> ShardingRule:

@@ -83,6 +83,7 @@ class ShardingRule:
             operand): they must be partial over the axes that split it.
         flops: Of the whole operation, on one device.
         local: Per-device program; None where binding the primitive to local operands is it.
+        once: It calls into the host: one device runs it and hands its results to all.
     """
 
     operands: tuple[Term, ...]
@@ -95,6 +96,7 @@ class ShardingRule:
     joined: Mapping[Factor, tuple[int, ...]] = field(default_factory=dict)
     flops: float = 0.0
     local: LocalProgram | None = None
+    once: bool = False
 
     def splittable(self) -> tuple[Factor, ...]:
         """Factors that may be split over mesh axes, in order of appearance: not whole, and leading wherever they stand."""

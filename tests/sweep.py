@@ -1,0 +1,206 @@
+"""The matrix of correctness: every model x mesh x method, three steps, against plain `jax.jit` on one device.
+
+In:     `tests/models/registry.py`, meshes, methods; random legal plans.
+Out:    `check_case`, used by the tests; `python -m tests.sweep` runs the whole matrix and prints it as a table.
+Method: leaf by leaf, relative to each leaf's scale; and the collectives in the traced per-device program against the
+        plan's own list: kind, axes, bytes, times.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+import autopar
+from autopar._jax import Jaxpr, open_jaxpr
+from autopar.intra_op.draw import draw_choices
+from autopar.ir.state import find_roles
+from autopar.ir.trace import trace_step
+from autopar.partition.program import global_program
+from autopar.plan.planner import Origin, shard_on
+from autopar.runtime.local import device_mesh
+from tests.models.case import Case
+
+MESHES: dict[str, tuple[int, ...]] = {"8": (8,), "2x4": (2, 4), "2x2x2": (2, 2, 2), "6": (6,)}
+METHODS = ("auto", "zero0", "zero1", "zero2", "zero3", "random0", "random1", "random2")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Result of one cell of the matrix: largest error relative to its leaf's scale, and where."""
+
+    error: float
+    where: str
+    num_collectives: int
+    seconds: float
+
+
+_references: dict[str, list[Any]] = {}
+
+
+def reference(case: Case) -> list[Any]:
+    """State and metrics of three steps of plain `jax.jit` on one device."""
+    if case.name not in _references:
+        step, state, results = jax.jit(case.step), case.state, []
+        for batch in case.batches:
+            state, metrics = step(state, batch)
+            results.append(jax.tree.map(_host, (state, metrics)))
+        _references[case.name] = results
+    return _references[case.name]
+
+
+def _host(leaf: Any) -> np.ndarray:
+    if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    return np.asarray(leaf)
+
+
+def check_case(case: Case, shape: tuple[int, ...], method: str) -> Outcome:
+    """Run one cell.
+
+    Raises:
+        AssertionError: A leaf differs, or the program communicates something else than the plan says.
+    """
+    started = time.perf_counter()
+    expected = reference(case)
+    compiled = compile_case(case, shape, method)
+    check_faithful(compiled)
+    state, worst, where = case.state, 0.0, ""
+    for batch, result in zip(case.batches, expected, strict=True):
+        state, metrics = compiled(state, batch)
+        for (path, got), want in zip(jax.tree_util.tree_leaves_with_path((state, metrics)), jax.tree.leaves(result), strict=True):
+            error = relative_error(_host(got), want)
+            if not error <= worst:
+                worst, where = error, jax.tree_util.keystr(path)
+    assert worst <= case.tolerance, f"{case.name} {shape} {method}: {where} differs by {worst:.2e} of its scale"
+    return Outcome(worst, where, len(compiled.plan.cost.collectives), time.perf_counter() - started)
+
+
+def relative_error(got: np.ndarray, want: np.ndarray) -> float:
+    """Largest difference over the leaf's scale, its largest magnitude (at least 1e-6)."""
+    assert got.shape == want.shape and got.dtype == want.dtype, f"{got.dtype}{got.shape} instead of {want.dtype}{want.shape}"
+    if want.size == 0:
+        return 0.0
+    if want.dtype.kind not in "fc" and want.dtype.name not in ("bfloat16",):
+        return 0.0 if np.array_equal(got, want) else float("inf")
+    wide = np.complex128 if want.dtype.kind == "c" else np.float64
+    got, want = got.astype(wide), want.astype(wide)
+    scale = max(float(np.max(np.abs(want))), 1e-6)
+    return float(np.max(np.abs(got - want))) / scale
+
+
+def compile_case(case: Case, shape: tuple[int, ...], method: str) -> autopar.CompiledStep:
+    """Compile a model under one method of the matrix."""
+    devices = jax.devices()[: int(np.prod(shape))]
+    cluster = autopar.Cluster.local(devices)
+    if method.startswith("zero"):
+        chosen = autopar.DataParallel(zero=int(method[4:]))
+    else:
+        chosen = autopar.ShardParallel(mesh_shape=shape)
+    step = autopar.parallelize(case.step, cluster=cluster, method=chosen, batch_argnums=(1,))
+    if not method.startswith("random"):
+        return step.compile(case.state, case.batches[0])
+    return _compile_random(step, case, cluster, chosen, shape, int(method[6:]))
+
+
+def _compile_random(step: Any, case: Case, cluster: Any, method: Any, shape: tuple[int, ...], seed: int) -> Any:
+    """A plan whose every choice is drawn."""
+    import dataclasses
+
+    from autopar.plan.planner import _from_choices, make_plan
+    from autopar.intra_op.graph import build_graph
+    from autopar.intra_op.restrict import Allowed, pin_constraints
+
+    program = trace_step(case.step, (case.state, case.batches[0]))
+    roles = find_roles(program, (1,))
+    plan = make_plan(program, roles, cluster, autopar.ShardParallel(mesh_shape=shape), )
+    graph = build_graph(program.jaxpr, plan.mesh, roles.aliases)
+    allowed = Allowed()
+    pin_constraints(program.jaxpr, graph, allowed)
+    choices = draw_choices(graph, seed, allowed)
+    plan = dataclasses.replace(plan, choices=choices)
+    from autopar.intra_op.lower import lower
+
+    sharded = _from_choices(program, roles, cluster, graph, plan, lower(program.jaxpr, graph, choices))
+    plan = dataclasses.replace(plan, cost=dataclasses.replace(plan.cost, collectives=sharded.collectives),
+                               origin=Origin(program, roles, cluster, method, sharded))
+    return step.compile(case.state, case.batches[0], plan=plan)
+
+
+def check_faithful(compiled: autopar.CompiledStep) -> None:
+    """The traced per-device program communicates exactly what the plan lists."""
+    sharded = compiled.plan.origin.sharded
+    mesh = next(iter(jax.tree.leaves(compiled.in_shardings))).mesh
+    avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var, _ in sharded.body.inputs]
+    emitted = Counter(emitted_collectives(open_jaxpr(jax.make_jaxpr(global_program(sharded.body, mesh))(*avals))[0]))
+    planned = Counter((c.kind, tuple(c.axes), c.bytes, c.times) for c in compiled.plan.cost.collectives)
+    assert emitted == planned, f"emitted but not planned: {emitted - planned}; planned but not emitted: {planned - emitted}"
+
+
+_KINDS = {"psum": "all-reduce", "pmax": "all-reduce", "pmin": "all-reduce", "all_gather": "all-gather",
+          "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all", "ppermute": "collective-permute"}
+
+
+def emitted_collectives(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[str, tuple[str, ...], int, int]]:
+    """(kind, axes, bytes, times) of every collective in a traced program, loop trips counted."""
+    for eqn in jaxpr.eqns:
+        kind = _KINDS.get(eqn.primitive.name)
+        if kind is not None:
+            axes = eqn.params.get("axes", eqn.params.get("axis_name"))
+            for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
+                counted = (result if kind == "all-gather" else operand).aval
+                yield kind, (axes,) if isinstance(axes, str) else tuple(axes), counted.size * counted.dtype.itemsize, times
+        trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
+        for value in eqn.params.values():
+            for inner in value if isinstance(value, tuple | list) else (value,):
+                if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
+                    yield from emitted_collectives(open_jaxpr(inner)[0] if hasattr(inner, "jaxpr") else inner, times * trips)
+
+
+def main() -> int:
+    """Run the matrix, or what the arguments choose of it, and print it as a table."""
+    from tests.models.registry import CASES
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default="", help="comma-separated names; default: all")
+    parser.add_argument("--meshes", default=",".join(MESHES))
+    parser.add_argument("--methods", default=",".join(METHODS))
+    chosen = parser.parse_args()
+    failures = 0
+    for name in chosen.models.split(",") if chosen.models else CASES:
+        case = CASES[name]()
+        for mesh in chosen.meshes.split(","):
+            for method in chosen.methods.split(","):
+                if method.startswith("zero") and len(MESHES[mesh]) > 1:
+                    continue
+                failures += not _report(name, mesh, method, lambda: check_case(case, MESHES[mesh], method))
+    print(f"{failures} failures")
+    return 1 if failures else 0
+
+
+def _report(name: str, mesh: str, method: str, run: Callable[[], Outcome]) -> bool:
+    try:
+        outcome = run()
+        text, good = f"ok     {outcome.error:.1e}  {outcome.num_collectives:5d} collectives  {outcome.seconds:6.1f} s", True
+    except autopar.errors.BatchError as error:
+        text, good = f"n/a    {error.summary}", True
+    except Exception as error:
+        import traceback
+
+        if "-v" in sys.argv or True:
+            traceback.print_exc()
+        text, good = f"FAILED {type(error).__name__}: {str(error)[:300]}", False
+    print(f"{name:28} {mesh:6} {method:8} {text}", flush=True)
+    return good
+
+
+if __name__ == "__main__":
+    sys.exit(main())
