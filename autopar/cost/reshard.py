@@ -1,139 +1,228 @@
-"""Cheapest reshard."""
+"""The cheapest way from one sharding of a tensor to another.
+
+In:     a tensor's shape and item size, two shardings, the logical mesh with its links.
+Out:    `Reshard`: the steps (`steps.py`), one collective each, and their seconds.
+Method: shortest paths over all shardings of the tensor (Dijkstra). A sharding says for every mesh axis what it does to
+        the tensor: it splits one dim, holds partial sums, or neither; every single collective is an edge. The graph
+        depends only on which axes fit which dims, so tensors of many shapes share one; the lengths depend on the bytes.
+        Rink et al., "Memory-efficient array redistribution through portable collective communication", 2021, prove for
+        gathers, slices and exchanges what a search finds here for partial sums and unequal links too.
+"""
 
 from __future__ import annotations
 
 import functools
-import heapq
 import itertools
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import dijkstra
 
 from autopar.cost.collectives import collective_seconds
-from autopar.mesh import Sharding
+from autopar.cost.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Mask,
+    Permute,
+    ReduceScatter,
+    Slice,
+    Step,
+    apply_to_sharding,
+    step_kind,
+)
+from autopar.mesh import LogicalMesh, Sharding
 
-
-@dataclass(frozen=True, slots=True)
-class AllReduce:
-    axes: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AllGather:
-    axes: tuple[str, ...]
-    dim: int
-
-
-@dataclass(frozen=True, slots=True)
-class ReduceScatter:
-    axes: tuple[str, ...]
-    dim: int
-
-
-@dataclass(frozen=True, slots=True)
-class AllToAll:
-    axes: tuple[str, ...]
-    source_dim: int
-    target_dim: int
-
-
-@dataclass(frozen=True, slots=True)
-class Slice:
-    axes: tuple[str, ...]
-    dim: int
-
-
-@dataclass(frozen=True, slots=True)
-class Mask:
-    axes: tuple[str, ...]
-
-
-Step = AllReduce | AllGather | ReduceScatter | AllToAll | Slice | Mask
+_STEP_SECONDS = 1e-15
+"""Length of every edge beside its collective's seconds: of equally cheap ways the one with fewest steps is taken."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
+    """Steps to take in order, and what they take together."""
+
     steps: tuple[Step, ...]
     seconds: float
 
 
-def apply_to_sharding(step, sharding):
-    dims, partial = [list(d) for d in sharding.dims], sharding.partial
+def cheapest_reshard(
+    shape: tuple[int, ...], itemsize: int, source: Sharding, target: Sharding, mesh: LogicalMesh
+) -> Reshard:
+    """The cheapest steps from `source` to `target`.
+
+    Args:
+        shape: Global shape of the tensor.
+        itemsize: Bytes of one element.
+        source: Sharding at hand.
+        target: Sharding wanted.
+        mesh: Logical mesh; its links say what collectives cost.
+
+    Raises:
+        ValueError: There is no way: `target` is partial where `source` is split and no whole copy can be masked.
+    """
+    if source == target:
+        return Reshard((), 0.0)
+    table, dims = _table(shape, itemsize, mesh)
+    at, end = table.layout.position(source, dims), table.layout.position(target, dims)
+    if not np.isfinite(table.seconds[at, end]):
+        raise ValueError(f"no reshard from {source} to {target} of a tensor {shape}")
+    path: list[Step] = []
+    while end != at:
+        before = int(table.before[at, end])
+        path.append(_on_dims(table.layout.steps[before, end], dims))
+        end = before
+    return Reshard(tuple(reversed(path)), float(table.seconds[at, table.layout.position(target, dims)]))
+
+
+def reshard_seconds(
+    shape: tuple[int, ...], itemsize: int, sources: Sequence[Sharding], targets: Sequence[Sharding], mesh: LogicalMesh
+) -> np.ndarray:
+    """Seconds of the cheapest reshard from each of `sources` to each of `targets`: float64 `[source, target]`."""
+    table, dims = _table(shape, itemsize, mesh)
+    rows = [table.layout.position(s, dims) for s in sources]
+    columns = [table.layout.position(t, dims) for t in targets]
+    return table.seconds[np.ix_(rows, columns)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Layout:
+    """All shardings of tensors whose dims the axes fit alike, and the steps between them.
+
+    Attributes:
+        index: Position of each sharding (of the dims that can be split at all).
+        steps: (from, to) -> step.
+        sources: Of each step, in one order with the next three.
+        targets: Of each step.
+        group_of: Of each step, its position in `groups`.
+        groups: Steps that cost the same: (kind, axes, number of parts of the array that `bytes` counts).
+    """
+
+    index: dict[Sharding, int]
+    steps: dict[tuple[int, int], Step]
+    sources: np.ndarray
+    targets: np.ndarray
+    group_of: np.ndarray
+    groups: tuple[tuple[str | None, tuple[str, ...], int], ...]
+
+    def position(self, sharding: Sharding, dims: tuple[int, ...]) -> int:
+        """Position of a sharding of the whole tensor, whose splittable dims are `dims`."""
+        return self.index[Sharding(tuple(sharding.dims[d] for d in dims), sharding.partial)]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Table:
+    """Shortest paths between all shardings of one tensor: seconds `[from, to]`, last sharding before `to`."""
+
+    layout: _Layout
+    seconds: np.ndarray
+    before: np.ndarray
+
+
+@functools.lru_cache(maxsize=4096)
+def _table(shape: tuple[int, ...], itemsize: int, mesh: LogicalMesh) -> tuple[_Table, tuple[int, ...]]:
+    """Table of one tensor, and its dims that can be split, in the table's order."""
+    sizes = tuple(mesh.axis_sizes.values())
+    fits = [tuple(_fitting(length, sizes)) for length in shape]
+    dims = tuple(sorted((d for d in range(len(shape)) if fits[d]), key=lambda d: (fits[d], d)))
+    return _shared_table(tuple(fits[d] for d in dims), math.prod(shape) * itemsize, mesh), dims
+
+
+@functools.lru_cache(maxsize=1024)
+def _shared_table(fits: tuple[tuple[tuple[int, ...], ...], ...], num_bytes: int, mesh: LogicalMesh) -> _Table:
+    layout = _layout(fits, mesh)
+    seconds_of = [
+        _STEP_SECONDS + (collective_seconds(kind, num_bytes // parts, axes, mesh) if kind else 0.0)
+        for kind, axes, parts in layout.groups
+    ]
+    count = len(layout.index)
+    lengths = np.array(seconds_of)[layout.group_of] if len(layout.group_of) else np.zeros(0)
+    graph = csr_array((lengths, (layout.sources, layout.targets)), shape=(count, count))
+    seconds, before = dijkstra(graph, return_predecessors=True)
+    return _Table(layout, seconds, before)
+
+
+def _fitting(length: int, sizes: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """Sets of axes that can split a dim together."""
+    wide = [k for k, size in enumerate(sizes) if size > 1]
+    for count in range(1, len(wide) + 1):
+        for axes in itertools.combinations(wide, count):
+            if length and length % math.prod(sizes[k] for k in axes) == 0:
+                yield axes
+
+
+@functools.lru_cache(maxsize=256)
+def _layout(fits: tuple[tuple[tuple[int, ...], ...], ...], mesh: LogicalMesh) -> _Layout:
+    names = tuple(mesh.axis_sizes)
+    allowed = [{(), *(tuple(names[k] for k in axes) for axes in fitting)} for fitting in fits]
+    index = {sharding: k for k, sharding in enumerate(_all_shardings(allowed, mesh))}
+    steps: dict[tuple[int, int], Step] = {}
+    groups: dict[tuple[str | None, tuple[str, ...], int], int] = {}
+    group_of: dict[tuple[int, int], int] = {}
+    for sharding, position in index.items():
+        for step in _steps_from(sharding, mesh):
+            following = apply_to_sharding(step, sharding, mesh)
+            target = index.get(following)
+            if target is None:
+                continue
+            kind = step_kind(step)
+            parts = (following if kind == "all-gather" else sharding).num_shards(mesh)
+            group = groups.setdefault((kind, step.axes, parts), len(groups))
+            steps[position, target] = step
+            group_of[position, target] = group
+    ends = np.array(list(steps), dtype=np.int64).reshape(-1, 2)
+    return _Layout(index, steps, ends[:, 0], ends[:, 1], np.array(list(group_of.values()), dtype=np.int64), tuple(groups))
+
+
+def _all_shardings(allowed: Sequence[set[tuple[str, ...]]], mesh: LogicalMesh) -> Iterator[Sharding]:
+    """Every way in which each axis splits one of the dims, holds partial sums, or does neither."""
+    partial = len(allowed)
+    options = [range(-1, partial + 1) if size > 1 else (-1,) for size in mesh.axis_sizes.values()]
+    for choice in itertools.product(*options):
+        dims = tuple(tuple(a for a, c in zip(mesh.axis_sizes, choice, strict=True) if c == d) for d in range(partial))
+        if all(axes in fitting for axes, fitting in zip(dims, allowed, strict=True)):
+            yield Sharding(dims, tuple(a for a, c in zip(mesh.axis_sizes, choice, strict=True) if c == partial))
+
+
+def _steps_from(sharding: Sharding, mesh: LogicalMesh) -> Iterator[Step]:
+    """Single steps; those that lead to no canonical or no valid sharding are dropped by the caller."""
+    used = {axis for axes in sharding.dims for axis in axes} | set(sharding.partial)
+    free = [axis for axis, size in mesh.axis_sizes.items() if size > 1 and axis not in used]
+    for axes in _subsets(sharding.partial):
+        yield AllReduce(axes)
+        for dim in range(len(sharding.dims)):
+            yield ReduceScatter(axes, dim)
+    for axes in _subsets(free):
+        yield Mask(axes)
+        for dim in range(len(sharding.dims)):
+            yield Slice(axes, dim)
+    for dim, split in enumerate(sharding.dims):
+        for count in range(1, len(split) + 1):
+            yield AllGather(split[-count:], dim)
+            for target in range(len(sharding.dims)):
+                if target != dim:
+                    yield AllToAll(split[-count:], dim, target)
+        for source_axis in split:
+            for axis in free:
+                if mesh.size_of(axis) == mesh.size_of(source_axis):
+                    yield Permute(source_axis, axis, dim)
+
+
+def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    for count in range(1, len(axes) + 1):
+        yield from itertools.combinations(axes, count)
+
+
+def _on_dims(step: Step, dims: tuple[int, ...]) -> Step:
+    """A step of the shared layout as a step of the tensor."""
     match step:
-        case AllReduce(axes):
-            partial = tuple(a for a in partial if a not in axes)
-        case AllGather(axes, dim):
-            dims[dim] = dims[dim][: -len(axes)]
-        case ReduceScatter(axes, dim):
-            partial = tuple(a for a in partial if a not in axes)
-            dims[dim] += axes
-        case AllToAll(axes, s, t):
-            dims[s] = dims[s][: -len(axes)]
-            dims[t] += axes
-        case Slice(axes, dim):
-            dims[dim] += axes
-        case Mask(axes):
-            partial = partial + axes
-    return Sharding(tuple(map(tuple, dims)), partial)
-
-
-def _bytes(shape, itemsize, s, mesh):
-    return math.prod(s.local_shape(shape, mesh)) * itemsize
-
-
-@functools.lru_cache(maxsize=200_000)
-def cheapest_reshard(shape, itemsize, source, target, mesh):
-    order = {a: k for k, a in enumerate(mesh.axis_sizes)}
-    names = list(mesh.axis_sizes)
-    groups = [g for n in range(1, len(names) + 1) for g in itertools.combinations(names, n)]
-    count = itertools.count()
-    heap, seen = [(0.0, 0, next(count), source, ())], set()
-    while heap:
-        cost, hops, _, at, path = heapq.heappop(heap)
-        if at == target:
-            return Reshard(path, sum(c for c in [cost]))
-        if at in seen:
-            continue
-        seen.add(at)
-        used = {a for d in at.dims for a in d} | set(at.partial)
-        for axes in groups:
-            candidates = []
-            n = math.prod(mesh.size_of(a) for a in axes)
-            if set(axes) <= set(at.partial):
-                candidates.append(("all-reduce", AllReduce(axes)))
-            free = not used.intersection(axes)
-            ordered = all(order[a] >= 0 for a in axes)
-            if free and set(axes) <= set(target.partial):
-                candidates.append((None, Mask(axes)))
-            for d, dim in enumerate(at.dims):
-                local = at.local_shape(shape, mesh)[d]
-                fits = local % n == 0 and (not dim or order[dim[-1]] < order[axes[0]])
-                if fits and set(axes) <= set(at.partial):
-                    candidates.append(("reduce-scatter", ReduceScatter(axes, d)))
-                if fits and free:
-                    candidates.append((None, Slice(axes, d)))
-                if dim[len(dim) - len(axes):] == axes:
-                    candidates.append(("all-gather", AllGather(axes, d)))
-                    for t, other in enumerate(at.dims):
-                        if t != d and at.local_shape(shape, mesh)[t] % n == 0 and (not other or order[other[-1]] < order[axes[0]]):
-                            candidates.append(("all-to-all", AllToAll(axes, d, t)))
-            for kind, step in candidates:
-                new = apply_to_sharding(step, at)
-                new = Sharding(new.dims, tuple(sorted(new.partial, key=order.__getitem__)))
-                if new in seen:
-                    continue
-                seconds = 0.0
-                if kind:
-                    seconds = collective_seconds(kind, _bytes(shape, itemsize, new if kind == "all-gather" else at, mesh), axes, mesh)
-                heapq.heappush(heap, (cost + seconds, hops + 1, next(count), new, (*path, step)))
-    raise ValueError(f"no reshard from {source} to {target}")
-
-
-@functools.lru_cache(maxsize=10000)
-def reshard_seconds(shape, itemsize, sources, targets, mesh):
-    out = np.empty((len(sources), len(targets)))
-    for i, s in enumerate(sources):
-        for j, t in enumerate(targets):
-            out[i, j] = cheapest_reshard(shape, itemsize, s, t, mesh).seconds
-    return out
+        case AllGather(axes, dim) | ReduceScatter(axes, dim) | Slice(axes, dim):
+            return type(step)(axes, dims[dim])
+        case AllToAll(axes, source, target):
+            return AllToAll(axes, dims[source], dims[target])
+        case Permute(source_axis, target_axis, dim):
+            return Permute(source_axis, target_axis, dims[dim])
+        case _:
+            return step

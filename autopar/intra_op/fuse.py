@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.cost.reshard import AllGather, AllReduce, ReduceScatter
+from autopar.cost.steps import AllGather, AllReduce, ReduceScatter
 from autopar.intra_op.sharded import Compute, Copy, Fused, Instruction, Move, Region, move_bytes
 from autopar.mesh import LogicalMesh
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
-from autopar.cost.reshard import apply_to_sharding, cheapest_reshard
+from autopar.cost.reshard import cheapest_reshard
+from autopar.cost.steps import apply_to_sharding
 from autopar.intra_op.fuse import fuse_collectives
 from autopar.intra_op.graph import Graph, stacked
 from autopar.intra_op.sharded import Body, Compute, Instruction, Move, Region, describe
@@ -84,7 +85,7 @@ class _Lowering:
         routes = [(source, cheapest_reshard(shape, itemsize, source, target, self.mesh)) for source in copies]
         at, route = min(routes, key=lambda pair: (pair[1].seconds, len(pair[1].steps)))
         for step in route.steps:
-            following = apply_to_sharding(step, at)
+            following = apply_to_sharding(step, at, self.mesh)
             if following not in copies:
                 self.emit(Move(var, at, following, step, reader))
                 copies.append(following)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from autopar._jax import JaxprEqn, Literal, Var
-from autopar.cost.reshard import AllGather, AllReduce, AllToAll, Mask, ReduceScatter, Slice, Step
+from autopar.cost.steps import AllGather, Step, step_kind
 from autopar.intra_op.strategies import Strategy
 from autopar.ir.rules import ShardingRule
 from autopar.ir.source import source_line
@@ -149,23 +149,6 @@ def collectives_of(
 def describe(eqn: JaxprEqn) -> str:
     """An equation for people: its primitive and the user's line."""
     return f"{eqn.primitive} at {source_line(eqn)}"
-
-
-def step_kind(step: Step) -> str | None:
-    """The collective a step is, as HLO spells it; None where it does not communicate."""
-    match step:
-        case AllReduce():
-            return "all-reduce"
-        case AllGather():
-            return "all-gather"
-        case ReduceScatter():
-            return "reduce-scatter"
-        case AllToAll():
-            return "all-to-all"
-        case Slice() | Mask():
-            return None
-        case _:
-            assert_never(step)
 
 
 def move_bytes(move: Move, mesh: LogicalMesh) -> int:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar._jax import Jaxpr, Literal, Var
-from autopar.cost.reshard import Mask
+from autopar.cost.steps import Mask
 from autopar.intra_op.sharded import Body, Compute, Fused, Instruction, Move, Region
 from autopar.ir.structure import scan_parts, while_parts
 from autopar.mesh import Sharding

@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 from autopar._jax import JaxprEqn, Var
 from autopar.cost import collective_seconds
-from autopar.intra_op.sharded import Body, Compute, Fused, Move, Region, describe, move_bytes, step_kind
+from autopar.cost.steps import step_kind
+from autopar.intra_op.sharded import Body, Compute, Fused, Move, Region, describe, move_bytes
 from autopar.ir.source import is_backward
 from autopar.ir.structure import trip_count
 from autopar.mesh import LogicalMesh, Sharding
