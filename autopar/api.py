@@ -109,8 +109,8 @@ class ParallelStep:
         self._batch_argnums, self._donate_argnums = batch_argnums, donate_argnums
         self._static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
         self._static_argnames = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
+        self._planned: dict[Any, tuple[Program, Roles, Plan]] = {}
         self._compiled: dict[Any, CompiledStep] = {}
-        self._first: Program | None = None
 
     @property
     def cluster(self) -> Cluster:
@@ -121,12 +121,7 @@ class ParallelStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; plan and compile at the first call for these shapes."""
-        dynamic, static = self._split(args, kwargs)
-        leaves, tree = jax.tree.flatten(dynamic)
-        try:
-            key = (tree, static, tuple([(x.shape, x.dtype) for x in leaves]))
-        except AttributeError:  # Python numbers among the leaves
-            key = (tree, static, tuple([_type_of(x) for x in leaves]))
+        key, leaves = self._key(args, kwargs)
         compiled = self._compiled.get(key)
         if compiled is None:
             compiled = self._compiled[key] = self.compile(*args, **kwargs)
@@ -134,9 +129,7 @@ class ParallelStep:
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments, which may be `jax.ShapeDtypeStruct`s; touches no device."""
-        program, roles = self._trace(args, kwargs)
-        with planning_progress(program.name) as report:
-            return make_plan(program, roles, self.cluster, self._method, report)
+        return self._plan(args, kwargs)[2]
 
     def compile(self, *args: Any, plan: Plan | None = None, **kwargs: Any) -> CompiledStep:
         """Plan (or take `plan`) and compile.
@@ -150,11 +143,10 @@ class ParallelStep:
             StalePlanError: `plan` was made for another program or cluster; says what changed.
             PlanFileError: The choices in `plan` are not those of this step.
         """
-        program, roles = self._trace(args, kwargs)
         if plan is None:
-            with planning_progress(program.name) as report:
-                plan = make_plan(program, roles, self.cluster, self._method, report)
+            program, roles, plan = self._plan(args, kwargs)
         else:
+            program, roles = self._trace(args, kwargs)
             plan = self._attach(program, roles, plan)
         sharded = plan.origin.sharded
         devices = self.cluster.devices or jax.devices()
@@ -204,11 +196,28 @@ class ParallelStep:
         return jax.jit(init_fn, out_shardings=positional[trees.index(tree)])(*args)
 
     def _compile_types(self, args: tuple[Any, ...]) -> CompiledStep:
-        leaves, tree = jax.tree.flatten(self._split(args, {})[0])
-        key = (tree, self._split(args, {})[1], tuple((tuple(x.shape), x.dtype) for x in leaves))
+        key, _ = self._key(args, {})
         if key not in self._compiled:
             self._compiled[key] = self.compile(*args)
         return self._compiled[key]
+
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
+        """What a plan depends on, and the leaves of the dynamic arguments."""
+        dynamic, static = self._split(args, kwargs)
+        leaves, tree = jax.tree.flatten(dynamic)
+        try:
+            return (tree, static, tuple([(x.shape, x.dtype) for x in leaves])), leaves
+        except AttributeError:  # Python numbers among the leaves
+            return (tree, static, tuple([_type_of(x) for x in leaves])), leaves
+
+    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Roles, Plan]:
+        """Trace and plan, once for these shapes."""
+        key, _ = self._key(args, kwargs)
+        if key not in self._planned:
+            program, roles = self._trace(args, kwargs)
+            with planning_progress(program.name) as report:
+                self._planned[key] = program, roles, make_plan(program, roles, self.cluster, self._method, report)
+        return self._planned[key]
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, dict[str, Any]], Any]:
         """Dynamic arguments, and a key for the static ones."""
@@ -239,6 +248,8 @@ class ParallelStep:
 
 def _type_of(leaf: Any) -> Any:
     """What of a leaf the compiled step depends on; of a leaf that is no array its class, tracing then says what is wrong."""
+    if isinstance(leaf, bool | int | float | complex):
+        return type(leaf)  # weakly typed: not the same program as for an array
     try:
         return jax.numpy.shape(leaf), jax.dtypes.result_type(leaf)
     except (TypeError, ValueError):

@@ -1,58 +1,46 @@
 """Send small collectives together.
 
 In:     instructions of one body, in order.
-Out:    the same, with moves of one kind over the same axes that are ready together made one `Fused`.
-Method: at the first of them that is needed, all later ones whose operands are ready join it, up to a bucket. Large ones
-        stay alone: there latency is nothing and packing would cost a copy.
+Out:    the same, with small moves of one kind over the same axes made one `Fused` where none waits for another.
+Method: the *height* of a move is the largest number of small moves still to come on a path from it to the results.
+        Moves of equal height never depend on each other, nor do groups of them in a circle, so all of one kind can be
+        one message: all gradients of data parallelism are. Instructions are put in order again, each as early as it was
+        where it can be. Large moves stay alone: there latency is nothing and packing would cost a copy.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 
 from autopar.cost.steps import AllGather, AllReduce, ReduceScatter
-from autopar.intra_op.sharded import Compute, Copy, Fused, Instruction, Move, Region, move_bytes
+from autopar.intra_op.sharded import Copy, Fused, Instruction, Move, copies_made, copies_read, move_bytes
 from autopar.mesh import LogicalMesh
 
 SMALL_BYTES = 4 << 20
 """A collective larger than this is not packed with others."""
 BUCKET_BYTES = 32 << 20
-"""At most so much is sent as one."""
+"""At most so much is sent as one, and so bounded is what waiting for the others costs in memory."""
 
 
 def fuse_collectives(instructions: Sequence[Instruction], mesh: LogicalMesh) -> tuple[Instruction, ...]:
-    """Pack small moves that are ready together; the first needed decides where."""
-    ready: dict[Copy, int] = {}
-    waiting: dict[object, list[int]] = {}
-    for position, instruction in enumerate(instructions):
-        for copy in _made(instruction):
-            ready.setdefault(copy, position)
-        key = _key(instruction, mesh)
-        if key is not None:
-            waiting.setdefault(key, []).append(position)
-    taken: set[int] = set()
-    result: list[Instruction] = []
-    for position, instruction in enumerate(instructions):
-        if position in taken:
+    """Pack small moves that do not wait for each other."""
+    keys = [_key(instruction, mesh) for instruction in instructions]
+    needs = _dependencies(instructions)
+    heights = _heights(needs, keys)
+    together: dict[object, list[list[int]]] = {}
+    filled: dict[object, int] = {}
+    for position, (instruction, key) in enumerate(zip(instructions, keys, strict=True)):
+        if key is None or not isinstance(instruction, Move):
             continue
-        key = _key(instruction, mesh)
-        if key is None:
-            result.append(instruction)
-            continue
-        bucket, num_bytes = [instruction], move_bytes(instruction, mesh)
-        for later in waiting[key]:
-            other = instructions[later]
-            if later <= position or later in taken or ready.get((other.var, other.source), -1) >= position:
-                continue
-            size = move_bytes(other, mesh)
-            if num_bytes + size <= BUCKET_BYTES:
-                bucket.append(other)
-                taken.add(later)
-                num_bytes += size
-                ready[other.var, other.target] = position
-        waiting[key] = [p for p in waiting[key] if p > position and p not in taken]
-        result.append(Fused(tuple(bucket)) if len(bucket) > 1 else instruction)
-    return tuple(result)
+        place, num_bytes = (key, heights[position]), move_bytes(instruction, mesh)
+        if place not in together or filled[place] + num_bytes > BUCKET_BYTES:
+            together.setdefault(place, []).append([])
+            filled[place] = 0
+        together[place][-1].append(position)
+        filled[place] += num_bytes
+    groups = [group for buckets in together.values() for group in buckets if len(group) > 1]
+    return _in_order(instructions, needs, groups) if groups else tuple(instructions)
 
 
 def _key(instruction: Instruction, mesh: LogicalMesh) -> object:
@@ -64,13 +52,56 @@ def _key(instruction: Instruction, mesh: LogicalMesh) -> object:
     return type(instruction.step), instruction.step.axes, instruction.var.aval.dtype
 
 
-def _made(instruction: Instruction) -> list[Copy]:
-    match instruction:
-        case Move(var, _, target):
-            return [(var, target)]
-        case Fused(moves):
-            return [(move.var, move.target) for move in moves]
-        case Compute(eqn, _, strategy):
-            return list(zip(eqn.outvars, strategy.results, strict=True))
-        case Region(eqn, _, results):
-            return list(zip(eqn.outvars, results, strict=True))
+def _dependencies(instructions: Sequence[Instruction]) -> list[list[int]]:
+    """For each instruction, those that make what it reads."""
+    maker: dict[Copy, int] = {}
+    needs: list[list[int]] = []
+    for position, instruction in enumerate(instructions):
+        needs.append(list(dict.fromkeys(maker[copy] for copy in copies_read(instruction) if copy in maker)))
+        for copy in copies_made(instruction):
+            maker.setdefault(copy, position)
+    return needs
+
+
+def _heights(needs: Sequence[Sequence[int]], keys: Sequence[object]) -> list[int]:
+    """Small moves still to come after each instruction, along the longest path."""
+    heights = [0] * len(needs)
+    for position in reversed(range(len(needs))):
+        above = heights[position] + (keys[position] is not None)
+        for earlier in needs[position]:
+            heights[earlier] = max(heights[earlier], above)
+    return heights
+
+
+def _in_order(
+    instructions: Sequence[Instruction], needs: Sequence[Sequence[int]], groups: Sequence[Sequence[int]]
+) -> tuple[Instruction, ...]:
+    """The instructions with each group as one, sorted so that everything is made before it is read."""
+    leader = list(range(len(instructions)))
+    members = {group[0]: group for group in groups}
+    for group in groups:
+        for position in group:
+            leader[position] = group[0]
+    waits: dict[int, set[int]] = {k: set() for k in dict.fromkeys(leader)}
+    readers: dict[int, dict[int, None]] = {k: {} for k in waits}
+    for position, earlier in enumerate(needs):
+        for maker in earlier:
+            waits[leader[position]].add(leader[maker])
+            readers[leader[maker]][leader[position]] = None
+    ready = [k for k, makers in waits.items() if not makers]
+    heapq.heapify(ready)
+    result: list[Instruction] = []
+    while ready:
+        position = heapq.heappop(ready)
+        group = members.get(position)
+        result.append(Fused(tuple(_moves(instructions, group))) if group else instructions[position])
+        for reader in readers[position]:
+            waits[reader].discard(position)
+            if not waits[reader]:
+                heapq.heappush(ready, reader)
+    assert len(result) == len(waits), "moves of one height wait for each other"
+    return tuple(result)
+
+
+def _moves(instructions: Sequence[Instruction], group: Sequence[int]) -> list[Move]:
+    return [move for k in group if isinstance(move := instructions[k], Move)]

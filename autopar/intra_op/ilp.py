@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 import pulp
 
-from autopar.errors import AutoparError
+from autopar.errors import SolverError
 from autopar.intra_op.problem import Problem, Solution
-
-SOLVERS = ("highs", "cbc")
+from autopar.options import SOLVERS
 
 
 def solve_ilp(problem: Problem, solver: str = "highs", seconds: float = 60.0, gap: float = 1e-6) -> Solution:
@@ -44,30 +43,36 @@ def solve_ilp(problem: Problem, solver: str = "highs", seconds: float = 60.0, ga
     scale = 1e4 / max(float(finite.max(initial=0.0)), 1e-30)
     model = pulp.LpProblem("sharding", pulp.LpMinimize)
     chosen = [
-        [pulp.LpVariable(f"x{n}_{k}", cat=pulp.LpBinary) if np.isfinite(cost[k]) else None for k in range(len(cost))]
+        [model.add_variable(f"x{n}_{k}", cat=pulp.LpBinary) if np.isfinite(cost[k]) else None for k in range(len(cost))]
         for n, cost in enumerate(problem.costs)
     ]
     objective = [(x, float(c) * scale) for xs, cost in zip(chosen, problem.costs, strict=True)
                  for x, c in zip(xs, cost, strict=True) if x is not None and c]
     for n, xs in enumerate(chosen):
-        model += pulp.LpAffineExpression([(x, 1) for x in xs if x is not None]) == 1, f"one_{n}"
+        model += _expression([(x, 1) for x in xs if x is not None]) == 1, f"one_{n}"
     for number, ((u, v), matrix) in enumerate(problem.edges.items()):
         objective += _edge_variables(model, number, chosen[u], chosen[v], matrix * scale)
     for number, row in enumerate(problem.rows):
         unit = max(row.budget_bytes, 1.0)
         terms = [(x, float(b) / unit) for n, bytes_of in row.bytes_of.items()
                  for x, b in zip(chosen[n], bytes_of, strict=True) if x is not None and b]
-        model += pulp.LpAffineExpression(terms) <= (row.budget_bytes - row.constant_bytes) / unit, f"memory_{number}"
-    model.setObjective(pulp.LpAffineExpression(objective))
+        model += _expression(terms) <= (row.budget_bytes - row.constant_bytes) / unit, f"memory_{number}"
+    model.setObjective(_expression(objective))
     model.solve(make_solver(solver, seconds, gap))
     return _read_solution(model, problem, chosen, solver, scale, gap)
+
+
+def _expression(terms: Sequence[tuple[Any, float]]) -> pulp.LpAffineExpression:
+    """Sum of (variable, factor), as PuLP 3 and 4 each want it made."""
+    make = getattr(pulp.LpAffineExpression, "from_list", pulp.LpAffineExpression)
+    return make(terms)
 
 
 def make_solver(name: str, seconds: float, gap: float) -> Any:
     """The PuLP solver: one thread, fixed seed.
 
     Raises:
-        AutoparError: The name is not known, or the solver is not installed.
+        SolverError: The name is not known, or the solver is not installed.
     """
     match name:
         case "highs":
@@ -75,15 +80,13 @@ def make_solver(name: str, seconds: float, gap: float) -> Any:
         case "cbc":
             solver = _cbc(msg=False, timeLimit=seconds, gapRel=gap, threads=1, options=["randomSeed 1"])
         case _:
-            raise AutoparError(f"""no solver is called {name!r}.
-  given:  solver={name!r}
-  wrong:  autopar solves its integer programs with one of {", ".join(SOLVERS)}.
-  do:     pass one of them, or leave `solver` out.""")
+            raise SolverError(
+                "unknown solver.", given=f"solver={name!r}", wrong=f"autopar knows {', '.join(map(repr, SOLVERS))}.",
+                do="name one of them.", solver=name)
     if not solver.available():
-        raise AutoparError(f"""solver {name!r} is not installed.
-  given:  solver={name!r}
-  wrong:  PuLP does not find it.
-  do:     pip install "pulp[cbc,highs]".""")
+        raise SolverError(
+            f"solver {name!r} is not installed.", given=f"solver={name!r}", wrong="PuLP does not find it.",
+            do='pip install "pulp[cbc,highs]", or name another solver.', solver=name)
     return solver
 
 
@@ -109,7 +112,7 @@ def _edge_variables(
     if table.shape == (1, 1) and table[0, 0] == 0:
         return []
     pairs = {
-        (i, j): pulp.LpVariable(f"e{number}_{i}_{j}", lowBound=0)
+        (i, j): model.add_variable(f"e{number}_{i}_{j}", lowBound=0)
         for i in range(table.shape[0]) for j in range(table.shape[1]) if np.isfinite(table[i, j])
     }
     for side, classes, choices, length in ((0, np.ravel(row_of), left, table.shape[0]),
@@ -117,7 +120,7 @@ def _edge_variables(
         for k in range(length):
             members = [(x, -1) for x, c in zip(choices, classes, strict=True) if c == k and x is not None]
             terms = [(e, 1) for key, e in pairs.items() if key[side] == k]
-            model += pulp.LpAffineExpression(terms + members) == 0, f"m{number}_{side}_{k}"
+            model += _expression(terms + members) == 0, f"m{number}_{side}_{k}"
     return [(e, float(table[key])) for key, e in pairs.items() if table[key]]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from autopar._jax import Literal, Var
-from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Instruction, Move, Region, local_bytes
+from autopar.intra_op.sharded import Body, Compute, Copy, Instruction, Region, copies_made, copies_read, local_bytes
 from autopar.mesh import LogicalMesh
 
 
@@ -111,31 +111,3 @@ def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: AbstractSet
         if needs > best[0]:
             best = (needs, alive)
     return best
-
-
-def copies_read(instruction: Instruction) -> Iterator[Copy]:
-    """Copies an instruction reads."""
-    match instruction:
-        case Move(var, source):
-            yield var, source
-        case Fused(moves):
-            for move in moves:
-                yield move.var, move.source
-        case Compute(eqn, _, strategy):
-            yield from ((a, s) for a, s in zip(eqn.invars, strategy.operands, strict=True) if not isinstance(a, Literal))
-        case Region(eqn, operands):
-            yield from ((a, s) for a, s in zip(eqn.invars, operands, strict=True) if not isinstance(a, Literal))
-
-
-def copies_made(instruction: Instruction) -> Iterator[Copy]:
-    """Copies an instruction makes."""
-    match instruction:
-        case Move(var, _, target):
-            yield var, target
-        case Fused(moves):
-            for move in moves:
-                yield move.var, move.target
-        case Compute(eqn, _, strategy):
-            yield from zip(eqn.outvars, strategy.results, strict=True)
-        case Region(eqn, _, results):
-            yield from zip(eqn.outvars, results, strict=True)

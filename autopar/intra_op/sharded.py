@@ -91,6 +91,34 @@ class Body:
     outputs: tuple[tuple[Var | Literal, Sharding], ...]
 
 
+def copies_read(instruction: Instruction) -> Iterator[Copy]:
+    """Copies an instruction reads."""
+    match instruction:
+        case Move(var, source):
+            yield var, source
+        case Fused(moves):
+            for move in moves:
+                yield move.var, move.source
+        case Compute(eqn, _, strategy):
+            yield from ((a, s) for a, s in zip(eqn.invars, strategy.operands, strict=True) if not isinstance(a, Literal))
+        case Region(eqn, operands):
+            yield from ((a, s) for a, s in zip(eqn.invars, operands, strict=True) if not isinstance(a, Literal))
+
+
+def copies_made(instruction: Instruction) -> Iterator[Copy]:
+    """Copies an instruction makes."""
+    match instruction:
+        case Move(var, _, target):
+            yield var, target
+        case Fused(moves):
+            for move in moves:
+                yield move.var, move.target
+        case Compute(eqn, _, strategy):
+            yield from zip(eqn.outvars, strategy.results, strict=True)
+        case Region(eqn, _, results):
+            yield from zip(eqn.outvars, results, strict=True)
+
+
 @dataclass(frozen=True, slots=True)
 class Collective:
     """One communication of the step.

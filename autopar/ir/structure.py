@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, open_jaxpr
+from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, open_jaxpr, scan_counts
 
 STRUCTURED = ("scan", "while", "cond", "optimization_barrier")
 Atom = Var | Literal
@@ -34,7 +34,7 @@ class ScanParts:
 def scan_parts(eqn: JaxprEqn) -> ScanParts:
     """The parts of a `scan` equation."""
     body = open_jaxpr(eqn.params["jaxpr"])[0]
-    num_consts, num_carry = eqn.params["num_consts"], eqn.params["num_carry"]
+    num_consts, num_carry = scan_counts(eqn.params)
     first_x = num_consts + num_carry
     return ScanParts(
         body,
