@@ -4,8 +4,11 @@ from autopar.ir.rules import (  # noqa: F401  (each registers its rules)
     convolution,
     elementwise,
     linear_algebra,
+    movement,
     opaque,
+    ordering,
     reductions,
+    reshape,
     windows,
 )
 from autopar.ir.rules.registry import has_rule, register, replicated_rule, rule_for

@@ -1,0 +1,265 @@
+"""Rules of operations that move elements and do not change them.
+
+In:     `broadcast_in_dim`, `transpose`, `slice`, `concatenate`, `pad`, `select_n`, `iota`, ...
+Out:    dims that keep all their elements in order are shared factors and split freely; a dim that is cut, padded,
+        reversed or joined is whole.
+Method: a broadcast dim is a factor of the result alone, so a device makes just its part. All are linear: partial sums
+        pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopar._jax import JaxprEqn, find_primitives
+from autopar.ir.rules.linearity import linear_groups
+from autopar.ir.rules.registry import register
+from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, factor_names, num_elements
+from autopar.ir.rules.terms import new_term, sizes_of
+
+
+@register(*find_primitives("broadcast_in_dim"))
+def broadcast_in_dim(eqn: JaxprEqn) -> ShardingRule:
+    """`b->ab`; a dim of length 1 that is stretched is `1`: `1b->ab`."""
+    source, target = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    result = new_term(target, factor_names())
+    places = eqn.params["broadcast_dimensions"]
+    operand = tuple(() if size == 1 else result[place] for size, place in zip(source, places, strict=True))
+
+    def local(eqn: JaxprEqn, shard: Shard, array: jax.Array, *_: jax.Array) -> Sequence[jax.Array]:
+        return [lax.broadcast_in_dim(array, _local_shape(result, shard), places)]
+
+    dynamic = ((),) * (len(eqn.invars) - 1)
+    return ShardingRule(
+        (operand, *dynamic), (result,), sizes_of(result, target), linear=linear_groups(eqn, (0,)), local=local
+    )
+
+
+@register(*find_primitives("transpose"))
+def transpose(eqn: JaxprEqn) -> ShardingRule:
+    """`ab->ba`."""
+    shape = eqn.invars[0].aval.shape
+    operand = new_term(shape, factor_names())
+    result = tuple(operand[d] for d in eqn.params["permutation"])
+    return ShardingRule((operand,), (result,), sizes_of(operand, shape), linear=linear_groups(eqn, (0,)))
+
+
+@register(*find_primitives("squeeze"))
+def squeeze(eqn: JaxprEqn) -> ShardingRule:
+    """`a1b->ab`."""
+    shape = eqn.invars[0].aval.shape
+    operand = new_term(shape, factor_names())
+    result = tuple(dim for d, dim in enumerate(operand) if d not in eqn.params["dimensions"])
+    return ShardingRule((operand,), (result,), sizes_of(operand, shape), linear=linear_groups(eqn, (0,)))
+
+
+@register(*find_primitives("expand_dims"))
+def expand_dims(eqn: JaxprEqn) -> ShardingRule:
+    """`ab->a1b`."""
+    shape = eqn.outvars[0].aval.shape
+    result = new_term(shape, factor_names())
+    operand = tuple(dim for d, dim in enumerate(result) if d not in eqn.params["dimensions"])
+    return ShardingRule((operand,), (result,), sizes_of(result, shape), linear=linear_groups(eqn, (0,)))
+
+
+@register(*find_primitives("select_n"))
+def select_n(eqn: JaxprEqn) -> ShardingRule:
+    """`ab,ab,ab->ab`, the predicate first, which may be a scalar; linear in the cases together."""
+    shape = eqn.outvars[0].aval.shape
+    term = new_term(shape, factor_names())
+    predicate = term if eqn.invars[0].aval.shape else ()
+    cases = tuple(range(1, len(eqn.invars)))
+    return ShardingRule(
+        (predicate, *(term,) * len(cases)),
+        (term,),
+        sizes_of(term, shape),
+        linear=linear_groups(eqn, cases),
+        flops=float(num_elements(shape)),
+    )
+
+
+@register(*find_primitives("slice"))
+def slice_(eqn: JaxprEqn) -> ShardingRule:
+    """`ab->ac {whole b c}`: a dim that is cut is whole."""
+    source, target = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    kept = [a == b for a, b in zip(source, target, strict=True)]  # equal lengths: nothing was cut, nothing skipped
+    strides = eqn.params["strides"] or (1,) * len(source)
+
+    def local(eqn: JaxprEqn, shard: Shard, array: jax.Array) -> Sequence[jax.Array]:
+        limits = [n if keep else limit for n, keep, limit in zip(array.shape, kept, eqn.params["limit_indices"], strict=True)]
+        return [lax.slice(array, eqn.params["start_indices"], limits, strides)]
+
+    return _resized(eqn, kept, local)
+
+
+@register(*find_primitives("pad"))
+def pad(eqn: JaxprEqn) -> ShardingRule:
+    """`ab,->ac {whole b c}`: a dim that is padded or cropped is whole."""
+    kept = [tuple(map(int, config)) == (0, 0, 0) for config in eqn.params["padding_config"]]
+    return _resized(eqn, kept, None)
+
+
+@register(*find_primitives("rev"))
+def rev(eqn: JaxprEqn) -> ShardingRule:
+    """`ab->ab {whole b}`: a dim that is reversed is whole."""
+    shape = eqn.invars[0].aval.shape
+    term = new_term(shape, factor_names())
+    whole = tuple(term[d][0] for d in eqn.params["dimensions"] if term[d])
+    return ShardingRule((term,), (term,), sizes_of(term, shape), whole=whole, linear=linear_groups(eqn, (0,)))
+
+
+@register(*find_primitives("concatenate"))
+def concatenate(eqn: JaxprEqn) -> ShardingRule:
+    """`ab,ac->ad {whole b c d}`: the dim along which arrays are joined is whole."""
+    return _joined(eqn, eqn.params["dimension"])
+
+
+@register(*find_primitives("split"))
+def split(eqn: JaxprEqn) -> ShardingRule:
+    """`ab->ac,ad {whole b c d}`: the dim that is taken apart is whole."""
+    return _joined(eqn, eqn.params["axis"])
+
+
+@register(*find_primitives("stack"))
+def stack(eqn: JaxprEqn) -> ShardingRule:
+    """`b,b->ab {whole a}`."""
+    return _stacked(eqn, eqn.outvars[0].aval.shape, eqn.params["axis"])
+
+
+@register(*find_primitives("unstack"))
+def unstack(eqn: JaxprEqn) -> ShardingRule:
+    """`ab->b,b {whole a}`."""
+    return _stacked(eqn, eqn.invars[0].aval.shape, eqn.params["axis"])
+
+
+@register(*find_primitives("tile"))
+def tile(eqn: JaxprEqn) -> ShardingRule:
+    """`b->(ab)`: copies one behind the other are a factor in front, which the operand lacks."""
+    shape, reps = eqn.invars[0].aval.shape, eqn.params["reps"]
+    fresh = factor_names()
+    sizes: dict[Factor, int] = {}
+    operand, result = [], []
+    for size, count in zip(shape, reps, strict=True):
+        factors = [(next(fresh), n) for n in (count, size) if n != 1]
+        sizes.update(factors)
+        names = tuple(name for name, _ in factors)
+        result.append(names)
+        operand.append(names[-1:] if size != 1 else ())
+
+    def local(eqn: JaxprEqn, shard: Shard, array: jax.Array) -> Sequence[jax.Array]:
+        counts = [shard.local_dim(dim) // n if n else count
+                  for dim, n, count in zip(result, array.shape, reps, strict=True)]
+        return [jnp.tile(array, counts)]
+
+    return ShardingRule((tuple(operand),), (tuple(result),), sizes, linear=linear_groups(eqn, (0,)), local=local)
+
+
+@register(*find_primitives("iota"))
+def iota(eqn: JaxprEqn) -> ShardingRule:
+    """`->ab`: each device counts from where its part begins."""
+    shape, along = eqn.outvars[0].aval.shape, eqn.params["dimension"]
+    result = new_term(shape, factor_names())
+
+    def local(eqn: JaxprEqn, shard: Shard, *_: jax.Array) -> Sequence[jax.Array]:
+        dtype = eqn.params["dtype"]
+        count = lax.broadcasted_iota(dtype, _local_shape(result, shard), along)
+        return [count + _offset(shard, result[along]).astype(dtype) if result[along] else count]
+
+    return ShardingRule(((),) * len(eqn.invars), (result,), sizes_of(result, shape), local=local)
+
+
+@register(*find_primitives("iota_2x32_shape"))
+def iota_2x32_shape(eqn: JaxprEqn) -> ShardingRule:
+    """`->ab,ab`: position in row-major order, as high and low words; the counters of random bits."""
+    shape = eqn.outvars[0].aval.shape
+    result = new_term(shape, factor_names())
+    small = num_elements(shape) <= 1 << 32
+
+    def local(eqn: JaxprEqn, shard: Shard) -> Sequence[jax.Array]:
+        low = jnp.zeros(_local_shape(result, shard), jnp.uint32)
+        for d, dim in enumerate(result):
+            if dim:
+                place = lax.broadcasted_iota(jnp.uint32, low.shape, d) + _offset(shard, dim).astype(jnp.uint32)
+                low = low + place * np.uint32(num_elements(shape[d + 1 :]) % (1 << 32))
+        return [jnp.zeros_like(low), low]
+
+    whole = () if small else tuple(dim[0] for dim in result if dim)
+    return ShardingRule((), (result, result), sizes_of(result, shape), whole=whole, local=local if small else None)
+
+
+@register(*find_primitives("bitcast_convert_type"))
+def bitcast_convert_type(eqn: JaxprEqn) -> ShardingRule:
+    """`a->a`; between widths a last dim comes or goes: `a->ab {whole b}`."""
+    source, target = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    longer = max(source, target, key=len)
+    term = new_term(longer, factor_names())
+    whole = term[-1] if len(source) != len(target) else ()
+    return ShardingRule((term[: len(source)],), (term[: len(target)],), sizes_of(term, longer), whole=whole)
+
+
+def _resized(eqn: JaxprEqn, kept: Sequence[bool], local: object) -> ShardingRule:
+    """One array whose dims are kept or resized; further operands are scalars, linear together with it."""
+    source, target = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    fresh = factor_names()
+    operand = new_term(source, fresh)
+    result = tuple(
+        dim if keep else () if size == 1 else (next(fresh),)
+        for dim, size, keep in zip(operand, target, kept, strict=True)
+    )
+    sizes = {**sizes_of(operand, source), **sizes_of(result, target)}
+    whole = tuple(dim[0] for term in (operand, result) for dim, keep in zip(term, kept, strict=True) if dim and not keep)
+    return ShardingRule(
+        (operand, *((),) * (len(eqn.invars) - 1)),
+        (result,),
+        sizes,
+        whole=whole,
+        linear=linear_groups(eqn, tuple(range(len(eqn.invars)))),
+        local=local,
+    )
+
+
+def _joined(eqn: JaxprEqn, along: int) -> ShardingRule:
+    """All operands and results share their dims but one, which is whole in each."""
+    fresh = factor_names()
+    shape = [1 if d == along else size for d, size in enumerate(eqn.invars[0].aval.shape)]
+    shared = new_term(shape, fresh)
+    sizes = sizes_of(shared, shape)
+    whole: list[Factor] = []
+
+    def terms(variables: Sequence[object]) -> Iterator[Term]:
+        for var in variables:
+            own: Dim = () if var.aval.shape[along] == 1 else (next(fresh),)
+            sizes.update(dict.fromkeys(own, var.aval.shape[along]))
+            whole.extend(own)
+            yield (*shared[:along], own, *shared[along + 1 :])
+
+    operands, results = tuple(terms(eqn.invars)), tuple(terms(eqn.outvars))
+    linear = linear_groups(eqn, tuple(range(len(operands))))
+    return ShardingRule(operands, results, sizes, whole=tuple(whole), linear=linear)
+
+
+def _stacked(eqn: JaxprEqn, shape: Sequence[int], along: int) -> ShardingRule:
+    """Arrays without dim `along`, and the stack of them that has it."""
+    stacked = new_term(shape, factor_names())
+    part = (*stacked[:along], *stacked[along + 1 :])
+    return ShardingRule(
+        tuple(stacked if len(v.aval.shape) == len(shape) else part for v in eqn.invars),
+        tuple(stacked if len(v.aval.shape) == len(shape) else part for v in eqn.outvars),
+        sizes_of(stacked, shape),
+        whole=stacked[along],
+        linear=linear_groups(eqn, tuple(range(len(eqn.invars)))),
+    )
+
+
+def _local_shape(term: Term, shard: Shard) -> tuple[int, ...]:
+    return tuple(shard.local_dim(dim) for dim in term)
+
+
+def _offset(shard: Shard, dim: Dim) -> jax.Array:
+    """First global position of a dim of one factor on this device."""
+    return jnp.asarray(shard.offset(dim[0]), jnp.int32)

@@ -1,0 +1,48 @@
+"""Rules of operations that put elements in order: `sort`, `top_k`.
+
+In:     `sort` of any number of arrays by the first of them, `top_k`, `approx_top_k`.
+Out:    the dim along which elements are ordered is whole, the others split freely.
+"""
+
+from __future__ import annotations
+
+import math
+
+from autopar._jax import JaxprEqn, find_primitives
+from autopar.ir.rules.registry import register
+from autopar.ir.rules.rule import ShardingRule, factor_names, num_elements
+from autopar.ir.rules.terms import new_term, sizes_of
+
+
+@register(*find_primitives("sort"))
+def sort(eqn: JaxprEqn) -> ShardingRule:
+    """`ab,ab->ab,ab {whole b}`."""
+    shape = eqn.invars[0].aval.shape
+    term = new_term(shape, factor_names())
+    count = len(eqn.invars)
+    length = shape[eqn.params["dimension"]]
+    return ShardingRule(
+        (term,) * count,
+        (term,) * count,
+        sizes_of(term, shape),
+        whole=term[eqn.params["dimension"]],
+        flops=count * num_elements(shape) * math.log2(max(length, 2)),
+    )
+
+
+@register(*find_primitives("top_k", "approx_top_k"))
+def top_k(eqn: JaxprEqn) -> ShardingRule:
+    """`ab->ac,ac {whole b c}`: the largest of each row, and where they are."""
+    source, target = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    along = eqn.params.get("axis", eqn.params.get("reduction_dimension", -1)) % len(source)
+    fresh = factor_names()
+    operand = new_term(source, fresh)
+    own = () if target[along] == 1 else (next(fresh),)
+    result = (*operand[:along], own, *operand[along + 1 :])
+    return ShardingRule(
+        (operand,),
+        (result, result),
+        {**sizes_of(operand, source), **sizes_of(result, target)},
+        whole=(*operand[along], *own),
+        flops=float(num_elements(source)),
+    )

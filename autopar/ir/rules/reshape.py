@@ -1,0 +1,110 @@
+"""The rule of `reshape`: dims merged and split are dims of several factors.
+
+In:     a `reshape` equation.
+Out:    `a(bc)->abc` for a split, `abc->(ab)c` for a merge; a dim splits over devices by its first factor.
+Method: source and target are read from the major side; equal products end a factor. Where lengths have no common
+        measure (12 x 10 to 8 x 15), what they share in front (4) is a factor and the rest of that group is whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import jax
+from jax import lax
+
+from autopar._jax import JaxprEqn, find_primitives
+from autopar.ir.rules.linearity import linear_groups
+from autopar.ir.rules.registry import register
+from autopar.ir.rules.rule import Factor, Shard, ShardingRule, factor_names
+
+
+@register(*find_primitives("reshape"))
+def reshape(eqn: JaxprEqn) -> ShardingRule:
+    """`a(bc)->abc`, `abc->(ab)c`, ..."""
+    source, target = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
+    order = eqn.params["dimensions"]
+    order = tuple(range(len(source))) if order is None else tuple(order)
+    permuted, result, sizes, whole = factor_shapes([source[d] for d in order], target)
+    operand = [permuted[order.index(d)] for d in range(len(source))]
+
+    def local(eqn: JaxprEqn, shard: Shard, array: jax.Array, *_: jax.Array) -> Sequence[jax.Array]:
+        return [lax.reshape(array, [shard.local_dim(dim) for dim in result], eqn.params["dimensions"])]
+
+    dynamic = ((),) * (len(eqn.invars) - 1)
+    return ShardingRule(
+        (tuple(operand), *dynamic), (tuple(result),), sizes, whole=whole, linear=linear_groups(eqn, (0,)), local=local
+    )
+
+
+def factor_shapes(
+    source: Sequence[int], target: Sequence[int]
+) -> tuple[list[tuple[Factor, ...]], list[tuple[Factor, ...]], dict[Factor, int], tuple[Factor, ...]]:
+    """The factors of each dim of two shapes of one size: source dims, target dims, lengths, those that are whole."""
+    fresh = factor_names()
+    if 0 in source:
+        return _separate(source, target, fresh)
+    left, right = _Side(source), _Side(target)
+    sizes: dict[Factor, int] = {}
+    whole: list[Factor] = []
+    while left.advance() and right.advance():
+        common = math.gcd(left.rest, right.rest)
+        if common > 1:
+            factor = next(fresh)
+            sizes[factor] = common
+            left.take(factor, common)
+            right.take(factor, common)
+        if left.rest > 1 and right.rest > 1:
+            # No common measure: from here to where the products meet again, each side has factors of its own.
+            for side, length in _until_equal(left, right):
+                factor = next(fresh)
+                sizes[factor] = length
+                whole.append(factor)
+                side.take(factor, length)
+    return left.dims, right.dims, sizes, tuple(whole)
+
+
+class _Side:
+    """One shape, read from the major side; `rest` is what of the present dim has no factor yet."""
+
+    def __init__(self, shape: Sequence[int]):
+        self.shape, self.at, self.rest = tuple(shape), -1, 1
+        self.dims: list[tuple[Factor, ...]] = [()] * len(self.shape)
+
+    def advance(self) -> bool:
+        """Go on to a dim with something left; False at the end."""
+        while self.rest == 1:
+            self.at += 1
+            if self.at >= len(self.shape):
+                return False
+            self.rest = self.shape[self.at]
+        return True
+
+    def take(self, factor: Factor, length: int) -> None:
+        self.dims[self.at] += (factor,)
+        self.rest //= length
+
+
+def _until_equal(left: _Side, right: _Side) -> Iterator[tuple[_Side, int]]:
+    """Take what is left of dims, on whichever side has less of it so far, until both have taken the same."""
+    taken = {id(left): 1, id(right): 1}
+    while True:
+        side = left if taken[id(left)] <= taken[id(right)] else right
+        if taken[id(left)] == taken[id(right)] > 1 or not side.advance():
+            return
+        taken[id(side)] *= side.rest
+        yield side, side.rest
+
+
+def _separate(source: Sequence[int], target: Sequence[int], fresh: Iterator[Factor]):
+    """Nothing in common, all whole: an array without elements."""
+    sizes: dict[Factor, int] = {}
+
+    def term(shape: Sequence[int]) -> list[tuple[Factor, ...]]:
+        dims = [() if size == 1 else (next(fresh),) for size in shape]
+        sizes.update({dim[0]: size for dim, size in zip(dims, shape, strict=True) if dim})
+        return dims
+
+    dims = term(source), term(target)
+    return *dims, sizes, tuple(sizes)
