@@ -3,12 +3,14 @@
 from autopar.ir.rules import (  # noqa: F401  (each registers its rules)
     convolution,
     elementwise,
+    indexing,
     linear_algebra,
     movement,
     opaque,
     ordering,
     reductions,
     reshape,
+    scatter,
     windows,
 )
 from autopar.ir.rules.registry import has_rule, register, replicated_rule, rule_for
