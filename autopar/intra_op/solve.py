@@ -1,10 +1,13 @@
-"""Solve a choice problem: eliminate, hand the core to the ILP, expand; memory rows by demand.
+"""Solve a choice problem: eliminate, bound, hand what matters to the ILP, expand; memory rows by demand.
 
 In:     `Problem` without memory rows, and a function that names the rows an assignment breaks.
 Out:    `Solution` for all nodes.
-Method: elimination is exact, so the whole is as optimal as the core. Memory rows are cutting planes: the assignment is
-        checked by the exact liveness of its program, the moments that are over budget become rows, and it is solved
-        again; the nodes in a row are kept from elimination.
+Method: elimination is exact, so the whole is as optimal as the core. A small core goes to the ILP as it is. Of a large
+        one message passing gives a lower bound and says how promising each choice is; the ILP gets the best few of each
+        node, then those that are best beside what it found, until that helps no more; what is left between its answer
+        and the bound is the gap. Memory rows are cutting planes: the assignment is checked by the exact liveness of its
+        program, the moments that are over budget become rows, and it is solved again; the nodes in a row are kept from
+        elimination.
 """
 
 from __future__ import annotations
@@ -12,9 +15,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
+from autopar.intra_op.dual import Bounds, bound
 from autopar.intra_op.elimination import eliminate
 from autopar.intra_op.ilp import solve_ilp
 from autopar.intra_op.problem import MemoryRow, Problem, Solution
+
+SMALL_CORE = 60_000
+"""Pairs of choices that meet on an edge: up to so many the ILP gets them all, and proves its answer least."""
+PROMISING = 6
+"""Choices of a node that the ILP gets of a larger core, beside those around the best answer known."""
+_MAX_ROUNDS = 4
 
 
 def solve(problem: Problem, solver: str = "highs", seconds: float = 60.0, gap: float = 1e-6) -> Solution:
@@ -33,7 +45,7 @@ def solve(problem: Problem, solver: str = "highs", seconds: float = 60.0, gap: f
     for row in problem.rows:
         bytes_of = {position[n]: b[reduced.alive_of(n)] for n, b in row.bytes_of.items()}
         reduced.problem.rows.append(dataclasses.replace(row, bytes_of=bytes_of))
-    core = solve_ilp(reduced.problem, solver, seconds, gap)
+    core = _solve_core(reduced.problem, solver, seconds, gap)
     if core.status == "infeasible":
         return core
     choices = reduced.expand(core.choices)
@@ -41,8 +53,8 @@ def solve(problem: Problem, solver: str = "highs", seconds: float = 60.0, gap: f
     if objective == float("inf"):
         return Solution((), objective, objective, "infeasible", core.solver)
     # "optimal" means within `gap`, one part in a million: that counts as proved.
-    bound = objective if core.status == "optimal" else min(objective, core.bound + reduced.constant)
-    return Solution(choices, objective, bound, core.status, core.solver)
+    lower = objective if core.status == "optimal" else min(objective, core.bound + reduced.constant)
+    return Solution(choices, objective, lower, core.status, core.solver)
 
 
 def solve_within(
@@ -67,3 +79,73 @@ def solve_within(
         problem.rows.extend(rows)
         solution = solve(problem, solver, seconds)
     return dataclasses.replace(solution, status="infeasible", choices=()) if broken_rows(solution.choices) else solution
+
+
+def _solve_core(core: Problem, solver: str, seconds: float, gap: float) -> Solution:
+    if sum(matrix.size for matrix in core.edges.values()) <= SMALL_CORE:
+        return solve_ilp(core, solver, seconds, gap)
+    bounds = bound(core, gap=gap)
+    best: Solution | None = None
+    near = bounds.choices
+    masks = _promising(core, bounds)
+    for _ in range(_MAX_ROUNDS):
+        if near:
+            masks = [mask | around for mask, around in zip(masks, _around(core, near), strict=True)]
+        answer = _solve_restricted(core, masks, solver, seconds, gap)
+        if answer.status == "infeasible" and core.rows:
+            # The rows want choices that seem bad without them.
+            masks = [mask | thrifty for mask, thrifty in zip(masks, _thrifty(core), strict=True)]
+            near = ()
+            continue
+        if answer.status == "infeasible" or (best is not None and answer.objective >= best.objective * (1 - gap)):
+            break
+        best, near = answer, answer.choices
+    if best is None:
+        return solve_ilp(core, solver, seconds, gap)
+    proved = best.objective - bounds.lower <= gap * abs(best.objective)
+    return Solution(best.choices, best.objective, min(bounds.lower, best.objective), "optimal" if proved else "feasible",
+                    f"{best.solver}, the most promising choices of {sum(map(len, core.costs))}")
+
+
+def _promising(core: Problem, bounds: Bounds) -> list[np.ndarray]:
+    """The best choices of each node by what message passing says."""
+    return [_least(excess, PROMISING) for excess in bounds.excess]
+
+
+def _around(core: Problem, choices: Sequence[int]) -> list[np.ndarray]:
+    """The best choices of each node while all others stay at `choices`."""
+    costs = [cost.copy() for cost in core.costs]
+    for (u, v), matrix in core.edges.items():
+        costs[u] += matrix[:, choices[v]]
+        costs[v] += matrix[choices[u]]
+    masks = [_least(cost, PROMISING // 2) for cost in costs]
+    for mask, choice in zip(masks, choices, strict=True):
+        mask[choice] = True
+    return masks
+
+
+def _thrifty(core: Problem) -> list[np.ndarray]:
+    """The choices of each node that take least memory."""
+    masks = [np.zeros(len(cost), bool) for cost in core.costs]
+    for row in core.rows:
+        for node, num_bytes in row.bytes_of.items():
+            masks[node] |= _least(np.where(np.isfinite(core.costs[node]), num_bytes, np.inf), PROMISING)
+    return masks
+
+
+def _least(values: np.ndarray, count: int) -> np.ndarray:
+    mask = np.zeros(len(values), bool)
+    mask[np.argsort(values, kind="stable")[:count]] = True
+    return mask
+
+
+def _solve_restricted(core: Problem, masks: Sequence[np.ndarray], solver: str, seconds: float, gap: float) -> Solution:
+    """The least assignment that takes of each node one of the choices that its mask names."""
+    kept = [np.flatnonzero(mask & np.isfinite(cost)) for mask, cost in zip(masks, core.costs, strict=True)]
+    small = Problem(
+        [cost[alive] for cost, alive in zip(core.costs, kept, strict=True)],
+        {(u, v): matrix[np.ix_(kept[u], kept[v])] for (u, v), matrix in core.edges.items()},
+        [dataclasses.replace(row, bytes_of={n: b[kept[n]] for n, b in row.bytes_of.items()}) for row in core.rows],
+    )
+    answer = solve_ilp(small, solver, seconds, gap)
+    return dataclasses.replace(answer, choices=tuple(int(kept[n][k]) for n, k in enumerate(answer.choices)))

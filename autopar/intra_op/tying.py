@@ -9,7 +9,6 @@ Method: a run of the program that repeats with a period is one layer several tim
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 
 import numpy as np
@@ -20,6 +19,8 @@ UNTIED_NODES = 700
 """Graphs up to this size are solved as they are."""
 MIN_REPEATS = 3
 ROUNDS = 16
+_STRETCH = 8
+"""Equations that must be equal in a row before a distance between them is looked at."""
 
 
 def tie_nodes(graph: Graph, pins: Mapping[int, object], untied_nodes: int = UNTIED_NODES) -> list[int]:
@@ -42,7 +43,7 @@ def tie_nodes(graph: Graph, pins: Mapping[int, object], untied_nodes: int = UNTI
     fixed = places >= 0
     source = np.array([e.source for e in graph.edges])
     target = np.array([e.target for e in graph.edges])
-    slot = np.array([e.slot + 1000 for e in graph.edges], dtype=np.uint64)
+    slot = np.array([max(e.slot, -1) + 1 for e in graph.edges], dtype=np.uint64)  # all outputs alike
     initial = colours.copy()
     for _ in range(ROUNDS):
         heard = np.zeros_like(colours)
@@ -65,23 +66,21 @@ def _mix(values: np.ndarray) -> np.ndarray:
 def repeated_places(graph: Graph, signatures: np.ndarray) -> np.ndarray:
     """For each node, its place in a repeated layer (run * 2^20 + offset in the period), or -1.
 
-    The period holds at least two contractions, so that a column split may follow a row split in a chain of equal layers.
+    A period with one contraction is taken twice, so that a row split may follow a column split in a chain of equal
+    layers.
     """
     places = np.full(len(graph.nodes), -1, dtype=np.int64)
     ops = np.array([n.index for n in graph.nodes if n.kind == "op"])
     heavy = np.array([len(graph.nodes[i].rule.operands) > 1 and bool(graph.nodes[i].rule.summed) for i in ops])
     sequence = signatures[ops]
     run = 0
-    for period in _candidate_periods(sequence, heavy):
+    for period in _candidate_periods(sequence):
         same = sequence[:-period] == sequence[period:]
         free = places[ops] < 0
         for start, length in _runs(same & free[:-period] & free[period:]):
             repeats = length // period + 1
-            if repeats < MIN_REPEATS:
-                continue
-            contractions = int(heavy[start : start + period].sum())
-            unit = period if contractions >= 2 else 2 * period
-            if contractions == 0 or (unit != period and repeats < 2 * MIN_REPEATS):
+            unit = 2 * period if heavy[start : start + period].sum() == 1 else period
+            if repeats * period < MIN_REPEATS * unit or repeats < MIN_REPEATS:
                 continue
             where = np.arange(start, start + length + period)
             places[ops[where]] = run * (1 << 20) + (where - start) % unit
@@ -89,22 +88,25 @@ def repeated_places(graph: Graph, signatures: np.ndarray) -> np.ndarray:
     return places
 
 
-def _candidate_periods(sequence: np.ndarray, heavy: np.ndarray) -> list[int]:
-    """Distances between equal contractions, those that cover most first."""
-    last: dict[int, list[int]] = {}
-    found: Counter[int] = Counter()
-    for position in np.flatnonzero(heavy):
-        earlier = last.setdefault(int(sequence[position]), [])
-        for other in earlier[-8:]:
-            found[int(position - other)] += 1
-        earlier.append(int(position))
+def _candidate_periods(sequence: np.ndarray) -> list[int]:
+    """Distances between equal stretches of the program, those that cover most of it first."""
+    if len(sequence) <= _STRETCH:
+        return []
+    count = len(sequence) - _STRETCH + 1
+    hashes = np.zeros(count, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for k in range(_STRETCH):
+            hashes = _mix(hashes * np.uint64(31) + sequence[k : k + count].astype(np.uint64))
+    order = np.argsort(hashes, kind="stable")
+    distances = np.diff(order)[hashes[order[1:]] == hashes[order[:-1]]]
+    periods, counts = np.unique(distances, return_counts=True)
+    periods = periods[counts >= MIN_REPEATS - 1]
     covered = []
-    for period, count in found.items():
-        if count >= MIN_REPEATS - 1 and period < len(sequence):
-            same = sequence[:-period] == sequence[period:]
-            length = sum(n + period for _, n in _runs(same) if n >= (MIN_REPEATS - 1) * period)
-            if length:
-                covered.append((-length, period))
+    for period in map(int, periods):
+        same = sequence[:-period] == sequence[period:]
+        length = sum(n + period for _, n in _runs(same) if n >= (MIN_REPEATS - 1) * period)
+        if length:
+            covered.append((-length, period))
     return [period for _, period in sorted(covered)]
 
 
