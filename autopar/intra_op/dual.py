@@ -19,8 +19,8 @@ from autopar.intra_op.problem import Problem
 
 _FORBIDDEN = 1e3
 """Stands for infinity, in units of the problem's scale: messages must stay finite."""
-_PATIENCE = 4
-"""Stop after so many rounds of passes that raised the bound by less than a thousandth of the gap."""
+_DECODE_EVERY = 20
+"""Rounds between attempts to read an assignment from the messages."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,20 +41,8 @@ class Bounds:
     excess: tuple[np.ndarray, ...]
 
 
-def bound(problem: Problem, rounds: int = 60, upper: float = float("inf"), gap: float = 1e-6) -> Bounds:
-    """Bound the least assignment of `problem`.
-
-    Args:
-        problem: Node and edge costs; memory rows are not looked at.
-        rounds: Forward and backward passes at most.
-        upper: Cost of an assignment known from elsewhere.
-        gap: Stop when the bounds are relatively so close.
-    """
-    return _Passes(problem).run(rounds, upper, gap)
-
-
-class _Passes:
-    """Messages of one problem. Edge k runs from the earlier node `first[k]` to the later `second[k]`."""
+class Ascent:
+    """Messages of one problem, which get better from run to run. Edge k joins an earlier and a later node."""
 
     def __init__(self, problem: Problem):
         self.problem = problem
@@ -72,27 +60,33 @@ class _Passes:
             self.later[u].append(k)
             self.earlier[v].append(k)
         self.share = [1.0 / max(len(a), len(b), 1) for a, b in zip(self.later, self.earlier, strict=True)]
+        self.lower, self.upper = -np.inf, np.inf
+        self.best: tuple[int, ...] = ()
+
+    def run(self, rounds: int, upper: float = np.inf, gap: float = 1e-6) -> Bounds:
+        """Pass messages forward and back.
+
+        Args:
+            rounds: So often at most.
+            upper: Cost of the best assignment known from elsewhere.
+            gap: Stop when the bounds are relatively so close.
+        """
+        self.upper = min(self.upper, upper)
+        for number in range(rounds):
+            self.forward()
+            self.lower = max(self.lower, self.backward())
+            if number % _DECODE_EVERY == 0:
+                choices = self.improve(self.decode())
+                cost = self.problem.cost(choices)
+                if cost < self.upper or not self.best:
+                    self.best = tuple(choices)
+                    self.upper = min(self.upper, cost)
+            if self.upper - self.lower <= gap * abs(self.upper):
+                break
+        return Bounds(self.lower, self.upper, self.best, tuple(self.excess()))
 
     def finite(self, values: np.ndarray) -> np.ndarray:
         return np.where(np.isfinite(values), values, self.forbidden).astype(np.float64)
-
-    def run(self, rounds: int, upper: float, gap: float) -> Bounds:
-        best: tuple[int, ...] = ()
-        lower, idle = -np.inf, 0
-        for number in range(rounds):
-            self.forward()
-            raised = self.backward()
-            if number % 4 == 3 or number < 2:
-                choices = self.improve(self.decode())
-                cost = self.problem.cost(choices)
-                if cost < upper or (cost == upper and not best):
-                    best, upper = tuple(choices), cost
-            distance = upper - raised
-            idle = idle + 1 if raised - lower <= 1e-3 * max(distance, 0.0) else 0
-            lower = max(lower, raised)
-            if distance <= gap * abs(upper) or idle >= _PATIENCE:
-                break
-        return Bounds(lower, upper, best, tuple(self.excess()))
 
     def unary(self, node: int) -> np.ndarray:
         """A node's costs with all messages to it."""

@@ -17,16 +17,19 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autopar.intra_op.dual import Bounds, bound
+from autopar.intra_op.dual import Ascent
 from autopar.intra_op.elimination import eliminate
 from autopar.intra_op.ilp import solve_ilp
 from autopar.intra_op.problem import MemoryRow, Problem, Solution
 
 SMALL_CORE = 60_000
 """Pairs of choices that meet on an edge: up to so many the ILP gets them all, and proves its answer least."""
-PROMISING = 6
+LARGE_CORE = 1_000_000
+"""Beyond so many (meshes of three axes) a gap of a thousandth is good enough."""
+PROMISING = 8
 """Choices of a node that the ILP gets of a larger core, beside those around the best answer known."""
-_MAX_ROUNDS = 4
+ROUNDS = (120, 150, 200)
+"""Rounds of message passing before each attempt of the ILP."""
 
 
 def solve(problem: Problem, solver: str = "highs", seconds: float = 60.0, gap: float = 1e-6) -> Solution:
@@ -82,34 +85,33 @@ def solve_within(
 
 
 def _solve_core(core: Problem, solver: str, seconds: float, gap: float) -> Solution:
-    if sum(matrix.size for matrix in core.edges.values()) <= SMALL_CORE:
+    pairs = sum(matrix.size for matrix in core.edges.values())
+    if pairs <= SMALL_CORE:
         return solve_ilp(core, solver, seconds, gap)
-    bounds = bound(core, gap=gap)
+    is_large = pairs > LARGE_CORE
+    enough = max(gap, 1e-3) if is_large else gap
+    ascent = Ascent(core)
     best: Solution | None = None
-    near = bounds.choices
-    masks = _promising(core, bounds)
-    for _ in range(_MAX_ROUNDS):
-        if near:
-            masks = [mask | around for mask, around in zip(masks, _around(core, near), strict=True)]
-        answer = _solve_restricted(core, masks, solver, seconds, gap)
-        if answer.status == "infeasible" and core.rows:
-            # The rows want choices that seem bad without them.
+    lower = 0.0
+    for rounds in ROUNDS[:2] if is_large else ROUNDS:
+        bounds = ascent.run(rounds, best.objective if best else np.inf, gap)
+        lower = max(lower, bounds.lower)
+        room = bounds.upper - bounds.lower + gap * abs(bounds.upper)
+        masks = [_least(excess, PROMISING) & (core.rows != [] or excess <= room) for excess in bounds.excess]
+        near = best.choices if best else bounds.choices
+        masks = [mask | around for mask, around in zip(masks, _around(core, near), strict=True)]
+        if core.rows:
             masks = [mask | thrifty for mask, thrifty in zip(masks, _thrifty(core), strict=True)]
-            near = ()
-            continue
-        if answer.status == "infeasible" or (best is not None and answer.objective >= best.objective * (1 - gap)):
+        answer = _solve_restricted(core, masks, solver, seconds, gap)
+        if answer.status != "infeasible" and (best is None or answer.objective < best.objective):
+            best = answer
+        if best is not None and best.objective - lower <= enough * abs(best.objective):
             break
-        best, near = answer, answer.choices
     if best is None:
         return solve_ilp(core, solver, seconds, gap)
-    proved = best.objective - bounds.lower <= gap * abs(best.objective)
-    return Solution(best.choices, best.objective, min(bounds.lower, best.objective), "optimal" if proved else "feasible",
-                    f"{best.solver}, the most promising choices of {sum(map(len, core.costs))}")
-
-
-def _promising(core: Problem, bounds: Bounds) -> list[np.ndarray]:
-    """The best choices of each node by what message passing says."""
-    return [_least(excess, PROMISING) for excess in bounds.excess]
+    proved = best.objective - lower <= gap * abs(best.objective)
+    return Solution(best.choices, best.objective, min(lower, best.objective), "optimal" if proved else "feasible",
+                    f"{best.solver}, the promising ones of {sum(map(len, core.costs))} choices")
 
 
 def _around(core: Problem, choices: Sequence[int]) -> list[np.ndarray]:
@@ -118,7 +120,7 @@ def _around(core: Problem, choices: Sequence[int]) -> list[np.ndarray]:
     for (u, v), matrix in core.edges.items():
         costs[u] += matrix[:, choices[v]]
         costs[v] += matrix[choices[u]]
-    masks = [_least(cost, PROMISING // 2) for cost in costs]
+    masks = [_least(cost, PROMISING // 4) for cost in costs]
     for mask, choice in zip(masks, choices, strict=True):
         mask[choice] = True
     return masks
