@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -58,8 +59,9 @@ def solve_ilp(problem: Problem, solver: str = "highs", seconds: float = 60.0, ga
                  for x, b in zip(chosen[n], bytes_of, strict=True) if x is not None and b]
         model += _expression(terms) <= (row.budget_bytes - row.constant_bytes) / unit, f"memory_{number}"
     model.setObjective(_expression(objective))
-    model.solve(make_solver(solver, seconds, gap))
-    return _read_solution(model, problem, chosen, solver, scale, gap)
+    ended = _ended(model, model.solve(make_solver(solver, seconds, gap)))
+    size = f"{solver} on {len(problem.costs)} nodes, {model.numVariables()} variables, {model.numConstraints()} rows"
+    return _read_solution(problem, chosen, ended, size, scale, gap)
 
 
 def _expression(terms: Sequence[tuple[Any, float]]) -> pulp.LpAffineExpression:
@@ -124,24 +126,35 @@ def _edge_variables(
     return [(e, float(table[key])) for key, e in pairs.items() if table[key]]
 
 
-def _read_solution(model, problem: Problem, chosen, solver: str, scale: float, gap: float) -> Solution:
-    size = f"{solver} on {len(problem.costs)} nodes, {model.numVariables()} variables, {model.numConstraints()} rows"
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """How a solver ended: whether it found anything, whether it proved it least, and its bound on the objective."""
+
+    found: bool
+    proved: bool
+    bound: float
+
+
+def _ended(model: pulp.LpProblem, outcome: Any) -> _Ended:
+    if hasattr(outcome, "best_bound"):  # PuLP 4: optimal is 1, and -7 that the gap asked for was reached
+        return _Ended(outcome.has_solution, int(outcome.status) in (1, -7), outcome.best_bound or 0.0)
+    # PuLP 3 hands no bound on, but its solver does where it runs in this process.
+    highs = getattr(model, "solverModel", None)
+    bound = float(highs.getInfo().mip_dual_bound) if highs is not None and hasattr(highs, "getInfo") else 0.0
+    return _Ended(model.status != pulp.LpStatusInfeasible, model.sol_status == pulp.LpSolutionOptimal, bound)
+
+
+def _read_solution(
+    problem: Problem, chosen: Sequence[Sequence[Any]], ended: _Ended, size: str, scale: float, gap: float
+) -> Solution:
     nothing = any(not any(x is not None and x.varValue is not None for x in xs) for xs in chosen)
-    if model.status == pulp.LpStatusInfeasible or nothing:
+    if not ended.found or nothing:
         return Solution((), float("inf"), float("inf"), "infeasible", size)
-    choices = tuple(max((k for k, x in enumerate(xs) if x is not None), key=lambda k: (xs[k].varValue or 0.0, -k))
-                    for xs in chosen)
+    choices = tuple(
+        max((k for k, x in enumerate(xs) if x is not None), key=lambda k: (xs[k].varValue or 0.0, -k)) for xs in chosen
+    )
     objective = problem.cost(choices)
     if not (np.isfinite(objective) and problem.fits(choices)):
         return Solution((), float("inf"), float("inf"), "infeasible", size)
-    optimal = model.sol_status == pulp.LpSolutionOptimal
-    bound = objective * (1 - gap) if optimal else _bound(model, scale)
-    return Solution(choices, objective, min(bound, objective), "optimal" if optimal else "feasible", size)
-
-
-def _bound(model: pulp.LpProblem, scale: float) -> float:
-    """The solver's proven lower bound in seconds; 0 where PuLP does not hand it on (all costs are >= 0)."""
-    highs = getattr(model, "solverModel", None)
-    if highs is not None and hasattr(highs, "getInfo"):
-        return max(0.0, float(highs.getInfo().mip_dual_bound) / scale)
-    return 0.0
+    lower = objective * (1 - gap) if ended.proved else max(0.0, ended.bound / scale)
+    return Solution(choices, objective, min(lower, objective), "optimal" if ended.proved else "feasible", size)
