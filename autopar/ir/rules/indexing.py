@@ -2,8 +2,9 @@
 
 In:     `table[ids]`, `take_along_axis`, `x[i]`, `lax.dynamic_slice`, and the transposes of writing by index.
 Out:    dims of the indices and dims that are taken whole split freely; so does a dim from which single elements are
-        read: each device reads those that it holds, zero elsewhere, and the result is a partial sum
-        (`a1,bc->abc`-like: an embedding split on its vocabulary is `vd,bs1->bsd {sum v}`).
+        read, as the vocabulary v of an embedding: `vd,bs1->bsd {sum v}`.
+Method: each device reads the elements that it holds and has zeros for the others, so that the result is a partial sum
+        with one term. Indices become local, and modes hold, as `locate.py` says.
 """
 
 from __future__ import annotations
@@ -15,138 +16,105 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopar._jax import JaxprEqn, find_primitives
+from autopar._jax import JaxprEqn, bind_eqn, find_primitives
 from autopar.ir.rules.linearity import linear_groups, may_be_partial
-from autopar.ir.rules.locate import clamp, locate, signed
+from autopar.ir.rules.locate import IndexTerms, clamp, index_terms, locate, locate_slice, signed
 from autopar.ir.rules.registry import register
-from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, factor_names
-from autopar.ir.rules.terms import new_term
+from autopar.ir.rules.rule import Dim, Shard, ShardingRule, factor_names
+from autopar.ir.rules.terms import new_term, sizes_of
 
 
 @register(*find_primitives("gather"))
 def gather(eqn: JaxprEqn) -> ShardingRule:
-    """Operand dims that are offsets or batches are shared with the result, indexed ones are summed."""
-    table, indices = (v.aval for v in eqn.invars)
-    result_shape = eqn.outvars[0].aval.shape
-    numbers, slices = eqn.params["dimension_numbers"], eqn.params["slice_sizes"]
-    fresh = factor_names()
-    sizes: dict[Factor, int] = {}
-    whole: list[Factor] = []
-    summed: list[Factor] = []
-
-    def new(size: int, *lists: list[Factor]) -> Dim:
-        dim = () if size == 1 else (next(fresh),)
-        sizes.update(dict.fromkeys(dim, size))
-        for names in lists:
-            names.extend(dim)
-        return dim
-
-    at = [new(size) for size in indices.shape[:-1]]
-    batch_of = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
-    operand: list[Dim] = []
-    windows: list[Dim] = []
-    for d, (size, taken) in enumerate(zip(table.shape, slices, strict=True)):
-        if d in batch_of:
-            operand.append(at[batch_of[d]])
-            continue
-        single = taken == 1 and d in numbers.start_index_map and may_be_partial(table.dtype)
-        kept = taken == size
-        operand.append(new(size) if kept else new(size, summed) if single else new(size, whole))
-        if d not in numbers.collapsed_slice_dims:
-            windows.append(operand[d] if kept else new(taken, whole))
-    result, rest = [], iter(at)
-    for d in range(len(result_shape)):
-        result.append(windows[numbers.offset_dims.index(d)] if d in numbers.offset_dims else next(rest))
-    vector = new(indices.shape[-1], whole)
-    fills = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
-    stays = not fills or _fill_adds_up(table.dtype, eqn.params["fill_value"])
+    """`cd,ab1->abd {sum c}` for an embedding, `ab,a11->a1 {sum b}` for one number of each row."""
+    table, indices = (var.aval for var in eqn.invars)
+    terms = index_terms(table.shape, indices.shape, eqn.params["slice_sizes"], eqn.params["dimension_numbers"])
+    searched = tuple(terms.searched.values())
+    adds_up = may_be_partial(table.dtype)
 
     def local(eqn: JaxprEqn, shard: Shard, table: jax.Array, indices: jax.Array) -> Sequence[jax.Array]:
-        return _gather_here(eqn, tuple(operand), summed, shard, table, indices)
+        return _gather_here(eqn, terms, shard, table, indices)
 
     return ShardingRule(
-        (tuple(operand), (*at, vector)),
-        (tuple(result),),
-        sizes,
-        summed=tuple(summed),
-        whole=tuple(whole),
-        linear=linear_groups(eqn, (0,)) if stays else (),
+        (terms.table, terms.indices),
+        (terms.slices,),
+        terms.sizes,
+        summed=searched if adds_up else (),
+        whole=terms.whole if adds_up else (*searched, *terms.whole),
+        linear=linear_groups(eqn, (0,)) if _fill_adds_up(eqn) else (),
         local=local,
     )
 
 
-def _fill_adds_up(dtype: np.dtype, fill: object) -> bool:
-    """Whether the fill of a sum is the sum of the fills of its parts: it is NaN, or nothing."""
-    if fill is None:
-        return bool(jnp.issubdtype(dtype, jnp.inexact))
-    return bool(np.isnan(fill)) or fill == 0  # type: ignore[call-overload]
+def _fill_adds_up(eqn: JaxprEqn) -> bool:
+    """Whether the fill of a sum is the sum of the fills of its parts: it is NaN, or 0, or nothing is filled."""
+    if eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:
+        return True
+    fill = eqn.params["fill_value"]
+    if fill is None:  # NaN; of integers, the extreme one
+        return bool(jnp.issubdtype(eqn.invars[0].aval.dtype, jnp.inexact))
+    return bool(np.isnan(fill)) or bool(fill == 0)
 
 
 def _gather_here(
-    eqn: JaxprEqn, operand: Term, summed: Sequence[Factor], shard: Shard, table: jax.Array, indices: jax.Array
+    eqn: JaxprEqn, terms: IndexTerms, shard: Shard, table: jax.Array, indices: jax.Array
 ) -> Sequence[jax.Array]:
     """The per-device program: look up what is here, zero elsewhere."""
     params, numbers, shape = eqn.params, eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
-    slices = [local if taken == size else taken
-              for local, taken, size in zip(table.shape, params["slice_sizes"], shape, strict=True)]
-    searched = {d: dim[0] for d, dim in enumerate(operand) if dim and dim[0] in summed and shard.num_shards(dim[0]) > 1}
-    if not searched:
-        return [eqn.primitive.bind(table, indices, **{**params, "slice_sizes": tuple(slices)})]
+    lengths = zip(table.shape, params["slice_sizes"], shape, strict=True)
+    params = {**params, "slice_sizes": tuple(local if taken == size else taken for local, taken, size in lengths)}
+    split = {d: factor for d, factor in terms.searched.items() if shard.num_shards(factor) > 1}
+    if not split:
+        return bind_eqn(eqn, table, indices, params=params)
     indices = signed(indices)
     columns = {d: indices[..., k] for k, d in enumerate(numbers.start_index_map)}
     if params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:  # what is promised to be in bounds XLA clamps too
-        columns = {d: clamp(column, shape[d] - params["slice_sizes"][d]) for d, column in columns.items()}
+        columns = {d: clamp(column, shape[d] - eqn.params["slice_sizes"][d]) for d, column in columns.items()}
     mine = jnp.ones(indices.shape[:-1], bool)
-    for d, factor in searched.items():
+    for d, factor in split.items():
         place, here = locate(columns[d], factor, shard)
         # Out of range stays so, to be filled; what another device answers must only be a legal address.
         columns[d], mine = jnp.where(here, place, 0), mine & here
-    found = eqn.primitive.bind(
-        table,
-        jnp.stack(list(columns.values()), axis=-1),
-        **{**params, "slice_sizes": tuple(slices), "indices_are_sorted": False, "unique_indices": False},
-    )
+    params |= {"indices_are_sorted": False, "unique_indices": False}
+    (found,) = bind_eqn(eqn, table, jnp.stack(list(columns.values()), axis=-1), params=params)
     places = [d for d in range(found.ndim) if d not in numbers.offset_dims]
     return [jnp.where(lax.broadcast_in_dim(mine, found.shape, places), found, jnp.zeros_like(found))]
 
 
 @register(*find_primitives("dynamic_slice"))
 def dynamic_slice(eqn: JaxprEqn) -> ShardingRule:
-    """`ab,,->b {sum a}` for `x[i]`; a dim of which several elements are taken, but not all, is whole."""
+    """`ab,,->1b {sum a}` for `x[i]`; a dim of which several elements are taken, but not all, is whole."""
     shape, slices = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     fresh = factor_names()
     operand = new_term(shape, fresh)
-    sizes = {dim[0]: size for dim, size in zip(operand, shape, strict=True) if dim}
+    sizes = sizes_of(operand, shape)
     adds_up = may_be_partial(eqn.invars[0].aval.dtype)
     result: list[Dim] = []
-    whole: list[Factor] = []
+    summed, whole = [], []
     for dim, size, taken in zip(operand, shape, slices, strict=True):
         if taken == size:
             result.append(dim)
             continue
         result.append(() if taken == 1 else (next(fresh),))
-        sizes.update(dict.fromkeys(result[-1], taken))
-        if taken != 1 or not adds_up:
+        sizes |= dict.fromkeys(result[-1], taken)
+        if taken == 1 and adds_up:
+            summed += dim
+        else:
             whole += [*dim, *result[-1]]
-    lost = {f for dim in operand for f in dim} - {f for dim in result for f in dim} - set(whole)
 
     def local(eqn: JaxprEqn, shard: Shard, array: jax.Array, *starts: jax.Array) -> Sequence[jax.Array]:
-        begin, mine, wanted = [], jnp.asarray(True), []
-        for d, (start, size, taken) in enumerate(zip(starts, shape, slices, strict=False)):
-            place = clamp(signed(start), size - taken)
-            if array.shape[d] != size and taken != size:
-                place, here = locate(place, operand[d][0], shard)
-                place, mine = jnp.where(here, place, 0), mine & here
-            begin.append(jnp.asarray(place, jnp.int32))
-            wanted.append(array.shape[d] if taken == size else taken)
-        found = lax.dynamic_slice(array, begin, wanted)
-        return [jnp.where(mine, found, jnp.zeros_like(found)) if lost else found]
+        params = {**eqn.params, "slice_sizes": tuple(shard.local_dim(dim) for dim in result)}
+        if all(shard.num_shards(factor) == 1 for factor in summed):
+            return bind_eqn(eqn, array, *starts, params=params)
+        begin, mine = locate_slice(starts, slices, shape, operand, shard)
+        (found,) = bind_eqn(eqn, array, *begin, params=params)
+        return [jnp.where(mine, found, jnp.zeros_like(found))]
 
     return ShardingRule(
         (operand, *((),) * (len(eqn.invars) - 1)),
         (tuple(result),),
         sizes,
-        summed=tuple(f for dim in operand for f in dim if f in lost),
+        summed=tuple(summed),
         whole=tuple(whole),
         linear=linear_groups(eqn, (0,)),
         local=local,

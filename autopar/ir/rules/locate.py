@@ -1,17 +1,97 @@
-"""Global indices on a device that holds one part of the indexed dim.
+"""What reading and writing by index have in common: which dims are searched, and global indices on one device.
 
-In:     index arrays as the user's program has them: any integer type, out of range or negative too.
-Out:    local indices, and which of them fall into this device's part.
+In:     the dimension numbers of a `gather`, or of a `scatter`, which are their mirror image; index arrays as the user's
+        program has them: of any integer type, out of range or negative too.
+Out:    `IndexTerms`, the operation in factors; and on a device that holds one part of an indexed dim, local indices and
+        which of them fall into this part.
 Method: JAX's modes are about global indices, so an index is clamped, or found out of range, before the part's offset is
         taken off. An index that is out of range belongs to the first device, so that exactly one answers it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from autopar.ir.rules.rule import Factor, Shard
+from autopar.ir.rules.rule import Dim, Factor, Shard, Term, factor_names
+
+
+@dataclass(frozen=True, slots=True)
+class IndexTerms:
+    """The factors of reading slices from a table, or of writing them into it.
+
+    Attributes:
+        table: A dim that is taken whole shares its factor with the slices, a batching dim with slices and indices.
+        indices: Positions, and last the vector of coordinates.
+        slices: What is read (`gather`'s result) or written (`scatter`'s updates).
+        sizes: Global length of each factor.
+        searched: Table dims from which an index takes single elements, with their factors, which stand nowhere else.
+        positions: Factors of the positions that are not batching dims: they stand in indices and slices only.
+        whole: Factors that may not be split: of dims of which several elements are taken, but not all.
+    """
+
+    table: Term
+    indices: Term
+    slices: Term
+    sizes: Mapping[Factor, int]
+    searched: Mapping[int, Factor]
+    positions: tuple[Factor, ...]
+    whole: tuple[Factor, ...]
+
+
+def index_terms(
+    table: Sequence[int], indices: Sequence[int], taken: Sequence[int], numbers: lax.GatherDimensionNumbers
+) -> IndexTerms:
+    """Name the factors of a gather; those of a scatter with the mirrored numbers are the same.
+
+    Args:
+        table: Shape of what is read from, or written into.
+        indices: Shape of the indices; the last dim is the vector of coordinates.
+        taken: Length of a slice along each dim of the table.
+        numbers: As JAX's.
+    """
+    fresh = factor_names()
+    sizes: dict[Factor, int] = {}
+    whole: list[Factor] = []
+
+    def new(size: int) -> Dim:
+        dim = () if size == 1 else (next(fresh),)
+        sizes.update(dict.fromkeys(dim, size))
+        return dim
+
+    at = [new(size) for size in indices[:-1]]
+    batch_of = dict(zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True))
+    searched: dict[int, Factor] = {}
+    rows: list[Dim] = []
+    windows: list[Dim] = []
+    for d, (size, length) in enumerate(zip(table, taken, strict=True)):
+        if d in batch_of:
+            rows.append(at[batch_of[d]])
+            continue
+        row = window = new(size)
+        if length != size:
+            window = () if length == 1 else new(length)
+            if length == 1 and d in numbers.start_index_map:
+                searched[d] = row[0]
+            else:
+                whole += [*row, *window]
+        rows.append(row)
+        if d not in numbers.collapsed_slice_dims:
+            windows.append(window)
+    slices = _interleave(iter(windows), iter(at), len(windows) + len(at), numbers.offset_dims)
+    vector = new(indices[-1])
+    positions = [factor for d, dim in enumerate(at) if d not in batch_of.values() for factor in dim]
+    return IndexTerms(
+        tuple(rows), (*at, vector), slices, sizes, searched, tuple(positions), tuple(whole) + tuple(vector)
+    )
+
+
+def _interleave(windows: Iterator[Dim], positions: Iterator[Dim], ndim: int, offset_dims: Sequence[int]) -> Term:
+    return tuple(next(windows if d in offset_dims else positions) for d in range(ndim))
 
 
 def signed(index: jax.Array) -> jax.Array:
@@ -45,3 +125,25 @@ def locate(index: jax.Array, factor: Factor, shard: Shard) -> tuple[jax.Array, j
     mine = (local >= 0) & (local < shard.local_size(factor))
     first = jnp.asarray(shard.index(factor)) == 0
     return jnp.where(inside, local, -1), jnp.where(inside, mine, first)
+
+
+def locate_slice(
+    starts: Sequence[jax.Array], taken: Sequence[int], shape: Sequence[int], table: Term, shard: Shard
+) -> tuple[list[jax.Array], jax.Array]:
+    """Local start of the one slice that begins at global `starts`, and whether it is on this device.
+
+    Args:
+        starts: A scalar for each dim; they are clamped, so that the slice is inside.
+        taken: Length of the slice along each dim.
+        shape: Global shape of the table.
+        table: Its factors.
+        shard: Where this device stands.
+    """
+    begin, mine = [], jnp.asarray(True)
+    for start, length, size, dim in zip(starts, taken, shape, table, strict=True):
+        place = clamp(signed(start), size - length)
+        if length != size and shard.local_dim(dim) != size:
+            place, here = locate(place, dim[0], shard)
+            place, mine = jnp.where(here, place, 0), mine & here
+        begin.append(place.astype(jnp.int32))
+    return begin, mine

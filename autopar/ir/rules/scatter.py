@@ -1,10 +1,11 @@
 """Rules of writing by index: the `scatter` family and `dynamic_update_slice`.
 
 In:     `x.at[i].set`, `.add`, ..., the gradient of an embedding lookup, updates of caches.
-Out:    window dims and batch dims split freely; so does a dim into which single elements are written: each device writes
-        those that it holds. What is added up over the updates may be split too, then the result is a partial sum and the
-        operand must come as one.
-Method: an index of another device's part is turned into one that is out of range, and writes of those are dropped.
+Out:    window dims and batching dims split freely; so does a dim into which single elements are written: each device
+        writes those that it holds. The positions of what is added up split too: the result is a partial sum then, and
+        the operand must come as one.
+Method: an index into another device's part is turned into one that is out of range, and such writes are dropped. The
+        terms are those of the gather that reads what is written (`locate.py`).
 """
 
 from __future__ import annotations
@@ -15,109 +16,106 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar._jax import JaxprEqn, find_primitives
+from autopar._jax import JaxprEqn, bind_eqn, find_primitives
 from autopar.ir.rules.linearity import linear_groups, may_be_partial
-from autopar.ir.rules.locate import clamp, locate, signed
+from autopar.ir.rules.locate import IndexTerms, clamp, index_terms, locate, locate_slice, signed
 from autopar.ir.rules.registry import register
-from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, factor_names, num_elements
-from autopar.ir.rules.terms import new_term
+from autopar.ir.rules.rule import Dim, Shard, ShardingRule, factor_names, num_elements
+from autopar.ir.rules.terms import new_term, sizes_of
 
 
 @register(*find_primitives("scatter-add", "scatter-sub"))
 def scatter_add(eqn: JaxprEqn) -> ShardingRule:
-    """`vd,bs1,bsd->vd {sum b s}`: the gradient of an embedding."""
-    return _scatter(eqn, adds=may_be_partial(eqn.outvars[0].aval.dtype), linear=linear_groups(eqn, (0, 2)))
+    """`cd,ab1,abd->cd {sum a b}`: the gradient of an embedding."""
+    return _scatter(eqn, (0, 2), adds=may_be_partial(eqn.outvars[0].aval.dtype))
 
 
 @register(*find_primitives("scatter-mul"))
 def scatter_mul(eqn: JaxprEqn) -> ShardingRule:
-    """Linear in the operand: every element of it is multiplied."""
-    return _scatter(eqn, adds=False, linear=linear_groups(eqn, (0,)))
+    """`bc,a1,ac->bc {whole a}`; linear in the operand, of which every element is multiplied."""
+    return _scatter(eqn, (0,))
 
 
-@register(*find_primitives("scatter", "scatter-min", "scatter-max"))
+@register(*find_primitives("scatter-min", "scatter-max"))
+def scatter_extreme(eqn: JaxprEqn) -> ShardingRule:
+    """`bc,a1,ac->bc {whole a}`."""
+    return _scatter(eqn)
+
+
+@register(*find_primitives("scatter"))
 def scatter(eqn: JaxprEqn) -> ShardingRule:
-    """`vd,bs1,bsd->vd {whole b s}`: the last of several writes to one place counts, so their order is kept."""
-    return _scatter(eqn, adds=False, linear=())
+    """`bc,a1,ac->bc {whole a}`: of several writes to one place one counts, so a device must see them all.
+
+    Where no two can meet, it is linear in operand and updates together.
+    """
+    return _scatter(eqn, *([(0, 2)] if _writes_once(eqn) else []), flops_per_update=0)
 
 
-def _scatter(eqn: JaxprEqn, adds: bool, linear: tuple[tuple[int, ...], ...]) -> ShardingRule:
-    table, indices, updates = (v.aval for v in eqn.invars)
-    numbers = eqn.params["dimension_numbers"]
-    fresh = factor_names()
-    sizes: dict[Factor, int] = {}
-    whole: list[Factor] = []
+def _writes_once(eqn: JaxprEqn) -> bool:
+    batching = eqn.params["dimension_numbers"].scatter_indices_batching_dims
+    positions = [size for d, size in enumerate(eqn.invars[1].aval.shape[:-1]) if d not in batching]
+    return bool(eqn.params["unique_indices"]) or num_elements(positions) == 1
 
-    def new(size: int, *lists: list[Factor]) -> Dim:
-        dim = () if size == 1 else (next(fresh),)
-        sizes.update(dict.fromkeys(dim, size))
-        for names in lists:
-            names.extend(dim)
-        return dim
 
-    batches = dict(zip(numbers.operand_batching_dims, numbers.scatter_indices_batching_dims, strict=True))
-    summed: list[Factor] = []
-    at = [new(size, *(() if d in batches.values() else (summed,) if adds else (whole,)))
-          for d, size in enumerate(indices.shape[:-1])]
-    window_sizes = iter([updates.shape[d] for d in numbers.update_window_dims])
-    operand: list[Dim] = []
-    windows: list[Dim] = []
-    searched: dict[int, Factor] = {}
-    window_of: list[int] = []
-    for d, size in enumerate(table.shape):
-        if d in batches:
-            operand.append(at[batches[d]])
-            window_of.append(1)
-            continue
-        inserted = d in numbers.inserted_window_dims
-        taken = 1 if inserted else next(window_sizes)
-        single = taken == 1 and size > 1 and d in numbers.scatter_dims_to_operand_dims
-        operand.append(new(size) if taken == size or single else new(size, whole))
-        window_of.append(taken)
-        if single:
-            searched[d] = operand[d][0]
-        if not inserted:
-            windows.append(operand[d] if taken == size else new(taken, whole))
-    rest = iter(at)
-    update = [windows[numbers.update_window_dims.index(d)] if d in numbers.update_window_dims else next(rest)
-              for d in range(len(updates.shape))]
-    vector = new(indices.shape[-1], whole)
+def _scatter(eqn: JaxprEqn, *linear: tuple[int, ...], adds: bool = False, flops_per_update: int = 1) -> ShardingRule:
+    table, indices, updates = (var.aval for var in eqn.invars)
+    taken = _window_lengths(eqn)
+    terms = index_terms(table.shape, indices.shape, taken, _mirrored(eqn.params["dimension_numbers"]))
 
     def local(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
-        split = {d: factor for d, factor in searched.items() if shard.num_shards(factor) > 1}
-        return _scatter_here(eqn, split, window_of, shard, *operands)
+        return _scatter_here(eqn, terms, taken, shard, *operands)
 
     return ShardingRule(
-        (tuple(operand), (*at, vector), tuple(update)),
-        (tuple(operand),),
-        sizes,
-        summed=tuple(summed),
-        whole=tuple(whole),
-        linear=linear,
-        joined=dict.fromkeys(summed, (0,)),
-        flops=float(num_elements(updates.shape)),
+        (terms.table, terms.indices, terms.slices),
+        (terms.table,),
+        terms.sizes,
+        summed=terms.positions if adds else (),
+        whole=terms.whole if adds else (*terms.positions, *terms.whole),
+        linear=linear_groups(eqn, *linear),
+        joined=dict.fromkeys(terms.positions, (0,)) if adds else {},
+        flops=float(flops_per_update * num_elements(updates.shape)),
         local=local,
     )
 
 
+def _window_lengths(eqn: JaxprEqn) -> list[int]:
+    """What one update covers of each dim of the operand."""
+    numbers, updates = eqn.params["dimension_numbers"], eqn.invars[2].aval
+    single = (*numbers.inserted_window_dims, *numbers.operand_batching_dims)
+    lengths = iter([updates.shape[d] for d in numbers.update_window_dims])
+    return [1 if d in single else next(lengths) for d in range(eqn.invars[0].aval.ndim)]
+
+
+def _mirrored(numbers: lax.ScatterDimensionNumbers) -> lax.GatherDimensionNumbers:
+    """Of the gather that reads from the places which are written."""
+    return lax.GatherDimensionNumbers(
+        offset_dims=tuple(numbers.update_window_dims),
+        collapsed_slice_dims=tuple(numbers.inserted_window_dims),
+        start_index_map=tuple(numbers.scatter_dims_to_operand_dims),
+        operand_batching_dims=tuple(numbers.operand_batching_dims),
+        start_indices_batching_dims=tuple(numbers.scatter_indices_batching_dims),
+    )
+
+
 def _scatter_here(
-    eqn: JaxprEqn, split: dict[int, Factor], windows: Sequence[int], shard: Shard, table: jax.Array, indices: jax.Array,
-    updates: jax.Array,
+    eqn: JaxprEqn, terms: IndexTerms, taken: Sequence[int], shard: Shard, *operands: jax.Array
 ) -> Sequence[jax.Array]:
     """The per-device program: drop what is written elsewhere."""
+    split = {d: factor for d, factor in terms.searched.items() if shard.num_shards(factor) > 1}
     if not split:
-        return [eqn.primitive.bind(table, indices, updates, **eqn.params)]
-    numbers, shape = eqn.params["dimension_numbers"], eqn.invars[0].aval.shape
+        return bind_eqn(eqn, *operands)
+    table, indices, updates = operands
+    shape = eqn.invars[0].aval.shape
     indices = signed(indices)
-    columns = {d: indices[..., k] for k, d in enumerate(numbers.scatter_dims_to_operand_dims)}
+    columns = {d: indices[..., k] for k, d in enumerate(eqn.params["dimension_numbers"].scatter_dims_to_operand_dims)}
     if eqn.params["mode"] == lax.GatherScatterMode.CLIP:
-        columns = {d: clamp(column, shape[d] - windows[d]) for d, column in columns.items()}
+        columns = {d: clamp(column, shape[d] - taken[d]) for d, column in columns.items()}
     for d, factor in split.items():
         place, here = locate(columns[d], factor, shard)
         columns[d] = jnp.where(here, place, -1)
-    params = {**eqn.params, "indices_are_sorted": False, "unique_indices": False,
-              "mode": lax.GatherScatterMode.FILL_OR_DROP}
-    return [eqn.primitive.bind(table, jnp.stack(list(columns.values()), axis=-1), updates, **params)]
+    drop = lax.GatherScatterMode.FILL_OR_DROP
+    params = {**eqn.params, "indices_are_sorted": False, "unique_indices": False, "mode": drop}
+    return bind_eqn(eqn, table, jnp.stack(list(columns.values()), axis=-1), updates, params=params)
 
 
 @register(*find_primitives("dynamic_update_slice"))
@@ -125,27 +123,25 @@ def dynamic_update_slice(eqn: JaxprEqn) -> ShardingRule:
     """`ab,1b,,->ab`; a dim of which several elements are written, but not all, is whole."""
     shape, taken = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape
     fresh = factor_names()
-    operand: Term = new_term(shape, fresh)
-    sizes = {dim[0]: size for dim, size in zip(operand, shape, strict=True) if dim}
+    operand = new_term(shape, fresh)
+    sizes = sizes_of(operand, shape)
     update: list[Dim] = []
-    whole: list[Factor] = []
+    single, whole = [], []
     for dim, size, written in zip(operand, shape, taken, strict=True):
         update.append(dim if written == size else () if written == 1 else (next(fresh),))
-        if written not in (1, size):
-            sizes[update[-1][0]] = written
+        sizes |= dict.fromkeys(update[-1], written)
+        if written == 1 != size:
+            single += dim
+        elif written != size:
             whole += [*dim, *update[-1]]
 
     def local(eqn: JaxprEqn, shard: Shard, array: jax.Array, new: jax.Array, *starts: jax.Array) -> Sequence[jax.Array]:
-        begin, mine, somewhere = [], jnp.asarray(True), False
-        for d, (start, size, written) in enumerate(zip(starts, shape, taken, strict=True)):
-            place = clamp(signed(start), size - written)
-            if array.shape[d] != size and written != size:
-                place, here = locate(place, operand[d][0], shard)
-                place, mine, somewhere = jnp.where(here, place, 0), mine & here, True
-            begin.append(jnp.asarray(place, jnp.int32))
-        if somewhere:
-            new = jnp.where(mine, new, lax.dynamic_slice(array, begin, new.shape))
-        return [lax.dynamic_update_slice(array, new, begin)]
+        if all(shard.num_shards(factor) == 1 for factor in single):
+            return bind_eqn(eqn, array, new, *starts)
+        begin, mine = locate_slice(starts, taken, shape, operand, shard)
+        # Elsewhere, what stands at some place is written there again: the array can still be updated in place.
+        new = jnp.where(mine, new, lax.dynamic_slice(array, begin, new.shape))
+        return bind_eqn(eqn, array, new, *begin)
 
     return ShardingRule(
         (operand, tuple(update), *((),) * (len(eqn.invars) - 2)),
