@@ -1,35 +1,135 @@
-"""Seconds of collectives."""
+"""Seconds of collectives: latency and bandwidth per mesh axis.
+
+In:     bytes on one device, the size of the group, the link.
+Out:    seconds of one collective over one axis; `collective_seconds` for several axes at once.
+Method: ring algorithms, and a tree where a small all-reduce is faster so. Over several axes a collective goes axis by
+        axis, so that the slow links carry what is left after the fast ones; the best order counts. Each cost is affine
+        in the bytes, so a collective over given axes is the least of a few lines, which are computed once.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
+from collections.abc import Iterator
+
+from autopar.mesh import Link, LogicalMesh
+
+_Line = tuple[float, float]
+"""Seconds = first + second * bytes."""
 
 
-def all_reduce_seconds(num_bytes, group_size, link):
+def all_reduce_seconds(num_bytes: float, group_size: int, link: Link) -> float:
+    """Time of one ring all-reduce: 2 (p - 1) hops of num_bytes / p each.
+
+    Patarasuk & Yuan, "Bandwidth optimal all-reduce algorithms", JPDC 2009.
+
+    Args:
+        num_bytes: Size of the array on one device, before reduction.
+        group_size: Devices taking part, p >= 1.
+        link: Slowest hop.
+
+    Returns:
+        Seconds; 0.0 for a group of one.
+    """
     hops = 2 * (group_size - 1)
     return hops * (link.latency_seconds + num_bytes / group_size / link.bytes_per_second)
 
 
-def all_gather_seconds(num_bytes, group_size, link):
+def tree_all_reduce_seconds(num_bytes: float, group_size: int, link: Link) -> float:
+    """Time of one all-reduce along a binary tree: 2 ceil(log2 p) hops of num_bytes each, for messages ruled by latency.
+
+    Thakur, Rabenseifner & Gropp, "Optimization of collective communication operations in MPICH", IJHPCA 2005, sec. 4.5.
+    """
+    hops = 2 * math.ceil(math.log2(group_size))
+    return hops * (link.latency_seconds + num_bytes / link.bytes_per_second)
+
+
+def all_gather_seconds(num_bytes: float, group_size: int, link: Link) -> float:
+    """Time of one ring all-gather: p - 1 hops of num_bytes / p each.
+
+    Args:
+        num_bytes: Size of the result on one device.
+        group_size: Devices taking part.
+        link: Slowest hop.
+    """
     return (group_size - 1) * (link.latency_seconds + num_bytes / group_size / link.bytes_per_second)
 
 
-reduce_scatter_seconds = all_gather_seconds
-all_to_all_seconds = all_gather_seconds
+def reduce_scatter_seconds(num_bytes: float, group_size: int, link: Link) -> float:
+    """Time of one ring reduce-scatter: an all-gather backwards; `num_bytes` is the operand's size on one device."""
+    return all_gather_seconds(num_bytes, group_size, link)
 
 
-def collective_seconds(kind, num_bytes, axes, mesh):
-    axes = [a for a in axes if mesh.size_of(a) > 1]
-    if not axes:
-        return 0.0
-    launch = max(mesh.link_of(a).latency_seconds for a in axes)
-    best = math.inf
-    for order in itertools.permutations(axes):
-        size, total = num_bytes, 0.0
-        for a in order:
-            total += all_gather_seconds(size, mesh.size_of(a), mesh.link_of(a))
-            if kind != "all-to-all":
-                size = size / mesh.size_of(a)
-        best = min(best, total * (2 if kind == "all-reduce" else 1))
-    return launch + best
+def all_to_all_seconds(num_bytes: float, group_size: int, link: Link) -> float:
+    """Time of one pairwise all-to-all: p - 1 messages of num_bytes / p each; `num_bytes` is one device's operand.
+
+    Thakur, Rabenseifner & Gropp, 2005, sec. 4.4.
+    """
+    return (group_size - 1) * (link.latency_seconds + num_bytes / group_size / link.bytes_per_second)
+
+
+def collective_permute_seconds(num_bytes: float, group_size: int, link: Link) -> float:
+    """Time of one permute: every device sends its operand of `num_bytes` to one other."""
+    return link.latency_seconds + num_bytes / link.bytes_per_second if group_size > 1 else 0.0
+
+
+def collective_seconds(kind: str, num_bytes: float, axes: tuple[str, ...], mesh: LogicalMesh) -> float:
+    """Time of one collective over one or several axes of a mesh, its launch included.
+
+    Args:
+        kind: As HLO spells it: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`,
+            `"collective-permute"`.
+        num_bytes: Operand bytes on one device; of an all-gather, result bytes.
+        axes: Mesh axes; those of size 1 take no time.
+        mesh: Sizes and links.
+
+    Returns:
+        Seconds: the best order of the axes, plus one latency of the slowest link for the launch, so that of two ways
+        that move the same bytes the one with fewer collectives wins.
+    """
+    return min((fixed + rate * num_bytes for fixed, rate in _lines(kind, axes, mesh)), default=0.0)
+
+
+@functools.lru_cache(maxsize=4096)
+def _lines(kind: str, axes: tuple[str, ...], mesh: LogicalMesh) -> tuple[_Line, ...]:
+    groups = [(mesh.size_of(axis), mesh.link_of(axis)) for axis in axes if mesh.size_of(axis) > 1]
+    if not groups:
+        return ()
+    launch = max(link.latency_seconds for _, link in groups)
+    found = [(launch + fixed, rate) for order in itertools.permutations(groups) for fixed, rate in _orders(kind, order)]
+    # A line that starts higher and rises at least as fast is never the least.
+    return tuple(line for line in dict.fromkeys(sorted(found)) if not any(o < line and o[1] <= line[1] for o in found))
+
+
+def _orders(kind: str, groups: tuple[tuple[int, Link], ...]) -> Iterator[_Line]:
+    """Ways to go through the axes in one order: each as (seconds for no bytes, seconds per byte)."""
+    match kind:
+        case "all-reduce":
+            # Scatter the sum along the first axes, reduce the rest along the last, gather back.
+            *outer, (size, link) = groups
+            steps = [(lambda n, p=p, a=a: 2 * reduce_scatter_seconds(n, p, a)) for p, a in outer]
+            share = 1.0 / math.prod(p for p, _ in outer)
+            shares = [1.0 / math.prod(p for p, _ in outer[:k]) for k in range(len(outer))]
+            for last in (all_reduce_seconds, tree_all_reduce_seconds):
+                yield _sum_of([*zip(steps, shares, strict=True), (lambda n, last=last: last(n, size, link), share)])
+            yield _sum_of([((lambda n, p=p, a=a: tree_all_reduce_seconds(n, p, a)), 1.0) for p, a in groups])
+        case "all-gather" | "reduce-scatter":
+            shares = [1.0 / math.prod(p for p, _ in groups[:k]) for k in range(len(groups))]
+            yield _sum_of([((lambda n, p=p, a=a: all_gather_seconds(n, p, a)), s)
+                           for (p, a), s in zip(groups, shares, strict=True)])
+        case "all-to-all":
+            yield _sum_of([((lambda n, p=p, a=a: all_to_all_seconds(n, p, a)), 1.0) for p, a in groups])
+        case "collective-permute":
+            slowest = min((link for _, link in groups), key=lambda link: link.bytes_per_second)
+            worst = max(link.latency_seconds for _, link in groups)
+            yield worst, 1.0 / slowest.bytes_per_second
+        case _:
+            raise ValueError(f"no collective is called {kind!r}")
+
+
+def _sum_of(parts: list) -> _Line:
+    """Affine costs of shares of the bytes, added up."""
+    fixed = sum(cost(0.0) for cost, _ in parts)
+    return fixed, sum((cost(share) - cost(0.0)) for cost, share in parts)

@@ -1,9 +1,13 @@
 """The machine: devices, links, clusters, logical meshes, and how a tensor lies on one."""
 
+from autopar.mesh.catalog import MODELS, Model, find_device
 from autopar.mesh.cluster import Cluster
 from autopar.mesh.device import Device
 from autopar.mesh.link import Link
-from autopar.mesh.logical_mesh import LogicalMesh, logical_meshes
+from autopar.mesh.logical_mesh import LogicalMesh, logical_mesh, logical_meshes
 from autopar.mesh.sharding import Sharding
 
-__all__ = ["Cluster", "Device", "Link", "LogicalMesh", "Sharding", "logical_meshes"]
+__all__ = [
+    "MODELS", "Cluster", "Device", "Link", "LogicalMesh", "Model", "Sharding", "find_device", "logical_mesh",
+    "logical_meshes",
+]

@@ -1,29 +1,149 @@
-"""Clusters."""
+"""The machine: hosts, the devices in each, and how they are connected.
+
+In:     numbers, a line of text (`"8x8 h100"`), or the devices of this process.
+Out:    `Cluster`; it may describe a machine that one does not own, planning touches no device.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 
+from autopar.errors import ClusterError, NotBuiltYetError
+from autopar.mesh.catalog import find_device
 from autopar.mesh.device import Device
 from autopar.mesh.link import Link
+
+CPU = Device("cpu", 5e10, memory_bytes_per_second=1e10)
+"""One virtual CPU device: of the order of one core. Its memory is the host's, which is not ours to divide."""
+CPU_LINK = Link(2e-5, 2e9)
 
 
 @dataclass(frozen=True)
 class Cluster:
+    """Equal hosts with equal devices; a cluster of several kinds holds one such group for each.
+
+    Attributes:
+        hosts: Number of hosts.
+        devices_per_host: Devices in each.
+        device: Rates and memory of one device.
+        intra: Link between devices of one host.
+        inter: Link between hosts; its rate is per device, while all devices of a host use it.
+        devices: The real devices, host by host; None where the cluster is only described.
+        groups: The parts of a cluster of several kinds; () for a uniform one.
+
+    Raises:
+        ClusterError: A count below one.
+    """
+
     hosts: int = 1
     devices_per_host: int = 1
     device: Device = Device()
     intra: Link = Link(1e-6, 1e10)
-    inter: Link = Link(1e-6, 1e10)
-    devices: tuple | None = field(default=None, compare=False, repr=False)
+    inter: Link = Link(1e-5, 1e9)
+    devices: tuple[Any, ...] | None = field(default=None, compare=False, repr=False)
+    groups: tuple[Cluster, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("hosts", "devices_per_host"):
+            count = getattr(self, name)
+            if not isinstance(count, int) or count < 1:
+                raise ClusterError("a cluster has at least one device.", given=f"Cluster({name}={count!r})",
+                                   wrong=f"{name} must be a whole number, 1 or more.", do="count hosts, and devices in each.")
 
     @property
     def num_devices(self) -> int:
-        return self.hosts * self.devices_per_host
+        """All devices."""
+        return sum(g.num_devices for g in self.groups) if self.groups else self.hosts * self.devices_per_host
 
     @classmethod
-    def local(cls, devices=None, device=None, intra=None, inter=None):
-        devices = tuple(devices or jax.devices())
-        return cls(1, len(devices), device or Device("cpu", 5e10, 4e9, 1e10), intra or Link(2e-5, 2e9), inter or Link(2e-5, 2e9), devices)
+    def local(
+        cls, devices: Sequence[Any] | None = None, device: Device | None = None, intra: Link | None = None,
+        inter: Link | None = None,
+    ) -> Cluster:
+        """The devices of this process, or some of them.
+
+        Args:
+            devices: `jax.devices()` by default.
+            device: Rates to plan with; by default the catalog's for this kind of device.
+            intra: Link within a host; by default the catalog's.
+            inter: Link between hosts; by default the catalog's.
+
+        Raises:
+            ClusterError: No devices, or hosts with different numbers of them.
+        """
+        devices = tuple(jax.devices() if devices is None else devices)
+        if not devices:
+            raise ClusterError("a cluster has at least one device.", given="Cluster.local(devices=[])",
+                               wrong="the list is empty.", do="pass jax.devices() or some of them, or leave it out.")
+        per_host: dict[int, int] = {}
+        for each in devices:
+            host = getattr(each, "process_index", 0)
+            per_host[host] = per_host.get(host, 0) + 1
+        if len(set(per_host.values())) > 1:
+            raise ClusterError("the hosts have different numbers of devices.", given=f"devices per host: {per_host}",
+                               wrong="a mesh needs equally many on each.", do="pass equally many devices of each host.")
+        known = _known_model(devices[0])
+        return cls(len(per_host), len(devices) // len(per_host), device or known[0], intra or known[1], inter or known[2], devices)
+
+    @classmethod
+    def of(cls, text: str) -> Cluster:
+        """A cluster described in a line: `"8x8 h100"` is 8 hosts with 8 H100 each, `"4 a100"` one host with 4.
+
+        Several kinds are joined with `+`: `"2x8 h100 + 4x8 a100-40"`.
+
+        Raises:
+            ClusterError: The text cannot be read, or names no known device.
+        """
+        groups = tuple(_parse_group(part, text) for part in text.split("+"))
+        if len(groups) == 1:
+            return groups[0]
+        slowest = min(groups, key=lambda g: g.inter.bytes_per_second)
+        return cls(sum(g.hosts for g in groups), max(g.devices_per_host for g in groups), groups[0].device,
+                   groups[0].intra, slowest.inter, groups=groups)
+
+    @classmethod
+    def ray(cls, address: str | None = None) -> Cluster:
+        """The machines of a Ray cluster: not in this version.
+
+        Raises:
+            NotBuiltYetError: Always.
+        """
+        raise NotBuiltYetError(
+            "Ray clusters are not built yet.", given=f"Cluster.ray({'' if address is None else repr(address)})",
+            wrong="this version runs in one process.",
+            do='use Cluster.local() to run, or Cluster.of("8x8 h100") to plan for a larger machine.', feature="ray")
+
+    def __str__(self) -> str:
+        if self.groups:
+            return " + ".join(map(str, self.groups))
+        return f"{self.hosts} x {self.devices_per_host} {self.device}" if self.hosts > 1 else f"{self.devices_per_host} {self.device}"
+
+
+def _parse_group(part: str, text: str) -> Cluster:
+    found = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*x?\s+(\S.*?)\s*", part, re.IGNORECASE)
+    if not found:
+        raise ClusterError("unreadable cluster.", given=repr(text), wrong=f"{part.strip()!r} is not hosts x devices and a name.",
+                           do='write "8x8 h100", "4 a100-40", or "2x8 h100 + 4x8 a100".')
+    hosts, count, name = int(found[1] or 1), int(found[2]), found[3]
+    model = find_device(name)
+    return Cluster(hosts, count, model.device, model.intra, model.inter)
+
+
+def _known_model(device: Any) -> tuple[Device, Link, Link]:
+    """Rates to plan with for a real device."""
+    if getattr(device, "platform", "cpu") == "cpu":
+        return CPU, CPU_LINK, CPU_LINK
+    try:
+        model = find_device(device.device_kind)
+    except ClusterError as error:
+        raise ClusterError(
+            "the catalog does not know this device.", given=f"a {device.device_kind!r} of platform {device.platform}",
+            wrong="without its rates and links nothing can be compared.",
+            do="pass Cluster.local(device=Device(name, peak_flops, memory_bytes, memory_bytes_per_second), intra=Link(...), "
+               "inter=Link(...)).") from error
+    return model.device, model.intra, model.inter

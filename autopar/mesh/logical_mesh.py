@@ -1,52 +1,144 @@
-"""Logical meshes."""
+"""Logical meshes: devices arranged along named axes, each axis with the link its messages take.
+
+In:     a cluster and a number of its devices.
+Out:    every arrangement worth planning for.
+Method: a cluster has two physical axes, hosts and devices in a host; each may be split into several logical ones, hosts
+        outermost, which is the order of the device list. Axes over the same link cost the same in any order, so one
+        order is kept.
+"""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 
+from autopar.errors import DeviceCountError, MeshError
+from autopar.mesh.cluster import Cluster
 from autopar.mesh.link import Link
+
+_NEUTRAL = Link(1e-6, 1e10)
+_NAMES = "xyzwvu"
 
 
 @dataclass(frozen=True)
 class LogicalMesh:
+    """Devices along named axes, row-major.
+
+    Attributes:
+        shape: Size of each axis.
+        axis_names: Their names; `x`, `y`, `z` by default.
+        links: What messages along each axis take; equal ones by default.
+
+    Raises:
+        MeshError: Sizes below one, or names or links that do not match the shape.
+    """
+
     shape: tuple[int, ...]
     axis_names: tuple[str, ...] | None = None
     links: tuple[Link, ...] | None = None
+    _sizes: Mapping[str, int] = field(init=False, repr=False, compare=False, hash=False)
+    _hash: int = field(init=False, repr=False, compare=False, hash=False)
 
     def __post_init__(self) -> None:
-        if self.axis_names is None:
-            object.__setattr__(self, "axis_names", tuple("xyzwvu"[: len(self.shape)]))
-        if self.links is None:
-            object.__setattr__(self, "links", (Link(1e-6, 1e10),) * len(self.shape))
-        object.__setattr__(self, "_sizes", dict(zip(self.axis_names, self.shape)))
+        shape = (self.shape,) if isinstance(self.shape, int) else tuple(self.shape)
+        names = tuple(_NAMES[: len(shape)]) if self.axis_names is None else tuple(self.axis_names)
+        links = (_NEUTRAL,) * len(shape) if self.links is None else tuple(self.links)
+        problem = ""
+        if not shape or any(not isinstance(size, int) or size < 1 for size in shape):
+            problem = "an axis has a whole number of devices, 1 or more."
+        elif len(names) != len(shape) or len(set(names)) != len(names):
+            problem = f"{len(shape)} axes need as many names, all different."
+        elif len(links) != len(shape):
+            problem = f"{len(shape)} axes need as many links, there are {len(links)}."
+        if problem:
+            raise MeshError("this is no mesh.", given=f"LogicalMesh({self.shape}, {self.axis_names}, links={self.links})",
+                            wrong=problem, do="pass LogicalMesh((2, 4)) or LogicalMesh((2, 4), links=(Link(...), Link(...))).",
+                            shape=shape, num_devices=0)
+        for name, value in (("shape", shape), ("axis_names", names), ("links", links), ("_sizes", dict(zip(names, shape, strict=True))),
+                            ("_hash", hash((shape, names, links)))):
+            object.__setattr__(self, name, value)
+
+    def __hash__(self) -> int:
+        return self._hash
 
     @property
     def num_devices(self) -> int:
+        """Places in the mesh."""
         return math.prod(self.shape)
 
     @property
-    def axis_sizes(self) -> dict[str, int]:
+    def axis_sizes(self) -> Mapping[str, int]:
+        """Size of each axis by name, in mesh order."""
         return self._sizes
 
     def size_of(self, axis: str) -> int:
+        """Size of one axis."""
         return self._sizes[axis]
 
     def link_of(self, axis: str) -> Link:
+        """Link of one axis."""
         return self.links[self.axis_names.index(axis)]
 
+    def __str__(self) -> str:
+        return "(" + ", ".join(f"{name}={size}" for name, size in self._sizes.items()) + ")"
 
-def logical_meshes(cluster, num_devices=None, max_axes=3):
-    n = num_devices or cluster.num_devices
-    found = []
 
-    def split(rest, sizes):
-        if rest == 1:
-            found.append(tuple(sizes) or (1,))
-        elif len(sizes) < max_axes:
-            for k in range(2, rest + 1):
-                if rest % k == 0 and (not sizes or k >= sizes[-1]):
-                    split(rest // k, [*sizes, k])
+def logical_mesh(cluster: Cluster, shape: tuple[int, ...]) -> LogicalMesh:
+    """The mesh of one shape over a cluster's devices in their order; an axis that leaves the host takes its slow link.
 
-    split(n, [])
-    return [LogicalMesh(s, None, (cluster.intra,) * len(s)) for s in found]
+    Raises:
+        DeviceCountError: The shape has another number of places than there are devices.
+    """
+    if math.prod(shape) != cluster.num_devices:
+        raise DeviceCountError(
+            "the mesh does not fit the cluster.", given=f"mesh_shape={tuple(shape)} for {cluster.num_devices} devices",
+            wrong=f"it has {math.prod(shape)} places.",
+            do=f"choose a shape whose product is {cluster.num_devices}, or pass cluster=Cluster.local(devices=...).",
+            wanted=math.prod(shape), available=cluster.num_devices)
+    links, inside = [], 1
+    for size in reversed(shape):
+        inside *= size
+        links.append(cluster.intra if cluster.devices_per_host % inside == 0 else cluster.inter)
+    return LogicalMesh(tuple(shape), links=tuple(reversed(links)))
+
+
+def logical_meshes(cluster: Cluster, num_devices: int | None = None, max_axes: int = 3) -> list[LogicalMesh]:
+    """Every mesh over `num_devices` of the cluster in which each axis has one link, few axes first.
+
+    Args:
+        cluster: The machine.
+        num_devices: How many of its devices; None: all. Whole hosts, or a part of one.
+        max_axes: Axes at most. With 1, devices of several hosts form one axis over the slow link.
+
+    Raises:
+        MeshError: So many devices are neither whole hosts nor fit into one.
+    """
+    count = cluster.num_devices if num_devices is None else num_devices
+    hosts, inside = 1, count
+    if count > cluster.devices_per_host:
+        hosts, inside = count // cluster.devices_per_host, cluster.devices_per_host
+    if hosts * inside != count or not 1 <= hosts <= cluster.hosts:
+        raise MeshError("no mesh has so many devices.", given=f"{count} devices of {cluster}",
+                        wrong=f"they are not whole hosts of {cluster.devices_per_host} devices.",
+                        do=f"take a multiple of {cluster.devices_per_host}, or at most so many.", shape=(), num_devices=count)
+    found = [
+        LogicalMesh((*outer, *inner) or (1,), links=(cluster.inter,) * len(outer) + (cluster.intra,) * max(len(inner), not outer))
+        for outer in _factorizations(hosts)
+        for inner in _factorizations(inside)
+        if len(outer) + len(inner) <= max_axes
+    ]
+    if not found:
+        found = [LogicalMesh((count,), links=(cluster.inter,))]
+    return sorted(found, key=lambda mesh: len(mesh.shape))
+
+
+def _factorizations(number: int, least: int = 2) -> Iterator[tuple[int, ...]]:
+    """Ways to write a number as a product of ascending factors; () for 1."""
+    if number == 1:
+        yield ()
+        return
+    for first in range(least, number + 1):
+        if number % first == 0 and (first == number or number // first >= first):
+            for rest in _factorizations(number // first, first):
+                yield (first, *rest)

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 
 from autopar._jax import Literal
 from autopar.debug import dump
-from autopar.errors import AutoparError, BatchError, ConstraintError, DeviceCountError, InfeasibleError, PlanFileError
+from autopar.errors import AutoparError, BatchError, ConstraintError, DeviceCountError, InfeasibleError, NotBuiltYetError, PlanFileError
 from autopar.intra_op.costs import build_problem, stored_values
 from autopar.intra_op.graph import Graph, build_graph
 from autopar.intra_op.problem import Solution
@@ -30,7 +30,7 @@ from autopar.intra_op.sharded import Body, Collective, Compute, Region
 from autopar.intra_op.tying import tie_nodes
 from autopar.ir.state import Roles
 from autopar.ir.trace import Program
-from autopar.mesh import Cluster, LogicalMesh, Sharding, logical_meshes
+from autopar.mesh import Cluster, LogicalMesh, Sharding, logical_mesh, logical_meshes
 from autopar.plan.fingerprint import cluster_fingerprint, program_fingerprint
 from autopar.plan.methods import Auto, DataParallel, Method, ShardParallel
 from autopar.plan.page import machine_text, mesh_text
@@ -111,19 +111,21 @@ def candidate_meshes(cluster: Cluster, method: Method) -> list[LogicalMesh]:
     Raises:
         DeviceCountError: The method's mesh has another number of devices than the cluster.
     """
+    if cluster.groups:
+        raise NotBuiltYetError(
+            "a cluster of several kinds of devices needs pipeline stages.", given=str(cluster),
+            wrong="one mesh is made of equal devices, and this version plans one mesh.",
+            do="plan for one of the kinds: " + ", ".join(f'Cluster.of("{group}")' for group in cluster.groups) + ".",
+            feature="heterogeneous clusters")
     match method:
         case ShardParallel(mesh_shape=LogicalMesh() as mesh):
             chosen = [mesh]
         case ShardParallel(mesh_shape=tuple() as shape):
-            like = [m for m in logical_meshes(cluster, max_axes=len(shape)) if m.shape == shape]
-            like = like or [m for m in logical_meshes(cluster, max_axes=len(shape)) if sorted(m.shape) == sorted(shape)]
-            links = dict(zip(like[0].shape, like[0].links, strict=True)) if like else {}
-            slow = cluster.inter if cluster.hosts > 1 else cluster.intra
-            chosen = like if like and like[0].shape == shape else [
-                LogicalMesh(shape, links=tuple(links.get(size, slow) for size in shape))]
+            chosen = [logical_mesh(cluster, shape)]
         case DataParallel():
-            chosen = [m for m in logical_meshes(cluster, max_axes=1)] or [
-                LogicalMesh((cluster.num_devices,), links=(cluster.inter,))]
+            # Hosts and devices in a host: the slow links then carry what the fast ones have added up.
+            both = cluster.hosts > 1 and cluster.devices_per_host > 1
+            chosen = [logical_mesh(cluster, (cluster.hosts, cluster.devices_per_host) if both else (cluster.num_devices,))]
         case ShardParallel() | Auto():
             chosen = logical_meshes(cluster)
     for mesh in chosen:

@@ -20,7 +20,7 @@ from autopar._jax import JaxprEqn, bind_eqn, find_primitives
 from autopar.ir.rules.linearity import linear_groups, may_be_partial
 from autopar.ir.rules.locate import IndexTerms, clamp, index_terms, locate, locate_slice, signed
 from autopar.ir.rules.registry import register
-from autopar.ir.rules.rule import Dim, Shard, ShardingRule, factor_names
+from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, factor_names
 from autopar.ir.rules.terms import new_term, sizes_of
 
 
@@ -32,8 +32,8 @@ def gather(eqn: JaxprEqn) -> ShardingRule:
     searched = tuple(terms.searched.values())
     adds_up = may_be_partial(table.dtype)
 
-    def local(eqn: JaxprEqn, shard: Shard, table: jax.Array, indices: jax.Array) -> Sequence[jax.Array]:
-        return _gather_here(eqn, terms, shard, table, indices)
+    def local(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
+        return _gather_here(eqn, terms, shard, *operands)
 
     return ShardingRule(
         (terms.table, terms.indices),
@@ -90,7 +90,8 @@ def dynamic_slice(eqn: JaxprEqn) -> ShardingRule:
     sizes = sizes_of(operand, shape)
     adds_up = may_be_partial(eqn.invars[0].aval.dtype)
     result: list[Dim] = []
-    summed, whole = [], []
+    summed: list[Factor] = []
+    whole: list[Factor] = []
     for dim, size, taken in zip(operand, shape, slices, strict=True):
         if taken == size:
             result.append(dim)
@@ -102,7 +103,8 @@ def dynamic_slice(eqn: JaxprEqn) -> ShardingRule:
         else:
             whole += [*dim, *result[-1]]
 
-    def local(eqn: JaxprEqn, shard: Shard, array: jax.Array, *starts: jax.Array) -> Sequence[jax.Array]:
+    def local(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
+        array, *starts = operands
         params = {**eqn.params, "slice_sizes": tuple(shard.local_dim(dim) for dim in result)}
         if all(shard.num_shards(factor) == 1 for factor in summed):
             return bind_eqn(eqn, array, *starts, params=params)

@@ -20,7 +20,7 @@ from autopar._jax import JaxprEqn, bind_eqn, find_primitives
 from autopar.ir.rules.linearity import linear_groups, may_be_partial
 from autopar.ir.rules.locate import IndexTerms, clamp, index_terms, locate, locate_slice, signed
 from autopar.ir.rules.registry import register
-from autopar.ir.rules.rule import Dim, Shard, ShardingRule, factor_names, num_elements
+from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, factor_names, num_elements
 from autopar.ir.rules.terms import new_term, sizes_of
 
 
@@ -126,7 +126,8 @@ def dynamic_update_slice(eqn: JaxprEqn) -> ShardingRule:
     operand = new_term(shape, fresh)
     sizes = sizes_of(operand, shape)
     update: list[Dim] = []
-    single, whole = [], []
+    single: list[Factor] = []
+    whole: list[Factor] = []
     for dim, size, written in zip(operand, shape, taken, strict=True):
         update.append(dim if written == size else () if written == 1 else (next(fresh),))
         sizes |= dict.fromkeys(update[-1], written)
@@ -135,7 +136,8 @@ def dynamic_update_slice(eqn: JaxprEqn) -> ShardingRule:
         elif written != size:
             whole += [*dim, *update[-1]]
 
-    def local(eqn: JaxprEqn, shard: Shard, array: jax.Array, new: jax.Array, *starts: jax.Array) -> Sequence[jax.Array]:
+    def local(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
+        array, new, *starts = operands
         if all(shard.num_shards(factor) == 1 for factor in single):
             return bind_eqn(eqn, array, new, *starts)
         begin, mine = locate_slice(starts, taken, shape, operand, shard)

@@ -1,0 +1,111 @@
+"""The GPT of the benchmarks: plain pytrees, AdamW, layers unrolled or scanned.
+
+In:     `Config`.
+Out:    `make_step`: a train step and the types of its arguments; nothing is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes; the defaults are GPT-2 small's, but for the number of layers."""
+
+    layers: int = 12
+    width: int = 768
+    heads: int = 12
+    vocabulary: int = 50304
+    tokens: int = 1024
+    batch: int = 64
+    scanned: bool = False
+    remat: bool = False
+    dtype: Any = jnp.float32
+
+
+def make_step(config: Config) -> tuple[Callable[..., Any], Any, Any]:
+    """The step, and the types of its state and batch."""
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, weight_decay=0.1))
+
+    def train_step(state, tokens):
+        loss, grads = jax.value_and_grad(loss_of)(state["params"], tokens, config)
+        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
+
+    def init():
+        params = init_params(config)
+        return {"params": params, "opt_state": optimizer.init(params)}
+
+    return train_step, jax.eval_shape(init), jax.ShapeDtypeStruct((config.batch, config.tokens), jnp.int32)
+
+
+def init_params(config: Config) -> Any:
+    """Parameters; layers in a list, or stacked where they are scanned."""
+    width, lead = config.width, (config.layers,) if config.scanned else ()
+
+    def layer():
+        return {
+            "norm1": norm(), "qkv": dense(width, 3 * width), "out": dense(width, width),
+            "norm2": norm(), "up": dense(width, 4 * width), "down": dense(4 * width, width),
+        }
+
+    def norm():
+        return {"scale": jnp.ones((*lead, width)), "bias": jnp.zeros((*lead, width))}
+
+    def dense(rows, columns):
+        return {"kernel": jnp.zeros((*lead, rows, columns)), "bias": jnp.zeros((*lead, columns))}
+
+    layers = layer() if config.scanned else [layer() for _ in range(config.layers)]
+    lead = ()
+    return {
+        "embed": jnp.zeros((config.vocabulary, width)), "positions": jnp.zeros((config.tokens, width)),
+        "layers": layers, "norm": norm(), "head": jnp.zeros((width, config.vocabulary)),
+    }
+
+
+def loss_of(params: Any, tokens: jax.Array, config: Config) -> jax.Array:
+    """Mean cross entropy of the next token."""
+    x = (params["embed"][tokens] + params["positions"]).astype(config.dtype)
+
+    def block(x, layer):
+        x = x + attention(layer, normalize(layer["norm1"], x), config.heads)
+        return x + apply(layer["down"], jax.nn.gelu(apply(layer["up"], normalize(layer["norm2"], x))))
+
+    block = jax.checkpoint(block) if config.remat else block
+    if config.scanned:
+        x, _ = jax.lax.scan(lambda x, layer: (block(x, layer), None), x, params["layers"])
+    else:
+        for layer in params["layers"]:
+            x = block(x, layer)
+    logits = (normalize(params["norm"], x) @ params["head"].astype(x.dtype)).astype(jnp.float32)
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
+
+
+def normalize(layer: Any, x: jax.Array) -> jax.Array:
+    """Layer norm."""
+    mean = x.mean(-1, keepdims=True)
+    centred = x - mean
+    scale = jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+    return centred * scale * layer["scale"].astype(x.dtype) + layer["bias"].astype(x.dtype)
+
+
+def apply(layer: Any, x: jax.Array) -> jax.Array:
+    """Dense layer."""
+    return x @ layer["kernel"].astype(x.dtype) + layer["bias"].astype(x.dtype)
+
+
+def attention(layer: Any, x: jax.Array, heads: int) -> jax.Array:
+    """Causal self-attention."""
+    batch, tokens, width = x.shape
+    q, k, v = jnp.split(apply(layer["qkv"], x).reshape(batch, tokens, heads, 3 * width // heads), 3, axis=-1)
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / (width // heads) ** 0.5
+    scores = jnp.where(jnp.tril(jnp.ones((tokens, tokens), bool)), scores, -1e9)
+    mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
+    return apply(layer["out"], mixed.reshape(batch, tokens, width))

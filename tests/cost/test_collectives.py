@@ -1,0 +1,131 @@
+"""Collective costs: the formulas against rings simulated hop by hop, and what must hold whatever the numbers."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.cost.collectives import (
+    all_gather_seconds,
+    all_reduce_seconds,
+    all_to_all_seconds,
+    collective_permute_seconds,
+    collective_seconds,
+    reduce_scatter_seconds,
+    tree_all_reduce_seconds,
+)
+from autopar.cost.compute import compute_seconds
+from autopar.cost.transfer import transfer_seconds
+from autopar.mesh import Device, Link, LogicalMesh
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def simulate_ring(size, elements, link, reduce, gather):
+    """Seconds of a ring over real arrays; checks that everybody ends with the sum."""
+    data = np.arange(size * elements, dtype=float).reshape(size, size, elements // size)
+    total, seconds = data.sum(0), 0.0
+    state = data.copy()
+    if reduce:
+        for hop in range(size - 1):
+            sent = [state[d, (d - hop) % size].copy() for d in range(size)]
+            for d in range(size):
+                state[(d + 1) % size, (d - hop) % size] += sent[d]
+            seconds += link.latency_seconds + sent[0].size * 8 / link.bytes_per_second
+        for d in range(size):
+            np.testing.assert_allclose(state[d, (d + 1) % size], total[(d + 1) % size])
+    if gather:
+        for hop in range(size - 1):
+            sent = [state[d, (d + 1 - hop) % size].copy() for d in range(size)]
+            for d in range(size):
+                state[(d + 1) % size, (d + 1 - hop) % size] = sent[d]
+            seconds += link.latency_seconds + sent[0].size * 8 / link.bytes_per_second
+    if reduce and gather:
+        np.testing.assert_allclose(state, np.broadcast_to(total, state.shape))
+    return seconds
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_rings(size):
+    link, elements = Link(1e-6, 1e9), size * 12
+    num_bytes = elements * 8
+    assert all_reduce_seconds(num_bytes, size, link) == pytest.approx(simulate_ring(size, elements, link, True, True))
+    assert reduce_scatter_seconds(num_bytes, size, link) == pytest.approx(simulate_ring(size, elements, link, True, False))
+    assert all_gather_seconds(num_bytes, size, link) == pytest.approx(simulate_ring(size, elements, link, False, True))
+
+
+def test_group_of_one_is_free():
+    link = Link(1e-6, 1e9)
+    for cost in (all_reduce_seconds, all_gather_seconds, reduce_scatter_seconds, all_to_all_seconds,
+                 collective_permute_seconds, tree_all_reduce_seconds):
+        assert cost(1000, 1, link) == 0.0
+    assert collective_seconds("all-reduce", 1000, ("x",), LogicalMesh((1,))) == 0.0
+    assert collective_seconds("all-reduce", 1000, (), LogicalMesh((8,))) == 0.0
+
+
+def test_one_all_reduce_beats_its_two_halves():
+    mesh = LogicalMesh((4,), links=(Link(1e-6, 1e6),))
+    halves = collective_seconds("reduce-scatter", 4096, ("x",), mesh) + collective_seconds("all-gather", 4096, ("x",), mesh)
+    assert collective_seconds("all-reduce", 4096, ("x",), mesh) < halves
+    assert halves - collective_seconds("all-reduce", 4096, ("x",), mesh) == pytest.approx(1e-6)
+
+
+def test_slow_axis_carries_what_the_fast_one_leaves():
+    fast, slow = Link(1e-6, 1e11), Link(1e-6, 1e9)
+    mesh = LogicalMesh((2, 8), links=(slow, fast))
+    seconds = collective_seconds("all-reduce", 8e6, ("x", "y"), mesh)
+    by_hand = 2 * reduce_scatter_seconds(8e6, 8, fast) + all_reduce_seconds(1e6, 2, slow) + 1e-6
+    assert seconds == pytest.approx(by_hand)
+    assert seconds < collective_seconds("all-reduce", 8e6, ("x",), LogicalMesh((16,), links=(slow,)))
+
+
+def test_tree_for_small_messages():
+    mesh = LogicalMesh((8,), links=(Link(1e-5, 1e9),))
+    assert collective_seconds("all-reduce", 4, ("x",), mesh) == pytest.approx(1e-5 + tree_all_reduce_seconds(4, 8, mesh.links[0]))
+
+
+links = st.builds(Link, st.floats(1e-7, 1e-4), st.floats(1e8, 1e12))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.sampled_from(KINDS), st.sampled_from([(2, 4), (8, 2), (3, 5)]), links, links, st.floats(1, 1e9))
+def test_monotone(kind, shape, first, second, num_bytes):
+    mesh, axes = LogicalMesh(shape, links=(first, second)), ("x", "y")
+    seconds = collective_seconds(kind, num_bytes, axes, mesh)
+    assert seconds > 0
+    assert collective_seconds(kind, 2 * num_bytes, axes, mesh) >= seconds
+    better = LogicalMesh(shape, links=(Link(first.latency_seconds / 2, first.bytes_per_second * 2), second))
+    assert collective_seconds(kind, num_bytes, axes, better) <= seconds * (1 + 1e-12)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(links, links, links, st.floats(1, 1e9))
+def test_best_order_of_three_axes(first, second, third, num_bytes):
+    mesh = LogicalMesh((2, 2, 4), links=(first, second, third))
+    best = math.inf
+    for order in itertools.permutations(zip(mesh.shape, mesh.links, strict=True)):
+        left, total = num_bytes, 0.0
+        for size, link in order:
+            total, left = total + all_gather_seconds(left, size, link), left / size
+        best = min(best, total)
+    launch = max(link.latency_seconds for link in mesh.links)
+    assert collective_seconds("all-gather", num_bytes, ("x", "y", "z"), mesh) == pytest.approx(best + launch)
+
+
+def test_unknown_kind():
+    with pytest.raises(ValueError, match="broadcast"):
+        collective_seconds("broadcast", 1, ("x",), LogicalMesh((2,)))
+
+
+def test_roofline():
+    device = Device("d", 1e12, memory_bytes_per_second=1e9)
+    assert compute_seconds(1e12, 0, device, "float32") == 1.0
+    assert compute_seconds(1e6, 1e9, device, "float32") == 1.0
+
+
+def test_transfer():
+    assert transfer_seconds(8e9, 4, 2, Link(1.0, 1e9)) == 1.0 + 4.0
+    assert transfer_seconds(0, 4, 2, Link(1.0, 1e9)) == 0.0

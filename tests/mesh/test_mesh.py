@@ -1,0 +1,141 @@
+"""Devices, clusters and logical meshes: tables, and errors by message."""
+
+import copy
+import pickle
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopar.errors import ClusterError, DeviceCountError, MeshError, NotBuiltYetError
+from autopar.mesh import MODELS, Cluster, Device, Link, LogicalMesh, Sharding, find_device, logical_mesh, logical_meshes
+
+
+@pytest.mark.parametrize("text, hosts, per_host, name", [
+    ("8x8 h100", 8, 8, "H100"), ("8 x 8 H100", 8, 8, "H100"), ("4 a100", 1, 4, "A100-80GB"), ("8x1 h200", 8, 1, "H200"),
+    ("2x8 A100-40GB", 2, 8, "A100-40GB"), ("1x8 v100-32", 1, 8, "V100-32GB"), ("16x4 tpu v4", 16, 4, "TPU v4"),
+])
+def test_of(text, hosts, per_host, name):
+    cluster = Cluster.of(text)
+    assert (cluster.hosts, cluster.devices_per_host, cluster.device.name) == (hosts, per_host, name)
+    assert cluster.num_devices == hosts * per_host
+
+
+def test_of_several_kinds():
+    cluster = Cluster.of("2x8 h100 + 4x8 a100")
+    assert [str(group) for group in cluster.groups] == ["2 x 8 H100", "4 x 8 A100-80GB"]
+    assert cluster.num_devices == 48
+    assert str(cluster) == "2 x 8 H100 + 4 x 8 A100-80GB"
+
+
+@pytest.mark.parametrize("text, wrong", [
+    ("eight h100", "is not hosts x devices and a name"), ("8x8", "is not hosts x devices"), ("8x8 h1000", "Did you mean h100"),
+    ("0x8 h100", "hosts must be a whole number, 1 or more"),
+])
+def test_of_unreadable(text, wrong):
+    with pytest.raises(ClusterError, match=wrong):
+        Cluster.of(text)
+
+
+@pytest.mark.parametrize("kind, name", [
+    ("NVIDIA A100-SXM4-80GB", "A100-80GB"), ("NVIDIA A100-SXM4-40GB", "A100-40GB"), ("NVIDIA H100 80GB HBM3", "H100"),
+    ("Tesla V100-SXM2-16GB", "V100-16GB"), ("NVIDIA H200", "H200"), ("NVIDIA L40S", "L40S"), ("TPU v5 lite", "TPU v5e"),
+    ("AMD Instinct MI300X", "MI300X"), ("NVIDIA B200", "B200"),
+])
+def test_names_as_jax_reports_them(kind, name):
+    assert find_device(kind).device.name == name
+
+
+def test_catalog():
+    assert len(MODELS) == 14
+    for model in MODELS.values():
+        device = model.device
+        assert model.source
+        assert 1e13 < device.flops_per_second(jnp.bfloat16) < 1e16
+        assert device.flops_per_second(jnp.float32) <= device.flops_per_second(jnp.bfloat16) * 1.001
+        assert 1e10 <= device.memory_bytes < 1e12
+        assert 1e11 < device.memory_bytes_per_second < 1e13
+        assert model.inter.bytes_per_second <= model.intra.bytes_per_second
+        hash(device)
+        assert pickle.loads(pickle.dumps(device)) == device == copy.deepcopy(device)
+
+
+def test_flops_of_a_dtype():
+    device = Device("d", {"bfloat16": 4.0, "float32": 2.0})
+    assert [device.flops_per_second(t) for t in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64, jnp.int8)] == [4, 4, 2, 2, 4]
+    assert Device("d", 3.0).flops_per_second(jnp.int8) == 3
+
+
+@pytest.mark.parametrize("make", [
+    lambda: Device("d", 0), lambda: Device("d", {}), lambda: Device("d", 1.0, memory_bytes=-1), lambda: Link(-1, 1), lambda: Link(0, 0),
+    lambda: Cluster(hosts=0), lambda: Cluster(devices_per_host=1.5), lambda: Cluster.local(devices=[]),
+])
+def test_impossible_machines(make):
+    with pytest.raises(ClusterError, match="given:"):
+        make()
+
+
+def test_local():
+    cluster = Cluster.local()
+    assert cluster.devices == tuple(jax.devices()) and cluster.num_devices == len(jax.devices())
+    stated = Cluster.local(jax.devices()[:4], device=Device("toy", 40e6), intra=Link(1e-6, 1e6))
+    assert (stated.devices_per_host, stated.device.name, stated.intra) == (4, "toy", Link(1e-6, 1e6))
+    assert stated == Cluster(1, 4, Device("toy", 40e6), Link(1e-6, 1e6), stated.inter)
+
+
+def test_ray_is_not_built():
+    with pytest.raises(NotBuiltYetError, match="Cluster.of"):
+        Cluster.ray()
+
+
+FAST, SLOW = Link(1e-6, 1e11), Link(1e-5, 1e10)
+
+
+@pytest.mark.parametrize("hosts, per_host, count, max_axes, meshes", [
+    (1, 8, None, 3, ["(x=8)", "(x=2, y=4)", "(x=2, y=2, z=2)"]),
+    (8, 1, None, 3, ["(x=8)", "(x=2, y=4)", "(x=2, y=2, z=2)"]),
+    (2, 8, None, 3, ["(x=2, y=8)", "(x=2, y=2, z=4)"]),
+    (4, 4, None, 3, ["(x=4, y=4)", "(x=2, y=2, z=4)", "(x=4, y=2, z=2)"]),
+    (2, 8, 8, 2, ["(x=8)", "(x=2, y=4)"]),
+    (2, 8, None, 1, ["(x=16)"]),
+    (1, 6, None, 3, ["(x=6)", "(x=2, y=3)"]),
+    (1, 7, None, 3, ["(x=7)"]),
+    (1, 1, None, 3, ["(x=1)"]),
+])
+def test_logical_meshes(hosts, per_host, count, max_axes, meshes):
+    found = logical_meshes(Cluster(hosts, per_host, intra=FAST, inter=SLOW), count, max_axes)
+    assert [str(mesh) for mesh in found] == meshes
+    for mesh in found:
+        assert mesh.num_devices == (count or hosts * per_host)
+
+
+def test_every_axis_has_the_link_it_takes():
+    cluster = Cluster(2, 8, intra=FAST, inter=SLOW)
+    assert [mesh.links for mesh in logical_meshes(cluster)] == [(SLOW, FAST), (SLOW, FAST, FAST)]
+    assert logical_meshes(cluster, max_axes=1)[0].links == (SLOW,)
+    assert logical_mesh(cluster, (4, 4)).links == (SLOW, FAST)
+    assert logical_mesh(cluster, (2, 2, 4)).links == (SLOW, FAST, FAST)
+    with pytest.raises(DeviceCountError, match="it has 8 places"):
+        logical_mesh(cluster, (2, 4))
+    with pytest.raises(MeshError, match="not whole hosts"):
+        logical_meshes(cluster, 12)
+
+
+@pytest.mark.parametrize("make, wrong", [
+    (lambda: LogicalMesh((0, 2)), "1 or more"), (lambda: LogicalMesh(()), "1 or more"),
+    (lambda: LogicalMesh((2, 2), ("x",)), "as many names"), (lambda: LogicalMesh((2, 2), ("x", "x")), "all different"),
+    (lambda: LogicalMesh((2, 2), links=(FAST,)), "links, there are 1"),
+])
+def test_no_mesh(make, wrong):
+    with pytest.raises(MeshError, match=wrong):
+        make()
+
+
+def test_sharding():
+    mesh, sharding = LogicalMesh((2, 4)), Sharding((("x", "y"), ()), ())
+    assert sharding.local_shape((16, 3), mesh) == (2, 3)
+    assert sharding.num_shards(mesh) == 8
+    assert not sharding.is_valid((12, 3), mesh)
+    assert str(sharding) == "[xy, -]"
+    assert str(Sharding(((), ("y",)), ("x",))) == "[-, y] partial x"
+    assert sharding.partition_spec() == jax.sharding.PartitionSpec(("x", "y"), None)
