@@ -4,8 +4,8 @@ In:     `x.at[i].set`, `.add`, ..., the gradient of an embedding lookup, updates
 Out:    window dims and batching dims split freely; so does a dim into which single elements are written: each device
         writes those that it holds. The positions of what is added up split too: the result is a partial sum then, and
         the operand must come as one.
-Method: an index into another device's part is turned into one that is out of range, and such writes are dropped. The
-        terms are those of the gather that reads what is written (`locate.py`).
+Method: an index made local is out of range where it points into another device's part, and such writes are dropped.
+        The terms are those of the gather that reads what is written (`locate.py`).
 """
 
 from __future__ import annotations
@@ -111,8 +111,7 @@ def _scatter_here(
     if eqn.params["mode"] == lax.GatherScatterMode.CLIP:
         columns = {d: clamp(column, shape[d] - taken[d]) for d, column in columns.items()}
     for d, factor in split.items():
-        place, here = locate(columns[d], factor, shard)
-        columns[d] = jnp.where(here, place, -1)
+        columns[d], _ = locate(columns[d], factor, shard)  # in another device's part: out of range here
     drop = lax.GatherScatterMode.FILL_OR_DROP
     params = {**eqn.params, "indices_are_sorted": False, "unique_indices": False, "mode": drop}
     return bind_eqn(eqn, table, jnp.stack(list(columns.values()), axis=-1), updates, params=params)

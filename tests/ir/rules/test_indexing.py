@@ -116,7 +116,7 @@ _ROW = lax.GatherDimensionNumbers(offset_dims=(2,), collapsed_slice_dims=(0,), s
 _TOKENS = jnp.zeros((8, 8, 1), jnp.int32)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     indexed(),
     st.sampled_from(MODES),
