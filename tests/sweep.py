@@ -122,7 +122,7 @@ def _compile_random(step: Any, case: Case, cluster: Any, method: Any, shape: tup
     program = trace_step(case.step, (case.state, case.batches[0]))
     roles = find_roles(program, (1,))
     plan = make_plan(program, roles, cluster, autopar.ShardParallel(mesh_shape=shape), )
-    graph = build_graph(program.jaxpr, plan.mesh, roles.aliases)
+    graph = build_graph(program.jaxpr, plan.mesh, roles.aliases, roles.batch)
     allowed = Allowed()
     pin_constraints(program.jaxpr, graph, allowed)
     choices = draw_choices(graph, seed, allowed)

@@ -4,7 +4,8 @@ In:     `Graph`, the device, which choices are allowed, which nodes are tied.
 Out:    `Problem`, one node per class of tied nodes.
 Method: an operation costs its roofline time on one device's share, plus the reductions it does at once; an edge costs
         the cheapest reshard from the sharding given to the one wanted. Values that live only inside chains of pointwise
-        operations are not counted as memory traffic: compilers fuse those.
+        operations are not counted as memory traffic: compilers fuse those. Small values that no sample owns are sent
+        together (`fuse.py`) and bear a part of the latency each.
 """
 
 from __future__ import annotations
@@ -20,7 +21,12 @@ from autopar.intra_op.problem import Problem
 from autopar.intra_op.strategies import split_fraction
 from autopar.ir.rules import ShardingRule
 from autopar.ir.rules.rule import num_elements
-from autopar.mesh import Device, LogicalMesh
+from autopar.intra_op.fuse import SMALL_BYTES
+from autopar.mesh import Device, Link, LogicalMesh
+
+FUSED_SHARE = 0.1
+"""Part of its latency that a small collective bears where others like it are ready too: parameters, gradients and
+optimizer state are many, and `fuse.py` sends them together."""
 
 
 def build_problem(
@@ -51,18 +57,27 @@ def build_problem(
     lists: dict[int, Shardings] = {}
     for edge in graph.edges:
         u, v = class_of[edge.source], class_of[edge.target]
-        key = (u, v, edge.shape, edge.itemsize, id(edge.given), id(edge.wanted), edge.communicates)
+        key = (u, v, edge.shape, edge.itemsize, id(edge.given), id(edge.wanted), edge.communicates, edge.is_sample)
         weights[key] = weights.get(key, 0.0) + edge.weight
         lists[id(edge.given)], lists[id(edge.wanted)] = edge.given, edge.wanted
     matrices: dict[tuple[object, ...], np.ndarray] = {}
-    for (u, v, shape, itemsize, given, wanted, communicates), weight in weights.items():
-        key = (shape, itemsize, given, wanted)
+    together = _sent_together(graph.mesh)
+    for (u, v, shape, itemsize, given, wanted, communicates, is_sample), weight in weights.items():
+        joins = not is_sample and num_elements(shape) * itemsize <= SMALL_BYTES
+        key = (shape, itemsize, given, wanted, joins)
         if key not in matrices:
-            matrices[key] = _matrix(shape, itemsize, lists[given], lists[wanted], graph.mesh)
+            mesh = together if joins else graph.mesh
+            matrices[key] = _matrix(shape, itemsize, lists[given], lists[wanted], mesh)
         matrix = matrices[key] if communicates else np.where(matrices[key] > 0, np.inf, 0.0)
         if matrix.any():
             problem.add_edge(u, v, matrix * weight)
     return problem
+
+
+def _sent_together(mesh: LogicalMesh) -> LogicalMesh:
+    """The mesh as a small collective sees it that is sent with others: it bears a part of the latency."""
+    links = tuple(Link(link.latency_seconds * FUSED_SHARE, link.bytes_per_second) for link in mesh.links)
+    return LogicalMesh(mesh.shape, mesh.axis_names, links)
 
 
 def _matrix(shape, itemsize: int, given: Shardings, wanted: Shardings, mesh: LogicalMesh) -> np.ndarray:

@@ -2,7 +2,8 @@
 
 In:     `Problem`, and the nodes that must stay (those in a memory row that may bind).
 Out:    a smaller problem, and the way back to choices for all nodes.
-Method: a node with one neighbour is folded into the neighbour's costs, a node with two into an edge between them
+Method: a node with one choice is settled, a node with one neighbour is folded into the neighbour's costs, a node with
+        two into an edge between them
         (Scholz and Eckstein, "Register allocation for irregular architectures", LCTES 2002, reductions R1 and R2);
         choices that another choice beats whatever the neighbours do are dropped. On training steps, whose graphs are
         long chains with residual connections, little is left.
@@ -67,7 +68,7 @@ class Reduced:
 
 
 def eliminate(problem: Problem, keep: Iterable[int] = ()) -> Reduced:
-    """Fold away every node of degree two or less that is not in `keep`.
+    """Fold away every node of degree two or less, or with one choice, that is not in `keep`.
 
     Args:
         problem: Costs; not changed.
@@ -87,7 +88,7 @@ def eliminate(problem: Problem, keep: Iterable[int] = ()) -> Reduced:
         degree, node = heapq.heappop(queue)
         if node in gone or degree != len(state.edges[node]):
             continue
-        if degree > 2 or not state.can_fold(node):
+        if (degree > 2 and len(state.costs[node]) > 1) or not state.can_fold(node):
             # A node that grew too rich in neighbours may still lose choices, and with them edges that say nothing.
             if retried.get(node) != degree and state.drop_dominated(node):
                 heapq.heappush(queue, (len(state.edges[node]), node))
@@ -152,12 +153,28 @@ class _State:
         return True
 
     def can_fold(self, node: int) -> bool:
+        if len(self.costs[node]) == 1:
+            return True
         sizes = [len(self.costs[n]) for n in self.edges[node]]
         return len(sizes) < 2 or sizes[0] * sizes[1] * len(self.costs[node]) <= _MAX_FOLD_ELEMENTS
+
+    def settle(self, node: int) -> _Folded:
+        """Remove a node with one choice: what it costs beside each choice of a neighbour is the neighbour's cost."""
+        self.constant += float(self.costs[node][0])
+        for other in sorted(self.edges[node]):
+            self.costs[other] = self.costs[other] + self.edges[node][other][0]
+            del self.edges[other][node]
+            finite = np.isfinite(self.costs[other])
+            if finite.any() and not finite.all():
+                self.restrict(other, finite)
+        self.edges[node] = {}
+        return _Folded(node, (), np.array(0), self.alive[node], ())
 
     def fold(self, node: int) -> _Folded:
         neighbours = tuple(sorted(self.edges[node]))
         cost = self.costs[node]
+        if len(cost) == 1:
+            return self.settle(node)
         match neighbours:
             case ():
                 best = np.array(int(cost.argmin()))
@@ -174,7 +191,7 @@ class _State:
                 self.edges[u][v] = matrix if known is None else known + matrix
                 self.edges[v][u] = self.edges[u][v].T
             case _:
-                raise AssertionError("only nodes of degree two or less are folded")
+                raise AssertionError("only nodes of degree two or less, or with one choice, are folded")
         for other in neighbours:
             del self.edges[other][node]
         self.edges[node] = {}

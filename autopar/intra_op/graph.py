@@ -12,12 +12,14 @@ Method: three kinds of node. An *operation* chooses a strategy of its rule. A *p
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
+from autopar.intra_op.batch import BatchDims, follow_batch
 from autopar.intra_op.strategies import Strategy, enumerate_strategies
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.source import is_backward
@@ -66,17 +68,30 @@ class Node:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Edge:
-    """The value `shape` made by `source` in `given[choice]` must reach `target` in `wanted[choice]`."""
+    """The value `shape` made by `source` in `given[choice]` must reach `target` in `wanted[choice]`.
+
+    `is_sample` is False for what no sample owns: parameters, gradients, optimizer state.
+    """
 
     source: int
     target: int
     slot: int
     given: Shardings
     wanted: Shardings
-    shape: tuple[int, ...]
-    itemsize: int
+    var: Var
     weight: float
     communicates: bool = True
+    is_sample: bool = True
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Global shape of the value."""
+        return tuple(self.var.aval.shape)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one of its elements."""
+        return self.var.aval.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,6 +117,7 @@ class Graph:
         hubs: Node of (value, backward) with several readers.
         inputs: Port of each program input.
         outputs: Port of each program output.
+        batch: Which dims run over samples.
     """
 
     mesh: LogicalMesh
@@ -113,6 +129,7 @@ class Graph:
     hubs: dict[tuple[Var, bool], int] = field(default_factory=dict)
     inputs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
+    batch: BatchDims = field(default_factory=BatchDims)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,15 +140,21 @@ class _Region:
     communicates: bool = True
 
 
-def build_graph(jaxpr: Jaxpr, mesh: LogicalMesh, aliases: Mapping[int, int]) -> Graph:
+def build_graph(jaxpr: Jaxpr, mesh: LogicalMesh, aliases: Mapping[int, int], batch: Sequence[int] = ()) -> Graph:
     """The decision graph of a flat program.
 
     Args:
         jaxpr: Flat program without constants.
         mesh: Logical mesh.
         aliases: Output index -> input index of the state it replaces; both get one port.
+        batch: Inputs whose leading dim runs over samples.
     """
-    return _Builder(jaxpr, mesh).build(aliases)
+    graph = _Builder(jaxpr, mesh).build(aliases)
+    rule_of = {id(node.eqn): node.rule for node in graph.nodes if node.kind == "op"}
+    graph.batch = follow_batch(jaxpr, rule_of, {k: frozenset({0}) for k in batch})
+    if batch:
+        graph.edges = [dataclasses.replace(e, is_sample=bool(graph.batch.dims(e.var))) for e in graph.edges]
+    return graph
 
 
 class _Builder:
@@ -187,19 +210,20 @@ class _Builder:
                 by_value.setdefault((atom, True), []).append((node, slot, wanted, weight))
         for (var, backward), readers in by_value.items():
             made = self.graph.produced[var]
-            shape, itemsize = tuple(var.aval.shape), var.aval.dtype.itemsize
             if len(readers) > 1:
                 hub = self.port(f"hub {'b' if backward else 'f'}", var, region, partial=True, kind="hub")
-                hub.signature = ("hub", backward, shape, str(var.aval.dtype))
+                hub.signature = ("hub", backward, tuple(var.aval.shape), str(var.aval.dtype))
                 self.graph.hubs[var, backward] = hub.index
-                self.edge(made, hub, 0, hub.shardings, shape, itemsize, region.weight, region)
+                self.edge(made, hub, 0, hub.shardings, var, region.weight, region)
                 made = Produced(hub.index, hub.shardings)
             for node, slot, wanted, weight in readers:
-                self.edge(made, node, slot, wanted, shape, itemsize, region.weight * weight, region)
+                self.edge(made, node, slot, wanted, var, region.weight * weight, region)
 
-    def edge(self, made: Produced, node: Node, slot: int, wanted: Shardings, shape, itemsize, weight, region) -> None:
+    def edge(
+        self, made: Produced, node: Node, slot: int, wanted: Shardings, var: Var, weight: float, region: _Region
+    ) -> None:
         self.graph.edges.append(
-            Edge(made.node, node.index, slot, made.shardings, wanted, shape, itemsize, weight, region.communicates)
+            Edge(made.node, node.index, slot, made.shardings, wanted, var, weight, region.communicates)
         )
 
     # Nodes

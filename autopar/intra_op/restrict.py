@@ -16,7 +16,7 @@ import numpy as np
 
 from autopar._jax import Jaxpr, Literal, Var
 from autopar.errors import ConstraintError
-from autopar.intra_op.batch import BatchDims, batch_factors, follow_batch
+from autopar.intra_op.batch import BatchDims, batch_factors
 from autopar.intra_op.graph import Graph, Node
 from autopar.ir.rules import ShardingRule
 from autopar.ir.source import source_line
@@ -125,7 +125,7 @@ def matches_spec(sharding: Sharding, wanted: Sharding, free: Sequence[bool]) -> 
 
 
 def restrict_to_data_parallel(
-    jaxpr: Jaxpr, graph: Graph, batch_inputs: Sequence[int], state_inputs: Sequence[int], zero: int, allowed: Allowed
+    jaxpr: Jaxpr, graph: Graph, allowed: Allowed, batch_inputs: Sequence[int], state_inputs: Sequence[int], zero: int
 ) -> None:
     """Forbid everything but data parallelism of one ZeRO stage over all axes of the mesh.
 
@@ -136,13 +136,12 @@ def restrict_to_data_parallel(
     Args:
         jaxpr: Flat program.
         graph: Its decisions.
+        allowed: Extended.
         batch_inputs: Inputs whose leading dim is the batch.
         state_inputs: Inputs that come back as new state.
         zero: ZeRO stage, 0 to 3.
-        allowed: Extended.
     """
-    rule_of: dict[int, ShardingRule] = {id(n.eqn): n.rule for n in graph.nodes if n.kind == "op"}
-    batch = follow_batch(jaxpr, rule_of, {k: frozenset({0}) for k in batch_inputs})
+    batch = graph.batch
     parameters = _ancestors(jaxpr, batch)
     for node in graph.nodes:
         if node.kind == "op":

@@ -7,7 +7,8 @@ Method: the passes of DESIGN section 5, "Sharding", in order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -21,7 +22,7 @@ from autopar.intra_op.liveness import Liveness, measure_liveness
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import memory_row
 from autopar.intra_op.problem import MemoryRow, Problem, Solution
-from autopar.intra_op.restrict import Allowed, pin_constraints
+from autopar.intra_op.restrict import Allowed, Restrict, pin_constraints
 from autopar.intra_op.sharded import Body, Collective, collectives_of
 from autopar.intra_op.solve import solve, solve_within
 from autopar.intra_op.tying import tie_nodes
@@ -71,8 +72,10 @@ def shard(
     mesh: LogicalMesh,
     device: Device,
     options: Options,
-    restrict: Callable[[Graph, Allowed], None] | None = None,
+    restrict: Restrict | None = None,
     donated: Sequence[bool] = (),
+    batch: Sequence[int] = (),
+    known: Sequence[Restrict] = (),
 ) -> Sharded:
     """Find the cheapest sharding of a program on one mesh.
 
@@ -84,12 +87,15 @@ def shard(
         options: Solver, time limit, memory budget.
         restrict: Forbids choices (pins, data parallelism).
         donated: For each input, whether its memory may be reused.
+        batch: Inputs whose leading dim runs over samples.
+        known: Well-known ways to shard, as restrictions; the best plan under each is compared with the one found, after
+            small collectives have been put together.
 
     Raises:
         InfeasibleError: A pin or the memory budget cannot be kept; says which and by how much.
         ConstraintError: A pin does not fit.
     """
-    graph = build_graph(jaxpr, mesh, aliases)
+    graph = build_graph(jaxpr, mesh, aliases, batch)
     allowed = Allowed()
     pin_constraints(jaxpr, graph, allowed)
     if restrict is not None:
@@ -107,14 +113,39 @@ def shard(
             return []
         return [memory_row(graph, class_of, problem, liveness, class_choices, budget)]
 
-    if np.isfinite(budget):
-        solution = solve_within(problem, broken_rows, options.solver, options.solver_seconds)
-    else:
-        solution = solve(problem, options.solver, options.solver_seconds)
+    def solved(problem: Problem) -> Solution:
+        if np.isfinite(budget):
+            return solve_within(problem, broken_rows, options.solver, options.solver_seconds)
+        return solve(problem, options.solver, options.solver_seconds)
+
+    def read(problem: Problem, solution: Solution) -> Sharded:
+        choices = tuple(solution.choices[c] for c in class_of)
+        return read_off(jaxpr, graph, choices, class_of, problem, solution, allowed, device, donated)
+
+    solution = solved(problem)
     if solution.status == "infeasible":
         _explain_infeasible(problem, budget, mesh)
-    choices = tuple(solution.choices[c] for c in class_of)
-    return read_off(jaxpr, graph, choices, class_of, problem, solution, allowed, device, donated)
+    best = read(problem, solution)
+    for other in known:
+        narrowed = _narrowed(problem, graph, class_of, other)
+        answer = solved(narrowed) if narrowed is not None else None
+        if answer is not None and answer.choices:
+            proved = dataclasses.replace(answer, bound=min(solution.bound, answer.objective), status=solution.status)
+            candidate = read(problem, proved)
+            best = min(best, candidate, key=lambda sharded: sharded.step_seconds * (1 + 1e-9 * (sharded is candidate)))
+    return best
+
+
+def _narrowed(problem: Problem, graph: Graph, class_of: Sequence[int], restrict: Restrict) -> Problem | None:
+    """The problem under further restrictions; None where they leave a decision without a choice."""
+    further = Allowed()
+    restrict(graph, further)
+    costs = list(problem.costs)
+    for index, mask in further.masks.items():
+        costs[class_of[index]] = np.where(mask, costs[class_of[index]], np.inf)
+    if any(not np.isfinite(cost).any() for cost in costs):
+        return None
+    return Problem(costs, problem.edges, list(problem.rows))
 
 
 def read_off(

@@ -14,6 +14,7 @@ import fnmatch
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 from jax.sharding import PartitionSpec
@@ -24,7 +25,7 @@ from autopar.errors import AutoparError, BatchError, ConstraintError, DeviceCoun
 from autopar.intra_op.costs import build_problem, stored_values
 from autopar.intra_op.graph import Graph, build_graph
 from autopar.intra_op.problem import Solution
-from autopar.intra_op.restrict import Allowed, pin_constraints, pin_inputs, restrict_to_data_parallel
+from autopar.intra_op.restrict import Allowed, Restrict, pin_constraints, pin_inputs, restrict_to_data_parallel
 from autopar.intra_op.shard import Sharded, read_off, shard
 from autopar.intra_op.sharded import Body, Collective, Compute, Region
 from autopar.intra_op.tying import tie_nodes
@@ -93,13 +94,24 @@ def shard_on(program: Program, roles: Roles, cluster: Cluster, method: Method, m
     def restrict(graph: Graph, allowed: Allowed) -> None:
         _restrict(program, roles, method, mesh, graph, allowed)
 
-    return shard(program.jaxpr, roles.aliases, mesh, cluster.device, method.options(), restrict, roles.donated)
+    return shard(program.jaxpr, roles.aliases, mesh, cluster.device, method.options(), restrict, roles.donated, roles.batch,
+                 () if isinstance(method, DataParallel) else _known_plans(program, roles, mesh))
+
+
+def _known_plans(program: Program, roles: Roles, mesh: LogicalMesh) -> list[Restrict]:
+    """Data parallelism of every ZeRO stage, where the batch divides."""
+    try:
+        check_batch(program, roles, mesh)
+    except BatchError:
+        return []
+    return [partial(restrict_to_data_parallel, program.jaxpr, batch_inputs=roles.batch, state_inputs=roles.state, zero=zero)
+            for zero in (0, 1, 3)]
 
 
 def _restrict(program: Program, roles: Roles, method: Method, mesh: LogicalMesh, graph: Graph, allowed: Allowed) -> None:
     if isinstance(method, DataParallel):
         check_batch(program, roles, mesh)
-        restrict_to_data_parallel(program.jaxpr, graph, roles.batch, roles.state, method.zero, allowed)
+        restrict_to_data_parallel(program.jaxpr, graph, allowed, roles.batch, roles.state, method.zero)
     for pins in _pins(program, method):
         pin_inputs(graph, pins, program.in_paths, allowed)
     _check_pinned(program, method, mesh, graph, allowed)
@@ -225,7 +237,7 @@ def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, pl
         PlanFileError: The plan's choices do not give what the plan says: the file was edited.
     """
     mesh = plan.mesh
-    graph = build_graph(program.jaxpr, mesh, roles.aliases)
+    graph = build_graph(program.jaxpr, mesh, roles.aliases, roles.batch)
     if len(graph.nodes) != len(plan.choices) or any(
             k >= node.num_choices for k, node in zip(plan.choices, graph.nodes, strict=True)):
         raise _not_these_choices(plan, f"{len(plan.choices)} choices for {len(graph.nodes)} decisions, or one out of range")
