@@ -1,0 +1,42 @@
+"""Batches of the test bed: three of 24 samples, from a fixed seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+BATCH = 24
+
+
+def batches(make: Callable[[np.random.Generator], Any], count: int = 3) -> tuple[Any, ...]:
+    """`count` batches, each from a generator of its own."""
+    return tuple(make(np.random.default_rng(seed)) for seed in range(count))
+
+
+def normal(random: np.random.Generator, *shape: int) -> np.ndarray:
+    """Standard normal float32."""
+    return random.normal(size=shape).astype(np.float32)
+
+
+def tokens(random: np.random.Generator, *shape: int, vocabulary: int) -> np.ndarray:
+    """Token numbers."""
+    return random.integers(0, vocabulary, shape).astype(np.int32)
+
+
+def dense(random: np.random.Generator, rows: int, columns: int, *lead: int, bias: bool = True) -> dict[str, np.ndarray]:
+    """A dense layer's parameters; stacked if `lead` says so."""
+    kernel = normal(random, *lead, rows, columns) / np.sqrt(rows).astype(np.float32)
+    return {"kernel": kernel, **({"bias": np.zeros((*lead, columns), np.float32)} if bias else {})}
+
+
+def norm(width: int, *lead: int) -> dict[str, np.ndarray]:
+    """A layer norm's parameters."""
+    return {"scale": np.ones((*lead, width), np.float32), "bias": np.zeros((*lead, width), np.float32)}
+
+
+def on_device(tree: Any) -> Any:
+    """The same tree with JAX arrays."""
+    return jax.tree.map(jax.numpy.asarray, tree)
