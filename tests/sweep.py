@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -22,11 +23,13 @@ import numpy as np
 import autopar
 from autopar._jax import Jaxpr, open_jaxpr
 from autopar.intra_op.draw import draw_choices
+from autopar.intra_op.graph import build_graph
+from autopar.intra_op.restrict import Allowed, pin_constraints
 from autopar.ir.state import find_roles
 from autopar.ir.trace import trace_step
+from autopar.mesh import logical_mesh
 from autopar.partition.program import global_program
-from autopar.plan.planner import Origin, shard_on
-from autopar.runtime.local import device_mesh
+from autopar.plan.planner import plan_of_choices
 from tests.models.case import Case
 
 MESHES: dict[str, tuple[int, ...]] = {"8": (8,), "2x4": (2, 4), "2x2x2": (2, 2, 2), "6": (6,)}
@@ -108,30 +111,18 @@ def compile_case(case: Case, shape: tuple[int, ...], method: str) -> autopar.Com
     step = autopar.parallelize(case.step, cluster=cluster, method=chosen, batch_argnums=(1,))
     if not method.startswith("random"):
         return step.compile(case.state, case.batches[0])
-    return _compile_random(step, case, cluster, chosen, shape, int(method[6:]))
+    return _compile_random(step, case, cluster, shape, int(method[6:]))
 
 
-def _compile_random(step: Any, case: Case, cluster: Any, method: Any, shape: tuple[int, ...], seed: int) -> Any:
-    """A plan whose every choice is drawn."""
-    import dataclasses
-
-    from autopar.plan.planner import _from_choices, make_plan
-    from autopar.intra_op.graph import build_graph
-    from autopar.intra_op.restrict import Allowed, pin_constraints
-
+def _compile_random(step: Any, case: Case, cluster: Any, shape: tuple[int, ...], seed: int) -> autopar.CompiledStep:
+    """A plan whose every choice is drawn; nothing is solved."""
     program = trace_step(case.step, (case.state, case.batches[0]))
     roles = find_roles(program, (1,))
-    plan = make_plan(program, roles, cluster, autopar.ShardParallel(mesh_shape=shape), )
-    graph = build_graph(program.jaxpr, plan.mesh, roles.aliases, roles.batch)
+    graph = build_graph(program.jaxpr, logical_mesh(cluster, shape), roles.aliases, roles.batch)
     allowed = Allowed()
     pin_constraints(program.jaxpr, graph, allowed)
-    choices = draw_choices(graph, seed, allowed)
-    plan = dataclasses.replace(plan, choices=choices)
-    from autopar.intra_op.lower import lower
-
-    sharded = _from_choices(program, roles, cluster, graph, plan, lower(program.jaxpr, graph, choices))
-    plan = dataclasses.replace(plan, cost=dataclasses.replace(plan.cost, collectives=sharded.collectives),
-                               origin=Origin(program, roles, cluster, method, sharded))
+    method = autopar.ShardParallel(mesh_shape=shape)
+    plan = plan_of_choices(program, roles, cluster, method, graph, draw_choices(graph, seed, allowed))
     return step.compile(case.state, case.batches[0], plan=plan)
 
 
@@ -193,10 +184,7 @@ def _report(name: str, mesh: str, method: str, run: Callable[[], Outcome]) -> bo
     except autopar.errors.BatchError as error:
         text, good = f"n/a    {error.summary}", True
     except Exception as error:
-        import traceback
-
-        if "-v" in sys.argv or True:
-            traceback.print_exc()
+        traceback.print_exc()
         text, good = f"FAILED {type(error).__name__}: {str(error)[:300]}", False
     print(f"{name:28} {mesh:6} {method:8} {text}", flush=True)
     return good

@@ -267,6 +267,17 @@ def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, pl
                                cost=dataclasses.replace(plan.cost, collectives=fresh.cost.collectives))
 
 
+def plan_of_choices(
+    program: Program, roles: Roles, cluster: Cluster, method: Method, graph: Graph, choices: Sequence[int]
+) -> Plan:
+    """The plan of given choices, one per node of `graph`; nothing is solved, and nothing is known of its optimality."""
+    class_of = list(range(len(graph.nodes)))
+    problem = build_problem(graph, cluster.device, class_of)
+    solution = Solution(tuple(choices), problem.cost(choices), 0.0, "feasible", "given")
+    sharded = read_off(program.jaxpr, graph, choices, class_of, problem, solution, Allowed(), cluster.device, roles.donated)
+    return _describe(program, roles, cluster, method, graph.mesh, sharded, 0.0)
+
+
 def _unnamed(entries: Sequence[Value | Collective]) -> list[Value | Collective]:
     return [dataclasses.replace(e, name="") if isinstance(e, Value) else dataclasses.replace(e, operation="") for e in entries]
 
