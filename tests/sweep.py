@@ -29,7 +29,7 @@ from autopar.ir.state import find_roles
 from autopar.ir.trace import trace_step
 from autopar.mesh import logical_mesh
 from autopar.partition.program import global_program
-from autopar.plan.planner import plan_of_choices
+from autopar.plan.planner import plan_of_choices, restrict_plan
 from tests.models.case import Case
 
 MESHES: dict[str, tuple[int, ...]] = {"8": (8,), "2x4": (2, 4), "2x2x2": (2, 2, 2), "6": (6,)}
@@ -122,6 +122,7 @@ def _compile_random(step: Any, case: Case, cluster: Any, shape: tuple[int, ...],
     allowed = Allowed()
     pin_constraints(program.jaxpr, graph, allowed)
     method = autopar.ShardParallel(mesh_shape=shape)
+    restrict_plan(program, roles, method, graph.mesh, graph, allowed)
     plan = plan_of_choices(program, roles, cluster, method, graph, draw_choices(graph, seed, allowed))
     return step.compile(case.state, case.batches[0], plan=plan)
 

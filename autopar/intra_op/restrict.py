@@ -48,6 +48,20 @@ class Allowed:
             self.reasons.setdefault(node.index, []).append(reason)
 
 
+def keep_keys_whole(graph: Graph, inputs: Sequence[int], outputs: Sequence[int], allowed: Allowed) -> None:
+    """Typed random keys stay in one piece: the words of a key are no dim of the user's array, and JAX cannot split them.
+
+    Args:
+        graph: Decisions.
+        inputs: Positions of inputs that are keys.
+        outputs: Positions of outputs that are keys.
+        allowed: Extended.
+    """
+    for index in dict.fromkeys([*(graph.inputs[k] for k in inputs), *(graph.outputs[k] for k in outputs)]):
+        node = graph.nodes[index]
+        allowed.only(node, [not s.dims[-1] for s in node.shardings], "key")
+
+
 def pin_inputs(graph: Graph, pins: Mapping[int, tuple[str, object]], paths: Sequence[str], allowed: Allowed) -> None:
     """Pin program inputs.
 

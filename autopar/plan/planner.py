@@ -25,7 +25,7 @@ from autopar.errors import AutoparError, BatchError, ConstraintError, DeviceCoun
 from autopar.intra_op.costs import build_problem, stored_values
 from autopar.intra_op.graph import Graph, build_graph
 from autopar.intra_op.problem import Solution
-from autopar.intra_op.restrict import Allowed, Restrict, pin_constraints, pin_inputs, restrict_to_data_parallel
+from autopar.intra_op.restrict import Allowed, Restrict, keep_keys_whole, pin_constraints, pin_inputs, restrict_to_data_parallel
 from autopar.intra_op.shard import Sharded, read_off, shard
 from autopar.intra_op.sharded import Body, Collective, Compute, Region
 from autopar.intra_op.tying import tie_nodes
@@ -92,7 +92,7 @@ def shard_on(program: Program, roles: Roles, cluster: Cluster, method: Method, m
     _pins(program, method)  # a mistake in them is told before any work
 
     def restrict(graph: Graph, allowed: Allowed) -> None:
-        _restrict(program, roles, method, mesh, graph, allowed)
+        restrict_plan(program, roles, method, mesh, graph, allowed)
 
     return shard(program.jaxpr, roles.aliases, mesh, cluster.device, method.options(), restrict, roles.donated, roles.batch,
                  () if isinstance(method, DataParallel) else _known_plans(program, roles, mesh))
@@ -108,7 +108,12 @@ def _known_plans(program: Program, roles: Roles, mesh: LogicalMesh) -> list[Rest
             for zero in (0, 1, 3)]
 
 
-def _restrict(program: Program, roles: Roles, method: Method, mesh: LogicalMesh, graph: Graph, allowed: Allowed) -> None:
+def restrict_plan(
+    program: Program, roles: Roles, method: Method, mesh: LogicalMesh, graph: Graph, allowed: Allowed
+) -> None:
+    """Forbid what the method, its constraints and the program's keys forbid."""
+    keys = [[k for k, generator in enumerate(of) if generator] for of in (program.key_inputs, program.key_outputs)]
+    keep_keys_whole(graph, *keys, allowed)
     if isinstance(method, DataParallel):
         check_batch(program, roles, mesh)
         restrict_to_data_parallel(program.jaxpr, graph, allowed, roles.batch, roles.state, method.zero)
@@ -244,7 +249,7 @@ def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, pl
     allowed = Allowed()
     if method_text(method) == plan.method:
         pin_constraints(program.jaxpr, graph, allowed)
-        _restrict(program, roles, method, mesh, graph, allowed)
+        restrict_plan(program, roles, method, mesh, graph, allowed)
     class_of = tie_nodes(graph, allowed.keys)
     by_class = dict(zip(class_of, plan.choices, strict=True))
     if any(by_class[c] != k for c, k in zip(class_of, plan.choices, strict=True)):
