@@ -33,6 +33,8 @@ from autopar.plan.planner import plan_of_choices, restrict_plan
 from tests.models.case import Case
 
 MESHES: dict[str, tuple[int, ...]] = {"8": (8,), "2x4": (2, 4), "2x2x2": (2, 2, 2), "6": (6,)}
+SLOW, QUICK = autopar.Device("slow", 1e8, memory_bytes_per_second=1e9), autopar.Link(1e-7, 1e9)
+"""Small models would not be split at all where their communication takes longer than their work."""
 METHODS = ("auto", "zero0", "zero1", "zero2", "zero3", "random0", "random1", "random2")
 
 
@@ -103,7 +105,7 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
 def compile_case(case: Case, shape: tuple[int, ...], method: str) -> autopar.CompiledStep:
     """Compile a model under one method of the matrix."""
     devices = jax.devices()[: int(np.prod(shape))]
-    cluster = autopar.Cluster.local(devices)
+    cluster = autopar.Cluster.local(devices, device=SLOW, intra=QUICK)
     if method.startswith("zero"):
         chosen = autopar.DataParallel(zero=int(method[4:]))
     else:

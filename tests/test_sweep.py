@@ -1,0 +1,46 @@
+"""A sample of the matrix of correctness that covers every model; `make sweep` runs the whole (see `sweep.py`)."""
+
+import zlib
+
+import jax
+import pytest
+
+from tests.models.registry import CASES
+from tests.sweep import MESHES, check_case, relative_error
+
+CELLS = [("8", "auto"), ("2x4", "auto"), ("6", "auto"), ("8", "zero0"), ("6", "zero1"), ("8", "zero2"), ("8", "zero3"),
+         ("8", "random0"), ("2x4", "random1"), ("6", "random2")]
+"""Cells of the matrix that are quick enough to be drawn from."""
+UNROLLED = ("gpt_unrolled", "gpt_tied_dropout", "linen_encoder_decoder", "haiku_bert_masked", "lora", "equinox_vit", "linen_gpt_tied")
+"""Models whose random plans hold a thousand collectives: compiling one takes half a minute."""
+
+
+def cell_of(name: str) -> tuple[str, str]:
+    """One cell for each model, by its name, so that it stays the same."""
+    number = zlib.crc32(name.encode())
+    quick = [cell for cell in CELLS if not (name in UNROLLED and cell[1].startswith("random"))]
+    return quick[number % len(quick)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_model(name):
+    mesh, method = cell_of(name)
+    outcome = check_case(CASES[name](), MESHES[mesh], method)
+    assert outcome.error < 1
+
+
+@pytest.mark.parametrize("name, mesh, method", [
+    ("gpt_scan", "2x2x2", "auto"), ("mlp_multisteps", "2x2x2", "random0"), ("vae_dropout", "2x4", "random0"),
+    ("gpt_scan_remat_clipped", "8", "zero3"), ("moe_top2_capacity", "2x4", "auto"), ("matrix_factorization", "2x2x2", "random1"),
+])
+def test_three_axes_and_more(name, mesh, method):
+    check_case(CASES[name](), MESHES[mesh], method)
+
+
+def test_there_are_enough_models():
+    assert len(CASES) >= 25
+
+
+def test_the_judge_can_say_no():
+    a = jax.numpy.ones(4)
+    assert relative_error(a * 1.001, a) > 1e-4
