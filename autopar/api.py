@@ -250,10 +250,8 @@ def _type_of(leaf: Any) -> Any:
     """What of a leaf the compiled step depends on; of a leaf that is no array its class, tracing then says what is wrong."""
     if isinstance(leaf, bool | int | float | complex):
         return type(leaf)  # weakly typed: not the same program as for an array
-    try:
-        return jax.numpy.shape(leaf), jax.dtypes.result_type(leaf)
-    except (TypeError, ValueError):
-        return type(leaf)
+    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
+    return (shape, dtype) if dtype is not None else type(leaf)
 
 
 def _check_method(method: Any, cluster: Any) -> None:

@@ -30,7 +30,7 @@ def test_train_gpt(tmp_path):
 
 @pytest.mark.parametrize("name", ["digits_cnn", "flax_nnx_transformer", "equinox_vit"])
 def test_example(name, tmp_path):
-    printed = run_example(name, tmp_path, 3)
+    printed = run_example(name, tmp_path, 8)
     losses = [float(line.split()[3]) for line in printed.splitlines() if line.startswith("step ")]
     assert len(losses) == 2 and losses[1] < losses[0]
 

@@ -163,7 +163,8 @@ def restrict_to_data_parallel(
             if factors:
                 split = [_splits_only(s.choice, factors) for s in node.strategies]
                 some = [ok and any(c in factors for c in s.choice) for ok, s in zip(split, node.strategies, strict=True)]
-                allowed.only(node, some if any(some) else split, ("batch", factors))
+                # A loop of unknown length may not communicate: there samples are split only if that needs nothing.
+                allowed.only(node, some if any(some) and node.communicates else split, ("batch", factors))
             elif zero == 0:
                 allowed.only(node, [_splits_only(s.choice, ()) for s in node.strategies], "whole")
     for position in batch_inputs:

@@ -22,15 +22,24 @@ from autopar.ir.structure import scan_parts, while_parts
 from autopar.mesh import Sharding
 from autopar.partition.collectives import apply_fused, apply_step
 from autopar.partition.equation import run_equation
+from autopar.partition.order import after, communicates, needs_order
 
 Copies = dict[tuple[Var, Sharding], jax.Array]
 
 
-def per_device_program(body: Body, axis_sizes: Mapping[str, int]) -> Callable[..., list[jax.Array]]:
-    """A function of local arrays, one per program input, to local results; call it inside `shard_map`."""
+def per_device_program(
+    body: Body, axis_sizes: Mapping[str, int], in_order: bool = False
+) -> Callable[..., list[jax.Array]]:
+    """A function of local arrays, one per program input, to local results; call it inside `shard_map`.
+
+    Args:
+        body: The sharded program.
+        axis_sizes: Sizes of the mesh axes.
+        in_order: Make collectives wait for each other where the backend would mix them up (`order.py`).
+    """
 
     def program(*arguments: jax.Array) -> list[jax.Array]:
-        return _run_body(body, arguments, axis_sizes)
+        return _run_body(body, arguments, axis_sizes, in_order)
 
     return program
 
@@ -38,8 +47,9 @@ def per_device_program(body: Body, axis_sizes: Mapping[str, int]) -> Callable[..
 def global_program(body: Body, mesh: jax.sharding.Mesh) -> Callable[..., list[jax.Array]]:
     """The whole step as a function of global arrays over `mesh`."""
     axis_sizes = dict(mesh.shape)
+    in_order = mesh.devices.flat[0].platform == "cpu"
     return jax.shard_map(
-        per_device_program(body, axis_sizes),
+        per_device_program(body, axis_sizes, in_order),
         mesh=mesh,
         in_specs=tuple(sharding.partition_spec() for _, sharding in body.inputs),
         out_specs=[sharding.partition_spec() for _, sharding in body.outputs],
@@ -47,31 +57,55 @@ def global_program(body: Body, mesh: jax.sharding.Mesh) -> Callable[..., list[ja
     )
 
 
-def _run_body(body: Body, arguments: Sequence[jax.Array], axis_sizes: Mapping[str, int]) -> list[jax.Array]:
+def _run_body(
+    body: Body, arguments: Sequence[jax.Array], axis_sizes: Mapping[str, int], in_order: bool
+) -> list[jax.Array]:
     copies: Copies = dict(zip(body.inputs, arguments, strict=True))
+    waits = in_order and needs_order(body)
+    earlier: jax.Array | None = None
     for instruction in body.instructions:
-        _run_instruction(instruction, copies, axis_sizes)
+        loud = waits and communicates(instruction)
+        made = _run_instruction(instruction, copies, axis_sizes, in_order, earlier if loud else None)
+        copies.update(made)
+        if loud:
+            earlier = next(iter(made.values()), earlier)
     return [_read(copies, atom, sharding, axis_sizes) for atom, sharding in body.outputs]
 
 
-def _run_instruction(instruction: Instruction, copies: Copies, axis_sizes: Mapping[str, int]) -> None:
+def _run_instruction(
+    instruction: Instruction, copies: Copies, axis_sizes: Mapping[str, int], in_order: bool, earlier: jax.Array | None
+) -> Copies:
+    """The copies that an instruction makes; its operands wait for `earlier`."""
     match instruction:
         case Move(var, source, target, step):
-            copies[var, target] = apply_step(copies[var, source], step, axis_sizes)
+            return {(var, target): apply_step(after(copies[var, source], earlier), step, axis_sizes)}
         case Fused(moves):
             arrays = [copies[move.var, move.source] for move in moves]
-            for move, array in zip(moves, apply_fused(arrays, [move.step for move in moves], axis_sizes), strict=True):
-                copies[move.var, move.target] = array
+            arrays[0] = after(arrays[0], earlier)
+            results = apply_fused(arrays, [move.step for move in moves], axis_sizes)
+            return {(move.var, move.target): array for move, array in zip(moves, results, strict=True)}
         case Compute(eqn, rule, strategy):
             operands = [_read(copies, a, s, axis_sizes) for a, s in zip(eqn.invars, strategy.operands, strict=True)]
-            results = run_equation(eqn, rule, strategy, axis_sizes, operands)
-            copies.update(zip(zip(eqn.outvars, strategy.results, strict=True), results, strict=True))
+            results = run_equation(eqn, rule, strategy, axis_sizes, _first_after(operands, earlier))
+            return dict(zip(zip(eqn.outvars, strategy.results, strict=True), results, strict=True))
         case Region(eqn, operands, results):
             arrays = [_read(copies, a, s, axis_sizes) for a, s in zip(eqn.invars, operands, strict=True)]
-            made = _run_region(instruction, arrays, axis_sizes)
-            copies.update(zip(zip(eqn.outvars, results, strict=True), made, strict=True))
+            made = _run_region(instruction, _some_after(arrays, earlier), axis_sizes, in_order)
+            return dict(zip(zip(eqn.outvars, results, strict=True), made, strict=True))
         case _:
             assert_never(instruction)
+
+
+def _first_after(operands: Sequence[jax.Array], earlier: jax.Array | None) -> list[jax.Array]:
+    return [after(operands[0], earlier), *operands[1:]] if operands else []
+
+
+def _some_after(operands: Sequence[jax.Array], earlier: jax.Array | None) -> list[jax.Array]:
+    """A loop begins when all of its operands are there, so that the small ones, which cost no memory, suffice."""
+    if earlier is None:
+        return list(operands)
+    limit = max(sum(array.size for array in operands) // 64, min((array.size for array in operands), default=0))
+    return [after(array, earlier) if array.size <= limit else array for array in operands]
 
 
 def _read(copies: Copies, atom: Var | Literal, sharding: Sharding, axis_sizes: Mapping[str, int]) -> jax.Array:
@@ -81,7 +115,9 @@ def _read(copies: Copies, atom: Var | Literal, sharding: Sharding, axis_sizes: M
     return apply_step(value, Mask(sharding.partial), axis_sizes) if sharding.partial else value
 
 
-def _run_region(region: Region, operands: Sequence[jax.Array], axis_sizes: Mapping[str, int]) -> Sequence[jax.Array]:
+def _run_region(
+    region: Region, operands: Sequence[jax.Array], axis_sizes: Mapping[str, int], in_order: bool
+) -> Sequence[jax.Array]:
     eqn, bodies = region.eqn, region.bodies
     match eqn.primitive.name:
         case "scan":
@@ -90,7 +126,7 @@ def _run_region(region: Region, operands: Sequence[jax.Array], axis_sizes: Mappi
             consts, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
 
             def step(carried, scanned):
-                made = _run_body(bodies[0], (*consts, *carried, *scanned), axis_sizes)
+                made = _run_body(bodies[0], (*consts, *carried, *scanned), axis_sizes, in_order)
                 return tuple(made[:num_carry]), tuple(made[num_carry:])
 
             last, stacks = lax.scan(step, tuple(carry), tuple(operands[num_consts + num_carry :]),
@@ -101,12 +137,12 @@ def _run_region(region: Region, operands: Sequence[jax.Array], axis_sizes: Mappi
             num_cond, num_body = len(loop.cond_consts), len(loop.body_consts)
             cond_consts, body_consts = operands[:num_cond], operands[num_cond : num_cond + num_body]
             return lax.while_loop(
-                lambda carried: _run_body(bodies[0], (*cond_consts, *carried), axis_sizes)[0],
-                lambda carried: tuple(_run_body(bodies[1], (*body_consts, *carried), axis_sizes)),
+                lambda carried: _run_body(bodies[0], (*cond_consts, *carried), axis_sizes, in_order)[0],
+                lambda carried: tuple(_run_body(bodies[1], (*body_consts, *carried), axis_sizes, in_order)),
                 tuple(operands[num_cond + num_body :]),
             )
         case "cond":
-            branches = [lambda *arrays, branch=branch: tuple(_run_body(branch, arrays, axis_sizes)) for branch in bodies]
+            branches = [lambda *arrays, branch=branch: tuple(_run_body(branch, arrays, axis_sizes, in_order)) for branch in bodies]
             return lax.switch(operands[0], branches, *operands[1:])
         case "optimization_barrier":
             return lax.optimization_barrier(tuple(operands))

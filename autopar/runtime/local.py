@@ -100,3 +100,4 @@ def compile_program(
     jitted = jax.jit(step, in_shardings=shardings, out_shardings=results,
                      donate_argnums=tuple(k for k, d in enumerate(donated) if d))
     return Executable(jitted.lower(*arguments).compile(), shardings, tuple(donated))
+

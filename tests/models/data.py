@@ -29,12 +29,14 @@ def tokens(random: np.random.Generator, *shape: int, vocabulary: int) -> np.ndar
 def dense(random: np.random.Generator, rows: int, columns: int, *lead: int, bias: bool = True) -> dict[str, np.ndarray]:
     """A dense layer's parameters; stacked if `lead` says so."""
     kernel = normal(random, *lead, rows, columns) / np.sqrt(rows).astype(np.float32)
-    return {"kernel": kernel, **({"bias": np.zeros((*lead, columns), np.float32)} if bias else {})}
+    # Biases are not zero, as after some training: what starts at zero has no scale to compare with.
+    return {"kernel": kernel, **({"bias": normal(random, *lead, columns) * np.float32(0.1)} if bias else {})}
 
 
 def norm(width: int, *lead: int) -> dict[str, np.ndarray]:
     """A layer norm's parameters."""
-    return {"scale": np.ones((*lead, width), np.float32), "bias": np.zeros((*lead, width), np.float32)}
+    wave = np.sin(np.arange(np.prod((*lead, width), dtype=int), dtype=np.float32)).reshape(*lead, width)
+    return {"scale": 1 + np.float32(0.1) * wave, "bias": np.float32(0.1) * wave}
 
 
 def on_device(tree: Any) -> Any:

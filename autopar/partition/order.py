@@ -1,0 +1,50 @@
+"""Keep collectives in program order where the backend does not.
+
+In:     the results and operands of communicating instructions, as the per-device program is traced.
+Out:    the same operands, each made to depend on the communication before it.
+Method: XLA:CPU tells collectives apart by the order in which devices reach them, and a loop that communicates may run
+        beside a collective outside of it, in another order on another device (seen with jaxlib 0.10: wrong partners, then a
+        crash). It drops optimization barriers before it schedules, so the dependence is real: a select whose predicate
+        is never true, which the compiler cannot know.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopar.cost.steps import step_kind
+from autopar.intra_op.sharded import Body, Compute, Fused, Instruction, Move, Region
+
+
+def communicates(instruction: Instruction) -> bool:
+    """Whether an instruction, or anything inside it, is a collective."""
+    match instruction:
+        case Move(step=step):
+            return step_kind(step) is not None
+        case Fused():
+            return True
+        case Compute(strategy=strategy):
+            return bool(strategy.reductions)
+        case Region(bodies=bodies):
+            return any(communicates(inner) for body in bodies for inner in body.instructions)
+
+
+def needs_order(body: Body) -> bool:
+    """Whether a body holds a loop or branch that communicates beside other communication."""
+    loud = [instruction for instruction in body.instructions if communicates(instruction)]
+    return len(loud) > 1 and any(isinstance(instruction, Region) for instruction in loud)
+
+
+def after(operand: jax.Array, earlier: jax.Array | None) -> jax.Array:
+    """`operand`, which now waits for `earlier`."""
+    if earlier is None or earlier.size == 0 or operand.size == 0:
+        return operand
+    witness = lax.squeeze(lax.slice(earlier, (0,) * earlier.ndim, (1,) * earlier.ndim), range(earlier.ndim))
+    if jnp.iscomplexobj(witness):
+        witness = witness.real
+    if witness.dtype == bool:
+        witness = witness.astype(jnp.int8)
+    never = (witness < 1) & (witness > 1)
+    return jnp.where(never, jnp.zeros_like(operand), operand)
