@@ -7,5 +7,19 @@ from autopar.plan.methods import Auto, DataParallel, PipelineParallel, ShardPara
 from autopar.plan.plan import Plan
 
 __version__ = "0.1.0"
-__all__ = ["Auto", "Cluster", "CompiledStep", "DataParallel", "Device", "Link", "LogicalMesh", "ParallelStep",
-           "PipelineParallel", "Plan", "ShardParallel", "ThreeD", "errors", "parallelize"]
+__all__ = [
+    "Auto",
+    "Cluster",
+    "CompiledStep",
+    "DataParallel",
+    "Device",
+    "Link",
+    "LogicalMesh",
+    "ParallelStep",
+    "PipelineParallel",
+    "Plan",
+    "ShardParallel",
+    "ThreeD",
+    "errors",
+    "parallelize",
+]

@@ -54,13 +54,25 @@ def parallelize(
         `ParallelStep`: called like `fn`, plans and compiles at first call.
     """
     if fn is None:
-        return functools.partial(parallelize, cluster=cluster, method=method, batch_argnums=batch_argnums,
-                                 donate_argnums=donate_argnums, static_argnums=static_argnums,
-                                 static_argnames=static_argnames, runtime=runtime)
+        return functools.partial(
+            parallelize,
+            cluster=cluster,
+            method=method,
+            batch_argnums=batch_argnums,
+            donate_argnums=donate_argnums,
+            static_argnums=static_argnums,
+            static_argnames=static_argnames,
+            runtime=runtime,
+        )
     _check_method(method, cluster)
     if runtime not in (None, "local"):
-        raise NotBuiltYetError("this runtime is not built yet.", given=f"runtime={runtime!r}",
-                               wrong="this version runs in this process only.", do="leave `runtime` out.", feature="runtime")
+        raise NotBuiltYetError(
+            "this runtime is not built yet.",
+            given=f"runtime={runtime!r}",
+            wrong="this version runs in this process only.",
+            do="leave `runtime` out.",
+            feature="runtime",
+        )
     return ParallelStep(fn, cluster, method or Auto(), batch_argnums, donate_argnums, static_argnums, static_argnames)
 
 
@@ -102,8 +114,16 @@ class CompiledStep:
 class ParallelStep:
     """A step that runs on many devices; call it like the function it was made from."""
 
-    def __init__(self, fn: Callable[..., Any], cluster: Cluster | None, method: Method, batch_argnums: Any,
-                 donate_argnums: Any, static_argnums: Any, static_argnames: Any):
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        cluster: Cluster | None,
+        method: Method,
+        batch_argnums: Any,
+        donate_argnums: Any,
+        static_argnums: Any,
+        static_argnames: Any,
+    ):
         functools.update_wrapper(self, fn)
         self._fn, self._cluster, self._method = fn, cluster, method
         self._batch_argnums, self._donate_argnums = batch_argnums, donate_argnums
@@ -183,16 +203,23 @@ class ParallelStep:
             compiled = next(iter(self._compiled.values()), None)
         if compiled is None:
             raise StructureChangedError(
-                "the step has no plan yet.", given=f"create_state({getattr(init_fn, '__name__', init_fn)}, ...)",
+                "the step has no plan yet.",
+                given=f"create_state({getattr(init_fn, '__name__', init_fn)}, ...)",
                 wrong="without the rest of the step's arguments there is nothing to plan.",
-                do="pass example=(batch, ...), the arguments after the state, or call the step once before.", path="")
+                do="pass example=(batch, ...), the arguments after the state, or call the step once before.",
+                path="",
+            )
         positional = compiled.in_shardings[0]
         trees = [jax.tree.structure(a) for a in positional]
         tree = jax.tree.structure(made)
         if tree not in trees:
             raise StructureChangedError(
-                "the new state does not fit the step.", given=str(tree), wrong="no argument of the step has this structure.",
-                do="let init_fn return exactly what the step takes.", path="")
+                "the new state does not fit the step.",
+                given=str(tree),
+                wrong="no argument of the step has this structure.",
+                do="let init_fn return exactly what the step takes.",
+                path="",
+            )
         return jax.jit(init_fn, out_shardings=positional[trees.index(tree)])(*args)
 
     def _compile_types(self, args: tuple[Any, ...]) -> CompiledStep:
@@ -227,11 +254,14 @@ class ParallelStep:
 
         names = [p for p in inspect.signature(self._fn).parameters]
         static = {i % len(args) for i in self._static_argnums} | {
-            i for i, name in enumerate(names[: len(args)]) if name in self._static_argnames}
+            i for i, name in enumerate(names[: len(args)]) if name in self._static_argnames
+        }
         dynamic = tuple(a for i, a in enumerate(args) if i not in static)
         by_name = {k: v for k, v in kwargs.items() if k not in self._static_argnames}
-        key = (tuple((i, args[i]) for i in sorted(static)),
-               tuple(sorted((k, v) for k, v in kwargs.items() if k in self._static_argnames)))
+        key = (
+            tuple((i, args[i]) for i in sorted(static)),
+            tuple(sorted((k, v) for k, v in kwargs.items() if k in self._static_argnames)),
+        )
         return (dynamic, by_name), key
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Roles]:
@@ -257,10 +287,18 @@ def _type_of(leaf: Any) -> Any:
 def _check_method(method: Any, cluster: Any) -> None:
     if method is not None and not isinstance(method, Method):
         name = getattr(method, "__name__", None)
-        raise AutoparError("unknown method.", given=f"method={name or repr(method)}",
-                           wrong=f"it is of type {type(method).__name__}, no method of autopar.",
-                           do=f"pass {name}(...), an instance." if isinstance(method, type) and issubclass(method, Method)
-                           else "pass Auto(), ShardParallel(...) or DataParallel(...).")
+        raise AutoparError(
+            "unknown method.",
+            given=f"method={name or repr(method)}",
+            wrong=f"it is of type {type(method).__name__}, no method of autopar.",
+            do=f"pass {name}(...), an instance."
+            if isinstance(method, type) and issubclass(method, Method)
+            else "pass Auto(), ShardParallel(...) or DataParallel(...).",
+        )
     if cluster is not None and not isinstance(cluster, Cluster):
-        raise ClusterError("unknown cluster.", given=f"cluster={cluster!r}", wrong=f"it is of type {type(cluster).__name__}, not Cluster.",
-                           do='pass Cluster.local(), Cluster.of("8x8 h100") or Cluster(hosts=, devices_per_host=, ...).')
+        raise ClusterError(
+            "unknown cluster.",
+            given=f"cluster={cluster!r}",
+            wrong=f"it is of type {type(cluster).__name__}, not Cluster.",
+            do='pass Cluster.local(), Cluster.of("8x8 h100") or Cluster(hosts=, devices_per_host=, ...).',
+        )

@@ -52,8 +52,12 @@ def init_params(config: Config) -> Any:
 
     def layer():
         return {
-            "norm1": norm(), "qkv": dense(width, 3 * width), "out": dense(width, width),
-            "norm2": norm(), "up": dense(width, 4 * width), "down": dense(4 * width, width),
+            "norm1": norm(),
+            "qkv": dense(width, 3 * width),
+            "out": dense(width, width),
+            "norm2": norm(),
+            "up": dense(width, 4 * width),
+            "down": dense(4 * width, width),
         }
 
     def norm():
@@ -65,8 +69,11 @@ def init_params(config: Config) -> Any:
     layers = layer() if config.scanned else [layer() for _ in range(config.layers)]
     lead = ()
     return {
-        "embed": jnp.zeros((config.vocabulary, width)), "positions": jnp.zeros((config.tokens, width)),
-        "layers": layers, "norm": norm(), "head": jnp.zeros((width, config.vocabulary)),
+        "embed": jnp.zeros((config.vocabulary, width)),
+        "positions": jnp.zeros((config.tokens, width)),
+        "layers": layers,
+        "norm": norm(),
+        "head": jnp.zeros((width, config.vocabulary)),
     }
 
 

@@ -15,6 +15,7 @@ import os
 import platform
 import time
 
+from gpt import Config, make_step
 from rich.console import Console
 from rich.table import Table
 
@@ -23,7 +24,6 @@ from autopar.ir.state import find_roles
 from autopar.ir.trace import trace_step
 from autopar.plan.methods import ShardParallel
 from autopar.plan.planner import make_plan
-from gpt import Config, make_step
 
 
 def main() -> None:
@@ -35,7 +35,18 @@ def main() -> None:
     parser.add_argument("--solver", default="highs")
     chosen = parser.parse_args()
     table = Table(title=f"planning a GPT, {platform.processor() or platform.machine()}, {os.cpu_count()} cores")
-    for heading in ("model", "mesh", "equations", "decisions", "trace s", "plan s", "total s", "predicted step", "gap", "solver"):
+    for heading in (
+        "model",
+        "mesh",
+        "equations",
+        "decisions",
+        "trace s",
+        "plan s",
+        "total s",
+        "predicted step",
+        "gap",
+        "solver",
+    ):
         table.add_column(heading, justify="left" if heading in ("model", "mesh", "solver") else "right")
     for kind in chosen.kinds.split(","):
         for text in chosen.meshes.split(","):
@@ -60,9 +71,14 @@ def measure(config: Config, shape: tuple[int, ...], solver: str) -> list[str]:
     done = time.perf_counter()
     sharded = plan.origin.sharded
     return [
-        str(len(program.jaxpr.eqns)), f"{len(sharded.graph.nodes)} in {max(sharded.class_of) + 1}",
-        f"{traced - started:.2f}", f"{done - traced:.2f}", f"{done - started:.2f}",
-        f"{plan.cost.step_seconds * 1e3:.2f} ms", f"{plan.cost.optimality_gap:.1%}", sharded.solution.solver,
+        str(len(program.jaxpr.eqns)),
+        f"{len(sharded.graph.nodes)} in {max(sharded.class_of) + 1}",
+        f"{traced - started:.2f}",
+        f"{done - traced:.2f}",
+        f"{done - started:.2f}",
+        f"{plan.cost.step_seconds * 1e3:.2f} ms",
+        f"{plan.cost.optimality_gap:.1%}",
+        sharded.solution.solver,
     ]
 
 

@@ -13,7 +13,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,7 +81,9 @@ def check_case(case: Case, shape: tuple[int, ...], method: str) -> Outcome:
     state, worst, where = case.state, 0.0, ""
     for batch, result in zip(case.batches, expected, strict=True):
         state, metrics = compiled(state, batch)
-        for (path, got), want in zip(jax.tree_util.tree_leaves_with_path((state, metrics)), jax.tree.leaves(result), strict=True):
+        for (path, got), want in zip(
+            jax.tree_util.tree_leaves_with_path((state, metrics)), jax.tree.leaves(result), strict=True
+        ):
             error = relative_error(_host(got), want)
             if not error <= worst:
                 worst, where = error, jax.tree_util.keystr(path)
@@ -91,7 +93,9 @@ def check_case(case: Case, shape: tuple[int, ...], method: str) -> Outcome:
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
     """Largest difference over the leaf's scale, its largest magnitude (at least 1e-6)."""
-    assert got.shape == want.shape and got.dtype == want.dtype, f"{got.dtype}{got.shape} instead of {want.dtype}{want.shape}"
+    assert got.shape == want.shape and got.dtype == want.dtype, (
+        f"{got.dtype}{got.shape} instead of {want.dtype}{want.shape}"
+    )
     if want.size == 0:
         return 0.0
     if want.dtype.kind not in "fc" and want.dtype.name not in ("bfloat16",):
@@ -136,11 +140,20 @@ def check_faithful(compiled: autopar.CompiledStep) -> None:
     avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var, _ in sharded.body.inputs]
     emitted = Counter(emitted_collectives(open_jaxpr(jax.make_jaxpr(global_program(sharded.body, mesh))(*avals))[0]))
     planned = Counter((c.kind, tuple(c.axes), c.bytes, c.times) for c in compiled.plan.cost.collectives)
-    assert emitted == planned, f"emitted but not planned: {emitted - planned}; planned but not emitted: {planned - emitted}"
+    assert emitted == planned, (
+        f"emitted but not planned: {emitted - planned}; planned but not emitted: {planned - emitted}"
+    )
 
 
-_KINDS = {"psum": "all-reduce", "pmax": "all-reduce", "pmin": "all-reduce", "all_gather": "all-gather",
-          "reduce_scatter": "reduce-scatter", "all_to_all": "all-to-all", "ppermute": "collective-permute"}
+_KINDS = {
+    "psum": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ppermute": "collective-permute",
+}
 
 
 def emitted_collectives(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[str, tuple[str, ...], int, int]]:
@@ -151,12 +164,19 @@ def emitted_collectives(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[str, tup
             axes = eqn.params.get("axes", eqn.params.get("axis_name"))
             for operand, result in zip(eqn.invars, eqn.outvars, strict=True):
                 counted = (result if kind == "all-gather" else operand).aval
-                yield kind, (axes,) if isinstance(axes, str) else tuple(axes), counted.size * counted.dtype.itemsize, times
+                yield (
+                    kind,
+                    (axes,) if isinstance(axes, str) else tuple(axes),
+                    counted.size * counted.dtype.itemsize,
+                    times,
+                )
         trips = eqn.params["length"] if eqn.primitive.name == "scan" else 1
         for value in eqn.params.values():
             for inner in value if isinstance(value, tuple | list) else (value,):
                 if hasattr(inner, "eqns") or hasattr(inner, "jaxpr"):
-                    yield from emitted_collectives(open_jaxpr(inner)[0] if hasattr(inner, "jaxpr") else inner, times * trips)
+                    yield from emitted_collectives(
+                        open_jaxpr(inner)[0] if hasattr(inner, "jaxpr") else inner, times * trips
+                    )
 
 
 def main() -> int:
@@ -175,21 +195,24 @@ def main() -> int:
             for method in chosen.methods.split(","):
                 if method.startswith("zero") and len(MESHES[mesh]) > 1:
                     continue
-                failures += not _report(name, mesh, method, lambda: check_case(case, MESHES[mesh], method))
+                failures += not _report(case, mesh, method)
     print(f"{failures} failures")
     return 1 if failures else 0
 
 
-def _report(name: str, mesh: str, method: str, run: Callable[[], Outcome]) -> bool:
+def _report(case: Case, mesh: str, method: str) -> bool:
     try:
-        outcome = run()
-        text, good = f"ok     {outcome.error:.1e}  {outcome.num_collectives:5d} collectives  {outcome.seconds:6.1f} s", True
+        outcome = check_case(case, MESHES[mesh], method)
+        text, good = (
+            f"ok     {outcome.error:.1e}  {outcome.num_collectives:5d} collectives  {outcome.seconds:6.1f} s",
+            True,
+        )
     except autopar.errors.BatchError as error:
         text, good = f"n/a    {error.summary}", True
     except Exception as error:
         traceback.print_exc()
         text, good = f"FAILED {type(error).__name__}: {str(error)[:300]}", False
-    print(f"{name:28} {mesh:6} {method:8} {text}", flush=True)
+    print(f"{case.name:28} {mesh:6} {method:8} {text}", flush=True)
     return good
 
 

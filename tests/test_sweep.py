@@ -8,10 +8,28 @@ import pytest
 from tests.models.registry import CASES
 from tests.sweep import MESHES, check_case, relative_error
 
-CELLS = [("8", "auto"), ("2x4", "auto"), ("6", "auto"), ("8", "zero0"), ("6", "zero1"), ("8", "zero2"), ("8", "zero3"),
-         ("8", "random0"), ("2x4", "random1"), ("6", "random2")]
+CELLS = [
+    ("8", "auto"),
+    ("2x4", "auto"),
+    ("6", "auto"),
+    ("8", "zero0"),
+    ("6", "zero1"),
+    ("8", "zero2"),
+    ("8", "zero3"),
+    ("8", "random0"),
+    ("2x4", "random1"),
+    ("6", "random2"),
+]
 """Cells of the matrix that are quick enough to be drawn from."""
-UNROLLED = ("gpt_unrolled", "gpt_tied_dropout", "linen_encoder_decoder", "haiku_bert_masked", "lora", "equinox_vit", "linen_gpt_tied")
+UNROLLED = (
+    "gpt_unrolled",
+    "gpt_tied_dropout",
+    "linen_encoder_decoder",
+    "haiku_bert_masked",
+    "lora",
+    "equinox_vit",
+    "linen_gpt_tied",
+)
 """Models whose random plans hold a thousand collectives: compiling one takes half a minute."""
 
 
@@ -29,10 +47,17 @@ def test_model(name):
     assert outcome.error < 1
 
 
-@pytest.mark.parametrize("name, mesh, method", [
-    ("gpt_scan", "2x2x2", "auto"), ("mlp_multisteps", "2x2x2", "random0"), ("vae_dropout", "2x4", "random0"),
-    ("gpt_scan_remat_clipped", "8", "zero3"), ("moe_top2_capacity", "2x4", "auto"), ("matrix_factorization", "2x2x2", "random1"),
-])
+@pytest.mark.parametrize(
+    "name, mesh, method",
+    [
+        ("gpt_scan", "2x2x2", "auto"),
+        ("mlp_multisteps", "2x2x2", "random0"),
+        ("vae_dropout", "2x4", "random0"),
+        ("gpt_scan_remat_clipped", "8", "zero3"),
+        ("moe_top2_capacity", "2x4", "auto"),
+        ("matrix_factorization", "2x2x2", "random1"),
+    ],
+)
 def test_three_axes_and_more(name, mesh, method):
     check_case(CASES[name](), MESHES[mesh], method)
 

@@ -117,8 +117,12 @@ def _orders(kind: str, groups: tuple[tuple[int, Link], ...]) -> Iterator[_Line]:
             yield _sum_of([((lambda n, p=p, a=a: tree_all_reduce_seconds(n, p, a)), 1.0) for p, a in groups])
         case "all-gather" | "reduce-scatter":
             shares = [1.0 / math.prod(p for p, _ in groups[:k]) for k in range(len(groups))]
-            yield _sum_of([((lambda n, p=p, a=a: all_gather_seconds(n, p, a)), s)
-                           for (p, a), s in zip(groups, shares, strict=True)])
+            yield _sum_of(
+                [
+                    ((lambda n, p=p, a=a: all_gather_seconds(n, p, a)), s)
+                    for (p, a), s in zip(groups, shares, strict=True)
+                ]
+            )
         case "all-to-all":
             yield _sum_of([((lambda n, p=p, a=a: all_to_all_seconds(n, p, a)), 1.0) for p, a in groups])
         case "collective-permute":

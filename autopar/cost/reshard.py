@@ -173,7 +173,9 @@ def _layout(fits: tuple[tuple[tuple[int, ...], ...], ...], mesh: LogicalMesh) ->
             steps[position, target] = step
             group_of[position, target] = group
     ends = np.array(list(steps), dtype=np.int64).reshape(-1, 2)
-    return _Layout(index, steps, ends[:, 0], ends[:, 1], np.array(list(group_of.values()), dtype=np.int64), tuple(groups))
+    return _Layout(
+        index, steps, ends[:, 0], ends[:, 1], np.array(list(group_of.values()), dtype=np.int64), tuple(groups)
+    )
 
 
 def _all_shardings(allowed: Sequence[set[tuple[str, ...]]], mesh: LogicalMesh) -> Iterator[Sharding]:

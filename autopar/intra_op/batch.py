@@ -21,9 +21,9 @@ Dims = frozenset[int]
 @dataclass(eq=False, slots=True)
 class BatchDims:
     """Attributes:
-        of: Dims of each value that run over samples; absent: none.
-        readers: Values that an equation with batch factors reads and that have no batch dim: what samples are
-            multiplied with, that is parameters and what is made of them.
+    of: Dims of each value that run over samples; absent: none.
+    readers: Values that an equation with batch factors reads and that have no batch dim: what samples are
+        multiplied with, that is parameters and what is made of them.
     """
 
     of: dict[Var, Dims] = field(default_factory=dict)

@@ -16,12 +16,12 @@ import numpy as np
 
 from autopar._jax import Literal, Var
 from autopar.cost import collective_seconds, compute_seconds, reshard_seconds
+from autopar.intra_op.fuse import SMALL_BYTES
 from autopar.intra_op.graph import Graph, Node, Shardings
 from autopar.intra_op.problem import Problem
 from autopar.intra_op.strategies import split_fraction
 from autopar.ir.rules import ShardingRule
 from autopar.ir.rules.rule import num_elements
-from autopar.intra_op.fuse import SMALL_BYTES
 from autopar.mesh import Device, Link, LogicalMesh
 
 FUSED_SHARE = 0.1
@@ -105,7 +105,10 @@ class _NodeCosts:
         if node.kind != "op":
             return np.zeros(node.num_choices)
         eqn = node.eqn
-        stored = (*(isinstance(v, Var) and v in self.stored for v in eqn.invars), *(v in self.stored for v in eqn.outvars))
+        stored = (
+            *(isinstance(v, Var) and v in self.stored for v in eqn.invars),
+            *(v in self.stored for v in eqn.outvars),
+        )
         key = (node.signature, node.weight, stored, node.communicates)
         if key not in self.known:
             self.known[key] = node.weight * self.operation(node, stored)
@@ -122,15 +125,19 @@ class _NodeCosts:
             if counts:
                 lists = [s.operands[k] if k < num_operands else s.results[k - num_operands] for s in node.strategies]
                 traffic += self.local_bytes(tuple(atom.aval.shape), atom.aval.dtype.itemsize, lists)
-        seconds = np.array([
-            compute_seconds(flops * split_fraction(s, self.mesh.axis_sizes), traffic[k], self.device, dtype)
-            for k, s in enumerate(node.strategies)
-        ])
+        seconds = np.array(
+            [
+                compute_seconds(flops * split_fraction(s, self.mesh.axis_sizes), traffic[k], self.device, dtype)
+                for k, s in enumerate(node.strategies)
+            ]
+        )
         for k, strategy in enumerate(node.strategies):
             for _, axes in strategy.reductions:
                 for var, sharding in zip(eqn.outvars, strategy.results, strict=True):
                     num_bytes = self.local_bytes(tuple(var.aval.shape), var.aval.dtype.itemsize, [sharding])[0]
-                    seconds[k] += collective_seconds("all-reduce", num_bytes, axes, self.mesh) if node.communicates else np.inf
+                    seconds[k] += (
+                        collective_seconds("all-reduce", num_bytes, axes, self.mesh) if node.communicates else np.inf
+                    )
         return seconds
 
     def local_bytes(self, shape: tuple[int, ...], itemsize: int, shardings) -> np.ndarray:

@@ -61,8 +61,10 @@ class Reduced:
         for node, alive, choice in zip(self.kept, self._alive, core_choices, strict=True):
             choices[node] = int(alive[choice])
         for folded in reversed(self._folded):
-            place = tuple(int(np.searchsorted(alive, choices[n]))
-                          for n, alive in zip(folded.neighbours, folded.neighbours_alive, strict=True))
+            place = tuple(
+                int(np.searchsorted(alive, choices[n]))
+                for n, alive in zip(folded.neighbours, folded.neighbours_alive, strict=True)
+            )
             choices[folded.node] = int(folded.node_alive[folded.best[place]])
         return tuple(choices)
 
@@ -107,8 +109,9 @@ def eliminate(problem: Problem, keep: Iterable[int] = ()) -> Reduced:
         for v, matrix in state.edges[u].items():
             if u < v:
                 core.edges[position[u], position[v]] = matrix
-    return Reduced(core, tuple(left), state.constant, tuple(state.alive[n] for n in left), tuple(folded),
-                   len(problem.costs))
+    return Reduced(
+        core, tuple(left), state.constant, tuple(state.alive[n] for n in left), tuple(folded), len(problem.costs)
+    )
 
 
 class _State:

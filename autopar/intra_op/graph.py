@@ -22,6 +22,7 @@ from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
 from autopar.intra_op.batch import BatchDims, follow_batch
 from autopar.intra_op.strategies import Strategy, enumerate_strategies
 from autopar.ir.rules import ShardingRule, rule_for
+from autopar.ir.rules.linearity import may_be_partial
 from autopar.ir.source import is_backward
 from autopar.ir.structure import body_jaxprs, is_structured, scan_parts, trip_count, while_parts
 from autopar.mesh import LogicalMesh, Sharding
@@ -165,7 +166,7 @@ class _Builder:
         self.lists: dict[Shardings, Shardings] = {}
         self.rules: dict[object, tuple[ShardingRule, tuple[Strategy, ...], list[Shardings], list[Shardings]]] = {}
         self.port_lists: dict[tuple[tuple[int, ...], bool], Shardings] = {}
-        # Readers of each open body, innermost last: they wait until its results are known, so that a value with several gets its hub.
+        # Readers of each open body, innermost last: they wait until all are known, for a value with several gets a hub.
         self.pending: list[list[tuple[object, Node, int, Shardings, float, bool]]] = []
 
     def build(self, aliases: Mapping[int, int]) -> Graph:
@@ -182,8 +183,10 @@ class _Builder:
             else:
                 node = self.port(f"output {position}", atom, region, partial=False)
             graph.outputs.append(node.index)
-        readers = [(atom, graph.nodes[index], -1 - k, graph.nodes[index].shardings, 1.0)
-                   for k, (atom, index) in enumerate(zip(self.jaxpr.outvars, graph.outputs, strict=True))]
+        readers = [
+            (atom, graph.nodes[index], -1 - k, graph.nodes[index].shardings, 1.0)
+            for k, (atom, index) in enumerate(zip(self.jaxpr.outvars, graph.outputs, strict=True))
+        ]
         self.connect(self.pending.pop(), readers, region)
         return graph
 
@@ -233,14 +236,21 @@ class _Builder:
         self.graph.nodes.append(node)
         return node
 
-    def port(self, name: str, atom: object, region: _Region, partial: bool, kind: str = "port",
-             only: Shardings | None = None) -> Node:
+    def port(
+        self, name: str, atom: object, region: _Region, partial: bool, kind: str = "port", only: Shardings | None = None
+    ) -> Node:
         shape, dtype = tuple(atom.aval.shape), atom.aval.dtype
-        partial = partial and dtype.kind in "fciuV" and dtype != bool
+        partial = partial and may_be_partial(dtype)
         shardings = only or self.all_shardings(shape, partial)
-        return self.node(kind=kind, name=name, shardings=shardings, weight=region.weight,
-                         var=None if isinstance(atom, Literal) else atom, communicates=region.communicates,
-                         signature=(kind, name.rstrip("0123456789"), shape, str(dtype)))
+        return self.node(
+            kind=kind,
+            name=name,
+            shardings=shardings,
+            weight=region.weight,
+            var=None if isinstance(atom, Literal) else atom,
+            communicates=region.communicates,
+            signature=(kind, name.rstrip("0123456789"), shape, str(dtype)),
+        )
 
     def all_shardings(self, shape: tuple[int, ...], partial: bool) -> Shardings:
         """Every sharding of a value of this shape, the replicated one last."""
@@ -261,8 +271,16 @@ class _Builder:
             given = [self.shared([s.results[k] for s in strategies]) for k in range(len(rule.results))]
             self.rules[signature] = rule, strategies, wanted, given
         rule, strategies, wanted, given = self.rules[signature]
-        node = self.node(kind="op", name=eqn.primitive.name, strategies=strategies, weight=region.weight, eqn=eqn,
-                         rule=rule, communicates=region.communicates, signature=signature)
+        node = self.node(
+            kind="op",
+            name=eqn.primitive.name,
+            strategies=strategies,
+            weight=region.weight,
+            eqn=eqn,
+            rule=rule,
+            communicates=region.communicates,
+            signature=signature,
+        )
         self.graph.op_node[id(eqn)] = node.index
         backward = is_backward(eqn)
         for slot, atom in enumerate(eqn.invars):
@@ -285,8 +303,16 @@ class _Builder:
             case name:
                 raise AssertionError(f"`{name}` is called structured, but the graph cannot take it apart.")
 
-    def border(self, eqn: JaxprEqn, role: str, k: int, atom: object, region: _Region, partial: bool,
-               only: Shardings | None = None) -> Node:
+    def border(
+        self,
+        eqn: JaxprEqn,
+        role: str,
+        k: int,
+        atom: object,
+        region: _Region,
+        partial: bool,
+        only: Shardings | None = None,
+    ) -> Node:
         node = self.port(f"{eqn.primitive.name} {role} {k}", atom, region, partial, only=only)
         self.graph.ports[id(eqn), role, k] = node.index
         return node
@@ -312,8 +338,10 @@ class _Builder:
             self.read(outer, node, 0, self.shared([stacked(s) for s in node.shardings]), backward)
             graph.produced[var] = Produced(node.index, node.shardings)
         self.body(parts.body, inner)
-        outputs = [(inside, node, 1, node.shardings, 1.0)
-                   for (_, _, inside, _), node in zip(parts.carries, carries, strict=True)]
+        outputs = [
+            (inside, node, 1, node.shardings, 1.0)
+            for (_, _, inside, _), node in zip(parts.carries, carries, strict=True)
+        ]
         for k, (inside, result) in enumerate(parts.ys):
             node = self.border(eqn, "ys", k, inside, region, partial=True)
             outputs.append((inside, node, 0, node.shardings, 1.0))
@@ -336,20 +364,29 @@ class _Builder:
             for seen in (cond_var, var, result):
                 graph.produced[seen] = Produced(node.index, node.shardings)
         self.body(parts.cond_body, inner)
-        predicate = self.border(eqn, "predicate", 0, parts.predicate, inner, partial=False,
-                                only=self.shared([Sharding.replicated(0)]))
+        predicate = self.border(
+            eqn, "predicate", 0, parts.predicate, inner, partial=False, only=self.shared([Sharding.replicated(0)])
+        )
         self.close_body([(parts.predicate, predicate, 0, predicate.shardings, 1.0)], inner)
         self.body(parts.body, inner)
-        self.close_body([(inside, node, 1, node.shardings, 1.0)
-                         for (_, _, _, inside, _), node in zip(parts.carries, carries, strict=True)], inner)
+        self.close_body(
+            [
+                (inside, node, 1, node.shardings, 1.0)
+                for (_, _, _, inside, _), node in zip(parts.carries, carries, strict=True)
+            ],
+            inner,
+        )
 
     def cond(self, eqn: JaxprEqn, region: _Region) -> None:
         graph, backward = self.graph, is_backward(eqn)
         branches = body_jaxprs(eqn)
-        index = self.border(eqn, "index", 0, eqn.invars[0], region, partial=False,
-                            only=self.shared([Sharding.replicated(0)]))
+        index = self.border(
+            eqn, "index", 0, eqn.invars[0], region, partial=False, only=self.shared([Sharding.replicated(0)])
+        )
         self.read(eqn.invars[0], index, 0, index.shardings, backward)
-        operands = [self.border(eqn, "operand", k, atom, region, partial=False) for k, atom in enumerate(eqn.invars[1:])]
+        operands = [
+            self.border(eqn, "operand", k, atom, region, partial=False) for k, atom in enumerate(eqn.invars[1:])
+        ]
         for atom, node in zip(eqn.invars[1:], operands, strict=True):
             self.read(atom, node, 0, node.shardings, backward)
         results = [self.border(eqn, "result", k, var, region, partial=False) for k, var in enumerate(eqn.outvars)]
@@ -359,8 +396,10 @@ class _Builder:
             for var, node in zip(branch.invars, operands, strict=True):
                 graph.produced[var] = Produced(node.index, node.shardings)
             self.body(branch, region)
-            self.close_body([(atom, node, number, node.shardings, 1.0)
-                             for atom, node in zip(branch.outvars, results, strict=True)], region)
+            self.close_body(
+                [(atom, node, number, node.shardings, 1.0) for atom, node in zip(branch.outvars, results, strict=True)],
+                region,
+            )
 
     def barrier(self, eqn: JaxprEqn, region: _Region) -> None:
         for k, (atom, var) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):
@@ -375,8 +414,12 @@ def stacked(sharding: Sharding) -> Sharding:
 
 
 def _shardings(shape: tuple[int, ...], axis_sizes: Mapping[str, int], partial: bool) -> Iterator[Sharding]:
-    options = [[*(d for d, length in enumerate(shape) if length > 1 and length % size == 0), *(["+"] if partial else []), None]
-               if size > 1 else [None] for size in axis_sizes.values()]
+    options = [
+        [*(d for d, length in enumerate(shape) if length > 1 and length % size == 0), *(["+"] if partial else []), None]
+        if size > 1
+        else [None]
+        for size in axis_sizes.values()
+    ]
     for choice in itertools.product(*options):
         dims = tuple(tuple(a for a, c in zip(axis_sizes, choice, strict=True) if c == d) for d in range(len(shape)))
         if all(length % math.prod(axis_sizes[a] for a in axes) == 0 for length, axes in zip(shape, dims, strict=True)):

@@ -38,8 +38,9 @@ def solve_ilp(problem: Problem, solver: str = "highs", seconds: float = 60.0, ga
     """
     if not problem.costs:
         return Solution((), 0.0, 0.0, "optimal", "nothing to choose")
-    finite = np.concatenate([c[np.isfinite(c)] for c in problem.costs] +
-                            [m[np.isfinite(m)].ravel() for m in problem.edges.values()])
+    finite = np.concatenate(
+        [c[np.isfinite(c)] for c in problem.costs] + [m[np.isfinite(m)].ravel() for m in problem.edges.values()]
+    )
     # Solvers' tolerances are absolute, about 1e-6: seconds are scaled so that the largest cost is 1e4.
     scale = 1e4 / max(float(finite.max(initial=0.0)), 1e-30)
     model = pulp.LpProblem("sharding", pulp.LpMinimize)
@@ -47,16 +48,24 @@ def solve_ilp(problem: Problem, solver: str = "highs", seconds: float = 60.0, ga
         [model.add_variable(f"x{n}_{k}", cat=pulp.LpBinary) if np.isfinite(cost[k]) else None for k in range(len(cost))]
         for n, cost in enumerate(problem.costs)
     ]
-    objective = [(x, float(c) * scale) for xs, cost in zip(chosen, problem.costs, strict=True)
-                 for x, c in zip(xs, cost, strict=True) if x is not None and c]
+    objective = [
+        (x, float(c) * scale)
+        for xs, cost in zip(chosen, problem.costs, strict=True)
+        for x, c in zip(xs, cost, strict=True)
+        if x is not None and c
+    ]
     for n, xs in enumerate(chosen):
         model += _expression([(x, 1) for x in xs if x is not None]) == 1, f"one_{n}"
     for number, ((u, v), matrix) in enumerate(problem.edges.items()):
         objective += _edge_variables(model, number, chosen[u], chosen[v], matrix * scale)
     for number, row in enumerate(problem.rows):
         unit = max(row.budget_bytes, 1.0)
-        terms = [(x, float(b) / unit) for n, bytes_of in row.bytes_of.items()
-                 for x, b in zip(chosen[n], bytes_of, strict=True) if x is not None and b]
+        terms = [
+            (x, float(b) / unit)
+            for n, bytes_of in row.bytes_of.items()
+            for x, b in zip(chosen[n], bytes_of, strict=True)
+            if x is not None and b
+        ]
         model += _expression(terms) <= (row.budget_bytes - row.constant_bytes) / unit, f"memory_{number}"
     model.setObjective(_expression(objective))
     ended = _ended(model, model.solve(make_solver(solver, seconds, gap)))
@@ -83,12 +92,20 @@ def make_solver(name: str, seconds: float, gap: float) -> Any:
             solver = _cbc(msg=False, timeLimit=seconds, gapRel=gap, threads=1, options=["randomSeed 1"])
         case _:
             raise SolverError(
-                "unknown solver.", given=f"solver={name!r}", wrong=f"autopar knows {', '.join(map(repr, SOLVERS))}.",
-                do="name one of them.", solver=name)
+                "unknown solver.",
+                given=f"solver={name!r}",
+                wrong=f"autopar knows {', '.join(map(repr, SOLVERS))}.",
+                do="name one of them.",
+                solver=name,
+            )
     if not solver.available():
         raise SolverError(
-            f"solver {name!r} is not installed.", given=f"solver={name!r}", wrong="PuLP does not find it.",
-            do='pip install "pulp[cbc,highs]", or name another solver.', solver=name)
+            f"solver {name!r} is not installed.",
+            given=f"solver={name!r}",
+            wrong="PuLP does not find it.",
+            do='pip install "pulp[cbc,highs]", or name another solver.',
+            solver=name,
+        )
     return solver
 
 
@@ -115,10 +132,14 @@ def _edge_variables(
         return []
     pairs = {
         (i, j): model.add_variable(f"e{number}_{i}_{j}", lowBound=0)
-        for i in range(table.shape[0]) for j in range(table.shape[1]) if np.isfinite(table[i, j])
+        for i in range(table.shape[0])
+        for j in range(table.shape[1])
+        if np.isfinite(table[i, j])
     }
-    for side, classes, choices, length in ((0, np.ravel(row_of), left, table.shape[0]),
-                                           (1, np.ravel(column_of), right, table.shape[1])):
+    for side, classes, choices, length in (
+        (0, np.ravel(row_of), left, table.shape[0]),
+        (1, np.ravel(column_of), right, table.shape[1]),
+    ):
         for k in range(length):
             members = [(x, -1) for x, c in zip(choices, classes, strict=True) if c == k and x is not None]
             terms = [(e, 1) for key, e in pairs.items() if key[side] == k]

@@ -9,7 +9,7 @@ Method: a copy lives from the instruction that makes it to its last reader. Inpu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -37,9 +37,7 @@ class Liveness:
     alive: tuple[tuple[Copy, int], ...]
 
 
-def measure_liveness(
-    body: Body, mesh: LogicalMesh, stored: AbstractSet[Var], donated: Sequence[bool] = ()
-) -> Liveness:
+def measure_liveness(body: Body, mesh: LogicalMesh, stored: AbstractSet[Var], donated: Sequence[bool] = ()) -> Liveness:
     """Peak memory of a sharded program.
 
     Args:
@@ -55,8 +53,13 @@ def measure_liveness(
     return Liveness(sum(arguments), sum(outputs.values()), peak, moment, tuple(alive))
 
 
-def _peak(body: Body, mesh: LogicalMesh, stored: AbstractSet[Var], pinned: AbstractSet[Copy],
-          free: AbstractSet[Copy] = frozenset()) -> tuple[int, int, list[tuple[Copy, int]]]:
+def _peak(
+    body: Body,
+    mesh: LogicalMesh,
+    stored: AbstractSet[Var],
+    pinned: AbstractSet[Copy],
+    free: AbstractSet[Copy] = frozenset(),
+) -> tuple[int, int, list[tuple[Copy, int]]]:
     """(bytes, instruction, copies) at the fullest moment; copies in `free` are counted by the caller."""
     last: dict[Copy, int] = {}
     for position, instruction in enumerate(body.instructions):
@@ -96,7 +99,9 @@ def _peak(body: Body, mesh: LogicalMesh, stored: AbstractSet[Var], pinned: Abstr
     return best, moment, [(copy, size) for copy, size in snapshot.items() if size]
 
 
-def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: AbstractSet[Var]) -> tuple[int, list[tuple[Copy, int]]]:
+def _inner_peak(
+    instruction: Instruction, mesh: LogicalMesh, stored: AbstractSet[Var]
+) -> tuple[int, list[tuple[Copy, int]]]:
     """What the bodies of a region need beyond its operands and results; branches take turns, so the largest counts."""
     if not isinstance(instruction, Region):
         return 0, []
@@ -104,7 +109,9 @@ def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: AbstractSet
     is_scan = instruction.eqn.primitive.name == "scan"
     num_shared = len(instruction.eqn.invars)
     for body in instruction.bodies:
-        num_whole = sum(s == o for (_, s), o in zip(body.inputs, instruction.operands, strict=False)) if is_scan else num_shared
+        num_whole = (
+            sum(s == o for (_, s), o in zip(body.inputs, instruction.operands, strict=False)) if is_scan else num_shared
+        )
         # A scan's constants and carries are the operands themselves; its scanned inputs arrive as slices of their own.
         shared = frozenset(body.inputs[:num_whole])
         needs, _, alive = _peak(body, mesh, stored, frozenset(), shared)

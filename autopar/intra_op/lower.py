@@ -62,8 +62,9 @@ class _Lowering:
         for atom, sharding in zip(jaxpr.outvars, outputs, strict=True):
             self.need(atom, sharding, True, "result")
         instructions = fuse_collectives(self.emitted.pop(), self.mesh)
-        return Body(tuple(zip(jaxpr.invars, inputs, strict=True)), instructions,
-                    tuple(zip(jaxpr.outvars, outputs, strict=True)))
+        return Body(
+            tuple(zip(jaxpr.invars, inputs, strict=True)), instructions, tuple(zip(jaxpr.outvars, outputs, strict=True))
+        )
 
     def emit(self, instruction: Instruction) -> None:
         self.emitted[-1].append(instruction)
@@ -109,13 +110,17 @@ class _Lowering:
         operands, results, inside = self.border(eqn)
         for atom, sharding in zip(eqn.invars, operands, strict=True):
             self.need(atom, sharding, is_backward(eqn), describe(eqn))
-        bodies = tuple(self.body(jaxpr, inputs, outputs)
-                       for jaxpr, (inputs, outputs) in zip(body_jaxprs(eqn), inside, strict=True))
+        bodies = tuple(
+            self.body(jaxpr, inputs, outputs) for jaxpr, (inputs, outputs) in zip(body_jaxprs(eqn), inside, strict=True)
+        )
         self.emit(Region(eqn, tuple(operands), tuple(results), bodies))
         self.define(eqn.outvars, results)
 
-    def border(self, eqn: JaxprEqn) -> tuple[list[Sharding], list[Sharding], list[tuple[list[Sharding], list[Sharding]]]]:
+    def border(
+        self, eqn: JaxprEqn
+    ) -> tuple[list[Sharding], list[Sharding], list[tuple[list[Sharding], list[Sharding]]]]:
         """Shardings of a structured equation's operands and results, and of each body's inputs and outputs."""
+
         def ports(role: str, count: int) -> list[Sharding]:
             return [self.port(eqn, role, k) for k in range(count)]
 
@@ -124,14 +129,20 @@ class _Lowering:
                 parts = scan_parts(eqn)
                 consts, carries = ports("const", len(parts.consts)), ports("carry", len(parts.carries))
                 xs, ys = ports("xs", len(parts.xs)), ports("ys", len(parts.ys))
-                return (consts + carries + [stacked(s) for s in xs], carries + [stacked(s) for s in ys],
-                        [(consts + carries + xs, carries + ys)])
+                return (
+                    consts + carries + [stacked(s) for s in xs],
+                    carries + [stacked(s) for s in ys],
+                    [(consts + carries + xs, carries + ys)],
+                )
             case "while":
                 loop = while_parts(eqn)
                 cond, body = ports("cond const", len(loop.cond_consts)), ports("body const", len(loop.body_consts))
                 carries = ports("carry", len(loop.carries))
-                return (cond + body + carries, carries,
-                        [(cond + carries, ports("predicate", 1)), (body + carries, carries)])
+                return (
+                    cond + body + carries,
+                    carries,
+                    [(cond + carries, ports("predicate", 1)), (body + carries, carries)],
+                )
             case "cond":
                 operands, results = ports("operand", len(eqn.invars) - 1), ports("result", len(eqn.outvars))
                 return (ports("index", 1) + operands, results, [(operands, results)] * len(body_jaxprs(eqn)))

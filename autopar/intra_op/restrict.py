@@ -18,7 +18,6 @@ from autopar._jax import Jaxpr, Literal, Var
 from autopar.errors import ConstraintError
 from autopar.intra_op.batch import BatchDims, batch_factors
 from autopar.intra_op.graph import Graph, Node
-from autopar.ir.rules import ShardingRule
 from autopar.ir.source import source_line
 from autopar.ir.structure import body_jaxprs, is_structured
 from autopar.mesh import LogicalMesh, Sharding
@@ -76,7 +75,9 @@ def pin_inputs(graph: Graph, pins: Mapping[int, tuple[str, object]], paths: Sequ
     """
     for position, (text, spec) in pins.items():
         node = graph.nodes[graph.inputs[position]]
-        sharding, free = read_spec(spec, tuple(node.var.aval.shape), graph.mesh, f"constraint {text!r} on {paths[position]}")
+        sharding, free = read_spec(
+            spec, tuple(node.var.aval.shape), graph.mesh, f"constraint {text!r} on {paths[position]}"
+        )
         mask = [matches_spec(s, sharding, free) for s in node.shardings]
         allowed.only(node, mask, ("pin", sharding, free), f"constraint {text!r} pins {paths[position]} to {spec}")
 
@@ -93,8 +94,13 @@ def pin_constraints(jaxpr: Jaxpr, graph: Graph, allowed: Allowed) -> None:
             spec = getattr(eqn.params["sharding"], "spec", None)
             if spec is None:
                 raise ConstraintError(
-                    "autopar reads only named shardings.", given=f"{eqn.params['sharding']} in {what}",
-                    wrong="it names no mesh axes.", do="pass a NamedSharding or a PartitionSpec.", path=what, spec=None)
+                    "autopar reads only named shardings.",
+                    given=f"{eqn.params['sharding']} in {what}",
+                    wrong="it names no mesh axes.",
+                    do="pass a NamedSharding or a PartitionSpec.",
+                    path=what,
+                    spec=None,
+                )
             sharding, free = read_spec(spec, tuple(eqn.outvars[0].aval.shape), graph.mesh, what)
             mask = [matches_spec(s.results[0], sharding, free) for s in node.strategies]
             allowed.only(node, mask, ("pin", sharding, free), f"{what} asks for {spec}")
@@ -117,8 +123,9 @@ def read_spec(spec: object, shape: tuple[int, ...], mesh: LogicalMesh, what: str
         axes = () if entry is None or open_dim else (entry,) if isinstance(entry, str) else tuple(entry)
         unknown = [a for a in axes if a not in mesh.axis_sizes]
         if unknown:
-            problem = problem or (f"the mesh {mesh} has no axis {unknown[0]!r}; its axes are "
-                                  f"{', '.join(map(repr, mesh.axis_sizes))}.")
+            problem = problem or (
+                f"the mesh {mesh} has no axis {unknown[0]!r}; its axes are {', '.join(map(repr, mesh.axis_sizes))}."
+            )
         else:
             parts = int(np.prod([mesh.axis_sizes[a] for a in axes]))
             if shape[dim] % parts:
@@ -127,9 +134,15 @@ def read_spec(spec: object, shape: tuple[int, ...], mesh: LogicalMesh, what: str
         dims.append(axes)
         free.append(open_dim)
     if problem:
-        raise ConstraintError("a sharding constraint cannot be met.", given=f"{spec} for {what}, an array of shape {shape}",
-                              wrong=problem, do="name axes of the mesh (ShardParallel(mesh_shape=LogicalMesh(shape, "
-                              "axis_names=...)) gives them names) and split dims that divide.", path=what, spec=spec)
+        raise ConstraintError(
+            "a sharding constraint cannot be met.",
+            given=f"{spec} for {what}, an array of shape {shape}",
+            wrong=problem,
+            do="name axes of the mesh (ShardParallel(mesh_shape=LogicalMesh(shape, "
+            "axis_names=...)) gives them names) and split dims that divide.",
+            path=what,
+            spec=spec,
+        )
     return Sharding(tuple(dims)), tuple(free)
 
 
@@ -162,15 +175,23 @@ def restrict_to_data_parallel(
             factors = batch_factors(node.eqn, node.rule, batch)
             if factors:
                 split = [_splits_only(s.choice, factors) for s in node.strategies]
-                some = [ok and any(c in factors for c in s.choice) for ok, s in zip(split, node.strategies, strict=True)]
+                some = [
+                    ok and any(c in factors for c in s.choice) for ok, s in zip(split, node.strategies, strict=True)
+                ]
                 # A loop of unknown length may not communicate: there samples are split only if that needs nothing.
                 allowed.only(node, some if any(some) and node.communicates else split, ("batch", factors))
             elif zero == 0:
                 allowed.only(node, [_splits_only(s.choice, ()) for s in node.strategies], "whole")
     for position in batch_inputs:
         node = graph.nodes[graph.inputs[position]]
-        allowed.only(node, [all(s.dims[0] == tuple(graph.mesh.axis_sizes) if k == 0 else not d for k, d in enumerate(s.dims))
-                            for s in node.shardings], "batch")
+        allowed.only(
+            node,
+            [
+                all(s.dims[0] == tuple(graph.mesh.axis_sizes) if k == 0 else not d for k, d in enumerate(s.dims))
+                for s in node.shardings
+            ],
+            "batch",
+        )
     for position in state_inputs:
         node = graph.nodes[graph.inputs[position]]
         stored_split = zero == 3 or (zero > 0 and node.var not in parameters)

@@ -149,19 +149,38 @@ def _narrowed(problem: Problem, graph: Graph, class_of: Sequence[int], restrict:
 
 
 def read_off(
-    jaxpr: Jaxpr, graph: Graph, choices: Sequence[int], class_of: Sequence[int], problem: Problem, solution: Solution,
-    allowed: Allowed, device: Device, donated: Sequence[bool]
+    jaxpr: Jaxpr,
+    graph: Graph,
+    choices: Sequence[int],
+    class_of: Sequence[int],
+    problem: Problem,
+    solution: Solution,
+    allowed: Allowed,
+    device: Device,
+    donated: Sequence[bool],
 ) -> Sharded:
     """Lower given choices and predict what they cost."""
     body = lower(jaxpr, graph, choices)
     collectives = tuple(collectives_of(body, graph.mesh))
     communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, graph.mesh) for c in collectives)
-    at_once = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, graph.mesh)
-                  for c in collectives_of(body, graph.mesh, only_reductions=True))
+    at_once = sum(
+        c.times * collective_seconds(c.kind, c.bytes, c.axes, graph.mesh)
+        for c in collectives_of(body, graph.mesh, only_reductions=True)
+    )
     operations = build_problem_costs(problem, solution)
-    return Sharded(graph, tuple(choices), tuple(class_of), problem, solution, allowed, body,
-                   measure_liveness(body, graph.mesh, stored_values(graph), donated), collectives,
-                   max(0.0, operations - at_once), communication)
+    return Sharded(
+        graph,
+        tuple(choices),
+        tuple(class_of),
+        problem,
+        solution,
+        allowed,
+        body,
+        measure_liveness(body, graph.mesh, stored_values(graph), donated),
+        collectives,
+        max(0.0, operations - at_once),
+        communication,
+    )
 
 
 def build_problem_costs(problem: Problem, solution: Solution) -> float:
@@ -176,28 +195,41 @@ def _check_pins(graph: Graph, allowed: Allowed) -> None:
             reasons = allowed.reasons.get(index, [str(allowed.keys[index])])
             raise InfeasibleError(
                 "the pins on one value contradict each other or the method.",
-                given="; ".join(reasons), wrong=f"no sharding of {node.name} keeps all of them.",
-                do="drop one of them, or choose another mesh.", constraint=reasons[0])
+                given="; ".join(reasons),
+                wrong=f"no sharding of {node.name} keeps all of them.",
+                do="drop one of them, or choose another mesh.",
+                constraint=reasons[0],
+            )
 
 
 def _explain_infeasible(problem: Problem, budget: float, mesh: LogicalMesh) -> None:
     if not problem.rows:
         raise InfeasibleError(
-            "no sharding keeps all pins.", given=f"the constraints, on {mesh}",
+            "no sharding keeps all pins.",
+            given=f"the constraints, on {mesh}",
             wrong="they cannot hold together: a loop of unknown length would have to communicate in every turn.",
-            do="drop one of them.", constraint="pins")
+            do="drop one of them.",
+            constraint="pins",
+        )
     free = Problem(problem.costs, problem.edges)
     least = 0.0
     row = problem.rows[-1]
     for candidate in problem.rows:
-        needed = candidate.constant_bytes + sum(float(b[np.isfinite(free.costs[n])].min()) for n, b in candidate.bytes_of.items())
+        needed = candidate.constant_bytes + sum(
+            float(b[np.isfinite(free.costs[n])].min()) for n, b in candidate.bytes_of.items()
+        )
         if needed >= least:
             least, row = needed, candidate
     raise InfeasibleError(
         "no sharding fits the memory budget.",
         given=f"memory_budget_bytes={budget:.0f} on each device of {mesh}",
         wrong=f"at {row.label} at least {least:.0f} bytes are alive on a device"
-              + (f", {least - budget:.0f} more than there are." if least > budget else
-                 "; each moment fits by itself, but no sharding fits at all of them."),
+        + (
+            f", {least - budget:.0f} more than there are."
+            if least > budget
+            else "; each moment fits by itself, but no sharding fits at all of them."
+        ),
         do="raise the budget, use more devices, wrap layers in jax.checkpoint, or use a smaller batch.",
-        budget_bytes=int(budget), needed_bytes=int(least))
+        budget_bytes=int(budget),
+        needed_bytes=int(least),
+    )

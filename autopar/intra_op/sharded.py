@@ -100,7 +100,9 @@ def copies_read(instruction: Instruction) -> Iterator[Copy]:
             for move in moves:
                 yield move.var, move.source
         case Compute(eqn, _, strategy):
-            yield from ((a, s) for a, s in zip(eqn.invars, strategy.operands, strict=True) if not isinstance(a, Literal))
+            yield from (
+                (a, s) for a, s in zip(eqn.invars, strategy.operands, strict=True) if not isinstance(a, Literal)
+            )
         case Region(eqn, operands):
             yield from ((a, s) for a, s in zip(eqn.invars, operands, strict=True) if not isinstance(a, Literal))
 

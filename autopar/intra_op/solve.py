@@ -110,8 +110,13 @@ def _solve_core(core: Problem, solver: str, seconds: float, gap: float) -> Solut
     if best is None:
         return solve_ilp(core, solver, seconds, gap)
     proved = best.objective - lower <= gap * abs(best.objective)
-    return Solution(best.choices, best.objective, min(lower, best.objective), "optimal" if proved else "feasible",
-                    f"{best.solver}, the promising ones of {sum(map(len, core.costs))} choices")
+    return Solution(
+        best.choices,
+        best.objective,
+        min(lower, best.objective),
+        "optimal" if proved else "feasible",
+        f"{best.solver}, the promising ones of {sum(map(len, core.costs))} choices",
+    )
 
 
 def _around(core: Problem, choices: Sequence[int]) -> list[np.ndarray]:

@@ -34,10 +34,15 @@ def tie_nodes(graph: Graph, pins: Mapping[int, object], untied_nodes: int = UNTI
     if len(graph.nodes) <= untied_nodes:
         return list(range(len(graph.nodes)))
     kinds: dict[object, int] = {}
-    signatures = np.array([
-        kinds.setdefault((n.signature, n.weight, n.communicates, n.shardings if n.kind == "port" else None, pins.get(n.index)),
-                         len(kinds)) for n in graph.nodes
-    ])
+    signatures = np.array(
+        [
+            kinds.setdefault(
+                (n.signature, n.weight, n.communicates, n.shardings if n.kind == "port" else None, pins.get(n.index)),
+                len(kinds),
+            )
+            for n in graph.nodes
+        ]
+    )
     places = repeated_places(graph, signatures)
     colours = _mix(signatures.astype(np.uint64) * np.uint64(1_000_003) + places.astype(np.uint64) + np.uint64(1))
     fixed = places >= 0

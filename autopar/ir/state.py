@@ -57,8 +57,12 @@ def find_roles(program: Program, batch_argnums: Any = "auto", donate_argnums: An
         tree = trees[number]
         for output_tree, first, last in outputs:
             span = range(first, last)
-            if last - first == stop - start and not used.intersection(span) and output_tree == tree \
-                    and tuple(_type(a) for a in program.out_avals[first:last]) == wanted:
+            if (
+                last - first == stop - start
+                and not used.intersection(span)
+                and output_tree == tree
+                and tuple(_type(a) for a in program.out_avals[first:last]) == wanted
+            ):
                 found[number] = tuple(span)
                 used.update(span)
                 break
@@ -103,7 +107,9 @@ def _positions(argnums: Any) -> tuple[int, ...]:
     return (argnums,) if isinstance(argnums, int) else tuple(argnums)
 
 
-def _batch_leaves(program: Program, arguments: Sequence[tuple[int, int]], state: Any, batch_argnums: Any) -> tuple[int, ...]:
+def _batch_leaves(
+    program: Program, arguments: Sequence[tuple[int, int]], state: Any, batch_argnums: Any
+) -> tuple[int, ...]:
     shapes = [tuple(a.shape) for a in program.in_avals]
     if batch_argnums != "auto":
         chosen = _positions(batch_argnums)
@@ -117,11 +123,17 @@ def _batch_leaves(program: Program, arguments: Sequence[tuple[int, int]], state:
             candidates[number] = leading.pop()
     sizes = sorted(set(candidates.values()))
     if len(sizes) > 1:
-        listed = "; ".join(f"argument {n} ({program.in_paths[arguments[n][0]].split('/')[0]}): leading dim {size}"
-                           for n, size in candidates.items())
-        raise BatchError("which arguments are the batch cannot be told.", given=listed,
-                         wrong="they are not state, and their leading dims differ.",
-                         do="pass batch_argnums=..., the positions of the arguments that hold samples.", candidates=candidates)
+        listed = "; ".join(
+            f"argument {n} ({program.in_paths[arguments[n][0]].split('/')[0]}): leading dim {size}"
+            for n, size in candidates.items()
+        )
+        raise BatchError(
+            "which arguments are the batch cannot be told.",
+            given=listed,
+            wrong="they are not state, and their leading dims differ.",
+            do="pass batch_argnums=..., the positions of the arguments that hold samples.",
+            candidates=candidates,
+        )
     return tuple(k for n in candidates for k in range(*arguments[n]) if shapes[k])
 
 

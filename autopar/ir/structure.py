@@ -39,8 +39,15 @@ def scan_parts(eqn: JaxprEqn) -> ScanParts:
     return ScanParts(
         body,
         tuple(zip(eqn.invars[:num_consts], body.invars[:num_consts], strict=True)),
-        tuple(zip(eqn.invars[num_consts:first_x], body.invars[num_consts:first_x], body.outvars[:num_carry],
-                  eqn.outvars[:num_carry], strict=True)),
+        tuple(
+            zip(
+                eqn.invars[num_consts:first_x],
+                body.invars[num_consts:first_x],
+                body.outvars[:num_carry],
+                eqn.outvars[:num_carry],
+                strict=True,
+            )
+        ),
         tuple(zip(eqn.invars[first_x:], body.invars[first_x:], strict=True)),
         tuple(zip(body.outvars[num_carry:], eqn.outvars[num_carry:], strict=True)),
     )
@@ -68,7 +75,16 @@ def while_parts(eqn: JaxprEqn) -> WhileParts:
         body,
         tuple(zip(eqn.invars[:num_cond], cond.invars[:num_cond], strict=True)),
         tuple(zip(eqn.invars[num_cond:first], body.invars[:num_body], strict=True)),
-        tuple(zip(eqn.invars[first:], cond.invars[num_cond:], body.invars[num_body:], body.outvars, eqn.outvars, strict=True)),
+        tuple(
+            zip(
+                eqn.invars[first:],
+                cond.invars[num_cond:],
+                body.invars[num_body:],
+                body.outvars,
+                eqn.outvars,
+                strict=True,
+            )
+        ),
         cond.outvars[0],
     )
 

@@ -8,6 +8,14 @@ from autopar.mesh.logical_mesh import LogicalMesh, logical_mesh, logical_meshes
 from autopar.mesh.sharding import Sharding
 
 __all__ = [
-    "MODELS", "Cluster", "Device", "Link", "LogicalMesh", "Model", "Sharding", "find_device", "logical_mesh",
+    "MODELS",
+    "Cluster",
+    "Device",
+    "Link",
+    "LogicalMesh",
+    "Model",
+    "Sharding",
+    "find_device",
+    "logical_mesh",
     "logical_meshes",
 ]

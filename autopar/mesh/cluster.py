@@ -52,8 +52,12 @@ class Cluster:
         for name in ("hosts", "devices_per_host"):
             count = getattr(self, name)
             if not isinstance(count, int) or count < 1:
-                raise ClusterError("a cluster has at least one device.", given=f"Cluster({name}={count!r})",
-                                   wrong=f"{name} must be a whole number, 1 or more.", do="count hosts, and devices in each.")
+                raise ClusterError(
+                    "a cluster has at least one device.",
+                    given=f"Cluster({name}={count!r})",
+                    wrong=f"{name} must be a whole number, 1 or more.",
+                    do="count hosts, and devices in each.",
+                )
 
     @property
     def num_devices(self) -> int:
@@ -62,7 +66,10 @@ class Cluster:
 
     @classmethod
     def local(
-        cls, devices: Sequence[Any] | None = None, device: Device | None = None, intra: Link | None = None,
+        cls,
+        devices: Sequence[Any] | None = None,
+        device: Device | None = None,
+        intra: Link | None = None,
         inter: Link | None = None,
     ) -> Cluster:
         """The devices of this process, or some of them.
@@ -78,17 +85,32 @@ class Cluster:
         """
         devices = tuple(jax.devices() if devices is None else devices)
         if not devices:
-            raise ClusterError("a cluster has at least one device.", given="Cluster.local(devices=[])",
-                               wrong="the list is empty.", do="pass jax.devices() or some of them, or leave it out.")
+            raise ClusterError(
+                "a cluster has at least one device.",
+                given="Cluster.local(devices=[])",
+                wrong="the list is empty.",
+                do="pass jax.devices() or some of them, or leave it out.",
+            )
         per_host: dict[int, int] = {}
         for each in devices:
             host = getattr(each, "process_index", 0)
             per_host[host] = per_host.get(host, 0) + 1
         if len(set(per_host.values())) > 1:
-            raise ClusterError("the hosts have different numbers of devices.", given=f"devices per host: {per_host}",
-                               wrong="a mesh needs equally many on each.", do="pass equally many devices of each host.")
+            raise ClusterError(
+                "the hosts have different numbers of devices.",
+                given=f"devices per host: {per_host}",
+                wrong="a mesh needs equally many on each.",
+                do="pass equally many devices of each host.",
+            )
         known = _known_model(devices[0])
-        return cls(len(per_host), len(devices) // len(per_host), device or known[0], intra or known[1], inter or known[2], devices)
+        return cls(
+            len(per_host),
+            len(devices) // len(per_host),
+            device or known[0],
+            intra or known[1],
+            inter or known[2],
+            devices,
+        )
 
     @classmethod
     def of(cls, text: str) -> Cluster:
@@ -103,8 +125,14 @@ class Cluster:
         if len(groups) == 1:
             return groups[0]
         slowest = min(groups, key=lambda g: g.inter.bytes_per_second)
-        return cls(sum(g.hosts for g in groups), max(g.devices_per_host for g in groups), groups[0].device,
-                   groups[0].intra, slowest.inter, groups=groups)
+        return cls(
+            sum(g.hosts for g in groups),
+            max(g.devices_per_host for g in groups),
+            groups[0].device,
+            groups[0].intra,
+            slowest.inter,
+            groups=groups,
+        )
 
     @classmethod
     def ray(cls, address: str | None = None) -> Cluster:
@@ -114,21 +142,32 @@ class Cluster:
             NotBuiltYetError: Always.
         """
         raise NotBuiltYetError(
-            "Ray clusters are not built yet.", given=f"Cluster.ray({'' if address is None else repr(address)})",
+            "Ray clusters are not built yet.",
+            given=f"Cluster.ray({'' if address is None else repr(address)})",
             wrong="this version runs in one process.",
-            do='use Cluster.local() to run, or Cluster.of("8x8 h100") to plan for a larger machine.', feature="ray")
+            do='use Cluster.local() to run, or Cluster.of("8x8 h100") to plan for a larger machine.',
+            feature="ray",
+        )
 
     def __str__(self) -> str:
         if self.groups:
             return " + ".join(map(str, self.groups))
-        return f"{self.hosts} x {self.devices_per_host} {self.device}" if self.hosts > 1 else f"{self.devices_per_host} {self.device}"
+        return (
+            f"{self.hosts} x {self.devices_per_host} {self.device}"
+            if self.hosts > 1
+            else f"{self.devices_per_host} {self.device}"
+        )
 
 
 def _parse_group(part: str, text: str) -> Cluster:
     found = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*x?\s+(\S.*?)\s*", part, re.IGNORECASE)
     if not found:
-        raise ClusterError("unreadable cluster.", given=repr(text), wrong=f"{part.strip()!r} is not hosts x devices and a name.",
-                           do='write "8x8 h100", "4 a100-40", or "2x8 h100 + 4x8 a100".')
+        raise ClusterError(
+            "unreadable cluster.",
+            given=repr(text),
+            wrong=f"{part.strip()!r} is not hosts x devices and a name.",
+            do='write "8x8 h100", "4 a100-40", or "2x8 h100 + 4x8 a100".',
+        )
     hosts, count, name = int(found[1] or 1), int(found[2]), found[3]
     model = find_device(name)
     return Cluster(hosts, count, model.device, model.intra, model.inter)
@@ -142,8 +181,10 @@ def _known_model(device: Any) -> tuple[Device, Link, Link]:
         model = find_device(device.device_kind)
     except ClusterError as error:
         raise ClusterError(
-            "the catalog does not know this device.", given=f"a {device.device_kind!r} of platform {device.platform}",
+            "the catalog does not know this device.",
+            given=f"a {device.device_kind!r} of platform {device.platform}",
             wrong="without its rates and links nothing can be compared.",
             do="pass Cluster.local(device=Device(name, peak_flops, memory_bytes, memory_bytes_per_second), intra=Link(...), "
-               "inter=Link(...)).") from error
+            "inter=Link(...)).",
+        ) from error
     return model.device, model.intra, model.inter

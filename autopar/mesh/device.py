@@ -51,13 +51,22 @@ class Device:
 
     def __post_init__(self) -> None:
         if isinstance(self.peak_flops, Mapping):
-            object.__setattr__(self, "peak_flops", MappingProxyType({str(k): float(v) for k, v in self.peak_flops.items()}))
+            object.__setattr__(
+                self, "peak_flops", MappingProxyType({str(k): float(v) for k, v in self.peak_flops.items()})
+            )
         rates = self._rates() or [0.0]
-        for field, value in (("peak_flops", min(rates)), ("memory_bytes", self.memory_bytes),
-                             ("memory_bytes_per_second", self.memory_bytes_per_second)):
+        for field, value in (
+            ("peak_flops", min(rates)),
+            ("memory_bytes", self.memory_bytes),
+            ("memory_bytes_per_second", self.memory_bytes_per_second),
+        ):
             if not value > 0:
-                raise ClusterError("a device needs positive rates.", given=f"Device({self.name!r}, {field}={value!r})",
-                                   wrong=f"{field} must be more than 0.", do="pass FLOP/s, bytes, and bytes per second.")
+                raise ClusterError(
+                    "a device needs positive rates.",
+                    given=f"Device({self.name!r}, {field}={value!r})",
+                    wrong=f"{field} must be more than 0.",
+                    do="pass FLOP/s, bytes, and bytes per second.",
+                )
 
     def _rates(self) -> list[float]:
         return list(self.peak_flops.values()) if isinstance(self.peak_flops, Mapping) else [self.peak_flops]

@@ -25,9 +25,11 @@ class Link:
     def __post_init__(self) -> None:
         if self.latency_seconds < 0 or not self.bytes_per_second > 0:
             raise ClusterError(
-                "a link needs a latency and a rate.", given=f"Link({self.latency_seconds!r}, {self.bytes_per_second!r})",
+                "a link needs a latency and a rate.",
+                given=f"Link({self.latency_seconds!r}, {self.bytes_per_second!r})",
                 wrong="the latency may not be negative, and the rate must be more than 0.",
-                do="pass Link(latency_seconds, bytes_per_second), such as Link(2e-6, 300e9).")
+                do="pass Link(latency_seconds, bytes_per_second), such as Link(2e-6, 300e9).",
+            )
 
     def __str__(self) -> str:
         return f"{self.bytes_per_second / 1e9:g} GB/s, {self.latency_seconds * 1e6:g} us"

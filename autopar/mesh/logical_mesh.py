@@ -52,11 +52,21 @@ class LogicalMesh:
         elif len(links) != len(shape):
             problem = f"{len(shape)} axes need as many links, there are {len(links)}."
         if problem:
-            raise MeshError("this is no mesh.", given=f"LogicalMesh({self.shape}, {self.axis_names}, links={self.links})",
-                            wrong=problem, do="pass LogicalMesh((2, 4)) or LogicalMesh((2, 4), links=(Link(...), Link(...))).",
-                            shape=shape, num_devices=0)
-        for name, value in (("shape", shape), ("axis_names", names), ("links", links), ("_sizes", dict(zip(names, shape, strict=True))),
-                            ("_hash", hash((shape, names, links)))):
+            raise MeshError(
+                "this is no mesh.",
+                given=f"LogicalMesh({self.shape}, {self.axis_names}, links={self.links})",
+                wrong=problem,
+                do="pass LogicalMesh((2, 4)) or LogicalMesh((2, 4), links=(Link(...), Link(...))).",
+                shape=shape,
+                num_devices=0,
+            )
+        for name, value in (
+            ("shape", shape),
+            ("axis_names", names),
+            ("links", links),
+            ("_sizes", dict(zip(names, shape, strict=True))),
+            ("_hash", hash((shape, names, links))),
+        ):
             object.__setattr__(self, name, value)
 
     def __hash__(self) -> int:
@@ -92,10 +102,13 @@ def logical_mesh(cluster: Cluster, shape: tuple[int, ...]) -> LogicalMesh:
     """
     if math.prod(shape) != cluster.num_devices:
         raise DeviceCountError(
-            "the mesh does not fit the cluster.", given=f"mesh_shape={tuple(shape)} for {cluster.num_devices} devices",
+            "the mesh does not fit the cluster.",
+            given=f"mesh_shape={tuple(shape)} for {cluster.num_devices} devices",
             wrong=f"it has {math.prod(shape)} places.",
             do=f"choose a shape whose product is {cluster.num_devices}, or pass cluster=Cluster.local(devices=...).",
-            wanted=math.prod(shape), available=cluster.num_devices)
+            wanted=math.prod(shape),
+            available=cluster.num_devices,
+        )
     links, inside = [], 1
     for size in reversed(shape):
         inside *= size
@@ -119,11 +132,19 @@ def logical_meshes(cluster: Cluster, num_devices: int | None = None, max_axes: i
     if count > cluster.devices_per_host:
         hosts, inside = count // cluster.devices_per_host, cluster.devices_per_host
     if hosts * inside != count or not 1 <= hosts <= cluster.hosts:
-        raise MeshError("no mesh has so many devices.", given=f"{count} devices of {cluster}",
-                        wrong=f"they are not whole hosts of {cluster.devices_per_host} devices.",
-                        do=f"take a multiple of {cluster.devices_per_host}, or at most so many.", shape=(), num_devices=count)
+        raise MeshError(
+            "no mesh has so many devices.",
+            given=f"{count} devices of {cluster}",
+            wrong=f"they are not whole hosts of {cluster.devices_per_host} devices.",
+            do=f"take a multiple of {cluster.devices_per_host}, or at most so many.",
+            shape=(),
+            num_devices=count,
+        )
     found = [
-        LogicalMesh((*outer, *inner) or (1,), links=(cluster.inter,) * len(outer) + (cluster.intra,) * max(len(inner), not outer))
+        LogicalMesh(
+            (*outer, *inner) or (1,),
+            links=(cluster.inter,) * len(outer) + (cluster.intra,) * max(len(inner), not outer),
+        )
         for outer in _factorizations(hosts)
         for inner in _factorizations(inside)
         if len(outer) + len(inner) <= max_axes

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Sharding:
     """Attributes:
-        dims: For each tensor dim the mesh axes that split it, major to minor, in mesh order.
-        partial: Mesh axes over which the value is a sum not yet reduced, in mesh order.
+    dims: For each tensor dim the mesh axes that split it, major to minor, in mesh order.
+    partial: Mesh axes over which the value is a sum not yet reduced, in mesh order.
     """
 
     dims: tuple[tuple[str, ...], ...]

@@ -73,8 +73,10 @@ def apply_fused(arrays: Sequence[jax.Array], steps: Sequence[Step], axis_sizes: 
         case AllGather():
             gathered = lax.all_gather(_pack([a.reshape(-1) for a in arrays]), axes, axis=0, tiled=False)
             pieces = _unpack(gathered.reshape(num_shards, -1), [a.size for a in arrays])
-            return [_merge_dim(piece.reshape(num_shards, *a.shape), step.dim)
-                    for piece, a, step in zip(pieces, arrays, steps, strict=True)]
+            return [
+                _merge_dim(piece.reshape(num_shards, *a.shape), step.dim)
+                for piece, a, step in zip(pieces, arrays, steps, strict=True)
+            ]
         case ReduceScatter():
             parted = [_part_dim(a, step.dim, num_shards) for a, step in zip(arrays, steps, strict=True)]
             packed = _pack([a.reshape(num_shards, -1) for a in parted])

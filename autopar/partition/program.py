@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar._jax import Jaxpr, Literal, Var
+from autopar._jax import Literal, Var
 from autopar.cost.steps import Mask
 from autopar.intra_op.sharded import Body, Compute, Fused, Instruction, Move, Region
 from autopar.ir.structure import scan_parts, while_parts
@@ -129,8 +129,14 @@ def _run_region(
                 made = _run_body(bodies[0], (*consts, *carried, *scanned), axis_sizes, in_order)
                 return tuple(made[:num_carry]), tuple(made[num_carry:])
 
-            last, stacks = lax.scan(step, tuple(carry), tuple(operands[num_consts + num_carry :]),
-                                    length=eqn.params["length"], reverse=eqn.params["reverse"], unroll=eqn.params["unroll"])
+            last, stacks = lax.scan(
+                step,
+                tuple(carry),
+                tuple(operands[num_consts + num_carry :]),
+                length=eqn.params["length"],
+                reverse=eqn.params["reverse"],
+                unroll=eqn.params["unroll"],
+            )
             return [*last, *stacks]
         case "while":
             loop = while_parts(eqn)
@@ -142,7 +148,10 @@ def _run_region(
                 tuple(operands[num_cond + num_body :]),
             )
         case "cond":
-            branches = [lambda *arrays, branch=branch: tuple(_run_body(branch, arrays, axis_sizes, in_order)) for branch in bodies]
+            branches = [
+                lambda *arrays, branch=branch: tuple(_run_body(branch, arrays, axis_sizes, in_order))
+                for branch in bodies
+            ]
             return lax.switch(operands[0], branches, *operands[1:])
         case "optimization_barrier":
             return lax.optimization_barrier(tuple(operands))

@@ -34,8 +34,12 @@ class _Settings:
 
     def options(self) -> Options:
         """The planner's options."""
-        return Options(memory_budget_bytes=self.memory_budget_bytes, constraints=dict(self.constraints),
-                       solver=self.solver, solver_seconds=self.solver_seconds)
+        return Options(
+            memory_budget_bytes=self.memory_budget_bytes,
+            constraints=dict(self.constraints),
+            solver=self.solver,
+            solver_seconds=self.solver_seconds,
+        )
 
 
 @dataclass(frozen=True)
@@ -53,13 +57,24 @@ class ShardParallel(_Settings):
     def __post_init__(self) -> None:
         if self.num_microbatches != 1:
             raise NotBuiltYetError(
-                "microbatches are not built yet.", given=f"ShardParallel(num_microbatches={self.num_microbatches})",
-                wrong="this version runs the whole batch at once.", do="leave num_microbatches out.", feature="microbatches")
+                "microbatches are not built yet.",
+                given=f"ShardParallel(num_microbatches={self.num_microbatches})",
+                wrong="this version runs the whole batch at once.",
+                do="leave num_microbatches out.",
+                feature="microbatches",
+            )
         shape = self.mesh_shape
-        if not (shape == "auto" or isinstance(shape, LogicalMesh)
-                or (isinstance(shape, tuple) and all(isinstance(n, int) and n > 0 for n in shape))):
-            raise AutoparError("unknown mesh shape.", given=f"mesh_shape={shape!r}", wrong="it is no shape of a mesh.",
-                               do='pass "auto", a tuple such as (2, 4), or a LogicalMesh.')
+        if not (
+            shape == "auto"
+            or isinstance(shape, LogicalMesh)
+            or (isinstance(shape, tuple) and all(isinstance(n, int) and n > 0 for n in shape))
+        ):
+            raise AutoparError(
+                "unknown mesh shape.",
+                given=f"mesh_shape={shape!r}",
+                wrong="it is no shape of a mesh.",
+                do='pass "auto", a tuple such as (2, 4), or a LogicalMesh.',
+            )
 
 
 @dataclass(frozen=True)
@@ -73,8 +88,12 @@ class DataParallel(_Settings):
 
     def __post_init__(self) -> None:
         if self.zero not in (0, 1, 2, 3):
-            raise AutoparError("unknown ZeRO stage.", given=f"DataParallel(zero={self.zero!r})", wrong="there is no such stage.",
-                               do="pass 0, 1, 2 or 3.")
+            raise AutoparError(
+                "unknown ZeRO stage.",
+                given=f"DataParallel(zero={self.zero!r})",
+                wrong="there is no such stage.",
+                do="pass 0, 1, 2 or 3.",
+            )
 
 
 @dataclass(frozen=True)
@@ -109,8 +128,13 @@ class ThreeD(_Settings):
 
 
 def _not_yet(name: str) -> None:
-    raise NotBuiltYetError(f"{name} is not built yet.", given=f"method={name}(...)", wrong="this version cuts no pipeline stages.",
-                           do="use Auto(), ShardParallel() or DataParallel().", feature=name)
+    raise NotBuiltYetError(
+        f"{name} is not built yet.",
+        given=f"method={name}(...)",
+        wrong="this version cuts no pipeline stages.",
+        do="use Auto(), ShardParallel() or DataParallel().",
+        feature=name,
+    )
 
 
 Method = Auto | ShardParallel | DataParallel | PipelineParallel | ThreeD

@@ -180,8 +180,13 @@ class Plan:
 
     def timeline(self) -> Any:
         """Chrome trace of the simulated step; not built yet."""
-        raise NotBuiltYetError("timelines are not built yet.", given="plan.timeline()", wrong="this version simulates no streams.",
-                               do="read plan.cost.", feature="timeline")
+        raise NotBuiltYetError(
+            "timelines are not built yet.",
+            given="plan.timeline()",
+            wrong="this version simulates no streams.",
+            do="read plan.cost.",
+            feature="timeline",
+        )
 
     def __str__(self) -> str:
         from autopar.plan.text import plan_text

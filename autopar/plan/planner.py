@@ -21,11 +21,26 @@ from jax.sharding import PartitionSpec
 
 from autopar._jax import Literal
 from autopar.debug import dump
-from autopar.errors import AutoparError, BatchError, ConstraintError, DeviceCountError, InfeasibleError, NotBuiltYetError, PlanFileError
+from autopar.errors import (
+    AutoparError,
+    BatchError,
+    ConstraintError,
+    DeviceCountError,
+    InfeasibleError,
+    NotBuiltYetError,
+    PlanFileError,
+)
 from autopar.intra_op.costs import build_problem, stored_values
 from autopar.intra_op.graph import Graph, build_graph
 from autopar.intra_op.problem import Solution
-from autopar.intra_op.restrict import Allowed, Restrict, keep_keys_whole, pin_constraints, pin_inputs, restrict_to_data_parallel
+from autopar.intra_op.restrict import (
+    Allowed,
+    Restrict,
+    keep_keys_whole,
+    pin_constraints,
+    pin_inputs,
+    restrict_to_data_parallel,
+)
 from autopar.intra_op.shard import Sharded, read_off, shard
 from autopar.intra_op.sharded import Body, Collective, Compute, Region
 from autopar.intra_op.tying import tie_nodes
@@ -52,7 +67,9 @@ class Origin:
     sharded: Sharded
 
 
-def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, report: Report = lambda text: None) -> Plan:
+def make_plan(
+    program: Program, roles: Roles, cluster: Cluster, method: Method, report: Report = lambda text: None
+) -> Plan:
     """Plan one step.
 
     Args:
@@ -94,8 +111,17 @@ def shard_on(program: Program, roles: Roles, cluster: Cluster, method: Method, m
     def restrict(graph: Graph, allowed: Allowed) -> None:
         restrict_plan(program, roles, method, mesh, graph, allowed)
 
-    return shard(program.jaxpr, roles.aliases, mesh, cluster.device, method.options(), restrict, roles.donated, roles.batch,
-                 () if isinstance(method, DataParallel) else _known_plans(program, roles, mesh))
+    return shard(
+        program.jaxpr,
+        roles.aliases,
+        mesh,
+        cluster.device,
+        method.options(),
+        restrict,
+        roles.donated,
+        roles.batch,
+        () if isinstance(method, DataParallel) else _known_plans(program, roles, mesh),
+    )
 
 
 def _known_plans(program: Program, roles: Roles, mesh: LogicalMesh) -> list[Restrict]:
@@ -104,8 +130,10 @@ def _known_plans(program: Program, roles: Roles, mesh: LogicalMesh) -> list[Rest
         check_batch(program, roles, mesh)
     except BatchError:
         return []
-    return [partial(restrict_to_data_parallel, program.jaxpr, batch_inputs=roles.batch, state_inputs=roles.state, zero=zero)
-            for zero in (0, 1, 3)]
+    return [
+        partial(restrict_to_data_parallel, program.jaxpr, batch_inputs=roles.batch, state_inputs=roles.state, zero=zero)
+        for zero in (0, 1, 3)
+    ]
 
 
 def restrict_plan(
@@ -130,10 +158,12 @@ def candidate_meshes(cluster: Cluster, method: Method) -> list[LogicalMesh]:
     """
     if cluster.groups:
         raise NotBuiltYetError(
-            "a cluster of several kinds of devices needs pipeline stages.", given=str(cluster),
+            "a cluster of several kinds of devices needs pipeline stages.",
+            given=str(cluster),
             wrong="one mesh is made of equal devices, and this version plans one mesh.",
             do="plan for one of the kinds: " + ", ".join(f'Cluster.of("{group}")' for group in cluster.groups) + ".",
-            feature="heterogeneous clusters")
+            feature="heterogeneous clusters",
+        )
     match method:
         case ShardParallel(mesh_shape=LogicalMesh() as mesh):
             chosen = [mesh]
@@ -142,16 +172,21 @@ def candidate_meshes(cluster: Cluster, method: Method) -> list[LogicalMesh]:
         case DataParallel():
             # Hosts and devices in a host: the slow links then carry what the fast ones have added up.
             both = cluster.hosts > 1 and cluster.devices_per_host > 1
-            chosen = [logical_mesh(cluster, (cluster.hosts, cluster.devices_per_host) if both else (cluster.num_devices,))]
+            chosen = [
+                logical_mesh(cluster, (cluster.hosts, cluster.devices_per_host) if both else (cluster.num_devices,))
+            ]
         case ShardParallel() | Auto():
             chosen = logical_meshes(cluster)
     for mesh in chosen:
         if mesh.num_devices != cluster.num_devices:
             raise DeviceCountError(
-                "the mesh does not fit the cluster.", given=f"{mesh} for {cluster.num_devices} devices",
+                "the mesh does not fit the cluster.",
+                given=f"{mesh} for {cluster.num_devices} devices",
                 wrong=f"it has {mesh.num_devices} places.",
                 do=f"choose a shape whose product is {cluster.num_devices}, or pass cluster=Cluster.local(devices=...).",
-                wanted=mesh.num_devices, available=cluster.num_devices)
+                wanted=mesh.num_devices,
+                available=cluster.num_devices,
+            )
     return chosen
 
 
@@ -162,8 +197,13 @@ def check_batch(program: Program, roles: Roles, mesh: LogicalMesh) -> None:
         BatchError: It does not, or there is none.
     """
     if not roles.batch:
-        raise BatchError("there is no batch to split.", given=", ".join(program.in_paths[:8]),
-                         wrong="every argument is state, or has no dims.", do="pass batch_argnums=....", candidates={})
+        raise BatchError(
+            "there is no batch to split.",
+            given=", ".join(program.in_paths[:8]),
+            wrong="every argument is state, or has no dims.",
+            do="pass batch_argnums=....",
+            candidates={},
+        )
     for leaf in roles.batch:
         size = program.in_avals[leaf].shape[0]
         if size % mesh.num_devices:
@@ -171,7 +211,9 @@ def check_batch(program: Program, roles: Roles, mesh: LogicalMesh) -> None:
                 "the batch does not divide over the devices.",
                 given=f"{program.in_paths[leaf]} with {size} samples, {mesh.num_devices} devices",
                 wrong=f"{size} is no multiple of {mesh.num_devices}.",
-                do="change the batch size, or use Auto(), which splits other dims where the batch does not divide.", size=size)
+                do="change the batch size, or use Auto(), which splits other dims where the batch does not divide.",
+                size=size,
+            )
 
 
 def _pins(program: Program, method: Method) -> list[dict[int, tuple[str, object]]]:
@@ -183,11 +225,15 @@ def _pins(program: Program, method: Method) -> list[dict[int, tuple[str, object]
         if not found:
             near = difflib.get_close_matches(glob, program.in_paths, n=6, cutoff=0.5) or program.in_paths[:6]
             raise ConstraintError(
-                "a constraint names no argument.", given=f"constraints={{{glob!r}: {spec}}}",
+                "a constraint names no argument.",
+                given=f"constraints={{{glob!r}: {spec}}}",
                 wrong=f"none of the {len(program.in_paths)} arguments has a path that matches; there are {', '.join(near)}"
-                      + (", ..." if len(near) < len(program.in_paths) else "") + ".",
+                + (", ..." if len(near) < len(program.in_paths) else "")
+                + ".",
                 do="use one of the paths (print(step.plan(...)) without the constraint lists them), or a glob over them.",
-                path=glob, spec=spec)
+                path=glob,
+                spec=spec,
+            )
         pins.append({k: (glob, spec) for k in found})
     return pins
 
@@ -197,15 +243,24 @@ def _check_spec(glob: str, spec: object) -> None:
     if not isinstance(spec, PartitionSpec | tuple | list):
         problem = f"{spec!r} is of type {type(spec).__name__}, not PartitionSpec."
     else:
-        named = [axis for entry in spec if isinstance(entry, str | tuple | list)
-                 for axis in ((entry,) if isinstance(entry, str) else entry)]
+        named = [
+            axis
+            for entry in spec
+            if isinstance(entry, str | tuple | list)
+            for axis in ((entry,) if isinstance(entry, str) else entry)
+        ]
         twice = [axis for k, axis in enumerate(named) if axis in named[:k]]
         if twice:
             problem = f"it names axis {twice[0]!r} twice; an axis can split one dim."
     if problem:
-        raise ConstraintError("a constraint is no way to split an array.", given=f"constraints={{{glob!r}: {spec!r}}}", wrong=problem,
-                              do="pass jax.sharding.PartitionSpec, one entry per dim: None, an axis, or a tuple of axes.",
-                              path=glob, spec=spec)
+        raise ConstraintError(
+            "a constraint is no way to split an array.",
+            given=f"constraints={{{glob!r}: {spec!r}}}",
+            wrong=problem,
+            do="pass jax.sharding.PartitionSpec, one entry per dim: None, an axis, or a tuple of axes.",
+            path=glob,
+            spec=spec,
+        )
 
 
 def _check_pinned(program: Program, method: Method, mesh: LogicalMesh, graph: Graph, allowed: Allowed) -> None:
@@ -221,10 +276,14 @@ def _check_pinned(program: Program, method: Method, mesh: LogicalMesh, graph: Gr
             if isinstance(method, DataParallel):
                 reasons.append(f"method=DataParallel(zero={method.zero})")
             raise InfeasibleError(
-                "the pins on an argument contradict each other or the method.", given="\n".join(reasons),
+                "the pins on an argument contradict each other or the method.",
+                given="\n".join(reasons),
                 wrong=f"no sharding of {path}, of shape {tuple(program.in_avals[k].shape)} on the mesh "
-                      f"{mesh_text(mesh)}, keeps all of them.",
-                do="drop one of them, or choose another method or mesh.", constraint=reasons[0], path=path)
+                f"{mesh_text(mesh)}, keeps all of them.",
+                do="drop one of them, or choose another method or mesh.",
+                constraint=reasons[0],
+                path=path,
+            )
 
 
 def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, plan: Plan) -> Plan:
@@ -244,8 +303,11 @@ def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, pl
     mesh = plan.mesh
     graph = build_graph(program.jaxpr, mesh, roles.aliases, roles.batch)
     if len(graph.nodes) != len(plan.choices) or any(
-            k >= node.num_choices for k, node in zip(plan.choices, graph.nodes, strict=True)):
-        raise _not_these_choices(plan, f"{len(plan.choices)} choices for {len(graph.nodes)} decisions, or one out of range")
+        k >= node.num_choices for k, node in zip(plan.choices, graph.nodes, strict=True)
+    ):
+        raise _not_these_choices(
+            plan, f"{len(plan.choices)} choices for {len(graph.nodes)} decisions, or one out of range"
+        )
     allowed = Allowed()
     if method_text(method) == plan.method:
         pin_constraints(program.jaxpr, graph, allowed)
@@ -257,19 +319,34 @@ def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, pl
         by_class = dict(enumerate(plan.choices))
     problem = build_problem(graph, cluster.device, class_of, allowed.masks)
     seconds = plan.cost.step_seconds
-    solution = Solution(tuple(by_class[c] for c in range(len(by_class))), seconds, seconds * (1 - plan.cost.optimality_gap),
-                        plan.cost.solver_status, "file")
+    solution = Solution(
+        tuple(by_class[c] for c in range(len(by_class))),
+        seconds,
+        seconds * (1 - plan.cost.optimality_gap),
+        plan.cost.solver_status,
+        "file",
+    )
     try:
-        sharded = read_off(program.jaxpr, graph, plan.choices, class_of, problem, solution, allowed, cluster.device, roles.donated)
+        sharded = read_off(
+            program.jaxpr, graph, plan.choices, class_of, problem, solution, allowed, cluster.device, roles.donated
+        )
     except AssertionError as error:
         raise _not_these_choices(plan, f"they fit no program: {error}") from error
     fresh = _describe(program, roles, cluster, method, mesh, sharded, plan.cost.planning_seconds)
-    for what, now, was in (("shardings", fresh.values, plan.values), ("collectives", fresh.cost.collectives, plan.cost.collectives)):
+    for what, now, was in (
+        ("shardings", fresh.values, plan.values),
+        ("collectives", fresh.cost.collectives, plan.cost.collectives),
+    ):
         if _unnamed(now) != _unnamed(was):
             raise _not_these_choices(plan, f"they give other {what} than it lists")
     # Names hold source lines, which may have moved since; everything else is as it was planned.
-    return dataclasses.replace(plan, shardings=fresh.shardings, values=fresh.values, origin=fresh.origin,
-                               cost=dataclasses.replace(plan.cost, collectives=fresh.cost.collectives))
+    return dataclasses.replace(
+        plan,
+        shardings=fresh.shardings,
+        values=fresh.values,
+        origin=fresh.origin,
+        cost=dataclasses.replace(plan.cost, collectives=fresh.cost.collectives),
+    )
 
 
 def plan_of_choices(
@@ -279,18 +356,27 @@ def plan_of_choices(
     class_of = list(range(len(graph.nodes)))
     problem = build_problem(graph, cluster.device, class_of)
     solution = Solution(tuple(choices), problem.cost(choices), 0.0, "feasible", "given")
-    sharded = read_off(program.jaxpr, graph, choices, class_of, problem, solution, Allowed(), cluster.device, roles.donated)
+    sharded = read_off(
+        program.jaxpr, graph, choices, class_of, problem, solution, Allowed(), cluster.device, roles.donated
+    )
     return _describe(program, roles, cluster, method, graph.mesh, sharded, 0.0)
 
 
 def _unnamed(entries: Sequence[Value | Collective]) -> list[Value | Collective]:
-    return [dataclasses.replace(e, name="") if isinstance(e, Value) else dataclasses.replace(e, operation="") for e in entries]
+    return [
+        dataclasses.replace(e, name="") if isinstance(e, Value) else dataclasses.replace(e, operation="")
+        for e in entries
+    ]
 
 
 def _not_these_choices(plan: Plan, wrong: str) -> PlanFileError:
-    return PlanFileError("the plan's choices are not those of its step.", given=f"a plan of `{plan.name}` on {plan.mesh}",
-                         wrong=f"{wrong}: its file was edited, or written by another autopar.",
-                         do="plan again, step.plan(...), and save that.", path="")
+    return PlanFileError(
+        "the plan's choices are not those of its step.",
+        given=f"a plan of `{plan.name}` on {plan.mesh}",
+        wrong=f"{wrong}: its file was edited, or written by another autopar.",
+        do="plan again, step.plan(...), and save that.",
+        path="",
+    )
 
 
 def method_text(method: Method) -> str:
@@ -312,21 +398,50 @@ def _setting_text(value: object) -> str:
     return repr(value)
 
 
-def _describe(program: Program, roles: Roles, cluster: Cluster, method: Method, mesh: LogicalMesh, sharded: Sharded,
-              seconds: float) -> Plan:
+def _describe(
+    program: Program,
+    roles: Roles,
+    cluster: Cluster,
+    method: Method,
+    mesh: LogicalMesh,
+    sharded: Sharded,
+    seconds: float,
+) -> Plan:
     body = sharded.body
     specs = [s.partition_spec() for _, s in body.inputs[: program.num_args]]
     cost = Cost(
-        sharded.step_seconds, sharded.compute_seconds, sharded.communication_seconds, 0.0, (sharded.liveness.peak_bytes,),
-        sharded.liveness.argument_bytes, sharded.collectives, sharded.solution.gap, sharded.solution.status, seconds)
+        sharded.step_seconds,
+        sharded.compute_seconds,
+        sharded.communication_seconds,
+        0.0,
+        (sharded.liveness.peak_bytes,),
+        sharded.liveness.argument_bytes,
+        sharded.collectives,
+        sharded.solution.gap,
+        sharded.solution.status,
+        seconds,
+    )
     return Plan(
-        name=program.name, method=method_text(method), stages=(Stage(Submesh(mesh.num_devices), mesh, (0,)),),
-        num_microbatches=1, schedule="none", shardings=jax.tree.unflatten(program.in_tree, specs), cost=cost,
-        values=tuple(_values(program, roles, sharded)), streams={0: (Run(program.name, 0, 0),)}, alternatives=(),
+        name=program.name,
+        method=method_text(method),
+        stages=(Stage(Submesh(mesh.num_devices), mesh, (0,)),),
+        num_microbatches=1,
+        schedule="none",
+        shardings=jax.tree.unflatten(program.in_tree, specs),
+        cost=cost,
+        values=tuple(_values(program, roles, sharded)),
+        streams={0: (Run(program.name, 0, 0),)},
+        alternatives=(),
         choices=sharded.choices,
-        fingerprints={"program": program_fingerprint(program), "cluster": cluster_fingerprint(cluster), "jax": jax.__version__},
-        machine=machine_text(cluster), budget_bytes=method.options().memory_budget_bytes or cluster.device.memory_bytes,
-        origin=Origin(program, roles, cluster, method, sharded))
+        fingerprints={
+            "program": program_fingerprint(program),
+            "cluster": cluster_fingerprint(cluster),
+            "jax": jax.__version__,
+        },
+        machine=machine_text(cluster),
+        budget_bytes=method.options().memory_budget_bytes or cluster.device.memory_bytes,
+        origin=Origin(program, roles, cluster, method, sharded),
+    )
 
 
 def _values(program: Program, roles: Roles, sharded: Sharded) -> Iterator[Value]:
@@ -334,8 +449,18 @@ def _values(program: Program, roles: Roles, sharded: Sharded) -> Iterator[Value]
         return Value(name, role, tuple(atom.aval.shape), str(atom.aval.dtype), sharding)
 
     for k, (var, sharding) in enumerate(sharded.body.inputs):
-        role = "constant" if k >= program.num_args else "state" if k in roles.state else "batch" if k in roles.batch else "argument"
-        yield value(program.in_paths[k] if k < program.num_args else f"constant {k - program.num_args}", role, var, sharding)
+        role = (
+            "constant"
+            if k >= program.num_args
+            else "state"
+            if k in roles.state
+            else "batch"
+            if k in roles.batch
+            else "argument"
+        )
+        yield value(
+            program.in_paths[k] if k < program.num_args else f"constant {k - program.num_args}", role, var, sharding
+        )
     for k, (atom, sharding) in enumerate(sharded.body.outputs):
         if k not in roles.aliases:
             yield value(program.out_paths[k], "result", atom, sharding)

@@ -39,13 +39,18 @@ class Executable:
     def place(self, arrays: Sequence[Any]) -> list[jax.Array]:
         """Put arrays where the program wants them; those that are there already are passed on as they are."""
         placed = list(arrays)
-        away = [k for k, (array, sharding) in enumerate(zip(arrays, self.in_shardings, strict=True))
-                if not (isinstance(array, jax.Array) and (array.sharding is sharding or array.sharding == sharding))]
+        away = [
+            k
+            for k, (array, sharding) in enumerate(zip(arrays, self.in_shardings, strict=True))
+            if not (isinstance(array, jax.Array) and (array.sharding is sharding or array.sharding == sharding))
+        ]
         if away:
             # The user's own array must survive the donation of its placed copy. `device_put` shares memory with it where
             # it can, also when told not to (a replica on the same device; NumPy memory on CPU): copy first.
-            moved = jax.device_put([_copied(arrays[k]) if self.donated[k] else arrays[k] for k in away],
-                                   [self.in_shardings[k] for k in away])
+            moved = jax.device_put(
+                [_copied(arrays[k]) if self.donated[k] else arrays[k] for k in away],
+                [self.in_shardings[k] for k in away],
+            )
             for k, array in zip(away, moved, strict=True):
                 placed[k] = array
         return placed
@@ -67,15 +72,24 @@ def device_mesh(mesh: LogicalMesh, devices: Sequence[jax.Device]) -> jax.shardin
     """
     if len(devices) != mesh.num_devices:
         raise DeviceCountError(
-            "the plan is for another number of devices.", given=f"{len(devices)} devices",
-            wrong=f"the mesh {mesh} has {mesh.num_devices} places.", do="plan for these devices (step.plan), or pass "
-            "cluster=Cluster.local(devices=...) with as many as the plan wants.", wanted=mesh.num_devices,
-            available=len(devices))
+            "the plan is for another number of devices.",
+            given=f"{len(devices)} devices",
+            wrong=f"the mesh {mesh} has {mesh.num_devices} places.",
+            do="plan for these devices (step.plan), or pass "
+            "cluster=Cluster.local(devices=...) with as many as the plan wants.",
+            wanted=mesh.num_devices,
+            available=len(devices),
+        )
     return jax.sharding.Mesh(np.array(devices).reshape(mesh.shape), tuple(mesh.axis_sizes))
 
 
 def compile_program(
-    body: Body, mesh: LogicalMesh, devices: Sequence[jax.Device], avals: Sequence[Any], donated: Sequence[bool], name: str
+    body: Body,
+    mesh: LogicalMesh,
+    devices: Sequence[jax.Device],
+    avals: Sequence[Any],
+    donated: Sequence[bool],
+    name: str,
 ) -> Executable:
     """Compile a sharded program for real devices.
 
@@ -97,7 +111,7 @@ def compile_program(
 
     step.__name__ = step.__qualname__ = name
     arguments = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in zip(avals, shardings, strict=True)]
-    jitted = jax.jit(step, in_shardings=shardings, out_shardings=results,
-                     donate_argnums=tuple(k for k, d in enumerate(donated) if d))
+    jitted = jax.jit(
+        step, in_shardings=shardings, out_shardings=results, donate_argnums=tuple(k for k, d in enumerate(donated) if d)
+    )
     return Executable(jitted.lower(*arguments).compile(), shardings, tuple(donated))
-

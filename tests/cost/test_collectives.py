@@ -53,14 +53,22 @@ def test_rings(size):
     link, elements = Link(1e-6, 1e9), size * 12
     num_bytes = elements * 8
     assert all_reduce_seconds(num_bytes, size, link) == pytest.approx(simulate_ring(size, elements, link, True, True))
-    assert reduce_scatter_seconds(num_bytes, size, link) == pytest.approx(simulate_ring(size, elements, link, True, False))
+    assert reduce_scatter_seconds(num_bytes, size, link) == pytest.approx(
+        simulate_ring(size, elements, link, True, False)
+    )
     assert all_gather_seconds(num_bytes, size, link) == pytest.approx(simulate_ring(size, elements, link, False, True))
 
 
 def test_group_of_one_is_free():
     link = Link(1e-6, 1e9)
-    for cost in (all_reduce_seconds, all_gather_seconds, reduce_scatter_seconds, all_to_all_seconds,
-                 collective_permute_seconds, tree_all_reduce_seconds):
+    for cost in (
+        all_reduce_seconds,
+        all_gather_seconds,
+        reduce_scatter_seconds,
+        all_to_all_seconds,
+        collective_permute_seconds,
+        tree_all_reduce_seconds,
+    ):
         assert cost(1000, 1, link) == 0.0
     assert collective_seconds("all-reduce", 1000, ("x",), LogicalMesh((1,))) == 0.0
     assert collective_seconds("all-reduce", 1000, (), LogicalMesh((8,))) == 0.0
@@ -68,7 +76,9 @@ def test_group_of_one_is_free():
 
 def test_one_all_reduce_beats_its_two_halves():
     mesh = LogicalMesh((4,), links=(Link(1e-6, 1e6),))
-    halves = collective_seconds("reduce-scatter", 4096, ("x",), mesh) + collective_seconds("all-gather", 4096, ("x",), mesh)
+    halves = collective_seconds("reduce-scatter", 4096, ("x",), mesh) + collective_seconds(
+        "all-gather", 4096, ("x",), mesh
+    )
     assert collective_seconds("all-reduce", 4096, ("x",), mesh) < halves
     assert halves - collective_seconds("all-reduce", 4096, ("x",), mesh) == pytest.approx(1e-6)
 
@@ -84,7 +94,9 @@ def test_slow_axis_carries_what_the_fast_one_leaves():
 
 def test_tree_for_small_messages():
     mesh = LogicalMesh((8,), links=(Link(1e-5, 1e9),))
-    assert collective_seconds("all-reduce", 4, ("x",), mesh) == pytest.approx(1e-5 + tree_all_reduce_seconds(4, 8, mesh.links[0]))
+    assert collective_seconds("all-reduce", 4, ("x",), mesh) == pytest.approx(
+        1e-5 + tree_all_reduce_seconds(4, 8, mesh.links[0])
+    )
 
 
 links = st.builds(Link, st.floats(1e-7, 1e-4), st.floats(1e8, 1e12))

@@ -12,7 +12,16 @@ from jax.sharding import Mesh, PartitionSpec
 
 from autopar.cost import collective_seconds
 from autopar.cost.reshard import cheapest_reshard, reshard_seconds
-from autopar.cost.steps import AllGather, AllReduce, AllToAll, Permute, ReduceScatter, Slice, apply_to_sharding, step_kind
+from autopar.cost.steps import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Permute,
+    ReduceScatter,
+    Slice,
+    apply_to_sharding,
+    step_kind,
+)
 from autopar.mesh import Link, LogicalMesh, Sharding
 from autopar.partition.collectives import apply_step
 

@@ -11,10 +11,18 @@ from autopar.errors import ClusterError, DeviceCountError, MeshError, NotBuiltYe
 from autopar.mesh import MODELS, Cluster, Device, Link, LogicalMesh, Sharding, find_device, logical_mesh, logical_meshes
 
 
-@pytest.mark.parametrize("text, hosts, per_host, name", [
-    ("8x8 h100", 8, 8, "H100"), ("8 x 8 H100", 8, 8, "H100"), ("4 a100", 1, 4, "A100-80GB"), ("8x1 h200", 8, 1, "H200"),
-    ("2x8 A100-40GB", 2, 8, "A100-40GB"), ("1x8 v100-32", 1, 8, "V100-32GB"), ("16x4 tpu v4", 16, 4, "TPU v4"),
-])
+@pytest.mark.parametrize(
+    "text, hosts, per_host, name",
+    [
+        ("8x8 h100", 8, 8, "H100"),
+        ("8 x 8 H100", 8, 8, "H100"),
+        ("4 a100", 1, 4, "A100-80GB"),
+        ("8x1 h200", 8, 1, "H200"),
+        ("2x8 A100-40GB", 2, 8, "A100-40GB"),
+        ("1x8 v100-32", 1, 8, "V100-32GB"),
+        ("16x4 tpu v4", 16, 4, "TPU v4"),
+    ],
+)
 def test_of(text, hosts, per_host, name):
     cluster = Cluster.of(text)
     assert (cluster.hosts, cluster.devices_per_host, cluster.device.name) == (hosts, per_host, name)
@@ -28,20 +36,34 @@ def test_of_several_kinds():
     assert str(cluster) == "2 x 8 H100 + 4 x 8 A100-80GB"
 
 
-@pytest.mark.parametrize("text, wrong", [
-    ("eight h100", "is not hosts x devices and a name"), ("8x8", "is not hosts x devices"), ("8x8 h1000", "Did you mean h100"),
-    ("0x8 h100", "hosts must be a whole number, 1 or more"),
-])
+@pytest.mark.parametrize(
+    "text, wrong",
+    [
+        ("eight h100", "is not hosts x devices and a name"),
+        ("8x8", "is not hosts x devices"),
+        ("8x8 h1000", "Did you mean h100"),
+        ("0x8 h100", "hosts must be a whole number, 1 or more"),
+    ],
+)
 def test_of_unreadable(text, wrong):
     with pytest.raises(ClusterError, match=wrong):
         Cluster.of(text)
 
 
-@pytest.mark.parametrize("kind, name", [
-    ("NVIDIA A100-SXM4-80GB", "A100-80GB"), ("NVIDIA A100-SXM4-40GB", "A100-40GB"), ("NVIDIA H100 80GB HBM3", "H100"),
-    ("Tesla V100-SXM2-16GB", "V100-16GB"), ("NVIDIA H200", "H200"), ("NVIDIA L40S", "L40S"), ("TPU v5 lite", "TPU v5e"),
-    ("AMD Instinct MI300X", "MI300X"), ("NVIDIA B200", "B200"),
-])
+@pytest.mark.parametrize(
+    "kind, name",
+    [
+        ("NVIDIA A100-SXM4-80GB", "A100-80GB"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("Tesla V100-SXM2-16GB", "V100-16GB"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA L40S", "L40S"),
+        ("TPU v5 lite", "TPU v5e"),
+        ("AMD Instinct MI300X", "MI300X"),
+        ("NVIDIA B200", "B200"),
+    ],
+)
 def test_names_as_jax_reports_them(kind, name):
     assert find_device(kind).device.name == name
 
@@ -62,14 +84,29 @@ def test_catalog():
 
 def test_flops_of_a_dtype():
     device = Device("d", {"bfloat16": 4.0, "float32": 2.0})
-    assert [device.flops_per_second(t) for t in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64, jnp.int8)] == [4, 4, 2, 2, 4]
+    assert [device.flops_per_second(t) for t in (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64, jnp.int8)] == [
+        4,
+        4,
+        2,
+        2,
+        4,
+    ]
     assert Device("d", 3.0).flops_per_second(jnp.int8) == 3
 
 
-@pytest.mark.parametrize("make", [
-    lambda: Device("d", 0), lambda: Device("d", {}), lambda: Device("d", 1.0, memory_bytes=-1), lambda: Link(-1, 1), lambda: Link(0, 0),
-    lambda: Cluster(hosts=0), lambda: Cluster(devices_per_host=1.5), lambda: Cluster.local(devices=[]),
-])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Device("d", 0),
+        lambda: Device("d", {}),
+        lambda: Device("d", 1.0, memory_bytes=-1),
+        lambda: Link(-1, 1),
+        lambda: Link(0, 0),
+        lambda: Cluster(hosts=0),
+        lambda: Cluster(devices_per_host=1.5),
+        lambda: Cluster.local(devices=[]),
+    ],
+)
 def test_impossible_machines(make):
     with pytest.raises(ClusterError, match="given:"):
         make()
@@ -91,17 +128,20 @@ def test_ray_is_not_built():
 FAST, SLOW = Link(1e-6, 1e11), Link(1e-5, 1e10)
 
 
-@pytest.mark.parametrize("hosts, per_host, count, max_axes, meshes", [
-    (1, 8, None, 3, ["(x=8)", "(x=2, y=4)", "(x=2, y=2, z=2)"]),
-    (8, 1, None, 3, ["(x=8)", "(x=2, y=4)", "(x=2, y=2, z=2)"]),
-    (2, 8, None, 3, ["(x=2, y=8)", "(x=2, y=2, z=4)"]),
-    (4, 4, None, 3, ["(x=4, y=4)", "(x=2, y=2, z=4)", "(x=4, y=2, z=2)"]),
-    (2, 8, 8, 2, ["(x=8)", "(x=2, y=4)"]),
-    (2, 8, None, 1, ["(x=16)"]),
-    (1, 6, None, 3, ["(x=6)", "(x=2, y=3)"]),
-    (1, 7, None, 3, ["(x=7)"]),
-    (1, 1, None, 3, ["(x=1)"]),
-])
+@pytest.mark.parametrize(
+    "hosts, per_host, count, max_axes, meshes",
+    [
+        (1, 8, None, 3, ["(x=8)", "(x=2, y=4)", "(x=2, y=2, z=2)"]),
+        (8, 1, None, 3, ["(x=8)", "(x=2, y=4)", "(x=2, y=2, z=2)"]),
+        (2, 8, None, 3, ["(x=2, y=8)", "(x=2, y=2, z=4)"]),
+        (4, 4, None, 3, ["(x=4, y=4)", "(x=2, y=2, z=4)", "(x=4, y=2, z=2)"]),
+        (2, 8, 8, 2, ["(x=8)", "(x=2, y=4)"]),
+        (2, 8, None, 1, ["(x=16)"]),
+        (1, 6, None, 3, ["(x=6)", "(x=2, y=3)"]),
+        (1, 7, None, 3, ["(x=7)"]),
+        (1, 1, None, 3, ["(x=1)"]),
+    ],
+)
 def test_logical_meshes(hosts, per_host, count, max_axes, meshes):
     found = logical_meshes(Cluster(hosts, per_host, intra=FAST, inter=SLOW), count, max_axes)
     assert [str(mesh) for mesh in found] == meshes
@@ -121,11 +161,16 @@ def test_every_axis_has_the_link_it_takes():
         logical_meshes(cluster, 12)
 
 
-@pytest.mark.parametrize("make, wrong", [
-    (lambda: LogicalMesh((0, 2)), "1 or more"), (lambda: LogicalMesh(()), "1 or more"),
-    (lambda: LogicalMesh((2, 2), ("x",)), "as many names"), (lambda: LogicalMesh((2, 2), ("x", "x")), "all different"),
-    (lambda: LogicalMesh((2, 2), links=(FAST,)), "links, there are 1"),
-])
+@pytest.mark.parametrize(
+    "make, wrong",
+    [
+        (lambda: LogicalMesh((0, 2)), "1 or more"),
+        (lambda: LogicalMesh(()), "1 or more"),
+        (lambda: LogicalMesh((2, 2), ("x",)), "as many names"),
+        (lambda: LogicalMesh((2, 2), ("x", "x")), "all different"),
+        (lambda: LogicalMesh((2, 2), links=(FAST,)), "links, there are 1"),
+    ],
+)
 def test_no_mesh(make, wrong):
     with pytest.raises(MeshError, match=wrong):
         make()

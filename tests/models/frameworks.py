@@ -26,7 +26,9 @@ class LinenBlock(nn.Module):
     @nn.compact
     def __call__(self, x, memory=None, mask=None, deterministic=True):
         h = nn.LayerNorm()(x)
-        x = x + nn.MultiHeadDotProductAttention(self.heads, use_bias=False, deterministic=deterministic)(h, h, mask=mask)
+        x = x + nn.MultiHeadDotProductAttention(self.heads, use_bias=False, deterministic=deterministic)(
+            h, h, mask=mask
+        )
         if self.cross:
             x = x + nn.MultiHeadDotProductAttention(self.heads, use_bias=False)(nn.LayerNorm()(x), memory)
         h = nn.gelu(nn.Dense(2 * WIDTH)(nn.LayerNorm()(x)))
@@ -144,7 +146,10 @@ def nnx_transformer():
         return nnx.state((model, optimizer)), loss
 
     def make(random):
-        return {"ids": tokens(random, BATCH, LENGTH, vocabulary=VOCABULARY), "label": tokens(random, BATCH, vocabulary=10)}
+        return {
+            "ids": tokens(random, BATCH, LENGTH, vocabulary=VOCABULARY),
+            "label": tokens(random, BATCH, vocabulary=10),
+        }
 
     return step, state, batches(make)
 
@@ -213,7 +218,9 @@ def equinox_vit():
 
 
 def haiku_bert(ids, is_training=True):
-    x = hk.Embed(VOCABULARY, WIDTH)(ids) + hk.get_parameter("positions", (LENGTH, WIDTH), init=hk.initializers.RandomNormal(0.1))
+    x = hk.Embed(VOCABULARY, WIDTH)(ids) + hk.get_parameter(
+        "positions", (LENGTH, WIDTH), init=hk.initializers.RandomNormal(0.1)
+    )
     for _ in range(2):
         h = hk.LayerNorm(-1, True, True)(x)
         q, k, v = (hk.Linear(WIDTH, with_bias=False, name=n)(h).reshape(*h.shape[:2], 4, -1) for n in ("q", "k", "v"))

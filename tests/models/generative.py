@@ -31,7 +31,9 @@ class VAE(nn.Module):
 @case("vae_dropout")
 def vae_dropout():
     model, optimizer = VAE(), adamw()
-    params = model.init({"params": jax.random.key(0), "dropout": jax.random.key(1), "latent": jax.random.key(2)}, jnp.zeros((1, SIZE)))
+    params = model.init(
+        {"params": jax.random.key(0), "dropout": jax.random.key(1), "latent": jax.random.key(2)}, jnp.zeros((1, SIZE))
+    )
 
     def step(state, x):
         key, dropout, latent = jax.random.split(state["key"], 3)
@@ -53,7 +55,12 @@ def vae_dropout():
 def diffusion():
     """Noise at drawn times, a schedule looked up, an average of the weights, a raw key in the state."""
     random = np.random.default_rng(1)
-    params = on_device({"time": normal(random, 10, 32) * 0.3, "layers": [dense(random, SIZE, 32), dense(random, 32, 32), dense(random, 32, SIZE)]})
+    params = on_device(
+        {
+            "time": normal(random, 10, 32) * 0.3,
+            "layers": [dense(random, SIZE, 32), dense(random, 32, 32), dense(random, 32, SIZE)],
+        }
+    )
     optimizer, kept = adamw(), jnp.asarray(np.cumprod(1 - np.linspace(0.01, 0.3, 10)), jnp.float32)
 
     def step(state, x):
@@ -80,7 +87,12 @@ def diffusion():
 @case("gan_two_optimizers")
 def gan_two_optimizers():
     random = np.random.default_rng(2)
-    params = on_device({"make": [dense(random, 8, 32), dense(random, 32, SIZE)], "judge": [dense(random, SIZE, 32), dense(random, 32, 1)]})
+    params = on_device(
+        {
+            "make": [dense(random, 8, 32), dense(random, 32, SIZE)],
+            "judge": [dense(random, SIZE, 32), dense(random, 32, 1)],
+        }
+    )
     optimizers = {"make": adamw(3e-3), "judge": optax.sgd(0.05)}
 
     def network(layers, x):
@@ -104,7 +116,10 @@ def gan_two_optimizers():
         loss_m, grads = jax.value_and_grad(make_loss)(params["make"], judge)
         updates, opt_m = optimizers["make"].update(grads, opt["make"], params["make"])
         make = optax.apply_updates(params["make"], updates)
-        return {"params": {"make": make, "judge": judge}, "opt": {"make": opt_m, "judge": opt_j}, "key": key}, (loss_j, loss_m)
+        return {"params": {"make": make, "judge": judge}, "opt": {"make": opt_m, "judge": opt_j}, "key": key}, (
+            loss_j,
+            loss_m,
+        )
 
     opt = {name: each.init(params[name]) for name, each in optimizers.items()}
     return step, {"params": params, "opt": opt, "key": jax.random.key(5)}, batches(samples)
@@ -121,7 +136,9 @@ def vq_vae():
     def step(state, x):
         def loss_fn(params):
             z = apply(params["encode"], x).reshape(-1, 4)
-            distance = (z**2).sum(-1, keepdims=True) - 2 * z @ state["book"]["codes"].T + (state["book"]["codes"] ** 2).sum(-1)
+            distance = (
+                (z**2).sum(-1, keepdims=True) - 2 * z @ state["book"]["codes"].T + (state["book"]["codes"] ** 2).sum(-1)
+            )
             nearest = distance.argmin(-1)
             code = state["book"]["codes"][nearest]
             y = apply(params["decode"], (z + jax.lax.stop_gradient(code - z)).reshape(x.shape[0], -1))
@@ -132,7 +149,10 @@ def vq_vae():
         count = 0.9 * state["book"]["count"] + 0.1 * jnp.zeros(12).at[nearest].add(1.0)
         total = 0.9 * state["book"]["sum"] + 0.1 * jax.ops.segment_sum(z, nearest, 12)
         book = {"codes": total / count[:, None], "count": count, "sum": total}
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state, "book": book}, {"loss": loss, "used": nearest}
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state, "book": book}, {
+            "loss": loss,
+            "used": nearest,
+        }
 
     return step, {"params": params, "opt_state": optimizer.init(params), "book": book}, batches(samples)
 
@@ -141,8 +161,10 @@ def vq_vae():
 def flow_coupling():
     """Invertible layers: halves swapped, masks, a triangular matrix with its log-determinant."""
     random = np.random.default_rng(4)
-    params = {"layers": [[dense(random, SIZE // 2, 32), dense(random, 32, SIZE)] for _ in range(2)],
-              "matrix": (np.eye(SIZE) + 0.05 * random.normal(size=(SIZE, SIZE))).astype(np.float32)}
+    params = {
+        "layers": [[dense(random, SIZE // 2, 32), dense(random, 32, SIZE)] for _ in range(2)],
+        "matrix": (np.eye(SIZE) + 0.05 * random.normal(size=(SIZE, SIZE))).astype(np.float32),
+    }
 
     def loss_fn(params, x):
         lower = jnp.tril(params["matrix"])

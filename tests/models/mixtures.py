@@ -17,10 +17,15 @@ WIDTH, EXPERTS, LENGTH, VOCABULARY = 32, 4, 8, 32
 
 def params_of(random):
     return {
-        "embed": normal(random, VOCABULARY, WIDTH) * 0.3, "norm1": norm(WIDTH), "norm2": norm(WIDTH),
-        "qkv": dense(random, WIDTH, 3 * WIDTH, bias=False), "out": dense(random, WIDTH, WIDTH),
-        "gate": dense(random, WIDTH, EXPERTS, bias=False), "up": normal(random, EXPERTS, WIDTH, 64) / 6,
-        "down": normal(random, EXPERTS, 64, WIDTH) / 8, "head": dense(random, WIDTH, VOCABULARY),
+        "embed": normal(random, VOCABULARY, WIDTH) * 0.3,
+        "norm1": norm(WIDTH),
+        "norm2": norm(WIDTH),
+        "qkv": dense(random, WIDTH, 3 * WIDTH, bias=False),
+        "out": dense(random, WIDTH, WIDTH),
+        "gate": dense(random, WIDTH, EXPERTS, bias=False),
+        "up": normal(random, EXPERTS, WIDTH, 64) / 6,
+        "down": normal(random, EXPERTS, 64, WIDTH) / 8,
+        "head": dense(random, WIDTH, VOCABULARY),
     }
 
 
@@ -111,6 +116,5 @@ def moe_scanned_experts():
 
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
         return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
-
 
     return step, {"params": params, "opt_state": optimizer.init(params)}, batches(text)

@@ -55,7 +55,10 @@ def mlp_lamb_average():
         updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
         params = optax.apply_updates(state["params"], updates)
         average = jax.tree.map(lambda a, p: 0.99 * a + 0.01 * p, state["average"], params)
-        return {"params": params, "average": average, "opt_state": opt_state}, {"loss": loss, "norm": optax.global_norm(grads)}
+        return {"params": params, "average": average, "opt_state": opt_state}, {
+            "loss": loss,
+            "norm": optax.global_norm(grads),
+        }
 
     # Biases start at zero, where LAMB's trust ratio would jump.
     params = jax.tree.map(lambda p: p + 0.1, params)
@@ -139,15 +142,24 @@ def mlp_custom_gradients():
 @case("matrix_factorization")
 def matrix_factorization():
     random = np.random.default_rng(6)
-    params = {"users": normal(random, 40, 8) * 0.3, "items": normal(random, 56, 8) * 0.3, "bias": np.zeros(56, np.float32)}
+    params = {
+        "users": normal(random, 40, 8) * 0.3,
+        "items": normal(random, 56, 8) * 0.3,
+        "bias": np.zeros(56, np.float32),
+    }
 
     def loss_fn(params, batch):
-        rated = (params["users"][batch["user"]] * params["items"][batch["item"]]).sum(-1) + params["bias"][batch["item"]]
+        rated = (params["users"][batch["user"]] * params["items"][batch["item"]]).sum(-1) + params["bias"][
+            batch["item"]
+        ]
         return optax.sigmoid_binary_cross_entropy(rated, batch["liked"]).mean()
 
     def make(random):
-        return {"user": tokens(random, BATCH, vocabulary=40), "item": tokens(random, BATCH, vocabulary=56),
-                "liked": random.integers(0, 2, BATCH).astype(np.float32)}
+        return {
+            "user": tokens(random, BATCH, vocabulary=40),
+            "item": tokens(random, BATCH, vocabulary=56),
+            "liked": random.integers(0, 2, BATCH).astype(np.float32),
+        }
 
     return trained(loss_fn, params, optax.adagrad(0.1), make)
 
@@ -171,7 +183,11 @@ def graph_segment_sum():
         return ((out - batch["target"]) ** 2).mean()
 
     def make(random):
-        return {"nodes": normal(random, BATCH, 7, 12), "edges": tokens(random, BATCH, 15, 2, vocabulary=7), "target": normal(random, BATCH, 2)}
+        return {
+            "nodes": normal(random, BATCH, 7, 12),
+            "edges": tokens(random, BATCH, 15, 2, vocabulary=7),
+            "target": normal(random, BATCH, 2),
+        }
 
     return trained(loss_fn, params, adamw(), make)
 
@@ -190,4 +206,9 @@ def gaussian_process():
         white = lax.linalg.triangular_solve(factor, y[..., None], left_side=True, lower=True)[..., 0]
         return (0.5 * (white**2).sum(-1) + jnp.log(jnp.diagonal(factor, axis1=1, axis2=2)).sum(-1)).mean()
 
-    return trained(loss_fn, params, optax.sgd(0.01), lambda random: {"x": normal(random, BATCH, 16), "y": normal(random, BATCH, 16)})
+    return trained(
+        loss_fn,
+        params,
+        optax.sgd(0.01),
+        lambda random: {"x": normal(random, BATCH, 16), "y": normal(random, BATCH, 16)},
+    )

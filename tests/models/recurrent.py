@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax import lax
 
-from tests.models.data import BATCH, batches, dense, normal, tokens
+from tests.models.data import BATCH, dense, normal, tokens
 from tests.models.registry import case
 from tests.models.transformers import adamw, apply, trained
 
@@ -31,8 +31,12 @@ def haiku_lstm():
         logits = model.apply(params, ids)
         return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], ids[:, 1:]).mean()
 
-    return trained(loss_fn, params, optax.chain(optax.clip_by_global_norm(1.0), optax.rmsprop(1e-2, eps=1e-3)),
-                   lambda random: tokens(random, BATCH, LENGTH, vocabulary=VOCABULARY))
+    return trained(
+        loss_fn,
+        params,
+        optax.chain(optax.clip_by_global_norm(1.0), optax.rmsprop(1e-2, eps=1e-3)),
+        lambda random: tokens(random, BATCH, LENGTH, vocabulary=VOCABULARY),
+    )
 
 
 @case("bidirectional_gru")
@@ -43,8 +47,12 @@ def bidirectional_gru():
     def cell():
         return {"gates": dense(random, 2 * WIDTH, 2 * WIDTH), "new": dense(random, 2 * WIDTH, WIDTH)}
 
-    params = {"embed": normal(random, VOCABULARY, WIDTH) * 0.3, "forward": cell(), "backward": cell(),
-              "head": dense(random, 2 * WIDTH, 5)}
+    params = {
+        "embed": normal(random, VOCABULARY, WIDTH) * 0.3,
+        "forward": cell(),
+        "backward": cell(),
+        "head": dense(random, 2 * WIDTH, 5),
+    }
 
     def run(layer, x, present, reverse):
         def one(h, inputs):
@@ -60,22 +68,31 @@ def bidirectional_gru():
     def loss_fn(params, batch):
         x = jnp.swapaxes(params["embed"][batch["ids"]], 0, 1)
         present = jnp.arange(LENGTH)[:, None] < batch["lengths"]
-        both = jnp.concatenate([run(params["forward"], x, present, False), run(params["backward"], x, present, True)], -1)
+        both = jnp.concatenate(
+            [run(params["forward"], x, present, False), run(params["backward"], x, present, True)], -1
+        )
         return optax.softmax_cross_entropy_with_integer_labels(apply(params["head"], both), batch["label"]).mean()
 
     def make(random):
-        return {"ids": tokens(random, BATCH, LENGTH, vocabulary=VOCABULARY), "label": tokens(random, BATCH, vocabulary=5),
-                "lengths": random.integers(3, LENGTH + 1, BATCH).astype(np.int32)}
+        return {
+            "ids": tokens(random, BATCH, LENGTH, vocabulary=VOCABULARY),
+            "label": tokens(random, BATCH, vocabulary=5),
+            "lengths": random.integers(3, LENGTH + 1, BATCH).astype(np.int32),
+        }
 
     return trained(loss_fn, params, adamw(), make)
 
 
 def selective_params(random):
     return {
-        "embed": normal(random, VOCABULARY, WIDTH) * 0.3, "conv": normal(random, 3, 1, 2 * WIDTH) * 0.5,
-        "in": dense(random, WIDTH, 4 * WIDTH, bias=False), "step": dense(random, 2 * WIDTH, 2 * WIDTH),
-        "mix": dense(random, 2 * WIDTH, 8, bias=False), "decay": np.log(np.tile(np.arange(1, 5, dtype=np.float32), (2 * WIDTH, 1))),
-        "skip": np.ones(2 * WIDTH, np.float32), "out": dense(random, 2 * WIDTH, WIDTH, bias=False),
+        "embed": normal(random, VOCABULARY, WIDTH) * 0.3,
+        "conv": normal(random, 3, 1, 2 * WIDTH) * 0.5,
+        "in": dense(random, WIDTH, 4 * WIDTH, bias=False),
+        "step": dense(random, 2 * WIDTH, 2 * WIDTH),
+        "mix": dense(random, 2 * WIDTH, 8, bias=False),
+        "decay": np.log(np.tile(np.arange(1, 5, dtype=np.float32), (2 * WIDTH, 1))),
+        "skip": np.ones(2 * WIDTH, np.float32),
+        "out": dense(random, 2 * WIDTH, WIDTH, bias=False),
         "head": dense(random, WIDTH, VOCABULARY, bias=False),
     }
 
@@ -83,14 +100,16 @@ def selective_params(random):
 def selective_layer(params, x, scanned):
     """A state-space layer whose step depends on the input (as in Mamba)."""
     x, gate = jnp.split(apply(params["in"], x), 2, -1)
-    x = lax.conv_general_dilated(x, params["conv"], (1,), ((2, 0),), dimension_numbers=("NWC", "WIO", "NWC"),
-                                 feature_group_count=x.shape[-1])
+    x = lax.conv_general_dilated(
+        x, params["conv"], (1,), ((2, 0),), dimension_numbers=("NWC", "WIO", "NWC"), feature_group_count=x.shape[-1]
+    )
     x = jax.nn.silu(x)
     delta = jax.nn.softplus(apply(params["step"], x))
     into, out = jnp.split(apply(params["mix"], x), 2, -1)
     decay = jnp.exp(-delta[..., None] * jnp.exp(params["decay"]))
     drive = (delta * x)[..., None] * into[:, :, None]
     if scanned:
+
         def one(h, inputs):
             a, b = inputs
             h = a * h + b
@@ -110,8 +129,12 @@ def selective(scanned):
         logits = apply(params["head"], x + selective_layer(params, x, scanned))
         return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], ids[:, 1:]).mean()
 
-    return trained(loss_fn, selective_params(np.random.default_rng(2)), adamw(),
-                   lambda random: tokens(random, BATCH, LENGTH, vocabulary=VOCABULARY))
+    return trained(
+        loss_fn,
+        selective_params(np.random.default_rng(2)),
+        adamw(),
+        lambda random: tokens(random, BATCH, LENGTH, vocabulary=VOCABULARY),
+    )
 
 
 @case("mamba_like_scan")
@@ -127,8 +150,11 @@ def mamba_like_associative():
 @case("linear_attention_cumsum")
 def linear_attention_cumsum():
     random = np.random.default_rng(4)
-    params = {"embed": normal(random, VOCABULARY, WIDTH) * 0.3, "qkv": dense(random, WIDTH, 3 * WIDTH, bias=False),
-              "head": dense(random, WIDTH, VOCABULARY, bias=False)}
+    params = {
+        "embed": normal(random, VOCABULARY, WIDTH) * 0.3,
+        "qkv": dense(random, WIDTH, 3 * WIDTH, bias=False),
+        "head": dense(random, WIDTH, VOCABULARY, bias=False),
+    }
 
     def loss_fn(params, ids):
         x = params["embed"][ids]
@@ -147,7 +173,11 @@ def linear_attention_cumsum():
 def fixed_point_loops():
     """A while loop to a fixed point, its gradient by another (an implicit layer), and a fori_loop in front."""
     random = np.random.default_rng(5)
-    params = {"in": dense(random, 12, WIDTH), "loop": {"kernel": normal(random, WIDTH, WIDTH) * 0.08}, "head": dense(random, WIDTH, 3)}
+    params = {
+        "in": dense(random, 12, WIDTH),
+        "loop": {"kernel": normal(random, WIDTH, WIDTH) * 0.08},
+        "head": dense(random, WIDTH, 3),
+    }
 
     def iterate(f, start):
         def body(carry):
@@ -179,4 +209,6 @@ def fixed_point_loops():
         z = settle(params["loop"]["kernel"], x)
         return ((apply(params["head"], z) - batch["y"]) ** 2).mean()
 
-    return trained(loss_fn, params, optax.sgd(0.1), lambda random: {"x": normal(random, BATCH, 12), "y": normal(random, BATCH, 3)})
+    return trained(
+        loss_fn, params, optax.sgd(0.1), lambda random: {"x": normal(random, BATCH, 12), "y": normal(random, BATCH, 3)}
+    )

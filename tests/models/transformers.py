@@ -44,16 +44,22 @@ def block(layer, x):
 
 def block_params(random, *lead, width=WIDTH):
     return {
-        "norm1": norm(width, *lead), "qkv": dense(random, width, 3 * width, *lead, bias=False),
-        "out": dense(random, width, width, *lead), "norm2": norm(width, *lead),
-        "up": dense(random, width, 4 * width, *lead), "down": dense(random, 4 * width, width, *lead),
+        "norm1": norm(width, *lead),
+        "qkv": dense(random, width, 3 * width, *lead, bias=False),
+        "out": dense(random, width, width, *lead),
+        "norm2": norm(width, *lead),
+        "up": dense(random, width, 4 * width, *lead),
+        "down": dense(random, 4 * width, width, *lead),
     }
 
 
 def gpt_params(random, layers):
     return {
-        "embed": normal(random, VOCABULARY, WIDTH) * 0.1, "positions": normal(random, LENGTH, WIDTH) * 0.1,
-        "layers": layers, "norm": norm(WIDTH), "head": dense(random, WIDTH, VOCABULARY, bias=False),
+        "embed": normal(random, VOCABULARY, WIDTH) * 0.1,
+        "positions": normal(random, LENGTH, WIDTH) * 0.1,
+        "layers": layers,
+        "norm": norm(WIDTH),
+        "head": dense(random, WIDTH, VOCABULARY, bias=False),
     }
 
 
@@ -169,10 +175,16 @@ def llama_block(layer, x, groups=2):
     size = width // HEADS
 
     def rms(scale, x):
-        return x * lax.rsqrt((x.astype(jnp.float32) ** 2).mean(-1, keepdims=True) + 1e-5).astype(x.dtype) * scale.astype(x.dtype)
+        return (
+            x
+            * lax.rsqrt((x.astype(jnp.float32) ** 2).mean(-1, keepdims=True) + 1e-5).astype(x.dtype)
+            * scale.astype(x.dtype)
+        )
 
     h = rms(layer["norm1"], x)
-    q = rotary(apply(layer["q"], h).reshape(batch, length, HEADS, size)).reshape(batch, length, groups, HEADS // groups, size)
+    q = rotary(apply(layer["q"], h).reshape(batch, length, HEADS, size)).reshape(
+        batch, length, groups, HEADS // groups, size
+    )
     k = rotary(apply(layer["k"], h).reshape(batch, length, groups, size))
     v = apply(layer["v"], h).reshape(batch, length, groups, size)
     scores = jnp.einsum("bqgnd,bkgd->bgnqk", q, k).astype(jnp.float32) / np.sqrt(size)
@@ -186,17 +198,30 @@ def llama_block(layer, x, groups=2):
 def llama_params(random, *lead):
     half = WIDTH // 2
     return {
-        "norm1": np.ones((*lead, WIDTH), np.float32), "norm2": np.ones((*lead, WIDTH), np.float32),
-        **{name: dense(random, rows, columns, *lead, bias=False) for name, rows, columns in (
-            ("q", WIDTH, WIDTH), ("k", WIDTH, half), ("v", WIDTH, half), ("o", WIDTH, WIDTH),
-            ("gate", WIDTH, 96), ("up", WIDTH, 96), ("down", 96, WIDTH))},
+        "norm1": np.ones((*lead, WIDTH), np.float32),
+        "norm2": np.ones((*lead, WIDTH), np.float32),
+        **{
+            name: dense(random, rows, columns, *lead, bias=False)
+            for name, rows, columns in (
+                ("q", WIDTH, WIDTH),
+                ("k", WIDTH, half),
+                ("v", WIDTH, half),
+                ("o", WIDTH, WIDTH),
+                ("gate", WIDTH, 96),
+                ("up", WIDTH, 96),
+                ("down", 96, WIDTH),
+            )
+        },
     }
 
 
 def llama(dtype):
     random = np.random.default_rng(4)
-    params = {"embed": normal(random, VOCABULARY, WIDTH) * 0.1, "layers": llama_params(random, 2),
-              "head": dense(random, WIDTH, VOCABULARY, bias=False)}
+    params = {
+        "embed": normal(random, VOCABULARY, WIDTH) * 0.1,
+        "layers": llama_params(random, 2),
+        "head": dense(random, WIDTH, VOCABULARY, bias=False),
+    }
 
     def loss_fn(params, ids):
         x = params["embed"][ids].astype(dtype)
@@ -266,7 +291,9 @@ def lora():
     """Frozen weights and trained factors of low rank."""
     random = np.random.default_rng(7)
     frozen = on_device(gpt_params(random, [block_params(random) for _ in range(2)]))
-    factors = on_device([{"a": normal(random, WIDTH, 4) * 0.1, "b": normal(random, 4, 3 * WIDTH) * 0.1} for _ in range(2)])
+    factors = on_device(
+        [{"a": normal(random, WIDTH, 4) * 0.1, "b": normal(random, 4, 3 * WIDTH) * 0.1} for _ in range(2)]
+    )
     optimizer = adamw()
 
     def loss_fn(factors, frozen, ids):
@@ -289,8 +316,11 @@ def lora():
 def two_towers():
     """Every sample against every other: the loss joins the whole batch."""
     random = np.random.default_rng(8)
-    params = {"image": [dense(random, 40, 64), dense(random, 64, 16)], "text": [dense(random, 24, 64), dense(random, 64, 16)],
-              "scale": np.float32(2.0)}
+    params = {
+        "image": [dense(random, 40, 64), dense(random, 64, 16)],
+        "text": [dense(random, 24, 64), dense(random, 64, 16)],
+        "scale": np.float32(2.0),
+    }
 
     def tower(layers, x):
         x = apply(layers[1], jnp.tanh(apply(layers[0], x)))
@@ -302,5 +332,6 @@ def two_towers():
         both = optax.softmax_cross_entropy_with_integer_labels
         return (both(logits, labels) + both(logits.T, labels)).mean() / 2
 
-    return trained(loss_fn, params, adamw(),
-                   lambda random: {"image": normal(random, BATCH, 40), "text": normal(random, BATCH, 24)})
+    return trained(
+        loss_fn, params, adamw(), lambda random: {"image": normal(random, BATCH, 40), "text": normal(random, BATCH, 24)}
+    )

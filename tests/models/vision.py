@@ -18,7 +18,10 @@ from tests.models.transformers import adamw, apply
 
 
 def images(size=8, channels=3, classes=10):
-    return lambda random: {"image": normal(random, BATCH, size, size, channels), "label": tokens(random, BATCH, vocabulary=classes)}
+    return lambda random: {
+        "image": normal(random, BATCH, size, size, channels),
+        "label": tokens(random, BATCH, vocabulary=classes),
+    }
 
 
 def cross_entropy(logits, labels):
@@ -152,11 +155,16 @@ def wide_resnet_plain():
     def kernel(size, fan_in, out):
         return normal(random, size, size, fan_in, out) / np.sqrt(size * size * fan_in).astype(np.float32)
 
-    params = on_device({
-        "stem": kernel(3, 3, 16), "head": dense(random, 32, 10),
-        "blocks": [{"first": kernel(3, 16, 32), "second": kernel(3, 32, 32), "skip": kernel(1, 16, 32)},
-                   {"first": kernel(3, 32, 32), "second": kernel(3, 32, 32)}],
-    })
+    params = on_device(
+        {
+            "stem": kernel(3, 3, 16),
+            "head": dense(random, 32, 10),
+            "blocks": [
+                {"first": kernel(3, 16, 32), "second": kernel(3, 32, 32), "skip": kernel(1, 16, 32)},
+                {"first": kernel(3, 32, 32), "second": kernel(3, 32, 32)},
+            ],
+        }
+    )
     optimizer = optax.sgd(0.05, momentum=0.9)
 
     def convolve(x, kernel, stride=1):
@@ -200,7 +208,9 @@ def haiku_convnext_pooling():
 
     def step(state, batch):
         params, opt_state = state
-        loss, grads = jax.value_and_grad(lambda p: cross_entropy(model.apply(p, batch["image"]), batch["label"]))(params)
+        loss, grads = jax.value_and_grad(lambda p: cross_entropy(model.apply(p, batch["image"]), batch["label"]))(
+            params
+        )
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return (optax.apply_updates(params, updates), opt_state), loss
 

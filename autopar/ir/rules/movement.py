@@ -91,7 +91,9 @@ def slice_(eqn: JaxprEqn) -> ShardingRule:
     strides = eqn.params["strides"] or (1,) * len(source)
 
     def local(eqn: JaxprEqn, shard: Shard, array: jax.Array) -> Sequence[jax.Array]:
-        limits = [n if keep else limit for n, keep, limit in zip(array.shape, kept, eqn.params["limit_indices"], strict=True)]
+        limits = [
+            n if keep else limit for n, keep, limit in zip(array.shape, kept, eqn.params["limit_indices"], strict=True)
+        ]
         return [lax.slice(array, eqn.params["start_indices"], limits, strides)]
 
     return _resized(eqn, kept, local)
@@ -152,8 +154,9 @@ def tile(eqn: JaxprEqn) -> ShardingRule:
         operand.append(names[-1:] if size != 1 else ())
 
     def local(eqn: JaxprEqn, shard: Shard, array: jax.Array) -> Sequence[jax.Array]:
-        counts = [shard.local_dim(dim) // n if n else count
-                  for dim, n, count in zip(result, array.shape, reps, strict=True)]
+        counts = [
+            shard.local_dim(dim) // n if n else count for dim, n, count in zip(result, array.shape, reps, strict=True)
+        ]
         return [jnp.tile(array, counts)]
 
     return ShardingRule((tuple(operand),), (tuple(result),), sizes, linear=linear_groups(eqn, (0,)), local=local)
@@ -212,7 +215,9 @@ def _resized(eqn: JaxprEqn, kept: Sequence[bool], local: object) -> ShardingRule
         for dim, size, keep in zip(operand, target, kept, strict=True)
     )
     sizes = {**sizes_of(operand, source), **sizes_of(result, target)}
-    whole = tuple(dim[0] for term in (operand, result) for dim, keep in zip(term, kept, strict=True) if dim and not keep)
+    whole = tuple(
+        dim[0] for term in (operand, result) for dim, keep in zip(term, kept, strict=True) if dim and not keep
+    )
     return ShardingRule(
         (operand, *((),) * (len(eqn.invars) - 1)),
         (result,),

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import string
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -207,7 +207,9 @@ def infer_sizes(terms: Sequence[Term], shapes: Sequence[Sequence[int]], what: st
         for dim, size in zip(term, shape, strict=True):
             if len(dim) == 1:
                 if sizes.setdefault(dim[0], size) != size:
-                    raise ValueError(f"{what}: factor `{dim[0]}` is {sizes[dim[0]]} in one place and {size} in another.")
+                    raise ValueError(
+                        f"{what}: factor `{dim[0]}` is {sizes[dim[0]]} in one place and {size} in another."
+                    )
             elif len(dim) > 1:
                 compound.append((dim, size))
             elif size != 1:
