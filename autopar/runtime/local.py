@@ -35,15 +35,24 @@ class Executable:
     compiled: jax.stages.Compiled
     in_shardings: tuple[jax.sharding.NamedSharding, ...]
     donated: tuple[bool, ...]
+    _seen: list[Any]
+    """For each input, the sharding object last found equal to what is wanted: comparing takes longer than looking."""
 
     def place(self, arrays: Sequence[Any]) -> list[jax.Array]:
         """Put arrays where the program wants them; those that are there already are passed on as they are."""
-        placed = list(arrays)
-        away = [
-            k
-            for k, (array, sharding) in enumerate(zip(arrays, self.in_shardings, strict=True))
-            if not (isinstance(array, jax.Array) and (array.sharding is sharding or array.sharding == sharding))
-        ]
+        placed, seen = list(arrays), self._seen
+        away = []
+        for k, array in enumerate(placed):
+            if isinstance(array, jax.Array):
+                sharding = array.sharding
+                if sharding is seen[k]:
+                    continue
+                wanted = self.in_shardings[k]
+                # An equivalent sharding by another name will do, but not for what is donated: it may be the user's own.
+                if sharding == wanted or (not self.donated[k] and sharding.is_equivalent_to(wanted, array.ndim)):
+                    seen[k] = sharding
+                    continue
+            away.append(k)
         if away:
             # The user's own array must survive the donation of its placed copy. `device_put` shares memory with it where
             # it can, also when told not to (a replica on the same device; NumPy memory on CPU): copy first.
@@ -114,4 +123,4 @@ def compile_program(
     jitted = jax.jit(
         step, in_shardings=shardings, out_shardings=results, donate_argnums=tuple(k for k, d in enumerate(donated) if d)
     )
-    return Executable(jitted.lower(*arguments).compile(), shardings, tuple(donated))
+    return Executable(jitted.lower(*arguments).compile(), shardings, tuple(donated), list(shardings))
