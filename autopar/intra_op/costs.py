@@ -176,3 +176,18 @@ def stored_values(graph: Graph) -> set[Var]:
         if not pointwise:
             stored.update(node.eqn.outvars)
     return stored
+
+
+def held_values(graph: Graph) -> set[Var]:
+    """Values that take memory while they wait: those that go through memory, and those that several operations read.
+
+    A compiler fuses a pointwise operation into its one reader; with several, some of them later, it keeps the result.
+    """
+    held = stored_values(graph)
+    readers: dict[Var, int] = {}
+    for node in graph.nodes:
+        if node.kind == "op":
+            for var in dict.fromkeys(atom for atom in node.eqn.invars if isinstance(atom, Var)):
+                readers[var] = readers.get(var, 0) + 1
+    held.update(v for node in graph.nodes if node.kind == "op" for v in node.eqn.outvars if readers.get(v, 0) > 1)
+    return held

@@ -14,7 +14,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from autopar._jax import Literal, Var
-from autopar.intra_op.sharded import Body, Compute, Copy, Instruction, Region, copies_made, copies_read, local_bytes
+from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Instruction, Region, copies_made, copies_read, local_bytes
 from autopar.mesh import LogicalMesh
 
 
@@ -103,6 +103,10 @@ def _inner_peak(
     instruction: Instruction, mesh: LogicalMesh, stored: AbstractSet[Var]
 ) -> tuple[int, list[tuple[Copy, int]]]:
     """What the bodies of a region need beyond its operands and results; branches take turns, so the largest counts."""
+    if isinstance(instruction, Fused):
+        # What is sent together is packed into one array, and arrives as one.
+        packed = [local_bytes(m.var, m.source, mesh) + local_bytes(m.var, m.target, mesh) for m in instruction.moves]
+        return sum(packed), []
     if not isinstance(instruction, Region):
         return 0, []
     best: tuple[int, list[tuple[Copy, int]]] = (0, [])

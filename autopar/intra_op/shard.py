@@ -16,7 +16,7 @@ import numpy as np
 from autopar._jax import Jaxpr
 from autopar.cost import collective_seconds
 from autopar.errors import InfeasibleError
-from autopar.intra_op.costs import build_problem, stored_values
+from autopar.intra_op.costs import build_problem, held_values
 from autopar.intra_op.graph import Graph, build_graph
 from autopar.intra_op.liveness import Liveness, measure_liveness
 from autopar.intra_op.lower import lower
@@ -103,12 +103,12 @@ def shard(
     _check_pins(graph, allowed)
     class_of = tie_nodes(graph, allowed.keys)
     problem = build_problem(graph, device, class_of, allowed.masks)
-    stored = stored_values(graph)
+    held = held_values(graph)
     budget = options.memory_budget_bytes or device.memory_bytes
 
     def broken_rows(class_choices: Sequence[int]) -> list[MemoryRow]:
         body = lower(jaxpr, graph, [class_choices[c] for c in class_of])
-        liveness = measure_liveness(body, mesh, stored, donated)
+        liveness = measure_liveness(body, mesh, held, donated)
         if liveness.peak_bytes <= budget:
             return []
         return [memory_row(graph, class_of, problem, liveness, class_choices, budget)]
@@ -176,7 +176,7 @@ def read_off(
         solution,
         allowed,
         body,
-        measure_liveness(body, graph.mesh, stored_values(graph), donated),
+        measure_liveness(body, graph.mesh, held_values(graph), donated),
         collectives,
         max(0.0, operations - at_once),
         communication,

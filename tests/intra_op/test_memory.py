@@ -1,0 +1,74 @@
+"""Memory: predicted bytes against the compiler's, and budgets from plenty to just infeasible."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import autopar
+from autopar import Cluster, DataParallel, Device, Link, ShardParallel
+from autopar.errors import InfeasibleError
+
+LAYERS, WIDTH, TOKENS, BATCH = 6, 64, 64, 64
+
+
+def make_step(remat):
+    """A scanned stack of attention-free blocks whose activations outweigh its parameters."""
+
+    def block(x, layer):
+        h = jnp.tanh(x @ layer["up"])
+        return x + h @ layer["down"]
+
+    body = jax.checkpoint(block) if remat else block
+
+    def loss_fn(params, x):
+        x, _ = lax.scan(lambda x, layer: (body(x, layer), None), x, params)
+        return jnp.mean(x**2)
+
+    def train_step(state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch["x"])
+        momentum = jax.tree.map(lambda m, g: 0.9 * m + g, state["momentum"], grads)
+        return {"params": jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], momentum), "momentum": momentum}, loss
+
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    params = {"up": array(LAYERS, WIDTH, 2 * WIDTH), "down": array(LAYERS, 2 * WIDTH, WIDTH)}
+    return train_step, {"params": params, "momentum": params}, {"x": array(BATCH, TOKENS, WIDTH)}
+
+
+@pytest.mark.parametrize("method", [DataParallel(zero=0), DataParallel(zero=3), ShardParallel(mesh_shape=(2, 4))], ids=str)
+@pytest.mark.parametrize("remat", [False, True], ids=["saved", "remat"])
+def test_against_the_compiler(method, remat):
+    train_step, state, batch = make_step(remat)
+    compiled = autopar.parallelize(train_step, method=method).compile(state, batch)
+    analysis = next(iter(compiled.programs.values())).memory_analysis()
+    cost = compiled.plan.cost
+    assert cost.argument_bytes == analysis.argument_size_in_bytes
+    predicted = cost.peak_bytes[0] - cost.argument_bytes
+    assert predicted == pytest.approx(analysis.temp_size_in_bytes, rel=0.2 if remat else 0.1)
+
+
+def test_budgets_from_plenty_to_nothing():
+    train_step, state, batch = make_step(remat=False)
+    cluster = Cluster(1, 8, Device("toy", 1e9, memory_bytes_per_second=1e10), Link(1e-6, 1e8), Link(1e-6, 1e8))
+
+    def plan(budget):
+        method = ShardParallel(mesh_shape=(8,), memory_budget_bytes=budget)
+        return autopar.parallelize(train_step, cluster=cluster, method=method).plan(state, batch)
+
+    plenty = plan(None)
+    budget, planned, last = int(plenty.cost.peak_bytes[0] * 1.01), 0, 0.0
+    while True:
+        try:
+            found = plan(budget)
+        except InfeasibleError as error:
+            assert str(budget) in str(error)
+            assert error.needed_bytes > budget or "no sharding fits at all of them" in str(error)
+            break
+        assert found.cost.peak_bytes[0] <= budget
+        # Less memory never makes a plan faster.
+        assert found.cost.step_seconds >= last * (1 - 1e-6)
+        planned, last = planned + 1, found.cost.step_seconds
+        budget = int(min(budget, found.cost.peak_bytes[0]) * 0.9)
+    assert planned >= 1
