@@ -63,9 +63,7 @@ def wide_resnet() -> tuple[Any, Any, Any]:
     optimizer = optax.sgd(0.1, momentum=0.9)
 
     def convolve(x, kernel, stride=1):
-        return lax.conv_general_dilated(
-            x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
-        )
+        return lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
     def normalize(x):
         return (x - x.mean((0, 1, 2))) * lax.rsqrt(x.var((0, 1, 2)) + 1e-5)
@@ -119,22 +117,41 @@ def hand_plans(model: str, num_devices: int = 8) -> Iterator[tuple[str, Any]]:
         name = f"{data} data x {other} " if data > 1 else f"{other} "
         if model == "GPT block":
             megatron = {
-                "*params/*/qkv/kernel": P(None, axis), "*params/*/qkv/bias": P(axis), "*params/*/out/kernel": P(axis, None),
-                "*params/*/up/kernel": P(None, axis), "*params/*/up/bias": P(axis), "*params/*/down/kernel": P(axis, None),
+                "*params/*/qkv/kernel": P(None, axis),
+                "*params/*/qkv/bias": P(axis),
+                "*params/*/out/kernel": P(axis, None),
+                "*params/*/up/kernel": P(None, axis),
+                "*params/*/up/bias": P(axis),
+                "*params/*/down/kernel": P(axis, None),
             }
             yield name + "tensor", _pinned(shape, {**megatron, "tokens": P(batch, None)})
-            yield name + "tensor + vocabulary", _pinned(
-                shape, {**megatron, "*params/head": P(None, axis), "*params/embed": P(axis, None), "tokens": P(batch, None)}
+            yield (
+                name + "tensor + vocabulary",
+                _pinned(
+                    shape,
+                    {
+                        **megatron,
+                        "*params/head": P(None, axis),
+                        "*params/embed": P(axis, None),
+                        "tokens": P(batch, None),
+                    },
+                ),
             )
         if model == "MoE block":
             experts = {"*params/up": P(axis, None, None), "*params/down": P(axis, None, None)}
             both = P((batch, axis), None, None) if batch else P(axis, None, None)
             yield name + "expert", _pinned(shape, {**experts, "batch/*": both})
-            yield name + "tensor", _pinned(
-                shape, {"*params/up": P(None, None, axis), "*params/down": P(None, axis, None), "batch/*": P(batch)}
+            yield (
+                name + "tensor",
+                _pinned(
+                    shape, {"*params/up": P(None, None, axis), "*params/down": P(None, axis, None), "batch/*": P(batch)}
+                ),
             )
         if model == "Wide-ResNet":
-            yield name + "output channels", _pinned(shape, {"*params/blocks/*": P(None, None, None, axis), "batch/*": P(batch)})
+            yield (
+                name + "output channels",
+                _pinned(shape, {"*params/blocks/*": P(None, None, None, axis), "batch/*": P(batch)}),
+            )
 
 
 def _pinned(shape: tuple[int, ...], constraints: dict[str, P]) -> Any:
@@ -168,8 +185,12 @@ def main() -> None:
             best = best or plan.cost.step_seconds
             cost = plan.cost
             table.add_row(
-                name, str(plan.mesh), f"{cost.step_seconds * 1e3:.3f} ms", f"{cost.communication_seconds * 1e3:.3f} ms",
-                f"{cost.optimality_gap:.1%}", f"{cost.step_seconds / best:.4f}",
+                name,
+                str(plan.mesh),
+                f"{cost.step_seconds * 1e3:.3f} ms",
+                f"{cost.communication_seconds * 1e3:.3f} ms",
+                f"{cost.optimality_gap:.1%}",
+                f"{cost.step_seconds / best:.4f}",
             )
         Console(width=110).print(table)
 

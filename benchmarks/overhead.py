@@ -81,7 +81,11 @@ def main() -> None:
     for width, layers in ((256, 4), (512, 4), (512, 12)):
         plain, ours = measure(width, layers, chosen.rounds, chosen.steps)
         table.add_row(
-            f"{layers} x {width}", str(6 * layers + 1), f"{plain * 1e3:.2f} ms", f"{ours * 1e3:.2f} ms", f"{ours / plain:.3f}"
+            f"{layers} x {width}",
+            str(6 * layers + 1),
+            f"{plain * 1e3:.2f} ms",
+            f"{ours * 1e3:.2f} ms",
+            f"{ours / plain:.3f}",
         )
     Console(width=100).print(table)
 

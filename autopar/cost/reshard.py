@@ -209,7 +209,8 @@ def _steps_from(sharding: Sharding, mesh: LogicalMesh) -> Iterator[Step]:
         for source_axis in split:
             for axis in free:
                 if mesh.size_of(axis) == mesh.size_of(source_axis):
-                    yield Permute(source_axis, axis, dim)
+                    both = tuple(a for a in mesh.axis_sizes if a in (source_axis, axis))
+                    yield Permute(source_axis, axis, dim, both)
 
 
 def _subsets(axes: Sequence[str]) -> Iterator[tuple[str, ...]]:
@@ -224,7 +225,7 @@ def _on_dims(step: Step, dims: tuple[int, ...]) -> Step:
             return type(step)(axes, dims[dim])
         case AllToAll(axes, source, target):
             return AllToAll(axes, dims[source], dims[target])
-        case Permute(source_axis, target_axis, dim):
-            return Permute(source_axis, target_axis, dims[dim])
+        case Permute(source_axis, target_axis, dim, axes):
+            return Permute(source_axis, target_axis, dims[dim], axes)
         case _:
             return step

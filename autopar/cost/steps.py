@@ -53,11 +53,8 @@ class Permute:
     source_axis: str
     target_axis: str
     dim: int
-
-    @property
-    def axes(self) -> tuple[str, ...]:
-        """The axes whose devices take part."""
-        return (self.source_axis, self.target_axis)
+    axes: tuple[str, ...]
+    """Both, in mesh order."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,17 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from autopar._jax import Literal, Var
-from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Instruction, Region, copies_made, copies_read, local_bytes
+from autopar.intra_op.sharded import (
+    Body,
+    Compute,
+    Copy,
+    Fused,
+    Instruction,
+    Region,
+    copies_made,
+    copies_read,
+    local_bytes,
+)
 from autopar.mesh import LogicalMesh
 
 

@@ -28,10 +28,11 @@ def apply_step(array: jax.Array, step: Step, axis_sizes: Mapping[str, int]) -> j
             return lax.all_gather(array, axes, axis=dim, tiled=True)
         case AllToAll(axes, source_dim, target_dim):
             return lax.all_to_all(array, axes, split_axis=target_dim, concat_axis=source_dim, tiled=True)
-        case Permute(source_axis, target_axis):
+        case Permute(source_axis=source_axis, axes=axes):
+            # Device (i, j) has part i and wants part j, which (j, i) has: the same in either order of the axes.
             size = axis_sizes[source_axis]
             pairs = [(i * size + j, j * size + i) for i in range(size) for j in range(size)]
-            return lax.ppermute(array, (source_axis, target_axis), pairs)
+            return lax.ppermute(array, axes, pairs)
         case Slice(axes, dim):
             size = array.shape[dim] // math.prod(axis_sizes[axis] for axis in axes)
             return lax.dynamic_slice_in_dim(array, lax.axis_index(axes) * size, size, dim)

@@ -119,7 +119,7 @@ def test_classics():
     assert steps(Sharding(((), ()), ("x", "y")), whole) == (AllReduce(("x", "y")),)
     both = LogicalMesh((4, 4), links=(FAST, FAST))
     moved = cheapest_reshard((4, 1), 4, Sharding((("x",), ())), Sharding((("y",), ())), both)
-    assert moved.steps == (Permute("x", "y", 0),)
+    assert moved.steps == (Permute("x", "y", 0, ("x", "y")),)
 
 
 def test_whole_before_it_is_a_partial_sum():

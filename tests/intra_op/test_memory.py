@@ -37,7 +37,9 @@ def make_step(remat):
     return train_step, {"params": params, "momentum": params}, {"x": array(BATCH, TOKENS, WIDTH)}
 
 
-@pytest.mark.parametrize("method", [DataParallel(zero=0), DataParallel(zero=3), ShardParallel(mesh_shape=(2, 4))], ids=str)
+@pytest.mark.parametrize(
+    "method", [DataParallel(zero=0), DataParallel(zero=3), ShardParallel(mesh_shape=(2, 4))], ids=str
+)
 @pytest.mark.parametrize("remat", [False, True], ids=["saved", "remat"])
 def test_against_the_compiler(method, remat):
     train_step, state, batch = make_step(remat)

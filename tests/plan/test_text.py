@@ -5,11 +5,15 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import jax
 import pytest
 
 from autopar.plan.page import bytes_text, collapse_paths, numbers_text, page_of, seconds_text, solver_text
 
 
+@pytest.mark.skipif(
+    not jax.__version__.startswith("0.10"), reason="of equal plans another solver release takes another"
+)
 def test_golden(plan, golden):
     golden("plan_mlp", re.sub(r"(planning +).*", r"\1(masked)", str(plan)))
 
