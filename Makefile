@@ -12,7 +12,7 @@ demo: $(STAMP)
 	$(RUN) examples/train_gpt.py
 
 test: $(STAMP)
-	$(RUN) -m pytest -q -rs $(PYTEST_ARGS)
+	$(RUN) -m pytest -q -rs -n 2 $(PYTEST_ARGS)
 
 # Python 3.11 with JAX 0.10, and Python 3.12 with JAX 0.11.
 test-matrix:

@@ -2,6 +2,7 @@
 
 from autopar import errors
 from autopar.api import CompiledStep, ParallelStep, parallelize
+from autopar.ir.rules.opaque import sharding_rule
 from autopar.mesh import Cluster, Device, Link, LogicalMesh
 from autopar.plan.methods import Auto, DataParallel, PipelineParallel, ShardParallel, ThreeD
 from autopar.plan.plan import Plan
@@ -22,4 +23,5 @@ __all__ = [
     "ThreeD",
     "errors",
     "parallelize",
+    "sharding_rule",
 ]

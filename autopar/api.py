@@ -197,6 +197,7 @@ class ParallelStep:
             StructureChangedError: The result is no state argument of the step.
         """
         made = jax.eval_shape(init_fn, *args)
+        compiled: CompiledStep | None
         if example is not None:
             compiled = self._compile_types((made, *example))
         else:

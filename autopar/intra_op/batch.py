@@ -99,8 +99,8 @@ def _follow_region(eqn: JaxprEqn, rule_of: Mapping[int, ShardingRule], batch: Ba
             loop = while_parts(eqn)
             for outer, var in (*loop.cond_consts, *loop.body_consts):
                 batch.add(var, batch.dims(outer))
-            loops = [(outer, (seen, var), inside, result) for outer, seen, var, inside, result in loop.carries]
-            _follow_carries(loop.body, loops, rule_of, batch)
+            both = [(outer, (seen, var), inside, result) for outer, seen, var, inside, result in loop.carries]
+            _follow_carries(loop.body, both, rule_of, batch)
             _follow(loop.cond_body, rule_of, batch)
         case "cond":
             for branch in body_jaxprs(eqn):

@@ -11,6 +11,7 @@ Method: an operation costs its roofline time on one device's share, plus the red
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -53,22 +54,22 @@ def build_problem(
             if allowed is not None and node in allowed:
                 total = np.where(allowed[node], total, np.inf)
         problem.costs.append(total)
-    weights: dict[tuple[object, ...], float] = {}
+    weights: dict[tuple[Any, ...], float] = {}
     lists: dict[int, Shardings] = {}
     for edge in graph.edges:
         u, v = class_of[edge.source], class_of[edge.target]
         key = (u, v, edge.shape, edge.itemsize, id(edge.given), id(edge.wanted), edge.communicates, edge.is_sample)
         weights[key] = weights.get(key, 0.0) + edge.weight
         lists[id(edge.given)], lists[id(edge.wanted)] = edge.given, edge.wanted
-    matrices: dict[tuple[object, ...], np.ndarray] = {}
+    matrices: dict[tuple[Any, ...], np.ndarray] = {}
     together = _sent_together(graph.mesh)
     for (u, v, shape, itemsize, given, wanted, communicates, is_sample), weight in weights.items():
         joins = not is_sample and num_elements(shape) * itemsize <= SMALL_BYTES
-        key = (shape, itemsize, given, wanted, joins)
-        if key not in matrices:
+        table = (shape, itemsize, given, wanted, joins)
+        if table not in matrices:
             mesh = together if joins else graph.mesh
-            matrices[key] = _matrix(shape, itemsize, lists[given], lists[wanted], mesh)
-        matrix = matrices[key] if communicates else np.where(matrices[key] > 0, np.inf, 0.0)
+            matrices[table] = _matrix(shape, itemsize, lists[given], lists[wanted], mesh)
+        matrix = matrices[table] if communicates else np.where(matrices[table] > 0, np.inf, 0.0)
         if matrix.any():
             problem.add_edge(u, v, matrix * weight)
     return problem

@@ -149,7 +149,7 @@ class _State:
         order = np.arange(len(cost))
         strictly = beaten & ~(beaten.T & (order[:, None] > order[None, :]))
         np.fill_diagonal(strictly, False)
-        keep = ~strictly.any(axis=0)
+        keep = np.asarray(~strictly.any(axis=0))
         if keep.all():
             return False
         self.restrict(node, keep)

@@ -93,8 +93,8 @@ def _in_order(
     result: list[Instruction] = []
     while ready:
         position = heapq.heappop(ready)
-        group = members.get(position)
-        result.append(Fused(tuple(_moves(instructions, group))) if group else instructions[position])
+        together = members.get(position)
+        result.append(Fused(tuple(_moves(instructions, together))) if together else instructions[position])
         for reader in readers[position]:
             waits[reader].discard(position)
             if not waits[reader]:

@@ -17,6 +17,7 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
 from autopar.intra_op.batch import BatchDims, follow_batch
@@ -55,9 +56,9 @@ class Node:
     strategies: tuple[Strategy, ...] = ()
     shardings: Shardings = ()
     weight: float = 1.0
-    eqn: JaxprEqn | None = None
-    rule: ShardingRule | None = None
-    var: Var | None = None
+    eqn: Any = None
+    rule: Any = None
+    var: Any = None
     communicates: bool = True
     signature: object = None
 
@@ -199,7 +200,7 @@ class _Builder:
             else:
                 self.operation(eqn, region)
 
-    def read(self, atom: object, node: Node, slot: int, wanted: Shardings, backward: bool, weight: float = 1.0) -> None:
+    def read(self, atom: Any, node: Node, slot: int, wanted: Shardings, backward: bool, weight: float = 1.0) -> None:
         self.pending[-1].append((atom, node, slot, wanted, weight, backward))
 
     def connect(self, reads: list, outputs: list, region: _Region) -> None:
@@ -231,13 +232,13 @@ class _Builder:
 
     # Nodes
 
-    def node(self, **fields: object) -> Node:
+    def node(self, **fields: Any) -> Node:
         node = Node(index=len(self.graph.nodes), **fields)
         self.graph.nodes.append(node)
         return node
 
     def port(
-        self, name: str, atom: object, region: _Region, partial: bool, kind: str = "port", only: Shardings | None = None
+        self, name: str, atom: Any, region: _Region, partial: bool, kind: str = "port", only: Shardings | None = None
     ) -> Node:
         shape, dtype = tuple(atom.aval.shape), atom.aval.dtype
         partial = partial and may_be_partial(dtype)
@@ -308,7 +309,7 @@ class _Builder:
         eqn: JaxprEqn,
         role: str,
         k: int,
-        atom: object,
+        atom: Any,
         region: _Region,
         partial: bool,
         only: Shardings | None = None,

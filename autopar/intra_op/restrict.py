@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -39,10 +40,10 @@ class Allowed:
 
     def only(self, node: Node, mask: Sequence[bool], key: object, reason: str = "") -> None:
         """Allow only the choices of `node` where `mask` is True (on top of earlier restrictions)."""
-        mask = np.asarray(mask, dtype=bool)
+        allowed = np.asarray(mask, dtype=bool)
         if node.index in self.masks:
-            mask, key = mask & self.masks[node.index], (self.keys[node.index], key)
-        self.masks[node.index], self.keys[node.index] = mask, key
+            allowed, key = allowed & self.masks[node.index], (self.keys[node.index], key)
+        self.masks[node.index], self.keys[node.index] = allowed, key
         if reason:
             self.reasons.setdefault(node.index, []).append(reason)
 
@@ -106,7 +107,7 @@ def pin_constraints(jaxpr: Jaxpr, graph: Graph, allowed: Allowed) -> None:
             allowed.only(node, mask, ("pin", sharding, free), f"{what} asks for {spec}")
 
 
-def read_spec(spec: object, shape: tuple[int, ...], mesh: LogicalMesh, what: str) -> tuple[Sharding, tuple[bool, ...]]:
+def read_spec(spec: Any, shape: tuple[int, ...], mesh: LogicalMesh, what: str) -> tuple[Sharding, tuple[bool, ...]]:
     """A PartitionSpec as a sharding, and for each dim whether it is left open (`PartitionSpec.UNCONSTRAINED`).
 
     Raises:

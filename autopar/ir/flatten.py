@@ -4,7 +4,7 @@ In:     a jaxpr as JAX traces it, and the values of its constants.
 Out:    a flat jaxpr (invars, then one invar per constant) and those constants. Inlined: `jit`, custom derivatives (they
         are not differentiated any more), `remat`, `composite`, linear solves, random bits. Kept, with flat bodies and
         without constants inside: `scan`, `while`, `cond`. Kept whole: Pallas, FFI, callbacks, `shard_map`, and what
-        `autopar.sharding_rule` made one operation (`is_opaque`).
+        `autopar.sharding_rule` made one operation.
 Method: one walk. A differentiated `remat` is inlined behind an `optimization_barrier` on its inputs, as JAX's own
         lowering does, so that no compiler merges the recomputation with the first computation. Name stacks are joined
         outside in, so that `transpose(jvp(...))` stands on every backward equation.
@@ -48,11 +48,6 @@ from autopar.ir.fold import fold
 from autopar.ir.random import ALIASES, cache_key, physical_jaxpr, touches_keys
 from autopar.ir.source import caller_traceback
 
-OPAQUE_PREFIX = "autopar_opaque"
-"""A jit whose name starts so is one operation with a rule of its own."""
-
-_JITS = ("jit", "pjit")
-
 RECOMPUTED = "rematted_computation"
 """Scope that JAX itself puts on the equations that `remat` computes again in the backward pass."""
 
@@ -75,11 +70,6 @@ def flatten(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> tuple[Jaxpr, tuple[Any,
     kept = set(flat.invars)
     pairs = zip(block.captured.values(), block.values.values(), strict=True)
     return flat, tuple(value for var, value in pairs if var in kept)
-
-
-def is_opaque(eqn: JaxprEqn) -> bool:
-    """Whether `eqn` is a function that `autopar.sharding_rule` made one operation."""
-    return eqn.primitive.name in _JITS and eqn.params["name"].startswith(OPAQUE_PREFIX)
 
 
 def is_recomputed(eqn: JaxprEqn) -> bool:
@@ -194,8 +184,6 @@ _MAYBE_IDENTITY = frozenset(
 
 
 def _call(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
-    if is_opaque(eqn) and not touches_keys(eqn):  # a rule cannot speak of typed keys: opened then, like any jit
-        return _keep(walk, eqn, operands)
     body, consts = open_jaxpr(_callee(eqn))
     return _inline(walk.into(walk.block, body, eqn), body, consts, operands)
 

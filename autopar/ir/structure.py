@@ -7,11 +7,13 @@ Out:    its parts, outer value beside inner variable, so that no other file coun
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, open_jaxpr, scan_counts
+from autopar._jax import Jaxpr, JaxprEqn, Var, open_jaxpr, scan_counts
 
 STRUCTURED = ("scan", "while", "cond", "optimization_barrier")
-Atom = Var | Literal
+Atom: TypeAlias = Any
+"""`Var | Literal`, which mypy does not see."""
 
 
 def is_structured(eqn: JaxprEqn) -> bool:

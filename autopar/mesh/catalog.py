@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.errors import ClusterError
@@ -40,7 +41,7 @@ class Model:
 
 def _model(
     name: str,
-    tflops: dict[str, float],
+    tflops: Mapping[str, float],
     gigabytes: float,
     memory_gb_per_second: float,
     per_host: int,

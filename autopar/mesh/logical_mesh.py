@@ -35,8 +35,8 @@ class LogicalMesh:
     """
 
     shape: tuple[int, ...]
-    axis_names: tuple[str, ...] | None = None
-    links: tuple[Link, ...] | None = None
+    axis_names: tuple[str, ...] = None  # type: ignore[assignment]  # filled in below
+    links: tuple[Link, ...] = None  # type: ignore[assignment]
     _sizes: Mapping[str, int] = field(init=False, repr=False, compare=False, hash=False)
     _hash: int = field(init=False, repr=False, compare=False, hash=False)
 

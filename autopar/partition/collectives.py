@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import assert_never
+from typing import Any, assert_never
 
 import jax
 import jax.numpy as jnp
@@ -62,7 +62,7 @@ def _sum_of(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
 _REDUCTIONS = {"max": _any_of, "min": _all_of, "sum": _sum_of}
 
 
-def apply_fused(arrays: Sequence[jax.Array], steps: Sequence[Step], axis_sizes: Mapping[str, int]) -> list[jax.Array]:
+def apply_fused(arrays: Sequence[jax.Array], steps: Sequence[Any], axis_sizes: Mapping[str, int]) -> list[jax.Array]:
     """Carry out steps of one kind over the same axes on several arrays of one dtype with a single collective."""
     first = steps[0]
     axes = first.axes

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
@@ -140,8 +141,8 @@ def restrict_plan(
     program: Program, roles: Roles, method: Method, mesh: LogicalMesh, graph: Graph, allowed: Allowed
 ) -> None:
     """Forbid what the method, its constraints and the program's keys forbid."""
-    keys = [[k for k, generator in enumerate(of) if generator] for of in (program.key_inputs, program.key_outputs)]
-    keep_keys_whole(graph, *keys, allowed)
+    into, out_of = ([k for k, key in enumerate(of) if key] for of in (program.key_inputs, program.key_outputs))
+    keep_keys_whole(graph, into, out_of, allowed)
     if isinstance(method, DataParallel):
         check_batch(program, roles, mesh)
         restrict_to_data_parallel(program.jaxpr, graph, allowed, roles.batch, roles.state, method.zero)
@@ -445,7 +446,7 @@ def _describe(
 
 
 def _values(program: Program, roles: Roles, sharded: Sharded) -> Iterator[Value]:
-    def value(name: str, role: str, atom: object, sharding: Sharding) -> Value:
+    def value(name: str, role: str, atom: Any, sharding: Sharding) -> Value:
         return Value(name, role, tuple(atom.aval.shape), str(atom.aval.dtype), sharding)
 
     for k, (var, sharding) in enumerate(sharded.body.inputs):

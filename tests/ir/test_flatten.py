@@ -10,7 +10,7 @@ from jax import lax
 
 from autopar._jax import Var, eval_jaxpr, open_jaxpr, scan_counts
 from autopar.ir.check import check_program
-from autopar.ir.flatten import is_opaque, is_recomputed
+from autopar.ir.flatten import is_recomputed
 from autopar.ir.trace import trace_step
 
 W = np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)
@@ -178,15 +178,6 @@ def test_effects_stay():
         return x * 2
 
     assert "debug_callback" in names(flat(step, X))
-
-
-def test_opaque_functions_stay_whole():
-    def autopar_opaque_kernel(x, w):
-        return jnp.tanh(x @ w)
-
-    kernel = jax.jit(autopar_opaque_kernel)
-    jaxpr = flat(lambda w, x: kernel(x, w) + 1, W, X)
-    assert is_opaque(jaxpr.eqns[0]) and names(jaxpr)[1:] == ["add"]
 
 
 def test_variables_are_not_shared():

@@ -10,6 +10,7 @@ Method: a broadcast dim is a factor of the result alone, so a device makes just 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,7 @@ from jax import lax
 from autopar._jax import JaxprEqn, find_primitives
 from autopar.ir.rules.linearity import linear_groups
 from autopar.ir.rules.registry import register
-from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, factor_names, num_elements
+from autopar.ir.rules.rule import Dim, Factor, LocalProgram, Shard, ShardingRule, Term, factor_names, num_elements
 from autopar.ir.rules.terms import new_term, sizes_of
 
 
@@ -205,7 +206,7 @@ def bitcast_convert_type(eqn: JaxprEqn) -> ShardingRule:
     return ShardingRule((term[: len(source)],), (term[: len(target)],), sizes_of(term, longer), whole=whole)
 
 
-def _resized(eqn: JaxprEqn, kept: Sequence[bool], local: object) -> ShardingRule:
+def _resized(eqn: JaxprEqn, kept: Sequence[bool], local: LocalProgram | None) -> ShardingRule:
     """One array whose dims are kept or resized; further operands are scalars, linear together with it."""
     source, target = eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape
     fresh = factor_names()
@@ -236,7 +237,7 @@ def _joined(eqn: JaxprEqn, along: int) -> ShardingRule:
     sizes = sizes_of(shared, shape)
     whole: list[Factor] = []
 
-    def terms(variables: Sequence[object]) -> Iterator[Term]:
+    def terms(variables: Sequence[Any]) -> Iterator[Term]:
         for var in variables:
             own: Dim = () if var.aval.shape[along] == 1 else (next(fresh),)
             sizes.update(dict.fromkeys(own, var.aval.shape[along]))

@@ -102,7 +102,7 @@ def _separate(source: Sequence[int], target: Sequence[int], fresh: Iterator[Fact
     sizes: dict[Factor, int] = {}
 
     def term(shape: Sequence[int]) -> list[tuple[Factor, ...]]:
-        dims = [() if size == 1 else (next(fresh),) for size in shape]
+        dims: list[tuple[Factor, ...]] = [() if size == 1 else (next(fresh),) for size in shape]
         sizes.update({dim[0]: size for dim, size in zip(dims, shape, strict=True) if dim})
         return dims
 

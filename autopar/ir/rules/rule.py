@@ -100,7 +100,8 @@ class ShardingRule:
 
     def splittable(self) -> tuple[Factor, ...]:
         """Factors that may be split over mesh axes, in order of appearance: not whole, and leading wherever they stand."""
-        leading, seen = {}, {}
+        leading: dict[Factor, bool] = {}
+        seen: dict[Factor, None] = {}
         for term in self.operands + self.results:
             for dim in term:
                 for position, factor in enumerate(dim):
