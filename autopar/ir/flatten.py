@@ -48,6 +48,8 @@ from autopar.ir.fold import fold
 from autopar.ir.random import ALIASES, cache_key, physical_jaxpr, touches_keys
 from autopar.ir.source import caller_traceback
 
+_JITS = ("jit", "pjit")
+
 RECOMPUTED = "rematted_computation"
 """Scope that JAX itself puts on the equations that `remat` computes again in the backward pass."""
 
