@@ -39,6 +39,12 @@ def norm(width: int, *lead: int) -> dict[str, np.ndarray]:
     return {"scale": 1 + np.float32(0.1) * wave, "bias": np.float32(0.1) * wave}
 
 
+def stirred(params: Any, seed: int = 0) -> Any:
+    """A framework's initial parameters as after some training: its zero biases have no scale to compare with."""
+    random = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: leaf + np.float32(0.1) * normal(random, *leaf.shape), params)
+
+
 def on_device(tree: Any) -> Any:
     """The same tree with JAX arrays."""
     return jax.tree.map(jax.numpy.asarray, tree)

@@ -218,7 +218,7 @@ def llama_params(random, *lead):
 def llama(dtype):
     random = np.random.default_rng(4)
     params = {
-        "embed": normal(random, VOCABULARY, WIDTH) * 0.1,
+        "embed": normal(random, VOCABULARY, WIDTH) * 0.3,
         "layers": llama_params(random, 2),
         "head": dense(random, WIDTH, VOCABULARY, bias=False),
     }
