@@ -127,3 +127,41 @@ def _follow_carries(body: Jaxpr, loops: list, rule_of: Mapping[int, ShardingRule
                 changed |= batch.add(var, batch.dims(inside))
     for _, variables, _, result in loops:
         batch.add(result, batch.dims(variables[-1]))
+
+
+def between_samples(jaxpr: Jaxpr, batch: BatchDims) -> set[Var]:
+    """Values without samples that are made of samples and on which further samples wait: statistics over the batch.
+
+    What is communicated of these cannot wait to be sent with others; of parameters (made of no samples) and gradients
+    (no sample waits for them) it can. Loops are followed coarsely: all results depend on all operands.
+    """
+    after: set[Var] = set()
+    before: set[Var] = set()
+    _mark_after(jaxpr, batch, after)
+    _mark_before(jaxpr, batch, before)
+    return {var for var in after & before if not batch.dims(var)}
+
+
+def _mark_after(jaxpr: Jaxpr, batch: BatchDims, after: set[Var]) -> None:
+    for eqn in jaxpr.eqns:
+        marked = [not isinstance(a, Literal) and (a in after or bool(batch.dims(a))) for a in eqn.invars]
+        if not any(marked):
+            continue
+        after.update(eqn.outvars)
+        for body in body_jaxprs(eqn) if is_structured(eqn) else ():
+            by_place = eqn.primitive.name in ("scan", "cond")
+            pairs = zip(reversed(body.invars), reversed(marked), strict=False)
+            after.update(var for var, mark in pairs if mark or not by_place)
+            _mark_after(body, batch, after)
+
+
+def _mark_before(jaxpr: Jaxpr, batch: BatchDims, before: set[Var]) -> None:
+    for eqn in reversed(jaxpr.eqns):
+        marked = [var in before or bool(batch.dims(var)) for var in eqn.outvars]
+        if not any(marked):
+            continue
+        before.update(a for a in eqn.invars if not isinstance(a, Literal))
+        for body in body_jaxprs(eqn) if is_structured(eqn) else ():
+            pairs = zip(body.outvars, marked, strict=False)
+            before.update(a for a, mark in pairs if mark and not isinstance(a, Literal))
+            _mark_before(body, batch, before)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
-from autopar.intra_op.batch import BatchDims, follow_batch
+from autopar.intra_op.batch import BatchDims, between_samples, follow_batch
 from autopar.intra_op.strategies import Strategy, enumerate_strategies
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.rules.linearity import may_be_partial
@@ -72,7 +72,7 @@ class Node:
 class Edge:
     """The value `shape` made by `source` in `given[choice]` must reach `target` in `wanted[choice]`.
 
-    `is_sample` is False for what no sample owns: parameters, gradients, optimizer state.
+    `is_sample` is False for what no sample owns or waits for: parameters, gradients, optimizer state.
     """
 
     source: int
@@ -155,7 +155,10 @@ def build_graph(jaxpr: Jaxpr, mesh: LogicalMesh, aliases: Mapping[int, int], bat
     rule_of = {id(node.eqn): node.rule for node in graph.nodes if node.kind == "op"}
     graph.batch = follow_batch(jaxpr, rule_of, {k: frozenset({0}) for k in batch})
     if batch:
-        graph.edges = [dataclasses.replace(e, is_sample=bool(graph.batch.dims(e.var))) for e in graph.edges]
+        waited_for = between_samples(jaxpr, graph.batch)
+        graph.edges = [
+            dataclasses.replace(e, is_sample=bool(graph.batch.dims(e.var)) or e.var in waited_for) for e in graph.edges
+        ]
     return graph
 
 

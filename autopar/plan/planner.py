@@ -91,7 +91,8 @@ def make_plan(
     for mesh in candidate_meshes(cluster, method):
         report(f"sharding {program.name} on mesh {mesh}")
         try:
-            results.append((mesh, shard_on(program, roles, cluster, method, mesh)))
+            # Data parallelism over all axes is the same on every mesh: compared with once.
+            results.append((mesh, shard_on(program, roles, cluster, method, mesh, compare=not results)))
             tried.append((str(mesh), f"{results[-1][1].step_seconds:.3e} s"))
         except AutoparError as error:
             failure = error
@@ -105,8 +106,10 @@ def make_plan(
     return dataclasses.replace(plan, alternatives=tuple(pair for pair in tried if pair[0] != str(mesh)))
 
 
-def shard_on(program: Program, roles: Roles, cluster: Cluster, method: Method, mesh: LogicalMesh) -> Sharded:
-    """Shard the program on one mesh under the method's restrictions."""
+def shard_on(
+    program: Program, roles: Roles, cluster: Cluster, method: Method, mesh: LogicalMesh, compare: bool = True
+) -> Sharded:
+    """Shard the program on one mesh under the method's restrictions; `compare` with data parallelism too."""
     _pins(program, method)  # a mistake in them is told before any work
 
     def restrict(graph: Graph, allowed: Allowed) -> None:
@@ -121,7 +124,7 @@ def shard_on(program: Program, roles: Roles, cluster: Cluster, method: Method, m
         restrict,
         roles.donated,
         roles.batch,
-        () if isinstance(method, DataParallel) else _known_plans(program, roles, mesh),
+        _known_plans(program, roles, mesh) if compare and not isinstance(method, DataParallel) else (),
     )
 
 

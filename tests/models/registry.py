@@ -11,7 +11,18 @@ from typing import Any
 
 from tests.models.case import Case
 
-FILES = ("transformers", "frameworks", "mixtures", "vision", "recurrent", "generative", "optimizers")
+FILES = (
+    "transformers",
+    "attention",
+    "frameworks",
+    "lifted",
+    "mixtures",
+    "alignment",
+    "vision",
+    "recurrent",
+    "generative",
+    "optimizers",
+)
 CASES: dict[str, Callable[[], Case]] = {}
 
 
