@@ -138,7 +138,7 @@ def self_distillation_average():
     """A teacher that is the moving average of the student; two views by random crops; a running center."""
     random = np.random.default_rng(5)
     student = on_device([dense(random, 12, 48), dense(random, 48, 16)])
-    optimizer = optax.inject_hyperparams(optax.adamw)(
+    optimizer = optax.inject_hyperparams(optax.adamw, static_args=("b1", "b2", "eps", "eps_root"))(
         optax.linear_schedule(1e-3, 1e-2, 5), eps=1e-3, weight_decay=1e-2
     )
 

@@ -68,15 +68,15 @@ def linen_scan_remat_dropout():
 
 class NnxBlock(nnx.Module):
     def __init__(self, rngs):
-        self.norm = nnx.RMSNorm(WIDTH, rngs=rngs)
+        self.norm1, self.norm2 = nnx.RMSNorm(WIDTH, rngs=rngs), nnx.RMSNorm(WIDTH, rngs=rngs)
         self.attention = nnx.MultiHeadAttention(4, WIDTH, decode=False, use_bias=False, rngs=rngs)
         self.gate, self.up = nnx.Linear(WIDTH, 48, rngs=rngs), nnx.Linear(WIDTH, 48, rngs=rngs)
         self.down, self.dropout = nnx.Linear(48, WIDTH, rngs=rngs), nnx.Dropout(0.1, rngs=rngs)
 
     def __call__(self, x):
-        h = self.norm(x)
-        x = x + self.attention(h, mask=nnx.make_causal_mask(x[..., 0]))
-        return x + self.dropout(self.down(nnx.silu(self.gate(x)) * self.up(x)))
+        x = x + self.attention(self.norm1(x), mask=nnx.make_causal_mask(x[..., 0]))
+        h = self.norm2(x)
+        return x + self.dropout(self.down(nnx.silu(self.gate(h)) * self.up(h)))
 
 
 class NnxScanned(nnx.Module):
@@ -172,7 +172,8 @@ def haiku_layer_stack():
 
     def mixer(x):
         h = hk.LayerNorm(-1, True, True)(x)
-        x = x + jnp.swapaxes(hk.nets.MLP([24, LENGTH], activation=jax.nn.gelu)(jnp.swapaxes(h, 1, 2)), 1, 2)
+        across = hk.nets.MLP([24, LENGTH], with_bias=False, activation=jax.nn.gelu)
+        x = x + jnp.swapaxes(across(jnp.swapaxes(h, 1, 2)), 1, 2)
         return x + hk.nets.MLP([48, 20], activation=jax.nn.gelu)(hk.LayerNorm(-1, True, True)(x))
 
     def network(x):
