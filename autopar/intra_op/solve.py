@@ -24,10 +24,10 @@ from autopar.intra_op.problem import MemoryRow, Problem, Solution
 
 SMALL_CORE = 60_000
 """Pairs of choices that meet on an edge: up to so many the ILP gets them all, and proves its answer least."""
-LARGE_CORE = 1_000_000
-"""Beyond so many (meshes of three axes) a gap of a thousandth is good enough."""
+LARGE_CORE = 500_000
+"""Beyond so many (meshes of three axes, large models without equal layers) a small gap is left as it is."""
 PROMISING = 8
-"""Choices of a node that the ILP gets of a larger core, beside those around the best answer known."""
+"""Choices of a node, at most, that the ILP gets of a larger core, beside those around the best answer known."""
 ROUNDS = (120, 150, 200)
 """Rounds of message passing before each attempt of the ILP."""
 
@@ -88,16 +88,18 @@ def _solve_core(core: Problem, solver: str, seconds: float, gap: float) -> Solut
     pairs = sum(matrix.size for matrix in core.edges.values())
     if pairs <= SMALL_CORE:
         return solve_ilp(core, solver, seconds, gap)
-    is_large = pairs > LARGE_CORE
-    enough = max(gap, 1e-3) if is_large else gap
+    # By size and not by the clock, so that the same problem always has the same answer.
+    attempts = ROUNDS[: 3 - (pairs > LARGE_CORE) - (pairs > 4 * LARGE_CORE)]
+    enough = gap if pairs <= LARGE_CORE else max(gap, 1e-3)
+    promising = max(3, min(PROMISING, int((SMALL_CORE / max(len(core.edges), 1)) ** 0.5)))
     ascent = Ascent(core)
     best: Solution | None = None
     lower = 0.0
-    for rounds in ROUNDS[:2] if is_large else ROUNDS:
+    for rounds in attempts:
         bounds = ascent.run(rounds, best.objective if best else np.inf, gap)
         lower = max(lower, bounds.lower)
         room = bounds.upper - bounds.lower + gap * abs(bounds.upper)
-        masks = [_least(excess, PROMISING) & (core.rows != [] or excess <= room) for excess in bounds.excess]
+        masks = [_least(excess, promising) & (core.rows != [] or excess <= room) for excess in bounds.excess]
         near = best.choices if best else bounds.choices
         masks = [mask | around for mask, around in zip(masks, _around(core, near), strict=True)]
         if core.rows:
