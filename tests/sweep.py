@@ -9,6 +9,7 @@ Method: leaf by leaf, relative to each leaf's scale; and the collectives in the 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 import traceback
@@ -30,6 +31,7 @@ from autopar.ir.trace import trace_step
 from autopar.mesh import logical_mesh
 from autopar.partition.program import global_program
 from autopar.plan.planner import plan_of_choices, restrict_plan
+from tests.conftest import XLA_FLAGS
 from tests.models.case import Case
 
 MESHES: dict[str, tuple[int, ...]] = {"8": (8,), "2x4": (2, 4), "2x2x2": (2, 2, 2), "6": (6,)}
@@ -181,6 +183,11 @@ def emitted_collectives(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[str, tup
 
 def main() -> int:
     """Run the matrix, or what the arguments choose of it, and print it as a table."""
+    # As in `conftest.py`, and for its reasons; what the caller has set wins.
+    os.environ["XLA_FLAGS"] = " ".join((*XLA_FLAGS, os.environ.get("XLA_FLAGS", "")))
+    os.environ.setdefault("PJRT_NPROC", "32")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])  # JAX reads this one when it is imported
     from tests.models.registry import CASES
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
