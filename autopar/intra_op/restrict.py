@@ -183,14 +183,13 @@ def restrict_to_data_parallel(
                 allowed.only(node, some if any(some) and node.communicates else split, ("batch", factors))
             elif zero == 0:
                 allowed.only(node, [_splits_only(s.choice, ()) for s in node.strategies], "whole")
+    # An axis of one device splits nothing.
+    axes = tuple(axis for axis, size in graph.mesh.axis_sizes.items() if size > 1)
     for position in batch_inputs:
         node = graph.nodes[graph.inputs[position]]
         allowed.only(
             node,
-            [
-                all(s.dims[0] == tuple(graph.mesh.axis_sizes) if k == 0 else not d for k, d in enumerate(s.dims))
-                for s in node.shardings
-            ],
+            [all(s.dims[0] == axes if k == 0 else not d for k, d in enumerate(s.dims)) for s in node.shardings],
             "batch",
         )
     for position in state_inputs:
