@@ -52,7 +52,7 @@ def main() -> None:
         for text in chosen.meshes.split(","):
             shape = tuple(int(size) for size in text.split("x"))
             for layers in map(int, chosen.layers.split(",")):
-                row = measure(Config(layers=layers, scanned=kind == "scanned"), shape, chosen.solver)
+                row = measure(Config(layers=layers, scanned=kind == "scanned", batch=16), shape, chosen.solver)
                 table.add_row(f"{layers} layers, {kind}", text, *row)
                 Console().print(f"{layers} layers, {kind} on {text}: {row[4]} s", style="dim")
     Console(width=150).print(table)

@@ -7,7 +7,7 @@ Method: elimination is exact, so the whole is as optimal as the core. A small co
         node, then those that are best beside what it found, until that helps no more; what is left between its answer
         and the bound is the gap. Memory rows are cutting planes: the assignment is checked by the exact liveness of its
         program, the moments that are over budget become rows, and it is solved again; the nodes in a row are kept from
-        elimination.
+        elimination. In a large problem the bytes of those moments get a price instead.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ LARGE_CORE = 500_000
 """Beyond so many (meshes of three axes, large models without equal layers) a small gap is left as it is."""
 PROMISING = 8
 """Choices of a node, at most, that the ILP gets of a larger core, beside those around the best answer known."""
+_MAX_PRICES = 10
 ROUNDS = (120, 150, 200)
 """Rounds of message passing before each attempt of the ILP."""
 
@@ -72,6 +73,10 @@ def solve_within(
     Returns:
         The assignment; `"infeasible"` where the rows collected cannot hold together.
     """
+    if sum(matrix.size for matrix in problem.edges.values()) > SMALL_CORE:
+        priced = _solve_priced(problem, broken_rows, solver, seconds)
+        if priced is not None:
+            return priced
     solution = solve(problem, solver, seconds)
     for _ in range(max_rounds):
         if solution.status == "infeasible":
@@ -82,6 +87,47 @@ def solve_within(
         problem.rows.extend(rows)
         solution = solve(problem, solver, seconds)
     return dataclasses.replace(solution, status="infeasible", choices=()) if broken_rows(solution.choices) else solution
+
+
+def _solve_priced(
+    problem: Problem, broken_rows: Callable[[Sequence[int]], list[MemoryRow]], solver: str, seconds: float
+) -> Solution | None:
+    """Keep memory by a price on bytes instead of by rows: every problem is then one without rows, which solves fast.
+
+    The price is doubled until everything fits, then narrowed down (Everett, "Generalized Lagrange multiplier method",
+    Operations Research 1963). What the priced problem proves, less what the budget is worth at that price, bounds the
+    least assignment from below. None where no price helps: the rows themselves must decide then.
+    """
+    base = solve(problem, solver, seconds)
+    rows = broken_rows(base.choices) if base.choices else []
+    if not rows:
+        return base
+    best: Solution | None = None
+    lower = base.bound
+    over = max(row.used(base.choices) - row.budget_bytes for row in rows)
+    price, low, high = 0.01 * base.objective / max(over, 1.0), 0.0, 0.0
+    for _ in range(_MAX_PRICES):
+        costs = list(problem.costs)
+        for row in rows:
+            for node, num_bytes in row.bytes_of.items():
+                costs[node] = costs[node] + price * num_bytes
+        answer = solve(Problem(costs, problem.edges), solver, seconds)
+        lower = max(lower, answer.bound - price * sum(row.budget_bytes - row.constant_bytes for row in rows))
+        broken = broken_rows(answer.choices)
+        if broken:
+            rows += [row for row in broken if all(known.used(answer.choices) <= known.budget_bytes for known in rows)]
+            low = price
+        else:
+            objective = problem.cost(answer.choices)
+            if best is None or objective < best.objective:
+                best = Solution(answer.choices, objective, 0.0, "feasible", f"{answer.solver}, a price on memory")
+            high = price
+        if high and low and high < 2 * low:
+            break
+        price = 4 * price if not high else high / 4 if not low else (low * high) ** 0.5
+    if best is None:
+        return None
+    return dataclasses.replace(best, bound=min(lower, best.objective))
 
 
 def _solve_core(core: Problem, solver: str, seconds: float, gap: float) -> Solution:
