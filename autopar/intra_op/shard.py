@@ -29,7 +29,6 @@ from autopar.intra_op.tying import tie_nodes
 from autopar.mesh import Device, LogicalMesh
 from autopar.options import Options
 
-
 _SAME = 0.03
 """Up to this part of it the objective counts as the step time."""
 
