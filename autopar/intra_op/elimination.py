@@ -139,8 +139,8 @@ class _State:
         cost = self.costs[node]
         if len(cost) == 1 or any(len(self.costs[n]) * len(cost) ** 2 > 1_000_000 for n in self.edges[node]):
             return False
-        worst = cost[:, None] - cost[None, :]  # worst[j, i]: how much j may cost more than i
         with np.errstate(invalid="ignore"):
+            worst = cost[:, None] - cost[None, :]  # worst[j, i]: how much j may cost more than i
             for matrix in self.edges[node].values():
                 excess = matrix[:, None, :] - matrix[None, :, :]
                 # inf - inf: both are forbidden there, so the difference says nothing.

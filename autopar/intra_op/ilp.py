@@ -12,7 +12,7 @@ Method: one 0/1 variable per node and choice, exactly one chosen; one continuous
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 import pulp
 
 from autopar.errors import SolverError
-from autopar.intra_op.problem import Problem, Solution
+from autopar.intra_op.problem import MemoryRow, Problem, Solution
 from autopar.options import SOLVERS
 
 
@@ -56,11 +56,21 @@ def solve_ilp(problem: Problem, solver: str = "highs", seconds: float = 60.0, ga
     ]
     for n, xs in enumerate(chosen):
         model += _expression([(x, 1) for x in xs if x is not None]) == 1, f"one_{n}"
-    for number, ((u, v), matrix) in enumerate(problem.edges.items()):
-        objective += _edge_variables(model, number, chosen[u], chosen[v], matrix * scale)
+    copies: list[list[tuple[Any, float]]] = [[] for _ in problem.rows]
+    edges = dict(problem.edges)
+    for row in problem.rows:
+        for u, v in row.pairs:
+            edges.setdefault((u, v), np.zeros((len(problem.costs[u]), len(problem.costs[v]))))
+    for number, ((u, v), matrix) in enumerate(edges.items()):
+        holders = [k for k, row in enumerate(problem.rows) if (u, v) in row.pairs]
+        tables = [matrix * scale, *(problem.rows[k].pairs[u, v] / _unit(problem.rows[k]) for k in holders)]
+        pairs, merged = _edge_variables(model, number, chosen[u], chosen[v], np.stack(tables, axis=-1))
+        objective += _terms(pairs, merged[..., 0])
+        for place, k in enumerate(holders, 1):
+            copies[k] += _terms(pairs, merged[..., place])
     for number, row in enumerate(problem.rows):
-        unit = max(row.budget_bytes, 1.0)
-        terms = [
+        unit = _unit(row)
+        terms = copies[number] + [
             (x, float(b) / unit)
             for n, bytes_of in row.bytes_of.items()
             for x, b in zip(chosen[n], bytes_of, strict=True)
@@ -123,28 +133,48 @@ def _cbc(**settings: Any) -> Any:
 
 
 def _edge_variables(
-    model: pulp.LpProblem, number: int, left: Sequence[Any], right: Sequence[Any], matrix: np.ndarray
-) -> list[tuple[Any, float]]:
-    """Add one edge's pair variables to the model; their objective terms."""
-    rows, row_of = np.unique(matrix, axis=0, return_inverse=True)
-    table, column_of = np.unique(rows, axis=1, return_inverse=True)
-    if table.shape == (1, 1) and table[0, 0] == 0:
-        return []
+    model: pulp.LpProblem, number: int, left: Sequence[Any], right: Sequence[Any], tables: np.ndarray
+) -> tuple[Mapping[tuple[int, int], Any], np.ndarray]:
+    """Add one edge's pair variables to the model.
+
+    Args:
+        model: To be added to.
+        number: Of the edge, for names.
+        left: Choice variables of one end; None where forbidden.
+        right: Of the other.
+        tables: What a pair of choices costs, and what it takes in each memory row, `[left, right, 1 + rows]`.
+
+    Returns:
+        The variable of each pair of classes of choices that are the same to this edge, and the tables of these classes.
+    """
+    rows, row_of = np.unique(tables, axis=0, return_inverse=True)
+    merged, column_of = np.unique(rows, axis=1, return_inverse=True)
+    if merged.shape[:2] == (1, 1) and not merged.any():
+        return {}, merged
     pairs = {
         (i, j): model.add_variable(f"e{number}_{i}_{j}", lowBound=0)
-        for i in range(table.shape[0])
-        for j in range(table.shape[1])
-        if np.isfinite(table[i, j])
+        for i in range(merged.shape[0])
+        for j in range(merged.shape[1])
+        if np.isfinite(merged[i, j, 0])
     }
     for side, classes, choices, length in (
-        (0, np.ravel(row_of), left, table.shape[0]),
-        (1, np.ravel(column_of), right, table.shape[1]),
+        (0, np.ravel(row_of), left, merged.shape[0]),
+        (1, np.ravel(column_of), right, merged.shape[1]),
     ):
         for k in range(length):
             members = [(x, -1) for x, c in zip(choices, classes, strict=True) if c == k and x is not None]
             terms = [(e, 1) for key, e in pairs.items() if key[side] == k]
             model += _expression(terms + members) == 0, f"m{number}_{side}_{k}"
-    return [(e, float(table[key])) for key, e in pairs.items() if table[key]]
+    return pairs, merged
+
+
+def _terms(pairs: Mapping[tuple[int, int], Any], table: np.ndarray) -> list[tuple[Any, float]]:
+    return [(variable, float(table[key])) for key, variable in pairs.items() if table[key]]
+
+
+def _unit(row: MemoryRow) -> float:
+    """Bytes that count as one in a row: solvers like numbers near one."""
+    return max(row.budget_bytes, 1.0)
 
 
 @dataclass(frozen=True, slots=True)

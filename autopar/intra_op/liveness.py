@@ -9,7 +9,8 @@ Method: a copy lives from the instruction that makes it to its last reader. Inpu
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -20,12 +21,16 @@ from autopar.intra_op.sharded import (
     Copy,
     Fused,
     Instruction,
+    Move,
     Region,
     copies_made,
     copies_read,
     local_bytes,
 )
 from autopar.mesh import LogicalMesh
+
+_FALLEN = 0.99
+"""Where memory has fallen to this share of a peak, the next peak is another one."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +43,7 @@ class Liveness:
         peak_bytes: Most bytes alive at once, arguments included.
         moment: Index of the top-level instruction at the peak.
         alive: Copies alive at the peak with their bytes, outermost body first; inner copies weighted once.
+        packed: Moves that are being sent as one at the peak, packed into an array of their own.
     """
 
     argument_bytes: int
@@ -45,10 +51,11 @@ class Liveness:
     peak_bytes: int
     moment: int
     alive: tuple[tuple[Copy, int], ...]
+    packed: tuple[Move, ...] = ()
 
 
 def measure_liveness(body: Body, mesh: LogicalMesh, stored: AbstractSet[Var], donated: Sequence[bool] = ()) -> Liveness:
-    """Peak memory of a sharded program.
+    """Memory of a sharded program at its fullest moment.
 
     Args:
         body: The program.
@@ -56,21 +63,44 @@ def measure_liveness(body: Body, mesh: LogicalMesh, stored: AbstractSet[Var], do
         stored: Values that take memory (`costs.stored_values`).
         donated: For each input, whether its memory may be reused after its last reader.
     """
+    return fullest_moments(body, mesh, stored, donated)[0]
+
+
+def fullest_moments(
+    body: Body, mesh: LogicalMesh, stored: AbstractSet[Var], donated: Sequence[bool] = (), count: int = 1
+) -> tuple[Liveness, ...]:
+    """Memory of a sharded program at up to `count` moments, each the fullest of its part of the program, fullest first.
+
+    A moment's part ends where memory has fallen by a hundredth. Arguments as of `measure_liveness`.
+    """
     arguments = [local_bytes(var, sharding, mesh) for var, sharding in body.inputs]
     outputs = {(a, s): local_bytes(a, s, mesh) for a, s in body.outputs if not isinstance(a, Literal)}
     pinned = {copy for copy, freed in zip(body.inputs, donated or [False] * len(arguments), strict=True) if not freed}
-    peak, moment, alive = _peak(body, mesh, stored, pinned)
-    return Liveness(sum(arguments), sum(outputs.values()), peak, moment, tuple(alive))
+    peaks = sorted(_peaks(body, mesh, stored, pinned), key=lambda peak: -peak.bytes)[:count]
+    return tuple(
+        Liveness(sum(arguments), sum(outputs.values()), peak.bytes, peak.moment, tuple(peak.alive.items()), peak.packed)
+        for peak in peaks
+    )
 
 
-def _peak(
+@dataclass(frozen=True, slots=True, eq=False)
+class _Peak:
+    """The fullest moment of a body: who is alive, and which moves are packed."""
+
+    bytes: int
+    moment: int
+    alive: Mapping[Copy, int]
+    packed: tuple[Move, ...] = ()
+
+
+def _peaks(
     body: Body,
     mesh: LogicalMesh,
     stored: AbstractSet[Var],
     pinned: AbstractSet[Copy],
     free: AbstractSet[Copy] = frozenset(),
-) -> tuple[int, int, list[tuple[Copy, int]]]:
-    """(bytes, instruction, copies) at the fullest moment; copies in `free` are counted by the caller."""
+) -> list[_Peak]:
+    """The fullest moments of the body's parts; copies in `free` are counted by the caller."""
     last: dict[Copy, int] = {}
     for position, instruction in enumerate(body.instructions):
         for copy in copies_read(instruction):
@@ -84,7 +114,8 @@ def _peak(
     size = {copy: 0 if copy in free else local_bytes(*copy, mesh) for copy in body.inputs}
     alive = dict(size)
     total = sum(alive.values())
-    best, moment, snapshot = total, -1, dict(alive)
+    peaks: list[_Peak] = []
+    most = _Peak(total, -1, dict(alive))
     dying: dict[int, list[Copy]] = {}
     for copy, position in last.items():
         dying.setdefault(position, []).append(copy)
@@ -98,28 +129,33 @@ def _peak(
             if copy not in alive:
                 alive[copy] = takes
                 total += takes
-        inner, inner_alive = _inner_peak(instruction, mesh, stored)
-        if total + inner > best:
-            best, moment, snapshot = total + inner, position, {**alive, **dict(inner_alive)}
+        inner = _inner_peak(instruction, mesh, stored)
+        if total + inner.bytes < _FALLEN * most.bytes:
+            peaks.append(most)
+            most = _Peak(0, position, {})
+        if total + inner.bytes > most.bytes:
+            most = _Peak(total + inner.bytes, position, {**alive, **inner.alive}, inner.packed)
         for copy in dying.get(position, ()):
             total -= alive.pop(copy, 0)
         for copy in copies_made(instruction):
             if copy not in last:
                 total -= alive.pop(copy, 0)
-    return best, moment, [(copy, size) for copy, size in snapshot.items() if size]
+    peaks.append(most)
+    return [dataclasses.replace(p, alive={copy: size for copy, size in p.alive.items() if size}) for p in peaks]
 
 
-def _inner_peak(
-    instruction: Instruction, mesh: LogicalMesh, stored: AbstractSet[Var]
-) -> tuple[int, list[tuple[Copy, int]]]:
+def packed_bytes(move: Move, mesh: LogicalMesh) -> int:
+    """What sending a move together with others takes: it is packed into one array, and arrives as one."""
+    return local_bytes(move.var, move.source, mesh) + local_bytes(move.var, move.target, mesh)
+
+
+def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: AbstractSet[Var]) -> _Peak:
     """What the bodies of a region need beyond its operands and results; branches take turns, so the largest counts."""
     if isinstance(instruction, Fused):
-        # What is sent together is packed into one array, and arrives as one.
-        packed = [local_bytes(m.var, m.source, mesh) + local_bytes(m.var, m.target, mesh) for m in instruction.moves]
-        return sum(packed), []
+        return _Peak(sum(packed_bytes(move, mesh) for move in instruction.moves), 0, {}, instruction.moves)
+    most = _Peak(0, 0, {})
     if not isinstance(instruction, Region):
-        return 0, []
-    best: tuple[int, list[tuple[Copy, int]]] = (0, [])
+        return most
     is_scan = instruction.eqn.primitive.name == "scan"
     num_shared = len(instruction.eqn.invars)
     for body in instruction.bodies:
@@ -128,7 +164,5 @@ def _inner_peak(
         )
         # A scan's constants and carries are the operands themselves; its scanned inputs arrive as slices of their own.
         shared = frozenset(body.inputs[:num_whole])
-        needs, _, alive = _peak(body, mesh, stored, frozenset(), shared)
-        if needs > best[0]:
-            best = (needs, alive)
-    return best
+        most = max(most, *_peaks(body, mesh, stored, frozenset(), shared), key=lambda peak: peak.bytes)
+    return most

@@ -6,8 +6,9 @@ Out:    `Problem`, plain arrays that tests build by hand; `Solution`.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,16 +16,40 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryRow:
-    """At one moment of the program: sum over nodes of `bytes_of[node][choice]` <= `budget_bytes`."""
+    """At one moment of the program, what is alive fits.
+
+    The sum over nodes of `bytes_of[node][choice]`, and over pairs u < v of `pairs[u, v][choice of u, choice of v]` (a
+    second copy of a value, which is there only where two nodes want it differently), is at most `budget_bytes`.
+    """
 
     label: str
     bytes_of: Mapping[int, np.ndarray]
     budget_bytes: float
     constant_bytes: float = 0.0
+    pairs: Mapping[tuple[int, int], np.ndarray] = field(default_factory=dict)
 
     def used(self, choices: Sequence[int]) -> float:
         """Bytes in use at this moment under `choices`."""
-        return self.constant_bytes + float(sum(b[choices[n]] for n, b in self.bytes_of.items()))
+        nodes = sum(float(b[choices[n]]) for n, b in self.bytes_of.items())
+        return self.constant_bytes + nodes + sum(float(m[choices[u], choices[v]]) for (u, v), m in self.pairs.items())
+
+    def least(self, costs: Sequence[np.ndarray]) -> float:
+        """Bytes in use at this moment at the very least: each node by itself takes its smallest choice."""
+        return self.constant_bytes + float(sum(b[np.isfinite(costs[n])].min() for n, b in self.bytes_of.items()))
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """Nodes whose choices matter at this moment, in order."""
+        return tuple(sorted({*self.bytes_of, *itertools.chain.from_iterable(self.pairs)}))
+
+    def narrowed(self, number_of: Mapping[int, int], alive_of: Callable[[int], np.ndarray]) -> MemoryRow:
+        """This row in a problem whose nodes have new numbers, in the same order, and fewer choices."""
+        bytes_of = {number_of[n]: b[alive_of(n)] for n, b in self.bytes_of.items()}
+        pairs = {
+            (number_of[u], number_of[v]): matrix[np.ix_(alive_of(u), alive_of(v))]
+            for (u, v), matrix in self.pairs.items()
+        }
+        return dataclasses.replace(self, bytes_of=bytes_of, pairs=pairs)
 
 
 @dataclass(eq=False, slots=True)
@@ -49,6 +74,16 @@ class Problem:
         key, oriented = ((u, v), matrix) if u < v else ((v, u), matrix.T)
         known = self.edges.get(key)
         self.edges[key] = oriented if known is None else known + oriented
+
+    def priced(self, rows: Sequence[MemoryRow], price: float) -> Problem:
+        """The same choices without rows, every byte at the moments of `rows` paid for at `price` seconds."""
+        priced = Problem(list(self.costs), dict(self.edges))
+        for row in rows:
+            for node, num_bytes in row.bytes_of.items():
+                priced.costs[node] = priced.costs[node] + price * num_bytes
+            for (u, v), num_bytes in row.pairs.items():
+                priced.add_edge(u, v, price * num_bytes)
+        return priced
 
     def cost(self, choices: Sequence[int]) -> float:
         """Total cost of one assignment."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Never
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from autopar.intra_op.costs import build_problem, held_values
 from autopar.intra_op.graph import Graph, build_graph
 from autopar.intra_op.liveness import Liveness, measure_liveness
 from autopar.intra_op.lower import lower
-from autopar.intra_op.memory import memory_row
+from autopar.intra_op.memory import broken_memory_rows
 from autopar.intra_op.problem import MemoryRow, Problem, Solution
 from autopar.intra_op.restrict import Allowed, Restrict, pin_constraints
 from autopar.intra_op.sharded import Body, Collective, collectives_of
@@ -106,15 +107,11 @@ def shard(
     _check_pins(graph, allowed)
     class_of = tie_nodes(graph, allowed.keys)
     problem = build_problem(graph, device, class_of, allowed.masks)
-    held = held_values(graph)
     budget = options.memory_budget_bytes or device.memory_bytes
 
     def broken_rows(class_choices: Sequence[int]) -> list[MemoryRow]:
         body = lower(jaxpr, graph, [class_choices[c] for c in class_of])
-        liveness = measure_liveness(body, mesh, held, donated)
-        if liveness.peak_bytes <= budget:
-            return []
-        return [memory_row(graph, class_of, problem, liveness, class_choices, budget)]
+        return broken_memory_rows(graph, class_of, class_choices, body, donated, budget)
 
     def solved(problem: Problem) -> Solution:
         if np.isfinite(budget):
@@ -126,18 +123,22 @@ def shard(
         return read_off(jaxpr, graph, choices, class_of, problem, solution, allowed, device, donated)
 
     solution = solved(problem)
-    if solution.status == "infeasible":
+    best = read(problem, solution) if solution.choices else None
+    if best is None and not problem.rows:
         _explain_infeasible(problem, budget, mesh)
-    best = read(problem, solution)
     # Where putting collectives together changes the cost, the least of the ILP's objective may not be the least step.
-    changes = abs(solution.objective - best.step_seconds) > _SAME * solution.objective
+    changes = best is None or abs(solution.objective - best.step_seconds) > _SAME * solution.objective
     for other in known if changes else ():
         narrowed = _narrowed(problem, graph, class_of, other)
         answer = solved(narrowed) if narrowed is not None else None
         if answer is not None and answer.choices:
-            proved = dataclasses.replace(answer, bound=min(solution.bound, answer.objective), status=solution.status)
+            status = solution.status if best else "feasible"
+            proved = dataclasses.replace(answer, bound=min(solution.bound, answer.objective), status=status)
             candidate = read(problem, proved)
-            best = min(best, candidate, key=lambda sharded: sharded.step_seconds * (1 + 1e-9 * (sharded is candidate)))
+            if best is None or candidate.step_seconds < best.step_seconds * (1 - 1e-9):
+                best = candidate
+    if best is None:
+        _explain_infeasible(problem, budget, mesh)
     return best
 
 
@@ -207,7 +208,7 @@ def _check_pins(graph: Graph, allowed: Allowed) -> None:
             )
 
 
-def _explain_infeasible(problem: Problem, budget: float, mesh: LogicalMesh) -> None:
+def _explain_infeasible(problem: Problem, budget: float, mesh: LogicalMesh) -> Never:
     if not problem.rows:
         raise InfeasibleError(
             "no sharding keeps all pins.",
@@ -216,15 +217,8 @@ def _explain_infeasible(problem: Problem, budget: float, mesh: LogicalMesh) -> N
             do="drop one of them.",
             constraint="pins",
         )
-    free = Problem(problem.costs, problem.edges)
-    least = 0.0
-    row = problem.rows[-1]
-    for candidate in problem.rows:
-        needed = candidate.constant_bytes + sum(
-            float(b[np.isfinite(free.costs[n])].min()) for n, b in candidate.bytes_of.items()
-        )
-        if needed >= least:
-            least, row = needed, candidate
+    row = max(reversed(problem.rows), key=lambda row: row.least(problem.costs))
+    least = row.least(problem.costs)
     raise InfeasibleError(
         "no sharding fits the memory budget.",
         given=f"memory_budget_bytes={budget:.0f} on each device of {mesh}",

@@ -28,7 +28,11 @@ LARGE_CORE = 500_000
 """Beyond so many (meshes of three axes, large models without equal layers) a small gap is left as it is."""
 PROMISING = 8
 """Choices of a node, at most, that the ILP gets of a larger core, beside those around the best answer known."""
+_SMALL_WITH_ROWS = 10_000
+"""The same for a problem with memory rows, which are harder."""
 _MAX_PRICES = 10
+_PRICE_STEP = 4.0
+_MAX_MIXES = 5
 ROUNDS = (120, 150, 200)
 """Rounds of message passing before each attempt of the ILP."""
 
@@ -42,13 +46,10 @@ def solve(problem: Problem, solver: str = "highs", seconds: float = 60.0, gap: f
         seconds: Time limit of the ILP solver.
         gap: Relative gap at which the solver may stop.
     """
-    keep = {node for row in problem.rows for node in row.bytes_of}
-    reduced = eliminate(problem, keep)
+    reduced = eliminate(problem, {node for row in problem.rows for node in row.nodes})
     position = {node: k for k, node in enumerate(reduced.kept)}
     # Elimination may have dropped forbidden choices of kept nodes: rows follow.
-    for row in problem.rows:
-        bytes_of = {position[n]: b[reduced.alive_of(n)] for n, b in row.bytes_of.items()}
-        reduced.problem.rows.append(dataclasses.replace(row, bytes_of=bytes_of))
+    reduced.problem.rows.extend(row.narrowed(position, reduced.alive_of) for row in problem.rows)
     core = _solve_core(reduced.problem, solver, seconds, gap)
     if core.status == "infeasible":
         return core
@@ -73,45 +74,61 @@ def solve_within(
     Returns:
         The assignment; `"infeasible"` where the rows collected cannot hold together.
     """
-    if sum(matrix.size for matrix in problem.edges.values()) > SMALL_CORE:
-        priced = _solve_priced(problem, broken_rows, solver, seconds)
-        if priced is not None:
-            return priced
-    solution = solve(problem, solver, seconds)
+    base = solve(problem, solver, seconds)
+    if base.status == "infeasible":
+        return base
+    rows = broken_rows(base.choices)
+    if not rows:
+        return base
+    problem.rows.extend(rows)
+    if any(row.least(problem.costs) > row.budget_bytes for row in problem.rows):
+        return dataclasses.replace(base, choices=(), status="infeasible")
+    if sum(matrix.size for matrix in problem.edges.values()) <= _SMALL_WITH_ROWS:
+        exact = _cut(problem, broken_rows, solver, seconds, max_rounds)
+        if exact.status != "infeasible":
+            return exact
+    # A row says what is alive at its moment in one program; of another it may say too much.
+    return _solve_priced(problem, base, broken_rows, solver, seconds)
+
+
+def _cut(
+    problem: Problem,
+    broken_rows: Callable[[Sequence[int]], list[MemoryRow]],
+    solver: str,
+    seconds: float,
+    max_rounds: int,
+) -> Solution:
+    """Solve and add the rows that are broken, again and again, until none is."""
     for _ in range(max_rounds):
-        if solution.status == "infeasible":
-            return solution
-        rows = broken_rows(solution.choices)
+        solution = solve(problem, solver, seconds)
+        rows = broken_rows(solution.choices) if solution.choices else []
         if not rows:
             return solution
         problem.rows.extend(rows)
-        solution = solve(problem, solver, seconds)
-    return dataclasses.replace(solution, status="infeasible", choices=()) if broken_rows(solution.choices) else solution
+    return dataclasses.replace(solution, status="infeasible", choices=())
 
 
 def _solve_priced(
-    problem: Problem, broken_rows: Callable[[Sequence[int]], list[MemoryRow]], solver: str, seconds: float
-) -> Solution | None:
+    problem: Problem,
+    base: Solution,
+    broken_rows: Callable[[Sequence[int]], list[MemoryRow]],
+    solver: str,
+    seconds: float,
+) -> Solution:
     """Keep memory by a price on bytes instead of by rows: every problem is then one without rows, which solves fast.
 
-    The price is doubled until everything fits, then narrowed down (Everett, "Generalized Lagrange multiplier method",
+    The price is raised until everything fits, then narrowed down (Everett, "Generalized Lagrange multiplier method",
     Operations Research 1963). What the priced problem proves, less what the budget is worth at that price, bounds the
-    least assignment from below. None where no price helps: the rows themselves must decide then.
+    least assignment from below. One price for all gives layers that are alike the same choices, where the budget may
+    have room for some of them: so at the end rows choose among what the prices found.
     """
-    base = solve(problem, solver, seconds)
-    rows = broken_rows(base.choices) if base.choices else []
-    if not rows:
-        return base
     best: Solution | None = None
-    lower = base.bound
+    rows, answers, lower = list(problem.rows), [base], base.bound
     over = max(row.used(base.choices) - row.budget_bytes for row in rows)
     price, low, high = 0.01 * base.objective / max(over, 1.0), 0.0, 0.0
     for _ in range(_MAX_PRICES):
-        costs = list(problem.costs)
-        for row in rows:
-            for node, num_bytes in row.bytes_of.items():
-                costs[node] = costs[node] + price * num_bytes
-        answer = solve(Problem(costs, problem.edges), solver, seconds)
+        answer = solve(problem.priced(rows, price), solver, seconds)
+        answers.append(answer)
         lower = max(lower, answer.bound - price * sum(row.budget_bytes - row.constant_bytes for row in rows))
         broken = broken_rows(answer.choices)
         if broken:
@@ -122,12 +139,46 @@ def _solve_priced(
             if best is None or objective < best.objective:
                 best = Solution(answer.choices, objective, 0.0, "feasible", f"{answer.solver}, a price on memory")
             high = price
-        if high and low and high < 2 * low:
+        # Where saving the bytes is worth many steps already, and nothing more is saved, no price will help.
+        if (high and low) or (price * over > 10 * base.objective and answer.choices == answers[-2].choices):
             break
-        price = 4 * price if not high else high / 4 if not low else (low * high) ** 0.5
+        price = high / _PRICE_STEP if high else _PRICE_STEP * price
+    mixed = _mix(problem, rows, answers, broken_rows, solver, seconds)
+    if mixed is not None and (best is None or mixed.objective < best.objective):
+        best = mixed
     if best is None:
-        return None
+        problem.rows[:] = rows
+        return dataclasses.replace(base, choices=(), status="infeasible")
     return dataclasses.replace(best, bound=min(lower, best.objective))
+
+
+def _mix(
+    problem: Problem,
+    rows: Sequence[MemoryRow],
+    answers: Sequence[Solution],
+    broken_rows: Callable[[Sequence[int]], list[MemoryRow]],
+    solver: str,
+    seconds: float,
+) -> Solution | None:
+    """The least assignment under the rows themselves that takes each node's choice from one of `answers`."""
+    costs = []
+    for node, cost in enumerate(problem.costs):
+        mask = np.zeros(len(cost), bool)
+        mask[[answer.choices[node] for answer in answers]] = True
+        costs.append(np.where(mask, cost, np.inf))
+    share = 1.0
+    for attempt in range(2 * _MAX_MIXES):
+        aimed = [dataclasses.replace(row, budget_bytes=share * row.budget_bytes) for row in rows]
+        answer = solve(Problem(costs, problem.edges, aimed), solver, seconds)
+        broken = broken_rows(answer.choices) if answer.choices else []
+        if not broken:
+            mixed = f"{answer.solver}, what prices on memory found"
+            return dataclasses.replace(answer, status="feasible", solver=mixed) if answer.choices else None
+        if attempt + 1 >= _MAX_MIXES:
+            # The fullest moment is another one each time: aiming lower ends it.
+            share *= min(row.budget_bytes / row.used(answer.choices) for row in broken)
+        rows = [*rows, *broken]
+    return None
 
 
 def _solve_core(core: Problem, solver: str, seconds: float, gap: float) -> Solution:
@@ -197,10 +248,11 @@ def _least(values: np.ndarray, count: int) -> np.ndarray:
 def _solve_restricted(core: Problem, masks: Sequence[np.ndarray], solver: str, seconds: float, gap: float) -> Solution:
     """The least assignment that takes of each node one of the choices that its mask names."""
     kept = [np.flatnonzero(mask & np.isfinite(cost)) for mask, cost in zip(masks, core.costs, strict=True)]
+    same = dict(enumerate(range(len(kept))))
     small = Problem(
         [cost[alive] for cost, alive in zip(core.costs, kept, strict=True)],
         {(u, v): matrix[np.ix_(kept[u], kept[v])] for (u, v), matrix in core.edges.items()},
-        [dataclasses.replace(row, bytes_of={n: b[kept[n]] for n, b in row.bytes_of.items()}) for row in core.rows],
+        [row.narrowed(same, kept.__getitem__) for row in core.rows],
     )
     answer = solve_ilp(small, solver, seconds, gap)
     return dataclasses.replace(answer, choices=tuple(int(kept[n][k]) for n, k in enumerate(answer.choices)))

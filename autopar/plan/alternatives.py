@@ -15,12 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.intra_op.costs import build_problem, stored_values
+from autopar.intra_op.costs import build_problem, held_values
 from autopar.intra_op.graph import Node
-from autopar.intra_op.liveness import Liveness, measure_liveness
+from autopar.intra_op.liveness import measure_liveness
 from autopar.intra_op.lower import lower
-from autopar.intra_op.memory import memory_row
+from autopar.intra_op.memory import broken_memory_rows
 from autopar.intra_op.problem import MemoryRow, Problem
+from autopar.intra_op.sharded import Body
 from autopar.intra_op.solve import solve, solve_within
 from autopar.plan.page import bytes_text, seconds_text
 from autopar.plan.plan import Plan
@@ -66,7 +67,7 @@ class Study:
         for number, choice in zip(self.class_of, self.sharded.choices, strict=True):
             self.chosen[number] = choice
         self.base = self.problem.cost(self.chosen)
-        self.stored = stored_values(self.graph)
+        self.held = held_values(self.graph)
 
     def members(self, number: int) -> list[Node]:
         """The nodes of one decision."""
@@ -111,7 +112,7 @@ class Study:
         if not math.isfinite(budget):
             solution = solve(forced, self.solver, SECONDS)
         else:
-            solution = solve_within(forced, lambda choices: self._broken_rows(forced, choices), self.solver, SECONDS)
+            solution = solve_within(forced, lambda choices: self._broken_rows(choices), self.solver, SECONDS)
         if solution.status != "infeasible":
             return Outcome(choice, solution.objective)
         unlimited = solve(Problem(costs, dict(problem.edges)), self.solver, SECONDS)
@@ -119,20 +120,19 @@ class Study:
             return Outcome(
                 choice, math.inf, "another restriction, or a loop of unknown length, leaves no way to have it so"
             )
-        peak = self._liveness(unlimited.choices).peak_bytes
+        body = self._lowered(unlimited.choices)
+        peak = measure_liveness(body, self.mesh, self.held, self.roles.donated).peak_bytes
         return Outcome(
             choice, math.inf, f"does not fit in {bytes_text(budget)}: at its fastest it needs {bytes_text(peak)}"
         )
 
-    def _broken_rows(self, problem: Problem, choices: Sequence[int]) -> list[MemoryRow]:
-        liveness = self._liveness(choices)
-        if liveness.peak_bytes <= self.plan.budget_bytes:
-            return []
-        return [memory_row(self.graph, self.class_of, problem, liveness, choices, self.plan.budget_bytes)]
+    def _broken_rows(self, choices: Sequence[int]) -> list[MemoryRow]:
+        return broken_memory_rows(
+            self.graph, self.class_of, choices, self._lowered(choices), self.roles.donated, self.plan.budget_bytes
+        )
 
-    def _liveness(self, choices: Sequence[int]) -> Liveness:
-        body = lower(self.program.jaxpr, self.graph, [choices[c] for c in self.class_of])
-        return measure_liveness(body, self.mesh, self.stored, self.roles.donated)
+    def _lowered(self, choices: Sequence[int]) -> Body:
+        return lower(self.program.jaxpr, self.graph, [choices[c] for c in self.class_of])
 
     def forbidden_by(self, number: int) -> str:
         """What the user asked for that restricts this decision; "" if nothing does."""

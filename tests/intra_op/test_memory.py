@@ -8,6 +8,16 @@ from jax import lax
 import autopar
 from autopar import Cluster, DataParallel, Device, Link, ShardParallel
 from autopar.errors import InfeasibleError
+from autopar.intra_op.costs import held_values
+from autopar.intra_op.draw import draw_choices
+from autopar.intra_op.graph import build_graph
+from autopar.intra_op.liveness import fullest_moments
+from autopar.intra_op.lower import lower
+from autopar.intra_op.memory import MAX_ROWS, broken_memory_rows
+from autopar.ir.state import find_roles
+from autopar.ir.trace import trace_step
+from autopar.mesh import logical_mesh
+from tests.models.registry import CASES
 
 LAYERS, WIDTH, TOKENS, BATCH = 6, 64, 64, 64
 
@@ -74,3 +84,34 @@ def test_budgets_from_plenty_to_nothing():
         planned, last = planned + 1, found.cost.step_seconds
         budget = int(min(budget, found.cost.peak_bytes[0]) * 0.9)
     assert planned >= 1
+
+
+@pytest.mark.parametrize("name", ["gpt_unrolled", "moe_top2_capacity", "mlp_multisteps"])
+def test_what_fits_a_known_plan_is_not_called_infeasible(name):
+    case = CASES[name]()
+    cluster = Cluster(1, 8, Device("toy", 1e14, 80e9, 3e12), Link(2e-6, 3e11), Link(1e-5, 5e10))
+
+    def plan(method):
+        step = autopar.parallelize(case.step, cluster=cluster, method=method, batch_argnums=(1,))
+        return step.plan(case.state, case.batches[0])
+
+    sharded = plan(DataParallel(zero=3))
+    budget = sharded.cost.peak_bytes[0]
+    found = plan(ShardParallel(mesh_shape=(8,), memory_budget_bytes=budget))
+    assert found.cost.peak_bytes[0] <= budget
+    assert found.cost.step_seconds <= sharded.cost.step_seconds * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("name", ["gpt_scan", "mlp_multisteps", "moe_top2_capacity"])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_row_says_what_is_alive_in_its_own_program(name, seed):
+    case = CASES[name]()
+    program = trace_step(case.step, (case.state, case.batches[0]))
+    roles = find_roles(program, (1,))
+    mesh = logical_mesh(Cluster(1, 8, Device("toy", 1e12), Link(1e-6, 1e9), Link(1e-6, 1e9)), (2, 4))
+    graph = build_graph(program.jaxpr, mesh, roles.aliases, roles.batch)
+    choices, classes = draw_choices(graph, seed), range(len(graph.nodes))
+    body = lower(program.jaxpr, graph, choices)
+    moments = fullest_moments(body, mesh, held_values(graph), roles.donated, MAX_ROWS)
+    rows = broken_memory_rows(graph, classes, choices, body, roles.donated, 0.0)
+    assert [row.used(choices) for row in rows] == pytest.approx([moment.peak_bytes for moment in moments], rel=1e-6)

@@ -1,5 +1,7 @@
 """Solvers against brute force, on small problems drawn at random."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -25,7 +27,13 @@ def draw(seed, rows=False, forbidden=0.15, nodes=(2, 7), choices=(1, 5)):
                 problem.add_edge(u, v, matrix)
     if rows:
         bytes_of = {u: random.integers(0, 10, len(problem.costs[u])).astype(float) for u in range(count)}
-        problem.rows.append(MemoryRow("row", bytes_of, 5.0 * count))
+        pairs = {
+            (u, v): random.integers(0, 5, (len(problem.costs[u]), len(problem.costs[v]))).astype(float)
+            for u in range(count)
+            for v in range(u + 1, count)
+            if random.random() < 0.3
+        }
+        problem.rows.append(MemoryRow("row", bytes_of, 5.0 * count, pairs=pairs))
     return problem
 
 
@@ -52,6 +60,15 @@ def test_elimination_is_exact():
         assert core.objective + reduced.constant == pytest.approx(wanted.objective), seed
         if wanted.choices:
             assert problem.cost(reduced.expand(core.choices)) == pytest.approx(wanted.objective), seed
+
+
+def test_a_price_is_paid_for_every_byte():
+    problem = draw(3, rows=True)
+    for row in problem.rows:
+        for choices in itertools.product(*(range(len(c)) for c in problem.costs)):
+            if np.isfinite(problem.cost(choices)):
+                wanted = problem.cost(choices) + 0.25 * row.used(choices)
+                assert problem.priced([row], 0.25).cost(choices) == pytest.approx(wanted)
 
 
 def test_bounds_hold():
