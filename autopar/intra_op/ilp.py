@@ -97,7 +97,9 @@ def make_solver(name: str, seconds: float, gap: float) -> Any:
     """
     match name:
         case "highs":
-            solver = pulp.HiGHS(msg=False, timeLimit=seconds, gapRel=gap, threads=1, random_seed=0)
+            # HiGHS looks for symmetry by the clock: on a busy machine ties would end otherwise.
+            calm = {"random_seed": 0, "parallel": "off", "mip_detect_symmetry": False}
+            solver = pulp.HiGHS(msg=False, timeLimit=seconds, gapRel=gap, threads=1, **calm)
         case "cbc":
             solver = _cbc(msg=False, timeLimit=seconds, gapRel=gap, threads=1, options=["randomSeed 1"])
         case _:
