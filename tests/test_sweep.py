@@ -29,6 +29,7 @@ UNROLLED = (
     "lora",
     "equinox_vit",
     "linen_gpt_tied",
+    "packed_documents",
 )
 """Models whose random plans hold a thousand collectives: compiling one takes half a minute."""
 

@@ -18,7 +18,7 @@ from autopar.intra_op.costs import held_values
 from autopar.intra_op.graph import Graph, Shardings
 from autopar.intra_op.liveness import Liveness, fullest_moments, packed_bytes
 from autopar.intra_op.problem import MemoryRow
-from autopar.intra_op.sharded import Body
+from autopar.intra_op.sharded import Body, Compute, Fused, Move, Region, describe
 from autopar.ir.rules.rule import num_elements
 from autopar.mesh import Sharding
 
@@ -40,10 +40,29 @@ def broken_memory_rows(
         budget: Bytes.
     """
     moments = fullest_moments(body, graph.mesh, held_values(graph), donated, MAX_ROWS)
-    return [_row(graph, class_of, moment, choices, budget) for moment in moments if moment.peak_bytes > budget]
+    return [
+        _row(graph, class_of, moment, choices, budget, _place(body, moment.moment))
+        for moment in moments
+        if moment.peak_bytes > budget
+    ]
 
 
-def _row(graph: Graph, class_of: Sequence[int], liveness: Liveness, choices: Sequence[int], budget: float) -> MemoryRow:
+def _place(body: Body, moment: int) -> str:
+    """A moment of a program for people: what it computes then, or for whom it communicates."""
+    if moment < 0:
+        return "the start"
+    match body.instructions[moment]:
+        case Compute() | Region() as instruction:
+            return describe(instruction.eqn)
+        case Move() as move:
+            return f"the {move.step} before {move.reader}"
+        case Fused() as fused:
+            return f"the {fused.moves[0].step} of {len(fused.moves)} arrays before {fused.moves[0].reader}"
+
+
+def _row(
+    graph: Graph, class_of: Sequence[int], liveness: Liveness, choices: Sequence[int], budget: float, place: str
+) -> MemoryRow:
     """The row that says: what is alive at this moment fits, whatever is chosen for it."""
     owners = _owners(graph)
     row = _Row(graph, class_of)
@@ -63,7 +82,7 @@ def _row(graph: Graph, class_of: Sequence[int], liveness: Liveness, choices: Seq
             row.constant += packed_bytes(move, graph.mesh)
         else:
             row.add(move.var, ends[0], ends[1], packed=True)
-    return MemoryRow(f"instruction {liveness.moment}", row.bytes_of, budget, row.constant, row.pairs)
+    return MemoryRow(place, row.bytes_of, budget, row.constant, row.pairs)
 
 
 _Owner = tuple[int, Shardings]

@@ -222,7 +222,7 @@ def _explain_infeasible(problem: Problem, budget: float, mesh: LogicalMesh) -> N
     raise InfeasibleError(
         "no sharding fits the memory budget.",
         given=f"memory_budget_bytes={budget:.0f} on each device of {mesh}",
-        wrong=f"at {row.label} at least {least:.0f} bytes are alive on a device"
+        wrong=f"during {row.label}, at least {least:.0f} bytes are alive on a device"
         + (
             f", {least - budget:.0f} more than there are."
             if least > budget

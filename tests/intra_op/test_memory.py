@@ -75,7 +75,7 @@ def test_budgets_from_plenty_to_nothing():
         try:
             found = plan(budget)
         except InfeasibleError as error:
-            assert str(budget) in str(error)
+            assert str(budget) in str(error) and "test_memory.py" in str(error)
             assert error.needed_bytes > budget or "no sharding fits at all of them" in str(error)
             break
         assert found.cost.peak_bytes[0] <= budget
