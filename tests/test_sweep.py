@@ -57,6 +57,7 @@ def test_model(name):
         ("gpt_scan_remat_clipped", "8", "zero3"),
         ("moe_top2_capacity", "2x4", "auto"),
         ("matrix_factorization", "2x2x2", "random1"),
+        ("mamba_like_associative", "8", "random0"),  # its associative scan has empty slices
     ],
 )
 def test_three_axes_and_more(name, mesh, method):

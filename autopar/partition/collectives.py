@@ -106,4 +106,5 @@ def _part_dim(array: jax.Array, dim: int, parts: int) -> jax.Array:
 def _merge_dim(array: jax.Array, dim: int) -> jax.Array:
     """The inverse of `_part_dim`."""
     moved = jnp.moveaxis(array, 0, dim)
-    return moved.reshape(*moved.shape[:dim], -1, *moved.shape[dim + 2 :])
+    parts, size = moved.shape[dim : dim + 2]
+    return moved.reshape(*moved.shape[:dim], parts * size, *moved.shape[dim + 2 :])  # -1 fails on empty arrays
