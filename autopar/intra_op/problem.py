@@ -103,7 +103,8 @@ class Solution:
         choices: One choice per node.
         objective: Its cost in seconds.
         bound: No assignment costs less than this.
-        status: `"optimal"`, `"feasible"` (the time limit came first) or `"infeasible"`.
+        status: `"optimal"`, `"feasible"` (the time limit came first), `"beaten"` (no assignment is better than one
+            known from elsewhere, and the search was ended there) or `"infeasible"`.
         solver: Which solver, and on what was left for it.
     """
 

@@ -80,6 +80,7 @@ def shard(
     donated: Sequence[bool] = (),
     batch: Sequence[int] = (),
     known: Sequence[Restrict] = (),
+    beat: float = np.inf,
 ) -> Sharded:
     """Find the cheapest sharding of a program on one mesh.
 
@@ -94,6 +95,8 @@ def shard(
         batch: Inputs whose leading dim runs over samples.
         known: Well-known ways to shard, as restrictions; the best plan under each is compared with the one found, after
             small collectives have been put together.
+        beat: Objective of the best plan on another mesh; where this mesh cannot have a better one, the search may end
+            early with the status `"beaten"`.
 
     Raises:
         InfeasibleError: A pin or the memory budget cannot be kept; says which and by how much.
@@ -115,8 +118,8 @@ def shard(
 
     def solved(problem: Problem) -> Solution:
         if np.isfinite(budget):
-            return solve_within(problem, broken_rows, options.solver, options.solver_seconds)
-        return solve(problem, options.solver, options.solver_seconds)
+            return solve_within(problem, broken_rows, options.solver, options.solver_seconds, known=beat)
+        return solve(problem, options.solver, options.solver_seconds, known=beat)
 
     def read(problem: Problem, solution: Solution) -> Sharded:
         choices = tuple(solution.choices[c] for c in class_of)

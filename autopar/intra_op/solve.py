@@ -26,6 +26,10 @@ SMALL_CORE = 60_000
 """Pairs of choices that meet on an edge: up to so many the ILP gets them all, and proves its answer least."""
 LARGE_CORE = 500_000
 """Beyond so many (meshes of three axes, large models without equal layers) a small gap is left as it is."""
+LARGE_GAP = 1e-3
+"""So small."""
+_EARLY_ROUNDS = 20
+"""Rounds after which a large problem may be given up for an answer known from elsewhere."""
 PROMISING = 8
 """Choices of a node, at most, that the ILP gets of a larger core, beside those around the best answer known."""
 _SMALL_WITH_ROWS = 10_000
@@ -37,7 +41,9 @@ ROUNDS = (120, 150, 200)
 """Rounds of message passing before each attempt of the ILP."""
 
 
-def solve(problem: Problem, solver: str = "highs", seconds: float = 60.0, gap: float = 1e-6) -> Solution:
+def solve(
+    problem: Problem, solver: str = "highs", seconds: float = 60.0, gap: float = 1e-6, known: float = np.inf
+) -> Solution:
     """Least assignment of `problem`, its memory rows kept.
 
     Args:
@@ -45,17 +51,19 @@ def solve(problem: Problem, solver: str = "highs", seconds: float = 60.0, gap: f
         solver: `"highs"` or `"cbc"`.
         seconds: Time limit of the ILP solver.
         gap: Relative gap at which the solver may stop.
+        known: Cost of an answer to the same question in another form (another mesh): where a large problem is proved to
+            have none better, to the gap that is left there anyway, the search ends with the status `"beaten"`.
     """
     reduced = eliminate(problem, {node for row in problem.rows for node in row.nodes})
     position = {node: k for k, node in enumerate(reduced.kept)}
     # Elimination may have dropped forbidden choices of kept nodes: rows follow.
     reduced.problem.rows.extend(row.narrowed(position, reduced.alive_of) for row in problem.rows)
-    core = _solve_core(reduced.problem, solver, seconds, gap)
+    core = _solve_core(reduced.problem, solver, seconds, gap, known - reduced.constant)
     if core.status == "infeasible":
         return core
     choices = reduced.expand(core.choices)
     objective = problem.cost(choices)
-    if objective == float("inf"):
+    if objective == float("inf") and core.status != "beaten":
         return Solution((), objective, objective, "infeasible", core.solver)
     # "optimal" means within `gap`, one part in a million: that counts as proved.
     lower = objective if core.status == "optimal" else min(objective, core.bound + reduced.constant)
@@ -68,14 +76,15 @@ def solve_within(
     solver: str = "highs",
     seconds: float = 60.0,
     max_rounds: int = 30,
+    known: float = np.inf,
 ) -> Solution:
     """Least assignment for which `broken_rows(choices)` is empty, adding the rows it names until it is.
 
     Returns:
         The assignment; `"infeasible"` where the rows collected cannot hold together.
     """
-    base = solve(problem, solver, seconds)
-    if base.status == "infeasible":
+    base = solve(problem, solver, seconds, known=known)
+    if base.status in ("infeasible", "beaten"):
         return base
     rows = broken_rows(base.choices)
     if not rows:
@@ -181,15 +190,19 @@ def _mix(
     return None
 
 
-def _solve_core(core: Problem, solver: str, seconds: float, gap: float) -> Solution:
+def _solve_core(core: Problem, solver: str, seconds: float, gap: float, known: float) -> Solution:
     pairs = sum(matrix.size for matrix in core.edges.values())
     if pairs <= SMALL_CORE:
         return solve_ilp(core, solver, seconds, gap)
     # By size and not by the clock, so that the same problem always has the same answer.
     attempts = ROUNDS[: 3 - (pairs > LARGE_CORE) - (pairs > 4 * LARGE_CORE)]
-    enough = gap if pairs <= LARGE_CORE else max(gap, 1e-3)
+    enough = gap if pairs <= LARGE_CORE else max(gap, LARGE_GAP)
     promising = max(3, min(PROMISING, int((SMALL_CORE / max(len(core.edges), 1)) ** 0.5)))
     ascent = Ascent(core)
+    if pairs > LARGE_CORE and np.isfinite(known):
+        early = ascent.run(_EARLY_ROUNDS, gap=gap)
+        if early.lower >= known - enough * abs(known):
+            return Solution(early.choices, early.upper, early.lower, "beaten", "message passing")
     best: Solution | None = None
     lower = 0.0
     for rounds in attempts:

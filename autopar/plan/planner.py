@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import fnmatch
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -92,8 +93,13 @@ def make_plan(
         report(f"sharding {program.name} on mesh {mesh}")
         try:
             # Data parallelism over all axes is the same on every mesh: compared with once.
-            results.append((mesh, shard_on(program, roles, cluster, method, mesh, compare=not results)))
-            tried.append((str(mesh), f"{results[-1][1].step_seconds:.3e} s"))
+            beat = min((sharded.solution.objective for _, sharded in results), default=math.inf)
+            sharded = shard_on(program, roles, cluster, method, mesh, compare=not results, beat=beat)
+            if sharded.solution.status == "beaten":
+                tried.append((str(mesh), f"at least {sharded.solution.bound:.3e} s"))
+                continue
+            results.append((mesh, sharded))
+            tried.append((str(mesh), f"{sharded.step_seconds:.3e} s"))
         except AutoparError as error:
             failure = error
             tried.append((str(mesh), error.summary))
@@ -107,9 +113,18 @@ def make_plan(
 
 
 def shard_on(
-    program: Program, roles: Roles, cluster: Cluster, method: Method, mesh: LogicalMesh, compare: bool = True
+    program: Program,
+    roles: Roles,
+    cluster: Cluster,
+    method: Method,
+    mesh: LogicalMesh,
+    compare: bool = True,
+    beat: float = math.inf,
 ) -> Sharded:
-    """Shard the program on one mesh under the method's restrictions; `compare` with data parallelism too."""
+    """Shard the program on one mesh under the method's restrictions; `compare` with data parallelism too.
+
+    `beat` is the objective of the best plan known on other meshes.
+    """
     _pins(program, method)  # a mistake in them is told before any work
 
     def restrict(graph: Graph, allowed: Allowed) -> None:
@@ -125,6 +140,7 @@ def shard_on(
         roles.donated,
         roles.batch,
         _known_plans(program, roles, mesh) if compare and not isinstance(method, DataParallel) else (),
+        beat,
     )
 
 

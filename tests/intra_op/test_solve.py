@@ -8,7 +8,7 @@ import pytest
 from autopar.errors import SolverError
 from autopar.intra_op import solve as solving
 from autopar.intra_op.dual import Ascent
-from autopar.intra_op.elimination import eliminate
+from autopar.intra_op.elimination import _least_between, eliminate
 from autopar.intra_op.ilp import solve_ilp
 from autopar.intra_op.problem import MemoryRow, Problem, brute_force
 from autopar.intra_op.solve import solve, solve_within
@@ -127,3 +127,31 @@ def test_time_is_up():
 def test_unknown_solver():
     with pytest.raises(SolverError, match="autopar knows 'highs', 'cbc'"):
         solve_ilp(draw(0), "gurobi")
+
+
+def test_a_large_problem_is_given_up_only_where_it_cannot_be_better(monkeypatch):
+    monkeypatch.setattr(solving, "SMALL_CORE", 0)
+    monkeypatch.setattr(solving, "LARGE_CORE", 0)
+    given_up = 0
+    for seed in range(40):
+        problem = draw(seed, forbidden=0.0, nodes=(5, 7), choices=(3, 5))
+        problem.costs = [cost + 1.0 for cost in problem.costs]
+        least = brute_force(problem).objective
+        for known in (0.5 * least, least, 1.1 * least):
+            found = solve(problem, known=known)
+            assert found.bound <= least * (1 + 1e-9)
+            if found.status == "beaten":
+                given_up += 1
+                assert least >= known * (1 - solving.LARGE_GAP)
+            else:
+                assert found.objective <= least * (1 + solving.LARGE_GAP)
+    assert given_up > 20
+
+
+def test_folding_takes_the_first_of_the_least():
+    random = np.random.default_rng(0)
+    for _ in range(20):
+        left, right = (random.integers(0, 4, (count, 5)).astype(float) for count in (3, 4))
+        least, first = _least_between(left, right)
+        table = left[:, None, :] + right[None, :, :]
+        assert (least == table.min(axis=2)).all() and (first == table.argmin(axis=2)).all()

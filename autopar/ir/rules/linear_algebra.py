@@ -11,13 +11,15 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout, with_layout_constraint
 
-from autopar._jax import JaxprEqn, find_primitives
+from autopar._jax import JaxprEqn, bind_eqn, find_primitives
 from autopar.ir.rules.linearity import linear_groups, may_be_partial
 from autopar.ir.rules.registry import register
-from autopar.ir.rules.rule import Dim, Factor, ShardingRule, Term, factor_names, infer_sizes, num_elements
+from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, factor_names, infer_sizes, num_elements
 from autopar.ir.rules.terms import drop_units, factors_of, new_term
 
 
@@ -221,4 +223,13 @@ def fft(eqn: JaxprEqn) -> ShardingRule:
         whole=tuple(dim[0] for term in terms for dim in term[num_batch_dims:] if dim),
         linear=linear_groups(eqn, (0,)),
         flops=num_elements(shape[:num_batch_dims]) * 5.0 * points * max(1.0, math.log2(max(points, 1))),
+        local=_transform,
     )
+
+
+def _transform(eqn: JaxprEqn, shard: Shard, operand: jax.Array) -> list[jax.Array]:
+    """The transform between arrays in row-major order: XLA:CPU (jaxlib 0.10) lets a collective beside it ask for
+    another order, and then refuses it."""
+    row_major = Layout(tuple(range(operand.ndim)))
+    results = bind_eqn(eqn, with_layout_constraint(operand, row_major))
+    return [with_layout_constraint(result, row_major) for result in results]
