@@ -25,8 +25,9 @@ from autopar.intra_op.memory import broken_memory_rows
 from autopar.intra_op.problem import MemoryRow, Problem, Solution
 from autopar.intra_op.restrict import Allowed, Restrict, pin_constraints
 from autopar.intra_op.sharded import Body, Collective, collectives_of
-from autopar.intra_op.solve import solve, solve_within
+from autopar.intra_op.solve import solve
 from autopar.intra_op.tying import tie_nodes
+from autopar.intra_op.within import solve_within
 from autopar.mesh import Device, LogicalMesh
 from autopar.options import Options
 

@@ -22,7 +22,8 @@ from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import broken_memory_rows
 from autopar.intra_op.problem import MemoryRow, Problem
 from autopar.intra_op.sharded import Body
-from autopar.intra_op.solve import solve, solve_within
+from autopar.intra_op.solve import solve
+from autopar.intra_op.within import solve_within
 from autopar.plan.page import bytes_text, seconds_text
 from autopar.plan.plan import Plan
 

@@ -11,7 +11,7 @@ from autopar.intra_op.dual import Ascent
 from autopar.intra_op.elimination import _least_between, eliminate
 from autopar.intra_op.ilp import solve_ilp
 from autopar.intra_op.problem import MemoryRow, Problem, brute_force
-from autopar.intra_op.solve import solve, solve_within
+from autopar.intra_op.solve import solve
 
 
 def draw(seed, rows=False, forbidden=0.15, nodes=(2, 7), choices=(1, 5)):
@@ -102,20 +102,6 @@ def test_large_cores_are_solved_on_promising_choices(monkeypatch):
 
 def test_same_problem_same_choices():
     assert solve(draw(3)).choices == solve(draw(3)).choices
-
-
-def test_rows_are_added_until_none_is_broken():
-    problem = Problem([np.array([0.0, 1.0]), np.array([0.0, 1.0])])
-    sizes = {0: np.array([8.0, 1.0]), 1: np.array([8.0, 1.0])}
-
-    def broken(choices):
-        used = sum(sizes[n][k] for n, k in enumerate(choices))
-        return [MemoryRow("all", sizes, 9.0)] if used > 9 else []
-
-    found = solve_within(problem, broken)
-    assert found.objective == 1.0 and sorted(found.choices) == [0, 1]
-    problem.rows.clear()
-    assert solve_within(problem, lambda choices: [MemoryRow("all", sizes, 1.0)]).status == "infeasible"
 
 
 def test_time_is_up():

@@ -1,0 +1,144 @@
+"""Solve a choice problem within a memory budget.
+
+In:     `Problem`, and a function that names the memory rows an assignment breaks.
+Out:    `Solution` for all nodes.
+Method: rows by demand: an assignment is checked by the exact liveness of its program, and the moments that are over
+        budget become rows. A small problem is solved again with them as cutting planes. In a large one the bytes at those
+        moments get a price, and rows choose among what the prices found
+        (Everett, "Generalized Lagrange multiplier method", Operations Research 1963).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from autopar.intra_op.problem import MemoryRow, Problem, Solution
+from autopar.intra_op.solve import solve
+
+SMALL_WITH_ROWS = 10_000
+"""Pairs of choices that meet on an edge: up to so many a problem is solved with its memory rows as they are."""
+_MAX_PRICES = 10
+_PRICE_STEP = 4.0
+_MAX_MIXES = 5
+
+
+def solve_within(
+    problem: Problem,
+    broken_rows: Callable[[Sequence[int]], list[MemoryRow]],
+    solver: str = "highs",
+    seconds: float = 60.0,
+    max_rounds: int = 30,
+    known: float = np.inf,
+) -> Solution:
+    """Least assignment for which `broken_rows(choices)` is empty, adding the rows it names until it is.
+
+    Returns:
+        The assignment; `"infeasible"` where the rows collected cannot hold together.
+    """
+    base = solve(problem, solver, seconds, known=known)
+    if base.status in ("infeasible", "beaten"):
+        return base
+    rows = broken_rows(base.choices)
+    if not rows:
+        return base
+    problem.rows.extend(rows)
+    if any(row.least(problem.costs) > row.budget_bytes for row in problem.rows):
+        return dataclasses.replace(base, choices=(), status="infeasible")
+    if sum(matrix.size for matrix in problem.edges.values()) <= SMALL_WITH_ROWS:
+        exact = _cut(problem, broken_rows, solver, seconds, max_rounds)
+        if exact.status != "infeasible":
+            return exact
+    # A row says what is alive at its moment in one program; of another it may say too much.
+    return _solve_priced(problem, base, broken_rows, solver, seconds)
+
+
+def _cut(
+    problem: Problem,
+    broken_rows: Callable[[Sequence[int]], list[MemoryRow]],
+    solver: str,
+    seconds: float,
+    max_rounds: int,
+) -> Solution:
+    """Solve and add the rows that are broken, again and again, until none is."""
+    for _ in range(max_rounds):
+        solution = solve(problem, solver, seconds)
+        rows = broken_rows(solution.choices) if solution.choices else []
+        if not rows:
+            return solution
+        problem.rows.extend(rows)
+    return dataclasses.replace(solution, status="infeasible", choices=())
+
+
+def _solve_priced(
+    problem: Problem,
+    base: Solution,
+    broken_rows: Callable[[Sequence[int]], list[MemoryRow]],
+    solver: str,
+    seconds: float,
+) -> Solution:
+    """Keep memory by a price on bytes instead of by rows: every problem is then one without rows, which solves fast.
+
+    The price is raised until everything fits, or lowered until it does not. What a priced problem proves, less what the
+    budget is worth at that price, bounds the least assignment from below. One price for all gives layers that are alike
+    the same choices, where the budget may have room for some of them: so at the end rows choose among what was found.
+    """
+    best: Solution | None = None
+    rows, answers, lower = list(problem.rows), [base], base.bound
+    over = max(row.used(base.choices) - row.budget_bytes for row in rows)
+    price, low, high = 0.01 * base.objective / max(over, 1.0), 0.0, 0.0
+    for _ in range(_MAX_PRICES):
+        answer = solve(problem.priced(rows, price), solver, seconds)
+        answers.append(answer)
+        lower = max(lower, answer.bound - price * sum(row.budget_bytes - row.constant_bytes for row in rows))
+        broken = broken_rows(answer.choices)
+        if broken:
+            rows += [row for row in broken if all(known.used(answer.choices) <= known.budget_bytes for known in rows)]
+            low = price
+        else:
+            objective = problem.cost(answer.choices)
+            if best is None or objective < best.objective:
+                best = Solution(answer.choices, objective, 0.0, "feasible", f"{answer.solver}, a price on memory")
+            high = price
+        # Where saving the bytes is worth many steps already, and nothing more is saved, no price will help.
+        if (high and low) or (price * over > 10 * base.objective and answer.choices == answers[-2].choices):
+            break
+        price = high / _PRICE_STEP if high else _PRICE_STEP * price
+    mixed = _mix(problem, rows, answers, broken_rows, solver, seconds)
+    if mixed is not None and (best is None or mixed.objective < best.objective):
+        best = mixed
+    if best is None:
+        problem.rows[:] = rows
+        return dataclasses.replace(base, choices=(), status="infeasible")
+    return dataclasses.replace(best, bound=min(lower, best.objective))
+
+
+def _mix(
+    problem: Problem,
+    rows: Sequence[MemoryRow],
+    answers: Sequence[Solution],
+    broken_rows: Callable[[Sequence[int]], list[MemoryRow]],
+    solver: str,
+    seconds: float,
+) -> Solution | None:
+    """The least assignment under the rows themselves that takes each node's choice from one of `answers`."""
+    costs = []
+    for node, cost in enumerate(problem.costs):
+        mask = np.zeros(len(cost), bool)
+        mask[[answer.choices[node] for answer in answers]] = True
+        costs.append(np.where(mask, cost, np.inf))
+    share = 1.0
+    for attempt in range(2 * _MAX_MIXES):
+        aimed = [dataclasses.replace(row, budget_bytes=share * row.budget_bytes) for row in rows]
+        answer = solve(Problem(costs, problem.edges, aimed), solver, seconds)
+        broken = broken_rows(answer.choices) if answer.choices else []
+        if not broken:
+            mixed = f"{answer.solver}, what prices on memory found"
+            return dataclasses.replace(answer, status="feasible", solver=mixed) if answer.choices else None
+        if attempt + 1 >= _MAX_MIXES:
+            # The fullest moment is another one each time: aiming lower ends it.
+            share *= min(row.budget_bytes / row.used(answer.choices) for row in broken)
+        rows = [*rows, *broken]
+    return None

@@ -1,0 +1,46 @@
+"""Memory budgets on hand-built problems: rows by demand, and a price on bytes, against trying all assignments."""
+
+import numpy as np
+import pytest
+from test_solve import draw
+
+import autopar.intra_op.within as within
+from autopar.intra_op.problem import MemoryRow, Problem, brute_force
+from autopar.intra_op.within import solve_within
+
+
+def test_rows_are_added_until_none_is_broken():
+    problem = Problem([np.array([0.0, 1.0]), np.array([0.0, 1.0])])
+    sizes = {0: np.array([8.0, 1.0]), 1: np.array([8.0, 1.0])}
+
+    def broken(choices):
+        used = sum(sizes[n][k] for n, k in enumerate(choices))
+        return [MemoryRow("all", sizes, 9.0)] if used > 9 else []
+
+    found = solve_within(problem, broken)
+    assert found.objective == 1.0 and sorted(found.choices) == [0, 1]
+    problem.rows.clear()
+    assert solve_within(problem, lambda choices: [MemoryRow("all", sizes, 1.0)]).status == "infeasible"
+
+
+@pytest.mark.parametrize("small", [0, 10_000], ids=["price", "rows"])
+def test_budgets_against_brute_force(small, monkeypatch):
+    monkeypatch.setattr(within, "SMALL_WITH_ROWS", small)
+    feasible, solved, least = 0, 0, 0
+    for seed in range(60):
+        problem = draw(seed, rows=True, forbidden=0.0, nodes=(4, 7), choices=(3, 5))
+        wanted, rows = brute_force(problem), problem.rows
+
+        def broken(choices, rows=rows):
+            return [row for row in rows if row.used(choices) > row.budget_bytes]
+
+        found = solve_within(Problem(problem.costs, problem.edges), broken)
+        feasible += bool(wanted.choices)
+        if found.choices:
+            solved += 1
+            assert problem.fits(found.choices)
+            assert found.bound <= wanted.objective * (1 + 1e-9) <= found.objective * (1 + 1e-6)
+            least += found.objective <= wanted.objective * (1 + 1e-6)
+    assert feasible > 40
+    assert solved == feasible
+    assert least == feasible if small else least > feasible // 2
