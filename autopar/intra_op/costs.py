@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar._jax import Literal, Var
 from autopar.cost import collective_seconds, compute_seconds, reshard_seconds
-from autopar.intra_op.fuse import SMALL_BYTES
+from autopar.intra_op.fuse import BUCKET_BYTES, small_bytes
 from autopar.intra_op.graph import Graph, Node, Shardings
 from autopar.intra_op.problem import Problem
 from autopar.intra_op.strategies import split_fraction
@@ -27,7 +27,7 @@ from autopar.mesh import Device, Link, LogicalMesh
 
 FUSED_SHARE = 0.1
 """Part of its latency that a small collective bears where others like it are ready too: parameters, gradients and
-optimizer state are many, and `fuse.py` sends them together."""
+optimizer state are many, and `fuse.py` sends them together. More where only a few of its size go into one message."""
 
 
 def build_problem(
@@ -62,12 +62,13 @@ def build_problem(
         weights[key] = weights.get(key, 0.0) + edge.weight
         lists[id(edge.given)], lists[id(edge.wanted)] = edge.given, edge.wanted
     matrices: dict[tuple[Any, ...], np.ndarray] = {}
-    together = _sent_together(graph.mesh)
+    small = small_bytes(graph.mesh)
     for (u, v, shape, itemsize, given, wanted, communicates, is_sample), weight in weights.items():
-        joins = not is_sample and num_elements(shape) * itemsize <= SMALL_BYTES
+        size = num_elements(shape) * itemsize
+        joins = not is_sample and size <= small
         table = (shape, itemsize, given, wanted, joins)
         if table not in matrices:
-            mesh = together if joins else graph.mesh
+            mesh = _sent_together(graph.mesh, size) if joins else graph.mesh
             matrices[table] = _matrix(shape, itemsize, lists[given], lists[wanted], mesh)
         matrix = matrices[table] if communicates else np.where(matrices[table] > 0, np.inf, 0.0)
         if matrix.any():
@@ -75,9 +76,10 @@ def build_problem(
     return problem
 
 
-def _sent_together(mesh: LogicalMesh) -> LogicalMesh:
+def _sent_together(mesh: LogicalMesh, num_bytes: float) -> LogicalMesh:
     """The mesh as a small collective sees it that is sent with others: it bears a part of the latency."""
-    links = tuple(Link(link.latency_seconds * FUSED_SHARE, link.bytes_per_second) for link in mesh.links)
+    share = max(FUSED_SHARE, num_bytes / BUCKET_BYTES)
+    links = tuple(Link(link.latency_seconds * share, link.bytes_per_second) for link in mesh.links)
     return LogicalMesh(mesh.shape, mesh.axis_names, links)
 
 
