@@ -64,6 +64,10 @@ class BatchError(AutoparError):
     """Which arguments are the batch cannot be told, or the batch does not divide. Facts: `candidates` or `size`."""
 
 
+class MicrobatchError(AutoparError):
+    """The step computes something else when it is worked through in microbatches. Facts: `operation`, `source`."""
+
+
 class ClusterError(AutoparError):
     """The description of the machine is not one: no such device, a count below one, unreadable text."""
 

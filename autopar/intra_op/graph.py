@@ -24,6 +24,7 @@ from autopar.intra_op.batch import BatchDims, between_samples, follow_batch
 from autopar.intra_op.strategies import Strategy, enumerate_strategies
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.rules.linearity import may_be_partial
+from autopar.ir.signature import equation_signature
 from autopar.ir.source import is_backward
 from autopar.ir.structure import body_jaxprs, is_structured, scan_parts, trip_count, while_parts
 from autopar.mesh import LogicalMesh, Sharding
@@ -428,19 +429,3 @@ def _shardings(shape: tuple[int, ...], axis_sizes: Mapping[str, int], partial: b
         dims = tuple(tuple(a for a, c in zip(axis_sizes, choice, strict=True) if c == d) for d in range(len(shape)))
         if all(length % math.prod(axis_sizes[a] for a in axes) == 0 for length, axes in zip(shape, dims, strict=True)):
             yield Sharding(dims, tuple(a for a, c in zip(axis_sizes, choice, strict=True) if c == "+"))
-
-
-def equation_signature(eqn: JaxprEqn) -> object:
-    """Equal for equations with the same rule: primitive, parameters, types of operands and results."""
-    avals = tuple((v.aval.shape, v.aval.dtype, isinstance(v, Literal)) for v in eqn.invars)
-    results = tuple((v.aval.shape, v.aval.dtype) for v in eqn.outvars)
-    params = tuple(sorted((k, _hashable(v)) for k, v in eqn.params.items()))
-    return eqn.primitive, params, avals, results
-
-
-def _hashable(value: object) -> object:
-    try:
-        hash(value)
-    except TypeError:
-        return repr(value)
-    return value

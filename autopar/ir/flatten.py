@@ -74,6 +74,24 @@ def flatten(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> tuple[Jaxpr, tuple[Any,
     return flat, tuple(value for var, value in pairs if var in kept)
 
 
+def inline(jaxpr: Jaxpr, operands: Sequence[Atom], source: Any = None) -> tuple[list[JaxprEqn], list[Atom]]:
+    """A copy of a flat program's equations, over fresh variables, with `operands` for its invars.
+
+    Args:
+        jaxpr: Flat program.
+        operands: One per invar.
+        source: Source information that all of the equations get; None: none.
+
+    Returns:
+        The equations, and what the program's results are.
+    """
+    block = _Block()
+    traceback, scope = (source.traceback, source.name_stack) if source is not None else (None, NameStack())
+    outvars = _inline(_Walk(block, scope, lambda _: traceback), jaxpr, (), list(operands))
+    assert not block.captured, "a flat program has no constants"
+    return block.eqns, outvars
+
+
 def is_recomputed(eqn: JaxprEqn) -> bool:
     """Whether `eqn` belongs to the second run of a `remat` body."""
     return any(getattr(scope, "name", None) == RECOMPUTED for scope in eqn.source_info.name_stack.stack)

@@ -1,0 +1,198 @@
+"""One operation, worked through in equal pieces: what a piece of it needs, and what its results then are.
+
+In:     an equation's rule and the number of pieces. The pieces stand one after the other in time (microbatches), as
+        shards stand side by side on a mesh: a rule says of both the same.
+Out:    `ways(rule, count)`: for each factor that can be cut, and each linear group, the share of every operand that
+        piece k needs and the share of every result that it makes; `piece_program`: piece k as a flat program.
+Method: the strategies of a mesh with one axis (`intra_op/strategies.py`), with the number of the piece, an input of the
+        program, where a device would ask for its own position.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar._jax import Jaxpr, JaxprEqn, bind_eqn, open_jaxpr, trace
+from autopar.ir.flatten import flatten
+from autopar.ir.rules import ShardingRule
+from autopar.ir.rules.rule import Factor, Shard, Term
+
+AXIS = "piece"
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """Every piece sees the same, whole value."""
+
+    def __str__(self) -> str:
+        return "whole"
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Piece k sees the k-th of equal parts along `dim`."""
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"cut along dim {self.dim}"
+
+
+@dataclass(frozen=True, slots=True)
+class Sum:
+    """The value is the sum over all pieces of what each makes."""
+
+    def __str__(self) -> str:
+        return "sum over pieces"
+
+
+@dataclass(frozen=True, slots=True)
+class Extreme:
+    """The value is the largest (`"max"`) or smallest (`"min"`) over all pieces of what each makes."""
+
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} over pieces"
+
+
+@dataclass(frozen=True, slots=True)
+class Same:
+    """Every piece makes the same, whole value."""
+
+    def __str__(self) -> str:
+        return "made whole by each piece"
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """Each piece has a value of its own that stands for the whole one."""
+
+    def __str__(self) -> str:
+        return "of each piece"
+
+
+Share = Whole | Cut | Sum | Extreme | Same | Own
+WHOLE, SUM, SAME, OWN = Whole(), Sum(), Same(), Own()
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to do an operation in pieces.
+
+    Attributes:
+        factor: The factor that is cut; None: the operation is linear, and done on shares of sums.
+        operands: The share of each operand that a piece needs.
+        results: The share of each result that a piece makes.
+    """
+
+    factor: Factor | None
+    operands: tuple[Share, ...]
+    results: tuple[Share, ...]
+
+
+def ways(rule: ShardingRule, count: int) -> list[Way]:
+    """All ways to do an operation in `count` pieces, those that cut a factor first."""
+    found = []
+    for factor in rule.splittable():
+        if rule.sizes[factor] % count == 0:
+            sums = rule.joined.get(factor, ())
+            operands = tuple(SUM if k in sums else _share(term, factor, WHOLE) for k, term in enumerate(rule.operands))
+            lost: Share = SUM if factor in rule.summed else WHOLE
+            lost = Extreme(rule.reduced[factor]) if factor in rule.reduced else lost
+            found.append(Way(factor, operands, tuple(_share(term, factor, lost) for term in rule.results)))
+    for group in rule.linear:
+        operands = tuple(SUM if k in group else WHOLE for k in range(len(rule.operands)))
+        found.append(Way(None, operands, (SUM,) * len(rule.results)))
+    return found
+
+
+def _share(term: Term, factor: Factor, absent: Share) -> Share:
+    return next((Cut(d) for d, dim in enumerate(term) if dim and dim[0] == factor), absent)
+
+
+@dataclass(frozen=True, slots=True)
+class _Piece(Shard):
+    """Where a piece stands, as a device stands on a mesh."""
+
+    number: Any = 0
+
+    def index(self, factor: Factor) -> Any:
+        """The number of the piece; 0 for a factor that is not cut."""
+        return self.number if self.axes_of.get(factor) else 0
+
+
+def piece_program(eqn: JaxprEqn, rule: ShardingRule, way: Way, count: int, shapes: Mapping[int, Any]) -> Jaxpr:
+    """The flat program of one piece: (number of the piece, int32; operands) to results.
+
+    Args:
+        eqn: The operation.
+        rule: Its rule.
+        way: How it is done in pieces.
+        count: How many.
+        shapes: For each operand, the abstract value of a piece's share.
+    """
+
+    def program(number: jax.Array, *operands: jax.Array) -> list[jax.Array]:
+        axes = {way.factor: (AXIS,)} if way.factor is not None else {}
+        piece = _Piece(axes, {AXIS: count}, rule.sizes, number)
+        if rule.local is not None:
+            return list(rule.local(eqn, piece, *operands))
+        return bind_eqn(eqn, *operands)
+
+    avals = [shapes[k] for k in range(len(eqn.invars))]
+    flat, consts = flatten(*open_jaxpr(trace(program, jax.ShapeDtypeStruct((), jnp.int32), *avals)))
+    assert not consts, f"the piece of `{eqn.primitive}` holds {len(consts)} constants"
+    return flat
+
+
+def piece_aval(aval: Any, share: Share, count: int) -> Any:
+    """Type of one piece's share of a value."""
+    if not isinstance(share, Cut):
+        return jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+    shape = list(aval.shape)
+    shape[share.dim] //= count
+    return jax.ShapeDtypeStruct(tuple(shape), aval.dtype)
+
+
+@functools.cache
+def slice_program(shape: tuple[int, ...], dtype: Any, dim: int, count: int) -> Jaxpr:
+    """(number, whole value) to the number-th of `count` equal parts along `dim`, as a flat program."""
+    size = shape[dim] // count
+
+    def program(number: jax.Array, whole: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice_in_dim(whole, number * size, size, dim)
+
+    return _flat(program, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(shape, dtype))
+
+
+@functools.cache
+def mask_program(shape: tuple[int, ...], dtype: Any) -> Jaxpr:
+    """(number, whole value) to the value in piece 0 and zeros in the others, whose sum it is."""
+
+    def program(number: jax.Array, whole: jax.Array) -> jax.Array:
+        return jnp.where(number == 0, whole, jnp.zeros_like(whole))
+
+    return _flat(program, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(shape, dtype))
+
+
+@functools.cache
+def scale_program(shape: tuple[int, ...], dtype: Any, count: int) -> Jaxpr:
+    """(number, one piece's share of a sum) to what the sum would be if all pieces were like this one."""
+
+    def program(number: jax.Array, part: jax.Array) -> jax.Array:
+        return part * jnp.asarray(count, dtype)
+
+    return _flat(program, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(shape, dtype))
+
+
+def _flat(program: Any, *avals: Any) -> Jaxpr:
+    flat, consts = flatten(*open_jaxpr(trace(program, *avals)))
+    assert not consts, "constants in a program of ours"
+    return flat
