@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 Solver = Literal["highs", "cbc"]
 SOLVERS: tuple[Solver, ...] = ("highs", "cbc")
+MicrobatchSemantics = Literal["exact", "per_microbatch"]
+SEMANTICS: tuple[MicrobatchSemantics, ...] = ("exact", "per_microbatch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,12 +30,15 @@ class Options:
         solver_seconds: Time limit of one solve; the best answer found by then is used, and its gap is in the plan.
         memory_budget_bytes: Bytes that one device may use; None: the device's own memory.
         constraints: Pins, `{path glob: PartitionSpec}`, over the paths of the step's arguments.
+        microbatch_semantics: `"exact"`: microbatches compute what the whole batch does, or are refused;
+            `"per_microbatch"`: where samples wait for a sum over the batch (batch statistics), each takes its own.
     """
 
     solver: Solver = "highs"
     solver_seconds: float = 60.0
     memory_budget_bytes: int | None = None
     constraints: Mapping[str, PartitionSpec] = field(default_factory=dict, hash=False)
+    microbatch_semantics: MicrobatchSemantics = "exact"
 
     def __post_init__(self) -> None:
         if self.solver not in SOLVERS:
@@ -43,6 +48,13 @@ class Options:
                 wrong=f"autopar knows {', '.join(map(repr, SOLVERS))}.",
                 do=f"leave it out for {SOLVERS[0]!r}, or name one of them.",
                 solver=self.solver,
+            )
+        if self.microbatch_semantics not in SEMANTICS:
+            raise AutoparError(
+                "unknown semantics of microbatches.",
+                given=f"microbatch_semantics={self.microbatch_semantics!r}",
+                wrong=f"autopar knows {', '.join(map(repr, SEMANTICS))}.",
+                do="leave it out for 'exact'.",
             )
         _check_positive("solver_seconds", self.solver_seconds)
         if self.memory_budget_bytes is not None:

@@ -30,7 +30,7 @@ from autopar.ir.state import find_roles
 from autopar.ir.trace import trace_step
 from autopar.mesh import logical_mesh
 from autopar.partition.program import global_program
-from autopar.plan.planner import plan_of_choices, restrict_plan
+from autopar.plan.planner import in_microbatches, plan_of_choices, restrict_plan
 from tests.conftest import XLA_FLAGS
 from tests.models.case import Case
 
@@ -70,7 +70,7 @@ def _host(leaf: Any) -> np.ndarray:
     return np.asarray(leaf)
 
 
-def check_case(case: Case, shape: tuple[int, ...], method: str) -> Outcome:
+def check_case(case: Case, shape: tuple[int, ...], method: str, num_microbatches: int = 1) -> Outcome:
     """Run one cell.
 
     Raises:
@@ -78,7 +78,7 @@ def check_case(case: Case, shape: tuple[int, ...], method: str) -> Outcome:
     """
     started = time.perf_counter()
     expected = reference(case)
-    compiled = compile_case(case, shape, method)
+    compiled = compile_case(case, shape, method, num_microbatches)
     check_faithful(compiled)
     state, worst, where = case.state, 0.0, ""
     for batch, result in zip(case.batches, expected, strict=True):
@@ -108,30 +108,33 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.max(np.abs(got - want))) / scale
 
 
-def compile_case(case: Case, shape: tuple[int, ...], method: str) -> autopar.CompiledStep:
+def compile_case(case: Case, shape: tuple[int, ...], method: str, num_microbatches: int = 1) -> autopar.CompiledStep:
     """Compile a model under one method of the matrix."""
     devices = jax.devices()[: int(np.prod(shape))]
     cluster = autopar.Cluster.local(devices, device=SLOW, intra=QUICK)
     if method.startswith("zero"):
-        chosen = autopar.DataParallel(zero=int(method[4:]))
+        chosen = autopar.DataParallel(zero=int(method[4:]), num_microbatches=num_microbatches)
     else:
-        chosen = autopar.ShardParallel(mesh_shape=shape)
+        chosen = autopar.ShardParallel(mesh_shape=shape, num_microbatches=num_microbatches)
     step = autopar.parallelize(case.step, cluster=cluster, method=chosen, batch_argnums=(1,))
     if not method.startswith("random"):
         return step.compile(case.state, case.batches[0])
-    return _compile_random(step, case, cluster, shape, int(method[6:]))
+    return _compile_random(step, case, cluster, shape, int(method[6:]), num_microbatches)
 
 
-def _compile_random(step: Any, case: Case, cluster: Any, shape: tuple[int, ...], seed: int) -> autopar.CompiledStep:
+def _compile_random(
+    step: Any, case: Case, cluster: Any, shape: tuple[int, ...], seed: int, num_microbatches: int
+) -> autopar.CompiledStep:
     """A plan whose every choice is drawn; nothing is solved."""
-    program = trace_step(case.step, (case.state, case.batches[0]))
-    roles = find_roles(program, (1,))
+    step_program = trace_step(case.step, (case.state, case.batches[0]))
+    roles = find_roles(step_program, (1,))
+    method = autopar.ShardParallel(mesh_shape=shape, num_microbatches=num_microbatches)
+    program = in_microbatches(step_program, roles, num_microbatches, "exact")
     graph = build_graph(program.jaxpr, logical_mesh(cluster, shape), roles.aliases, roles.batch)
     allowed = Allowed()
     pin_constraints(program.jaxpr, graph, allowed)
-    method = autopar.ShardParallel(mesh_shape=shape)
     restrict_plan(program, roles, method, graph.mesh, graph, allowed)
-    plan = plan_of_choices(program, roles, cluster, method, graph, draw_choices(graph, seed, allowed))
+    plan = plan_of_choices(step_program, program, roles, cluster, method, graph, draw_choices(graph, seed, allowed))
     return step.compile(case.state, case.batches[0], plan=plan)
 
 
@@ -194,6 +197,7 @@ def main() -> int:
     parser.add_argument("--models", default="", help="comma-separated names; default: all")
     parser.add_argument("--meshes", default=",".join(MESHES))
     parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--microbatches", default="1", help="comma-separated numbers of microbatches")
     chosen = parser.parse_args()
     failures = 0
     for name in chosen.models.split(",") if chosen.models else CASES:
@@ -202,24 +206,25 @@ def main() -> int:
             for method in chosen.methods.split(","):
                 if method.startswith("zero") and len(MESHES[mesh]) > 1:
                     continue
-                failures += not _report(case, mesh, method)
+                for count in map(int, chosen.microbatches.split(",")):
+                    failures += not _report(case, mesh, method, count)
     print(f"{failures} failures")
     return 1 if failures else 0
 
 
-def _report(case: Case, mesh: str, method: str) -> bool:
+def _report(case: Case, mesh: str, method: str, num_microbatches: int) -> bool:
     try:
-        outcome = check_case(case, MESHES[mesh], method)
+        outcome = check_case(case, MESHES[mesh], method, num_microbatches)
         text, good = (
             f"ok     {outcome.error:.1e}  {outcome.num_collectives:5d} collectives  {outcome.seconds:6.1f} s",
             True,
         )
-    except autopar.errors.BatchError as error:
+    except (autopar.errors.BatchError, autopar.errors.MicrobatchError) as error:
         text, good = f"n/a    {error.summary}", True
     except Exception as error:
         traceback.print_exc()
         text, good = f"FAILED {type(error).__name__}: {str(error)[:300]}", False
-    print(f"{case.name:28} {mesh:6} {method:8} {text}", flush=True)
+    print(f"{case.name:28} {mesh:6} {method:8} x{num_microbatches:<3} {text}", flush=True)
     return good
 
 

@@ -16,7 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar._jax import Jaxpr, Var, make_jaxpr, new_eqn, new_scan_params, new_var, open_jaxpr, primitives, shaped, trace
+from autopar._jax import (
+    Jaxpr,
+    Var,
+    make_jaxpr,
+    new_eqn,
+    new_scan_params,
+    new_var,
+    open_jaxpr,
+    primitives,
+    shaped,
+    trace,
+)
 from autopar.ir.flatten import flatten, inline
 from autopar.ir.microbatch import Microbatches
 from autopar.ir.pieces import Cut, Extreme, Own, Same, Share, Sum
@@ -134,9 +145,7 @@ class _Composer:
                 continue
             added = _Adder(eqns)
             updated.append(
-                added.call(
-                    lambda a, b, result=result: joined(result.share, a, b, count), [accumulators[at], atom]
-                )
+                added.call(lambda a, b, result=result: joined(result.share, a, b, count), [accumulators[at], atom])
             )
             at += 1
         body = make_jaxpr([*invariants, *accumulators, number, *inside], [*updated, *parts], eqns)

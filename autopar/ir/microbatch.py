@@ -194,7 +194,10 @@ class _Writer:
         key = equation_signature(eqn), way
         if key not in self.programs:
             rule = rule_for(eqn)
-            avals = {k: piece_aval(a.aval, want, self.count) for k, (a, want) in enumerate(zip(eqn.invars, way.operands, strict=True))}
+            avals = {
+                k: piece_aval(a.aval, want, self.count)
+                for k, (a, want) in enumerate(zip(eqn.invars, way.operands, strict=True))
+            }
             self.programs[key] = piece_program(eqn, rule, way, self.count, avals)
         return self.programs[key]
 
@@ -312,8 +315,7 @@ class _Scope:
             return
         operands = [self.value(a, want, eqn.source_info) for a, want in zip(eqn.invars, wants, strict=True)]
         bodies = [
-            self.body(body, leaving)
-            for body, leaving in zip(body_jaxprs(eqn), border_shares(eqn, made), strict=True)
+            self.body(body, leaving) for body, leaving in zip(body_jaxprs(eqn), border_shares(eqn, made), strict=True)
         ]
         number = self.number
         match name:

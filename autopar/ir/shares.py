@@ -391,7 +391,12 @@ class _Analysis:
         own = any(isinstance(shares.made.get(var, WHOLE), Own) for var in eqn.outvars)
         wanted = [uses.get(var, {}) for var in eqn.outvars]
         cut = [next(iter(w)) if len(w) == 1 else None for w in wanted]
-        if not own and not eqn.effects and any(wanted) and all(isinstance(c, Cut) for c, w in zip(cut, wanted, strict=True) if w):
+        if (
+            not own
+            and not eqn.effects
+            and any(wanted)
+            and all(isinstance(c, Cut) for c, w in zip(cut, wanted, strict=True) if w)
+        ):
             for way in self.ways(eqn)[1]:
                 fits = all(not w or c == made for c, w, made in zip(cut, wanted, way.results, strict=True))
                 cuts_only = not any(isinstance(want, Sum) for want in way.operands)

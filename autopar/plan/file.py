@@ -106,6 +106,7 @@ def _record(plan: Plan) -> dict[str, Any]:
         "budget_bytes": _number(plan.budget_bytes),
         "fingerprints": dict(plan.fingerprints),
         "num_microbatches": plan.num_microbatches,
+        "microbatch_semantics": plan.microbatch_semantics,
         "schedule": plan.schedule,
         "stages": [
             {
@@ -241,6 +242,7 @@ def _plan(entry: _Entry) -> Plan:
         method=entry["method"].text(),
         stages=stages,
         num_microbatches=entry["num_microbatches"].count(),
+        microbatch_semantics=entry["microbatch_semantics"].text(),
         schedule=entry["schedule"].text(),
         shardings={v.name: v.sharding.partition_spec() for v in values if v.role in ARGUMENT_ROLES},
         cost=_cost(entry["cost"], entry["collectives"].items(lambda e: _collective(e, mesh))),

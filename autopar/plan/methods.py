@@ -13,7 +13,7 @@ from typing import Any
 
 from autopar.errors import AutoparError, NotBuiltYetError
 from autopar.mesh import LogicalMesh
-from autopar.options import Options, Solver
+from autopar.options import MicrobatchSemantics, Options, Solver
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +25,15 @@ class _Settings:
         constraints: Pins `{path glob: PartitionSpec}` over argument paths such as `"state/params/*/kernel"`.
         solver: `"highs"` or `"cbc"`.
         solver_seconds: Time limit of one solve.
+        microbatch_semantics: `"exact"`: microbatches that would compute something else are refused;
+            `"per_microbatch"`: batch statistics are those of each microbatch.
     """
 
     memory_budget_bytes: int | None = None
     constraints: Mapping[str, Any] = field(default_factory=dict, hash=False)
     solver: Solver = "highs"
     solver_seconds: float = 60.0
+    microbatch_semantics: MicrobatchSemantics = "exact"
 
     def options(self) -> Options:
         """The planner's options."""
@@ -39,6 +42,7 @@ class _Settings:
             constraints=dict(self.constraints),
             solver=self.solver,
             solver_seconds=self.solver_seconds,
+            microbatch_semantics=self.microbatch_semantics,
         )
 
 
@@ -48,21 +52,15 @@ class ShardParallel(_Settings):
 
     Attributes:
         mesh_shape: A tuple, a `LogicalMesh` whose links then hold, or `"auto"`: every shape is tried.
-        num_microbatches: 1; more is not built yet.
+        num_microbatches: The batch is worked through in so many parts, which takes less memory; gradients are added up
+            and communicated once per step.
     """
 
     mesh_shape: Any = "auto"
     num_microbatches: int = 1
 
     def __post_init__(self) -> None:
-        if self.num_microbatches != 1:
-            raise NotBuiltYetError(
-                "microbatches are not built yet.",
-                given=f"ShardParallel(num_microbatches={self.num_microbatches})",
-                wrong="this version runs the whole batch at once.",
-                do="leave num_microbatches out.",
-                feature="microbatches",
-            )
+        _check_count("ShardParallel", "num_microbatches", self.num_microbatches)
         shape = self.mesh_shape
         if not (
             shape == "auto"
@@ -81,12 +79,15 @@ class ShardParallel(_Settings):
 class DataParallel(_Settings):
     """Split the batch over all devices; ZeRO stage `zero` (0 to 3) says what of the state is stored split.
 
-    Stages 1 and 2 are the same plan while there are no microbatches: gradients are reduce-scattered in both.
+    Stages 1 and 2 are the same plan: gradients are reduce-scattered in both. With microbatches they are so once per
+    step, after all of them.
     """
 
     zero: int = 0
+    num_microbatches: int = 1
 
     def __post_init__(self) -> None:
+        _check_count("DataParallel", "num_microbatches", self.num_microbatches)
         if self.zero not in (0, 1, 2, 3):
             raise AutoparError(
                 "unknown ZeRO stage.",
@@ -125,6 +126,16 @@ class ThreeD(_Settings):
 
     def __post_init__(self) -> None:
         _not_yet("ThreeD")
+
+
+def _check_count(method: str, name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise AutoparError(
+            f"`{name}` must be a whole number, at least 1.",
+            given=f"{method}({name}={value!r})",
+            wrong="there is no such number of parts.",
+            do="pass 1 for the whole batch at once, or a number that divides the batch size.",
+        )
 
 
 def _not_yet(name: str) -> None:

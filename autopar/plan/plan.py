@@ -121,6 +121,7 @@ class Plan:
         fingerprints: Of the program and the cluster; beside them the version of JAX.
         machine: The cluster in words.
         budget_bytes: What one device could use; inf: as much as it wanted.
+        microbatch_semantics: `"exact"`, or `"per_microbatch"` where the user allowed it.
     """
 
     name: str
@@ -136,6 +137,7 @@ class Plan:
     choices: tuple[int, ...] = field(repr=False)
     fingerprints: Mapping[str, str] = field(hash=False)
     machine: str = ""
+    microbatch_semantics: str = "exact"
     budget_bytes: float = math.inf
     origin: Any = field(default=None, compare=False, repr=False, hash=False)
     """The planning problem in memory, for `explain`; absent in a plan read from a file until it is compiled."""

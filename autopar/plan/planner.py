@@ -46,6 +46,8 @@ from autopar.intra_op.restrict import (
 from autopar.intra_op.shard import Sharded, read_off, shard
 from autopar.intra_op.sharded import Body, Collective, Compute, Region
 from autopar.intra_op.tying import tie_nodes
+from autopar.ir.accumulate import accumulate
+from autopar.ir.microbatch import split_microbatches
 from autopar.ir.state import Roles
 from autopar.ir.trace import Program
 from autopar.mesh import Cluster, LogicalMesh, Sharding, logical_mesh, logical_meshes
@@ -86,6 +88,7 @@ def make_plan(
     """
     started = time.perf_counter()
     dump("program", str(program))
+    step, program = program, in_microbatches(program, roles, count_of(method), method.options().microbatch_semantics)
     results: list[tuple[LogicalMesh, Sharded]] = []
     tried: list[tuple[str, str]] = []
     failure: AutoparError | None = None
@@ -108,8 +111,29 @@ def make_plan(
         raise failure
     mesh, best = min(results, key=lambda pair: (pair[1].step_seconds, len(pair[0].shape)))
     dump("sharded", body_text(best.body))
-    plan = _describe(program, roles, cluster, method, mesh, best, time.perf_counter() - started)
+    plan = _describe(step, program, roles, cluster, method, mesh, best, time.perf_counter() - started)
     return dataclasses.replace(plan, alternatives=tuple(pair for pair in tried if pair[0] != str(mesh)))
+
+
+def count_of(method: Method) -> int:
+    """Number of microbatches that a method asks for."""
+    return getattr(method, "num_microbatches", None) or 1
+
+
+def in_microbatches(program: Program, roles: Roles, count: int, semantics: str) -> Program:
+    """The program that works through its batch in `count` microbatches, one after the other.
+
+    Raises:
+        BatchError: The batch does not divide.
+        MicrobatchError: That would compute something else.
+    """
+    if count == 1:
+        return program
+    names = ", ".join(dict.fromkeys(program.in_paths[k].split("/")[0] for k in roles.batch))
+    split = split_microbatches(program.jaxpr, count, roles.batch, semantics == "per_microbatch", names)
+    accumulated = dataclasses.replace(program, jaxpr=accumulate(program.jaxpr, split))
+    dump("microbatches", str(accumulated))
+    return accumulated
 
 
 def shard_on(
@@ -321,6 +345,7 @@ def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, pl
         PlanFileError: The plan's choices do not give what the plan says: the file was edited.
     """
     mesh = plan.mesh
+    step, program = program, in_microbatches(program, roles, plan.num_microbatches, plan.microbatch_semantics)
     graph = build_graph(program.jaxpr, mesh, roles.aliases, roles.batch)
     if len(graph.nodes) != len(plan.choices) or any(
         k >= node.num_choices for k, node in zip(plan.choices, graph.nodes, strict=True)
@@ -352,7 +377,7 @@ def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, pl
         )
     except AssertionError as error:
         raise _not_these_choices(plan, f"they fit no program: {error}") from error
-    fresh = _describe(program, roles, cluster, method, mesh, sharded, plan.cost.planning_seconds)
+    fresh = _describe(step, program, roles, cluster, method, mesh, sharded, plan.cost.planning_seconds)
     for what, now, was in (
         ("shardings", fresh.values, plan.values),
         ("collectives", fresh.cost.collectives, plan.cost.collectives),
@@ -370,16 +395,25 @@ def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, pl
 
 
 def plan_of_choices(
-    program: Program, roles: Roles, cluster: Cluster, method: Method, graph: Graph, choices: Sequence[int]
+    step: Program,
+    program: Program,
+    roles: Roles,
+    cluster: Cluster,
+    method: Method,
+    graph: Graph,
+    choices: Sequence[int],
 ) -> Plan:
-    """The plan of given choices, one per node of `graph`; nothing is solved, and nothing is known of its optimality."""
+    """The plan of given choices, one per node of `graph`; nothing is solved, and nothing is known of its optimality.
+
+    The graph is that of `program`, the step in the method's number of microbatches (`in_microbatches`).
+    """
     class_of = list(range(len(graph.nodes)))
     problem = build_problem(graph, cluster.device, class_of)
     solution = Solution(tuple(choices), problem.cost(choices), 0.0, "feasible", "given")
     sharded = read_off(
         program.jaxpr, graph, choices, class_of, problem, solution, Allowed(), cluster.device, roles.donated
     )
-    return _describe(program, roles, cluster, method, graph.mesh, sharded, 0.0)
+    return _describe(step, program, roles, cluster, method, graph.mesh, sharded, 0.0)
 
 
 def _unnamed(entries: Sequence[Value | Collective]) -> list[Value | Collective]:
@@ -419,6 +453,7 @@ def _setting_text(value: object) -> str:
 
 
 def _describe(
+    step: Program,
     program: Program,
     roles: Roles,
     cluster: Cluster,
@@ -445,7 +480,8 @@ def _describe(
         name=program.name,
         method=method_text(method),
         stages=(Stage(Submesh(mesh.num_devices), mesh, (0,)),),
-        num_microbatches=1,
+        num_microbatches=count_of(method),
+        microbatch_semantics=method.options().microbatch_semantics,
         schedule="none",
         shardings=jax.tree.unflatten(program.in_tree, specs),
         cost=cost,
@@ -454,7 +490,7 @@ def _describe(
         alternatives=(),
         choices=sharded.choices,
         fingerprints={
-            "program": program_fingerprint(program),
+            "program": program_fingerprint(step),
             "cluster": cluster_fingerprint(cluster),
             "jax": jax.__version__,
         },
