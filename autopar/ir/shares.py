@@ -23,7 +23,8 @@ from autopar.ir.pieces import OWN, SAME, WHOLE, Cut, Extreme, Own, Same, Share, 
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.signature import equation_signature
 from autopar.ir.source import is_backward, source_line
-from autopar.ir.structure import body_jaxprs, is_structured, scan_parts, trip_count, while_parts
+from autopar.ir.structure import body_jaxprs, is_structured, scan_parts, while_parts
+from autopar.ir.work import Work, num_bytes
 
 CHEAP = 0.02
 """What is needed of the whole batch is computed up front if it takes at most this part of the step's work."""
@@ -102,7 +103,7 @@ class _Analysis:
         self.zeros: dict[Var, None] = {}
         self.position = {id(eqn): k for k, eqn in enumerate(jaxpr.eqns)}
         self.gathered: _Cause | None = None
-        self.cost = [self.work(eqn) for eqn in jaxpr.eqns]
+        self.cost = Work().of_equations(jaxpr.eqns)
 
     def run(self, batch: Sequence[int]) -> Shares:
         for position in batch:
@@ -113,7 +114,7 @@ class _Analysis:
             at = self.visit(at, matters)
         self.check_early_work()
         self.check_late_work()
-        uses = {
+        uses: dict[Any, dict[Share, None]] = {
             atom: {WHOLE: None}
             for atom in self.jaxpr.outvars
             if not isinstance(atom, Literal) and atom not in self.shares.made
@@ -391,12 +392,8 @@ class _Analysis:
         own = any(isinstance(shares.made.get(var, WHOLE), Own) for var in eqn.outvars)
         wanted = [uses.get(var, {}) for var in eqn.outvars]
         cut = [next(iter(w)) if len(w) == 1 else None for w in wanted]
-        if (
-            not own
-            and not eqn.effects
-            and any(wanted)
-            and all(isinstance(c, Cut) for c, w in zip(cut, wanted, strict=True) if w)
-        ):
+        in_parts = any(wanted) and all(isinstance(c, Cut) for c, w in zip(cut, wanted, strict=True) if w)
+        if in_parts and not own and not eqn.effects:
             for way in self.ways(eqn)[1]:
                 fits = all(not w or c == made for c, w, made in zip(cut, wanted, way.results, strict=True))
                 cuts_only = not any(isinstance(want, Sum) for want in way.operands)
@@ -448,7 +445,7 @@ class _Analysis:
                 sums = [a for a in eqn.invars if isinstance(shares.share(a), Sum) and not isinstance(a, Literal)]
                 rest = [a for a in eqn.invars if not isinstance(shares.share(a), Sum)]
                 only_sums = sums and all(isinstance(shares.share(a), Whole) for a in rest)
-                smaller = _bytes(dict.fromkeys(sums)) <= _bytes(eqn.outvars)
+                smaller = sum(map(num_bytes, dict.fromkeys(sums))) <= sum(map(num_bytes, eqn.outvars))
                 if only_sums and smaller and not any(needed.get(var) for var in eqn.outvars):
                     shares.phase[id(eqn)] = phase = "after"
                     for var in eqn.outvars:
@@ -457,13 +454,6 @@ class _Analysis:
                 needed.update((a, True) for a in eqn.invars if not isinstance(a, Literal))
 
     # Work.
-
-    def work(self, eqn: JaxprEqn) -> float:
-        """Operations, or elements made, whichever is more."""
-        if is_structured(eqn):
-            trips = trip_count(eqn) if eqn.primitive.name == "scan" else 1
-            return trips * sum(self.work(inner) for body in body_jaxprs(eqn) for inner in body.eqns)
-        return max(self.ways(eqn)[0].flops, float(sum(_size(var) for var in eqn.outvars)))
 
     def check_early_work(self) -> None:
         """Where inputs are taken whole, so may be all that is made of them: then nothing is left to work through."""
@@ -565,17 +555,6 @@ def _is_zero(eqn: JaxprEqn) -> bool:
         return False
     value = eqn.invars[0]
     return isinstance(value, Literal) and value.val == 0
-
-
-def _size(var: Any) -> int:
-    size = 1
-    for n in getattr(var.aval, "shape", ()):
-        size *= n
-    return size
-
-
-def _bytes(variables: Any) -> int:
-    return sum(_size(var) * var.aval.dtype.itemsize for var in variables)
 
 
 _JOINED = {Sum: "the sum of", Extreme: "the largest or smallest of", Cut: "all of"}

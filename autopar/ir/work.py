@@ -1,0 +1,48 @@
+"""How much work an equation is: for balancing and for deciding what is cheap.
+
+In:     equations of a flat program.
+Out:    operations, or elements made where those are more; loops count every trip; bytes of values.
+Method: FLOPs of the sharding rules.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from autopar._jax import JaxprEqn
+from autopar.ir.rules import rule_for
+from autopar.ir.signature import equation_signature
+from autopar.ir.structure import body_jaxprs, is_structured, trip_count
+
+
+class Work:
+    """The work of equations; equal ones are looked up once."""
+
+    def __init__(self) -> None:
+        self._known: dict[object, float] = {}
+
+    def of(self, eqn: JaxprEqn) -> float:
+        """Operations of an equation, or elements that it makes, whichever is more."""
+        if is_structured(eqn):
+            trips = trip_count(eqn) if eqn.primitive.name == "scan" else 1
+            return trips * sum(sum(self.of_equations(body.eqns)) for body in body_jaxprs(eqn))
+        signature = equation_signature(eqn)
+        if signature not in self._known:
+            self._known[signature] = max(rule_for(eqn).flops, float(sum(map(num_elements_of, eqn.outvars))))
+        return self._known[signature]
+
+    def of_equations(self, eqns: Sequence[JaxprEqn]) -> list[float]:
+        """The work of each."""
+        return [self.of(eqn) for eqn in eqns]
+
+
+def num_elements_of(var: Any) -> int:
+    """Elements of a value."""
+    return math.prod(getattr(var.aval, "shape", ()))
+
+
+def num_bytes(var: Any) -> int:
+    """Bytes of a value."""
+    return num_elements_of(var) * var.aval.dtype.itemsize
