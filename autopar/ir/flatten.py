@@ -92,6 +92,14 @@ def inline(jaxpr: Jaxpr, operands: Sequence[Atom], source: Any = None) -> tuple[
     return block.eqns, outvars
 
 
+def inline_from(jaxpr: Jaxpr, operands: Sequence[Atom]) -> tuple[list[JaxprEqn], list[Atom]]:
+    """A copy of a flat program's equations over fresh variables; each keeps its own source."""
+    block = _Block()
+    outvars = _inline(_Walk(block, NameStack()), jaxpr, (), list(operands))
+    assert not block.captured, "a flat program has no constants"
+    return block.eqns, outvars
+
+
 def is_recomputed(eqn: JaxprEqn) -> bool:
     """Whether `eqn` belongs to the second run of a `remat` body."""
     return any(getattr(scope, "name", None) == RECOMPUTED for scope in eqn.source_info.name_stack.stack)

@@ -172,7 +172,7 @@ class _Writer:
         invariants = {var: inside for var, inside in self.invariants.items() if inside in used}
         pieces = {var: inside for var, inside in self.pieces.items() if inside in used}
         loop = make_jaxpr([self.number, *invariants.values(), *pieces.values()], loop.outvars, loop.eqns)
-        before = _needed(before, [*invariants, *pieces, *read])
+        before = needed(before, [*invariants, *pieces, *read])
         return Microbatches(
             self.count, tuple(before), loop, tuple(invariants), tuple(pieces), tuple(results), tuple(after)
         )
@@ -202,7 +202,8 @@ class _Writer:
         return self.programs[key]
 
 
-def _needed(eqns: Sequence[JaxprEqn], wanted: Sequence[Var]) -> list[JaxprEqn]:
+def needed(eqns: Sequence[JaxprEqn], wanted: Sequence[Var]) -> list[JaxprEqn]:
+    """Those equations that the wanted values, or effects, need."""
     alive = set(wanted)
     kept = []
     for eqn in reversed(eqns):

@@ -108,7 +108,7 @@ class _Analysis:
     def run(self, batch: Sequence[int]) -> Shares:
         for position in batch:
             self.shares.made[self.jaxpr.invars[position]] = Cut(0)
-        matters = _feeds_backward(self.jaxpr)
+        matters = feeds_backward(self.jaxpr)
         at = 0
         while at < len(self.jaxpr.eqns):
             at = self.visit(at, matters)
@@ -538,7 +538,7 @@ def _in_loop(share: Share) -> Share:
     return SAME if isinstance(share, Whole) else share
 
 
-def _feeds_backward(jaxpr: Jaxpr) -> list[bool]:
+def feeds_backward(jaxpr: Jaxpr) -> list[bool]:
     """For each equation, whether it is of the backward pass or something of that waits for it."""
     waited: dict[Var, None] = {}
     found = []

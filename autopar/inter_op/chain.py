@@ -1,0 +1,271 @@
+"""The program of one microbatch as a chain of segments, the smallest pieces of which pipeline stages are made.
+
+In:     the flat program of one microbatch, forward and backward (`ir/microbatch.py`).
+Out:    `Chain`: the segment of every equation; per segment its work, per border the bytes that cross it.
+Method: forward equations stand in program order, and a segment is a run of them between two places where few bytes
+        cross. A backward equation goes where its operands are: to the last segment that holds its parameters and
+        residuals and is not behind the cotangents it reads; then earlier, where that sends less. What is cheap and
+        made of next to nothing (masks, counters, random bits) belongs to no segment: whoever needs it makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
+from autopar.ir.flatten import is_recomputed
+from autopar.ir.source import is_backward
+from autopar.ir.work import Work, num_bytes, num_elements_of
+
+MAX_SEGMENTS = 256
+SMALL_ELEMENTS = 4096
+"""What has no more elements may be held by every stage."""
+LIGHT = 1e-3
+"""An equation of at most this part of the whole work may be repeated in every stage that needs it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Chain:
+    """A program of one microbatch in segments.
+
+    Attributes:
+        loop: The program.
+        backward: For each equation, whether it runs in the backward pass.
+        segment: For each equation its segment; -1: light, made wherever it is read.
+        num_segments: How many there are.
+        work: Per segment: operations of its forward and backward equations.
+        cut_bytes: Per border between segments (`num_segments + 1`, the ends included): bytes sent over it, both ways.
+        marks: Borders at which the user's `mark_stage` stands.
+    """
+
+    loop: Jaxpr
+    backward: tuple[bool, ...]
+    segment: tuple[int, ...]
+    num_segments: int
+    work: np.ndarray
+    cut_bytes: np.ndarray
+    marks: tuple[int, ...]
+
+
+def make_chain(loop: Jaxpr, fixed_inputs: Sequence[Var]) -> Chain:
+    """Cut a program into segments.
+
+    Args:
+        loop: Flat program of one microbatch.
+        fixed_inputs: Its inputs that are the same for every microbatch: parameters and what is made of them.
+    """
+    return _Builder(loop, fixed_inputs).chain()
+
+
+def _operands(eqn: JaxprEqn) -> list[Var]:
+    return [a for a in eqn.invars if not isinstance(a, Literal)]
+
+
+class _Builder:
+    def __init__(self, loop: Jaxpr, fixed_inputs: Sequence[Var]):
+        self.loop, self.eqns = loop, loop.eqns
+        self.fixed = {var for var in fixed_inputs if num_elements_of(var) > SMALL_ELEMENTS}
+        self.work = Work().of_equations(loop.eqns)
+        self.backward = self.find_backward()
+        self.light = self.find_light()
+        self.segment = [-1] * len(self.eqns)
+        self.made_by = {var: k for k, eqn in enumerate(self.eqns) for var in eqn.outvars}
+        self.forward = [k for k in range(len(self.eqns)) if not self.backward[k] and not self.light[k]]
+        self.available: dict[Var, list[int]] = {}
+
+    def chain(self) -> Chain:
+        places = self.candidates()
+        at = 0
+        for order, k in enumerate(self.forward):
+            while at < len(places) and order >= places[at]:
+                at += 1
+            self.segment[k] = at
+        self.num_segments = len(places) + 1
+        self.find_available()
+        for k in range(len(self.eqns)):
+            if self.backward[k] and not self.light[k]:
+                self.segment[k] = self.place(self.eqns[k])
+        self.move_earlier()
+        work = np.zeros(self.num_segments)
+        for k, segment in enumerate(self.segment):
+            if segment >= 0:
+                work[segment] += self.work[k]
+        return Chain(
+            self.loop,
+            tuple(self.backward),
+            tuple(self.segment),
+            self.num_segments,
+            work,
+            self.crossing(),
+            self.marks(),
+        )
+
+    def find_backward(self) -> list[bool]:
+        behind: dict[Var, None] = {}
+        found = []
+        for eqn in self.eqns:
+            is_behind = is_backward(eqn) or is_recomputed(eqn) or any(a in behind for a in _operands(eqn))
+            if is_behind:
+                behind.update(dict.fromkeys(eqn.outvars))
+            found.append(is_behind)
+        return found
+
+    def find_light(self) -> list[bool]:
+        limit = LIGHT * sum(self.work)
+        light = {var for var in self.loop.invars if var not in self.fixed}
+        found = []
+        for eqn, work in zip(self.eqns, self.work, strict=True):
+            is_light = work <= limit and not eqn.effects and all(a in light for a in _operands(eqn))
+            if is_light:
+                light.update(eqn.outvars)
+            found.append(is_light)
+        return found
+
+    def candidates(self) -> list[int]:
+        """Positions in forward order at which a segment may begin: the fewest bytes in each stretch of equal work."""
+        count = len(self.forward)
+        crossing = np.zeros(count + 1)
+        position = {k: order for order, k in enumerate(self.forward)}
+        last: dict[Var, int] = {}
+        for k in self.forward:
+            for var in _operands(self.eqns[k]):
+                if self.made_by.get(var) in position:
+                    last[var] = position[k]
+        for var, end in last.items():
+            start = position[self.made_by[var]]
+            crossing[start + 1 : end + 1] += num_bytes(var)
+        marks = [order + 1 for order, k in enumerate(self.forward) if self.eqns[k].primitive.name == "mark_stage"]
+        if count <= MAX_SEGMENTS:
+            return list(range(1, count))
+        done = np.cumsum([self.work[k] for k in self.forward])
+        stretch = np.minimum((done / done[-1] * MAX_SEGMENTS).astype(int), MAX_SEGMENTS - 1)
+        found: dict[int, int] = {}
+        for order in range(1, count):
+            window = int(stretch[order - 1])
+            if window not in found or crossing[order] < crossing[found[window]]:
+                found[window] = order
+        return sorted({*found.values(), *(m for m in marks if 0 < m < count)})
+
+    def find_available(self) -> None:
+        """For each forward value and parameter, the segments that make or read it."""
+        found: dict[Var, set[int]] = {}
+        for k in self.forward:
+            eqn = self.eqns[k]
+            for var in (*_operands(eqn), *eqn.outvars):
+                found.setdefault(var, set()).add(self.segment[k])
+        self.available = {var: sorted(segments) for var, segments in found.items()}
+
+    def place(self, eqn: JaxprEqn) -> int:
+        """Segment of a backward equation."""
+        latest = self.num_segments - 1
+        operands = _operands(eqn)
+        for var in operands:
+            maker = self.made_by.get(var)
+            if maker is not None and self.backward[maker] and not self.light[maker]:
+                latest = min(latest, self.segment[maker])
+        for kind in (True, False):
+            for var in operands:
+                maker = self.made_by.get(var)
+                if (var in self.fixed) == kind and (maker is None or (not self.backward[maker] and not self.light[maker])):
+                    if maker is None and not kind:
+                        continue
+                    fitting = [s for s in self.available.get(var, ()) if s <= latest]
+                    if fitting:
+                        latest = min(latest, fitting[-1])
+        return latest
+
+    def move_earlier(self) -> None:
+        """A backward equation read only by earlier segments moves there if its operands are smaller than its results."""
+        reader: dict[Var, int] = {}
+        for k in reversed(range(len(self.eqns))):
+            eqn, segment = self.eqns[k], self.segment[k]
+            if self.backward[k] and segment >= 0:
+                wanted = [reader[var] for var in eqn.outvars if var in reader]
+                target = max(wanted, default=segment)
+                if target < segment:
+                    sent = sum(num_bytes(var) for var in set(_operands(eqn)) if not self.is_at(var, target))
+                    if sent <= sum(num_bytes(var) for var in eqn.outvars if var in reader):
+                        self.segment[k] = segment = target
+                for var in _operands(eqn):
+                    reader[var] = max(reader.get(var, segment), segment)
+
+    def is_at(self, var: Var, segment: int) -> bool:
+        """Whether a value is at hand in a segment without being sent there."""
+        maker = self.made_by.get(var)
+        if maker is None:
+            return var not in self.fixed or segment in self.available.get(var, ())
+        if self.light[maker]:
+            return True
+        if self.backward[maker]:
+            return self.segment[maker] == segment
+        return segment in self.available.get(var, ())
+
+    def crossing(self) -> np.ndarray:
+        """Bytes over each border: forward values to later segments, cotangents to earlier ones."""
+        bytes_over = np.zeros(self.num_segments + 1)
+        furthest: dict[tuple[Var, bool], int] = {}
+        for k, eqn in enumerate(self.eqns):
+            if self.segment[k] < 0:
+                continue
+            for var in _operands(eqn):
+                maker = self.made_by.get(var)
+                if maker is None or self.segment[maker] < 0 or self.backward[maker] != self.backward[k]:
+                    continue
+                key, here = (var, self.backward[k]), self.segment[k]
+                far = furthest.get(key, self.segment[maker])
+                furthest[key] = min(far, here) if self.backward[k] else max(far, here)
+        for (var, _), far in furthest.items():
+            low, high = sorted((self.segment[self.made_by[var]], far))
+            bytes_over[low + 1 : high + 1] += num_bytes(var)
+        return bytes_over
+
+    def marks(self) -> tuple[int, ...]:
+        found = [self.segment[k] + 1 for k in self.forward if self.eqns[k].primitive.name == "mark_stage"]
+        return tuple(sorted({s for s in found if s < self.num_segments}))
+
+
+def balanced_borders(chain: Chain, num_stages: int, slack: float = 0.1) -> tuple[int, ...]:
+    """First segment of each stage: the least bytes between stages, none with much more work than it must have.
+
+    Args:
+        chain: The segments.
+        num_stages: At most the number of segments.
+        slack: How far over the least possible largest work a stage may go, to send less.
+    """
+    total = np.concatenate([[0.0], np.cumsum(chain.work)])
+    cap = _least_largest(total, num_stages) * (1 + slack)
+    n = chain.num_segments
+    best = np.full((num_stages + 1, n + 1), np.inf)
+    came = np.zeros((num_stages + 1, n + 1), int)
+    best[0, 0] = 0.0
+    scale = max(float(chain.cut_bytes.max()), 1.0)
+    for stage in range(1, num_stages + 1):
+        for end in range(stage, n + 1):
+            for start in range(stage - 1, end):
+                work = total[end] - total[start]
+                if work <= cap * (1 + 1e-9):
+                    # Among cuts of equal bytes the more balanced one.
+                    cost = best[stage - 1, start] + chain.cut_bytes[start] / scale + 1e-3 * (work / max(cap, 1e-30)) ** 2
+                    if cost < best[stage, end]:
+                        best[stage, end], came[stage, end] = cost, start
+    borders, end = [], n
+    for stage in range(num_stages, 0, -1):
+        end = int(came[stage, end])
+        borders.append(end)
+    return tuple(reversed(borders))
+
+
+def _least_largest(total: np.ndarray, num_stages: int) -> float:
+    """The least that the largest work of a stage can be."""
+    n = len(total) - 1
+    best = total[1:].copy()
+    for stage in range(2, num_stages + 1):
+        following = np.full(n, np.inf)
+        for end in range(stage, n + 1):
+            starts = np.arange(stage - 1, end)
+            following[end - 1] = np.min(np.maximum(best[starts - 1], total[end] - total[starts]))
+        best = following
+    return float(best[-1])

@@ -1,0 +1,143 @@
+"""The tasks of a pipeline: which equations each stage runs in its forward, its backward and its update.
+
+In:     a step in phases (`ir/microbatch.py`), its loop as a chain of segments, the first segment of each stage.
+Out:    `Tasks`: for each stage the equations of its forward and backward pass over one microbatch, of what comes before
+        and of the update in rounds; and where every value of the step lives.
+Method: an equation of the loop runs where its segment is. Light ones run wherever they are read. The update runs where
+        the parameter lives; a value that joins stages (global norm, loss scale) is small and made by the last stage,
+        after sums over several stages have been added up within each; between two rounds values are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
+from autopar.inter_op.chain import Chain
+from autopar.inter_op.residuals import Kept, choose_residuals
+from autopar.inter_op.update import Update, place_update
+from autopar.ir.microbatch import Microbatches
+
+
+@dataclass(frozen=True, eq=False)
+class Tasks:
+    """A step cut into stages.
+
+    Attributes:
+        jaxpr: The whole step.
+        split: Its phases.
+        num_stages: Number of stages.
+        forward: Per stage, equations of the loop, in order.
+        backward: Per stage, equations of the loop in order; those that run again first.
+        kept: Per stage, what passes from forward to backward.
+        before: Per stage, equations before the loop, in order.
+        update: Where each equation after the loop runs, and where values live.
+        made_at: Stage and kind (`"F"`, `"B"`) of each value of the loop that no light equation makes.
+    """
+
+    jaxpr: Jaxpr
+    split: Microbatches
+    num_stages: int
+    forward: tuple[tuple[JaxprEqn, ...], ...]
+    backward: tuple[tuple[JaxprEqn, ...], ...]
+    kept: tuple[Kept, ...]
+    before: tuple[tuple[JaxprEqn, ...], ...]
+    update: Update
+    made_at: Mapping[Var, tuple[str, int]]
+
+    @property
+    def has_backward(self) -> bool:
+        """Whether any stage has a backward pass."""
+        return any(self.backward)
+
+
+def make_tasks(jaxpr: Jaxpr, split: Microbatches, chain: Chain, borders: Sequence[int]) -> Tasks:
+    """Cut a step into stages.
+
+    Args:
+        jaxpr: The whole step, flat.
+        split: Its phases; `chain` is of its loop.
+        chain: Segments.
+        borders: First segment of each stage, from 0.
+    """
+    num_stages = len(borders)
+    stage_of = [max(s for s, first in enumerate(borders) if first <= k) for k in range(chain.num_segments)]
+    eqns = chain.loop.eqns
+    own: dict[tuple[str, int], list[JaxprEqn]] = {(kind, s): [] for kind in "FB" for s in range(num_stages)}
+    made_at: dict[Var, tuple[str, int]] = {}
+    light: dict[Var, JaxprEqn] = {}
+    for eqn, segment, backward in zip(eqns, chain.segment, chain.backward, strict=True):
+        if segment < 0:
+            light.update(dict.fromkeys(eqn.outvars, eqn))
+            continue
+        at = ("B" if backward else "F", stage_of[segment])
+        own[at].append(eqn)
+        made_at.update(dict.fromkeys(eqn.outvars, at))
+    position = {id(eqn): k for k, eqn in enumerate(eqns)}
+    results = [a for a in chain.loop.outvars if not isinstance(a, Literal)]
+
+    def with_light(task: Iterable[JaxprEqn], wanted: Iterable[Var] = ()) -> list[JaxprEqn]:
+        found = {id(eqn): eqn for eqn in task}
+        waiting = [*(a for eqn in found.values() for a in _operands(eqn)), *wanted]
+        while waiting:
+            maker = light.get(waiting.pop())
+            if maker is not None and id(maker) not in found:
+                found[id(maker)] = maker
+                waiting += _operands(maker)
+        return sorted(found.values(), key=lambda eqn: position[id(eqn)])
+
+    light_results = [a for a in results if a in light]
+    made_at.update(dict.fromkeys(light_results, ("F", 0)))
+    forward = [with_light(own["F", s], light_results if s == 0 else ()) for s in range(num_stages)]
+    backward, kept = [], []
+    free = {*light, *chain.loop.invars}
+    for s in range(num_stages):
+        made = {var for eqn in own["F", s] for var in eqn.outvars}
+        received = {a for eqn in own["F", s] for a in _operands(eqn) if a in made_at and a not in made}
+        at_hand = made | received
+        wanted = dict.fromkeys(a for eqn in own["B", s] for a in _operands(eqn) if a in at_hand)
+        choice = choose_residuals(own["F", s], list(wanted), free, received)
+        kept.append(choice)
+        backward.append(with_light([*choice.again, *own["B", s]]))
+    update = place_update(jaxpr, split, num_stages, forward, backward, made_at)
+    before = []
+    for s in range(num_stages):
+        before.append(tuple(_before(split, s, forward[s], backward[s], update)))
+    return Tasks(
+        jaxpr,
+        split,
+        num_stages,
+        tuple(map(tuple, forward)),
+        tuple(map(tuple, backward)),
+        tuple(kept),
+        tuple(before),
+        update,
+        made_at,
+    )
+
+
+def _operands(eqn: JaxprEqn) -> list[Var]:
+    return [a for a in eqn.invars if not isinstance(a, Literal)]
+
+
+def _before(
+    split: Microbatches,
+    stage: int,
+    forward: Sequence[JaxprEqn],
+    backward: Sequence[JaxprEqn],
+    update: Update,
+) -> list[JaxprEqn]:
+    """Equations before the loop whose values a stage reads; repeated in every stage that does."""
+    count = len(split.invariants)
+    outer_of = dict(zip(split.loop.invars[1 : 1 + count], split.invariants, strict=True))
+    outer_of |= dict(zip(split.loop.invars[1 + count :], split.pieces, strict=True))
+    wanted = {outer_of[a] for eqn in (*forward, *backward) for a in _operands(eqn) if a in outer_of}
+    wanted |= {a for eqns in update.rounds[stage] for eqn in eqns for a in _operands(eqn)}
+    wanted |= {var for var in update.results[stage] if var is not None}
+    found = []
+    for eqn in reversed(split.before):
+        if any(var in wanted for var in eqn.outvars):
+            found.append(eqn)
+            wanted.update(_operands(eqn))
+    return found[::-1]

@@ -1,0 +1,297 @@
+"""Where the update runs: beside the parameters; what joins stages is small, or crosses once.
+
+In:     a step in phases whose loop is cut into stages.
+Out:    `Update`: the equations after the loop, per stage in rounds (values cross stages between rounds only); the home of
+        every argument and of every output.
+Method: an equation runs where the largest of its operands lives. Small values of several stages (the norm of all
+        gradients, whether all are finite) are joined on the last stage, after those of one stage have been joined there.
+        What is made of small arguments alone (a learning rate) is made wherever it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, new_var, replace_eqn
+from autopar.ir.microbatch import Microbatches
+from autopar.ir.work import num_bytes, num_elements_of
+
+SCALAR_ELEMENTS = 16
+"""What has no more elements is joined across stages element by element: norms, flags, counters."""
+SMALL_ELEMENTS = 1024
+"""What is made of arguments with no more elements is made wherever it is read: learning rates, random keys."""
+_JOINS = frozenset({"add", "add_any", "and", "or", "max", "min", "mul"})
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """Placement of what comes after the loop, and of the step's arguments and results.
+
+    Attributes:
+        rounds: Per stage, per round, equations in order.
+        stage_of: Stage of each value that the update makes; a value made everywhere it is read has none.
+        round_of: Round in which it is made.
+        results: Per stage, the values that its part of the loop makes for the update or for the user.
+        home: Stage at which each argument lives.
+        readers: Stages that read each argument.
+        outputs: Stage at which each result of the step is found.
+    """
+
+    rounds: tuple[tuple[tuple[JaxprEqn, ...], ...], ...]
+    stage_of: Mapping[Var, int]
+    round_of: Mapping[Var, int]
+    results: tuple[tuple[Var, ...], ...]
+    home: Mapping[Var, int]
+    readers: Mapping[Var, tuple[int, ...]]
+    outputs: tuple[int, ...]
+
+
+def place_update(
+    jaxpr: Jaxpr,
+    split: Microbatches,
+    num_stages: int,
+    forward: Sequence[Sequence[JaxprEqn]],
+    backward: Sequence[Sequence[JaxprEqn]],
+    made_at: Mapping[Var, tuple[str, int]],
+) -> Update:
+    """Place the update.
+
+    Args:
+        jaxpr: The whole step.
+        split: Its phases.
+        num_stages: Number of stages.
+        forward: Per stage, equations of the loop's forward pass.
+        backward: Per stage, equations of its backward pass.
+        made_at: Kind and stage of each value of the loop.
+    """
+    read_by_loop = [_arguments_read(jaxpr, split, f, b) for f, b in zip(forward, backward, strict=True)]
+    result_at = {
+        r.var: made_at[a][1] if not isinstance(a, Literal) and a in made_at else 0
+        for r, a in zip(split.results, split.loop.outvars, strict=True)
+    }
+    first = _Placement(jaxpr, split, num_stages, read_by_loop, result_at, split.after)
+    eqns = first.joined_locally()
+    return _Placement(jaxpr, split, num_stages, read_by_loop, result_at, eqns).update()
+
+
+def _operands(eqn: JaxprEqn) -> list[Var]:
+    return [a for a in eqn.invars if not isinstance(a, Literal)]
+
+
+def _arguments_read(
+    jaxpr: Jaxpr, split: Microbatches, forward: Sequence[JaxprEqn], backward: Sequence[JaxprEqn]
+) -> dict[Var, None]:
+    """Arguments of the step that one stage's part of the loop reads, what comes before it included."""
+    outer_of = dict(zip(split.loop.invars[1:], (*split.invariants, *split.pieces), strict=True))
+    wanted = {outer_of[a] for eqn in (*forward, *backward) for a in _operands(eqn) if a in outer_of}
+    for eqn in reversed(split.before):
+        if any(var in wanted for var in eqn.outvars):
+            wanted.update(_operands(eqn))
+    return {var: None for var in jaxpr.invars if var in wanted}
+
+
+@dataclass(eq=False)
+class _Placement:
+    jaxpr: Jaxpr
+    split: Microbatches
+    num_stages: int
+    read_by_loop: Sequence[Mapping[Var, None]]
+    result_at: Mapping[Var, int]
+    eqns: Sequence[JaxprEqn]
+    stage: dict[Var, int] = field(default_factory=dict)
+    stage_of_eqn: dict[int, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.arguments = dict.fromkeys(self.jaxpr.invars)
+        self.before = {var: eqn for eqn in self.split.before for var in eqn.outvars}
+        self.stage.update(self.result_at)
+        for stage in reversed(range(self.num_stages)):
+            for var in self.read_by_loop[stage]:
+                if not _is_scalar(var):
+                    self.stage[var] = stage
+        self.load = [0] * self.num_stages
+        for eqn in self.eqns:
+            at = self.place(eqn)
+            if at is not None:
+                self.stage_of_eqn[id(eqn)] = at
+                for var in eqn.outvars:
+                    self.stage[var] = at
+                for var in _operands(eqn):
+                    if var in self.arguments and var not in self.stage and not _is_scalar(var):
+                        self.stage[var] = at
+                        self.load[at] += num_bytes(var)
+
+    def place(self, eqn: JaxprEqn) -> int | None:
+        """Stage of an equation; None: wherever it is read."""
+        operands = _operands(eqn)
+        placed = [(num_bytes(var), -self.stage[var]) for var in operands if var in self.stage]
+        if not placed:
+            if all(map(_is_small, (*operands, *eqn.outvars))) and not eqn.effects:
+                return None
+            return min(range(self.num_stages), key=lambda s: (self.load[s], s))
+        stages = {-s for _, s in placed}
+        if len(stages) > 1 and all(map(_is_scalar, operands)):
+            return self.num_stages - 1
+        return -max(placed)[1]
+
+    def joined_locally(self) -> list[JaxprEqn]:
+        """The equations, with small sums over several stages regrouped: first within a stage, then across."""
+        uses: dict[Var, int] = {}
+        for atom in (*(a for eqn in self.eqns for a in eqn.invars), *self.jaxpr.outvars):
+            if not isinstance(atom, Literal):
+                uses[atom] = uses.get(atom, 0) + 1
+        inner: dict[Var, JaxprEqn] = {}
+        found: list[JaxprEqn | list[JaxprEqn]] = []
+        for eqn in self.eqns:
+            if eqn.primitive.name in _JOINS and len(eqn.invars) == 2 and all(map(_is_scalar, eqn.invars)):
+                inner[eqn.outvars[0]] = eqn
+            found.append(eqn)
+
+        def leaves(atom: object, like: JaxprEqn, gone: list[JaxprEqn]) -> list[object]:
+            eqn = None if isinstance(atom, Literal) else inner.get(atom)  # type: ignore[call-overload]
+            same = eqn is not None and eqn.primitive is like.primitive and eqn.outvars[0].aval == like.outvars[0].aval
+            if eqn is None or not same or (eqn is not like and uses.get(eqn.outvars[0], 0) != 1):
+                return [atom]
+            gone.append(eqn)
+            return [leaf for operand in eqn.invars for leaf in leaves(operand, like, gone)]
+
+        dropped: dict[int, None] = {}
+        replaced: dict[int, list[JaxprEqn]] = {}
+        for eqn in reversed(self.eqns):
+            if id(eqn) in dropped or eqn.outvars[0] not in inner:
+                continue
+            gone: list[JaxprEqn] = []
+            parts = leaves(eqn.outvars[0], eqn, gone)
+            groups: dict[int, list[object]] = {}
+            for part in parts:
+                at = -1 if isinstance(part, Literal) else self.stage.get(part, -1)  # type: ignore[call-overload]
+                groups.setdefault(at, []).append(part)
+            if len(parts) > 2 and len([s for s in groups if s >= 0]) > 1 and _same_types(parts, eqn):
+                dropped.update((id(e), None) for e in gone)
+                replaced[id(eqn)] = _chains(eqn, groups)
+        kept: list[JaxprEqn] = []
+        for eqn in self.eqns:
+            if id(eqn) in replaced:
+                kept += replaced[id(eqn)]
+            elif id(eqn) not in dropped:
+                kept.append(eqn)
+        return kept
+
+    def update(self) -> Update:
+        floating = {
+            var: eqn for eqn in self.eqns if id(eqn) not in self.stage_of_eqn for var in eqn.outvars
+        }
+        order = {id(eqn): k for k, eqn in enumerate(self.eqns)}
+        round_of: dict[Var, int] = {}
+        by_round: list[dict[int, list[JaxprEqn]]] = [{} for _ in range(self.num_stages)]
+        for eqn in self.eqns:
+            at = self.stage_of_eqn.get(id(eqn))
+            if at is None:
+                continue
+            number = 0
+            for var in _operands(eqn):
+                if var in self.stage and var not in self.arguments:
+                    number = max(number, round_of.get(var, 0) + (self.stage[var] != at))
+            round_of.update(dict.fromkeys(eqn.outvars, number))
+            by_round[at].setdefault(number, []).append(eqn)
+        outputs = []
+        extra: dict[int, list[Var]] = {}
+        for atom in self.jaxpr.outvars:
+            at = self.stage.get(atom, 0) if not isinstance(atom, Literal) else 0
+            if not isinstance(atom, Literal) and atom in floating:
+                extra.setdefault(0, []).append(atom)
+                at = 0
+            outputs.append(at)
+        rounds = []
+        for stage in range(self.num_stages):
+            numbers = sorted({*by_round[stage], *([0] if stage in extra else [])})
+            done: dict[int, None] = {}
+            of_stage = []
+            for number in numbers:
+                own = by_round[stage].get(number, [])
+                wanted = extra.get(stage, []) if number == numbers[0] else []
+                of_stage.append(tuple(_with_floating(own, wanted, floating, order, done)))
+            rounds.append(tuple(of_stage))
+        readers: dict[Var, dict[int, None]] = {}
+        for stage in range(self.num_stages):
+            for var in self.read_by_loop[stage]:
+                readers.setdefault(var, {})[stage] = None
+            for var in self.update_reads(rounds[stage]):
+                readers.setdefault(var, {})[stage] = None
+        home = {}
+        for var in self.jaxpr.invars:
+            stages = sorted(readers.get(var, ()))
+            home[var] = self.stage[var] if var in self.stage else stages[0] if stages else 0
+        for k, atom in enumerate(self.jaxpr.outvars):
+            if not isinstance(atom, Literal) and atom in self.arguments:
+                outputs[k] = home[atom]
+        results = tuple(
+            tuple(r.var for r in self.split.results if self.result_at[r.var] == s) for s in range(self.num_stages)
+        )
+        return Update(
+            tuple(rounds),
+            dict(self.stage),
+            round_of,
+            results,
+            home,
+            {var: tuple(sorted(stages)) for var, stages in readers.items()},
+            tuple(outputs),
+        )
+
+    def update_reads(self, rounds: Sequence[Sequence[JaxprEqn]]) -> list[Var]:
+        """Arguments of the step that a stage's update reads, also by way of what comes before the loop."""
+        wanted = {a for eqns in rounds for eqn in eqns for a in _operands(eqn)}
+        for eqn in reversed(self.split.before):
+            if any(var in wanted for var in eqn.outvars):
+                wanted.update(_operands(eqn))
+        return [var for var in self.jaxpr.invars if var in wanted]
+
+
+def _is_scalar(atom: Var) -> bool:
+    return num_elements_of(atom) <= SCALAR_ELEMENTS
+
+
+def _is_small(atom: Var) -> bool:
+    return num_elements_of(atom) <= SMALL_ELEMENTS
+
+
+def _same_types(parts: Sequence[object], eqn: JaxprEqn) -> bool:
+    wanted = eqn.outvars[0].aval
+    return all(p.aval.shape == wanted.shape and p.aval.dtype == wanted.dtype for p in parts)  # type: ignore[attr-defined]
+
+
+def _chains(root: JaxprEqn, groups: Mapping[int, Sequence[object]]) -> list[JaxprEqn]:
+    """The same join, stage by stage, then of what the stages made."""
+    made: list[JaxprEqn] = []
+
+    def chain(parts: Sequence[object], last: Var | None) -> object:
+        so_far = parts[0]
+        for k, part in enumerate(parts[1:]):
+            var = last if last is not None and k == len(parts) - 2 else new_var(root.outvars[0].aval)
+            made.append(replace_eqn(root, invars=[so_far, part], outvars=[var]))  # type: ignore[list-item]
+            so_far = var
+        return so_far
+
+    joined = [chain(groups[stage], None) for stage in sorted(groups)]
+    chain(joined, root.outvars[0])
+    return made
+
+
+def _with_floating(
+    own: Sequence[JaxprEqn],
+    wanted: Sequence[Var],
+    floating: Mapping[Var, JaxprEqn],
+    order: Mapping[int, int],
+    done: dict[int, None],
+) -> list[JaxprEqn]:
+    """A round's equations and those that are made wherever they are read, once per stage."""
+    found = {id(eqn): eqn for eqn in own}
+    waiting = [*(a for eqn in own for a in _operands(eqn)), *wanted]
+    while waiting:
+        maker = floating.get(waiting.pop())
+        if maker is not None and id(maker) not in found and id(maker) not in done:
+            found[id(maker)] = maker
+            waiting += _operands(maker)
+    done.update(dict.fromkeys(found))
+    return sorted(found.values(), key=lambda eqn: order[id(eqn)])

@@ -1,0 +1,715 @@
+"""Microbatches: a step worked through in parts equals the step, or is refused with the user's line.
+
+Table tests: each form of loss, model and metric at batch 8, in 2 and in 4 microbatches, against plain `jax.jit`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+import autopar
+from autopar import DataParallel, Plan, ShardParallel
+from autopar._jax import Jaxpr, JaxprEqn, eval_jaxpr
+from autopar.errors import AutoparError, BatchError, MicrobatchError
+from autopar.ir.accumulate import accumulate
+from autopar.ir.check import check_program
+from autopar.ir.microbatch import Microbatches, split_microbatches
+from autopar.ir.pieces import Cut, Sum
+from autopar.ir.printer import print_jaxpr
+from autopar.ir.state import find_roles
+from autopar.ir.structure import body_jaxprs, is_structured
+from autopar.ir.trace import Program, trace_step
+
+BATCH, LENGTH, WIDTH, CLASSES, WORDS, LAYERS = 8, 4, 16, 4, 12, 3
+COUNTS = (2, 4)
+TOLERANCE = 1e-5
+HERE = "test_microbatch.py"
+
+Tree = Any
+Step = Callable[[Tree, Tree], tuple[Tree, Tree]]
+
+
+# Data and models.
+
+
+def _normal(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def _integers(seed: int, below: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).integers(0, below, shape), jnp.int32)
+
+
+def batch_of(size: int = BATCH) -> dict[str, jax.Array]:
+    """Vectors and sentences with labels, weights and masks; a microbatch of two has at least one sample that counts."""
+    mask = jnp.asarray(np.arange(size) % 3 != 1, jnp.float32)
+    words = jnp.asarray(np.random.default_rng(4).random((size, LENGTH)) < 0.6, jnp.float32)
+    return {
+        "x": _normal(0, size, WIDTH),
+        "y": _normal(1, size, CLASSES),
+        "label": _integers(2, CLASSES, size),
+        "mask": mask,
+        "weight": 0.5 + jnp.abs(_normal(3, size)),
+        "tokens": _integers(5, WORDS, size, LENGTH),
+        "targets": _integers(6, WORDS, size, LENGTH),
+        "words": words,
+    }
+
+
+def mlp_params() -> dict[str, jax.Array]:
+    return {
+        "bias": jnp.full(WIDTH, 0.1, jnp.float32),
+        "w1": 0.3 * _normal(10, WIDTH, WIDTH),
+        "w2": 0.3 * _normal(11, WIDTH, CLASSES),
+    }
+
+
+def mlp(params: Tree, x: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ params["w1"] + params["bias"]) @ params["w2"]
+
+
+def squares(params: Tree, batch: Tree) -> jax.Array:
+    """Loss of each sample."""
+    return ((mlp(params, batch["x"]) - batch["y"]) ** 2).sum(-1)
+
+
+def cross_entropies(params: Tree, batch: Tree) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(mlp(params, batch["x"]), batch["label"])
+
+
+def language_params() -> dict[str, jax.Array]:
+    return {"embed": _normal(12, WORDS, WIDTH), "w": 0.3 * _normal(13, WIDTH, WIDTH), "out": _normal(14, WIDTH, WORDS)}
+
+
+def token_losses(params: Tree, batch: Tree) -> jax.Array:
+    """Loss of each token, [batch, length]."""
+    h = jnp.tanh(params["embed"][batch["tokens"]] @ params["w"])
+    return optax.softmax_cross_entropy_with_integer_labels(h @ params["out"], batch["targets"])
+
+
+def descend(params: Tree, grads: Tree) -> Tree:
+    return jax.tree.map(lambda p, g: p - 0.1 * g.astype(p.dtype), params, grads)
+
+
+def sgd(loss: Callable[[Tree, Tree], jax.Array]) -> Step:
+    """A training step of plain gradient descent on `loss(params, batch)`."""
+
+    def step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        value, grads = jax.value_and_grad(loss)(state["params"], batch)
+        return {**state, "params": descend(state["params"], grads)}, {"loss": value}
+
+    return step
+
+
+def sgd_of_state(loss: Callable[[Tree, Tree, Tree], jax.Array]) -> Step:
+    """The same on `loss(params, state, batch)`; counts steps."""
+
+    def step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        value, grads = jax.value_and_grad(loss)(state["params"], state, batch)
+        return {**state, "step": state["step"] + 1, "params": descend(state["params"], grads)}, {"loss": value}
+
+    return step
+
+
+# What is checked.
+
+
+def traced(step: Step, state: Tree, batch: Tree) -> tuple[Program, tuple[int, ...]]:
+    program = trace_step(step, (state, batch))
+    return program, find_roles(program, (1,)).batch
+
+
+def split_step(
+    step: Step, state: Tree, batch: Tree, count: int = 2, per_microbatch: bool = False
+) -> tuple[Program, Microbatches]:
+    program, batch_leaves = traced(step, state, batch)
+    return program, split_microbatches(program.jaxpr, count, batch_leaves, per_microbatch)
+
+
+@functools.cache
+def quick() -> dict[str, bool]:
+    """XLA's options under which these small programs compile in less than half the time, where this XLA has them."""
+    options = {"xla_cpu_use_fusion_emitters": False}
+    try:
+        jax.jit(lambda: 0, compiler_options=options)()
+    except jax.errors.JaxRuntimeError:
+        return {}
+    return options
+
+
+def run_split(program: Program, split: Microbatches, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    """New state and metrics, worked out in microbatches on one device."""
+    flat = accumulate(program.jaxpr, split)
+    check_program(flat)
+    run = jax.jit(lambda *args: eval_jaxpr(flat, (), *args), compiler_options=quick())
+    return program.unflatten_outputs(run(*program.flatten_inputs(jax.tree.leaves((state, batch)))))
+
+
+@functools.cache
+def full_batch(case: Case) -> tuple[Tree, Tree]:
+    return jax.jit(case.step, compiler_options=quick())(case.state(), case.batch())
+
+
+def assert_same(actual: Tree, expected: Tree, tolerance: float = TOLERANCE) -> None:
+    """Equal leaf by leaf, relative to each leaf's scale; integers and booleans exactly."""
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for (path, got), want in zip(
+        jax.tree_util.tree_leaves_with_path(actual), jax.tree.leaves(expected), strict=True
+    ):
+        got, want, name = _host(got), _host(want), jax.tree_util.keystr(path)
+        assert (got.shape, got.dtype) == (want.shape, want.dtype), name
+        if not jnp.issubdtype(want.dtype, jnp.inexact):
+            np.testing.assert_array_equal(got, want, err_msg=name)
+            continue
+        got, want = got.astype(np.float64), want.astype(np.float64)
+        assert np.isfinite(want).all(), f"{name}: the case itself is not finite"
+        scale = max(float(np.abs(want).max(initial=0.0)), 1e-6)
+        error = float(np.abs(got - want).max(initial=0.0)) / scale
+        assert error <= tolerance, f"{name} is off by {error:.1e} of its scale"
+
+
+def _host(leaf: Any) -> np.ndarray:
+    is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(leaf) if is_key else leaf)
+
+
+def equations(eqns: Any) -> Iterator[JaxprEqn]:
+    """Equations with those in bodies of loops and branches."""
+    for eqn in eqns:
+        yield eqn
+        if is_structured(eqn):
+            for body in body_jaxprs(eqn):
+                yield from equations(body.eqns)
+
+
+def primitives_in(eqns: Any) -> Counter[str]:
+    return Counter(eqn.primitive.name for eqn in equations(eqns))
+
+
+def assert_is_worked_through(split: Microbatches) -> None:
+    """The model is in the loop: no matrix product is made of the whole batch."""
+    assert primitives_in(split.loop.eqns)["dot_general"] > 0
+    outside = primitives_in([*split.before, *split.after])
+    assert not outside["dot_general"], f"outside of the loop: {outside}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Case:
+    """A step, its state and its batch."""
+
+    step: Step
+    params: Callable[[], Tree] = mlp_params
+    extra: Callable[[], Tree] = dict
+    batch: Callable[[], Tree] = batch_of
+    tolerance: float = TOLERANCE
+
+    def state(self) -> Tree:
+        return {"params": self.params(), **self.extra()}
+
+
+def cases(table: dict[str, Case], xfail: dict[str, str] | None = None) -> Any:
+    """Parametrize over a table; `xfail` gives the reason for those that do not work yet."""
+    reasons = xfail or {}
+    assert not reasons.keys() - table.keys()
+    return pytest.mark.parametrize(
+        "case",
+        [
+            pytest.param(
+                case, id=name, marks=[pytest.mark.xfail(strict=True, reason=reasons[name])] if name in reasons else []
+            )
+            for name, case in table.items()
+        ],
+    )
+
+
+def assert_equals_full_batch(case: Case, count: int) -> None:
+    state, batch = case.state(), case.batch()
+    program, split = split_step(case.step, state, batch, count)
+    assert_is_worked_through(split)
+    assert_same(run_split(program, split, state, batch), full_batch(case), case.tolerance)
+
+
+# 1. Losses.
+
+
+def take_along_axis_loss(params: Tree, batch: Tree) -> jax.Array:
+    log_p = jax.nn.log_softmax(mlp(params, batch["x"]))
+    return -jnp.take_along_axis(log_p, batch["label"][:, None], axis=-1).mean()
+
+
+def one_hot_loss(params: Tree, batch: Tree) -> jax.Array:
+    log_p = jax.nn.log_softmax(mlp(params, batch["x"]))
+    return -(jax.nn.one_hot(batch["label"], CLASSES) * log_p).sum(-1).mean()
+
+
+def indexed_loss(params: Tree, batch: Tree) -> jax.Array:
+    log_p = jax.nn.log_softmax(mlp(params, batch["x"]))
+    return -log_p[jnp.arange(log_p.shape[0]), batch["label"]].mean()
+
+
+def decayed_loss(params: Tree, batch: Tree) -> jax.Array:
+    return squares(params, batch).mean() + 0.01 * sum((p**2).sum() for p in jax.tree.leaves(params))
+
+
+def ignored_label_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Label 0 stands for none, as padding does."""
+    counts = batch["label"] != 0
+    return jnp.where(counts, cross_entropies(params, batch), 0.0).sum() / counts.sum()
+
+
+def standardized_input_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Statistics of the whole batch, but of its inputs only: they are there before the first microbatch."""
+    x = (batch["x"] - batch["x"].mean(0)) / (batch["x"].std(0) + 1e-3)
+    return squares(params, {**batch, "x": x}).mean()
+
+
+LOSSES: dict[str, Callable[[Tree, Tree], jax.Array]] = {
+    "sum": lambda p, b: squares(p, b).sum(),
+    "mean": lambda p, b: squares(p, b).mean(),
+    "mean of all elements": lambda p, b: jnp.mean((mlp(p, b["x"]) - b["y"]) ** 2),
+    "masked mean": lambda p, b: (squares(p, b) * b["mask"]).sum() / b["mask"].sum(),
+    "masked mean of one at least": lambda p, b: (squares(p, b) * b["mask"]).sum() / jnp.maximum(b["mask"].sum(), 1),
+    "mean where": lambda p, b: jnp.mean(squares(p, b), where=b["mask"] > 0),
+    "mean of ignored labels": ignored_label_loss,
+    "weighted mean": lambda p, b: jnp.average(squares(p, b), weights=b["weight"]),
+    "normalized weights": lambda p, b: (squares(p, b) * (b["weight"] / b["weight"].sum())).sum(),
+    "integer labels": lambda p, b: cross_entropies(p, b).mean(),
+    "take_along_axis": take_along_axis_loss,
+    "one_hot": one_hot_loss,
+    "indexed": indexed_loss,
+    "weight decay": decayed_loss,
+    "two losses": lambda p, b: cross_entropies(p, b).mean() + 0.3 * (squares(p, b) * b["mask"]).sum() / b["mask"].sum(),
+    "minus mean": lambda p, b: 3.0 - squares(p, b).mean() * 2.0,
+    "standardized inputs": standardized_input_loss,
+}
+
+TOKEN_LOSSES: dict[str, Callable[[Tree, Tree], jax.Array]] = {
+    "token mean": lambda p, b: token_losses(p, b).mean(),
+    "mean of sequence means": lambda p, b: token_losses(p, b).mean(-1).mean(),
+    "masked token mean": lambda p, b: (token_losses(p, b) * b["words"]).sum() / b["words"].sum(),
+    "mean of masked sequence means": lambda p, b: (
+        (token_losses(p, b) * b["words"]).sum(-1) / jnp.maximum(b["words"].sum(-1), 1)
+    ).mean(),
+}
+
+LOSS_CASES = {name: Case(sgd(loss)) for name, loss in LOSSES.items()} | {
+    name: Case(sgd(loss), language_params) for name, loss in TOKEN_LOSSES.items()
+}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@cases(LOSS_CASES)
+def test_losses(case, count):
+    assert_equals_full_batch(case, count)
+
+
+# Steps and models.
+
+
+def scaled_step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    """A dynamic loss scale: gradients that are not finite are skipped, and the scale is halved."""
+    scale = state["scale"]
+    value, grads = jax.value_and_grad(lambda p: squares(p, batch).mean() * scale)(state["params"])
+    grads = jax.tree.map(lambda g: g / scale, grads)
+    finite = jnp.all(jnp.array([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]))
+    new = descend(state["params"], grads)
+    params = jax.tree.map(lambda n, p: jnp.where(finite, n, p), new, state["params"])
+    return {**state, "params": params, "scale": jnp.where(finite, scale, scale / 2)}, {"finite": finite}
+
+
+def skipping_step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    """The same by `lax.cond`."""
+    scale = state["scale"]
+    grads = jax.grad(lambda p: squares(p, batch).mean() * scale)(state["params"])
+    grads = jax.tree.map(lambda g: g / scale, grads)
+    finite = jnp.isfinite(optax.global_norm(grads))
+    params = lax.cond(finite, lambda: descend(state["params"], grads), lambda: state["params"])
+    return {**state, "params": params, "scale": jnp.where(finite, scale, scale / 2)}, {"finite": finite}
+
+
+def clipped_step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    """Gradients scaled to a global norm of at most 1/2."""
+    grads = jax.grad(lambda p: squares(p, batch).mean())(state["params"])
+    norm = jnp.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grads)))
+    grads = jax.tree.map(lambda g: g * jnp.minimum(1.0, 0.5 / norm), grads)
+    return {**state, "params": descend(state["params"], grads)}, {"norm": norm}
+
+
+def private_step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    """DP-SGD: the gradient of each sample is clipped, then they are averaged, and noise is added."""
+
+    def sample_gradient(x: jax.Array, y: jax.Array) -> Tree:
+        grads = jax.grad(lambda p: ((mlp(p, x) - y) ** 2).sum())(state["params"])
+        norm = jnp.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grads)))
+        return jax.tree.map(lambda g: g / jnp.maximum(1.0, norm), grads)
+
+    each = jax.vmap(sample_gradient)(batch["x"], batch["y"])
+    key, noise = jax.random.split(state["key"])
+    grads = jax.tree.map(lambda g: g.mean(0) + 0.01 * jax.random.normal(noise, g.shape[1:]), each)
+    return {**state, "key": key, "params": descend(state["params"], grads)}, {}
+
+
+def tied_params() -> Tree:
+    return {"embed": _normal(12, WORDS, WIDTH), "w": 0.3 * _normal(13, WIDTH, WIDTH)}
+
+
+def tied_loss(params: Tree, batch: Tree) -> jax.Array:
+    h = jnp.tanh(params["embed"][batch["tokens"]] @ params["w"])
+    logits = h @ params["embed"].T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+
+def layered_params() -> Tree:
+    return {
+        "layers": {"w": 0.3 * _normal(15, LAYERS, WIDTH, WIDTH), "b": 0.1 * _normal(16, LAYERS, WIDTH)},
+        "out": _normal(17, WIDTH, CLASSES),
+    }
+
+
+def _layer(x: jax.Array, layer: Tree) -> jax.Array:
+    return x + jnp.tanh(x @ layer["w"] + layer["b"])
+
+
+def scanned_loss(params: Tree, batch: Tree) -> jax.Array:
+    x, _ = lax.scan(lambda x, layer: (_layer(x, layer), None), batch["x"], params["layers"])
+    return ((x @ params["out"] - batch["y"]) ** 2).mean()
+
+
+def scanned_with_outputs_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Every layer also gives an auxiliary loss, which sums over the batch inside of the scan."""
+
+    def body(x: jax.Array, layer: Tree) -> tuple[jax.Array, jax.Array]:
+        x = _layer(x, layer)
+        return x, (x**2).mean()
+
+    x, auxiliary = lax.scan(body, batch["x"], params["layers"])
+    return ((x @ params["out"] - batch["y"]) ** 2).mean() + 0.1 * auxiliary.sum()
+
+
+def scanned_with_sum_loss(params: Tree, batch: Tree) -> jax.Array:
+    """The same with the auxiliary loss as a carry."""
+
+    def body(carry: tuple[jax.Array, jax.Array], layer: Tree) -> tuple[Any, None]:
+        x, total = carry
+        x = _layer(x, layer)
+        return (x, total + (x**2).mean()), None
+
+    (x, total), _ = lax.scan(body, (batch["x"], jnp.float32(0)), params["layers"])
+    return ((x @ params["out"] - batch["y"]) ** 2).mean() + 0.1 * total
+
+
+def checkpointed_loss(params: Tree, batch: Tree) -> jax.Array:
+    x = batch["x"]
+    for k in range(LAYERS):
+        x = jax.checkpoint(_layer)(x, jax.tree.map(lambda p, k=k: p[k], params["layers"]))
+    return ((x @ params["out"] - batch["y"]) ** 2).mean()
+
+
+def checkpointed_scan_loss(params: Tree, batch: Tree) -> jax.Array:
+    body = jax.checkpoint(lambda x, layer: (_layer(x, layer), None), prevent_cse=False)
+    x, _ = lax.scan(body, batch["x"], params["layers"])
+    return ((x @ params["out"] - batch["y"]) ** 2).mean()
+
+
+def checkpointed_by_name_loss(params: Tree, batch: Tree) -> jax.Array:
+    policy = jax.checkpoint_policies.save_only_these_names("hidden")
+
+    def model(params: Tree, x: jax.Array) -> jax.Array:
+        return checkpoint_name(jnp.tanh(x @ params["w1"]), "hidden") @ params["w2"]
+
+    return ((jax.checkpoint(model, policy=policy)(params, batch["x"]) - batch["y"]) ** 2).mean()
+
+
+@jax.custom_vjp
+def clipped_backward(x: jax.Array) -> jax.Array:
+    return jnp.sin(x)
+
+
+clipped_backward.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (jnp.clip(jnp.cos(x) * g, -0.01, 0.01),))
+
+
+def custom_vjp_loss(params: Tree, batch: Tree) -> jax.Array:
+    return ((clipped_backward(batch["x"] @ params["w1"]) @ params["w2"] - batch["y"]) ** 2).mean()
+
+
+def cond_loss(params: Tree, state: Tree, batch: Tree) -> jax.Array:
+    """The first steps train on another loss."""
+    losses = lax.cond(state["step"] < 2, squares, cross_entropies, params, batch)
+    return losses.mean()
+
+
+def cond_mean_loss(params: Tree, state: Tree, batch: Tree) -> jax.Array:
+    """The sum over the batch is in the branches."""
+    return lax.cond(
+        state["step"] < 2, lambda p: squares(p, batch).mean(), lambda p: cross_entropies(p, batch).mean(), params
+    )
+
+
+def switch_loss(params: Tree, state: Tree, batch: Tree) -> jax.Array:
+    x = lax.switch(state["step"] % 3, [jnp.tanh, jnp.sin, lambda x: x], batch["x"] @ params["w1"])
+    return ((x @ params["w2"] - batch["y"]) ** 2).mean()
+
+
+def warm_up_loss(params: Tree, state: Tree, batch: Tree) -> jax.Array:
+    """A weight that depends on the step, in the loss."""
+    return squares(params, batch).mean() * jnp.minimum(1.0, state["step"] / 10)
+
+
+def dropout_loss(params: Tree, state: Tree, batch: Tree) -> jax.Array:
+    h = jnp.tanh(batch["x"] @ params["w1"])
+    keep = jax.random.bernoulli(jax.random.fold_in(state["key"], state["step"]), 0.8, h.shape)
+    return ((jnp.where(keep, h / 0.8, 0.0) @ params["w2"] - batch["y"]) ** 2).mean()
+
+
+def noisy_loss(params: Tree, state: Tree, batch: Tree) -> jax.Array:
+    """Diffusion: a random time for each sample, noise of the sample's shape."""
+    times, noise = jax.random.split(jax.random.fold_in(state["key"], state["step"]))
+    t = jax.random.uniform(times, (batch["x"].shape[0], 1))
+    eps = jax.random.normal(noise, batch["x"].shape)
+    x = jnp.sqrt(1 - t) * batch["x"] + jnp.sqrt(t) * eps
+    return ((mlp(params, x) - eps[:, :CLASSES]) ** 2).mean()
+
+
+def scanned_dropout_loss(params: Tree, state: Tree, batch: Tree) -> jax.Array:
+    def body(x: jax.Array, layer_and_key: tuple[Tree, jax.Array]) -> tuple[jax.Array, None]:
+        layer, key = layer_and_key
+        return jnp.where(jax.random.bernoulli(key, 0.8, x.shape), _layer(x, layer), x), None
+
+    keys = jax.random.split(jax.random.fold_in(state["key"], state["step"]), LAYERS)
+    x, _ = lax.scan(body, batch["x"], (params["layers"], keys))
+    return ((x @ params["out"] - batch["y"]) ** 2).mean()
+
+
+def carried_dropout_loss(params: Tree, state: Tree, batch: Tree) -> jax.Array:
+    """The key is a carry of the scan over layers."""
+
+    def body(carry: tuple[jax.Array, jax.Array], layer: Tree) -> tuple[Any, None]:
+        x, key = carry
+        key, here = jax.random.split(key)
+        return (jnp.where(jax.random.bernoulli(here, 0.8, x.shape), _layer(x, layer), x), key), None
+
+    (x, _), _ = lax.scan(body, (batch["x"], state["key"]), params["layers"])
+    return ((x @ params["out"] - batch["y"]) ** 2).mean()
+
+
+def fori_loss(params: Tree, batch: Tree) -> jax.Array:
+    x = lax.fori_loop(0, 3, lambda _, x: jnp.tanh(x @ params["w1"] + batch["x"]), batch["x"])
+    return ((x @ params["w2"] - batch["y"]) ** 2).mean()
+
+
+def while_loss(params: Tree, state: Tree, batch: Tree) -> jax.Array:
+    """The number of rounds is in the state; no gradient passes a loop like that."""
+    x = lax.fori_loop(0, state["step"], lambda _, x: jnp.tanh(x @ params["w1"]), batch["x"])
+    return squares(params, {**batch, "x": lax.stop_gradient(x)}).mean()
+
+
+def attention_loss(params: Tree, batch: Tree) -> jax.Array:
+    x = params["embed"][batch["tokens"]]
+    scores = jnp.einsum("bqd,bkd->bqk", x @ params["w"], x) / WIDTH**0.5
+    causal = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+    p = jax.nn.softmax(jnp.where(causal, scores, -1e9), axis=-1)
+    logits = jnp.einsum("bqk,bkd->bqd", p, x) @ params["out"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
+
+
+def flattened_tokens_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Batch and sequence in one dim, as many language models have it."""
+    tokens, targets = batch["tokens"].reshape(-1), batch["targets"].reshape(-1)
+    logits = jnp.tanh(params["embed"][tokens] @ params["w"]) @ params["out"]
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def layer_norm_loss(params: Tree, batch: Tree) -> jax.Array:
+    x = batch["x"] @ params["w1"]
+    x = (x - x.mean(-1, keepdims=True)) * lax.rsqrt(x.var(-1, keepdims=True) + 1e-5) * params["bias"]
+    return ((x @ params["w2"] - batch["y"]) ** 2).mean()
+
+
+def low_rank_params() -> Tree:
+    return {**mlp_params(), "a": 0.3 * _normal(18, WIDTH, 2), "b": 0.3 * _normal(19, 2, WIDTH)}
+
+
+def adam_step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    value, grads = jax.value_and_grad(lambda p: (squares(p, batch) * batch["mask"]).sum() / batch["mask"].sum())(
+        state["params"]
+    )
+    updates, optimizer = OPTIMIZER.update(grads, state["optimizer"], state["params"])
+    params = optax.apply_updates(state["params"], updates)
+    return {"params": params, "optimizer": optimizer}, {"loss": value}
+
+
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2))
+
+
+def half_params() -> Tree:
+    return jax.tree.map(lambda p: p.astype(jnp.bfloat16), mlp_params())
+
+
+def half_loss(params: Tree, batch: Tree) -> jax.Array:
+    return squares(params, jax.tree.map(lambda x: x.astype(params["w1"].dtype), batch)).astype(jnp.float32).mean()
+
+
+def mixed_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Parameters in float32, products in bfloat16."""
+    half = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, batch["x"]))
+    return ((mlp(*half).astype(jnp.float32) - batch["y"]) ** 2).mean()
+
+
+def scale(value: float) -> Callable[[], Tree]:
+    return lambda: {"scale": jnp.float32(value)}
+
+
+def step_number(number: int) -> Callable[[], Tree]:
+    return lambda: {"step": jnp.int32(number)}
+
+
+def typed_key() -> Tree:
+    return {"key": jax.random.key(3), "step": jnp.int32(5)}
+
+
+def old_key() -> Tree:
+    return {"key": jax.random.PRNGKey(3), "step": jnp.int32(5)}
+
+
+MODELS = {
+    "loss scale": Case(scaled_step, extra=scale(1024.0)),
+    "loss scale that overflows": Case(scaled_step, extra=scale(3e38)),
+    "loss scale by cond": Case(skipping_step, extra=scale(1024.0)),
+    "clipped to a global norm": Case(clipped_step),
+    "adam": Case(adam_step, extra=lambda: {"optimizer": OPTIMIZER.init(mlp_params())}, tolerance=1e-4),
+    "DP-SGD": Case(private_step, extra=lambda: {"key": jax.random.key(1)}),
+    "tied embedding": Case(sgd(tied_loss), tied_params),
+    "attention": Case(sgd(attention_loss), language_params),
+    "flattened tokens": Case(sgd(flattened_tokens_loss), language_params),
+    "layer norm": Case(sgd(layer_norm_loss)),
+    "scan over layers": Case(sgd(scanned_loss), layered_params),
+    "scan with auxiliary outputs": Case(sgd(scanned_with_outputs_loss), layered_params),
+    "scan with an auxiliary carry": Case(sgd(scanned_with_sum_loss), layered_params),
+    "checkpoint": Case(sgd(checkpointed_loss), layered_params),
+    "checkpoint in scan": Case(sgd(checkpointed_scan_loss), layered_params),
+    "checkpoint by name": Case(sgd(checkpointed_by_name_loss)),
+    "custom_vjp": Case(sgd(custom_vjp_loss)),
+    "cond": Case(sgd_of_state(cond_loss), extra=step_number(1)),
+    "cond, other branch": Case(sgd_of_state(cond_loss), extra=step_number(2)),
+    "cond with sums": Case(sgd_of_state(cond_mean_loss), extra=step_number(1)),
+    "switch": Case(sgd_of_state(switch_loss), extra=step_number(4)),
+    "weight of the step": Case(sgd_of_state(warm_up_loss), extra=step_number(3)),
+    "dropout": Case(sgd_of_state(dropout_loss), extra=typed_key),
+    "dropout, old key": Case(sgd_of_state(dropout_loss), extra=old_key),
+    "diffusion": Case(sgd_of_state(noisy_loss), extra=typed_key),
+    "dropout in scan": Case(sgd_of_state(scanned_dropout_loss), layered_params, typed_key),
+    "dropout in scan, old key": Case(sgd_of_state(scanned_dropout_loss), layered_params, old_key),
+    "dropout in scan, carried key": Case(sgd_of_state(carried_dropout_loss), layered_params, typed_key),
+    "fori_loop": Case(sgd(fori_loss)),
+    "while": Case(sgd_of_state(while_loss), extra=step_number(2)),
+    "bfloat16": Case(sgd(half_loss), half_params, tolerance=2e-2),
+    "mixed precision": Case(sgd(mixed_loss), tolerance=2e-2),
+}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@cases(MODELS)
+def test_models(case, count):
+    assert_equals_full_batch(case, count)
+
+
+def test_products_of_weights_are_done_once():
+    """LoRA: the gradient of `a @ b` is a sum over the batch; those of a and b are made of it after the loop."""
+
+    def loss(params: Tree, batch: Tree) -> jax.Array:
+        return squares({**params, "w1": params["w1"] + params["a"] @ params["b"]}, batch).mean()
+
+    case = Case(sgd(loss), low_rank_params)
+    program, split = split_step(case.step, case.state(), case.batch(), 4)
+    assert_same(run_split(program, split, case.state(), case.batch()), full_batch(case))
+    assert primitives_in(split.before)["dot_general"] == 1
+    assert all(r.var.aval.shape != (BATCH, WIDTH) for r in split.results)
+
+
+# 2. Metrics.
+
+
+def metric_step(metric: Callable[..., Any]) -> Step:
+    """Trains as `sgd(mean)`; `metric(losses, logits, batch, grads, state)` is what it reports."""
+
+    def step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        def loss(params: Tree) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+            logits = mlp(params, batch["x"])
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+            return losses.mean(), (losses, logits)
+
+        grads, (losses, logits) = jax.grad(loss, has_aux=True)(state["params"])
+        reported = metric(losses=losses, logits=logits, batch=batch, grads=grads, state=state)
+        return {**state, "step": state["step"] + 1, "params": descend(state["params"], grads)}, reported
+
+    return step
+
+
+def _correct(logits: jax.Array, batch: Tree) -> jax.Array:
+    return logits.argmax(-1) == batch["label"]
+
+
+METRICS: dict[str, Callable[..., Any]] = {
+    "sum": lambda losses, **_: losses.sum(),
+    "mean": lambda losses, **_: losses.mean(),
+    "masked mean": lambda losses, batch, **_: (losses * batch["mask"]).sum() / batch["mask"].sum(),
+    "max": lambda losses, **_: losses.max(),
+    "min": lambda losses, **_: losses.min(),
+    "max over samples and classes": lambda logits, **_: jnp.abs(logits).max(),
+    "range": lambda losses, **_: losses.max() - losses.min(),
+    "correct": lambda logits, batch, **_: _correct(logits, batch).sum(dtype=jnp.int32),
+    "accuracy": lambda logits, batch, **_: _correct(logits, batch).mean(),
+    "any": lambda logits, batch, **_: _correct(logits, batch).any(),
+    "all": lambda logits, **_: jnp.isfinite(logits).all(),
+    "not all": lambda losses, **_: (losses > 1.0).all(),
+    "losses in order": lambda losses, **_: losses,
+    "logits in order": lambda logits, **_: logits,
+    "transposed logits": lambda logits, **_: logits.T,
+    "predictions": lambda logits, **_: logits.argmax(-1),
+    "gradient norm": lambda grads, **_: jnp.sqrt(sum((g**2).sum() for g in jax.tree.leaves(grads))),
+    "norms of gradients": lambda grads, **_: jax.tree.map(jnp.linalg.norm, grads),
+    "norm of logits": lambda logits, **_: jnp.sqrt((logits**2).sum()),
+    "deviation": lambda losses, **_: losses.std(),
+    "perplexity": lambda losses, **_: jnp.exp(losses.mean()),
+    "log of mean of exp": lambda losses, **_: jax.nn.logsumexp(losses),
+    "top losses": lambda losses, **_: lax.top_k(losses, 3),
+    "median": lambda losses, **_: jnp.median(losses),
+    "worst sample": lambda losses, **_: losses.argmax(),
+    "running sum": lambda losses, **_: jnp.cumsum(losses),
+    "correct of each class": lambda logits, batch, **_: jnp.zeros(CLASSES, jnp.int32).at[batch["label"]].add(
+        _correct(logits, batch).astype(jnp.int32)
+    ),
+    "confusion": lambda logits, batch, **_: jnp.einsum(
+        "bi,bj->ij", jax.nn.one_hot(batch["label"], CLASSES), jax.nn.one_hot(logits.argmax(-1), CLASSES)
+    ),
+    "first sample": lambda logits, **_: logits[0],
+    "reversed losses": lambda losses, **_: losses[::-1],
+    "value of the state": lambda state, **_: (state["step"], state["params"]["bias"]),
+    "value of the batch": lambda batch, **_: (batch["label"], batch["mask"].sum()),
+    "constants": lambda **_: (1.0, jnp.arange(3), jnp.ones((BATCH, 2))),
+    "learning rate": lambda state, **_: 0.1 * jnp.minimum(1.0, state["step"] / 10),
+}
+
+METRIC_CASES = {name: Case(metric_step(metric), extra=step_number(3)) for name, metric in METRICS.items()}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@cases(METRIC_CASES)
+def test_metrics(case, count):
+    state, batch = case.state(), case.batch()
+    program, split = split_step(case.step, state, batch, count)
+    assert primitives_in(split.before)["dot_general"] == 0
+    assert_same(run_split(program, split, state, batch), full_batch(case))
