@@ -169,7 +169,9 @@ class _Builder:
         for kind in (True, False):
             for var in operands:
                 maker = self.made_by.get(var)
-                if (var in self.fixed) == kind and (maker is None or (not self.backward[maker] and not self.light[maker])):
+                if (var in self.fixed) == kind and (
+                    maker is None or (not self.backward[maker] and not self.light[maker])
+                ):
                     if maker is None and not kind:
                         continue
                     fitting = [s for s in self.available.get(var, ()) if s <= latest]
@@ -248,7 +250,9 @@ def balanced_borders(chain: Chain, num_stages: int, slack: float = 0.1) -> tuple
                 work = total[end] - total[start]
                 if work <= cap * (1 + 1e-9):
                     # Among cuts of equal bytes the more balanced one.
-                    cost = best[stage - 1, start] + chain.cut_bytes[start] / scale + 1e-3 * (work / max(cap, 1e-30)) ** 2
+                    cost = (
+                        best[stage - 1, start] + chain.cut_bytes[start] / scale + 1e-3 * (work / max(cap, 1e-30)) ** 2
+                    )
                     if cost < best[stage, end]:
                         best[stage, end], came[stage, end] = cost, start
     borders, end = [], n

@@ -156,7 +156,5 @@ def _again(
         eqn = made_by[waiting.pop()]
         if id(eqn) not in needed:
             needed[id(eqn)] = None
-            waiting += [
-                a for a in eqn.invars if not isinstance(a, Literal) and a not in kept and a not in free
-            ]
+            waiting += [a for a in eqn.invars if not isinstance(a, Literal) and a not in kept and a not in free]
     return tuple(eqn for eqn in eqns if id(eqn) in needed)

@@ -103,7 +103,7 @@ def make_tasks(jaxpr: Jaxpr, split: Microbatches, chain: Chain, borders: Sequenc
     update = place_update(jaxpr, split, num_stages, forward, backward, made_at)
     before = []
     for s in range(num_stages):
-        before.append(tuple(_before(split, s, forward[s], backward[s], update)))
+        before.append(tuple(_before(jaxpr, split, s, forward[s], backward[s], update)))
     return Tasks(
         jaxpr,
         split,
@@ -122,6 +122,7 @@ def _operands(eqn: JaxprEqn) -> list[Var]:
 
 
 def _before(
+    jaxpr: Jaxpr,
     split: Microbatches,
     stage: int,
     forward: Sequence[JaxprEqn],
@@ -134,7 +135,7 @@ def _before(
     outer_of |= dict(zip(split.loop.invars[1 + count :], split.pieces, strict=True))
     wanted = {outer_of[a] for eqn in (*forward, *backward) for a in _operands(eqn) if a in outer_of}
     wanted |= {a for eqns in update.rounds[stage] for eqn in eqns for a in _operands(eqn)}
-    wanted |= {var for var in update.results[stage] if var is not None}
+    wanted |= {a for a, at in zip(jaxpr.outvars, update.outputs, strict=True) if at == stage and isinstance(a, Var)}
     found = []
     for eqn in reversed(split.before):
         if any(var in wanted for var in eqn.outvars):

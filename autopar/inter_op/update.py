@@ -179,9 +179,7 @@ class _Placement:
         return kept
 
     def update(self) -> Update:
-        floating = {
-            var: eqn for eqn in self.eqns if id(eqn) not in self.stage_of_eqn for var in eqn.outvars
-        }
+        floating = {var: eqn for eqn in self.eqns if id(eqn) not in self.stage_of_eqn for var in eqn.outvars}
         order = {id(eqn): k for k, eqn in enumerate(self.eqns)}
         round_of: dict[Var, int] = {}
         by_round: list[dict[int, list[JaxprEqn]]] = [{} for _ in range(self.num_stages)]
@@ -226,6 +224,11 @@ class _Placement:
         for k, atom in enumerate(self.jaxpr.outvars):
             if not isinstance(atom, Literal) and atom in self.arguments:
                 outputs[k] = home[atom]
+            elif not isinstance(atom, Literal) and atom in self.before:
+                # Made where something that it is made of is read by the loop anyway.
+                outputs[k] = min((home[v] for v in _sources(atom, self.before, self.arguments)), default=0)
+                for var in _sources(atom, self.before, self.arguments):
+                    readers.setdefault(var, {})[outputs[k]] = None
         results = tuple(
             tuple(r.var for r in self.split.results if self.result_at[r.var] == s) for s in range(self.num_stages)
         )
@@ -254,6 +257,22 @@ def _is_scalar(atom: Var) -> bool:
 
 def _is_small(atom: Var) -> bool:
     return num_elements_of(atom) <= SMALL_ELEMENTS
+
+
+def _sources(var: Var, made_by: Mapping[Var, JaxprEqn], arguments: Mapping[Var, None]) -> list[Var]:
+    """Arguments that a value is made of."""
+    found: dict[Var, None] = {}
+    waiting, seen = [var], {var}
+    while waiting:
+        at = waiting.pop()
+        if at in arguments:
+            found[at] = None
+        elif at in made_by:
+            for operand in _operands(made_by[at]):
+                if operand not in seen:
+                    seen.add(operand)
+                    waiting.append(operand)
+    return list(found)
 
 
 def _same_types(parts: Sequence[object], eqn: JaxprEqn) -> bool:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
-from autopar.intra_op.batch import BatchDims, between_samples, follow_batch
+from autopar.intra_op.batch import BatchDims, Dims, between_samples, follow_batch
 from autopar.intra_op.strategies import Strategy, enumerate_strategies
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.rules.linearity import may_be_partial
@@ -143,18 +143,22 @@ class _Region:
     communicates: bool = True
 
 
-def build_graph(jaxpr: Jaxpr, mesh: LogicalMesh, aliases: Mapping[int, int], batch: Sequence[int] = ()) -> Graph:
+def build_graph(
+    jaxpr: Jaxpr, mesh: LogicalMesh, aliases: Mapping[int, int], batch: Sequence[int] | Mapping[int, Dims] = ()
+) -> Graph:
     """The decision graph of a flat program.
 
     Args:
         jaxpr: Flat program without constants.
         mesh: Logical mesh.
         aliases: Output index -> input index of the state it replaces; both get one port.
-        batch: Inputs whose leading dim runs over samples.
+        batch: Inputs whose leading dim runs over samples; or, by input, the dims that do.
     """
     graph = _Builder(jaxpr, mesh).build(aliases)
     rule_of = {id(node.eqn): node.rule for node in graph.nodes if node.kind == "op"}
-    graph.batch = follow_batch(jaxpr, rule_of, {k: frozenset({0}) for k in batch})
+    graph.batch = follow_batch(
+        jaxpr, rule_of, batch if isinstance(batch, Mapping) else {k: frozenset({0}) for k in batch}
+    )
     if batch:
         waited_for = between_samples(jaxpr, graph.batch)
         graph.edges = [

@@ -28,6 +28,21 @@ def lower(jaxpr: Jaxpr, graph: Graph, choices: Sequence[int]) -> Body:
     return _Lowering(graph, choices).program(jaxpr)
 
 
+def lower_part(
+    jaxpr: Jaxpr, graph: Graph, choices: Sequence[int], inputs: Sequence[Sharding], outputs: Sequence[Sharding]
+) -> Body:
+    """The sharded program of a part of a graph's program.
+
+    Args:
+        jaxpr: Some of its equations; the invars may be any of its variables.
+        graph: Decisions of the whole program.
+        choices: One per node.
+        inputs: The sharding in which each invar arrives.
+        outputs: The sharding in which each outvar leaves.
+    """
+    return _Lowering(graph, choices).body(jaxpr, inputs, outputs)
+
+
 class _Lowering:
     def __init__(self, graph: Graph, choices: Sequence[int]):
         self.graph, self.choices, self.mesh = graph, choices, graph.mesh

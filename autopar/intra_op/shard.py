@@ -79,7 +79,7 @@ def shard(
     options: Options,
     restrict: Restrict | None = None,
     donated: Sequence[bool] = (),
-    batch: Sequence[int] = (),
+    batch: Sequence[int] | Mapping[int, frozenset[int]] = (),
     known: Sequence[Restrict] = (),
     beat: float = np.inf,
 ) -> Sharded:
@@ -93,7 +93,7 @@ def shard(
         options: Solver, time limit, memory budget.
         restrict: Forbids choices (pins, data parallelism).
         donated: For each input, whether its memory may be reused.
-        batch: Inputs whose leading dim runs over samples.
+        batch: Inputs whose leading dim runs over samples; or, by input, the dims that do.
         known: Well-known ways to shard, as restrictions; the best plan under each is compared with the one found, after
             small collectives have been put together.
         beat: Objective of the best plan on another mesh; where this mesh cannot have a better one, the search may end

@@ -172,7 +172,7 @@ class _Writer:
         invariants = {var: inside for var, inside in self.invariants.items() if inside in used}
         pieces = {var: inside for var, inside in self.pieces.items() if inside in used}
         loop = make_jaxpr([self.number, *invariants.values(), *pieces.values()], loop.outvars, loop.eqns)
-        before = needed(before, [*invariants, *pieces, *read])
+        before, after = for_the_loop(self.jaxpr, before, after, [*invariants, *pieces])
         return Microbatches(
             self.count, tuple(before), loop, tuple(invariants), tuple(pieces), tuple(results), tuple(after)
         )
@@ -200,6 +200,23 @@ class _Writer:
             }
             self.programs[key] = piece_program(eqn, rule, way, self.count, avals)
         return self.programs[key]
+
+
+def for_the_loop(
+    jaxpr: Jaxpr, before: Sequence[JaxprEqn], after: Sequence[JaxprEqn], wanted: Sequence[Var]
+) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+    """Before the loop only what it needs; what could also come later comes with the update."""
+    kept = needed(before, wanted)
+    early = {id(eqn) for eqn in kept}
+    late = {id(eqn) for eqn in (*before, *after)} - early
+    later = [eqn for eqn in jaxpr.eqns if id(eqn) in late]
+    made = {var for eqn in later for var in eqn.outvars}
+    # A part of a barrier is an equation of its own, not one of the step's.
+    listed = {id(eqn) for eqn in jaxpr.eqns}
+    extra = [eqn for eqn in before if id(eqn) not in listed and id(eqn) not in early]
+    assert not any(var in made for eqn in extra for var in eqn.outvars), "a part of a barrier is made twice"
+    atoms = [*jaxpr.outvars, *(a for eqn in after for a in eqn.invars)]
+    return kept, needed([*extra, *later], [a for a in atoms if not isinstance(a, Literal)])
 
 
 def needed(eqns: Sequence[JaxprEqn], wanted: Sequence[Var]) -> list[JaxprEqn]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from autopar._jax import Jaxpr, Literal, Var, make_jaxpr, new_var, shaped
 from autopar.ir.flatten import inline_from
-from autopar.ir.microbatch import Microbatches, Result, needed
+from autopar.ir.microbatch import Microbatches, Result, for_the_loop
 from autopar.ir.pieces import SAME
 from autopar.ir.shares import feeds_backward
 from autopar.ir.source import is_backward
@@ -53,9 +53,10 @@ def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
     number = new_var(shaped(0).update(weak_type=False))
     inside = [new_var(var.aval) for var in (*invariants, *pieces)]
     eqns, outvars = inline_from(make_jaxpr([*invariants, *pieces], results, loop), inside)
+    early, after = for_the_loop(jaxpr, before, after, invariants)
     return Microbatches(
         1,
-        tuple(needed(before, [*invariants, *outer])),
+        tuple(early),
         make_jaxpr([number, *inside], outvars, eqns),
         tuple(invariants),
         tuple(pieces),

@@ -1,0 +1,289 @@
+"""One stage on one logical mesh: its sharding, and what its tasks then are and cost.
+
+In:     `StageProgram`, a logical mesh, the device.
+Out:    `StagePlan`: for each task its sharded body and, at its borders, how every value lies on the mesh; seconds,
+        bytes and collectives of each.
+Method: the joint program is sharded as a whole (`intra_op/shard.py`); each task is then lowered from the same choices.
+        A value passes between tasks as it was made, what is read by every microbatch as the loop wants it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar._jax import Literal, Var
+from autopar.cost import collective_seconds
+from autopar.inter_op.stage_program import Slot, StageProgram, Task
+from autopar.intra_op.costs import held_values
+from autopar.intra_op.graph import Graph, stacked
+from autopar.intra_op.liveness import measure_liveness
+from autopar.intra_op.lower import lower_part
+from autopar.intra_op.restrict import Allowed, Restrict
+from autopar.intra_op.shard import Sharded, shard
+from autopar.intra_op.sharded import Body, Collective, Compute, Region, collectives_of
+from autopar.ir.structure import trip_count
+from autopar.mesh import Device, LogicalMesh, Sharding
+from autopar.options import Options
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Border:
+    """A value at the border of a task.
+
+    Attributes:
+        slot: Which value.
+        sharding: How it lies on the mesh; of a piece or rows, that of one microbatch.
+        num_bytes: On one device; of pieces and rows, all microbatches together.
+    """
+
+    slot: Slot
+    sharding: Sharding
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TaskPlan:
+    """A task on its mesh.
+
+    Attributes:
+        task: What it is.
+        body: What each device does.
+        inputs: Its operands, in order.
+        outputs: Its results, in order; of `init` first those of the body, then sums and rows that begin empty.
+        seconds: Predicted time of one run.
+        communication_seconds: Part of it.
+        working_bytes: Most bytes alive on one device during a run, its operands left out.
+        collectives: Of one run.
+    """
+
+    task: Task
+    body: Body
+    inputs: tuple[Border, ...]
+    outputs: tuple[Border, ...]
+    seconds: float
+    communication_seconds: float
+    working_bytes: int
+    collectives: tuple[Collective, ...]
+
+    @property
+    def written_rows(self) -> tuple[Border, ...]:
+        """Rows that the task writes in place: their stacks are operands behind `inputs`."""
+        return () if self.task.kind == "init" else tuple(b for b in self.outputs if b.slot.kind == "rows")
+
+    @property
+    def needs_number(self) -> bool:
+        """Whether the number of the microbatch is one more operand, the last, because no equation reads it."""
+        counts = any(b.slot.kind == "piece" for b in self.inputs) or bool(self.written_rows)
+        return counts and not any(b.slot.kind == "number" for b in self.inputs)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StagePlan:
+    """A stage on its mesh.
+
+    Attributes:
+        program: What it does.
+        mesh: On which logical mesh.
+        sharded: The solution of the joint program.
+        tasks: In order of a step.
+    """
+
+    program: StageProgram
+    mesh: LogicalMesh
+    sharded: Sharded
+    tasks: tuple[TaskPlan, ...]
+
+    def task(self, kind: str) -> TaskPlan | None:
+        """The first task of a kind."""
+        return next((t for t in self.tasks if t.task.kind == kind), None)
+
+
+def plan_stage(
+    program: StageProgram,
+    mesh: LogicalMesh,
+    device: Device,
+    options: Options,
+    restrict: Restrict | None = None,
+) -> StagePlan:
+    """Shard one stage.
+
+    Args:
+        program: The stage.
+        mesh: Its logical mesh.
+        device: Rates and memory.
+        options: Solver, time limit, memory budget.
+        restrict: Forbids choices.
+
+    Raises:
+        InfeasibleError: A pin or the memory budget cannot be kept.
+    """
+
+    def all_restrictions(graph: Graph, allowed: Allowed) -> None:
+        _keep_stacks_whole(program, graph, allowed)
+        if restrict is not None:
+            restrict(graph, allowed)
+
+    donated = [k in program.aliases.values() for k in range(len(program.jaxpr.invars))]
+    sharded = shard(
+        program.jaxpr, program.aliases, mesh, device, options, all_restrictions, donated, dict(program.batch)
+    )
+    return lower_stage(program, mesh, device, sharded)
+
+
+def lower_stage(program: StageProgram, mesh: LogicalMesh, device: Device, sharded: Sharded) -> StagePlan:
+    """The tasks of a stage under the choices of `sharded`."""
+    return StagePlan(program, mesh, sharded, tuple(_Lowering(program, mesh, sharded).tasks()))
+
+
+def _keep_stacks_whole(program: StageProgram, graph: Graph, allowed: Allowed) -> None:
+    """What leaves a microbatch is no partial sum."""
+    if program.loop is None:
+        return
+    for k in range(len(program.stacked)):
+        node = graph.nodes[graph.ports[id(program.loop), "ys", k]]
+        if any(s.partial for s in node.shardings):
+            allowed.only(node, [not s.partial for s in node.shardings], "leaves the microbatch")
+
+
+class _Lowering:
+    def __init__(self, program: StageProgram, mesh: LogicalMesh, sharded: Sharded):
+        self.program, self.mesh, self.sharded = program, mesh, sharded
+        self.graph, self.choices = sharded.graph, sharded.choices
+        self.stored = held_values(self.graph)
+        self.argument_at = {var: k for k, var in program.arguments.items()}
+        self.const_at = {inner: k for k, (inner, _) in enumerate(program.consts)}
+        pieces = [inner for _, inner in program.stacks.values()]
+        self.xs_at = {inner: 1 + k for k, inner in enumerate([*pieces, *program.received.values()])}
+        self.carry_at = {var: k for k, var in enumerate(program.carried)}
+        self.ys_at = {var: k for k, var in enumerate(program.stacked)}
+        outvars = program.jaxpr.outvars
+        self.output_at = {a: k for k, a in reversed(list(enumerate(outvars))) if not isinstance(a, Literal)}
+        self.input_at = {var: k for k, var in enumerate(program.jaxpr.invars)}
+        self.seconds_of = _operation_seconds(sharded, program)
+
+    def chosen(self, node: int) -> Sharding:
+        return self.graph.nodes[node].shardings[self.choices[node]]
+
+    def port(self, role: str, k: int) -> Sharding:
+        return self.chosen(self.graph.ports[id(self.program.loop), role, k])
+
+    def produced(self, var: Var) -> Sharding:
+        made = self.graph.produced[var]
+        return made.shardings[self.choices[made.node]]
+
+    def sharding(self, slot: Slot) -> Sharding:
+        """How a value lies on the mesh between tasks."""
+        match slot.kind:
+            case "number":
+                return Sharding(())
+            case "argument":
+                return self.chosen(self.graph.inputs[self.argument_at[slot.key]])
+            case "const":
+                return self.port("const", self.const_at[slot.key])
+            case "piece":
+                return self.port("xs", self.xs_at[slot.key])
+            case "sum":
+                return self.port("carry", self.carry_at[slot.key])
+            case "rows":
+                return self.port("ys", self.ys_at[slot.key])
+            case "loop":
+                if slot.key in self.xs_at:
+                    return self.port("xs", self.xs_at[slot.key])
+                if slot.key in self.ys_at:
+                    return self.port("ys", self.ys_at[slot.key])
+                return self.produced(slot.key)
+        if slot.key in self.output_at:
+            return self.chosen(self.graph.outputs[self.output_at[slot.key]])
+        if slot.key in self.input_at:
+            return self.chosen(self.graph.inputs[self.input_at[slot.key]])
+        return self.produced(slot.key)
+
+    def border(self, slot: Slot) -> Border:
+        sharding = self.sharding(slot)
+        aval = slot.key.aval
+        if slot.kind == "number":
+            return Border(slot, sharding, 4)
+        if slot.kind == "sum" and not isinstance(slot.var, Literal):
+            aval = slot.var.aval
+        count = self.program.count if slot.kind in ("piece", "rows") else 1
+        shape = self.row_shape(slot) if slot.kind == "rows" else tuple(aval.shape)
+        return Border(slot, sharding, count * math.prod(sharding.local_shape(shape, self.mesh)) * aval.dtype.itemsize)
+
+    def row_shape(self, slot: Slot) -> tuple[int, ...]:
+        """Shape of what one microbatch makes of a stacked result."""
+        shape = list(slot.key.aval.shape)
+        shape[self.program.shares[slot.key].dim] //= self.program.count  # type: ignore[union-attr]
+        return tuple(shape)
+
+    def tasks(self) -> list[TaskPlan]:
+        return [self.task(task) for task in self.program.tasks]
+
+    def task(self, task: Task) -> TaskPlan:
+        inputs, outputs = tuple(map(self.border, task.inputs)), tuple(map(self.border, task.outputs))
+        entering = [self.entering(b) for b in inputs]
+        body_outputs = outputs[: len(task.jaxpr.outvars)]
+        leaving = [self.entering(b) for b in body_outputs]
+        body = lower_part(task.jaxpr, self.graph, self.choices, entering, leaving)
+        collectives = tuple(collectives_of(body, self.mesh))
+        communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, self.mesh) for c in collectives)
+        liveness = measure_liveness(body, self.mesh, self.stored)
+        seconds = communication + self.compute(body)
+        return TaskPlan(
+            task,
+            body,
+            inputs,
+            outputs,
+            seconds,
+            communication,
+            max(0, liveness.peak_bytes - liveness.argument_bytes),
+            collectives,
+        )
+
+    def entering(self, border: Border) -> Sharding:
+        """Sharding of a border's variable in the task's own program."""
+        if border.slot.kind == "rows" and border.slot.var is not None and border.slot.var in self.graph.produced:
+            ndim = len(border.slot.var.aval.shape)
+            if ndim == len(border.sharding.dims) + 1:  # an update reads the whole stack
+                return stacked(border.sharding)
+        return border.sharding
+
+    def compute(self, body: Body, times: float = 1.0) -> float:
+        total = 0.0
+        for instruction in body.instructions:
+            match instruction:
+                case Compute(eqn):
+                    total += times * self.seconds_of.get(id(eqn), 0.0)
+                case Region(eqn, _, _, bodies):
+                    trips = trip_count(eqn) if eqn.primitive.name == "scan" else 1
+                    total += sum(self.compute(inner, times * trips) for inner in bodies)
+        return total
+
+
+def _operation_seconds(sharded: Sharded, program: StageProgram) -> dict[int, float]:
+    """Seconds of one run of each plain equation under its choice, reductions at once left out."""
+    graph, problem = sharded.graph, sharded.problem
+    members = np.bincount(np.array(sharded.class_of), minlength=len(problem.costs))
+    found = {}
+    for node in graph.nodes:
+        if node.kind == "op":
+            c = sharded.class_of[node.index]
+            cost = float(problem.costs[c][sharded.choices[node.index]]) / members[c] / node.weight
+            reductions = node.strategies[sharded.choices[node.index]].reductions
+            for _, axes in reductions:
+                for var, sharding in zip(
+                    node.eqn.outvars, node.strategies[sharded.choices[node.index]].results, strict=True
+                ):
+                    size = math.prod(sharding.local_shape(tuple(var.aval.shape), graph.mesh)) * var.aval.dtype.itemsize
+                    cost -= collective_seconds("all-reduce", size, axes, graph.mesh)
+            found[id(node.eqn)] = max(0.0, cost)
+    return found
+
+
+def task_seconds(tasks: Sequence[Any], kind: str) -> float:
+    """Predicted seconds of one run of each task of a kind, together."""
+    return sum(t.seconds for t in tasks if t.task.kind == kind)

@@ -1,0 +1,35 @@
+"""Schedules: in which order the stages of a pipeline work through their microbatches, one file each.
+
+`SCHEDULES` names them. A schedule of one's own is a class with the two members of `Schedule`.
+"""
+
+from __future__ import annotations
+
+from autopar.errors import AutoparError
+from autopar.plan.schedules.gpipe import GPipe
+from autopar.plan.schedules.inference import Inference
+from autopar.plan.schedules.one_f_one_b import OneFOneB
+from autopar.plan.schedules.schedule import Schedule, Step
+
+SCHEDULES: dict[str, Schedule] = {s.name: s for s in (GPipe(), OneFOneB(), Inference())}
+
+
+def find_schedule(schedule: str | Schedule) -> Schedule:
+    """A schedule by name, or the user's own as it is.
+
+    Raises:
+        AutoparError: There is none of this name.
+    """
+    if isinstance(schedule, str):
+        if schedule not in SCHEDULES:
+            raise AutoparError(
+                "unknown schedule.",
+                given=f"schedule={schedule!r}",
+                wrong=f"autopar knows {', '.join(map(repr, SCHEDULES))}.",
+                do="name one of them, or pass an object with `name` and `order(num_stages, num_microbatches)`.",
+            )
+        return SCHEDULES[schedule]
+    return schedule
+
+
+__all__ = ["SCHEDULES", "GPipe", "Inference", "OneFOneB", "Schedule", "Step", "find_schedule"]

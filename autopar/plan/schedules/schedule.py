@@ -1,0 +1,99 @@
+"""What a schedule is.
+
+In:     numbers of stages and microbatches.
+Out:    for each stage the order of its `Step`s: forward (F), backward (B) and, where the backward is split, its
+        weight half (W) of each microbatch.
+Method: a schedule only orders; when a step can start follows from what it receives. `clocks` puts an order on a clock of
+        unit tasks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One task of one microbatch; `chunk` counts the parts of the model that one mesh holds."""
+
+    kind: str
+    microbatch: int
+    chunk: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind}{self.microbatch}"
+
+
+class Schedule(Protocol):
+    """An order of work. A user's own schedule is a class with these two members."""
+
+    name: str
+
+    def order(self, num_stages: int, num_microbatches: int) -> list[list[Step]]:
+        """For each stage, its steps in order: every kind of every microbatch once."""
+        ...
+
+
+def clocks(order: Sequence[Sequence[Step]], backward_clocks: int = 1) -> tuple[int, list[list[tuple[int, Step]]]]:
+    """Put an order on a clock: F takes one unit, B `backward_clocks`, W one; sending takes none.
+
+    Args:
+        order: Steps per stage.
+        backward_clocks: Length of a backward step.
+
+    Returns:
+        Clocks until all is done, and per stage (start, step).
+
+    Raises:
+        ValueError: The stages wait for each other in a circle.
+    """
+    num_stages = len(order)
+    done: dict[tuple[int, str, int], int] = {}
+    free, at = [0] * num_stages, [0] * num_stages
+    found: list[list[tuple[int, Step]]] = [[] for _ in order]
+    while any(k < len(steps) for k, steps in zip(at, order, strict=True)):
+        moved = False
+        for stage, steps in enumerate(order):
+            if at[stage] == len(steps):
+                continue
+            step = steps[at[stage]]
+            needs = _needs(stage, step, num_stages)
+            if all(need in done for need in needs):
+                start = max([free[stage], *(done[need] for need in needs)])
+                end = start + (backward_clocks if step.kind == "B" else 1)
+                done[stage, step.kind, step.microbatch] = free[stage] = end
+                found[stage].append((start, step))
+                at[stage] += 1
+                moved = True
+        if not moved:
+            waiting = [
+                f"stage {s}: {steps[k]}" for s, (k, steps) in enumerate(zip(at, order, strict=True)) if k < len(steps)
+            ]
+            raise ValueError(f"the schedule cannot go on: {'; '.join(waiting)}.")
+    return max(free), found
+
+
+def _needs(stage: int, step: Step, num_stages: int) -> list[tuple[int, str, int]]:
+    match step.kind:
+        case "F":
+            return [(stage - 1, "F", step.microbatch)] if stage else []
+        case "B":
+            own = [(stage, "F", step.microbatch)]
+            return own + ([(stage + 1, "B", step.microbatch)] if stage + 1 < num_stages else [])
+        case _:
+            return [(stage, "B", step.microbatch)]
+
+
+def timetable(order: Sequence[Sequence[Step]], backward_clocks: int = 1) -> str:
+    """An order as text, a row per stage and a column per clock."""
+    total, starts = clocks(order, backward_clocks)
+    width = 1 + max((len(str(step)) for steps in order for step in steps), default=1)
+    lines = []
+    for stage, row in enumerate(starts):
+        cells = [""] * total
+        for start, step in row:
+            cells[start] = str(step)
+        lines.append(f"stage {stage}  " + "".join((cell or ".").ljust(width) for cell in cells).rstrip())
+    return "\n".join(lines)

@@ -1,0 +1,307 @@
+"""The local runtime of pipelines: one process, one dispatching thread, a submesh of devices per stage.
+
+In:     stages and streams, the devices.
+Out:    `Pipeline`: compiled once, called with flat arrays.
+Method: the streams of all meshes are merged into one order in which nothing waits (a message is sent before it is
+        received) and turned into calls of compiled programs. JAX dispatches them asynchronously, so that meshes work at
+        the same time. Buffers are let go of where the streams say so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar._jax import Var
+from autopar.inter_op.stage_plan import StagePlan
+from autopar.ir.pieces import Share
+from autopar.partition.task import ArrayType, TaskFunction, task_function
+from autopar.plan.emit import Streams
+from autopar.plan.instructions import Free, Instruction, MeshId, Recv, Run, Send
+from autopar.runtime.local import device_mesh
+from autopar.runtime.transfer import Transfer, make_transfer
+
+
+class Pipeline:
+    """A pipeline on the devices of this process.
+
+    Attributes:
+        programs: XLA's executables by name.
+        in_shardings: For each argument of the step where it must be: one sharding; of what is read by no one, None.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StagePlan],
+        streams: Streams,
+        devices: Sequence[Sequence[jax.Device]],
+        arguments: Sequence[Var],
+        results: Sequence[Any],
+        donated: Sequence[bool],
+        home: Mapping[Var, int],
+        state: Sequence[Var],
+    ):
+        self._streams, self._stages, self._arguments, self._results = streams, stages, list(arguments), list(results)
+        self._places = [device_mesh(s.mesh, d) for s, d in zip(stages, devices, strict=True)]
+        self._donated = {v for v, d in zip(arguments, donated, strict=True) if d}
+        self._home, self._state = home, set(state)
+        self._types: dict[int, ArrayType] = {}
+        self._functions: dict[str, TaskFunction] = {}
+        self._may_overwrite = _last_reads(streams)
+        self.programs: dict[str, jax.stages.Compiled] = {}
+        for stage, places in zip(stages, self._places, strict=True):
+            self._compile_stage(stage, places)
+        order = merged(streams.instructions)
+        self._calls = [self._call(mesh, instruction) for mesh, instruction in order]
+        self._numbers = self._make_numbers()
+        self._entries = self._make_entries()
+        self._seen: list[Any] = [None] * len(self._entries)
+        self.in_shardings = self._shardings()
+
+    # Compiling.
+
+    def _compile_stage(self, stage: StagePlan, places: jax.sharding.Mesh) -> None:
+        shares: dict[Any, Share] = dict(stage.program.shares)
+        runs = {
+            instruction.program: instruction
+            for instruction in self._streams.instructions[stage.program.stage]
+            if isinstance(instruction, Run)
+        }
+        for plan in stage.tasks:
+            run = runs.get(plan.task.name)
+            if run is None:
+                continue
+            over = [
+                b.slot.kind == "argument" and b.slot.key in self._donated and (run.program, at) in self._may_overwrite
+                for b, at in zip(plan.inputs, run.inputs, strict=False)
+            ]
+            made = task_function(plan, stage.program.count, shares, places)
+            over = _overwritten(over, made)
+            made = task_function(plan, stage.program.count, shares, places, over)
+            self._functions[run.program] = made
+            for at, kind in zip((*run.inputs, *run.outputs), (*made.inputs, *made.outputs), strict=True):
+                self._types.setdefault(at, kind)
+            self.programs[run.program] = _compile(made, run.program)
+        for instruction in self._streams.instructions[stage.program.stage]:
+            if isinstance(instruction, Run):
+                made = self._functions[instruction.program]
+                for at, kind in zip(
+                    (*instruction.inputs, *instruction.outputs), (*made.inputs, *made.outputs), strict=True
+                ):
+                    self._types.setdefault(at, kind)
+
+    def _call(self, mesh: MeshId, instruction: Instruction) -> Callable[[dict[int, Any]], None]:
+        match instruction:
+            case Run(program, _, _, inputs, outputs):
+                return _run(self.programs[program], inputs, outputs, program)
+            case Send(sent, peer, message):
+                buffers = next(
+                    i.buffers
+                    for i in self._streams.instructions[peer]
+                    if isinstance(i, Recv) and i.message == message
+                )
+                for source, target in zip(sent, buffers, strict=True):
+                    self._complete_type(source, target)
+                moves = [
+                    make_transfer(self._types[a].shape, self._types[a].sharding, self._types[b].sharding)
+                    for a, b in zip(sent, buffers, strict=True)
+                ]
+                return _send(moves, sent, buffers)
+            case Recv():
+                return _nothing
+            case Free(buffers):
+                return _free(buffers)
+
+    def _complete_type(self, source: int, target: int) -> None:
+        """A buffer that is only sent on has no program that tells its type; it is its receiver's."""
+        if source not in self._types:
+            buffer = self._streams.buffers[source]
+            places = self._places[buffer.mesh]
+            spec = buffer.sharding.partition_spec()
+            self._types[source] = ArrayType(buffer.shape, buffer.dtype, jax.sharding.NamedSharding(places, spec))
+        assert target in self._types, f"buffer {target} is received and read by no program"
+
+    def _make_numbers(self) -> dict[int, jax.Array]:
+        return {
+            at: jax.device_put(np.int32(microbatch), self._types[at].sharding)
+            for (_, microbatch), at in self._streams.numbers.items()
+        }
+
+    def _make_entries(self) -> list[tuple[int, int, ArrayType, str]]:
+        """What is placed at the beginning of a step: (argument, buffer, type, kind)."""
+        position = {var: k for k, var in enumerate(self._arguments)}
+        found = []
+        for (var, mesh), at in self._streams.arguments.items():
+            if at not in self._types:
+                buffer = self._streams.buffers[at]
+                spec = buffer.sharding.partition_spec()
+                sharding = jax.sharding.NamedSharding(self._places[mesh], spec)
+                self._types[at] = ArrayType(buffer.shape, buffer.dtype, sharding)
+            found.append((position[var], at, self._types[at], "argument"))
+        for (var, _), at in self._streams.pieces.items():
+            found.append((position[var], at, self._types[at], "piece"))
+        return found
+
+    def _shardings(self) -> list[Any]:
+        found: list[Any] = [None] * len(self._arguments)
+        for k, at, kind, what in self._entries:
+            home = self._home.get(self._arguments[k])
+            if what == "argument" and (found[k] is None or self._streams.buffers[at].mesh == home):
+                found[k] = kind.sharding
+        for k, _, kind, what in self._entries:
+            if what == "piece" and found[k] is None:
+                spec = jax.sharding.PartitionSpec(*kind.sharding.spec[1:])
+                found[k] = jax.sharding.NamedSharding(kind.sharding.mesh, spec)
+        anywhere = jax.sharding.NamedSharding(self._places[0], jax.sharding.PartitionSpec())
+        return [f if f is not None else anywhere for f in found]
+
+    # Running.
+
+    def __call__(self, arrays: Sequence[Any]) -> list[Any]:
+        """Run one step on flat arguments."""
+        held: dict[int, Any] = dict(self._numbers)
+        self._place(arrays, held)
+        for call in self._calls:
+            call(held)
+        return [
+            held[at] if at is not None else jnp.asarray(atom.val, atom.aval.dtype)
+            for at, atom in zip(self._streams.results, self._results, strict=True)
+        ]
+
+    def _place(self, arrays: Sequence[Any], held: dict[int, Any]) -> None:
+        away: list[tuple[Any, ArrayType, int]] = []
+        for number, (k, at, kind, what) in enumerate(self._entries):
+            array = arrays[k]
+            if what == "piece":
+                away.append(
+                    (
+                        jnp.reshape(array, kind.shape)
+                        if isinstance(array, jax.Array)
+                        else np.reshape(array, kind.shape),
+                        kind,
+                        at,
+                    )
+                )
+                continue
+            if isinstance(array, jax.Array):
+                if array.sharding is self._seen[number]:
+                    held[at] = array
+                    continue
+                if array.sharding == kind.sharding:
+                    self._seen[number] = array.sharding
+                    held[at] = array
+                    continue
+            if self._arguments[k] in self._donated:
+                array = jnp.array(array, copy=True) if isinstance(array, jax.Array) else np.array(array)
+            away.append((array, kind, at))
+        if away:
+            moved = jax.device_put([a for a, _, _ in away], [kind.sharding for _, kind, _ in away])
+            for (_, _, at), array in zip(away, moved, strict=True):
+                held[at] = array
+
+
+def _run(
+    compiled: jax.stages.Compiled, inputs: Sequence[int], outputs: Sequence[int], name: str
+) -> Callable[[dict[int, Any]], None]:
+    def call(held: dict[int, Any]) -> None:
+        held.update(zip(outputs, compiled(*[held[at] for at in inputs]), strict=True))
+
+    return call
+
+
+def _send(moves: Sequence[Transfer], sent: Sequence[int], buffers: Sequence[int]) -> Callable[[dict[int, Any]], None]:
+    """Sending begins the copy: it goes on while both meshes work, and the sender may let go of its buffer."""
+
+    def call(held: dict[int, Any]) -> None:
+        for move, source, target in zip(moves, sent, buffers, strict=True):
+            held[target] = move(held[source])
+
+    return call
+
+
+def _nothing(held: dict[int, Any]) -> None:
+    """The value is there, or on its way: programs wait for it."""
+
+
+def _free(buffers: Sequence[int]) -> Callable[[dict[int, Any]], None]:
+    def call(held: dict[int, Any]) -> None:
+        for at in buffers:
+            held.pop(at, None)
+
+    return call
+
+
+def _compile(made: TaskFunction, name: str) -> jax.stages.Compiled:
+    def program(*arrays: jax.Array) -> list[jax.Array]:
+        return made.function(*arrays)
+
+    program.__name__ = program.__qualname__ = name.replace("/", "_")
+    jitted = jax.jit(
+        program,
+        in_shardings=tuple(t.sharding for t in made.inputs),
+        out_shardings=[t.sharding for t in made.outputs],
+        donate_argnums=tuple(k for k, d in enumerate(made.donated) if d),
+    )
+    return jitted.lower(*(t.struct() for t in made.inputs)).compile()
+
+
+def _overwritten(over: Sequence[bool], made: TaskFunction) -> list[bool]:
+    """Operands whose memory a result of the same type can take."""
+    free = [(t.shape, t.dtype, t.sharding.spec) for t in made.outputs]
+    found = []
+    for may, kind in zip(over, made.inputs, strict=False):
+        key = (kind.shape, kind.dtype, kind.sharding.spec)
+        use = may and key in free
+        if use:
+            free.remove(key)
+        found.append(use)
+    return found
+
+
+def _last_reads(streams: Streams) -> set[tuple[str, int]]:
+    """(program, buffer) where the program is the last to read the buffer on its mesh."""
+    found = set()
+    for stream in streams.instructions.values():
+        last: dict[int, str] = {}
+        for instruction in stream:
+            match instruction:
+                case Run(program, _, _, inputs):
+                    last.update((at, program) for at in inputs)
+                case Send(buffers):
+                    last.update((at, "") for at in buffers)
+        found |= {(program, at) for at, program in last.items()}
+    return found
+
+
+def merged(streams: Mapping[MeshId, Sequence[Instruction]]) -> list[tuple[MeshId, Instruction]]:
+    """One order of all instructions in which every message is sent before it is received: meshes take turns.
+
+    Raises:
+        AssertionError: The streams wait for each other; `plan/check.py` would have said so.
+    """
+    at = dict.fromkeys(streams, 0)
+    sent: set[int] = set()
+    found: list[tuple[MeshId, Instruction]] = []
+    while any(at[mesh] < len(stream) for mesh, stream in streams.items()):
+        moved = False
+        for mesh, stream in streams.items():
+            ran = False
+            while at[mesh] < len(stream):
+                instruction = stream[at[mesh]]
+                if isinstance(instruction, Recv) and instruction.message not in sent:
+                    break
+                if isinstance(instruction, Run):
+                    if ran:
+                        break
+                    ran = True
+                if isinstance(instruction, Send):
+                    sent.add(instruction.message)
+                found.append((mesh, instruction))
+                at[mesh] += 1
+                moved = True
+        assert moved, "the streams wait for each other"
+    return found
