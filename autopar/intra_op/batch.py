@@ -22,11 +22,13 @@ Dims = frozenset[int]
 class BatchDims:
     """Attributes:
     of: Dims of each value that run over samples; absent: none.
+    pure: Dims of each value that run over samples and nothing else: cut into two dims, both do.
     readers: Values that an equation with batch factors reads and that have no batch dim: what samples are
         multiplied with, that is parameters and what is made of them.
     """
 
     of: dict[Var, Dims] = field(default_factory=dict)
+    pure: dict[Var, Dims] = field(default_factory=dict)
     readers: dict[Var, None] = field(default_factory=dict)
 
     def dims(self, atom: object) -> Dims:
@@ -49,6 +51,14 @@ def batch_factors(eqn: JaxprEqn, rule: ShardingRule, batch: BatchDims) -> tuple[
         for d in sorted(batch.dims(atom)):
             if term[d]:
                 found[term[d][0]] = None
+    return tuple(dict.fromkeys((*found, *_pure_factors(eqn, rule, batch))))
+
+
+def _pure_factors(eqn: JaxprEqn, rule: ShardingRule, batch: BatchDims) -> tuple[str, ...]:
+    found: dict[str, None] = {}
+    for atom, term in zip(eqn.invars, rule.operands, strict=True):
+        for d in () if isinstance(atom, Literal) else sorted(batch.pure.get(atom, ())):
+            found.update(dict.fromkeys(term[d]))
     return tuple(found)
 
 
@@ -63,6 +73,7 @@ def follow_batch(jaxpr: Jaxpr, rule_of: Mapping[int, ShardingRule], inputs: Mapp
     batch = BatchDims()
     for position, dims in inputs.items():
         batch.add(jaxpr.invars[position], dims)
+        batch.pure[jaxpr.invars[position]] = dims
     _follow(jaxpr, rule_of, batch)
     return batch
 
@@ -79,8 +90,11 @@ def _follow(jaxpr: Jaxpr, rule_of: Mapping[int, ShardingRule], batch: BatchDims)
         for atom in eqn.invars:
             if not isinstance(atom, Literal) and not batch.dims(atom):
                 batch.readers[atom] = None
+        pure = _pure_factors(eqn, rule, batch)
         for var, term in zip(eqn.outvars, rule.results, strict=True):
             batch.add(var, frozenset(d for d, dim in enumerate(term) if dim and dim[0] in factors))
+            if pure:
+                batch.pure[var] = frozenset(d for d, dim in enumerate(term) if dim and all(f in pure for f in dim))
 
 
 def _follow_region(eqn: JaxprEqn, rule_of: Mapping[int, ShardingRule], batch: BatchDims) -> None:

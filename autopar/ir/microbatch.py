@@ -135,6 +135,7 @@ class _Writer:
     def __init__(self, jaxpr: Jaxpr, shares: Shares):
         self.jaxpr, self.shares, self.count = jaxpr, shares, shares.count
         self.number = new_var(shaped(0).update(weak_type=False))
+        self.inputs = set(jaxpr.invars)
         self.invariants: dict[Var, Var] = {}
         self.pieces: dict[Var, Var] = {}
         self.programs: dict[object, Jaxpr] = {}
@@ -266,11 +267,13 @@ class _Scope:
                 return part
             program = scale_program(tuple(atom.aval.shape), atom.aval.dtype, self.count)
             return self.inlined(program, [self.number, part], source)[0]
+        if atom in self.shares.stand_ins and isinstance(want, Cut):
+            return self.converted(atom, self.value(atom, WHOLE, source), OWN, want, source)
         whole_here = isinstance(made, Whole | Same | Own) and not (self.top and isinstance(made, Whole))
         if whole_here:
             return self.converted(atom, self.values[atom, WHOLE], made, want, source)
         assert self.top, f"{atom} is {made}, and wanted {want}"
-        if want == Cut(0):
+        if want == Cut(0) and made == Cut(0) and atom in self.writer.inputs:
             return self.writer.pieces.setdefault(atom, new_var(shaped(piece_aval(atom.aval, want, self.count))))
         whole = self.writer.invariants.setdefault(atom, new_var(atom.aval))
         return self.converted(atom, whole, WHOLE, want, source)

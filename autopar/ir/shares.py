@@ -158,7 +158,8 @@ class _Analysis:
         """The equation runs after the loop, unless samples wait for it."""
         eqn, shares = self.jaxpr.eqns[at], self.shares
         has_samples = any(isinstance(shares.share(a), Cut) for a in eqn.invars)
-        if matters and has_samples:
+        # A sum that samples wait for, or that is part of what is differentiated: its gradient would need a second pass.
+        if matters and (has_samples or not is_backward(eqn)):
             can_stand_in = isinstance(shares.share(cause.operand), Sum | Extreme)
             if not self.per_microbatch or not can_stand_in:
                 raise _refusal(cause, eqn, shares)
@@ -220,6 +221,9 @@ class _Analysis:
             if _is_zero(eqn):
                 self.zeros.update(dict.fromkeys(eqn.outvars))
             return [WHOLE] * len(eqn.outvars)
+        if all(isinstance(s, Whole | Same | Own) for s in shares):
+            self.shares.way_of.pop(id(eqn), None)
+            return [OWN if OWN in shares else SAME] * len(eqn.outvars)
         best: tuple[int, Way] | None = None
         for way in self.ways(eqn)[1]:
             converted = 0
@@ -234,16 +238,13 @@ class _Analysis:
         if best is not None:
             self.shares.way_of[id(eqn)] = best[1]
             return list(best[1].results)
-        if all(isinstance(s, Whole | Same | Own) for s in shares):
-            self.shares.way_of.pop(id(eqn), None)
-            return [OWN if OWN in shares else SAME] * len(eqn.outvars)
         raise _Stuck(self.blame(eqn, shares))
 
     def conversion(self, atom: Any, have: Share, want: Share, inside: bool) -> int | None:
         """How many conversions, 0 or 1, make one share the other; None: none does."""
         if have == want or (isinstance(have, Own | Same) and isinstance(want, Whole)):
             return 0
-        if isinstance(have, Whole | Same) and isinstance(want, Cut):
+        if isinstance(have, Whole | Same | Own) and isinstance(want, Cut):
             return 1
         if isinstance(have, Whole | Same) and isinstance(want, Sum):
             if atom.val == 0 if isinstance(atom, Literal) else atom in self.zeros:
@@ -571,8 +572,13 @@ def _refusal(cause: _Cause, eqn: JaxprEqn, shares: Shares) -> MicrobatchError:
         given=f"{shares.count} microbatches; {first}",
         wrong=f"it needs {what} the samples of the whole batch (operand of shape {tuple(cause.operand.aval.shape)}), and "
         f"single samples wait for it ({waits}), as with batch statistics or a loss over pairs of samples.",
-        do='use num_microbatches=1 (Auto() does), or say microbatch_semantics="per_microbatch": each microbatch then '
-        "takes its own statistics, which is another computation than the step's.",
+        do="use num_microbatches=1 (Auto() does)"
+        + (
+            ', or say microbatch_semantics="per_microbatch": each microbatch then takes its own statistics, which is '
+            "another computation than the step's."
+            if isinstance(share, Sum | Extreme)
+            else "."
+        ),
         operation=str(cause.eqn.primitive),
         source=source_line(cause.eqn),
     )

@@ -75,8 +75,13 @@ class Pipeline:
             run = runs.get(plan.task.name)
             if run is None:
                 continue
+            results = {at for at in self._streams.results if at is not None}
             over = [
-                b.slot.kind == "argument" and b.slot.key in self._donated and (run.program, at) in self._may_overwrite
+                plan.task.kind == "U"
+                and at not in results
+                and b.slot.kind == "argument"
+                and b.slot.key in self._donated
+                and (run.program, at) in self._may_overwrite
                 for b, at in zip(plan.inputs, run.inputs, strict=False)
             ]
             made = task_function(plan, stage.program.count, shares, places)
@@ -100,9 +105,7 @@ class Pipeline:
                 return _run(self.programs[program], inputs, outputs, program)
             case Send(sent, peer, message):
                 buffers = next(
-                    i.buffers
-                    for i in self._streams.instructions[peer]
-                    if isinstance(i, Recv) and i.message == message
+                    i.buffers for i in self._streams.instructions[peer] if isinstance(i, Recv) and i.message == message
                 )
                 for source, target in zip(sent, buffers, strict=True):
                     self._complete_type(source, target)
