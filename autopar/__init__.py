@@ -2,6 +2,7 @@
 
 from autopar import errors
 from autopar.api import CompiledStep, ParallelStep, parallelize
+from autopar.ir.rules.mark import mark_stage
 from autopar.ir.rules.opaque import sharding_rule
 from autopar.mesh import Cluster, Device, Link, LogicalMesh
 from autopar.plan.methods import Auto, DataParallel, PipelineParallel, ShardParallel, ThreeD
@@ -22,6 +23,7 @@ __all__ = [
     "ShardParallel",
     "ThreeD",
     "errors",
+    "mark_stage",
     "parallelize",
     "sharding_rule",
 ]

@@ -8,7 +8,7 @@ Method: `_prepare` reads as one page: trace, tell state from batch, plan, compil
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -22,8 +22,10 @@ from autopar.plan.methods import Auto, Method
 from autopar.plan.plan import Plan
 from autopar.plan.planner import make_plan, restore
 from autopar.plan.progress import planning_progress
+from autopar.plan.stage_planner import PipelineOrigin, stage_devices
 from autopar.plan.stale import check_fresh
 from autopar.runtime.local import Executable, compile_program
+from autopar.runtime.pipeline import Pipeline
 
 
 def parallelize(
@@ -85,9 +87,11 @@ class CompiledStep:
         in_shardings: Sharding per argument leaf, in the arguments' tree `(args, kwargs)`.
     """
 
-    def __init__(self, program: Program, plan: Plan, executable: Executable):
+    def __init__(self, program: Program, plan: Plan, executable: Executable | Pipeline):
         self.program, self.plan, self._executable = program, plan, executable
-        self.programs: dict[str, jax.stages.Compiled] = {program.name: executable.compiled}
+        self.programs: dict[str, jax.stages.Compiled] = (
+            {program.name: executable.compiled} if isinstance(executable, Executable) else executable.programs
+        )
         self.in_shardings = jax.tree.unflatten(program.in_tree, executable.in_shardings[: program.num_args])
         self._consts = jax.device_put(list(program.consts), list(executable.in_shardings[program.num_args :]))
         self._has_keys = any(program.key_inputs) or any(program.key_outputs)
@@ -168,8 +172,10 @@ class ParallelStep:
         else:
             program, roles = self._trace(args, kwargs)
             plan = self._attach(program, roles, plan)
-        sharded = plan.origin.sharded
         devices = self.cluster.devices or jax.devices()
+        if isinstance(plan.origin, PipelineOrigin):
+            return CompiledStep(program, plan, compile_pipeline(plan.origin, devices))
+        sharded = plan.origin.sharded
         avals = [var.aval for var in program.jaxpr.invars]
         executable = compile_program(sharded.body, plan.mesh, devices, avals, roles.donated, program.name)
         return CompiledStep(program, plan, executable)
@@ -275,6 +281,21 @@ class ParallelStep:
         if plan.origin is None:
             return restore(program, roles, self.cluster, self._method, plan)
         return plan
+
+
+def compile_pipeline(origin: PipelineOrigin, devices: Sequence[Any]) -> Pipeline:
+    """Compile all programs of a pipeline for real devices."""
+    pipeline, jaxpr, roles = origin.pipeline, origin.program.jaxpr, origin.roles
+    return Pipeline(
+        pipeline.stages,
+        pipeline.streams,
+        stage_devices(pipeline, devices),
+        jaxpr.invars,
+        jaxpr.outvars,
+        roles.donated,
+        pipeline.tasks.update.home,
+        [jaxpr.invars[k] for k in roles.state],
+    )
 
 
 def _type_of(leaf: Any) -> Any:

@@ -68,6 +68,10 @@ class MicrobatchError(AutoparError):
     """The step computes something else when it is worked through in microbatches. Facts: `operation`, `source`."""
 
 
+class PipelineError(AutoparError):
+    """The step cannot be cut into the stages asked for. Facts: `num_stages`."""
+
+
 class ClusterError(AutoparError):
     """The description of the machine is not one: no such device, a count below one, unreadable text."""
 

@@ -67,11 +67,11 @@ def make_tasks(jaxpr: Jaxpr, split: Microbatches, chain: Chain, borders: Sequenc
     own: dict[tuple[str, int], list[JaxprEqn]] = {(kind, s): [] for kind in "FB" for s in range(num_stages)}
     made_at: dict[Var, tuple[str, int]] = {}
     light: dict[Var, JaxprEqn] = {}
-    for eqn, segment, backward in zip(eqns, chain.segment, chain.backward, strict=True):
+    for eqn, segment, is_behind in zip(eqns, chain.segment, chain.backward, strict=True):
         if segment < 0:
             light.update(dict.fromkeys(eqn.outvars, eqn))
             continue
-        at = ("B" if backward else "F", stage_of[segment])
+        at = ("B" if is_behind else "F", stage_of[segment])
         own[at].append(eqn)
         made_at.update(dict.fromkeys(eqn.outvars, at))
     position = {id(eqn): k for k, eqn in enumerate(eqns)}

@@ -201,6 +201,32 @@ def restrict_to_data_parallel(
         allowed.only(node, split if stored_split else whole, "split" if stored_split else "whole")
 
 
+def restrict_to_axes(graph: Graph, allowed: Allowed, data: str, state_inputs: Sequence[int]) -> None:
+    """Samples are split over one axis and nothing else is; the other axes split anything but samples.
+
+    Data parallelism times tensor parallelism, as Megatron-LM has it: Shoeybi et al., 2019.
+
+    Args:
+        graph: Decisions.
+        allowed: Extended.
+        data: Name of the axis that splits samples.
+        state_inputs: Inputs that are state: whole along that axis.
+    """
+    at = list(graph.mesh.axis_sizes).index(data)
+    for node in graph.nodes:
+        if node.kind == "op":
+            factors = batch_factors(node.eqn, node.rule, graph.batch)
+            fits = [
+                all((c in factors) == (k == at) or c[0] in "+-" for k, c in enumerate(s.choice))
+                for s in node.strategies
+            ]
+            best = [ok and s.choice[at] in factors for ok, s in zip(fits, node.strategies, strict=True)]
+            allowed.only(node, best if any(best) and node.communicates else fits, ("axes", factors))
+    for position in state_inputs:
+        node = graph.nodes[graph.inputs[position]]
+        allowed.only(node, [not any(data in axes for axes in s.dims) for s in node.shardings], "whole over data")
+
+
 def _splits_only(choice: Sequence[str], factors: Sequence[str]) -> bool:
     return all(c in factors or c[0] in "+-" for c in choice)
 

@@ -131,6 +131,7 @@ class Collective:
         bytes: Operand bytes on one device; of an all-gather, result bytes on one device.
         times: Executions in one step, loop trips counted.
         operation: What it serves, and the user's line.
+        stage: On the mesh of which pipeline stage.
     """
 
     kind: str
@@ -138,6 +139,7 @@ class Collective:
     bytes: int
     times: int
     operation: str
+    stage: int = 0
 
     def __str__(self) -> str:
         return f"{self.kind} over {','.join(self.axes)}: {self.bytes} B x {self.times} ({self.operation})"

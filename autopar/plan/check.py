@@ -135,7 +135,8 @@ def _check_operands(mesh: MeshId, run: Run, contract: Contract) -> None:
 
 def _check_buffers(mesh: MeshId, stream: Sequence[Instruction], contract: Contract) -> None:
     there = dict.fromkeys(contract.given.get(mesh, ()))
-    written, gone = dict(there), {}
+    written = dict(there)
+    gone: dict[BufferId, None] = {}
     newest: dict[tuple[str, object], BufferId] = {}
     for instruction in stream:
         for buffer in reads(instruction):

@@ -22,11 +22,13 @@ import numpy as np
 from autopar.errors import AutoparError, PlanFileError
 from autopar.intra_op.sharded import Collective
 from autopar.mesh import Link, LogicalMesh, Sharding
+from autopar.plan.instructions import Free, Instruction, Recv, Run, Send
 from autopar.plan.page import ARGUMENT_ROLES
-from autopar.plan.plan import Cost, Plan, Run, Stage, Submesh, Value
+from autopar.plan.plan import Cost, Plan, Stage, Submesh, Value
+from autopar.plan.timeline import Event, Timeline
 
 FORMAT = "autopar plan"
-VERSION = 1
+VERSION = 2
 """Raised with every change that an older reader cannot take, or that gives choices another meaning."""
 _ROLES = (*ARGUMENT_ROLES, "result", "activation")
 _T = TypeVar("_T")
@@ -111,17 +113,32 @@ def _record(plan: Plan) -> dict[str, Any]:
         "stages": [
             {
                 "num_devices": s.submesh.num_devices,
+                "first_device": s.submesh.first,
                 "shape": s.logical_mesh.shape,
                 "axis_names": s.logical_mesh.axis_names,
                 "links": [[l.latency_seconds, _number(l.bytes_per_second)] for l in s.logical_mesh.links],
                 "layers": s.layers,
+                "choices": s.choices,
+                "operations": s.operations,
             }
             for s in plan.stages
         ],
         "streams": [
-            {"mesh": mesh, "program": run.program, "stage": run.stage, "microbatch": run.microbatch}
+            {"mesh": mesh, **_instruction_record(instruction)}
             for mesh, stream in plan.streams.items()
-            for run in stream
+            for instruction in stream
+        ],
+        "events": [
+            {
+                "name": e.name,
+                "kind": e.kind,
+                "stage": e.stage,
+                "microbatch": e.microbatch,
+                "mesh": e.mesh,
+                "start": e.start,
+                "end": e.end,
+            }
+            for e in plan.events.events
         ],
         "alternatives": [list(pair) for pair in plan.alternatives],
         "cost": {
@@ -136,7 +153,14 @@ def _record(plan: Plan) -> dict[str, Any]:
             "planning_seconds": cost.planning_seconds,
         },
         "collectives": [
-            {"kind": c.kind, "axes": c.axes, "bytes": c.bytes, "times": c.times, "operation": c.operation}
+            {
+                "kind": c.kind,
+                "axes": c.axes,
+                "bytes": c.bytes,
+                "times": c.times,
+                "operation": c.operation,
+                "stage": c.stage,
+            }
             for c in cost.collectives
         ],
         "values": [
@@ -147,11 +171,31 @@ def _record(plan: Plan) -> dict[str, Any]:
                 "dtype": v.dtype,
                 "dims": v.sharding.dims,
                 "partial": v.sharding.partial,
+                "stage": v.stage,
             }
             for v in plan.values
         ],
         "choices": list(plan.choices),
     }
+
+
+def _instruction_record(instruction: Instruction) -> dict[str, Any]:
+    match instruction:
+        case Run(program, stage, microbatch, inputs, outputs):
+            return {
+                "do": "run",
+                "program": program,
+                "stage": stage,
+                "microbatch": microbatch,
+                "inputs": inputs,
+                "outputs": outputs,
+            }
+        case Send(buffers, peer, message):
+            return {"do": "send", "buffers": buffers, "peer": peer, "message": message}
+        case Recv(buffers, peer, message):
+            return {"do": "receive", "buffers": buffers, "peer": peer, "message": message}
+        case Free(buffers):
+            return {"do": "free", "buffers": buffers}
 
 
 def _number(value: float) -> float | str:
@@ -227,13 +271,10 @@ def _plan(entry: _Entry) -> Plan:
     stages = entry["stages"].items(_stage)
     if not stages:
         raise entry["stages"].wrong("a list of stages")
-    mesh = stages[0].logical_mesh
-    values = entry["values"].items(lambda e: _value(e, mesh))
-    streams: dict[int, list[Run]] = {}
-    for index, run in entry["streams"].items(
-        lambda e: (e["mesh"].count(), Run(e["program"].text(), e["stage"].count(), e["microbatch"].count()))
-    ):
-        streams.setdefault(index, []).append(run)
+    values = entry["values"].items(lambda e: _value(e, _mesh_of(e, stages)))
+    streams: dict[int, list[Instruction]] = {}
+    for index, instruction in entry["streams"].items(lambda e: (e["mesh"].count(), _instruction(e))):
+        streams.setdefault(index, []).append(instruction)
     fingerprints = entry["fingerprints"]
     if not isinstance(fingerprints.value, dict):
         raise fingerprints.wrong("an object")
@@ -245,14 +286,55 @@ def _plan(entry: _Entry) -> Plan:
         microbatch_semantics=entry["microbatch_semantics"].text(),
         schedule=entry["schedule"].text(),
         shardings={v.name: v.sharding.partition_spec() for v in values if v.role in ARGUMENT_ROLES},
-        cost=_cost(entry["cost"], entry["collectives"].items(lambda e: _collective(e, mesh))),
+        cost=_cost(entry["cost"], entry["collectives"].items(lambda e: _collective(e, _mesh_of(e, stages)))),
         values=values,
-        streams={index: tuple(runs) for index, runs in streams.items()},
+        streams={index: tuple(stream) for index, stream in streams.items()},
+        events=Timeline(entry["events"].items(_event)),
         alternatives=entry["alternatives"].items(_pair),
         choices=entry["choices"].items(_Entry.count),
         fingerprints={key: fingerprints[key].text() for key in fingerprints.value},
         machine=entry["machine"].text(),
         budget_bytes=entry["budget_bytes"].number(),
+    )
+
+
+def _mesh_of(entry: _Entry, stages: tuple[Stage, ...]) -> LogicalMesh:
+    stage = entry["stage"].count()
+    if stage >= len(stages):
+        raise entry["stage"].wrong("the number of a stage")
+    return stages[stage].logical_mesh
+
+
+def _instruction(entry: _Entry) -> Instruction:
+    def counts(key: str) -> tuple[int, ...]:
+        return entry[key].items(_Entry.count)
+
+    match entry["do"].one_of(("run", "send", "receive", "free")):
+        case "run":
+            return Run(
+                entry["program"].text(),
+                entry["stage"].count(),
+                entry["microbatch"].count(),
+                counts("inputs"),
+                counts("outputs"),
+            )
+        case "send":
+            return Send(counts("buffers"), entry["peer"].count(), entry["message"].count())
+        case "receive":
+            return Recv(counts("buffers"), entry["peer"].count(), entry["message"].count())
+        case _:
+            return Free(counts("buffers"))
+
+
+def _event(entry: _Entry) -> Event:
+    return Event(
+        entry["name"].text(),
+        entry["kind"].text(),
+        entry["stage"].count(),
+        entry["microbatch"].count(),
+        entry["mesh"].count(),
+        entry["start"].number(),
+        entry["end"].number(),
     )
 
 
@@ -276,7 +358,14 @@ def _stage(entry: _Entry) -> Stage:
         or not math.prod(shape)
     ):
         raise entry["shape"].wrong("the shape of a mesh of num_devices devices")
-    return Stage(Submesh(mesh.num_devices), mesh, entry["layers"].items(_Entry.count))
+    first, last = entry["operations"].items(_Entry.text, 2)
+    return Stage(
+        Submesh(mesh.num_devices, entry["first_device"].count()),
+        mesh,
+        entry["layers"].items(_Entry.count),
+        entry["choices"].items(_Entry.count),
+        (first, last),
+    )
 
 
 def _value(entry: _Entry, mesh: LogicalMesh) -> Value:
@@ -290,7 +379,7 @@ def _value(entry: _Entry, mesh: LogicalMesh) -> Value:
     used = [axis for axes in (*sharding.dims, sharding.partial) for axis in axes]
     if len(set(used)) < len(used) or not sharding.is_valid(shape, mesh):
         raise entry["dims"].wrong(f"a way to split {list(shape)} over the mesh")
-    return Value(entry["name"].text(), entry["role"].one_of(_ROLES), shape, dtype, sharding)
+    return Value(entry["name"].text(), entry["role"].one_of(_ROLES), shape, dtype, sharding, entry["stage"].count())
 
 
 def _axes(entry: _Entry, mesh: LogicalMesh) -> tuple[str, ...]:
@@ -300,7 +389,12 @@ def _axes(entry: _Entry, mesh: LogicalMesh) -> tuple[str, ...]:
 def _collective(entry: _Entry, mesh: LogicalMesh) -> Collective:
     kind = entry["kind"].one_of(("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"))
     return Collective(
-        kind, _axes(entry["axes"], mesh), entry["bytes"].count(), entry["times"].count(), entry["operation"].text()
+        kind,
+        _axes(entry["axes"], mesh),
+        entry["bytes"].count(),
+        entry["times"].count(),
+        entry["operation"].text(),
+        entry["stage"].count(),
     )
 
 

@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.errors import AutoparError, NotBuiltYetError
+from autopar.errors import AutoparError
 from autopar.mesh import LogicalMesh
 from autopar.options import MicrobatchSemantics, Options, Solver
+from autopar.plan.schedules import find_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,28 +105,61 @@ class Auto(_Settings):
 
 @dataclass(frozen=True)
 class PipelineParallel(_Settings):
-    """Pipeline stages; not built yet."""
+    """Cut the step into pipeline stages on equal submeshes; how each stage is sharded on its own is found.
+
+    Attributes:
+        num_stages: How many; None: one more than the `mark_stage`s in the step.
+        schedule: `"gpipe"`, `"1f1b"`, `"inference"`, or an object with `name` and `order(num_stages, num_microbatches)`.
+        num_microbatches: None: four for each stage, or what divides the batch below that.
+        submeshes: Devices of each stage, such as (1, 1, 2, 4); None: equally many.
+    """
 
     num_stages: int | None = None
-    schedule: str = "1f1b"
+    schedule: Any = "1f1b"
     num_microbatches: int | None = None
+    submeshes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        _not_yet("PipelineParallel")
+        for name in ("num_stages", "num_microbatches"):
+            if getattr(self, name) is not None:
+                _check_count("PipelineParallel", name, getattr(self, name))
+        find_schedule(self.schedule)
+        if self.submeshes is not None:
+            for count in self.submeshes:
+                _check_count("PipelineParallel", "submeshes", count)
+            if self.num_stages not in (None, len(self.submeshes)):
+                raise AutoparError(
+                    "stages and submeshes differ in number.",
+                    given=f"PipelineParallel(num_stages={self.num_stages}, submeshes={self.submeshes})",
+                    wrong=f"there are {len(self.submeshes)} submeshes.",
+                    do="leave num_stages out, or give one submesh for each stage.",
+                )
 
 
 @dataclass(frozen=True)
 class ThreeD(_Settings):
-    """Data x tensor x pipeline degrees; not built yet."""
+    """Data x tensor x pipeline degrees, as in Megatron-LM.
+
+    Attributes:
+        data: Each stage's samples are split over so many devices.
+        tensor: Each stage's operations are split over so many devices otherwise.
+        pipeline: Number of stages.
+        num_microbatches: None: four for each stage, or what divides the batch below that.
+        schedule: As of `PipelineParallel`.
+    """
 
     data: int = 1
     tensor: int = 1
     pipeline: int = 1
     num_microbatches: int | None = None
-    schedule: str = "1f1b"
+    schedule: Any = "1f1b"
 
     def __post_init__(self) -> None:
-        _not_yet("ThreeD")
+        for name in ("data", "tensor", "pipeline"):
+            _check_count("ThreeD", name, getattr(self, name))
+        if self.num_microbatches is not None:
+            _check_count("ThreeD", "num_microbatches", self.num_microbatches)
+        find_schedule(self.schedule)
 
 
 def _check_count(method: str, name: str, value: object) -> None:
@@ -136,16 +170,6 @@ def _check_count(method: str, name: str, value: object) -> None:
             wrong="there is no such number of parts.",
             do="pass 1 for the whole batch at once, or a number that divides the batch size.",
         )
-
-
-def _not_yet(name: str) -> None:
-    raise NotBuiltYetError(
-        f"{name} is not built yet.",
-        given=f"method={name}(...)",
-        wrong="this version cuts no pipeline stages.",
-        do="use Auto(), ShardParallel() or DataParallel().",
-        feature=name,
-    )
 
 
 Method = Auto | ShardParallel | DataParallel | PipelineParallel | ThreeD

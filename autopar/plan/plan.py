@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import NotBuiltYetError
 from autopar.intra_op.sharded import Collective
 from autopar.mesh import LogicalMesh, Sharding
+from autopar.plan.instructions import Instruction, Run
+from autopar.plan.timeline import Timeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +51,10 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Submesh:
-    """The devices of one stage."""
+    """The devices of one stage: so many of the cluster's, in order from `first`."""
 
     num_devices: int
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,23 +65,15 @@ class Stage:
         submesh: Its devices.
         logical_mesh: The mesh they form.
         layers: Which layers; without a pipeline the only stage holds the whole step, one layer.
+        choices: Choice of every decision of this stage, in graph order; without a pipeline they stand in the plan.
+        operations: The first and the last operation of its forward pass, for people.
     """
 
     submesh: Submesh
     logical_mesh: LogicalMesh
     layers: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Run a compiled program once."""
-
-    program: str
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"run {self.program} (stage {self.stage}, microbatch {self.microbatch})"
+    choices: tuple[int, ...] = field(default=(), repr=False)
+    operations: tuple[str, str] = ("", "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +86,7 @@ class Value:
         shape: Global shape.
         dtype: Element type.
         sharding: How it lies on the mesh.
+        stage: On the mesh of which stage.
     """
 
     name: str
@@ -99,6 +94,7 @@ class Value:
     shape: tuple[int, ...]
     dtype: str
     sharding: Sharding
+    stage: int = 0
 
 
 @dataclass(frozen=True)
@@ -120,6 +116,7 @@ class Plan:
         choices: Choice of every decision, in graph order.
         fingerprints: Of the program and the cluster; beside them the version of JAX.
         machine: The cluster in words.
+        events: The simulated step, on the clock.
         budget_bytes: What one device could use; inf: as much as it wanted.
         microbatch_semantics: `"exact"`, or `"per_microbatch"` where the user allowed it.
     """
@@ -132,11 +129,12 @@ class Plan:
     shardings: Any = field(hash=False)
     cost: Cost
     values: tuple[Value, ...] = field(repr=False)
-    streams: Mapping[int, tuple[Run, ...]] = field(hash=False)
+    streams: Mapping[int, tuple[Instruction, ...]] = field(hash=False, repr=False)
     alternatives: tuple[tuple[str, str], ...]
     choices: tuple[int, ...] = field(repr=False)
     fingerprints: Mapping[str, str] = field(hash=False)
     machine: str = ""
+    events: Timeline = field(default=Timeline(()), repr=False, compare=False)
     microbatch_semantics: str = "exact"
     budget_bytes: float = math.inf
     origin: Any = field(default=None, compare=False, repr=False, hash=False)
@@ -180,15 +178,9 @@ class Plan:
 
         return diff_text(self, other)
 
-    def timeline(self) -> Any:
-        """Chrome trace of the simulated step; not built yet."""
-        raise NotBuiltYetError(
-            "timelines are not built yet.",
-            given="plan.timeline()",
-            wrong="this version simulates no streams.",
-            do="read plan.cost.",
-            feature="timeline",
-        )
+    def timeline(self) -> Timeline:
+        """The simulated step as a `Timeline`: a Chrome trace (`.save(path)`, for ui.perfetto.dev), or text (`str`)."""
+        return self.events
 
     def __str__(self) -> str:
         from autopar.plan.text import plan_text
@@ -199,3 +191,6 @@ class Plan:
         from autopar.plan.html import plan_html
 
         return plan_html(self)
+
+
+__all__ = ["Cost", "Plan", "Run", "Stage", "Submesh", "Value"]

@@ -52,9 +52,10 @@ from autopar.ir.state import Roles
 from autopar.ir.trace import Program
 from autopar.mesh import Cluster, LogicalMesh, Sharding, logical_mesh, logical_meshes
 from autopar.plan.fingerprint import cluster_fingerprint, program_fingerprint
-from autopar.plan.methods import Auto, DataParallel, Method, ShardParallel
+from autopar.plan.methods import Auto, DataParallel, Method, PipelineParallel, ShardParallel, ThreeD
 from autopar.plan.page import machine_text, mesh_text
 from autopar.plan.plan import Cost, Plan, Run, Stage, Submesh, Value
+from autopar.plan.stage_planner import describe_pipeline, pipeline_of, restore_pipeline
 from autopar.plan.uses import describe_phase
 
 Report = Callable[[str], None]
@@ -88,6 +89,19 @@ def make_plan(
     """
     started = time.perf_counter()
     dump("program", str(program))
+    if isinstance(method, PipelineParallel | ThreeD):
+        pipeline = pipeline_of(program, roles, cluster, method, report)
+        return describe_pipeline(
+            program,
+            roles,
+            cluster,
+            method,
+            pipeline,
+            started,
+            method_text(method),
+            machine_text(cluster),
+            _fingerprints(program, cluster),
+        )
     step, program = program, in_microbatches(program, roles, count_of(method), method.options().microbatch_semantics)
     results: list[tuple[LogicalMesh, Sharded]] = []
     tried: list[tuple[str, str]] = []
@@ -344,6 +358,8 @@ def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, pl
     Raises:
         PlanFileError: The plan's choices do not give what the plan says: the file was edited.
     """
+    if plan.schedule != "none":
+        return _restore_stages(program, roles, cluster, method, plan)
     mesh = plan.mesh
     step, program = program, in_microbatches(program, roles, plan.num_microbatches, plan.microbatch_semantics)
     graph = build_graph(program.jaxpr, mesh, roles.aliases, roles.batch)
@@ -392,6 +408,24 @@ def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, pl
         origin=fresh.origin,
         cost=dataclasses.replace(plan.cost, collectives=fresh.cost.collectives),
     )
+
+
+def _restore_stages(program: Program, roles: Roles, cluster: Cluster, method: Method, plan: Plan) -> Plan:
+    try:
+        pipeline = restore_pipeline(program, roles, cluster, method, plan)
+    except AssertionError as error:
+        raise _not_these_choices(plan, f"they fit no program: {error}") from error
+    fresh = describe_pipeline(
+        program, roles, cluster, method, pipeline, 0.0, plan.method, plan.machine, dict(plan.fingerprints)
+    )
+    for what, now, was in (
+        ("shardings", _unnamed(fresh.values), _unnamed(plan.values)),
+        ("collectives", _unnamed(fresh.cost.collectives), _unnamed(plan.cost.collectives)),
+        ("instructions", list(fresh.streams.items()), list(plan.streams.items())),
+    ):
+        if now != was:
+            raise _not_these_choices(plan, f"they give other {what} than it lists")
+    return dataclasses.replace(plan, shardings=fresh.shardings, values=fresh.values, origin=fresh.origin)
 
 
 def plan_of_choices(
@@ -489,15 +523,19 @@ def _describe(
         streams={0: (Run(program.name, 0, 0),)},
         alternatives=(),
         choices=sharded.choices,
-        fingerprints={
-            "program": program_fingerprint(step),
-            "cluster": cluster_fingerprint(cluster),
-            "jax": jax.__version__,
-        },
+        fingerprints=_fingerprints(step, cluster),
         machine=machine_text(cluster),
         budget_bytes=method.options().memory_budget_bytes or cluster.device.memory_bytes,
         origin=Origin(program, roles, cluster, method, sharded),
     )
+
+
+def _fingerprints(program: Program, cluster: Cluster) -> dict[str, str]:
+    return {
+        "program": program_fingerprint(program),
+        "cluster": cluster_fingerprint(cluster),
+        "jax": jax.__version__,
+    }
 
 
 def _values(program: Program, roles: Roles, sharded: Sharded) -> Iterator[Value]:

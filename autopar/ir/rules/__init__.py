@@ -5,6 +5,7 @@ from autopar.ir.rules import (  # noqa: F401  (each registers its rules)
     elementwise,
     indexing,
     linear_algebra,
+    mark,
     movement,
     opaque,
     ordering,

@@ -1,0 +1,49 @@
+"""`autopar.mark_stage`: the user's own border between two pipeline stages.
+
+In:     an array or a pytree of arrays, in the forward pass of a step.
+Out:    the same; its operations up to here belong to one stage, what follows to the next.
+Method: an identity of its own, which differentiation and batching pass through.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import jax
+from jax.interpreters import ad, batching, mlir
+
+from autopar._jax import JaxprEqn, Primitive
+from autopar.ir.rules.linearity import linear_groups
+from autopar.ir.rules.registry import register
+from autopar.ir.rules.rule import ShardingRule, factor_names
+from autopar.ir.rules.terms import new_term, sizes_of
+
+Tree = TypeVar("Tree")
+
+mark_stage_p = Primitive("mark_stage")
+mark_stage_p.def_impl(lambda x: x)
+mark_stage_p.def_abstract_eval(lambda aval: aval)
+ad.deflinear2(mark_stage_p, lambda cotangent, _: [cotangent])
+batching.primitive_batchers[mark_stage_p] = lambda args, dims: (mark_stage_p.bind(*args), dims[0])
+mlir.register_lowering(mark_stage_p, lambda _, x: [x])
+
+
+def mark_stage(x: Tree) -> Tree:
+    """End a pipeline stage here: the operations that make `x` are the last of one stage.
+
+    Obeyed by `PipelineParallel()`, which then cuts one stage more than there are marks. Elsewhere it is an identity.
+
+    Args:
+        x: What passes from one stage to the next: an array or a pytree; the mark is put on its last array.
+    """
+    leaves, tree = jax.tree.flatten(x)
+    marked: list[Any] = [*leaves[:-1], *(mark_stage_p.bind(leaf) for leaf in leaves[-1:])]
+    return jax.tree.unflatten(tree, marked)
+
+
+@register(mark_stage_p)
+def mark(eqn: JaxprEqn) -> ShardingRule:
+    """`ab->ab`, a copy."""
+    shape = eqn.outvars[0].aval.shape
+    term = new_term(shape, factor_names())
+    return ShardingRule((term,), (term,), sizes_of(term, shape), linear=linear_groups(eqn, (0,)), flops=0.0)
