@@ -111,27 +111,42 @@ class _Placement:
                 if not _is_scalar(var):
                     self.stage[var] = stage
         self.load = [0] * self.num_stages
+        # Equations of state alone (`b1 * mu`) wait for the one that brings what they make to a parameter or gradient.
+        waiting: dict[Var, JaxprEqn] = {}
         for eqn in self.eqns:
-            at = self.place(eqn)
-            if at is not None:
-                self.stage_of_eqn[id(eqn)] = at
-                for var in eqn.outvars:
-                    self.stage[var] = at
-                for var in _operands(eqn):
-                    if var in self.arguments and var not in self.stage and not _is_scalar(var):
-                        self.stage[var] = at
-                        self.load[at] += num_bytes(var)
+            operands = _operands(eqn)
+            if any(var in self.stage for var in operands):
+                self.settle(eqn, self.joining_stage(operands), waiting)
+            elif (
+                eqn.effects
+                or any(var in waiting for var in operands)
+                or not all(map(_is_small, (*operands, *eqn.outvars)))
+            ):
+                waiting.update(dict.fromkeys(eqn.outvars, eqn))
+        for eqn in self.eqns:
+            if any(waiting.get(var) is eqn for var in eqn.outvars):
+                self.settle(eqn, min(range(self.num_stages), key=lambda s: (self.load[s], s)), waiting)
 
-    def place(self, eqn: JaxprEqn) -> int | None:
-        """Stage of an equation; None: wherever it is read."""
-        operands = _operands(eqn)
+    def settle(self, eqn: JaxprEqn, at: int, waiting: dict[Var, JaxprEqn]) -> None:
+        """Place an equation, the ones that waited for it, and the arguments that no other has placed."""
+        todo = [eqn]
+        while todo:
+            eqn = todo.pop()
+            self.stage_of_eqn[id(eqn)] = at
+            for var in eqn.outvars:
+                self.stage[var] = at
+                waiting.pop(var, None)
+            for var in _operands(eqn):
+                if var in waiting:
+                    todo.append(waiting.pop(var))
+                elif var in self.arguments and var not in self.stage and not _is_scalar(var):
+                    self.stage[var] = at
+                    self.load[at] += num_bytes(var)
+
+    def joining_stage(self, operands: Sequence[Var]) -> int:
+        """Stage of an equation: that of its largest operand; of scalars of several stages the last."""
         placed = [(num_bytes(var), -self.stage[var]) for var in operands if var in self.stage]
-        if not placed:
-            if all(map(_is_small, (*operands, *eqn.outvars))) and not eqn.effects:
-                return None
-            return min(range(self.num_stages), key=lambda s: (self.load[s], s))
-        stages = {-s for _, s in placed}
-        if len(stages) > 1 and all(map(_is_scalar, operands)):
+        if len({stage for _, stage in placed}) > 1 and all(map(_is_scalar, operands)):
             return self.num_stages - 1
         return -max(placed)[1]
 

@@ -57,7 +57,10 @@ def _fact_pairs(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "method", plan.method
     yield "machine", plan.machine
     yield "cluster", plan.fingerprints.get("cluster", "")
-    yield "mesh", mesh_text(plan.mesh)
+    yield "meshes", "; ".join(dict.fromkeys(mesh_text(stage.logical_mesh) for stage in plan.stages))
+    yield "stages", str(len(plan.stages))
+    yield "schedule", plan.schedule
+    yield "microbatches", str(plan.num_microbatches)
     yield "memory budget", bytes_text(plan.budget_bytes)
     yield "step time", seconds_text(cost.step_seconds)
     yield "  compute", seconds_text(cost.compute_seconds)
@@ -119,7 +122,7 @@ def _totals(plan: Plan) -> dict[tuple[str, tuple[str, ...]], str]:
         total = totals.setdefault((c.kind, c.axes), [0, 0, 0.0])
         total[0] += c.times
         total[1] += c.times * c.bytes
-        total[2] += c.times * collective_seconds(c.kind, c.bytes, c.axes, plan.mesh)
+        total[2] += c.times * collective_seconds(c.kind, c.bytes, c.axes, plan.stages[c.stage].logical_mesh)
     return {
         key: f"{times} x, {bytes_text(num_bytes)}, {seconds_text(seconds)}"
         for key, (times, num_bytes, seconds) in totals.items()

@@ -19,6 +19,7 @@ import numpy as np
 from autopar.cost import collective_seconds
 from autopar.mesh import Cluster, LogicalMesh, Sharding
 from autopar.plan.plan import Plan, Value
+from autopar.plan.timeline import timetable_text
 
 MAX_ROWS = 32
 """Longer tables show their largest rows."""
@@ -39,18 +40,20 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A title, facts by name, tables."""
+    """A title, facts by name, tables; `drawing` is text of fixed width between them."""
 
     title: str
     facts: tuple[tuple[str, str], ...]
     tables: tuple[Table, ...]
+    drawing: str = ""
 
 
 def page_of(plan: Plan) -> Page:
     """The page of a plan."""
-    return Page(
-        f"Plan of `{plan.name}`", tuple(_facts(plan)), (_arguments(plan), _activations(plan), _collectives(plan))
-    )
+    is_pipeline = plan.schedule != "none"
+    tables = (_stages(plan), _arguments(plan)) if is_pipeline else (_arguments(plan), _activations(plan))
+    drawing = timetable_text(plan.events.events) if is_pipeline else ""
+    return Page(f"Plan of `{plan.name}`", tuple(_facts(plan)), (*tables, _collectives(plan)), drawing)
 
 
 def _facts(plan: Plan) -> Iterable[tuple[str, str]]:
@@ -58,12 +61,20 @@ def _facts(plan: Plan) -> Iterable[tuple[str, str]]:
     yield "method", plan.method
     if plan.machine:
         yield "machine", plan.machine
-    yield "mesh", mesh_text(plan.mesh)
+    if plan.schedule == "none":
+        yield "mesh", mesh_text(plan.mesh)
+        idle = "(no overlap assumed)"
+    else:
+        yield "pipeline", f"{_count(len(plan.stages), 'stage')}, schedule {plan.schedule}"
+        share = cost.bubble_seconds / cost.step_seconds if cost.step_seconds else 0.0
+        idle = f"+ {seconds_text(cost.bubble_seconds)} waiting ({share:.0%}; simulated, on average over the devices)"
+    if plan.num_microbatches > 1:
+        yield "microbatches", _microbatches(plan)
     yield (
         "step time",
         (
             f"{seconds_text(cost.step_seconds)} predicted = {seconds_text(cost.compute_seconds)} compute + "
-            f"{seconds_text(cost.communication_seconds)} communication (no overlap assumed)"
+            f"{seconds_text(cost.communication_seconds)} communication {idle}"
         ),
     )
     budget = f" of {bytes_text(plan.budget_bytes)}" if math.isfinite(plan.budget_bytes) else ""
@@ -78,6 +89,28 @@ def _facts(plan: Plan) -> Iterable[tuple[str, str]]:
     yield "planning", seconds_text(cost.planning_seconds)
     for k, (mesh, outcome) in enumerate(plan.alternatives):
         yield "" if k else "also tried", f"{mesh}: {outcome}"
+
+
+def _microbatches(plan: Plan) -> str:
+    exact = plan.microbatch_semantics == "exact"
+    meaning = "the same function as the whole batch" if exact else "batch statistics are those of each microbatch"
+    return f"{plan.num_microbatches}, {meaning}"
+
+
+def _stages(plan: Plan) -> Table:
+    rows = []
+    for number, stage in enumerate(plan.stages):
+        first, count = stage.submesh.first, stage.submesh.num_devices
+        devices = str(first) if count == 1 else f"{first}-{first + count - 1}"
+        mesh = ", ".join(
+            f"{a}={n}" for a, n in zip(stage.logical_mesh.axis_names, stage.logical_mesh.shape, strict=True)
+        )
+        busy = sum(e.end - e.start for e in plan.events.events if e.mesh == number and e.kind != "transfer")
+        peak = plan.cost.peak_bytes[number]
+        rows.append(
+            (str(number), devices, mesh, seconds_text(busy), bytes_text(peak), *(text for text in stage.operations))
+        )
+    return Table("Stages", ("stage", "devices", "mesh", "busy", "peak memory", "from", "to"), tuple(rows), (0, 3, 4))
 
 
 def solver_text(status: str, gap: float) -> str:
@@ -116,16 +149,18 @@ def _count(number: int, what: str) -> str:
 
 def _arguments(plan: Plan) -> Table:
     values = [v for v in plan.values if v.role != "activation"]
-    merged = collapse_paths([(v.name, (v.role, v.shape, v.dtype, v.sharding)) for v in values])
+    merged = collapse_paths([(v.name, (v.role, v.shape, v.dtype, v.sharding, v.stage)) for v in values])
+    staged = len(plan.stages) > 1
     rows, sizes = [], []
-    for path, (role, shape, dtype, sharding), count in merged:
-        each = local_bytes(shape, dtype, sharding, plan.mesh)
+    for path, (role, shape, dtype, sharding, stage), count in merged:
+        each = local_bytes(shape, dtype, sharding, plan.stages[stage].logical_mesh)
         sizes.append(each * count)
-        rows.append((path, role, type_text(shape, dtype), str(sharding), str(count), bytes_text(each * count)))
+        where = (str(stage),) if staged else ()
+        rows.append((path, role, *where, type_text(shape, dtype), str(sharding), str(count), bytes_text(each * count)))
     largest, note = _largest(rows, sizes)
-    return Table(
-        "Arguments and results", ("path", "role", "type", "sharding", "arrays", "per device"), largest, (4, 5), note
-    )
+    columns = ("path", "role", *(("stage",) if staged else ()), "type", "sharding", "arrays", "per device")
+    numbers = (len(columns) - 2, len(columns) - 1)
+    return Table("Arguments and results", columns, largest, numbers, note)
 
 
 def _activations(plan: Plan) -> Table:
@@ -156,7 +191,7 @@ def _collectives(plan: Plan) -> Table:
         total = totals.setdefault((c.kind, c.axes, c.operation), [0, 0, 0.0])
         total[0] += c.times
         total[1] += c.times * c.bytes
-        total[2] += c.times * collective_seconds(c.kind, c.bytes, c.axes, plan.mesh)
+        total[2] += c.times * collective_seconds(c.kind, c.bytes, c.axes, plan.stages[c.stage].logical_mesh)
     order = sorted(totals.items(), key=lambda item: -item[1][2])
     rows = [
         (kind, ",".join(axes), str(times), bytes_text(num_bytes), seconds_text(seconds), operation)

@@ -46,6 +46,9 @@ def page_text(page: Page) -> str:
         for name, text in page.facts:
             grid.add_row(name, text)
         console.print(_indented(grid))
+    if page.drawing:
+        console.print()
+        console.print(_indented(page.drawing))
     for table in page.tables:
         console.print()
         console.print(table.title)

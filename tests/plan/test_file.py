@@ -60,11 +60,11 @@ def test_a_loaded_plan_runs(file, make_step, types):
     "text, wrong",
     [
         ("", "not whole JSON"),
-        ('{"format": "autopar plan", "version": 1,', "not whole JSON"),
+        ('{"format": "autopar plan", "version": 2,', "not whole JSON"),
         ("[1, 2]", "no plan"),
-        ('{"version": 1}', "no plan"),
-        ('{"format": "autopar plan", "version": 99}', "version 99; this autopar reads version 1"),
-        ('{"format": "autopar plan", "version": 1}', '"stages" is missing'),
+        ('{"version": 2}', "no plan"),
+        ('{"format": "autopar plan", "version": 99}', "version 99; this autopar reads version 2"),
+        ('{"format": "autopar plan", "version": 2}', '"stages" is missing'),
         ("\x00\x01", "not whole JSON"),
     ],
 )
