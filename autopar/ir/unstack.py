@@ -1,0 +1,433 @@
+"""Scans over layers, taken apart: a `scan` of L layers becomes n scans of L / n layers behind each other.
+
+In:     a flat program whose scans run over stacked layers, and n.
+Out:    `Unstacked`: the same program over the parts of its stacks: weights, residuals, gradients and optimizer state of
+        each part are values of their own, so that the program can be cut between any two parts.
+Method: the dim of layers is worked through in pieces (`pieces.py`), as the batch is by microbatches, but all pieces stand
+        in the program at once. What is only read in parts is made in parts; what needs all parts gets them joined. A
+        stacked argument of which only parts are read becomes as many arguments, and so does its new value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopar._jax import (
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    make_jaxpr,
+    new_var,
+    open_jaxpr,
+    replace_eqn,
+    scan_params,
+    shaped,
+    trace,
+)
+from autopar.ir.dead_code import remove_dead_code
+from autopar.ir.flatten import flatten, inline, inline_from
+from autopar.ir.pieces import SUM, WHOLE, Cut, Extreme, Share, Sum, Way, Whole, piece_aval, piece_program, ways
+from autopar.ir.rules import ShardingRule, rule_for
+from autopar.ir.signature import equation_signature
+from autopar.ir.structure import is_structured, scan_parts, trip_count
+from autopar.ir.work import Work
+
+WORTH = 0.2
+"""A scan is taken apart if it does at least this part of the step's work."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unstacked:
+    """A program over parts of its stacks.
+
+    Attributes:
+        jaxpr: The program.
+        count: Number of parts.
+        inputs: For each input of the original program its inputs here: one, or one for each part along dim 0.
+        outputs: The same for results.
+    """
+
+    jaxpr: Jaxpr
+    count: int
+    inputs: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
+
+    def parts_of(self, position: int) -> tuple[int, ...]:
+        """Inputs that an original input has become."""
+        return self.inputs[position]
+
+
+def whole_stacks(jaxpr: Jaxpr) -> Unstacked:
+    """A program as it is."""
+    return Unstacked(
+        jaxpr,
+        1,
+        tuple((k,) for k in range(len(jaxpr.invars))),
+        tuple((k,) for k in range(len(jaxpr.outvars))),
+    )
+
+
+def layer_count(jaxpr: Jaxpr) -> int:
+    """Length of the scans over layers: of the longest that does a good part of the work; 0: there is none."""
+    work = Work()
+    costs = work.of_equations(jaxpr.eqns)
+    found = [
+        trip_count(eqn)
+        for eqn, cost in zip(jaxpr.eqns, costs, strict=True)
+        if _can_be_cut(eqn) and cost >= WORTH * sum(costs)
+    ]
+    return max(found, default=0)
+
+
+def _can_be_cut(eqn: JaxprEqn) -> bool:
+    return eqn.primitive.name == "scan" and trip_count(eqn) > 1 and bool(scan_parts(eqn).xs)
+
+
+def unstack(jaxpr: Jaxpr, length: int, count: int, aliases: Mapping[int, int]) -> Unstacked:
+    """Take the scans of `length` layers apart.
+
+    Args:
+        jaxpr: Flat program.
+        length: Which scans: those with so many trips over stacked values.
+        count: Number of parts; divides `length`.
+        aliases: Output -> input whose new value it is: both become parts, or neither.
+    """
+    return _Unstacking(jaxpr, length, count, aliases).run()
+
+
+class _Unstacking:
+    def __init__(self, jaxpr: Jaxpr, length: int, count: int, aliases: Mapping[int, int]):
+        self.jaxpr, self.length, self.count, self.aliases = jaxpr, length, count, aliases
+        self.made: dict[Var, Share] = {}
+        self.way_of: dict[int, Way] = {}
+        self.rules: dict[object, tuple[ShardingRule, list[Way]]] = {}
+        self.programs: dict[object, Jaxpr] = {}
+        costs = Work().of_equations(jaxpr.eqns)
+        self.cut_scans = {
+            id(eqn)
+            for eqn, cost in zip(jaxpr.eqns, costs, strict=True)
+            if _can_be_cut(eqn) and trip_count(eqn) == length and cost >= WORTH / 4 * sum(costs)
+        }
+
+    def run(self) -> Unstacked:
+        for eqn in self.jaxpr.eqns:
+            self.share(eqn)
+        uses = self.uses()
+        self.cut_late(uses)
+        uses = self.uses()
+        split_in, split_out = self.split_borders(uses)
+        return self.write(split_in, split_out)
+
+    # Which values are in parts.
+
+    def ways(self, eqn: JaxprEqn) -> tuple[ShardingRule, list[Way]]:
+        signature = equation_signature(eqn)
+        if signature not in self.rules:
+            rule = rule_for(eqn)
+            self.rules[signature] = rule, ways(rule, self.count)
+        return self.rules[signature]
+
+    def of(self, atom: Any) -> Share:
+        return WHOLE if isinstance(atom, Literal) else self.made.get(atom, WHOLE)
+
+    def share(self, eqn: JaxprEqn) -> None:
+        if eqn.primitive.name == "scan" and trip_count(eqn) == self.length:
+            parts = scan_parts(eqn)
+            if id(eqn) in self.cut_scans or any(self.of(outer) == Cut(0) for outer, _ in parts.xs):
+                self.cut_scans.add(id(eqn))
+                self.made.update((result, Cut(0)) for _, result in parts.ys)
+                return
+        if eqn.primitive.name == "optimization_barrier":
+            self.made.update(
+                (var, self.of(a)) for a, var in zip(eqn.invars, eqn.outvars, strict=True) if isinstance(self.of(a), Cut)
+            )
+            return
+        shares = [self.of(a) for a in eqn.invars]
+        if is_structured(eqn) or not any(isinstance(s, Cut) for s in shares) or eqn.effects:
+            return
+        best: tuple[int, Way] | None = None
+        for way in self.ways(eqn)[1]:
+            if way.factor is None:
+                continue
+            costs = [_conversion(a, have, want) for a, have, want in zip(eqn.invars, shares, way.operands, strict=True)]
+            if all(c is not None for c in costs):
+                total = sum(c or 0 for c in costs)
+                if best is None or total < best[0]:
+                    best = total, way
+        if best is not None:
+            self.way_of[id(eqn)] = best[1]
+            self.made.update(
+                (var, share) for var, share in zip(eqn.outvars, best[1].results, strict=True) if isinstance(share, Cut)
+            )
+
+    def wants(self, eqn: JaxprEqn) -> Sequence[Share]:
+        """The share of each operand that an equation reads."""
+        if id(eqn) in self.way_of:
+            return self.way_of[id(eqn)].operands
+        if id(eqn) in self.cut_scans:
+            parts = scan_parts(eqn)
+            return [WHOLE] * (len(parts.consts) + len(parts.carries)) + [Cut(0)] * len(parts.xs)
+        if eqn.primitive.name == "optimization_barrier":
+            return [self.of(var) for var in eqn.outvars]
+        return [WHOLE] * len(eqn.invars)
+
+    def uses(self) -> dict[Var, dict[Share, None]]:
+        found: dict[Var, dict[Share, None]] = {}
+        for eqn in self.jaxpr.eqns:
+            for atom, want in zip(eqn.invars, self.wants(eqn), strict=True):
+                if not isinstance(atom, Literal):
+                    found.setdefault(atom, {})[want] = None
+        return found
+
+    def cut_late(self, uses: dict[Var, dict[Share, None]]) -> None:
+        """What is whole, and only read in parts, is made in parts: a stack that is converted before it is scanned."""
+        results = {a for a in self.jaxpr.outvars if not isinstance(a, Literal)}
+        for eqn in reversed(self.jaxpr.eqns):
+            if not is_structured(eqn) and id(eqn) not in self.way_of and not eqn.effects:
+                wanted = [uses.get(var, {}) for var in eqn.outvars]
+                cut = [next(iter(w)) if len(w) == 1 else None for w in wanted]
+                in_parts = any(wanted) and all(isinstance(c, Cut) for c, w in zip(cut, wanted, strict=True) if w)
+                if in_parts and not any(var in results for var in eqn.outvars):
+                    for way in self.ways(eqn)[1]:
+                        fits = all(not w or c == m for c, w, m in zip(cut, wanted, way.results, strict=True))
+                        if fits and way.factor is not None and SUM not in way.operands:
+                            self.way_of[id(eqn)] = way
+                            self.made.update(zip(eqn.outvars, way.results, strict=True))
+                            break
+            for atom, want in zip(eqn.invars, self.wants(eqn), strict=True):
+                if not isinstance(atom, Literal):
+                    uses.setdefault(atom, {})[want] = None
+                    if want != WHOLE and id(eqn) in self.way_of:
+                        # Recorded as whole before the equation was cut; only its own reading counts now.
+                        self._recount(uses, atom)
+
+    def _recount(self, uses: dict[Var, dict[Share, None]], var: Var) -> None:
+        found: dict[Share, None] = {}
+        for eqn in self.readers(var):
+            for atom, want in zip(eqn.invars, self.wants(eqn), strict=True):
+                if atom is var:
+                    found[want] = None
+        uses[var] = found
+
+    def readers(self, var: Var) -> Sequence[JaxprEqn]:
+        if not hasattr(self, "_readers"):
+            self._readers: dict[Var, list[JaxprEqn]] = {}
+            for eqn in self.jaxpr.eqns:
+                for atom in dict.fromkeys(a for a in eqn.invars if not isinstance(a, Literal)):
+                    self._readers.setdefault(atom, []).append(eqn)
+        return self._readers.get(var, ())
+
+    def split_borders(self, uses: Mapping[Var, Mapping[Share, None]]) -> tuple[set[int], set[int]]:
+        """Inputs and outputs that become parts."""
+        invars, outvars = self.jaxpr.invars, self.jaxpr.outvars
+        position = {var: k for k, var in enumerate(invars)}
+        replaced_by = {into: out for out, into in self.aliases.items()}
+        split_in, split_out = set(), set()
+        for k, var in enumerate(invars):
+            wants = uses.get(var, {})
+            if not wants or list(wants) != [Cut(0)]:
+                continue
+            out = replaced_by.get(k)
+            if out is None:
+                if not any(a is var for a in outvars):
+                    split_in.add(k)
+            else:
+                atom = outvars[out]
+                if not isinstance(atom, Literal) and (self.of(atom) == Cut(0) or position.get(atom) == k):
+                    split_in.add(k)
+                    split_out.add(out)
+        # An input that also leaves as another output stays whole.
+        for k in sorted(split_in):
+            if any(a is invars[k] and out not in split_out for out, a in enumerate(outvars)):
+                split_in.discard(k)
+                split_out.discard(replaced_by.get(k, -1))
+        return split_in, split_out
+
+    # Writing.
+
+    def write(self, split_in: set[int], split_out: set[int]) -> Unstacked:
+        writer = _Writer(self)
+        invars: list[Var] = []
+        inputs = []
+        for k, var in enumerate(self.jaxpr.invars):
+            if k in split_in:
+                parts = [new_var(shaped(piece_aval(var.aval, Cut(0), self.count))) for _ in range(self.count)]
+                writer.parts[var, Cut(0)] = parts
+            else:
+                parts = [new_var(var.aval)]
+                writer.whole[var] = parts[0]
+            inputs.append(tuple(range(len(invars), len(invars) + len(parts))))
+            invars += parts
+        for eqn in self.jaxpr.eqns:
+            writer.equation(eqn)
+        outvars: list[Any] = []
+        outputs = []
+        for k, atom in enumerate(self.jaxpr.outvars):
+            made = writer.in_parts(atom, Cut(0), None) if k in split_out else [writer.value(atom, None)]
+            outputs.append(tuple(range(len(outvars), len(outvars) + len(made))))
+            outvars += made
+        jaxpr = remove_dead_code(make_jaxpr(invars, outvars, writer.eqns))
+        return Unstacked(jaxpr, self.count, tuple(inputs), tuple(outputs))
+
+
+def _conversion(atom: Any, have: Share, want: Share) -> int | None:
+    if have == want:
+        return 0
+    if isinstance(have, Whole) and isinstance(want, Cut):
+        return 1
+    if isinstance(have, Whole) and isinstance(want, Sum):
+        return 0 if isinstance(atom, Literal) and atom.val == 0 else None
+    return None
+
+
+class _Writer:
+    """Writes the program over parts: for each value, its parts, or it whole, whichever was made first."""
+
+    def __init__(self, of: _Unstacking):
+        self.of, self.count = of, of.count
+        self.eqns: list[JaxprEqn] = []
+        self.whole: dict[Var, Any] = {}
+        self.parts: dict[tuple[Var, Share], list[Any]] = {}
+
+    def value(self, atom: Any, source: Any) -> Any:
+        """A value whole; parts are joined once."""
+        if isinstance(atom, Literal):
+            return atom
+        if atom not in self.whole:
+            (share, parts) = next((s, p) for (var, s), p in self.parts.items() if var is atom)
+            dim = share.dim  # type: ignore[union-attr]
+            self.whole[atom] = self.add(lambda *xs: lax.concatenate(xs, dim), parts, source)
+        return self.whole[atom]
+
+    def in_parts(self, atom: Any, want: Share, source: Any) -> list[Any]:
+        """The parts of a value, or the same whole one for all."""
+        if not isinstance(want, Cut):
+            return [self.value(atom, source)] * self.count
+        if (atom, want) not in self.parts:
+            whole, size = self.value(atom, source), atom.aval.shape[want.dim] // self.count
+            self.parts[atom, want] = [
+                self.add(lambda x, k=k: lax.slice_in_dim(x, k * size, (k + 1) * size, axis=want.dim), [whole], source)
+                for k in range(self.count)
+            ]
+        return self.parts[atom, want]
+
+    def add(self, program: Callable[..., Any], operands: Sequence[Any], source: Any) -> Any:
+        flat, consts = flatten(*open_jaxpr(trace(program, *(a.aval for a in operands))))
+        assert not consts, "constants in a program of ours"
+        eqns, results = inline(flat, operands, source)
+        self.eqns += eqns
+        return results[0]
+
+    def equation(self, eqn: JaxprEqn) -> None:
+        if id(eqn) in self.of.cut_scans:
+            self.scan(eqn)
+        elif id(eqn) in self.of.way_of:
+            self.pieces(eqn)
+        elif eqn.primitive.name == "optimization_barrier":
+            self.barrier(eqn)
+        else:
+            operands = [self.value(a, eqn.source_info) for a in eqn.invars]
+            eqns, results = (
+                inline_from(
+                    make_jaxpr(
+                        [a for a in dict.fromkeys(eqn.invars) if not isinstance(a, Literal)], list(eqn.outvars), [eqn]
+                    ),
+                    [self.value(a, None) for a in dict.fromkeys(eqn.invars) if not isinstance(a, Literal)],
+                )
+                if is_structured(eqn)
+                else (None, None)
+            )
+            if eqns is None:
+                results = [new_var(var.aval) for var in eqn.outvars]
+                eqns = [replace_eqn(eqn, invars=operands, outvars=results)]
+            self.eqns += eqns
+            self.whole.update(zip(eqn.outvars, results, strict=True))
+
+    def barrier(self, eqn: JaxprEqn) -> None:
+        """A barrier on each part: what joined them before must not be shared with what comes after."""
+        for k in range(self.count):
+            pairs = [
+                (self.in_parts(a, self.of.of(var), eqn.source_info)[k], var)
+                for a, var in zip(eqn.invars, eqn.outvars, strict=True)
+                if isinstance(self.of.of(var), Cut)
+            ]
+            if pairs:
+                made = [new_var(a.aval) for a, _ in pairs]
+                self.eqns.append(replace_eqn(eqn, invars=[a for a, _ in pairs], outvars=made))
+                for (_, var), new in zip(pairs, made, strict=True):
+                    self.parts.setdefault((var, self.of.of(var)), []).append(new)
+        rest = [(a, v) for a, v in zip(eqn.invars, eqn.outvars, strict=True) if not isinstance(self.of.of(v), Cut)]
+        if rest:
+            made = [new_var(v.aval) for _, v in rest]
+            operands = [self.value(a, eqn.source_info) for a, _ in rest]
+            self.eqns.append(replace_eqn(eqn, invars=operands, outvars=made))
+            self.whole.update(zip((v for _, v in rest), made, strict=True))
+
+    def pieces(self, eqn: JaxprEqn) -> None:
+        way = self.of.way_of[id(eqn)]
+        rule = self.of.ways(eqn)[0]
+        key = equation_signature(eqn), way
+        if key not in self.of.programs:
+            avals = {
+                k: piece_aval(a.aval, want, self.count)
+                for k, (a, want) in enumerate(zip(eqn.invars, way.operands, strict=True))
+            }
+            self.of.programs[key] = piece_program(eqn, rule, way, self.count, avals)
+        operands = [self.in_parts(a, want, eqn.source_info) for a, want in zip(eqn.invars, way.operands, strict=True)]
+        made: list[list[Any]] = [[] for _ in eqn.outvars]
+        for k in range(self.count):
+            number = Literal(np.int32(k), shaped(jax.ShapeDtypeStruct((), jnp.int32)))
+            eqns, results = inline(self.of.programs[key], [number, *(parts[k] for parts in operands)], eqn.source_info)
+            self.eqns += eqns
+            for parts, result in zip(made, results, strict=True):
+                parts.append(result)
+        for var, share, parts in zip(eqn.outvars, way.results, made, strict=True):
+            match share:
+                case Cut():
+                    self.parts[var, share] = parts
+                case Sum() | Extreme():
+                    self.whole[var] = self.joined(share, parts, eqn.source_info)
+                case _:
+                    self.whole[var] = parts[0]
+
+    def joined(self, share: Share, parts: Sequence[Any], source: Any) -> Any:
+        join = jnp.add if isinstance(share, Sum) else jnp.maximum if share == Extreme("max") else jnp.minimum
+        so_far = parts[0]
+        for part in parts[1:]:
+            so_far = self.add(lambda a, b: join(a, b), [so_far, part], source)
+        return so_far
+
+    def scan(self, eqn: JaxprEqn) -> None:
+        """One scan for each part; the carries go from one to the next, in the order of the trips."""
+        parts = scan_parts(eqn)
+        source, reverse = eqn.source_info, eqn.params["reverse"]
+        consts = [self.value(outer, source) for outer, _ in parts.consts]
+        carries = [self.value(outer, source) for outer, *_ in parts.carries]
+        xs = [self.in_parts(outer, Cut(0), source) for outer, _ in parts.xs]
+        length = self.of.length // self.count
+        stacks: list[list[Any]] = [[None] * self.count for _ in parts.ys]
+        for k in reversed(range(self.count)) if reverse else range(self.count):
+            body_invars = [new_var(var.aval) for var in parts.body.invars]
+            eqns, outvars = inline_from(parts.body, body_invars)
+            body = make_jaxpr(body_invars, outvars, eqns)
+            params = {**scan_params(eqn.params, body, len(consts), len(carries)), "length": length}
+            made = [new_var(var.aval) for *_, var in parts.carries]
+            made_ys = [
+                new_var(shaped(jax.ShapeDtypeStruct((length, *a.aval.shape), a.aval.dtype))) for a, _ in parts.ys
+            ]
+            operands = [*consts, *carries, *(x[k] for x in xs)]
+            self.eqns.append(replace_eqn(eqn, invars=operands, outvars=[*made, *made_ys], params=params))
+            carries = list(made)
+            for stack, var in zip(stacks, made_ys, strict=True):
+                stack[k] = var
+        self.whole.update(zip((var for *_, var in parts.carries), carries, strict=True))
+        for (_, result), stack in zip(parts.ys, stacks, strict=True):
+            self.parts[result, Cut(0)] = stack
