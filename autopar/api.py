@@ -285,16 +285,16 @@ class ParallelStep:
 
 def compile_pipeline(origin: PipelineOrigin, devices: Sequence[Any]) -> Pipeline:
     """Compile all programs of a pipeline for real devices."""
-    pipeline, jaxpr, roles = origin.pipeline, origin.program.jaxpr, origin.roles
+    pipeline = origin.pipeline
+    cut = pipeline.cut
     return Pipeline(
         pipeline.stages,
         pipeline.streams,
         stage_devices(pipeline, devices),
-        jaxpr.invars,
-        jaxpr.outvars,
-        roles.donated,
+        cut.program.jaxpr,
+        cut.roles,
+        cut.stacks,
         pipeline.tasks.update.home,
-        [jaxpr.invars[k] for k in roles.state],
     )
 
 

@@ -334,22 +334,15 @@ class _Writer:
         elif eqn.primitive.name == "optimization_barrier":
             self.barrier(eqn)
         else:
-            operands = [self.value(a, eqn.source_info) for a in eqn.invars]
-            eqns, results = (
-                inline_from(
-                    make_jaxpr(
-                        [a for a in dict.fromkeys(eqn.invars) if not isinstance(a, Literal)], list(eqn.outvars), [eqn]
-                    ),
-                    [self.value(a, None) for a in dict.fromkeys(eqn.invars) if not isinstance(a, Literal)],
-                )
-                if is_structured(eqn)
-                else (None, None)
-            )
-            if eqns is None:
-                results = [new_var(var.aval) for var in eqn.outvars]
-                eqns = [replace_eqn(eqn, invars=operands, outvars=results)]
-            self.eqns += eqns
-            self.whole.update(zip(eqn.outvars, results, strict=True))
+            self.plain(eqn)
+
+    def plain(self, eqn: JaxprEqn) -> None:
+        """An equation on whole values; bodies of loops get variables of their own."""
+        outer = [a for a in dict.fromkeys(a for a in eqn.invars if not isinstance(a, Literal))]
+        alone = make_jaxpr(outer, list(eqn.outvars), [eqn])
+        eqns, results = inline_from(alone, [self.value(a, eqn.source_info) for a in outer])
+        self.eqns += eqns
+        self.whole.update(zip(eqn.outvars, results, strict=True))
 
     def barrier(self, eqn: JaxprEqn) -> None:
         """A barrier on each part: what joined them before must not be shared with what comes after."""

@@ -8,6 +8,7 @@ Method: phases, segments, tasks, one program per stage, each sharded on its own 
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.state import Roles
 from autopar.ir.structure import body_jaxprs, is_structured
 from autopar.ir.trace import Program
+from autopar.ir.unstack import Unstacked, layer_count, unstack, whole_stacks
 from autopar.ir.whole_batch import whole_batch
 from autopar.mesh import Cluster, Link, LogicalMesh
 from autopar.options import Options
@@ -48,8 +50,9 @@ class Cut:
     """A step in phases, ready to be cut into stages.
 
     Attributes:
-        program: The step.
+        program: The step; its scans over layers taken apart.
         roles: Its roles.
+        stacks: What became of the stacked arguments and results of the user's step.
         split: Its phases.
         chain: The segments of its loop.
         batch: Dims of the loop's values that run over samples.
@@ -57,6 +60,7 @@ class Cut:
 
     program: Program
     roles: Roles
+    stacks: Unstacked
     split: Microbatches
     chain: Chain
     batch: BatchDims
@@ -99,13 +103,78 @@ class Solved:
     known: dict[Hashable, StagePlan] = field(default_factory=dict)
 
 
-def cut_step(program: Program, roles: Roles, num_microbatches: int, semantics: str = "exact") -> Cut:
-    """Split a step into phases and segments.
+def in_parts(program: Program, roles: Roles, num_stages: int) -> tuple[Program, Roles, Unstacked]:
+    """The step with its scans over layers taken apart, if it has any: into as many parts as stages where that divides.
+
+    Args:
+        program: The step.
+        roles: Its roles.
+        num_stages: How many stages it is to be cut into.
+    """
+    length = layer_count(program.jaxpr)
+    count = _part_count(length, num_stages)
+    if count < 2:
+        return program, roles, whole_stacks(program.jaxpr)
+    stacks = unstack(program.jaxpr, length, count, roles.aliases)
+    if not any(len(stacks.inputs[k]) > 1 for k in roles.state):
+        return program, roles, whole_stacks(program.jaxpr)  # a scan over time, or over chunks: its weights are shared
+    size = length // count
+    paths = [
+        f"{program.in_paths[k]}[{number * size}:{(number + 1) * size}]" if len(parts) > 1 else program.in_paths[k]
+        for k, parts in enumerate(stacks.inputs[: program.num_args])
+        for number, _ in enumerate(parts)
+    ]
+    out_paths = [
+        f"{program.out_paths[k]}[{number * size}:{(number + 1) * size}]" if len(parts) > 1 else program.out_paths[k]
+        for k, parts in enumerate(stacks.outputs)
+        for number, _ in enumerate(parts)
+    ]
+    parted = dataclasses.replace(
+        program,
+        jaxpr=stacks.jaxpr,
+        in_paths=tuple(paths),
+        out_paths=tuple(out_paths),
+        in_avals=tuple(var.aval for var in stacks.jaxpr.invars[: len(paths)]),
+        out_avals=tuple(a.aval for a in stacks.jaxpr.outvars),
+        num_args=len(paths),
+    )
+    aliases = {
+        out: into
+        for k, old in roles.aliases.items()
+        for out, into in zip(stacks.outputs[k], stacks.inputs[old], strict=True)
+    }
+    parted_roles = Roles(
+        aliases,
+        tuple(sorted(aliases.values())),
+        tuple(at for k in roles.batch for at in stacks.inputs[k]),
+        tuple(roles.donated[k] for k, parts in enumerate(stacks.inputs) for _ in parts),
+        roles.state_arguments,
+    )
+    return parted, parted_roles, stacks
+
+
+def _part_count(length: int, num_stages: int) -> int:
+    """Parts of a scan of `length` layers: one per stage, or the fewest more that divide it."""
+    if length == 0 or num_stages == 1:
+        return 1
+    return next((n for n in range(num_stages, length + 1) if length % n == 0), length)
+
+
+def cut_step(program: Program, roles: Roles, num_stages: int, num_microbatches: int, semantics: str = "exact") -> Cut:
+    """Take a step apart: its scans over layers, its phases, its segments.
+
+    Args:
+        program: The step.
+        roles: Its roles.
+        num_stages: How many stages it is to be cut into.
+        num_microbatches: How many microbatches.
+        semantics: `"exact"` or `"per_microbatch"`.
 
     Raises:
         BatchError: The batch does not divide.
         MicrobatchError: Microbatches would compute something else.
     """
+    program, roles, stacks = in_parts(program, roles, num_stages)
     names = ", ".join(dict.fromkeys(program.in_paths[k].split("/")[0] for k in roles.batch))
     if num_microbatches > 1:
         split = split_microbatches(program.jaxpr, num_microbatches, roles.batch, semantics == "per_microbatch", names)
@@ -115,7 +184,7 @@ def cut_step(program: Program, roles: Roles, num_microbatches: int, semantics: s
     chain = make_chain(split.loop, split.loop.invars[1:first])
     pieces = {first + k: frozenset({0}) for k in range(len(split.pieces))}
     batch = follow_batch(split.loop, _rules(split.loop, {}), pieces)
-    return Cut(program, roles, split, chain, batch)
+    return Cut(program, roles, stacks, split, chain, batch)
 
 
 def _rules(jaxpr: Jaxpr, found: dict[int, ShardingRule]) -> dict[int, ShardingRule]:

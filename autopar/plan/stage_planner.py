@@ -87,7 +87,7 @@ def pipeline_of(
     sizes = _submesh_sizes(method, num_stages, cluster)
     count = method.num_microbatches or default_microbatches(program, roles, num_stages)
     report(f"cutting {program.name} into {num_stages} stages, {count} microbatches")
-    cut = cut_step(program, roles, count, options.microbatch_semantics)
+    cut = cut_step(program, roles, num_stages, count, options.microbatch_semantics)
     check_stage_count(cut, num_stages)
     borders = stage_borders(cut.chain, num_stages)
     meshes = [_meshes(method, cluster, size) for size in sizes]
@@ -177,12 +177,10 @@ def describe_pipeline(
             zip(pipeline.stages, pipeline.first_device, _spans(pipeline), strict=True)
         )
     )
-    values = tuple(_values(program, roles, pipeline))
+    values = tuple(_values(pipeline.cut.program, pipeline.cut.roles, pipeline))
     by_name = {v.name: v for v in values}
-    specs = [
-        by_name[path].sharding.partition_spec() if path in by_name else jax.sharding.PartitionSpec()
-        for path in program.in_paths
-    ]
+    firsts = [parts[0] for parts in pipeline.cut.stacks.inputs[: program.num_args]]
+    specs = [by_name[pipeline.cut.program.in_paths[at]].sharding.partition_spec() for at in firsts]
     return Plan(
         name=program.name,
         method=method_text,
@@ -288,14 +286,14 @@ def restore_pipeline(program: Program, roles: Roles, cluster: Cluster, method: M
     """
     schedule = getattr(method, "schedule", None)
     named = schedule if not isinstance(schedule, str | None) and schedule.name == plan.schedule else plan.schedule
-    cut = cut_step(program, roles, plan.num_microbatches, plan.microbatch_semantics)
+    cut = cut_step(program, roles, len(plan.stages), plan.num_microbatches, plan.microbatch_semantics)
     borders = tuple(stage.layers[0] for stage in plan.stages)
     assert borders == tuple(sorted(set(borders))) and borders[0] == 0, "stages overlap"
     assert plan.stages[-1].layers[-1] < cut.chain.num_segments, "there are fewer layers"
-    tasks = make_tasks(program.jaxpr, cut.split, cut.chain, borders)
+    tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders)
     stages = []
     for number, stage in enumerate(plan.stages):
-        made = stage_program(tasks, number, roles.aliases, cut.batch.dims)
+        made = stage_program(tasks, number, cut.roles.aliases, cut.batch.dims)
         sharded = given_choices(made, stage.logical_mesh, cluster, stage.choices, plan.cost)
         stages.append(lower_stage(made, stage.logical_mesh, cluster.device, sharded))
     options = dataclasses.replace(method.options(), memory_budget_bytes=None)

@@ -16,13 +16,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar._jax import Var
+from autopar._jax import Jaxpr, Var
 from autopar.inter_op.stage_plan import StagePlan
 from autopar.ir.pieces import Share
+from autopar.ir.state import Roles
+from autopar.ir.unstack import Unstacked
 from autopar.partition.task import ArrayType, TaskFunction, task_function
 from autopar.plan.emit import Streams
 from autopar.plan.instructions import Free, Instruction, MeshId, Recv, Run, Send
 from autopar.runtime.local import device_mesh
+from autopar.runtime.stacks import Stack
 from autopar.runtime.transfer import Transfer, make_transfer
 
 
@@ -39,16 +42,26 @@ class Pipeline:
         stages: Sequence[StagePlan],
         streams: Streams,
         devices: Sequence[Sequence[jax.Device]],
-        arguments: Sequence[Var],
-        results: Sequence[Any],
-        donated: Sequence[bool],
+        jaxpr: Jaxpr,
+        roles: Roles,
+        stacks: Unstacked,
         home: Mapping[Var, int],
-        state: Sequence[Var],
     ):
-        self._streams, self._stages, self._arguments, self._results = streams, stages, list(arguments), list(results)
+        """Compile everything.
+
+        Args:
+            stages: Each on its mesh.
+            streams: What the meshes do.
+            devices: Of each stage.
+            jaxpr: The step, its stacks in parts.
+            roles: Of that step.
+            stacks: What the user's arguments and results have become in it.
+            home: Stage at which each argument lives.
+        """
+        self._streams, self._arguments, self._results = streams, list(jaxpr.invars), list(jaxpr.outvars)
         self._places = [device_mesh(s.mesh, d) for s, d in zip(stages, devices, strict=True)]
-        self._donated = {v for v, d in zip(arguments, donated, strict=True) if d}
-        self._home, self._state = home, set(state)
+        self._donated = {v for v, d in zip(jaxpr.invars, roles.donated, strict=True) if d}
+        self._home, self._unstacked = home, stacks
         self._types: dict[int, ArrayType] = {}
         self._functions: dict[str, TaskFunction] = {}
         self._may_overwrite = _last_reads(streams)
@@ -60,7 +73,12 @@ class Pipeline:
         self._numbers = self._make_numbers()
         self._entries = self._make_entries()
         self._seen: list[Any] = [None] * len(self._entries)
-        self.in_shardings = self._shardings()
+        self.placements = self._shardings()
+        self._stacks_in, self._stacks_out = self._make_stacks(roles)
+        self.in_shardings = [
+            self.placements[parts[0]] if len(parts) == 1 else self._stacks_in[k].sharding or self.placements[parts[0]]
+            for k, parts in enumerate(stacks.inputs)
+        ]
 
     # Compiling.
 
@@ -162,17 +180,42 @@ class Pipeline:
         anywhere = jax.sharding.NamedSharding(self._places[0], jax.sharding.PartitionSpec())
         return [f if f is not None else anywhere for f in found]
 
+    def _make_stacks(self, roles: Roles) -> tuple[dict[int, Stack], dict[int, Stack]]:
+        """The arguments and results of the user's step that are parts here."""
+        entering, leaving = {}, {}
+        for k, parts in enumerate(self._unstacked.inputs):
+            if len(parts) > 1:
+                shape = self._arguments[parts[0]].aval.shape
+                whole = (shape[0] * len(parts), *shape[1:])
+                entering[k] = Stack(whole, [self.placements[at] for at in parts])
+        into = {out: at for out, at in roles.aliases.items()}
+        by_first = {parts[0]: k for k, parts in enumerate(self._unstacked.inputs)}
+        for k, parts in enumerate(self._unstacked.outputs):
+            if len(parts) > 1:
+                leaving[k] = entering[by_first[into[parts[0]]]]
+        return entering, leaving
+
     # Running.
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
-        """Run one step on flat arguments."""
+        """Run one step on the user's flat arguments."""
+        parts: list[Any] = []
+        for k, positions in enumerate(self._unstacked.inputs):
+            if len(positions) > 1:
+                parts += self._stacks_in[k].split(arrays[k])
+            else:
+                parts.append(arrays[k])
         held: dict[int, Any] = dict(self._numbers)
-        self._place(arrays, held)
+        self._place(parts, held)
         for call in self._calls:
             call(held)
-        return [
+        made = [
             held[at] if at is not None else jnp.asarray(atom.val, atom.aval.dtype)
             for at, atom in zip(self._streams.results, self._results, strict=True)
+        ]
+        return [
+            self._stacks_out[k].join([made[at] for at in positions]) if len(positions) > 1 else made[positions[0]]
+            for k, positions in enumerate(self._unstacked.outputs)
         ]
 
     def _place(self, arrays: Sequence[Any], held: dict[int, Any]) -> None:

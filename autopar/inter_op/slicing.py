@@ -1,0 +1,193 @@
+"""Stage slicing: cut a chain of layers into stages and give each stage a submesh.
+
+In:     stage_seconds[first, last, submesh], float64 seconds of one microbatch, inf = does not fit; the submeshes' sizes.
+Out:    `Slicing`: the stages of least pipeline latency.
+Method: dynamic programming over (stages left, first layer, devices left) for each bound on the slowest stage;
+        latency = sum of stages + (microbatches - 1) * slowest + transfers at the borders;
+        Zheng et al., "Alpa", OSDI 2022, sec. 5.2, eq. 3. All devices are used. A stage with k stages from it to the end
+        holds k microbatches in flight under 1F1B, which its memory must allow.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.errors import InfeasibleError
+
+
+@dataclass(frozen=True, slots=True)
+class SlicedStage:
+    """Layers `first` to `last`, both included, on a submesh of kind `submesh`."""
+
+    first: int
+    last: int
+    submesh: int
+
+
+@dataclass(frozen=True, slots=True)
+class Slicing:
+    """Stages of a pipeline.
+
+    Attributes:
+        latency_seconds: Of one step of all microbatches.
+        stages: In order.
+    """
+
+    latency_seconds: float
+    stages: tuple[SlicedStage, ...]
+
+
+def slice_stages(
+    stage_seconds: np.ndarray,
+    submesh_sizes: Sequence[int] | Sequence[Sequence[int]],
+    num_devices: int | Sequence[int],
+    num_microbatches: int,
+    *,
+    transfer_seconds: np.ndarray | None = None,
+    max_in_flight: np.ndarray | None = None,
+    gap: float = 0.0,
+) -> Slicing:
+    """The slicing of least latency.
+
+    Args:
+        stage_seconds: `[first, last, submesh]`: seconds that layers first..last need for one microbatch, forward and
+            backward; inf where they do not fit; entries with last < first are not read.
+        submesh_sizes: Devices of each kind of submesh; with several kinds of devices, how many of each kind.
+        num_devices: Devices, all of which are used; with several kinds, how many of each.
+        num_microbatches: m.
+        transfer_seconds: `[layer]`: seconds per microbatch to bring what crosses the border before that layer over it,
+            there and back; entry 0 is not read.
+        max_in_flight: `[first, last, submesh]`: how many microbatches the stage's memory holds at once.
+        gap: Bounds on the slowest stage that differ by less than this part are tried as one; 0: the exact optimum.
+
+    Raises:
+        InfeasibleError: No slicing uses all devices and fits.
+    """
+    seconds = np.array(stage_seconds, dtype=float)
+    sizes = [tuple(s) if isinstance(s, Sequence) else (int(s),) for s in submesh_sizes]
+    total = tuple(num_devices) if isinstance(num_devices, Sequence) else (int(num_devices),)
+    num_layers = seconds.shape[0]
+    lower = np.tril(np.ones((num_layers, num_layers), bool), -1)
+    seconds[lower] = np.inf
+    border = np.zeros(num_layers) if transfer_seconds is None else np.array(transfer_seconds, dtype=float)
+    limits = None if max_in_flight is None else np.array(max_in_flight, dtype=float)
+    search = _Search(seconds, sizes, total, border, limits, num_microbatches)
+    bounds = np.unique(seconds[np.isfinite(seconds)])
+    free = search.least(np.inf)
+    if free is None:
+        raise InfeasibleError(
+            "no slicing into stages fits.",
+            given=f"{num_layers} layers, submeshes of {[s[0] if len(s) == 1 else s for s in sizes]} devices, "
+            f"{total[0] if len(total) == 1 else total} devices",
+            wrong="no stages that fit use all devices.",
+            do="allow more kinds of submeshes, or raise the memory budget.",
+            constraint="stages",
+        )
+    best = Slicing(search.latency(free[1]), free[1])
+    tried = -np.inf
+    for bound in bounds:
+        # No slicing under a larger bound whose slowest stage comes near it can be better than this.
+        if free[0] + (num_microbatches - 1) * bound >= best.latency_seconds:
+            break
+        if bound <= tried * (1 + gap):
+            continue
+        tried = bound
+        found = search.least(float(bound) * (1 + gap))
+        if found is not None:
+            latency = search.latency(found[1])
+            if latency < best.latency_seconds:
+                best = Slicing(latency, found[1])
+    return best
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Search:
+    seconds: np.ndarray
+    sizes: Sequence[tuple[int, ...]]
+    total: tuple[int, ...]
+    border: np.ndarray
+    limits: np.ndarray | None
+    num_microbatches: int
+
+    def latency(self, stages: Sequence[SlicedStage]) -> float:
+        times = [float(self.seconds[s.first, s.last, s.submesh]) for s in stages]
+        crossing = sum(float(self.border[s.first]) for s in stages[1:])
+        return sum(times) + (self.num_microbatches - 1) * max(times) + crossing
+
+    def least(self, bound: float) -> tuple[float, tuple[SlicedStage, ...]] | None:
+        """The slicing of least sum whose stages all take at most `bound`."""
+        return self.unlimited(bound) if self.limits is None else self.limited(bound)
+
+    def unlimited(self, bound: float) -> tuple[float, tuple[SlicedStage, ...]] | None:
+        """best[first, devices left]: however many stages follow."""
+        layers, shape = self.seconds.shape[0], tuple(n + 1 for n in self.total)
+        best = np.full((layers + 1, *shape), np.inf)
+        came = np.full((layers + 1, *shape, 2), -1)
+        best[(layers, *(0 for _ in shape))] = 0.0
+        for first in range(layers - 1, -1, -1):
+            for last, submesh in itertools.product(range(first, layers), range(len(self.sizes))):
+                time = self.seconds[first, last, submesh]
+                if time <= bound and np.isfinite(time):
+                    cost = time + (self.border[last + 1] if last + 1 < layers else 0.0)
+                    _relax(best[first], came[first], best[last + 1] + cost, self.sizes[submesh], (last, submesh))
+        value = float(best[(0, *self.total)])
+        if not np.isfinite(value):
+            return None
+        stages, first, left = [], 0, self.total
+        while first < layers:
+            last, submesh = (int(x) for x in came[(first, *left)])
+            stages.append(SlicedStage(first, last, submesh))
+            left = tuple(a - b for a, b in zip(left, self.sizes[submesh], strict=True))
+            first = last + 1
+        return value, tuple(stages)
+
+    def limited(self, bound: float) -> tuple[float, tuple[SlicedStage, ...]] | None:
+        """best[stages from here to the end][first, devices left]: so many microbatches are in flight here."""
+        assert self.limits is not None
+        layers, shape = self.seconds.shape[0], tuple(n + 1 for n in self.total)
+        most = min(layers, sum(self.total) // min(sum(s) for s in self.sizes))
+        before = np.full((layers + 1, *shape), np.inf)
+        before[(layers, *(0 for _ in shape))] = 0.0
+        steps: list[np.ndarray] = []
+        answer: tuple[float, int] | None = None
+        for behind in range(1, most + 1):
+            in_flight = min(behind, self.num_microbatches)
+            best = np.full((layers + 1, *shape), np.inf)
+            came = np.full((layers + 1, *shape, 2), -1)
+            for first in range(layers - 1, -1, -1):
+                for last, submesh in itertools.product(range(first, layers), range(len(self.sizes))):
+                    time = self.seconds[first, last, submesh]
+                    if time <= bound and np.isfinite(time) and self.limits[first, last, submesh] >= in_flight:
+                        cost = time + (self.border[last + 1] if last + 1 < layers else 0.0)
+                        _relax(best[first], came[first], before[last + 1] + cost, self.sizes[submesh], (last, submesh))
+            steps.append(came)
+            value = float(best[(0, *self.total)])
+            if np.isfinite(value) and (answer is None or value < answer[0]):
+                answer = value, behind
+            before = best
+        if answer is None:
+            return None
+        stages, first, left = [], 0, self.total
+        for behind in range(answer[1], 0, -1):
+            last, submesh = (int(x) for x in steps[behind - 1][(first, *left)])
+            stages.append(SlicedStage(first, last, submesh))
+            left = tuple(a - b for a, b in zip(left, self.sizes[submesh], strict=True))
+            first = last + 1
+        return answer[0], tuple(stages)
+
+
+def _relax(
+    best: np.ndarray, came: np.ndarray, following: np.ndarray, size: tuple[int, ...], step: tuple[int, int]
+) -> None:
+    """Take `following`, shifted by the devices of one more submesh, where it is better."""
+    if any(n >= length for n, length in zip(size, best.shape, strict=True)):
+        return
+    here = tuple(slice(n, None) for n in size)
+    there = tuple(slice(None, length - n) for n, length in zip(size, best.shape, strict=True))
+    better = following[there] < best[here]
+    best[here] = np.where(better, following[there], best[here])
+    came[here] = np.where(better[..., None], np.array(step), came[here])

@@ -1,0 +1,132 @@
+"""Stacked layers that live on several stages: one array to the user, one part per stage to the pipeline.
+
+In:     a stacked array as the user passes it, or the parts as programs made them.
+Out:    its parts; and of parts one value again: a `jax.Array` over the devices of all stages where these are alike (dim 0
+        is split over them first), else a `StackedArray`, which has the shape and dtype of the whole and behaves as an
+        array wherever one is read.
+Method: no byte moves: the array of all stages is made of the parts' own buffers. What was handed out is remembered, so
+        that it comes apart again without work when it is passed to the next step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+
+class StackedArray:
+    """Parts of one array, one behind the other along dim 0, on the devices of several pipeline stages.
+
+    Attributes:
+        parts: The parts, each on its stage.
+        shape: Of the whole.
+        dtype: Its element type.
+    """
+
+    def __init__(self, parts: Sequence[jax.Array]):
+        self.parts = tuple(parts)
+        self.shape = (sum(p.shape[0] for p in parts), *parts[0].shape[1:])
+        self.dtype = parts[0].dtype
+        self.weak_type = False
+
+    @property
+    def ndim(self) -> int:
+        """Number of dims."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole."""
+        return self.size * self.dtype.itemsize
+
+    def block_until_ready(self) -> StackedArray:
+        """Wait until all parts are there."""
+        for part in self.parts:
+            part.block_until_ready()
+        return self
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        whole = np.concatenate([np.asarray(p) for p in self.parts])
+        return whole if dtype is None else whole.astype(dtype)
+
+    def __jax_array__(self) -> jax.Array:
+        return jnp.asarray(np.asarray(self))
+
+    def __getitem__(self, index: Any) -> Any:
+        return jnp.asarray(np.asarray(self)[index])
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __repr__(self) -> str:
+        return f"StackedArray(shape={self.shape}, dtype={self.dtype}, {len(self.parts)} parts)"
+
+
+class Stack:
+    """How one stacked value of the step comes apart and together."""
+
+    def __init__(self, shape: tuple[int, ...], parts: Sequence[NamedSharding]):
+        self.shape, self.count = shape, len(parts)
+        self.sharding = joint_sharding(parts)
+        self._parts = list(parts)
+        self._known: dict[int, tuple[weakref.ref, tuple[jax.Array, ...]]] = {}
+
+    def split(self, array: Any) -> Sequence[Any]:
+        """The parts; those of an array that `join` made are its own buffers."""
+        if isinstance(array, StackedArray):
+            return array.parts
+        known = self._known.get(id(array))
+        if known is not None and known[0]() is array:
+            return known[1]
+        if isinstance(array, jax.Array) and self.sharding is not None and array.sharding == self.sharding:
+            return self._of_shards(array)
+        rows = self.shape[0] // self.count
+        if not isinstance(array, jax.Array):
+            array = np.asarray(array)
+        return [array[k * rows : (k + 1) * rows] for k in range(self.count)]
+
+    def _of_shards(self, array: jax.Array) -> list[jax.Array]:
+        data = {shard.device: shard.data for shard in array.addressable_shards}
+        shape = (self.shape[0] // self.count, *self.shape[1:])
+        return [
+            jax.make_array_from_single_device_arrays(shape, part, [data[d] for d in part.mesh.devices.flat])
+            for part in self._parts
+        ]
+
+    def join(self, parts: Sequence[jax.Array]) -> Any:
+        """The parts as one value."""
+        if self.sharding is None:
+            return StackedArray(parts)
+        buffers = []
+        for part, kind in zip(parts, self._parts, strict=True):
+            data = {shard.device: shard.data for shard in part.addressable_shards}
+            buffers += [data[d] for d in kind.mesh.devices.flat]
+        whole = jax.make_array_from_single_device_arrays(self.shape, self.sharding, buffers)
+        key = id(whole)
+        self._known[key] = weakref.ref(whole, lambda _: self._known.pop(key, None)), tuple(parts)
+        return whole
+
+
+def joint_sharding(parts: Sequence[NamedSharding]) -> NamedSharding | None:
+    """The sharding of the whole over the devices of all parts; None where the parts are not alike, or share devices."""
+    first = parts[0]
+    alike = all(p.spec == first.spec and p.mesh.axis_names == first.mesh.axis_names for p in parts)
+    shapes = {p.mesh.devices.shape for p in parts}
+    devices = [d for p in parts for d in p.mesh.devices.flat]
+    if not alike or len(shapes) > 1 or len(set(devices)) < len(devices):
+        return None
+    mesh = jax.sharding.Mesh(np.stack([p.mesh.devices for p in parts]), ("stage", *first.mesh.axis_names))
+    leading = first.spec[0] if len(first.spec) else None
+    inner = () if leading is None else (leading,) if isinstance(leading, str) else tuple(leading)
+    return NamedSharding(mesh, PartitionSpec(("stage", *inner), *first.spec[1:]))
