@@ -62,7 +62,7 @@ class Task:
     """A part of a stage's program that is run at once.
 
     Attributes:
-        kind: `"init"`, `"F"`, `"B"` or `"U"`.
+        kind: `"init"`, `"F"`, `"B"`, `"W"` or `"U"`.
         stage: Its stage.
         round: Of an update: which.
         jaxpr: Over variables of the joint program.
@@ -145,7 +145,7 @@ class _Builder:
         self.tasks, self.stage, self.step_aliases, self.batch_dims = tasks, stage, aliases, batch_dims
         split = self.split = tasks.split
         self.count = split.count
-        self.forward, self.backward = tasks.forward[stage], tasks.backward[stage]
+        self.forward, self.backward, self.weight = tasks.forward[stage], tasks.backward[stage], tasks.weight[stage]
         self.number = split.loop.invars[0]
         first = 1 + len(split.invariants)
         self.invariant_of = dict(zip(split.loop.invars[1:first], split.invariants, strict=True))
@@ -154,7 +154,7 @@ class _Builder:
 
     def build(self) -> StageProgram:
         split, stage, update = self.split, self.stage, self.update
-        own = {id(eqn): eqn for eqn in (*self.forward, *self.backward)}
+        own = {id(eqn): eqn for eqn in (*self.forward, *self.backward, *self.weight)}
         order = {id(eqn): k for k, eqn in enumerate(split.loop.eqns)}
         eqns = sorted(own.values(), key=lambda eqn: order[id(eqn)])
         read = dict.fromkeys(a for eqn in eqns for a in _operands(eqn))
@@ -179,8 +179,9 @@ class _Builder:
 
         # Sums: each is added up by the task that makes it.
         sums = [new_var(shaped(accumulator_type(r.var.aval, r.share))) for r, _ in carried]
-        updated, adding = [], {"F": [], "B": []}  # type: ignore[var-annotated]
-        slots: dict[str, list[tuple[Slot, Slot]]] = {"F": [], "B": []}
+        updated: list[Any] = []
+        adding: dict[str, list[JaxprEqn]] = {kind: [] for kind in "FBW"}
+        slots: dict[str, list[tuple[Slot, Slot]]] = {kind: [] for kind in "FBW"}
         for (r, atom), before in zip(carried, sums, strict=True):
             kind = self.kind_of(atom)
             share = r.share
@@ -211,7 +212,7 @@ class _Builder:
             body = make_jaxpr(
                 [*consts, *sums, self.number, *pieces, *received],
                 [*updated, *parts],
-                [*eqns, *adding["F"], *adding["B"]],
+                [*eqns, *(eqn for kind in "FBW" for eqn in adding[kind])],
             )
             out_totals = [new_var(v.aval) for v in sums]
             out_stacks = [new_var(_stack_aval(a.aval, self.count)) for a in parts]
@@ -299,7 +300,7 @@ class _Builder:
         found: dict[Var, None] = {}
         for other in range(self.tasks.num_stages):
             if other != self.stage:
-                eqns = (*self.tasks.forward[other], *self.tasks.backward[other])
+                eqns = (*self.tasks.forward[other], *self.tasks.backward[other], *self.tasks.weight[other])
                 theirs = {var for eqn in eqns for var in eqn.outvars}
                 found.update((a, None) for eqn in eqns for a in _operands(eqn) if a in made_here and a not in theirs)
         return [v for eqn in self.split.loop.eqns for v in eqn.outvars if v in found]
@@ -372,7 +373,7 @@ class _Builder:
         later += [a for a in (*outputs, *leaving) if not isinstance(a, Literal)]
         found.append(self.init(consts, sums, rows, later, arguments))
         kept = self.tasks.kept[self.stage].values
-        for kind, eqns in (("F", self.forward), ("B", self.backward)):
+        for kind, eqns in (("F", self.forward), ("B", self.backward), ("W", self.weight)):
             task = self.loop_task(kind, eqns, adding[kind], sums[kind], rows, sent, kept)
             if task is not None:
                 found.append(task)
@@ -395,7 +396,7 @@ class _Builder:
         read = dict.fromkeys([*(a for eqn in eqns for a in _operands(eqn)), *(s.var for s in outputs)])
         inputs = [Slot("argument", v, v) for v in arguments if v in read]
         jaxpr = make_jaxpr([s.var for s in inputs], [s.var for s in outputs], eqns)
-        begun = [slot for kind in "FB" for slot, _ in sums[kind]] + [Slot("rows", r.var, None) for r, _ in rows]
+        begun = [slot for kind in "FBW" for slot, _ in sums[kind]] + [Slot("rows", r.var, None) for r, _ in rows]
         return Task("init", self.stage, 0, jaxpr, tuple(inputs), (*outputs, *begun))
 
     def loop_task(
@@ -432,6 +433,9 @@ class _Builder:
         leaving = [v for v in sent if v in made and made_at.get(v) == (kind, self.stage)]
         if kind == "F":
             leaving += [v for v in kept if v in made and v not in leaving]
+        if kind == "B":
+            later = dict.fromkeys(a for eqn in self.weight for a in _operands(eqn))
+            leaving += [v for v in later if made_at.get(v) == ("B", self.stage) and v not in leaving]
         outputs = [Slot("loop", v, v) for v in leaving]
         outputs += [after for _, after in sums]
         outputs += [Slot("rows", r.var, a) for r, a in own_rows]
@@ -453,6 +457,8 @@ class _Builder:
         found = []
         is_argument = set(arguments)
         for number, eqns in enumerate(rounds):
+            if not eqns:
+                continue
             read = dict.fromkeys(a for eqn in eqns for a in _operands(eqn) if made_in.get(a) != number)
             inputs = []
             for v in read:

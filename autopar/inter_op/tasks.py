@@ -30,6 +30,7 @@ class Tasks:
         num_stages: Number of stages.
         forward: Per stage, equations of the loop, in order.
         backward: Per stage, equations of the loop in order; those that run again first.
+        weight: Per stage, the part of its backward that no other stage waits for, where the backward is split; else ().
         kept: Per stage, what passes from forward to backward.
         before: Per stage, equations before the loop, in order.
         update: Where each equation after the loop runs, and where values live.
@@ -41,6 +42,7 @@ class Tasks:
     num_stages: int
     forward: tuple[tuple[JaxprEqn, ...], ...]
     backward: tuple[tuple[JaxprEqn, ...], ...]
+    weight: tuple[tuple[JaxprEqn, ...], ...]
     kept: tuple[Kept, ...]
     before: tuple[tuple[JaxprEqn, ...], ...]
     update: Update
@@ -52,7 +54,9 @@ class Tasks:
         return any(self.backward)
 
 
-def make_tasks(jaxpr: Jaxpr, split: Microbatches, chain: Chain, borders: Sequence[int]) -> Tasks:
+def make_tasks(
+    jaxpr: Jaxpr, split: Microbatches, chain: Chain, borders: Sequence[int], split_backward: bool = False
+) -> Tasks:
     """Cut a step into stages.
 
     Args:
@@ -60,6 +64,7 @@ def make_tasks(jaxpr: Jaxpr, split: Microbatches, chain: Chain, borders: Sequenc
         split: Its phases; `chain` is of its loop.
         chain: Segments.
         borders: First segment of each stage, from 0.
+        split_backward: Make what no other stage waits for (the gradients of weights) a task of its own.
     """
     num_stages = len(borders)
     stage_of = [max(s for s, first in enumerate(borders) if first <= k) for k in range(chain.num_segments)]
@@ -90,7 +95,7 @@ def make_tasks(jaxpr: Jaxpr, split: Microbatches, chain: Chain, borders: Sequenc
     light_results = [a for a in results if a in light]
     made_at.update(dict.fromkeys(light_results, ("F", 0)))
     forward = [with_light(own["F", s], light_results if s == 0 else ()) for s in range(num_stages)]
-    backward, kept = [], []
+    backward, weight, kept = [], [], []
     free = {*light, *chain.loop.invars}
     for s in range(num_stages):
         made = {var for eqn in own["F", s] for var in eqn.outvars}
@@ -99,22 +104,53 @@ def make_tasks(jaxpr: Jaxpr, split: Microbatches, chain: Chain, borders: Sequenc
         wanted = dict.fromkeys(a for eqn in own["B", s] for a in _operands(eqn) if a in at_hand)
         choice = choose_residuals(own["F", s], list(wanted), free, received)
         kept.append(choice)
-        backward.append(with_light([*choice.again, *own["B", s]]))
-    update = place_update(jaxpr, split, num_stages, forward, backward, made_at)
+        at_once, later = _waited_for(own["B", s], s, own, num_stages) if split_backward else (own["B", s], [])
+        made_at.update((var, ("W", s)) for eqn in later for var in eqn.outvars)
+        backward.append(with_light([*_again_for(at_once, choice.again), *at_once]))
+        weight.append(with_light([*_again_for(later, choice.again), *later]))
+    behind = [[*b, *w] for b, w in zip(backward, weight, strict=True)]
+    update = place_update(jaxpr, split, num_stages, forward, behind, made_at)
     before = []
     for s in range(num_stages):
-        before.append(tuple(_before(jaxpr, split, s, forward[s], backward[s], update)))
+        before.append(tuple(_before(jaxpr, split, s, forward[s], behind[s], update)))
     return Tasks(
         jaxpr,
         split,
         num_stages,
         tuple(map(tuple, forward)),
         tuple(map(tuple, backward)),
+        tuple(map(tuple, weight)),
         tuple(kept),
         tuple(before),
         update,
         made_at,
     )
+
+
+def _waited_for(
+    eqns: Sequence[JaxprEqn], stage: int, own: Mapping[tuple[str, int], Sequence[JaxprEqn]], num_stages: int
+) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+    """A stage's backward in two: what other stages wait for, and the rest."""
+    waited = {a for s in range(num_stages) if s != stage for eqn in own["B", s] for a in _operands(eqn)}
+    at_once, later = [], []
+    for eqn in reversed(eqns):
+        if eqn.effects or any(var in waited for var in eqn.outvars):
+            at_once.append(eqn)
+            waited.update(_operands(eqn))
+        else:
+            later.append(eqn)
+    return at_once[::-1], later[::-1]
+
+
+def _again_for(eqns: Sequence[JaxprEqn], again: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """Those of the forward equations that run again which these equations need."""
+    wanted = {a for eqn in eqns for a in _operands(eqn)}
+    found = []
+    for eqn in reversed(again):
+        if any(var in wanted for var in eqn.outvars):
+            found.append(eqn)
+            wanted.update(_operands(eqn))
+    return found[::-1]
 
 
 def _operands(eqn: JaxprEqn) -> list[Var]:

@@ -29,7 +29,7 @@ class Update:
     """Placement of what comes after the loop, and of the step's arguments and results.
 
     Attributes:
-        rounds: Per stage, per round, equations in order.
+        rounds: Per stage, per round, equations in order; there may be none in a round.
         stage_of: Stage of each value that the update makes; a value made everywhere it is read has none.
         round_of: Round in which it is made.
         results: Per stage, the values that its part of the loop makes for the update or for the user.
@@ -218,7 +218,7 @@ class _Placement:
             outputs.append(at)
         rounds = []
         for stage in range(self.num_stages):
-            numbers = sorted({*by_round[stage], *([0] if stage in extra else [])})
+            numbers = range(1 + max([-1, *by_round[stage], *([0] if stage in extra else [])]))
             done: dict[int, None] = {}
             of_stage = []
             for number in numbers:

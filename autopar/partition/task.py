@@ -146,7 +146,7 @@ def task_function(
         out_specs=[t.sharding.spec for t in outputs],
         check_vma=False,
     )
-    in_place = {b.slot.key for b in plan.outputs if b.slot.kind == "sum"} if task.kind in "FB" else set()
+    in_place = {b.slot.key for b in plan.outputs if b.slot.kind == "sum"} if task.kind in ("F", "B", "W") else set()
     over = [
         (b.slot.kind == "sum" and b.slot.key in in_place) or bool(donated and donated[k])
         for k, b in enumerate(plan.inputs)

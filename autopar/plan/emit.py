@@ -17,6 +17,7 @@ from autopar._jax import Var
 from autopar.inter_op.stage_plan import Border, StagePlan, TaskPlan
 from autopar.inter_op.stage_program import Slot
 from autopar.inter_op.tasks import Tasks
+from autopar.ir.work import num_bytes
 from autopar.mesh import Sharding
 from autopar.plan.instructions import BufferId, Free, Instruction, MeshId, Recv, Run, Send, reads, writes
 from autopar.plan.schedules import Step
@@ -30,6 +31,7 @@ class Buffer:
         key: The value's variable.
         kind: As of `Slot`.
         mesh: Where it is.
+        stage: Whose it is.
         sharding: How it lies there.
         num_bytes: On one device.
         microbatch: Of which; -1: of none.
@@ -40,6 +42,7 @@ class Buffer:
     key: Any
     kind: str
     mesh: MeshId
+    stage: int
     sharding: Sharding
     num_bytes: int
     microbatch: int
@@ -54,18 +57,18 @@ class Streams:
     Attributes:
         instructions: Per mesh.
         buffers: What each buffer is.
-        arguments: Buffers that hold arguments when the step begins: (argument's variable, mesh) -> buffer.
+        arguments: Buffers that hold arguments when the step begins: (argument's variable, stage) -> buffer.
         pieces: The same for batch arguments in pieces.
-        numbers: (mesh, microbatch) -> buffer of the microbatch's number.
+        numbers: (stage, microbatch) -> buffer of the microbatch's number.
         results: For each result of the step its buffer; None: it is a constant.
         programs: Program name -> its task.
     """
 
     instructions: Mapping[MeshId, tuple[Instruction, ...]]
     buffers: tuple[Buffer, ...]
-    arguments: Mapping[tuple[Var, MeshId], BufferId]
-    pieces: Mapping[tuple[Var, MeshId], BufferId]
-    numbers: Mapping[tuple[MeshId, int], BufferId]
+    arguments: Mapping[tuple[Var, int], BufferId]
+    pieces: Mapping[tuple[Var, int], BufferId]
+    numbers: Mapping[tuple[int, int], BufferId]
     results: tuple[BufferId | None, ...]
     programs: Mapping[str, TaskPlan]
 
@@ -77,8 +80,8 @@ def emit_instructions(
 
     Args:
         tasks: The step cut into stages.
-        stages: Each on its mesh; mesh i is stage i's.
-        order: Steps per stage.
+        stages: Each on its mesh; stage s is on mesh s modulo the number of meshes.
+        order: Steps per mesh; chunk c of mesh i is stage c times the number of meshes plus i.
         state: Arguments that come back: they live at one stage, which sends them to the others that read them.
     """
     return _Emitter(tasks, stages, order, state).emit()
@@ -88,8 +91,13 @@ def emit_instructions(
 class _Event:
     """A run to be emitted."""
 
+    stage: int
     task: TaskPlan
     microbatch: int
+
+
+_Channel = tuple[MeshId, int, int]
+"""Who sends (mesh and place among its runs) to which stage."""
 
 
 class _Emitter:
@@ -97,56 +105,62 @@ class _Emitter:
         self, tasks: Tasks, stages: Sequence[StagePlan], order: Sequence[Sequence[Step]], state: Sequence[Var]
     ):
         self.tasks, self.stages, self.order, self.state = tasks, stages, order, dict.fromkeys(state)
+        self.num_meshes = len(order)
         self.buffers: list[Buffer] = []
-        self.held: dict[tuple[MeshId, str, Any, int], BufferId] = {}
-        self.streams: dict[MeshId, list[Instruction]] = {s: [] for s in range(len(stages))}
-        self.arguments: dict[tuple[Var, MeshId], BufferId] = {}
-        self.pieces: dict[tuple[Var, MeshId], BufferId] = {}
-        self.numbers: dict[tuple[MeshId, int], BufferId] = {}
+        self.held: dict[tuple[int, str, Any, int], BufferId] = {}
+        self.streams: dict[MeshId, list[Instruction]] = {mesh: [] for mesh in range(self.num_meshes)}
+        self.arguments: dict[tuple[Var, int], BufferId] = {}
+        self.pieces: dict[tuple[Var, int], BufferId] = {}
+        self.numbers: dict[tuple[int, int], BufferId] = {}
         self.message = 0
 
+    def mesh_of(self, stage: int) -> MeshId:
+        return stage % self.num_meshes
+
     def emit(self) -> Streams:
-        events = [self.events(s) for s in range(len(self.stages))]
+        events = [self.events(mesh) for mesh in range(self.num_meshes)]
         # Who makes what, and who reads it: messages are known before anything is written.
         maker: dict[tuple[str, Any, int], tuple[MeshId, int]] = {}
+        own_values: list[set[tuple[str, Any, int]]] = [set() for _ in self.stages]
         for mesh, own in enumerate(events):
             for at, event in enumerate(own):
                 for border in event.task.outputs:
                     if border.slot.kind in ("loop", "value"):
-                        maker.setdefault(self.name(border.slot, event.microbatch), (mesh, at))
-        wanted: dict[tuple[MeshId, int, MeshId], dict[tuple[str, Any, int], Border]] = {}
-        first_read: dict[tuple[MeshId, int, MeshId], int] = {}
-        for mesh, own in enumerate(events):
-            made_here = {
-                self.name(b.slot, e.microbatch) for e in own for b in e.task.outputs if b.slot.kind in ("loop", "value")
-            }
+                        name = self.name(border.slot, event.microbatch)
+                        own_values[event.stage].add(name)
+                        maker.setdefault(name, (mesh, at))
+        wanted: dict[_Channel, dict[tuple[str, Any, int], Border]] = {}
+        first_read: dict[_Channel, int] = {}
+        for own in events:
             for at, event in enumerate(own):
                 for border in event.task.inputs:
                     name = self.name(border.slot, event.microbatch)
-                    if border.slot.kind in ("loop", "value") and name not in made_here:
-                        source, made_by = maker[name]
-                        channel = source, made_by, mesh
+                    if border.slot.kind in ("loop", "value") and name not in own_values[event.stage]:
+                        channel = (*maker[name], event.stage)
                         wanted.setdefault(channel, {}).setdefault(name, border)
-                        first_read.setdefault(channel, at)
+                        first_read[channel] = min(first_read.get(channel, at), at)
         self.send_arguments(events)
-        numbers: dict[tuple[MeshId, int, MeshId], int] = {}
+        numbers: dict[_Channel, int] = {}
         for channel in wanted:
             numbers[channel] = self.message
             self.message += 1
         for mesh, own in enumerate(events):
-            arriving: dict[int, list[tuple[MeshId, int, MeshId]]] = {}
+            arriving: dict[int, list[_Channel]] = {}
             for channel, at in first_read.items():
-                if channel[2] == mesh:
+                if self.mesh_of(channel[2]) == mesh:
                     arriving.setdefault(at, []).append(channel)
+            leaving: dict[int, list[_Channel]] = {}
+            for channel in wanted:
+                if channel[0] == mesh:
+                    leaving.setdefault(channel[1], []).append(channel)
             for at, event in enumerate(own):
                 for channel in arriving.get(at, ()):
-                    received = [self.new(border, mesh, name[2]) for name, border in wanted[channel].items()]
+                    received = [self.new(border, channel[2], name[2]) for name, border in wanted[channel].items()]
                     self.streams[mesh].append(Recv(tuple(received), channel[0], numbers[channel]))
                 self.run(event, mesh)
-                for channel in wanted:
-                    if channel[:2] == (mesh, at):
-                        buffers = tuple(self.held[(mesh, *name)] for name in wanted[channel])
-                        self.streams[mesh].append(Send(buffers, channel[2], numbers[channel]))
+                for channel in leaving.get(at, ()):
+                    buffers = tuple(self.held[(event.stage, *name)] for name in wanted[channel])
+                    self.streams[mesh].append(Send(buffers, self.mesh_of(channel[2]), numbers[channel]))
         results = self.results()
         kept = {b for b in results if b is not None}
         return Streams(
@@ -159,97 +173,103 @@ class _Emitter:
             {t.task.name: t for stage in self.stages for t in stage.tasks},
         )
 
-    def events(self, stage: int) -> list[_Event]:
-        """The runs of a stage, in order."""
-        plan = self.stages[stage]
-        by_kind = {kind: plan.task(kind) for kind in ("init", "F", "B", "W")}
-        found = [_Event(by_kind["init"], -1)] if by_kind["init"] is not None else []
-        for step in self.order[stage]:
-            task = by_kind.get(step.kind)
+    def events(self, mesh: MeshId) -> list[_Event]:
+        """The runs of a mesh, in order."""
+        own = range(mesh, len(self.stages), self.num_meshes)
+        found = []
+        for stage in own:
+            task = self.stages[stage].task("init")
             if task is not None:
-                found.append(_Event(task, step.microbatch))
-        return found + [_Event(t, -1) for t in plan.tasks if t.task.kind == "U"]
+                found.append(_Event(stage, task, -1))
+        for step in self.order[mesh]:
+            stage = step.chunk * self.num_meshes + mesh
+            task = self.stages[stage].task(step.kind)
+            if task is not None:
+                found.append(_Event(stage, task, step.microbatch))
+        updates = [(t.task.round, stage, t) for stage in own for t in self.stages[stage].tasks if t.task.kind == "U"]
+        return found + [_Event(stage, t, -1) for _, stage, t in sorted(updates, key=lambda u: u[:2])]
 
     def name(self, slot: Slot, microbatch: int) -> tuple[str, Any, int]:
         return slot.kind, slot.key, microbatch if slot.kind in ("loop", "number") else -1
 
-    def new(self, border: Border, mesh: MeshId, microbatch: int) -> BufferId:
+    def new(self, border: Border, stage: int, microbatch: int) -> BufferId:
         """A new buffer, which holds the value from now on."""
         slot = border.slot
-        count = self.stages[mesh].program.count
+        count = self.stages[stage].program.count
         aval = slot.var.aval if slot.kind == "sum" and hasattr(slot.var, "aval") else slot.key.aval
         shape = tuple(aval.shape)
         if slot.kind == "piece":
             shape = (count, *shape)
         elif slot.kind == "rows":
-            share = self.stages[mesh].program.shares[slot.key]
+            share = self.stages[stage].program.shares[slot.key]
             shape = (count, *(n // count if d == share.dim else n for d, n in enumerate(shape)))  # type: ignore[union-attr]
+        mesh = self.mesh_of(stage)
         self.buffers.append(
-            Buffer(slot.key, slot.kind, mesh, border.sharding, border.num_bytes, microbatch, shape, aval.dtype)
+            Buffer(slot.key, slot.kind, mesh, stage, border.sharding, border.num_bytes, microbatch, shape, aval.dtype)
         )
         at = len(self.buffers) - 1
-        self.held[(mesh, *self.name(slot, microbatch))] = at
+        self.held[(stage, *self.name(slot, microbatch))] = at
         return at
 
     def run(self, event: _Event, mesh: MeshId) -> None:
-        task, microbatch = event.task, event.microbatch
-        inputs = [self.operand(border, mesh, microbatch) for border in task.inputs]
+        task, microbatch, stage = event.task, event.microbatch, event.stage
+        inputs = [self.operand(border, stage, microbatch) for border in task.inputs]
         # Rows are written in place: the task reads them too.
-        inputs += [self.held[(mesh, *self.name(b.slot, microbatch))] for b in task.written_rows]
+        inputs += [self.held[(stage, *self.name(b.slot, microbatch))] for b in task.written_rows]
         if task.needs_number:
-            inputs.append(self.number(mesh, microbatch))
-        outputs = [self.new(border, mesh, microbatch) for border in task.outputs]
-        self.streams[mesh].append(Run(task.task.name, mesh, max(microbatch, 0), tuple(inputs), tuple(outputs)))
+            inputs.append(self.number(stage, microbatch))
+        outputs = [self.new(border, stage, microbatch) for border in task.outputs]
+        self.streams[mesh].append(Run(task.task.name, stage, max(microbatch, 0), tuple(inputs), tuple(outputs)))
 
-    def number(self, mesh: MeshId, microbatch: int) -> BufferId:
+    def number(self, stage: int, microbatch: int) -> BufferId:
         """The buffer that holds the number of a microbatch."""
-        key = (mesh, "number", self.tasks.split.loop.invars[0], microbatch)
+        var = self.tasks.split.loop.invars[0]
+        key = (stage, "number", var, microbatch)
         if key not in self.held:
-            var = self.tasks.split.loop.invars[0]
-            at = self.new(Border(Slot("number", var, var), Sharding(()), 4), mesh, microbatch)
-            self.numbers[mesh, microbatch] = at
+            at = self.new(Border(Slot("number", var, var), Sharding(()), 4), stage, microbatch)
+            self.numbers[stage, microbatch] = at
         return self.held[key]
 
-    def operand(self, border: Border, mesh: MeshId, microbatch: int) -> BufferId:
-        key = (mesh, *self.name(border.slot, microbatch))
+    def operand(self, border: Border, stage: int, microbatch: int) -> BufferId:
+        key = (stage, *self.name(border.slot, microbatch))
         if key not in self.held:
-            at = self.new(border, mesh, key[3])
+            at = self.new(border, stage, key[3])
             match border.slot.kind:
                 case "argument":
-                    self.arguments[border.slot.key, mesh] = at
+                    self.arguments[border.slot.key, stage] = at
                 case "piece":
-                    outer = {inner: var for var, inner in self.stages[mesh].program.stacks.values()}
-                    self.pieces[outer[border.slot.key], mesh] = at
+                    outer = {inner: var for var, inner in self.stages[stage].program.stacks.values()}
+                    self.pieces[outer[border.slot.key], stage] = at
                 case "number":
-                    self.numbers[mesh, microbatch] = at
+                    self.numbers[stage, microbatch] = at
                 case kind:
-                    raise AssertionError(f"{kind} {border.slot.key} is read on mesh {mesh} before it is there")
+                    raise AssertionError(f"{kind} {border.slot.key} is read by stage {stage} before it is there")
         return self.held[key]
 
     def send_arguments(self, events: Sequence[Sequence[_Event]]) -> None:
         """State that several stages read is sent from where it lives, one message for each reader."""
         home = self.tasks.update.home
-        wanted: dict[tuple[MeshId, MeshId], dict[Var, Border]] = {}
-        for mesh, own in enumerate(events):
+        wanted: dict[tuple[int, int], dict[Var, Border]] = {}
+        for own in events:
             for event in own:
                 for border in event.task.inputs:
                     var = border.slot.key
-                    if border.slot.kind == "argument" and var in self.state and home[var] != mesh:
-                        wanted.setdefault((home[var], mesh), {})[var] = border
-        for (source, mesh), values in wanted.items():
+                    if border.slot.kind == "argument" and var in self.state and home[var] != event.stage:
+                        wanted.setdefault((home[var], event.stage), {})[var] = border
+        for (source, stage), values in wanted.items():
             sent = []
             for var, border in values.items():
                 if (source, "argument", var, -1) not in self.held:
                     own_border = self.border_at_home(var, source) or border
                     self.arguments[var, source] = self.new(own_border, source, -1)
                 sent.append(self.held[source, "argument", var, -1])
-            self.streams[source].append(Send(tuple(sent), mesh, self.message))
-            received = [self.new(border, mesh, -1) for border in values.values()]
-            self.streams[mesh].append(Recv(tuple(received), source, self.message))
+            self.streams[self.mesh_of(source)].append(Send(tuple(sent), self.mesh_of(stage), self.message))
+            received = [self.new(border, stage, -1) for border in values.values()]
+            self.streams[self.mesh_of(stage)].append(Recv(tuple(received), self.mesh_of(source), self.message))
             self.message += 1
 
-    def border_at_home(self, var: Var, mesh: MeshId) -> Border | None:
-        for task in self.stages[mesh].tasks:
+    def border_at_home(self, var: Var, stage: int) -> Border | None:
+        for task in self.stages[stage].tasks:
             for border in task.inputs:
                 if border.slot.kind == "argument" and border.slot.key is var:
                     return border
@@ -259,13 +279,18 @@ class _Emitter:
         found: list[BufferId | None] = []
         update = self.tasks.update
         for k, atom in enumerate(self.tasks.jaxpr.outvars):
-            mesh = update.outputs[k]
+            stage = update.outputs[k]
             if hasattr(atom, "val"):
                 found.append(None)
                 continue
-            at = self.held.get((mesh, "value", atom, -1))
+            at = self.held.get((stage, "value", atom, -1))
             if at is None:
-                at = self.arguments.get((atom, mesh))
+                at = self.arguments.get((atom, stage))
+            if at is None and (stage, "argument", atom, -1) not in self.held:
+                # An argument that no one reads is handed back as it came.
+                sharding = Sharding.replicated(len(atom.aval.shape))
+                at = self.new(Border(Slot("argument", atom, atom), sharding, num_bytes(atom)), stage, -1)
+                self.arguments[atom, stage] = at
             found.append(at)
         return tuple(found)
 

@@ -40,7 +40,7 @@ from autopar.options import Options
 from autopar.plan.check import Contract, check_streams
 from autopar.plan.emit import Streams, emit_instructions
 from autopar.plan.instructions import Run, Send
-from autopar.plan.schedules import Schedule
+from autopar.plan.schedules import Schedule, num_chunks, splits_backward
 from autopar.plan.simulate import Simulation, simulate
 from autopar.plan.timeline import Event, Timeline
 
@@ -238,7 +238,7 @@ def plan_pipeline(
     Raises:
         InfeasibleError: A stage does not fit; says which and by how much.
     """
-    tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders)
+    tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits_backward(schedule))
     stages = []
     for number, candidates in enumerate(meshes):
         program = stage_program(tasks, number, cut.roles.aliases, cut.batch.dims)
@@ -359,14 +359,15 @@ def assemble(
     Raises:
         InfeasibleError: The microbatches in flight do not fit.
     """
-    order = schedule.order(len(stages), cut.split.count)
+    order = schedule.order(len(stages) // num_chunks(schedule), cut.split.count)
     state = [cut.program.jaxpr.invars[k] for k in cut.roles.state]
     streams = emit_instructions(tasks, stages, order, state)
-    check_streams(streams.instructions, contract_of(streams))
-    first_device, at = [], 0
-    for stage in stages:
+    check_streams(streams.instructions, contract_of(streams, cut.split.count))
+    num_meshes, first_device, at = len(order), [], 0
+    for stage in stages[:num_meshes]:
         first_device.append(at)
         at += stage.mesh.num_devices
+    first_device = [first_device[number % num_meshes] for number in range(len(stages))]
     donated = {v for v, d in zip(cut.program.jaxpr.invars, cut.roles.donated, strict=True) if d}
     simulation = simulate_streams(streams, stages, first_device, cluster, donated)
     budget = options.memory_budget_bytes or cluster.device.memory_bytes
@@ -384,7 +385,7 @@ def assemble(
     return PipelinePlan(cut, borders, tasks, tuple(stages), tuple(first_device), schedule, streams, simulation)
 
 
-def contract_of(streams: Streams) -> Contract:
+def contract_of(streams: Streams, num_microbatches: int) -> Contract:
     """What the streams must keep, told from the programs and not from the streams."""
     number = next(iter(streams.numbers.values()), None)
     number_key = streams.buffers[number].key if number is not None else None
@@ -395,16 +396,13 @@ def contract_of(streams: Streams) -> Contract:
         return found + [("number", number_key)] * plan.needs_number
 
     given: dict[int, list[int]] = {mesh: [] for mesh in streams.instructions}
-    for (_, mesh), at in (*streams.arguments.items(), *streams.pieces.items()):
-        given[mesh].append(at)
-    for (mesh, _), at in streams.numbers.items():
-        given[mesh].append(at)
-    count = {name: plan for name, plan in streams.programs.items()}
-    runs = []
-    for name, plan in count.items():
-        per_microbatch = plan.task.kind in ("F", "B", "W")
-        times = len({m for (mesh, m) in _microbatches(streams) if mesh == plan.task.stage}) if per_microbatch else 1
-        runs += [(name, k) for k in range(times if per_microbatch else 1)]
+    for at in (*streams.arguments.values(), *streams.pieces.values(), *streams.numbers.values()):
+        given[streams.buffers[at].mesh].append(at)
+    runs = [
+        (name, k)
+        for name, plan in streams.programs.items()
+        for k in range(num_microbatches if plan.task.kind in ("F", "B", "W") else 1)
+    ]
     return Contract(
         given,
         [at for at in streams.results if at is not None],
@@ -414,15 +412,6 @@ def contract_of(streams: Streams) -> Contract:
         [b.mesh for b in streams.buffers],
         runs,
     )
-
-
-def _microbatches(streams: Streams) -> set[tuple[int, int]]:
-    return {
-        (mesh, i.microbatch)
-        for mesh, stream in streams.instructions.items()
-        for i in stream
-        if isinstance(i, Run) and streams.programs[i.program].task.kind in ("F", "B", "W")
-    }
 
 
 def simulate_streams(
@@ -441,8 +430,8 @@ def simulate_streams(
         return transfer_seconds(total, stages[mesh].mesh.num_devices, stages[send.peer].mesh.num_devices, link)
 
     held: dict[int, list[int]] = {mesh: [] for mesh in streams.instructions}
-    for (_, mesh), at in (*streams.arguments.items(), *streams.pieces.items()):
-        held[mesh].append(at)
+    for at in (*streams.arguments.values(), *streams.pieces.values()):
+        held[streams.buffers[at].mesh].append(at)
     return simulate(
         streams.instructions,
         lambda run: streams.programs[run.program].seconds,

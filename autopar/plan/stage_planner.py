@@ -38,7 +38,7 @@ from autopar.plan.pipeline import (
     timeline_of,
 )
 from autopar.plan.plan import Cost, Plan, Stage, Submesh, Value
-from autopar.plan.schedules import find_schedule
+from autopar.plan.schedules import find_schedule, num_chunks, splits_backward
 
 Report = Callable[[str], None]
 MICROBATCHES_PER_STAGE = 4
@@ -84,8 +84,9 @@ def pipeline_of(
             )
     else:
         num_stages = method.pipeline
-    sizes = _submesh_sizes(method, num_stages, cluster)
-    count = method.num_microbatches or default_microbatches(program, roles, num_stages)
+    num_stages *= num_chunks(schedule)
+    sizes = _submesh_sizes(method, num_stages // num_chunks(schedule), cluster) * num_chunks(schedule)
+    count = method.num_microbatches or default_microbatches(program, roles, num_stages // num_chunks(schedule))
     report(f"cutting {program.name} into {num_stages} stages, {count} microbatches")
     cut = cut_step(program, roles, num_stages, count, options.microbatch_semantics)
     check_stage_count(cut, num_stages)
@@ -215,7 +216,8 @@ def _operations(pipeline: PipelinePlan, stage: int) -> tuple[str, str]:
 def cost_of(pipeline: PipelinePlan, planning_seconds: float) -> Cost:
     """What the simulation says of a step, on average over all devices."""
     stages, count = pipeline.stages, pipeline.cut.split.count
-    devices = sum(s.mesh.num_devices for s in stages)
+    num_meshes = len(pipeline.streams.instructions)
+    devices = sum(s.mesh.num_devices for s in stages[:num_meshes])
     compute = communication = 0.0
     collectives: list[Collective] = []
     for number, stage in enumerate(stages):
@@ -231,8 +233,8 @@ def cost_of(pipeline: PipelinePlan, planning_seconds: float) -> Cost:
         compute,
         communication,
         max(0.0, seconds - compute - communication),
-        tuple(pipeline.simulation.peak_bytes[mesh] for mesh in range(len(stages))),
-        max(_argument_bytes(pipeline, mesh) for mesh in range(len(stages))),
+        tuple(pipeline.simulation.peak_bytes[number % num_meshes] for number in range(len(stages))),
+        max(_argument_bytes(pipeline, mesh) for mesh in range(num_meshes)),
         tuple(collectives),
         max(s.sharded.solution.gap for s in stages),
         "optimal" if all(s.sharded.solution.status == "optimal" for s in stages) else "feasible",
@@ -242,8 +244,8 @@ def cost_of(pipeline: PipelinePlan, planning_seconds: float) -> Cost:
 
 def _argument_bytes(pipeline: PipelinePlan, mesh: int) -> int:
     streams = pipeline.streams
-    given = [at for (_, m), at in (*streams.arguments.items(), *streams.pieces.items()) if m == mesh]
-    return sum(streams.buffers[at].num_bytes for at in given)
+    given = (*streams.arguments.values(), *streams.pieces.values())
+    return sum(streams.buffers[at].num_bytes for at in given if streams.buffers[at].mesh == mesh)
 
 
 def _values(program: Program, roles: Roles, pipeline: PipelinePlan) -> list[Value]:
@@ -273,7 +275,7 @@ def _values(program: Program, roles: Roles, pipeline: PipelinePlan) -> list[Valu
         if k not in roles.aliases and result is not None:
             buffer = streams.buffers[result]
             values.append(
-                Value(program.out_paths[k], "result", buffer.shape, str(buffer.dtype), buffer.sharding, buffer.mesh)
+                Value(program.out_paths[k], "result", buffer.shape, str(buffer.dtype), buffer.sharding, buffer.stage)
             )
     return values
 
@@ -290,7 +292,7 @@ def restore_pipeline(program: Program, roles: Roles, cluster: Cluster, method: M
     borders = tuple(stage.layers[0] for stage in plan.stages)
     assert borders == tuple(sorted(set(borders))) and borders[0] == 0, "stages overlap"
     assert plan.stages[-1].layers[-1] < cut.chain.num_segments, "there are fewer layers"
-    tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders)
+    tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits_backward(find_schedule(named)))
     stages = []
     for number, stage in enumerate(plan.stages):
         made = stage_program(tasks, number, cut.roles.aliases, cut.batch.dims)

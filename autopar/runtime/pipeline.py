@@ -85,9 +85,7 @@ class Pipeline:
     def _compile_stage(self, stage: StagePlan, places: jax.sharding.Mesh) -> None:
         shares: dict[Any, Share] = dict(stage.program.shares)
         runs = {
-            instruction.program: instruction
-            for instruction in self._streams.instructions[stage.program.stage]
-            if isinstance(instruction, Run)
+            instruction.program: instruction for instruction in self._stream_of(stage) if isinstance(instruction, Run)
         }
         for plan in stage.tasks:
             run = runs.get(plan.task.name)
@@ -109,13 +107,16 @@ class Pipeline:
             for at, kind in zip((*run.inputs, *run.outputs), (*made.inputs, *made.outputs), strict=True):
                 self._types.setdefault(at, kind)
             self.programs[run.program] = _compile(made, run.program)
-        for instruction in self._streams.instructions[stage.program.stage]:
-            if isinstance(instruction, Run):
+        for instruction in self._stream_of(stage):
+            if isinstance(instruction, Run) and instruction.stage == stage.program.stage:
                 made = self._functions[instruction.program]
                 for at, kind in zip(
                     (*instruction.inputs, *instruction.outputs), (*made.inputs, *made.outputs), strict=True
                 ):
                     self._types.setdefault(at, kind)
+
+    def _stream_of(self, stage: StagePlan) -> Sequence[Instruction]:
+        return self._streams.instructions[stage.program.stage % len(self._streams.instructions)]
 
     def _call(self, mesh: MeshId, instruction: Instruction) -> Callable[[dict[int, Any]], None]:
         match instruction:
@@ -141,7 +142,7 @@ class Pipeline:
         """A buffer that is only sent on has no program that tells its type; it is its receiver's."""
         if source not in self._types:
             buffer = self._streams.buffers[source]
-            places = self._places[buffer.mesh]
+            places = self._places[buffer.stage]
             spec = buffer.sharding.partition_spec()
             self._types[source] = ArrayType(buffer.shape, buffer.dtype, jax.sharding.NamedSharding(places, spec))
         assert target in self._types, f"buffer {target} is received and read by no program"
@@ -156,11 +157,11 @@ class Pipeline:
         """What is placed at the beginning of a step: (argument, buffer, type, kind)."""
         position = {var: k for k, var in enumerate(self._arguments)}
         found = []
-        for (var, mesh), at in self._streams.arguments.items():
+        for (var, stage), at in self._streams.arguments.items():
             if at not in self._types:
                 buffer = self._streams.buffers[at]
                 spec = buffer.sharding.partition_spec()
-                sharding = jax.sharding.NamedSharding(self._places[mesh], spec)
+                sharding = jax.sharding.NamedSharding(self._places[stage], spec)
                 self._types[at] = ArrayType(buffer.shape, buffer.dtype, sharding)
             found.append((position[var], at, self._types[at], "argument"))
         for (var, _), at in self._streams.pieces.items():
@@ -171,7 +172,7 @@ class Pipeline:
         found: list[Any] = [None] * len(self._arguments)
         for k, at, kind, what in self._entries:
             home = self._home.get(self._arguments[k])
-            if what == "argument" and (found[k] is None or self._streams.buffers[at].mesh == home):
+            if what == "argument" and (found[k] is None or self._streams.buffers[at].stage == home):
                 found[k] = kind.sharding
         for k, _, kind, what in self._entries:
             if what == "piece" and found[k] is None:

@@ -26,9 +26,7 @@ def brute_force(seconds, sizes, total, microbatches, border=None, limits=None):
     best = np.inf
     for stages in all_slicings(seconds.shape[0], sizes, total):
         times = [seconds[s] for s in stages]
-        if limits is not None and any(
-            limits[s] < min(len(stages) - k, microbatches) for k, s in enumerate(stages)
-        ):
+        if limits is not None and any(limits[s] < min(len(stages) - k, microbatches) for k, s in enumerate(stages)):
             continue
         crossing = 0.0 if border is None else sum(border[first] for first, _, _ in stages[1:])
         best = min(best, sum(times) + (microbatches - 1) * max(times) + crossing)

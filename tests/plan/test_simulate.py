@@ -130,7 +130,10 @@ def test_what_is_written_in_place_takes_no_more():
     streams = {0: [run("a", (0,), (1,), 0), Free((0,)), run("a", (1,), (2,), 1), Free((1,)), run("c", (2,), (3,))]}
     num_bytes = [40, 40, 40, 8]
     assert simulated(streams, num_bytes, held={0: (0,)}).peak_bytes == {0: 80}
-    in_place = lambda run: run.inputs if run.program == "a" else ()  # noqa: E731
+
+    def in_place(run):
+        return run.inputs if run.program == "a" else ()
+
     assert simulated(streams, num_bytes, held={0: (0,)}, overwritten=in_place).peak_bytes == {0: 48}
     # The sum itself is part of what the program works with, and is counted once.
     found = simulated(streams, num_bytes, {"a": 45, "c": 0}, held={0: (0,)}, overwritten=in_place)

@@ -8,10 +8,12 @@ from __future__ import annotations
 from autopar.errors import AutoparError
 from autopar.plan.schedules.gpipe import GPipe
 from autopar.plan.schedules.inference import Inference
+from autopar.plan.schedules.interleaved import Interleaved
 from autopar.plan.schedules.one_f_one_b import OneFOneB
-from autopar.plan.schedules.schedule import Schedule, Step
+from autopar.plan.schedules.schedule import Schedule, Step, num_chunks, splits_backward
+from autopar.plan.schedules.zero_bubble import ZeroBubbleH1
 
-SCHEDULES: dict[str, Schedule] = {s.name: s for s in (GPipe(), OneFOneB(), Inference())}
+SCHEDULES: dict[str, Schedule] = {s.name: s for s in (GPipe(), OneFOneB(), Interleaved(), ZeroBubbleH1(), Inference())}
 
 
 def find_schedule(schedule: str | Schedule) -> Schedule:
@@ -32,4 +34,16 @@ def find_schedule(schedule: str | Schedule) -> Schedule:
     return schedule
 
 
-__all__ = ["SCHEDULES", "GPipe", "Inference", "OneFOneB", "Schedule", "Step", "find_schedule"]
+__all__ = [
+    "SCHEDULES",
+    "GPipe",
+    "Inference",
+    "Interleaved",
+    "OneFOneB",
+    "Schedule",
+    "Step",
+    "ZeroBubbleH1",
+    "find_schedule",
+    "num_chunks",
+    "splits_backward",
+]

@@ -32,8 +32,18 @@ class Schedule(Protocol):
     name: str
 
     def order(self, num_stages: int, num_microbatches: int) -> list[list[Step]]:
-        """For each stage, its steps in order: every kind of every microbatch once."""
+        """For each mesh, its steps in order: every kind of every microbatch once, for each of its chunks."""
         ...
+
+
+def num_chunks(schedule: Schedule) -> int:
+    """How many stages one mesh holds: the schedule's `num_chunks`, 1 where it has none."""
+    return getattr(schedule, "num_chunks", 1)
+
+
+def splits_backward(schedule: Schedule) -> bool:
+    """Whether backward steps are split into B and W: the schedule's `splits_backward`, False where it has none."""
+    return getattr(schedule, "splits_backward", False)
 
 
 def clocks(order: Sequence[Sequence[Step]], backward_clocks: int = 1) -> tuple[int, list[list[tuple[int, Step]]]]:
@@ -49,27 +59,29 @@ def clocks(order: Sequence[Sequence[Step]], backward_clocks: int = 1) -> tuple[i
     Raises:
         ValueError: The stages wait for each other in a circle.
     """
-    num_stages = len(order)
+    num_meshes = len(order)
+    num_stages = num_meshes * (1 + max((step.chunk for steps in order for step in steps), default=0))
     done: dict[tuple[int, str, int], int] = {}
-    free, at = [0] * num_stages, [0] * num_stages
+    free, at = [0] * num_meshes, [0] * num_meshes
     found: list[list[tuple[int, Step]]] = [[] for _ in order]
     while any(k < len(steps) for k, steps in zip(at, order, strict=True)):
         moved = False
-        for stage, steps in enumerate(order):
-            if at[stage] == len(steps):
+        for mesh, steps in enumerate(order):
+            if at[mesh] == len(steps):
                 continue
-            step = steps[at[stage]]
+            step = steps[at[mesh]]
+            stage = step.chunk * num_meshes + mesh
             needs = _needs(stage, step, num_stages)
             if all(need in done for need in needs):
-                start = max([free[stage], *(done[need] for need in needs)])
+                start = max([free[mesh], *(done[need] for need in needs)])
                 end = start + (backward_clocks if step.kind == "B" else 1)
-                done[stage, step.kind, step.microbatch] = free[stage] = end
-                found[stage].append((start, step))
-                at[stage] += 1
+                done[stage, step.kind, step.microbatch] = free[mesh] = end
+                found[mesh].append((start, step))
+                at[mesh] += 1
                 moved = True
         if not moved:
             waiting = [
-                f"stage {s}: {steps[k]}" for s, (k, steps) in enumerate(zip(at, order, strict=True)) if k < len(steps)
+                f"mesh {s}: {steps[k]}" for s, (k, steps) in enumerate(zip(at, order, strict=True)) if k < len(steps)
             ]
             raise ValueError(f"the schedule cannot go on: {'; '.join(waiting)}.")
     return max(free), found

@@ -1,0 +1,282 @@
+"""Pipelines compute what `jax.jit` does: a sample of models, stages and schedules; plan files, marks, and what is refused."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.errors import DeviceCountError, MicrobatchError, PipelineError
+from tests.models.case import Case
+from tests.models.registry import CASES
+from tests.sweep import QUICK, SLOW, _host, reference, relative_error
+
+MODELS = (
+    "mlp_schedule_clip",
+    "gpt_unrolled",
+    "gpt_tied_dropout",
+    "linen_encoder_decoder",
+    "equinox_unet",
+    "haiku_lstm",
+    "lora",
+    "mlp_loss_scale_bfloat16",
+    "moe_top2_capacity",
+    "matrix_factorization",
+)
+LAYOUTS = {
+    "2 of 4": {"num_stages": 2},
+    "4 of 2": {"num_stages": 4},
+    "8 of 1": {"num_stages": 8},
+    "3 of 2": {"num_stages": 3},
+    "1+1+2+4": {"submeshes": (1, 1, 2, 4)},
+}
+"""Stages; those that are not said to be 3 take 8 devices."""
+SCHEDULES, COUNTS = ("gpipe", "1f1b"), (1, 4, 3)
+UNEVEN = ("linen_encoder_decoder", "equinox_unet")
+"""Models whose stages take long to solve on several devices."""
+
+
+def draw_cells(seed):
+    """One cell for each model, each layout and count at least once."""
+    random = np.random.default_rng(seed)
+    layouts = list(random.permutation(list(LAYOUTS) * 2))
+    cells = []
+    for name in sorted(MODELS, key=lambda name: name not in UNEVEN):
+        at = layouts.index("8 of 1") if name in UNEVEN else 0
+        cells.append((name, str(layouts.pop(at)), str(random.choice(SCHEDULES)), int(random.choice(COUNTS))))
+    return cells
+
+
+CELLS = draw_cells(4)
+
+
+def make_step(case, num_devices=8, **method):
+    cluster = autopar.Cluster.local(jax.devices()[:num_devices], device=SLOW, intra=QUICK)
+    method = autopar.PipelineParallel(**method)
+    return autopar.parallelize(case.step, cluster=cluster, method=method, batch_argnums=(1,))
+
+
+def check_steps(case: Case, compiled) -> None:
+    """Three steps equal those of plain `jax.jit`."""
+    state = case.state
+    for batch, want in zip(case.batches, reference(case), strict=True):
+        state, metrics = compiled(state, batch)
+        for (path, got), leaf in zip(
+            jax.tree_util.tree_leaves_with_path((state, metrics)), jax.tree.leaves(want), strict=True
+        ):
+            assert relative_error(_host(got), leaf) <= case.tolerance, jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("name, layout, schedule, num_microbatches", CELLS)
+def test_model(name, layout, schedule, num_microbatches):
+    case = CASES[name]()
+    num_devices = 6 if layout == "3 of 2" else 8
+    step = make_step(case, num_devices, schedule=schedule, num_microbatches=num_microbatches, **LAYOUTS[layout])
+    compiled = step.compile(case.state, case.batches[0])
+    plan = compiled.plan
+    assert plan.schedule == schedule and plan.num_microbatches == num_microbatches
+    assert sum(stage.submesh.num_devices for stage in plan.stages) == num_devices
+    check_steps(case, compiled)
+
+
+def test_the_sample_covers_what_there_is():
+    models, layouts, schedules, counts = map(set, zip(*CELLS, strict=True))
+    assert models == set(MODELS) and layouts == set(LAYOUTS)
+    assert schedules == set(SCHEDULES) and counts == set(COUNTS)
+
+
+def test_plan_file(tmp_path):
+    case = CASES["mlp_schedule_clip"]()
+    step = make_step(case, 4, num_stages=2, num_microbatches=3, schedule="gpipe")
+    plan = step.plan(case.state, case.batches[0])
+    plan.save(tmp_path / "plan.json")
+    loaded = autopar.Plan.load(tmp_path / "plan.json")
+    assert loaded.streams == plan.streams and loaded.cost == plan.cost and str(loaded) == str(plan)
+    again = make_step(case, 4, num_stages=2, num_microbatches=3, schedule="gpipe")
+    compiled = again.compile(case.state, case.batches[0], plan=loaded)
+    assert compiled.plan == plan and compiled.plan.streams == plan.streams
+    check_steps(case, compiled)
+
+
+def test_programs_are_named_as_in_the_streams():
+    case = CASES["mlp_schedule_clip"]()
+    compiled = make_step(case, 2, num_stages=2, num_microbatches=3).compile(case.state, case.batches[0])
+    named = {i.program for stream in compiled.plan.streams.values() for i in stream if hasattr(i, "program")}
+    assert set(compiled.programs) == named
+    assert {f"stage{stage}/{kind}" for stage in (0, 1) for kind in "FBU"} <= named
+    assert all(isinstance(program, jax.stages.Compiled) for program in compiled.programs.values())
+
+
+def test_state_stays_where_it_is():
+    """The second step takes the first one's results as they lie; donated are the step's own arrays, not the user's."""
+    case = CASES["mlp_schedule_clip"]()
+    compiled = make_step(case, 2, num_stages=2, num_microbatches=3).compile(case.state, case.batches[0])
+    state, _ = compiled(case.state, case.batches[0])
+    shardings = jax.tree.map(lambda x: x.sharding, state)
+    assert shardings == compiled.in_shardings[0][0]
+    before = jax.tree.leaves(state)
+    state, _ = compiled(state, case.batches[1])
+    assert jax.tree.map(lambda x: x.sharding, state) == shardings
+    assert any(x.is_deleted() for x in before), "the old parameters' memory is taken"
+    assert not any(x.is_deleted() for x in jax.tree.leaves(case.state))
+
+
+# Forward only.
+
+
+def test_inference():
+    def predict(params, x):
+        for kernel in params:
+            x = jnp.tanh(x @ kernel)
+        return {"out": x, "largest": x.max(), "params": params[0].sum()}
+
+    random = np.random.default_rng(0)
+    params = [random.normal(size=(12, 12)).astype(np.float32) / 4 for _ in range(4)]
+    x = random.normal(size=(8, 12)).astype(np.float32)
+    expected = jax.jit(predict)(params, x)
+    for schedule in ("inference", "gpipe", "1f1b"):
+        case = Case("predict", predict, params, (x,))
+        step = make_step(case, 4, num_stages=4, num_microbatches=4, schedule=schedule)
+        kinds = {event.kind for event in step.plan(params, x).timeline().events}
+        assert "B" not in kinds and "F" in kinds
+        for got, want in zip(jax.tree.leaves(step(params, x)), jax.tree.leaves(expected), strict=True):
+            assert relative_error(_host(got), _host(want)) < 1e-6
+
+
+# What is refused.
+
+
+def test_batch_norm():
+    case = CASES["resnet_batchnorm"]()
+    with pytest.raises(MicrobatchError, match="cannot be worked through in microbatches exactly"):
+        make_step(case, 4, num_stages=4, num_microbatches=4).plan(case.state, case.batches[0])
+    step = make_step(case, 4, num_stages=4, num_microbatches=1)
+    check_steps(case, step.compile(case.state, case.batches[0]))
+
+
+def test_too_many_stages():
+    case = CASES["matrix_factorization"]()
+    step = autopar.parallelize(
+        case.step,
+        cluster=autopar.Cluster(8, 32, SLOW, QUICK),
+        method=autopar.PipelineParallel(num_stages=256, num_microbatches=1),
+        batch_argnums=(1,),
+    )
+    with pytest.raises(PipelineError, match="cut into so many stages(.*\n)*.*num_stages=256(.*\n)*.*use fewer") as info:
+        step.plan(case.state, case.batches[0])
+    assert info.value.num_stages == 256
+
+
+@pytest.mark.parametrize(
+    "num_devices, method",
+    [(8, {"num_stages": 3}), (6, {"num_stages": 4}), (2, {"num_stages": 4}), (8, {"submeshes": (1, 2, 4)})],
+    ids=["8 in 3", "6 in 4", "2 in 4", "7 of 8"],
+)
+def test_devices_that_do_not_divide(num_devices, method):
+    case = CASES["mlp_schedule_clip"]()
+    with pytest.raises(DeviceCountError, match="the stages do not fit the cluster") as info:
+        make_step(case, num_devices, **method).plan(case.state, case.batches[0])
+    assert info.value.available == num_devices != info.value.wanted
+
+
+def test_neither_a_number_of_stages_nor_marks():
+    case = CASES["mlp_schedule_clip"]()
+    with pytest.raises(PipelineError, match="how many stages is not said"):
+        make_step(case, 2).plan(case.state, case.batches[0])
+
+
+# Marks.
+
+
+def marked(width, num_layers=4, after=(1,), wrap=lambda loss: loss, around=lambda layers: layers):
+    """An MLP with marks behind some of its layers; `around` is put about all of them."""
+    random = np.random.default_rng(0)
+    params = [random.normal(size=(width, width)).astype(np.float32) / np.sqrt(width) for _ in range(num_layers)]
+    x, y = (random.normal(size=(8, width)).astype(np.float32) for _ in range(2))
+
+    def layers(params, x):
+        for number, kernel in enumerate(params):
+            x = jnp.tanh(x @ kernel)
+            x = autopar.mark_stage(x) if number in after else x
+        return x
+
+    def step(params, batch):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((around(layers)(p, batch["x"]) - batch["y"]) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    return Case(f"marked {width} {after}", step, params, ({"x": x, "y": y},) * 3)
+
+
+SMALL = pytest.mark.xfail(
+    strict=True, reason="kernels of up to 4096 elements go to the stage before: the mark cuts the forward pass only"
+)
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("width", [72, pytest.param(16, marks=SMALL)])
+def test_stages_end_at_marks(width, num_microbatches):
+    case = marked(width, after=(0, 2))
+    step = make_step(case, 3, num_microbatches=num_microbatches)
+    compiled = step.compile(case.state, case.batches[0])
+    assert len(compiled.plan.stages) == 3
+    check_steps(case, compiled)
+    params, _ = compiled(case.state, case.batches[0])
+    assert [next(iter(p.devices())).id for p in params] == [0, 1, 1, 2]
+
+
+def test_marks_give_way_to_another_number_of_stages():
+    case = marked(72, after=(0,))
+    plan = make_step(case, 4, num_stages=4).plan(case.state, case.batches[0])
+    forward = plan.origin.pipeline.tasks.forward
+    assert [[e.primitive.name for e in eqns].count("dot_general") for eqns in forward] == [1, 1, 1, 1]
+
+
+REMAT = pytest.mark.xfail(
+    strict=True, raises=DeviceCountError, reason="a mark that the backward pass runs again is counted twice"
+)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        pytest.param(jax.jit, id="jit"),
+        pytest.param(lambda layers: jax.vmap(layers, (None, 0)), id="vmap"),
+        pytest.param(jax.checkpoint, marks=REMAT, id="checkpoint"),
+    ],
+)
+def test_marks_within_transformations(around):
+    case = marked(72, num_layers=2, after=(0,), around=around)
+    step = make_step(case, 2, num_microbatches=4)
+    plan = step.plan(case.state, case.batches[0])
+    assert len(plan.stages) == 2 and plan.origin.pipeline.borders == (0, *plan.origin.pipeline.cut.chain.marks)
+    params, _ = step(case.state, case.batches[0])
+    assert [next(iter(p.devices())).id for p in params] == [0, 1]
+
+
+def test_mark_is_an_identity():
+    x = jnp.arange(6.0).reshape(2, 3)
+
+    def f(x):
+        return jnp.sin(autopar.mark_stage(jnp.cos(x)) * 2).sum()
+
+    def g(x):
+        return jnp.sin(jnp.cos(x) * 2).sum()
+
+    for transform in (
+        lambda f: f,
+        jax.jit,
+        jax.grad,
+        lambda f: jax.vmap(f),
+        lambda f: jax.vmap(f, 1),
+        lambda f: jax.jit(jax.vmap(jax.value_and_grad(f))),
+        jax.hessian,
+        lambda f: lambda x: jax.jvp(f, (x,), (x,)),
+        lambda f: jax.grad(jax.checkpoint(f)),
+    ):
+        jax.tree.map(np.testing.assert_array_equal, transform(f)(x), transform(g)(x))
+    tree = {"a": x, "b": (x.astype(jnp.int32), None)}
+    jax.tree.map(np.testing.assert_array_equal, autopar.mark_stage(tree), tree)
+    jaxpr = str(jax.make_jaxpr(autopar.mark_stage)(tree))
+    assert jaxpr.count("mark_stage") == 1 and autopar.mark_stage(()) == ()
