@@ -61,7 +61,7 @@ class Pipeline:
         self._streams, self._arguments, self._results = streams, list(jaxpr.invars), list(jaxpr.outvars)
         self._places = [device_mesh(s.mesh, d) for s, d in zip(stages, devices, strict=True)]
         self._donated = {v for v, d in zip(jaxpr.invars, roles.donated, strict=True) if d}
-        self._home, self._unstacked = home, stacks
+        self._home, self._unstacked, self._stages = home, stacks, list(stages)
         self._types: dict[int, ArrayType] = {}
         self._functions: dict[str, TaskFunction] = {}
         self._may_overwrite = _last_reads(streams)
@@ -128,15 +128,19 @@ class Pipeline:
                 )
                 for source, target in zip(sent, buffers, strict=True):
                     self._complete_type(source, target)
-                moves = [
-                    make_transfer(self._types[a].shape, self._types[a].sharding, self._types[b].sharding)
-                    for a, b in zip(sent, buffers, strict=True)
-                ]
+                moves = [self._transfer(a, b) for a, b in zip(sent, buffers, strict=True)]
                 return _send(moves, sent, buffers)
             case Recv():
                 return _nothing
             case Free(buffers):
                 return _free(buffers)
+
+    def _transfer(self, source: int, target: int) -> Transfer:
+        a, b = self._streams.buffers[source], self._streams.buffers[target]
+        meshes = [s.mesh for s in self._stages]
+        return make_transfer(
+            self._types[source], a.sharding, meshes[a.stage], b.sharding, meshes[b.stage], self._types[target]
+        )
 
     def _complete_type(self, source: int, target: int) -> None:
         """A buffer that is only sent on has no program that tells its type; it is its receiver's."""

@@ -1,25 +1,131 @@
 """Arrays from one submesh to another, in this process.
 
-In:     shape, source and destination sharding.
-Out:    `Transfer`: called with an array, returns it in the destination's sharding.
-Method: `jax.device_put`.
+In:     a `TransferPlan` (`plan/transfers.py`), the devices of both meshes.
+Out:    `Transfer`: called with an array on the source, returns it on the target.
+Method: tiles are cut on the device that holds them, copied to the one that wants them and put together there; an
+        all-gather inside the target makes copies. Nothing waits: a general `jax.device_put` to another mesh would go
+        through the host, so it is used only where every device sends to one device all that it has.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
+
+from autopar.mesh import LogicalMesh, Sharding
+from autopar.partition.task import ArrayType, partition_spec
+from autopar.plan.transfers import Box, TransferPlan, boxes, plan_transfer
 
 Transfer = Callable[[jax.Array], jax.Array]
 
 
 def make_transfer(
-    shape: Sequence[int], source: jax.sharding.NamedSharding, target: jax.sharding.NamedSharding
+    kind: ArrayType,
+    source: Sharding,
+    source_mesh: LogicalMesh,
+    target: Sharding,
+    target_mesh: LogicalMesh,
+    wanted: ArrayType,
 ) -> Transfer:
-    """How an array of this shape gets from one mesh to the other."""
-    if source == target:
+    """How an array gets from one mesh to the other.
+
+    Args:
+        kind: The array on the source.
+        source: Its sharding there.
+        source_mesh: The source.
+        target: The sharding wanted.
+        target_mesh: The target.
+        wanted: The array on the target.
+    """
+    if kind.sharding == wanted.sharding:
         # Two stages on one mesh: the sender's program may take the array's memory over.
         return lambda array: jnp.array(array, copy=True)
-    return lambda array: jax.device_put(array, target)
+    plan = plan_transfer(kind.shape, source, source_mesh, target, target_mesh)
+    shared = set(kind.sharding.mesh.devices.flat) & set(wanted.sharding.mesh.devices.flat)
+    if plan.straight or shared:
+        return lambda array: jax.device_put(array, wanted.sharding)
+    return _by_tiles(plan, kind, source, source_mesh, target_mesh, wanted)
+
+
+def _by_tiles(
+    plan: TransferPlan,
+    kind: ArrayType,
+    source: Sharding,
+    source_mesh: LogicalMesh,
+    target_mesh: LogicalMesh,
+    wanted: ArrayType,
+) -> Transfer:
+    senders = list(kind.sharding.mesh.devices.flat)
+    receivers = list(wanted.sharding.mesh.devices.flat)
+    held = boxes(kind.shape, source, source_mesh)
+    arriving = boxes(kind.shape, plan.middle, target_mesh)
+    cuts = [_cut(held[tile.source], tile.box, kind.shape) for tile in plan.tiles]
+    of_device: dict[int, list[int]] = {}
+    for k, tile in enumerate(plan.tiles):
+        of_device.setdefault(tile.target, []).append(k)
+    joins = {
+        device: _join(arriving[device], [plan.tiles[k].box for k in parts], kind.dtype)
+        for device, parts in of_device.items()
+    }
+    middle = jax.sharding.NamedSharding(wanted.sharding.mesh, partition_spec(plan.middle))
+    finish = None if middle.spec == wanted.sharding.spec else _gather(kind, middle, wanted)
+    targets = [receivers[tile.target] for tile in plan.tiles]
+
+    def transfer(array: jax.Array) -> jax.Array:
+        data = {shard.device: shard.data for shard in array.addressable_shards}
+        parts = [cut(data[senders[tile.source]]) for tile, cut in zip(plan.tiles, cuts, strict=True)]
+        moved = jax.device_put(parts, targets)
+        there: dict[int, jax.Array] = {
+            device: joins[device]([moved[k] for k in tiles]) for device, tiles in of_device.items()
+        }
+        for first, second in plan.forwards:
+            there[second] = jax.device_put(there[first], receivers[second])
+        whole = jax.make_array_from_single_device_arrays(
+            kind.shape, middle, [there[device] for device in range(len(receivers))]
+        )
+        return whole if finish is None else finish(whole)
+
+    return transfer
+
+
+def _cut(held: Box, box: Box, shape: Sequence[int]) -> Callable[[jax.Array], jax.Array]:
+    """A tile out of what a device holds."""
+    if held == box:
+        return lambda array: array
+    start = tuple(b[0] - h[0] for b, h in zip(box, held, strict=True))
+    stop = tuple(b[1] - h[0] for b, h in zip(box, held, strict=True))
+    return functools.partial(_slice, start, stop)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _slice(start: tuple[int, ...], stop: tuple[int, ...], array: jax.Array) -> jax.Array:
+    return lax.slice(array, start, stop)
+
+
+def _join(box: Box, tiles: Sequence[Box], dtype: Any) -> Callable[[Sequence[jax.Array]], jax.Array]:
+    """What a device gets, out of its tiles."""
+    if len(tiles) == 1 and tiles[0] == box:
+        return lambda parts: parts[0]
+    shape = tuple(stop - start for start, stop in box)
+    starts = tuple(tuple(t[0] - b[0] for t, b in zip(tile, box, strict=True)) for tile in tiles)
+    return lambda parts: _assemble(shape, dtype, starts, *parts)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _assemble(shape: tuple[int, ...], dtype: Any, starts: Sequence[tuple[int, ...]], *parts: jax.Array) -> jax.Array:
+    whole = jnp.zeros(shape, dtype)
+    for start, part in zip(starts, parts, strict=True):
+        whole = lax.dynamic_update_slice(whole, part, start)
+    return whole
+
+
+def _gather(kind: ArrayType, middle: jax.sharding.NamedSharding, wanted: ArrayType) -> Any:
+    """Inside the target: from parts to copies."""
+    struct = jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=middle)
+    identity = jax.jit(lambda x: x, in_shardings=middle, out_shardings=wanted.sharding)
+    return identity.lower(struct).compile()

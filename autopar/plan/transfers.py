@@ -1,0 +1,145 @@
+"""Transfers between meshes: which device sends which tile to which.
+
+In:     a tensor's shape, its sharding on the source mesh and the one wanted on the target mesh; any two mesh shapes.
+Out:    `TransferPlan`: tiles that cross, the sharding they arrive in, and what is done inside the target mesh after.
+Method: where the target holds copies, each copy first gets only a part: the target's sharding is split further over the
+        axes along which it is replicated, and an all-gather inside the target mesh makes the copies. Every byte crosses
+        once. Where no dim divides, one copy is sent and handed on inside. Holders of equal source tiles take turns.
+        Zhuang et al., "On optimizing the communication of model parallelism", MLSys 2023, sec. 3.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.mesh import LogicalMesh, Sharding
+
+Box = tuple[tuple[int, int], ...]
+"""For each dim (first, behind the last) position."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What one device of the source sends to one device of the target; devices count in mesh order."""
+
+    source: int
+    target: int
+    box: Box
+
+    @property
+    def num_elements(self) -> int:
+        """Elements that cross."""
+        return math.prod(stop - start for start, stop in self.box)
+
+
+@dataclass(frozen=True, slots=True)
+class TransferPlan:
+    """How a tensor gets from one mesh to another.
+
+    Attributes:
+        tiles: What crosses.
+        middle: The sharding in which it arrives; an all-gather makes the wanted one of it.
+        forwards: (device, device) of the target: a copy handed on inside, where `middle` could not be split further.
+        straight: Tile k goes from device k to device k and is all that it holds.
+    """
+
+    tiles: tuple[Tile, ...]
+    middle: Sharding
+    forwards: tuple[tuple[int, int], ...]
+    straight: bool
+
+    @property
+    def num_elements(self) -> int:
+        """Elements that cross between the meshes."""
+        return sum(tile.num_elements for tile in self.tiles)
+
+
+def plan_transfer(
+    shape: Sequence[int], source: Sharding, source_mesh: LogicalMesh, target: Sharding, target_mesh: LogicalMesh
+) -> TransferPlan:
+    """Plan a transfer.
+
+    Args:
+        shape: Global shape.
+        source: How it lies on the source mesh; no partial sum.
+        source_mesh: The source.
+        target: How it shall lie.
+        target_mesh: The target.
+    """
+    shape = tuple(shape)
+    held = boxes(shape, source, source_mesh)
+    wanted = boxes(shape, target, target_mesh)
+    if len(held) == len(wanted) and held == wanted:
+        tiles = tuple(Tile(k, k, box) for k, box in enumerate(wanted))
+        if source.num_shards(source_mesh) == source_mesh.num_devices:
+            return TransferPlan(tiles, target, (), True)
+    middle = _split_further(shape, target, target_mesh)
+    arriving = boxes(shape, middle, target_mesh)
+    holders: dict[Box, list[int]] = {}
+    for device, box in enumerate(held):
+        holders.setdefault(box, []).append(device)
+    load = [0] * len(held)
+    first_with: dict[Box, int] = {}
+    tiles_found, forwards = [], []
+    for device, box in enumerate(arriving):
+        if box in first_with:
+            forwards.append((first_with[box], device))
+            continue
+        first_with[box] = device
+        for part, devices in holders.items():
+            common = intersection(part, box)
+            if common is not None:
+                sender = min(devices, key=lambda d: (load[d], abs(d - device), d))
+                tile = Tile(sender, device, common)
+                load[sender] += tile.num_elements
+                tiles_found.append(tile)
+    straight = (
+        middle == target and not forwards and len(held) == len(arriving)
+        and all(t.source == t.target == k and t.box == held[k] for k, t in enumerate(tiles_found))
+    )  # fmt: skip
+    return TransferPlan(tuple(tiles_found), middle, tuple(forwards), straight)
+
+
+def boxes(shape: Sequence[int], sharding: Sharding, mesh: LogicalMesh) -> list[Box]:
+    """The part of the tensor that each device of a mesh holds, in mesh order."""
+    found = []
+    for place in itertools.product(*(range(n) for n in mesh.shape)):
+        at = dict(zip(mesh.axis_sizes, place, strict=True))
+        box = []
+        for length, axes in zip(shape, sharding.dims, strict=True):
+            index, parts = 0, 1
+            for axis in axes:
+                index = index * mesh.size_of(axis) + at[axis]
+                parts *= mesh.size_of(axis)
+            size = length // parts
+            box.append((index * size, (index + 1) * size))
+        found.append(tuple(box))
+    return found
+
+
+def intersection(a: Box, b: Box) -> Box | None:
+    """What two boxes have in common; None: nothing."""
+    common = tuple((max(x[0], y[0]), min(x[1], y[1])) for x, y in zip(a, b, strict=True))
+    return common if all(start < stop for start, stop in common) else None
+
+
+def _split_further(shape: Sequence[int], sharding: Sharding, mesh: LogicalMesh) -> Sharding:
+    """Split over the axes along which it is replicated, wherever a dim divides."""
+    dims = [list(axes) for axes in sharding.dims]
+    used = {axis for axes in dims for axis in axes}
+    order = {axis: k for k, axis in enumerate(mesh.axis_sizes)}
+    for axis, size in mesh.axis_sizes.items():
+        if axis in used or size == 1:
+            continue
+        for d, length in enumerate(shape):
+            parts = math.prod(mesh.size_of(a) for a in dims[d]) * size
+            # An axis behind those there keeps the parts of the wanted sharding in one piece.
+            behind = all(order[a] < order[axis] for a in dims[d])
+            if length % parts == 0 and length and behind:
+                dims[d].append(axis)
+                used.add(axis)
+                break
+    return Sharding(tuple(tuple(axes) for axes in dims), sharding.partial)
