@@ -27,9 +27,10 @@ bench: $(STAMP)
 	@for script in benchmarks/[a-z]*.py; do \
 	  [ -f "$$script" ] || continue; echo "== $$script"; $(RUN) "$$script" || exit 1; done
 
-# Every model of tests/models under every mesh and method, as a table. `make test` runs a sample of it.
+# Every model of tests/models under every mesh and method, and as every pipeline, as tables. `make test` runs a sample.
 sweep: $(STAMP)
 	$(RUN) -m tests.sweep
+	$(RUN) -m tests.pipeline_sweep
 
 clean:
 	rm -rf $(VENV) .venv-3.11-jax0.10 .venv-3.12-jax0.11

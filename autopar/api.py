@@ -13,17 +13,19 @@ from typing import Any
 
 import jax
 
-from autopar.errors import AutoparError, ClusterError, NotBuiltYetError, StructureChangedError
+from autopar.errors import AutoparError, ClusterError, NotBuiltYetError, PipelineError, StructureChangedError
 from autopar.ir.state import Roles, find_roles
 from autopar.ir.trace import Program, trace_step
 from autopar.mesh import Cluster
 from autopar.plan.arguments import check_arguments
 from autopar.plan.methods import Auto, Method
+from autopar.plan.pipeline import measured
 from autopar.plan.plan import Plan
 from autopar.plan.planner import make_plan, restore
 from autopar.plan.progress import planning_progress
 from autopar.plan.stage_planner import PipelineOrigin, stage_devices
 from autopar.plan.stale import check_fresh
+from autopar.plan.timeline import Timeline
 from autopar.runtime.local import Executable, compile_program
 from autopar.runtime.pipeline import Pipeline
 
@@ -84,6 +86,7 @@ class CompiledStep:
     Attributes:
         plan: The plan it carries out.
         programs: XLA's executables by name.
+        functions: Of a pipeline, what its programs were compiled from, by name.
         in_shardings: Sharding per argument leaf, in the arguments' tree `(args, kwargs)`.
     """
 
@@ -92,6 +95,7 @@ class CompiledStep:
         self.programs: dict[str, jax.stages.Compiled] = (
             {program.name: executable.compiled} if isinstance(executable, Executable) else executable.programs
         )
+        self.functions = executable.functions if isinstance(executable, Pipeline) else {}
         self.in_shardings = jax.tree.unflatten(program.in_tree, executable.in_shardings[: program.num_args])
         self._consts = jax.device_put(list(program.consts), list(executable.in_shardings[program.num_args :]))
         self._has_keys = any(program.key_inputs) or any(program.key_outputs)
@@ -113,6 +117,35 @@ class CompiledStep:
         if self._has_keys:
             return program.unflatten_outputs(results)
         return jax.tree.unflatten(program.out_tree, results)
+
+    def measure(self, *args: Any, **kwargs: Any) -> tuple[Any, Timeline]:
+        """Run one step of a pipeline, each program by itself, and see how long each takes.
+
+        Returns:
+            The step's result, and the timeline of the schedule with the measured times, as `plan.timeline()` is that of
+            the schedule with the predicted ones.
+
+        Raises:
+            PipelineError: The plan has no stages: one program is the whole step.
+        """
+        if not isinstance(self._executable, Pipeline):
+            raise PipelineError(
+                "there is no timeline of a step without stages.",
+                given=f"the plan of `{self.plan.name}` by {self.plan.method}",
+                wrong="its only program is the whole step.",
+                do="time calls of the step, or plan with PipelineParallel(...).",
+                num_stages=1,
+            )
+        program = self.program
+        leaves = check_arguments(program, args, kwargs)
+        if self._has_keys:
+            leaves = program.flatten_inputs(leaves)[: program.num_args]
+        results, seconds = self._executable.measure([*leaves, *self._consts])
+        pipeline = self.plan.origin.pipeline
+        timeline = measured(pipeline.streams, pipeline.stages, seconds)
+        if self._has_keys:
+            return program.unflatten_outputs(results), timeline
+        return jax.tree.unflatten(program.out_tree, results), timeline
 
 
 class ParallelStep:

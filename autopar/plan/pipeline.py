@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -441,6 +441,36 @@ def simulate_streams(
         held,
         lambda run: overwritten.get((run.program, run.microbatch), ()),
     )
+
+
+def measured(streams: Streams, stages: Sequence[StagePlan], seconds: Mapping[tuple[int, int], float]) -> Timeline:
+    """The streams on the clock of measured times.
+
+    Args:
+        streams: What the meshes do.
+        stages: Each on its mesh.
+        seconds: Of each instruction, by (mesh, position), run alone.
+    """
+    of_run = {
+        (i.program, i.microbatch): seconds[mesh, at]
+        for mesh, stream in streams.instructions.items()
+        for at, i in enumerate(stream)
+        if isinstance(i, Run)
+    }
+    of_message = {
+        i.message: seconds[mesh, at]
+        for mesh, stream in streams.instructions.items()
+        for at, i in enumerate(stream)
+        if isinstance(i, Send)
+    }
+    simulation = simulate(
+        streams.instructions,
+        lambda run: of_run[run.program, run.microbatch],
+        lambda mesh, send: of_message[send.message],
+        [b.num_bytes for b in streams.buffers],
+        lambda run: streams.programs[run.program].working_bytes,
+    )
+    return timeline_of(streams, simulation)
 
 
 def overwritten_buffers(streams: Streams, donated: set[Var]) -> dict[tuple[str, int], list[int]]:

@@ -9,6 +9,7 @@ Method: the streams of all meshes are merged into one order in which nothing wai
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from autopar.ir.state import Roles
 from autopar.ir.unstack import Unstacked
 from autopar.partition.task import ArrayType, TaskFunction, task_function
 from autopar.plan.emit import Streams
-from autopar.plan.instructions import Free, Instruction, MeshId, Recv, Run, Send
+from autopar.plan.instructions import Free, Instruction, MeshId, Recv, Run, Send, writes
 from autopar.runtime.local import device_mesh
 from autopar.runtime.stacks import Stack
 from autopar.runtime.transfer import Transfer, make_transfer
@@ -34,6 +35,7 @@ class Pipeline:
 
     Attributes:
         programs: XLA's executables by name.
+        functions: What they were compiled from.
         in_shardings: For each argument of the step where it must be: one sharding; of what is read by no one, None.
     """
 
@@ -63,13 +65,20 @@ class Pipeline:
         self._donated = {v for v, d in zip(jaxpr.invars, roles.donated, strict=True) if d}
         self._home, self._unstacked, self._stages = home, stacks, list(stages)
         self._types: dict[int, ArrayType] = {}
-        self._functions: dict[str, TaskFunction] = {}
+        self.functions: dict[str, TaskFunction] = {}
         self._may_overwrite = _last_reads(streams)
         self.programs: dict[str, jax.stages.Compiled] = {}
         for stage, places in zip(stages, self._places, strict=True):
             self._compile_stage(stage, places)
-        order = merged(streams.instructions)
-        self._calls = [self._call(mesh, instruction) for mesh, instruction in order]
+        self._order = merged(streams.instructions)
+        self._calls = [self._call(mesh, instruction) for mesh, instruction in self._order]
+        receivers = {i.message: i.buffers for s in streams.instructions.values() for i in s if isinstance(i, Recv)}
+        self._received = {
+            (mesh, at): receivers[i.message]
+            for mesh, stream in streams.instructions.items()
+            for at, i in enumerate(stream)
+            if isinstance(i, Send)
+        }
         self._numbers = self._make_numbers()
         self._entries = self._make_entries()
         self._seen: list[Any] = [None] * len(self._entries)
@@ -103,13 +112,13 @@ class Pipeline:
             made = task_function(plan, stage.program.count, shares, places)
             over = _overwritten(over, made)
             made = task_function(plan, stage.program.count, shares, places, over)
-            self._functions[run.program] = made
+            self.functions[run.program] = made
             for at, kind in zip((*run.inputs, *run.outputs), (*made.inputs, *made.outputs), strict=True):
                 self._types.setdefault(at, kind)
             self.programs[run.program] = _compile(made, run.program)
         for instruction in self._stream_of(stage):
             if isinstance(instruction, Run) and instruction.stage == stage.program.stage:
-                made = self._functions[instruction.program]
+                made = self.functions[instruction.program]
                 for at, kind in zip(
                     (*instruction.inputs, *instruction.outputs), (*made.inputs, *made.outputs), strict=True
                 ):
@@ -204,6 +213,32 @@ class Pipeline:
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
         """Run one step on the user's flat arguments."""
+        held = self._begin(arrays)
+        for call in self._calls:
+            call(held)
+        return self._end(held)
+
+    def measure(self, arrays: Sequence[Any]) -> tuple[list[Any], dict[tuple[MeshId, int], float]]:
+        """Run one step with nothing at the same time as anything else.
+
+        Returns:
+            The results, and the seconds of each instruction by (mesh, position in its stream).
+        """
+        held = self._begin(arrays)
+        jax.block_until_ready(list(held.values()))
+        seconds: dict[tuple[MeshId, int], float] = {}
+        at = dict.fromkeys(self._streams.instructions, 0)
+        for (mesh, instruction), call in zip(self._order, self._calls, strict=True):
+            started = time.perf_counter()
+            call(held)
+            written = writes(instruction) if isinstance(instruction, Run) else self._received.get((mesh, at[mesh]), ())
+            jax.block_until_ready([held[b] for b in written if b in held])
+            seconds[mesh, at[mesh]] = time.perf_counter() - started
+            at[mesh] += 1
+        return self._end(held), seconds
+
+    def _begin(self, arrays: Sequence[Any]) -> dict[int, Any]:
+        """The buffers that are there when the step begins."""
         parts: list[Any] = []
         for k, positions in enumerate(self._unstacked.inputs):
             if len(positions) > 1:
@@ -212,8 +247,10 @@ class Pipeline:
                 parts.append(arrays[k])
         held: dict[int, Any] = dict(self._numbers)
         self._place(parts, held)
-        for call in self._calls:
-            call(held)
+        return held
+
+    def _end(self, held: Mapping[int, Any]) -> list[Any]:
+        """The user's flat results."""
         made = [
             held[at] if at is not None else jnp.asarray(atom.val, atom.aval.dtype)
             for at, atom in zip(self._streams.results, self._results, strict=True)

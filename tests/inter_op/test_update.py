@@ -104,7 +104,6 @@ def test_only_scalars_cross(num_layers, width, schedule):
 
 def test_one_message_for_each_peer_and_round():
     plan = planned_mlp(8, WIDE)
-    update = plan.origin.pipeline.tasks.update
     for mesh, stream in plan.origin.pipeline.streams.instructions.items():
         last = max(k for k, i in enumerate(stream) if isinstance(i, Run) and i.program.endswith("/B"))
         rounds = [[]]
@@ -115,7 +114,7 @@ def test_one_message_for_each_peer_and_round():
             if isinstance(instruction, Send):
                 rounds[-1].append(instruction.peer)
         assert all(len(peers) == len(set(peers)) for peers in rounds)
-        assert len(rounds) - 1 == len(update.rounds[mesh]) == 2, "its part of the norm; then its parameters"
+        assert len(rounds) - 1 == 2, "its part of the norm; then its parameters"
     crossing = [(m, p) for m, p, _, b in sent(plan) if b.kind == "value"]
     assert set(crossing) == {(k, 3) for k in range(3)} | {(3, k) for k in range(3)}, "to the last stage and back"
     assert sum(m < 3 for m, _ in crossing) == 3, "one partial sum of each"
@@ -152,7 +151,8 @@ def test_a_norm_that_only_is_reported():
     def with_norm(state, batch):
         loss, grads = jax.value_and_grad(lambda p: jnp.mean(jnp.tanh(jnp.tanh(batch @ p[0]) @ p[1]) ** 2))(state)
         largest = jnp.maximum(jnp.abs(grads[0]).max(), jnp.abs(grads[1]).max())
-        metrics = {"loss": loss, "norm": optax.global_norm(grads), "largest": largest}
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in grads))
+        metrics = {"loss": loss, "norm": norm, "largest": largest}
         return jax.tree.map(lambda p, g: p - g, state, grads), metrics
 
     kernels = [jax.ShapeDtypeStruct((WIDE, WIDE), np.float32)] * 2

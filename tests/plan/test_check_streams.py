@@ -85,7 +85,7 @@ def streams_of(model: str, num_stages: int, schedule: str) -> Streams:
 @pytest.mark.parametrize("model, num_stages, schedule", PIPELINES)
 def test_planned_streams_pass(model, num_stages, schedule):
     streams = streams_of(model, num_stages, schedule)
-    check_streams(streams.instructions, contract_of(streams))
+    check_streams(streams.instructions, contract_of(streams, NUM_MICROBATCHES))
     results = interpret(streams, streams.instructions)
     assert len(results) == len(streams.results)
     runs = Counter(i.program for stream in streams.instructions.values() for i in stream if isinstance(i, Run))
@@ -108,9 +108,10 @@ class _Mesh:
     def __init__(self, streams: Streams, mesh: int, todo: Sequence[Instruction], terms: dict[Any, int]):
         self.streams, self.mesh, self.terms, self.at, self.todo = streams, mesh, terms, 0, todo
         self.memory: dict[int, int | None] = {}  # None: overwritten in place, to be let go of and not to be read
-        for kind, table in (("argument", streams.arguments), ("piece", streams.pieces)):
-            self.memory |= {at: self.term(kind, id(var)) for (var, here), at in table.items() if here == mesh}
-        self.memory |= {at: self.term("number", k) for (here, k), at in streams.numbers.items() if here == mesh}
+        for at in (*streams.arguments.values(), *streams.pieces.values(), *streams.numbers.values()):
+            buffer = streams.buffers[at]
+            if buffer.mesh == mesh:
+                self.memory[at] = self.term(buffer.kind, id(buffer.key), buffer.microbatch)
         self.given = set(self.memory)
 
     def term(self, *parts: Any) -> int:
@@ -241,7 +242,7 @@ PER_CHANGE = 12
 def judge(streams, changed):
     """(rejected by the checker, harm or ""). The contract is that of the streams as they were."""
     try:
-        check_streams(changed, contract_of(streams))
+        check_streams(changed, contract_of(streams, NUM_MICROBATCHES))
         rejected = False
     except StreamError:
         rejected = True
@@ -394,7 +395,7 @@ def test_what_is_wrong_is_told(change, message):
     streams = streams_of("mlp", 2, "1f1b")
     changed = {**streams.instructions, 1: change(list(streams.instructions[1]))}
     with pytest.raises(StreamError, match=message):
-        check_streams(changed, contract_of(streams))
+        check_streams(changed, contract_of(streams, NUM_MICROBATCHES))
     assert judge(streams, changed)[1], "and it is harm indeed"
 
 
@@ -408,7 +409,7 @@ def test_another_parameter():
     turned = {a: b, b: a}
     changed = replaced(stream, k, inputs=tuple(turned.get(at, at) for at in stream[k].inputs))
     with pytest.raises(StreamError, match="reads b[0-9]+, which holds const"):
-        check_streams({**streams.instructions, 0: changed}, contract_of(streams))
+        check_streams({**streams.instructions, 0: changed}, contract_of(streams, NUM_MICROBATCHES))
 
 
 @pytest.mark.xfail(
@@ -416,11 +417,11 @@ def test_another_parameter():
 )
 def test_result_that_is_an_argument_is_kept():
     streams = streams_of("mlp", 2, "1f1b")
-    given = {at: mesh for (_, mesh), at in streams.arguments.items()}
+    given = set(streams.arguments.values())
     kept = next(at for at in streams.results if at in given)
-    mesh = given[kept]
+    mesh = streams.buffers[kept].mesh
     changed = {**streams.instructions, mesh: [*streams.instructions[mesh], Free((kept,))]}
     with pytest.raises(Harm):
         interpret(streams, changed)
     with pytest.raises(StreamError):
-        check_streams(changed, contract_of(streams))
+        check_streams(changed, contract_of(streams, NUM_MICROBATCHES))

@@ -171,27 +171,24 @@ def test_own_schedule_comes_back_from_a_file(tmp_path):
 
 
 def test_stages_that_wait_in_a_circle():
-    with pytest.raises(ValueError, match="cannot go on: stage 0: B0; stage 1: F3"):
+    with pytest.raises(ValueError, match="cannot go on: .* 0: B0; .* 1: F3"):
         clocks(Circle().order(2, 4))
     with pytest.raises(StreamError, match="wait for each other: mesh 0 for .*; mesh 1 for "):
         make_step(Circle()).plan(*arguments())
 
 
 def test_backward_before_its_forward():
-    with pytest.raises(ValueError, match="cannot go on: stage 0: B0; stage 1: B0"):
+    with pytest.raises(ValueError, match="cannot go on: .* 0: B0; .* 1: B0"):
         clocks(Hasty().order(2, 4))
     with pytest.raises(AssertionError, match="before it is there"):
         make_step(Hasty()).plan(*arguments())
 
 
-UNSEEN = pytest.mark.xfail(strict=True, reason="the contract counts microbatches in the streams; the loss is wrong")
-
-
 @pytest.mark.parametrize(
     "schedule",
     [
-        pytest.param(Miscounted(-1), marks=UNSEEN, id="without the last"),
-        pytest.param(Miscounted(1), marks=UNSEEN, id="one too many"),
+        pytest.param(Miscounted(-1), id="without the last"),
+        pytest.param(Miscounted(1), id="one too many"),
         pytest.param(Again(), id="one twice"),
         pytest.param("inference", id="no backward"),
     ],
@@ -204,7 +201,7 @@ def test_every_microbatch_once(schedule):
 def test_unknown_name():
     for ask in (find_schedule, lambda name: autopar.PipelineParallel(num_stages=2, schedule=name)):
         with pytest.raises(
-            AutoparError, match="unknown schedule(.*\n)*.*'zigzag'(.*\n)*.*'gpipe', '1f1b', 'inference'"
+            AutoparError, match="unknown schedule(.*\n)*.*'zigzag'(.*\n)*.*'gpipe', '1f1b', .*'inference'"
         ):
             ask("zigzag")
     assert find_schedule("1f1b") is SCHEDULES["1f1b"]

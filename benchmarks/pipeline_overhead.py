@@ -1,0 +1,91 @@
+"""What the driver of a pipeline costs: time per instruction of a tiny model, and whole steps against their stages.
+
+    python benchmarks/pipeline_overhead.py
+
+4 stages x 16 microbatches on 4 virtual CPU devices. First a model so small that the driver is all: its time per
+instruction. Then one whose stages take 10 ms and more: the whole step against the sum of its programs' times, each
+run by itself. The devices share the machine's cores, so that this sum is the least that the step can take.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"  # before JAX: it reads these once
+os.environ["PJRT_NPROC"] = "32"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import platform
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+import autopar
+
+STAGES, MICROBATCHES = 4, 16
+
+
+def make_step(width: int, layers: int, batch_size: int):
+    """An MLP with plain gradient descent."""
+
+    def train_step(params, batch):
+        def loss_fn(params):
+            x = batch["x"]
+            for kernel in params:
+                x = jnp.tanh(x @ kernel)
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], loss
+
+    keys = jax.random.split(jax.random.key(0), layers)
+    params = [jax.random.normal(k, (width, width)) / width**0.5 for k in keys]
+    random = np.random.default_rng(0)
+    batch = {name: np.asarray(random.normal(size=(batch_size, width)), np.float32) for name in ("x", "y")}
+    return train_step, params, batch
+
+
+def measure(width: int, layers: int, batch_size: int, steps: int) -> tuple[int, float, float, float]:
+    """Instructions; median seconds of a step, of its dispatch alone, and of all its programs run one by one."""
+    train_step, params, batch = make_step(width, layers, batch_size)
+    method = autopar.PipelineParallel(num_stages=STAGES, num_microbatches=MICROBATCHES)
+    compiled = autopar.parallelize(train_step, method=method).compile(params, batch)
+    state, whole, driver, alone = params, [], [], []
+    for _ in range(steps):
+        started = time.perf_counter()
+        state, loss = compiled(state, batch)
+        driver.append(time.perf_counter() - started)
+        jax.block_until_ready((state, loss))
+        whole.append(time.perf_counter() - started)
+        (state, loss), timeline = compiled.measure(state, batch)
+        alone.append(sum(e.end - e.start for e in timeline.events if e.kind != "transfer"))
+    instructions = sum(map(len, compiled.plan.streams.values()))
+    return instructions, *(statistics.median(times[2:]) for times in (whole, driver, alone))
+
+
+def main() -> None:
+    """Print the table."""
+    machine = f"{platform.machine()}, {os.cpu_count()} cores, JAX {jax.__version__}"
+    table = Table(title=f"{STAGES} stages x {MICROBATCHES} microbatches, {machine}")
+    for heading in ("MLP", "instructions", "driver, each", "step", "its programs alone", "ratio"):
+        table.add_column(heading, justify="right")
+    for width, layers, batch_size, steps in ((16, 4, 32, 40), (1024, 8, 4096, 8)):
+        instructions, whole, driver, alone = measure(width, layers, batch_size, steps)
+        table.add_row(
+            f"{layers} x {width}, batch {batch_size}",
+            str(instructions),
+            f"{driver / instructions * 1e3:.3f} ms",
+            f"{whole * 1e3:.1f} ms",
+            f"{alone * 1e3:.1f} ms",
+            f"{whole / alone:.3f}",
+        )
+    Console(width=110).print(table)
+
+
+if __name__ == "__main__":
+    main()

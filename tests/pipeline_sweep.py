@@ -1,0 +1,141 @@
+"""The matrix of pipelines: every model x stages x schedule x microbatches, three steps, against plain `jax.jit`.
+
+In:     `tests/models/registry.py`.
+Out:    `check_pipeline`, used by the tests; `python -m tests.pipeline_sweep` runs the whole matrix and prints a table.
+Method: leaf by leaf, relative to each leaf's scale, as `sweep.py`; and each program's collectives, in the traced program,
+        against the plan's own list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+import sys
+import time
+import traceback
+from collections import Counter
+
+import jax
+import numpy as np
+
+import autopar
+from autopar._jax import open_jaxpr
+from tests.conftest import XLA_FLAGS
+from tests.models.case import Case
+from tests.sweep import QUICK, SLOW, Outcome, _host, emitted_collectives, reference, relative_error
+
+SUBMESHES: dict[str, tuple[int, ...]] = {
+    "2": (4, 4),
+    "4": (2, 2, 2, 2),
+    "8": (1,) * 8,
+    "3": (2, 2, 2),
+    "1+1+2+4": (1, 1, 2, 4),
+}
+"""Stages: the devices of each."""
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+MICROBATCHES = (1, 4, 16)
+
+
+def with_batch_for(case: Case, num_microbatches: int) -> Case:
+    """The case, with every sample twice where its batch does not divide otherwise."""
+    sizes = {leaf.shape[0] for leaf in jax.tree.leaves(case.batches[0])}
+    if all(size % num_microbatches == 0 for size in sizes) or any(2 * size % num_microbatches for size in sizes):
+        return case
+    twice = tuple(jax.tree.map(lambda x: np.concatenate([x, x]), batch) for batch in case.batches)
+    return dataclasses.replace(case, name=f"{case.name} twice", batches=twice)
+
+
+def check_pipeline(case: Case, stages: str, schedule: str, num_microbatches: int) -> Outcome:
+    """Run one cell.
+
+    Raises:
+        AssertionError: A leaf differs, or a program communicates something else than the plan says.
+        MicrobatchError: The model is rightly refused.
+    """
+    started = time.perf_counter()
+    case = with_batch_for(case, num_microbatches)
+    expected = reference(case)
+    submeshes = SUBMESHES[stages]
+    cluster = autopar.Cluster.local(jax.devices()[: sum(submeshes)], device=SLOW, intra=QUICK)
+    method = autopar.PipelineParallel(schedule=schedule, num_microbatches=num_microbatches, submeshes=submeshes)
+    step = autopar.parallelize(case.step, cluster=cluster, method=method, batch_argnums=(1,))
+    compiled = step.compile(case.state, case.batches[0])
+    check_programs(compiled)
+    state, worst, where = case.state, 0.0, ""
+    for batch, result in zip(case.batches, expected, strict=True):
+        state, metrics = compiled(state, batch)
+        for (path, got), want in zip(
+            jax.tree_util.tree_leaves_with_path((state, metrics)), jax.tree.leaves(result), strict=True
+        ):
+            error = relative_error(_host(got), want)
+            if not error <= worst:
+                worst, where = error, jax.tree_util.keystr(path)
+    cell = f"{case.name} {stages} {schedule} x{num_microbatches}"
+    assert worst <= case.tolerance, f"{cell}: {where} differs by {worst:.2e} of its scale"
+    return Outcome(worst, where, len(compiled.plan.cost.collectives), time.perf_counter() - started)
+
+
+def check_programs(compiled: autopar.CompiledStep) -> None:
+    """The traced programs communicate exactly what the plan lists."""
+    planned = Counter((c.stage, c.kind, tuple(c.axes), c.bytes, c.times) for c in compiled.plan.cost.collectives)
+    emitted: Counter[tuple[int, str, tuple[str, ...], int, int]] = Counter()
+    pipeline = compiled.plan.origin.pipeline
+    for name, function in compiled.functions.items():
+        task = pipeline.streams.programs[name].task
+        times = pipeline.cut.split.count if task.kind in ("F", "B", "W") else 1
+        structs = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in function.inputs]
+        traced = open_jaxpr(jax.make_jaxpr(function.function)(*structs))[0]
+        for kind, axes, num_bytes, count in emitted_collectives(traced):
+            emitted[task.stage, kind, axes, num_bytes, count * times] += 1
+    assert emitted == planned, (
+        f"emitted but not planned: {emitted - planned}; planned but not emitted: {planned - emitted}"
+    )
+
+
+def main() -> int:
+    """Run the matrix, or what the arguments choose of it, and print it as a table."""
+    os.environ["XLA_FLAGS"] = " ".join((*XLA_FLAGS, os.environ.get("XLA_FLAGS", "")))
+    os.environ.setdefault("PJRT_NPROC", "32")
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])  # JAX reads this one when it is imported
+    from tests.models.registry import CASES
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default="", help="comma-separated names; default: all")
+    parser.add_argument("--stages", default=",".join(SUBMESHES))
+    parser.add_argument("--schedules", default=",".join(SCHEDULES))
+    parser.add_argument("--microbatches", default=",".join(map(str, MICROBATCHES)))
+    chosen = parser.parse_args()
+    failures = 0
+    for name in chosen.models.split(",") if chosen.models else CASES:
+        case = CASES[name]()
+        for stages in chosen.stages.split(","):
+            for schedule in chosen.schedules.split(","):
+                for count in map(int, chosen.microbatches.split(",")):
+                    failures += not _report(case, stages, schedule, count)
+    print(f"{failures} failures")
+    return 1 if failures else 0
+
+
+def _report(case: Case, stages: str, schedule: str, num_microbatches: int) -> bool:
+    try:
+        outcome = check_pipeline(case, stages, schedule, num_microbatches)
+        text, good = (
+            f"ok     {outcome.error:.1e}  {outcome.num_collectives:5d} collectives  {outcome.seconds:6.1f} s",
+            True,
+        )
+    except (autopar.errors.BatchError, autopar.errors.MicrobatchError) as error:
+        text, good = f"n/a    {error.summary}", True
+    except autopar.errors.PipelineError as error:
+        text, good = f"n/a    {error.summary}", True
+    except Exception as error:
+        traceback.print_exc()
+        text, good = f"FAILED {type(error).__name__}: {str(error)[:300]}", False
+    print(f"{case.name:28} {stages:8} {schedule:12} x{num_microbatches:<3} {text}", flush=True)
+    return good
+
+
+if __name__ == "__main__":
+    np.seterr(all="ignore")
+    sys.exit(main())
