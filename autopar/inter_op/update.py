@@ -157,19 +157,25 @@ class _Placement:
             if not isinstance(atom, Literal):
                 uses[atom] = uses.get(atom, 0) + 1
         inner: dict[Var, JaxprEqn] = {}
-        found: list[JaxprEqn | list[JaxprEqn]] = []
         for eqn in self.eqns:
             if eqn.primitive.name in _JOINS and len(eqn.invars) == 2 and all(map(_is_scalar, eqn.invars)):
                 inner[eqn.outvars[0]] = eqn
-            found.append(eqn)
 
-        def leaves(atom: object, like: JaxprEqn, gone: list[JaxprEqn]) -> list[object]:
-            eqn = None if isinstance(atom, Literal) else inner.get(atom)  # type: ignore[call-overload]
-            same = eqn is not None and eqn.primitive is like.primitive and eqn.outvars[0].aval == like.outvars[0].aval
-            if eqn is None or not same or (eqn is not like and uses.get(eqn.outvars[0], 0) != 1):
-                return [atom]
-            gone.append(eqn)
-            return [leaf for operand in eqn.invars for leaf in leaves(operand, like, gone)]
+        def leaves(root: JaxprEqn, gone: list[JaxprEqn]) -> list[object]:
+            """What a join joins, through all joins of the same kind whose result is read by it alone, in order."""
+            found, waiting = [], [root.outvars[0]]
+            while waiting:
+                atom = waiting.pop()
+                eqn = None if isinstance(atom, Literal) else inner.get(atom)
+                same = (
+                    eqn is not None and eqn.primitive is root.primitive and eqn.outvars[0].aval == root.outvars[0].aval
+                )
+                if eqn is None or not same or (eqn is not root and uses.get(eqn.outvars[0], 0) != 1):
+                    found.append(atom)
+                else:
+                    gone.append(eqn)
+                    waiting += reversed(eqn.invars)
+            return found
 
         dropped: dict[int, None] = {}
         replaced: dict[int, list[JaxprEqn]] = {}
@@ -177,7 +183,7 @@ class _Placement:
             if id(eqn) in dropped or eqn.outvars[0] not in inner:
                 continue
             gone: list[JaxprEqn] = []
-            parts = leaves(eqn.outvars[0], eqn, gone)
+            parts = leaves(eqn, gone)
             groups: dict[int, list[object]] = {}
             for part in parts:
                 at = -1 if isinstance(part, Literal) else self.stage.get(part, -1)  # type: ignore[call-overload]

@@ -100,7 +100,8 @@ class DataParallel(_Settings):
 
 @dataclass(frozen=True)
 class Auto(_Settings):
-    """Decide everything. This version does not cut pipelines: it is `ShardParallel(mesh_shape="auto")`."""
+    """Decide everything: the mesh and every sharding; and on several hosts, or where nothing else fits, whether to cut
+    the step into pipeline stages, which, on which submeshes, in how many microbatches and by which schedule."""
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,9 @@ from autopar.mesh import Cluster, LogicalMesh, Sharding, logical_mesh, logical_m
 from autopar.plan.fingerprint import cluster_fingerprint, program_fingerprint
 from autopar.plan.methods import Auto, DataParallel, Method, PipelineParallel, ShardParallel, ThreeD
 from autopar.plan.page import machine_text, mesh_text
+from autopar.plan.pipeline import PipelinePlan
 from autopar.plan.plan import Cost, Plan, Run, Stage, Submesh, Value
+from autopar.plan.search import search_pipelines
 from autopar.plan.stage_planner import describe_pipeline, pipeline_of, restore_pipeline
 from autopar.plan.uses import describe_phase
 
@@ -91,17 +93,7 @@ def make_plan(
     dump("program", str(program))
     if isinstance(method, PipelineParallel | ThreeD):
         pipeline = pipeline_of(program, roles, cluster, method, report)
-        return describe_pipeline(
-            program,
-            roles,
-            cluster,
-            method,
-            pipeline,
-            started,
-            method_text(method),
-            machine_text(cluster),
-            _fingerprints(program, cluster),
-        )
+        return _plan_of_pipeline(program, roles, cluster, method, pipeline, started, ())
     step, program = program, in_microbatches(program, roles, count_of(method), method.options().microbatch_semantics)
     results: list[tuple[LogicalMesh, Sharded]] = []
     tried: list[tuple[str, str]] = []
@@ -120,6 +112,13 @@ def make_plan(
         except AutoparError as error:
             failure = error
             tried.append((str(mesh), error.summary))
+    if isinstance(method, Auto) and (cluster.hosts > 1 or not results):
+        # Within one host stages are not worth their bubble, unless nothing else fits.
+        pipeline, outcomes = search_pipelines(step, roles, cluster, method.options(), report)
+        tried += outcomes
+        least = min((sharded.step_seconds for _, sharded in results), default=math.inf)
+        if pipeline is not None and pipeline.seconds < least:
+            return _plan_of_pipeline(step, roles, cluster, method, pipeline, started, tried)
     if not results:
         assert failure is not None, "there is always one mesh to try"
         raise failure
@@ -127,6 +126,29 @@ def make_plan(
     dump("sharded", body_text(best.body))
     plan = _describe(step, program, roles, cluster, method, mesh, best, time.perf_counter() - started)
     return dataclasses.replace(plan, alternatives=tuple(pair for pair in tried if pair[0] != str(mesh)))
+
+
+def _plan_of_pipeline(
+    program: Program,
+    roles: Roles,
+    cluster: Cluster,
+    method: Method,
+    pipeline: PipelinePlan,
+    started: float,
+    tried: Sequence[tuple[str, str]],
+) -> Plan:
+    plan = describe_pipeline(
+        program,
+        roles,
+        cluster,
+        method,
+        pipeline,
+        started,
+        method_text(method),
+        machine_text(cluster),
+        _fingerprints(program, cluster),
+    )
+    return dataclasses.replace(plan, alternatives=tuple(tried))
 
 
 def count_of(method: Method) -> int:

@@ -87,7 +87,6 @@ MODELS = (
     "haiku_lstm",
     "moe_top2_capacity",
     "matrix_factorization",
-    "lora",
 )
 
 

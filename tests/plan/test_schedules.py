@@ -13,7 +13,7 @@ import pytest
 import autopar
 from autopar.errors import AutoparError
 from autopar.plan.check import StreamError
-from autopar.plan.schedules import SCHEDULES, GPipe, Inference, OneFOneB, Step, find_schedule
+from autopar.plan.schedules import SCHEDULES, GPipe, Inference, Interleaved, OneFOneB, Step, ZeroBubbleH1, find_schedule
 from autopar.plan.schedules.schedule import clocks, timetable
 from tests.sweep import QUICK, SLOW, _host, relative_error
 
@@ -59,11 +59,40 @@ def test_inference(m, s):
 OF_INFERENCE = pytest.mark.xfail(strict=True, reason="the table of inference.py lacks the last clock of stage 0, a dot")
 
 
-@pytest.mark.parametrize("schedule", [GPipe(), OneFOneB(), pytest.param(Inference(), marks=OF_INFERENCE)])
+@pytest.mark.parametrize(
+    "schedule", [GPipe(), OneFOneB(), ZeroBubbleH1(), pytest.param(Inference(), marks=OF_INFERENCE)]
+)
 def test_the_table_in_the_docstring(schedule):
     lines = sys.modules[type(schedule).__module__].__doc__.splitlines()
     table = [line.strip().split("  " * 4)[0] for line in lines if line.strip().startswith("stage ")]
     assert "\n".join(table) == timetable(schedule.order(num_stages=2, num_microbatches=4))
+
+
+@pytest.mark.parametrize("m, s", SIZES, ids=ids_of(SIZES))
+def test_zero_bubble(m, s):
+    order = ZeroBubbleH1().order(s, m)
+    wanted = Counter(Step(kind, k) for kind in "FBW" for k in range(m))
+    assert all(Counter(steps) == wanted for steps in order)
+    total = clocks(order)[0]
+    assert total == 3 * m + s - 1 or (m < s and total <= 3 * (m + s - 1))
+    for steps in order:
+        kinds = [{"F": 1, "B": 0, "W": -1}[step.kind] for step in steps]
+        assert max(np.cumsum(kinds)) <= min(m, s), "no more in flight than 1F1B on its first stage"
+
+
+IN_A_CIRCLE = pytest.mark.xfail(
+    strict=True, raises=ValueError, reason="the stages wait for each other where the last group is not a whole one"
+)
+UNEVEN = [(5, 2, 2), pytest.param(5, 4, 3, marks=IN_A_CIRCLE), pytest.param(7, 5, 2, marks=IN_A_CIRCLE)]
+
+
+@pytest.mark.parametrize("m, s, chunks", [(4, 2, 2), (8, 4, 2), (4, 4, 3), (12, 3, 3), (3, 1, 2), *UNEVEN])
+def test_interleaved(m, s, chunks):
+    order = Interleaved(chunks).order(s, m)
+    wanted = Counter(Step(kind, k, chunk) for kind in "FB" for k in range(m) for chunk in range(chunks))
+    assert all(Counter(steps) == wanted for steps in order)
+    total = clocks(order)[0]
+    assert total == 2 * (m * chunks + s - 1) or (m % s and total < chunks * clocks(OneFOneB().order(s, m))[0])
 
 
 def test_backward_twice_as_long_and_split():
