@@ -2,6 +2,7 @@
 
 from autopar import errors
 from autopar.api import CompiledStep, ParallelStep, parallelize
+from autopar.follow import follow
 from autopar.ir.rules.mark import mark_stage
 from autopar.ir.rules.opaque import sharding_rule
 from autopar.mesh import Cluster, Device, Link, LogicalMesh
@@ -23,6 +24,7 @@ __all__ = [
     "ShardParallel",
     "ThreeD",
     "errors",
+    "follow",
     "mark_stage",
     "parallelize",
     "sharding_rule",

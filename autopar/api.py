@@ -86,12 +86,13 @@ class CompiledStep:
     Attributes:
         plan: The plan it carries out.
         programs: XLA's executables by name.
+        executable: What carries the plan out.
         functions: Of a pipeline, what its programs were compiled from, by name.
         in_shardings: Sharding per argument leaf, in the arguments' tree `(args, kwargs)`.
     """
 
     def __init__(self, program: Program, plan: Plan, executable: Executable | Pipeline):
-        self.program, self.plan, self._executable = program, plan, executable
+        self.program, self.plan, self.executable = program, plan, executable
         self.programs: dict[str, jax.stages.Compiled] = (
             {program.name: executable.compiled} if isinstance(executable, Executable) else executable.programs
         )
@@ -113,7 +114,7 @@ class CompiledStep:
         program = self.program
         if self._has_keys:
             leaves = program.flatten_inputs(leaves)[: program.num_args]
-        results = self._executable([*leaves, *self._consts])
+        results = self.executable([*leaves, *self._consts])
         if self._has_keys:
             return program.unflatten_outputs(results)
         return jax.tree.unflatten(program.out_tree, results)
@@ -128,7 +129,7 @@ class CompiledStep:
         Raises:
             PipelineError: The plan has no stages: one program is the whole step.
         """
-        if not isinstance(self._executable, Pipeline):
+        if not isinstance(self.executable, Pipeline):
             raise PipelineError(
                 "there is no timeline of a step without stages.",
                 given=f"the plan of `{self.plan.name}` by {self.plan.method}",
@@ -140,7 +141,7 @@ class CompiledStep:
         leaves = check_arguments(program, args, kwargs)
         if self._has_keys:
             leaves = program.flatten_inputs(leaves)[: program.num_args]
-        results, seconds = self._executable.measure([*leaves, *self._consts])
+        results, seconds = self.executable.measure([*leaves, *self._consts])
         pipeline = self.plan.origin.pipeline
         timeline = measured(pipeline.streams, pipeline.stages, seconds)
         if self._has_keys:
@@ -200,6 +201,7 @@ class ParallelStep:
             StalePlanError: `plan` was made for another program or cluster; says what changed.
             PlanFileError: The choices in `plan` are not those of this step.
         """
+        key, _ = self._key(args, kwargs)
         if plan is None:
             program, roles, plan = self._plan(args, kwargs)
         else:
@@ -207,11 +209,13 @@ class ParallelStep:
             plan = self._attach(program, roles, plan)
         devices = self.cluster.devices or jax.devices()
         if isinstance(plan.origin, PipelineOrigin):
-            return CompiledStep(program, plan, compile_pipeline(plan.origin, devices))
+            self._compiled[key] = CompiledStep(program, plan, compile_pipeline(plan.origin, devices))
+            return self._compiled[key]
         sharded = plan.origin.sharded
         avals = [var.aval for var in program.jaxpr.invars]
         executable = compile_program(sharded.body, plan.mesh, devices, avals, roles.donated, program.name)
-        return CompiledStep(program, plan, executable)
+        self._compiled[key] = CompiledStep(program, plan, executable)
+        return self._compiled[key]
 
     def attach(self, *args: Any, plan: Plan, **kwargs: Any) -> Plan:
         """A plan read from a file, attached to this step: it can `explain`, and its shardings are a pytree. Runs nothing.
@@ -260,7 +264,20 @@ class ParallelStep:
                 do="let init_fn return exactly what the step takes.",
                 path="",
             )
-        return jax.jit(init_fn, out_shardings=positional[trees.index(tree)])(*args)
+        number = trees.index(tree)
+        if isinstance(compiled.executable, Pipeline):
+            first = sum(t.num_leaves for t in trees[:number])
+            leaves = compiled.executable.create(lambda *a: jax.tree.leaves(init_fn(*a)), args, first, tree.num_leaves)
+            return jax.tree.unflatten(tree, leaves)
+        return jax.jit(init_fn, out_shardings=positional[number])(*args)
+
+    def latest(self) -> CompiledStep | None:
+        """The step as it was last compiled by a call; None: it has not been."""
+        return next(reversed(self._compiled.values()), None)
+
+    def program(self, *args: Any, **kwargs: Any) -> Program:
+        """The traced step, flat; plans nothing."""
+        return self._trace(args, kwargs)[0]
 
     def _compile_types(self, args: tuple[Any, ...]) -> CompiledStep:
         key, _ = self._key(args, {})

@@ -21,7 +21,7 @@ LAYERS = (
     ("plan",),
     ("partition",),
     ("runtime",),
-    ("api", "cli", "__init__"),
+    ("api", "follow", "cli", "__init__"),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
 ONLY_IN = {"jax.extend": "_jax.py", "jax._src": "_jax.py", "ray": "runtime/ray_runtime.py"}

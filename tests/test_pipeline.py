@@ -26,31 +26,31 @@ MODELS = (
     "matrix_factorization",
 )
 LAYOUTS = {
-    "2 of 4": {"num_stages": 2},
-    "4 of 2": {"num_stages": 4},
-    "8 of 1": {"num_stages": 8},
-    "3 of 2": {"num_stages": 3},
-    "1+1+2+4": {"submeshes": (1, 1, 2, 4)},
+    "2 of 4": (8, {"num_stages": 2}),
+    "4 of 2": (8, {"num_stages": 4}),
+    "8 of 1": (8, {"num_stages": 8}),
+    "3 of 2": (6, {"num_stages": 3}),
+    "1+1+2+4": (8, {"submeshes": (1, 1, 2, 4)}),
+    "2 of 1": (2, {"num_stages": 2}),
 }
-"""Stages; those that are not said to be 3 take 8 devices."""
+"""Numbers of devices, and how they are divided into stages."""
 SCHEDULES, COUNTS = ("gpipe", "1f1b"), (1, 4, 3)
-LONGEST = "linen_encoder_decoder"
-"""The model of most equations: stages of four devices take long to solve, eight stages long to compile."""
+LONGEST, SHORT = "linen_encoder_decoder", "2 of 1"
+"""The model of most equations gets the stages that are quickest to solve and to compile."""
 
 
 def draw_cells(seed):
-    """One cell for each model, every layout twice."""
+    """One cell for each model, every other layout about twice."""
     random = np.random.default_rng(seed)
-    layouts = [str(layout) for layout in random.permutation(list(LAYOUTS) * 2)]
-    layouts.remove("3 of 2")
-    rest = zip([name for name in MODELS if name != LONGEST], layouts, strict=True)
+    layouts = [str(layout) for layout in random.permutation([layout for layout in LAYOUTS if layout != SHORT] * 2)]
+    rest = zip([name for name in MODELS if name != LONGEST], layouts, strict=False)
     return [
         (name, layout, str(random.choice(SCHEDULES)), int(random.choice(COUNTS)))
-        for name, layout in [(LONGEST, "3 of 2"), *rest]
+        for name, layout in [(LONGEST, SHORT), *rest]
     ]
 
 
-CELLS = draw_cells(7)
+CELLS = draw_cells(1)
 
 
 def make_step(case, num_devices=8, **method):
@@ -73,8 +73,8 @@ def check_steps(case: Case, compiled) -> None:
 @pytest.mark.parametrize("name, layout, schedule, num_microbatches", CELLS)
 def test_model(name, layout, schedule, num_microbatches):
     case = CASES[name]()
-    num_devices = 6 if layout == "3 of 2" else 8
-    step = make_step(case, num_devices, schedule=schedule, num_microbatches=num_microbatches, **LAYOUTS[layout])
+    num_devices, stages = LAYOUTS[layout]
+    step = make_step(case, num_devices, schedule=schedule, num_microbatches=num_microbatches, **stages)
     compiled = step.compile(case.state, case.batches[0])
     plan = compiled.plan
     assert plan.schedule == schedule and plan.num_microbatches == num_microbatches

@@ -19,6 +19,7 @@ import numpy as np
 from autopar._jax import Literal, Var
 from autopar.cost import collective_seconds
 from autopar.inter_op.stage_program import Slot, StageProgram, Task
+from autopar.intra_op.batch import batch_factors
 from autopar.intra_op.costs import held_values
 from autopar.intra_op.graph import Graph, stacked
 from autopar.intra_op.liveness import measure_liveness
@@ -57,6 +58,7 @@ class TaskPlan:
         outputs: Its results, in order; of `init` first those of the body, then sums and rows that begin empty.
         seconds: Predicted time of one run.
         communication_seconds: Part of it.
+        batchless_seconds: Part of it: operations on no samples, which smaller microbatches do not shorten.
         working_bytes: Most bytes alive on one device during a run, its operands left out.
         collectives: Of one run.
     """
@@ -67,6 +69,7 @@ class TaskPlan:
     outputs: tuple[Border, ...]
     seconds: float
     communication_seconds: float
+    batchless_seconds: float
     working_bytes: int
     collectives: tuple[Collective, ...]
 
@@ -232,14 +235,15 @@ class _Lowering:
         collectives = tuple(collectives_of(body, self.mesh))
         communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, self.mesh) for c in collectives)
         liveness = measure_liveness(body, self.mesh, self.stored)
-        seconds = communication + self.compute(body)
+        seconds, batchless = self.compute(body)
         return TaskPlan(
             task,
             body,
             inputs,
             outputs,
-            seconds,
+            communication + seconds,
             communication,
+            batchless,
             max(0, liveness.peak_bytes - liveness.argument_bytes),
             collectives,
         )
@@ -252,16 +256,22 @@ class _Lowering:
                 return stacked(border.sharding)
         return border.sharding
 
-    def compute(self, body: Body, times: float = 1.0) -> float:
-        total = 0.0
+    def compute(self, body: Body, times: float = 1.0) -> tuple[float, float]:
+        """Seconds of all operations, and of those on no samples."""
+        total = batchless = 0.0
         for instruction in body.instructions:
             match instruction:
-                case Compute(eqn):
-                    total += times * self.seconds_of.get(id(eqn), 0.0)
+                case Compute(eqn, rule):
+                    seconds = times * self.seconds_of.get(id(eqn), 0.0)
+                    total += seconds
+                    if not batch_factors(eqn, rule, self.graph.batch):
+                        batchless += seconds
                 case Region(eqn, _, _, bodies):
                     trips = trip_count(eqn) if eqn.primitive.name == "scan" else 1
-                    total += sum(self.compute(inner, times * trips) for inner in bodies)
-        return total
+                    for inner in bodies:
+                        of_body = self.compute(inner, times * trips)
+                        total, batchless = total + of_body[0], batchless + of_body[1]
+        return total, batchless
 
 
 def _operation_seconds(sharded: Sharded, program: StageProgram) -> dict[int, float]:

@@ -114,11 +114,11 @@ def make_plan(
             tried.append((str(mesh), error.summary))
     if isinstance(method, Auto) and (cluster.hosts > 1 or not results):
         # Within one host stages are not worth their bubble, unless nothing else fits.
-        pipeline, outcomes = search_pipelines(step, roles, cluster, method.options(), report)
+        found, outcomes = search_pipelines(step, roles, cluster, method.options(), report)
         tried += outcomes
         least = min((sharded.step_seconds for _, sharded in results), default=math.inf)
-        if pipeline is not None and pipeline.seconds < least:
-            return _plan_of_pipeline(step, roles, cluster, method, pipeline, started, tried)
+        if found is not None and found.seconds < least:
+            return _plan_of_pipeline(step, roles, cluster, method, found, started, tried)
     if not results:
         assert failure is not None, "there is always one mesh to try"
         raise failure

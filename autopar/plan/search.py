@@ -37,8 +37,9 @@ Report = Callable[[str], None]
 MAX_LAYERS = 16
 COUNTS = (4, 8, 16, 32, 64, 128)
 """Numbers of microbatches that are tried, if they divide the batch."""
-FINALISTS = 3
-"""So many of the best pipelines of the table are planned as they are."""
+FINALISTS = 2
+NEAR = 0.03
+"""So many pipelines of the table, none behind the best of them by more than this part, are planned as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +48,7 @@ class LayerCost:
 
     Attributes:
         work_seconds: Of one microbatch: what shrinks with it.
-        fixed_seconds: Of one microbatch: latencies.
+        fixed_seconds: Of one microbatch: latencies, and operations on no samples, such as adding up gradients.
         once_seconds: Once per step: preparation and update.
         held_bytes: On one device, all through the step: parameters, optimizer state, sums.
         kept_bytes: For each microbatch in flight.
@@ -124,7 +125,8 @@ def search_pipelines(
         if best is None or plan.seconds < best[0].seconds:
             best = plan, candidate
 
-    for candidate in candidates[:FINALISTS]:
+    near = [c for c in candidates if c.seconds <= candidates[0].seconds * (1 + NEAR)]
+    for candidate in near[:FINALISTS]:
         attempt(candidate, SCHEDULES["1f1b"])
     if best is not None:
         attempt(best[1], SCHEDULES["zb-h1"])
@@ -181,9 +183,9 @@ def _cost(stage: StagePlan) -> LayerCost:
                 held[border.slot.kind, border.slot.key] = border.num_bytes
         if task.task.kind in ("F", "B", "W"):
             latency = sum(c.times * collective_seconds(c.kind, 0, c.axes, stage.mesh) for c in task.collectives)
-            latency = min(latency, task.communication_seconds)
-            fixed += latency
-            work += task.seconds - latency
+            same = min(latency, task.communication_seconds) + task.batchless_seconds
+            fixed += same
+            work += task.seconds - same
             if task.task.kind == "B":
                 kept += sum(b.num_bytes for b in task.inputs if b.slot.kind == "loop")
         else:

@@ -209,6 +209,40 @@ class Pipeline:
                 leaving[k] = entering[by_first[into[parts[0]]]]
         return entering, leaving
 
+    def create(self, init: Callable[..., list[Any]], args: Sequence[Any], first: int, count: int) -> list[Any]:
+        """State that is born in its place: `init` is run once for each stage, which keeps what is its own.
+
+        Args:
+            init: Makes the leaves.
+            args: Its arguments.
+            first: The first of the user's arguments' leaves that it makes.
+            count: How many.
+        """
+        wanted: dict[Any, list[tuple[int, int]]] = {}
+        for leaf in range(count):
+            for number, at in enumerate(self._unstacked.inputs[first + leaf]):
+                wanted.setdefault(self.placements[at].mesh, []).append((leaf, number))
+        made: dict[tuple[int, int], Any] = {}
+        for entries in wanted.values():
+
+            def own(*args: Any, entries: list[tuple[int, int]] = entries) -> list[Any]:
+                leaves = init(*args)
+                return [self._part(leaves[leaf], first + leaf, number) for leaf, number in entries]
+
+            shardings = [self.placements[self._unstacked.inputs[first + leaf][number]] for leaf, number in entries]
+            made.update(zip(entries, jax.jit(own, out_shardings=shardings)(*args), strict=True))
+        found = []
+        for leaf in range(count):
+            positions = self._unstacked.inputs[first + leaf]
+            parts = [made[leaf, number] for number in range(len(positions))]
+            found.append(self._stacks_in[first + leaf].join(parts) if len(positions) > 1 else parts[0])
+        return found
+
+    def _part(self, array: Any, leaf: int, number: int) -> Any:
+        count = len(self._unstacked.inputs[leaf])
+        rows = array.shape[0] // count if count > 1 else 0
+        return array[number * rows : (number + 1) * rows] if count > 1 else array
+
     # Running.
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:

@@ -1,0 +1,148 @@
+"""`autopar.follow`: an eval or inference step whose state lies where the train step has it.
+
+In:     a step of the user's, a `ParallelStep` that trains the same parameters.
+Out:    a step called like the user's; its arguments that are (part of) the train step's state are taken as they lie.
+Method: arguments are matched by structure and types, as state is (`ir/state.py`); each matched array is pinned to its
+        sharding in the train step's plan, on the same mesh, and everything else is found as usual.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from autopar.api import ParallelStep
+from autopar.errors import AutoparError, NotBuiltYetError, StructureChangedError
+from autopar.mesh import LogicalMesh
+from autopar.plan.methods import ShardParallel
+
+
+def follow(eval_step: Callable[..., Any], step: ParallelStep, **options: Any) -> Callable[..., Any]:
+    """Make `eval_step` run where `step` keeps its state.
+
+    Args:
+        eval_step: Takes parameters, or the whole state, as the train step has them, and a batch.
+        step: The train step, made by `parallelize`; it has been called or compiled when this one is first called.
+        **options: As of `parallelize` (`batch_argnums`, `static_argnums`, ...).
+
+    Returns:
+        A step called like `eval_step`.
+
+    Raises:
+        AutoparError: `step` is not made by `parallelize`.
+    """
+    if not isinstance(step, ParallelStep):
+        raise AutoparError(
+            "there is no step to follow.",
+            given=f"follow({getattr(eval_step, '__name__', eval_step)}, {step!r})",
+            wrong=f"it is of type {type(step).__name__}, not made by autopar.parallelize.",
+            do="pass the parallelized train step.",
+        )
+    return Following(eval_step, step, options)
+
+
+class Following:
+    """A step that takes another's state as it lies; call it like the function it was made from."""
+
+    def __init__(self, fn: Callable[..., Any], step: ParallelStep, options: dict[str, Any]):
+        self._fn, self._step, self._options = fn, step, options
+        self._parallel: ParallelStep | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step; plan and compile at the first call."""
+        return self.parallel(*args, **kwargs)(*args, **kwargs)
+
+    def plan(self, *args: Any, **kwargs: Any) -> Any:
+        """The plan for these arguments."""
+        return self.parallel(*args, **kwargs).plan(*args, **kwargs)
+
+    def parallel(self, *args: Any, **kwargs: Any) -> ParallelStep:
+        """The parallel step, made for the first arguments.
+
+        Raises:
+            StructureChangedError: No argument is a part of the train step's state, or that step has no plan yet.
+        """
+        if self._parallel is None:
+            mesh, pins = self._pins(args, kwargs)
+            method = ShardParallel(mesh_shape=mesh, constraints=pins)
+            self._parallel = ParallelStep(
+                self._fn,
+                self._step.cluster,
+                method,
+                self._options.get("batch_argnums", "auto"),
+                self._options.get("donate_argnums", ()),
+                self._options.get("static_argnums", ()),
+                self._options.get("static_argnames", ()),
+            )
+        return self._parallel
+
+    def _pins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[LogicalMesh, dict[str, Any]]:
+        compiled = self._step.latest()
+        if compiled is None:
+            raise StructureChangedError(
+                "the train step has no plan yet.",
+                given=f"follow({getattr(self._fn, '__name__', self._fn)}, ...), called before the step it follows",
+                wrong="where its state lies is decided when it is first called.",
+                do="call the train step, or step.compile(...), before.",
+                path="",
+            )
+        if compiled.plan.schedule != "none":
+            raise NotBuiltYetError(
+                "following a pipeline is not built yet.",
+                given=f"a train step of {len(compiled.plan.stages)} stages",
+                wrong="its state lies on several submeshes.",
+                do="parallelize the eval step by itself; state is moved where it wants it.",
+                feature="follow",
+            )
+        trained = _subtrees(compiled.program.in_tree, compiled.program.in_avals, compiled.in_shardings)
+        probe = ParallelStep(self._fn, self._step.cluster, ShardParallel(), "auto", (), (), ())
+        program = probe.program(*args, **kwargs)
+        pins: dict[str, Any] = {}
+        for tree, first, last in _ranges(program.in_tree):
+            types = tuple((tuple(a.shape), a.dtype) for a in program.in_avals[first:last])
+            found = trained.get((tree, types))
+            if found is not None and last > first:
+                pins.update(
+                    (glob.escape(path), sharding.spec)
+                    for path, sharding in zip(program.in_paths[first:last], found, strict=True)
+                )
+        if not pins:
+            raise StructureChangedError(
+                "no argument of the eval step is state of the train step.",
+                given=", ".join(program.in_paths[:6]),
+                wrong="none of its arguments has the structure and types of the train step's state or a part of it.",
+                do="pass the train step's state, or a subtree of it such as its parameters.",
+                path="",
+            )
+        return compiled.plan.mesh, pins
+
+
+def _ranges(tree: Any) -> list[tuple[Any, int, int]]:
+    """Each positional or named argument of `(args, kwargs)` with its range of leaves."""
+    found, start = [], 0
+    for half in tree.children():
+        for child in half.children():
+            found.append((child, start, start + child.num_leaves))
+            start += child.num_leaves
+    return found
+
+
+def _subtrees(tree: Any, avals: Any, shardings: Any) -> dict[Any, list[Any]]:
+    """Every subtree of a step's arguments: (structure, types) -> shardings; of equal ones the outermost, then first."""
+    leaves = jax.tree.leaves(shardings)
+    found: dict[Any, list[Any]] = {}
+    level = [(child, start) for child, start, _ in _ranges(tree)]
+    while level:
+        following = []
+        for node, start in level:
+            stop = start + node.num_leaves
+            types = tuple((tuple(a.shape), a.dtype) for a in avals[start:stop])
+            found.setdefault((node, types), leaves[start:stop])
+            for child in node.children():
+                following.append((child, start))
+                start += child.num_leaves
+        level = following
+    return found
