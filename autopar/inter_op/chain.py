@@ -68,6 +68,7 @@ class _Builder:
     def __init__(self, loop: Jaxpr, fixed_inputs: Sequence[Var]):
         self.loop, self.eqns = loop, loop.eqns
         self.fixed = {var for var in fixed_inputs if num_elements_of(var) > SMALL_ELEMENTS}
+        self.parameters = set(fixed_inputs)
         self.work = Work().of_equations(loop.eqns)
         self.backward = self.find_backward()
         self.light = self.find_light()
@@ -166,14 +167,11 @@ class _Builder:
             maker = self.made_by.get(var)
             if maker is not None and self.backward[maker] and not self.light[maker]:
                 latest = min(latest, self.segment[maker])
-        for kind in (True, False):
+        for of_parameters in (True, False):
             for var in operands:
                 maker = self.made_by.get(var)
-                if (var in self.fixed) == kind and (
-                    maker is None or (not self.backward[maker] and not self.light[maker])
-                ):
-                    if maker is None and not kind:
-                        continue
+                kept = maker is None or (not self.backward[maker] and not self.light[maker])
+                if (var in self.parameters) == of_parameters and kept:
                     fitting = [s for s in self.available.get(var, ()) if s <= latest]
                     if fitting:
                         latest = min(latest, fitting[-1])
@@ -198,7 +196,7 @@ class _Builder:
         """Whether a value is at hand in a segment without being sent there."""
         maker = self.made_by.get(var)
         if maker is None:
-            return var not in self.fixed or segment in self.available.get(var, ())
+            return var not in self.parameters or segment in self.available.get(var, ())
         if self.light[maker]:
             return True
         if self.backward[maker]:

@@ -83,7 +83,12 @@ class Microbatches:
 
 
 def split_microbatches(
-    jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False, name: str = "the batch"
+    jaxpr: Jaxpr,
+    count: int,
+    batch: Sequence[int],
+    per_microbatch: bool = False,
+    name: str = "the batch",
+    apart: bool = False,
 ) -> Microbatches:
     """Split a step into phases.
 
@@ -93,13 +98,14 @@ def split_microbatches(
         batch: Inputs whose leading dim runs over samples.
         per_microbatch: Where samples wait for a sum over the batch, each microbatch takes its own.
         name: What messages call the batch.
+        apart: Keep the parts of a gradient apart in the loop: stages make one each.
 
     Raises:
         BatchError: There is no batch, or it does not divide.
         MicrobatchError: The step cannot be split exactly.
     """
     check_divides(jaxpr, count, batch, name)
-    shares = find_shares(jaxpr, count, batch, per_microbatch)
+    shares = find_shares(jaxpr, count, batch, per_microbatch, apart)
     return _Writer(jaxpr, shares).write()
 
 

@@ -61,7 +61,9 @@ class Shares:
         return self.made.get(atom, WHOLE)
 
 
-def find_shares(jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False) -> Shares:
+def find_shares(
+    jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False, apart: bool = False
+) -> Shares:
     """Decide how a program is worked through in `count` microbatches.
 
     Args:
@@ -69,11 +71,12 @@ def find_shares(jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: 
         count: Number of microbatches, at least 2; it divides the batch.
         batch: Inputs whose leading dim runs over samples.
         per_microbatch: Where samples wait for a sum over the batch, let each microbatch take its own.
+        apart: Add up the parts of a gradient (of a tied weight) one by one, and join them after the loop.
 
     Raises:
         MicrobatchError: Samples wait for what all of them make together; names the operation and the user's line.
     """
-    return _Analysis(jaxpr, count, per_microbatch).run(batch)
+    return _Analysis(jaxpr, count, per_microbatch, apart).run(batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +96,8 @@ class _Stuck(Exception):
 
 
 class _Analysis:
-    def __init__(self, jaxpr: Jaxpr, count: int, per_microbatch: bool):
-        self.jaxpr, self.count, self.per_microbatch = jaxpr, count, per_microbatch
+    def __init__(self, jaxpr: Jaxpr, count: int, per_microbatch: bool, apart: bool):
+        self.jaxpr, self.count, self.per_microbatch, self.apart = jaxpr, count, per_microbatch, apart
         self.shares = Shares(count)
         self.rules: dict[object, tuple[ShardingRule, list[Way]]] = {}
         self.rule_of: dict[int, tuple[ShardingRule, list[Way]]] = {}
@@ -446,7 +449,8 @@ class _Analysis:
                 sums = [a for a in eqn.invars if isinstance(shares.share(a), Sum) and not isinstance(a, Literal)]
                 rest = [a for a in eqn.invars if not isinstance(shares.share(a), Sum)]
                 only_sums = sums and all(isinstance(shares.share(a), Whole) for a in rest)
-                smaller = sum(map(num_bytes, dict.fromkeys(sums))) <= sum(map(num_bytes, eqn.outvars))
+                is_join = self.apart and eqn.primitive.name in ("add", "add_any")
+                smaller = is_join or sum(map(num_bytes, dict.fromkeys(sums))) <= sum(map(num_bytes, eqn.outvars))
                 if only_sums and smaller and not any(needed.get(var) for var in eqn.outvars):
                     shares.phase[id(eqn)] = phase = "after"
                     for var in eqn.outvars:

@@ -60,8 +60,10 @@ def check_streams(streams: Mapping[MeshId, Sequence[Instruction]], contract: Con
     for mesh, stream in streams.items():
         _check_buffers(mesh, stream, contract)
     ends = _check_progress(streams)
+    freed = {b for stream in streams.values() for i in stream if isinstance(i, Free) for b in i.buffers}
     for result in contract.results:
-        if result not in ends[contract.mesh_of[result]] and result not in contract.given[contract.mesh_of[result]]:
+        mesh = contract.mesh_of[result]
+        if result in freed or (result not in ends[mesh] and result not in contract.given[mesh]):
             raise StreamError(f"b{result}, a result of the step, is not on mesh {contract.mesh_of[result]} at the end.")
 
 

@@ -40,7 +40,8 @@ from autopar.options import Options
 from autopar.plan.check import Contract, check_streams
 from autopar.plan.emit import Streams, emit_instructions
 from autopar.plan.instructions import Run, Send
-from autopar.plan.schedules import Schedule, num_chunks, splits_backward
+from autopar.plan.schedules import Schedule, Step, num_chunks, splits_backward
+from autopar.plan.schedules.schedule import clocks
 from autopar.plan.simulate import Simulation, simulate
 from autopar.plan.timeline import Event, Timeline
 
@@ -177,7 +178,8 @@ def cut_step(program: Program, roles: Roles, num_stages: int, num_microbatches: 
     program, roles, stacks = in_parts(program, roles, num_stages)
     names = ", ".join(dict.fromkeys(program.in_paths[k].split("/")[0] for k in roles.batch))
     if num_microbatches > 1:
-        split = split_microbatches(program.jaxpr, num_microbatches, roles.batch, semantics == "per_microbatch", names)
+        own = semantics == "per_microbatch"
+        split = split_microbatches(program.jaxpr, num_microbatches, roles.batch, own, names, apart=True)
     else:
         split = whole_batch(program.jaxpr, roles.batch)
     first = 1 + len(split.invariants)
@@ -361,6 +363,7 @@ def assemble(
     """
     order = schedule.order(len(stages) // num_chunks(schedule), cut.split.count)
     state = [cut.program.jaxpr.invars[k] for k in cut.roles.state]
+    check_order(order, schedule, tasks, len(stages))
     streams = emit_instructions(tasks, stages, order, state)
     check_streams(streams.instructions, contract_of(streams, cut.split.count))
     num_meshes, first_device, at = len(order), [], 0
@@ -383,6 +386,52 @@ def assemble(
                 needed_bytes=int(peak),
             )
     return PipelinePlan(cut, borders, tasks, tuple(stages), tuple(first_device), schedule, streams, simulation)
+
+
+def check_order(order: Sequence[Sequence[Step]], schedule: Schedule, tasks: Tasks, num_stages: int) -> None:
+    """A schedule must do every step of every stage once, in an order in which no stage waits for ever.
+
+    Raises:
+        PipelineError: It does not; names the first step that is missing, done twice, or waited for in a circle.
+    """
+    num_meshes, count = len(order), tasks.split.count
+    wanted = {
+        (kind, k, stage)
+        for stage in range(num_stages)
+        for kind, eqns in (("F", tasks.forward), ("B", tasks.backward), ("W", tasks.weight))
+        if eqns[stage]
+        for k in range(count)
+    }
+    done: set[tuple[str, int, int]] = set()
+    wrong = ""
+    for mesh, steps in enumerate(order):
+        for step in steps:
+            key = (step.kind, step.microbatch, step.chunk * num_meshes + mesh)
+            if key in done:
+                wrong = wrong or f"mesh {mesh} does {step} twice."
+            done.add(key)
+    missing = sorted(wanted - done)
+    if missing:
+        kind, k, stage = missing[0]
+        wrong = wrong or f"stage {stage} never does {kind}{k}, microbatch {k} {_MEANING[kind]}."
+    if num_meshes * num_chunks(schedule) != num_stages:
+        wrong = f"its order is for {num_meshes} meshes, there are {num_stages // num_chunks(schedule)}."
+    if not wrong:
+        try:
+            clocks(order)
+        except ValueError as error:
+            wrong = str(error)
+    if wrong:
+        raise PipelineError(
+            "the schedule does not carry out the step.",
+            given=f"schedule {schedule.name!r}, {num_stages} stages, {count} microbatches",
+            wrong=wrong,
+            do='use "1f1b" (a step without gradients: "inference"), or mend order(num_stages, num_microbatches).',
+            num_stages=num_stages,
+        )
+
+
+_MEANING = {"F": "forward", "B": "backward", "W": "backward, the weights' half"}
 
 
 def contract_of(streams: Streams, num_microbatches: int) -> Contract:

@@ -23,6 +23,8 @@ from autopar.inter_op.tasks import make_tasks
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.restrict import Allowed, Restrict, restrict_to_axes
 from autopar.intra_op.sharded import Collective, describe
+from autopar.ir.flatten import is_recomputed
+from autopar.ir.source import is_backward
 from autopar.ir.state import Roles
 from autopar.ir.trace import Program
 from autopar.mesh import Cluster, LogicalMesh, Sharding, logical_meshes
@@ -114,7 +116,10 @@ def default_microbatches(program: Program, roles: Roles, num_stages: int) -> int
 
 
 def _marked_stages(program: Program) -> int | None:
-    marks = sum(eqn.primitive.name == "mark_stage" for eqn in program.jaxpr.eqns)
+    marks = sum(
+        eqn.primitive.name == "mark_stage" and not is_backward(eqn) and not is_recomputed(eqn)
+        for eqn in program.jaxpr.eqns
+    )
     return marks + 1 if marks else None
 
 

@@ -80,22 +80,10 @@ def large_arguments(plan):
     return [(m, p, b.shape) for m, p, _, b in sent(plan) if b.kind == "argument" and size(b) > SCALAR_ELEMENTS]
 
 
-SMALL = pytest.mark.xfail(
-    strict=True,
-    reason="a kernel of up to 4096 elements is taken for held by every stage: `g @ kernel.T` goes to the stage before, "
-    "and with it the kernel's home, while its gradient stays",
-)
-BETWEEN = pytest.mark.xfail(
-    strict=True,
-    reason="the first border is put between tanh and its derivative: the whole backward of stage 0 runs on stage 1, "
-    "and gradients as large as the parameters go back in the update",
-)
-
-
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(
     "num_layers, width",
-    [(8, WIDE), (12, WIDE), pytest.param(6, WIDE, marks=BETWEEN), pytest.param(8, NARROW, marks=SMALL)],
+    [(8, WIDE), (12, WIDE), (6, WIDE), (8, NARROW)],
 )
 def test_only_scalars_cross(num_layers, width, schedule):
     plan = planned_mlp(num_layers, width, schedule)
@@ -161,12 +149,7 @@ def test_a_norm_that_only_is_reported():
     assert crossing == [(0, 1, ()), (0, 1, ())], "what the first stage found, once"
 
 
-PER_MICROBATCH = pytest.mark.xfail(
-    strict=True, reason="both parts of a tied gradient are added up in the loop, so one is sent for every microbatch"
-)
-
-
-@pytest.mark.parametrize("num_microbatches", [1, pytest.param(4, marks=PER_MICROBATCH)])
+@pytest.mark.parametrize("num_microbatches", [1, 4])
 @pytest.mark.parametrize("num_stages", [2, 4])
 def test_tied_embeddings(num_stages, num_microbatches):
     case = CASES["gpt_tied_dropout"]()

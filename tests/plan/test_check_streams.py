@@ -412,9 +412,6 @@ def test_another_parameter():
         check_streams({**streams.instructions, 0: changed}, contract_of(streams, NUM_MICROBATCHES))
 
 
-@pytest.mark.xfail(
-    strict=True, reason="check_streams takes a result that is an argument to be there, even after its Free"
-)
 def test_result_that_is_an_argument_is_kept():
     streams = streams_of("mlp", 2, "1f1b")
     given = set(streams.arguments.values())

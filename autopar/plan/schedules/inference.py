@@ -1,6 +1,6 @@
 """Inference: forward only, one microbatch behind the other.
 
-    stage 0  F0 F1 F2 F3
+    stage 0  F0 F1 F2 F3 .
     stage 1  .  F0 F1 F2 F3
 
 m + s - 1 clocks; for steps without a backward pass.
