@@ -409,6 +409,8 @@ def check_order(order: Sequence[Sequence[Step]], schedule: Schedule, tasks: Task
             key = (step.kind, step.microbatch, step.chunk * num_meshes + mesh)
             if key in done:
                 wrong = wrong or f"mesh {mesh} does {step} twice."
+            if not 0 <= step.microbatch < count:
+                wrong = wrong or f"mesh {mesh} does {step}, and there are {count} microbatches."
             done.add(key)
     missing = sorted(wanted - done)
     if missing:
