@@ -140,6 +140,13 @@ def _contradictions(plan: Any) -> list[str]:
     from autopar.plan.page import ARGUMENT_ROLES, local_bytes
 
     cost = plan.cost
+    if plan.schedule != "none":
+        parts = cost.compute_seconds + cost.communication_seconds + cost.bubble_seconds
+        return [
+            f"{what} take {seconds:.6g} s; it says {cost.step_seconds:.6g} s."
+            for what, seconds in (("its parts", parts), ("its events", plan.events.seconds))
+            if not math.isclose(seconds, cost.step_seconds, rel_tol=1e-6, abs_tol=1e-12)
+        ]
     arguments = sum(
         local_bytes(v.shape, v.dtype, v.sharding, plan.mesh) for v in plan.values if v.role in ARGUMENT_ROLES
     )

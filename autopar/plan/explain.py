@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from autopar._jax import Literal, Var
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, NotBuiltYetError
 from autopar.intra_op.graph import Node
 from autopar.intra_op.sharded import Compute, Region, describe, local_bytes
 from autopar.intra_op.strategies import Strategy
@@ -44,6 +44,14 @@ def explain(plan: Plan, path_or_op: str) -> str:
     Raises:
         AutoparError: Nothing has this name, or the plan was read from a file and not compiled since.
     """
+    if plan.schedule != "none":
+        raise NotBuiltYetError(
+            "pipelines are not explained yet.",
+            given=f"explain({path_or_op!r}) on a plan of {len(plan.stages)} stages",
+            wrong="each stage has decisions of its own.",
+            do="read print(plan), or plan the step without stages: ShardParallel().",
+            feature="explain",
+        )
     if plan.origin is None:
         raise AutoparError(
             "this plan is not attached to a program.",

@@ -23,7 +23,7 @@ from autopar.inter_op.stage_program import StageProgram, stage_program
 from autopar.inter_op.tasks import Tasks, make_tasks
 from autopar.intra_op.batch import BatchDims, follow_batch
 from autopar.intra_op.costs import build_problem
-from autopar.intra_op.graph import build_graph
+from autopar.intra_op.graph import Graph, build_graph
 from autopar.intra_op.problem import Solution
 from autopar.intra_op.restrict import Allowed, Restrict
 from autopar.intra_op.shard import Sharded, read_off
@@ -35,7 +35,7 @@ from autopar.ir.structure import body_jaxprs, is_structured
 from autopar.ir.trace import Program
 from autopar.ir.unstack import Unstacked, layer_count, unstack, whole_stacks
 from autopar.ir.whole_batch import whole_batch
-from autopar.mesh import Cluster, Link, LogicalMesh
+from autopar.mesh import Cluster, Link, LogicalMesh, Sharding
 from autopar.options import Options
 from autopar.plan.check import Contract, check_streams
 from autopar.plan.emit import Streams, emit_instructions
@@ -241,11 +241,63 @@ def plan_pipeline(
         InfeasibleError: A stage does not fit; says which and by how much.
     """
     tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits_backward(schedule))
-    stages = []
+    stages: list[StagePlan] = []
+    same = _SameStacks(cut)
     for number, candidates in enumerate(meshes):
         program = stage_program(tasks, number, cut.roles.aliases, cut.batch.dims)
-        stages.append(best_stage(program, candidates, cluster, options, solved, restrict))
+        made = best_stage(program, candidates, cluster, options, solved, restrict)
+        pins = same.pins(program, made)
+        if pins:
+            pinned = _pinned(pins, restrict(program, made.mesh))
+            made = solve_stage(program, made.mesh, cluster, options, solved, pinned, tuple(pins.items()))
+        same.add(program, made)
+        stages.append(made)
     return assemble(cut, tuple(borders), tasks, stages, cluster, schedule, options)
+
+
+class _SameStacks:
+    """The parts of one stack shall lie alike on their stages: then they are one array to the user."""
+
+    def __init__(self, cut: Cut):
+        arguments = cut.program.jaxpr.invars
+        self.stack_of = {
+            arguments[at]: k for k, parts in enumerate(cut.stacks.inputs) if len(parts) > 1 for at in parts
+        }
+        self.chosen: dict[int, tuple[LogicalMesh, Sharding]] = {}
+
+    def pins(self, program: StageProgram, stage: StagePlan) -> dict[int, Sharding]:
+        """Of a stage with an argument that lies otherwise than the parts before it: position -> how those lie."""
+        known = {
+            at: self.chosen[self.stack_of[var]]
+            for at, var in program.arguments.items()
+            if self.stack_of.get(var, -1) in self.chosen
+        }
+        same_mesh = all(mesh == stage.mesh for mesh, _ in known.values())
+        differs = any(sharding != _lies(stage, at) for at, (_, sharding) in known.items())
+        return {at: sharding for at, (_, sharding) in known.items()} if same_mesh and differs else {}
+
+    def add(self, program: StageProgram, stage: StagePlan) -> None:
+        """Remember how the parts of a stage lie."""
+        for at, var in program.arguments.items():
+            if var in self.stack_of and at in program.aliases.values():
+                self.chosen.setdefault(self.stack_of[var], (stage.mesh, _lies(stage, at)))
+
+
+def _lies(stage: StagePlan, argument: int) -> Sharding:
+    graph = stage.sharded.graph
+    node = graph.inputs[argument]
+    return graph.nodes[node].shardings[stage.sharded.choices[node]]
+
+
+def _pinned(pins: Mapping[int, Sharding], further: Restrict | None) -> Restrict:
+    def restrict(graph: Graph, allowed: Allowed) -> None:
+        for at, sharding in pins.items():
+            node = graph.nodes[graph.inputs[at]]
+            allowed.only(node, [s == sharding for s in node.shardings], ("as its stack", sharding))
+        if further is not None:
+            further(graph, allowed)
+
+    return restrict
 
 
 def best_stage(
@@ -281,8 +333,9 @@ def solve_stage(
     options: Options,
     solved: Solved,
     restrict: Restrict | None = None,
+    pins: Hashable = (),
 ) -> StagePlan:
-    """Shard a stage, or take over the choices of an equal one."""
+    """Shard a stage, or take over the choices of an equal one; `pins` tells restrictions apart."""
     key = (
         canonical_key(program.jaxpr),
         tuple(sorted(program.aliases.items())),
@@ -290,6 +343,7 @@ def solve_stage(
         len(program.stacked),
         mesh,
         restrict is None,
+        pins,
     )
     if key in solved.known:
         return take_over(program, solved.known[key], cluster)

@@ -20,7 +20,7 @@ import numpy as np
 from autopar.cost import collective_seconds
 from autopar.errors import AutoparError, BatchError, InfeasibleError, MicrobatchError
 from autopar.inter_op.chain import balanced_borders
-from autopar.inter_op.slicing import Slicing, slice_stages
+from autopar.inter_op.slicing import slice_stages
 from autopar.inter_op.stage_plan import StagePlan
 from autopar.inter_op.stage_program import stage_program
 from autopar.inter_op.tasks import make_tasks
@@ -38,8 +38,10 @@ MAX_LAYERS = 16
 COUNTS = (4, 8, 16, 32, 64, 128)
 """Numbers of microbatches that are tried, if they divide the batch."""
 FINALISTS = 2
-NEAR = 0.03
-"""So many pipelines of the table, none behind the best of them by more than this part, are planned as they are."""
+"""At least so many of the best pipelines of the table are planned as they are; of small programs more."""
+EFFORT = 6000
+"""As many as this many equations allow, each pipeline planned again counting the program's."""
+MOST = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,11 +82,21 @@ class _Table:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Candidate:
+    """A pipeline to be planned.
+
+    Attributes:
+        count: Number of microbatches.
+        seconds: What the table says of it.
+        sizes: Devices of each stage.
+        firsts: First layer of each stage; None: balanced anew, as many parts of a scan as stages.
+        meshes: Of each stage, the logical meshes to try.
+    """
+
     count: int
-    slicing: Slicing
     seconds: float
     sizes: tuple[int, ...]
-    meshes: tuple[LogicalMesh, ...]
+    firsts: tuple[int, ...] | None
+    meshes: tuple[tuple[LogicalMesh, ...], ...]
 
 
 def search_pipelines(
@@ -125,8 +137,8 @@ def search_pipelines(
         if best is None or plan.seconds < best[0].seconds:
             best = plan, candidate
 
-    near = [c for c in candidates if c.seconds <= candidates[0].seconds * (1 + NEAR)]
-    for candidate in near[:FINALISTS]:
+    finalists = max(FINALISTS, min(MOST, EFFORT // max(1, len(program.jaxpr.eqns))))
+    for candidate in candidates[:finalists]:
         attempt(candidate, SCHEDULES["1f1b"])
     if best is not None:
         attempt(best[1], SCHEDULES["zb-h1"])
@@ -226,6 +238,7 @@ def _slicings(
                             flight[first, last, s] = fits
                             chosen[first, last, s] = mesh
         crossing = _transfers(cut, num_layers, cluster) * scale
+        found += _equal_stages(table, seconds, flight, crossing, count, num_layers, cluster)
         try:
             slicing = slice_stages(
                 seconds,
@@ -238,11 +251,46 @@ def _slicings(
             )
         except InfeasibleError:
             continue
-        meshes = tuple(chosen[s.first, s.last, s.submesh] for s in slicing.stages)
+        stages = slicing.stages
+        alike = len({s.last - s.first for s in stages}) == 1
         found.append(
-            _Candidate(count, slicing, slicing.latency_seconds, tuple(sizes[s.submesh] for s in slicing.stages), meshes)
+            _Candidate(
+                count,
+                slicing.latency_seconds,
+                tuple(sizes[s.submesh] for s in stages),
+                None if alike else tuple(s.first for s in stages),
+                tuple((chosen[s.first, s.last, s.submesh],) for s in stages),
+            )
         )
     return sorted(found, key=lambda c: c.seconds)
+
+
+def _equal_stages(
+    table: _Table,
+    seconds: np.ndarray,
+    flight: np.ndarray,
+    crossing: np.ndarray,
+    count: int,
+    num_layers: int,
+    cluster: Cluster,
+) -> list[_Candidate]:
+    """Pipelines of equally many layers on equal submeshes, as one would write them by hand."""
+    found = []
+    for s, size in enumerate(table.meshes):
+        num_stages = cluster.num_devices // size
+        if cluster.num_devices % size or not 2 <= num_stages <= num_layers:
+            continue
+        firsts = [round(k * num_layers / num_stages) for k in range(num_stages)]
+        lasts = [first - 1 for first in firsts[1:]] + [num_layers - 1]
+        times = [float(seconds[a, b, s]) for a, b in zip(firsts, lasts, strict=True)]
+        fits = all(
+            flight[a, b, s] >= min(count, num_stages - k) for k, (a, b) in enumerate(zip(firsts, lasts, strict=True))
+        )
+        if fits and np.isfinite(times).all():
+            latency = sum(times) + (count - 1) * max(times) + sum(float(crossing[a]) for a in firsts[1:])
+            meshes = tuple(table.meshes[size])
+            found.append(_Candidate(count, latency, (size,) * num_stages, None, (meshes,) * num_stages))
+    return found
 
 
 def _transfers(cut: Cut, num_layers: int, cluster: Cluster) -> np.ndarray:
@@ -264,16 +312,15 @@ def _plan(
     solved: Solved,
 ) -> PipelinePlan:
     """Plan a candidate as it is."""
-    stages = candidate.slicing.stages
-    alike = len({s.last - s.first for s in stages}) == 1
-    parts = len(stages) if alike else MAX_LAYERS
+    num_stages, firsts = len(candidate.sizes), candidate.firsts
+    parts = num_stages if firsts is None else MAX_LAYERS
     cut = cut_step(program, roles, parts, candidate.count, options.microbatch_semantics)
-    if alike and cut.stacks.count > 1:
-        borders = balanced_borders(cut.chain, len(stages))
+    if firsts is None:
+        borders = balanced_borders(cut.chain, num_stages)
     else:
         layers = balanced_borders(cut.chain, num_layers)
-        borders = tuple(layers[s.first] for s in stages)
-    return plan_pipeline(cut, borders, [[mesh] for mesh in candidate.meshes], cluster, schedule, options, solved)
+        borders = tuple(layers[first] for first in firsts)
+    return plan_pipeline(cut, borders, candidate.meshes, cluster, schedule, options, solved)
 
 
 def _text(candidate: _Candidate, schedule: Schedule) -> str:

@@ -1,0 +1,114 @@
+"""Scans over layers taken apart: the same numbers, and stacks that come as parts."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from autopar._jax import eval_jaxpr
+from autopar.ir.check import check_program
+from autopar.ir.state import find_roles
+from autopar.ir.trace import trace_step
+from autopar.ir.unstack import layer_count, unstack
+
+LAYERS, WIDTH, BATCH = 6, 8, 4
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-2))
+
+
+def scanned(body, around=lambda f: f, reverse=False):
+    """A training step of a scan over stacked layers."""
+
+    def loss_fn(params, batch):
+        x, _ = jax.lax.scan(
+            around(lambda x, layer: (body(x, layer), None)), batch["x"], params["layers"], reverse=reverse
+        )
+        return jnp.mean((x @ params["head"] - batch["y"]) ** 2)
+
+    def step(state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
+        updates, optimizer = OPTIMIZER.update(grads, state["optimizer"])
+        return {"params": optax.apply_updates(state["params"], updates), "optimizer": optimizer}, loss
+
+    return step
+
+
+def plain(x, layer):
+    return jnp.tanh(x @ layer["kernel"] + layer["bias"])
+
+
+def cast(x, layer):
+    return jnp.tanh(x @ layer["kernel"].astype(jnp.bfloat16).astype(jnp.float32)) + layer["bias"]
+
+
+def make_arguments():
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return jnp.asarray(rng.normal(size=shape) * 0.3, jnp.float32)
+
+    params = {"layers": {"kernel": draw(LAYERS, WIDTH, WIDTH), "bias": draw(LAYERS, WIDTH)}, "head": draw(WIDTH, 2)}
+    return {"params": params, "optimizer": OPTIMIZER.init(params)}, {"x": draw(BATCH, WIDTH), "y": draw(BATCH, 2)}
+
+
+def run_in_parts(step, state, batch, count):
+    program = trace_step(step, (state, batch))
+    roles = find_roles(program)
+    parts = unstack(program.jaxpr, LAYERS, count, roles.aliases)
+    check_program(parts.jaxpr)
+    flat = []
+    for value, positions in zip(program.flatten_inputs(jax.tree.leaves((state, batch))), parts.inputs, strict=True):
+        flat += np.split(np.asarray(value), count) if len(positions) > 1 else [value]
+    made = jax.jit(lambda *a: eval_jaxpr(parts.jaxpr, [], *a))(*flat)
+    results = [
+        np.concatenate([made[at] for at in positions]) if len(positions) > 1 else made[positions[0]]
+        for positions in parts.outputs
+    ]
+    return parts, program.unflatten_outputs(results)
+
+
+@pytest.mark.parametrize("count", [2, 3, 6])
+@pytest.mark.parametrize(
+    "step",
+    [
+        pytest.param(scanned(plain), id="plain"),
+        pytest.param(scanned(plain, reverse=True), id="reversed"),
+        pytest.param(scanned(plain, jax.checkpoint), id="checkpoint"),
+        pytest.param(scanned(cast), id="cast"),
+    ],
+)
+def test_same_numbers(step, count):
+    state, batch = make_arguments()
+    parts, got = run_in_parts(step, state, batch, count)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(state, batch)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+    # Kernel and bias of the parameters and of both moments, in and out.
+    assert sum(len(p) == count for p in parts.inputs) == 6 == sum(len(p) == count for p in parts.outputs)
+    names = [eqn.primitive.name for eqn in parts.jaxpr.eqns]
+    assert names.count("scan") == 2 * count and "concatenate" not in names
+
+
+def test_layers_are_told_from_their_work():
+    state, batch = make_arguments()
+    assert layer_count(trace_step(scanned(plain), (state, batch)).jaxpr) == LAYERS
+    assert layer_count(trace_step(lambda s, b: (s, b["x"].sum()), (state, batch)).jaxpr) == 0
+
+
+def test_what_needs_all_layers_gets_them():
+    """A stack that is also read whole stays one argument, and its parts are joined where all are needed."""
+
+    def step(state, batch):
+        def loss_fn(kernels):
+            x, _ = jax.lax.scan(lambda x, k: (jnp.tanh(x @ k), None), batch, kernels)
+            return jnp.mean(x**2) + 0.1 * jnp.mean(jnp.sort(kernels, axis=0)[:2])
+
+        return state - 0.1 * jax.grad(loss_fn)(state)
+
+    rng = np.random.default_rng(0)
+    state = jnp.asarray(rng.normal(size=(LAYERS, WIDTH, WIDTH)), jnp.float32)
+    batch = jnp.asarray(rng.normal(size=(BATCH, WIDTH)), jnp.float32)
+    parts, got = run_in_parts(step, state, batch, 3)
+    np.testing.assert_allclose(got, jax.jit(step)(state, batch), rtol=2e-5, atol=2e-6)
+    assert [len(p) for p in parts.inputs] == [1, 1]

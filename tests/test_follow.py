@@ -1,0 +1,157 @@
+"""State made in its place, eval steps that follow it, measured timelines, and the search over pipelines."""
+
+from __future__ import annotations
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.errors import AutoparError, NotBuiltYetError, PipelineError, StructureChangedError
+from tests.sweep import QUICK, SLOW
+
+LAYERS, WIDTH = 4, 32
+
+
+def step(state, batch):
+    def loss_fn(params):
+        x, _ = jax.lax.scan(lambda x, k: (jnp.tanh(x @ k), None), batch["x"], params["layers"])
+        return jnp.mean((x @ params["head"] - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+    return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)}, loss
+
+
+def init():
+    key = jax.random.key(0)
+    return {
+        "params": {
+            "layers": jax.random.normal(key, (LAYERS, WIDTH, WIDTH)) / WIDTH**0.5,
+            "head": jax.random.normal(key, (WIDTH, 2)),
+        }
+    }
+
+
+def evaluate(params, batch):
+    x, _ = jax.lax.scan(lambda x, k: (jnp.tanh(x @ k), None), batch["x"], params["layers"])
+    return jnp.mean((x @ params["head"] - batch["y"]) ** 2)
+
+
+BATCH = {
+    "x": np.random.default_rng(0).normal(size=(8, WIDTH)).astype(np.float32),
+    "y": np.zeros((8, 2), np.float32),
+}
+
+
+def parallel(method, devices=8):
+    cluster = autopar.Cluster.local(jax.devices()[:devices], device=SLOW, intra=QUICK)
+    return autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,))
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        autopar.ShardParallel((2, 4)),
+        autopar.PipelineParallel(num_stages=4, num_microbatches=2),
+        autopar.PipelineParallel(submeshes=(1, 1, 2, 4), num_microbatches=2),
+    ],
+)
+def test_state_is_born_in_its_place(method):
+    train = parallel(method)
+    state = train.create_state(init, example=(BATCH,))
+    expected, loss = jax.jit(step)(init(), BATCH)
+    got, got_loss = train(state, BATCH)
+    np.testing.assert_allclose(got_loss, loss, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5, atol=1e-6)
+
+
+def test_a_stack_on_equal_stages_is_one_array():
+    train = parallel(autopar.PipelineParallel(num_stages=4, num_microbatches=2))
+    state = train.create_state(init, example=(BATCH,))
+    layers = state["params"]["layers"]
+    assert isinstance(layers, jax.Array) and layers.sharding.spec[0] == "stage"
+    assert len({shard.device for shard in layers.addressable_shards}) == 8
+    with jax.sharding.set_mesh(layers.sharding.mesh) if hasattr(jax.sharding, "set_mesh") else jax.disable_jit(False):
+        np.testing.assert_allclose(np.asarray(layers), init()["params"]["layers"], rtol=1e-6)
+
+
+@pytest.mark.parametrize("method", [autopar.ShardParallel((2, 4)), autopar.DataParallel(zero=3)])
+def test_follow(method):
+    train = parallel(method)
+    follower = autopar.follow(evaluate, train)
+    with pytest.raises(StructureChangedError, match="no plan yet"):
+        follower(init()["params"], BATCH)
+    state, _ = train(init(), BATCH)
+    loss = follower(state["params"], BATCH)
+    np.testing.assert_allclose(loss, evaluate(jax.tree.map(np.asarray, state["params"]), BATCH), rtol=1e-5)
+    trained = train.latest().plan.shardings[0][0]["params"]
+    assert follower.plan(state["params"], BATCH).shardings[0][0] == trained
+
+
+def test_follow_says_what_it_cannot():
+    with pytest.raises(AutoparError, match="no step to follow"):
+        autopar.follow(evaluate, evaluate)
+    train = parallel(autopar.ShardParallel((8,)))
+    train(init(), BATCH)
+    with pytest.raises(StructureChangedError, match="no argument of the eval step is state"):
+        autopar.follow(lambda x: x, train)(jnp.ones(3))
+    piped = parallel(autopar.PipelineParallel(num_stages=2, num_microbatches=2))
+    state, _ = piped(init(), BATCH)
+    with pytest.raises(NotBuiltYetError, match="following a pipeline"):
+        autopar.follow(evaluate, piped)(state["params"], BATCH)
+
+
+def test_measured_timeline():
+    compiled = parallel(autopar.PipelineParallel(num_stages=2, num_microbatches=4)).compile(init(), BATCH)
+    (state, loss), timeline = compiled.measure(init(), BATCH)
+    np.testing.assert_allclose(loss, jax.jit(step)(init(), BATCH)[1], rtol=1e-5)
+    planned = compiled.plan.timeline()
+    assert type(timeline) is type(planned) and len(timeline.events) == len(planned.events)
+    assert {e.name for e in timeline.events} == {e.name for e in planned.events}
+    assert all(e.end >= e.start >= 0 for e in timeline.events)
+    events = [e for e in json.loads(timeline.json())["traceEvents"] if e["ph"] == "X"]
+    assert events and all({"kind", "stage", "microbatch", "mesh"} == set(e["args"]) for e in events)
+    whole = parallel(autopar.ShardParallel((8,))).compile(init(), BATCH)
+    with pytest.raises(PipelineError, match="no timeline"):
+        whole.measure(init(), BATCH)
+
+
+def test_live_bytes_stay_below_the_predicted_peak():
+    """Bytes of live arrays per device, looked at after every instruction."""
+    compiled = parallel(autopar.PipelineParallel(num_stages=4, num_microbatches=8)).compile(init(), BATCH)
+    pipeline = compiled.executable
+    leaves = jax.tree.leaves((init(), BATCH))
+    state_bytes: dict[int, int] = {}
+    held = pipeline._begin(leaves)
+    mesh_of = [b.mesh for b in compiled.plan.origin.pipeline.streams.buffers]
+    most: dict[int, int] = {}
+    for call in pipeline._calls:
+        call(held)
+        now: dict[int, int] = {}
+        for at, array in held.items():
+            if not array.is_deleted():
+                local = array.addressable_shards[0].data
+                now[mesh_of[at]] = now.get(mesh_of[at], 0) + local.nbytes
+        most = {mesh: max(most.get(mesh, 0), n) for mesh, n in (state_bytes | now).items()}
+    numbers = 8 * 4  # the numbers of the microbatches, which live on from step to step
+    for mesh, peak in enumerate(compiled.plan.cost.peak_bytes):
+        assert most[mesh] <= peak + numbers
+
+
+def test_auto_on_several_hosts_is_no_worse_than_fixed_pipelines():
+    cluster = autopar.Cluster(2, 2, SLOW, intra=QUICK, inter=autopar.Link(1e-5, 1e7))
+
+    def seconds(method):
+        planned = autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,))
+        return planned.plan(init(), BATCH).cost.step_seconds
+
+    best = seconds(autopar.Auto())
+    for degrees in ((4, 1, 1), (2, 1, 2), (1, 2, 2), (1, 1, 4)):
+        data, tensor, pipeline = degrees
+        method = autopar.ThreeD(data=data, tensor=tensor, pipeline=pipeline, num_microbatches=8 // data)
+        assert best <= seconds(method) * (1 + 1e-9), degrees
