@@ -133,8 +133,7 @@ with console.status("planning ..."):
     plan = train_step.plan(init_state(), next_batch(np.random.default_rng(0)))
 print(plan)
 parallel = train(train_step, f"{len(jax.devices())} devices, autopar")
-with console.status("planning a pipeline ..."):
-    plan = pipelined_step.plan(init_state(), next_batch(np.random.default_rng(0)))
+plan = pipelined_step.plan(init_state(), next_batch(np.random.default_rng(0)))
 print(f"A pipeline of {len(plan.stages)} stages: F forward, B backward, U update, by microbatch\n{plan.timeline()}")
 pipelined = train(pipelined_step, f"{len(plan.stages)} stages, autopar")
 single = train(jax.jit(step_on_one_device), "one device, jax.jit")
