@@ -18,8 +18,8 @@ from autopar.ir.state import Roles, find_roles
 from autopar.ir.trace import Program, trace_step
 from autopar.mesh import Cluster
 from autopar.plan.arguments import check_arguments
+from autopar.plan.clock import measured
 from autopar.plan.methods import Auto, Method
-from autopar.plan.pipeline import measured
 from autopar.plan.plan import Plan
 from autopar.plan.planner import make_plan, restore
 from autopar.plan.progress import planning_progress

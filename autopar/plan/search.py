@@ -29,8 +29,10 @@ from autopar.ir.state import Roles
 from autopar.ir.trace import Program
 from autopar.mesh import Cluster, LogicalMesh, logical_meshes
 from autopar.options import Options
-from autopar.plan.pipeline import Cut, PipelinePlan, Solved, cut_step, plan_pipeline, solve_stage
+from autopar.plan.cut import Cut, cut_step
+from autopar.plan.pipeline import PipelinePlan, plan_pipeline
 from autopar.plan.schedules import SCHEDULES, Schedule
+from autopar.plan.solve_stages import Solved, solve_stage
 
 Report = Callable[[str], None]
 

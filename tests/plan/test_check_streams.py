@@ -19,9 +19,9 @@ import pytest
 
 import autopar
 from autopar.plan.check import StreamError, check_streams
+from autopar.plan.clock import contract_of
 from autopar.plan.emit import Streams, emit_instructions
 from autopar.plan.instructions import Free, Instruction, Recv, Run, Send
-from autopar.plan.pipeline import contract_of
 from autopar.plan.schedules import find_schedule
 from tests.models.registry import CASES
 from tests.sweep import QUICK, SLOW

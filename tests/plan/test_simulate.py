@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.plan.clock import simulate_streams
 from autopar.plan.emit import emit_instructions
 from autopar.plan.instructions import Free, Recv, Run, Send
-from autopar.plan.pipeline import simulate_streams
 from autopar.plan.schedules import find_schedule
 from autopar.plan.simulate import simulate
 from tests.sweep import QUICK, SLOW

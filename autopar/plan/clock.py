@@ -1,0 +1,237 @@
+"""A pipeline on the clock: the simulator fed with the cost model, or with measured times; and what streams must keep.
+
+In:     streams, stages, the cluster.
+Out:    `Simulation`, `Timeline`, `Contract`; `check_order` judges a schedule before streams are written.
+Method: `simulate.py`; which operands a run overwrites is told here, as the runtime does it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from autopar._jax import Var
+from autopar.cost.transfer import transfer_seconds
+from autopar.errors import PipelineError
+from autopar.inter_op.stage_plan import StagePlan
+from autopar.inter_op.tasks import Tasks
+from autopar.mesh import Cluster, Link
+from autopar.plan.check import Contract
+from autopar.plan.emit import Streams
+from autopar.plan.instructions import Run, Send
+from autopar.plan.schedules import Schedule, Step, num_chunks
+from autopar.plan.schedules.schedule import clocks
+from autopar.plan.simulate import Simulation, simulate
+from autopar.plan.timeline import Event, Timeline
+
+
+def check_order(order: Sequence[Sequence[Step]], schedule: Schedule, tasks: Tasks, num_stages: int) -> None:
+    """A schedule must do every step of every stage once, in an order in which no stage waits for ever.
+
+    Raises:
+        PipelineError: It does not; names the first step that is missing, done twice, or waited for in a circle.
+    """
+    num_meshes, count = len(order), tasks.split.count
+    wanted = {
+        (kind, k, stage)
+        for stage in range(num_stages)
+        for kind, eqns in (("F", tasks.forward), ("B", tasks.backward), ("W", tasks.weight))
+        if eqns[stage]
+        for k in range(count)
+    }
+    done: set[tuple[str, int, int]] = set()
+    wrong = ""
+    for mesh, steps in enumerate(order):
+        for step in steps:
+            key = (step.kind, step.microbatch, step.chunk * num_meshes + mesh)
+            if key in done:
+                wrong = wrong or f"mesh {mesh} does {step} twice."
+            if not 0 <= step.microbatch < count:
+                wrong = wrong or f"mesh {mesh} does {step}, and there are {count} microbatches."
+            done.add(key)
+    missing = sorted(wanted - done)
+    if missing:
+        kind, k, stage = missing[0]
+        wrong = wrong or f"stage {stage} never does {kind}{k}, microbatch {k} {_MEANING[kind]}."
+    if num_meshes * num_chunks(schedule) != num_stages:
+        wrong = f"its order is for {num_meshes} meshes, there are {num_stages // num_chunks(schedule)}."
+    if not wrong:
+        try:
+            clocks(order)
+        except ValueError as error:
+            wrong = str(error)
+    if wrong:
+        raise PipelineError(
+            "the schedule does not carry out the step.",
+            given=f"schedule {schedule.name!r}, {num_stages} stages, {count} microbatches",
+            wrong=wrong,
+            do='use "1f1b" (a step without gradients: "inference"), or mend order(num_stages, num_microbatches).',
+            num_stages=num_stages,
+        )
+
+
+_MEANING = {"F": "forward", "B": "backward", "W": "backward, the weights' half"}
+
+
+def contract_of(streams: Streams, num_microbatches: int) -> Contract:
+    """What the streams must keep, told from the programs and not from the streams."""
+    number = next(iter(streams.numbers.values()), None)
+    number_key = streams.buffers[number].key if number is not None else None
+
+    def operands(name: str) -> list[tuple[str, object]]:
+        plan = streams.programs[name]
+        found = [(b.slot.kind, b.slot.key) for b in (*plan.inputs, *plan.written_rows)]
+        return found + [("number", number_key)] * plan.needs_number
+
+    given: dict[int, list[int]] = {mesh: [] for mesh in streams.instructions}
+    for at in (*streams.arguments.values(), *streams.pieces.values(), *streams.numbers.values()):
+        given[streams.buffers[at].mesh].append(at)
+    runs = [
+        (name, k)
+        for name, plan in streams.programs.items()
+        for k in range(num_microbatches if plan.task.kind in ("F", "B", "W") else 1)
+    ]
+    return Contract(
+        given,
+        [at for at in streams.results if at is not None],
+        {name: operands(name) for name in streams.programs},
+        {name: [(b.slot.kind, b.slot.key) for b in plan.outputs] for name, plan in streams.programs.items()},
+        [(b.kind, b.key, b.microbatch) for b in streams.buffers],
+        [b.mesh for b in streams.buffers],
+        runs,
+    )
+
+
+def simulate_streams(
+    streams: Streams,
+    stages: Sequence[StagePlan],
+    first_device: Sequence[int],
+    cluster: Cluster,
+    donated: set[Var],
+) -> Simulation:
+    """The streams on the clock of the cost model."""
+    overwritten = overwritten_buffers(streams, donated)
+
+    def message_seconds(mesh: int, send: Send) -> float:
+        link = link_between(first_device, stages, mesh, send.peer, cluster)
+        total = sum(math.prod(streams.buffers[b].shape) * streams.buffers[b].dtype.itemsize for b in send.buffers)
+        return transfer_seconds(total, stages[mesh].mesh.num_devices, stages[send.peer].mesh.num_devices, link)
+
+    held: dict[int, list[int]] = {mesh: [] for mesh in streams.instructions}
+    for at in (*streams.arguments.values(), *streams.pieces.values()):
+        held[streams.buffers[at].mesh].append(at)
+    return simulate(
+        streams.instructions,
+        lambda run: streams.programs[run.program].seconds,
+        message_seconds,
+        [b.num_bytes for b in streams.buffers],
+        lambda run: streams.programs[run.program].working_bytes,
+        held,
+        lambda run: overwritten.get((run.program, run.microbatch), ()),
+    )
+
+
+def measured(streams: Streams, stages: Sequence[StagePlan], seconds: Mapping[tuple[int, int], float]) -> Timeline:
+    """The streams on the clock of measured times.
+
+    Args:
+        streams: What the meshes do.
+        stages: Each on its mesh.
+        seconds: Of each instruction, by (mesh, position), run alone.
+    """
+    of_run = {
+        (i.program, i.microbatch): seconds[mesh, at]
+        for mesh, stream in streams.instructions.items()
+        for at, i in enumerate(stream)
+        if isinstance(i, Run)
+    }
+    of_message = {
+        i.message: seconds[mesh, at]
+        for mesh, stream in streams.instructions.items()
+        for at, i in enumerate(stream)
+        if isinstance(i, Send)
+    }
+    simulation = simulate(
+        streams.instructions,
+        lambda run: of_run[run.program, run.microbatch],
+        lambda mesh, send: of_message[send.message],
+        [b.num_bytes for b in streams.buffers],
+        lambda run: streams.programs[run.program].working_bytes,
+    )
+    return timeline_of(streams, simulation)
+
+
+def overwritten_buffers(streams: Streams, donated: set[Var]) -> dict[tuple[str, int], list[int]]:
+    """Operands of each run whose memory its results take: sums, rows, and in the update the state it replaces."""
+    found: dict[tuple[str, int], list[int]] = {}
+    results = {at for at in streams.results if at is not None}
+    for stream in streams.instructions.values():
+        last: dict[int, Run] = {}
+        for instruction in stream:
+            if isinstance(instruction, Run):
+                last.update((at, instruction) for at in instruction.inputs)
+        for instruction in stream:
+            if not isinstance(instruction, Run):
+                continue
+            kind = streams.programs[instruction.program].task.kind
+            made = [streams.buffers[at] for at in instruction.outputs]
+            sizes = [b.num_bytes for b in made]
+            gone = []
+            for at in instruction.inputs:
+                buffer = streams.buffers[at]
+                in_place = buffer.kind in ("sum", "rows") and any(
+                    b.kind == buffer.kind and b.key is buffer.key for b in made
+                )
+                replaced = (
+                    kind == "U"
+                    and buffer.kind == "argument"
+                    and buffer.key in donated
+                    and at not in results
+                    and last[at] is instruction
+                    and buffer.num_bytes in sizes
+                )
+                if in_place or replaced:
+                    gone.append(at)
+                    if replaced:
+                        sizes.remove(buffer.num_bytes)
+            found[instruction.program, instruction.microbatch] = gone
+    return found
+
+
+def link_between(
+    first_device: Sequence[int], stages: Sequence[StagePlan], source: int, target: int, cluster: Cluster
+) -> Link:
+    """The link over which two stages' meshes are connected."""
+
+    def hosts(stage: int) -> set[int]:
+        first = first_device[stage]
+        return {d // cluster.devices_per_host for d in range(first, first + stages[stage].mesh.num_devices)}
+
+    same = hosts(source) == hosts(target) and len(hosts(source)) == 1
+    return cluster.intra if same else cluster.inter
+
+
+def timeline_of(streams: Streams, simulation: Simulation) -> Timeline:
+    """The simulated step as a timeline."""
+    events = []
+    for interval in simulation.intervals:
+        match interval.instruction:
+            case Run(program, stage, microbatch):
+                kind = streams.programs[program].task.kind
+                if kind == "init":
+                    kind = "U"
+                events.append(Event(program, kind, stage, microbatch, interval.mesh, interval.start, interval.end))
+            case Send(buffers, peer):
+                microbatch = max(streams.buffers[buffers[0]].microbatch, 0) if buffers else 0
+                events.append(
+                    Event(
+                        f"to mesh {peer}",
+                        "transfer",
+                        interval.mesh,
+                        microbatch,
+                        interval.mesh,
+                        interval.start,
+                        interval.end,
+                    )
+                )
+    return Timeline(tuple(events))

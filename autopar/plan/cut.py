@@ -1,0 +1,155 @@
+"""A step taken apart, ready to be cut into stages.
+
+In:     a traced step, how many stages and microbatches are wanted.
+Out:    `Cut`: the step with its scans over layers taken apart, its phases, the segments of its loop.
+Method: `ir/unstack.py`, `ir/microbatch.py` (or `ir/whole_batch.py`), `inter_op/chain.py`, in this order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from autopar._jax import Jaxpr
+from autopar.errors import PipelineError
+from autopar.inter_op.chain import Chain, make_chain
+from autopar.intra_op.batch import BatchDims, follow_batch
+from autopar.ir.microbatch import Microbatches, split_microbatches
+from autopar.ir.rules import ShardingRule, rule_for
+from autopar.ir.state import Roles
+from autopar.ir.structure import body_jaxprs, is_structured
+from autopar.ir.trace import Program
+from autopar.ir.unstack import Unstacked, layer_count, unstack, whole_stacks
+from autopar.ir.whole_batch import whole_batch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cut:
+    """A step in phases, ready to be cut into stages.
+
+    Attributes:
+        program: The step; its scans over layers taken apart.
+        roles: Its roles.
+        stacks: What became of the stacked arguments and results of the user's step.
+        split: Its phases.
+        chain: The segments of its loop.
+        batch: Dims of the loop's values that run over samples.
+    """
+
+    program: Program
+    roles: Roles
+    stacks: Unstacked
+    split: Microbatches
+    chain: Chain
+    batch: BatchDims
+
+
+def in_parts(program: Program, roles: Roles, num_stages: int) -> tuple[Program, Roles, Unstacked]:
+    """The step with its scans over layers taken apart, if it has any: into as many parts as stages where that divides.
+
+    Args:
+        program: The step.
+        roles: Its roles.
+        num_stages: How many stages it is to be cut into.
+    """
+    length = layer_count(program.jaxpr)
+    count = _part_count(length, num_stages)
+    if count < 2:
+        return program, roles, whole_stacks(program.jaxpr)
+    stacks = unstack(program.jaxpr, length, count, roles.aliases)
+    if not any(len(stacks.inputs[k]) > 1 for k in roles.state):
+        return program, roles, whole_stacks(program.jaxpr)  # a scan over time, or over chunks: its weights are shared
+    size = length // count
+    paths = [
+        f"{program.in_paths[k]}[{number * size}:{(number + 1) * size}]" if len(parts) > 1 else program.in_paths[k]
+        for k, parts in enumerate(stacks.inputs[: program.num_args])
+        for number, _ in enumerate(parts)
+    ]
+    out_paths = [
+        f"{program.out_paths[k]}[{number * size}:{(number + 1) * size}]" if len(parts) > 1 else program.out_paths[k]
+        for k, parts in enumerate(stacks.outputs)
+        for number, _ in enumerate(parts)
+    ]
+    parted = dataclasses.replace(
+        program,
+        jaxpr=stacks.jaxpr,
+        in_paths=tuple(paths),
+        out_paths=tuple(out_paths),
+        in_avals=tuple(var.aval for var in stacks.jaxpr.invars[: len(paths)]),
+        out_avals=tuple(a.aval for a in stacks.jaxpr.outvars),
+        num_args=len(paths),
+    )
+    aliases = {
+        out: into
+        for k, old in roles.aliases.items()
+        for out, into in zip(stacks.outputs[k], stacks.inputs[old], strict=True)
+    }
+    parted_roles = Roles(
+        aliases,
+        tuple(sorted(aliases.values())),
+        tuple(at for k in roles.batch for at in stacks.inputs[k]),
+        tuple(roles.donated[k] for k, parts in enumerate(stacks.inputs) for _ in parts),
+        roles.state_arguments,
+    )
+    return parted, parted_roles, stacks
+
+
+def _part_count(length: int, num_stages: int) -> int:
+    """Parts of a scan of `length` layers: one per stage, or the fewest more that divide it."""
+    if length == 0 or num_stages == 1:
+        return 1
+    return next((n for n in range(num_stages, length + 1) if length % n == 0), length)
+
+
+def cut_step(program: Program, roles: Roles, num_stages: int, num_microbatches: int, semantics: str = "exact") -> Cut:
+    """Take a step apart: its scans over layers, its phases, its segments.
+
+    Args:
+        program: The step.
+        roles: Its roles.
+        num_stages: How many stages it is to be cut into.
+        num_microbatches: How many microbatches.
+        semantics: `"exact"` or `"per_microbatch"`.
+
+    Raises:
+        BatchError: The batch does not divide.
+        MicrobatchError: Microbatches would compute something else.
+    """
+    program, roles, stacks = in_parts(program, roles, num_stages)
+    names = ", ".join(dict.fromkeys(program.in_paths[k].split("/")[0] for k in roles.batch))
+    if num_microbatches > 1:
+        own = semantics == "per_microbatch"
+        split = split_microbatches(program.jaxpr, num_microbatches, roles.batch, own, names, apart=True)
+    else:
+        split = whole_batch(program.jaxpr, roles.batch)
+    first = 1 + len(split.invariants)
+    chain = make_chain(split.loop, split.loop.invars[1:first])
+    pieces = {first + k: frozenset({0}) for k in range(len(split.pieces))}
+    batch = follow_batch(split.loop, _rules(split.loop, {}), pieces)
+    return Cut(program, roles, stacks, split, chain, batch)
+
+
+def _rules(jaxpr: Jaxpr, found: dict[int, ShardingRule]) -> dict[int, ShardingRule]:
+    for eqn in jaxpr.eqns:
+        if is_structured(eqn):
+            for body in body_jaxprs(eqn):
+                _rules(body, found)
+        else:
+            found[id(eqn)] = rule_for(eqn)
+    return found
+
+
+def check_stage_count(cut: Cut, num_stages: int) -> None:
+    """There must be as many places to cut.
+
+    Raises:
+        PipelineError: The program has fewer segments than stages are wanted.
+    """
+    if num_stages > cut.chain.num_segments:
+        raise PipelineError(
+            "the step cannot be cut into so many stages.",
+            given=f"num_stages={num_stages}",
+            wrong=f"its forward pass has {cut.chain.num_segments} operations that a stage could begin with.",
+            do="use fewer stages.",
+            num_stages=num_stages,
+        )
