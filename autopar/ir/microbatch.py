@@ -26,6 +26,7 @@ from autopar._jax import (
     shaped,
 )
 from autopar.errors import BatchError
+from autopar.ir.borders import border_shares, operand_shares
 from autopar.ir.dead_code import remove_dead_code
 from autopar.ir.flatten import inline
 from autopar.ir.pieces import (
@@ -46,7 +47,7 @@ from autopar.ir.pieces import (
     slice_program,
 )
 from autopar.ir.rules import rule_for
-from autopar.ir.shares import Shares, border_shares, find_shares, operand_shares
+from autopar.ir.shares import Shares, find_shares
 from autopar.ir.signature import equation_signature
 from autopar.ir.structure import body_jaxprs, is_structured, scan_parts, while_parts
 

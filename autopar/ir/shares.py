@@ -18,11 +18,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
-from autopar.errors import MicrobatchError
+from autopar.ir.borders import border_shares, operand_shares
 from autopar.ir.pieces import OWN, SAME, WHOLE, Cut, Extreme, Own, Same, Share, Sum, Way, Whole, ways
+from autopar.ir.refusal import Cause, refusal
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.signature import equation_signature
-from autopar.ir.source import is_backward, source_line
+from autopar.ir.source import is_backward
 from autopar.ir.structure import body_jaxprs, is_structured, scan_parts, while_parts
 from autopar.ir.work import Work, num_bytes
 
@@ -79,18 +80,10 @@ def find_shares(
     return _Analysis(jaxpr, count, per_microbatch, apart).run(batch)
 
 
-@dataclass(frozen=True, slots=True)
-class _Cause:
-    """Why a value is there only after the loop: `eqn` needs `operand` of all samples."""
-
-    eqn: JaxprEqn
-    operand: Var
-
-
 class _Stuck(Exception):
     """An equation that fits no way."""
 
-    def __init__(self, cause: _Cause):
+    def __init__(self, cause: Cause):
         super().__init__()
         self.cause = cause
 
@@ -101,11 +94,11 @@ class _Analysis:
         self.shares = Shares(count)
         self.rules: dict[object, tuple[ShardingRule, list[Way]]] = {}
         self.rule_of: dict[int, tuple[ShardingRule, list[Way]]] = {}
-        self.late: dict[Var, _Cause] = {}
+        self.late: dict[Var, Cause] = {}
         self.origin = {var: k for k, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
         self.zeros: dict[Var, None] = {}
         self.position = {id(eqn): k for k, eqn in enumerate(jaxpr.eqns)}
-        self.gathered: _Cause | None = None
+        self.gathered: Cause | None = None
         self.cost = Work().of_equations(jaxpr.eqns)
 
     def run(self, batch: Sequence[int]) -> Shares:
@@ -157,7 +150,7 @@ class _Analysis:
             self.shares.made.pop(var, None)
         self.shares.way_of.pop(id(eqn), None)
 
-    def end_loop(self, at: int, matters: bool, cause: _Cause) -> int:
+    def end_loop(self, at: int, matters: bool, cause: Cause) -> int:
         """The equation runs after the loop, unless samples wait for it."""
         eqn, shares = self.jaxpr.eqns[at], self.shares
         has_samples = any(isinstance(shares.share(a), Cut) for a in eqn.invars)
@@ -165,7 +158,7 @@ class _Analysis:
         if matters and (has_samples or not is_backward(eqn)):
             can_stand_in = isinstance(shares.share(cause.operand), Sum | Extreme)
             if not self.per_microbatch or not can_stand_in:
-                raise _refusal(cause, eqn, shares)
+                raise refusal(cause, eqn, shares.share(cause.operand), self.count)
             shares.stand_ins[cause.operand] = None
             return min(at, self.position.get(id(cause.eqn), at))
         shares.phase[id(eqn)] = "after"
@@ -183,7 +176,7 @@ class _Analysis:
                     cone = self.cone(var)
                     if cone is not None:
                         if self.gathered is None and kinds == (Cut,):
-                            self.gathered = _Cause(eqn, var)
+                            self.gathered = Cause(eqn, var)
                         shares.early.update(dict.fromkeys(cone))
                         shares.taken_whole[var] = None
                         news = True
@@ -255,11 +248,11 @@ class _Analysis:
             return 1 if inside or isinstance(have, Same) else None
         return None
 
-    def blame(self, eqn: JaxprEqn, shares: Sequence[Share]) -> _Cause:
+    def blame(self, eqn: JaxprEqn, shares: Sequence[Share]) -> Cause:
         """The operand that keeps an equation out of the loop: a sum before a part."""
         order = {Sum: 0, Extreme: 0, Cut: 1}
         ranked = [(order[type(s)], k) for k, s in enumerate(shares) if type(s) in order]
-        return _Cause(eqn, eqn.invars[min(ranked)[1]])
+        return Cause(eqn, eqn.invars[min(ranked)[1]])
 
     def ways(self, eqn: JaxprEqn) -> tuple[ShardingRule, list[Way]]:
         known = self.rule_of.get(id(eqn))
@@ -309,7 +302,7 @@ class _Analysis:
         for outer, _ in parts.xs:
             share = self.shares.share(outer)
             if share == Cut(0):
-                raise _Stuck(_Cause(eqn, outer))
+                raise _Stuck(Cause(eqn, outer))
             xs.append(self.enter(eqn, outer, Cut(share.dim - 1) if isinstance(share, Cut) else share))
         carries = [self.enter(eqn, outer, self.shares.share(outer)) for outer, *_ in parts.carries]
         while True:
@@ -324,7 +317,7 @@ class _Analysis:
         ys = [Cut(s.dim + 1) if isinstance(s, Cut) else _in_loop(s) for s in results[len(carries) :]]
         for (inside, _), share in zip(parts.ys, ys, strict=True):
             if isinstance(share, Extreme):
-                raise _Stuck(_Cause(eqn, inside))
+                raise _Stuck(Cause(eqn, inside))
         return [*map(_in_loop, carries), *ys]
 
     def while_loop(self, eqn: JaxprEqn) -> list[Share]:
@@ -343,13 +336,13 @@ class _Analysis:
             carries = grown
         (test,) = self.body(parts.cond_body, [*tests, *carries])
         if not isinstance(test, Whole | Same | Own):
-            raise _Stuck(_Cause(eqn, parts.predicate))
+            raise _Stuck(Cause(eqn, parts.predicate))
         return list(map(_in_loop, carries))
 
     def cond(self, eqn: JaxprEqn) -> list[Share]:
         index = self.shares.share(eqn.invars[0])
         if not isinstance(index, Whole | Same | Own):
-            raise _Stuck(_Cause(eqn, eqn.invars[0]))
+            raise _Stuck(Cause(eqn, eqn.invars[0]))
         operands = [self.enter(eqn, a, self.shares.share(a)) for a in eqn.invars[1:]]
         joined: list[Share] = [WHOLE] * len(eqn.outvars)
         for branch in body_jaxprs(eqn):
@@ -360,7 +353,7 @@ class _Analysis:
     def enter(self, eqn: JaxprEqn, outer: Any, share: Share) -> Share:
         """A value enters a body as it is; the largest of all samples enters none."""
         if isinstance(share, Extreme):
-            raise _Stuck(_Cause(eqn, outer))
+            raise _Stuck(Cause(eqn, outer))
         return share
 
     def join(self, eqn: JaxprEqn, a: Share, b: Share, inside: Any) -> Share:
@@ -369,7 +362,7 @@ class _Analysis:
             return a
         if isinstance(a, Whole | Same) and not isinstance(b, Extreme):
             return a if isinstance(b, Whole) else b
-        raise _Stuck(_Cause(eqn, inside))
+        raise _Stuck(Cause(eqn, inside))
 
     # Backward.
 
@@ -468,7 +461,7 @@ class _Analysis:
                 of_phase[self.shares.phase[id(eqn)]] += cost
             if of_phase["before"] > of_phase["loop"]:
                 self.shares.taken_whole.pop(self.gathered.operand, None)
-                raise _refusal(self.gathered, self.gathered.eqn, self.shares)
+                raise refusal(self.gathered, self.gathered.eqn, self.shares.share(self.gathered.operand), self.count)
 
     def check_late_work(self) -> None:
         """After the loop, little is done on single samples: all of them are in memory then."""
@@ -486,56 +479,12 @@ class _Analysis:
                     late.update(dict.fromkeys(eqn.outvars))
                     total += cost
                     if total > limit and cost > limit / 2:
-                        raise _refusal(self.late[eqn.outvars[0]], eqn, self.shares)
-
-
-def border_shares(eqn: JaxprEqn, made: dict[Var, Share]) -> list[list[Share]]:
-    """The share in which each result of each body of a structured equation in the loop leaves it."""
-
-    def share(atom: Any) -> Share:
-        return WHOLE if isinstance(atom, Literal) else made.get(atom, WHOLE)
-
-    def inner(var: Any) -> Share:
-        found = made.get(var, WHOLE)
-        return Cut(found.dim - 1) if isinstance(found, Cut) else found
-
-    match eqn.primitive.name:
-        case "scan":
-            parts = scan_parts(eqn)
-            return [[*(share(var) for _, var, _, _ in parts.carries), *(inner(result) for _, result in parts.ys)]]
-        case "while":
-            return [[OWN], [share(var) for _, _, var, _, _ in while_parts(eqn).carries]]
-        case "cond":
-            return [[share(var) for var in eqn.outvars] for _ in body_jaxprs(eqn)]
-    return []
-
-
-def operand_shares(eqn: JaxprEqn, made: dict[Var, Share]) -> list[Share]:
-    """The share in which a structured equation in the loop takes each operand."""
-
-    def share(var: Var) -> Share:
-        return made.get(var, WHOLE)
-
-    match eqn.primitive.name:
-        case "scan":
-            parts = scan_parts(eqn)
-            outer = [share(var) for _, var in parts.xs]
-            xs = [Cut(s.dim + 1) if isinstance(s, Cut) else s for s in outer]
-            return [
-                *(share(var) for _, var in parts.consts),
-                *(share(var) for _, var, _, _ in parts.carries),
-                *xs,
-            ]
-        case "while":
-            loop = while_parts(eqn)
-            return [
-                *(share(var) for _, var in loop.cond_consts),
-                *(share(var) for _, var in loop.body_consts),
-                *(share(var) for _, _, var, _, _ in loop.carries),
-            ]
-        case "cond":
-            return [OWN, *(share(var) for var in body_jaxprs(eqn)[0].invars)]
-    return [share(var) for var in eqn.outvars]
+                        raise refusal(
+                            self.late[eqn.outvars[0]],
+                            eqn,
+                            self.shares.share(self.late[eqn.outvars[0]].operand),
+                            self.count,
+                        )
 
 
 def _in_loop(share: Share) -> Share:
@@ -560,29 +509,3 @@ def _is_zero(eqn: JaxprEqn) -> bool:
         return False
     value = eqn.invars[0]
     return isinstance(value, Literal) and value.val == 0
-
-
-_JOINED = {Sum: "the sum of", Extreme: "the largest or smallest of", Cut: "all of"}
-
-
-def _refusal(cause: _Cause, eqn: JaxprEqn, shares: Shares) -> MicrobatchError:
-    share = shares.share(cause.operand)
-    what = _JOINED.get(type(share), "all of")
-    first = f"`{cause.eqn.primitive}` at {source_line(cause.eqn)}"
-    later = f"`{eqn.primitive}` at {source_line(eqn)}"
-    waits = "itself" if eqn is cause.eqn else later
-    return MicrobatchError(
-        "the step cannot be worked through in microbatches exactly.",
-        given=f"{shares.count} microbatches; {first}",
-        wrong=f"it needs {what} the samples of the whole batch (operand of shape {tuple(cause.operand.aval.shape)}), and "
-        f"single samples wait for it ({waits}), as with batch statistics or a loss over pairs of samples.",
-        do="use num_microbatches=1 (Auto() does)"
-        + (
-            ', or say microbatch_semantics="per_microbatch": each microbatch then takes its own statistics, which is '
-            "another computation than the step's."
-            if isinstance(share, Sum | Extreme)
-            else "."
-        ),
-        operation=str(cause.eqn.primitive),
-        source=source_line(cause.eqn),
-    )

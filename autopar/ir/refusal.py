@@ -1,0 +1,48 @@
+"""Why a step cannot be worked through in microbatches, in words.
+
+In:     the operation that needs what all samples make together, and the one that waits for it.
+Out:    `MicrobatchError`: names both, with the user's lines, and says what to do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar._jax import JaxprEqn, Var
+from autopar.errors import MicrobatchError
+from autopar.ir.pieces import Cut, Extreme, Share, Sum
+from autopar.ir.source import source_line
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a value is there only after the loop: `eqn` needs `operand` of all samples."""
+
+    eqn: JaxprEqn
+    operand: Var
+
+
+_JOINED = {Sum: "the sum of", Extreme: "the largest or smallest of", Cut: "all of"}
+
+
+def refusal(cause: Cause, eqn: JaxprEqn, share: Share, count: int) -> MicrobatchError:
+    """The error: `cause` is why `eqn`, on which samples wait, cannot run; `share` is that of the operand it needs."""
+    what = _JOINED.get(type(share), "all of")
+    first = f"`{cause.eqn.primitive}` at {source_line(cause.eqn)}"
+    later = f"`{eqn.primitive}` at {source_line(eqn)}"
+    waits = "itself" if eqn is cause.eqn else later
+    return MicrobatchError(
+        "the step cannot be worked through in microbatches exactly.",
+        given=f"{count} microbatches; {first}",
+        wrong=f"it needs {what} the samples of the whole batch (operand of shape {tuple(cause.operand.aval.shape)}), and "
+        f"single samples wait for it ({waits}), as with batch statistics or a loss over pairs of samples.",
+        do="use num_microbatches=1 (Auto() does)"
+        + (
+            ', or say microbatch_semantics="per_microbatch": each microbatch then takes its own statistics, which is '
+            "another computation than the step's."
+            if isinstance(share, Sum | Extreme)
+            else "."
+        ),
+        operation=str(cause.eqn.primitive),
+        source=source_line(cause.eqn),
+    )
