@@ -139,7 +139,7 @@ def search_pipelines(
         if best is None or plan.seconds < best[0].seconds:
             best = plan, candidate
 
-    finalists = max(FINALISTS, min(MOST, EFFORT // max(1, len(program.jaxpr.eqns))))
+    finalists = max(FINALISTS, min(MOST, EFFORT // max(1, len(cut.program.jaxpr.eqns))))
     for candidate in candidates[:finalists]:
         attempt(candidate, SCHEDULES["1f1b"])
     if best is not None:
