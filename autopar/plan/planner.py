@@ -98,7 +98,12 @@ def make_plan(
     results: list[tuple[LogicalMesh, Sharded]] = []
     tried: list[tuple[str, str]] = []
     failure: AutoparError | None = None
-    for mesh in candidate_meshes(cluster, method):
+    meshes = candidate_meshes(cluster, method)
+    searches = isinstance(method, Auto) and cluster.hosts > 1
+    if searches:
+        # Stages are there to take what a third axis would, at a fraction of the time it takes to plan that.
+        meshes = [mesh for mesh in meshes if len(mesh.shape) <= 2] or meshes
+    for mesh in meshes:
         report(f"sharding {program.name} on mesh {mesh}")
         try:
             # Data parallelism over all axes is the same on every mesh: compared with once.
@@ -112,7 +117,7 @@ def make_plan(
         except AutoparError as error:
             failure = error
             tried.append((str(mesh), error.summary))
-    if isinstance(method, Auto) and (cluster.hosts > 1 or not results):
+    if searches or (isinstance(method, Auto) and not results):
         # Within one host stages are not worth their bubble, unless nothing else fits.
         found, outcomes = search_pipelines(step, roles, cluster, method.options(), report)
         tried += outcomes
