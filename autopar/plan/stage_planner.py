@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import jax
 
-from autopar.errors import DeviceCountError, PipelineError
+from autopar.errors import DeviceCountError, NotBuiltYetError, PipelineError
 from autopar.inter_op.chain import Chain, balanced_borders
 from autopar.inter_op.stage_plan import lower_stage
 from autopar.inter_op.stage_program import StageProgram, stage_program
@@ -65,6 +65,14 @@ def pipeline_of(
         PipelineError: The step has fewer places to cut.
         InfeasibleError: A stage does not fit.
     """
+    if cluster.groups:
+        raise NotBuiltYetError(
+            "stages on several kinds of devices are not built yet.",
+            given=str(cluster),
+            wrong="this version gives every stage devices of one kind.",
+            do="plan for one of the kinds: " + ", ".join(f'Cluster.of("{group}")' for group in cluster.groups) + ".",
+            feature="heterogeneous clusters",
+        )
     options = method.options()
     schedule = find_schedule(method.schedule)
     if isinstance(method, PipelineParallel):
