@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
+from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.ir.flatten import is_recomputed
 from autopar.ir.source import is_backward
+from autopar.ir.structure import inputs_of
 from autopar.ir.work import Work, num_bytes, num_elements_of
 
 MAX_SEGMENTS = 256
@@ -58,10 +59,6 @@ def make_chain(loop: Jaxpr, fixed_inputs: Sequence[Var]) -> Chain:
         fixed_inputs: Its inputs that are the same for every microbatch: parameters and what is made of them.
     """
     return _Builder(loop, fixed_inputs).chain()
-
-
-def _operands(eqn: JaxprEqn) -> list[Var]:
-    return [a for a in eqn.invars if not isinstance(a, Literal)]
 
 
 class _Builder:
@@ -108,7 +105,7 @@ class _Builder:
         behind: dict[Var, None] = {}
         found = []
         for eqn in self.eqns:
-            is_behind = is_backward(eqn) or is_recomputed(eqn) or any(a in behind for a in _operands(eqn))
+            is_behind = is_backward(eqn) or is_recomputed(eqn) or any(a in behind for a in inputs_of(eqn))
             if is_behind:
                 behind.update(dict.fromkeys(eqn.outvars))
             found.append(is_behind)
@@ -119,7 +116,7 @@ class _Builder:
         light = {var for var in self.loop.invars if var not in self.fixed}
         found = []
         for eqn, work in zip(self.eqns, self.work, strict=True):
-            is_light = work <= limit and not eqn.effects and all(a in light for a in _operands(eqn))
+            is_light = work <= limit and not eqn.effects and all(a in light for a in inputs_of(eqn))
             if is_light:
                 light.update(eqn.outvars)
             found.append(is_light)
@@ -132,7 +129,7 @@ class _Builder:
         position = {k: order for order, k in enumerate(self.forward)}
         last: dict[Var, int] = {}
         for k in self.forward:
-            for var in _operands(self.eqns[k]):
+            for var in inputs_of(self.eqns[k]):
                 if self.made_by.get(var) in position:
                     last[var] = position[k]
         for var, end in last.items():
@@ -155,14 +152,14 @@ class _Builder:
         found: dict[Var, set[int]] = {}
         for k in self.forward:
             eqn = self.eqns[k]
-            for var in (*_operands(eqn), *eqn.outvars):
+            for var in (*inputs_of(eqn), *eqn.outvars):
                 found.setdefault(var, set()).add(self.segment[k])
         self.available = {var: sorted(segments) for var, segments in found.items()}
 
     def place(self, eqn: JaxprEqn) -> int:
         """Segment of a backward equation."""
         latest = self.num_segments - 1
-        operands = _operands(eqn)
+        operands = inputs_of(eqn)
         for var in operands:
             maker = self.made_by.get(var)
             if maker is not None and self.backward[maker] and not self.light[maker]:
@@ -186,10 +183,10 @@ class _Builder:
                 wanted = [reader[var] for var in eqn.outvars if var in reader]
                 target = max(wanted, default=segment)
                 if target < segment:
-                    sent = sum(num_bytes(var) for var in set(_operands(eqn)) if not self.is_at(var, target))
+                    sent = sum(num_bytes(var) for var in set(inputs_of(eqn)) if not self.is_at(var, target))
                     if sent <= sum(num_bytes(var) for var in eqn.outvars if var in reader):
                         self.segment[k] = segment = target
-                for var in _operands(eqn):
+                for var in inputs_of(eqn):
                     reader[var] = max(reader.get(var, segment), segment)
 
     def is_at(self, var: Var, segment: int) -> bool:
@@ -210,7 +207,7 @@ class _Builder:
         for k, eqn in enumerate(self.eqns):
             if self.segment[k] < 0:
                 continue
-            for var in _operands(eqn):
+            for var in inputs_of(eqn):
                 maker = self.made_by.get(var)
                 if maker is None or self.segment[maker] < 0 or self.backward[maker] != self.backward[k]:
                     continue

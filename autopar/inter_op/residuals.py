@@ -18,7 +18,7 @@ from scipy.sparse.csgraph import maximum_flow
 
 from autopar._jax import JaxprEqn, Literal, Var
 from autopar.ir.rules import rule_for
-from autopar.ir.structure import is_structured
+from autopar.ir.structure import inputs_of, is_structured
 from autopar.ir.work import num_bytes, num_elements_of
 
 _HEAVY = frozenset(
@@ -83,7 +83,7 @@ def choose_residuals(
         if eqn is None or not can_run_again(eqn):
             connect(source, 2 * k, infinite)
         else:
-            for operand in dict.fromkeys(a for a in eqn.invars if not isinstance(a, Literal)):
+            for operand in dict.fromkeys(inputs_of(eqn)):
                 if operand in index:
                     connect(2 * index[operand] + 1, 2 * k, infinite)
     for var in dict.fromkeys(wanted):
@@ -104,7 +104,7 @@ def can_run_again(eqn: JaxprEqn) -> bool:
         return eqn.primitive.name == "optimization_barrier"
     if eqn.primitive.name in _HEAVY or eqn.effects:
         return False
-    elements = sum(num_elements_of(v) for v in (*eqn.outvars, *(a for a in eqn.invars if not isinstance(a, Literal))))
+    elements = sum(num_elements_of(v) for v in (*eqn.outvars, *(inputs_of(eqn))))
     return rule_for(eqn).flops <= 4 * elements
 
 
@@ -123,7 +123,7 @@ def _ancestors(wanted: Sequence[Var], made_by: Mapping[Var, JaxprEqn], free: Col
         found[var] = None
         eqn = made_by.get(var)
         if eqn is not None and can_run_again(eqn):
-            waiting += [a for a in eqn.invars if not isinstance(a, Literal)]
+            waiting += inputs_of(eqn)
     return list(found)
 
 

@@ -10,7 +10,6 @@ Method: the joint program is sharded as a whole (`intra_op/shard.py`); each task
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,8 @@ import numpy as np
 
 from autopar._jax import Literal, Var
 from autopar.cost import collective_seconds
-from autopar.inter_op.stage_program import Slot, StageProgram, Task
+from autopar.inter_op.stage_program import StageProgram
+from autopar.inter_op.stage_tasks import Slot, Task
 from autopar.intra_op.batch import batch_factors
 from autopar.intra_op.costs import held_values
 from autopar.intra_op.graph import Graph, stacked
@@ -27,6 +27,8 @@ from autopar.intra_op.lower import lower_part
 from autopar.intra_op.restrict import Allowed, Restrict
 from autopar.intra_op.shard import Sharded, shard
 from autopar.intra_op.sharded import Body, Collective, Compute, Region, collectives_of
+from autopar.ir.accumulate import accumulator_type
+from autopar.ir.pieces import Cut
 from autopar.ir.structure import trip_count
 from autopar.mesh import Device, LogicalMesh, Sharding
 from autopar.options import Options
@@ -39,12 +41,24 @@ class Border:
     Attributes:
         slot: Which value.
         sharding: How it lies on the mesh; of a piece or rows, that of one microbatch.
-        num_bytes: On one device; of pieces and rows, all microbatches together.
+        shape: Global shape of the array that holds it; pieces and rows have a leading dim of microbatches.
+        dtype: Its element type.
+        num_bytes: Of that array on one device.
     """
 
     slot: Slot
     sharding: Sharding
+    shape: tuple[int, ...]
+    dtype: Any
     num_bytes: int
+
+
+def new_border(
+    slot: Slot, sharding: Sharding, shape: tuple[int, ...], dtype: Any, mesh: LogicalMesh, leading: tuple[int, ...] = ()
+) -> Border:
+    """A border of a value of this shape, `leading` dims of its array before it."""
+    local = math.prod((*leading, *sharding.local_shape(shape, mesh)))
+    return Border(slot, sharding, (*leading, *shape), dtype, local * np.dtype(dtype).itemsize)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,10 +159,10 @@ def lower_stage(program: StageProgram, mesh: LogicalMesh, device: Device, sharde
 
 def _keep_stacks_whole(program: StageProgram, graph: Graph, allowed: Allowed) -> None:
     """What leaves a microbatch is no partial sum."""
-    if program.loop is None:
+    if program.scan is None:
         return
     for k in range(len(program.stacked)):
-        node = graph.nodes[graph.ports[id(program.loop), "ys", k]]
+        node = graph.nodes[graph.ports[id(program.scan.eqn), "ys", k]]
         if any(s.partial for s in node.shardings):
             allowed.only(node, [not s.partial for s in node.shardings], "leaves the microbatch")
 
@@ -159,21 +173,22 @@ class _Lowering:
         self.graph, self.choices = sharded.graph, sharded.choices
         self.stored = held_values(self.graph)
         self.argument_at = {var: k for k, var in program.arguments.items()}
-        self.const_at = {inner: k for k, (inner, _) in enumerate(program.consts)}
-        pieces = [inner for _, inner in program.stacks.values()]
-        self.xs_at = {inner: 1 + k for k, inner in enumerate([*pieces, *program.received.values()])}
-        self.carry_at = {var: k for k, var in enumerate(program.carried)}
+        scan = program.scan
+        self.const_at = {inner: k for k, inner in enumerate(scan.consts if scan else ())}
+        self.xs_at = {inner: 1 + k for k, inner in enumerate(scan.stacked if scan else ())}
+        self.carry_at = {s.result.var: k for k, s in enumerate(scan.sums if scan else ())}
         self.ys_at = {var: k for k, var in enumerate(program.stacked)}
         outvars = program.jaxpr.outvars
         self.output_at = {a: k for k, a in reversed(list(enumerate(outvars))) if not isinstance(a, Literal)}
         self.input_at = {var: k for k, var in enumerate(program.jaxpr.invars)}
-        self.seconds_of = _operation_seconds(sharded, program)
+        self.seconds_of = _operation_seconds(sharded)
 
     def chosen(self, node: int) -> Sharding:
         return self.graph.nodes[node].shardings[self.choices[node]]
 
     def port(self, role: str, k: int) -> Sharding:
-        return self.chosen(self.graph.ports[id(self.program.loop), role, k])
+        assert self.program.scan is not None, "a value of the loop, and there is none"
+        return self.chosen(self.graph.ports[id(self.program.scan.eqn), role, k])
 
     def produced(self, var: Var) -> Sharding:
         made = self.graph.produced[var]
@@ -207,21 +222,13 @@ class _Lowering:
         return self.produced(slot.key)
 
     def border(self, slot: Slot) -> Border:
-        sharding = self.sharding(slot)
-        aval = slot.key.aval
-        if slot.kind == "number":
-            return Border(slot, sharding, 4)
-        if slot.kind == "sum" and not isinstance(slot.var, Literal):
-            aval = slot.var.aval
-        count = self.program.count if slot.kind in ("piece", "rows") else 1
-        shape = self.row_shape(slot) if slot.kind == "rows" else tuple(aval.shape)
-        return Border(slot, sharding, count * math.prod(sharding.local_shape(shape, self.mesh)) * aval.dtype.itemsize)
-
-    def row_shape(self, slot: Slot) -> tuple[int, ...]:
-        """Shape of what one microbatch makes of a stacked result."""
-        shape = list(slot.key.aval.shape)
-        shape[self.program.shares[slot.key].dim] //= self.program.count  # type: ignore[union-attr]
-        return tuple(shape)
+        shape, dtype = tuple(slot.key.aval.shape), slot.key.aval.dtype
+        if slot.kind == "sum" and slot.share is not None:
+            dtype = accumulator_type(slot.key.aval, slot.share).dtype
+        if isinstance(slot.share, Cut):
+            shape = tuple(n // self.program.count if d == slot.share.dim else n for d, n in enumerate(shape))
+        leading = (self.program.count,) if slot.kind in ("piece", "rows") else ()
+        return new_border(slot, self.sharding(slot), shape, dtype, self.mesh, leading)
 
     def tasks(self) -> list[TaskPlan]:
         return [self.task(task) for task in self.program.tasks]
@@ -274,7 +281,7 @@ class _Lowering:
         return total, batchless
 
 
-def _operation_seconds(sharded: Sharded, program: StageProgram) -> dict[int, float]:
+def _operation_seconds(sharded: Sharded) -> dict[int, float]:
     """Seconds of one run of each plain equation under its choice, reductions at once left out."""
     graph, problem = sharded.graph, sharded.problem
     members = np.bincount(np.array(sharded.class_of), minlength=len(problem.costs))
@@ -292,8 +299,3 @@ def _operation_seconds(sharded: Sharded, program: StageProgram) -> dict[int, flo
                     cost -= collective_seconds("all-reduce", size, axes, graph.mesh)
             found[id(node.eqn)] = max(0.0, cost)
     return found
-
-
-def task_seconds(tasks: Sequence[Any], kind: str) -> float:
-    """Predicted seconds of one run of each task of a kind, together."""
-    return sum(t.seconds for t in tasks if t.task.kind == kind)

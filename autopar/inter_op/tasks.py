@@ -13,11 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
+from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.inter_op.chain import Chain
 from autopar.inter_op.residuals import Kept, choose_residuals
 from autopar.inter_op.update import Update, place_update
 from autopar.ir.microbatch import Microbatches
+from autopar.ir.structure import inputs_of, variables
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,11 +49,6 @@ class Tasks:
     update: Update
     made_at: Mapping[Var, tuple[str, int]]
 
-    @property
-    def has_backward(self) -> bool:
-        """Whether any stage has a backward pass."""
-        return any(self.backward)
-
 
 def make_tasks(
     jaxpr: Jaxpr, split: Microbatches, chain: Chain, borders: Sequence[int], split_backward: bool = False
@@ -80,16 +76,16 @@ def make_tasks(
         own[at].append(eqn)
         made_at.update(dict.fromkeys(eqn.outvars, at))
     position = {id(eqn): k for k, eqn in enumerate(eqns)}
-    results = [a for a in chain.loop.outvars if not isinstance(a, Literal)]
+    results = variables(chain.loop.outvars)
 
     def with_light(task: Iterable[JaxprEqn], wanted: Iterable[Var] = ()) -> list[JaxprEqn]:
         found = {id(eqn): eqn for eqn in task}
-        waiting = [*(a for eqn in found.values() for a in _operands(eqn)), *wanted]
+        waiting = [*(a for eqn in found.values() for a in inputs_of(eqn)), *wanted]
         while waiting:
             maker = light.get(waiting.pop())
             if maker is not None and id(maker) not in found:
                 found[id(maker)] = maker
-                waiting += _operands(maker)
+                waiting += inputs_of(maker)
         return sorted(found.values(), key=lambda eqn: position[id(eqn)])
 
     light_results = [a for a in results if a in light]
@@ -99,9 +95,9 @@ def make_tasks(
     free = {*light, *chain.loop.invars}
     for s in range(num_stages):
         made = {var for eqn in own["F", s] for var in eqn.outvars}
-        received = {a for eqn in own["F", s] for a in _operands(eqn) if a in made_at and a not in made}
+        received = {a for eqn in own["F", s] for a in inputs_of(eqn) if a in made_at and a not in made}
         at_hand = made | received
-        wanted = dict.fromkeys(a for eqn in own["B", s] for a in _operands(eqn) if a in at_hand)
+        wanted = dict.fromkeys(a for eqn in own["B", s] for a in inputs_of(eqn) if a in at_hand)
         choice = choose_residuals(own["F", s], list(wanted), free, received)
         kept.append(choice)
         at_once, later = _waited_for(own["B", s], s, own, num_stages) if split_backward else (own["B", s], [])
@@ -131,12 +127,12 @@ def _waited_for(
     eqns: Sequence[JaxprEqn], stage: int, own: Mapping[tuple[str, int], Sequence[JaxprEqn]], num_stages: int
 ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
     """A stage's backward in two: what other stages wait for, and the rest."""
-    waited = {a for s in range(num_stages) if s != stage for eqn in own["B", s] for a in _operands(eqn)}
+    waited = {a for s in range(num_stages) if s != stage for eqn in own["B", s] for a in inputs_of(eqn)}
     at_once, later = [], []
     for eqn in reversed(eqns):
         if eqn.effects or any(var in waited for var in eqn.outvars):
             at_once.append(eqn)
-            waited.update(_operands(eqn))
+            waited.update(inputs_of(eqn))
         else:
             later.append(eqn)
     return at_once[::-1], later[::-1]
@@ -144,17 +140,13 @@ def _waited_for(
 
 def _again_for(eqns: Sequence[JaxprEqn], again: Sequence[JaxprEqn]) -> list[JaxprEqn]:
     """Those of the forward equations that run again which these equations need."""
-    wanted = {a for eqn in eqns for a in _operands(eqn)}
+    wanted = {a for eqn in eqns for a in inputs_of(eqn)}
     found = []
     for eqn in reversed(again):
         if any(var in wanted for var in eqn.outvars):
             found.append(eqn)
-            wanted.update(_operands(eqn))
+            wanted.update(inputs_of(eqn))
     return found[::-1]
-
-
-def _operands(eqn: JaxprEqn) -> list[Var]:
-    return [a for a in eqn.invars if not isinstance(a, Literal)]
 
 
 def _before(
@@ -169,12 +161,12 @@ def _before(
     count = len(split.invariants)
     outer_of = dict(zip(split.loop.invars[1 : 1 + count], split.invariants, strict=True))
     outer_of |= dict(zip(split.loop.invars[1 + count :], split.pieces, strict=True))
-    wanted = {outer_of[a] for eqn in (*forward, *backward) for a in _operands(eqn) if a in outer_of}
-    wanted |= {a for eqns in update.rounds[stage] for eqn in eqns for a in _operands(eqn)}
+    wanted = {outer_of[a] for eqn in (*forward, *backward) for a in inputs_of(eqn) if a in outer_of}
+    wanted |= {a for eqns in update.rounds[stage] for eqn in eqns for a in inputs_of(eqn)}
     wanted |= {a for a, at in zip(jaxpr.outvars, update.outputs, strict=True) if at == stage and isinstance(a, Var)}
     found = []
     for eqn in reversed(split.before):
         if any(var in wanted for var in eqn.outvars):
             found.append(eqn)
-            wanted.update(_operands(eqn))
+            wanted.update(inputs_of(eqn))
     return found[::-1]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, new_var, replace_eqn
 from autopar.ir.microbatch import Microbatches
+from autopar.ir.structure import inputs_of
 from autopar.ir.work import num_bytes, num_elements_of
 
 SCALAR_ELEMENTS = 16
@@ -75,19 +76,15 @@ def place_update(
     return _Placement(jaxpr, split, num_stages, read_by_loop, result_at, eqns).update()
 
 
-def _operands(eqn: JaxprEqn) -> list[Var]:
-    return [a for a in eqn.invars if not isinstance(a, Literal)]
-
-
 def _arguments_read(
     jaxpr: Jaxpr, split: Microbatches, forward: Sequence[JaxprEqn], backward: Sequence[JaxprEqn]
 ) -> dict[Var, None]:
     """Arguments of the step that one stage's part of the loop reads, what comes before it included."""
     outer_of = dict(zip(split.loop.invars[1:], (*split.invariants, *split.pieces), strict=True))
-    wanted = {outer_of[a] for eqn in (*forward, *backward) for a in _operands(eqn) if a in outer_of}
+    wanted = {outer_of[a] for eqn in (*forward, *backward) for a in inputs_of(eqn) if a in outer_of}
     for eqn in reversed(split.before):
         if any(var in wanted for var in eqn.outvars):
-            wanted.update(_operands(eqn))
+            wanted.update(inputs_of(eqn))
     return {var: None for var in jaxpr.invars if var in wanted}
 
 
@@ -114,7 +111,7 @@ class _Placement:
         # Equations of state alone (`b1 * mu`) wait for the one that brings what they make to a parameter or gradient.
         waiting: dict[Var, JaxprEqn] = {}
         for eqn in self.eqns:
-            operands = _operands(eqn)
+            operands = inputs_of(eqn)
             if any(var in self.stage for var in operands):
                 self.settle(eqn, self.joining_stage(operands), waiting)
             elif (
@@ -136,7 +133,7 @@ class _Placement:
             for var in eqn.outvars:
                 self.stage[var] = at
                 waiting.pop(var, None)
-            for var in _operands(eqn):
+            for var in inputs_of(eqn):
                 if var in waiting:
                     todo.append(waiting.pop(var))
                 elif var in self.arguments and var not in self.stage and not _is_scalar(var):
@@ -209,7 +206,7 @@ class _Placement:
             if at is None:
                 continue
             number = 0
-            for var in _operands(eqn):
+            for var in inputs_of(eqn):
                 if var in self.stage and var not in self.arguments:
                     number = max(number, round_of.get(var, 0) + (self.stage[var] != at))
             round_of.update(dict.fromkeys(eqn.outvars, number))
@@ -265,10 +262,10 @@ class _Placement:
 
     def update_reads(self, rounds: Sequence[Sequence[JaxprEqn]]) -> list[Var]:
         """Arguments of the step that a stage's update reads, also by way of what comes before the loop."""
-        wanted = {a for eqns in rounds for eqn in eqns for a in _operands(eqn)}
+        wanted = {a for eqns in rounds for eqn in eqns for a in inputs_of(eqn)}
         for eqn in reversed(self.split.before):
             if any(var in wanted for var in eqn.outvars):
-                wanted.update(_operands(eqn))
+                wanted.update(inputs_of(eqn))
         return [var for var in self.jaxpr.invars if var in wanted]
 
 
@@ -289,7 +286,7 @@ def _sources(var: Var, made_by: Mapping[Var, JaxprEqn], arguments: Mapping[Var, 
         if at in arguments:
             found[at] = None
         elif at in made_by:
-            for operand in _operands(made_by[at]):
+            for operand in inputs_of(made_by[at]):
                 if operand not in seen:
                     seen.add(operand)
                     waiting.append(operand)
@@ -327,11 +324,11 @@ def _with_floating(
 ) -> list[JaxprEqn]:
     """A round's equations and those that are made wherever they are read, once per stage."""
     found = {id(eqn): eqn for eqn in own}
-    waiting = [*(a for eqn in own for a in _operands(eqn)), *wanted]
+    waiting = [*(a for eqn in own for a in inputs_of(eqn)), *wanted]
     while waiting:
         maker = floating.get(waiting.pop())
         if maker is not None and id(maker) not in found and id(maker) not in done:
             found[id(maker)] = maker
-            waiting += _operands(maker)
+            waiting += inputs_of(maker)
     done.update(dict.fromkeys(found))
     return sorted(found.values(), key=lambda eqn: order[id(eqn)])

@@ -9,28 +9,19 @@ Method: gradients in 16 bits are added up in 32, as one matrix product over the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar._jax import (
-    Jaxpr,
-    Var,
-    make_jaxpr,
-    new_eqn,
-    new_scan_params,
-    new_var,
-    open_jaxpr,
-    primitives,
-    shaped,
-    trace,
-)
-from autopar.ir.flatten import flatten, inline
-from autopar.ir.microbatch import Microbatches
-from autopar.ir.pieces import Cut, Extreme, Own, Same, Share, Sum
+from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_eqn, new_scan_params, new_var, primitives, shaped
+from autopar.ir.flatten import flatten, inline_function
+from autopar.ir.microbatch import Microbatches, Result
+from autopar.ir.pieces import Cut, Extreme, Own, Share, Sum
 
 
 def accumulate(jaxpr: Jaxpr, split: Microbatches) -> Jaxpr:
@@ -43,7 +34,20 @@ def accumulate(jaxpr: Jaxpr, split: Microbatches) -> Jaxpr:
     Returns:
         A flat program over new variables, inputs and outputs as the step's.
     """
-    return _Composer(jaxpr, split).program()
+    count, (number, *inside) = split.count, split.loop.invars
+    consts = dict(zip(inside[: len(split.invariants)], split.invariants, strict=True))
+    eqns: list[JaxprEqn] = list(split.before)
+    stacks = {}
+    for var, whole in zip(inside[len(consts) :], split.pieces, strict=True):
+        shape = (count, whole.aval.shape[0] // count, *whole.aval.shape[1:])
+        more, (stacks[var],) = inline_function(lambda x, shape=shape: jnp.reshape(x, shape), [whole])
+        eqns += more
+    results = list(zip(split.results, split.loop.outvars, strict=True))
+    scan = accumulating_scan(count, number, split.loop.eqns, consts, stacks, results)
+    eqns += [*scan.before, scan.eqn, *scan.after, *split.after]
+    flat, arrays = flatten(make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns))
+    assert not arrays, "a flat program has no constants"
+    return flat
 
 
 def accumulator_type(aval: Any, share: Share) -> Any:
@@ -87,98 +91,145 @@ def joined(share: Share, so_far: jax.Array, part: jax.Array, count: int) -> jax.
             return part
 
 
-class _Composer:
-    def __init__(self, jaxpr: Jaxpr, split: Microbatches):
-        self.jaxpr, self.split, self.count = jaxpr, split, split.count
-        self.eqns: list[Any] = []
+@dataclass(frozen=True, slots=True, eq=False)
+class Added:
+    """A result of the loop that is added up (or joined otherwise) over the microbatches.
 
-    def program(self) -> Jaxpr:
-        split = self.split
-        self.eqns += split.before
-        pieces = [self.add(self.in_pieces(var.aval), [var])[0] for var in split.pieces]
-        results = dict(zip((r.var for r in split.results), self.loop(pieces), strict=True))
-        self.substitute(results)
-        jaxpr = make_jaxpr(self.jaxpr.invars, self.jaxpr.outvars, self.eqns)
-        flat, consts = flatten(jaxpr)
-        assert not consts, "a flat program has no constants"
-        return flat
+    Attributes:
+        result: Which.
+        part: What a microbatch makes of it.
+        before: The accumulator in the body.
+        eqns: What joins the part to it.
+        after: The accumulator after that.
+        total: The scan's result.
+    """
 
-    def substitute(self, results: dict[Var, Any]) -> None:
-        """Equations after the loop read what it made under the step's own names."""
-        for var, atom in results.items():
-            # A copy keeps the step's variable as it is; flattening drops it.
-            self.eqns.append(new_eqn(primitives.copy_p, [atom], [var], {}))
-        self.eqns += self.split.after
-
-    def add(self, program: Callable[..., Any], operands: Sequence[Any], source: Any = None) -> list[Any]:
-        """Append the equations of a small function of ours."""
-        flat, consts = flatten(*open_jaxpr(trace(program, *(a.aval for a in operands))))
-        assert not consts, "constants in a program of ours"
-        eqns, results = inline(flat, operands, source)
-        self.eqns += eqns
-        return results
-
-    def in_pieces(self, aval: Any) -> Callable[[jax.Array], jax.Array]:
-        shape = (self.count, aval.shape[0] // self.count, *aval.shape[1:])
-        return lambda whole: jnp.reshape(whole, shape)
-
-    def loop(self, pieces: Sequence[Any]) -> list[Any]:
-        """The scan; what each result is after it."""
-        split, count = self.split, self.count
-        stacked = [isinstance(r.share, Cut) for r in split.results]
-        carried = [r for r, is_stacked in zip(split.results, stacked, strict=True) if not is_stacked]
-        types = [accumulator_type(r.var.aval, r.share) for r in carried]
-        starts = [
-            self.add(lambda aval=aval, r=r: first_value(aval, r.share), [])[0]
-            for aval, r in zip(types, carried, strict=True)
-        ]
-        numbers = self.add(lambda: jnp.arange(count, dtype=jnp.int32), [])
-
-        accumulators = [new_var(shaped(aval)) for aval in types]
-        eqns = list(split.loop.eqns)
-        number, *others = split.loop.invars
-        invariants, inside = others[: len(split.invariants)], others[len(split.invariants) :]
-        updated, parts, at = [], [], 0
-        for result, atom, is_stacked in zip(split.results, split.loop.outvars, stacked, strict=True):
-            if is_stacked:
-                parts.append(atom)
-                continue
-            added = _Adder(eqns)
-            updated.append(
-                added.call(lambda a, b, result=result: joined(result.share, a, b, count), [accumulators[at], atom])
-            )
-            at += 1
-        body = make_jaxpr([*invariants, *accumulators, number, *inside], [*updated, *parts], eqns)
-        outvars = [new_var(shaped(aval)) for aval in types]
-        stacks = [new_var(shaped(jax.ShapeDtypeStruct((count, *a.aval.shape), a.aval.dtype))) for a in parts]
-        params = new_scan_params(count, body, len(invariants), len(accumulators))
-        operands = [*split.invariants, *starts, *numbers, *pieces]
-        self.eqns.append(new_eqn(primitives.scan_p, operands, [*outvars, *stacks], params))
-        totals, whole = iter(outvars), iter(stacks)
-        return [
-            self.add(self.in_order(r.var.aval, r.share), [next(whole)])[0]
-            if is_stacked
-            else self.add(lambda total, r=r: total.astype(r.var.aval.dtype), [next(totals)])[0]
-            for r, is_stacked in zip(split.results, stacked, strict=True)
-        ]
-
-    def in_order(self, aval: Any, share: Any) -> Callable[[jax.Array], jax.Array]:
-        dim, shape = share.dim, aval.shape
-        return lambda stack: jnp.reshape(jnp.moveaxis(stack, 0, dim), shape)
+    result: Result
+    part: Any
+    before: Var
+    eqns: tuple[JaxprEqn, ...]
+    after: Any
+    total: Var
 
 
-class _Adder:
-    """Appends small functions of ours to a list of equations."""
+@dataclass(frozen=True, slots=True, eq=False)
+class Stacked:
+    """A result of the loop whose rows are stacked.
 
-    def __init__(self, eqns: list[Any]):
-        self.eqns = eqns
+    Attributes:
+        result: Which.
+        part: The rows that a microbatch makes.
+        stack: The scan's result.
+    """
 
-    def call(self, program: Callable[..., Any], operands: Sequence[Any]) -> Any:
-        flat, consts = flatten(*open_jaxpr(trace(program, *(a.aval for a in operands))))
-        assert not consts, "constants in a program of ours"
-        eqns, results = inline(flat, operands)
-        self.eqns += eqns
-        return results[0]
+    result: Result
+    part: Any
+    stack: Var
 
 
-__all__ = ["Same", "accumulate", "accumulator_type", "first_value", "joined"]
+@dataclass(frozen=True, slots=True, eq=False)
+class AccumulatingScan:
+    """A `scan` over microbatches, and what stands around it.
+
+    Attributes:
+        before: Where its sums begin, and the numbers of the microbatches.
+        eqn: The scan. Operands: constants, sums, numbers, stacks; results: sums, rows, what is sent.
+        consts: Variables of the body that are the same for all microbatches, and what they are outside, in order.
+        stacked: Variables of the body that are a microbatch's own, in order.
+        sums: Results that are carries, in order.
+        rows: Results that are stacked, in order.
+        sent: Stacks of further values of the body, in order.
+        after: Makes the step's own variables of sums and rows.
+    """
+
+    before: tuple[JaxprEqn, ...]
+    eqn: JaxprEqn
+    consts: Mapping[Var, Any]
+    stacked: tuple[Var, ...]
+    sums: tuple[Added, ...]
+    rows: tuple[Stacked, ...]
+    sent: tuple[Var, ...]
+    after: tuple[JaxprEqn, ...]
+
+
+def accumulating_scan(
+    count: int,
+    number: Var,
+    eqns: Sequence[JaxprEqn],
+    consts: Mapping[Var, Any],
+    stacks: Mapping[Var, Any],
+    results: Sequence[tuple[Result, Any]],
+    sent: Sequence[Var] = (),
+) -> AccumulatingScan:
+    """Make a scan of equations on one microbatch.
+
+    Args:
+        count: Number of microbatches.
+        number: The variable for the number of a microbatch.
+        eqns: Of the body.
+        consts: Variables of the body that are the same for all, and what they are outside.
+        stacks: Variables of the body that are a microbatch's own, and the stacks of them.
+        results: What comes of the loop, and what one microbatch makes of it.
+        sent: Further values of the body to be stacked.
+    """
+    before: list[JaxprEqn] = []
+    sums, starts = [], []
+    for result, part in results:
+        if isinstance(result.share, Cut):
+            continue
+        kind = accumulator_type(result.var.aval, result.share)
+        so_far, total = new_var(shaped(kind)), new_var(shaped(kind))
+        adding, (joint,) = inline_function(lambda a, b, share=result.share: joined(share, a, b, count), [so_far, part])
+        start, (first,) = inline_function(partial(first_value, kind, result.share), [])
+        before += start
+        starts.append(first)
+        sums.append(Added(result, part, so_far, tuple(adding), joint, total))
+    counting, (numbers,) = inline_function(lambda: jnp.arange(count, dtype=jnp.int32), [])
+    of_rows = [(result, part) for result, part in results if isinstance(result.share, Cut)]
+    parts = [*(part for _, part in of_rows), *sent]
+    body = make_jaxpr(
+        [*consts, *(s.before for s in sums), number, *stacks],
+        [*(s.after for s in sums), *parts],
+        [*eqns, *(eqn for s in sums for eqn in s.eqns)],
+    )
+    made = [new_var(stack_type(part.aval, count)) for part in parts]
+    scan = new_eqn(
+        primitives.scan_p,
+        [*consts.values(), *starts, numbers, *stacks.values()],
+        [*(s.total for s in sums), *made],
+        new_scan_params(count, body, len(consts), len(sums)),
+    )
+    after: list[JaxprEqn] = []
+    for added in sums:
+        dtype = added.result.var.aval.dtype
+        after += _named(partial(jax.lax.convert_element_type, new_dtype=dtype), added.total, added.result.var)
+    rows = [Stacked(result, part, stack) for (result, part), stack in zip(of_rows, made, strict=False)]
+    for row in rows:
+        after += _named(_in_order(row.result), row.stack, row.result.var)
+    return AccumulatingScan(
+        (*before, *counting),
+        scan,
+        dict(consts),
+        tuple(stacks),
+        tuple(sums),
+        tuple(rows),
+        tuple(made[len(rows) :]),
+        tuple(after),
+    )
+
+
+def stack_type(aval: Any, count: int) -> Any:
+    """Type of a stack of as many values as there are microbatches."""
+    return shaped(jax.ShapeDtypeStruct((count, *aval.shape), aval.dtype))
+
+
+def _in_order(result: Result) -> Callable[[jax.Array], jax.Array]:
+    """Rows put back where the samples were."""
+    dim, shape = result.share.dim, result.var.aval.shape  # type: ignore[union-attr]
+    return lambda stack: jnp.reshape(jnp.moveaxis(stack, 0, dim), shape)
+
+
+def _named(function: Callable[[jax.Array], jax.Array], operand: Any, var: Var) -> list[JaxprEqn]:
+    """Equations that make the step's own variable; the copy gives it its name, and flattening drops it."""
+    eqns, (made,) = inline_function(function, [operand])
+    return [*eqns, new_eqn(primitives.copy_p, [made], [var], {})]

@@ -42,6 +42,7 @@ from autopar._jax import (
     scan_counts,
     scan_params,
     shaped,
+    trace,
 )
 from autopar.ir.dead_code import remove_dead_code
 from autopar.ir.fold import fold
@@ -72,6 +73,20 @@ def flatten(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> tuple[Jaxpr, tuple[Any,
     kept = set(flat.invars)
     pairs = zip(block.captured.values(), block.values.values(), strict=True)
     return flat, tuple(value for var, value in pairs if var in kept)
+
+
+def flat_function(function: Callable[..., Any], *avals: Any) -> Jaxpr:
+    """A small function of ours, at these types, as a flat program. It may hold no arrays."""
+    flat, consts = flatten(*open_jaxpr(trace(function, *avals)))
+    assert not consts, f"{len(consts)} arrays are held by a function of ours"
+    return flat
+
+
+def inline_function(
+    function: Callable[..., Any], operands: Sequence[Atom], source: Any = None
+) -> tuple[list[JaxprEqn], list[Atom]]:
+    """The equations of a small function of ours on these operands, and what its results are."""
+    return inline(flat_function(function, *(a.aval for a in operands)), operands, source)
 
 
 def inline(jaxpr: Jaxpr, operands: Sequence[Atom], source: Any = None) -> tuple[list[JaxprEqn], list[Atom]]:

@@ -49,7 +49,7 @@ from autopar.ir.pieces import (
 from autopar.ir.rules import rule_for
 from autopar.ir.shares import Shares, find_shares
 from autopar.ir.signature import equation_signature
-from autopar.ir.structure import body_jaxprs, is_structured, scan_parts, while_parts
+from autopar.ir.structure import body_jaxprs, inputs_of, is_structured, scan_parts, variables, while_parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -224,7 +224,7 @@ def for_the_loop(
     extra = [eqn for eqn in before if id(eqn) not in listed and id(eqn) not in early]
     assert not any(var in made for eqn in extra for var in eqn.outvars), "a part of a barrier is made twice"
     atoms = [*jaxpr.outvars, *(a for eqn in after for a in eqn.invars)]
-    return kept, needed([*extra, *later], [a for a in atoms if not isinstance(a, Literal)])
+    return kept, needed([*extra, *later], variables(atoms))
 
 
 def needed(eqns: Sequence[JaxprEqn], wanted: Sequence[Var]) -> list[JaxprEqn]:
@@ -234,7 +234,7 @@ def needed(eqns: Sequence[JaxprEqn], wanted: Sequence[Var]) -> list[JaxprEqn]:
     for eqn in reversed(eqns):
         if eqn.effects or any(var in alive for var in eqn.outvars):
             kept.append(eqn)
-            alive.update(a for a in eqn.invars if not isinstance(a, Literal))
+            alive.update(inputs_of(eqn))
     return kept[::-1]
 
 

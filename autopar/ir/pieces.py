@@ -18,8 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar._jax import Jaxpr, JaxprEqn, bind_eqn, open_jaxpr, trace
-from autopar.ir.flatten import flatten
+from autopar._jax import Jaxpr, JaxprEqn, bind_eqn
+from autopar.ir.flatten import flat_function
 from autopar.ir.rules import ShardingRule
 from autopar.ir.rules.rule import Factor, Shard, Term
 
@@ -147,9 +147,7 @@ def piece_program(eqn: JaxprEqn, rule: ShardingRule, way: Way, count: int, shape
         return bind_eqn(eqn, *operands)
 
     avals = [shapes[k] for k in range(len(eqn.invars))]
-    flat, consts = flatten(*open_jaxpr(trace(program, jax.ShapeDtypeStruct((), jnp.int32), *avals)))
-    assert not consts, f"the piece of `{eqn.primitive}` holds {len(consts)} constants"
-    return flat
+    return flat_function(program, jax.ShapeDtypeStruct((), jnp.int32), *avals)
 
 
 def piece_aval(aval: Any, share: Share, count: int) -> Any:
@@ -169,7 +167,7 @@ def slice_program(shape: tuple[int, ...], dtype: Any, dim: int, count: int) -> J
     def program(number: jax.Array, whole: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice_in_dim(whole, number * size, size, dim)
 
-    return _flat(program, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(shape, dtype))
+    return flat_function(program, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(shape, dtype))
 
 
 @functools.cache
@@ -179,7 +177,7 @@ def mask_program(shape: tuple[int, ...], dtype: Any) -> Jaxpr:
     def program(number: jax.Array, whole: jax.Array) -> jax.Array:
         return jnp.where(number == 0, whole, jnp.zeros_like(whole))
 
-    return _flat(program, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(shape, dtype))
+    return flat_function(program, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(shape, dtype))
 
 
 @functools.cache
@@ -189,10 +187,4 @@ def scale_program(shape: tuple[int, ...], dtype: Any, count: int) -> Jaxpr:
     def program(number: jax.Array, part: jax.Array) -> jax.Array:
         return part * jnp.asarray(count, dtype)
 
-    return _flat(program, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(shape, dtype))
-
-
-def _flat(program: Any, *avals: Any) -> Jaxpr:
-    flat, consts = flatten(*open_jaxpr(trace(program, *avals)))
-    assert not consts, "constants in a program of ours"
-    return flat
+    return flat_function(program, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(shape, dtype))

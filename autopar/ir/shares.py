@@ -24,7 +24,7 @@ from autopar.ir.refusal import Cause, refusal
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.signature import equation_signature
 from autopar.ir.source import is_backward
-from autopar.ir.structure import body_jaxprs, is_structured, scan_parts, while_parts
+from autopar.ir.structure import body_jaxprs, inputs_of, is_structured, scan_parts, while_parts
 from autopar.ir.work import Work, num_bytes
 
 CHEAP = 0.02
@@ -168,7 +168,7 @@ class _Analysis:
     def take_whole(self, eqn: JaxprEqn) -> bool:
         """Compute operands up front, of the whole batch, if that is cheap; whether any was."""
         shares = self.shares
-        operands = [a for a in eqn.invars if not isinstance(a, Literal)]
+        operands = inputs_of(eqn)
         for kinds in ((Sum, Extreme), (Cut,)):
             news = False
             for var in operands:
@@ -198,7 +198,7 @@ class _Analysis:
                 total += self.cost[at]
             if total > limit or any(not isinstance(a, Literal) and a in self.late for a in eqn.invars):
                 return None
-            waiting += [a for a in eqn.invars if not isinstance(a, Literal)]
+            waiting += inputs_of(eqn)
         return [id(self.jaxpr.eqns[at]) for at in sorted(found)]
 
     # One equation, anywhere.
@@ -499,7 +499,7 @@ def feeds_backward(jaxpr: Jaxpr) -> list[bool]:
     for eqn in reversed(jaxpr.eqns):
         matters = is_backward(eqn) or any(var in waited for var in eqn.outvars)
         if matters:
-            waited.update(dict.fromkeys(a for a in eqn.invars if not isinstance(a, Literal)))
+            waited.update(dict.fromkeys(inputs_of(eqn)))
         found.append(matters)
     return found[::-1]
 

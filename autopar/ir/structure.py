@@ -6,10 +6,11 @@ Out:    its parts, outer value beside inner variable, so that no other file coun
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from autopar._jax import Jaxpr, JaxprEqn, Var, open_jaxpr, scan_counts
+from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, open_jaxpr, scan_counts
 
 STRUCTURED = ("scan", "while", "cond", "optimization_barrier")
 Atom: TypeAlias = Any
@@ -19,6 +20,16 @@ Atom: TypeAlias = Any
 def is_structured(eqn: JaxprEqn) -> bool:
     """Whether the equation is taken apart instead of having a rule."""
     return eqn.primitive.name in STRUCTURED
+
+
+def variables(atoms: Iterable[Atom]) -> list[Var]:
+    """Those of the atoms that are no literals, in order."""
+    return [a for a in atoms if not isinstance(a, Literal)]
+
+
+def inputs_of(eqn: JaxprEqn) -> list[Var]:
+    """The variables that an equation reads."""
+    return variables(eqn.invars)
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,18 +26,16 @@ from autopar._jax import (
     Var,
     make_jaxpr,
     new_var,
-    open_jaxpr,
     replace_eqn,
     scan_params,
     shaped,
-    trace,
 )
 from autopar.ir.dead_code import remove_dead_code
-from autopar.ir.flatten import flatten, inline, inline_from
+from autopar.ir.flatten import inline, inline_from, inline_function
 from autopar.ir.pieces import SUM, WHOLE, Cut, Extreme, Share, Sum, Way, Whole, piece_aval, piece_program, ways
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.signature import equation_signature
-from autopar.ir.structure import is_structured, scan_parts, trip_count
+from autopar.ir.structure import inputs_of, is_structured, scan_parts, trip_count, variables
 from autopar.ir.work import Work
 
 WORTH = 0.2
@@ -59,10 +57,6 @@ class Unstacked:
     count: int
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
-
-    def parts_of(self, position: int) -> tuple[int, ...]:
-        """Inputs that an original input has become."""
-        return self.inputs[position]
 
 
 def whole_stacks(jaxpr: Jaxpr) -> Unstacked:
@@ -120,9 +114,7 @@ class _Unstacking:
     def run(self) -> Unstacked:
         for eqn in self.jaxpr.eqns:
             self.share(eqn)
-        uses = self.uses()
-        self.cut_late(uses)
-        uses = self.uses()
+        uses = self.cut_late()
         split_in, split_out = self.split_borders(uses)
         return self.write(split_in, split_out)
 
@@ -179,18 +171,15 @@ class _Unstacking:
             return [self.of(var) for var in eqn.outvars]
         return [WHOLE] * len(eqn.invars)
 
-    def uses(self) -> dict[Var, dict[Share, None]]:
-        found: dict[Var, dict[Share, None]] = {}
-        for eqn in self.jaxpr.eqns:
-            for atom, want in zip(eqn.invars, self.wants(eqn), strict=True):
-                if not isinstance(atom, Literal):
-                    found.setdefault(atom, {})[want] = None
-        return found
+    def cut_late(self) -> dict[Var, dict[Share, None]]:
+        """What is whole, and only read in parts, is made in parts: a stack that is converted before it is scanned.
 
-    def cut_late(self, uses: dict[Var, dict[Share, None]]) -> None:
-        """What is whole, and only read in parts, is made in parts: a stack that is converted before it is scanned."""
-        results = {a for a in self.jaxpr.outvars if not isinstance(a, Literal)}
-        for eqn in reversed(self.jaxpr.eqns):
+        Returns:
+            For each value, the shares in which it is read.
+        """
+        uses: dict[Var, dict[Share, None]] = {}
+        results = set(variables(self.jaxpr.outvars))
+        for eqn in reversed(self.jaxpr.eqns):  # all readers of what it makes have been asked by then
             if not is_structured(eqn) and id(eqn) not in self.way_of and not eqn.effects:
                 wanted = [uses.get(var, {}) for var in eqn.outvars]
                 cut = [next(iter(w)) if len(w) == 1 else None for w in wanted]
@@ -205,25 +194,7 @@ class _Unstacking:
             for atom, want in zip(eqn.invars, self.wants(eqn), strict=True):
                 if not isinstance(atom, Literal):
                     uses.setdefault(atom, {})[want] = None
-                    if want != WHOLE and id(eqn) in self.way_of:
-                        # Recorded as whole before the equation was cut; only its own reading counts now.
-                        self._recount(uses, atom)
-
-    def _recount(self, uses: dict[Var, dict[Share, None]], var: Var) -> None:
-        found: dict[Share, None] = {}
-        for eqn in self.readers(var):
-            for atom, want in zip(eqn.invars, self.wants(eqn), strict=True):
-                if atom is var:
-                    found[want] = None
-        uses[var] = found
-
-    def readers(self, var: Var) -> Sequence[JaxprEqn]:
-        if not hasattr(self, "_readers"):
-            self._readers: dict[Var, list[JaxprEqn]] = {}
-            for eqn in self.jaxpr.eqns:
-                for atom in dict.fromkeys(a for a in eqn.invars if not isinstance(a, Literal)):
-                    self._readers.setdefault(atom, []).append(eqn)
-        return self._readers.get(var, ())
+        return uses
 
     def split_borders(self, uses: Mapping[Var, Mapping[Share, None]]) -> tuple[set[int], set[int]]:
         """Inputs and outputs that become parts."""
@@ -320,9 +291,7 @@ class _Writer:
         return self.parts[atom, want]
 
     def add(self, program: Callable[..., Any], operands: Sequence[Any], source: Any) -> Any:
-        flat, consts = flatten(*open_jaxpr(trace(program, *(a.aval for a in operands))))
-        assert not consts, "constants in a program of ours"
-        eqns, results = inline(flat, operands, source)
+        eqns, results = inline_function(program, operands, source)
         self.eqns += eqns
         return results[0]
 
@@ -338,7 +307,7 @@ class _Writer:
 
     def plain(self, eqn: JaxprEqn) -> None:
         """An equation on whole values; bodies of loops get variables of their own."""
-        outer = [a for a in dict.fromkeys(a for a in eqn.invars if not isinstance(a, Literal))]
+        outer = [a for a in dict.fromkeys(inputs_of(eqn))]
         alone = make_jaxpr(outer, list(eqn.outvars), [eqn])
         eqns, results = inline_from(alone, [self.value(a, eqn.source_info) for a in outer])
         self.eqns += eqns

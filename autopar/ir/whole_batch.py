@@ -16,6 +16,7 @@ from autopar.ir.microbatch import Microbatches, Result, for_the_loop
 from autopar.ir.pieces import SAME
 from autopar.ir.shares import feeds_backward
 from autopar.ir.source import is_backward
+from autopar.ir.structure import inputs_of
 
 
 def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
@@ -30,7 +31,7 @@ def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
     waits = feeds_backward(jaxpr)
     before, loop, after = [], [], []
     for eqn, matters in zip(jaxpr.eqns, waits, strict=True):
-        operands = [a for a in eqn.invars if not isinstance(a, Literal)]
+        operands = inputs_of(eqn)
         if any(a in after_backward for a in operands) and not matters:
             after.append(eqn)
             after_backward.update(dict.fromkeys(eqn.outvars))

@@ -9,7 +9,8 @@ Method: a partial sum has no global array of its own; between programs it is one
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autopar._jax import Literal
 from autopar.inter_op.stage_plan import Border, TaskPlan
-from autopar.ir.accumulate import accumulator_type, first_value
-from autopar.ir.pieces import Share
+from autopar.ir.accumulate import first_value
 from autopar.mesh import Sharding
 from autopar.partition.program import per_device_program
 
@@ -62,52 +61,25 @@ def partition_spec(sharding: Sharding, leading: int = 0) -> PartitionSpec:
     return PartitionSpec(*partial, *[None] * leading, *sharding.partition_spec())
 
 
-def array_type(border: Border, count: int, shape: tuple[int, ...], dtype: Any, places: jax.sharding.Mesh) -> ArrayType:
-    """The array that holds a value between programs.
-
-    Args:
-        border: The value.
-        count: Number of microbatches.
-        shape: Global shape, of one microbatch for pieces and rows.
-        dtype: Element type.
-        places: The devices.
-    """
-    stacked = border.slot.kind in ("piece", "rows")
-    rows = 1
-    for axis in border.sharding.partial:
-        rows *= places.shape[axis]
-    full = ((rows,) if border.sharding.partial else ()) + ((count,) if stacked else ()) + shape
-    return ArrayType(full, dtype, NamedSharding(places, partition_spec(border.sharding, int(stacked))))
+def array_type(border: Border, places: jax.sharding.Mesh) -> ArrayType:
+    """The array that holds a value between programs on these devices."""
+    leading = len(border.shape) - len(border.sharding.dims)
+    rows = tuple(math.prod(places.shape[axis] for axis in border.sharding.partial) for _ in border.sharding.partial[:1])
+    spec = partition_spec(border.sharding, leading)
+    return ArrayType((*rows, *border.shape), border.dtype, NamedSharding(places, spec))
 
 
-def task_function(
-    plan: TaskPlan, count: int, shares: dict[Any, Share], places: jax.sharding.Mesh, donated: Sequence[bool] = ()
-) -> TaskFunction:
+def task_function(plan: TaskPlan, places: jax.sharding.Mesh, overwritten: Collection[int]) -> TaskFunction:
     """Make a task a function of global arrays.
 
     Args:
         plan: The task on its mesh.
-        count: Number of microbatches.
-        shares: How each result of the loop is joined.
         places: The devices.
-        donated: For each operand, whether it may be overwritten; sums and rows always are.
+        overwritten: Positions of the operands whose memory results take.
     """
-    task = plan.task
     rows = plan.written_rows
-
-    def type_of(border: Border) -> ArrayType:
-        slot = border.slot
-        aval = slot.key.aval
-        if slot.kind == "sum":
-            aval = accumulator_type(slot.key.aval, shares[slot.key])
-        shape = tuple(aval.shape)
-        if slot.kind == "rows":
-            dim = shares[slot.key].dim  # type: ignore[union-attr]
-            shape = tuple(n // count if d == dim else n for d, n in enumerate(shape))
-        return array_type(border, count, shape, aval.dtype, places)
-
-    inputs = [type_of(b) for b in (*plan.inputs, *rows)]
-    outputs = [type_of(b) for b in plan.outputs]
+    inputs = [array_type(b, places) for b in (*plan.inputs, *rows)]
+    outputs = [array_type(b, places) for b in plan.outputs]
     axis_sizes = dict(places.shape)
     program = per_device_program(plan.body, axis_sizes, places.devices.flat[0].platform == "cpu")
     number_at = next((k for k, b in enumerate(plan.inputs) if b.slot.kind == "number"), None)
@@ -127,14 +99,12 @@ def task_function(
         results = []
         for border, array in zip(plan.outputs[:num_body], made, strict=True):
             if border.slot.kind == "rows":
-                array = lax.dynamic_update_index_in_dim(
-                    next(stacks), array.astype(border.slot.key.aval.dtype), number, 0
-                )
+                array = lax.dynamic_update_index_in_dim(next(stacks), array.astype(border.dtype), number, 0)
             results.append(array[None] if border.sharding.partial else array)
         for border, begun in zip(plan.outputs[num_body:], outputs[num_body:], strict=True):
-            share = shares[border.slot.key]
+            assert border.slot.share is not None, "only sums and rows begin empty"
             shape = begun.sharding.shard_shape(begun.shape)
-            results.append(first_value(jax.ShapeDtypeStruct(shape, begun.dtype), share))
+            results.append(first_value(jax.ShapeDtypeStruct(shape, begun.dtype), border.slot.share))
         return results
 
     if needs_number:
@@ -146,15 +116,5 @@ def task_function(
         out_specs=[t.sharding.spec for t in outputs],
         check_vma=False,
     )
-    in_place = {b.slot.key for b in plan.outputs if b.slot.kind == "sum"} if task.kind in ("F", "B", "W") else set()
-    over = [
-        (b.slot.kind == "sum" and b.slot.key in in_place) or bool(donated and donated[k])
-        for k, b in enumerate(plan.inputs)
-    ]
-    over += [True] * len(rows) + [False] * needs_number
-    return TaskFunction(function, tuple(inputs), tuple(outputs), tuple(over))
-
-
-def is_constant(atom: Any) -> bool:
-    """Whether a result of the step is a number known beforehand."""
-    return isinstance(atom, Literal)
+    donated = tuple(k in overwritten for k in range(len(inputs)))
+    return TaskFunction(function, tuple(inputs), tuple(outputs), donated)

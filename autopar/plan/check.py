@@ -1,5 +1,5 @@
-"""The checker: proves of instruction streams that nothing is missing, nothing is used too early or too late, nothing
-waits for ever, and memory fits.
+"""The checker: proves of instruction streams that nothing is missing, nothing is used too early or too late, and nothing
+waits for ever.
 
 In:     streams, and what the step begins and ends with.
 Out:    nothing, or `StreamError` that names mesh, instruction and buffer.
@@ -33,7 +33,6 @@ class Contract:
         names: For each buffer its value: (kind, key, microbatch).
         mesh_of: For each buffer its mesh.
         runs: Every (program, microbatch) that must run, each once.
-        versions: For each buffer, how often its value has been overwritten before (sums and rows), else 0.
     """
 
     given: Mapping[MeshId, Sequence[BufferId]]
@@ -96,11 +95,6 @@ def _check_messages(streams: Mapping[MeshId, Sequence[Instruction]], contract: C
         names = [contract.names[b] for b in send.buffers]
         if names != [contract.names[b] for b in recv.buffers]:
             raise StreamError(f"mesh {target}: {recv}: message {message} holds other values.")
-    order: dict[tuple[MeshId, MeshId], list[int]] = {}
-    for mesh, stream in streams.items():
-        for instruction in stream:
-            if isinstance(instruction, Send):
-                order.setdefault((mesh, instruction.peer), []).append(instruction.message)
 
 
 def _check_runs(streams: Mapping[MeshId, Sequence[Instruction]], contract: Contract) -> None:

@@ -2,15 +2,13 @@
 
 In:     streams, stages, the cluster.
 Out:    `Simulation`, `Timeline`, `Contract`; `check_order` judges a schedule before streams are written.
-Method: `simulate.py`; which operands a run overwrites is told here, as the runtime does it.
+Method: `simulate.py`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
-from autopar._jax import Var
 from autopar.cost.transfer import transfer_seconds
 from autopar.errors import PipelineError
 from autopar.inter_op.stage_plan import StagePlan
@@ -107,14 +105,12 @@ def simulate_streams(
     stages: Sequence[StagePlan],
     first_device: Sequence[int],
     cluster: Cluster,
-    donated: set[Var],
 ) -> Simulation:
     """The streams on the clock of the cost model."""
-    overwritten = overwritten_buffers(streams, donated)
 
     def message_seconds(mesh: int, send: Send) -> float:
         link = link_between(first_device, stages, mesh, send.peer, cluster)
-        total = sum(math.prod(streams.buffers[b].shape) * streams.buffers[b].dtype.itemsize for b in send.buffers)
+        total = sum(streams.buffers[b].total_bytes for b in send.buffers)
         return transfer_seconds(total, stages[mesh].mesh.num_devices, stages[send.peer].mesh.num_devices, link)
 
     held: dict[int, list[int]] = {mesh: [] for mesh in streams.instructions}
@@ -127,7 +123,7 @@ def simulate_streams(
         [b.num_bytes for b in streams.buffers],
         lambda run: streams.programs[run.program].working_bytes,
         held,
-        lambda run: overwritten.get((run.program, run.microbatch), ()),
+        lambda run: [run.inputs[k] for k in streams.overwritten[run.program]],
     )
 
 
@@ -159,43 +155,6 @@ def measured(streams: Streams, stages: Sequence[StagePlan], seconds: Mapping[tup
         lambda run: streams.programs[run.program].working_bytes,
     )
     return timeline_of(streams, simulation)
-
-
-def overwritten_buffers(streams: Streams, donated: set[Var]) -> dict[tuple[str, int], list[int]]:
-    """Operands of each run whose memory its results take: sums, rows, and in the update the state it replaces."""
-    found: dict[tuple[str, int], list[int]] = {}
-    results = {at for at in streams.results if at is not None}
-    for stream in streams.instructions.values():
-        last: dict[int, Run] = {}
-        for instruction in stream:
-            if isinstance(instruction, Run):
-                last.update((at, instruction) for at in instruction.inputs)
-        for instruction in stream:
-            if not isinstance(instruction, Run):
-                continue
-            kind = streams.programs[instruction.program].task.kind
-            made = [streams.buffers[at] for at in instruction.outputs]
-            sizes = [b.num_bytes for b in made]
-            gone = []
-            for at in instruction.inputs:
-                buffer = streams.buffers[at]
-                in_place = buffer.kind in ("sum", "rows") and any(
-                    b.kind == buffer.kind and b.key is buffer.key for b in made
-                )
-                replaced = (
-                    kind == "U"
-                    and buffer.kind == "argument"
-                    and buffer.key in donated
-                    and at not in results
-                    and last[at] is instruction
-                    and buffer.num_bytes in sizes
-                )
-                if in_place or replaced:
-                    gone.append(at)
-                    if replaced:
-                        sizes.remove(buffer.num_bytes)
-            found[instruction.program, instruction.microbatch] = gone
-    return found
 
 
 def link_between(

@@ -9,15 +9,17 @@ Method: each mesh runs its tasks in the schedule's order. After a task everythin
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from autopar._jax import Var
-from autopar.inter_op.stage_plan import Border, StagePlan, TaskPlan
-from autopar.inter_op.stage_program import Slot
+from autopar.inter_op.stage_plan import Border, StagePlan, TaskPlan, new_border
+from autopar.inter_op.stage_tasks import Slot
 from autopar.inter_op.tasks import Tasks
-from autopar.ir.work import num_bytes
 from autopar.mesh import Sharding
 from autopar.plan.instructions import BufferId, Free, Instruction, MeshId, Recv, Run, Send, reads, writes
 from autopar.plan.schedules import Step
@@ -28,26 +30,36 @@ class Buffer:
     """What a buffer holds.
 
     Attributes:
-        key: The value's variable.
-        kind: As of `Slot`.
+        border: The value, its type and how it lies on the mesh.
         mesh: Where it is.
         stage: Whose it is.
-        sharding: How it lies there.
-        num_bytes: On one device.
         microbatch: Of which; -1: of none.
-        shape: Global shape of the array.
-        dtype: Its element type.
     """
 
-    key: Any
-    kind: str
+    border: Border
     mesh: MeshId
     stage: int
-    sharding: Sharding
-    num_bytes: int
     microbatch: int
-    shape: tuple[int, ...]
-    dtype: Any
+
+    @property
+    def key(self) -> Var:
+        """The value's variable."""
+        return self.border.slot.key
+
+    @property
+    def kind(self) -> str:
+        """As of `Slot`."""
+        return self.border.slot.kind
+
+    @property
+    def num_bytes(self) -> int:
+        """On one device."""
+        return self.border.num_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the whole array."""
+        return math.prod(self.border.shape) * np.dtype(self.border.dtype).itemsize
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,6 +74,7 @@ class Streams:
         numbers: (stage, microbatch) -> buffer of the microbatch's number.
         results: For each result of the step its buffer; None: it is a constant.
         programs: Program name -> its task.
+        overwritten: Program name -> positions of the operands whose memory its results take.
     """
 
     instructions: Mapping[MeshId, tuple[Instruction, ...]]
@@ -71,10 +84,15 @@ class Streams:
     numbers: Mapping[tuple[int, int], BufferId]
     results: tuple[BufferId | None, ...]
     programs: Mapping[str, TaskPlan]
+    overwritten: Mapping[str, tuple[int, ...]]
 
 
 def emit_instructions(
-    tasks: Tasks, stages: Sequence[StagePlan], order: Sequence[Sequence[Step]], state: Sequence[Var]
+    tasks: Tasks,
+    stages: Sequence[StagePlan],
+    order: Sequence[Sequence[Step]],
+    state: Sequence[Var],
+    donated: Collection[Var] = (),
 ) -> Streams:
     """Write the streams.
 
@@ -83,8 +101,9 @@ def emit_instructions(
         stages: Each on its mesh; stage s is on mesh s modulo the number of meshes.
         order: Steps per mesh; chunk c of mesh i is stage c times the number of meshes plus i.
         state: Arguments that come back: they live at one stage, which sends them to the others that read them.
+        donated: Arguments whose memory new values may take.
     """
-    return _Emitter(tasks, stages, order, state).emit()
+    return _Emitter(tasks, stages, order, state).emit(donated)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +136,7 @@ class _Emitter:
     def mesh_of(self, stage: int) -> MeshId:
         return stage % self.num_meshes
 
-    def emit(self) -> Streams:
+    def emit(self, donated: Collection[Var]) -> Streams:
         events = [self.events(mesh) for mesh in range(self.num_meshes)]
         # Who makes what, and who reads it: messages are known before anything is written.
         maker: dict[tuple[str, Any, int], tuple[MeshId, int]] = {}
@@ -163,6 +182,7 @@ class _Emitter:
                     self.streams[mesh].append(Send(buffers, self.mesh_of(channel[2]), numbers[channel]))
         results = self.results()
         kept = {b for b in results if b is not None}
+        programs = {t.task.name: t for stage in self.stages for t in stage.tasks}
         return Streams(
             {mesh: tuple(_with_frees(stream, kept)) for mesh, stream in self.streams.items()},
             tuple(self.buffers),
@@ -170,8 +190,33 @@ class _Emitter:
             self.pieces,
             self.numbers,
             results,
-            {t.task.name: t for stage in self.stages for t in stage.tasks},
+            programs,
+            {name: tuple(over) for name, over in self.overwritten(programs, kept, donated)},
         )
+
+    def overwritten(
+        self, programs: Mapping[str, TaskPlan], kept: Collection[BufferId], donated: Collection[Var]
+    ) -> Iterator[tuple[str, list[int]]]:
+        """Operands whose memory a result of the same type takes: sums, rows, and in the update the state it replaces."""
+        for stream in self.streams.values():
+            last = {at: k for k, instruction in enumerate(stream) for at in reads(instruction)}
+            seen = set()
+            for k, instruction in enumerate(stream):
+                if not isinstance(instruction, Run) or instruction.program in seen:
+                    continue
+                seen.add(instruction.program)
+                kind, operands = programs[instruction.program].task.kind, instruction.inputs
+                free = [_type(self.buffers[at].border) for at in instruction.outputs]
+                found = []
+                for position, at in enumerate(operands):
+                    buffer = self.buffers[at]
+                    in_place = kind != "U" and buffer.kind in ("sum", "rows")
+                    replaced = kind == "U" and buffer.kind == "argument" and buffer.key in donated
+                    replaced = replaced and last[at] == k and at not in kept
+                    if (in_place or replaced) and _type(buffer.border) in free:
+                        free.remove(_type(buffer.border))
+                        found.append(position)
+                yield instruction.program, found
 
     def events(self, mesh: MeshId) -> list[_Event]:
         """The runs of a mesh, in order."""
@@ -195,18 +240,7 @@ class _Emitter:
     def new(self, border: Border, stage: int, microbatch: int) -> BufferId:
         """A new buffer, which holds the value from now on."""
         slot = border.slot
-        count = self.stages[stage].program.count
-        aval = slot.var.aval if slot.kind == "sum" and hasattr(slot.var, "aval") else slot.key.aval
-        shape = tuple(aval.shape)
-        if slot.kind == "piece":
-            shape = (count, *shape)
-        elif slot.kind == "rows":
-            share = self.stages[stage].program.shares[slot.key]
-            shape = (count, *(n // count if d == share.dim else n for d, n in enumerate(shape)))  # type: ignore[union-attr]
-        mesh = self.mesh_of(stage)
-        self.buffers.append(
-            Buffer(slot.key, slot.kind, mesh, stage, border.sharding, border.num_bytes, microbatch, shape, aval.dtype)
-        )
+        self.buffers.append(Buffer(border, self.mesh_of(stage), stage, microbatch))
         at = len(self.buffers) - 1
         self.held[(stage, *self.name(slot, microbatch))] = at
         return at
@@ -226,7 +260,7 @@ class _Emitter:
         var = self.tasks.split.loop.invars[0]
         key = (stage, "number", var, microbatch)
         if key not in self.held:
-            at = self.new(Border(Slot("number", var, var), Sharding(()), 4), stage, microbatch)
+            at = self.new(self.untouched(Slot("number", var, var), stage), stage, microbatch)
             self.numbers[stage, microbatch] = at
         return self.held[key]
 
@@ -268,6 +302,12 @@ class _Emitter:
             self.streams[self.mesh_of(stage)].append(Recv(tuple(received), self.mesh_of(source), self.message))
             self.message += 1
 
+    def untouched(self, slot: Slot, stage: int) -> Border:
+        """A border of a value that no equation reads."""
+        aval = slot.key.aval
+        sharding = Sharding.replicated(len(aval.shape))
+        return new_border(slot, sharding, tuple(aval.shape), aval.dtype, self.stages[stage].mesh)
+
     def border_at_home(self, var: Var, stage: int) -> Border | None:
         for task in self.stages[stage].tasks:
             for border in task.inputs:
@@ -288,11 +328,15 @@ class _Emitter:
                 at = self.arguments.get((atom, stage))
             if at is None and (stage, "argument", atom, -1) not in self.held:
                 # An argument that no one reads is handed back as it came.
-                sharding = Sharding.replicated(len(atom.aval.shape))
-                at = self.new(Border(Slot("argument", atom, atom), sharding, num_bytes(atom)), stage, -1)
+                at = self.new(self.untouched(Slot("argument", atom, atom), stage), stage, -1)
                 self.arguments[atom, stage] = at
             found.append(at)
         return tuple(found)
+
+
+def _type(border: Border) -> tuple[Any, ...]:
+    """What two arrays have in common if one can take the other's memory."""
+    return border.shape, np.dtype(border.dtype), border.sharding
 
 
 def _with_frees(stream: Sequence[Instruction], kept: set[BufferId]) -> list[Instruction]:

@@ -115,15 +115,15 @@ def assemble(
     order = schedule.order(len(stages) // num_chunks(schedule), cut.split.count)
     state = [cut.program.jaxpr.invars[k] for k in cut.roles.state]
     check_order(order, schedule, tasks, len(stages))
-    streams = emit_instructions(tasks, stages, order, state)
+    donated = {v for v, d in zip(cut.program.jaxpr.invars, cut.roles.donated, strict=True) if d}
+    streams = emit_instructions(tasks, stages, order, state, donated)
     check_streams(streams.instructions, contract_of(streams, cut.split.count))
     num_meshes, first_device, at = len(order), [], 0
     for stage in stages[:num_meshes]:
         first_device.append(at)
         at += stage.mesh.num_devices
     first_device = [first_device[number % num_meshes] for number in range(len(stages))]
-    donated = {v for v, d in zip(cut.program.jaxpr.invars, cut.roles.donated, strict=True) if d}
-    simulation = simulate_streams(streams, stages, first_device, cluster, donated)
+    simulation = simulate_streams(streams, stages, first_device, cluster)
     budget = options.memory_budget_bytes or cluster.device.memory_bytes
     for mesh, peak in simulation.peak_bytes.items():
         if check_budget and peak > budget:

@@ -263,7 +263,7 @@ def _values(program: Program, roles: Roles, pipeline: PipelinePlan) -> list[Valu
     for (var, mesh), at in (*streams.arguments.items(), *streams.pieces.items()):
         k = position[var]
         if k not in found or mesh == home.get(var):
-            found[k] = streams.buffers[at].sharding, mesh
+            found[k] = streams.buffers[at].border.sharding, mesh
     values = []
     for k, var in enumerate(program.jaxpr.invars):
         role = (
@@ -282,7 +282,14 @@ def _values(program: Program, roles: Roles, pipeline: PipelinePlan) -> list[Valu
         if k not in roles.aliases and result is not None:
             buffer = streams.buffers[result]
             values.append(
-                Value(program.out_paths[k], "result", buffer.shape, str(buffer.dtype), buffer.sharding, buffer.stage)
+                Value(
+                    program.out_paths[k],
+                    "result",
+                    buffer.border.shape,
+                    str(buffer.border.dtype),
+                    buffer.border.sharding,
+                    buffer.stage,
+                )
             )
     return values
 

@@ -19,10 +19,9 @@ import numpy as np
 
 from autopar._jax import Jaxpr, Var
 from autopar.inter_op.stage_plan import StagePlan
-from autopar.ir.pieces import Share
 from autopar.ir.state import Roles
 from autopar.ir.unstack import Unstacked
-from autopar.partition.task import ArrayType, TaskFunction, task_function
+from autopar.partition.task import ArrayType, TaskFunction, array_type, task_function
 from autopar.plan.emit import Streams
 from autopar.plan.instructions import Free, Instruction, MeshId, Recv, Run, Send, writes
 from autopar.runtime.local import device_mesh
@@ -64,9 +63,8 @@ class Pipeline:
         self._places = [device_mesh(s.mesh, d) for s, d in zip(stages, devices, strict=True)]
         self._donated = {v for v, d in zip(jaxpr.invars, roles.donated, strict=True) if d}
         self._home, self._unstacked, self._stages = home, stacks, list(stages)
-        self._types: dict[int, ArrayType] = {}
+        self._types = [array_type(b.border, self._places[b.stage]) for b in streams.buffers]
         self.functions: dict[str, TaskFunction] = {}
-        self._may_overwrite = _last_reads(streams)
         self.programs: dict[str, jax.stages.Compiled] = {}
         for stage, places in zip(stages, self._places, strict=True):
             self._compile_stage(stage, places)
@@ -92,51 +90,19 @@ class Pipeline:
     # Compiling.
 
     def _compile_stage(self, stage: StagePlan, places: jax.sharding.Mesh) -> None:
-        shares: dict[Any, Share] = dict(stage.program.shares)
-        runs = {
-            instruction.program: instruction for instruction in self._stream_of(stage) if isinstance(instruction, Run)
-        }
         for plan in stage.tasks:
-            run = runs.get(plan.task.name)
-            if run is None:
-                continue
-            results = {at for at in self._streams.results if at is not None}
-            over = [
-                plan.task.kind == "U"
-                and at not in results
-                and b.slot.kind == "argument"
-                and b.slot.key in self._donated
-                and (run.program, at) in self._may_overwrite
-                for b, at in zip(plan.inputs, run.inputs, strict=False)
-            ]
-            made = task_function(plan, stage.program.count, shares, places)
-            over = _overwritten(over, made)
-            made = task_function(plan, stage.program.count, shares, places, over)
-            self.functions[run.program] = made
-            for at, kind in zip((*run.inputs, *run.outputs), (*made.inputs, *made.outputs), strict=True):
-                self._types.setdefault(at, kind)
-            self.programs[run.program] = _compile(made, run.program)
-        for instruction in self._stream_of(stage):
-            if isinstance(instruction, Run) and instruction.stage == stage.program.stage:
-                made = self.functions[instruction.program]
-                for at, kind in zip(
-                    (*instruction.inputs, *instruction.outputs), (*made.inputs, *made.outputs), strict=True
-                ):
-                    self._types.setdefault(at, kind)
-
-    def _stream_of(self, stage: StagePlan) -> Sequence[Instruction]:
-        return self._streams.instructions[stage.program.stage % len(self._streams.instructions)]
+            name = plan.task.name
+            self.functions[name] = task_function(plan, places, self._streams.overwritten[name])
+            self.programs[name] = _compile(self.functions[name], name)
 
     def _call(self, mesh: MeshId, instruction: Instruction) -> Callable[[dict[int, Any]], None]:
         match instruction:
             case Run(program, _, _, inputs, outputs):
-                return _run(self.programs[program], inputs, outputs, program)
+                return _run(self.programs[program], inputs, outputs)
             case Send(sent, peer, message):
                 buffers = next(
                     i.buffers for i in self._streams.instructions[peer] if isinstance(i, Recv) and i.message == message
                 )
-                for source, target in zip(sent, buffers, strict=True):
-                    self._complete_type(source, target)
                 moves = [self._transfer(a, b) for a, b in zip(sent, buffers, strict=True)]
                 return _send(moves, sent, buffers)
             case Recv():
@@ -148,17 +114,13 @@ class Pipeline:
         a, b = self._streams.buffers[source], self._streams.buffers[target]
         meshes = [s.mesh for s in self._stages]
         return make_transfer(
-            self._types[source], a.sharding, meshes[a.stage], b.sharding, meshes[b.stage], self._types[target]
+            self._types[source],
+            a.border.sharding,
+            meshes[a.stage],
+            b.border.sharding,
+            meshes[b.stage],
+            self._types[target],
         )
-
-    def _complete_type(self, source: int, target: int) -> None:
-        """A buffer that is only sent on has no program that tells its type; it is its receiver's."""
-        if source not in self._types:
-            buffer = self._streams.buffers[source]
-            places = self._places[buffer.stage]
-            spec = buffer.sharding.partition_spec()
-            self._types[source] = ArrayType(buffer.shape, buffer.dtype, jax.sharding.NamedSharding(places, spec))
-        assert target in self._types, f"buffer {target} is received and read by no program"
 
     def _make_numbers(self) -> dict[int, jax.Array]:
         return {
@@ -170,12 +132,7 @@ class Pipeline:
         """What is placed at the beginning of a step: (argument, buffer, type, kind)."""
         position = {var: k for k, var in enumerate(self._arguments)}
         found = []
-        for (var, stage), at in self._streams.arguments.items():
-            if at not in self._types:
-                buffer = self._streams.buffers[at]
-                spec = buffer.sharding.partition_spec()
-                sharding = jax.sharding.NamedSharding(self._places[stage], spec)
-                self._types[at] = ArrayType(buffer.shape, buffer.dtype, sharding)
+        for (var, _), at in self._streams.arguments.items():
             found.append((position[var], at, self._types[at], "argument"))
         for (var, _), at in self._streams.pieces.items():
             found.append((position[var], at, self._types[at], "piece"))
@@ -327,7 +284,7 @@ class Pipeline:
 
 
 def _run(
-    compiled: jax.stages.Compiled, inputs: Sequence[int], outputs: Sequence[int], name: str
+    compiled: jax.stages.Compiled, inputs: Sequence[int], outputs: Sequence[int]
 ) -> Callable[[dict[int, Any]], None]:
     def call(held: dict[int, Any]) -> None:
         held.update(zip(outputs, compiled(*[held[at] for at in inputs]), strict=True))
@@ -369,34 +326,6 @@ def _compile(made: TaskFunction, name: str) -> jax.stages.Compiled:
         donate_argnums=tuple(k for k, d in enumerate(made.donated) if d),
     )
     return jitted.lower(*(t.struct() for t in made.inputs)).compile()
-
-
-def _overwritten(over: Sequence[bool], made: TaskFunction) -> list[bool]:
-    """Operands whose memory a result of the same type can take."""
-    free = [(t.shape, t.dtype, t.sharding.spec) for t in made.outputs]
-    found = []
-    for may, kind in zip(over, made.inputs, strict=False):
-        key = (kind.shape, kind.dtype, kind.sharding.spec)
-        use = may and key in free
-        if use:
-            free.remove(key)
-        found.append(use)
-    return found
-
-
-def _last_reads(streams: Streams) -> set[tuple[str, int]]:
-    """(program, buffer) where the program is the last to read the buffer on its mesh."""
-    found = set()
-    for stream in streams.instructions.values():
-        last: dict[int, str] = {}
-        for instruction in stream:
-            match instruction:
-                case Run(program, _, _, inputs):
-                    last.update((at, program) for at in inputs)
-                case Send(buffers):
-                    last.update((at, "") for at in buffers)
-        found |= {(program, at) for at, program in last.items()}
-    return found
 
 
 def merged(streams: Mapping[MeshId, Sequence[Instruction]]) -> list[tuple[MeshId, Instruction]]:

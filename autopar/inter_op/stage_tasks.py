@@ -1,0 +1,184 @@
+"""The tasks of one stage: the parts of its program that are run one by one, over the same equations and variables.
+
+In:     what a stage's program is made of (`stage_program.py`).
+Out:    `Task`s in the order of a step: before the loop, forward, backward, weight gradients, rounds of the update.
+Method: a result of the loop is added up by the task that makes a microbatch's part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr
+from autopar.inter_op.tasks import Tasks
+from autopar.ir.accumulate import AccumulatingScan
+from autopar.ir.microbatch import Result
+from autopar.ir.pieces import Share
+from autopar.ir.structure import inputs_of, variables
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One operand or result of a task.
+
+    Attributes:
+        kind: `"argument"`: of the step; `"value"`: made before the loop or by the update; `"const"`: what every
+            microbatch reads, prepared once per step; `"piece"`: the microbatch's part of a batch argument; `"number"`:
+            that of the microbatch; `"loop"`: made once per microbatch; `"sum"`: added up over the microbatches;
+            `"rows"`: stacked over them.
+        key: The variable that names it to all tasks.
+        var: The variable in the task's own program; of what begins empty, None.
+        share: Of sums and rows: how the microbatches' parts make the whole.
+    """
+
+    kind: str
+    key: Var
+    var: Any
+    share: Share | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """A part of a stage's program that is run at once.
+
+    Attributes:
+        kind: `"init"`, `"F"`, `"B"`, `"W"` or `"U"`.
+        stage: Its stage.
+        round: Of an update: which.
+        jaxpr: Over variables of the joint program.
+        inputs: What its invars are.
+        outputs: What its outvars are.
+    """
+
+    kind: str
+    stage: int
+    round: int
+    jaxpr: Jaxpr
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+
+    @property
+    def name(self) -> str:
+        """As programs are called: "stage0/F"."""
+        return f"stage{self.stage}/{self.kind}" + (str(self.round) if self.kind == "U" and self.round else "")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageParts:
+    """What the program of a stage is made of.
+
+    Attributes:
+        arguments: Those of the step that live or are read here.
+        scan: The loop; None if no microbatch passes here.
+        sent: Values of the loop that other stages read.
+        rounds: The update; the first round begins with what the loop has made.
+        outputs: Results of the step that are found here.
+        leaving: Values of the update that other stages read.
+    """
+
+    arguments: Sequence[Var]
+    scan: AccumulatingScan | None
+    sent: Sequence[Var]
+    rounds: Sequence[Sequence[JaxprEqn]]
+    outputs: Sequence[Any]
+    leaving: Sequence[Var]
+
+
+def stage_tasks(tasks: Tasks, stage: int, parts: StageParts) -> tuple[Task, ...]:
+    """The tasks of one stage.
+
+    Args:
+        tasks: The step cut into stages.
+        stage: Which.
+        parts: What the stage's program is made of.
+    """
+    builder = _Builder(tasks, stage, parts)
+    return (builder.before(), *builder.loop(), *builder.updates())
+
+
+class _Builder:
+    def __init__(self, tasks: Tasks, stage: int, parts: StageParts):
+        self.tasks, self.stage, self.parts = tasks, stage, parts
+        self.sums = parts.scan.sums if parts.scan else ()
+        self.rows = parts.scan.rows if parts.scan else ()
+
+    def task(
+        self, kind: str, number: int, inputs: Sequence[Slot], outputs: Sequence[Slot], eqns: Sequence[JaxprEqn]
+    ) -> Task:
+        jaxpr = make_jaxpr([s.var for s in inputs], [s.var for s in outputs], eqns)
+        return Task(kind, self.stage, number, jaxpr, tuple(inputs), tuple(outputs))
+
+    def before(self) -> Task:
+        """What comes before the loop; its sums and rows begin without a program of their own."""
+        eqns = self.tasks.before[self.stage]
+        made = {var for eqn in eqns for var in eqn.outvars}
+        later = [a for eqns in self.parts.rounds for eqn in eqns for a in inputs_of(eqn)]
+        later += variables((*self.parts.outputs, *self.parts.leaving))
+        consts = self.parts.scan.consts if self.parts.scan else {}
+        outputs = [Slot("const", inner, outer) for inner, outer in consts.items()]
+        outputs += [Slot("value", v, v) for v in dict.fromkeys(later) if v in made]
+        read = {*(a for eqn in eqns for a in inputs_of(eqn)), *(s.var for s in outputs)}
+        inputs = [Slot("argument", v, v) for v in self.parts.arguments if v in read]
+        task = self.task("init", 0, inputs, outputs, eqns)
+        begun = [_sum(s.result, s.before) for s in self.sums]
+        begun += [_rows(r.result, None) for r in self.rows]
+        return Task(task.kind, task.stage, 0, task.jaxpr, task.inputs, (*outputs, *begun))
+
+    def loop(self) -> Iterator[Task]:
+        """The tasks that are run once per microbatch."""
+        tasks, stage = self.tasks, self.stage
+        forward, backward, weight = tasks.forward[stage], tasks.backward[stage], tasks.weight[stage]
+        kept = tasks.kept[stage].values
+        for_weights = [a for eqn in weight for a in inputs_of(eqn)]
+        for kind, eqns, waiting in (("F", forward, kept), ("B", backward, for_weights), ("W", weight, ())):
+            sums = [s for s in self.sums if self.kind_of(s.part) == kind]
+            rows = [r for r in self.rows if self.kind_of(r.part) == kind]
+            if eqns or sums or rows:
+                whole = [*eqns, *(eqn for s in sums for eqn in s.eqns)]
+                outputs = [Slot("loop", v, v) for v in self.leaving(kind, (*self.parts.sent, *waiting))]
+                outputs += [_sum(s.result, s.after) for s in sums]
+                outputs += [_rows(r.result, r.part) for r in rows]
+                yield self.task(kind, 0, self.loop_inputs(whole, [r.part for r in rows]), outputs, whole)
+
+    def kind_of(self, part: Any) -> str:
+        """The task that makes a microbatch's part of a result."""
+        return "F" if isinstance(part, Literal) else self.tasks.made_at.get(part, ("F", self.stage))[0]
+
+    def leaving(self, kind: str, wanted: Iterable[Var]) -> list[Var]:
+        """Those of the values that this task makes."""
+        return [v for v in dict.fromkeys(wanted) if self.tasks.made_at.get(v) == (kind, self.stage)]
+
+    def loop_inputs(self, eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> list[Slot]:
+        made = {var for eqn in eqns for var in eqn.outvars}
+        read = dict.fromkeys((*(a for eqn in eqns for a in inputs_of(eqn)), *variables(results)))
+        split = self.tasks.split
+        number, *rest = split.loop.invars
+        known = {number: Slot("number", number, number)}
+        known |= {v: Slot("const" if k < len(split.invariants) else "piece", v, v) for k, v in enumerate(rest)}
+        known |= {s.before: _sum(s.result, s.before) for s in self.sums}
+        return [known.get(v) or Slot("loop", v, v) for v in read if v not in made]
+
+    def updates(self) -> Iterator[Task]:
+        rounds = self.parts.rounds
+        made_in = {var: k for k, eqns in enumerate(rounds) for eqn in eqns for var in eqn.outvars}
+        known = {v: Slot("argument", v, v) for v in self.parts.arguments}
+        known |= {s.total: _sum(s.result, s.total) for s in self.sums}
+        known |= {r.stack: _rows(r.result, r.stack) for r in self.rows}
+        for number, eqns in enumerate(rounds):
+            if eqns:
+                read = dict.fromkeys(a for eqn in eqns for a in inputs_of(eqn) if made_in.get(a) != number)
+                wanted = dict.fromkeys(variables((*self.parts.outputs, *self.parts.leaving)))
+                wanted |= dict.fromkeys(a for after in rounds[number + 1 :] for eqn in after for a in inputs_of(eqn))
+                inputs = [known.get(v) or Slot("value", v, v) for v in read]
+                outputs = [Slot("value", v, v) for v in wanted if made_in.get(v) == number]
+                yield self.task("U", number, inputs, outputs, eqns)
+
+
+def _sum(result: Result, var: Any) -> Slot:
+    return Slot("sum", result.var, var, result.share)
+
+
+def _rows(result: Result, var: Any) -> Slot:
+    return Slot("rows", result.var, var, result.share)
