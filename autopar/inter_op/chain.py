@@ -10,13 +10,14 @@ Method: forward equations stand in program order, and a segment is a run of them
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.ir.flatten import is_recomputed
+from autopar.ir.signature import equation_signature
 from autopar.ir.source import is_backward
 from autopar.ir.structure import inputs_of
 from autopar.ir.work import Work, num_bytes, num_elements_of
@@ -24,6 +25,10 @@ from autopar.ir.work import Work, num_bytes, num_elements_of
 MAX_SEGMENTS = 256
 SMALL_ELEMENTS = 4096
 """What has no more elements may be held by every stage."""
+AROUND = 4
+"""So many operations before and after a place tell what kind of place it is."""
+_ODD, _UNEVEN = 5e-3, 1e-3
+"""What a border at an odd place, and uneven work, cost beside the bytes over the fullest border."""
 LIGHT = 1e-3
 """An equation of at most this part of the whole work may be repeated in every stage that needs it."""
 
@@ -40,6 +45,8 @@ class Chain:
         work: Per segment: operations of its forward and backward equations.
         cut_bytes: Per border between segments (`num_segments + 1`, the ends included): bytes sent over it, both ways.
         marks: Borders at which the user's `mark_stage` stands.
+        kinds: Per segment: what it begins with; equal numbers where the same operations stand around its beginning, as
+            at the same place of two equal layers.
     """
 
     loop: Jaxpr
@@ -49,6 +56,7 @@ class Chain:
     work: np.ndarray
     cut_bytes: np.ndarray
     marks: tuple[int, ...]
+    kinds: tuple[int, ...] = ()
 
 
 def make_chain(loop: Jaxpr, fixed_inputs: Sequence[Var]) -> Chain:
@@ -99,6 +107,7 @@ class _Builder:
             work,
             self.crossing(),
             self.marks(),
+            self.kinds([0, *places]),
         )
 
     def find_backward(self) -> list[bool]:
@@ -223,38 +232,85 @@ class _Builder:
         found = [self.segment[k] + 1 for k in self.forward if self.eqns[k].primitive.name == "mark_stage"]
         return tuple(sorted({s for s in found if s < self.num_segments}))
 
+    def kinds(self, places: Sequence[int]) -> tuple[int, ...]:
+        """What stands around each place, numbered."""
+        signatures = [equation_signature(self.eqns[k]) for k in self.forward]
+        number: dict[Hashable, int] = {}
+        around = [tuple(signatures[max(0, at - AROUND) : at + AROUND]) for at in places]
+        return tuple(number.setdefault(what, len(number)) for what in around)
+
 
 def balanced_borders(chain: Chain, num_stages: int, slack: float = 0.1) -> tuple[int, ...]:
     """First segment of each stage: the least bytes between stages, none with much more work than it must have.
 
+    Where it makes no difference, stages begin at the same place of equal layers: equal stages are planned once. Where
+    the user has marked borders, stages begin only there; if more stages are wanted, at each of them and elsewhere.
+
     Args:
         chain: The segments.
-        num_stages: At most the number of segments.
+        num_stages: At most the number of places to cut.
         slack: How far over the least possible largest work a stage may go, to send less.
     """
-    total = np.concatenate([[0.0], np.cumsum(chain.work)])
+    ends = (0, *chain.marks, chain.num_segments)
+    if chain.marks and num_stages < len(ends):
+        return _balance(chain, ends[:-1], chain.num_segments, num_stages, slack)
+    shares = _stages_between(chain, ends, num_stages)
+    borders: list[int] = []
+    for first, end, count in zip(ends, ends[1:], shares, strict=False):
+        borders += _balance(chain, range(first, end), end, count, slack)
+    return tuple(borders)
+
+
+def _stages_between(chain: Chain, ends: Sequence[int], num_stages: int) -> list[int]:
+    """How many stages each part between two marks becomes: one, and further ones where a stage has most work."""
+    counts = [1] * (len(ends) - 1)
+    for _ in range(num_stages - len(counts)):
+        each = [
+            float(chain.work[first:end].sum()) / count if count < end - first else -1.0
+            for first, end, count in zip(ends, ends[1:], counts, strict=False)
+        ]
+        counts[each.index(max(each))] += 1
+    return counts
+
+
+def _balance(chain: Chain, places: Sequence[int], end: int, num_stages: int, slack: float) -> tuple[int, ...]:
+    """At which of the places stages begin; the first is one of them."""
+    at = np.array(places)
+    total = np.concatenate([[0.0], np.cumsum(chain.work)])[[*places, end]]
     cap = _least_largest(total, num_stages) * (1 + slack)
-    n = chain.num_segments
+    n = len(places)
     best = np.full((num_stages + 1, n + 1), np.inf)
     came = np.zeros((num_stages + 1, n + 1), int)
     best[0, 0] = 0.0
-    scale = max(float(chain.cut_bytes.max()), 1.0)
+    begin = chain.cut_bytes[at] / max(float(chain.cut_bytes.max()), 1.0)
+    begin += _ODD * ~np.isin(at, _alike(chain))
     for stage in range(1, num_stages + 1):
-        for end in range(stage, n + 1):
-            for start in range(stage - 1, end):
-                work = total[end] - total[start]
-                if work <= cap * (1 + 1e-9):
-                    # Among cuts of equal bytes the more balanced one.
-                    cost = (
-                        best[stage - 1, start] + chain.cut_bytes[start] / scale + 1e-3 * (work / max(cap, 1e-30)) ** 2
-                    )
-                    if cost < best[stage, end]:
-                        best[stage, end], came[stage, end] = cost, start
-    borders, end = [], n
+        for last in range(stage, n + 1):
+            starts = np.arange(stage - 1, last)
+            work = total[last] - total[starts]
+            # Among cuts of equal bytes the more balanced one.
+            cost = best[stage - 1, starts] + begin[starts] + _UNEVEN * (work / max(cap, 1e-30)) ** 2
+            cost[work > cap * (1 + 1e-9)] = np.inf
+            least = int(np.argmin(cost))
+            best[stage, last], came[stage, last] = cost[least], starts[least]
+    found, last = [], n
     for stage in range(num_stages, 0, -1):
-        end = int(came[stage, end])
-        borders.append(end)
-    return tuple(reversed(borders))
+        last = int(came[stage, last])
+        found.append(int(at[last]))
+    return tuple(found[::-1])
+
+
+def _alike(chain: Chain) -> list[int]:
+    """Segments that begin where many others do: of a row of equal layers, the same place in each."""
+    where: dict[int, list[int]] = {}
+    for segment, kind in enumerate(chain.kinds):
+        where.setdefault(kind, []).append(segment)
+    rows = [at for at in where.values() if len(at) > 1]
+    found: list[list[int]] = []
+    for at in sorted(rows, key=lambda at: (float(np.mean(chain.cut_bytes[at])), -len(at), at[0])):
+        if all(at[-1] < other[0] or other[-1] < at[0] for other in found):
+            found.append(at)
+    return sorted(segment for at in found for segment in at)
 
 
 def _least_largest(total: np.ndarray, num_stages: int) -> float:

@@ -33,6 +33,9 @@ from autopar.ir.structure import trip_count
 from autopar.mesh import Device, LogicalMesh, Sharding
 from autopar.options import Options
 
+STAGE_GAP = 1e-3
+"""A stage is sharded to this part of its cost; the last of it would cost most of the time of planning."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Border:
@@ -126,6 +129,7 @@ def plan_stage(
     device: Device,
     options: Options,
     restrict: Restrict | None = None,
+    gap: float = STAGE_GAP,
 ) -> StagePlan:
     """Shard one stage.
 
@@ -135,6 +139,7 @@ def plan_stage(
         device: Rates and memory.
         options: Solver, time limit, memory budget.
         restrict: Forbids choices.
+        gap: Part of its cost by which it may miss the least.
 
     Raises:
         InfeasibleError: A pin or the memory budget cannot be kept.
@@ -147,7 +152,15 @@ def plan_stage(
 
     donated = [k in program.aliases.values() for k in range(len(program.jaxpr.invars))]
     sharded = shard(
-        program.jaxpr, program.aliases, mesh, device, options, all_restrictions, donated, dict(program.batch)
+        program.jaxpr,
+        program.aliases,
+        mesh,
+        device,
+        options,
+        all_restrictions,
+        donated,
+        dict(program.batch),
+        gap=gap,
     )
     return lower_stage(program, mesh, device, sharded)
 

@@ -25,7 +25,7 @@ from autopar.intra_op.memory import broken_memory_rows
 from autopar.intra_op.problem import MemoryRow, Problem, Solution
 from autopar.intra_op.restrict import Allowed, Restrict, pin_constraints
 from autopar.intra_op.sharded import Body, Collective, collectives_of
-from autopar.intra_op.solve import solve
+from autopar.intra_op.solve import PROVED, solve
 from autopar.intra_op.tying import tie_nodes
 from autopar.intra_op.within import solve_within
 from autopar.mesh import Device, LogicalMesh
@@ -82,6 +82,7 @@ def shard(
     batch: Sequence[int] | Mapping[int, frozenset[int]] = (),
     known: Sequence[Restrict] = (),
     beat: float = np.inf,
+    gap: float = PROVED,
 ) -> Sharded:
     """Find the cheapest sharding of a program on one mesh.
 
@@ -98,6 +99,7 @@ def shard(
             small collectives have been put together.
         beat: Objective of the best plan on another mesh; where this mesh cannot have a better one, the search may end
             early with the status `"beaten"`.
+        gap: Part of the cost by which the answer may miss the least.
 
     Raises:
         InfeasibleError: A pin or the memory budget cannot be kept; says which and by how much.
@@ -119,8 +121,8 @@ def shard(
 
     def solved(problem: Problem) -> Solution:
         if np.isfinite(budget):
-            return solve_within(problem, broken_rows, options.solver, options.solver_seconds, known=beat)
-        return solve(problem, options.solver, options.solver_seconds, known=beat)
+            return solve_within(problem, broken_rows, options.solver, options.solver_seconds, known=beat, gap=gap)
+        return solve(problem, options.solver, options.solver_seconds, gap, beat)
 
     def read(problem: Problem, solution: Solution) -> Sharded:
         choices = tuple(solution.choices[c] for c in class_of)
@@ -128,7 +130,7 @@ def shard(
 
     solution = solved(problem)
     best = read(problem, solution) if solution.choices else None
-    if best is None and not problem.rows:
+    if best is None and (not problem.rows or any(r.least(problem.costs) > r.budget_bytes for r in problem.rows)):
         _explain_infeasible(problem, budget, mesh)
     # Where putting collectives together changes the cost, the least of the ILP's objective may not be the least step.
     changes = best is None or abs(solution.objective - best.step_seconds) > _SAME * solution.objective

@@ -2,7 +2,8 @@
 
 In:     `Problem`.
 Out:    `Solution` for all nodes.
-Method: elimination is exact, so the whole is as optimal as the core. A small core goes to the ILP as it is. Of a large
+Method: elimination is exact, so the whole is as optimal as the core. A small core goes to the ILP as it is, unless a
+        gap may be left, for which message passing mostly does. Of a large
         one message passing gives a lower bound and says how promising each choice is; the ILP gets the best few of each
         node, then those that are best beside what it found, until that helps no more; what is left between its answer
         and the bound is the gap. Nodes in a memory row are kept from elimination.
@@ -20,6 +21,8 @@ from autopar.intra_op.elimination import eliminate
 from autopar.intra_op.ilp import solve_ilp
 from autopar.intra_op.problem import Problem, Solution
 
+PROVED = 1e-6
+"""A gap of one part in a million counts as none."""
 SMALL_CORE = 60_000
 """Pairs of choices that meet on an edge: up to so many the ILP gets them all, and proves its answer least."""
 LARGE_CORE = 500_000
@@ -35,7 +38,7 @@ ROUNDS = (120, 150, 200)
 
 
 def solve(
-    problem: Problem, solver: str = "highs", seconds: float = 60.0, gap: float = 1e-6, known: float = np.inf
+    problem: Problem, solver: str = "highs", seconds: float = 60.0, gap: float = PROVED, known: float = np.inf
 ) -> Solution:
     """Least assignment of `problem`, its memory rows kept.
 
@@ -43,7 +46,7 @@ def solve(
         problem: Costs in seconds, rows in bytes.
         solver: `"highs"` or `"cbc"`.
         seconds: Time limit of the ILP solver.
-        gap: Relative gap at which the solver may stop.
+        gap: Relative gap at which the search may stop; where it is more than `PROVED`, message passing alone may do.
         known: Cost of an answer to the same question in another form (another mesh): where a large problem is proved to
             have none better, to the gap that is left there anyway, the search ends with the status `"beaten"`.
     """
@@ -58,14 +61,14 @@ def solve(
     objective = problem.cost(choices)
     if objective == float("inf") and core.status != "beaten":
         return Solution((), objective, objective, "infeasible", core.solver)
-    # "optimal" means within `gap`, one part in a million: that counts as proved.
+    # "optimal" means within `PROVED`.
     lower = objective if core.status == "optimal" else min(objective, core.bound + reduced.constant)
     return Solution(choices, objective, lower, core.status, core.solver)
 
 
 def _solve_core(core: Problem, solver: str, seconds: float, gap: float, known: float) -> Solution:
     pairs = sum(matrix.size for matrix in core.edges.values())
-    if pairs <= SMALL_CORE:
+    if pairs <= SMALL_CORE and (gap <= PROVED or core.rows or not pairs):
         return solve_ilp(core, solver, seconds, gap)
     # By size and not by the clock, so that the same problem always has the same answer.
     attempts = ROUNDS[: 3 - (pairs > LARGE_CORE) - (pairs > 4 * LARGE_CORE)]
@@ -81,6 +84,8 @@ def _solve_core(core: Problem, solver: str, seconds: float, gap: float, known: f
     for rounds in attempts:
         bounds = ascent.run(rounds, best.objective if best else np.inf, gap)
         lower = max(lower, bounds.lower)
+        if best is None and gap > PROVED and not core.rows and bounds.upper - lower <= enough * abs(bounds.upper):
+            return Solution(bounds.choices, bounds.upper, lower, "feasible", "message passing")
         room = bounds.upper - bounds.lower + gap * abs(bounds.upper)
         masks = [_least(excess, promising) & (core.rows != [] or excess <= room) for excess in bounds.excess]
         near = best.choices if best else bounds.choices

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from autopar.intra_op.problem import MemoryRow, Problem, Solution
-from autopar.intra_op.solve import solve
+from autopar.intra_op.solve import PROVED, solve
 
 SMALL_WITH_ROWS = 10_000
 """Pairs of choices that meet on an edge: up to so many a problem is solved with its memory rows as they are."""
@@ -32,13 +32,14 @@ def solve_within(
     seconds: float = 60.0,
     max_rounds: int = 30,
     known: float = np.inf,
+    gap: float = PROVED,
 ) -> Solution:
     """Least assignment for which `broken_rows(choices)` is empty, adding the rows it names until it is.
 
     Returns:
         The assignment; `"infeasible"` where the rows collected cannot hold together.
     """
-    base = solve(problem, solver, seconds, known=known)
+    base = solve(problem, solver, seconds, gap, known)
     if base.status in ("infeasible", "beaten"):
         return base
     rows = broken_rows(base.choices)

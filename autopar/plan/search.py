@@ -27,6 +27,7 @@ from autopar.inter_op.tasks import make_tasks
 from autopar.ir.canonical import canonical_key
 from autopar.ir.state import Roles
 from autopar.ir.trace import Program
+from autopar.ir.unstack import layer_count
 from autopar.mesh import Cluster, LogicalMesh, logical_meshes
 from autopar.options import Options
 from autopar.plan.cut import Cut, cut_step
@@ -37,6 +38,10 @@ from autopar.plan.solve_stages import Solved, solve_stage
 Report = Callable[[str], None]
 
 MAX_LAYERS = 16
+LAYER_SLACK = 0.35
+"""Layers may be so uneven, that more of them are equal."""
+LAYER_GAP = 1e-2
+"""Layers are sharded to this part of their cost: they only choose stages."""
 COUNTS = (4, 8, 16, 32, 64, 128)
 """Numbers of microbatches that are tried, if they divide the batch."""
 FINALISTS = 2
@@ -122,8 +127,10 @@ def search_pipelines(
     if num_layers < 2:
         return None, tried
     solved = Solved()
-    table = _fill(cut, num_layers, cluster, options, solved, report)
-    candidates = _slicings(table, counts, num_layers, cut, cluster, options)
+    layers = balanced_borders(cut.chain, num_layers, LAYER_SLACK)
+    table = _fill(cut, layers, cluster, options, solved, report)
+    candidates = _slicings(table, counts, [cut.chain.cut_bytes[k] for k in layers], cluster, options)
+    cuts: dict[tuple[int, int], Cut] = {_cut_key(program, MAX_LAYERS, reference): cut}
     best: tuple[PipelinePlan, _Candidate] | None = None
 
     def attempt(candidate: _Candidate, schedule: Schedule) -> None:
@@ -131,7 +138,7 @@ def search_pipelines(
         text = _text(candidate, schedule)
         report(f"planning {text}")
         try:
-            plan = _plan(program, roles, cluster, options, candidate, schedule, num_layers, solved)
+            plan = _plan(program, roles, cluster, options, candidate, schedule, num_layers, solved, cuts)
         except AutoparError as error:
             tried.append((text, error.summary))
             return
@@ -163,11 +170,12 @@ def submesh_sizes(cluster: Cluster) -> list[int]:
     return [n for n in (*inside, *hosts) if n < cluster.num_devices]
 
 
-def _fill(cut: Cut, num_layers: int, cluster: Cluster, options: Options, solved: Solved, report: Report) -> _Table:
+def _fill(
+    cut: Cut, borders: Sequence[int], cluster: Cluster, options: Options, solved: Solved, report: Report
+) -> _Table:
     """Shard every layer on every mesh; equal layers once."""
-    borders = balanced_borders(cut.chain, num_layers)
     tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders)
-    programs = [stage_program(tasks, k, cut.roles.aliases, cut.batch.dims) for k in range(num_layers)]
+    programs = [stage_program(tasks, k, cut.roles.aliases, cut.batch.dims) for k in range(len(borders))]
     keys = [canonical_key(p.jaxpr) for p in programs]
     meshes = {size: logical_meshes(cluster, size, max_axes=2) for size in submesh_sizes(cluster)}
     costs: dict[int, list[list[LayerCost | None]]] = {}
@@ -179,7 +187,7 @@ def _fill(cut: Cut, num_layers: int, cluster: Cluster, options: Options, solved:
             for key, program in zip(keys, programs, strict=True):
                 if key not in known:
                     try:
-                        known[key] = _cost(solve_stage(program, mesh, cluster, options, solved))
+                        known[key] = _cost(solve_stage(program, mesh, cluster, options, solved, gap=LAYER_GAP))
                     except InfeasibleError:
                         known[key] = None
             costs[size].append([known[key] for key in keys])
@@ -208,9 +216,10 @@ def _cost(stage: StagePlan) -> LayerCost:
 
 
 def _slicings(
-    table: _Table, counts: Sequence[int], num_layers: int, cut: Cut, cluster: Cluster, options: Options
+    table: _Table, counts: Sequence[int], crossing_bytes: Sequence[float], cluster: Cluster, options: Options
 ) -> list[_Candidate]:
     """For each number of microbatches the best slicing, best first."""
+    num_layers = len(crossing_bytes)
     budget = options.memory_budget_bytes or cluster.device.memory_bytes
     sizes = list(table.meshes)
     found = []
@@ -239,7 +248,7 @@ def _slicings(
                             seconds[first, last, s] = total
                             flight[first, last, s] = fits
                             chosen[first, last, s] = mesh
-        crossing = _transfers(cut, num_layers, cluster) * scale
+        crossing = _transfers(crossing_bytes, cluster) * scale
         found += _equal_stages(table, seconds, flight, crossing, count, num_layers, cluster)
         try:
             slicing = slice_stages(
@@ -264,7 +273,9 @@ def _slicings(
                 tuple((chosen[s.first, s.last, s.submesh],) for s in stages),
             )
         )
-    return sorted(found, key=lambda c: c.seconds)
+    # Equal stages tried on all their meshes stand for the same stages on one.
+    different = {(c.count, c.sizes, c.firsts): c for c in reversed(found)}
+    return sorted(different.values(), key=lambda c: c.seconds)
 
 
 def _equal_stages(
@@ -295,12 +306,10 @@ def _equal_stages(
     return found
 
 
-def _transfers(cut: Cut, num_layers: int, cluster: Cluster) -> np.ndarray:
+def _transfers(crossing_bytes: Sequence[float], cluster: Cluster) -> np.ndarray:
     """Seconds per microbatch to bring what crosses each border over it, between hosts, all devices of a host at once."""
-    borders = balanced_borders(cut.chain, num_layers)
     link, lanes = cluster.inter, cluster.devices_per_host
-    crossing = np.array([cut.chain.cut_bytes[b] for b in borders])
-    return 2 * link.latency_seconds + crossing / lanes / link.bytes_per_second
+    return 2 * link.latency_seconds + np.array(crossing_bytes) / lanes / link.bytes_per_second
 
 
 def _plan(
@@ -312,17 +321,26 @@ def _plan(
     schedule: Schedule,
     num_layers: int,
     solved: Solved,
+    cuts: dict[tuple[int, int], Cut],
 ) -> PipelinePlan:
-    """Plan a candidate as it is."""
+    """Plan a candidate as it is; `cuts` are those made before, by parts and microbatches."""
     num_stages, firsts = len(candidate.sizes), candidate.firsts
     parts = num_stages if firsts is None else MAX_LAYERS
-    cut = cut_step(program, roles, parts, candidate.count, options.microbatch_semantics)
+    key = _cut_key(program, parts, candidate.count)
+    if key not in cuts:
+        cuts[key] = cut_step(program, roles, parts, candidate.count, options.microbatch_semantics)
+    cut = cuts[key]
     if firsts is None:
         borders = balanced_borders(cut.chain, num_stages)
     else:
-        layers = balanced_borders(cut.chain, num_layers)
+        layers = balanced_borders(cut.chain, num_layers, LAYER_SLACK)
         borders = tuple(layers[first] for first in firsts)
     return plan_pipeline(cut, borders, candidate.meshes, cluster, schedule, options, solved)
+
+
+def _cut_key(program: Program, parts: int, count: int) -> tuple[int, int]:
+    """What makes two cuts equal: only scans over layers are taken into parts."""
+    return parts if layer_count(program.jaxpr) else 0, count
 
 
 def _text(candidate: _Candidate, schedule: Schedule) -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.errors import InfeasibleError
-from autopar.inter_op.stage_plan import StagePlan, lower_stage, plan_stage
+from autopar.inter_op.stage_plan import STAGE_GAP, StagePlan, lower_stage, plan_stage
 from autopar.inter_op.stage_program import StageProgram
 from autopar.intra_op.costs import build_problem
 from autopar.intra_op.graph import Graph, build_graph
@@ -66,6 +66,7 @@ def solve_stage(
     solved: Solved,
     restrict: Restrict | None = None,
     pins: Hashable = (),
+    gap: float = STAGE_GAP,
 ) -> StagePlan:
     """Shard a stage, or take over the choices of an equal one; `pins` tells restrictions apart."""
     key = (
@@ -76,10 +77,11 @@ def solve_stage(
         mesh,
         restrict is None,
         pins,
+        gap,
     )
     if key in solved.known:
         return take_over(program, solved.known[key], cluster)
-    made = plan_stage(program, mesh, cluster.device, options, restrict)
+    made = plan_stage(program, mesh, cluster.device, options, restrict, gap)
     solved.known[key] = made
     return made
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import jax
 
 from autopar.errors import DeviceCountError, NotBuiltYetError, PipelineError
-from autopar.inter_op.chain import Chain, balanced_borders
+from autopar.inter_op.chain import balanced_borders
 from autopar.inter_op.stage_plan import lower_stage
 from autopar.inter_op.stage_program import StageProgram, stage_program
 from autopar.inter_op.tasks import make_tasks
@@ -29,7 +29,7 @@ from autopar.ir.state import Roles
 from autopar.ir.trace import Program
 from autopar.mesh import Cluster, LogicalMesh, Sharding, logical_meshes
 from autopar.plan.clock import timeline_of
-from autopar.plan.cut import check_stage_count, cut_step
+from autopar.plan.cut import Cut, check_stage_count, cut_step
 from autopar.plan.methods import Method, PipelineParallel, ThreeD
 from autopar.plan.pipeline import PipelinePlan, assemble, plan_pipeline
 from autopar.plan.plan import Cost, Plan, Stage, Submesh, Value
@@ -76,8 +76,8 @@ def pipeline_of(
     options = method.options()
     schedule = find_schedule(method.schedule)
     if isinstance(method, PipelineParallel):
-        marks = _marked_stages(program)
-        num_stages = method.num_stages or (len(method.submeshes) if method.submeshes else marks) or 0
+        marked = _marked_stages(program, num_chunks(schedule))
+        num_stages = method.num_stages or (len(method.submeshes) if method.submeshes else marked) or 0
         if num_stages == 0:
             raise PipelineError(
                 "how many stages is not said.",
@@ -94,20 +94,15 @@ def pipeline_of(
     report(f"cutting {program.name} into {num_stages} stages, {count} microbatches")
     cut = cut_step(program, roles, num_stages, count, options.microbatch_semantics)
     check_stage_count(cut, num_stages)
-    borders = stage_borders(cut.chain, num_stages)
+    if isinstance(method, PipelineParallel) and not (method.num_stages or method.submeshes):
+        _check_marks(cut, num_stages)
+    borders = balanced_borders(cut.chain, num_stages)
     meshes = [_meshes(method, cluster, size) for size in sizes]
 
     def restrict(stage: StageProgram, mesh: LogicalMesh) -> Restrict | None:
         return _three_d(stage) if isinstance(method, ThreeD) else None
 
     return plan_pipeline(cut, borders, meshes, cluster, schedule, options, Solved(), restrict)
-
-
-def stage_borders(chain: Chain, num_stages: int) -> tuple[int, ...]:
-    """Where stages begin: at the user's marks if there are as many, else balanced."""
-    if len(chain.marks) == num_stages - 1:
-        return (0, *chain.marks)
-    return balanced_borders(chain, num_stages)
 
 
 def default_microbatches(program: Program, roles: Roles, num_stages: int) -> int:
@@ -117,12 +112,43 @@ def default_microbatches(program: Program, roles: Roles, num_stages: int) -> int
     return next((m for m in range(wanted, 0, -1) if all(size % m == 0 for size in sizes)), 1)
 
 
-def _marked_stages(program: Program) -> int | None:
+def _marked_stages(program: Program, chunks: int) -> int:
+    """How many stages, of so many chunks each, the marks make; 0: there are none.
+
+    Raises:
+        PipelineError: The chunks do not make whole stages.
+    """
     marks = sum(
         eqn.primitive.name == "mark_stage" and not is_backward(eqn) and not is_recomputed(eqn)
         for eqn in program.jaxpr.eqns
     )
-    return marks + 1 if marks else None
+    if marks and (marks + 1) % chunks:
+        raise PipelineError(
+            "the marks do not make whole stages.",
+            given=f"{marks} autopar.mark_stage in the step, a schedule with {chunks} chunks on each stage",
+            wrong=f"{marks + 1} chunks do not divide into stages of {chunks}.",
+            do="add or drop a mark, or use another number of chunks.",
+            num_stages=0,
+        )
+    return (marks + 1) // chunks if marks else 0
+
+
+def _check_marks(cut: Cut, num_stages: int) -> None:
+    """Every mark must be a place between stages.
+
+    Raises:
+        PipelineError: One is not.
+    """
+    found = len(cut.chain.marks) + 1
+    if found != num_stages:
+        raise PipelineError(
+            "not every mark stands between two stages.",
+            given=f"{num_stages - 1} autopar.mark_stage in the step",
+            wrong=f"only {found - 1} of them mark a value that one layer hands to the next: a mark on a parameter, on the "
+            "last value, or twice at one place is none.",
+            do="mark the activations between layers, or pass num_stages=....",
+            num_stages=num_stages,
+        )
 
 
 def _submesh_sizes(method: PipelineParallel | ThreeD, num_stages: int, cluster: Cluster) -> list[int]:
