@@ -1,6 +1,6 @@
 """autopar: automatic parallel training in JAX. One line, `@autopar.parallelize`, runs a training step on many devices."""
 
-from autopar import errors
+from autopar import checkpoint, errors
 from autopar.api import CompiledStep, ParallelStep, parallelize
 from autopar.follow import follow
 from autopar.ir.rules.mark import mark_stage
@@ -23,6 +23,7 @@ __all__ = [
     "Plan",
     "ShardParallel",
     "ThreeD",
+    "checkpoint",
     "errors",
     "follow",
     "mark_stage",

@@ -28,6 +28,7 @@ from autopar.plan.stale import check_fresh
 from autopar.plan.timeline import Timeline
 from autopar.runtime.local import Executable, compile_program
 from autopar.runtime.pipeline import Pipeline
+from autopar.runtime.stacks import StackedArray
 
 
 def parallelize(
@@ -322,6 +323,7 @@ class ParallelStep:
         return (dynamic, by_name), key
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Roles]:
+        args, kwargs = jax.tree.map(_abstract_stack, (args, kwargs))
         program = trace_step(self._fn, args, kwargs, self._static_argnums, self._static_argnames)
         return program, find_roles(program, self._batch_argnums, self._donate_argnums)
 
@@ -354,6 +356,11 @@ def _type_of(leaf: Any) -> Any:
         return type(leaf)  # weakly typed: not the same program as for an array
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     return (shape, dtype) if dtype is not None else type(leaf)
+
+
+def _abstract_stack(leaf: Any) -> Any:
+    """Tracing needs no more of a `StackedArray` than its type, and cannot read it."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, StackedArray) else leaf
 
 
 def _check_method(method: Any, cluster: Any) -> None:
