@@ -2,6 +2,7 @@
 
 from autopar import checkpoint, errors
 from autopar.api import CompiledStep, ParallelStep, parallelize
+from autopar.fit import fit
 from autopar.follow import follow
 from autopar.ir.rules.mark import mark_stage
 from autopar.ir.rules.opaque import sharding_rule
@@ -25,6 +26,7 @@ __all__ = [
     "ThreeD",
     "checkpoint",
     "errors",
+    "fit",
     "follow",
     "mark_stage",
     "parallelize",

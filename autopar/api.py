@@ -164,7 +164,7 @@ class ParallelStep:
         static_argnames: Any,
     ):
         functools.update_wrapper(self, fn)
-        self._fn, self._cluster, self._method = fn, cluster, method
+        self._fn, self._given_cluster, self._cluster, self._method = fn, cluster, cluster, method
         self._batch_argnums, self._donate_argnums = batch_argnums, donate_argnums
         self._static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
         self._static_argnames = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
@@ -243,7 +243,7 @@ class ParallelStep:
         made = jax.eval_shape(init_fn, *args)
         compiled: CompiledStep | None
         if example is not None:
-            compiled = self._compile_types((made, *example))
+            compiled = self.compiled(made, *example)
         else:
             compiled = next(iter(self._compiled.values()), None)
         if compiled is None:
@@ -272,6 +272,30 @@ class ParallelStep:
             return jax.tree.unflatten(tree, leaves)
         return jax.jit(init_fn, out_shardings=positional[number])(*args)
 
+    def compiled(self, *args: Any) -> CompiledStep:
+        """What a call with these arguments runs; compiled now if it is not. They may be types."""
+        key, _ = self._key(args, {})
+        if key not in self._compiled:
+            self._compiled[key] = self.compile(*args)
+        return self._compiled[key]
+
+    def replan(self, cluster: Cluster | None = None) -> ParallelStep:
+        """The same step, to be planned anew.
+
+        Args:
+            cluster: The machine as it is now; None: the one that the step was made for, and if it was made for none in
+                particular, the devices that this process has now.
+        """
+        return ParallelStep(
+            self._fn,
+            cluster or self._given_cluster,
+            self._method,
+            self._batch_argnums,
+            self._donate_argnums,
+            self._static_argnums,
+            self._static_argnames,
+        )
+
     def latest(self) -> CompiledStep | None:
         """The step as it was last compiled by a call; None: it has not been."""
         return next(reversed(self._compiled.values()), None)
@@ -279,12 +303,6 @@ class ParallelStep:
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """The traced step, flat; plans nothing."""
         return self._trace(args, kwargs)[0]
-
-    def _compile_types(self, args: tuple[Any, ...]) -> CompiledStep:
-        key, _ = self._key(args, {})
-        if key not in self._compiled:
-            self._compiled[key] = self.compile(*args)
-        return self._compiled[key]
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
         """What a plan depends on, and the leaves of the dynamic arguments."""

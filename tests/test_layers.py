@@ -23,7 +23,7 @@ LAYERS = (
     ("runtime",),
     ("api", "follow"),
     ("checkpoint",),
-    ("fit", "doctor"),
+    ("batches", "fit", "doctor"),
     ("cli", "__init__", "__main__"),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

@@ -61,7 +61,18 @@ def restore(
     Raises:
         CheckpointError: There is no such checkpoint, it is damaged, or it holds other leaves than `like`.
     """
-    manifest = find_checkpoint(directory, step)
+    return read_state(directory, find_checkpoint(directory, step), like, compiled, partial=partial)
+
+
+def read_state(
+    directory: str | os.PathLike,
+    manifest: Manifest,
+    like: Any,
+    compiled: CompiledStep | ParallelStep | None = None,
+    *,
+    partial: bool = False,
+) -> Any:
+    """`restore` of a checkpoint that is known to be whole."""
     folder = step_folder(directory, manifest.step)
     leaves, tree = jax.tree.flatten(like)
     wanted = [(path, leaf, leaf_type(path, leaf)) for path, leaf in paths(like)]
