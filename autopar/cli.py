@@ -63,6 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--args", help=ARGS_HELP)
     command.set_defaults(run=_verify)
 
+    command = commands.add_parser("simulate", help="the step of a plan file on a clock")
+    command.add_argument("file", help="a plan file")
+    command.add_argument("--trace", metavar="FILE", help="write it as a Chrome trace, for ui.perfetto.dev")
+    command.set_defaults(run=_simulate)
+
     command = commands.add_parser("doctor", help="what this machine can do; exit status 1 if something necessary fails")
     command.add_argument("--json", action="store_true", help="print JSON")
     command.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="end a silent probe (60)")
@@ -139,6 +144,21 @@ def _verify(options: argparse.Namespace) -> int:
         )
         print(f"verified: {checked}")
     return 1 if problems else 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from autopar.plan.file import load_plan
+    from autopar.plan.page import seconds_text
+
+    plan = load_plan(options.file)
+    timeline = plan.timeline()
+    if not timeline.events:
+        print(f"one program is the whole step: {seconds_text(plan.cost.step_seconds)}")
+    else:
+        print(f"{timeline}\n\n{seconds_text(timeline.seconds)} a step, by {plan.schedule}")
+    if options.trace:
+        timeline.save(options.trace)
+    return 0
 
 
 def _doctor(options: argparse.Namespace) -> int:

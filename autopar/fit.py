@@ -215,7 +215,7 @@ def _weak_as(leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
     if not like.weak_type or leaf.ndim:
         return leaf
     weak = jnp.asarray(np.asarray(leaf).item())
-    return jax.device_put(weak, leaf.sharding) if leaf.committed else weak
+    return jax.device_put(weak, leaf.sharding) if getattr(leaf, "committed", False) else weak
 
 
 def _as_array(leaf: Any) -> Any:

@@ -168,6 +168,14 @@ def test_every_kind_of_leaf(tmp_path):
     assert plain["dtypes"]["float8_e4m3fn"].dtype == ml_dtypes.float8_e4m3fn and plain["numbers"][1] == 3
 
 
+def test_devices_of_other_processes_get_numpy_arrays(tmp_path):
+    """A mesh without devices: what another runtime's arrays say of themselves."""
+    checkpoint.save(tmp_path, jnp.arange(8.0), 0).wait()
+    far = NamedSharding(jax.sharding.AbstractMesh((2,), ("x",)), PartitionSpec("x"))
+    restored = checkpoint.restore(tmp_path, jax.ShapeDtypeStruct((8,), jnp.float32, sharding=far))
+    assert isinstance(restored, np.ndarray) and restored.tolist() == list(range(8))
+
+
 def test_keys_are_sharded_too(tmp_path):
     mesh = Mesh(np.array(jax.devices()), ("x",))
     keys = jax.device_put(jax.random.split(jax.random.key(0), 8), NamedSharding(mesh, PartitionSpec("x")))

@@ -1,8 +1,8 @@
 """Where restored arrays go.
 
 In:     the pytree of what is wanted, and perhaps a compiled step one of whose arguments it is.
-Out:    for each leaf a sharding; a `Stack`, whose parts lie on several meshes; `HOST`, NumPy; or `UNCOMMITTED`, the default
-        device until a computation says otherwise.
+Out:    for each leaf a sharding; a `Stack`, whose parts lie on several meshes; `HOST`, NumPy, from where another runtime
+        takes it; or `UNCOMMITTED`, the default device until a computation says otherwise.
 Method: an argument is known by its structure and the types of its leaves.
 """
 
@@ -49,7 +49,13 @@ def _own_place(leaf: Any) -> Place:
             leaf = key_data(leaf)
         return leaf.sharding if getattr(leaf, "committed", True) else UNCOMMITTED
     sharding = getattr(leaf, "sharding", None)
-    return sharding if isinstance(sharding, jax.sharding.Sharding) else UNCOMMITTED
+    return _reachable(sharding) if isinstance(sharding, jax.sharding.Sharding) else UNCOMMITTED
+
+
+def _reachable(sharding: jax.sharding.Sharding) -> Place:
+    """Devices of other processes, which a mesh without devices stands for, get their arrays from the host."""
+    mesh = getattr(sharding, "mesh", None)
+    return HOST if isinstance(mesh, jax.sharding.AbstractMesh) else sharding
 
 
 def places_by_plan(like: Any, step: CompiledStep | ParallelStep) -> list[Place]:
@@ -88,7 +94,7 @@ def _place(compiled: CompiledStep, argument: int) -> Place:
         stack = executable.stack(argument)
         if stack is not None and stack.sharding is None:
             return stack
-    return executable.in_shardings[argument]
+    return _reachable(executable.in_shardings[argument])
 
 
 def _argument(like: Any, compiled: CompiledStep) -> list[int] | None:

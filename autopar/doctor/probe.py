@@ -44,9 +44,9 @@ def devices() -> None:
         assert total == 499500, f"{device} adds 0 to 999 to {total}"
     report(computed=True)
     mesh = Mesh(np.array(found), ("x",))
-    total = jax.jit(
-        jax.shard_map(lambda x: jax.lax.psum(x, "x"), mesh=mesh, in_specs=PartitionSpec("x"), out_specs=PartitionSpec())
-    )(jax.device_put(jnp.arange(float(len(found))), NamedSharding(mesh, PartitionSpec("x"))))
+    split, whole = PartitionSpec("x"), PartitionSpec()
+    add = jax.jit(jax.shard_map(lambda x: jax.lax.psum(x, "x"), mesh=mesh, in_specs=split, out_specs=whole))
+    total = add(jax.device_put(jnp.arange(float(len(found))), NamedSharding(mesh, split)))
     expected = len(found) * (len(found) - 1) / 2
     assert total == expected, f"the devices' numbers add up to {total}, not {expected}"
     report(reduced=True, nccl=_loaded_nccl() if jax.default_backend() == "gpu" else None)
