@@ -1,7 +1,8 @@
 """autopar: automatic parallel training in JAX. One line, `@autopar.parallelize`, runs a training step on many devices."""
 
-from autopar import errors
+from autopar import checkpoint, errors
 from autopar.api import CompiledStep, ParallelStep, parallelize
+from autopar.fit import fit
 from autopar.follow import follow
 from autopar.ir.rules.mark import mark_stage
 from autopar.ir.rules.opaque import sharding_rule
@@ -23,7 +24,9 @@ __all__ = [
     "Plan",
     "ShardParallel",
     "ThreeD",
+    "checkpoint",
     "errors",
+    "fit",
     "follow",
     "mark_stage",
     "parallelize",

@@ -28,6 +28,7 @@ from autopar.plan.stale import check_fresh
 from autopar.plan.timeline import Timeline
 from autopar.runtime.local import Executable, compile_program
 from autopar.runtime.pipeline import Pipeline
+from autopar.runtime.stacks import StackedArray
 
 
 def parallelize(
@@ -163,7 +164,7 @@ class ParallelStep:
         static_argnames: Any,
     ):
         functools.update_wrapper(self, fn)
-        self._fn, self._cluster, self._method = fn, cluster, method
+        self._fn, self._given_cluster, self._cluster, self._method = fn, cluster, cluster, method
         self._batch_argnums, self._donate_argnums = batch_argnums, donate_argnums
         self._static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
         self._static_argnames = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
@@ -242,7 +243,7 @@ class ParallelStep:
         made = jax.eval_shape(init_fn, *args)
         compiled: CompiledStep | None
         if example is not None:
-            compiled = self._compile_types((made, *example))
+            compiled = self.compiled(made, *example)
         else:
             compiled = next(iter(self._compiled.values()), None)
         if compiled is None:
@@ -271,6 +272,30 @@ class ParallelStep:
             return jax.tree.unflatten(tree, leaves)
         return jax.jit(init_fn, out_shardings=positional[number])(*args)
 
+    def compiled(self, *args: Any) -> CompiledStep:
+        """What a call with these arguments runs; compiled now if it is not. They may be types."""
+        key, _ = self._key(args, {})
+        if key not in self._compiled:
+            self._compiled[key] = self.compile(*args)
+        return self._compiled[key]
+
+    def replan(self, cluster: Cluster | None = None) -> ParallelStep:
+        """The same step, to be planned anew.
+
+        Args:
+            cluster: The machine as it is now; None: the one that the step was made for, and if it was made for none in
+                particular, the devices that this process has now.
+        """
+        return ParallelStep(
+            self._fn,
+            cluster or self._given_cluster,
+            self._method,
+            self._batch_argnums,
+            self._donate_argnums,
+            self._static_argnums,
+            self._static_argnames,
+        )
+
     def latest(self) -> CompiledStep | None:
         """The step as it was last compiled by a call; None: it has not been."""
         return next(reversed(self._compiled.values()), None)
@@ -278,12 +303,6 @@ class ParallelStep:
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """The traced step, flat; plans nothing."""
         return self._trace(args, kwargs)[0]
-
-    def _compile_types(self, args: tuple[Any, ...]) -> CompiledStep:
-        key, _ = self._key(args, {})
-        if key not in self._compiled:
-            self._compiled[key] = self.compile(*args)
-        return self._compiled[key]
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
         """What a plan depends on, and the leaves of the dynamic arguments."""
@@ -322,6 +341,7 @@ class ParallelStep:
         return (dynamic, by_name), key
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Roles]:
+        args, kwargs = jax.tree.map(_abstract_stack, (args, kwargs))
         program = trace_step(self._fn, args, kwargs, self._static_argnums, self._static_argnames)
         return program, find_roles(program, self._batch_argnums, self._donate_argnums)
 
@@ -354,6 +374,11 @@ def _type_of(leaf: Any) -> Any:
         return type(leaf)  # weakly typed: not the same program as for an array
     shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
     return (shape, dtype) if dtype is not None else type(leaf)
+
+
+def _abstract_stack(leaf: Any) -> Any:
+    """Tracing needs no more of a `StackedArray` than its type, and cannot read it."""
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, StackedArray) else leaf
 
 
 def _check_method(method: Any, cluster: Any) -> None:

@@ -1,8 +1,9 @@
-"""The command line: plans as files, read, compared, explained, checked.
+"""The command line: plans as files, read, compared, explained, checked; and what this machine can do.
 
 In:     plan files; or a step and its arguments, each as `module:name`, the arguments a tuple or a function that returns
         one (arrays or `jax.ShapeDtypeStruct`s).
-Out:    text. Exit status 0; 1 where plans differ or one is not verified; 2 where the command cannot be carried out.
+Out:    text. Exit status 0; 1 where plans differ, one is not verified or the machine lacks something necessary; 2 where
+        the command cannot be carried out.
 """
 
 from __future__ import annotations
@@ -61,6 +62,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--step", help=STEP_HELP)
     command.add_argument("--args", help=ARGS_HELP)
     command.set_defaults(run=_verify)
+
+    command = commands.add_parser("simulate", help="the step of a plan file on a clock")
+    command.add_argument("file", help="a plan file")
+    command.add_argument("--trace", metavar="FILE", help="write it as a Chrome trace, for ui.perfetto.dev")
+    command.set_defaults(run=_simulate)
+
+    command = commands.add_parser("doctor", help="what this machine can do; exit status 1 if something necessary fails")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="end a silent probe (60)")
+    command.add_argument("--ray-address", metavar="HOST:PORT", help="of a Ray cluster; else the one `ray status` finds")
+    command.set_defaults(run=_doctor)
 
     options = parser.parse_args(argv)
     try:
@@ -132,6 +144,28 @@ def _verify(options: argparse.Namespace) -> int:
         )
         print(f"verified: {checked}")
     return 1 if problems else 0
+
+
+def _simulate(options: argparse.Namespace) -> int:
+    from autopar.plan.file import load_plan
+    from autopar.plan.page import seconds_text
+
+    plan = load_plan(options.file)
+    timeline = plan.timeline()
+    if not timeline.events:
+        print(f"one program is the whole step: {seconds_text(plan.cost.step_seconds)}")
+    else:
+        print(f"{timeline}\n\n{seconds_text(timeline.seconds)} a step, by {plan.schedule}")
+    if options.trace:
+        timeline.save(options.trace)
+    return 0
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from autopar.doctor import examine
+    from autopar.doctor.report import print_report
+
+    return print_report(examine(options.timeout, options.ray_address), options.json)
 
 
 def _contradictions(plan: Any) -> list[str]:

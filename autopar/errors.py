@@ -104,6 +104,15 @@ class StalePlanError(AutoparError):
     """The plan was made for another program or cluster. Facts: `changed`, what differs, one line each."""
 
 
+class CheckpointError(AutoparError):
+    """A checkpoint that is damaged, not there, or of another state. Facts: `path`, of the leaf or on the disk."""
+
+
+class WorkerError(AutoparError):
+    """A part of the machine failed while it ran a step. Facts, None where unknown: `worker`, `stage`, `instruction`,
+    `microbatch`, `waited_for`."""
+
+
 class StructureChangedError(AutoparError):
     """A later call passes arguments of another structure, shape or dtype than the plan's. Facts: `path`."""
 

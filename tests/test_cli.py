@@ -22,6 +22,13 @@ def train_step(state, x):
     loss, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
     return {"w": state["w"] - grads}, loss
 
+@autopar.parallelize(cluster=CLUSTER, method=autopar.PipelineParallel(num_stages=2, num_microbatches=2, schedule="1f1b"))
+def pipeline_step(state, x):
+    def loss_fn(w):
+        return jnp.mean((jnp.tanh(x @ w) @ w.T) ** 2)
+    loss, grads = jax.value_and_grad(loss_fn)(state["w"])
+    return {"w": state["w"] - grads}, loss
+
 def arguments(batch=64):
     return {"w": jax.ShapeDtypeStruct((16, 8), jnp.float32)}, jax.ShapeDtypeStruct((batch, 16), jnp.float32)
 
@@ -107,3 +114,16 @@ def test_mistakes(run, words, message):
 def test_usage(run):
     with pytest.raises(SystemExit):
         run("explode")
+
+
+def test_simulate(saved, tmp_path):
+    status, out, _ = saved("simulate", "a.json", "--trace=trace.json")
+    assert status == 0 and out.startswith("one program is the whole step: ")
+    assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []
+    assert saved("plan", "--step=cli_example:pipeline_step", ARGS, "--save=p.json")[0] == 0
+    status, out, _ = saved("simulate", "p.json", "--trace=trace.json")
+    assert status == 0 and out.startswith("mesh 0  F0") and "a step, by 1f1b" in out
+    assert {e["args"].get("kind") for e in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]} >= {
+        "F",
+        "B",
+    }

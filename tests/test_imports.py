@@ -14,7 +14,7 @@ from jax._src import xla_bridge
 assert not xla_bridge.backends_are_initialized(), "a backend was started"
 assert dict(os.environ) == environment, "the environment was changed"
 assert dict(jax.config.values) == flags, "a JAX flag was changed"
-for name in ("ray", "cupy", "flax", "optax", "matplotlib"):
+for name in ("ray", "cupy", "orbax", "tensorstore", "flax", "optax", "matplotlib"):
     assert name not in sys.modules, f"{name} was imported"
 """
 

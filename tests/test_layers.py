@@ -21,11 +21,19 @@ LAYERS = (
     ("plan",),
     ("partition",),
     ("runtime",),
-    ("api", "follow", "cli", "__init__"),
+    ("api", "follow"),
+    ("checkpoint",),
+    ("batches", "fit", "doctor"),
+    ("cli", "__init__", "__main__"),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
-ONLY_IN = {"jax.extend": "_jax.py", "jax._src": "_jax.py", "ray": "runtime/ray_runtime.py"}
-NEVER_AT_IMPORT = ("ray", "cupy")
+ONLY_IN = {
+    "jax.extend": "_jax.py",
+    "jax._src": "_jax.py",
+    "orbax": "checkpoint/storage.py",
+    "ray": "runtime/ray_runtime.py",
+}
+NEVER_AT_IMPORT = ("ray", "cupy", "orbax", "tensorstore")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -166,6 +166,10 @@ class Pipeline:
                 leaving[k] = entering[by_first[into[parts[0]]]]
         return entering, leaving
 
+    def stack(self, argument: int) -> Stack | None:
+        """How an argument of the user's comes apart; None: it is whole."""
+        return self._stacks_in.get(argument)
+
     def create(self, init: Callable[..., list[Any]], args: Sequence[Any], first: int, count: int) -> list[Any]:
         """State that is born in its place: `init` is run once for each stage, which keeps what is its own.
 

@@ -96,6 +96,10 @@ class Stack:
             array = np.asarray(array)
         return [array[k * rows : (k + 1) * rows] for k in range(self.count)]
 
+    def place(self, array: np.ndarray) -> Any:
+        """A whole array on the host, put where its parts belong."""
+        return self.join(jax.device_put(list(self.split(array)), self._parts))
+
     def _of_shards(self, array: jax.Array) -> list[jax.Array]:
         data = {shard.device: shard.data for shard in array.addressable_shards}
         shape = (self.shape[0] // self.count, *self.shape[1:])

@@ -1,0 +1,119 @@
+"""A directory of checkpoints: one folder per step, named by its number.
+
+In:     the directory.
+Out:    the steps in it; a finished folder put in its place; old ones taken away.
+Method: a checkpoint is made in a folder with another name and appears by one rename; it disappears by one too, before
+        its files are deleted. A process that is killed leaves such a folder behind; the next one on its host removes it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import uuid
+from pathlib import Path
+
+from autopar.checkpoint.manifest import Manifest, damage, read_manifest, sync_folder
+from autopar.errors import CheckpointError
+
+_UNFINISHED = ".autopar-"
+
+
+def steps(directory: str | os.PathLike) -> list[int]:
+    """Numbers of the checkpoints in a directory, rising; whether they are good is not looked at."""
+    root = Path(directory)
+    return sorted(int(p.name) for p in root.iterdir() if _is_step(p.name) and p.is_dir()) if root.is_dir() else []
+
+
+def latest(directory: str | os.PathLike) -> int | None:
+    """The newest checkpoint that is whole; None: there is none. Reads it all, to be sure."""
+    for step in reversed(steps(directory)):
+        if isinstance(check(directory, step), Manifest):
+            return step
+    return None
+
+
+def check(directory: str | os.PathLike, step: int) -> Manifest | str:
+    """The manifest of a whole checkpoint; or, in words, what is wrong with it."""
+    folder = step_folder(directory, step)
+    manifest = read_manifest(folder)
+    if isinstance(manifest, str):
+        return manifest
+    if manifest.step != step:
+        return f"it is the checkpoint of step {manifest.step}, under another name"
+    return damage(folder, manifest) or manifest
+
+
+def step_folder(directory: str | os.PathLike, step: int) -> Path:
+    """Where the checkpoint of a step is."""
+    return Path(directory).absolute() / str(step)
+
+
+def open_workplace(directory: str | os.PathLike) -> Path:
+    """A folder to make a checkpoint in, with a name that no one takes for one.
+
+    Raises:
+        CheckpointError: The directory cannot be written.
+    """
+    root = Path(directory).absolute()
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(root)
+        place = root / f"{_UNFINISHED}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        place.mkdir()
+    except OSError as error:
+        raise CheckpointError(
+            "checkpoints cannot be written here.",
+            given=str(root),
+            wrong=f"{error}.",
+            do="pass a directory that this process may write to.",
+            path=str(root),
+        ) from error
+    return place
+
+
+def commit(workplace: Path, folder: Path) -> None:
+    """Put a finished checkpoint in its place; one of that number that is there already gives way."""
+    if folder.exists():
+        os.rename(folder, workplace / f"replaced-{folder.name}")
+    os.rename(workplace / "made", folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(workplace, ignore_errors=True)
+
+
+def prune(directory: Path, newest: int, keep: int) -> None:
+    """Remove all but the last `keep` checkpoints up to `newest`; later numbers stay."""
+    old = [s for s in steps(directory) if s <= newest][:-keep]
+    if not old:
+        return
+    place = open_workplace(directory)
+    for step in old:
+        os.rename(step_folder(directory, step), place / str(step))
+    shutil.rmtree(place, ignore_errors=True)
+
+
+def _is_step(name: str) -> bool:
+    return name.isascii() and name.isdigit() and str(int(name)) == name
+
+
+def _remove_abandoned(root: Path) -> None:
+    """Delete what processes of this host that are no more have left."""
+    for place in root.glob(f"{_UNFINISHED}*"):
+        host, pid, _ = place.name.removeprefix(_UNFINISHED).rsplit("-", 2)
+        if host == socket.gethostname() and not _is_alive(int(pid)):
+            for old in place.glob("replaced-*"):  # killed between the two renames: the second is made up for
+                folder = root / old.name.removeprefix("replaced-")
+                if not folder.exists() and (place / "made").exists():
+                    os.rename(place / "made", folder)
+            shutil.rmtree(place, ignore_errors=True)
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True

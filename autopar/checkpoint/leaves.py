@@ -1,0 +1,152 @@
+"""Leaves of a state: what each is, under which name, and as what it is written.
+
+In:     a pytree of arrays, random keys, Python numbers; or of their types.
+Out:    `LeafType` per path, which the manifest keeps; values that orbax can write.
+Method: an array is written as it is, wherever it lies. What orbax does not know is written as the nearest thing that it
+        does: keys as their integers, parts on several meshes as one array, bytes where TensorStore lacks the dtype.
+        Arrays without elements are in the manifest alone. Functions are part of the program, not of the state.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar._jax import is_key, key_data, key_impl_name
+from autopar.errors import CheckpointError
+
+NUMBERS: dict[str, type] = {"bool": bool, "int": int, "float": float, "complex": complex}
+
+
+@dataclass(frozen=True, slots=True)
+class LeafType:
+    """What a leaf is.
+
+    Attributes:
+        kind: `"array"`, `"key"` (typed random keys), or the name of a Python number's class.
+        shape: The user's, of the whole array.
+        dtype: Name of the element type; of keys, the name of their generator; of a Python number "".
+    """
+
+    kind: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        if self.kind in NUMBERS:
+            return f"Python {self.kind}"
+        name = f"key<{self.dtype}>" if self.kind == "key" else self.dtype
+        return f"{name}[{','.join(map(str, self.shape))}]"
+
+
+def paths(tree: Any) -> list[tuple[tuple[str, ...], Any]]:
+    """Each leaf of the state with its path, functions left out.
+
+    Raises:
+        CheckpointError: Two paths have one name on disk.
+    """
+    found: list[tuple[tuple[str, ...], Any]] = []
+    names: dict[str, tuple[str, ...]] = {}
+    for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
+        other = names.setdefault(".".join(path), path)
+        if other is not path:
+            raise CheckpointError(
+                "two leaves have one name.",
+                given=f"{other} and {path}",
+                wrong=f"both would be written as {'.'.join(path)!r}.",
+                do="rename a key: in a checkpoint the parts of a path are joined by dots.",
+                path=spelled(path),
+            )
+        if not is_function(leaf):
+            found.append((path, leaf))
+    return found
+
+
+def spelled(path: tuple[str, ...]) -> str:
+    """A path as messages write it."""
+    return "/".join(path) or "the state itself"
+
+
+def is_function(leaf: Any) -> bool:
+    """Whether a leaf is no value but code: an activation in an Equinox module."""
+    return callable(leaf) and not hasattr(leaf, "dtype")
+
+
+def leaf_type(path: tuple[str, ...], leaf: Any) -> LeafType:
+    """What a leaf is.
+
+    Raises:
+        CheckpointError: It is neither array nor number.
+    """
+    for name, number in NUMBERS.items():  # bool before int: it is one
+        if isinstance(leaf, number) and not isinstance(leaf, np.generic):
+            return LeafType(name)
+    if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+        raise CheckpointError(
+            "only arrays and numbers can be in a checkpoint.",
+            given=f"{spelled(path)}: {leaf!r}",
+            wrong=f"it is of type {type(leaf).__name__}.",
+            do="keep it out of the pytree: a static field, or what eqx.partition leaves over.",
+            path=spelled(path),
+        )
+    shape = tuple(int(n) for n in leaf.shape)
+    if is_key(leaf):
+        return LeafType("key", shape, key_impl_name(leaf))
+    return LeafType("array", shape, np.dtype(leaf.dtype).name)
+
+
+def storable(leaf: Any, kind: LeafType, knows: Callable[[str], bool]) -> Any:
+    """What orbax writes for a leaf.
+
+    Args:
+        leaf: The value.
+        kind: Its type.
+        knows: Whether TensorStore has a dtype of this name.
+    """
+    if kind.size == 0:
+        return None
+    if kind.kind == "key":
+        return key_data(leaf)
+    if kind.kind == "complex":
+        return np.asarray(leaf)
+    if kind.kind in NUMBERS:
+        return leaf
+    if not knows(kind.dtype):
+        return np.asarray(leaf).view(np.uint8)
+    return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
+
+
+def written_shape(kind: LeafType) -> tuple[int, ...]:
+    """Shape on disk: keys have a trailing dim for their integers."""
+    if kind.kind != "key":
+        return kind.shape
+    return (*kind.shape, *jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=kind.dtype))).shape)
+
+
+def fits(asked: LeafType, saved: LeafType) -> bool:
+    """Whether a leaf can be restored as what is asked for: the same; or a number for a scalar array, and vice versa."""
+    if asked == saved:
+        return True
+    if not (asked.kind in NUMBERS or saved.kind in NUMBERS) or asked.shape or saved.shape:
+        return False
+    return _number_class(asked) == _number_class(saved)
+
+
+def _number_class(kind: LeafType) -> str:
+    if kind.kind != "array":
+        return kind.kind
+    dtype = np.dtype(kind.dtype)
+    classes = {"bool": np.bool_, "int": np.integer, "float": np.floating, "complex": np.complexfloating}
+    return next((name for name, abstract in classes.items() if jnp.issubdtype(dtype, abstract)), kind.dtype)

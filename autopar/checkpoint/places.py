@@ -1,0 +1,115 @@
+"""Where restored arrays go.
+
+In:     the pytree of what is wanted, and perhaps a compiled step one of whose arguments it is.
+Out:    for each leaf a sharding; a `Stack`, whose parts lie on several meshes; `HOST`, NumPy, from where another runtime
+        takes it; or `UNCOMMITTED`, the default device until a computation says otherwise.
+Method: an argument is known by its structure and the types of its leaves.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import jax
+import numpy as np
+
+from autopar._jax import is_key, key_data, shaped
+from autopar.api import CompiledStep, ParallelStep
+from autopar.checkpoint.leaves import is_function
+from autopar.errors import CheckpointError
+from autopar.runtime.pipeline import Pipeline
+from autopar.runtime.stacks import Stack, StackedArray
+
+
+class Nowhere(enum.Enum):
+    """Places that are no sharding."""
+
+    HOST = enum.auto()
+    UNCOMMITTED = enum.auto()
+
+
+HOST, UNCOMMITTED = Nowhere.HOST, Nowhere.UNCOMMITTED
+Place: TypeAlias = jax.sharding.Sharding | Stack | Nowhere
+
+
+def places_by_like(leaves: Sequence[Any]) -> list[Place]:
+    """Where the leaves themselves are, or say that they want to be."""
+    return [_own_place(leaf) for leaf in leaves]
+
+
+def _own_place(leaf: Any) -> Place:
+    if isinstance(leaf, StackedArray):
+        return Stack(leaf.shape, [part.sharding for part in leaf.parts])
+    if isinstance(leaf, np.ndarray | np.generic):
+        return HOST
+    if isinstance(leaf, jax.Array):
+        if is_key(leaf):
+            leaf = key_data(leaf)
+        return leaf.sharding if getattr(leaf, "committed", True) else UNCOMMITTED
+    sharding = getattr(leaf, "sharding", None)
+    return _reachable(sharding) if isinstance(sharding, jax.sharding.Sharding) else UNCOMMITTED
+
+
+def _reachable(sharding: jax.sharding.Sharding) -> Place:
+    """Devices of other processes, which a mesh without devices stands for, get their arrays from the host."""
+    mesh = getattr(sharding, "mesh", None)
+    return HOST if isinstance(mesh, jax.sharding.AbstractMesh) else sharding
+
+
+def places_by_plan(like: Any, step: CompiledStep | ParallelStep) -> list[Place]:
+    """Where a plan wants an argument of its step.
+
+    Raises:
+        CheckpointError: The step is not compiled, or has no such argument.
+    """
+    compiled = step.latest() if isinstance(step, ParallelStep) else step
+    if compiled is None:
+        raise CheckpointError(
+            "the step has no plan yet.",
+            given=f"restore(..., compiled={getattr(step, '__name__', 'step')})",
+            wrong="where its arrays belong is decided when it is compiled.",
+            do="pass what step.compile(state, batch) returns; types do for arguments.",
+            path="",
+        )
+    found = _argument(like, compiled)
+    if found is None and isinstance(like, tuple | list):
+        each = [_argument(part, compiled) for part in like]
+        found = None if any(e is None for e in each) else [k for e in each for k in e or ()]
+    if found is None:
+        raise CheckpointError(
+            "the state does not fit the step.",
+            given=str(jax.tree.structure(like)),
+            wrong=f"no argument of `{compiled.program.name}` has this structure and these types.",
+            do="pass `like` as the step takes it, or leave `compiled` out.",
+            path="",
+        )
+    return [_place(compiled, k) for k in found]
+
+
+def _place(compiled: CompiledStep, argument: int) -> Place:
+    executable = compiled.executable
+    if isinstance(executable, Pipeline):
+        stack = executable.stack(argument)
+        if stack is not None and stack.sharding is None:
+            return stack
+    return _reachable(executable.in_shardings[argument])
+
+
+def _argument(like: Any, compiled: CompiledStep) -> list[int] | None:
+    """The flat inputs of the step that `like` is."""
+    tree, types = jax.tree.structure(like), _types(jax.tree.leaves(like))
+    start = 0
+    for half in compiled.program.in_tree.children():
+        for child in half.children():
+            stop = start + child.num_leaves
+            if child == tree and _types(compiled.program.in_avals[start:stop]) == types:
+                return list(range(start, stop))
+            start = stop
+    return None
+
+
+def _types(leaves: Sequence[Any]) -> list[Any]:
+    typed = [leaf if hasattr(leaf, "dtype") or is_function(leaf) else shaped(leaf) for leaf in leaves]
+    return [leaf if is_function(leaf) else (tuple(leaf.shape), leaf.dtype) for leaf in typed]

@@ -1,0 +1,193 @@
+"""Restore a state: each array is read straight to where it is wanted.
+
+In:     a directory of checkpoints, a pytree that says what is wanted, perhaps a compiled step that says where.
+Out:    the state, in that pytree's own classes.
+Method: the checkpoint is verified file by file, its leaves are compared with those wanted, then orbax reads for each
+        device the part it holds. A stack whose parts differ in shape has no such reader: it is read whole on the host.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.api import CompiledStep, ParallelStep
+from autopar.checkpoint import storage
+from autopar.checkpoint.folder import check, step_folder, steps
+from autopar.checkpoint.leaves import (
+    NUMBERS,
+    LeafType,
+    fits,
+    is_function,
+    leaf_type,
+    paths,
+    spelled,
+    written_shape,
+)
+from autopar.checkpoint.manifest import Manifest
+from autopar.checkpoint.places import UNCOMMITTED, Place, places_by_like, places_by_plan
+from autopar.errors import CheckpointError
+from autopar.runtime.stacks import Stack
+
+
+def restore(
+    directory: str | os.PathLike,
+    like: Any,
+    step: int | None = None,
+    compiled: CompiledStep | ParallelStep | None = None,
+    *,
+    partial: bool = False,
+) -> Any:
+    """Read a state back, under any plan, on any devices.
+
+    Args:
+        directory: Of the checkpoints.
+        like: The state's structure; leaves are arrays, numbers or `jax.ShapeDtypeStruct`s. NumPy leaves come back as
+            NumPy's, JAX leaves with the sharding of `like`, types without one on the default device. Functions are
+            taken from `like`.
+        step: Which checkpoint; None: the newest that is whole. Newer ones that are damaged are warned of.
+        compiled: A step whose plan says where each array belongs; `like` is then one of its arguments, or a tuple or
+            list of several.
+        partial: `like` may be a part of what was saved: the parameters of a train state.
+
+    Returns:
+        The state.
+
+    Raises:
+        CheckpointError: There is no such checkpoint, it is damaged, or it holds other leaves than `like`.
+    """
+    return read_state(directory, find_checkpoint(directory, step), like, compiled, partial=partial)
+
+
+def read_state(
+    directory: str | os.PathLike,
+    manifest: Manifest,
+    like: Any,
+    compiled: CompiledStep | ParallelStep | None = None,
+    *,
+    partial: bool = False,
+) -> Any:
+    """`restore` of a checkpoint that is known to be whole."""
+    folder = step_folder(directory, manifest.step)
+    leaves, tree = jax.tree.flatten(like)
+    wanted = [(path, leaf, leaf_type(path, leaf)) for path, leaf in paths(like)]
+    _compare({path: kind for path, _, kind in wanted}, manifest, partial, str(folder))
+    positions = [k for k, leaf in enumerate(leaves) if not is_function(leaf)]
+    places = places_by_like(leaves) if compiled is None else places_by_plan(like, compiled)
+    kinds = [manifest.leaves[path] for path, _, _ in wanted]
+    request: list[Any] = [None] * len(leaves)
+    for k, kind in zip(positions, kinds, strict=True):
+        request[k] = _request(kind, places[k])
+    found = tree.flatten_up_to(storage.read(folder, tree.unflatten(request)))
+    for k, kind, (_, _, asked) in zip(positions, kinds, wanted, strict=True):
+        leaves[k] = _placed(_value(found[k], kind), kind, asked, places[k])
+    return tree.unflatten(leaves)
+
+
+def find_checkpoint(directory: str | os.PathLike, step: int | None = None) -> Manifest:
+    """The manifest of a whole checkpoint.
+
+    Args:
+        directory: Of the checkpoints.
+        step: Its number; None: the newest that is whole, with a warning for each newer one that is not.
+
+    Raises:
+        CheckpointError: There is none, or the one asked for is damaged.
+    """
+    there = steps(directory)
+    if not there or (step is not None and step not in there):
+        raise CheckpointError(
+            "there is no checkpoint." if step is None else f"there is no checkpoint of step {step}.",
+            given=str(directory),
+            wrong=f"the steps in it are {', '.join(map(str, there))}." if there else "no step is in it.",
+            do="pass the directory that autopar.checkpoint.save was given, and a step that is in it.",
+            path=str(directory),
+        )
+    bad: list[str] = []
+    for number in [step] if step is not None else reversed(there):
+        found = check(directory, number)
+        if isinstance(found, Manifest):
+            for line in bad:
+                warnings.warn(f"{line}. Restoring step {number}, the newest that is whole.", stacklevel=3)
+            return found
+        bad.append(f"checkpoint {step_folder(directory, number)} is damaged: {found}")
+    raise CheckpointError(
+        "the checkpoint is damaged." if step is not None else "no checkpoint is whole.",
+        given=str(directory),
+        wrong="\n".join(bad),
+        do=f"restore another step of {there}." if len(there) > 1 and step is not None else "start anew.",
+        path=str(directory),
+    )
+
+
+def _compare(wanted: dict[tuple[str, ...], LeafType], manifest: Manifest, partial: bool, folder: str) -> None:
+    saved = manifest.leaves
+    lines = []
+    for path in [*saved, *(p for p in wanted if p not in saved)]:
+        if path not in wanted:
+            if not partial:
+                lines.append((path, f"{saved[path]} in the checkpoint, not asked for"))
+        elif path not in saved:
+            lines.append((path, f"not in the checkpoint, asked for as {wanted[path]}"))
+        elif not fits(wanted[path], saved[path]):
+            lines.append((path, f"{saved[path]} in the checkpoint, asked for as {wanted[path]}"))
+    if not lines:
+        return
+    unread = all(path not in wanted for path, _ in lines)
+    raise CheckpointError(
+        "the checkpoint holds another state.",
+        given=folder,
+        wrong="\n".join(
+            [f"{spelled(path)}: {text}" for path, text in lines[:8]]
+            + ([f"and {len(lines) - 8} more"] if len(lines) > 8 else [])
+        ),
+        do="pass partial=True to read only what is asked for."
+        if unread
+        else "pass `like` with the leaves that were saved, and convert them afterwards.",
+        path=spelled(lines[0][0]),
+    )
+
+
+def _request(kind: LeafType, place: Place) -> Any:
+    """What orbax is asked for."""
+    if kind.size == 0:
+        return None
+    if kind.kind in ("bool", "int", "float"):
+        return NUMBERS[kind.kind]
+    dtype = {"key": "uint32", "complex": "complex128"}.get(kind.kind, kind.dtype)
+    direct = isinstance(place, jax.sharding.Sharding) and kind.kind != "complex" and storage.knows_dtype(dtype)
+    if not storage.knows_dtype(dtype):
+        dtype = "uint8"
+    return jax.ShapeDtypeStruct(written_shape(kind), dtype, sharding=place if direct else None)
+
+
+def _value(found: Any, kind: LeafType) -> Any:
+    """What was saved, as far as it is an array still without its random-key type."""
+    if kind.size == 0:
+        return np.zeros(written_shape(kind), "uint32" if kind.kind == "key" else kind.dtype)
+    if kind.kind in NUMBERS:
+        return NUMBERS[kind.kind](found.item() if kind.kind == "complex" else found)
+    if isinstance(found, np.ndarray) and kind.kind == "array" and found.dtype.name != kind.dtype:
+        return found.view(kind.dtype)
+    return found
+
+
+def _placed(value: Any, kind: LeafType, asked: LeafType, place: Place) -> Any:
+    if asked.kind in NUMBERS and kind.kind in NUMBERS:
+        return value
+    if kind.kind in NUMBERS:
+        value = np.asarray(value, asked.dtype)
+    if place is UNCOMMITTED:
+        value = jnp.asarray(value)
+    elif isinstance(place, Stack):
+        value = place.place(value)
+    elif isinstance(place, jax.sharding.Sharding) and not isinstance(value, jax.Array):
+        value = jax.device_put(value, place)
+    if kind.kind == "key":
+        return jax.random.wrap_key_data(jnp.asarray(value), impl=kind.dtype)
+    return value

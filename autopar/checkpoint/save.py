@@ -1,0 +1,154 @@
+"""Save a state: the arrays are copied to the host, the rest happens while the program goes on.
+
+In:     a pytree of arrays and numbers, a directory, the number of the step.
+Out:    `Saving`, to wait on; at last the folder `directory/step`, whole.
+Method: orbax writes into a folder of another name; a thread waits for it, adds the manifest, renames, and removes what
+        is older than is to be kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import threading
+import weakref
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from autopar.checkpoint import storage
+from autopar.checkpoint.folder import commit, open_workplace, prune, step_folder, steps
+from autopar.checkpoint.leaves import is_function, leaf_type, paths, storable
+from autopar.checkpoint.manifest import write_manifest
+from autopar.errors import AutoparError, CheckpointError
+
+
+def save(
+    directory: str | os.PathLike,
+    state: Any,
+    step: int | None = None,
+    *,
+    keep: int | None = None,
+    overwrite: bool = False,
+) -> Saving:
+    """Begin to save a state; it may be donated or changed as soon as this returns.
+
+    The folder `directory/step` is also a plain orbax checkpoint of the user's tree, each array whole.
+
+    Args:
+        directory: Of all checkpoints of a training run; made if it is not there.
+        state: Any pytree of arrays, random keys and numbers. Functions among its leaves are not written.
+        step: Number of this one, 0 or more; None: one more than the newest there.
+        keep: How many of the newest to keep, this one included; None: all.
+        overwrite: Replace the checkpoint of this number, if there is one.
+
+    Returns:
+        `Saving`. A program that ends waits for it.
+
+    Raises:
+        CheckpointError: There is a checkpoint of this number; a leaf cannot be written; orbax is not installed.
+    """
+    if step is None:
+        step = max(steps(directory), default=-1) + 1
+    folder = step_folder(directory, step)
+    if keep is not None and keep < 1:
+        raise CheckpointError(
+            "at least one checkpoint must be kept.", given=f"keep={keep}", do="pass 1 or more.", path=str(folder)
+        )
+    if folder.exists() and not overwrite:
+        raise CheckpointError(
+            "this checkpoint is there already.",
+            given=str(folder),
+            wrong="it would be lost.",
+            do="save under another number or in another directory, or pass overwrite=True.",
+            path=str(folder),
+        )
+    types = {path: leaf_type(path, leaf) for path, leaf in paths(state)}
+    kinds = iter(types.values())
+    tree = jax.tree.map(
+        lambda leaf: None if is_function(leaf) else storable(leaf, next(kinds), storage.knows_dtype), state
+    )
+    workplace = open_workplace(directory)
+    try:
+        finish = storage.start_writing(tree, workplace / "made")
+    except BaseException:
+        shutil.rmtree(workplace, ignore_errors=True)
+        raise
+
+    def work() -> None:
+        try:
+            finish()
+            write_manifest(workplace / "made", step, types)
+            commit(workplace, folder)
+            if keep is not None:
+                prune(folder.parent, step, keep)
+        except BaseException:
+            shutil.rmtree(workplace, ignore_errors=True)
+            raise
+
+    return Saving(step, folder, work)
+
+
+class Saving:
+    """A checkpoint that is being written.
+
+    Attributes:
+        step: Its number.
+        path: Where it will be.
+    """
+
+    def __init__(self, step: int, path: Path, work: Any):
+        self.step, self.path, self._work = step, path, work
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name=f"autopar-save-{step}")
+        self._thread.start()
+        # Orbax cannot write any more once Python has closed its thread pools, which is before it joins threads.
+        threading._register_atexit(_wait_at_exit, weakref.ref(self))  # type: ignore[attr-defined]
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_seconds: float | None = None) -> Path:
+        """Wait until the checkpoint is there.
+
+        Returns:
+            Its folder.
+
+        Raises:
+            CheckpointError: It could not be written.
+            TimeoutError: It is not done yet.
+        """
+        self._thread.join(timeout_seconds)
+        if self._thread.is_alive():
+            raise TimeoutError(f"checkpoint {self.path} is not written after {timeout_seconds} s")
+        if isinstance(self._error, AutoparError):
+            raise self._error
+        if self._error is not None:
+            raise CheckpointError(
+                "the checkpoint could not be written.",
+                given=str(self.path),
+                wrong=f"{type(self._error).__name__}: {self._error}",
+                do="see to the disk; earlier checkpoints are as they were.",
+                path=str(self.path),
+            ) from self._error
+        return self.path
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self._error = error
+
+    def __repr__(self) -> str:
+        state = "being written" if not self.done() else "failed" if self._error else "written"
+        return f"Saving({str(self.path)!r}, {state})"
+
+
+def _wait_at_exit(reference: weakref.ref[Saving]) -> None:
+    saving = reference()
+    if saving is not None:
+        with contextlib.suppress(KeyboardInterrupt):
+            saving._thread.join()

@@ -1,0 +1,113 @@
+"""Orbax: the only file that imports it, when a checkpoint is written or read.
+
+In:     a pytree of arrays and numbers that orbax knows; a folder.
+Out:    the folder, written while the program goes on; the pytree, each array where it is wanted.
+Method: orbax's own pytree format. Arrays are marked as NumPy's, because orbax then reads them anywhere: marked as
+        JAX's, they come with the devices they were on, and another machine refuses them unless it is told where to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.errors import CheckpointError
+
+CHUNK_BYTES = 64 * 2**20
+"""Most that is written as one piece: a device that wants a part of an array reads whole pieces."""
+
+
+def start_writing(tree: Any, folder: Path) -> Callable[[], None]:
+    """Copy the arrays to the host, and begin to write them.
+
+    Args:
+        tree: What to write; its arrays may be overwritten once this returns.
+        folder: Where; must not exist.
+
+    Returns:
+        A function that waits until everything is written.
+    """
+    ocp = _orbax()
+    checkpointer = ocp.AsyncCheckpointer(_handler(ocp))
+    options = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
+    try:
+        checkpointer.save(folder, args=ocp.args.PyTreeSave(tree, save_args=options))
+    except BaseException:
+        checkpointer.close()
+        raise
+
+    def finish() -> None:
+        try:
+            checkpointer.wait_until_finished()
+        finally:
+            checkpointer.close()
+
+    return finish
+
+
+def read(folder: Path, tree: Any) -> Any:
+    """Read a pytree; what else is in the folder is left there.
+
+    Args:
+        folder: Written by `start_writing`.
+        tree: For each array to read a `jax.ShapeDtypeStruct`, without a sharding to get a NumPy array; for each number
+            its class.
+    """
+    ocp = _orbax()
+
+    def option(leaf: Any) -> Any:
+        if isinstance(leaf, type):
+            return ocp.RestoreArgs(restore_type=leaf)
+        if leaf.sharding is None:
+            return ocp.RestoreArgs(restore_type=np.ndarray)
+        return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=leaf.sharding, global_shape=leaf.shape)
+
+    options = jax.tree.map(option, tree)
+    with ocp.Checkpointer(_handler(ocp)) as checkpointer:
+        arguments = ocp.args.PyTreeRestore(tree, restore_args=options, partial_restore=True)
+        return checkpointer.restore(folder, args=arguments)
+
+
+def knows_dtype(name: str) -> bool:
+    """Whether TensorStore can write elements of this type."""
+    import tensorstore
+
+    try:
+        tensorstore.dtype(name)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _handler(ocp: Any) -> Any:
+    kinds = ocp.type_handlers
+
+    arrays = kinds.ArrayHandler(enable_write_sharding_file=False)
+    arrays.typestr = kinds.NumpyHandler().typestr
+    registry = kinds.create_type_handler_registry(
+        (jax.Array, arrays),
+        (np.ndarray, kinds.NumpyHandler()),
+        (int, kinds.ScalarHandler()),
+        (float, kinds.ScalarHandler()),
+    )
+    return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
+
+def _orbax() -> Any:
+    try:
+        import orbax.checkpoint
+    except ModuleNotFoundError as error:
+        if error.name not in ("orbax", "orbax.checkpoint"):
+            raise
+        raise CheckpointError(
+            "checkpoints need orbax.",
+            given="autopar.checkpoint",
+            wrong="orbax-checkpoint is not installed.",
+            do="pip install 'autopar[checkpoint]'",
+            path="",
+        ) from error
+    return orbax.checkpoint

@@ -1,0 +1,95 @@
+"""A probe in a process of its own: whatever it does, it ends.
+
+In:     the words of a command, how long it may be silent.
+Out:    `Answer`: what it reported before it ended, or was ended.
+Method: the child writes JSON lines with a mark before them, because libraries write to standard output too. Its process
+        group is killed when it is silent for too long, so that nothing that it has started stays.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MARK = "@autopar-doctor "
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a probe said.
+
+    Attributes:
+        reports: The facts it reported, by name; the last of a name counts.
+        error: Why it ended early; None: it did not.
+        timed_out: It was silent for too long.
+        output: What else it wrote.
+    """
+
+    reports: dict[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    timed_out: bool = False
+    output: str = ""
+
+
+def ask_probe(name: str, silence_seconds: float) -> Answer:
+    """Run a function of `probe.py`."""
+    # A probe must not take the whole of a GPU's memory away from its neighbours.
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1"}
+    return ask([sys.executable, "-m", "autopar.doctor.probe", name], silence_seconds, environment)
+
+
+def ask(command: Sequence[str], silence_seconds: float, environment: Mapping[str, str] | None = None) -> Answer:
+    """Run a command until it ends, or is silent for too long."""
+    answer = Answer()
+    try:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            env={**os.environ, **(environment or {})},
+        )
+    except OSError as error:
+        answer.error = str(error)
+        return answer
+    lines: queue.Queue[str | None] = queue.Queue()
+    threading.Thread(target=_forward, args=(process.stdout, lines), daemon=True).start()
+    try:
+        while (line := lines.get(timeout=silence_seconds)) is not None:
+            if line.startswith(MARK):
+                answer.reports.update(json.loads(line.removeprefix(MARK)))
+            else:
+                answer.output += line
+        status = process.wait(silence_seconds)
+        if status:
+            answer.error = _last_line(answer.output) or f"it ended with status {status}"
+    except (queue.Empty, subprocess.TimeoutExpired):
+        answer.timed_out = True
+        answer.error = f"no answer within {silence_seconds:g} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return answer
+
+
+def _forward(stream: Any, lines: queue.Queue[str | None]) -> None:
+    for line in stream:
+        lines.put(line)
+    lines.put(None)
+
+
+def _last_line(text: str) -> str:
+    return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")

@@ -1,0 +1,216 @@
+"""What the probes' answers mean: a finding per part, and what to do about each that is missing.
+
+In:     `Answer`s.
+Out:    `Finding`s, in the order in which they are read.
+Method: all probes run side by side. Necessary are devices that compute, reduce and transfer, and the default solver; the
+        rest is for those who want it.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal
+
+from autopar.doctor.child import Answer, ask, ask_probe
+
+Status = Literal["ok", "absent", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One part of the machine.
+
+    Attributes:
+        part: Its name.
+        status: `"ok"`; `"absent"`: not there, and one can do without it; `"failed"`.
+        found: What there is, or what is wrong.
+        fix: What to do; "" where nothing is to be done.
+        necessary: Whether autopar cannot work without it.
+    """
+
+    part: str
+    status: Status
+    found: str
+    fix: str = ""
+    necessary: bool = False
+
+
+def examine(silence_seconds: float = 60.0, ray_address: str | None = None) -> list[Finding]:
+    """Try everything.
+
+    Args:
+        silence_seconds: A probe that says nothing for so long is ended.
+        ray_address: Of a Ray cluster, host:port; None: the one that `ray status` finds.
+    """
+    names = ("devices", "solver_highs", "solver_cbc", "orbax", "cupy")
+    with ThreadPoolExecutor(8) as threads:
+        cuda = threads.submit(_cuda_driver)
+        ray = threads.submit(_ray, silence_seconds, ray_address)
+        asked = {name: threads.submit(ask_probe, name, silence_seconds) for name in names if _is_wanted(name)}
+        answers = {name: future.result() for name, future in asked.items()}
+        gpu = answers["devices"].reports.get("backend") == "gpu"
+        return [
+            *_devices(answers["devices"], cuda.result()),
+            _solver("HiGHS", answers["solver_highs"], "pip install highspy", necessary=True),
+            _solver("CBC", answers["solver_cbc"], "pip install cbcbox", necessary=False),
+            _orbax(answers.get("orbax")),
+            *ray.result(),
+            *_cupy(answers.get("cupy"), answers["devices"], gpu, cuda.result()),
+        ]
+
+
+def _is_wanted(name: str) -> bool:
+    packages = {"orbax": _version("orbax-checkpoint"), "cupy": _cupy_package()}
+    return packages.get(name, "always") is not None
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _cuda_driver() -> int | None:
+    """The newest major CUDA version that the NVIDIA driver can run; None: there is no driver."""
+    if shutil.which("nvidia-smi") is None:
+        return 12 if Path("/dev/nvidia0").exists() else None
+    found = re.search(r"CUDA Version:\s*(\d+)", ask(["nvidia-smi"], 20.0).output)
+    return int(found[1]) if found else None
+
+
+def _devices(answer: Answer, cuda: int | None) -> list[Finding]:
+    """JAX, its devices, the sum over them, the transfers between them."""
+    versions = f"jax {_version('jax')}, jaxlib {_version('jaxlib')}, Python {sys.version.split()[0]}"
+    reports = answer.reports
+    if "devices" not in reports:
+        fix = (
+            "see that `python -c 'import jax; print(jax.devices())'` works; JAX_PLATFORMS=cpu does without accelerators"
+        )
+        return [
+            Finding("JAX", "ok", versions, necessary=True),
+            Finding("devices", "failed", answer.error or "JAX found none", fix, necessary=True),
+        ]
+    backend, found = reports["backend"], reports["devices"]
+    kinds = sorted({d["kind"] for d in found})
+    memory = {d["memory_bytes"] for d in found if d["memory_bytes"]}
+    text = f"{len(found)} x {', '.join(kinds)} ({backend})"
+    text += f", {min(memory) / 2**30:.1f} GiB each" if memory else ""
+    text += f", {reports['processes']} processes" if reports["processes"] > 1 else ""
+    findings = [Finding("JAX", "ok", versions, necessary=True)]
+    if backend == "cpu" and cuda is not None:
+        fix = f"pip install 'autopar[cuda{13 if cuda >= 13 else 12}]'"
+        findings.append(Finding("GPUs", "absent", "there is an NVIDIA driver, and JAX runs on the CPU", fix))
+    if "computed" not in reports:
+        fix = "see nvidia-smi for a device that is in use, out of memory or in error"
+        findings.append(Finding("devices", "failed", f"{text}; {answer.error}", fix, necessary=True))
+        return findings
+    findings.append(Finding("devices", "ok", text, necessary=True))
+    if "reduced" not in reports:
+        fix = (
+            "set PJRT_NPROC=32 before JAX starts"
+            if backend == "cpu"
+            else "run with NCCL_DEBUG=WARN, or NCCL_P2P_DISABLE=1"
+        )
+        findings.append(Finding("all-reduce", "failed", answer.error or "", fix, necessary=True))
+        return findings
+    findings.append(Finding("all-reduce", "ok", f"over {_count(len(found), 'device')}", necessary=True))
+    return [*findings, _transfers(answer, backend)]
+
+
+def _transfers(answer: Answer, backend: str) -> Finding:
+    rates = answer.reports.get("bytes_per_second")
+    if rates is None:
+        pair = answer.reports.get("transferring")
+        where = f"from device {pair[0]} to {pair[1]}: " if pair else ""
+        fix = (
+            "" if backend == "cpu" else "run with NCCL_P2P_DISABLE=1, and have the IOMMU or ACS of the host turned off"
+        )
+        return Finding("transfers", "failed", where + (answer.error or ""), fix or "report it", necessary=True)
+    if not rates:
+        return Finding("transfers", "ok", "one device: none are needed", necessary=True)
+    slowest, fastest = min(rates, key=lambda r: r[2]), max(rates, key=lambda r: r[2])
+    text = f"{_count(len(rates), 'pair')}, {slowest[2] / 1e9:.2f} to {fastest[2] / 1e9:.2f} GB/s"
+    return Finding("transfers", "ok", f"{text}, the slowest {slowest[0]} to {slowest[1]}", necessary=True)
+
+
+def _solver(name: str, answer: Answer, fix: str, *, necessary: bool) -> Finding:
+    if "solver" in answer.reports:
+        return Finding(name, "ok", f"solved ({answer.reports['solver']})", necessary=necessary)
+    return Finding(name, "failed" if necessary else "absent", answer.error or "no answer", fix, necessary)
+
+
+def _orbax(answer: Answer | None) -> Finding:
+    install = "pip install 'autopar[checkpoint]'"
+    if answer is None:
+        return Finding("orbax", "absent", "not installed: no checkpoints", install)
+    if "restored" not in answer.reports:
+        return Finding("orbax", "failed", answer.error or "no answer", install + " --upgrade")
+    return Finding("orbax", "ok", f"orbax-checkpoint {_version('orbax-checkpoint')}, written and read back")
+
+
+def _ray(silence_seconds: float, address: str | None) -> list[Finding]:
+    version = _version("ray")
+    if version is None:
+        install = "pip install 'autopar[ray]'"
+        return [Finding("Ray", "absent", "not installed: one process only", install)]
+    findings = [Finding("Ray", "ok", f"ray {version}")]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "status"]
+    answer = ask([*command, *(["--address", address] if address else [])], min(silence_seconds, 30.0))
+    if answer.error is not None:
+        fix = "ray start --head, or name a cluster: --ray-address or RAY_ADDRESS, host:port"
+        return [*findings, Finding("Ray cluster", "absent", f"none answers: {answer.error}", fix)]
+    nodes = re.findall(r"node_\w+", answer.output)
+    used = re.findall(r"/([\d.]+) (CPU|GPU)\b", answer.output)
+    text = ", ".join([_count(len(set(nodes)), "node"), *(f"{float(n):g} {kind}s" for n, kind in used)])
+    return [*findings, Finding("Ray cluster", "ok", text)]
+
+
+def _cupy_package() -> str | None:
+    names = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
+    return next((f"{name} {_version(name)}" for name in names if _version(name)), None)
+
+
+def _cupy(answer: Answer | None, devices: Answer, gpu: bool, cuda: int | None) -> list[Finding]:
+    """CuPy, and whether JAX and CuPy load the same NCCL."""
+    if not gpu:
+        return [Finding("CuPy, NCCL", "ok", "not needed: JAX uses no NVIDIA GPU")]
+    install = f"pip install cupy-cuda{13 if (cuda or 12) >= 13 else 12}x"
+    mine = devices.reports.get("nccl") or {}
+    if not mine.get("path"):
+        findings = [Finding("NCCL of JAX", "failed", mine.get("error", "not loaded"), "pip install 'jax[cuda12]'")]
+    else:
+        findings = [Finding("NCCL of JAX", "ok", f"{mine['version']}, {mine['path']}")]
+    if answer is None:
+        return [*findings, Finding("CuPy", "absent", "not installed: no NCCL between stages on Ray", install)]
+    if "version" not in answer.reports:
+        return [*findings, Finding("CuPy", "failed", answer.error or "no answer", install + " --upgrade")]
+    findings.append(Finding("CuPy", "ok", f"{_cupy_package()}, {_count(answer.reports['devices'], 'device')}"))
+    theirs = answer.reports.get("nccl")
+    if theirs is None:
+        return [
+            *findings,
+            Finding("NCCL of CuPy", "failed", answer.error or "not loaded", "pip install nvidia-nccl-cu12"),
+        ]
+    same = _real(theirs["path"]) == _real(mine.get("path"))
+    fix = (
+        ""
+        if same
+        else f"put JAX's before it: LD_LIBRARY_PATH={Path(mine['path']).parent if mine.get('path') else '...'}"
+    )
+    text = f"{theirs['version']}, {theirs['path']}{'' if same else ': not the one of JAX'}"
+    return [*findings, Finding("NCCL of CuPy", "ok" if same else "failed", text, fix)]
+
+
+def _real(path: Any) -> str | None:
+    return str(Path(path).resolve()) if path else None
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'' if number == 1 else 's'}"

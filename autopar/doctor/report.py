@@ -1,0 +1,44 @@
+"""The findings as a table or as JSON.
+
+In:     findings.
+Out:    text; 0 if everything necessary works, else 1.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from autopar.doctor.findings import Finding
+
+_MARKS = {"ok": "[green]ok[/]", "absent": "[yellow]absent[/]", "failed": "[bold red]failed[/]"}
+
+
+def print_report(findings: Sequence[Finding], as_json: bool) -> int:
+    """Print them.
+
+    Returns:
+        The exit status.
+    """
+    broken = [f.part for f in findings if f.status == "failed" and f.necessary]
+    if as_json:
+        print(json.dumps({"ok": not broken, "findings": [dataclasses.asdict(f) for f in findings]}, indent=2))
+        return 1 if broken else 0
+    table = Table(show_edge=False, pad_edge=False)
+    for heading in ("part", "", "found", "do"):
+        table.add_column(heading, overflow="fold")
+    for finding in findings:
+        # Texts may hold brackets, which rich would read as markup.
+        table.add_row(finding.part, _MARKS[finding.status], *(_plain(t) for t in (finding.found, finding.fix)))
+    console = Console()
+    console.print(table)
+    console.print(f"\nautopar cannot work here: {', '.join(broken)}" if broken else "\neverything necessary works")
+    return 1 if broken else 0
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", r"\[")

@@ -1,0 +1,226 @@
+"""`autopar.fit`: a training loop that survives: it saves as it goes, and goes on where it was.
+
+In:     a step, the state to begin with, the batches; a directory for checkpoints.
+Out:    the state after the last step, and what each step returned besides.
+Method: checkpoint n is the state after n steps, and step n takes batch n: the number is all there is to remember. When
+        a part of the machine fails, the step is planned anew for what is left, and the newest whole checkpoint is read
+        straight to where that plan wants it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar._jax import is_key
+from autopar.batches import Batches, EndOfBatches, Source
+from autopar.checkpoint.folder import steps
+from autopar.checkpoint.restore import find_checkpoint, read_state
+from autopar.checkpoint.save import Saving, save
+from autopar.errors import AutoparError, StructureChangedError, WorkerError
+from autopar.mesh import Cluster
+
+
+def fit(
+    step: Callable[..., Any],
+    state: Any,
+    batches: Source,
+    *,
+    num_steps: int | None = None,
+    checkpoint_dir: str | os.PathLike | None = None,
+    save_every: int = 100,
+    keep: int | None = 3,
+    on_failure: Literal["replan", "raise"] = "replan",
+    cluster: Callable[[], Cluster] | None = None,
+    max_failures: int = 3,
+    on_step: Callable[[int, Any], None] | None = None,
+) -> tuple[Any, dict[int, Any]]:
+    """Run a step over batches; save, and resume.
+
+    Called again with the same directory, also after the process was killed, it goes on from the newest whole
+    checkpoint, and every step gives what it would have given without the break.
+
+    Args:
+        step: `step(state, batch)` returns the new state, or a tuple of it and metrics. Made by `parallelize`; any other
+            function will do, but cannot be planned anew.
+        state: To begin with; not used if there is a checkpoint.
+        batches: A list or dataset, whose first n batches are dropped when the run resumes after n steps; or a function
+            from n to an iterator over the batches from there on. Must be the same each time.
+        num_steps: How many steps in all, those before a break counted; None: until the batches end.
+        checkpoint_dir: Where checkpoints are and go; None: none are.
+        save_every: Steps between checkpoints; there is one of the beginning and one of the end too.
+        keep: How many checkpoints to keep; None: all.
+        on_failure: `"replan"`: on a `WorkerError` plan for the devices that are left, and go on from the newest
+            checkpoint. `"raise"`: pass it on.
+        cluster: Called after a failure for the machine as it is then; None: what the step finds (`step.replan`).
+        max_failures: Failures in a row, without a new checkpoint between them, after which the last is passed on.
+        on_step: Called after each step with its number, from 0, and its metrics, perhaps still being computed.
+
+    Returns:
+        The state, and the metrics of each step that ran here, by its number, as NumPy arrays.
+
+    Raises:
+        CheckpointError: There are checkpoints and none is whole, or they are of another state; or one cannot be written.
+        WorkerError: The machine failed, and that was not to be mended.
+    """
+    assert on_failure in ("replan", "raise"), f"on_failure={on_failure!r}"
+    run = _Run(step, state, Batches(batches), checkpoint_dir, save_every, keep, num_steps, on_step)
+    failures, resumed_at = 0, -1
+    try:
+        run.resume(state)
+        while True:
+            try:
+                run.train()
+                return run.state, run.metrics
+            except WorkerError as error:
+                with contextlib.suppress(AutoparError):  # what counts is which checkpoints are whole
+                    run.settle()
+                replan = getattr(run.step, "replan", None)
+                if on_failure == "raise" or checkpoint_dir is None or replan is None:
+                    raise
+                failed_at = run.number
+                run.step = replan(cluster() if cluster is not None else None)
+                run.resume(None)
+                failures = failures + 1 if run.number == resumed_at else 1
+                resumed_at = run.number
+                if failures > max_failures:
+                    raise
+                warnings.warn(f"step {failed_at} failed: {error}\nGoing on from step {run.number}.", stacklevel=2)
+    except BaseException as error:
+        try:
+            run.settle()
+        except AutoparError as second:
+            error.add_note(f"Besides, {second}")
+        raise
+
+
+class _Run:
+    """A run of training: owns the state, the batches, and the checkpoint being written."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        state: Any,
+        batches: Batches,
+        directory: str | os.PathLike | None,
+        save_every: int,
+        keep: int | None,
+        num_steps: int | None,
+        on_step: Callable[[int, Any], None] | None,
+    ):
+        self.step, self.batches, self.directory = step, batches, directory
+        self.save_every, self.keep, self.num_steps, self.on_step = save_every, keep, num_steps, on_step
+        self.state: Any = None
+        self.number = 0
+        self.metrics: dict[int, Any] = {}
+        self._like = jax.tree.map(_type_of, state)
+        self._saving: Saving | None = None
+        self._saved = -1
+
+    def resume(self, state: Any) -> None:
+        """Go to the newest whole checkpoint; if there is none, to the beginning, with this state."""
+        if self.directory is None or (state is not None and not steps(self.directory)):
+            # Numbers become arrays here, as they would in the first step: else it alone would be planned for numbers.
+            self.state, self.number = jax.tree.map(_as_array, state), 0
+            self._save()
+            return
+        manifest = find_checkpoint(self.directory)
+        compiled = None
+        if hasattr(self.step, "compiled"):
+            with contextlib.suppress(EndOfBatches):  # nothing is left to do
+                compiled = self.step.compiled(self._like, self._batch(manifest.step))
+        state = read_state(self.directory, manifest, self._like, compiled)
+        self.state = jax.tree.map(_weak_as, state, self._like)
+        self.number = self._saved = manifest.step
+        self.metrics = {number: m for number, m in self.metrics.items() if number < self.number}
+
+    def train(self) -> None:
+        """Run to the end, and wait until its checkpoint is there."""
+        while True:
+            try:
+                batch = self._batch(self.number)
+            except EndOfBatches:
+                break
+            self.state, metrics = _parts(self.step(self.state, batch), self._like)
+            # One step may be under way while the next is dispatched, not more: XLA's CPU client would starve.
+            self._collect(self.number - 1)
+            self.metrics[self.number] = metrics
+            if self.on_step is not None:
+                self.on_step(self.number, metrics)
+            self.number += 1
+            if self.number % self.save_every == 0:
+                self._save()
+        self._save()
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait for the checkpoint that is being written."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
+            self.batches.forget(saving.step)
+
+    def _batch(self, number: int) -> Any:
+        if self.num_steps is not None and number >= self.num_steps:
+            raise EndOfBatches
+        return self.batches.at(number)
+
+    def _save(self) -> None:
+        self._collect(self.number - 1)
+        if self.directory is None or self._saved == self.number:
+            return
+        self.settle()
+        # A checkpoint of this number that is there is damaged, or of steps that have been done again.
+        self._saving = save(self.directory, self.state, self.number, keep=self.keep, overwrite=True)
+        self._saved = self.number
+
+    def _collect(self, number: int) -> None:
+        """Wait for a step, and bring its metrics to the host."""
+        if number in self.metrics:
+            self.metrics[number] = jax.tree.map(_on_host, self.metrics[number])
+
+
+def _parts(result: Any, like: Any) -> tuple[Any, Any]:
+    """The state and the metrics in what a step returned."""
+    tree = jax.tree.structure(like)
+    if jax.tree.structure(result) == tree:
+        return result, None
+    if isinstance(result, tuple) and len(result) > 1 and jax.tree.structure(result[0]) == tree:
+        return result[0], result[1] if len(result) == 2 else result[1:]
+    raise StructureChangedError(
+        "fit cannot tell the state in what the step returned.",
+        given=f"{jax.tree.structure(result)}",
+        wrong=f"neither it nor the first of its parts has the structure of the state, {tree}.",
+        do="let the step take (state, batch) and return (state, metrics): put what is trained into one pytree.",
+        path="",
+    )
+
+
+def _type_of(leaf: Any) -> Any:
+    leaf = _as_array(leaf)
+    sharding = leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
+    weak = getattr(leaf, "weak_type", False)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
+
+
+def _weak_as(leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
+    """A Python number that became an array stays as weakly typed as it was, or another program would be traced."""
+    if not like.weak_type or leaf.ndim:
+        return leaf
+    weak = jnp.asarray(np.asarray(leaf).item())
+    return jax.device_put(weak, leaf.sharding) if getattr(leaf, "committed", False) else weak
+
+
+def _as_array(leaf: Any) -> Any:
+    return jnp.asarray(leaf) if isinstance(leaf, bool | int | float | complex | np.ndarray | np.generic) else leaf
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf if is_key(leaf) else np.asarray(leaf)

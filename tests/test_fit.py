@@ -1,0 +1,240 @@
+"""`autopar.fit`: whatever breaks a run off, it goes on as if nothing had."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar import PipelineParallel, ShardParallel, checkpoint
+from autopar.batches import Batches, EndOfBatches
+from autopar.errors import CheckpointError, StructureChangedError, WorkerError
+from tests.checkpoint_model import batches, create_state, step_on, train_step
+
+NUM_STEPS = 9
+
+
+@pytest.fixture(scope="module")
+def step():
+    return step_on(2, ShardParallel())
+
+
+@pytest.fixture(scope="module")
+def undisturbed(step):
+    """Losses of the run that nothing breaks off."""
+    state, losses = create_state(), []
+    for batch in batches(NUM_STEPS):
+        state, loss = step(state, batch)
+        losses.append(float(loss))
+    return losses
+
+
+def as_list(metrics):
+    assert list(metrics) == sorted(metrics)
+    return [float(loss) for loss in metrics.values()]
+
+
+def test_it_is_the_loop_one_would_write(step, undisturbed):
+    state, metrics = autopar.fit(step, create_state(), batches(NUM_STEPS))
+    assert as_list(metrics) == undisturbed and isinstance(metrics[0], np.ndarray) and state["step"] == NUM_STEPS
+
+
+@pytest.mark.parametrize(
+    "source",
+    [batches, lambda n: iter(batches(n)), lambda n: lambda start: iter(batches(n)[start:])],
+    ids=["list", "iterator", "function"],
+)
+def test_a_run_in_pieces(step, undisturbed, tmp_path, source):
+    losses = []
+    for stop in (2, 7, NUM_STEPS, NUM_STEPS):
+        options = {"num_steps": stop, "checkpoint_dir": tmp_path, "save_every": 3}
+        state, metrics = autopar.fit(step, create_state(), source(NUM_STEPS), **options)
+        losses += as_list(metrics)
+    assert losses == undisturbed and state["step"] == NUM_STEPS
+    assert checkpoint.steps(tmp_path) == [6, 7, 9], "the last three"
+
+
+def test_it_resumes_under_another_plan(step, undisturbed, tmp_path):
+    options = {"checkpoint_dir": tmp_path}
+    autopar.fit(step, create_state(), batches(4), **options)
+    other = step_on(4, PipelineParallel(num_stages=2, num_microbatches=2))
+    state, metrics = autopar.fit(other, create_state(), batches(NUM_STEPS), **options)
+    np.testing.assert_allclose(as_list(metrics), undisturbed[4:], rtol=1e-4)
+    assert len(state["params"]["layers"]["w"].sharding.device_set) == 4
+
+
+def test_a_plain_function_and_python_numbers(tmp_path):
+    """Weakly typed numbers stay so: the dtype of the parameters is not changed by a break."""
+
+    @jax.jit
+    def decay(state, batch):
+        return {"w": state["w"] * state["rate"] + batch, "rate": state["rate"]}
+
+    state = {"w": jnp.ones(3, jnp.bfloat16), "rate": 0.5}
+    source = [jnp.full(3, k, jnp.bfloat16) for k in range(6)]
+    whole, metrics = autopar.fit(decay, state, source)
+    assert metrics == dict.fromkeys(range(6))
+    for stop in (2, 6):
+        found, _ = autopar.fit(decay, state, source, num_steps=stop, checkpoint_dir=tmp_path)
+    assert found["w"].dtype == jnp.bfloat16 and found["rate"].weak_type
+    np.testing.assert_array_equal(np.asarray(found["w"], np.float32), np.asarray(whole["w"], np.float32))
+
+
+SCRIPT = """
+import os, signal, sys, json
+import autopar
+from tests.checkpoint_model import batches, create_state, step_on
+directory, log, where, at = sys.argv[1:]
+
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def on_step(number, loss):
+    with open(log, "a") as file:
+        file.write(json.dumps([number, float(loss)]) + "\\n")
+    if where == "between" and number == int(at):
+        die()
+
+module = sys.modules["autopar.checkpoint.save"]
+write_manifest = module.write_manifest
+def patched(folder, step, leaves):
+    if where == "write_manifest" and step == int(at):
+        die()
+    write_manifest(folder, step, leaves)
+module.write_manifest = patched
+
+step = step_on(2, autopar.ShardParallel())
+autopar.fit(step, create_state(), batches(9), checkpoint_dir=directory, save_every=2, on_step=on_step)
+"""
+
+
+def test_killed_and_started_again(undisturbed, tmp_path):
+    """Killed in the middle of a save and between two: each step ever done has the loss of the undisturbed run."""
+    log = tmp_path / "log"
+    killed = [("write_manifest", "4"), ("between", "6"), ("nowhere", "0")]
+    resumed = []
+    for where, at in killed:
+        known = len(log.read_text().splitlines()) if log.exists() else 0
+        words = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), str(log), where, at]
+        done = subprocess.run(words, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=300)
+        assert done.returncode == (0 if where == "nowhere" else -9), done.stderr
+        lines = [json.loads(line) for line in log.read_text().splitlines()]
+        resumed.append(lines[known][0])
+    assert resumed[0] == 0 and resumed[1] == 2 and resumed[2] in (4, 6)
+    assert all(loss == undisturbed[number] for number, loss in lines)
+    assert lines[-1][0] == NUM_STEPS - 1 and checkpoint.latest(tmp_path / "run") == NUM_STEPS
+    assert [p.name for p in sorted((tmp_path / "run").iterdir())] == ["6", "8", "9"], "nothing is left behind"
+
+
+class Failing:
+    """A step that fails at some calls; planned anew, it runs on fewer devices."""
+
+    def __init__(self, step, fail_at, then):
+        self.step, self.fail_at, self.then, self.calls = step, set(fail_at), list(then), 0
+        self.compiled = step.compiled
+
+    def __call__(self, state, batch):
+        self.calls += 1
+        if self.calls - 1 in self.fail_at:
+            raise WorkerError(
+                "a worker died.", worker="w1", stage=1, instruction="recv 3", microbatch=2, waited_for="w0"
+            )
+        return self.step(state, batch)
+
+    def replan(self, cluster):
+        self.cluster = cluster
+        return self.then.pop(0)
+
+
+def test_a_failure_is_survived(step, undisturbed, tmp_path):
+    """Fails in the fifth step on two devices, goes on from step 3 on one; the iterator gives its batches again."""
+    one = autopar.parallelize(train_step, cluster=autopar.Cluster.local(jax.devices()[:1]))
+    failing = Failing(step, [4], [one])
+    with pytest.warns(UserWarning, match=r"step 4 failed: a worker died.\s+Going on from step 3"):
+        state, metrics = autopar.fit(
+            failing,
+            create_state(),
+            iter(batches(NUM_STEPS)),
+            checkpoint_dir=tmp_path,
+            save_every=3,
+            cluster=lambda: "what is left",
+        )
+    assert failing.cluster == "what is left"
+    assert list(metrics) == list(range(NUM_STEPS))
+    assert as_list(metrics)[:4] == undisturbed[:4]
+    np.testing.assert_allclose(as_list(metrics), undisturbed, rtol=1e-5)
+    assert state["params"]["in"].sharding.device_set == {jax.devices()[0]}
+
+
+def test_a_failure_in_the_first_step(step, undisturbed, tmp_path):
+    with pytest.warns(UserWarning, match="step 0 failed"):
+        _, metrics = autopar.fit(Failing(step, [0], [step]), create_state(), batches(4), checkpoint_dir=tmp_path)
+    assert as_list(metrics) == undisturbed[:4]
+
+
+def test_failures_that_are_passed_on(step, tmp_path):
+    with pytest.raises(WorkerError) as caught:
+        autopar.fit(Failing(step, [2], []), create_state(), batches(4), checkpoint_dir=tmp_path, on_failure="raise")
+    assert (caught.value.worker, caught.value.stage, caught.value.waited_for) == ("w1", 1, "w0")
+    with pytest.raises(WorkerError):
+        autopar.fit(Failing(step, [2], [step]), create_state(), batches(4))
+    again = Failing(step, range(9), [])
+    again.then = [again] * 9
+    with pytest.raises(WorkerError), pytest.warns(UserWarning):
+        autopar.fit(again, create_state(), batches(4), checkpoint_dir=tmp_path / "again", max_failures=2)
+    assert again.calls == 3
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ZeroDivisionError])
+def test_the_users_own_errors_pass(step, undisturbed, tmp_path, error):
+    def on_step(number, _):
+        if number == 5:
+            raise error
+
+    options = {"checkpoint_dir": tmp_path, "save_every": 2}
+    with pytest.raises(error):
+        autopar.fit(step, create_state(), batches(NUM_STEPS), on_step=on_step, **options)
+    assert checkpoint.latest(tmp_path) == 4
+    _, metrics = autopar.fit(step, create_state(), batches(NUM_STEPS), **options)
+    assert as_list(metrics) == undisturbed[4:]
+
+
+def test_a_damaged_checkpoint_is_passed_over(step, undisturbed, tmp_path):
+    options = {"checkpoint_dir": tmp_path, "save_every": 2}
+    autopar.fit(step, create_state(), batches(6), **options)
+    (tmp_path / "6" / "manifest.ocdbt").write_bytes(b"")
+    with pytest.warns(UserWarning, match="manifest.ocdbt has 0 bytes"):
+        _, metrics = autopar.fit(step, create_state(), batches(NUM_STEPS), **options)
+    assert as_list(metrics) == undisturbed[4:] and checkpoint.latest(tmp_path) == NUM_STEPS
+
+
+def test_a_checkpoint_that_cannot_be_written(step, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot be written here"):
+        autopar.fit(step, create_state(), batches(2), checkpoint_dir=tmp_path / "file")
+
+
+def test_a_step_of_another_form(tmp_path):
+    with pytest.raises(StructureChangedError, match="cannot tell the state"):
+        autopar.fit(lambda state, batch: {"new": state}, {"a": jnp.ones(2)}, [1, 2])
+
+
+def test_batches_by_number():
+    once = Batches(iter(range(10)))
+    assert [once.at(3), once.at(1), once.at(5), once.at(0)] == [3, 1, 5, 0]
+    once.forget(4)
+    assert once.at(4) == 4
+    with pytest.raises(CheckpointError, match="gone"):
+        once.at(3)
+    again = Batches({k: None for k in range(3)})
+    assert [again.at(2), again.at(0), again.at(1)] == [2, 0, 1]
+    for source in (again, Batches([0, 1, 2]), Batches(lambda start: iter(range(start, 3)))):
+        with pytest.raises(EndOfBatches):
+            source.at(3)
