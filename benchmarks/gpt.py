@@ -1,4 +1,4 @@
-"""The GPT of the benchmarks: plain pytrees, AdamW, layers unrolled or scanned.
+"""The GPT of the benchmarks: plain pytrees, AdamW, layers unrolled or scanned, every second one of experts if asked.
 
 In:     `Config`.
 Out:    `make_step`: a train step and the types of its arguments; nothing is allocated.
@@ -27,6 +27,7 @@ class Config:
     batch: int = 64
     scanned: bool = False
     remat: bool = False
+    experts: int = 0
     dtype: Any = jnp.float32
 
 
@@ -50,14 +51,22 @@ def init_params(config: Config) -> Any:
     """Parameters; layers in a list, or stacked where they are scanned."""
     width, lead = config.width, (config.layers,) if config.scanned else ()
 
-    def layer():
+    def layer(number=0):
+        mixed = config.experts and number % 2
         return {
             "norm1": norm(),
             "qkv": dense(width, 3 * width),
             "out": dense(width, width),
             "norm2": norm(),
-            "up": dense(width, 4 * width),
-            "down": dense(4 * width, width),
+            **(experts() if mixed else {"up": dense(width, 4 * width), "down": dense(4 * width, width)}),
+        }
+
+    def experts():
+        count = config.experts
+        return {
+            "router": jnp.zeros((width, count)),
+            "up": jnp.zeros((count, width, 4 * width)),
+            "down": jnp.zeros((count, 4 * width, width)),
         }
 
     def norm():
@@ -66,7 +75,7 @@ def init_params(config: Config) -> Any:
     def dense(rows, columns):
         return {"kernel": jnp.zeros((*lead, rows, columns)), "bias": jnp.zeros((*lead, columns))}
 
-    layers = layer() if config.scanned else [layer() for _ in range(config.layers)]
+    layers = layer() if config.scanned else [layer(number) for number in range(config.layers)]
     lead = ()
     return {
         "embed": jnp.zeros((config.vocabulary, width)),
@@ -83,6 +92,8 @@ def loss_of(params: Any, tokens: jax.Array, config: Config) -> jax.Array:
 
     def block(x, layer):
         x = x + attention(layer, normalize(layer["norm1"], x), config.heads)
+        if "router" in layer:
+            return x + mixture(layer, normalize(layer["norm2"], x))
         return x + apply(layer["down"], jax.nn.gelu(apply(layer["up"], normalize(layer["norm2"], x))))
 
     block = jax.checkpoint(block) if config.remat else block
@@ -116,3 +127,22 @@ def attention(layer: Any, x: jax.Array, heads: int) -> jax.Array:
     scores = jnp.where(jnp.tril(jnp.ones((tokens, tokens), bool)), scores, -1e9)
     mixed = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v)
     return apply(layer["out"], mixed.reshape(batch, tokens, width))
+
+
+def mixture(layer: Any, x: jax.Array) -> jax.Array:
+    """Experts, the best two of each token, as many tokens of a sequence as are their share; GShard (ICLR 2021), sec. 2.2."""
+    tokens, count = x.shape[1], layer["router"].shape[-1]
+    room = 2 * tokens // count
+    gates = jax.nn.softmax((x @ layer["router"].astype(x.dtype)).astype(jnp.float32))
+    dispatch = combine = jnp.zeros((*gates.shape, room), x.dtype)
+    left, taken = gates, jnp.zeros((x.shape[0], 1, count), jnp.int32)
+    for _ in range(2):
+        chosen = jax.nn.one_hot(left.argmax(-1), count, dtype=jnp.int32)
+        place = (jnp.cumsum(chosen, axis=1) - 1 + taken) * chosen
+        seats = jax.nn.one_hot(place, room, dtype=x.dtype) * chosen[..., None]
+        dispatch, combine = dispatch + seats, combine + seats * gates[..., None].astype(x.dtype)
+        left, taken = left * (1 - chosen), taken + chosen.sum(1, keepdims=True)
+    inside = jnp.einsum("btec,btd->becd", dispatch, x)
+    inside = jax.nn.gelu(jnp.einsum("becd,edf->becf", inside, layer["up"].astype(x.dtype)))
+    outside = jnp.einsum("becf,efd->becd", inside, layer["down"].astype(x.dtype))
+    return jnp.einsum("btec,becd->btd", combine, outside)
