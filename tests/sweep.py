@@ -80,6 +80,13 @@ def check_case(case: Case, shape: tuple[int, ...], method: str, num_microbatches
     expected = reference(case)
     compiled = compile_case(case, shape, method, num_microbatches)
     check_faithful(compiled)
+    worst, where = largest_error(case, compiled, expected)
+    assert worst <= case.tolerance, f"{case.name} {shape} {method}: {where} differs by {worst:.2e} of its scale"
+    return Outcome(worst, where, len(compiled.plan.cost.collectives), time.perf_counter() - started)
+
+
+def largest_error(case: Case, compiled: autopar.CompiledStep, expected: list[Any]) -> tuple[float, str]:
+    """Run the case's steps: the largest error of any leaf relative to its scale, and where."""
     state, worst, where = case.state, 0.0, ""
     for batch, result in zip(case.batches, expected, strict=True):
         state, metrics = compiled(state, batch)
@@ -89,8 +96,7 @@ def check_case(case: Case, shape: tuple[int, ...], method: str, num_microbatches
             error = relative_error(_host(got), want)
             if not error <= worst:
                 worst, where = error, jax.tree_util.keystr(path)
-    assert worst <= case.tolerance, f"{case.name} {shape} {method}: {where} differs by {worst:.2e} of its scale"
-    return Outcome(worst, where, len(compiled.plan.cost.collectives), time.perf_counter() - started)
+    return worst, where
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
@@ -184,13 +190,17 @@ def emitted_collectives(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[str, tup
                     )
 
 
-def main() -> int:
-    """Run the matrix, or what the arguments choose of it, and print it as a table."""
-    # As in `conftest.py`, and for its reasons; what the caller has set wins.
+def use_virtual_devices() -> None:
+    """As `conftest.py` does, and for its reasons; what the caller has set wins."""
     os.environ["XLA_FLAGS"] = " ".join((*XLA_FLAGS, os.environ.get("XLA_FLAGS", "")))
     os.environ.setdefault("PJRT_NPROC", "32")
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])  # JAX reads this one when it is imported
+
+
+def main() -> int:
+    """Run the matrix, or what the arguments choose of it, and print it as a table."""
+    use_virtual_devices()
     from tests.models.registry import CASES
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
