@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -221,11 +223,41 @@ def test_stages_end_at_marks(width, num_microbatches):
     assert [next(iter(p.devices())).id for p in params] == [0, 1, 1, 2]
 
 
-def test_marks_give_way_to_another_number_of_stages():
-    case = marked(72, after=(0,))
-    plan = make_step(case, 4, num_stages=4).plan(case.state, case.batches[0])
+@pytest.mark.parametrize(
+    "after, num_stages, products",
+    [((0,), 4, [[1, 1, 1, 1]]), ((0, 2), 2, [[1, 3], [3, 1]]), ((2,), 3, [[1, 2, 1], [2, 1, 1]])],
+)
+def test_marks_and_another_number_of_stages(after, num_stages, products):
+    case = marked(72, after=after)
+    plan = make_step(case, num_stages, num_stages=num_stages).plan(case.state, case.batches[0])
     forward = plan.origin.pipeline.tasks.forward
-    assert [[e.primitive.name for e in eqns].count("dot_general") for eqns in forward] == [1, 1, 1, 1]
+    assert [[e.primitive.name for e in eqns].count("dot_general") for eqns in forward] in products
+
+
+def test_marks_make_chunks():
+    case = marked(72, after=(0, 1, 2))
+    step = make_step(case, 2, schedule="interleaved", num_microbatches=4)
+    compiled = step.compile(case.state, case.batches[0])
+    assert len(compiled.plan.stages) == 4
+    check_steps(case, compiled)
+    with pytest.raises(PipelineError, match="3 chunks do not divide into stages of 2"):
+        case = marked(72, after=(0, 1))
+        make_step(case, 2, schedule="interleaved", num_microbatches=4).plan(case.state, case.batches[0])
+
+
+def test_a_mark_on_the_last_value_is_none():
+    def step(params, batch):
+        def loss_fn(params):
+            return autopar.mark_stage(
+                jnp.mean((autopar.mark_stage(batch["x"] @ params[0]) @ params[1] - batch["y"]) ** 2)
+            )
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    case = marked(72, num_layers=2)
+    with pytest.raises(PipelineError, match="not every mark stands between two stages"):
+        make_step(dataclasses.replace(case, step=step), 3).plan(case.state, case.batches[0])
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,11 @@ from tests.sweep import QUICK, SLOW
 EMPTY = make_jaxpr([], [], [])
 
 
-def hand_made(work, cut_bytes, marks=()):
+def hand_made(work, cut_bytes, marks=(), kinds=()):
     """A chain of which only the numbers are known."""
     assert len(cut_bytes) == len(work) + 1
-    return Chain(EMPTY, (), (), len(work), np.array(work, float), np.array(cut_bytes, float), tuple(marks))
+    work, cut_bytes = np.array(work, float), np.array(cut_bytes, float)
+    return Chain(EMPTY, (), (), len(work), work, cut_bytes, tuple(marks), tuple(kinds))
 
 
 def draw(seed):
@@ -76,6 +77,24 @@ def test_borders_by_hand():
     assert balanced_borders(hand_made([100, 1, 1, 1, 1], [0, 9, 5, 2, 5, 0]), 2) == (0, 3), "no one has less than 100"
     nothing = hand_made([0, 0, 0], [0, 3, 2, 0])
     assert balanced_borders(nothing, 2) == (0, 2)
+
+
+def test_stages_begin_at_marks():
+    equal = [1] * 8, [0, *[5] * 7, 0]
+    assert balanced_borders(hand_made(*equal, marks=(1, 6)), 1) == (0,)
+    assert balanced_borders(hand_made(*equal, marks=(1, 5, 7)), 2) == (0, 5), "of the marks the most balanced"
+    assert balanced_borders(hand_made(*equal, marks=(1, 6)), 3) == (0, 1, 6)
+    assert balanced_borders(hand_made(*equal, marks=(6,)), 4) == (0, 2, 4, 6), "further ones where most work is"
+    assert balanced_borders(hand_made(*equal, marks=(1,)), 8) == tuple(range(8))
+
+
+def test_stages_begin_at_the_same_place_of_equal_layers():
+    # Ten layers of three segments, each with two places that send as little, and a head of two segments.
+    chain = hand_made([2, 1, 1] * 10 + [1, 1], [0, *([9, 5, 5] * 11)[:31], 0], kinds=[0, 1, 2] * 10 + [3, 4])
+    for num_stages in (2, 3, 4, 5):
+        borders = balanced_borders(chain, num_stages, slack=0.3)
+        assert len({chain.kinds[k] for k in borders[1:]}) == 1, borders
+        assert set(chain.cut_bytes[list(borders[1:])]) == {5}
 
 
 # Steps.

@@ -51,6 +51,18 @@ def test_solve_equals_brute_force(solver, rows):
             assert found.gap == pytest.approx(0.0, abs=1e-9)
 
 
+@pytest.mark.parametrize("gap", [1e-3, 0.1])
+def test_a_gap_that_may_be_left_is_kept(gap):
+    left = 0
+    for seed in range(60):
+        problem = draw(seed, forbidden=0.1, nodes=(5, 9), choices=(3, 6))
+        wanted, found = brute_force(problem), solve(problem, gap=gap)
+        assert found.status == "infeasible" if not wanted.choices else found.objective <= wanted.objective * (1 + gap)
+        assert found.bound <= wanted.objective + 1e-9, seed
+        left += found.objective > wanted.objective + 1e-9
+    assert left == 0 or gap == 0.1
+
+
 def test_elimination_is_exact():
     for seed in range(60):
         problem = draw(seed, forbidden=0.3)
