@@ -10,6 +10,7 @@ equal length the bubble is a third of 1F1B's: (s - 1) (F + B - W) instead of (s 
 
 from __future__ import annotations
 
+from autopar.plan.schedules.one_f_one_b import OneFOneB
 from autopar.plan.schedules.schedule import Step
 
 
@@ -20,17 +21,14 @@ class ZeroBubbleH1:
     splits_backward = True
 
     def order(self, num_stages: int, num_microbatches: int) -> list[list[Step]]:
-        """Stage i begins with s - i - 1 forwards more than backwards, and is i weight halves behind."""
+        """1F1B's steps; behind backward k stands the weight half of microbatch k - i."""
         found = []
-        for stage in range(num_stages):
-            ahead = min(num_stages - stage - 1, num_microbatches)
-            steps = [Step("F", k) for k in range(ahead)]
-            for k in range(num_microbatches):
-                if ahead + k < num_microbatches:
-                    steps.append(Step("F", ahead + k))
-                steps.append(Step("B", k))
-                if k >= stage:
-                    steps.append(Step("W", k - stage))
-            steps += [Step("W", k) for k in range(max(0, num_microbatches - stage), num_microbatches)]
-            found.append(steps)
+        for stage, steps in enumerate(OneFOneB().order(num_stages, num_microbatches)):
+            own = []
+            for step in steps:
+                own.append(step)
+                if step.kind == "B" and step.microbatch >= stage:
+                    own.append(Step("W", step.microbatch - stage))
+            own += [Step("W", k) for k in range(max(0, num_microbatches - stage), num_microbatches)]
+            found.append(own)
         return found
