@@ -47,7 +47,8 @@ from autopar.ir.pieces import (
     slice_program,
 )
 from autopar.ir.rules import rule_for
-from autopar.ir.shares import Shares, find_shares
+from autopar.ir.share_analysis import find_shares
+from autopar.ir.shares import Shares
 from autopar.ir.signature import equation_signature
 from autopar.ir.structure import body_jaxprs, inputs_of, is_structured, scan_parts, variables, while_parts
 
