@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from autopar.errors import AutoparError, ClusterError, NotBuiltYetError, PipelineError, StructureChangedError
+from autopar.errors import AutoparError, ClusterError, NotBuiltYetError, PipelineError, StepError, StructureChangedError
 from autopar.ir.state import Roles, find_roles
 from autopar.ir.trace import Program, trace_step
 from autopar.mesh import Cluster
@@ -114,10 +114,18 @@ class CompiledStep:
         program = self.program
         if self._has_keys:
             leaves = program.flatten_inputs(leaves)[: program.num_args]
-        results = self.executable([*leaves, *self._consts])
+        try:
+            return self._as_returned(self.executable([*leaves, *self._consts]))
+        except StepError as error:
+            if error.results is not None:
+                error.facts["results"] = error.results = self._as_returned(error.results)
+            raise
+
+    def _as_returned(self, results: list[Any]) -> Any:
+        """Flat results in the structure that the step returns."""
         if self._has_keys:
-            return program.unflatten_outputs(results)
-        return jax.tree.unflatten(program.out_tree, results)
+            return self.program.unflatten_outputs(results)
+        return jax.tree.unflatten(self.program.out_tree, results)
 
     def measure(self, *args: Any, **kwargs: Any) -> tuple[Any, Timeline]:
         """Run one step of a pipeline, each program by itself, and see how long each takes.
@@ -144,9 +152,7 @@ class CompiledStep:
         results, seconds = self.executable.measure([*leaves, *self._consts])
         pipeline = self.plan.origin.pipeline
         timeline = measured(pipeline.streams, pipeline.stages, seconds)
-        if self._has_keys:
-            return program.unflatten_outputs(results), timeline
-        return jax.tree.unflatten(program.out_tree, results), timeline
+        return self._as_returned(results), timeline
 
 
 class ParallelStep:
@@ -213,7 +219,9 @@ class ParallelStep:
             return self._compiled[key]
         sharded = plan.origin.sharded
         avals = [var.aval for var in program.jaxpr.invars]
-        executable = compile_program(sharded.body, plan.mesh, devices, avals, roles.donated, program.name)
+        executable = compile_program(
+            sharded.body, plan.mesh, devices, avals, roles.donated, program.name, program.in_paths
+        )
         self._compiled[key] = CompiledStep(program, plan, executable)
         return self._compiled[key]
 
@@ -345,6 +353,8 @@ def compile_pipeline(origin: PipelineOrigin, devices: Sequence[Any]) -> Pipeline
         cut.roles,
         cut.stacks,
         pipeline.tasks.update.home,
+        origin.program.name,
+        cut.program.in_paths,
     )
 
 

@@ -127,7 +127,7 @@ def test_live_bytes_stay_below_the_predicted_peak():
     pipeline = compiled.executable
     leaves = jax.tree.leaves((init(), BATCH))
     state_bytes: dict[int, int] = {}
-    held = pipeline._begin(leaves)
+    held = pipeline._begin(pipeline._split(leaves))
     mesh_of = [b.mesh for b in compiled.plan.origin.pipeline.streams.buffers]
     most: dict[int, int] = {}
     for call in pipeline._calls:
