@@ -170,7 +170,7 @@ def pinned(pins: Mapping[int, Sharding], further: Restrict | None) -> Restrict:
     def restrict(graph: Graph, allowed: Allowed) -> None:
         for at, sharding in pins.items():
             node = graph.nodes[graph.inputs[at]]
-            allowed.only(node, [s == sharding for s in node.shardings], ("as its stack", sharding))
+            allowed.only(node, [s == sharding for s in node.shardings], ("as its stack", sharding), "its stack lies so")
         if further is not None:
             further(graph, allowed)
 
