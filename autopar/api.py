@@ -28,6 +28,7 @@ from autopar.plan.stale import check_fresh
 from autopar.plan.timeline import Timeline
 from autopar.runtime.local import Executable, compile_program
 from autopar.runtime.pipeline import Pipeline
+from autopar.runtime.stacks import StackedArray
 
 
 def parallelize(
@@ -330,6 +331,8 @@ class ParallelStep:
         return (dynamic, by_name), key
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Roles]:
+        if any(isinstance(leaf, StackedArray) for leaf in jax.tree.leaves((args, kwargs))):
+            args, kwargs = jax.tree.map(_traceable, (args, kwargs))
         program = trace_step(self._fn, args, kwargs, self._static_argnums, self._static_argnames)
         return program, find_roles(program, self._batch_argnums, self._donate_argnums)
 
@@ -356,6 +359,10 @@ def compile_pipeline(origin: PipelineOrigin, devices: Sequence[Any]) -> Pipeline
         origin.program.name,
         cut.program.in_paths,
     )
+
+
+def _traceable(leaf: Any) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, StackedArray) else leaf
 
 
 def _type_of(leaf: Any) -> Any:
