@@ -112,11 +112,14 @@ class CompiledStep:
 
     def run(self, leaves: list[Any]) -> Any:
         """Run one step on flat argument leaves."""
-        program = self.program
+        return self._as_returned(self._carry_out(self.executable, leaves))
+
+    def _carry_out(self, how: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
+        """What the executable makes of flat argument leaves; results that an error carries are as the step returns them."""
         if self._has_keys:
-            leaves = program.flatten_inputs(leaves)[: program.num_args]
+            leaves = self.program.flatten_inputs(leaves)[: self.program.num_args]
         try:
-            return self._as_returned(self.executable([*leaves, *self._consts]))
+            return how([*leaves, *self._consts])
         except StepError as error:
             if error.results is not None:
                 error.facts["results"] = error.results = self._as_returned(error.results)
@@ -146,11 +149,8 @@ class CompiledStep:
                 do="time calls of the step, or plan with PipelineParallel(...).",
                 num_stages=1,
             )
-        program = self.program
-        leaves = check_arguments(program, args, kwargs)
-        if self._has_keys:
-            leaves = program.flatten_inputs(leaves)[: program.num_args]
-        results, seconds = self.executable.measure([*leaves, *self._consts])
+        leaves = check_arguments(self.program, args, kwargs)
+        results, seconds = self._carry_out(self.executable.measure, leaves)
         pipeline = self.plan.origin.pipeline
         timeline = measured(pipeline.streams, pipeline.stages, seconds)
         return self._as_returned(results), timeline

@@ -100,7 +100,7 @@ class Following:
         others = []
         for number, (tree, first, last) in enumerate(_ranges(program.in_tree)):
             start = trained.get((tree, _types(program.in_avals[first:last])))
-            if start is not None and last > first:
+            if start is not None and last > first and start not in compiled.plan.origin.roles.batch:
                 found.update(zip(range(first, last), range(start, start + last - first), strict=True))
             elif last > first:
                 others.append(number)

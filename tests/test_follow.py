@@ -122,6 +122,7 @@ def check_followed(train, follower, state, batch, fn=predict):
         np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5, atol=1e-6)
     compiled = follower.parallel(state["params"], batch).latest()
     assert compiled.in_shardings[0][0] == train.latest().in_shardings[0][0]["params"], "nothing moves"
+    assert {v.role for v in compiled.plan.values if v.name.startswith("b")} == {"batch"}
     return compiled.plan
 
 

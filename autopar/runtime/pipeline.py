@@ -40,6 +40,8 @@ from autopar.runtime.failure import (
     step_error,
 )
 from autopar.runtime.local import device_mesh
+from autopar.runtime.nans import find_nan
+from autopar.runtime.order import merged
 from autopar.runtime.stacks import Stack
 from autopar.runtime.transfer import Transfer, make_transfer
 
@@ -338,19 +340,24 @@ class Pipeline:
                 (k, [held[b] for b in (*writes(self._order[k][1]), _end_of(k)) if b in held]) for k in range(at)
             )
             failed = first_failed([(-1, parts), *programs])
-            place, cause = self._place_at(at if failed is None else failed), cause_of(error)
+            cause = cause_of(error)
+            place = self._place_at(at if failed is None else failed, cause, held)
         failure = step_error(self._name, place, cause, lost, results)
         held.clear()  # the exception's frames would keep all of it in memory
         return failure, cause
 
-    def _place_at(self, number: int) -> Place:
-        """Where an instruction works."""
+    def _place_at(self, number: int, cause: BaseException, held: Mapping[int, Any]) -> Place:
+        """Where an instruction works; of a NaN, which operation made it."""
         if number < 0:
             return Place(None, "", None, "an argument, which the program that was to make it has failed to make")
         mesh, instruction = self._order[number]
         if not isinstance(instruction, Run):
             return Place(mesh, "", None, f"`{instruction}`")
-        return self._place_of(instruction.program, instruction.microbatch, "")
+        operation = None
+        if isinstance(cause, FloatingPointError):
+            plan, arrays = self._streams.programs[instruction.program], [held[b] for b in instruction.inputs]
+            operation = find_nan(plan, arrays, instruction.microbatch)
+        return self._place_of(instruction.program, instruction.microbatch, f"`{operation}`" if operation else "")
 
     def _place_of(self, program: str, microbatch: int, source: str) -> Place:
         task = self._streams.programs[program].task
@@ -452,41 +459,3 @@ def _compile(made: TaskFunction, name: str, ends_on: jax.sharding.Mesh | None) -
         donate_argnums=tuple(k for k, d in enumerate(made.donated) if d),
     )
     return jitted.lower(*(t.struct() for t in made.inputs)).compile()
-
-
-def merged(
-    streams: Mapping[MeshId, Sequence[Instruction]], last: Collection[str] = ()
-) -> list[tuple[MeshId, Instruction]]:
-    """One order of all instructions in which every message is sent before it is received: meshes take turns.
-
-    Args:
-        streams: Of each mesh.
-        last: Programs that begin when no mesh has anything else to do before its first of them.
-
-    Raises:
-        AssertionError: The streams wait for each other; `plan/check.py` would have said so.
-    """
-    at = dict.fromkeys(streams, 0)
-    sent: set[int] = set()
-    found: list[tuple[MeshId, Instruction]] = []
-    waiting = bool(last)
-    while any(at[mesh] < len(stream) for mesh, stream in streams.items()):
-        moved = False
-        for mesh, stream in streams.items():
-            ran = False
-            while at[mesh] < len(stream):
-                instruction = stream[at[mesh]]
-                if isinstance(instruction, Recv) and instruction.message not in sent:
-                    break
-                if isinstance(instruction, Run):
-                    if ran or (waiting and instruction.program in last):
-                        break
-                    ran = True
-                if isinstance(instruction, Send):
-                    sent.add(instruction.message)
-                found.append((mesh, instruction))
-                at[mesh] += 1
-                moved = True
-        assert moved or waiting, "the streams wait for each other"
-        waiting = waiting and moved
-    return found
