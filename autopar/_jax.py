@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info_util
+from jax._src.api_util import InternalFloatingPointError as _InternalFloatingPointError
 from jax._src.core import eval_jaxpr as _eval_jaxpr
 from jax._src.lax.lax import optimization_barrier_p
 from jax._src.random import prng as _prng
@@ -284,6 +285,13 @@ def find_primitives(*names: str) -> tuple[Primitive, ...]:
     Those outside `jax.extend.core.primitives` are found in JAX's modules as far as `import jax` has loaded them.
     """
     return tuple(primitive for name in names for primitive in _primitives_of_name().get(name, ()))
+
+
+def nan_error(error: BaseException) -> FloatingPointError | None:
+    """What `jax.jit` raises where a compiled program says that a result is a NaN (or infinite); None: it says not that."""
+    if not isinstance(error, _InternalFloatingPointError):
+        return None
+    return FloatingPointError(f"invalid value ({error.ty}) encountered in {error.name}")
 
 
 # Where an equation comes from.

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from autopar.errors import AutoparError, ClusterError, NotBuiltYetError, PipelineError, StructureChangedError
+from autopar.errors import AutoparError, ClusterError, NotBuiltYetError, PipelineError, StepError, StructureChangedError
 from autopar.ir.state import Roles, find_roles
 from autopar.ir.trace import Program, trace_step
 from autopar.mesh import Cluster
@@ -112,13 +112,24 @@ class CompiledStep:
 
     def run(self, leaves: list[Any]) -> Any:
         """Run one step on flat argument leaves."""
-        program = self.program
+        return self._as_returned(self._carry_out(self.executable, leaves))
+
+    def _carry_out(self, how: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
+        """What the executable makes of flat argument leaves; results that an error carries are as the step returns them."""
         if self._has_keys:
-            leaves = program.flatten_inputs(leaves)[: program.num_args]
-        results = self.executable([*leaves, *self._consts])
+            leaves = self.program.flatten_inputs(leaves)[: self.program.num_args]
+        try:
+            return how([*leaves, *self._consts])
+        except StepError as error:
+            if error.results is not None:
+                error.facts["results"] = error.results = self._as_returned(error.results)
+            raise
+
+    def _as_returned(self, results: list[Any]) -> Any:
+        """Flat results in the structure that the step returns."""
         if self._has_keys:
-            return program.unflatten_outputs(results)
-        return jax.tree.unflatten(program.out_tree, results)
+            return self.program.unflatten_outputs(results)
+        return jax.tree.unflatten(self.program.out_tree, results)
 
     def measure(self, *args: Any, **kwargs: Any) -> tuple[Any, Timeline]:
         """Run one step of a pipeline, each program by itself, and see how long each takes.
@@ -138,16 +149,11 @@ class CompiledStep:
                 do="time calls of the step, or plan with PipelineParallel(...).",
                 num_stages=1,
             )
-        program = self.program
-        leaves = check_arguments(program, args, kwargs)
-        if self._has_keys:
-            leaves = program.flatten_inputs(leaves)[: program.num_args]
-        results, seconds = self.executable.measure([*leaves, *self._consts])
+        leaves = check_arguments(self.program, args, kwargs)
+        results, seconds = self._carry_out(self.executable.measure, leaves)
         pipeline = self.plan.origin.pipeline
         timeline = measured(pipeline.streams, pipeline.stages, seconds)
-        if self._has_keys:
-            return program.unflatten_outputs(results), timeline
-        return jax.tree.unflatten(program.out_tree, results), timeline
+        return self._as_returned(results), timeline
 
 
 class ParallelStep:
@@ -214,7 +220,9 @@ class ParallelStep:
             return self._compiled[key]
         sharded = plan.origin.sharded
         avals = [var.aval for var in program.jaxpr.invars]
-        executable = compile_program(sharded.body, plan.mesh, devices, avals, roles.donated, program.name)
+        executable = compile_program(
+            sharded.body, plan.mesh, devices, avals, roles.donated, program.name, program.in_paths
+        )
         self._compiled[key] = CompiledStep(program, plan, executable)
         return self._compiled[key]
 
@@ -365,6 +373,8 @@ def compile_pipeline(origin: PipelineOrigin, devices: Sequence[Any]) -> Pipeline
         cut.roles,
         cut.stacks,
         pipeline.tasks.update.home,
+        origin.program.name,
+        cut.program.in_paths,
     )
 
 

@@ -2,8 +2,9 @@
 
 In:     what was given, what is wrong with it, what to do: one sentence each, with names, numbers and source lines.
 Out:    an exception whose message shows the three in that order and whose fields carry the facts.
-Method: one class per kind of mistake, all below `AutoparError`. An exception from the user's own code is never
-        wrapped. Our own bugs are `assert`s, not these.
+Method: one class per kind of mistake, all below `AutoparError`. An exception from the user's own code passes as it is
+        while the step is traced; of a step that runs it is the `__cause__` of a `StepError`, which says where it was
+        raised. Our own bugs are `assert`s, not these.
 """
 
 from __future__ import annotations
@@ -115,6 +116,21 @@ class WorkerError(AutoparError):
 
 class StructureChangedError(AutoparError):
     """A later call passes arguments of another structure, shape or dtype than the plan's. Facts: `path`."""
+
+
+class StepError(AutoparError):
+    """A step failed while it ran: a callback raised, memory ran out, a NaN where `jax_debug_nans` forbids it.
+
+    Its `__cause__` is the exception itself. Facts: `stage` and `microbatch` (None: of none), `task` in words, `source`,
+    `state_lost`: whether arguments were overwritten before it failed; `results`: what the step returned, if all of it was
+    computed nevertheless (a callback that returns nothing raised), else None.
+    """
+
+    results: Any
+
+
+class DonatedError(AutoparError):
+    """An argument is no more: an earlier call has taken its memory over. Facts: `paths`."""
 
 
 class NotBuiltYetError(AutoparError, NotImplementedError):

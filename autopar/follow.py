@@ -3,7 +3,8 @@
 In:     a step of the user's, a `ParallelStep` that trains the same parameters.
 Out:    a step called like the user's; its arguments that are (part of) the train step's state are taken as they lie.
 Method: arguments are matched by structure and types, as state is (`ir/state.py`); each matched array is pinned to its
-        sharding in the train step's plan, on the same mesh, and everything else is found as usual.
+        sharding in the train step's plan, on the same mesh, and everything else is found as usual. Behind a pipeline the
+        step is cut into the same stages (`plan/followed.py`).
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ from typing import Any
 import jax
 
 from autopar.api import ParallelStep
-from autopar.errors import AutoparError, NotBuiltYetError, StructureChangedError
-from autopar.mesh import LogicalMesh
-from autopar.plan.methods import ShardParallel
+from autopar.errors import AutoparError, StructureChangedError
+from autopar.plan.methods import Follow, Method, ShardParallel
 
 
 def follow(eval_step: Callable[..., Any], step: ParallelStep, **options: Any) -> Callable[..., Any]:
@@ -66,20 +66,22 @@ class Following:
             StructureChangedError: No argument is a part of the train step's state, or that step has no plan yet.
         """
         if self._parallel is None:
-            mesh, pins = self._pins(args, kwargs)
-            method = ShardParallel(mesh_shape=mesh, constraints=pins)
+            method, others = self._method(args, kwargs)
+            # Parameters are no batch, whatever their leading dims.
+            batch_argnums = tuple(others) if len(others) == 1 else "auto"
             self._parallel = ParallelStep(
                 self._fn,
                 self._step.cluster,
                 method,
-                self._options.get("batch_argnums", "auto"),
+                self._options.get("batch_argnums", batch_argnums),
                 self._options.get("donate_argnums", ()),
                 self._options.get("static_argnums", ()),
                 self._options.get("static_argnames", ()),
             )
         return self._parallel
 
-    def _pins(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[LogicalMesh, dict[str, Any]]:
+    def _method(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Method, list[int]]:
+        """How the step is planned, and the numbers of the arguments that are not the train step's."""
         compiled = self._step.latest()
         if compiled is None:
             raise StructureChangedError(
@@ -89,27 +91,20 @@ class Following:
                 do="call the train step, or step.compile(...), before.",
                 path="",
             )
-        if compiled.plan.schedule != "none":
-            raise NotBuiltYetError(
-                "following a pipeline is not built yet.",
-                given=f"a train step of {len(compiled.plan.stages)} stages",
-                wrong="its state lies on several submeshes.",
-                do="parallelize the eval step by itself; state is moved where it wants it.",
-                feature="follow",
-            )
-        trained = _subtrees(compiled.program.in_tree, compiled.program.in_avals, compiled.in_shardings)
-        probe = ParallelStep(self._fn, self._step.cluster, ShardParallel(), "auto", (), (), ())
-        program = probe.program(*args, **kwargs)
-        pins: dict[str, Any] = {}
-        for tree, first, last in _ranges(program.in_tree):
-            types = tuple((tuple(a.shape), a.dtype) for a in program.in_avals[first:last])
-            found = trained.get((tree, types))
-            if found is not None and last > first:
-                pins.update(
-                    (glob.escape(path), sharding.spec)
-                    for path, sharding in zip(program.in_paths[first:last], found, strict=True)
-                )
-        if not pins:
+        trained = _subtrees(compiled.program.in_tree, compiled.program.in_avals)
+        static = self._options.get("static_argnums", ()), self._options.get("static_argnames", ())
+        program = ParallelStep(self._fn, self._step.cluster, ShardParallel(), "auto", (), *static).program(
+            *args, **kwargs
+        )
+        found: dict[int, int] = {}
+        others = []
+        for number, (tree, first, last) in enumerate(_ranges(program.in_tree)):
+            start = trained.get((tree, _types(program.in_avals[first:last])))
+            if start is not None and last > first and start not in compiled.plan.origin.roles.batch:
+                found.update(zip(range(first, last), range(start, start + last - first), strict=True))
+            elif last > first:
+                others.append(number)
+        if not found:
             raise StructureChangedError(
                 "no argument of the eval step is state of the train step.",
                 given=", ".join(program.in_paths[:6]),
@@ -117,7 +112,16 @@ class Following:
                 do="pass the train step's state, or a subtree of it such as its parameters.",
                 path="",
             )
-        return compiled.plan.mesh, pins
+        if compiled.plan.schedule != "none":
+            there = compiled.program.in_paths
+            return Follow(compiled.plan, {program.in_paths[k]: there[at] for k, at in found.items()}), others
+        shardings = jax.tree.leaves(compiled.in_shardings)
+        pins = {glob.escape(program.in_paths[k]): shardings[at].spec for k, at in found.items()}
+        return ShardParallel(mesh_shape=compiled.plan.mesh, constraints=pins), others
+
+
+def _types(avals: Any) -> tuple[Any, ...]:
+    return tuple((tuple(a.shape), a.dtype) for a in avals)
 
 
 def _ranges(tree: Any) -> list[tuple[Any, int, int]]:
@@ -130,17 +134,14 @@ def _ranges(tree: Any) -> list[tuple[Any, int, int]]:
     return found
 
 
-def _subtrees(tree: Any, avals: Any, shardings: Any) -> dict[Any, list[Any]]:
-    """Every subtree of a step's arguments: (structure, types) -> shardings; of equal ones the outermost, then first."""
-    leaves = jax.tree.leaves(shardings)
-    found: dict[Any, list[Any]] = {}
+def _subtrees(tree: Any, avals: Any) -> dict[Any, int]:
+    """Every subtree of a step's arguments: (structure, types) -> its first leaf; of equal ones the outermost, then first."""
+    found: dict[Any, int] = {}
     level = [(child, start) for child, start, _ in _ranges(tree)]
     while level:
         following = []
         for node, start in level:
-            stop = start + node.num_leaves
-            types = tuple((tuple(a.shape), a.dtype) for a in avals[start:stop])
-            found.setdefault((node, types), leaves[start:stop])
+            found.setdefault((node, _types(avals[start : start + node.num_leaves])), start)
             for child in node.children():
                 following.append((child, start))
                 start += child.num_leaves

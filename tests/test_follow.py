@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.errors import AutoparError, NotBuiltYetError, PipelineError, StructureChangedError
+from autopar.errors import AutoparError, PipelineError, StructureChangedError
 from tests.sweep import QUICK, SLOW
 
 LAYERS, WIDTH = 4, 32
@@ -100,10 +100,84 @@ def test_follow_says_what_it_cannot():
     train(init(), BATCH)
     with pytest.raises(StructureChangedError, match="no argument of the eval step is state"):
         autopar.follow(lambda x: x, train)(jnp.ones(3))
-    piped = parallel(autopar.PipelineParallel(num_stages=2, num_microbatches=2))
+    piped = parallel(autopar.PipelineParallel(num_stages=4, num_microbatches=2))
     state, _ = piped(init(), BATCH)
-    with pytest.raises(NotBuiltYetError, match="following a pipeline"):
-        autopar.follow(evaluate, piped)(state["params"], BATCH)
+    with pytest.raises(PipelineError, match="cannot follow so many stages"):
+        autopar.follow(lambda params, batch: jnp.sum(batch["x"]) * params["head"], piped)(state["params"], BATCH)
+
+
+def predict(params, batch):
+    """Per sample, a mean, and something of the parameters alone."""
+    x, _ = jax.lax.scan(lambda x, k: (jnp.tanh(x @ k), None), batch["x"], params["layers"])
+    out = x @ params["head"]
+    return {"out": out, "loss": jnp.mean((out - batch["y"]) ** 2), "norm": jnp.sum(params["layers"] ** 2)}
+
+
+def check_followed(train, follower, state, batch, fn=predict):
+    host = jax.tree.map(np.asarray, state["params"])
+    expected = jax.jit(fn)(host, batch)
+    got = follower(state["params"], batch)
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5, atol=1e-6)
+    compiled = follower.parallel(state["params"], batch).latest()
+    assert compiled.in_shardings[0][0] == train.latest().in_shardings[0][0]["params"], "nothing moves"
+    assert {v.role for v in compiled.plan.values if v.name.startswith("b")} == {"batch"}
+    return compiled.plan
+
+
+@pytest.mark.parametrize(
+    "method, schedule",
+    [
+        (autopar.PipelineParallel(num_stages=4, num_microbatches=2), "inference"),
+        (autopar.PipelineParallel(num_stages=2, num_microbatches=4, schedule="zb-h1"), "inference"),
+        (autopar.PipelineParallel(submeshes=(1, 1, 2, 4), num_microbatches=2), "inference"),
+        (autopar.PipelineParallel(num_stages=2, num_microbatches=2, schedule="interleaved"), "interleaved"),
+        (autopar.ThreeD(data=2, tensor=2, pipeline=2, num_microbatches=2), "inference"),
+    ],
+)
+def test_follow_a_pipeline(method, schedule):
+    train = parallel(method)
+    state = train.create_state(init, example=(BATCH,))
+    follower = autopar.follow(predict, train)
+    for _ in range(2):
+        state, _ = train(state, BATCH)
+        plan = check_followed(train, follower, state, BATCH)
+    assert plan.schedule == schedule and len(plan.stages) == len(train.latest().plan.stages)
+    assert plan.num_microbatches == train.latest().plan.num_microbatches
+    assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array))
+    odd = {name: array[:3] for name, array in BATCH.items()}
+    check_followed(train, follower, state, odd)
+
+
+def unrolled(params, batch):
+    """Tied: the first stage's embedding is also what the last one ends with."""
+    x = batch["x"] @ params["embed"]
+    for kernel in params["kernels"]:
+        x = jnp.tanh(x @ kernel)
+    return x @ params["embed"].T
+
+
+def train_unrolled(state, batch):
+    loss, grads = jax.value_and_grad(lambda p: jnp.mean((unrolled(p, batch) - batch["x"]) ** 2))(state["params"])
+    return {"params": jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)}, loss
+
+
+@pytest.mark.parametrize(
+    "fn", [unrolled, lambda p, b: jnp.argmax(unrolled(p, b).sum(0)), jax.grad(lambda p, b: jnp.sum(unrolled(p, b)))]
+)
+def test_follow_tied_weights_unrolled(fn):
+    """A step with a backward pass too, and one that cannot be worked through in microbatches."""
+    random = np.random.default_rng(1)
+    params = {
+        "embed": random.normal(size=(WIDTH, 16)).astype(np.float32) / 4,
+        "kernels": [random.normal(size=(16, 16)).astype(np.float32) / 4 for _ in range(6)],
+    }
+    cluster = autopar.Cluster.local(jax.devices()[:4], device=SLOW, intra=QUICK)
+    method = autopar.PipelineParallel(submeshes=(1, 1, 2), num_microbatches=4)
+    train = autopar.parallelize(train_unrolled, cluster=cluster, method=method, batch_argnums=(1,))
+    state, _ = train({"params": params}, {"x": BATCH["x"]})
+    check_followed(train, autopar.follow(fn, train), state, {"x": BATCH["x"]}, fn)
 
 
 def test_measured_timeline():
@@ -127,7 +201,7 @@ def test_live_bytes_stay_below_the_predicted_peak():
     pipeline = compiled.executable
     leaves = jax.tree.leaves((init(), BATCH))
     state_bytes: dict[int, int] = {}
-    held = pipeline._begin(leaves)
+    held = pipeline._begin(pipeline._split(leaves))
     mesh_of = [b.mesh for b in compiled.plan.origin.pipeline.streams.buffers]
     most: dict[int, int] = {}
     for call in pipeline._calls:

@@ -26,7 +26,7 @@ from autopar.intra_op.liveness import measure_liveness
 from autopar.intra_op.lower import lower_part
 from autopar.intra_op.restrict import Allowed, Restrict
 from autopar.intra_op.shard import Sharded, shard
-from autopar.intra_op.sharded import Body, Collective, Compute, Region, collectives_of
+from autopar.intra_op.sharded import Body, Collective, Compute, Region, calls_host, collectives_of
 from autopar.ir.accumulate import accumulator_type
 from autopar.ir.pieces import Cut
 from autopar.ir.structure import trip_count
@@ -99,6 +99,7 @@ class TaskPlan:
     def needs_number(self) -> bool:
         """Whether the number of the microbatch is one more operand, the last, because no equation reads it."""
         counts = any(b.slot.kind == "piece" for b in self.inputs) or bool(self.written_rows)
+        counts = counts or (self.task.kind in ("F", "B", "W") and calls_host(self.body))  # an exception tells of which
         return counts and not any(b.slot.kind == "number" for b in self.inputs)
 
 

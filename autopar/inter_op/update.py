@@ -123,6 +123,8 @@ class _Placement:
         for eqn in self.eqns:
             if any(waiting.get(var) is eqn for var in eqn.outvars):
                 self.settle(eqn, min(range(self.num_stages), key=lambda s: (self.load[s], s)), waiting)
+            elif not eqn.outvars and id(eqn) not in self.stage_of_eqn:  # it is there for its effect
+                self.settle(eqn, 0, waiting)
 
     def settle(self, eqn: JaxprEqn, at: int, waiting: dict[Var, JaxprEqn]) -> None:
         """Place an equation, the ones that waited for it, and the arguments that no other has placed."""
@@ -177,7 +179,7 @@ class _Placement:
         dropped: dict[int, None] = {}
         replaced: dict[int, list[JaxprEqn]] = {}
         for eqn in reversed(self.eqns):
-            if id(eqn) in dropped or eqn.outvars[0] not in inner:
+            if id(eqn) in dropped or not any(var in inner for var in eqn.outvars[:1]):
                 continue
             gone: list[JaxprEqn] = []
             parts = leaves(eqn, gone)

@@ -1,7 +1,8 @@
 """The sharded program: what every device does, in order, with each conversion between shardings written out.
 
 In:     (types only; `lower.py` makes it.)
-Out:    `Body`, a list of `Move | Fused | Compute | Region`; `collectives_of` lists what it communicates.
+Out:    `Body`, a list of `Move | Fused | Compute | Region`; `collectives_of` lists what it communicates, `calls_host` tells
+        whether it calls the user's functions.
 Method: a *copy* is a value in one sharding, `(var, sharding)`; an instruction makes copies from copies. The plan's
         predictions (`plan/`) and the per-device program (`partition/`) are both read off this one list, so they agree.
 """
@@ -176,6 +177,19 @@ def collectives_of(
                     yield from collectives_of(inner, mesh, times * trips, only_reductions=only_reductions)
             case _:
                 assert_never(instruction)
+
+
+def is_callback(instruction: Compute) -> bool:
+    """Whether an instruction calls a function of the user's on the host; JAX's own prints are none."""
+    return instruction.rule.once and "callback" in instruction.eqn.params
+
+
+def calls_host(body: Body) -> bool:
+    """Whether a program holds such a call, in loops and branches too."""
+    return any(
+        is_callback(i) if isinstance(i, Compute) else isinstance(i, Region) and any(map(calls_host, i.bodies))
+        for i in body.instructions
+    )
 
 
 def describe(eqn: JaxprEqn) -> str:

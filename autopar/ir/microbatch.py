@@ -215,7 +215,7 @@ def for_the_loop(
     jaxpr: Jaxpr, before: Sequence[JaxprEqn], after: Sequence[JaxprEqn], wanted: Sequence[Var]
 ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
     """Before the loop only what it needs; what could also come later comes with the update."""
-    kept = needed(before, wanted)
+    kept = needed([eqn for eqn in before if eqn.outvars], wanted)
     early = {id(eqn) for eqn in kept}
     late = {id(eqn) for eqn in (*before, *after)} - early
     later = [eqn for eqn in jaxpr.eqns if id(eqn) in late]

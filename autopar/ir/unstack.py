@@ -10,7 +10,7 @@ Method: the dim of layers is worked through in pieces (`pieces.py`), as the batc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,7 +85,9 @@ def _can_be_cut(eqn: JaxprEqn) -> bool:
     return eqn.primitive.name == "scan" and trip_count(eqn) > 1 and bool(scan_parts(eqn).xs)
 
 
-def unstack(jaxpr: Jaxpr, length: int, count: int, aliases: Mapping[int, int]) -> Unstacked:
+def unstack(
+    jaxpr: Jaxpr, length: int, count: int, aliases: Mapping[int, int], lying: Collection[int] = ()
+) -> Unstacked:
     """Take the scans of `length` layers apart.
 
     Args:
@@ -93,14 +95,16 @@ def unstack(jaxpr: Jaxpr, length: int, count: int, aliases: Mapping[int, int]) -
         length: Which scans: those with so many trips over stacked values.
         count: Number of parts; divides `length`.
         aliases: Output -> input whose new value it is: both become parts, or neither.
+        lying: Inputs that lie in parts: they are such also where they are read whole, and are put together for that.
     """
-    return _Unstacking(jaxpr, length, count, aliases).run()
+    return _Unstacking(jaxpr, length, count, aliases, lying).run()
 
 
 class _Unstacking:
-    def __init__(self, jaxpr: Jaxpr, length: int, count: int, aliases: Mapping[int, int]):
+    def __init__(self, jaxpr: Jaxpr, length: int, count: int, aliases: Mapping[int, int], lying: Collection[int]):
         self.jaxpr, self.length, self.count, self.aliases = jaxpr, length, count, aliases
-        self.made: dict[Var, Share] = {}
+        self.lying = frozenset(lying)
+        self.made: dict[Var, Share] = {jaxpr.invars[k]: Cut(0) for k in lying}
         self.way_of: dict[int, Way] = {}
         self.rules: dict[object, tuple[ShardingRule, list[Way]]] = {}
         self.programs: dict[object, Jaxpr] = {}
@@ -204,7 +208,7 @@ class _Unstacking:
         split_in, split_out = set(), set()
         for k, var in enumerate(invars):
             wants = uses.get(var, {})
-            if not wants or list(wants) != [Cut(0)]:
+            if not wants or (list(wants) != [Cut(0)] and k not in self.lying):
                 continue
             out = replaced_by.get(k)
             if out is None:

@@ -24,7 +24,7 @@ def run_equation(
     """The per-device program of `eqn` under `strategy`; call it inside `shard_map`."""
     shard = Shard(strategy.axes_of, axis_sizes, rule.sizes)
     if rule.once:
-        results = _run_once(eqn, axis_sizes, operands)
+        results = _run_once(eqn, rule, shard, axis_sizes, operands)
     elif rule.local is not None:
         results = list(rule.local(eqn, shard, *operands))
     else:
@@ -34,11 +34,16 @@ def run_equation(
     return results
 
 
-def _run_once(eqn: JaxprEqn, axis_sizes: Mapping[str, int], operands: Sequence[jax.Array]) -> list[jax.Array]:
+def _run_once(
+    eqn: JaxprEqn, rule: ShardingRule, shard: Shard, axis_sizes: Mapping[str, int], operands: Sequence[jax.Array]
+) -> list[jax.Array]:
     """Run a call into the host on the first device only; elsewhere its results are zeros, so that their sum is right."""
+
+    def call(*arrays: jax.Array) -> list[jax.Array]:
+        return bind_eqn(eqn, *arrays) if rule.local is None else list(rule.local(eqn, shard, *arrays))
 
     def nothing(*_: jax.Array) -> list[jax.Array]:
         return [jnp.zeros(var.aval.shape, var.aval.dtype) for var in eqn.outvars]
 
     first = lax.axis_index(tuple(axis_sizes)) == 0
-    return lax.cond(first, lambda *arrays: bind_eqn(eqn, *arrays), nothing, *operands)
+    return lax.cond(first, call, nothing, *operands)

@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar.inter_op.stage_plan import Border, TaskPlan
 from autopar.ir.accumulate import first_value
 from autopar.mesh import Sharding
+from autopar.partition.host_calls import Watch, watched
 from autopar.partition.program import per_device_program
 
 
@@ -69,19 +70,22 @@ def array_type(border: Border, places: jax.sharding.Mesh) -> ArrayType:
     return ArrayType((*rows, *border.shape), border.dtype, NamedSharding(places, spec))
 
 
-def task_function(plan: TaskPlan, places: jax.sharding.Mesh, overwritten: Collection[int]) -> TaskFunction:
+def task_function(
+    plan: TaskPlan, places: jax.sharding.Mesh, overwritten: Collection[int], watch: Watch | None = None
+) -> TaskFunction:
     """Make a task a function of global arrays.
 
     Args:
         plan: The task on its mesh.
         places: The devices.
         overwritten: Positions of the operands whose memory results take.
+        watch: Where callbacks leave what they raise; None: they raise it.
     """
     rows = plan.written_rows
     inputs = [array_type(b, places) for b in (*plan.inputs, *rows)]
     outputs = [array_type(b, places) for b in plan.outputs]
     axis_sizes = dict(places.shape)
-    program = per_device_program(plan.body, axis_sizes, places.devices.flat[0].platform == "cpu")
+    in_order = places.devices.flat[0].platform == "cpu"
     number_at = next((k for k, b in enumerate(plan.inputs) if b.slot.kind == "number"), None)
     needs_number = plan.needs_number
     num_body = len(plan.body.outputs)
@@ -94,7 +98,8 @@ def task_function(plan: TaskPlan, places: jax.sharding.Mesh, overwritten: Collec
             if border.slot.kind == "piece":
                 array = lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
             operands.append(array)
-        made = program(*operands)
+        body = plan.body if watch is None else watched(plan.body, watch, plan.task.name, number)
+        made = per_device_program(body, axis_sizes, in_order)(*operands)
         stacks = iter(arrays[len(plan.inputs) :])
         results = []
         for border, array in zip(plan.outputs[:num_body], made, strict=True):

@@ -1,7 +1,7 @@
-"""What the whole step would cost if one decision were forced.
+"""What the whole step, or a whole stage of a pipeline, would cost if one decision were forced.
 
-In:     a plan with its planning problem in memory.
-Out:    `Study`; for a decision an `Outcome` per alternative, in seconds, or why it cannot be.
+In:     a plan with its planning problems in memory.
+Out:    `Study`, one for each stage; for a decision an `Outcome` per alternative, in seconds, or why it cannot be.
 Method: the choice problem is solved again with the decision's cost vector restricted to one choice, under the same
         memory budget. What the user or the method forbids is costed with that one restriction lifted.
 """
@@ -10,17 +10,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from autopar._jax import Jaxpr
 from autopar.intra_op.costs import build_problem, held_values
 from autopar.intra_op.graph import Node
 from autopar.intra_op.liveness import measure_liveness
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import broken_memory_rows
 from autopar.intra_op.problem import MemoryRow, Problem
+from autopar.intra_op.shard import Sharded
 from autopar.intra_op.sharded import Body
 from autopar.intra_op.solve import solve
 from autopar.intra_op.within import solve_within
@@ -50,18 +52,51 @@ class Outcome:
     why_not: str = ""
 
 
+def studies(plan: Plan) -> list[Study]:
+    """One for each stage; one without a pipeline."""
+    origin = plan.origin
+    if plan.schedule == "none":
+        paths = dict(enumerate(origin.program.in_paths))
+        return [
+            Study(plan, None, origin.sharded, origin.program.jaxpr, paths, origin.roles.aliases, origin.roles.donated)
+        ]
+    cut = origin.pipeline.cut
+    path_of = dict(zip(cut.program.jaxpr.invars, cut.program.in_paths, strict=False))  # constants have none
+    found = []
+    for number, stage in enumerate(origin.pipeline.stages):
+        program = stage.program
+        arguments = {**program.arguments, **{k: var for k, (var, _) in program.stacks.items()}}
+        paths = {k: path_of[var] for k, var in sorted(arguments.items()) if var in path_of}
+        donated = [k in program.aliases.values() for k in range(len(program.jaxpr.invars))]
+        found.append(Study(plan, number, stage.sharded, program.jaxpr, paths, program.aliases, donated))
+    return found
+
+
 class Study:
-    """The planning problem of one plan; nothing of the plan is changed.
+    """The planning problem of one plan, or of one stage of it; nothing of the plan is changed.
 
     Attributes:
+        stage: Which; None: the plan has no stages.
+        paths: Position among the problem's inputs -> name, for those that are arguments of the step.
+        aliases: Output position -> position of the input whose new value it is.
         chosen: The plan's choice per decision; identical layers are one decision.
-        base: Predicted step time of the plan, in the problem's own seconds.
+        base: Predicted time of the step, or of the stage's work in one step, in the problem's own seconds.
     """
 
-    def __init__(self, plan: Plan):
-        origin = plan.origin
-        self.plan, self.program, self.roles, self.sharded = plan, origin.program, origin.roles, origin.sharded
-        self.device, self.solver = origin.cluster.device, origin.method.options().solver
+    def __init__(
+        self,
+        plan: Plan,
+        stage: int | None,
+        sharded: Sharded,
+        jaxpr: Jaxpr,
+        paths: Mapping[int, str],
+        aliases: Mapping[int, int],
+        donated: Sequence[bool],
+    ):
+        self.plan, self.stage, self.sharded, self.jaxpr = plan, stage, sharded, jaxpr
+        self.paths, self.aliases, self.donated = paths, aliases, donated
+        self.what = "step" if stage is None else "stage"
+        self.device, self.solver = plan.origin.cluster.device, plan.origin.method.options().solver
         self.graph, self.problem, self.class_of = self.sharded.graph, self.sharded.problem, self.sharded.class_of
         self.mesh = self.graph.mesh
         self.chosen = [0] * len(self.problem.costs)
@@ -122,18 +157,18 @@ class Study:
                 choice, math.inf, "another restriction, or a loop of unknown length, leaves no way to have it so"
             )
         body = self._lowered(unlimited.choices)
-        peak = measure_liveness(body, self.mesh, self.held, self.roles.donated).peak_bytes
+        peak = measure_liveness(body, self.mesh, self.held, self.donated).peak_bytes
         return Outcome(
             choice, math.inf, f"does not fit in {bytes_text(budget)}: at its fastest it needs {bytes_text(peak)}"
         )
 
     def _broken_rows(self, choices: Sequence[int]) -> list[MemoryRow]:
         return broken_memory_rows(
-            self.graph, self.class_of, choices, self._lowered(choices), self.roles.donated, self.plan.budget_bytes
+            self.graph, self.class_of, choices, self._lowered(choices), self.donated, self.plan.budget_bytes
         )
 
     def _lowered(self, choices: Sequence[int]) -> Body:
-        return lower(self.program.jaxpr, self.graph, [choices[c] for c in self.class_of])
+        return lower(self.jaxpr, self.graph, [choices[c] for c in self.class_of])
 
     def forbidden_by(self, number: int) -> str:
         """What the user asked for that restricts this decision; "" if nothing does."""
@@ -146,7 +181,7 @@ class Study:
         return ""
 
     def compared(self, outcome: Outcome) -> tuple[str, str]:
-        """Step time, and how it compares with the plan's."""
+        """Time of the step or stage, and how it compares with the plan's."""
         if outcome.why_not:
             return "-", outcome.why_not
         more = outcome.seconds - self.base

@@ -8,7 +8,9 @@ Method: `ir/unstack.py`, `ir/microbatch.py` (or `ir/whole_batch.py`), `inter_op/
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autopar._jax import Jaxpr
 from autopar.errors import PipelineError
@@ -44,32 +46,26 @@ class Cut:
     batch: BatchDims
 
 
-def in_parts(program: Program, roles: Roles, num_stages: int) -> tuple[Program, Roles, Unstacked]:
+def in_parts(
+    program: Program, roles: Roles, num_stages: int, lying: tuple[int, Sequence[int]] | None = None
+) -> tuple[Program, Roles, Unstacked]:
     """The step with its scans over layers taken apart, if it has any: into as many parts as stages where that divides.
 
     Args:
         program: The step.
         roles: Its roles.
         num_stages: How many stages it is to be cut into.
+        lying: In how many parts stacks lie, and which inputs are such; None: as suits the stages.
     """
     length = layer_count(program.jaxpr)
-    count = _part_count(length, num_stages)
-    if count < 2:
+    count, stacked = (_part_count(length, num_stages), ()) if lying is None else lying
+    if count < 2 or (lying is not None and not stacked):
         return program, roles, whole_stacks(program.jaxpr)
-    stacks = unstack(program.jaxpr, length, count, roles.aliases)
+    stacks = unstack(program.jaxpr, length if length % count == 0 else 0, count, roles.aliases, stacked)
     if not any(len(stacks.inputs[k]) > 1 for k in roles.state):
         return program, roles, whole_stacks(program.jaxpr)  # a scan over time, or over chunks: its weights are shared
-    size = length // count
-    paths = [
-        f"{program.in_paths[k]}[{number * size}:{(number + 1) * size}]" if len(parts) > 1 else program.in_paths[k]
-        for k, parts in enumerate(stacks.inputs[: program.num_args])
-        for number, _ in enumerate(parts)
-    ]
-    out_paths = [
-        f"{program.out_paths[k]}[{number * size}:{(number + 1) * size}]" if len(parts) > 1 else program.out_paths[k]
-        for k, parts in enumerate(stacks.outputs)
-        for number, _ in enumerate(parts)
-    ]
+    paths = _part_paths(program.in_paths, stacks.inputs[: program.num_args], stacks.jaxpr.invars)
+    out_paths = _part_paths(program.out_paths, stacks.outputs, stacks.jaxpr.outvars)
     parted = dataclasses.replace(
         program,
         jaxpr=stacks.jaxpr,
@@ -86,12 +82,21 @@ def in_parts(program: Program, roles: Roles, num_stages: int) -> tuple[Program, 
     }
     parted_roles = Roles(
         aliases,
-        tuple(sorted(aliases.values())),
+        tuple(sorted(at for k in roles.state for at in stacks.inputs[k])),
         tuple(at for k in roles.batch for at in stacks.inputs[k]),
         tuple(roles.donated[k] for k, parts in enumerate(stacks.inputs) for _ in parts),
         roles.state_arguments,
     )
     return parted, parted_roles, stacks
+
+
+def _part_paths(paths: Sequence[str], positions: Sequence[Sequence[int]], atoms: Sequence[Any]) -> list[str]:
+    """Paths of all parts: of a stack with the layers of each."""
+    found = []
+    for path, parts in zip(paths, positions, strict=True):
+        size = atoms[parts[0]].aval.shape[0] if len(parts) > 1 else 0
+        found += [f"{path}[{k * size}:{(k + 1) * size}]" if size else path for k, _ in enumerate(parts)]
+    return found
 
 
 def _part_count(length: int, num_stages: int) -> int:
@@ -101,7 +106,14 @@ def _part_count(length: int, num_stages: int) -> int:
     return next((n for n in range(num_stages, length + 1) if length % n == 0), length)
 
 
-def cut_step(program: Program, roles: Roles, num_stages: int, num_microbatches: int, semantics: str = "exact") -> Cut:
+def cut_step(
+    program: Program,
+    roles: Roles,
+    num_stages: int,
+    num_microbatches: int,
+    semantics: str = "exact",
+    lying: tuple[int, Sequence[int]] | None = None,
+) -> Cut:
     """Take a step apart: its scans over layers, its phases, its segments.
 
     Args:
@@ -110,12 +122,13 @@ def cut_step(program: Program, roles: Roles, num_stages: int, num_microbatches: 
         num_stages: How many stages it is to be cut into.
         num_microbatches: How many microbatches.
         semantics: `"exact"` or `"per_microbatch"`.
+        lying: In how many parts stacks lie, and which inputs are such; None: as suits the stages.
 
     Raises:
         BatchError: The batch does not divide.
         MicrobatchError: Microbatches would compute something else.
     """
-    program, roles, stacks = in_parts(program, roles, num_stages)
+    program, roles, stacks = in_parts(program, roles, num_stages, lying)
     names = ", ".join(dict.fromkeys(program.in_paths[k].split("/")[0] for k in roles.batch))
     if num_microbatches > 1:
         own = semantics == "per_microbatch"

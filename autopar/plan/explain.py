@@ -5,7 +5,8 @@ In:     a plan with its planning problem in memory; the path of an argument, a g
 Out:    text: each alternative with the predicted step time if it is forced and everything else is chosen anew; what
         forbids the others; who reads the value and the conversions that costs.
 Method: alternatives are solved (`alternatives.py`); conversions are read off the sharded program. Identical layers were
-        planned as one decision: forcing it forces all of them.
+        planned as one decision: forcing it forces all of them. Each stage of a pipeline is a problem of its own, equal
+        stages are told together; `"stages"` asks why the step is cut where it is.
 """
 
 from __future__ import annotations
@@ -15,16 +16,20 @@ import fnmatch
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from autopar._jax import Literal, Var
-from autopar.errors import AutoparError, NotBuiltYetError
+from autopar.errors import AutoparError
 from autopar.intra_op.graph import Node
 from autopar.intra_op.sharded import Compute, Region, describe, local_bytes
 from autopar.intra_op.strategies import Strategy
+from autopar.ir.canonical import canonical_key
 from autopar.mesh import LogicalMesh, Sharding
-from autopar.plan.alternatives import Study
-from autopar.plan.page import Page, Table, bytes_text, collapse_paths, seconds_text, type_text
+from autopar.plan.alternatives import Study, studies
+from autopar.plan.cuts import asked_for_stages, cuts_page
+from autopar.plan.page import Page, Table, bytes_text, collapse_paths, numbers_text, seconds_text, type_text
 from autopar.plan.plan import Plan
 from autopar.plan.text import page_text
 from autopar.plan.uses import conversions, describe_phase, readers, result_sharding
@@ -44,14 +49,6 @@ def explain(plan: Plan, path_or_op: str) -> str:
     Raises:
         AutoparError: Nothing has this name, or the plan was read from a file and not compiled since.
     """
-    if plan.schedule != "none":
-        raise NotBuiltYetError(
-            "pipelines are not explained yet.",
-            given=f"explain({path_or_op!r}) on a plan of {len(plan.stages)} stages",
-            wrong="each stage has decisions of its own.",
-            do="read print(plan), or plan the step without stages: ShardParallel().",
-            feature="explain",
-        )
     if plan.origin is None:
         raise AutoparError(
             "this plan is not attached to a program.",
@@ -59,38 +56,44 @@ def explain(plan: Plan, path_or_op: str) -> str:
             wrong="the file holds what was decided, not the problem; alternatives cannot be costed without it.",
             do="call compiled = step.compile(..., plan=plan) first, then compiled.plan.explain(...).",
         )
-    study = Study(plan)
-    arguments = _matching_arguments(plan.origin.program.in_paths, path_or_op)
-    if arguments:
-        pages = list(_argument_pages(study, arguments))
+    if asked_for_stages(plan, path_or_op):
+        return page_text(cuts_page(plan))
+    of_stages = studies(plan)
+    found = _matching_paths(list(dict.fromkeys(path for s in of_stages for path in s.paths.values())), path_or_op)
+    if found:
+        pages = list(_argument_pages(of_stages, found))
         what = "arguments"
     else:
-        pages = list(_operation_pages(study, path_or_op))
+        pages = list(_operation_pages(of_stages, path_or_op))
         what = "operations"
     if not pages:
-        raise _unknown(plan, path_or_op)
+        raise _unknown(plan, of_stages, path_or_op)
     texts = [page_text(make()) for make in pages[:MAX_DECISIONS]]
     if len(pages) > MAX_DECISIONS:
         texts.append(f"and {len(pages) - MAX_DECISIONS} more decisions over {what} with this name: ask for one of them")
     return "\n\n".join(texts)
 
 
-def _matching_arguments(paths: Sequence[str], asked: str) -> list[int]:
-    """The argument of this path; else those whose path ends so; else those a glob matches."""
+def _matching_paths(paths: Sequence[str], asked: str) -> list[str]:
+    """The argument of this path, or all parts of it; else those whose path ends so; else those a glob matches."""
     for matches in (
         lambda path: path == asked,
         lambda path: path.endswith("/" + asked),
         lambda path: fnmatch.fnmatchcase(path, asked) or fnmatch.fnmatchcase(path, "*/" + asked),
     ):
-        found = [k for k, path in enumerate(paths) if matches(path)]
+        found = [path for path in paths if matches(path) or matches(_PART.sub("", path))]
         if found:
             return found
     return []
 
 
-def _unknown(plan: Plan, asked: str) -> AutoparError:
-    paths = list(plan.origin.program.in_paths)
-    operations = list(dict.fromkeys(_name(n) for n in plan.origin.sharded.graph.nodes if n.kind == "op"))
+_PART = re.compile(r"\[\d+:\d+\]$")
+"""What stands behind the path of a stack that lies on several stages: which of its layers."""
+
+
+def _unknown(plan: Plan, of_stages: Sequence[Study], asked: str) -> AutoparError:
+    paths = list(dict.fromkeys(path for s in of_stages for path in s.paths.values()))
+    operations = list(dict.fromkeys(_name(n) for s in of_stages for n in s.graph.nodes if n.kind == "op"))
     near = difflib.get_close_matches(asked, paths + operations, n=5, cutoff=0.4)
     if not near:  # the end of a path may be right while its beginning is not
         near = [path for path in paths if path.rpartition("/")[2] == asked.rpartition("/")[2]][:5]
@@ -105,33 +108,89 @@ def _unknown(plan: Plan, asked: str) -> AutoparError:
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """A decision that was asked for: the same one in all stages that are equal.
+
+    Attributes:
+        study: Of the first of them.
+        number: Which decision.
+        stages: All of them.
+        titles: What was asked for, in all of them.
+        nodes: Operations that were asked for, in the first.
+        inputs: Inputs that were asked for, in the first.
+    """
+
+    study: Study
+    number: int
+    stages: list[int] = field(default_factory=list)
+    titles: list[str] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+
+
+def _decisions(
+    of_stages: Sequence[Study], asked: Callable[[Study], Iterator[tuple[int, str, Node | None, int | None]]]
+) -> list[_Decision]:
+    """Decisions by what is asked for in each stage: (decision, title, operation or None, input or None)."""
+    found: dict[Hashable, _Decision] = {}
+    for study in of_stages:
+        alike: Hashable = None
+        if study.stage is not None:
+            alike = canonical_key(study.jaxpr), study.mesh, tuple(study.sharded.choices)
+        for number, title, node, position in asked(study):
+            decision = found.setdefault((alike, number), _Decision(study, number))
+            decision.titles.append(title)
+            if study.stage is not None and study.stage not in decision.stages:
+                decision.stages.append(study.stage)
+            if decision.study is study and node is not None:
+                decision.nodes.append(node)
+            if decision.study is study and position is not None:
+                decision.inputs.append(position)
+    return list(found.values())
+
+
+def _stage_facts(decision: _Decision) -> list[tuple[str, str]]:
+    stages = decision.stages
+    if not stages:
+        return []
+    return [("stage" if len(stages) == 1 else "stages", numbers_text(stages) + (", equal" if len(stages) > 1 else ""))]
+
+
+def _time_fact(study: Study) -> tuple[str, str]:
+    if study.stage is None:
+        return "step time", f"{seconds_text(study.base)} predicted"
+    step = seconds_text(study.plan.cost.step_seconds)
+    return "stage time", f"{seconds_text(study.base)} predicted, its work in one step; the step takes {step}"
+
+
 # Arguments
 
 
-def _argument_pages(study: Study, arguments: Sequence[int]) -> Iterator[Callable[[], Page]]:
-    by_class: dict[int, list[int]] = {}
-    for k in arguments:
-        by_class.setdefault(study.class_of[study.graph.inputs[k]], []).append(k)
-    for number, members in by_class.items():
-        yield functools.partial(_argument_page, study, number, members)
+def _argument_pages(of_stages: Sequence[Study], paths: Sequence[str]) -> Iterator[Callable[[], Page]]:
+    def asked(study: Study) -> Iterator[tuple[int, str, Node | None, int | None]]:
+        for position, path in study.paths.items():
+            if path in paths:
+                yield study.class_of[study.graph.inputs[position]], path, None, position
+
+    for decision in _decisions(of_stages, asked):
+        yield functools.partial(_argument_page, decision)
 
 
-def _argument_page(study: Study, number: int, asked: Sequence[int]) -> Page:
-    first = asked[0]
+def _argument_page(decision: _Decision) -> Page:
+    study, number, first = decision.study, decision.number, decision.inputs[0]
     node = study.graph.nodes[study.graph.inputs[first]]
     shape, dtype = tuple(node.var.aval.shape), node.var.aval.dtype
     chosen = node.shardings[study.chosen[number]]
-    tied = [
-        k for k, index in enumerate(study.graph.inputs[: study.program.num_args]) if study.class_of[index] == number
-    ]
-    paths = [study.program.in_paths[k] for k in tied]
+    tied = [path for k, path in study.paths.items() if study.class_of[study.graph.inputs[k]] == number]
     facts = [
+        *_stage_facts(decision),
         ("type", type_text(shape, str(dtype))),
         ("sharding", f"{chosen}, {bytes_text(local_bytes(node.var, chosen, study.mesh))} on each device"),
-        ("step time", f"{seconds_text(study.base)} predicted"),
+        _time_fact(study),
     ]
-    if len(paths) > 1:
-        facts.append(("one decision", ", ".join(path for path, _, _ in collapse_paths([(p, "") for p in paths]))))
+    if len(tied) > 1:
+        facts.append(("one decision", ", ".join(path for path, _, _ in collapse_paths([(p, "") for p in tied]))))
     outcomes = study.outcomes(number)
     rows: list[tuple[str, ...]] = []
     for outcome in outcomes:
@@ -139,15 +198,14 @@ def _argument_page(study: Study, number: int, asked: Sequence[int]) -> Page:
         seconds, text = study.compared(outcome) if rows else (seconds_text(study.base), "chosen")
         rows.append((str(sharding), bytes_text(local_bytes(node.var, sharding, study.mesh)), seconds, text))
     alternatives = Table(
-        "Alternatives: the whole step if this is forced and everything else chosen anew",
-        ("sharding", "per device", "step time", "against the plan"),
+        _alternatives_title(study),
+        ("sharding", "per device", f"{study.what} time", "against the plan"),
         tuple(rows),
         (1, 2),
         study.unsolved(number, len(outcomes)),
     )
-    title = collapse_paths([(study.program.in_paths[k], "") for k in asked])
     return Page(
-        ", ".join(path for path, _, _ in title),
+        ", ".join(path for path, _, _ in collapse_paths([(title, "") for title in dict.fromkeys(decision.titles)])),
         tuple(facts),
         (
             alternatives,
@@ -156,6 +214,10 @@ def _argument_page(study: Study, number: int, asked: Sequence[int]) -> Page:
             *_new_value_tables(study, first),
         ),
     )
+
+
+def _alternatives_title(study: Study) -> str:
+    return f"Alternatives: the whole {study.what} if this is forced and everything else chosen anew"
 
 
 def _forbidden_shardings(study: Study, number: int, node: Node) -> Table:
@@ -202,7 +264,9 @@ def _forbidden(study: Study, number: int, what: str, names: Sequence[str], impos
             (_some([names[k] for k in masked]), reason or "it would communicate in a loop of unknown length", "")
         )
     rows += [(_some(found), reason, "") for reason, found in impossible.items()]
-    return Table("Forbidden", (what, "by", "step time without that"), tuple(rows), (), "" if rows else "nothing")
+    return Table(
+        "Forbidden", (what, "by", f"{study.what} time without that"), tuple(rows), (), "" if rows else "nothing"
+    )
 
 
 def _some(names: Sequence[str]) -> str:
@@ -232,7 +296,7 @@ def _moves_text(moves: Sequence[str], none: str) -> str:
 def _new_value_tables(study: Study, argument: int) -> Iterator[Table]:
     """For state: where its new value comes from, and what it takes to have it in the old one's sharding."""
     body = study.sharded.body
-    for output, source in study.roles.aliases.items():
+    for output, source in study.aliases.items():
         atom, sharding = body.outputs[output]
         if source != argument or isinstance(atom, Literal):
             continue
@@ -257,24 +321,27 @@ def _name(node: Node) -> str:
     return describe_phase(node.eqn)
 
 
-def _operation_pages(study: Study, asked: str) -> Iterator[Callable[[], Page]]:
-    by_class: dict[int, list[Node]] = {}
-    for node in study.graph.nodes:
-        if node.kind == "op" and (asked in _name(node) or fnmatch.fnmatchcase(_name(node), asked)):
-            by_class.setdefault(study.class_of[node.index], []).append(node)
-    for number, nodes in by_class.items():
-        yield functools.partial(_operation_page, study, number, nodes)
+def _operation_pages(of_stages: Sequence[Study], asked_for: str) -> Iterator[Callable[[], Page]]:
+    def asked(study: Study) -> Iterator[tuple[int, str, Node | None, int | None]]:
+        for node in study.graph.nodes:
+            if node.kind == "op" and (asked_for in _name(node) or fnmatch.fnmatchcase(_name(node), asked_for)):
+                yield study.class_of[node.index], _name(node), node, None
+
+    for decision in _decisions(of_stages, asked):
+        yield functools.partial(_operation_page, decision)
 
 
-def _operation_page(study: Study, number: int, nodes: Sequence[Node]) -> Page:
+def _operation_page(decision: _Decision) -> Page:
+    study, number, nodes = decision.study, decision.number, decision.nodes
     node = nodes[0]
     chosen = node.strategies[study.chosen[number]]
     types = ", ".join(type_text(tuple(v.aval.shape), str(v.aval.dtype)) for v in node.eqn.invars)
     facts = [
+        *_stage_facts(decision),
         ("operands", types),
         ("factors", f"{node.rule}  with " + ", ".join(f"{f}={n}" for f, n in node.rule.sizes.items())),
         ("strategy", f"{_strategy_text(chosen, study.mesh)}: {_shardings_text(chosen)}"),
-        ("step time", f"{seconds_text(study.base)} predicted"),
+        _time_fact(study),
     ]
     if len(nodes) > 1:
         facts.append(("one decision", f"{len(nodes)} such operations, planned alike"))
@@ -285,8 +352,8 @@ def _operation_page(study: Study, number: int, nodes: Sequence[Node]) -> Page:
         seconds, text = study.compared(outcome) if rows else (seconds_text(study.base), "chosen")
         rows.append((_strategy_text(strategy, study.mesh), _shardings_text(strategy), seconds, text))
     alternatives = Table(
-        "Alternatives: the whole step if this is forced and everything else chosen anew",
-        ("axis: factor", "operands -> results", "step time", "against the plan"),
+        _alternatives_title(study),
+        ("axis: factor", "operands -> results", f"{study.what} time", "against the plan"),
         tuple(rows),
         (2,),
         study.unsolved(number, len(outcomes)),

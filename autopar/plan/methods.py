@@ -163,6 +163,19 @@ class ThreeD(_Settings):
         find_schedule(self.schedule)
 
 
+@dataclass(frozen=True)
+class Follow(_Settings):
+    """Run on the stages of another step's pipeline, its state where it lies; `autopar.follow` makes it.
+
+    Attributes:
+        plan: The other step's.
+        paths: Arguments that are state of the other step: path here -> path there.
+    """
+
+    plan: Any = field(repr=False, hash=False)
+    paths: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
 def _check_count(method: str, name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise AutoparError(
@@ -173,4 +186,4 @@ def _check_count(method: str, name: str, value: object) -> None:
         )
 
 
-Method = Auto | ShardParallel | DataParallel | PipelineParallel | ThreeD
+Method = Auto | ShardParallel | DataParallel | PipelineParallel | ThreeD | Follow

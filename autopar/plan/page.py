@@ -18,6 +18,7 @@ import numpy as np
 
 from autopar.cost import collective_seconds
 from autopar.mesh import Cluster, LogicalMesh, Sharding
+from autopar.plan.limits import find_limit
 from autopar.plan.plan import Plan, Value
 from autopar.plan.timeline import timetable_text
 
@@ -77,6 +78,8 @@ def _facts(plan: Plan) -> Iterable[tuple[str, str]]:
             f"{seconds_text(cost.communication_seconds)} communication {idle}"
         ),
     )
+    if plan.schedule != "none":
+        yield from _limited_by(plan)
     budget = f" of {bytes_text(plan.budget_bytes)}" if math.isfinite(plan.budget_bytes) else ""
     yield (
         "memory",
@@ -87,8 +90,61 @@ def _facts(plan: Plan) -> Iterable[tuple[str, str]]:
     )
     yield "solver", solver_text(cost.solver_status, cost.optimality_gap)
     yield "planning", seconds_text(cost.planning_seconds)
-    for k, (mesh, outcome) in enumerate(plan.alternatives):
-        yield "" if k else "also tried", f"{mesh}: {outcome}"
+    for k, text in enumerate(_also_tried(plan)):
+        yield "" if k else "also tried", text
+
+
+def _limited_by(plan: Plan) -> Iterable[tuple[str, str]]:
+    limit, step = find_limit(plan.events.events), plan.cost.step_seconds
+    if limit is None or not step:
+        return
+    waits = [
+        f"{seconds_text(seconds)} {where}"
+        for seconds, where in (
+            (limit.fill_seconds, "until its first microbatch"),
+            (limit.gap_seconds, "between microbatches"),
+            (limit.drain_seconds, "after its last"),
+        )
+        if seconds > 1e-3 * step
+    ]
+    stages = ("stage " if len(limit.stages) == 1 else "stages ") + numbers_text(limit.stages)
+    yield (
+        "limited by",
+        (
+            f"{stages}, busy for {seconds_text(limit.busy_seconds)} ({limit.busy_seconds / step:.0%})"
+            + (f"; waits {', '.join(waits)}" if waits else "")
+            + f". The busiest sender sends for {seconds_text(limit.transfer_seconds)}."
+        ),
+    )
+
+
+def _also_tried(plan: Plan) -> list[str]:
+    """What else was tried, each once: by predicted time, with how much longer that is; then what could not be."""
+    seconds_of: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    for what, outcome in plan.alternatives:
+        match = _SECONDS.fullmatch(outcome)
+        if match:
+            seconds_of[what] = min(seconds_of.get(what, math.inf), float(match[1]))
+        else:
+            failed[what] = outcome
+    step = plan.cost.step_seconds
+    lines = []
+    for what, seconds in sorted(seconds_of.items(), key=lambda item: item[1]):
+        more = f"{seconds / step - 1:+.1%}" if step and abs(seconds / step - 1) >= 5e-4 else "as fast"
+        if not (what == _chosen(plan) and more == "as fast"):
+            lines.append(f"{what}: {seconds_text(seconds)} ({more})")
+    return lines + [f"{what}: {outcome}" for what, outcome in failed.items()]
+
+
+_SECONDS = re.compile(r"([0-9.]+e[+-]?[0-9]+) s")
+"""An outcome that is a time, as the planner writes it."""
+
+
+def _chosen(plan: Plan) -> str:
+    """The plan itself, in the words of the search."""
+    sizes = "+".join(str(stage.submesh.num_devices) for stage in plan.stages)
+    return f"{len(plan.stages)} stages on {sizes}, {plan.num_microbatches} microbatches, {plan.schedule}"
 
 
 def _microbatches(plan: Plan) -> str:
@@ -106,11 +162,12 @@ def _stages(plan: Plan) -> Table:
             f"{a}={n}" for a, n in zip(stage.logical_mesh.axis_names, stage.logical_mesh.shape, strict=True)
         )
         busy = sum(e.end - e.start for e in plan.events.events if e.mesh == number and e.kind != "transfer")
-        peak = plan.cost.peak_bytes[number]
-        rows.append(
-            (str(number), devices, mesh, seconds_text(busy), bytes_text(peak), *(text for text in stage.operations))
-        )
-    return Table("Stages", ("stage", "devices", "mesh", "busy", "peak memory", "from", "to"), tuple(rows), (0, 3, 4))
+        sends = sum(e.end - e.start for e in plan.events.events if e.mesh == number and e.kind == "transfer")
+        peak = bytes_text(plan.cost.peak_bytes[number])
+        rows.append((str(number), devices, mesh, seconds_text(busy), seconds_text(sends), peak, *stage.operations))
+    note = 'plan.explain("stages") says what crosses the borders, and where else they could be.'
+    columns = ("stage", "devices", "mesh", "busy", "sends", "peak memory", "from", "to")
+    return Table("Stages", columns, tuple(rows), (0, 3, 4, 5), note if len(rows) > 1 else "")
 
 
 def solver_text(status: str, gap: float) -> str:

@@ -52,7 +52,8 @@ from autopar.ir.state import Roles
 from autopar.ir.trace import Program
 from autopar.mesh import Cluster, LogicalMesh, Sharding, logical_mesh, logical_meshes
 from autopar.plan.fingerprint import cluster_fingerprint, program_fingerprint
-from autopar.plan.methods import Auto, DataParallel, Method, PipelineParallel, ShardParallel, ThreeD
+from autopar.plan.followed import pipeline_behind
+from autopar.plan.methods import Auto, DataParallel, Follow, Method, PipelineParallel, ShardParallel, ThreeD
 from autopar.plan.page import machine_text, mesh_text
 from autopar.plan.pipeline import PipelinePlan
 from autopar.plan.plan import Cost, Plan, Run, Stage, Submesh, Value
@@ -93,6 +94,9 @@ def make_plan(
     dump("program", str(program))
     if isinstance(method, PipelineParallel | ThreeD):
         pipeline = pipeline_of(program, roles, cluster, method, report)
+        return _plan_of_pipeline(program, roles, cluster, method, pipeline, started, ())
+    if isinstance(method, Follow):
+        pipeline = pipeline_behind(program, roles, cluster, method, report)
         return _plan_of_pipeline(program, roles, cluster, method, pipeline, started, ())
     step, program = program, in_microbatches(program, roles, count_of(method), method.options().microbatch_semantics)
     results: list[tuple[LogicalMesh, Sharded]] = []
@@ -496,6 +500,8 @@ def _not_these_choices(plan: Plan, wrong: str) -> PlanFileError:
 
 def method_text(method: Method) -> str:
     """The method as one writes it: what is left at its default is left out."""
+    if isinstance(method, Follow):
+        return f"follow `{method.plan.name}`, {method.plan.method}"
     stated = []
     for setting in dataclasses.fields(method):
         value = getattr(method, setting.name)

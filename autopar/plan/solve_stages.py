@@ -168,11 +168,13 @@ def _lies(stage: StagePlan, argument: int) -> Sharding:
     return graph.nodes[node].shardings[stage.sharded.choices[node]]
 
 
-def pinned(pins: Mapping[int, Sharding], further: Restrict | None) -> Restrict:
+def pinned(pins: Mapping[int, Sharding], further: Restrict | None, reason: str = "its stack lies so") -> Restrict:
+    """A restriction that lays arguments, by position, out as given, and what is `further` restricted."""
+
     def restrict(graph: Graph, allowed: Allowed) -> None:
         for at, sharding in pins.items():
             node = graph.nodes[graph.inputs[at]]
-            allowed.only(node, [s == sharding for s in node.shardings], ("as its stack", sharding))
+            allowed.only(node, [s == sharding for s in node.shardings], ("pinned", sharding), reason)
         if further is not None:
             further(graph, allowed)
 

@@ -3,7 +3,8 @@
 In:     a flat program, its sharded body, the devices.
 Out:    `Executable`: compiled once, called with flat arrays.
 Method: the per-device program under `jax.jit` with the plan's shardings; state is donated. Arrays that are not where the
-        plan wants them are moved in one batched `device_put`.
+        plan wants them are moved in one batched `device_put`. A step that calls the host is waited for: what a callback
+        raises is raised by the call of the step in which it did.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.errors import DeviceCountError
-from autopar.intra_op.sharded import Body
+from autopar.errors import DeviceCountError, StepError
+from autopar.intra_op.sharded import Body, Compute, Region, calls_host
 from autopar.mesh import LogicalMesh
+from autopar.partition.host_calls import Watch, watched
 from autopar.partition.program import global_program
+from autopar.runtime.failure import CallbacksRaised, Place, cause_of, donated_error, is_gone, lines_of, step_error
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,11 +33,20 @@ class Executable:
         compiled: XLA's executable.
         in_shardings: Where each input must be.
         donated: For each input, whether its memory is reused.
+        name: Of the step.
+        paths: Names of its arguments.
+        watch: Where callbacks leave what they raise; None: there are none. If there are, the last result tells that the
+            step has ended.
+        lines: The user's lines that it covers.
     """
 
     compiled: jax.stages.Compiled
     in_shardings: tuple[jax.sharding.NamedSharding, ...]
     donated: tuple[bool, ...]
+    name: str
+    paths: tuple[str, ...]
+    watch: Watch | None
+    lines: str
     _seen: list[Any]
     """For each input, the sharding object last found equal to what is wanted: comparing takes longer than looking."""
 
@@ -44,6 +56,9 @@ class Executable:
         away = []
         for k, array in enumerate(placed):
             if isinstance(array, jax.Array):
+                if array.is_deleted():  # JAX crashes on it where it has several devices
+                    gone = [path for path, a in zip(self.paths, arrays, strict=False) if is_gone(a)]
+                    raise donated_error(self.name, gone)
                 sharding = array.sharding
                 if sharding is seen[k]:
                     continue
@@ -65,8 +80,37 @@ class Executable:
         return placed
 
     def __call__(self, arrays: Sequence[Any]) -> list[jax.Array]:
-        """Run one step."""
-        return self.compiled(*self.place(arrays))
+        """Run one step.
+
+        Raises:
+            StepError: It failed; says where.
+            DonatedError: An argument's memory was taken over before.
+        """
+        placed = self.place(arrays)
+        try:
+            results = self.compiled(*placed)
+            return results if self.watch is None else self._watched(results, self.watch)
+        except Exception as error:
+            failure, cause = self._failure(error, arrays)
+            raise failure from cause
+
+    def _watched(self, results: list[jax.Array], watch: Watch) -> list[jax.Array]:
+        *results, end = results
+        end.block_until_ready()
+        raised = watch.take()
+        if raised:
+            raise CallbacksRaised(raised, results)
+        return results
+
+    def _failure(self, error: Exception, arrays: Sequence[Any]) -> tuple[StepError, BaseException]:
+        lost = any(map(is_gone, arrays))
+        if isinstance(error, CallbacksRaised):
+            first = error.raised[0]
+            results = error.results if all(r.makes_nothing for r in error.raised) else None
+            place = Place(None, "", None, f"`{first.operation}`")
+            return step_error(self.name, place, first.error, lost, results), first.error
+        cause = cause_of(error)
+        return step_error(self.name, Place(None, "", None, self.lines), cause, lost), cause
 
 
 def _copied(array: Any) -> Any:
@@ -99,6 +143,7 @@ def compile_program(
     avals: Sequence[Any],
     donated: Sequence[bool],
     name: str,
+    paths: Sequence[str],
 ) -> Executable:
     """Compile a sharded program for real devices.
 
@@ -109,18 +154,26 @@ def compile_program(
         avals: Type of each input.
         donated: For each input, whether its memory may be reused.
         name: Name of the compiled function, as profilers show it.
+        paths: Names of the arguments.
     """
     places = device_mesh(mesh, devices)
     shardings = tuple(jax.sharding.NamedSharding(places, sharding.partition_spec()) for _, sharding in body.inputs)
     results = [jax.sharding.NamedSharding(places, sharding.partition_spec()) for _, sharding in body.outputs]
-    program = global_program(body, places)
+    watch = Watch() if calls_host(body) else None
+    program = global_program(body if watch is None else watched(body, watch, name, None), places)
+    ends = [] if watch is None else [jax.sharding.NamedSharding(places, jax.sharding.PartitionSpec())]
 
     def step(*arrays: jax.Array) -> list[jax.Array]:
-        return program(*arrays)
+        return [*program(*arrays), *(jnp.int8(0) for _ in ends)]
 
     step.__name__ = step.__qualname__ = name
     arguments = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s) for a, s in zip(avals, shardings, strict=True)]
     jitted = jax.jit(
-        step, in_shardings=shardings, out_shardings=results, donate_argnums=tuple(k for k, d in enumerate(donated) if d)
+        step,
+        in_shardings=shardings,
+        out_shardings=[*results, *ends],
+        donate_argnums=tuple(k for k, d in enumerate(donated) if d),
     )
-    return Executable(jitted.lower(*arguments).compile(), shardings, tuple(donated), list(shardings))
+    compiled = jitted.lower(*arguments).compile()
+    lines = lines_of([i.eqn for i in body.instructions if isinstance(i, Compute | Region)])
+    return Executable(compiled, shardings, tuple(donated), name, tuple(paths), watch, lines, list(shardings))

@@ -4,13 +4,15 @@ In:     stages and streams, the devices.
 Out:    `Pipeline`: compiled once, called with flat arrays.
 Method: the streams of all meshes are merged into one order in which nothing waits (a message is sent before it is
         received) and turned into calls of compiled programs. JAX dispatches them asynchronously, so that meshes work at
-        the same time. Buffers are let go of where the streams say so.
+        the same time. Buffers are let go of where the streams say so. What overwrites state comes last: the updates are
+        started when all else is. Programs that call the host are waited for before that, and at the end of the step: what
+        a callback raises is raised by the call of the step in which it did, while the state is still there.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,15 +20,33 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar._jax import Jaxpr, Var
+from autopar.errors import StepError
 from autopar.inter_op.stage_plan import StagePlan
+from autopar.intra_op.sharded import calls_host
 from autopar.ir.state import Roles
 from autopar.ir.unstack import Unstacked
+from autopar.partition.host_calls import Watch
 from autopar.partition.task import ArrayType, TaskFunction, array_type, task_function
 from autopar.plan.emit import Streams
 from autopar.plan.instructions import Free, Instruction, MeshId, Recv, Run, Send, writes
+from autopar.runtime.failure import (
+    CallbacksRaised,
+    Place,
+    cause_of,
+    donated_error,
+    first_failed,
+    is_gone,
+    lines_of,
+    step_error,
+)
 from autopar.runtime.local import device_mesh
+from autopar.runtime.nans import find_nan
+from autopar.runtime.order import merged
 from autopar.runtime.stacks import Stack
 from autopar.runtime.transfer import Transfer, make_transfer
+
+Call = Callable[[dict[int, Any]], None]
+"""Carries out one instruction on the buffers that are there."""
 
 
 class Pipeline:
@@ -47,6 +67,8 @@ class Pipeline:
         roles: Roles,
         stacks: Unstacked,
         home: Mapping[Var, int],
+        name: str,
+        paths: Sequence[str],
     ):
         """Compile everything.
 
@@ -58,7 +80,10 @@ class Pipeline:
             roles: Of that step.
             stacks: What the user's arguments and results have become in it.
             home: Stage at which each argument lives.
+            name: Of the step.
+            paths: Names of its arguments.
         """
+        self._name, self._paths, self._watch = name, list(paths), Watch()
         self._streams, self._arguments, self._results = streams, list(jaxpr.invars), list(jaxpr.outvars)
         self._places = [device_mesh(s.mesh, d) for s, d in zip(stages, devices, strict=True)]
         self._donated = {v for v, d in zip(jaxpr.invars, roles.donated, strict=True) if d}
@@ -68,8 +93,10 @@ class Pipeline:
         self.programs: dict[str, jax.stages.Compiled] = {}
         for stage, places in zip(stages, self._places, strict=True):
             self._compile_stage(stage, places)
-        self._order = merged(streams.instructions)
-        self._calls = [self._call(mesh, instruction) for mesh, instruction in self._order]
+        updates = {n for n, plan in streams.programs.items() if plan.task.kind == "U"}
+        self._order = merged(streams.instructions, updates)
+        self._calls = [self._call(number, instruction) for number, (_, instruction) in enumerate(self._order)]
+        self._watch_calls(updates)
         receivers = {i.message: i.buffers for s in streams.instructions.values() for i in s if isinstance(i, Recv)}
         self._received = {
             (mesh, at): receivers[i.message]
@@ -92,13 +119,14 @@ class Pipeline:
     def _compile_stage(self, stage: StagePlan, places: jax.sharding.Mesh) -> None:
         for plan in stage.tasks:
             name = plan.task.name
-            self.functions[name] = task_function(plan, places, self._streams.overwritten[name])
-            self.programs[name] = _compile(self.functions[name], name)
+            self.functions[name] = task_function(plan, places, self._streams.overwritten[name], self._watch)
+            self.programs[name] = _compile(self.functions[name], name, places if calls_host(plan.body) else None)
 
-    def _call(self, mesh: MeshId, instruction: Instruction) -> Callable[[dict[int, Any]], None]:
+    def _call(self, number: int, instruction: Instruction) -> Call:
         match instruction:
             case Run(program, _, _, inputs, outputs):
-                return _run(self.programs[program], inputs, outputs)
+                ends = (_end_of(number),) if calls_host(self._streams.programs[program].body) else ()
+                return _run(self.programs[program], inputs, (*outputs, *ends))
             case Send(sent, peer, message):
                 buffers = next(
                     i.buffers for i in self._streams.instructions[peer] if isinstance(i, Recv) and i.message == message
@@ -109,6 +137,18 @@ class Pipeline:
                 return _nothing
             case Free(buffers):
                 return _free(buffers)
+
+    def _watch_calls(self, updates: Collection[str]) -> None:
+        """Look at what callbacks have raised before the first update is started, and at the end of the step."""
+        runs = {k: i.program for k, (_, i) in enumerate(self._order) if isinstance(i, Run)}
+        first_update = next((k for k, program in runs.items() if program in updates), len(self._order))
+        calling = [k for k, program in runs.items() if calls_host(self._streams.programs[program].body)]
+        for stop, numbers in (
+            (first_update, [k for k in calling if k < first_update]),
+            (len(self._order), [k for k in calling if k >= first_update]),
+        ):
+            if numbers:
+                self._calls[stop - 1] = _then_look(self._calls[stop - 1], [_end_of(k) for k in numbers], self._watch)
 
     def _transfer(self, source: int, target: int) -> Transfer:
         a, b = self._streams.buffers[source], self._streams.buffers[target]
@@ -207,10 +247,22 @@ class Pipeline:
     # Running.
 
     def __call__(self, arrays: Sequence[Any]) -> list[Any]:
-        """Run one step on the user's flat arguments."""
-        held = self._begin(arrays)
-        for call in self._calls:
-            call(held)
+        """Run one step on the user's flat arguments.
+
+        Raises:
+            StepError: A program failed; says which, for which microbatch, and what is left of the arguments.
+            DonatedError: An argument's memory was taken over before.
+        """
+        parts = self._split(arrays)
+        held = self._begin(parts)
+        done = 0
+        try:
+            for call in self._calls:
+                call(held)
+                done += 1
+        except Exception as error:
+            failure, cause = self._failure(error, done, parts, held)
+            raise failure from cause
         return self._end(held)
 
     def measure(self, arrays: Sequence[Any]) -> tuple[list[Any], dict[tuple[MeshId, int], float]]:
@@ -218,28 +270,44 @@ class Pipeline:
 
         Returns:
             The results, and the seconds of each instruction by (mesh, position in its stream).
+
+        Raises:
+            StepError: As of a call.
+            DonatedError: The same.
         """
-        held = self._begin(arrays)
+        parts = self._split(arrays)
+        held = self._begin(parts)
         jax.block_until_ready(list(held.values()))
         seconds: dict[tuple[MeshId, int], float] = {}
         at = dict.fromkeys(self._streams.instructions, 0)
-        for (mesh, instruction), call in zip(self._order, self._calls, strict=True):
-            started = time.perf_counter()
-            call(held)
-            written = writes(instruction) if isinstance(instruction, Run) else self._received.get((mesh, at[mesh]), ())
-            jax.block_until_ready([held[b] for b in written if b in held])
-            seconds[mesh, at[mesh]] = time.perf_counter() - started
-            at[mesh] += 1
+        done = 0
+        try:
+            for (mesh, instruction), call in zip(self._order, self._calls, strict=True):
+                started = time.perf_counter()
+                call(held)
+                is_run = isinstance(instruction, Run)
+                written = writes(instruction) if is_run else self._received.get((mesh, at[mesh]), ())
+                jax.block_until_ready([held[b] for b in written if b in held])
+                seconds[mesh, at[mesh]] = time.perf_counter() - started
+                at[mesh] += 1
+                done += 1
+        except Exception as error:
+            failure, cause = self._failure(error, done, parts, held)
+            raise failure from cause
         return self._end(held), seconds
 
-    def _begin(self, arrays: Sequence[Any]) -> dict[int, Any]:
-        """The buffers that are there when the step begins."""
+    def _split(self, arrays: Sequence[Any]) -> list[Any]:
+        """The user's arguments, their stacks in parts."""
         parts: list[Any] = []
         for k, positions in enumerate(self._unstacked.inputs):
             if len(positions) > 1:
                 parts += self._stacks_in[k].split(arrays[k])
             else:
                 parts.append(arrays[k])
+        return parts
+
+    def _begin(self, parts: Sequence[Any]) -> dict[int, Any]:
+        """The buffers that are there when the step begins."""
         held: dict[int, Any] = dict(self._numbers)
         self._place(parts, held)
         return held
@@ -255,22 +323,63 @@ class Pipeline:
             for k, positions in enumerate(self._unstacked.outputs)
         ]
 
+    def _failure(
+        self, error: Exception, at: int, parts: Sequence[Any], held: dict[int, Any]
+    ) -> tuple[StepError, BaseException]:
+        """What is told of a step that failed at instruction `at`, and the exception that was the cause."""
+        first_failed(
+            (None, [held[k]]) for k in sorted(held) if k < 0
+        )  # callbacks still running would tell the next step
+        raised = [*(error.raised if isinstance(error, CallbacksRaised) else ()), *self._watch.take()]
+        lost, results = any(map(is_gone, parts)), None
+        if raised:
+            runs = [(i.program, i.microbatch) for _, i in self._order if isinstance(i, Run)]
+            first = min(raised, key=lambda r: runs.index((r.program, max(r.microbatch, 0))))
+            place = self._place_of(first.program, first.microbatch, f"`{first.operation}`")
+            if at == len(self._order) - 1 and all(r.makes_nothing for r in raised):
+                results = self._end(held)
+            cause = first.error
+        else:
+            programs = (
+                (k, [held[b] for b in (*writes(self._order[k][1]), _end_of(k)) if b in held]) for k in range(at)
+            )
+            failed = first_failed([(-1, parts), *programs])
+            cause = cause_of(error)
+            place = self._place_at(at if failed is None else failed, cause, held)
+        failure = step_error(self._name, place, cause, lost, results)
+        held.clear()  # the exception's frames would keep all of it in memory
+        return failure, cause
+
+    def _place_at(self, number: int, cause: BaseException, held: Mapping[int, Any]) -> Place:
+        """Where an instruction works; of a NaN, which operation made it."""
+        if number < 0:
+            return Place(None, "", None, "an argument, which the program that was to make it has failed to make")
+        mesh, instruction = self._order[number]
+        if not isinstance(instruction, Run):
+            return Place(mesh, "", None, f"`{instruction}`")
+        operation = None
+        if isinstance(cause, FloatingPointError):
+            plan, arrays = self._streams.programs[instruction.program], [held[b] for b in instruction.inputs]
+            operation = find_nan(plan, arrays, instruction.microbatch)
+        return self._place_of(instruction.program, instruction.microbatch, f"`{operation}`" if operation else "")
+
+    def _place_of(self, program: str, microbatch: int, source: str) -> Place:
+        task = self._streams.programs[program].task
+        of = microbatch if task.kind in ("F", "B", "W") else None
+        return Place(task.stage, task.kind, of, source or lines_of(task.jaxpr.eqns))
+
     def _place(self, arrays: Sequence[Any], held: dict[int, Any]) -> None:
         away: list[tuple[Any, ArrayType, int]] = []
         for number, (k, at, kind, what) in enumerate(self._entries):
             array = arrays[k]
-            if what == "piece":
-                away.append(
-                    (
-                        jnp.reshape(array, kind.shape)
-                        if isinstance(array, jax.Array)
-                        else np.reshape(array, kind.shape),
-                        kind,
-                        at,
-                    )
-                )
-                continue
             if isinstance(array, jax.Array):
+                if array.is_deleted():
+                    raise donated_error(
+                        self._name, [p for p, a in zip(self._paths, arrays, strict=False) if is_gone(a)]
+                    )
+                if what == "piece":
+                    away.append((jnp.reshape(array, kind.shape), kind, at))
+                    continue
                 if array.sharding is self._seen[number]:
                     held[at] = array
                     continue
@@ -278,6 +387,9 @@ class Pipeline:
                     self._seen[number] = array.sharding
                     held[at] = array
                     continue
+            elif what == "piece":
+                away.append((np.reshape(array, kind.shape), kind, at))
+                continue
             if self._arguments[k] in self._donated:
                 array = jnp.array(array, copy=True) if isinstance(array, jax.Array) else np.array(array)
             away.append((array, kind, at))
@@ -287,16 +399,33 @@ class Pipeline:
                 held[at] = array
 
 
-def _run(
-    compiled: jax.stages.Compiled, inputs: Sequence[int], outputs: Sequence[int]
-) -> Callable[[dict[int, Any]], None]:
+def _end_of(number: int) -> int:
+    """The buffer that is there when a program that calls the host has ended: of instruction 0, 1, ... -1, -2, ..."""
+    return -1 - number
+
+
+def _then_look(call: Call, ends: Sequence[int], watch: Watch) -> Call:
+    """A call, after which all of these programs have ended and no callback has raised."""
+
+    def look(held: dict[int, Any]) -> None:
+        call(held)
+        for at in ends:
+            held[at].block_until_ready()
+        raised = watch.take()
+        if raised:
+            raise CallbacksRaised(raised)
+
+    return look
+
+
+def _run(compiled: jax.stages.Compiled, inputs: Sequence[int], outputs: Sequence[int]) -> Call:
     def call(held: dict[int, Any]) -> None:
         held.update(zip(outputs, compiled(*[held[at] for at in inputs]), strict=True))
 
     return call
 
 
-def _send(moves: Sequence[Transfer], sent: Sequence[int], buffers: Sequence[int]) -> Callable[[dict[int, Any]], None]:
+def _send(moves: Sequence[Transfer], sent: Sequence[int], buffers: Sequence[int]) -> Call:
     """Sending begins the copy: it goes on while both meshes work, and the sender may let go of its buffer."""
 
     def call(held: dict[int, Any]) -> None:
@@ -310,7 +439,7 @@ def _nothing(held: dict[int, Any]) -> None:
     """The value is there, or on its way: programs wait for it."""
 
 
-def _free(buffers: Sequence[int]) -> Callable[[dict[int, Any]], None]:
+def _free(buffers: Sequence[int]) -> Call:
     def call(held: dict[int, Any]) -> None:
         for at in buffers:
             held.pop(at, None)
@@ -318,45 +447,19 @@ def _free(buffers: Sequence[int]) -> Callable[[dict[int, Any]], None]:
     return call
 
 
-def _compile(made: TaskFunction, name: str) -> jax.stages.Compiled:
+def _compile(made: TaskFunction, name: str, ends_on: jax.sharding.Mesh | None) -> jax.stages.Compiled:
+    """Compile a task; on the mesh `ends_on` it has one result more, a number that tells that it has ended."""
+
     def program(*arrays: jax.Array) -> list[jax.Array]:
-        return made.function(*arrays)
+        return [*made.function(*arrays), *(jnp.int8(0) for _ in ends)]
+
+    ends = [] if ends_on is None else [jax.sharding.NamedSharding(ends_on, jax.sharding.PartitionSpec())]
 
     program.__name__ = program.__qualname__ = name.replace("/", "_")
     jitted = jax.jit(
         program,
         in_shardings=tuple(t.sharding for t in made.inputs),
-        out_shardings=[t.sharding for t in made.outputs],
+        out_shardings=[*(t.sharding for t in made.outputs), *ends],
         donate_argnums=tuple(k for k, d in enumerate(made.donated) if d),
     )
     return jitted.lower(*(t.struct() for t in made.inputs)).compile()
-
-
-def merged(streams: Mapping[MeshId, Sequence[Instruction]]) -> list[tuple[MeshId, Instruction]]:
-    """One order of all instructions in which every message is sent before it is received: meshes take turns.
-
-    Raises:
-        AssertionError: The streams wait for each other; `plan/check.py` would have said so.
-    """
-    at = dict.fromkeys(streams, 0)
-    sent: set[int] = set()
-    found: list[tuple[MeshId, Instruction]] = []
-    while any(at[mesh] < len(stream) for mesh, stream in streams.items()):
-        moved = False
-        for mesh, stream in streams.items():
-            ran = False
-            while at[mesh] < len(stream):
-                instruction = stream[at[mesh]]
-                if isinstance(instruction, Recv) and instruction.message not in sent:
-                    break
-                if isinstance(instruction, Run):
-                    if ran:
-                        break
-                    ran = True
-                if isinstance(instruction, Send):
-                    sent.add(instruction.message)
-                found.append((mesh, instruction))
-                at[mesh] += 1
-                moved = True
-        assert moved, "the streams wait for each other"
-    return found

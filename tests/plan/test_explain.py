@@ -8,9 +8,9 @@ import re
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from autopar import Cluster, DataParallel, Device, Link, Plan, ShardParallel
+from autopar import Cluster, DataParallel, Device, Link, PipelineParallel, Plan, ShardParallel
 from autopar.errors import AutoparError
-from autopar.plan.alternatives import Study
+from autopar.plan.alternatives import studies
 from autopar.plan.page import seconds_text
 
 KERNEL = "state/params/layers/0/kernel"
@@ -41,13 +41,13 @@ def test_alternatives_cost_what_planning_with_a_pin_costs(small, make_step, type
         pinned = make_step(ShardParallel(mesh_shape=(2, 4), constraints={KERNEL: spec})).plan(
             *types(batch=32, num_layers=1)
         )
-        origin = Study(pinned)
+        origin = studies(pinned)[0]
         assert rows[name] == seconds_text(origin.base)
     assert "Read by" in text and "Its new value" in text
 
 
 def test_no_alternative_beats_an_optimal_plan(small):
-    study = Study(small)
+    study = studies(small)[0]
     for node in study.graph.inputs:
         for outcome in study.outcomes(study.class_of[node]):
             assert outcome.seconds >= study.base * (1 - 1e-5)
@@ -134,3 +134,72 @@ def test_a_scan_is_looked_into():
         autopar.parallelize(step, cluster=cluster, method=ShardParallel(mesh_shape=(4,))).plan(*types).explain("stack")
     )
     assert "5 times" in text and "dot_general" in text
+
+
+# Stages
+
+
+@pytest.fixture(scope="module")
+def piped(make_step, types):
+    return make_step(PipelineParallel(num_stages=4, num_microbatches=4)).plan(*types(batch=32))
+
+
+def test_an_argument_of_a_stage(piped):
+    text = piped.explain(KERNEL)
+    stage = next(v.stage for v in piped.values if v.name == KERNEL)
+    assert text.startswith(f"{KERNEL}\n  stage        {stage}")
+    rows = rows_of(text, "Alternatives: the whole stage")
+    assert rows[0][3] == "chosen" and len(rows) > 1
+    assert "Read by" in text and "Its new value" in text and "4 times" in text
+
+
+def test_no_alternative_beats_a_stage(piped):
+    for study in studies(piped):
+        for node in study.graph.inputs:
+            for outcome in study.outcomes(study.class_of[node]):
+                assert outcome.seconds >= study.base * (1 - 1e-5)
+
+
+def test_equal_stages_are_told_together(piped):
+    text = piped.explain("params/layers/*/kernel")
+    assert text.count("Alternatives") < 4 and re.search(r"stages +1,2, equal", text)
+    assert "layers/{1,2}/kernel" in text
+
+
+def test_an_operation_of_a_stage(piped):
+    text = piped.explain("dot_general at conftest.py")
+    assert "stage time" in text and rows_of(text, "Alternatives")[0][-1] == "chosen"
+    with pytest.raises(AutoparError, match="did you mean state/params/layers/0/kernel"):
+        piped.explain("state/params/layer/0/kernel")
+
+
+def test_why_the_stages(piped):
+    text = piped.explain("stages")
+    rows = rows_of(text, "Borders, and where else they could be")
+    chosen = [row for row in rows if row[-1] == "chosen"]
+    assert [row[0] for row in chosen] == ["0 | 1", "1 | 2", "2 | 3"]
+    assert all(row[2] == "2.05 kB" for row in chosen), "8 samples of 32 numbers, both ways"
+    assert "PipelineParallel(num_stages=4" in text
+
+
+def test_a_pipeline_from_a_file_explains(piped, make_step, types, tmp_path):
+    piped.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    with pytest.raises(AutoparError, match="compile"):
+        loaded.explain(KERNEL)
+    step = make_step(PipelineParallel(num_stages=4, num_microbatches=4))
+    attached = step.attach(*types(batch=32), plan=loaded)
+    assert attached.explain("stages") == piped.explain("stages")
+    assert rows_of(attached.explain(KERNEL), "Alternatives")[0] == rows_of(piped.explain(KERNEL), "Alternatives")[0]
+
+
+def test_parts_of_a_stack_by_the_users_name():
+    import autopar
+    from tests.sweep import QUICK, SLOW
+    from tests.test_follow import BATCH, init, step
+
+    cluster = Cluster(hosts=1, devices_per_host=2, device=SLOW, intra=QUICK)
+    method = PipelineParallel(num_stages=2, num_microbatches=2)
+    plan = autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,)).plan(init(), BATCH)
+    text = plan.explain("params/layers")
+    assert "state/params/layers[0:2]" in text and "state/params/layers[2:4]" in text

@@ -1,0 +1,111 @@
+"""Calls into the host that may raise: what they raise is kept, and the program runs to its end.
+
+In:     a sharded program, the number of the microbatch while it is traced.
+Out:    the same program, whose callbacks hand what they raise to a `Watch` and return zeros then.
+Method: one device calls the host for all (`equation.py`). An exception there would end that device's program, while the
+        others wait for it in a collective for ever; so none leaves the callback, and the runtime looks at the watch before
+        anything is overwritten. Prints are not watched: they are JAX's own and do not raise. Nor are callbacks inside an
+        opaque function (`sharding_rule`): what they raise comes out of the program as JAX wants it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar._jax import JaxprEqn, bind_eqn
+from autopar.intra_op.sharded import Body, Compute, Instruction, Region, calls_host, describe, is_callback
+from autopar.ir.rules.rule import Shard
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Raised:
+    """What a callback raised.
+
+    Attributes:
+        program: In which program; in the order of its runs: `microbatch`.
+        microbatch: Of which; -1: of none.
+        operation: The callback and the user's line.
+        makes_nothing: Whether the callback has no results, so that the step's own are as they should be.
+        error: The exception.
+    """
+
+    program: str
+    microbatch: int
+    operation: str
+    makes_nothing: bool
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Watch:
+    """Where callbacks leave what they raise; emptied when it is looked at."""
+
+    raised: list[Raised] = field(default_factory=list)
+
+    def take(self) -> list[Raised]:
+        """What was raised since it was last looked at."""
+        taken = list(self.raised)
+        self.raised.clear()
+        return taken
+
+
+def watched(body: Body, watch: Watch, program: str, number: jax.Array | None) -> Body:
+    """The program with every callback watched.
+
+    Args:
+        body: The program.
+        watch: Where exceptions are left.
+        program: Its name.
+        number: Of the microbatch, traced; None: there is none.
+    """
+    if not calls_host(body):
+        return body
+
+    def watch_instruction(instruction: Instruction) -> Instruction:
+        match instruction:
+            case Compute(rule=rule) if is_callback(instruction):
+
+                def call(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
+                    callback = _Watched(eqn, watch, program)
+                    at = jnp.int32(-1) if number is None else number
+                    return bind_eqn(eqn, at, *operands, params={**eqn.params, "callback": callback})
+
+                return dataclasses.replace(instruction, rule=dataclasses.replace(rule, local=call))
+            case Region(bodies=bodies):
+                inner = tuple(watched(b, watch, program, number) for b in bodies)
+                return dataclasses.replace(instruction, bodies=inner)
+        return instruction
+
+    return dataclasses.replace(body, instructions=tuple(map(watch_instruction, body.instructions)))
+
+
+class _Watched:
+    """A callback that does not raise; its first operand is the number of the microbatch."""
+
+    def __init__(self, eqn: JaxprEqn, watch: Watch, program: str):
+        self._callback, self._operation = eqn.params["callback"], describe(eqn)
+        self._results = [(var.aval.shape, var.aval.dtype) for var in eqn.outvars]
+        self._watch, self._program = watch, program
+
+    def __call__(self, number: Any, *operands: Any) -> Sequence[Any]:
+        try:
+            return self._checked(self._callback(*operands))
+        except BaseException as error:
+            makes_nothing = not self._results
+            self._watch.raised.append(Raised(self._program, int(number), self._operation, makes_nothing, error))
+            return [np.zeros(shape, dtype) for shape, dtype in self._results]
+
+    def _checked(self, made: Any) -> list[np.ndarray]:
+        """What JAX would check behind us, and raise where it may not be raised."""
+        arrays = [np.asarray(array) for array in jax.tree.leaves(made)] if self._results else []
+        for array, (shape, dtype) in zip(arrays, self._results, strict=True):
+            if array.shape != shape or jax.dtypes.canonicalize_dtype(array.dtype) != dtype:
+                raise ValueError(f"the callback returned {array.dtype}{array.shape}, not {np.dtype(dtype)}{shape}")
+        return arrays

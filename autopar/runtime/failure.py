@@ -1,0 +1,151 @@
+"""A step that fails while it runs: what is told of it, and how it is found out.
+
+In:     an exception, the program that ran, what the callbacks of the programs left behind (`partition/host_calls.py`).
+Out:    `StepError` with stage, microbatch, task and the user's line, the exception its cause; `DonatedError`.
+Method: XLA raises at once (no memory left, a NaN under `jax_debug_nans`) or, of a program that runs asynchronously, at
+        whoever waits for a result. Results are therefore waited for in the order in which programs were started: the
+        first that raises is the one that failed, later ones have only read it. Nothing is done while nothing fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from autopar._jax import JaxprEqn, nan_error
+from autopar.errors import DonatedError, StepError
+from autopar.intra_op.sharded import describe
+from autopar.ir.source import UNKNOWN, source_line
+from autopar.partition.host_calls import Raised
+
+TASKS = {
+    "init": "what precedes the microbatches",
+    "F": "forward",
+    "B": "backward",
+    "W": "backward, the weights' half",
+    "U": "update",
+}
+"""Kinds of tasks, in words."""
+
+
+class CallbacksRaised(Exception):
+    """Callbacks left exceptions behind: on its way from where that is seen to where the step's error is made."""
+
+    def __init__(self, raised: Sequence[Raised], results: list[Any] | None = None):
+        super().__init__()
+        self.raised, self.results = tuple(raised), results
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where in a step something failed.
+
+    Attributes:
+        stage: In which; None: the step has none.
+        task: Kind of the task; "" the whole step.
+        microbatch: Of which; None: of none.
+        source: The operation and the user's line, or the lines that the program covers.
+    """
+
+    stage: int | None
+    task: str
+    microbatch: int | None
+    source: str
+
+    def __str__(self) -> str:
+        parts = [] if self.stage is None else [f"stage {self.stage}"]
+        if self.task:
+            what = TASKS[self.task]
+            parts.append(what if self.microbatch is None else f"{what} of microbatch {self.microbatch}")
+        return ", ".join([*parts, self.source])
+
+
+def step_error(step: str, place: Place, error: BaseException, state_lost: bool, results: Any = None) -> StepError:
+    """The error of a step that failed.
+
+    Args:
+        step: Its name.
+        place: Where.
+        error: The exception.
+        state_lost: Whether arguments were overwritten.
+        results: The step's, if they are as they should be.
+    """
+    left = "the step's arguments are as they were: the next call may take them again."
+    if results is not None:
+        left = "the step itself was carried out: its results are in this error's `results`."
+    elif state_lost:
+        left = (
+            "its donated arguments were overwritten: go on from a checkpoint; with donate_argnums=() a failed step keeps "
+            "them, for the memory of a second copy."
+        )
+    return StepError(
+        f"`{step}` failed while it ran.",
+        given=str(place),
+        wrong=f"{type(error).__name__}: {_first_lines(str(error))}",
+        do=f"{_advice(error)} {left}",
+        stage=place.stage,
+        microbatch=place.microbatch,
+        task=TASKS.get(place.task, "step"),
+        source=place.source,
+        state_lost=state_lost and results is None,
+        results=results,
+    )
+
+
+def _advice(error: BaseException) -> str:
+    if isinstance(error, FloatingPointError):
+        return "turn jax_debug_nans off to let the step run on, or mend what makes the number."
+    if "RESOURCE_EXHAUSTED" in str(error):
+        return "plan with a smaller memory_budget_bytes than what was there, or with more microbatches or devices."
+    return "mend what raised it, see the cause above."
+
+
+def _first_lines(text: str, count: int = 3) -> str:
+    lines = [line for line in text.splitlines() if line.strip()] or ["(it says nothing)"]
+    return "\n".join(lines[:count]) + (" ..." if len(lines) > count else "")
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The exception as the user knows it."""
+    return nan_error(error) or error
+
+
+def lines_of(eqns: Sequence[JaxprEqn]) -> str:
+    """The user's lines that a program covers."""
+    known = [eqn for eqn in eqns if source_line(eqn) != UNKNOWN]
+    if not known:
+        return "no line of the user's"
+    first, last = describe(known[0]), describe(known[-1])
+    return f"`{first}`" if first == last else f"from `{first}` to `{last}`"
+
+
+def first_failed(groups: Iterable[tuple[Any, Sequence[Any]]]) -> Any:
+    """The first key whose arrays, waited for, raise; None if none does. Arrays that are gone say nothing."""
+    for key, arrays in groups:
+        for array in arrays:
+            if isinstance(array, jax.Array) and not array.is_deleted():
+                try:
+                    array.block_until_ready()
+                except Exception:
+                    return key
+    return None
+
+
+def is_gone(array: Any) -> bool:
+    """Whether an array's memory was taken over."""
+    return isinstance(array, jax.Array) and array.is_deleted()
+
+
+def donated_error(step: str, paths: Sequence[str]) -> DonatedError:
+    """The error of arguments that are no more."""
+    shown = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
+    return DonatedError(
+        f"an argument of `{step}` is no more.",
+        given=shown,
+        wrong="an earlier call was given the same array and has taken its memory over for its results.",
+        do="pass what the last call returned; or keep the arguments, with donate_argnums=().",
+        paths=tuple(paths),
+    )

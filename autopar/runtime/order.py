@@ -1,0 +1,51 @@
+"""One order of the instructions of all meshes, for one dispatching thread.
+
+In:     the meshes' streams, and which programs are the updates.
+Out:    `merged`: (mesh, instruction), in the order in which they are started.
+Method: meshes take turns, a run each; a message is sent before it is received, so that nothing waits. Updates come last:
+        what overwrites the state is started when everything that can fail before it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from autopar.plan.instructions import Instruction, MeshId, Recv, Run, Send
+
+
+def merged(
+    streams: Mapping[MeshId, Sequence[Instruction]], last: Collection[str] = ()
+) -> list[tuple[MeshId, Instruction]]:
+    """One order of all instructions in which every message is sent before it is received: meshes take turns.
+
+    Args:
+        streams: Of each mesh.
+        last: Programs that begin when no mesh has anything else to do before its first of them.
+
+    Raises:
+        AssertionError: The streams wait for each other; `plan/check.py` would have said so.
+    """
+    at = dict.fromkeys(streams, 0)
+    sent: set[int] = set()
+    found: list[tuple[MeshId, Instruction]] = []
+    waiting = bool(last)
+    while any(at[mesh] < len(stream) for mesh, stream in streams.items()):
+        moved = False
+        for mesh, stream in streams.items():
+            ran = False
+            while at[mesh] < len(stream):
+                instruction = stream[at[mesh]]
+                if isinstance(instruction, Recv) and instruction.message not in sent:
+                    break
+                if isinstance(instruction, Run):
+                    if ran or (waiting and instruction.program in last):
+                        break
+                    ran = True
+                if isinstance(instruction, Send):
+                    sent.add(instruction.message)
+                found.append((mesh, instruction))
+                at[mesh] += 1
+                moved = True
+        assert moved or waiting, "the streams wait for each other"
+        waiting = waiting and moved
+    return found

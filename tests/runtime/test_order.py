@@ -1,0 +1,30 @@
+"""One order of all streams: messages are sent before they are received, updates are started last."""
+
+from __future__ import annotations
+
+from autopar.plan.instructions import Recv, Run, Send
+from autopar.runtime.order import merged
+
+
+def run(program, stage):
+    return Run(program, stage, 0)
+
+
+STREAMS = {
+    0: (run("0/F", 0), Send((0,), 1, 0), Recv((3,), 1, 1), run("0/B", 0), run("0/U", 0)),
+    1: (Recv((1,), 0, 0), run("1/F", 1), run("1/B", 1), Send((2,), 0, 1), run("1/U", 1)),
+}
+
+
+def names(order):
+    return [i.program if isinstance(i, Run) else type(i).__name__ for _, i in order]
+
+
+def test_messages_and_turns():
+    assert names(merged(STREAMS)) == ["0/F", "Send", "Recv", "1/F", "1/B", "Send", "Recv", "0/B", "1/U", "0/U"]
+
+
+def test_updates_last():
+    order = merged(STREAMS, {"0/U", "1/U"})
+    assert names(order)[-2:] == ["0/U", "1/U"] and len(order) == 10
+    assert sorted(map(id, (i for _, i in order))) == sorted(id(i) for s in STREAMS.values() for i in s)
