@@ -11,6 +11,7 @@ Method: imports and adapters, no ideas of its own. No other file of autopar impo
 from __future__ import annotations
 
 import functools
+import io
 import re
 import sys
 import weakref
@@ -19,6 +20,7 @@ from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from jax._src import compiler as _compiler
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info_util
 from jax._src.api_util import InternalFloatingPointError as _InternalFloatingPointError
@@ -27,6 +29,7 @@ from jax._src.lax.lax import optimization_barrier_p
 from jax._src.random import prng as _prng
 from jax._src.random.core import random_gamma_p
 from jax._src.random.threefry2x32 import threefry2x32_p
+from jax.experimental import serialize_executable as _serialize_executable
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun, primitives
 from jax.extend.source_info_util import NameStack, SourceInfo
 
@@ -325,3 +328,34 @@ def line_of(code: Any, instruction: int) -> int:
 def new_source_info(traceback: Any, name_stack: NameStack) -> SourceInfo:
     """Where an equation comes from: a traceback (or None) and its name stack."""
     return SourceInfo(traceback, name_stack)
+
+
+def load_elsewhere(
+    compiled: jax.stages.Compiled, old: Sequence[jax.Device], new: Sequence[jax.Device]
+) -> jax.stages.Compiled:
+    """A compiled program on other devices, without compiling it again.
+
+    Args:
+        compiled: The program.
+        old: Its devices, in the order of its mesh.
+        new: Those that take their places, of the same kind and in one process.
+
+    Raises:
+        Exception: What JAX or the platform says where it cannot be moved.
+    """
+    stored = io.BytesIO()
+    _serialize_executable._JaxPjrtPickler(stored).dump(compiled._executable._unloaded_executable)
+    stored.seek(0)
+    assignment = np.array([[device.id for device in new]])
+    options = _compiler.get_compile_options(1, len(new), device_assignment=assignment)
+
+    class Unpickler(_serialize_executable._JaxPjrtUnpickler):
+        def persistent_load(self, pid: Any) -> Any:
+            if pid[0] == "exec":
+                return self.backend.deserialize_executable(pid[1], self.execution_devices, options)
+            return super().persistent_load(pid)
+
+    unpickler = Unpickler(stored, new[0].client, list(new))
+    unpickler.devices_by_id = {a.id: b for a, b in zip(old, new, strict=True)}
+    loaded = unpickler.load().load()
+    return jax.stages.Compiled(loaded, [], compiled.args_info, compiled.out_tree, no_kwargs=compiled._no_kwargs)

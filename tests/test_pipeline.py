@@ -303,3 +303,34 @@ def test_mark_is_an_identity():
     jax.tree.map(np.testing.assert_array_equal, autopar.mark_stage(tree), tree)
     jaxpr = str(jax.make_jaxpr(autopar.mark_stage)(tree))
     assert jaxpr.count("mark_stage") == 1 and autopar.mark_stage(()) == ()
+
+
+# Compiling.
+
+
+@pytest.mark.parametrize("num_stages, compiled_stages", [(4, 3), (8, 3)])
+def test_equal_stages_are_compiled_once(num_stages, compiled_stages):
+    """The first stage embeds, the last has the loss; those between are equal."""
+    case = marked_layers(num_stages)
+    step = make_step(case, num_stages, num_stages=num_stages, num_microbatches=4)
+    compiled = step.compile(case.state, case.batches[0])
+    kinds = [name.split("/")[1] for name in compiled.programs]
+    assert len(kinds) == num_stages * len(set(kinds))
+    assert compiled.executable.num_compiled <= compiled_stages * len(set(kinds))
+    check_steps(case, compiled)
+
+
+def marked_layers(num_layers):
+    """A scan over equal layers."""
+    case = marked(32, num_layers=num_layers, after=())
+    stacked = np.stack(case.state)
+
+    def step(params, batch):
+        def loss_fn(params):
+            x, _ = jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ kernel), None), batch["x"], params)
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return params - 0.1 * grads, loss
+
+    return dataclasses.replace(case, name=f"scan {num_layers}", step=step, state=stacked)

@@ -29,6 +29,7 @@ from autopar.partition.host_calls import Watch
 from autopar.partition.task import ArrayType, TaskFunction, array_type, task_function
 from autopar.plan.emit import Streams
 from autopar.plan.instructions import Free, Instruction, MeshId, Recv, Run, Send, writes
+from autopar.runtime.compile import Compiler
 from autopar.runtime.failure import (
     CallbacksRaised,
     Place,
@@ -55,6 +56,7 @@ class Pipeline:
     Attributes:
         programs: XLA's executables by name.
         functions: What they were compiled from.
+        num_compiled: How many were compiled; the others are equal to one of these.
         in_shardings: For each argument of the step where it must be: one sharding; of what is read by no one, None.
     """
 
@@ -91,8 +93,10 @@ class Pipeline:
         self._types = [array_type(b.border, self._places[b.stage]) for b in streams.buffers]
         self.functions: dict[str, TaskFunction] = {}
         self.programs: dict[str, jax.stages.Compiled] = {}
+        compiler = Compiler()
         for stage, places in zip(stages, self._places, strict=True):
-            self._compile_stage(stage, places)
+            self._compile_stage(stage, places, compiler)
+        self.num_compiled = compiler.num_compiled
         updates = {n for n, plan in streams.programs.items() if plan.task.kind == "U"}
         self._order = merged(streams.instructions, updates)
         self._calls = [self._call(number, instruction) for number, (_, instruction) in enumerate(self._order)]
@@ -116,11 +120,11 @@ class Pipeline:
 
     # Compiling.
 
-    def _compile_stage(self, stage: StagePlan, places: jax.sharding.Mesh) -> None:
+    def _compile_stage(self, stage: StagePlan, places: jax.sharding.Mesh, compiler: Compiler) -> None:
         for plan in stage.tasks:
             name = plan.task.name
             self.functions[name] = task_function(plan, places, self._streams.overwritten[name], self._watch)
-            self.programs[name] = _compile(self.functions[name], name, places if calls_host(plan.body) else None)
+            self.programs[name] = compiler.compile(self.functions[name], name, places, calls_host(plan.body))
 
     def _call(self, number: int, instruction: Instruction) -> Call:
         match instruction:
@@ -445,21 +449,3 @@ def _free(buffers: Sequence[int]) -> Call:
             held.pop(at, None)
 
     return call
-
-
-def _compile(made: TaskFunction, name: str, ends_on: jax.sharding.Mesh | None) -> jax.stages.Compiled:
-    """Compile a task; on the mesh `ends_on` it has one result more, a number that tells that it has ended."""
-
-    def program(*arrays: jax.Array) -> list[jax.Array]:
-        return [*made.function(*arrays), *(jnp.int8(0) for _ in ends)]
-
-    ends = [] if ends_on is None else [jax.sharding.NamedSharding(ends_on, jax.sharding.PartitionSpec())]
-
-    program.__name__ = program.__qualname__ = name.replace("/", "_")
-    jitted = jax.jit(
-        program,
-        in_shardings=tuple(t.sharding for t in made.inputs),
-        out_shardings=[*(t.sharding for t in made.outputs), *ends],
-        donate_argnums=tuple(k for k, d in enumerate(made.donated) if d),
-    )
-    return jitted.lower(*(t.struct() for t in made.inputs)).compile()
