@@ -334,3 +334,19 @@ def marked_layers(num_layers):
         return params - 0.1 * grads, loss
 
     return dataclasses.replace(case, name=f"scan {num_layers}", step=step, state=stacked)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_scanned_layers_equal_their_unrolled_twins(num_stages, schedule):
+    scanned, unrolled = marked_layers(8), marked(32, num_layers=8, after=())
+    results = []
+    for case in (scanned, unrolled):
+        step = make_step(case, 4, num_stages=num_stages, num_microbatches=4, schedule=schedule)
+        state, losses = case.state, []
+        for batch in case.batches:
+            state, loss = step(state, batch)
+            losses.append(float(loss))
+        results.append((np.stack([np.asarray(layer) for layer in state]), losses))
+    np.testing.assert_allclose(*[np.asarray(r[0]) for r in results], rtol=0, atol=1e-6)
+    np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-6)
