@@ -210,11 +210,11 @@ class _Lowering:
             case "rows":
                 return self.port("ys", self.ys_at[slot.key])
             case "loop":
-                if slot.key in self.xs_at:
-                    return self.port("xs", self.xs_at[slot.key])
-                if slot.key in self.ys_at:
-                    return self.port("ys", self.ys_at[slot.key])
-                return self.produced(slot.key)
+                if slot.var in self.xs_at:
+                    return self.port("xs", self.xs_at[slot.var])
+                if slot.var in self.ys_at:
+                    return self.port("ys", self.ys_at[slot.var])
+                return self.produced(slot.var)
         if slot.key in self.output_at:
             return self.chosen(self.graph.outputs[self.output_at[slot.key]])
         if slot.key in self.input_at:
