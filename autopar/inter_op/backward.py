@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from autopar._jax import JaxprEqn, Var, new_var
 from autopar.inter_op.residuals import ALL, CHEAP, Kept, choose_residuals
-from autopar.ir.structure import inputs_of, needed
+from autopar.ir.structure import inputs_of
 from autopar.ir.work import Work
 
 MAX_LEVELS = 6
@@ -44,7 +44,9 @@ class Passes:
 
     def kept(self, level: float) -> Kept:
         """What the forward pass keeps at a level."""
-        return choose_residuals(self.forward, self.wanted((*self.at_once, *self.later)), self.free, self.received, level)
+        return choose_residuals(
+            self.forward, self.wanted((*self.at_once, *self.later)), self.free, self.received, level
+        )
 
     def wanted(self, eqns: Iterable[JaxprEqn]) -> list[Var]:
         """Forward values that equations read."""

@@ -146,8 +146,18 @@ def plan_stage(
             restrict(graph, allowed)
 
     donated = [k in program.aliases.values() for k in range(len(program.jaxpr.invars))]
+    # Of what is received and sent one microbatch is there at a time; what waits is known with the schedule.
+    passing = {program.jaxpr.invars[k] for k in program.received}.union(program.scan.sent if program.scan else ())
     sharded = shard(
-        program.jaxpr, program.aliases, mesh, device, options, all_restrictions, donated, dict(program.batch)
+        program.jaxpr,
+        program.aliases,
+        mesh,
+        device,
+        options,
+        all_restrictions,
+        donated,
+        dict(program.batch),
+        elsewhere=passing,
     )
     return lower_stage(program, mesh, device, sharded)
 

@@ -156,9 +156,7 @@ class _Builder:
         """Those of the values that this task makes."""
         return [v for v in dict.fromkeys(wanted) if self.tasks.made_at.get(v) == (kind, self.stage)]
 
-    def loop_inputs(
-        self, eqns: Sequence[JaxprEqn], results: Sequence[Any], passed: Mapping[Var, Slot]
-    ) -> list[Slot]:
+    def loop_inputs(self, eqns: Sequence[JaxprEqn], results: Sequence[Any], passed: Mapping[Var, Slot]) -> list[Slot]:
         made = {var for eqn in eqns for var in eqn.outvars}
         read = dict.fromkeys((*(a for eqn in eqns for a in inputs_of(eqn)), *variables(results)))
         split = self.tasks.split

@@ -3,17 +3,20 @@
 In:     `Program`, its roles, the cluster, what is fixed (borders, submeshes, logical meshes, microbatches, schedule).
 Out:    `PipelinePlan`: everything that `Plan` reads off and the runtime carries out.
 Method: phases, segments, tasks, one program per stage, each sharded on its own logical mesh (equal stages once), streams,
-        checker, simulator.
+        checker, simulator. Stages whose microbatches in flight do not fit run more of their forward pass again: the least
+        that makes them fit; how they are sharded stays.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.errors import InfeasibleError
-from autopar.inter_op.stage_plan import StagePlan
-from autopar.inter_op.stage_program import StageProgram, stage_program
+from autopar.inter_op.backward import find_levels
+from autopar.inter_op.residuals import CHEAP
+from autopar.inter_op.stage_plan import StagePlan, lower_stage
+from autopar.inter_op.stage_program import StageProgram, stage_program, with_tasks
 from autopar.inter_op.tasks import Tasks, make_tasks
 from autopar.intra_op.restrict import Restrict
 from autopar.mesh import Cluster, LogicalMesh
@@ -82,7 +85,8 @@ def plan_pipeline(
     Raises:
         InfeasibleError: A stage does not fit; says which and by how much.
     """
-    tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits_backward(schedule))
+    levels = options.recompute_levels(len(borders))
+    tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits_backward(schedule), levels or ())
     stages: list[StagePlan] = []
     same = SameStacks(cut)
     for number, candidates in enumerate(meshes):
@@ -94,7 +98,11 @@ def plan_pipeline(
             made = solve_stage(program, made.mesh, cluster, options, solved, restriction, tuple(pins.items()))
         same.add(program, made)
         stages.append(made)
-    return assemble(cut, tuple(borders), tasks, stages, cluster, schedule, options)
+    planned = assemble(cut, tuple(borders), tasks, stages, cluster, schedule)
+    budget = options.memory_budget_bytes or cluster.device.memory_bytes
+    fitting = planned if levels else _run_again_what_does_not_fit(planned, cluster, budget)
+    _check_budget(fitting, budget)
+    return fitting
 
 
 def assemble(
@@ -104,14 +112,8 @@ def assemble(
     stages: Sequence[StagePlan],
     cluster: Cluster,
     schedule: Schedule,
-    options: Options,
-    check_budget: bool = True,
 ) -> PipelinePlan:
-    """Streams, checked and simulated, of stages that are planned.
-
-    Raises:
-        InfeasibleError: The microbatches in flight do not fit.
-    """
+    """Streams, checked and simulated, of stages that are planned."""
     order = schedule.order(len(stages) // num_chunks(schedule), cut.split.count)
     state = [cut.program.jaxpr.invars[k] for k in cut.roles.state]
     check_order(order, schedule, tasks, len(stages))
@@ -124,16 +126,56 @@ def assemble(
         at += stage.mesh.num_devices
     first_device = [first_device[number % num_meshes] for number in range(len(stages))]
     simulation = simulate_streams(streams, stages, first_device, cluster)
-    budget = options.memory_budget_bytes or cluster.device.memory_bytes
-    for mesh, peak in simulation.peak_bytes.items():
-        if check_budget and peak > budget:
-            raise InfeasibleError(
-                "a stage does not fit the memory budget.",
-                given=f"stage {mesh} of {len(stages)} on {stages[mesh].mesh}, schedule {schedule.name!r}, "
-                f"{cut.split.count} microbatches, {budget:.0f} bytes on each device",
-                wrong=f"{peak} bytes are alive on a device at once.",
-                do="use more stages or devices, more microbatches, or the schedule '1f1b'.",
-                budget_bytes=int(budget),
-                needed_bytes=int(peak),
-            )
     return PipelinePlan(cut, borders, tasks, tuple(stages), tuple(first_device), schedule, streams, simulation)
+
+
+def at_levels(planned: PipelinePlan, levels: Mapping[int, float], cluster: Cluster) -> PipelinePlan:
+    """The same pipeline, sharded alike, with some stages running more or less again."""
+    tasks, stages = planned.tasks, list(planned.stages)
+    for number, level in levels.items():
+        tasks = tasks.at_level(number, level)
+    for number in levels:
+        program = with_tasks(stages[number].program, tasks)
+        stages[number] = lower_stage(program, stages[number].mesh, cluster.device, stages[number].sharded)
+    return assemble(planned.cut, planned.borders, tasks, stages, cluster, planned.schedule)
+
+
+def _run_again_what_does_not_fit(planned: PipelinePlan, cluster: Cluster, budget: float) -> PipelinePlan:
+    """Levels of recomputation are raised where the microbatches in flight do not fit, until they do.
+
+    Returns:
+        The pipeline that fits; where none does, that in which the largest peak is least.
+    """
+    num_meshes, least = len(planned.streams.instructions), planned
+    ladders: dict[int, list[float]] = {}
+    while True:
+        raised: dict[int, float] = {}
+        for mesh, peak in planned.simulation.peak_bytes.items():
+            own = range(mesh, len(planned.stages), num_meshes)
+            if peak > budget:
+                ladders |= {s: list(find_levels(planned.tasks.passes[s])[1:]) for s in own if s not in ladders}
+                left = [s for s in own if ladders[s]]
+                if not left:
+                    return least
+                stage = min(left, key=lambda s: (planned.tasks.levels[s], s))
+                raised[stage] = ladders[stage].pop(0)
+        if not raised:
+            return planned
+        planned = at_levels(planned, raised, cluster)
+        least = min(least, planned, key=lambda p: max(p.simulation.peak_bytes.values()))
+
+
+def _check_budget(planned: PipelinePlan, budget: float) -> None:
+    mesh, peak = max(planned.simulation.peak_bytes.items(), key=lambda item: item[1])
+    if peak > budget:
+        count, levels = len(planned.stages), set(planned.tasks.levels)
+        again = "" if levels == {CHEAP} else ", however much of its forward pass the backward runs again"
+        raise InfeasibleError(
+            "a stage does not fit the memory budget.",
+            given=f"stage {mesh} of {count} on {planned.stages[mesh].mesh}, schedule {planned.schedule.name!r}, "
+            f"{planned.cut.split.count} microbatches, {budget:.0f} bytes on each device",
+            wrong=f"{peak} bytes are alive on a device at once{again}.",
+            do="use more stages or devices, more microbatches, or the schedule '1f1b'.",
+            budget_bytes=int(budget),
+            needed_bytes=int(peak),
+        )
