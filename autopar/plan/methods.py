@@ -123,6 +123,16 @@ class Auto(_StageSettings):
     """Decide everything: the mesh and every sharding; and on several hosts, or where nothing else fits, whether to cut
     the step into pipeline stages, which, on which submeshes, in how many microbatches and by which schedule."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.recompute, tuple):
+            raise AutoparError(
+                "how much each stage runs again cannot be said before the stages are known.",
+                given=f"Auto(recompute={self.recompute!r})",
+                wrong="Auto decides how many stages there are.",
+                do="pass one level for all stages, or fix the stages: PipelineParallel(num_stages=...).",
+            )
+
 
 @dataclass(frozen=True)
 class PipelineParallel(_StageSettings):

@@ -33,7 +33,7 @@ def recomputed_by(pipeline: PipelinePlan, stage: int, device: Device) -> Recompu
     return Recomputed(
         level,
         len(tasks.kept[stage].heavy),
-        max(0.0, _backward_seconds(planned) - _backward_seconds(other)) * planned.program.count,
+        float(max(0.0, _backward_seconds(planned) - _backward_seconds(other))) * planned.program.count,
         kept,
         max(0, _kept_bytes(cheap, other) - kept),
     )
