@@ -43,7 +43,7 @@ class Options:
 
     solver: Solver = "highs"
     solver_seconds: float = 60.0
-    memory_budget_bytes: int | None = None
+    memory_budget_bytes: float | None = None
     constraints: Mapping[str, PartitionSpec] = field(default_factory=dict, hash=False)
     microbatch_semantics: MicrobatchSemantics = "exact"
     recompute: Recompute = "auto"

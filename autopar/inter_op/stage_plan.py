@@ -126,6 +126,7 @@ def plan_stage(
     device: Device,
     options: Options,
     restrict: Restrict | None = None,
+    all_again: bool = False,
 ) -> StagePlan:
     """Shard one stage.
 
@@ -135,6 +136,7 @@ def plan_stage(
         device: Rates and memory.
         options: Solver, time limit, memory budget.
         restrict: Forbids choices.
+        all_again: Whether what its forward pass makes does not count as memory, for it may run again.
 
     Raises:
         InfeasibleError: A pin or the memory budget cannot be kept.
@@ -147,7 +149,10 @@ def plan_stage(
 
     donated = [k in program.aliases.values() for k in range(len(program.jaxpr.invars))]
     # Of what is received and sent one microbatch is there at a time; what waits is known with the schedule.
-    passing = {program.jaxpr.invars[k] for k in program.received}.union(program.scan.sent if program.scan else ())
+    uncounted = {program.jaxpr.invars[k] for k in program.received}.union(program.scan.sent if program.scan else ())
+    if all_again:
+        forward = [eqn for task in program.tasks if task.kind == "F" for eqn in task.jaxpr.eqns]
+        uncounted.update(var for eqn in forward for var in eqn.outvars)
     sharded = shard(
         program.jaxpr,
         program.aliases,
@@ -157,7 +162,7 @@ def plan_stage(
         all_restrictions,
         donated,
         dict(program.batch),
-        elsewhere=passing,
+        elsewhere=uncounted,
     )
     return lower_stage(program, mesh, device, sharded)
 

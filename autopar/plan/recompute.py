@@ -12,7 +12,7 @@ from autopar.inter_op.stage_plan import StagePlan, lower_stage
 from autopar.inter_op.stage_program import with_tasks
 from autopar.inter_op.tasks import Tasks
 from autopar.mesh import Device
-from autopar.plan.pipeline import PipelinePlan
+from autopar.plan.assemble import PipelinePlan
 from autopar.plan.plan import Recomputed
 
 

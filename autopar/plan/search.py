@@ -21,8 +21,9 @@ from autopar.ir.state import Roles
 from autopar.ir.trace import Program
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Options
+from autopar.plan.assemble import PipelinePlan
 from autopar.plan.cut import Cut, cut_step
-from autopar.plan.pipeline import PipelinePlan, plan_pipeline
+from autopar.plan.pipeline import plan_pipeline
 from autopar.plan.schedules import SCHEDULES, Schedule
 from autopar.plan.solve_stages import Solved
 from autopar.plan.table import Kinds, Table, fill_table, kinds_of
@@ -39,7 +40,7 @@ EFFORT = 6000
 MOST = 16
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class _Candidate:
     """A pipeline to be planned.
 
@@ -88,12 +89,14 @@ def search_pipelines(
         text = _text(candidate, schedule)
         report(f"planning {text}")
         try:
-            plan = _plan(program, roles, cluster, options, candidate, schedule, num_layers, solved)
+            beat = best[0].seconds if best is not None else np.inf
+            plan = _plan(program, roles, cluster, options, candidate, schedule, num_layers, solved, beat)
         except AutoparError as error:
             tried.append((text, error.summary))
             return
-        tried.append((text, f"{plan.seconds:.3e} s"))
-        if best is None or plan.seconds < best[0].seconds:
+        fits = plan.peak_bytes <= (options.memory_budget_bytes or cluster.device.memory_bytes)
+        tried.append((text, f"{'' if fits else 'at least '}{plan.seconds:.3e} s"))
+        if plan.seconds < beat:
             best = plan, candidate
 
     finalists = max(FINALISTS, min(MOST, EFFORT // max(1, len(cut.program.jaxpr.eqns))))
@@ -123,30 +126,36 @@ def _slicings(
         kinds = kinds_of(table, count, num_layers, budget)
         crossing = _transfers(cut, num_layers, cluster) * (table.count / count)
         found += _equal_stages(table, kinds, crossing, count, num_layers, cluster)
-        try:
-            slicing = slice_stages(
-                kinds.seconds,
-                kinds.sizes,
-                cluster.num_devices,
-                count,
-                transfer_seconds=crossing,
-                max_in_flight=kinds.flight,
-                gap=0.02,
-            )
-        except InfeasibleError:
-            continue
-        stages = slicing.stages
-        alike = len({s.last - s.first for s in stages}) == 1
-        found.append(
-            _Candidate(
-                count,
-                slicing.latency_seconds,
-                tuple(kinds.sizes[s.submesh] for s in stages),
-                None if alike else tuple(s.first for s in stages),
-                tuple((kinds.meshes[s.first, s.last, s.submesh],) for s in stages),
-            )
-        )
+        # Also the best one that runs nothing more again: what recomputation takes is known only when it is planned.
+        for some in (kinds, kinds.first(len(table.meshes)))[: len(table.levels)]:
+            best = _best_slicing(some, crossing, count, cluster)
+            found += [best] if best is not None and best not in found else []
     return sorted(found, key=lambda c: c.seconds)
+
+
+def _best_slicing(kinds: Kinds, crossing: np.ndarray, count: int, cluster: Cluster) -> _Candidate | None:
+    """The slicing of least latency by the table; None: none fits."""
+    try:
+        slicing = slice_stages(
+            kinds.seconds,
+            kinds.sizes,
+            cluster.num_devices,
+            count,
+            transfer_seconds=crossing,
+            max_in_flight=kinds.flight,
+            gap=0.02,
+        )
+    except InfeasibleError:
+        return None
+    stages = slicing.stages
+    alike = len({s.last - s.first for s in stages}) == 1
+    return _Candidate(
+        count,
+        slicing.latency_seconds,
+        tuple(kinds.sizes[s.submesh] for s in stages),
+        None if alike else tuple(s.first for s in stages),
+        tuple((kinds.meshes[s.first, s.last, s.submesh],) for s in stages),
+    )
 
 
 def _equal_stages(
@@ -187,8 +196,9 @@ def _plan(
     schedule: Schedule,
     num_layers: int,
     solved: Solved,
+    beat: float,
 ) -> PipelinePlan:
-    """Plan a candidate as it is."""
+    """Plan a candidate as it is; `beat` as of `plan_pipeline`."""
     num_stages, firsts = len(candidate.sizes), candidate.firsts
     parts = num_stages if firsts is None else MAX_LAYERS
     cut = cut_step(program, roles, parts, candidate.count, options.microbatch_semantics)
@@ -197,7 +207,7 @@ def _plan(
     else:
         layers = balanced_borders(cut.chain, num_layers)
         borders = tuple(layers[first] for first in firsts)
-    return plan_pipeline(cut, borders, candidate.meshes, cluster, schedule, options, solved)
+    return plan_pipeline(cut, borders, candidate.meshes, cluster, schedule, options, solved, beat=beat)
 
 
 def _text(candidate: _Candidate, schedule: Schedule) -> str:

@@ -39,8 +39,9 @@ def best_stage(
     options: Options,
     solved: Solved,
     restrict: Callable[[StageProgram, LogicalMesh], Restrict | None] = lambda program, mesh: None,
+    all_again: bool = False,
 ) -> StagePlan:
-    """A stage on the logical mesh on which it is fastest.
+    """A stage on the logical mesh on which it is fastest; `all_again` as of `solve_stage`.
 
     Raises:
         InfeasibleError: It fits on none.
@@ -49,7 +50,8 @@ def best_stage(
     failure: InfeasibleError | None = None
     for mesh in candidates:
         try:
-            found.append(solve_stage(program, mesh, cluster, options, solved, restrict(program, mesh)))
+            further = restrict(program, mesh)
+            found.append(solve_stage(program, mesh, cluster, options, solved, further, (), all_again))
         except InfeasibleError as error:
             failure = error
     if not found:
@@ -66,8 +68,23 @@ def solve_stage(
     solved: Solved,
     restrict: Restrict | None = None,
     pins: Hashable = (),
+    all_again: bool = False,
 ) -> StagePlan:
-    """Shard a stage, or take over the choices of an equal one; `pins` tells restrictions apart."""
+    """Shard a stage, or take over the choices of an equal one.
+
+    Args:
+        program: The stage.
+        mesh: Its logical mesh.
+        cluster: The machine.
+        options: Solver, time limit, memory budget.
+        solved: Stages solved before; extended.
+        restrict: Forbids choices.
+        pins: Tells restrictions apart.
+        all_again: Whether what its forward pass makes is not to count as memory, for it may run again.
+
+    Raises:
+        InfeasibleError: It does not fit.
+    """
     key = (
         canonical_key(program.jaxpr),
         tuple(sorted(program.aliases.items())),
@@ -76,10 +93,12 @@ def solve_stage(
         mesh,
         restrict is None,
         pins,
+        options.memory_budget_bytes,
+        all_again,
     )
     if key in solved.known:
         return take_over(program, solved.known[key], cluster)
-    made = plan_stage(program, mesh, cluster.device, options, restrict)
+    made = plan_stage(program, mesh, cluster.device, options, restrict, all_again)
     solved.known[key] = made
     return made
 

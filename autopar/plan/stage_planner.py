@@ -28,10 +28,11 @@ from autopar.ir.source import is_backward
 from autopar.ir.state import Roles
 from autopar.ir.trace import Program
 from autopar.mesh import Cluster, LogicalMesh, Sharding, logical_meshes
+from autopar.plan.assemble import PipelinePlan, assemble
 from autopar.plan.clock import timeline_of
 from autopar.plan.cut import check_stage_count, cut_step
 from autopar.plan.methods import Method, PipelineParallel, ThreeD
-from autopar.plan.pipeline import PipelinePlan, assemble, plan_pipeline
+from autopar.plan.pipeline import plan_pipeline
 from autopar.plan.plan import Cost, Plan, Stage, Submesh, Value
 from autopar.plan.recompute import recomputed_by
 from autopar.plan.schedules import find_schedule, num_chunks, splits_backward

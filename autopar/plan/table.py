@@ -155,6 +155,11 @@ class Kinds:
     flight: np.ndarray
     meshes: dict[tuple[int, int, int], LogicalMesh]
 
+    def first(self, num_kinds: int) -> Kinds:
+        """The first of these kinds only."""
+        own = slice(num_kinds)
+        return Kinds(self.sizes[own], self.seconds[..., own], self.flight[..., own], self.meshes)
+
 
 def kinds_of(table: Table, count: int, num_layers: int, budget: float) -> Kinds:
     """Seconds and memory of all stages, each on its fastest mesh.
