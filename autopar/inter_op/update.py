@@ -175,7 +175,7 @@ class _Placement:
         dropped: dict[int, None] = {}
         replaced: dict[int, list[JaxprEqn]] = {}
         for eqn in reversed(self.eqns):
-            if id(eqn) in dropped or eqn.outvars[0] not in inner:
+            if id(eqn) in dropped or not eqn.outvars or eqn.outvars[0] not in inner:
                 continue
             gone: list[JaxprEqn] = []
             parts = leaves(eqn, gone)
