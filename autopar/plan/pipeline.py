@@ -28,7 +28,7 @@ from autopar.plan.schedules import Schedule, splits_backward
 from autopar.plan.solve_stages import SameStacks, Solved, best_stage, pinned, solve_stage
 
 NEAR = 0.05
-"""A pipeline that fits and takes at most this part longer than one without end of memory is good enough."""
+"""What cannot be faster than what is known by more than this part is not worth solving under a memory budget."""
 RestrictStage = Callable[[StageProgram, LogicalMesh], Restrict | None]
 
 
@@ -78,9 +78,9 @@ def plan_pipeline(
             _check_budget(planned, budget)
         except InfeasibleError as error:
             failures.append(error)
-            continue
-        fitting.append(planned)
-        if planned.seconds <= fastest * (1 + NEAR):
+        else:
+            fitting.append(planned)
+        if min([beat, *(p.seconds for p in fitting)]) * (1 - NEAR) <= fastest:
             break
     if not fitting:
         raise min(failures, key=lambda error: getattr(error, "needed_bytes", math.inf))
