@@ -25,7 +25,7 @@ def recomputed_by(pipeline: PipelinePlan, stage: int, device: Device) -> Recompu
         device: Its devices.
     """
     tasks, planned = pipeline.tasks, pipeline.stages[stage]
-    kept, level = _kept_bytes(tasks, planned), tasks.levels[stage]
+    kept, level = kept_bytes(tasks, planned), tasks.levels[stage]
     if level == CHEAP:
         return Recomputed(kept_bytes=kept)
     cheap = tasks.at_level(stage, CHEAP)
@@ -35,12 +35,17 @@ def recomputed_by(pipeline: PipelinePlan, stage: int, device: Device) -> Recompu
         len(tasks.kept[stage].heavy),
         float(max(0.0, _backward_seconds(planned) - _backward_seconds(other))) * planned.program.count,
         kept,
-        max(0, _kept_bytes(cheap, other) - kept),
+        max(0, kept_bytes(cheap, other) - kept),
     )
 
 
-def _kept_bytes(tasks: Tasks, stage: StagePlan) -> int:
-    """Bytes on one device of what a microbatch keeps from forward to backward."""
+def kept_bytes(tasks: Tasks, stage: StagePlan) -> int:
+    """Bytes on one device of what a microbatch keeps from forward to backward.
+
+    Args:
+        tasks: The step cut into stages.
+        stage: One of them on its mesh.
+    """
     values = set(tasks.kept[stage.program.stage].values)
     read = [border for kind in ("B", "W") if (task := stage.task(kind)) for border in task.inputs]
     return sum({border.slot.key: border.num_bytes for border in read if border.slot.key in values}.values())

@@ -102,6 +102,12 @@ def search_pipelines(
     finalists = max(FINALISTS, min(MOST, EFFORT // max(1, len(cut.program.jaxpr.eqns))))
     for candidate in candidates[:finalists]:
         attempt(candidate, SCHEDULES["1f1b"])
+    if best is None:
+        # The table's memory is an estimate: what takes least of it may fit after all.
+        kinds, crossing = kinds_of(table, counts[-1], num_layers, np.inf), np.zeros(num_layers)
+        for candidate in _equal_stages(table, kinds, crossing, counts[-1], num_layers, cluster):
+            if candidate not in candidates[:finalists]:
+                attempt(candidate, SCHEDULES["1f1b"])
     if best is not None:
         attempt(best[1], SCHEDULES["zb-h1"])
     return (best[0] if best is not None else None), tried

@@ -22,11 +22,12 @@ from autopar.inter_op.chain import balanced_borders
 from autopar.inter_op.residuals import ALL, CHEAP
 from autopar.inter_op.stage_plan import StagePlan, lower_stage
 from autopar.inter_op.stage_program import StageProgram, stage_program, with_tasks
-from autopar.inter_op.tasks import make_tasks
+from autopar.inter_op.tasks import Tasks, make_tasks
 from autopar.ir.canonical import canonical_key
 from autopar.mesh import Cluster, LogicalMesh, logical_meshes
 from autopar.options import Options
 from autopar.plan.cut import Cut
+from autopar.plan.recompute import kept_bytes
 from autopar.plan.solve_stages import Solved, solve_stage
 
 Report = Callable[[str], None]
@@ -97,7 +98,7 @@ def fill_table(cut: Cut, num_layers: int, cluster: Cluster, options: Options, so
         except InfeasibleError:
             return None
         others = [lower_stage(with_tasks(program, t), mesh, cluster.device, made.sharded) for t in at_level[1:]]
-        return tuple(map(_cost, (made, *others)))
+        return tuple(_cost(stage, tasks) for stage, tasks in zip((made, *others), at_level, strict=True))
 
     for size, shapes in meshes.items():
         costs[size] = []
@@ -111,12 +112,14 @@ def fill_table(cut: Cut, num_layers: int, cluster: Cluster, options: Options, so
     return Table(cut.split.count, levels, meshes, costs)
 
 
-def _cost(stage: StagePlan) -> LayerCost:
+def _cost(stage: StagePlan, tasks: Tasks) -> LayerCost:
     work = fixed = once = 0.0
-    kept = working = 0
+    kept, working = kept_bytes(tasks, stage), 0
     held: dict[object, int] = {}
     for task in stage.tasks:
-        working = max(working, task.working_bytes)
+        # What is read beside that and comes from other stages is there for one microbatch.
+        read = sum(b.num_bytes for b in task.inputs if b.slot.kind == "loop")
+        working = max(working, task.working_bytes + max(0, read - kept))
         for border in (*task.inputs, *task.outputs):
             if border.slot.kind in ("argument", "const", "piece", "sum", "rows"):
                 held[border.slot.kind, border.slot.key] = border.num_bytes
@@ -125,8 +128,6 @@ def _cost(stage: StagePlan) -> LayerCost:
             same = min(latency, task.communication_seconds) + task.batchless_seconds
             fixed += same
             work += task.seconds - same
-            if task.task.kind == "B":
-                kept += sum(b.num_bytes for b in task.inputs if b.slot.kind == "loop")
         else:
             once += task.seconds
     return LayerCost(work, fixed, once, float(sum(held.values())), float(kept), float(working))
