@@ -6,11 +6,12 @@ Out:    `Options`, frozen; passes read it and nothing else (no environment, no g
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from autopar.errors import AutoparError, SolverError
+from autopar.errors import AutoparError, PipelineError, SolverError
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
@@ -19,6 +20,9 @@ Solver = Literal["highs", "cbc"]
 SOLVERS: tuple[Solver, ...] = ("highs", "cbc")
 MicrobatchSemantics = Literal["exact", "per_microbatch"]
 SEMANTICS: tuple[MicrobatchSemantics, ...] = ("exact", "per_microbatch")
+RecomputeLevel = Literal["cheap", "all"] | float
+Recompute = Literal["auto"] | RecomputeLevel | tuple[RecomputeLevel, ...]
+_LEVELS = {"cheap": 0.0, "all": math.inf}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,13 +36,17 @@ class Options:
         constraints: Pins, `{path glob: PartitionSpec}`, over the paths of the step's arguments.
         microbatch_semantics: `"exact"`: microbatches compute what the whole batch does, or are refused;
             `"per_microbatch"`: where samples wait for a sum over the batch (batch statistics), each takes its own.
+        recompute: What the backward pass of a pipeline stage runs again instead of keeping it. `"auto"`: what is cheap,
+            and on stages that do not fit as much more as makes them fit; `"cheap"`: never more; `"all"`: everything; a
+            number: what takes at most so many operations for each byte saved; a tuple of these: one for each stage.
     """
 
     solver: Solver = "highs"
     solver_seconds: float = 60.0
-    memory_budget_bytes: int | None = None
+    memory_budget_bytes: float | None = None
     constraints: Mapping[str, PartitionSpec] = field(default_factory=dict, hash=False)
     microbatch_semantics: MicrobatchSemantics = "exact"
+    recompute: Recompute = "auto"
 
     def __post_init__(self) -> None:
         if self.solver not in SOLVERS:
@@ -56,11 +64,44 @@ class Options:
                 wrong=f"autopar knows {', '.join(map(repr, SEMANTICS))}.",
                 do="leave it out for 'exact'.",
             )
+        _check_recompute(self.recompute)
         _check_positive("solver_seconds", self.solver_seconds)
         if self.memory_budget_bytes is not None:
             _check_positive("memory_budget_bytes", self.memory_budget_bytes)
         if self.constraints is None:
             object.__setattr__(self, "constraints", {})
+
+    def recompute_levels(self, num_stages: int) -> tuple[float, ...] | None:
+        """For each stage how many operations may run again for each byte saved; None: the planner decides.
+
+        Raises:
+            PipelineError: They are given for another number of stages.
+        """
+        if self.recompute == "auto":
+            return None
+        given = self.recompute if isinstance(self.recompute, tuple) else (self.recompute,) * num_stages
+        if len(given) != num_stages:
+            raise PipelineError(
+                "recomputation is given for another number of stages.",
+                given=f"recompute={self.recompute!r} for {num_stages} stages",
+                wrong=f"it is of length {len(given)}.",
+                do="give one level for each stage, or one for all.",
+                num_stages=num_stages,
+            )
+        return tuple(_LEVELS[level] if isinstance(level, str) else float(level) for level in given)
+
+
+def _check_recompute(recompute: object) -> None:
+    levels = recompute if isinstance(recompute, tuple) else () if recompute == "auto" else (recompute,)
+    for level in levels:
+        is_number = isinstance(level, int | float) and not isinstance(level, bool) and level >= 0
+        if not (is_number or (isinstance(level, str) and level in _LEVELS)):
+            raise AutoparError(
+                "unknown level of recomputation.",
+                given=f"recompute={recompute!r}",
+                wrong=f"{level!r} is no level.",
+                do="pass 'auto', 'cheap', 'all', a number of operations per byte, or a tuple of these for the stages.",
+            )
 
 
 def _check_positive(name: str, value: float) -> None:

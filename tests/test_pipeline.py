@@ -13,6 +13,7 @@ import autopar
 from autopar.errors import DeviceCountError, MicrobatchError, PipelineError
 from tests.models.case import Case
 from tests.models.registry import CASES
+from tests.small_transformer import arguments, train_step
 from tests.sweep import QUICK, SLOW, _host, reference, relative_error
 
 MODELS = (
@@ -123,6 +124,67 @@ def test_state_stays_where_it_is():
     assert jax.tree.map(lambda x: x.sharding, state) == shardings
     assert any(x.is_deleted() for x in before), "the old parameters' memory is taken"
     assert not any(x.is_deleted() for x in jax.tree.leaves(case.state))
+
+
+# What runs again.
+
+
+def small_transformer(kind):
+    """Four layers and three batches."""
+    random = np.random.default_rng(0)
+
+    def draw(aval):
+        scale = np.sqrt(aval.shape[-2]) if aval.ndim != 3 or aval.shape[0] == 4 else 1.0
+        return (random.normal(size=aval.shape) / scale).astype(np.float32)
+
+    params, batch = arguments(kind, 4)
+    params, *batches = (jax.tree.map(draw, tree) for tree in (params, batch, batch, batch))
+    return Case(f"small transformer, {kind}", train_step, params, tuple(batches))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
+@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("kind", ["scan", "unrolled"])
+def test_everything_runs_again(kind, num_stages, schedule):
+    case = small_transformer(kind)
+    step = make_step(case, num_stages, num_stages=num_stages, num_microbatches=4, schedule=schedule, recompute="all")
+    compiled = step.compile(case.state, case.batches[0])
+    assert all(stage.recomputed.operations for stage in compiled.plan.stages)
+    check_steps(case, compiled)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_everything_runs_again_with_dropout(schedule):
+    case = CASES["gpt_tied_dropout"]()
+    step = make_step(case, 4, num_stages=2, num_microbatches=4, schedule=schedule, recompute=("all", 30.0))
+    check_steps(case, step.compile(case.state, case.batches[0]))
+
+
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize("recompute", ["cheap", "all"])
+def test_calls_into_the_host_run_once(recompute, num_microbatches):
+    """Once in a step: on the whole batch where that is worked through in parts."""
+    calls = []
+
+    def step(params, batch):
+        def loss_fn(params):
+            x = batch["x"]
+            for kernel in params:
+                x = jnp.tanh(x @ kernel)
+                jax.debug.callback(lambda x: calls.append(x.shape), x)
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    made = marked(16)
+    case = Case("calls", step, made.state, made.batches[:1])
+    step = make_step(case, 2, num_stages=2, num_microbatches=num_microbatches, recompute=recompute)
+    compiled = step.compile(case.state, case.batches[0])
+    jax.block_until_ready(compiled(case.state, case.batches[0]))
+    jax.effects_barrier()
+    assert calls == [(8, 16)] * len(case.state)
+    assert any(task.kept.heavy for task in compiled.plan.origin.pipeline.tasks.behind) is (recompute == "all")
 
 
 # Forward only.

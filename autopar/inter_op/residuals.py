@@ -1,14 +1,20 @@
 """What a stage keeps between its forward and its backward pass.
 
-In:     the equations of one stage's forward pass, and the forward values its backward pass reads.
+In:     the equations of one stage's forward pass, the forward values its backward pass reads, and how much may be run
+        again to keep less.
 Out:    `Kept`: the values to keep, and the forward equations to run again, which need only those.
-Method: minimum cut. A value is kept, which costs its bytes, or made again from values that are; what is heavy (products,
-        convolutions, loops, random bits) is never made again. Among cuts of equal bytes the one with the least to
-        run again. The idea is that of the min-cut partitioner of PyTorch (Chen and others, "min-cut rematerialization").
+Method: minimum cut. A value is kept, which costs its bytes, or made again from values that are. What is cheap is made
+        again at no cost; what is heavy (products, convolutions, loops, random bits) at its operations, of which `level`
+        are worth a byte: never at level 0, wherever a byte is saved at level inf. Between the two lie the selective ones
+        (attention scores first, whole layers later), without a list of names. Among cuts of equal cost the one with the
+        least to run again. The idea is that of the min-cut partitioner of PyTorch (Chen and others, "min-cut
+        rematerialization"); the price makes it the Lagrangian of Korthikanti et al., "Reducing activation recomputation
+        in large transformer models", MLSys 2023.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -16,16 +22,17 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
-from autopar._jax import JaxprEqn, Literal, Var
-from autopar.ir.rules import rule_for
-from autopar.ir.structure import inputs_of, is_structured
-from autopar.ir.work import num_bytes, num_elements_of
+from autopar._jax import JaxprEqn, Var
+from autopar.ir.rules import has_rule, rule_for
+from autopar.ir.structure import body_jaxprs, inputs_of, is_structured, needed
+from autopar.ir.work import Work, num_bytes, num_elements_of
 
-_HEAVY = frozenset(
-    "dot_general ragged_dot conv_general_dilated threefry2x32 philox2x32 philox4x32 threefry4x32 sort cumsum cumprod "
-    "cummax cummin cumlogsumexp fft gather scatter scatter_add scatter_mul scatter_min scatter_max top_k "
-    "reduce_window_sum reduce_window_max reduce_window select_and_scatter_add erf_inv".split()
-)
+CHEAP, ALL = 0.0, math.inf
+"""The least and the greatest level: run again only what is cheap; all that saves a byte."""
+_BY_INDEX = frozenset({"scatter", "scatter-mul", "scatter-min", "scatter-max"})
+"""Writing at places that others name is slow for its few operations, and its factors look like those of `concatenate`."""
+_DRAWS = frozenset({"rng_uniform"})
+"""Draws other numbers each time: it has a hidden state, of which no rule tells."""
 _UNIT = 16
 """Capacities are counted in units of so many bytes: the flow solver takes 32-bit integers."""
 
@@ -47,9 +54,18 @@ class Kept:
         """Bytes of all kept values, whole."""
         return sum(map(num_bytes, self.values))
 
+    @property
+    def heavy(self) -> tuple[JaxprEqn, ...]:
+        """Those of the equations run again that are not cheap."""
+        return tuple(eqn for eqn in self.again if not can_run_again(eqn))
+
 
 def choose_residuals(
-    eqns: Sequence[JaxprEqn], wanted: Sequence[Var], free: Collection[Var], received: Collection[Var] = ()
+    eqns: Sequence[JaxprEqn],
+    wanted: Sequence[Var],
+    free: Collection[Var],
+    received: Collection[Var] = (),
+    level: float = CHEAP,
 ) -> Kept:
     """Choose what to keep.
 
@@ -58,61 +74,76 @@ def choose_residuals(
         wanted: Forward values that the backward reads.
         free: Values that are at hand in both passes at no cost: parameters and what is made of next to nothing.
         received: Values that come from other stages; they can be kept, not made again.
+        level: How many operations may be run again for each byte that is then not kept.
     """
     free = set(free)
     made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
-    nodes = _ancestors([v for v in wanted if v not in free], made_by, free)
+    costs = _Costs(level)
+    nodes = _ancestors([v for v in wanted if v not in free], made_by, free, costs)
     if not nodes:
         return Kept((), ())
-    index = {var: k for k, var in enumerate(nodes)}
-    source, sink = 2 * len(nodes), 2 * len(nodes) + 1
-    total = sum(_capacity(var) for var in nodes) + 1
-    # The solver's integers have 32 bits: coarser units for larger programs.
-    scale = max(1, -(-total // (1 << 29)))
-    infinite = total // scale + len(nodes) + 1
-    rows, columns, capacities = [], [], []
-
-    def connect(a: int, b: int, capacity: int) -> None:
-        rows.append(a)
-        columns.append(b)
-        capacities.append(capacity)
-
-    for var, k in index.items():
-        connect(2 * k, 2 * k + 1, max(1, _capacity(var) // scale))
+    network = _Network(nodes)
+    for var in nodes:
         eqn = made_by.get(var)
-        if eqn is None or not can_run_again(eqn):
-            connect(source, 2 * k, infinite)
-        else:
-            for operand in dict.fromkeys(inputs_of(eqn)):
-                if operand in index:
-                    connect(2 * index[operand] + 1, 2 * k, infinite)
+        network.value(var, eqn, math.inf if eqn is None else costs.of(eqn))
     for var in dict.fromkeys(wanted):
-        if var in index:
-            connect(2 * index[var] + 1, sink, infinite)
-    size = 2 * len(nodes) + 2
-    graph = csr_array((np.array(capacities, np.int32), (rows, columns)), shape=(size, size))
-    flow = maximum_flow(graph, source, sink).flow
-    behind = _reaches(graph - flow, sink)
-    values = [var for var, k in index.items() if not behind[2 * k] and behind[2 * k + 1]]
-    kept = dict.fromkeys(values)
-    return Kept(tuple(values), _again(eqns, wanted, kept, free, made_by))
+        network.read(var)
+    values = network.cut()
+    return Kept(tuple(values), tuple(needed(eqns, wanted, effects=False, given=free.union(values))))
 
 
 def can_run_again(eqn: JaxprEqn) -> bool:
-    """Whether an operation is cheap enough to be done twice."""
+    """Whether an operation is cheap enough to be done twice: its time is that of reading and writing."""
+    if not is_repeatable(eqn):
+        return False
     if is_structured(eqn):
         return eqn.primitive.name == "optimization_barrier"
-    if eqn.primitive.name in _HEAVY or eqn.effects:
+    if not has_rule(eqn.primitive) or eqn.primitive.name in _BY_INDEX:  # without a rule of its own nothing is known
         return False
-    elements = sum(num_elements_of(v) for v in (*eqn.outvars, *(inputs_of(eqn))))
-    return rule_for(eqn).flops <= 4 * elements
+    rule = rule_for(eqn)
+    elements = sum(num_elements_of(v) for v in (*eqn.outvars, *inputs_of(eqn)))
+    contracts = bool(rule.summed) and sum(map(bool, rule.operands)) > 1
+    # Sorted, added up along, transformed: each result needs the whole dim, and is computed, not only moved.
+    left = {factor for term in rule.results for dim in term for factor in dim}
+    along = rule.flops > 0 and not left.isdisjoint(rule.whole)
+    return rule.flops <= 4 * elements and not contracts and not along
 
 
-def _capacity(var: Var) -> int:
-    return -(-num_bytes(var) // _UNIT)
+def is_repeatable(eqn: JaxprEqn) -> bool:
+    """Whether a second run makes the same values and does nothing else."""
+    if eqn.effects or eqn.primitive.name in _DRAWS:
+        return False
+    if is_structured(eqn):
+        return all(is_repeatable(inner) for body in body_jaxprs(eqn) for inner in body.eqns)
+    return has_rule(eqn.primitive) or not rule_for(eqn).once
 
 
-def _ancestors(wanted: Sequence[Var], made_by: Mapping[Var, JaxprEqn], free: Collection[Var]) -> list[Var]:
+class _Costs:
+    """What running an equation again costs, in bytes."""
+
+    def __init__(self, level: float):
+        self.level, self.work = level, Work()
+        self.known: dict[int, float] = {}
+
+    def of(self, eqn: JaxprEqn) -> float:
+        """0 of what is cheap, inf of what may not run again."""
+        if id(eqn) not in self.known:
+            self.known[id(eqn)] = self.bytes(eqn)
+        return self.known[id(eqn)]
+
+    def bytes(self, eqn: JaxprEqn) -> float:
+        if can_run_again(eqn):
+            return 0.0
+        if self.level == CHEAP or not is_repeatable(eqn):
+            return math.inf
+        # How often a loop of unknown length runs is not known; it does so again only where everything does.
+        unknown = eqn.primitive.name == "while" and self.level < ALL
+        return math.inf if unknown else self.work.of(eqn) / self.level
+
+
+def _ancestors(
+    wanted: Sequence[Var], made_by: Mapping[Var, JaxprEqn], free: Collection[Var], costs: _Costs
+) -> list[Var]:
     """The wanted values and what they could be made of, as far as making again is allowed."""
     found: dict[Var, None] = {}
     waiting = list(wanted)
@@ -122,9 +153,60 @@ def _ancestors(wanted: Sequence[Var], made_by: Mapping[Var, JaxprEqn], free: Col
             continue
         found[var] = None
         eqn = made_by.get(var)
-        if eqn is not None and can_run_again(eqn):
+        if eqn is not None and math.isfinite(costs.of(eqn)):
             waiting += inputs_of(eqn)
     return list(found)
+
+
+class _Network:
+    """A network whose cuts are the choices: a value is two nodes, and the edge between them is keeping it; an equation
+    is one, and the edge from the source is running it again."""
+
+    def __init__(self, values: Sequence[Var]):
+        self.at = {var: 2 * k for k, var in enumerate(values)}
+        self.source, self.sink = 2 * len(values), 2 * len(values) + 1
+        self.size = self.sink + 1
+        self.eqn_at: dict[int, int] = {}
+        self.edges: list[tuple[int, int, int]] = []
+        total = sum(map(_capacity, values)) + 1
+        # The solver's integers have 32 bits: coarser units for larger programs.
+        self.scale = max(1, -(-total // (1 << 29)))
+        self.infinite = total // self.scale + len(values) + 1
+
+    def value(self, var: Var, eqn: JaxprEqn | None, again_bytes: float) -> None:
+        """A value: kept, or made again by its equation at a cost; inf: it cannot be."""
+        enters = self.at[var]
+        self.edges.append((enters, enters + 1, max(1, _capacity(var) // self.scale)))
+        if eqn is None or not math.isfinite(again_bytes):
+            self.edges.append((self.source, enters, self.infinite))
+            return
+        if id(eqn) not in self.eqn_at:
+            at = self.eqn_at[id(eqn)] = self.size
+            self.size += 1
+            if again_bytes:
+                cost = min(again_bytes / _UNIT / self.scale, self.infinite)
+                self.edges.append((self.source, at, max(1, round(cost))))
+            for operand in dict.fromkeys(inputs_of(eqn)):
+                if operand in self.at:
+                    self.edges.append((self.at[operand] + 1, at, self.infinite))
+        self.edges.append((self.eqn_at[id(eqn)], enters, self.infinite))
+
+    def read(self, var: Var) -> None:
+        """The backward pass reads a value."""
+        if var in self.at:
+            self.edges.append((self.at[var] + 1, self.sink, self.infinite))
+
+    def cut(self) -> list[Var]:
+        """The values to keep."""
+        rows, columns, capacities = zip(*self.edges, strict=True)
+        graph = csr_array((np.array(capacities, np.int32), (rows, columns)), shape=(self.size, self.size))
+        flow = maximum_flow(graph, self.source, self.sink).flow
+        behind = _reaches(graph - flow, self.sink)
+        return [var for var, k in self.at.items() if not behind[k] and behind[k + 1]]
+
+
+def _capacity(var: Var) -> int:
+    return -(-num_bytes(var) // _UNIT)
 
 
 def _reaches(residual: csr_array, sink: int) -> np.ndarray:
@@ -141,20 +223,3 @@ def _reaches(residual: csr_array, sink: int) -> np.ndarray:
                 found[other] = True
                 waiting.append(int(other))
     return found
-
-
-def _again(
-    eqns: Sequence[JaxprEqn],
-    wanted: Sequence[Var],
-    kept: Collection[Var],
-    free: Collection[Var],
-    made_by: Mapping[Var, JaxprEqn],
-) -> tuple[JaxprEqn, ...]:
-    needed: dict[int, None] = {}
-    waiting = [v for v in wanted if v not in kept and v not in free]
-    while waiting:
-        eqn = made_by[waiting.pop()]
-        if id(eqn) not in needed:
-            needed[id(eqn)] = None
-            waiting += [a for a in eqn.invars if not isinstance(a, Literal) and a not in kept and a not in free]
-    return tuple(eqn for eqn in eqns if id(eqn) in needed)

@@ -131,6 +131,7 @@ def plan_stage(
     options: Options,
     restrict: Restrict | None = None,
     gap: float = STAGE_GAP,
+    all_again: bool = False,
 ) -> StagePlan:
     """Shard one stage.
 
@@ -141,6 +142,7 @@ def plan_stage(
         options: Solver, time limit, memory budget.
         restrict: Forbids choices.
         gap: Part of its cost by which it may miss the least.
+        all_again: Whether what its forward pass makes does not count as memory, for it may run again.
 
     Raises:
         InfeasibleError: A pin or the memory budget cannot be kept.
@@ -152,6 +154,11 @@ def plan_stage(
             restrict(graph, allowed)
 
     donated = [k in program.aliases.values() for k in range(len(program.jaxpr.invars))]
+    # Of what is received and sent one microbatch is there at a time; what waits is known with the schedule.
+    uncounted = {program.jaxpr.invars[k] for k in program.received}.union(program.scan.sent if program.scan else ())
+    if all_again:
+        forward = [eqn for task in program.tasks if task.kind == "F" for eqn in task.jaxpr.eqns]
+        uncounted.update(var for eqn in forward for var in eqn.outvars)
     sharded = shard(
         program.jaxpr,
         program.aliases,
@@ -162,6 +169,7 @@ def plan_stage(
         donated,
         dict(program.batch),
         gap=gap,
+        elsewhere=uncounted,
     )
     return lower_stage(program, mesh, device, sharded)
 
@@ -224,11 +232,11 @@ class _Lowering:
             case "rows":
                 return self.port("ys", self.ys_at[slot.key])
             case "loop":
-                if slot.key in self.xs_at:
-                    return self.port("xs", self.xs_at[slot.key])
-                if slot.key in self.ys_at:
-                    return self.port("ys", self.ys_at[slot.key])
-                return self.produced(slot.key)
+                if slot.var in self.xs_at:
+                    return self.port("xs", self.xs_at[slot.var])
+                if slot.var in self.ys_at:
+                    return self.port("ys", self.ys_at[slot.var])
+                return self.produced(slot.var)
         if slot.key in self.output_at:
             return self.chosen(self.graph.outputs[self.output_at[slot.key]])
         if slot.key in self.input_at:

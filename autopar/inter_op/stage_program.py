@@ -10,6 +10,7 @@ Method: what other stages send per microbatch is scanned over, what is sent to t
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -40,6 +41,7 @@ class StageProgram:
         aliases: Output position -> position of the argument whose new value it is.
         outputs: Output position -> position among the step's results, for those that are.
         batch: Dims of inputs that run over samples.
+        parts: What it is made of.
         tasks: In order of a step.
     """
 
@@ -54,6 +56,7 @@ class StageProgram:
     aliases: Mapping[int, int]
     outputs: Mapping[int, int]
     batch: Mapping[int, Dims]
+    parts: StageParts
     tasks: tuple[Task, ...]
 
     @property
@@ -75,6 +78,11 @@ def stage_program(
         batch_dims: Dims of a value of the loop that run over samples.
     """
     return _Builder(tasks, stage, aliases, batch_dims).build()
+
+
+def with_tasks(program: StageProgram, tasks: Tasks) -> StageProgram:
+    """The same joint program, and of it the tasks as they are when the stage runs more or less again."""
+    return dataclasses.replace(program, tasks=stage_tasks(tasks, program.stage, program.parts))
 
 
 class _Builder:
@@ -105,6 +113,7 @@ class _Builder:
         leaving = [v for v in self.leaving(made) if v not in atoms]
         invars = [*arguments, *self.stacks.values(), *arrived]
         at = {var: k for k, var in enumerate(invars)}
+        parts = StageParts(arguments, scan, self.sent, rounds, atoms, leaving)
         return StageProgram(
             self.stage,
             self.count,
@@ -121,7 +130,8 @@ class _Builder:
                 for v, stack in self.stacks.items()
                 if (dims := self.batch_dims(v))
             },
-            stage_tasks(self.tasks, self.stage, StageParts(arguments, scan, self.sent, rounds, atoms, leaving)),
+            parts,
+            stage_tasks(self.tasks, self.stage, parts),
         )
 
     def scan(self) -> AccumulatingScan | None:

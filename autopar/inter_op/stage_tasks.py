@@ -7,7 +7,7 @@ Method: a result of the loop is added up by the task that makes a microbatch's p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -129,18 +129,24 @@ class _Builder:
     def loop(self) -> Iterator[Task]:
         """The tasks that are run once per microbatch."""
         tasks, stage = self.tasks, self.stage
-        forward, backward, weight = tasks.forward[stage], tasks.backward[stage], tasks.weight[stage]
-        kept = tasks.kept[stage].values
-        for_weights = [a for eqn in weight for a in inputs_of(eqn)]
-        for kind, eqns, waiting in (("F", forward, kept), ("B", backward, for_weights), ("W", weight, ())):
+        behind = tasks.behind[stage]
+        for_weights = [a for eqn in behind.weight for a in inputs_of(eqn)]
+        passed = {v: Slot("loop", copy, v) for v, copy in behind.passed.items()}
+        for kind, eqns, waiting in (
+            ("F", tasks.forward[stage], behind.kept.values),
+            ("B", behind.eqns, for_weights),
+            ("W", behind.weight, ()),
+        ):
             sums = [s for s in self.sums if self.kind_of(s.part) == kind]
             rows = [r for r in self.rows if self.kind_of(r.part) == kind]
             if eqns or sums or rows:
                 whole = [*eqns, *(eqn for s in sums for eqn in s.eqns)]
                 outputs = [Slot("loop", v, v) for v in self.leaving(kind, (*self.parts.sent, *waiting))]
+                outputs += passed.values() if kind == "B" else ()
                 outputs += [_sum(s.result, s.after) for s in sums]
                 outputs += [_rows(r.result, r.part) for r in rows]
-                yield self.task(kind, 0, self.loop_inputs(whole, [r.part for r in rows]), outputs, whole)
+                inputs = self.loop_inputs(whole, [r.part for r in rows], passed if kind == "W" else {})
+                yield self.task(kind, 0, inputs, outputs, whole)
 
     def kind_of(self, part: Any) -> str:
         """The task that makes a microbatch's part of a result."""
@@ -150,7 +156,7 @@ class _Builder:
         """Those of the values that this task makes."""
         return [v for v in dict.fromkeys(wanted) if self.tasks.made_at.get(v) == (kind, self.stage)]
 
-    def loop_inputs(self, eqns: Sequence[JaxprEqn], results: Sequence[Any]) -> list[Slot]:
+    def loop_inputs(self, eqns: Sequence[JaxprEqn], results: Sequence[Any], passed: Mapping[Var, Slot]) -> list[Slot]:
         made = {var for eqn in eqns for var in eqn.outvars}
         read = dict.fromkeys((*(a for eqn in eqns for a in inputs_of(eqn)), *variables(results)))
         split = self.tasks.split
@@ -158,6 +164,7 @@ class _Builder:
         known = {number: Slot("number", number, number)}
         known |= {v: Slot("const" if k < len(split.invariants) else "piece", v, v) for k, v in enumerate(rest)}
         known |= {s.before: _sum(s.result, s.before) for s in self.sums}
+        known |= passed
         return [known.get(v) or Slot("loop", v, v) for v in read if v not in made]
 
     def updates(self) -> Iterator[Task]:

@@ -10,15 +10,17 @@ Method: an equation of the loop runs where its segment is. Light ones run wherev
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar._jax import Jaxpr, JaxprEqn, Var
+from autopar.inter_op.backward import Backward, Passes, backward_at
 from autopar.inter_op.chain import Chain
-from autopar.inter_op.residuals import Kept, choose_residuals
+from autopar.inter_op.residuals import CHEAP, Kept
 from autopar.inter_op.update import Update, place_update
 from autopar.ir.microbatch import Microbatches
-from autopar.ir.structure import inputs_of, variables
+from autopar.ir.structure import inputs_of, needed, variables
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,9 +32,8 @@ class Tasks:
         split: Its phases.
         num_stages: Number of stages.
         forward: Per stage, equations of the loop, in order.
-        backward: Per stage, equations of the loop in order; those that run again first.
-        weight: Per stage, the part of its backward that no other stage waits for, where the backward is split; else ().
-        kept: Per stage, what passes from forward to backward.
+        passes: Per stage, its own equations of the loop.
+        behind: Per stage, its backward pass at the level of recomputation that was chosen for it.
         before: Per stage, equations before the loop, in order.
         update: Where each equation after the loop runs, and where values live.
         made_at: Stage and kind (`"F"`, `"B"`) of each value of the loop that no light equation makes.
@@ -42,16 +43,45 @@ class Tasks:
     split: Microbatches
     num_stages: int
     forward: tuple[tuple[JaxprEqn, ...], ...]
-    backward: tuple[tuple[JaxprEqn, ...], ...]
-    weight: tuple[tuple[JaxprEqn, ...], ...]
-    kept: tuple[Kept, ...]
+    passes: tuple[Passes, ...]
+    behind: tuple[Backward, ...]
     before: tuple[tuple[JaxprEqn, ...], ...]
     update: Update
     made_at: Mapping[Var, tuple[str, int]]
 
+    @property
+    def backward(self) -> tuple[tuple[JaxprEqn, ...], ...]:
+        """Per stage, equations of the loop that its backward pass runs, in order; forward ones run again among them."""
+        return tuple(b.eqns for b in self.behind)
+
+    @property
+    def weight(self) -> tuple[tuple[JaxprEqn, ...], ...]:
+        """Per stage, the part of its backward that no other stage waits for, where the backward is split; else ()."""
+        return tuple(b.weight for b in self.behind)
+
+    @property
+    def kept(self) -> tuple[Kept, ...]:
+        """Per stage, what passes from forward to backward."""
+        return tuple(b.kept for b in self.behind)
+
+    @property
+    def levels(self) -> tuple[float, ...]:
+        """Per stage, how much it runs again (`residuals.py`)."""
+        return tuple(b.level for b in self.behind)
+
+    def at_level(self, stage: int, level: float) -> Tasks:
+        """The same tasks, but for how much one stage runs again."""
+        changed = backward_at(self.passes[stage], level)
+        return dataclasses.replace(self, behind=(*self.behind[:stage], changed, *self.behind[stage + 1 :]))
+
 
 def make_tasks(
-    jaxpr: Jaxpr, split: Microbatches, chain: Chain, borders: Sequence[int], split_backward: bool = False
+    jaxpr: Jaxpr,
+    split: Microbatches,
+    chain: Chain,
+    borders: Sequence[int],
+    split_backward: bool = False,
+    levels: Sequence[float] = (),
 ) -> Tasks:
     """Cut a step into stages.
 
@@ -61,6 +91,7 @@ def make_tasks(
         chain: Segments.
         borders: First segment of each stage, from 0.
         split_backward: Make what no other stage waits for (the gradients of weights) a task of its own.
+        levels: Per stage, how much it runs again; (): what is cheap.
     """
     num_stages = len(borders)
     stage_of = [max(s for s, first in enumerate(borders) if first <= k) for k in range(chain.num_segments)]
@@ -88,35 +119,29 @@ def make_tasks(
                 waiting += inputs_of(maker)
         return sorted(found.values(), key=lambda eqn: position[id(eqn)])
 
+    light_eqns = [eqn for eqn in eqns if any(light.get(var) is eqn for var in eqn.outvars)]
     light_results = [a for a in results if a in light]
     made_at.update(dict.fromkeys(light_results, ("F", 0)))
     forward = [with_light(own["F", s], light_results if s == 0 else ()) for s in range(num_stages)]
-    backward, weight, kept = [], [], []
     free = {*light, *chain.loop.invars}
+    passes = []
     for s in range(num_stages):
         made = {var for eqn in own["F", s] for var in eqn.outvars}
         received = {a for eqn in own["F", s] for a in inputs_of(eqn) if a in made_at and a not in made}
-        at_hand = made | received
-        wanted = dict.fromkeys(a for eqn in own["B", s] for a in inputs_of(eqn) if a in at_hand)
-        choice = choose_residuals(own["F", s], list(wanted), free, received)
-        kept.append(choice)
         at_once, later = _waited_for(own["B", s], s, own, num_stages) if split_backward else (own["B", s], [])
         made_at.update((var, ("W", s)) for eqn in later for var in eqn.outvars)
-        backward.append(with_light([*_again_for(at_once, choice.again), *at_once]))
-        weight.append(with_light([*_again_for(later, choice.again), *later]))
-    behind = [[*b, *w] for b, w in zip(backward, weight, strict=True)]
-    update = place_update(jaxpr, split, num_stages, forward, behind, made_at)
-    before = []
-    for s in range(num_stages):
-        before.append(tuple(_before(jaxpr, split, s, forward[s], behind[s], update)))
+        passes.append(Passes(own["F", s], at_once, later, received, light_eqns, free))
+    behind = tuple(backward_at(p, level) for p, level in zip(passes, levels or [CHEAP] * num_stages, strict=True))
+    loop_behind = [(*b.eqns, *b.weight) for b in behind]
+    update = place_update(jaxpr, split, num_stages, forward, loop_behind, made_at)
+    before = [tuple(_before(jaxpr, split, s, forward[s], loop_behind[s], update)) for s in range(num_stages)]
     return Tasks(
         jaxpr,
         split,
         num_stages,
         tuple(map(tuple, forward)),
-        tuple(map(tuple, backward)),
-        tuple(map(tuple, weight)),
-        tuple(kept),
+        tuple(passes),
+        behind,
         tuple(before),
         update,
         made_at,
@@ -138,17 +163,6 @@ def _waited_for(
     return at_once[::-1], later[::-1]
 
 
-def _again_for(eqns: Sequence[JaxprEqn], again: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-    """Those of the forward equations that run again which these equations need."""
-    wanted = {a for eqn in eqns for a in inputs_of(eqn)}
-    found = []
-    for eqn in reversed(again):
-        if any(var in wanted for var in eqn.outvars):
-            found.append(eqn)
-            wanted.update(inputs_of(eqn))
-    return found[::-1]
-
-
 def _before(
     jaxpr: Jaxpr,
     split: Microbatches,
@@ -164,9 +178,4 @@ def _before(
     wanted = {outer_of[a] for eqn in (*forward, *backward) for a in inputs_of(eqn) if a in outer_of}
     wanted |= {a for eqns in update.rounds[stage] for eqn in eqns for a in inputs_of(eqn)}
     wanted |= {a for a, at in zip(jaxpr.outvars, update.outputs, strict=True) if at == stage and isinstance(a, Var)}
-    found = []
-    for eqn in reversed(split.before):
-        if any(var in wanted for var in eqn.outvars):
-            found.append(eqn)
-            wanted.update(inputs_of(eqn))
-    return found[::-1]
+    return needed(split.before, wanted, effects=False)

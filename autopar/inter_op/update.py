@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, new_var, replace_eqn
 from autopar.ir.microbatch import Microbatches
-from autopar.ir.structure import inputs_of
+from autopar.ir.structure import inputs_of, needed
 from autopar.ir.work import num_bytes, num_elements_of
 
 SCALAR_ELEMENTS = 16
@@ -82,9 +82,7 @@ def _arguments_read(
     """Arguments of the step that one stage's part of the loop reads, what comes before it included."""
     outer_of = dict(zip(split.loop.invars[1:], (*split.invariants, *split.pieces), strict=True))
     wanted = {outer_of[a] for eqn in (*forward, *backward) for a in inputs_of(eqn) if a in outer_of}
-    for eqn in reversed(split.before):
-        if any(var in wanted for var in eqn.outvars):
-            wanted.update(inputs_of(eqn))
+    wanted.update(a for eqn in needed(split.before, wanted, effects=False) for a in inputs_of(eqn))
     return {var: None for var in jaxpr.invars if var in wanted}
 
 
@@ -179,7 +177,7 @@ class _Placement:
         dropped: dict[int, None] = {}
         replaced: dict[int, list[JaxprEqn]] = {}
         for eqn in reversed(self.eqns):
-            if id(eqn) in dropped or not any(var in inner for var in eqn.outvars[:1]):
+            if id(eqn) in dropped or not eqn.outvars or eqn.outvars[0] not in inner:
                 continue
             gone: list[JaxprEqn] = []
             parts = leaves(eqn, gone)
@@ -265,9 +263,7 @@ class _Placement:
     def update_reads(self, rounds: Sequence[Sequence[JaxprEqn]]) -> list[Var]:
         """Arguments of the step that a stage's update reads, also by way of what comes before the loop."""
         wanted = {a for eqns in rounds for eqn in eqns for a in inputs_of(eqn)}
-        for eqn in reversed(self.split.before):
-            if any(var in wanted for var in eqn.outvars):
-                wanted.update(inputs_of(eqn))
+        wanted.update(a for eqn in needed(self.split.before, wanted, effects=False) for a in inputs_of(eqn))
         return [var for var in self.jaxpr.invars if var in wanted]
 
 

@@ -67,16 +67,22 @@ def measure_liveness(body: Body, mesh: LogicalMesh, stored: AbstractSet[Var], do
 
 
 def fullest_moments(
-    body: Body, mesh: LogicalMesh, stored: AbstractSet[Var], donated: Sequence[bool] = (), count: int = 1
+    body: Body,
+    mesh: LogicalMesh,
+    stored: AbstractSet[Var],
+    donated: Sequence[bool] = (),
+    count: int = 1,
+    elsewhere: AbstractSet[Var] = frozenset(),
 ) -> tuple[Liveness, ...]:
     """Memory of a sharded program at up to `count` moments, each the fullest of its part of the program, fullest first.
 
-    A moment's part ends where memory has fallen by a hundredth. Arguments as of `measure_liveness`.
+    A moment's part ends where memory has fallen by a hundredth. Values `elsewhere` take no memory here. The other
+    arguments as of `measure_liveness`.
     """
     arguments = [local_bytes(var, sharding, mesh) for var, sharding in body.inputs]
     outputs = {(a, s): local_bytes(a, s, mesh) for a, s in body.outputs if not isinstance(a, Literal)}
     pinned = {copy for copy, freed in zip(body.inputs, donated or [False] * len(arguments), strict=True) if not freed}
-    peaks = sorted(_peaks(body, mesh, stored, pinned), key=lambda peak: -peak.bytes)[:count]
+    peaks = sorted(_peaks(body, mesh, stored, pinned, elsewhere=elsewhere), key=lambda peak: -peak.bytes)[:count]
     return tuple(
         Liveness(sum(arguments), sum(outputs.values()), peak.bytes, peak.moment, tuple(peak.alive.items()), peak.packed)
         for peak in peaks
@@ -99,8 +105,9 @@ def _peaks(
     stored: AbstractSet[Var],
     pinned: AbstractSet[Copy],
     free: AbstractSet[Copy] = frozenset(),
+    elsewhere: AbstractSet[Var] = frozenset(),
 ) -> list[_Peak]:
-    """The fullest moments of the body's parts; copies in `free` are counted by the caller."""
+    """The fullest moments of the body's parts; copies in `free` are counted by the caller, values `elsewhere` by no one."""
     last: dict[Copy, int] = {}
     for position, instruction in enumerate(body.instructions):
         for copy in copies_read(instruction):
@@ -111,7 +118,7 @@ def _peaks(
             last[atom, sharding] = end
     for copy in pinned:
         last[copy] = end
-    size = {copy: 0 if copy in free else local_bytes(*copy, mesh) for copy in body.inputs}
+    size = {copy: 0 if copy in free or copy[0] in elsewhere else local_bytes(*copy, mesh) for copy in body.inputs}
     alive = dict(size)
     total = sum(alive.values())
     peaks: list[_Peak] = []
@@ -125,7 +132,8 @@ def _peaks(
     for position, instruction in enumerate(body.instructions):
         for copy in copies_made(instruction):
             var = copy[0]
-            takes = local_bytes(*copy, mesh) if var in stored or not isinstance(instruction, Compute) else 0
+            is_stored = (var in stored or not isinstance(instruction, Compute)) and var not in elsewhere
+            takes = local_bytes(*copy, mesh) if is_stored else 0
             if copy not in alive:
                 alive[copy] = takes
                 total += takes

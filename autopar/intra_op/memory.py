@@ -10,6 +10,7 @@ Method: a copy belongs to the port, hub or operation that chose its sharding; fo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 
 import numpy as np
 
@@ -27,7 +28,13 @@ MAX_ROWS = 8
 
 
 def broken_memory_rows(
-    graph: Graph, class_of: Sequence[int], choices: Sequence[int], body: Body, donated: Sequence[bool], budget: float
+    graph: Graph,
+    class_of: Sequence[int],
+    choices: Sequence[int],
+    body: Body,
+    donated: Sequence[bool],
+    budget: float,
+    elsewhere: AbstractSet[Var] = frozenset(),
 ) -> list[MemoryRow]:
     """Rows for the moments at which a lowered program is over budget; none where it fits.
 
@@ -38,8 +45,9 @@ def broken_memory_rows(
         body: The program under these choices.
         donated: For each input of the program, whether its memory may be reused.
         budget: Bytes.
+        elsewhere: Values that take no memory here.
     """
-    moments = fullest_moments(body, graph.mesh, held_values(graph), donated, MAX_ROWS)
+    moments = fullest_moments(body, graph.mesh, held_values(graph), donated, MAX_ROWS, elsewhere)
     return [
         _row(graph, class_of, moment, choices, budget, _place(body, moment.moment))
         for moment in moments

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Never
 
 import numpy as np
 
-from autopar._jax import Jaxpr
+from autopar._jax import Jaxpr, Var
 from autopar.cost import collective_seconds
 from autopar.errors import InfeasibleError
 from autopar.intra_op.costs import build_problem, held_values
@@ -83,6 +84,7 @@ def shard(
     known: Sequence[Restrict] = (),
     beat: float = np.inf,
     gap: float = PROVED,
+    elsewhere: AbstractSet[Var] = frozenset(),
 ) -> Sharded:
     """Find the cheapest sharding of a program on one mesh.
 
@@ -100,6 +102,7 @@ def shard(
         beat: Objective of the best plan on another mesh; where this mesh cannot have a better one, the search may end
             early with the status `"beaten"`.
         gap: Part of the cost by which the answer may miss the least.
+        elsewhere: Values that take no memory on these devices, such as stacks of what passes by one at a time.
 
     Raises:
         InfeasibleError: A pin or the memory budget cannot be kept; says which and by how much.
@@ -117,7 +120,7 @@ def shard(
 
     def broken_rows(class_choices: Sequence[int]) -> list[MemoryRow]:
         body = lower(jaxpr, graph, [class_choices[c] for c in class_of])
-        return broken_memory_rows(graph, class_of, class_choices, body, donated, budget)
+        return broken_memory_rows(graph, class_of, class_choices, body, donated, budget, elsewhere)
 
     def solved(problem: Problem) -> Solution:
         if np.isfinite(budget):

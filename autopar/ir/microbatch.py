@@ -50,7 +50,7 @@ from autopar.ir.rules import rule_for
 from autopar.ir.share_analysis import find_shares
 from autopar.ir.shares import Shares
 from autopar.ir.signature import equation_signature
-from autopar.ir.structure import body_jaxprs, inputs_of, is_structured, scan_parts, variables, while_parts
+from autopar.ir.structure import body_jaxprs, is_structured, needed, scan_parts, variables, while_parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -226,17 +226,6 @@ def for_the_loop(
     assert not any(var in made for eqn in extra for var in eqn.outvars), "a part of a barrier is made twice"
     atoms = [*jaxpr.outvars, *(a for eqn in after for a in eqn.invars)]
     return kept, needed([*extra, *later], variables(atoms))
-
-
-def needed(eqns: Sequence[JaxprEqn], wanted: Sequence[Var]) -> list[JaxprEqn]:
-    """Those equations that the wanted values, or effects, need."""
-    alive = set(wanted)
-    kept = []
-    for eqn in reversed(eqns):
-        if eqn.effects or any(var in alive for var in eqn.outvars):
-            kept.append(eqn)
-            alive.update(inputs_of(eqn))
-    return kept[::-1]
 
 
 def _joined(shares: Shares, var: Var) -> Share:

@@ -6,7 +6,7 @@ Out:    its parts, outer value beside inner variable, so that no other file coun
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -30,6 +30,26 @@ def variables(atoms: Iterable[Atom]) -> list[Var]:
 def inputs_of(eqn: JaxprEqn) -> list[Var]:
     """The variables that an equation reads."""
     return variables(eqn.invars)
+
+
+def needed(
+    eqns: Sequence[JaxprEqn], wanted: Iterable[Var], effects: bool = True, given: Collection[Var] = ()
+) -> list[JaxprEqn]:
+    """Those equations that wanted values need, in order.
+
+    Args:
+        eqns: In order.
+        wanted: Values.
+        effects: Whether what does something beside is needed too.
+        given: Values that are at hand.
+    """
+    alive = {var for var in wanted if var not in given}
+    kept = []
+    for eqn in reversed(eqns):
+        if (effects and eqn.effects) or any(var in alive for var in eqn.outvars):
+            kept.append(eqn)
+            alive.update(a for a in inputs_of(eqn) if a not in given)
+    return kept[::-1]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from autopar.plan.page import (
     Table,
     bytes_text,
     collapse_paths,
+    levels_text,
     mesh_text,
     seconds_text,
     solver_text,
@@ -61,6 +62,7 @@ def _fact_pairs(plan: Plan) -> Iterator[tuple[str, str]]:
     yield "stages", str(len(plan.stages))
     yield "schedule", plan.schedule
     yield "microbatches", str(plan.num_microbatches)
+    yield "recomputed", levels_text(plan)
     yield "memory budget", bytes_text(plan.budget_bytes)
     yield "step time", seconds_text(cost.step_seconds)
     yield "  compute", seconds_text(cost.compute_seconds)

@@ -24,11 +24,11 @@ from autopar.intra_op.sharded import Collective
 from autopar.mesh import Link, LogicalMesh, Sharding
 from autopar.plan.instructions import Free, Instruction, Recv, Run, Send
 from autopar.plan.page import ARGUMENT_ROLES
-from autopar.plan.plan import Cost, Plan, Stage, Submesh, Value
+from autopar.plan.plan import Cost, Plan, Recomputed, Stage, Submesh, Value
 from autopar.plan.timeline import Event, Timeline
 
 FORMAT = "autopar plan"
-VERSION = 2
+VERSION = 3
 """Raised with every change that an older reader cannot take, or that gives choices another meaning."""
 _ROLES = (*ARGUMENT_ROLES, "result", "activation")
 _T = TypeVar("_T")
@@ -120,6 +120,13 @@ def _record(plan: Plan) -> dict[str, Any]:
                 "layers": s.layers,
                 "choices": s.choices,
                 "operations": s.operations,
+                "recomputed": {
+                    "level": _number(s.recomputed.level),
+                    "operations": s.recomputed.operations,
+                    "seconds": s.recomputed.seconds,
+                    "kept_bytes": s.recomputed.kept_bytes,
+                    "saved_bytes": s.recomputed.saved_bytes,
+                },
             }
             for s in plan.stages
         ],
@@ -365,6 +372,17 @@ def _stage(entry: _Entry) -> Stage:
         entry["layers"].items(_Entry.count),
         entry["choices"].items(_Entry.count),
         (first, last),
+        _recomputed(entry["recomputed"]),
+    )
+
+
+def _recomputed(entry: _Entry) -> Recomputed:
+    return Recomputed(
+        entry["level"].number(),
+        entry["operations"].count(),
+        entry["seconds"].number(),
+        entry["kept_bytes"].count(),
+        entry["saved_bytes"].count(),
     )
 
 

@@ -22,9 +22,10 @@ from autopar.ir.structure import inputs_of
 from autopar.ir.trace import Program
 from autopar.ir.work import num_bytes
 from autopar.mesh import Cluster, Sharding
+from autopar.plan.assemble import PipelinePlan, assemble
 from autopar.plan.cut import Cut, cut_step
 from autopar.plan.methods import Follow
-from autopar.plan.pipeline import PipelinePlan, assemble
+from autopar.plan.pipeline import check_budget
 from autopar.plan.schedules import SCHEDULES, num_chunks, splits_backward
 from autopar.plan.solve_stages import Solved, pinned, solve_stage
 
@@ -66,7 +67,9 @@ def pipeline_behind(
         pins = {at: lies[var][1] for at, var in stage.arguments.items() if var in lies and lies[var][0] == number}
         restrict = pinned(pins, None, f"`{method.plan.name}` keeps it so")
         stages.append(solve_stage(stage, like.mesh, cluster, options, solved, restrict, tuple(pins.items())))
-    return assemble(cut, borders, tasks, stages, cluster, schedule, options)
+    planned = assemble(cut, borders, tasks, stages, cluster, schedule)
+    check_budget(planned, options.memory_budget_bytes or cluster.device.memory_bytes)
+    return planned
 
 
 def _cut(program: Program, roles: Roles, method: Follow, found: Mapping[int, int]) -> Cut:

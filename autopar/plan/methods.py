@@ -7,13 +7,14 @@ Method: a hand method only forbids choices (`intra_op/restrict.py`), so all meth
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.mesh import LogicalMesh
-from autopar.options import MicrobatchSemantics, Options, Solver
+from autopar.options import MicrobatchSemantics, Options, Recompute, Solver
 from autopar.plan.schedules import find_schedule
 
 
@@ -45,6 +46,25 @@ class _Settings:
             solver_seconds=self.solver_seconds,
             microbatch_semantics=self.microbatch_semantics,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StageSettings(_Settings):
+    """What every method takes that may cut the step into pipeline stages.
+
+    Attributes:
+        recompute: What the backward pass of a stage runs again: `"auto"`, as much as memory demands; `"cheap"`, `"all"`,
+            operations per byte saved, or a tuple of these for the stages.
+    """
+
+    recompute: Recompute = "auto"
+
+    def __post_init__(self) -> None:
+        self.options()  # a mistake in it is told at once
+
+    def options(self) -> Options:
+        """The planner's options."""
+        return dataclasses.replace(super().options(), recompute=self.recompute)
 
 
 @dataclass(frozen=True)
@@ -99,13 +119,23 @@ class DataParallel(_Settings):
 
 
 @dataclass(frozen=True)
-class Auto(_Settings):
+class Auto(_StageSettings):
     """Decide everything: the mesh and every sharding; and on several hosts, or where nothing else fits, whether to cut
     the step into pipeline stages, which, on which submeshes, in how many microbatches and by which schedule."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.recompute, tuple):
+            raise AutoparError(
+                "how much each stage runs again cannot be said before the stages are known.",
+                given=f"Auto(recompute={self.recompute!r})",
+                wrong="Auto decides how many stages there are.",
+                do="pass one level for all stages, or fix the stages: PipelineParallel(num_stages=...).",
+            )
+
 
 @dataclass(frozen=True)
-class PipelineParallel(_Settings):
+class PipelineParallel(_StageSettings):
     """Cut the step into pipeline stages on equal submeshes; how each stage is sharded on its own is found.
 
     Attributes:
@@ -121,6 +151,7 @@ class PipelineParallel(_Settings):
     submeshes: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("num_stages", "num_microbatches"):
             if getattr(self, name) is not None:
                 _check_count("PipelineParallel", name, getattr(self, name))
@@ -138,7 +169,7 @@ class PipelineParallel(_Settings):
 
 
 @dataclass(frozen=True)
-class ThreeD(_Settings):
+class ThreeD(_StageSettings):
     """Data x tensor x pipeline degrees, as in Megatron-LM.
 
     Attributes:
@@ -156,6 +187,7 @@ class ThreeD(_Settings):
     schedule: Any = "1f1b"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("data", "tensor", "pipeline"):
             _check_count("ThreeD", name, getattr(self, name))
         if self.num_microbatches is not None:

@@ -19,7 +19,7 @@ import numpy as np
 from autopar.cost import collective_seconds
 from autopar.mesh import Cluster, LogicalMesh, Sharding
 from autopar.plan.limits import find_limit
-from autopar.plan.plan import Plan, Value
+from autopar.plan.plan import Plan, Recomputed, Value
 from autopar.plan.timeline import timetable_text
 
 MAX_ROWS = 32
@@ -71,6 +71,9 @@ def _facts(plan: Plan) -> Iterable[tuple[str, str]]:
         idle = f"+ {seconds_text(cost.bubble_seconds)} waiting ({share:.0%}; simulated, on average over the devices)"
     if plan.num_microbatches > 1:
         yield "microbatches", _microbatches(plan)
+    if any(stage.recomputed.level for stage in plan.stages):
+        more = sum(stage.recomputed.seconds for stage in plan.stages)
+        yield "recomputed", f"{levels_text(plan)}; {seconds_text(more)} of work, all stages together"
     yield (
         "step time",
         (
@@ -153,8 +156,25 @@ def _microbatches(plan: Plan) -> str:
     return f"{plan.num_microbatches}, {meaning}"
 
 
+def levels_text(plan: Plan) -> str:
+    """What the stages' backward passes run again, as one asks for it."""
+    names = {0.0: "'cheap'", math.inf: "'all'"}
+    levels = [names.get(stage.recomputed.level, f"{stage.recomputed.level:g}") for stage in plan.stages]
+    return f"recompute={levels[0]}" if len(set(levels)) == 1 else f"recompute=({', '.join(levels)})"
+
+
+def _recomputed(recomputed: Recomputed) -> tuple[str, str]:
+    """What a stage keeps for a microbatch, and what it runs again for that."""
+    kept = bytes_text(recomputed.kept_bytes)
+    if not recomputed.operations:
+        return kept, "what is cheap"
+    instead = bytes_text(recomputed.kept_bytes + recomputed.saved_bytes)
+    return f"{kept}, not {instead}", f"{_count(recomputed.operations, 'operation')}, {seconds_text(recomputed.seconds)}"
+
+
 def _stages(plan: Plan) -> Table:
     rows = []
+    recomputes = any(stage.recomputed.level for stage in plan.stages)
     for number, stage in enumerate(plan.stages):
         first, count = stage.submesh.first, stage.submesh.num_devices
         devices = str(first) if count == 1 else f"{first}-{first + count - 1}"
@@ -164,9 +184,13 @@ def _stages(plan: Plan) -> Table:
         busy = sum(e.end - e.start for e in plan.events.events if e.mesh == number and e.kind != "transfer")
         sends = sum(e.end - e.start for e in plan.events.events if e.mesh == number and e.kind == "transfer")
         peak = bytes_text(plan.cost.peak_bytes[number])
-        rows.append((str(number), devices, mesh, seconds_text(busy), seconds_text(sends), peak, *stage.operations))
+        again = _recomputed(stage.recomputed) if recomputes else ()
+        rows.append(
+            (str(number), devices, mesh, seconds_text(busy), seconds_text(sends), peak, *again, *stage.operations)
+        )
     note = 'plan.explain("stages") says what crosses the borders, and where else they could be.'
-    columns = ("stage", "devices", "mesh", "busy", "sends", "peak memory", "from", "to")
+    columns = ("kept in flight", "run again") if recomputes else ()
+    columns = ("stage", "devices", "mesh", "busy", "sends", "peak memory", *columns, "from", "to")
     return Table("Stages", columns, tuple(rows), (0, 3, 4, 5), note if len(rows) > 1 else "")
 
 

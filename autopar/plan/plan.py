@@ -58,6 +58,25 @@ class Submesh:
 
 
 @dataclass(frozen=True, slots=True)
+class Recomputed:
+    """What the backward pass of a stage runs again instead of keeping it.
+
+    Attributes:
+        level: How many operations it may run again for each byte saved; 0: only what is cheap, inf: everything.
+        operations: Forward operations run again for a microbatch that are not cheap.
+        seconds: Time that these take in one step.
+        kept_bytes: Kept for each microbatch in flight, on one device.
+        saved_bytes: As much more would be kept if only what is cheap were run again.
+    """
+
+    level: float = 0.0
+    operations: int = 0
+    seconds: float = 0.0
+    kept_bytes: int = 0
+    saved_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Stage:
     """Consecutive layers on one submesh.
 
@@ -67,6 +86,7 @@ class Stage:
         layers: Which layers; without a pipeline the only stage holds the whole step, one layer.
         choices: Choice of every decision of this stage, in graph order; without a pipeline they stand in the plan.
         operations: The first and the last operation of its forward pass, for people.
+        recomputed: What its backward pass runs again.
     """
 
     submesh: Submesh
@@ -74,6 +94,7 @@ class Stage:
     layers: tuple[int, ...]
     choices: tuple[int, ...] = field(default=(), repr=False)
     operations: tuple[str, str] = ("", "")
+    recomputed: Recomputed = Recomputed()
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,4 +214,4 @@ class Plan:
         return plan_html(self)
 
 
-__all__ = ["Cost", "Plan", "Run", "Stage", "Submesh", "Value"]
+__all__ = ["Cost", "Plan", "Recomputed", "Run", "Stage", "Submesh", "Value"]

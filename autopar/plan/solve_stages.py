@@ -39,8 +39,9 @@ def best_stage(
     options: Options,
     solved: Solved,
     restrict: Callable[[StageProgram, LogicalMesh], Restrict | None] = lambda program, mesh: None,
+    all_again: bool = False,
 ) -> StagePlan:
-    """A stage on the logical mesh on which it is fastest.
+    """A stage on the logical mesh on which it is fastest; `all_again` as of `solve_stage`.
 
     Raises:
         InfeasibleError: It fits on none.
@@ -49,7 +50,8 @@ def best_stage(
     failure: InfeasibleError | None = None
     for mesh in candidates:
         try:
-            found.append(solve_stage(program, mesh, cluster, options, solved, restrict(program, mesh)))
+            further = restrict(program, mesh)
+            found.append(solve_stage(program, mesh, cluster, options, solved, further, (), all_again))
         except InfeasibleError as error:
             failure = error
     if not found:
@@ -67,8 +69,23 @@ def solve_stage(
     restrict: Restrict | None = None,
     pins: Hashable = (),
     gap: float = STAGE_GAP,
+    all_again: bool = False,
 ) -> StagePlan:
-    """Shard a stage, or take over the choices of an equal one; `pins` tells restrictions apart."""
+    """Shard a stage, or take over the choices of an equal one.
+
+    Args:
+        program: The stage.
+        mesh: Its logical mesh.
+        cluster: The machine.
+        options: Solver, time limit, memory budget.
+        solved: Stages solved before; extended.
+        restrict: Forbids choices.
+        pins: Tells restrictions apart.
+        all_again: Whether what its forward pass makes is not to count as memory, for it may run again.
+
+    Raises:
+        InfeasibleError: It does not fit.
+    """
     key = (
         canonical_key(program.jaxpr),
         tuple(sorted(program.aliases.items())),
@@ -78,10 +95,12 @@ def solve_stage(
         restrict is None,
         pins,
         gap,
+        options.memory_budget_bytes,
+        all_again,
     )
     if key in solved.known:
         return take_over(program, solved.known[key], cluster)
-    made = plan_stage(program, mesh, cluster.device, options, restrict, gap)
+    made = plan_stage(program, mesh, cluster.device, options, restrict, gap, all_again)
     solved.known[key] = made
     return made
 

@@ -28,11 +28,13 @@ from autopar.ir.source import is_backward
 from autopar.ir.state import Roles
 from autopar.ir.trace import Program
 from autopar.mesh import Cluster, LogicalMesh, Sharding, logical_meshes
+from autopar.plan.assemble import PipelinePlan, assemble
 from autopar.plan.clock import timeline_of
 from autopar.plan.cut import Cut, check_stage_count, cut_step
 from autopar.plan.methods import Method, PipelineParallel, ThreeD
-from autopar.plan.pipeline import PipelinePlan, assemble, plan_pipeline
+from autopar.plan.pipeline import plan_pipeline
 from autopar.plan.plan import Cost, Plan, Stage, Submesh, Value
+from autopar.plan.recompute import recomputed_by
 from autopar.plan.schedules import find_schedule, num_chunks, splits_backward
 from autopar.plan.solve_stages import Solved, given_choices
 
@@ -206,6 +208,7 @@ def describe_pipeline(
             tuple(range(*span)),
             stage.sharded.choices,
             _operations(pipeline, number),
+            recomputed_by(pipeline, number, cluster.device),
         )
         for number, (stage, first, span) in enumerate(
             zip(pipeline.stages, pipeline.first_device, _spans(pipeline), strict=True)
@@ -332,14 +335,15 @@ def restore_pipeline(program: Program, roles: Roles, cluster: Cluster, method: M
     borders = tuple(stage.layers[0] for stage in plan.stages)
     assert borders == tuple(sorted(set(borders))) and borders[0] == 0, "stages overlap"
     assert plan.stages[-1].layers[-1] < cut.chain.num_segments, "there are fewer layers"
-    tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits_backward(find_schedule(named)))
+    levels = [stage.recomputed.level for stage in plan.stages]
+    splits = splits_backward(find_schedule(named))
+    tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits, levels)
     stages = []
     for number, stage in enumerate(plan.stages):
         made = stage_program(tasks, number, cut.roles.aliases, cut.batch.dims)
         sharded = given_choices(made, stage.logical_mesh, cluster, stage.choices, plan.cost)
         stages.append(lower_stage(made, stage.logical_mesh, cluster.device, sharded))
-    options = dataclasses.replace(method.options(), memory_budget_bytes=None)
-    return assemble(cut, borders, tasks, stages, cluster, find_schedule(named), options, check_budget=False)
+    return assemble(cut, borders, tasks, stages, cluster, find_schedule(named))
 
 
 def stage_devices(pipeline: PipelinePlan, devices: Sequence[jax.Device]) -> list[list[jax.Device]]:

@@ -13,9 +13,10 @@ from jax._src.ad_checkpoint import saved_residuals
 
 import autopar
 from autopar._jax import Literal, eval_jaxpr, make_jaxpr, open_jaxpr
-from autopar.inter_op.residuals import can_run_again, choose_residuals
+from autopar.inter_op.residuals import ALL, CHEAP, can_run_again, choose_residuals, is_repeatable
 from autopar.ir.check import check_program
-from autopar.ir.work import num_bytes
+from autopar.ir.flatten import flatten
+from autopar.ir.work import Work, num_bytes
 
 ELEMENTWISE = {
     "add": (2, lax.add),
@@ -90,7 +91,7 @@ def operands_of(eqn):
     return [a for a in eqn.invars if not isinstance(a, Literal)]
 
 
-def makes(kept, eqns, wanted, free):
+def makes(kept, eqns, wanted, free, level):
     """The equations to run again if `kept` is kept; None: something wanted cannot be made."""
     made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
     again, waiting = {}, list(wanted)
@@ -99,24 +100,45 @@ def makes(kept, eqns, wanted, free):
         if var in kept or var in free:
             continue
         eqn = made_by.get(var)
-        if eqn is None or eqn.primitive.name == "dot_general":
+        if eqn is None or (eqn.primitive.name == "dot_general" and level == CHEAP):
             return None
         again[id(eqn)] = eqn
         waiting += operands_of(eqn)
     return list(again.values())
 
 
-def brute_force(eqns, wanted, free, received):
-    """(bytes, equations to run again), the least of all sets of values that can be kept."""
+def cost_of(kept, again, level):
+    """Bytes kept, and the bytes that the products run again are worth."""
+    products = [eqn for eqn in again if eqn.primitive.name == "dot_general"]
+    return sum(map(num_bytes, kept)) + (sum(Work().of_equations(products)) / level if products else 0)
+
+
+def brute_force(eqns, wanted, free, received, level):
+    """(bytes and what products cost, equations to run again), the least of all sets of values that can be kept."""
     values = [var for var in (*received, *(v for eqn in eqns for v in eqn.outvars)) if var not in free]
     best = None
     for size in range(len(values) + 1):
         for kept in itertools.combinations(values, size):
-            again = makes(set(kept), eqns, wanted, free)
+            again = makes(set(kept), eqns, wanted, free, level)
             if again is not None:
-                found = sum(map(num_bytes, kept)), len(again)
+                found = cost_of(kept, again, level), len(again)
                 best = found if best is None else min(best, found)
     return best
+
+
+@pytest.mark.parametrize("level", [4.0, 8.0, ALL])
+def test_products_again_against_brute_force(level):
+    """Levels at which the products' operations are whole units of bytes."""
+    ran_again = 0
+    for seed in range(60):
+        jaxpr, wanted, free, received = draw(seed)
+        kept = choose_residuals(jaxpr.eqns, wanted, free, received, level)
+        found = cost_of(kept.values, kept.again, level), len(kept.again)
+        assert found == brute_force(jaxpr.eqns, wanted, set(free), received, level), seed
+        assert [eqn.primitive.name for eqn in kept.heavy] == ["dot_general"] * len(kept.heavy)
+        ran_again += bool(kept.heavy)
+        check_values(jaxpr, wanted, free, kept)
+    assert ran_again > 3, "the draw is not trivial"
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -125,7 +147,7 @@ def test_against_brute_force(block):
     for seed in range(20 * block, 20 * block + 20):
         jaxpr, wanted, free, received = draw(seed)
         kept = choose_residuals(jaxpr.eqns, wanted, free, received)
-        assert (kept.num_bytes, len(kept.again)) == brute_force(jaxpr.eqns, wanted, set(free), received), seed
+        assert (kept.num_bytes, len(kept.again)) == brute_force(jaxpr.eqns, wanted, set(free), received, CHEAP), seed
         assert not any(eqn.primitive.name == "dot_general" for eqn in kept.again)
         assert not set(kept.values) & set(free) and len(set(kept.values)) == len(kept.values)
         order = [next(k for k, eqn in enumerate(jaxpr.eqns) if eqn is again) for again in kept.again]
@@ -199,13 +221,61 @@ def test_small_programs_by_hand():
         (lambda x: x[jnp.array([2, 1])], False),
         (lambda x: lax.conv_general_dilated(x[None, None], x[None, None], (1, 1), "SAME"), False),
         (lambda x: lax.scan(lambda c, y: (c + y, c), x[0], x)[1], False),
+        (lambda x: jnp.concatenate([x, x[:4]]), True),
+        (lambda x: lax.reduce_window(x, 0.0, lax.max, (2, 2), (2, 2), "VALID"), True),
+        (lambda x: jnp.argmax(x, 1), True),
+        (lambda x: jax.nn.softmax(x), True),
+        (lambda x: lax.dynamic_slice(x, (1, 0), (2, 8)), True),
+        (lambda x: x.at[jnp.array([2, 1])].set(0.0), False),
+        (lambda x: x.at[jnp.array([2, 1])].add(1.0), False),
+        (lambda x: lax.erf_inv(x), False),
+        (lambda x: lax.top_k(x, 2), False),
+        (lambda x: jnp.fft.fft(x), False),
+        (lambda x: jax.random.bits(jax.random.wrap_key_data(x[0, :4].astype(jnp.uint32), impl="rbg"), (8,)), False),
+        (lambda x: jax.pure_callback(lambda y: y, x, x), False),
     ],
-    ids=["tanh", "sum", "transpose", "dot", "cumsum", "sort", "gather", "convolution", "scan"],
+    ids=(
+        "tanh sum transpose dot cumsum sort gather convolution scan concatenate pool argmax softmax dynamic_slice scatter "
+        "scatter_add erf_inv top_k fft rng_bit_generator pure_callback"
+    ).split(),
 )
 def test_what_is_run_again(function, again):
-    eqns = open_jaxpr(jax.make_jaxpr(function)(jnp.ones((8, 8))))[0].eqns
-    eqns = [e for eqn in eqns for e in (eqn.params["jaxpr"].eqns if eqn.primitive.name in ("jit", "pjit") else [eqn])]
-    assert all(map(can_run_again, eqns)) is again
+    assert all(map(can_run_again, eqns_of(function))) is again
+
+
+def eqns_of(function):
+    """Of the flat program, on an array of 8 x 8."""
+    return flatten(*open_jaxpr(jax.make_jaxpr(function)(jnp.ones((8, 8)))))[0].eqns
+
+
+def test_random_bits_are_heavy():
+    eqns = eqns_of(lambda x: jax.random.uniform(jax.random.wrap_key_data(x[0, :2].astype(jnp.uint32)), (8, 8)))
+    heavy = [eqn.primitive.name for eqn in eqns if not can_run_again(eqn)]
+    assert "threefry2x32" in heavy and set(heavy) <= {"threefry2x32"}
+
+
+@pytest.mark.parametrize(
+    "function, repeatable",
+    [
+        (lambda x: x @ x, True),
+        (lambda x: lax.scan(lambda c, y: (c + y, c), x[0], x)[1], True),
+        (lambda x: lax.while_loop(lambda c: c.sum() < 99, lambda c: c + 1, x), True),
+        (lambda x: jax.pure_callback(lambda y: y, x, x), False),
+        (lambda x: lax.scan(lambda c, y: (jax.pure_callback(lambda y: y, y, y), c), x[0], x)[1], False),
+        (lambda x: lax.rng_uniform(0.0, 1.0, (8, 8)) * x, False),
+        (lambda x: (jax.debug.print("{}", x), x)[1], False),
+    ],
+    ids=["dot", "scan", "while", "callback", "callback in a scan", "hidden state", "print"],
+)
+def test_what_may_never_run_twice(function, repeatable):
+    assert all(map(is_repeatable, eqns_of(function))) is repeatable
+
+
+def test_effects_are_kept_whatever_the_level():
+    jaxpr = chain(jnp.tanh, lambda x: jax.pure_callback(lambda y: y, x, x), lambda x: x @ x)
+    _, called, product = jaxpr.outvars
+    kept = choose_residuals(jaxpr.eqns, [called, product], [], jaxpr.invars, ALL)
+    assert kept.values == (called,) and [eqn.primitive.name for eqn in kept.again] == ["dot_general"]
 
 
 # A transformer layer.

@@ -30,6 +30,8 @@ _NONLINEAR = find_primitives(
     # random bits from counters, with several results
     *"philox2x32 philox4x32 threefry2x32 threefry4x32".split(),
 )
+_OPERATIONS = {"erf_inv": 25, "threefry2x32": 110, "threefry4x32": 190, "philox2x32": 60, "philox4x32": 110}
+"""Per element, of what takes many: two polynomials of degree 8; rounds of a block cipher. The others count as one."""
 _LINEAR_IN_ALL_TOGETHER = find_primitives("add", "add_any", "complex", "conj", "imag", "neg", "real", "sub")
 _COPIES = find_primitives("convert_element_type", "copy", "copy_p", "name", "stop_gradient", "zeros_like")
 _ANNOTATIONS = find_primitives(
@@ -40,7 +42,8 @@ _ANNOTATIONS = find_primitives(
 @register(*_NONLINEAR)
 def elementwise(eqn: JaxprEqn) -> ShardingRule:
     """Nothing passes partial sums."""
-    return _elementwise(eqn)
+    operations = _OPERATIONS.get(eqn.primitive.name, 1)
+    return _elementwise(eqn, flops=float(operations * num_elements(eqn.outvars[0].aval.shape)))
 
 
 @register(*_LINEAR_IN_ALL_TOGETHER)

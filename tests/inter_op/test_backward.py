@@ -1,0 +1,109 @@
+"""A stage's backward pass at its levels: what it keeps, what it runs again and where."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+
+from autopar.inter_op.backward import find_levels
+from autopar.inter_op.chain import balanced_borders
+from autopar.inter_op.residuals import ALL, CHEAP
+from autopar.inter_op.tasks import make_tasks
+from autopar.ir.state import find_roles
+from autopar.ir.structure import inputs_of
+from autopar.ir.trace import trace_step
+from autopar.ir.work import num_bytes
+from autopar.plan.cut import cut_step
+from tests.small_transformer import BATCH, LENGTH, WIDTH, arguments, train_step
+
+COUNT = 4
+HIDDEN_BYTES = BATCH // COUNT * LENGTH * WIDTH * 4
+"""Of what passes between layers, for one microbatch."""
+
+
+@functools.cache
+def cut(kind, num_stages, num_layers):
+    program = trace_step(train_step, arguments(kind, num_layers))
+    return cut_step(program, find_roles(program, (1,)), num_stages, COUNT)
+
+
+def tasks_of(kind, num_stages, num_layers=4, split_backward=False, level=CHEAP):
+    made = cut(kind, num_stages, num_layers)
+    borders = balanced_borders(made.chain, num_stages)
+    levels = [level] * num_stages
+    return make_tasks(made.program.jaxpr, made.split, made.chain, borders, split_backward, levels)
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("kind", ["unrolled", "scan"])
+def test_all_keeps_what_enters(kind, num_stages):
+    tasks = tasks_of(kind, num_stages, level=ALL)
+    assert tasks.kept[0].values == (), "of the first stage the batch, which is there anyway"
+    for passes, kept in list(zip(tasks.passes, tasks.kept, strict=True))[1:]:
+        assert set(kept.values) == set(passes.received) and kept.num_bytes == HIDDEN_BYTES
+    cheap = tasks_of(kind, num_stages)
+    assert all(a.num_bytes > 3 * b.num_bytes for a, b in zip(cheap.kept, tasks.kept, strict=True))
+
+
+def test_levels_keep_less_and_run_more():
+    passes = tasks_of("unrolled", 2).passes[1]
+    levels = find_levels(passes)
+    assert levels[0] == CHEAP and levels[-1] == ALL and list(levels) == sorted(set(levels)) and len(levels) > 2
+    kept = [passes.kept(level) for level in levels]
+    sizes, heavy = [k.num_bytes for k in kept], [len(k.heavy) for k in kept]
+    assert sizes == sorted(set(sizes), reverse=True) and heavy[0] == 0 and heavy[1] < heavy[-1]
+    assert sizes[-1] == HIDDEN_BYTES
+    assert tuple(find_levels(passes)) == levels, "the same each time"
+
+
+def test_selective_levels_begin_with_attention_and_keep_layer_borders():
+    """Scores take most bytes for their work; a layer's input takes fewest for the work that it saves."""
+    passes = tasks_of("unrolled", 2).passes[1]
+    first, *_, last = [passes.kept(level) for level in find_levels(passes)[1:-1]]
+    assert {eqn.outvars[0].aval.shape[-1] for eqn in first.heavy} == {LENGTH}, "products over the heads"
+    assert [num_bytes(v) for v in last.values] == [HIDDEN_BYTES] * 3, "what enters two layers and the loss"
+
+
+def test_a_scan_has_two_levels():
+    passes = tasks_of("scan", 2).passes[1]
+    assert find_levels(passes) == (CHEAP, ALL)
+    assert [eqn.primitive.name for eqn in passes.kept(ALL).heavy] == ["scan"] * len(passes.kept(ALL).heavy)
+
+
+def test_what_runs_again_runs_late():
+    """Of two layers the second runs again first, and the first not before the second's backward has begun."""
+    tasks = tasks_of("unrolled", 2, level=find_levels(tasks_of("unrolled", 2).passes[1])[-2])
+    behind = tasks.behind[1]
+    again = {id(eqn) for eqn in behind.kept.heavy}
+    order = [id(eqn) in again for eqn in behind.eqns]
+    runs = [a for a, b in zip(order, [*order[1:], None], strict=True) if a != b]
+    assert runs.count(True) > 2, "they stand apart"
+    made = set()
+    for eqn in behind.eqns:
+        assert not any(var in made for var in eqn.outvars), "nothing twice"
+        made.update(eqn.outvars)
+    places = {var: k for k, eqn in enumerate(behind.eqns) for var in eqn.outvars}
+    assert all(places.get(a, -1) < k for k, eqn in enumerate(behind.eqns) for a in inputs_of(eqn))
+
+
+@pytest.mark.parametrize("kind", ["unrolled", "scan"])
+def test_nothing_heavy_runs_again_in_both_halves(kind):
+    tasks = tasks_of(kind, 2, split_backward=True, level=ALL)
+    passed = 0
+    for behind in tasks.behind:
+        heavy = {id(eqn) for eqn in behind.kept.heavy}
+        halves = [[eqn for eqn in eqns if id(eqn) in heavy] for eqns in (behind.eqns, behind.weight)]
+        assert sum(map(len, halves)) == len(heavy) and (not halves[1] or not behind.eqns)
+        made = {var for eqn in behind.eqns for var in eqn.outvars}
+        assert set(behind.passed) <= made and not set(behind.passed.values()) & made
+        passed += len(behind.passed)
+    assert passed or kind == "scan"
+
+
+def test_one_stage_changes_alone():
+    tasks = tasks_of("unrolled", 4)
+    changed = tasks.at_level(2, ALL)
+    assert changed.levels == (CHEAP, CHEAP, ALL, CHEAP)
+    assert [a is b for a, b in zip(tasks.behind, changed.behind, strict=True)] == [True, True, False, True]
+    assert changed.forward == tasks.forward and changed.update is tasks.update
