@@ -10,7 +10,7 @@ Method: dynamic programming over (stages left, first layer, devices left) for ea
 
 from __future__ import annotations
 
-import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -124,70 +124,90 @@ class _Search:
 
     def unlimited(self, bound: float) -> tuple[float, tuple[SlicedStage, ...]] | None:
         """best[first, devices left]: however many stages follow."""
-        layers, shape = self.seconds.shape[0], tuple(n + 1 for n in self.total)
-        best = np.full((layers + 1, *shape), np.inf)
-        came = np.full((layers + 1, *shape, 2), -1)
-        best[(layers, *(0 for _ in shape))] = 0.0
+        layers, devices = self.seconds.shape[0], _Devices.of(self.sizes, self.total)
+        best = np.full((layers + 1, devices.count + 1), np.inf)
+        best[layers, 0] = 0.0
+        came = np.zeros((layers, devices.count, 2), int)
         for first in range(layers - 1, -1, -1):
-            for last, submesh in itertools.product(range(first, layers), range(len(self.sizes))):
-                time = self.seconds[first, last, submesh]
-                if time <= bound and np.isfinite(time):
-                    cost = time + (self.border[last + 1] if last + 1 < layers else 0.0)
-                    _relax(best[first], came[first], best[last + 1] + cost, self.sizes[submesh], (last, submesh))
-        value = float(best[(0, *self.total)])
-        if not np.isfinite(value):
+            best[first, :-1], came[first] = devices.least(best, *self.stages(first, bound, 0))
+        if not np.isfinite(best[0, -2]):
             return None
-        stages, first, left = [], 0, self.total
+        stages, first, left = [], 0, devices.count - 1
         while first < layers:
-            last, submesh = (int(x) for x in came[(first, *left)])
+            last, submesh = (int(x) for x in came[first, left])
             stages.append(SlicedStage(first, last, submesh))
-            left = tuple(a - b for a, b in zip(left, self.sizes[submesh], strict=True))
-            first = last + 1
-        return value, tuple(stages)
+            first, left = last + 1, int(devices.source[submesh, left])
+        return float(best[0, -2]), tuple(stages)
 
     def limited(self, bound: float) -> tuple[float, tuple[SlicedStage, ...]] | None:
         """best[stages from here to the end][first, devices left]: so many microbatches are in flight here."""
-        assert self.limits is not None
-        layers, shape = self.seconds.shape[0], tuple(n + 1 for n in self.total)
+        layers, devices = self.seconds.shape[0], _Devices.of(self.sizes, self.total)
         most = min(layers, sum(self.total) // min(sum(s) for s in self.sizes))
-        before = np.full((layers + 1, *shape), np.inf)
-        before[(layers, *(0 for _ in shape))] = 0.0
+        before = np.full((layers + 1, devices.count + 1), np.inf)
+        before[layers, 0] = 0.0
         steps: list[np.ndarray] = []
         answer: tuple[float, int] | None = None
         for behind in range(1, most + 1):
-            in_flight = min(behind, self.num_microbatches)
-            best = np.full((layers + 1, *shape), np.inf)
-            came = np.full((layers + 1, *shape, 2), -1)
-            for first in range(layers - 1, -1, -1):
-                for last, submesh in itertools.product(range(first, layers), range(len(self.sizes))):
-                    time = self.seconds[first, last, submesh]
-                    if time <= bound and np.isfinite(time) and self.limits[first, last, submesh] >= in_flight:
-                        cost = time + (self.border[last + 1] if last + 1 < layers else 0.0)
-                        _relax(best[first], came[first], before[last + 1] + cost, self.sizes[submesh], (last, submesh))
+            best = np.full(before.shape, np.inf)
+            came = np.zeros((layers, devices.count, 2), int)
+            for first in range(layers):
+                options = self.stages(first, bound, min(behind, self.num_microbatches))
+                best[first, :-1], came[first] = devices.least(before, *options)
             steps.append(came)
-            value = float(best[(0, *self.total)])
+            value = float(best[0, -2])
             if np.isfinite(value) and (answer is None or value < answer[0]):
                 answer = value, behind
             before = best
         if answer is None:
             return None
-        stages, first, left = [], 0, self.total
+        stages, first, left = [], 0, devices.count - 1
         for behind in range(answer[1], 0, -1):
-            last, submesh = (int(x) for x in steps[behind - 1][(first, *left)])
+            last, submesh = (int(x) for x in steps[behind - 1][first, left])
             stages.append(SlicedStage(first, last, submesh))
-            left = tuple(a - b for a, b in zip(left, self.sizes[submesh], strict=True))
-            first = last + 1
+            first, left = last + 1, int(devices.source[submesh, left])
         return answer[0], tuple(stages)
 
+    def stages(self, first: int, bound: float, in_flight: int) -> tuple[np.ndarray, np.ndarray]:
+        """Stages (last layer, submesh) that begin at a layer, take at most `bound` and hold so many microbatches; and costs."""
+        times = self.seconds[first]
+        fits = np.isfinite(times) & (times <= bound)
+        if self.limits is not None:
+            fits &= self.limits[first] >= in_flight
+        found = np.argwhere(fits)
+        following = np.append(self.border, 0.0)[found[:, 0] + 1]
+        return found, times[fits] + following
 
-def _relax(
-    best: np.ndarray, came: np.ndarray, following: np.ndarray, size: tuple[int, ...], step: tuple[int, int]
-) -> None:
-    """Take `following`, shifted by the devices of one more submesh, where it is better."""
-    if any(n >= length for n, length in zip(size, best.shape, strict=True)):
-        return
-    here = tuple(slice(n, None) for n in size)
-    there = tuple(slice(None, length - n) for n, length in zip(size, best.shape, strict=True))
-    better = following[there] < best[here]
-    best[here] = np.where(better, following[there], best[here])
-    came[here] = np.where(better[..., None], np.array(step), came[here])
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Devices:
+    """How many devices of each kind are left, as one number; the last entry of a row of costs stands for too few.
+
+    Attributes:
+        count: How many such numbers there are.
+        source: `[submesh, left]`: what is left after that submesh; `count` where it has more than there are.
+    """
+
+    count: int
+    source: np.ndarray
+
+    @staticmethod
+    def of(sizes: Sequence[tuple[int, ...]], total: tuple[int, ...]) -> _Devices:
+        shape = tuple(n + 1 for n in total)
+        left = np.stack(np.unravel_index(np.arange(math.prod(shape)), shape), axis=-1)
+        after = left[None] - np.array(sizes)[:, None]
+        flat = np.ravel_multi_index(tuple(np.moveaxis(np.maximum(after, 0), -1, 0)), shape)
+        return _Devices(len(left), np.where((after < 0).any(-1), len(left), flat))
+
+    def least(self, following: np.ndarray, stages: np.ndarray, costs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For each number of devices left, the least of a stage and what follows, and that stage.
+
+        Args:
+            following: `[first, left]`.
+            stages: `[stage, (last, submesh)]`.
+            costs: Of each.
+        """
+        if not len(stages):
+            return np.full(self.count, np.inf), np.zeros((self.count, 2), int)
+        totals = following[stages[:, :1] + 1, self.source[stages[:, 1]]] + costs[:, None]
+        which = totals.argmin(axis=0)
+        return totals[which, np.arange(self.count)], stages[which]

@@ -23,6 +23,8 @@ from autopar.intra_op.problem import Problem, Solution
 
 PROVED = 1e-6
 """A gap of one part in a million counts as none."""
+ROUGH = 1e-2
+"""Where so much may be left, what message passing has found at its first attempt is taken, whatever it has proved."""
 SMALL_CORE = 60_000
 """Pairs of choices that meet on an edge: up to so many the ILP gets them all, and proves its answer least."""
 LARGE_CORE = 500_000
@@ -82,9 +84,10 @@ def _solve_core(core: Problem, solver: str, seconds: float, gap: float, known: f
     best: Solution | None = None
     lower = 0.0
     for rounds in attempts:
-        bounds = ascent.run(rounds, best.objective if best else np.inf, gap)
+        bounds = ascent.run(rounds if gap < ROUGH else rounds // 2, best.objective if best else np.inf, gap)
         lower = max(lower, bounds.lower)
-        if best is None and gap > PROVED and not core.rows and bounds.upper - lower <= enough * abs(bounds.upper):
+        near = bounds.upper - lower <= enough * abs(bounds.upper)
+        if best is None and gap > PROVED and not core.rows and (near or (gap >= ROUGH and np.isfinite(bounds.upper))):
             return Solution(bounds.choices, bounds.upper, lower, "feasible", "message passing")
         room = bounds.upper - bounds.lower + gap * abs(bounds.upper)
         masks = [_least(excess, promising) & (core.rows != [] or excess <= room) for excess in bounds.excess]
