@@ -13,6 +13,7 @@ import autopar
 from autopar.errors import DeviceCountError, MicrobatchError, PipelineError
 from tests.models.case import Case
 from tests.models.registry import CASES
+from tests.pipeline_sweep import check_programs
 from tests.small_transformer import arguments, train_step
 from tests.sweep import QUICK, SLOW, _host, reference, relative_error
 
@@ -150,6 +151,16 @@ def test_everything_runs_again(kind, num_stages, schedule):
     step = make_step(case, num_stages, num_stages=num_stages, num_microbatches=4, schedule=schedule, recompute="all")
     compiled = step.compile(case.state, case.batches[0])
     assert all(stage.recomputed.operations for stage in compiled.plan.stages)
+    check_steps(case, compiled)
+
+
+@pytest.mark.parametrize("recompute", ["all", 30.0])
+def test_everything_runs_again_on_meshes(recompute):
+    """What runs again communicates again, and the plan lists it."""
+    case = small_transformer("unrolled")
+    step = make_step(case, 8, num_stages=2, num_microbatches=2, recompute=recompute)
+    compiled = step.compile(case.state, case.batches[0])
+    check_programs(compiled)
     check_steps(case, compiled)
 
 

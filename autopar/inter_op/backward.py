@@ -14,9 +14,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar._jax import JaxprEqn, Var, new_var
-from autopar.inter_op.residuals import ALL, CHEAP, Kept, choose_residuals
-from autopar.ir.structure import inputs_of
+from autopar.inter_op.residuals import ALL, CHEAP, Kept, can_run_again, choose_residuals
+from autopar.ir.structure import inputs_of, needed
 from autopar.ir.work import Work
+
+Gates = dict[int, tuple[Var, ...]]
 
 MAX_LEVELS = 6
 """At most so many levels of a stage are told apart."""
@@ -33,6 +35,7 @@ class Passes:
         received: Forward values that it has from other stages.
         light: Equations that run wherever they are read, in order.
         free: Values that are at hand in both passes at no cost.
+        pieces: Those of them that are a microbatch's own.
     """
 
     forward: Sequence[JaxprEqn]
@@ -41,6 +44,7 @@ class Passes:
     received: Collection[Var]
     light: Sequence[JaxprEqn]
     free: Collection[Var]
+    pieces: Collection[Var]
 
     def kept(self, level: float) -> Kept:
         """What the forward pass keeps at a level."""
@@ -64,6 +68,8 @@ class Backward:
         eqns: Those of its task B, in order.
         weight: Those of its task W, in order.
         passed: Forward values that B runs again and W reads: value -> the name of B's copy.
+        gates: Of tasks B and W: equations that run again, by identity, from which on the readers of some values wait for
+            another, which comes first.
     """
 
     level: float
@@ -71,47 +77,66 @@ class Backward:
     eqns: tuple[JaxprEqn, ...]
     weight: tuple[JaxprEqn, ...]
     passed: Mapping[Var, Var]
+    gates: Mapping[str, Gates]
 
 
 def backward_at(passes: Passes, level: float) -> Backward:
     """The backward pass at a level of recomputation."""
     kept = passes.kept(level)
+    heavy = {id(eqn) for eqn in kept.heavy}
+    if not heavy:
+        helpers = [*passes.light, *kept.again]
+        return Backward(level, kept, _early(helpers, passes.at_once), _early(helpers, passes.later), {}, {})
     again = kept.again
     passed: tuple[Var, ...] = ()
-    if passes.at_once and kept.heavy:
+    if passes.at_once:
         # Only what is cheap is run again once more; of the rest the fewest bytes pass from B to W.
         for_weights = choose_residuals(again, passes.wanted(passes.later), {*passes.free, *kept.values})
         passed, again = for_weights.values, for_weights.again
-    return Backward(
-        level,
-        kept,
-        tuple(_late((*passes.light, *kept.again), passes.at_once, passed)),
-        tuple(_late((*passes.light, *again), passes.later)),
-        {var: new_var(var.aval) for var in passed},
-    )
+    gates: dict[str, Gates] = {"B": {}, "W": {}}
+    gated = {*kept.values, *passes.pieces}
+    eqns = _late([*passes.light, *kept.again], passes.at_once, passed, heavy, gated, gates["B"])
+    weight = _late([*passes.light, *again], passes.later, (), heavy, gated, gates["W"])
+    return Backward(level, kept, tuple(eqns), tuple(weight), {var: new_var(var.aval) for var in passed}, gates)
 
 
-def _late(helpers: Sequence[JaxprEqn], eqns: Sequence[JaxprEqn], wanted: Sequence[Var] = ()) -> list[JaxprEqn]:
-    """Equations in order, each behind those of the helpers that it is the first to need."""
-    made_by = {var: (k, eqn) for k, eqn in enumerate(helpers) for var in eqn.outvars}
-    done: set[int] = set()
+def _early(helpers: Sequence[JaxprEqn], eqns: Sequence[JaxprEqn]) -> tuple[JaxprEqn, ...]:
+    """Equations in order, behind all those of the helpers that they need."""
+    return (*needed(helpers, [a for eqn in eqns for a in inputs_of(eqn)], effects=False), *eqns)
+
+
+def _late(
+    helpers: Sequence[JaxprEqn],
+    eqns: Sequence[JaxprEqn],
+    wanted: Sequence[Var],
+    heavy: Collection[int],
+    gated: Collection[Var],
+    gates: Gates,
+) -> list[JaxprEqn]:
+    """Equations in order, each behind those of the helpers that it is the first to need.
+
+    Compilers would move these to the front, where nothing waits for them: what a run of them with a heavy one reads of
+    `gated` values waits for the last product of the backward pass before it; `gates` is extended.
+    """
     found: list[JaxprEqn] = []
-
-    def make(values: Iterable[Var]) -> None:
-        missing: dict[int, JaxprEqn] = {}
-        waiting = list(values)
-        while waiting:
-            k, maker = made_by.get(waiting.pop(), (-1, None))
-            if maker is not None and k not in done and k not in missing:
-                missing[k] = maker
-                waiting += inputs_of(maker)
-        done.update(missing)
-        found.extend(missing[k] for k in sorted(missing))
-
-    for eqn in eqns:
-        make(inputs_of(eqn))
-        found.append(eqn)
-    make(wanted)
+    left = list(helpers)
+    missing = {var for helper in helpers for var in helper.outvars}
+    latest: Var | None = None
+    for wants, eqn in (*((inputs_of(eqn), eqn) for eqn in eqns), (wanted, None)):
+        group = needed(left, wants, effects=False) if not missing.isdisjoint(wants) else []
+        if group:
+            chosen = {id(helper) for helper in group}
+            left = [helper for helper in left if id(helper) not in chosen]
+            made = {var for helper in group for var in helper.outvars}
+            missing -= made
+            if latest is not None and not chosen.isdisjoint(heavy):
+                read = dict.fromkeys(a for helper in group for a in inputs_of(helper) if a in gated)
+                gates |= {id(group[0]): (latest, *read)} if read else {}
+            found += group
+        if eqn is not None:
+            found.append(eqn)
+            if eqn.outvars and not can_run_again(eqn):
+                latest = eqn.outvars[0]
     return found
 
 

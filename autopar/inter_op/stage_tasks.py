@@ -8,7 +8,7 @@ Method: a result of the loop is added up by the task that makes a microbatch's p
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr
@@ -50,6 +50,7 @@ class Task:
         jaxpr: Over variables of the joint program.
         inputs: What its invars are.
         outputs: What its outvars are.
+        gates: As of `Backward`.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Task:
     jaxpr: Jaxpr
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
+    gates: Mapping[int, tuple[Var, ...]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -108,7 +110,8 @@ class _Builder:
         self, kind: str, number: int, inputs: Sequence[Slot], outputs: Sequence[Slot], eqns: Sequence[JaxprEqn]
     ) -> Task:
         jaxpr = make_jaxpr([s.var for s in inputs], [s.var for s in outputs], eqns)
-        return Task(kind, self.stage, number, jaxpr, tuple(inputs), tuple(outputs))
+        gates = self.tasks.behind[self.stage].gates.get(kind, {})
+        return Task(kind, self.stage, number, jaxpr, tuple(inputs), tuple(outputs), gates)
 
     def before(self) -> Task:
         """What comes before the loop; its sums and rows begin without a program of their own."""

@@ -124,13 +124,14 @@ def make_tasks(
     made_at.update(dict.fromkeys(light_results, ("F", 0)))
     forward = [with_light(own["F", s], light_results if s == 0 else ()) for s in range(num_stages)]
     free = {*light, *chain.loop.invars}
+    pieces = chain.loop.invars[1 + len(split.invariants) :]
     passes = []
     for s in range(num_stages):
         made = {var for eqn in own["F", s] for var in eqn.outvars}
         received = {a for eqn in own["F", s] for a in inputs_of(eqn) if a in made_at and a not in made}
         at_once, later = _waited_for(own["B", s], s, own, num_stages) if split_backward else (own["B", s], [])
         made_at.update((var, ("W", s)) for eqn in later for var in eqn.outvars)
-        passes.append(Passes(own["F", s], at_once, later, received, light_eqns, free))
+        passes.append(Passes(own["F", s], at_once, later, received, light_eqns, free, pieces))
     behind = tuple(backward_at(p, level) for p, level in zip(passes, levels or [CHEAP] * num_stages, strict=True))
     loop_behind = [(*b.eqns, *b.weight) for b in behind]
     update = place_update(jaxpr, split, num_stages, forward, loop_behind, made_at)

@@ -9,14 +9,14 @@ Method: values are converted when first needed, from whichever copy is cheapest,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
 from autopar.cost.reshard import cheapest_reshard
 from autopar.cost.steps import apply_to_sharding
 from autopar.intra_op.fuse import fuse_collectives
 from autopar.intra_op.graph import Graph, stacked
-from autopar.intra_op.sharded import Body, Compute, Instruction, Move, Region, describe
+from autopar.intra_op.sharded import Body, Compute, Gate, Instruction, Move, Region, describe
 from autopar.intra_op.strategies import Strategy
 from autopar.ir.source import is_backward
 from autopar.ir.structure import body_jaxprs, is_structured, scan_parts, while_parts
@@ -25,11 +25,16 @@ from autopar.mesh import Sharding
 
 def lower(jaxpr: Jaxpr, graph: Graph, choices: Sequence[int]) -> Body:
     """The sharded program of a flat program under one choice per node of its graph."""
-    return _Lowering(graph, choices).program(jaxpr)
+    return _Lowering(graph, choices, {}).program(jaxpr)
 
 
 def lower_part(
-    jaxpr: Jaxpr, graph: Graph, choices: Sequence[int], inputs: Sequence[Sharding], outputs: Sequence[Sharding]
+    jaxpr: Jaxpr,
+    graph: Graph,
+    choices: Sequence[int],
+    inputs: Sequence[Sharding],
+    outputs: Sequence[Sharding],
+    gates: Mapping[int, Sequence[Var]] | None = None,
 ) -> Body:
     """The sharded program of a part of a graph's program.
 
@@ -39,13 +44,14 @@ def lower_part(
         choices: One per node.
         inputs: The sharding in which each invar arrives.
         outputs: The sharding in which each outvar leaves.
+        gates: Equations, by identity, from which on the readers of some values wait for another: that one first.
     """
-    return _Lowering(graph, choices).body(jaxpr, inputs, outputs)
+    return _Lowering(graph, choices, gates or {}).body(jaxpr, inputs, outputs)
 
 
 class _Lowering:
-    def __init__(self, graph: Graph, choices: Sequence[int]):
-        self.graph, self.choices, self.mesh = graph, choices, graph.mesh
+    def __init__(self, graph: Graph, choices: Sequence[int], gates: Mapping[int, Sequence[Var]]):
+        self.graph, self.choices, self.mesh, self.gates = graph, choices, graph.mesh, gates
         self.copies: dict[Var, list[Sharding]] = {}
         self.emitted: list[list[Instruction]] = []
 
@@ -70,6 +76,10 @@ class _Lowering:
         for var, sharding in zip(jaxpr.invars, inputs, strict=True):
             self.copies[var] = [sharding]
         for eqn in jaxpr.eqns:
+            if id(eqn) in self.gates:
+                earlier, *gated = self.gates[id(eqn)]
+                copies = tuple((var, s) for var in gated for s in self.copies[var])
+                self.emit(Gate((earlier, self.copies[earlier][0]), copies))
             if is_structured(eqn):
                 self.region(eqn)
             else:

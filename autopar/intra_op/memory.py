@@ -19,7 +19,7 @@ from autopar.intra_op.costs import held_values
 from autopar.intra_op.graph import Graph, Shardings
 from autopar.intra_op.liveness import Liveness, fullest_moments, packed_bytes
 from autopar.intra_op.problem import MemoryRow
-from autopar.intra_op.sharded import Body, Compute, Fused, Move, Region, describe
+from autopar.intra_op.sharded import Body, Compute, Fused, Gate, Move, Region, describe
 from autopar.ir.rules.rule import num_elements
 from autopar.mesh import Sharding
 
@@ -62,6 +62,8 @@ def _place(body: Body, moment: int) -> str:
     match body.instructions[moment]:
         case Compute() | Region() as instruction:
             return describe(instruction.eqn)
+        case Gate():
+            return "a wait"
         case Move() as move:
             return f"the {move.step} before {move.reader}"
         case Fused() as fused:

@@ -74,7 +74,18 @@ class Region:
         return f"{', '.join(map(str, self.eqn.outvars))} = {self.eqn.primitive} ({len(self.bodies)} bodies)"
 
 
-Instruction = Move | Fused | Compute | Region
+@dataclass(frozen=True, slots=True, eq=False)
+class Gate:
+    """Whoever reads one of `copies` from here on waits for `earlier`: what runs again does not run too early."""
+
+    earlier: Copy
+    copies: tuple[Copy, ...]
+
+    def __str__(self) -> str:
+        return f"{', '.join(str(var) for var, _ in self.copies)} from here on after {self.earlier[0]}"
+
+
+Instruction = Move | Fused | Compute | Region | Gate
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,6 +117,8 @@ def copies_read(instruction: Instruction) -> Iterator[Copy]:
             )
         case Region(eqn, operands):
             yield from ((a, s) for a, s in zip(eqn.invars, operands, strict=True) if not isinstance(a, Literal))
+        case Gate(earlier, copies):
+            yield from (earlier, *copies)
 
 
 def copies_made(instruction: Instruction) -> Iterator[Copy]:
@@ -162,6 +175,8 @@ def collectives_of(
     for instruction in body.instructions:
         match instruction:
             case Move() | Fused() if only_reductions:
+                pass
+            case Gate():
                 pass
             case Move():
                 yield from _move_collective((instruction,), mesh, times)

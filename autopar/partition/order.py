@@ -1,11 +1,11 @@
-"""Keep collectives in program order where the backend does not.
+"""Keep the order of the program where the backend does not: of collectives, and of what runs again.
 
-In:     the results and operands of communicating instructions, as the per-device program is traced.
-Out:    the same operands, each made to depend on the communication before it.
+In:     the results and operands of instructions, as the per-device program is traced.
+Out:    the same operands, each made to depend on what comes before it.
 Method: XLA:CPU tells collectives apart by the order in which devices reach them, and a loop that communicates may run
         beside a collective outside of it, in another order on another device (seen with jaxlib 0.10: wrong partners, then a
-        crash). It drops optimization barriers before it schedules, so the dependence is real: a select whose predicate
-        is never true, which the compiler cannot know.
+        crash). Compilers for CPU and GPU drop optimization barriers before they schedule, so the dependence is real: a
+        select whose predicate is never true, which the compiler cannot know.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.cost.steps import step_kind
-from autopar.intra_op.sharded import Body, Compute, Fused, Instruction, Move, Region
+from autopar.intra_op.sharded import Body, Compute, Fused, Gate, Instruction, Move, Region
 
 
 def communicates(instruction: Instruction) -> bool:
@@ -29,6 +29,8 @@ def communicates(instruction: Instruction) -> bool:
             return bool(strategy.reductions)
         case Region(bodies=bodies):
             return any(communicates(inner) for body in bodies for inner in body.instructions)
+        case Gate():
+            return False
 
 
 def needs_order(body: Body) -> bool:

@@ -17,7 +17,7 @@ from jax import lax
 
 from autopar._jax import Literal, Var
 from autopar.cost.steps import Mask
-from autopar.intra_op.sharded import Body, Compute, Fused, Instruction, Move, Region
+from autopar.intra_op.sharded import Body, Compute, Fused, Gate, Instruction, Move, Region
 from autopar.ir.structure import scan_parts, while_parts
 from autopar.mesh import Sharding
 from autopar.partition.collectives import apply_fused, apply_step
@@ -92,6 +92,8 @@ def _run_instruction(
             arrays = [_read(copies, a, s, axis_sizes) for a, s in zip(eqn.invars, operands, strict=True)]
             made = _run_region(instruction, _some_after(arrays, earlier), axis_sizes, in_order)
             return dict(zip(zip(eqn.outvars, results, strict=True), made, strict=True))
+        case Gate(gate, gated):
+            return {copy: after(copies[copy], copies[gate]) for copy in gated}
         case _:
             assert_never(instruction)
 

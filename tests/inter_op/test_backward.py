@@ -83,6 +83,11 @@ def test_what_runs_again_runs_late():
     for eqn in behind.eqns:
         assert not any(var in made for var in eqn.outvars), "nothing twice"
         made.update(eqn.outvars)
+    gates = behind.gates["B"]
+    assert gates and set(gates) <= set(map(id, behind.eqns))
+    for eqn in behind.eqns:
+        earlier, *gated = gates.get(id(eqn), [None])
+        assert set(gated) <= {*behind.kept.values, *tasks.passes[1].pieces} and (earlier is None or gated)
     places = {var: k for k, eqn in enumerate(behind.eqns) for var in eqn.outvars}
     assert all(places.get(a, -1) < k for k, eqn in enumerate(behind.eqns) for a in inputs_of(eqn))
 

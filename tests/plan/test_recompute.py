@@ -169,6 +169,22 @@ def test_live_bytes_stay_below_the_predicted_peak(kind):
     assert all(a <= b + numbers for a, b in zip(most, compiled.plan.cost.peak_bytes, strict=True))
 
 
+def test_compilers_keep_what_runs_again_late():
+    """Where layer inputs are kept the compiled backward pass holds one layer's values at a time, as predicted."""
+    cluster = autopar.Cluster.local(jax.devices()[:1], device=SLOW, intra=QUICK)
+
+    def compiled(recompute):
+        method = PipelineParallel(num_stages=1, num_microbatches=1, recompute=recompute)
+        step = autopar.parallelize(train_step, cluster=cluster, method=method, batch_argnums=(1,))
+        made = step.compile(*arguments("unrolled", 8, batch=64))
+        predicted = made.plan.origin.pipeline.streams.programs["stage0/B"].working_bytes
+        return predicted, made.programs["stage0/B"].memory_analysis().temp_size_in_bytes
+
+    of_layer, of_all = compiled(30.0), compiled("all")
+    assert of_layer[0] < of_all[0] / 3
+    assert of_layer[1] < of_all[1] / 2
+
+
 def test_three_d_takes_part():
     def plan(**settings):
         method = autopar.ThreeD(data=2, pipeline=2, num_microbatches=4, **settings)
