@@ -28,6 +28,8 @@ from autopar.plan.stale import check_fresh
 from autopar.plan.timeline import Timeline
 from autopar.runtime.local import Executable, compile_program
 from autopar.runtime.pipeline import Pipeline
+from autopar.runtime.ray.driver import RayStep
+from autopar.runtime.ray.step import make_ray_step
 
 
 def parallelize(
@@ -85,20 +87,24 @@ class CompiledStep:
 
     Attributes:
         plan: The plan it carries out.
-        programs: XLA's executables by name.
+        programs: XLA's executables by name; on a Ray cluster, what its workers compile.
         executable: What carries the plan out.
         functions: Of a pipeline, what its programs were compiled from, by name.
         in_shardings: Sharding per argument leaf, in the arguments' tree `(args, kwargs)`.
     """
 
-    def __init__(self, program: Program, plan: Plan, executable: Executable | Pipeline):
+    def __init__(self, program: Program, plan: Plan, executable: Executable | Pipeline | RayStep):
         self.program, self.plan, self.executable = program, plan, executable
-        self.programs: dict[str, jax.stages.Compiled] = (
-            {program.name: executable.compiled} if isinstance(executable, Executable) else executable.programs
+        self.programs: dict[str, Any] = (
+            {program.name: executable.compiled} if isinstance(executable, Executable) else dict(executable.programs)
         )
         self.functions = executable.functions if isinstance(executable, Pipeline) else {}
         self.in_shardings = jax.tree.unflatten(program.in_tree, executable.in_shardings[: program.num_args])
-        self._consts = jax.device_put(list(program.consts), list(executable.in_shardings[program.num_args :]))
+        self._consts = (
+            executable.hold(program.consts, program.num_args)
+            if isinstance(executable, RayStep)
+            else jax.device_put(list(program.consts), list(executable.in_shardings[program.num_args :]))
+        )
         self._has_keys = any(program.key_inputs) or any(program.key_outputs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -108,6 +114,11 @@ class CompiledStep:
             StructureChangedError: These are not arguments it was compiled for.
         """
         return self.run(check_arguments(self.program, args, kwargs))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the workers that would run it have ended."""
+        return isinstance(self.executable, RayStep) and self.executable.closed
 
     def run(self, leaves: list[Any]) -> Any:
         """Run one step on flat argument leaves."""
@@ -181,7 +192,7 @@ class ParallelStep:
         """Run one step; plan and compile at the first call for these shapes."""
         key, leaves = self._key(args, kwargs)
         compiled = self._compiled.get(key)
-        if compiled is None:
+        if compiled is None or compiled.has_ended:
             compiled = self._compiled[key] = self.compile(*args, **kwargs)
         return compiled.run(leaves)
 
@@ -207,6 +218,9 @@ class ParallelStep:
         else:
             program, roles = self._trace(args, kwargs)
             plan = self._attach(program, roles, plan)
+        if self.cluster.machine is not None:
+            self._compiled[key] = CompiledStep(program, plan, make_ray_step(self.cluster, program, roles, plan))
+            return self._compiled[key]
         devices = self.cluster.devices or jax.devices()
         if isinstance(plan.origin, PipelineOrigin):
             self._compiled[key] = CompiledStep(program, plan, compile_pipeline(plan.origin, devices))
@@ -265,7 +279,7 @@ class ParallelStep:
                 path="",
             )
         number = trees.index(tree)
-        if isinstance(compiled.executable, Pipeline):
+        if isinstance(compiled.executable, Pipeline | RayStep):
             first = sum(t.num_leaves for t in trees[:number])
             leaves = compiled.executable.create(lambda *a: jax.tree.leaves(init_fn(*a)), args, first, tree.num_leaves)
             return jax.tree.unflatten(tree, leaves)
@@ -281,7 +295,7 @@ class ParallelStep:
 
     def _compile_types(self, args: tuple[Any, ...]) -> CompiledStep:
         key, _ = self._key(args, {})
-        if key not in self._compiled:
+        if key not in self._compiled or self._compiled[key].has_ended:
             self._compiled[key] = self.compile(*args)
         return self._compiled[key]
 

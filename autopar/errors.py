@@ -104,8 +104,17 @@ class StalePlanError(AutoparError):
     """The plan was made for another program or cluster. Facts: `changed`, what differs, one line each."""
 
 
+class WorkerError(AutoparError):
+    """A part of the machine failed while it ran a step. Facts, None where unknown: `worker`, `stage`, `instruction`,
+    `microbatch`, `waited_for`."""
+
+
 class StructureChangedError(AutoparError):
     """A later call passes arguments of another structure, shape or dtype than the plan's. Facts: `path`."""
+
+
+class DeletedError(AutoparError, RuntimeError):
+    """An array is used whose memory a step has taken over, or whose workers have ended. Facts: `shape`, `dtype`."""
 
 
 class NotBuiltYetError(AutoparError, NotImplementedError):
