@@ -54,7 +54,7 @@ def parallelize(
         donate_argnums: Positions of the arguments whose memory is reused. `"auto"`: state.
         static_argnums: As in `jax.jit`.
         static_argnames: As in `jax.jit`.
-        runtime: None or `"local"`: this process.
+        runtime: `"local"` or `"ray"`; None: what the cluster is.
 
     Returns:
         `ParallelStep`: called like `fn`, plans and compiles at first call.
@@ -71,14 +71,7 @@ def parallelize(
             runtime=runtime,
         )
     _check_method(method, cluster)
-    if runtime not in (None, "local"):
-        raise NotBuiltYetError(
-            "this runtime is not built yet.",
-            given=f"runtime={runtime!r}",
-            wrong="this version runs in this process only.",
-            do="leave `runtime` out.",
-            feature="runtime",
-        )
+    _check_runtime(runtime, cluster)
     return ParallelStep(fn, cluster, method or Auto(), batch_argnums, donate_argnums, static_argnums, static_argnames)
 
 
@@ -140,6 +133,14 @@ class CompiledStep:
         Raises:
             PipelineError: The plan has no stages: one program is the whole step.
         """
+        if isinstance(self.executable, RayStep):
+            raise NotBuiltYetError(
+                "measuring a step on a Ray cluster is not built yet.",
+                given=f"the compiled step `{self.plan.name}`",
+                wrong="its workers do not send times home.",
+                do="measure on Cluster.local(), or time calls of the step.",
+                feature="measure on Ray",
+            )
         if not isinstance(self.executable, Pipeline):
             raise PipelineError(
                 "there is no timeline of a step without stages.",
@@ -387,4 +388,15 @@ def _check_method(method: Any, cluster: Any) -> None:
             given=f"cluster={cluster!r}",
             wrong=f"it is of type {type(cluster).__name__}, not Cluster.",
             do='pass Cluster.local(), Cluster.of("8x8 h100") or Cluster(hosts=, devices_per_host=, ...).',
+        )
+
+
+def _check_runtime(runtime: Any, cluster: Cluster | None) -> None:
+    of_cluster = "local" if cluster is None or cluster.machine is None else "ray"
+    if runtime not in (None, of_cluster):
+        raise ClusterError(
+            "this runtime does not run on this cluster.",
+            given=f"runtime={runtime!r}, cluster={'this process' if cluster is None else cluster}",
+            wrong=f"the runtime of this cluster is {of_cluster!r}.",
+            do="leave `runtime` out, and pass cluster=Cluster.ray(...) to run on a Ray cluster.",
         )

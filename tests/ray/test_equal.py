@@ -45,7 +45,9 @@ def check_equal(got, want, tolerance=0.0):
             place = f"step {number}: {jax.tree_util.keystr(path)}"
             assert a.dtype == b.dtype and a.shape == b.shape, place
             if tolerance:
-                np.testing.assert_allclose(a, b, atol=tolerance * max(1.0, float(np.max(np.abs(b), initial=0))), err_msg=place)
+                np.testing.assert_allclose(
+                    a, b, atol=tolerance * max(1.0, float(np.max(np.abs(b), initial=0))), err_msg=place
+                )
             else:
                 np.testing.assert_array_equal(a, b, err_msg=place)
 

@@ -15,10 +15,10 @@ import pytest
 
 import autopar
 from autopar.errors import DeletedError, WorkerError
-from autopar.plan.instructions import Recv, Run
+from autopar.plan.instructions import Run
 from tests.models.registry import CASES
 from tests.ray.cluster import make_cluster
-from tests.ray.conftest import children, wait_until_gone
+from tests.ray.conftest import wait_until_gone
 from tests.sweep import _host
 
 pytestmark = pytest.mark.ray
@@ -39,11 +39,14 @@ def job(ray_started):
 
 
 def actors(step):
+    return list(step.latest().executable.workers._actors.values())
+
+
+def what_is_there(step):
+    """Processes of the workers, and how many placement groups there are."""
     import ray
 
-    workers = step.latest().executable.workers
-    pids = ray.get([actor.pid.remote() for actor in workers._actors.values()])
-    return list(workers._actors.values()), pids
+    return ray.get([actor.pid.remote() for actor in actors(step)]), num_reserved()
 
 
 def at_instruction(step, worker, number, act):
@@ -60,7 +63,7 @@ def at_instruction(step, worker, number, act):
 
         loaded.acts[number] = instead
 
-    ray.get(actors(step)[0][worker].__ray_call__.remote(patch))
+    ray.get(actors(step)[worker].__ray_call__.remote(patch))
 
 
 def fails(step, case, state=None):
@@ -72,13 +75,11 @@ def fails(step, case, state=None):
     return info.value
 
 
-def check_recovers(step, case, first, pids):
-    """Nothing is left of the workers, and the same step works again, with new ones."""
+def check_recovers(step, case, first, seen, begun=0):
+    """Nothing is left of the workers that were seen, and the same step works again, with new ones."""
+    pids, reserved = seen
     assert not wait_until_gone(set(pids)), "workers are left"
-    import ray
-
-    groups = ray.util.placement_group_table().values()
-    assert all(group["state"] == "REMOVED" for group in groups if len(group["bundles"]) == 2), "a placement group is left"
+    assert num_reserved() == reserved - 1 + begun, "a placement group is left"
     again = jax.tree.map(_host, step(case.state, case.batches[0]))
     jax.tree.map(np.testing.assert_array_equal, again, first)
 
@@ -90,41 +91,51 @@ def test_killed_at_any_instruction(job, seed):
     random = np.random.default_rng(seed)
     worker = int(random.integers(len(streams)))
     number = int(random.integers(len(streams[worker])))
-    pids = actors(step)[1]
+    seen = what_is_there(step)
     at_instruction(step, worker, number, lambda: os.kill(os.getpid(), signal.SIGKILL))
     error = fails(step, case)
     assert f"worker {worker} " in error.worker and "process has ended" in str(error)
-    check_recovers(step, case, first, pids)
+    check_recovers(step, case, first, seen)
+
+
+def stop_at(step, worker, microbatch, act):
+    """`act` is what the worker does when it comes to the forward of this microbatch, what it sent before has left."""
+    stream = step.latest().plan.streams[worker]
+    number = next(k for k, i in enumerate(stream) if isinstance(i, Run) and i.microbatch == microbatch)
+
+    def wait_and_act():
+        time.sleep(0.5)
+        act()
+
+    at_instruction(step, worker, number, wait_and_act)
 
 
 def test_stopped(job):
     """It is not dead, so that only its silence tells; its peer says for which instruction it waits."""
     case, step, first = job
-    pids = actors(step)[1]
-    at_instruction(step, 0, 0, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    seen = what_is_there(step)
+    stop_at(step, 0, 1, lambda: os.kill(os.getpid(), signal.SIGSTOP))
     error = fails(step, case)
     assert "worker 0 " in error.worker and "does not answer" in str(error)
-    assert error.instruction.startswith("send") and error.microbatch == 0
-    assert "worker 1 (mesh 1, host 0) waits: receive" in str(error) and "<- mesh 0, microbatch 0" in str(error)
-    check_recovers(step, case, first, pids)
+    assert error.instruction.startswith("send") and error.microbatch == 1
+    assert "worker 1 (mesh 1, host 0) waits: receive" in str(error) and "<- mesh 0, microbatch 1" in str(error)
+    check_recovers(step, case, first, seen)
 
 
 def test_stuck(job):
     """It answers, but does not come on: the one that waits for it says so."""
     case, step, first = job
-    pids = actors(step)[1]
-    stream = step.latest().plan.streams[1]
-    at_instruction(step, 0, 0, lambda: time.sleep(60))
+    seen = what_is_there(step)
+    stop_at(step, 0, 1, lambda: time.sleep(60))
     error = fails(step, case)
     assert "worker 1 " in error.worker and "waited 8 s for a message of worker 0" in str(error)
-    assert error.waited_for == 0 and error.microbatch == 0
-    assert error.instruction == str(next(i for i in stream if isinstance(i, Recv)))
-    check_recovers(step, case, first, pids)
+    assert error.waited_for == 0 and error.microbatch == 1 and error.instruction.startswith("receive")
+    check_recovers(step, case, first, seen)
 
 
 def test_exception_in_a_stage(job):
     case, step, first = job
-    pids = actors(step)[1]
+    seen = what_is_there(step)
     stream = step.latest().plan.streams[1]
     number = [k for k, i in enumerate(stream) if isinstance(i, Run) and i.microbatch == 2][0]
 
@@ -135,49 +146,63 @@ def test_exception_in_a_stage(job):
     error = fails(step, case)
     assert "ArithmeticError: no such number" in str(error)
     assert error.instruction == str(stream[number]) and error.stage == 1 and error.microbatch == 2
-    check_recovers(step, case, first, pids)
+    check_recovers(step, case, first, seen)
 
 
 def test_state_of_ended_workers(job):
     """What lay there is gone, and says so."""
     case, step, first = job
     state, _ = step(case.state, case.batches[0])
-    pids = actors(step)[1]
-    os.kill(pids[0], signal.SIGKILL)
+    seen = what_is_there(step)
+    os.kill(seen[0][0], signal.SIGKILL)
     fails(step, case, state)
     with pytest.raises((WorkerError, DeletedError)):
         step(state, case.batches[0])
     with pytest.raises((WorkerError, DeletedError)):
         np.asarray(jax.tree.leaves(state)[0])
-    check_recovers(step, case, first, pids)
+    check_recovers(step, case, first, seen, begun=1)  # by the new workers that were to run the second step
 
 
 DRIVER = """
-import sys, time
+import sys
 sys.path.insert(0, {root!r})
+import ray
 import autopar
 from tests.models.registry import CASES
-from tests.ray.cluster import make_cluster, start_ray
-start_ray()
+from tests.ray.cluster import make_cluster
+ray.init({address!r}, log_to_driver=False)
 case = CASES["mlp_schedule_clip"]()
 method = autopar.PipelineParallel(num_stages=2, num_microbatches=3)
 step = autopar.parallelize(case.step, cluster=make_cluster(1, 4), method=method, batch_argnums=(1,))
 state, _ = step(case.state, case.batches[0])
-print("running", flush=True)
+workers = step.latest().executable.workers
+print(*ray.get([actor.pid.remote() for actor in workers._actors.values()]), flush=True)
 while True:
     state, _ = step(state, case.batches[0])
 """
 
 
-def test_killed_driver_leaves_nothing():
-    root = str(Path(__file__).parents[2])
-    driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER.format(root=root)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    assert driver.stdout.readline().strip() == "running"
+def test_killed_driver_leaves_nothing(ray_started):
+    """Ray goes on without it; its workers and what was reserved for them do not."""
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    script = DRIVER.format(root=str(Path(__file__).parents[2]), address=address)
+    driver = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    pids = {int(pid) for pid in driver.stdout.readline().split()}
+    assert len(pids) == 2, driver.stderr.read()
     time.sleep(0.5)
-    started = children(driver.pid)
-    assert len(started) > 4, "Ray and the workers are its children"
+    before = num_reserved()
     driver.kill()
     driver.wait()
-    assert not wait_until_gone(started), "processes are left"
+    assert not wait_until_gone(pids), "workers are left"
+    deadline = time.monotonic() + WITHIN_SECONDS
+    while num_reserved() >= before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert num_reserved() == before - 1, "a placement group is left"
+
+
+def num_reserved():
+    import ray
+
+    return sum(group["state"] != "REMOVED" for group in ray.util.placement_group_table().values())

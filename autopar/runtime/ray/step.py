@@ -36,16 +36,14 @@ def make_ray_step(cluster: Cluster, program: Program, roles: Roles, plan: Plan) 
     origin = plan.origin
     if isinstance(origin, PipelineOrigin):
         cut = origin.pipeline.cut
-        job, stacks, jaxpr, aliases = (
-            pipeline_job(origin.pipeline, platform),
-            cut.stacks,
-            cut.program.jaxpr,
-            cut.roles.aliases,
-        )
+        stacks, jaxpr, roles = cut.stacks, cut.program.jaxpr, cut.roles
+        job = pipeline_job(origin.pipeline, platform)
     else:
-        jaxpr, aliases = program.jaxpr, roles.aliases
+        jaxpr = program.jaxpr
         stacks = whole_stacks(jaxpr)
         body = origin.sharded.body
         job = step_job(body, plan.mesh, jaxpr.invars, roles, program.name, platform, cluster.num_devices)
     keys = {at for k, key in enumerate(program.key_outputs) if key for at in stacks.outputs[k]}
-    return RayStep(cluster.machine, job, Interface(stacks, frozenset(aliases) - keys, tuple(jaxpr.outvars)), platform)
+    # A result can look like the batch that it is made of, and is not its next value.
+    state = {out for out, into in roles.aliases.items() if into not in roles.batch}
+    return RayStep(cluster.machine, job, Interface(stacks, frozenset(state - keys), tuple(jaxpr.outvars)), platform)
