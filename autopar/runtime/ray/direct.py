@@ -9,6 +9,7 @@ Method: the tiles of `plan/transfers.py`: cut on the device that holds them, all
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -125,7 +126,7 @@ class Direct:
         begun: dict[int, list[jax.Array]] = {}
         state = {"step": -1, "next": 0}
 
-        def receive(step: int, turn: int) -> list[jax.Array]:
+        def receive(turn: int, step: int) -> list[jax.Array]:
             if state["step"] != step:
                 state.update(step=step, next=0)
             while state["next"] <= turn:
@@ -133,7 +134,7 @@ class Direct:
                 state["next"] += 1
             return begun.pop(turn)
 
-        return {m.number: lambda step, turn=turn: receive(step, turn) for turn, m in enumerate(messages)}
+        return {m.number: functools.partial(receive, turn) for turn, m in enumerate(messages)}
 
     def _receiver(self, message: Message) -> Callable[[], list[jax.Array]]:
         channel = self._channels[message.source, message.target]

@@ -25,7 +25,7 @@ from autopar.runtime.ray.handles import Copy, Part, RemoteArray, host_array, rem
 from autopar.runtime.ray.job import BufferType, Entry, Job, abstract_mesh, exported
 from autopar.runtime.ray.parcels import holders_of, messages_of, own_boxes, pack, slices
 from autopar.runtime.ray.seats import Seat
-from autopar.runtime.ray.worker import Share, StepCall
+from autopar.runtime.ray.share import Share, StepCall
 from autopar.runtime.ray.workers import Workers, ended, joined
 
 
@@ -97,6 +97,7 @@ class RayStep:
     def _load(self) -> None:
         messages = messages_of(self.job, self.workers.seats)
         self.workers.know(self._number, self.job)
+        self.workers.open(sorted({(m.source, m.target) for m in messages.values()}))
         shares = {seat.number: (self._number, self._share(seat, messages)) for seat in self.workers.seats}
         self.workers.call("load", shares)
 

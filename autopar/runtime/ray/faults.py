@@ -16,7 +16,7 @@ from autopar.errors import WorkerError
 from autopar.plan.instructions import Instruction, Recv, Run, Send
 from autopar.runtime.ray.job import Job
 from autopar.runtime.ray.seats import Seat
-from autopar.runtime.ray.worker import Position
+from autopar.runtime.ray.share import Position
 
 RESTART = (
     "restore the state from a checkpoint, or begin anew: the workers of this job have been ended, and the step "

@@ -23,7 +23,9 @@ from jax import lax
 from autopar.runtime.ray.direct import Wanted
 
 POLL_SECONDS = 1e-4
-_PLAIN = frozenset("int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64".split())
+_PLAIN = frozenset(
+    "int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128".split()
+)
 """Dtypes that DLPack has on both sides; others travel as integers of their size."""
 _INTEGER = {1: jnp.uint8, 2: jnp.uint16}
 

@@ -52,6 +52,7 @@ class Message:
         number: Of the message.
         source: The mesh that sends it.
         target: The mesh that gets it.
+        turn: Its place among the messages from this mesh to that one, as they are sent.
         sent: Types of its values where they come from.
         received: Types where they go.
         parcels: What goes from worker to worker.
@@ -62,6 +63,7 @@ class Message:
     number: int
     source: MeshId
     target: MeshId
+    turn: int
     sent: tuple[BufferType, ...]
     received: tuple[BufferType, ...]
     parcels: tuple[Parcel, ...]
@@ -72,19 +74,25 @@ class Message:
 def messages_of(job: Job, seats: Sequence[Seat]) -> dict[int, Message]:
     """All messages of a step by number."""
     of_mesh = by_mesh(seats)
-    sends = {i.message: (mesh, i.buffers) for mesh, s in job.streams.items() for i in s if isinstance(i, Send)}
+    sends = {
+        i.message: (mesh, turn, i.buffers)
+        for mesh, stream in job.streams.items()
+        for turn, i in enumerate(stream)
+        if isinstance(i, Send)
+    }
     taken = _taken_over(job)
     found = {}
     for mesh, stream in job.streams.items():
         for instruction in stream:
             if isinstance(instruction, Recv):
-                source, buffers = sends[instruction.message]
+                source, turn, buffers = sends[instruction.message]
                 sent = tuple(job.types[at] for at in buffers)
                 received = tuple(job.types[at] for at in instruction.buffers)
                 found[instruction.message] = Message(
                     instruction.message,
                     source,
                     mesh,
+                    turn,
                     sent,
                     received,
                     parcels_of(sent, received, of_mesh[source], of_mesh[mesh]),

@@ -83,8 +83,12 @@ def environment(seat: Seat, on_gpu: bool, flags: str, x64: bool) -> Mapping[str,
     kept = [flag for flag in flags.split() if "host_platform_device_count" not in flag]
     found = {"JAX_ENABLE_X64": str(int(x64)), "TF_CPP_MIN_LOG_LEVEL": "2"}
     if on_gpu:
-        # Ray sets CUDA_VISIBLE_DEVICES. Transfers need some memory that XLA does not take.
-        return found | {"XLA_FLAGS": " ".join(kept), "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.85"}
+        # Ray sets CUDA_VISIBLE_DEVICES. The driver may keep to its CPU. Messages need memory that XLA does not take.
+        return found | {
+            "XLA_FLAGS": " ".join(kept),
+            "JAX_PLATFORMS": "cuda,cpu",
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.85",
+        }
     # Collectives of several programs starve in as few threads as a small machine has cores.
     kept.append(f"--xla_force_host_platform_device_count={seat.count}")
     return found | {"XLA_FLAGS": " ".join(kept), "JAX_PLATFORMS": "cpu", "PJRT_NPROC": "32"}

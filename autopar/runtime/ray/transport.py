@@ -2,7 +2,7 @@
 
 In:     values on the devices of the sender; a `Message` (`parcels.py`).
 Out:    the same values on the devices of the receiver.
-Method: one `Transport` per worker. `ObjectStore` hands tiles to the peer actor as arguments of a call: what is large
+Method: `direct.py` goes from GPU to GPU. `ObjectStore` hands tiles to the peer actor as arguments of a call: what is large
         travels through Ray's shared memory. On CPU an array is seen by NumPy without a copy; a tile is copied into
         the store, and out of it only if several tiles make one part, or a program takes the part's memory over.
 """
@@ -45,14 +45,22 @@ Receive = Callable[[int], list[jax.Array]]
 
 
 class Transport(Protocol):
-    """Sends and receives messages for one worker; all is called by its one dispatching thread."""
+    """Sends and receives messages for one worker; all is called by its one dispatching thread.
+
+    Attributes:
+        sent_bytes: How much was handed to other workers.
+        copied_bytes: How much of it was copied in memory on the way, counted each time.
+    """
+
+    sent_bytes: int
+    copied_bytes: int
 
     def sender(self, message: Message) -> Send:
         """How this worker sends its share of a message."""
         ...
 
-    def receiver(self, message: Message) -> Receive:
-        """How this worker receives its share of a message."""
+    def receivers(self, messages: Sequence[Message]) -> dict[int, Receive]:
+        """How this worker receives its share of all messages of a job, by number."""
         ...
 
     def flush(self) -> None:
@@ -93,12 +101,7 @@ class Mailbox:
 
 
 class ObjectStore:
-    """Ray's own way from actor to actor.
-
-    Attributes:
-        sent_bytes: How much was handed to other workers.
-        copied_bytes: How much of it was copied on the way, by us and into the store, counted each time.
-    """
+    """Ray's own way from actor to actor; attributes as of `Transport`."""
 
     def __init__(self, seat: Seat, places: Places, mailbox: Mailbox, peers: Mapping[int, Any], wait_seconds: float):
         """Of one worker.
@@ -146,8 +149,11 @@ class ObjectStore:
 
         return send
 
-    def receiver(self, message: Message) -> Receive:
+    def receivers(self, messages: Sequence[Message]) -> dict[int, Receive]:
         """As of `Transport`."""
+        return {message.number: self._receiver(message) for message in messages}
+
+    def _receiver(self, message: Message) -> Receive:
         boxes = [own_boxes(kind, self._seat) for kind in message.received]
         parcels = [
             (parcel.source, [_paste(piece, boxes[piece.value]) for piece in parcel.pieces])
@@ -170,6 +176,7 @@ class ObjectStore:
                     tile = unpack(data, box_shape(box), dtype)
                     if part is None:
                         parts[value][at] = tile
+                        self.copied_bytes += tile.nbytes if tile.ctypes.data % ALIGNMENT_BYTES else 0  # by XLA
                         continue
                     if parts[value][at] is None:
                         parts[value][at] = aligned(box_shape(boxes[value][at]), dtype)

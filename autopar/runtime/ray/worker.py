@@ -18,81 +18,20 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from autopar.errors import WorkerError
+from autopar.errors import DeviceCountError, WorkerError
 from autopar.mesh import LogicalMesh
-from autopar.plan.instructions import BufferId, Free, Instruction, Recv, Run, Send
+from autopar.plan.instructions import BufferId, Free, Instruction, MeshId, Recv, Run, Send
 from autopar.plan.transfers import Box
+from autopar.runtime.ray.direct import Channel, Direct, Pair
 from autopar.runtime.ray.job import BufferType, ProgramCode
+from autopar.runtime.ray.nccl import NcclChannel, can_use_nccl, new_id
 from autopar.runtime.ray.parcels import Message, box_shape, own_boxes, pack, unpack
 from autopar.runtime.ray.seats import Seat
-from autopar.runtime.ray.transport import Mailbox, ObjectStore, Transport, WaitError, on_devices
+from autopar.runtime.ray.share import Key, Position, Share, StepCall, Tiles
+from autopar.runtime.ray.transport import Mailbox, ObjectStore, Receive, Transport, WaitError, on_devices
+from autopar.runtime.ray.transport import Send as SendTo
 
-Key = int
 Held = dict[BufferId, Any]
-Tiles = Sequence[np.ndarray]
-
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """What one worker does of a job.
-
-    Attributes:
-        programs: Of its mesh.
-        stream: Of its mesh.
-        messages: Those of the stream, by number.
-        types: Of the buffers of its mesh.
-        microbatches: Of each instruction; -1: none.
-        numbers: Buffers that hold a microbatch's number, and which.
-        entries: Buffers that hold arguments when a step begins, and whether a program takes their memory.
-        kept: Buffers of results that stay here.
-        fetched: Results of which this worker hands out parts: buffer, devices.
-    """
-
-    programs: tuple[ProgramCode, ...]
-    stream: tuple[Instruction, ...]
-    messages: Mapping[int, Message]
-    types: Mapping[BufferId, BufferType]
-    microbatches: tuple[int, ...]
-    numbers: Mapping[BufferId, int]
-    entries: tuple[tuple[BufferId, bool], ...]
-    kept: tuple[BufferId, ...]
-    fetched: tuple[tuple[BufferId, tuple[int, ...]], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class StepCall:
-    """One step for one worker.
-
-    Attributes:
-        job: Which.
-        step: Its number, never used twice.
-        given: For each entry the key of the array that is here; None: it comes along.
-        values: Those that come along, in order: the different parts that this worker's devices hold, packed.
-        keep: Keys of the results that stay here.
-        dropped: Keys of arrays that no one wants any more; first of all those whose memory the step takes.
-    """
-
-    job: int
-    step: int
-    given: tuple[Key | None, ...]
-    values: tuple[Tiles, ...]
-    keep: range
-    dropped: tuple[Key, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """Where a worker stands.
-
-    Attributes:
-        step: Number of the step it is at.
-        at: Position in its stream.
-        awaited: Message it waits for; None: it does not wait.
-    """
-
-    step: int
-    at: int
-    awaited: int | None
 
 
 @dataclass(slots=True)
@@ -114,7 +53,9 @@ class Worker:
         self.loaded: dict[int, _Loaded] = {}
         self._mailbox = Mailbox()
         self._meshes: dict[LogicalMesh, jax.sharding.Mesh] = {}
-        self._transport: Transport
+        self._store: ObjectStore
+        self._direct: Direct | None = None
+        self._channels: dict[Pair, Channel] = {}
 
     # Asked at any time, by other threads.
 
@@ -143,22 +84,52 @@ class Worker:
         """Form one group of processes with the other workers of its mesh."""
         jax.distributed.initialize(coordinator, count, self.seat.rank)
 
-    def connect(self, peers: Mapping[int, Any]) -> int:
-        """Get to know the other workers' actors.
+    def can_go_direct(self) -> bool:
+        """Whether it can send from GPU to GPU."""
+        return jax.default_backend() == "gpu" and can_use_nccl()
 
-        Returns:
-            How many devices it has.
+    def connect(self, peers: Mapping[int, Any], owner: Mapping[MeshId, Mapping[int, int]], direct: bool) -> None:
+        """Get to know the other workers.
+
+        Args:
+            peers: Their actors, by number.
+            owner: For each mesh, the worker of each device.
+            direct: Whether all can send from GPU to GPU.
+
+        Raises:
+            DeviceCountError: JAX found other devices than this worker was to have.
         """
+        if jax.local_device_count() != self.seat.count:
+            raise DeviceCountError(
+                "a worker has other devices than were given to it.",
+                given=f"{self.seat}, {self.seat.count} devices; environment {_variables()}",
+                wrong=f"its JAX has {jax.local_devices()}.",
+                do="install JAX for these devices on every node, and set none of these variables there.",
+                wanted=self.seat.count,
+                available=jax.local_device_count(),
+            )
         posts = {number: _post(peer) for number, peer in peers.items()}
-        self._transport = ObjectStore(self.seat, self, self._mailbox, posts, self._wait_seconds)
-        return jax.local_device_count()
+        self._store = ObjectStore(self.seat, self, self._mailbox, posts, self._wait_seconds)
+        if direct:
+            self._direct = Direct(self.seat, self, self._channels, owner, self._wait_seconds)
+
+    def new_channel(self) -> tuple[int, ...]:
+        """An id for a channel of which it has the first rank."""
+        return new_id()
+
+    def open(self, pair: Pair, unique_id: tuple[int, ...], num_sources: int, num_targets: int) -> None:
+        """Open a channel from one mesh to another, together with all workers of both."""
+        first = self.seat.first + (0 if self.seat.mesh == pair[0] else num_sources)
+        own = {first + k: device for k, device in enumerate(jax.local_devices())}
+        self._channels[pair] = NcclChannel(unique_id, num_sources, num_sources + num_targets, own)
 
     def load(self, number: int, share: Share) -> None:
         """Compile a job's programs and prepare its stream."""
         programs = {program.name: self._compiled(program) for program in share.programs}
+        sends, receives = self._ways(share)
         self.loaded[number] = _Loaded(
             share,
-            [self._act(instruction, share, programs) for instruction in share.stream],
+            [_act(instruction, programs, sends, receives) for instruction in share.stream],
             {at: self._placed(share.types[at], np.int32(number), True) for at, number in share.numbers.items()},
             [on_devices(share.types[at], self.seat, self, taken) for at, taken in share.entries],
             [own_boxes(share.types[at], self.seat) for at, _ in share.entries],
@@ -200,32 +171,21 @@ class Worker:
         ]
         return jitted.lower(*structs).compile()
 
-    def _act(
-        self, instruction: Instruction, share: Share, programs: Mapping[str, jax.stages.Compiled]
-    ) -> Callable[[int, Held], None]:
-        match instruction:
-            case Run(program, _, _, inputs, outputs):
-                compiled = programs[program]
+    def _ways(self, share: Share) -> tuple[dict[int, SendTo], dict[int, Receive]]:
+        """How each message is sent or received: from GPU to GPU, or through Ray; within a mesh always the latter."""
+        sends: dict[int, SendTo] = {}
+        receives: dict[int, Receive] = {}
+        for transport in self._transports():
+            own = [m for m in share.messages.values() if self._transport_of(m) is transport]
+            sends.update({m.number: transport.sender(m) for m in own if m.source == self.seat.mesh})
+            receives.update(transport.receivers([m for m in own if m.target == self.seat.mesh]))
+        return sends, receives
 
-                def run(step: int, held: Held) -> None:
-                    held.update(zip(outputs, compiled(*[held[at] for at in inputs]), strict=True))
+    def _transports(self) -> list[Transport]:
+        return [self._store] if self._direct is None else [self._store, self._direct]
 
-                return run
-            case Send(sent, _, message):
-                send = self._transport.sender(share.messages[message])
-                return lambda step, held: send(step, [held[at] for at in sent])
-            case Recv(received, _, message):
-                receive = self._transport.receiver(share.messages[message])
-                return lambda step, held: held.update(zip(received, receive(step), strict=True))
-            case Free(freed):
-
-                def free(step: int, held: Held) -> None:
-                    for at in freed:
-                        held.pop(at, None)
-
-                return free
-            case _:
-                assert_never(instruction)
+    def _transport_of(self, message: Message) -> Transport:
+        return self._store if self._direct is None or message.source == message.target else self._direct
 
     # Steps.
 
@@ -247,7 +207,8 @@ class Worker:
                 self.position = Position(call.step, at, awaited)
                 act(call.step, held)
             self.position = Position(call.step, len(share.stream), None)
-            self._transport.flush()
+            for transport in self._transports():
+                transport.flush()
             for key, at in zip(call.keep, share.kept, strict=True):
                 self.arrays[key] = held[at]
             results = [self._parts(held[at], share.types[at], devices) for at, devices in share.fetched]
@@ -316,13 +277,44 @@ class Worker:
             self.arrays.pop(key, None)
 
     def counts(self) -> dict[str, int]:
-        """Bytes that it sent, and how many were copied on the way; arrays that it holds."""
-        transport = self._transport
-        sent, copied = getattr(transport, "sent_bytes", 0), getattr(transport, "copied_bytes", 0)
+        """What it sent so far, how much of it was copied on the way, and how many arrays it holds."""
+        ways = self._transports()
+        sent, copied = sum(w.sent_bytes for w in ways), sum(w.copied_bytes for w in ways)
         return {"sent_bytes": sent, "copied_bytes": copied, "arrays": len(self.arrays)}
 
     def _placed(self, kind: BufferType, value: Any, own_memory: bool) -> jax.Array:
         return on_devices(kind, self.seat, self, own_memory)([np.asarray(value)] * len(own_boxes(kind, self.seat)))
+
+
+def _act(
+    instruction: Instruction,
+    programs: Mapping[str, jax.stages.Compiled],
+    sends: Mapping[int, SendTo],
+    receives: Mapping[int, Receive],
+) -> Callable[[int, Held], None]:
+    match instruction:
+        case Run(program, _, _, inputs, outputs):
+            compiled = programs[program]
+
+            def run(step: int, held: Held) -> None:
+                held.update(zip(outputs, compiled(*[held[at] for at in inputs]), strict=True))
+
+            return run
+        case Send(sent, _, message):
+            send = sends[message]
+            return lambda step, held: send(step, [held[at] for at in sent])
+        case Recv(received, _, message):
+            receive = receives[message]
+            return lambda step, held: held.update(zip(received, receive(step), strict=True))
+        case Free(freed):
+
+            def free(step: int, held: Held) -> None:
+                for at in freed:
+                    held.pop(at, None)
+
+            return free
+        case _:
+            assert_never(instruction)
 
 
 def _post(peer: Any) -> Callable[[int, int, int, Tiles], None]:
@@ -332,6 +324,11 @@ def _post(peer: Any) -> Callable[[int, int, int, Tiles], None]:
         deliver.remote(step, message, source, tiles)
 
     return post
+
+
+def _variables() -> dict[str, str]:
+    names = ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS", "XLA_FLAGS")
+    return {name: os.environ[name] for name in names if name in os.environ}
 
 
 def _own_address() -> str:

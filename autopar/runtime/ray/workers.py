@@ -22,11 +22,13 @@ import numpy as np
 from autopar.errors import ClusterError, WorkerError
 from autopar.mesh.ray_nodes import RayMachine
 from autopar.plan.instructions import MeshId
+from autopar.runtime.ray.direct import Pair
 from autopar.runtime.ray.faults import Failure, worker_error
 from autopar.runtime.ray.job import BufferType, Job
 from autopar.runtime.ray.parcels import box_shape, holders_of, slices, unpack
 from autopar.runtime.ray.seats import Layout, Seat, by_mesh, environment, seats_of
-from autopar.runtime.ray.worker import Position, Worker
+from autopar.runtime.ray.share import Position
+from autopar.runtime.ray.worker import Worker
 
 POLL_SECONDS = 1.0
 """How often workers that are busy are asked where they stand."""
@@ -41,6 +43,7 @@ class Workers:
         seats: One for each worker.
         layout: The devices of each mesh.
         on_gpu: Whether they are GPUs.
+        direct: Whether messages go from GPU to GPU, by NCCL; else through Ray.
         closed: Whether the workers have ended.
     """
 
@@ -57,6 +60,7 @@ class Workers:
         self._of_mesh = by_mesh(self.seats)
         self._numbers = itertools.count()
         self._jobs: dict[int, Job] = {}
+        self._opened: list[Pair] = []
         self._groups: list[Any] = []
         self._actors: dict[int, Any] = {}
         self._end = weakref.finalize(self, _end, self._actors, self._groups)
@@ -123,12 +127,26 @@ class Workers:
     def _meet(self) -> None:
         """Processes of one mesh form a group; all get to know each other."""
         patience = self._machine.start_seconds
-        self.call("pid", {seat.number: () for seat in self.seats}, patience)
+        everyone = {seat.number: () for seat in self.seats}
+        self.call("pid", everyone, patience)
         joining = [own for own in self._of_mesh.values() if len(own) > 1]
         firsts = self.call("coordinator", {own[0].number: () for own in joining})
         joined = {seat.number: (firsts[own[0].number], len(own)) for own in joining for seat in own}
         self.call("join", joined, patience)
-        self.call("connect", {seat.number: (dict(self._actors),) for seat in self.seats}, patience)
+        self.direct = self.on_gpu and all(self.call("can_go_direct", everyone, patience).values())
+        owner = {mesh: {device: s.number for s in own for device in s.devices} for mesh, own in self._of_mesh.items()}
+        self.call("connect", {n: (dict(self._actors), owner, self.direct) for n in everyone}, patience)
+
+    def open(self, pairs: Sequence[Pair]) -> None:
+        """Open channels from mesh to mesh, where there are any and they are not open yet; one after the other."""
+        for pair in pairs if self.direct else ():
+            if pair in self._opened or pair[0] == pair[1]:
+                continue
+            sources, targets = (self._of_mesh[mesh] for mesh in pair)
+            unique_id = self.call("new_channel", {sources[0].number: ()})[sources[0].number]
+            counts = sum(s.count for s in sources), sum(s.count for s in targets)
+            self.call("open", {s.number: (pair, unique_id, *counts) for s in (*sources, *targets)})
+            self._opened.append(pair)
 
     # Calls.
 
