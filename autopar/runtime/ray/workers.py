@@ -111,18 +111,34 @@ class Workers:
         import ray
 
         ready = {group.ready(): host for host, group in groups.items()}
-        _, waiting = ray.wait(list(ready), num_returns=len(ready), timeout=self._machine.start_seconds)
-        if waiting:
+        deadline = time.monotonic() + self._machine.start_seconds
+        while True:
+            _, waiting = ray.wait(list(ready), num_returns=len(ready), timeout=POLL_SECONDS)
+            if not waiting:
+                return
             host = ready[waiting[0]]
+            node = self._machine.hosts[host]
             own = [seat for seat in self.seats if seat.host == host]
-            raise ClusterError(
-                "Ray has no room for the workers.",
-                given=f"{len(own)} workers on host {host}, node {self._machine.hosts[host].address}: "
-                f"{', '.join(str(self._bundle(seat)) for seat in own)}",
-                wrong=f"they were not placed in {self._machine.start_seconds:.0f} s; free are {ray.available_resources()}.",
-                do="end what else runs there (cluster.machine.close() ends the workers of other steps), or wait longer: "
-                "Cluster.ray(start_seconds=...).",
+            given = (
+                f"{len(own)} workers on host {host}, node {node.address}: "
+                f"{', '.join(str(self._bundle(seat)) for seat in own)}"
             )
+            if node.node not in (n["NodeID"] for n in ray.nodes() if n["Alive"]):
+                raise ClusterError(
+                    "a node of the cluster is lost.",
+                    given=given,
+                    wrong="Ray says that this node is not alive any more.",
+                    do="call Cluster.ray(...) again: it takes the nodes that are left.",
+                )
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    "Ray has no room for the workers.",
+                    given=given,
+                    wrong=f"they were not placed in {self._machine.start_seconds:.0f} s; free are "
+                    f"{ray.available_resources()}.",
+                    do="end what else runs there (cluster.machine.close() ends the workers of other steps), or wait longer: "
+                    "Cluster.ray(start_seconds=...).",
+                )
 
     def _meet(self) -> None:
         """Processes of one mesh form a group; all get to know each other."""
