@@ -26,6 +26,19 @@ LAYOUTS = {
     "4 stages on 1+1+2+4 devices": ((1, 8), {"submeshes": (1, 1, 2, 4)}),
 }
 """Hosts and devices per host, and how they are divided into stages."""
+QUICK_CELLS = {
+    "gpt_scan": list(LAYOUTS),
+    "gpt_unrolled": list(LAYOUTS)[:1],
+    "moe_top2_capacity": list(LAYOUTS),
+    "wide_resnet_plain": list(LAYOUTS)[2:],
+    "t5_relative_adafactor": list(LAYOUTS)[:1],
+}
+"""What `make test` runs of them; `pytest -m slow` runs all."""
+CELLS = [
+    pytest.param(name, layout, marks=() if layout in QUICK_CELLS[name] else pytest.mark.slow)
+    for name in MODELS
+    for layout in LAYOUTS
+]
 ACROSS_HOSTS = 1e-5
 """Sums over several processes are Gloo's, which adds in another order than one process does."""
 STEPS = 5
@@ -56,8 +69,7 @@ def local(num_devices):
     return autopar.Cluster.local(jax.devices()[:num_devices], device=SLOW, intra=QUICK, inter=QUICK)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name, layout", CELLS)
 def test_pipeline(clusters, name, layout):
     case = CASES[name]()
     shape, stages = LAYOUTS[layout]

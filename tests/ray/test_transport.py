@@ -136,10 +136,11 @@ def test_copies_per_byte(taken):
     assert sender.copied_bytes + receiver.copied_bytes <= 2 * value.nbytes
 
 
-def test_memory_that_is_taken_over_later():
+@pytest.mark.parametrize("transports", [through_store, direct])
+def test_memory_that_is_taken_over_later(transports):
     """What was sent arrives as it was, also if the next program writes into the same memory at once."""
     mesh = LogicalMesh((2,))
-    seats, places, (sender, receiver) = through_store(mesh, mesh)
+    seats, places, (sender, receiver) = transports(mesh, mesh)
     kind = BufferType((64, 64), np.dtype("float32"), Sharding((("x",), ())), mesh)
     message = message_of([kind], [kind], seats, overwritten=True, taken=True)
     negate = jax.jit(lambda x: -x, donate_argnums=0)

@@ -19,10 +19,8 @@ pytestmark = pytest.mark.ray
 
 
 def counts(step):
-    import ray
-
     workers = step.latest().executable.workers
-    return [ray.get(actor.counts.remote()) for actor in workers._actors.values()]
+    return list(workers.call("counts", {seat.number: () for seat in workers.seats}).values())
 
 
 def make_step(cluster, case, **options):
@@ -184,6 +182,24 @@ def test_captured_arrays_are_sent_once(clusters):
     )
     got, want = on_ray(params, x), here(params, x)
     assert_same(on_ray(got[0], x), here(want[0], x))
+
+
+def test_a_step_that_follows_takes_the_state_as_it_lies(clusters, monkeypatch):
+    case = CASES["mlp_schedule_clip"]()
+    train = autopar.parallelize(
+        case.step, cluster=clusters[1, 4], method=autopar.ShardParallel(), batch_argnums=(1,), donate_argnums=(0,)
+    )
+    state, _ = train(case.state, case.batches[0])
+    want = jax.jit(case.step)(case.state, case.batches[0])
+    want = jax.jit(lambda state, batch: case.step(state, batch)[1])(want[0], case.batches[1])
+    evaluate = autopar.follow(lambda state, batch: case.step(state, batch)[1], train)
+
+    def moved(*args):
+        raise AssertionError("state was fetched")
+
+    monkeypatch.setattr(train.latest().executable.workers, "fetch", moved)
+    got = evaluate(state, case.batches[1])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), got, want)
 
 
 def test_inference(clusters):

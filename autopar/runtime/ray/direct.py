@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autopar.plan.instructions import MeshId
@@ -60,7 +61,7 @@ class Direct:
 
     Attributes:
         sent_bytes: How much was handed to other workers.
-        copied_bytes: How much of it was copied on the way: nothing.
+        copied_bytes: How much of it was copied in the host's memory: nothing.
     """
 
     def __init__(
@@ -88,10 +89,15 @@ class Direct:
         """As of `Transport`."""
         channel = self._channels[message.source, message.target]
         moves = []
-        for have, want in zip(message.sent, message.received, strict=True):
+        for have, want, over in zip(message.sent, message.received, message.overwritten, strict=True):
             held = have.boxes()
             own = [t for t in self._tiles(_planned(have, want), message) if t.source in self._seat.devices]
-            moves.append([(t, cut_tile(held[t.source], t.box, have.shape)) for t in own])
+            moves.append(
+                [
+                    (t, _own if over and t.box == held[t.source] else cut_tile(held[t.source], t.box, have.shape))
+                    for t in own
+                ]
+            )
         devices = [self._places.devices(kind) for kind in message.sent]
 
         def send(step: int, arrays: Sequence[jax.Array]) -> None:
@@ -140,11 +146,11 @@ class Direct:
         channel = self._channels[message.source, message.target]
         wanted: list[Wanted] = []
         finish = []
-        for have, want in zip(message.sent, message.received, strict=True):
+        for have, want, taken in zip(message.sent, message.received, message.taken, strict=True):
             plan = _planned(have, want)
             tiles = [t for t in self._tiles(plan, message) if t.target in self._seat.devices]
             wanted += [Wanted(box_shape(t.box), have.dtype, t.source, t.target) for t in tiles]
-            finish.append((len(tiles), self._assembly(plan, tiles, want)))
+            finish.append((len(tiles), self._assembly(plan, tiles, want, taken)))
 
         def begin() -> list[jax.Array]:
             tiles = iter(channel.receive(wanted))
@@ -165,7 +171,7 @@ class Direct:
         return [*plan.tiles, *more]
 
     def _assembly(
-        self, plan: TransferPlan, tiles: Sequence[Tile], want: BufferType
+        self, plan: TransferPlan, tiles: Sequence[Tile], want: BufferType, taken: bool
     ) -> Callable[[Sequence[jax.Array]], jax.Array]:
         """How an array is made of the tiles that came to this worker's devices."""
         arriving = boxes(want.shape, plan.middle, want.mesh)
@@ -188,10 +194,16 @@ class Direct:
                 there[second] = jax.device_put(there[first], devices[second])
             shards = [there[device] for device in self._seat.devices]
             array = jax.make_array_from_single_device_arrays(want.shape, middle, shards)
-            return array if gather is None else gather(array)
+            array = array if gather is None else gather(array)
+            return _own(array) if taken else array
 
         return put
 
 
 def _planned(have: BufferType, want: BufferType) -> TransferPlan:
     return plan_transfer(have.shape, have.sharding, have.mesh, want.sharding, want.mesh)
+
+
+def _own(array: jax.Array) -> jax.Array:
+    """A copy, in memory that no one else looks at: programs that take memory over may have it."""
+    return jnp.array(array, copy=True)

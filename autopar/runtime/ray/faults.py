@@ -53,7 +53,7 @@ def worker_error(
         job: What they were at; None: nothing with instructions.
     """
     seat = seats[failure.worker]
-    waiting = _waiting(seat, seats, positions, job)
+    waiting = _waiting(seats, positions, job)
     if isinstance(failure.cause, WorkerError):
         own = failure.cause
         return WorkerError(own.summary, given=_joined(own.given, waiting), wrong=own.wrong, do=RESTART, **own.facts)
@@ -97,7 +97,7 @@ def _place(seat: Seat, positions: Mapping[int, Position], job: Job | None) -> tu
     return None
 
 
-def _waiting(seat: Seat, seats: Sequence[Seat], positions: Mapping[int, Position], job: Job | None) -> str:
+def _waiting(seats: Sequence[Seat], positions: Mapping[int, Position], job: Job | None) -> str:
     found = []
     for number, position in positions.items():
         if job is not None and position.awaited is not None:

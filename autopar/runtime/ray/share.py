@@ -74,11 +74,9 @@ class Position:
     """Where a worker stands.
 
     Attributes:
-        step: Number of the step it is at.
         at: Position in its stream.
         awaited: Message it waits for; None: it does not wait.
     """
 
-    step: int
     at: int
     awaited: int | None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, assert_never
 
 import jax
@@ -40,7 +40,7 @@ class _Loaded:
     acts: list[Callable[[int, Held], None]]
     numbers: Held
     place: list[Callable[[Sequence[np.ndarray]], jax.Array]]
-    boxes: list[list[Box]] = field(default_factory=list)
+    boxes: list[list[Box]]
 
 
 class Worker:
@@ -48,7 +48,7 @@ class Worker:
 
     def __init__(self, seat: Seat, wait_seconds: float):
         self.seat, self._wait_seconds = seat, wait_seconds
-        self.position = Position(-1, 0, None)
+        self.position = Position(0, None)
         self.arrays: dict[Key, jax.Array] = {}
         self.loaded: dict[int, _Loaded] = {}
         self._mailbox = Mailbox()
@@ -73,12 +73,12 @@ class Worker:
 
     # Before the first step.
 
-    def coordinator(self) -> str:
-        """An address at which the workers of its mesh can meet."""
+    def coordinator(self, host: str) -> str:
+        """Where the workers of its mesh can meet: its host has this address."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
-        return f"{_own_address()}:{port}"
+        return f"{host}:{port}"
 
     def join(self, coordinator: str, count: int) -> None:
         """Form one group of processes with the other workers of its mesh."""
@@ -204,9 +204,9 @@ class Worker:
             held = self._begin(loaded, call)
             for at, (instruction, act) in enumerate(zip(share.stream, loaded.acts, strict=True)):
                 awaited = instruction.message if isinstance(instruction, Recv) else None
-                self.position = Position(call.step, at, awaited)
+                self.position = Position(at, awaited)
                 act(call.step, held)
-            self.position = Position(call.step, len(share.stream), None)
+            self.position = Position(len(share.stream), None)
             for transport in self._transports():
                 transport.flush()
             for key, at in zip(call.keep, share.kept, strict=True):
@@ -318,7 +318,7 @@ def _act(
 
 
 def _post(peer: Any) -> Callable[[int, int, int, Tiles], None]:
-    deliver = peer.deliver.options(concurrency_group="mail")
+    deliver = peer.deliver.options(concurrency_group="mail", num_returns=0)
 
     def post(step: int, message: int, source: int, tiles: Tiles) -> None:
         deliver.remote(step, message, source, tiles)
@@ -329,12 +329,3 @@ def _post(peer: Any) -> Callable[[int, int, int, Tiles], None]:
 def _variables() -> dict[str, str]:
     names = ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS", "XLA_FLAGS")
     return {name: os.environ[name] for name in names if name in os.environ}
-
-
-def _own_address() -> str:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: asks which address leads out
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"

@@ -146,7 +146,8 @@ class Workers:
         everyone = {seat.number: () for seat in self.seats}
         self.call("pid", everyone, patience)
         joining = [own for own in self._of_mesh.values() if len(own) > 1]
-        firsts = self.call("coordinator", {own[0].number: () for own in joining})
+        hosts = self._machine.hosts
+        firsts = self.call("coordinator", {own[0].number: (hosts[own[0].host].address,) for own in joining})
         joined = {seat.number: (firsts[own[0].number], len(own)) for own in joining for seat in own}
         self.call("join", joined, patience)
         self.direct = self.on_gpu and all(self.call("can_go_direct", everyone, patience).values())
