@@ -14,9 +14,10 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.errors import DeletedError
+from autopar.mesh import LogicalMesh
 from autopar.plan.instructions import MeshId
 from autopar.runtime.ray.job import BufferType, abstract_mesh
 
@@ -167,7 +168,8 @@ def remote_sharding(kinds: Sequence[BufferType]) -> NamedSharding:
     first = kinds[0]
     if len(kinds) == 1 or any(k.sharding != first.sharding or k.mesh != first.mesh for k in kinds):
         return first.on(abstract_mesh(first.mesh))
-    mesh = AbstractMesh((len(kinds), *first.mesh.shape), ("stage", *first.mesh.axis_names))
+    names = ("stage", *first.mesh.axis_names)
+    mesh = abstract_mesh(LogicalMesh((len(kinds), *first.mesh.shape), names))
     leading, *rest = first.sharding.partition_spec()
     inner = () if leading is None else (leading,) if isinstance(leading, str) else leading
     return NamedSharding(mesh, PartitionSpec(("stage", *inner), *rest))

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from autopar._jax import Var
 from autopar.intra_op.sharded import Body
@@ -205,7 +205,7 @@ def step_job(
 
 def abstract_mesh(mesh: LogicalMesh) -> AbstractMesh:
     """A mesh as JAX has it before there are devices."""
-    return AbstractMesh(mesh.shape, mesh.axis_names)
+    return AbstractMesh(mesh.shape, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.shape))
 
 
 def exported(jitted: Callable[..., Any], arguments: Sequence[Any], platform: str) -> bytes:
