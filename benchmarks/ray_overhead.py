@@ -78,7 +78,7 @@ def measure(cluster: autopar.Cluster, width: int, batch_size: int, num_microbatc
 
 def main() -> None:
     """Print the table."""
-    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=500 * 2**20, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, object_store_memory=500 * 2**20, log_to_driver=False)
     here, there = autopar.Cluster.local(), autopar.Cluster.ray(devices_per_host=STAGES)
     machine = f"{platform.machine()}, {os.cpu_count()} cores, JAX {jax.__version__}, Ray {ray.__version__}"
     table = Table(title=f"{STAGES} stages, {machine}")

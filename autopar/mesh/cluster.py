@@ -154,8 +154,8 @@ class Cluster:
         """The machines of a Ray cluster.
 
         Args:
-            address: As of `ray.init`: `"auto"`, or host and port; None: the cluster this process is connected to, else a
-                new one on this machine.
+            address: As of `ray.init`: `"auto"`, or host and port; None: the cluster this process is connected to, one that
+                runs on this machine, or else a new one there.
             hosts: How many of its nodes; None: all. Where there are no GPUs a node can be several hosts.
             devices_per_host: How many devices of each; None: all GPUs, or one virtual CPU device.
             device: Rates to plan with; by default the catalog's for this kind of device.

@@ -1,6 +1,6 @@
 """The machines of a Ray cluster.
 
-In:     the address of a Ray cluster, or none: the one this process is connected to, or a new one on this machine.
+In:     the address of a Ray cluster, or none: the one this process is connected to, or that runs here, or a new one.
 Out:    `RayMachine`: its nodes, and how long to wait for them.
 Method: Ray knows its nodes and their GPUs. Nodes without GPUs count as hosts of virtual CPU devices.
 """
@@ -75,7 +75,7 @@ def find_hosts(
     """Connect to Ray and look at its nodes.
 
     Args:
-        address: As of `ray.init`; None: the cluster this process is connected to, else a new one on this machine.
+        address: As of `ray.init`; None: the cluster this process is connected to, one on this machine, or a new one there.
         hosts: How many; None: all. Without GPUs a node can be several hosts.
         devices_per_host: How many devices of each; None: all GPUs, or one CPU device.
 

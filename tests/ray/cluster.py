@@ -15,7 +15,7 @@ def start_ray() -> None:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     import ray
 
-    ray.init(num_cpus=1, include_dashboard=False, object_store_memory=200 * 2**20, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, object_store_memory=200 * 2**20, log_to_driver=False)
 
 
 def make_cluster(hosts: int, devices_per_host: int, **options: Any) -> autopar.Cluster:

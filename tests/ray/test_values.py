@@ -202,6 +202,40 @@ def test_a_step_that_follows_takes_the_state_as_it_lies(clusters, monkeypatch):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5), got, want)
 
 
+def test_large_messages(clusters):
+    """What is large goes through shared memory, and is the same as in one process; it is copied at most twice."""
+
+    def train(params, batch):
+        def loss(params):
+            x = batch["x"]
+            for kernel in params:
+                x = jnp.tanh(x @ kernel)
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], value
+
+    random = np.random.default_rng(0)
+    params = [random.normal(size=(256, 256)).astype(np.float32) / 16 for _ in range(4)]
+    batch = {name: random.normal(size=(4096, 256)).astype(np.float32) for name in ("x", "y")}
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=4)
+    on_ray = autopar.parallelize(train, cluster=clusters[1, 4], method=method)
+    here = autopar.parallelize(
+        train, cluster=autopar.Cluster.local(jax.devices()[:4], device=SLOW, intra=QUICK, inter=QUICK), method=method
+    )
+    got, want = on_ray(params, batch), here(params, batch)
+    before = counts(on_ray)
+    for _ in range(3):
+        got, want = on_ray(got[0], batch), here(want[0], batch)
+        assert_same(got, want)
+    after = counts(on_ray)
+    sent, copied = (
+        sum(b[key] - a[key] for a, b in zip(before, after, strict=True)) for key in ("sent_bytes", "copied_bytes")
+    )
+    assert sent >= 3 * 2 * 4096 * 256 * 4, "activations and their gradients cross"
+    assert copied <= 2 * sent
+
+
 def test_inference(clusters):
     """Results that are no state come back as arrays."""
 

@@ -57,7 +57,7 @@ class Message:
         received: Types where they go.
         parcels: What goes from worker to worker.
         overwritten: For each value, whether the sender's memory is taken over later in the step.
-        taken: The same of the receiver's memory.
+        taken: Whether the receiver's memory is taken over, in this step or the next.
     """
 
     number: int
@@ -80,7 +80,9 @@ def messages_of(job: Job, seats: Sequence[Seat]) -> dict[int, Message]:
         for turn, i in enumerate(stream)
         if isinstance(i, Send)
     }
-    taken = _taken_over(job)
+    over = _taken_over(job)
+    # A result that stays is taken over by the next step.
+    taken = over | {at for at in job.results if at is not None}
     found = {}
     for mesh, stream in job.streams.items():
         for instruction in stream:
@@ -96,7 +98,7 @@ def messages_of(job: Job, seats: Sequence[Seat]) -> dict[int, Message]:
                     sent,
                     received,
                     parcels_of(sent, received, of_mesh[source], of_mesh[mesh]),
-                    tuple(at in taken for at in buffers),
+                    tuple(at in over for at in buffers),
                     tuple(at in taken for at in instruction.buffers),
                 )
     return found
