@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.ir.unstack import Unstacked
+from autopar.mesh import Sharding
 from autopar.mesh.ray_nodes import RayMachine
 from autopar.plan.instructions import BufferId, MeshId
 from autopar.plan.transfers import Box
@@ -128,13 +129,13 @@ class RayStep:
         if entries:
             kind = self.job.types[entries[0].buffer]
             shape = (kind.shape[0] * kind.shape[1], *kind.shape[2:])
-            return BufferType(shape, kind.dtype, type(kind.sharding)(kind.sharding.dims[1:]), kind.mesh)
+            return BufferType(shape, kind.dtype, Sharding(kind.sharding.dims[1:]), kind.mesh)
         return self._unread(argument)
 
     def _unread(self, argument: int) -> BufferType:
-        aval = self._interface.stacks.jaxpr.invars[argument].aval
-        sharding = type(self.job.types[0].sharding).replicated(len(aval.shape))
-        return BufferType(tuple(aval.shape), np.dtype(aval.dtype), sharding, self.job.types[0].mesh)
+        aval, home = self._interface.stacks.jaxpr.invars[argument].aval, self.job.home[argument]
+        mesh = next(kind.mesh for kind, at in zip(self.job.types, self.job.mesh_of, strict=True) if at == home)
+        return BufferType(tuple(aval.shape), np.dtype(aval.dtype), Sharding.replicated(len(aval.shape)), mesh)
 
     # Steps.
 
