@@ -28,6 +28,8 @@ from autopar.plan.stale import check_fresh
 from autopar.plan.timeline import Timeline
 from autopar.runtime.local import Executable, compile_program
 from autopar.runtime.pipeline import Pipeline
+from autopar.runtime.ray.driver import RayStep
+from autopar.runtime.ray.step import make_ray_step
 from autopar.runtime.stacks import StackedArray
 
 
@@ -53,7 +55,7 @@ def parallelize(
         donate_argnums: Positions of the arguments whose memory is reused. `"auto"`: state.
         static_argnums: As in `jax.jit`.
         static_argnames: As in `jax.jit`.
-        runtime: None or `"local"`: this process.
+        runtime: `"local"` or `"ray"`; None: what the cluster is.
 
     Returns:
         `ParallelStep`: called like `fn`, plans and compiles at first call.
@@ -70,14 +72,7 @@ def parallelize(
             runtime=runtime,
         )
     _check_method(method, cluster)
-    if runtime not in (None, "local"):
-        raise NotBuiltYetError(
-            "this runtime is not built yet.",
-            given=f"runtime={runtime!r}",
-            wrong="this version runs in this process only.",
-            do="leave `runtime` out.",
-            feature="runtime",
-        )
+    _check_runtime(runtime, cluster)
     return ParallelStep(fn, cluster, method or Auto(), batch_argnums, donate_argnums, static_argnums, static_argnames)
 
 
@@ -86,20 +81,24 @@ class CompiledStep:
 
     Attributes:
         plan: The plan it carries out.
-        programs: XLA's executables by name.
+        programs: XLA's executables by name; on a Ray cluster, what its workers compile.
         executable: What carries the plan out.
         functions: Of a pipeline, what its programs were compiled from, by name.
         in_shardings: Sharding per argument leaf, in the arguments' tree `(args, kwargs)`.
     """
 
-    def __init__(self, program: Program, plan: Plan, executable: Executable | Pipeline):
+    def __init__(self, program: Program, plan: Plan, executable: Executable | Pipeline | RayStep):
         self.program, self.plan, self.executable = program, plan, executable
-        self.programs: dict[str, jax.stages.Compiled] = (
-            {program.name: executable.compiled} if isinstance(executable, Executable) else executable.programs
+        self.programs: dict[str, Any] = (
+            {program.name: executable.compiled} if isinstance(executable, Executable) else dict(executable.programs)
         )
         self.functions = executable.functions if isinstance(executable, Pipeline) else {}
         self.in_shardings = jax.tree.unflatten(program.in_tree, executable.in_shardings[: program.num_args])
-        self._consts = jax.device_put(list(program.consts), list(executable.in_shardings[program.num_args :]))
+        self._consts = (
+            executable.hold(program.consts, program.num_args)
+            if isinstance(executable, RayStep)
+            else jax.device_put(list(program.consts), list(executable.in_shardings[program.num_args :]))
+        )
         self._has_keys = any(program.key_inputs) or any(program.key_outputs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -109,6 +108,11 @@ class CompiledStep:
             StructureChangedError: These are not arguments it was compiled for.
         """
         return self.run(check_arguments(self.program, args, kwargs))
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the workers that would run it have ended."""
+        return isinstance(self.executable, RayStep) and self.executable.closed
 
     def run(self, leaves: list[Any]) -> Any:
         """Run one step on flat argument leaves."""
@@ -141,6 +145,14 @@ class CompiledStep:
         Raises:
             PipelineError: The plan has no stages: one program is the whole step.
         """
+        if isinstance(self.executable, RayStep):
+            raise NotBuiltYetError(
+                "measuring a step on a Ray cluster is not built yet.",
+                given=f"the compiled step `{self.plan.name}`",
+                wrong="its workers do not send times home.",
+                do="measure on Cluster.local(), or time calls of the step.",
+                feature="measure on Ray",
+            )
         if not isinstance(self.executable, Pipeline):
             raise PipelineError(
                 "there is no timeline of a step without stages.",
@@ -188,7 +200,7 @@ class ParallelStep:
         """Run one step; plan and compile at the first call for these shapes."""
         key, leaves = self._key(args, kwargs)
         compiled = self._compiled.get(key)
-        if compiled is None:
+        if compiled is None or compiled.has_ended:
             compiled = self._compiled[key] = self.compile(*args, **kwargs)
         return compiled.run(leaves)
 
@@ -214,6 +226,9 @@ class ParallelStep:
         else:
             program, roles = self._trace(args, kwargs)
             plan = self._attach(program, roles, plan)
+        if self.cluster.machine is not None:
+            self._compiled[key] = CompiledStep(program, plan, make_ray_step(self.cluster, program, roles, plan))
+            return self._compiled[key]
         devices = self.cluster.devices or jax.devices()
         if isinstance(plan.origin, PipelineOrigin):
             self._compiled[key] = CompiledStep(program, plan, compile_pipeline(plan.origin, devices))
@@ -274,7 +289,7 @@ class ParallelStep:
                 path="",
             )
         number = trees.index(tree)
-        if isinstance(compiled.executable, Pipeline):
+        if isinstance(compiled.executable, Pipeline | RayStep):
             first = sum(t.num_leaves for t in trees[:number])
             leaves = compiled.executable.create(lambda *a: jax.tree.leaves(init_fn(*a)), args, first, tree.num_leaves)
             return jax.tree.unflatten(tree, leaves)
@@ -283,7 +298,7 @@ class ParallelStep:
     def compiled(self, *args: Any) -> CompiledStep:
         """What a call with these arguments runs; compiled now if it is not. They may be types."""
         key, _ = self._key(args, {})
-        if key not in self._compiled:
+        if key not in self._compiled or self._compiled[key].has_ended:
             self._compiled[key] = self.compile(*args)
         return self._compiled[key]
 
@@ -408,4 +423,15 @@ def _check_method(method: Any, cluster: Any) -> None:
             given=f"cluster={cluster!r}",
             wrong=f"it is of type {type(cluster).__name__}, not Cluster.",
             do='pass Cluster.local(), Cluster.of("8x8 h100") or Cluster(hosts=, devices_per_host=, ...).',
+        )
+
+
+def _check_runtime(runtime: Any, cluster: Cluster | None) -> None:
+    of_cluster = "local" if cluster is None or cluster.machine is None else "ray"
+    if runtime not in (None, of_cluster):
+        raise ClusterError(
+            "this runtime does not run on this cluster.",
+            given=f"runtime={runtime!r}, cluster={'this process' if cluster is None else cluster}",
+            wrong=f"the runtime of this cluster is {of_cluster!r}.",
+            do="leave `runtime` out, and pass cluster=Cluster.ray(...) to run on a Ray cluster.",
         )

@@ -133,5 +133,9 @@ class DonatedError(AutoparError):
     """An argument is no more: an earlier call has taken its memory over. Facts: `paths`."""
 
 
+class DeletedError(AutoparError, RuntimeError):
+    """An array is used whose memory a step has taken over, or whose workers have ended. Facts: `shape`, `dtype`."""
+
+
 class NotBuiltYetError(AutoparError, NotImplementedError):
     """Named in the public surface, and not there in this version. Facts: `feature`."""

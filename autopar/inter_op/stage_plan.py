@@ -33,8 +33,8 @@ from autopar.ir.structure import trip_count
 from autopar.mesh import Device, LogicalMesh, Sharding
 from autopar.options import Options
 
-STAGE_GAP = 3e-3
-"""A stage is sharded to this part of its cost, at most that is missed; the last of it would cost most of the time of planning."""
+STAGE_GAP = 1e-3
+"""A stage is sharded to this part of its cost: the last of it would take most of the time of planning."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -130,8 +130,8 @@ def plan_stage(
     device: Device,
     options: Options,
     restrict: Restrict | None = None,
-    gap: float = STAGE_GAP,
     all_again: bool = False,
+    gap: float = STAGE_GAP,
 ) -> StagePlan:
     """Shard one stage.
 

@@ -86,8 +86,8 @@ def _solve_core(core: Problem, solver: str, seconds: float, gap: float, known: f
     for rounds in attempts:
         bounds = ascent.run(rounds if gap < ROUGH else rounds // 2, best.objective if best else np.inf, gap)
         lower = max(lower, bounds.lower)
-        near = bounds.upper - lower <= enough * abs(bounds.upper)
-        if best is None and gap > PROVED and not core.rows and (near or (gap >= ROUGH and np.isfinite(bounds.upper))):
+        is_near = bounds.upper - lower <= enough * abs(bounds.upper) or (gap >= ROUGH and np.isfinite(bounds.upper))
+        if best is None and gap > PROVED and not core.rows and is_near:
             return Solution(bounds.choices, bounds.upper, lower, "feasible", "message passing")
         room = bounds.upper - bounds.lower + gap * abs(bounds.upper)
         masks = [_least(excess, promising) & (core.rows != [] or excess <= room) for excess in bounds.excess]

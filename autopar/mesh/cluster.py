@@ -13,10 +13,11 @@ from typing import Any
 
 import jax
 
-from autopar.errors import ClusterError, NotBuiltYetError
+from autopar.errors import ClusterError
 from autopar.mesh.catalog import find_device
 from autopar.mesh.device import Device
 from autopar.mesh.link import Link
+from autopar.mesh.ray_nodes import RayMachine, find_hosts
 
 CPU = Device("cpu", 5e10, memory_bytes_per_second=1e10)
 """One virtual CPU device: of the order of one core. Its memory is the host's, which is not ours to divide."""
@@ -35,6 +36,7 @@ class Cluster:
         inter: Link between hosts; its rate is per device, while all devices of a host use it.
         devices: The real devices, host by host; None where the cluster is only described.
         groups: The parts of a cluster of several kinds; () for a uniform one.
+        machine: The Ray cluster that it is; None: this process, or only described.
 
     Raises:
         ClusterError: A count below one.
@@ -47,6 +49,7 @@ class Cluster:
     inter: Link = Link(1e-5, 1e9)
     devices: tuple[Any, ...] | None = field(default=None, compare=False, repr=False)
     groups: tuple[Cluster, ...] = ()
+    machine: RayMachine | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("hosts", "devices_per_host"):
@@ -135,19 +138,42 @@ class Cluster:
         )
 
     @classmethod
-    def ray(cls, address: str | None = None) -> Cluster:
-        """The machines of a Ray cluster: not in this version.
+    def ray(
+        cls,
+        address: str | None = None,
+        *,
+        hosts: int | None = None,
+        devices_per_host: int | None = None,
+        device: Device | None = None,
+        intra: Link | None = None,
+        inter: Link | None = None,
+        wait_seconds: float = 300.0,
+        silence_seconds: float = 10.0,
+        start_seconds: float = 120.0,
+    ) -> Cluster:
+        """The machines of a Ray cluster.
+
+        Args:
+            address: As of `ray.init`: `"auto"`, or host and port; None: the cluster this process is connected to, one that
+                runs on this machine, or else a new one there.
+            hosts: How many of its nodes; None: all. Where there are no GPUs a node can be several hosts.
+            devices_per_host: How many devices of each; None: all GPUs, or one virtual CPU device.
+            device: Rates to plan with; by default the catalog's for this kind of device.
+            intra: Link within a host; by default the catalog's.
+            inter: Link between hosts; by default the catalog's.
+            wait_seconds: How long a worker waits for a message of another before the step fails.
+            silence_seconds: How long a worker may not answer before it counts as hung.
+            start_seconds: How long the workers may take to start.
 
         Raises:
-            NotBuiltYetError: Always.
+            ClusterError: Ray is not installed or not there, or its nodes do not form such a cluster.
         """
-        raise NotBuiltYetError(
-            "Ray clusters are not built yet.",
-            given=f"Cluster.ray({'' if address is None else repr(address)})",
-            wrong="this version runs in one process.",
-            do='use Cluster.local() to run, or Cluster.of("8x8 h100") to plan for a larger machine.',
-            feature="ray",
-        )
+        found, count, accelerator = find_hosts(address, hosts, devices_per_host)
+        machine = RayMachine(found, count, accelerator, wait_seconds, silence_seconds, start_seconds)
+        known = CPU, CPU_LINK, CPU_LINK
+        if accelerator is not None and not (device and intra and inter):
+            known = _catalog_model(accelerator, f"a GPU that Ray calls {accelerator!r}", "ray")
+        return cls(len(found), count, device or known[0], intra or known[1], inter or known[2], machine=machine)
 
     def __str__(self) -> str:
         if self.groups:
@@ -177,14 +203,18 @@ def _known_model(device: Any) -> tuple[Device, Link, Link]:
     """Rates to plan with for a real device."""
     if getattr(device, "platform", "cpu") == "cpu":
         return CPU, CPU_LINK, CPU_LINK
+    return _catalog_model(device.device_kind, f"a {device.device_kind!r} of platform {device.platform}", "local")
+
+
+def _catalog_model(name: str, given: str, maker: str) -> tuple[Device, Link, Link]:
     try:
-        model = find_device(device.device_kind)
+        model = find_device(name)
     except ClusterError as error:
         raise ClusterError(
             "the catalog does not know this device.",
-            given=f"a {device.device_kind!r} of platform {device.platform}",
+            given=given,
             wrong="without its rates and links nothing can be compared.",
-            do="pass Cluster.local(device=Device(name, peak_flops, memory_bytes, memory_bytes_per_second), intra=Link(...), "
-            "inter=Link(...)).",
+            do=f"pass Cluster.{maker}(device=Device(name, peak_flops, memory_bytes, memory_bytes_per_second), "
+            "intra=Link(...), inter=Link(...)).",
         ) from error
     return model.device, model.intra, model.inter

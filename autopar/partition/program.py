@@ -44,10 +44,18 @@ def per_device_program(
     return program
 
 
-def global_program(body: Body, mesh: jax.sharding.Mesh) -> Callable[..., list[jax.Array]]:
-    """The whole step as a function of global arrays over `mesh`."""
+def global_program(
+    body: Body, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, platform: str | None = None
+) -> Callable[..., list[jax.Array]]:
+    """The whole step as a function of global arrays over `mesh`.
+
+    Args:
+        body: The sharded program.
+        mesh: Over devices; or without any, to compile for devices of another process.
+        platform: Of the devices; None: `mesh` has them.
+    """
     axis_sizes = dict(mesh.shape)
-    in_order = mesh.devices.flat[0].platform == "cpu"
+    in_order = (platform or mesh.devices.flat[0].platform) == "cpu"
     return jax.shard_map(
         per_device_program(body, axis_sizes, in_order),
         mesh=mesh,

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from autopar.inter_op.stage_plan import Border, TaskPlan
 from autopar.ir.accumulate import first_value
@@ -62,7 +62,7 @@ def partition_spec(sharding: Sharding, leading: int = 0) -> PartitionSpec:
     return PartitionSpec(*partial, *[None] * leading, *sharding.partition_spec())
 
 
-def array_type(border: Border, places: jax.sharding.Mesh) -> ArrayType:
+def array_type(border: Border, places: jax.sharding.Mesh | AbstractMesh) -> ArrayType:
     """The array that holds a value between programs on these devices."""
     leading = len(border.shape) - len(border.sharding.dims)
     rows = tuple(math.prod(places.shape[axis] for axis in border.sharding.partial) for _ in border.sharding.partial[:1])
@@ -71,21 +71,26 @@ def array_type(border: Border, places: jax.sharding.Mesh) -> ArrayType:
 
 
 def task_function(
-    plan: TaskPlan, places: jax.sharding.Mesh, overwritten: Collection[int], watch: Watch | None = None
+    plan: TaskPlan,
+    places: jax.sharding.Mesh | AbstractMesh,
+    overwritten: Collection[int],
+    watch: Watch | None = None,
+    platform: str | None = None,
 ) -> TaskFunction:
     """Make a task a function of global arrays.
 
     Args:
         plan: The task on its mesh.
-        places: The devices.
+        places: The devices; or only their mesh, to compile for devices of another process.
         overwritten: Positions of the operands whose memory results take.
         watch: Where callbacks leave what they raise; None: they raise it.
+        platform: Of the devices; None: `places` has them.
     """
     rows = plan.written_rows
     inputs = [array_type(b, places) for b in (*plan.inputs, *rows)]
     outputs = [array_type(b, places) for b in plan.outputs]
     axis_sizes = dict(places.shape)
-    in_order = places.devices.flat[0].platform == "cpu"
+    in_order = (platform or places.devices.flat[0].platform) == "cpu"
     number_at = next((k for k, b in enumerate(plan.inputs) if b.slot.kind == "number"), None)
     needs_number = plan.needs_number
     num_body = len(plan.body.outputs)

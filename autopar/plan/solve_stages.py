@@ -68,8 +68,8 @@ def solve_stage(
     solved: Solved,
     restrict: Restrict | None = None,
     pins: Hashable = (),
-    gap: float = STAGE_GAP,
     all_again: bool = False,
+    gap: float = STAGE_GAP,
 ) -> StagePlan:
     """Shard a stage, or take over the choices of an equal one.
 
@@ -82,6 +82,7 @@ def solve_stage(
         restrict: Forbids choices.
         pins: Tells restrictions apart.
         all_again: Whether what its forward pass makes is not to count as memory, for it may run again.
+        gap: Part of its cost by which it may miss the least.
 
     Raises:
         InfeasibleError: It does not fit.
@@ -100,7 +101,7 @@ def solve_stage(
     )
     if key in solved.known:
         return take_over(program, solved.known[key], cluster)
-    made = plan_stage(program, mesh, cluster.device, options, restrict, gap, all_again)
+    made = plan_stage(program, mesh, cluster.device, options, restrict, all_again, gap)
     solved.known[key] = made
     return made
 

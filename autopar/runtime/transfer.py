@@ -64,12 +64,12 @@ def _by_tiles(
     receivers = list(wanted.sharding.mesh.devices.flat)
     held = boxes(kind.shape, source, source_mesh)
     arriving = boxes(kind.shape, plan.middle, target_mesh)
-    cuts = [_cut(held[tile.source], tile.box, kind.shape) for tile in plan.tiles]
+    cuts = [cut_tile(held[tile.source], tile.box, kind.shape) for tile in plan.tiles]
     of_device: dict[int, list[int]] = {}
     for k, tile in enumerate(plan.tiles):
         of_device.setdefault(tile.target, []).append(k)
     joins = {
-        device: _join(arriving[device], [plan.tiles[k].box for k in parts], kind.dtype)
+        device: join_tiles(arriving[device], [plan.tiles[k].box for k in parts], kind.dtype)
         for device, parts in of_device.items()
     }
     middle = jax.sharding.NamedSharding(wanted.sharding.mesh, partition_spec(plan.middle))
@@ -93,7 +93,7 @@ def _by_tiles(
     return transfer
 
 
-def _cut(held: Box, box: Box, shape: Sequence[int]) -> Callable[[jax.Array], jax.Array]:
+def cut_tile(held: Box, box: Box, shape: Sequence[int]) -> Callable[[jax.Array], jax.Array]:
     """A tile out of what a device holds."""
     if held == box:
         return lambda array: array
@@ -107,7 +107,7 @@ def _slice(start: tuple[int, ...], stop: tuple[int, ...], array: jax.Array) -> j
     return lax.slice(array, start, stop)
 
 
-def _join(box: Box, tiles: Sequence[Box], dtype: Any) -> Callable[[Sequence[jax.Array]], jax.Array]:
+def join_tiles(box: Box, tiles: Sequence[Box], dtype: Any) -> Callable[[Sequence[jax.Array]], jax.Array]:
     """What a device gets, out of its tiles."""
     if len(tiles) == 1 and tiles[0] == box:
         return lambda parts: parts[0]

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar.errors import ClusterError, DeviceCountError, MeshError, NotBuiltYetError
+from autopar.errors import ClusterError, DeviceCountError, MeshError
 from autopar.mesh import MODELS, Cluster, Device, Link, LogicalMesh, Sharding, find_device, logical_mesh, logical_meshes
 
 
@@ -118,11 +118,6 @@ def test_local():
     stated = Cluster.local(jax.devices()[:4], device=Device("toy", 40e6), intra=Link(1e-6, 1e6))
     assert (stated.devices_per_host, stated.device.name, stated.intra) == (4, "toy", Link(1e-6, 1e6))
     assert stated == Cluster(1, 4, Device("toy", 40e6), Link(1e-6, 1e6), stated.inter)
-
-
-def test_ray_is_not_built():
-    with pytest.raises(NotBuiltYetError, match="Cluster.of"):
-        Cluster.ray()
 
 
 FAST, SLOW = Link(1e-6, 1e11), Link(1e-5, 1e10)

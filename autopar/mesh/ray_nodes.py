@@ -1,0 +1,136 @@
+"""The machines of a Ray cluster.
+
+In:     the address of a Ray cluster, or none: the one this process is connected to, or that runs here, or a new one.
+Out:    `RayMachine`: its nodes, and how long to wait for them.
+Method: Ray knows its nodes and their GPUs. Nodes without GPUs count as hosts of virtual CPU devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.errors import ClusterError
+
+ACCELERATOR = "accelerator_type:"
+"""What Ray's name of the resource begins with that says which accelerator a node has."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayHost:
+    """A host: one node of the cluster, or on CPU a part of one.
+
+    Attributes:
+        node: Ray's name of the node.
+        address: Its IP address.
+    """
+
+    node: str
+    address: str
+
+
+class RayMachine:
+    """A Ray cluster, and what runs there for autopar.
+
+    Attributes:
+        hosts: In the order of the cluster's devices.
+        devices_per_host: Devices taken of each.
+        accelerator: What Ray calls the GPUs; None: the devices are virtual CPU devices.
+        wait_seconds: How long a worker waits for a message of another.
+        silence_seconds: How long a worker may not answer before it counts as hung.
+        start_seconds: How long workers may take to start.
+        groups: Workers that were started, by the devices of their meshes.
+    """
+
+    def __init__(
+        self,
+        hosts: tuple[RayHost, ...],
+        devices_per_host: int,
+        accelerator: str | None,
+        wait_seconds: float,
+        silence_seconds: float,
+        start_seconds: float,
+    ):
+        self.hosts, self.devices_per_host, self.accelerator = hosts, devices_per_host, accelerator
+        self.wait_seconds, self.silence_seconds, self.start_seconds = wait_seconds, silence_seconds, start_seconds
+        self.groups: dict[Any, Any] = {}
+
+    def workers(self, layout: Any, start: Callable[[], Any]) -> Any:
+        """The workers of a layout; started at first use, and anew after they have ended."""
+        group = self.groups.get(layout)
+        if group is None or group.closed:
+            group = self.groups[layout] = start()
+        return group
+
+    def close(self) -> None:
+        """End all workers: their arrays are lost, Ray goes on."""
+        while self.groups:
+            self.groups.popitem()[1].close()
+
+
+def find_hosts(
+    address: str | None, hosts: int | None, devices_per_host: int | None
+) -> tuple[tuple[RayHost, ...], int, str | None]:
+    """Connect to Ray and look at its nodes.
+
+    Args:
+        address: As of `ray.init`; None: the cluster this process is connected to, one on this machine, or a new one there.
+        hosts: How many; None: all. Without GPUs a node can be several hosts.
+        devices_per_host: How many devices of each; None: all GPUs, or one CPU device.
+
+    Returns:
+        The hosts, the devices of each, and what Ray calls the GPUs (None: there are none).
+
+    Raises:
+        ClusterError: Ray is not installed or not there, or the nodes have different numbers of GPUs, or too few.
+    """
+    ray = _connected(address)
+    nodes = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: (n["NodeManagerAddress"], n["NodeID"]))
+    with_gpus = [n for n in nodes if n["Resources"].get("GPU", 0) >= 1]
+    found = [RayHost(n["NodeID"], n["NodeManagerAddress"]) for n in with_gpus or nodes]
+    if not with_gpus:
+        return tuple(found[k % len(found)] for k in range(hosts or len(found))), devices_per_host or 1, None
+    counts = [int(n["Resources"]["GPU"]) for n in with_gpus]
+    kinds = {k.removeprefix(ACCELERATOR) for n in with_gpus for k in n["Resources"] if k.startswith(ACCELERATOR)}
+    wanted = devices_per_host or min(counts)
+    wrong = ""
+    if devices_per_host is None and len(set(counts)) > 1:
+        wrong = "a mesh needs equally many on each host."
+    elif wanted > min(counts) or (hosts or 1) > len(found):
+        wrong = f"{hosts or len(found)} hosts with {wanted} GPUs each are wanted."
+    elif len(kinds) > 1:
+        wrong = f"they are of several kinds: {', '.join(sorted(kinds))}."
+    if wrong:
+        raise ClusterError(
+            "the nodes do not form the cluster that is wanted.",
+            given=f"nodes with {', '.join(map(str, counts))} GPUs",
+            wrong=wrong,
+            do="pass Cluster.ray(hosts=, devices_per_host=) that all nodes have, or connect to equal nodes.",
+        )
+    return tuple(found[: hosts or len(found)]), wanted, next(iter(sorted(kinds)), "")
+
+
+def _connected(address: str | None) -> Any:
+    given = f"Cluster.ray({'' if address is None else repr(address)})"
+    try:
+        import ray
+    except ImportError as error:
+        raise ClusterError(
+            "Ray is not installed.",
+            given=given,
+            wrong=f"{error}.",
+            do="pip install 'autopar[ray]', or use Cluster.local().",
+        ) from error
+    if not ray.is_initialized():
+        try:
+            ray.init(address=address, include_dashboard=False if address is None else None, log_to_driver=False)
+        except (ConnectionError, ValueError, RuntimeError) as error:
+            raise ClusterError(
+                "the Ray cluster cannot be reached.",
+                given=given,
+                wrong=str(error),
+                do='start one (`ray start --head`) and pass its address, "auto" on one of its nodes, or none for this '
+                "machine alone.",
+            ) from error
+    return ray

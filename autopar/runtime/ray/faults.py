@@ -1,0 +1,117 @@
+"""What went wrong, in one message.
+
+In:     which worker failed and how, where the others stand, the job's streams.
+Out:    `WorkerError`: who, at which instruction and microbatch, who waits for it.
+Method: a worker that raised says by itself where. Of one that died or fell silent it is told from the first message that
+        the others wait for: it came before the instruction that sends it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from autopar.errors import WorkerError
+from autopar.plan.instructions import Instruction, Recv, Run, Send
+from autopar.runtime.ray.job import Job
+from autopar.runtime.ray.seats import Seat
+from autopar.runtime.ray.share import Position
+
+RESTART = (
+    "restore the state from a checkpoint, or begin anew: the workers of this job have been ended, and the step "
+    "starts new ones when it is called."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What was seen.
+
+    Attributes:
+        worker: Of which worker.
+        how: Its process ended; it raised; it did not answer.
+        cause: What Ray or the worker raised.
+        seconds: How long it did not answer.
+    """
+
+    worker: int
+    how: Literal["died", "raised", "silent"]
+    cause: BaseException | None
+    seconds: float = 0.0
+
+
+def worker_error(
+    failure: Failure, seats: Sequence[Seat], positions: Mapping[int, Position], job: Job | None
+) -> WorkerError:
+    """The one error that the user sees.
+
+    Args:
+        failure: What was seen.
+        seats: Of all workers.
+        positions: Where the others stand.
+        job: What they were at; None: nothing with instructions.
+    """
+    seat = seats[failure.worker]
+    waiting = _waiting(seats, positions, job)
+    if isinstance(failure.cause, WorkerError):
+        own = failure.cause
+        return WorkerError(own.summary, given=_joined(own.given, waiting), wrong=own.wrong, do=RESTART, **own.facts)
+    wrong = {
+        "died": f"its process has ended: killed, out of memory, or its node is lost ({_first_line(failure.cause)})",
+        "raised": f"{type(failure.cause).__name__}: {failure.cause}",
+        "silent": f"it does not answer for {failure.seconds:.0f} s: stopped, or stuck",
+    }[failure.how]
+    place = _place(seat, positions, job)
+    instruction, microbatch = place if place is not None else (None, -1)
+    return WorkerError(
+        "a worker failed.",
+        given=_joined(f"{seat}" + (f", before: {instruction}" if instruction is not None else ""), waiting),
+        wrong=f"{wrong}.",
+        do=RESTART,
+        worker=str(seat),
+        stage=instruction.stage if isinstance(instruction, Run) else seat.mesh,
+        instruction=None if instruction is None else str(instruction),
+        microbatch=microbatch,
+        waited_for=None,
+    )
+
+
+def microbatch_of(instruction: Instruction, job: Job) -> int:
+    """Of an instruction; -1: it belongs to none."""
+    match instruction:
+        case Run(microbatch=microbatch):
+            return microbatch
+        case Send(buffers) | Recv(buffers):
+            return max((job.microbatch_of[at] for at in buffers), default=-1)
+    return -1
+
+
+def _place(seat: Seat, positions: Mapping[int, Position], job: Job | None) -> tuple[Instruction, int] | None:
+    """The instruction that a worker has not come behind, because others wait for what it sends."""
+    awaited = {p.awaited for p in positions.values() if p.awaited is not None}
+    if job is not None:
+        for instruction in job.streams[seat.mesh]:
+            if isinstance(instruction, Send) and instruction.message in awaited:
+                return instruction, microbatch_of(instruction, job)
+    return None
+
+
+def _waiting(seats: Sequence[Seat], positions: Mapping[int, Position], job: Job | None) -> str:
+    found = []
+    for number, position in positions.items():
+        if job is not None and position.awaited is not None:
+            instruction = job.streams[seats[number].mesh][position.at]
+            microbatch = microbatch_of(instruction, job)
+            text = f", microbatch {microbatch}" if microbatch >= 0 else ""
+            found.append(f"{seats[number]} waits: {instruction}{text}")
+    return "\n".join(found)
+
+
+def _joined(*texts: str) -> str:
+    return "\n".join(text for text in texts if text)
+
+
+def _first_line(error: BaseException | None) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

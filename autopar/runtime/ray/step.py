@@ -1,0 +1,49 @@
+"""From a plan to a step on a Ray cluster.
+
+In:     a planned step, the cluster.
+Out:    `RayStep`.
+Method: pipelines and steps without stages both become a `Job`; new state stays on the workers, save random keys, which are
+        small and which only this process knows as keys.
+"""
+
+from __future__ import annotations
+
+from autopar.ir.state import Roles
+from autopar.ir.trace import Program
+from autopar.ir.unstack import whole_stacks
+from autopar.mesh import Cluster
+from autopar.plan.plan import Plan
+from autopar.plan.stage_planner import PipelineOrigin
+from autopar.runtime.ray.driver import Interface, RayStep
+from autopar.runtime.ray.job import pipeline_job, step_job
+
+
+def make_ray_step(cluster: Cluster, program: Program, roles: Roles, plan: Plan) -> RayStep:
+    """Start workers and let them compile.
+
+    Args:
+        cluster: Whose `machine` is a Ray cluster.
+        program: The traced step.
+        roles: Its roles.
+        plan: Its plan.
+
+    Raises:
+        ClusterError: Ray has no room for the workers.
+        WorkerError: A worker failed.
+    """
+    assert cluster.machine is not None, "the cluster is no Ray cluster"
+    platform = "cpu" if cluster.machine.accelerator is None else "cuda"
+    origin = plan.origin
+    if isinstance(origin, PipelineOrigin):
+        cut = origin.pipeline.cut
+        stacks, jaxpr, roles = cut.stacks, cut.program.jaxpr, cut.roles
+        job = pipeline_job(origin.pipeline, platform)
+    else:
+        jaxpr = program.jaxpr
+        stacks = whole_stacks(jaxpr)
+        body = origin.sharded.body
+        job = step_job(body, plan.mesh, jaxpr.invars, roles, program.name, platform, cluster.num_devices)
+    keys = {at for k, key in enumerate(program.key_outputs) if key for at in stacks.outputs[k]}
+    # A result can look like the batch that it is made of, and is not its next value.
+    state = {out for out, into in roles.aliases.items() if into not in roles.batch}
+    return RayStep(cluster.machine, job, Interface(stacks, frozenset(state - keys), tuple(jaxpr.outvars)), platform)

@@ -1,0 +1,238 @@
+"""How messages get from worker to worker.
+
+In:     values on the devices of the sender; a `Message` (`parcels.py`).
+Out:    the same values on the devices of the receiver.
+Method: `direct.py` goes from GPU to GPU. `ObjectStore` hands tiles to the peer actor as arguments of a call: what is large
+        travels through Ray's shared memory. On CPU an array is seen by NumPy without a copy; a tile is copied into
+        the store, and out of it only if several tiles make one part, or a program takes the part's memory over.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from autopar.plan.transfers import Box
+from autopar.runtime.ray.job import BufferType
+from autopar.runtime.ray.parcels import Message, Piece, box_shape, own_boxes, pack, slices, unpack
+from autopar.runtime.ray.seats import Seat
+
+ALIGNMENT_BYTES = 64
+"""XLA:CPU takes host memory that begins at a multiple of this as it is."""
+
+
+class Places(Protocol):
+    """The devices of a worker."""
+
+    def devices(self, kind: BufferType) -> Sequence[jax.Device]:
+        """Its own, in mesh order."""
+        ...
+
+    def sharding(self, kind: BufferType) -> jax.sharding.NamedSharding:
+        """Where arrays of this type are, on the whole mesh."""
+        ...
+
+
+Send = Callable[[int, Sequence[jax.Array]], None]
+"""Begins to send values in a step; they may be let go of after."""
+Receive = Callable[[int], list[jax.Array]]
+"""Waits for the values in a step; raises `WaitError` if they do not come in time."""
+
+
+class Transport(Protocol):
+    """Sends and receives messages for one worker; all is called by its one dispatching thread.
+
+    Attributes:
+        sent_bytes: How much was handed to other workers.
+        copied_bytes: How much of it was copied in memory on the way, counted each time.
+    """
+
+    sent_bytes: int
+    copied_bytes: int
+
+    def sender(self, message: Message) -> Send:
+        """How this worker sends its share of a message."""
+        ...
+
+    def receivers(self, messages: Sequence[Message]) -> dict[int, Receive]:
+        """How this worker receives its share of all messages of a job, by number."""
+        ...
+
+    def flush(self) -> None:
+        """Wait until all that was sent has left.
+
+        Raises:
+            Exception: What went wrong with it.
+        """
+        ...
+
+
+class WaitError(Exception):
+    """A message did not come in time."""
+
+    def __init__(self, source: int, seconds: float):
+        super().__init__(f"it waited {seconds:.0f} s for a message of worker {source}")
+        self.source, self.seconds = source, seconds
+
+
+class Mailbox:
+    """Parcels that have come and are not read yet."""
+
+    def __init__(self) -> None:
+        self._parcels: dict[Any, Any] = {}
+        self._changed = threading.Condition()
+
+    def put(self, key: Any, parcel: Any) -> None:
+        """A parcel has come."""
+        with self._changed:
+            self._parcels[key] = parcel
+            self._changed.notify_all()
+
+    def take(self, key: Any, seconds: float) -> Any:
+        """Wait for a parcel; None: it did not come in time."""
+        with self._changed:
+            self._changed.wait_for(lambda: key in self._parcels, seconds)
+            return self._parcels.pop(key, None)
+
+
+class ObjectStore:
+    """Ray's own way from actor to actor; attributes as of `Transport`."""
+
+    def __init__(self, seat: Seat, places: Places, mailbox: Mailbox, peers: Mapping[int, Any], wait_seconds: float):
+        """Of one worker.
+
+        Args:
+            seat: Whose.
+            places: Its devices.
+            mailbox: Where its parcels come in.
+            peers: For each worker by number a function (step, message, source, tiles) that puts into its mailbox.
+            wait_seconds: How long to wait for a message.
+        """
+        self._seat, self._places, self._mailbox, self._peers = seat, places, mailbox, peers
+        self._wait_seconds = wait_seconds
+        self._outbox = ThreadPoolExecutor(1, thread_name_prefix="outbox")
+        self._leaving: list[Future] = []
+        self.sent_bytes = self.copied_bytes = 0
+
+    def sender(self, message: Message) -> Send:
+        """As of `Transport`."""
+        devices = [self._places.devices(kind) for kind in message.sent]
+        held = [kind.boxes() for kind in message.sent]
+        parcels = [
+            (parcel.target, [_cut(piece, held[piece.value][piece.device], self._seat) for piece in parcel.pieces])
+            for parcel in message.parcels
+            if parcel.source == self._seat.number
+        ]
+
+        def send(step: int, arrays: Sequence[jax.Array]) -> None:
+            shards = []
+            for array, own, overwritten in zip(arrays, devices, message.overwritten, strict=True):
+                data = {shard.device: shard.data for shard in array.addressable_shards}
+                # A program that takes the memory over may be dispatched before the other thread has looked at it.
+                shards.append([np.array(data[d]) if overwritten else data[d] for d in own])
+            self._leaving.append(self._outbox.submit(leave, step, shards))
+
+        def leave(step: int, shards: Sequence[Sequence[Any]]) -> None:
+            for target, cuts in parcels:
+                tiles = []
+                for value, device, part in cuts:
+                    view = np.asarray(shards[value][device])
+                    tiles.append(pack(view if part is None else view[part]))
+                    self.sent_bytes += tiles[-1].nbytes
+                    self.copied_bytes += tiles[-1].nbytes * (1 if np.shares_memory(tiles[-1], view) else 2)
+                self._peers[target](step, message.number, self._seat.number, tiles)
+
+        return send
+
+    def receivers(self, messages: Sequence[Message]) -> dict[int, Receive]:
+        """As of `Transport`."""
+        return {message.number: self._receiver(message) for message in messages}
+
+    def _receiver(self, message: Message) -> Receive:
+        boxes = [own_boxes(kind, self._seat) for kind in message.received]
+        parcels = [
+            (parcel.source, [_paste(piece, boxes[piece.value]) for piece in parcel.pieces])
+            for parcel in message.parcels
+            if parcel.target == self._seat.number
+        ]
+        finish = [
+            on_devices(kind, self._seat, self._places, taken)
+            for kind, taken in zip(message.received, message.taken, strict=True)
+        ]
+
+        def receive(step: int) -> list[jax.Array]:
+            parts: list[list[Any]] = [[None] * len(own) for own in boxes]
+            for source, pastes in parcels:
+                tiles = self._mailbox.take((step, message.number, source), self._wait_seconds)
+                if tiles is None:
+                    raise WaitError(source, self._wait_seconds)
+                for (value, at, box, part), data in zip(pastes, tiles, strict=True):
+                    dtype = message.received[value].dtype
+                    tile = unpack(data, box_shape(box), dtype)
+                    if part is None:
+                        parts[value][at] = tile
+                        self.copied_bytes += tile.nbytes if tile.ctypes.data % ALIGNMENT_BYTES else 0  # by XLA
+                        continue
+                    if parts[value][at] is None:
+                        parts[value][at] = aligned(box_shape(boxes[value][at]), dtype)
+                    parts[value][at][part] = tile
+                    self.copied_bytes += tile.nbytes
+            return [put(own) for put, own in zip(finish, parts, strict=True)]
+
+        return receive
+
+    def flush(self) -> None:
+        """As of `Transport`."""
+        for future in self._leaving:
+            future.result()
+        self._leaving.clear()
+
+
+def _cut(piece: Piece, held: Box, seat: Seat) -> tuple[int, int, tuple[slice, ...] | None]:
+    """Of which value, of which of the worker's devices, which part; None: all of it."""
+    return piece.value, piece.device - seat.first, None if piece.box == held else slices(piece.box, held)
+
+
+def _paste(piece: Piece, wanted: Sequence[Box]) -> tuple[int, int, Box, tuple[slice, ...] | None]:
+    """To which value, to which of the worker's parts of it, what, and where in it; None: it is the whole part."""
+    at = next(
+        k
+        for k, box in enumerate(wanted)
+        if all(low <= start and stop <= high for (start, stop), (low, high) in zip(piece.box, box, strict=True))
+    )
+    return piece.value, at, piece.box, None if piece.box == wanted[at] else slices(piece.box, wanted[at])
+
+
+def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Empty memory that XLA:CPU takes without a copy."""
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    room = np.empty(size + ALIGNMENT_BYTES, np.uint8)
+    start = -room.ctypes.data % ALIGNMENT_BYTES
+    return room[start : start + size].view(dtype).reshape(tuple(shape))
+
+
+def on_devices(
+    kind: BufferType, seat: Seat, places: Places, own_memory: bool
+) -> Callable[[Sequence[np.ndarray]], jax.Array]:
+    """How a worker makes an array of its different parts in host memory; on several hosts, its share of the array.
+
+    Args:
+        kind: Type of the array.
+        seat: Of the worker.
+        places: Its devices.
+        own_memory: Devices must not share memory with each other or the host: a program takes it over.
+    """
+    held, boxes = kind.boxes(), own_boxes(kind, seat)
+    part_of = [boxes.index(held[device]) for device in seat.devices]
+    devices, sharding = list(places.devices(kind)), places.sharding(kind)
+
+    def put(parts: Sequence[np.ndarray]) -> jax.Array:
+        shards = jax.device_put([np.array(parts[k]) if own_memory else parts[k] for k in part_of], devices)
+        return jax.make_array_from_single_device_arrays(kind.shape, sharding, shards)
+
+    return put

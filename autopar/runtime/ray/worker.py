@@ -1,0 +1,331 @@
+"""A worker: carries out the stream of one mesh on the devices of one host.
+
+In:     its share of a job, once; then one call per step.
+Out:    new state, which stays here under keys; small results, which go back.
+Method: the stream is turned into calls of compiled programs, as in `runtime/pipeline.py`, and of its transport. One
+        thread dispatches. Where it stands can be asked at any time.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, assert_never
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from autopar.errors import DeviceCountError, WorkerError
+from autopar.mesh import LogicalMesh
+from autopar.plan.instructions import BufferId, Free, Instruction, MeshId, Recv, Run, Send
+from autopar.plan.transfers import Box
+from autopar.runtime.ray.direct import Channel, Direct, Pair
+from autopar.runtime.ray.job import BufferType, ProgramCode
+from autopar.runtime.ray.nccl import NcclChannel, can_use_nccl, new_id
+from autopar.runtime.ray.parcels import Message, box_shape, own_boxes, pack, unpack
+from autopar.runtime.ray.seats import Seat
+from autopar.runtime.ray.share import Key, Position, Share, StepCall, Tiles
+from autopar.runtime.ray.transport import Mailbox, ObjectStore, Receive, Transport, WaitError, on_devices
+from autopar.runtime.ray.transport import Send as SendTo
+
+Held = dict[BufferId, Any]
+
+
+@dataclass(slots=True)
+class _Loaded:
+    share: Share
+    acts: list[Callable[[int, Held], None]]
+    numbers: Held
+    place: list[Callable[[Sequence[np.ndarray]], jax.Array]]
+    boxes: list[list[Box]]
+
+
+class Worker:
+    """One process of a job; an actor in `workers.py`."""
+
+    def __init__(self, seat: Seat, wait_seconds: float):
+        self.seat, self._wait_seconds = seat, wait_seconds
+        self.position = Position(0, None)
+        self.arrays: dict[Key, jax.Array] = {}
+        self.loaded: dict[int, _Loaded] = {}
+        self._mailbox = Mailbox()
+        self._meshes: dict[LogicalMesh, jax.sharding.Mesh] = {}
+        self._store: ObjectStore
+        self._direct: Direct | None = None
+        self._channels: dict[Pair, Channel] = {}
+
+    # Asked at any time, by other threads.
+
+    def where(self) -> Position:
+        """Where it stands; that it answers says that it lives."""
+        return self.position
+
+    def pid(self) -> int:
+        """Its process."""
+        return os.getpid()
+
+    def deliver(self, step: int, message: int, source: int, tiles: Tiles) -> None:
+        """A parcel of another worker."""
+        self._mailbox.put((step, message, source), tiles)
+
+    # Before the first step.
+
+    def coordinator(self, host: str) -> str:
+        """Where the workers of its mesh can meet: its host has this address."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        return f"{host}:{port}"
+
+    def join(self, coordinator: str, count: int) -> None:
+        """Form one group of processes with the other workers of its mesh."""
+        jax.distributed.initialize(coordinator, count, self.seat.rank)
+
+    def can_go_direct(self) -> bool:
+        """Whether it can send from GPU to GPU."""
+        return jax.default_backend() == "gpu" and can_use_nccl()
+
+    def connect(self, peers: Mapping[int, Any], owner: Mapping[MeshId, Mapping[int, int]], direct: bool) -> None:
+        """Get to know the other workers.
+
+        Args:
+            peers: Their actors, by number.
+            owner: For each mesh, the worker of each device.
+            direct: Whether all can send from GPU to GPU.
+
+        Raises:
+            DeviceCountError: JAX found other devices than this worker was to have.
+        """
+        if jax.local_device_count() != self.seat.count:
+            raise DeviceCountError(
+                "a worker has other devices than were given to it.",
+                given=f"{self.seat}, {self.seat.count} devices; environment {_variables()}",
+                wrong=f"its JAX has {jax.local_devices()}.",
+                do="install JAX for these devices on every node, and set none of these variables there.",
+                wanted=self.seat.count,
+                available=jax.local_device_count(),
+            )
+        posts = {number: _post(peer) for number, peer in peers.items()}
+        self._store = ObjectStore(self.seat, self, self._mailbox, posts, self._wait_seconds)
+        if direct:
+            self._direct = Direct(self.seat, self, self._channels, owner, self._wait_seconds)
+
+    def new_channel(self) -> tuple[int, ...]:
+        """An id for a channel of which it has the first rank."""
+        return new_id()
+
+    def open(self, pair: Pair, unique_id: tuple[int, ...], num_sources: int, num_targets: int) -> None:
+        """Open a channel from one mesh to another, together with all workers of both."""
+        first = self.seat.first + (0 if self.seat.mesh == pair[0] else num_sources)
+        own = {first + k: device for k, device in enumerate(jax.local_devices())}
+        self._channels[pair] = NcclChannel(unique_id, num_sources, num_sources + num_targets, own)
+
+    def load(self, number: int, share: Share) -> None:
+        """Compile a job's programs and prepare its stream."""
+        programs = {program.name: self._compiled(program) for program in share.programs}
+        sends, receives = self._ways(share)
+        self.loaded[number] = _Loaded(
+            share,
+            [_act(instruction, programs, sends, receives) for instruction in share.stream],
+            {at: self._placed(share.types[at], np.int32(number), True) for at, number in share.numbers.items()},
+            [on_devices(share.types[at], self.seat, self, taken) for at, taken in share.entries],
+            [own_boxes(share.types[at], self.seat) for at, _ in share.entries],
+        )
+
+    def devices(self, kind: BufferType) -> Sequence[jax.Device]:
+        """As of `Places`."""
+        places = self.mesh_of(kind.mesh).devices.flat
+        return [places[device] for device in self.seat.devices]
+
+    def sharding(self, kind: BufferType) -> NamedSharding:
+        """As of `Places`."""
+        return kind.on(self.mesh_of(kind.mesh))
+
+    def mesh_of(self, mesh: LogicalMesh) -> jax.sharding.Mesh:
+        """The logical mesh over the devices of all its workers."""
+        if mesh not in self._meshes:
+            devices = np.array(jax.devices()[: mesh.num_devices])
+            self._meshes[mesh] = jax.sharding.Mesh(devices.reshape(mesh.shape), mesh.axis_names)
+        return self._meshes[mesh]
+
+    def _compiled(self, program: ProgramCode) -> jax.stages.Compiled:
+        call = jax.export.deserialize(bytearray(program.code)).call
+
+        def function(*arrays: jax.Array) -> Any:
+            return call(*arrays)
+
+        function.__name__ = function.__qualname__ = program.name.replace("/", "_")
+        shardings = tuple(self.sharding(kind) for kind in program.inputs)
+        jitted = jax.jit(
+            function,
+            in_shardings=shardings,
+            out_shardings=[self.sharding(kind) for kind in program.outputs],
+            donate_argnums=tuple(k for k, donated in enumerate(program.donated) if donated),
+        )
+        structs = [
+            jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
+            for kind, sharding in zip(program.inputs, shardings, strict=True)
+        ]
+        return jitted.lower(*structs).compile()
+
+    def _ways(self, share: Share) -> tuple[dict[int, SendTo], dict[int, Receive]]:
+        """How each message is sent or received: from GPU to GPU, or through Ray; within a mesh always the latter."""
+        sends: dict[int, SendTo] = {}
+        receives: dict[int, Receive] = {}
+        for transport in self._transports():
+            own = [m for m in share.messages.values() if self._transport_of(m) is transport]
+            sends.update({m.number: transport.sender(m) for m in own if m.source == self.seat.mesh})
+            receives.update(transport.receivers([m for m in own if m.target == self.seat.mesh]))
+        return sends, receives
+
+    def _transports(self) -> list[Transport]:
+        return [self._store] if self._direct is None else [self._store, self._direct]
+
+    def _transport_of(self, message: Message) -> Transport:
+        return self._store if self._direct is None or message.source == message.target else self._direct
+
+    # Steps.
+
+    def run(self, call: StepCall) -> list[list[np.ndarray]]:
+        """Carry out one step.
+
+        Returns:
+            For each result that it hands out, its parts, packed.
+
+        Raises:
+            WorkerError: Something went wrong; says at which instruction.
+        """
+        loaded = self.loaded[call.job]
+        share = loaded.share
+        try:
+            held = self._begin(loaded, call)
+            for at, (instruction, act) in enumerate(zip(share.stream, loaded.acts, strict=True)):
+                awaited = instruction.message if isinstance(instruction, Recv) else None
+                self.position = Position(at, awaited)
+                act(call.step, held)
+            self.position = Position(len(share.stream), None)
+            for transport in self._transports():
+                transport.flush()
+            for key, at in zip(call.keep, share.kept, strict=True):
+                self.arrays[key] = held[at]
+            results = [self._parts(held[at], share.types[at], devices) for at, devices in share.fetched]
+            jax.block_until_ready([held[at] for at in share.kept])
+            return results
+        except Exception as error:
+            raise self._failure(error, share, call.step) from error
+
+    def _begin(self, loaded: _Loaded, call: StepCall) -> Held:
+        held = dict(loaded.numbers)
+        values = iter(call.values)
+        for number, ((at, _), key) in enumerate(zip(loaded.share.entries, call.given, strict=True)):
+            if key is not None:
+                held[at] = self.arrays[key]
+                continue
+            dtype = loaded.share.types[at].dtype
+            parts = zip(next(values), loaded.boxes[number], strict=True)
+            held[at] = loaded.place[number]([unpack(data, box_shape(box), dtype) for data, box in parts])
+        self.drop(call.dropped)
+        return held
+
+    def _parts(self, array: jax.Array, kind: BufferType, devices: Sequence[int]) -> list[np.ndarray]:
+        data = {shard.device: shard.data for shard in array.addressable_shards}
+        own = self.devices(kind)
+        # A copy: what is handed out must outlive the array, whose memory the next step may take.
+        return [pack(np.array(data[own[device - self.seat.first]])) for device in devices]
+
+    def _failure(self, error: Exception, share: Share, step: int) -> WorkerError:
+        at = min(self.position.at, len(share.stream) - 1)
+        instruction, microbatch = share.stream[at], share.microbatches[at]
+        stage = instruction.stage if isinstance(instruction, Run) else self.seat.mesh
+        name = f"{self.seat}, process {os.getpid()} on {socket.gethostname()}"
+        wrong = f"{error}." if isinstance(error, WaitError) else f"{type(error).__name__}: {error}"
+        text = f", microbatch {microbatch}" if microbatch >= 0 and not isinstance(instruction, Run) else ""
+        return WorkerError(
+            "a worker failed.",
+            given=f"{name}, step {step}: {instruction}{text}",
+            wrong=wrong,
+            worker=name,
+            stage=stage,
+            instruction=str(instruction),
+            microbatch=microbatch,
+            waited_for=error.source if isinstance(error, WaitError) else None,
+        )
+
+    # State.
+
+    def put(self, key: Key, kind: BufferType, tiles: Tiles) -> None:
+        """Hold an array; `tiles` are its different parts on this worker's devices, packed."""
+        boxes = own_boxes(kind, self.seat)
+        parts = [unpack(data, box_shape(box), kind.dtype) for data, box in zip(tiles, boxes, strict=True)]
+        self.arrays[key] = on_devices(kind, self.seat, self, True)(parts)
+
+    def create(self, code: bytes, keys: Sequence[Key], kinds: Sequence[BufferType]) -> None:
+        """Run a program without operands and hold its results."""
+        program = ProgramCode("create", code, (), tuple(kinds), ())
+        self.arrays.update(zip(keys, self._compiled(program)(), strict=True))
+
+    def fetch(self, key: Key, kind: BufferType, devices: Sequence[int]) -> list[np.ndarray]:
+        """Parts of an array, packed."""
+        return self._parts(self.arrays[key], kind, devices)
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        """Let go of arrays."""
+        for key in keys:
+            self.arrays.pop(key, None)
+
+    def counts(self) -> dict[str, int]:
+        """What it sent so far, how much of it was copied on the way, and how many arrays it holds."""
+        ways = self._transports()
+        sent, copied = sum(w.sent_bytes for w in ways), sum(w.copied_bytes for w in ways)
+        return {"sent_bytes": sent, "copied_bytes": copied, "arrays": len(self.arrays)}
+
+    def _placed(self, kind: BufferType, value: Any, own_memory: bool) -> jax.Array:
+        return on_devices(kind, self.seat, self, own_memory)([np.asarray(value)] * len(own_boxes(kind, self.seat)))
+
+
+def _act(
+    instruction: Instruction,
+    programs: Mapping[str, jax.stages.Compiled],
+    sends: Mapping[int, SendTo],
+    receives: Mapping[int, Receive],
+) -> Callable[[int, Held], None]:
+    match instruction:
+        case Run(program, _, _, inputs, outputs):
+            compiled = programs[program]
+
+            def run(step: int, held: Held) -> None:
+                held.update(zip(outputs, compiled(*[held[at] for at in inputs]), strict=True))
+
+            return run
+        case Send(sent, _, message):
+            send = sends[message]
+            return lambda step, held: send(step, [held[at] for at in sent])
+        case Recv(received, _, message):
+            receive = receives[message]
+            return lambda step, held: held.update(zip(received, receive(step), strict=True))
+        case Free(freed):
+
+            def free(step: int, held: Held) -> None:
+                for at in freed:
+                    held.pop(at, None)
+
+            return free
+        case _:
+            assert_never(instruction)
+
+
+def _post(peer: Any) -> Callable[[int, int, int, Tiles], None]:
+    deliver = peer.deliver.options(concurrency_group="mail", num_returns=0)
+
+    def post(step: int, message: int, source: int, tiles: Tiles) -> None:
+        deliver.remote(step, message, source, tiles)
+
+    return post
+
+
+def _variables() -> dict[str, str]:
+    names = ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS", "XLA_FLAGS")
+    return {name: os.environ[name] for name in names if name in os.environ}

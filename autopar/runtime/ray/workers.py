@@ -1,0 +1,337 @@
+"""The actors of a job: started, called, watched, ended. The only file here that imports Ray.
+
+In:     a `RayMachine`, the devices of each mesh.
+Out:    `Workers`: calls of all of them that return, or end in one `WorkerError`.
+Method: one placement group per host, one bundle and one actor per mesh there. While a call runs, actors that have not
+        answered it are asked where they stand; one that is dead, silent for too long, or has raised ends the job: all
+        actors are killed, and the placement groups removed, which also ends processes that do not listen.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.errors import ClusterError, WorkerError
+from autopar.mesh.ray_nodes import RayMachine
+from autopar.plan.instructions import MeshId
+from autopar.runtime.ray.direct import Pair
+from autopar.runtime.ray.faults import Failure, worker_error
+from autopar.runtime.ray.job import BufferType, Job
+from autopar.runtime.ray.parcels import box_shape, holders_of, slices, unpack
+from autopar.runtime.ray.seats import Layout, Seat, by_mesh, environment, seats_of
+from autopar.runtime.ray.share import Position
+from autopar.runtime.ray.worker import Worker
+
+POLL_SECONDS = 1.0
+"""How often workers that are busy are asked where they stand."""
+GROUPS = {"mail": 2, "control": 1}
+"""Threads of an actor beside its one dispatching thread: for parcels that come in, and for answering at any time."""
+
+
+class Workers:
+    """The workers of one layout.
+
+    Attributes:
+        seats: One for each worker.
+        layout: The devices of each mesh.
+        on_gpu: Whether they are GPUs.
+        direct: Whether messages go from GPU to GPU, by NCCL; else through Ray.
+        closed: Whether the workers have ended.
+    """
+
+    def __init__(self, machine: RayMachine, layout: Layout):
+        """Start them.
+
+        Raises:
+            ClusterError: Ray has no room for them.
+        """
+        self.layout, self.closed = layout, False
+        self.on_gpu = machine.accelerator is not None
+        self.seats = seats_of(layout, machine.devices_per_host)
+        self._machine, self._released = machine, list[tuple[MeshId, int]]()
+        self._of_mesh = by_mesh(self.seats)
+        self._numbers = itertools.count()
+        self._jobs: dict[int, Job] = {}
+        self._opened: list[Pair] = []
+        self._groups: list[Any] = []
+        self._actors: dict[int, Any] = {}
+        self._end = weakref.finalize(self, _end, self._actors, self._groups)
+        try:
+            self._start()
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self) -> None:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        actor = ray.remote(concurrency_groups=GROUPS, max_restarts=0)(Worker)
+        hosts: dict[int, list[Seat]] = {}
+        for seat in self.seats:
+            hosts.setdefault(seat.host, []).append(seat)
+        groups = {host: self._reserve(host, own) for host, own in hosts.items()}
+        self._wait_for_room(groups)
+        for host, own in hosts.items():
+            for bundle, seat in enumerate(own):
+                variables = environment(
+                    seat, self.on_gpu, os.environ.get("XLA_FLAGS", ""), bool(jax.config.jax_enable_x64)
+                )
+                options = {
+                    "num_cpus": self._bundle(seat)["CPU"],
+                    "num_gpus": self._bundle(seat).get("GPU", 0),
+                    "runtime_env": {"env_vars": variables},
+                    "scheduling_strategy": PlacementGroupSchedulingStrategy(groups[host], bundle),
+                }
+                self._actors[seat.number] = actor.options(**options).remote(seat, self._machine.wait_seconds)
+        self._meet()
+
+    def _bundle(self, seat: Seat) -> dict[str, float]:
+        # Virtual CPU devices share the cores there are; a bundle must ask for something.
+        return {"CPU": 1, "GPU": seat.count} if self.on_gpu else {"CPU": 0.01}
+
+    def _reserve(self, host: int, seats: Sequence[Seat]) -> Any:
+        from ray.util.placement_group import placement_group
+
+        node = {"ray.io/node-id": self._machine.hosts[host].node}
+        bundles = [self._bundle(seat) for seat in seats]
+        group = placement_group(bundles, "STRICT_PACK", bundle_label_selector=[node] * len(bundles))
+        self._groups.append(group)
+        return group
+
+    def _wait_for_room(self, groups: Mapping[int, Any]) -> None:
+        import ray
+
+        ready = {group.ready(): host for host, group in groups.items()}
+        deadline = time.monotonic() + self._machine.start_seconds
+        while True:
+            _, waiting = ray.wait(list(ready), num_returns=len(ready), timeout=POLL_SECONDS)
+            if not waiting:
+                return
+            host = ready[waiting[0]]
+            node = self._machine.hosts[host]
+            own = [seat for seat in self.seats if seat.host == host]
+            given = (
+                f"{len(own)} workers on host {host}, node {node.address}: "
+                f"{', '.join(str(self._bundle(seat)) for seat in own)}"
+            )
+            if node.node not in (n["NodeID"] for n in ray.nodes() if n["Alive"]):
+                raise ClusterError(
+                    "a node of the cluster is lost.",
+                    given=given,
+                    wrong="Ray says that this node is not alive any more.",
+                    do="call Cluster.ray(...) again: it takes the nodes that are left.",
+                )
+            if time.monotonic() > deadline:
+                raise ClusterError(
+                    "Ray has no room for the workers.",
+                    given=given,
+                    wrong=f"they were not placed in {self._machine.start_seconds:.0f} s; free are "
+                    f"{ray.available_resources()}.",
+                    do="end what else runs there (cluster.machine.close() ends the workers of other steps), or wait longer: "
+                    "Cluster.ray(start_seconds=...).",
+                )
+
+    def _meet(self) -> None:
+        """Processes of one mesh form a group; all get to know each other."""
+        patience = self._machine.start_seconds
+        everyone = {seat.number: () for seat in self.seats}
+        self.call("pid", everyone, patience)
+        joining = [own for own in self._of_mesh.values() if len(own) > 1]
+        hosts = self._machine.hosts
+        firsts = self.call("coordinator", {own[0].number: (hosts[own[0].host].address,) for own in joining})
+        joined = {seat.number: (firsts[own[0].number], len(own)) for own in joining for seat in own}
+        self.call("join", joined, patience)
+        self.direct = self.on_gpu and all(self.call("can_go_direct", everyone, patience).values())
+        owner = {mesh: {device: s.number for s in own for device in s.devices} for mesh, own in self._of_mesh.items()}
+        self.call("connect", {n: (dict(self._actors), owner, self.direct) for n in everyone}, patience)
+
+    def open(self, pairs: Sequence[Pair]) -> None:
+        """Open channels from mesh to mesh, where there are any and they are not open yet; one after the other."""
+        for pair in pairs if self.direct else ():
+            if pair in self._opened or pair[0] == pair[1]:
+                continue
+            sources, targets = (self._of_mesh[mesh] for mesh in pair)
+            unique_id = self.call("new_channel", {sources[0].number: ()})[sources[0].number]
+            counts = sum(s.count for s in sources), sum(s.count for s in targets)
+            self.call("open", {s.number: (pair, unique_id, *counts) for s in (*sources, *targets)})
+            self._opened.append(pair)
+
+    # Calls.
+
+    def number(self, count: int = 1) -> range:
+        """Numbers that were never used before, one behind the other."""
+        found = [next(self._numbers) for _ in range(count)]
+        return range(found[0], found[0] + count) if found else range(0)
+
+    def call(
+        self, method: str, arguments: Mapping[int, tuple[Any, ...]], silence_seconds: float | None = None, job: int = -1
+    ) -> dict[int, Any]:
+        """Call a method of several workers at the same time, and wait for all.
+
+        Args:
+            method: Of `Worker`.
+            arguments: By worker.
+            silence_seconds: How long they may not answer to anything; None: as the machine says.
+            job: Which job's stream they are at, for messages of errors.
+
+        Raises:
+            WorkerError: One of them failed. All have ended.
+        """
+        if self.closed:
+            raise ended()
+        numbers = list(arguments)
+        refs = [getattr(self._actors[n], method).remote(*arguments[n]) for n in numbers]
+        try:
+            return dict(
+                zip(numbers, self._wait(numbers, refs, silence_seconds or self._machine.silence_seconds), strict=True)
+            )
+        except _FailedError as failed:
+            error = worker_error(failed.failure, self.seats, self._positions(failed.failure), self._jobs.get(job))
+            self.close()
+            raise error from failed.failure.cause
+        except BaseException:
+            self.close()  # the streams are half done: what the workers hold is of no use any more
+            raise
+
+    def _wait(self, numbers: Sequence[int], refs: Sequence[Any], silence_seconds: float) -> list[Any]:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+        heard = dict.fromkeys(numbers, time.monotonic())
+        asked: dict[int, Any] = {}
+        while True:
+            try:
+                return ray.get(list(refs), timeout=POLL_SECONDS)
+            except GetTimeoutError:
+                pass
+            except RayError:
+                for number, ref in zip(numbers, refs, strict=True):
+                    if ray.wait([ref], timeout=0)[0]:
+                        try:
+                            ray.get(ref)
+                        except RayActorError as error:
+                            raise _FailedError(Failure(number, "died", error)) from error
+                        except RayTaskError as error:
+                            raise _FailedError(Failure(number, "raised", error.cause or error)) from error
+                raise
+            for number, ref in zip(numbers, refs, strict=True):
+                if ray.wait([ref], timeout=0)[0]:
+                    heard[number] = time.monotonic()
+                elif number not in asked:
+                    asked[number] = self._where(number)
+                elif ray.wait([asked[number]], timeout=0)[0]:
+                    del asked[number]
+                    heard[number] = time.monotonic()
+                elif time.monotonic() - heard[number] > silence_seconds:
+                    raise _FailedError(Failure(number, "silent", None, silence_seconds))
+
+    def _where(self, number: int) -> Any:
+        return self._actors[number].where.options(concurrency_group="control").remote()
+
+    def _positions(self, failure: Failure) -> dict[int, Position]:
+        """Where the others stand."""
+        import ray
+
+        asked = {self._where(n): n for n in self._actors if n != failure.worker}
+        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=POLL_SECONDS) if asked else ([], [])
+        found = {}
+        for ref in done:
+            try:
+                found[asked[ref]] = ray.get(ref)
+            except ray.exceptions.RayError:
+                continue  # it ended too; the first failure is the one that is told
+        return found
+
+    def know(self, number: int, job: Job) -> None:
+        """What a job's streams are, for messages of errors."""
+        self._jobs[number] = job
+
+    # Arrays.
+
+    def fetch(self, mesh: MeshId, key: int, kind: BufferType) -> np.ndarray:
+        """The whole of an array."""
+        parts = holders_of(kind, self._of_mesh[mesh])
+        tiles = self.call("fetch", {n: (key, kind, [device for device, _ in own]) for n, own in parts.items()})
+        return joined(kind, parts, tiles)
+
+    def seats_on(self, mesh: MeshId) -> list[Seat]:
+        """The seats of a mesh."""
+        return self._of_mesh[mesh]
+
+    def release(self, mesh: MeshId, key: int) -> None:
+        """No one wants an array any more: told to its workers with the next step."""
+        self._released.append((mesh, key))
+
+    def take_released(self) -> dict[MeshId, list[int]]:
+        """What no one wants any more, by mesh; each is told once."""
+        found: dict[MeshId, list[int]] = {}
+        while self._released:
+            mesh, key = self._released.pop()
+            found.setdefault(mesh, []).append(key)
+        return found
+
+    def close(self) -> None:
+        """End all workers."""
+        self.closed = True
+        self._end()
+
+
+class _FailedError(Exception):
+    def __init__(self, failure: Failure):
+        super().__init__(failure)
+        self.failure = failure
+
+
+def ended() -> WorkerError:
+    """The workers have ended, and what they held is gone."""
+    return WorkerError(
+        "the workers of this step have ended.",
+        given="a step or an array of theirs",
+        wrong="after a failure, or after close(), nothing is left of them.",
+        do="begin again with arrays of this process: call the step, which starts new workers.",
+        worker=None,
+        stage=None,
+        instruction=None,
+        microbatch=None,
+        waited_for=None,
+    )
+
+
+def joined(
+    kind: BufferType, parts: Mapping[int, Sequence[tuple[int, Any]]], tiles: Mapping[int, Sequence[np.ndarray]]
+) -> np.ndarray:
+    """A whole array of its parts, packed, by worker."""
+    whole = tuple((0, length) for length in kind.shape)
+    made: np.ndarray | None = None
+    for number, own in parts.items():
+        for (_, box), data in zip(own, tiles[number], strict=True):
+            part = unpack(data, box_shape(box), kind.dtype)
+            if box == whole:
+                return part
+            made = np.empty(kind.shape, kind.dtype) if made is None else made
+            made[slices(box, whole)] = part
+    assert made is not None, "an array has parts"
+    return made
+
+
+def _end(actors: dict[int, Any], groups: list[Any]) -> None:
+    import ray
+    from ray.util.placement_group import remove_placement_group
+
+    if not ray.is_initialized():
+        return  # Ray has gone, and with it all that ran there
+    for actor in actors.values():
+        ray.kill(actor)
+    for group in groups:
+        remove_placement_group(group)
+    actors.clear()
+    groups.clear()

@@ -1,0 +1,64 @@
+"""Ray for these tests: one small cluster on this machine, which leaves no process behind."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import autopar
+from tests.ray.cluster import make_cluster, start_ray
+
+GONE_SECONDS = 15.0
+"""A process that was ended has this long to go."""
+
+
+def children(of: int) -> set[int]:
+    """All processes that came from one."""
+    parents: dict[int, int] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+            except OSError:
+                continue
+            if fields[0] != "Z":
+                parents[int(entry.name)] = int(fields[1])
+    found = {of}
+    while more := {pid for pid, parent in parents.items() if parent in found and pid not in found}:
+        found |= more
+    return found - {of}
+
+
+def wait_until_gone(pids: set[int]) -> set[int]:
+    """Those that are still there after a while."""
+    deadline = time.monotonic() + GONE_SECONDS
+    while True:
+        left = {pid for pid in pids if Path(f"/proc/{pid}").exists()}
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="session")
+def ray_started() -> Iterator[None]:
+    """Ray on this machine, for the whole session."""
+    ray = pytest.importorskip("ray")
+    before = children(os.getpid())
+    start_ray()
+    yield
+    started = children(os.getpid()) - before
+    ray.shutdown()
+    assert not wait_until_gone(started), "Ray left processes behind"
+
+
+@pytest.fixture(scope="session")
+def clusters(ray_started: None) -> Iterator[dict[tuple[int, int], autopar.Cluster]]:
+    """Clusters by hosts and devices per host; those of one shape share their workers."""
+    made = {shape: make_cluster(*shape) for shape in ((1, 4), (1, 8), (4, 2))}
+    yield made
+    for cluster in made.values():
+        cluster.machine.close()

@@ -1,0 +1,106 @@
+"""Five steps on Ray equal five steps of the local runtime, bit for bit: the same programs in the same order."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import autopar
+from tests.models.registry import CASES
+from tests.sweep import QUICK, SLOW, _host
+
+pytestmark = pytest.mark.ray
+
+MODELS = {
+    "gpt_scan": 2,
+    "gpt_unrolled": 2,
+    "moe_top2_capacity": 2,
+    "wide_resnet_plain": 1,
+    "t5_relative_adafactor": 2,
+}
+"""Models, and in how many microbatches: batch statistics want one."""
+LAYOUTS = {
+    "2 stages x 1 process x 2 devices": ((1, 4), {"num_stages": 2}),
+    "2 stages x 2 processes x 2 devices": ((4, 2), {"num_stages": 2}),
+    "4 stages on 1+1+2+4 devices": ((1, 8), {"submeshes": (1, 1, 2, 4)}),
+}
+"""Hosts and devices per host, and how they are divided into stages."""
+QUICK_CELLS = {
+    "gpt_scan": list(LAYOUTS),
+    "gpt_unrolled": list(LAYOUTS)[:1],
+    "moe_top2_capacity": list(LAYOUTS),
+    "wide_resnet_plain": list(LAYOUTS)[2:],
+    "t5_relative_adafactor": list(LAYOUTS)[:1],
+}
+"""What `make test` runs of them; `pytest -m slow` runs all."""
+CELLS = [
+    pytest.param(name, layout, marks=() if layout in QUICK_CELLS[name] else pytest.mark.slow)
+    for name in MODELS
+    for layout in LAYOUTS
+]
+ACROSS_HOSTS = 1e-5
+"""Sums over several processes are Gloo's, which adds in another order than one process does."""
+STEPS = 5
+
+
+def five_steps(case, step):
+    state, found = case.state, []
+    for number in range(STEPS):
+        state, metrics = step(state, case.batches[number % len(case.batches)])
+        found.append(jax.tree.map(_host, (state, metrics)))
+    return found
+
+
+def check_equal(got, want, tolerance=0.0):
+    for number, (one, other) in enumerate(zip(got, want, strict=True)):
+        for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(one), jax.tree.leaves(other), strict=True):
+            place = f"step {number}: {jax.tree_util.keystr(path)}"
+            assert a.dtype == b.dtype and a.shape == b.shape, place
+            if tolerance:
+                np.testing.assert_allclose(
+                    a, b, atol=tolerance * max(1.0, float(np.max(np.abs(b), initial=0))), err_msg=place
+                )
+            else:
+                np.testing.assert_array_equal(a, b, err_msg=place)
+
+
+def local(num_devices):
+    return autopar.Cluster.local(jax.devices()[:num_devices], device=SLOW, intra=QUICK, inter=QUICK)
+
+
+@pytest.mark.parametrize("name, layout", CELLS)
+def test_pipeline(clusters, name, layout):
+    case = CASES[name]()
+    shape, stages = LAYOUTS[layout]
+    method = autopar.PipelineParallel(num_microbatches=MODELS[name], schedule="1f1b", **stages)
+    on_ray = autopar.parallelize(case.step, cluster=clusters[shape], method=method, batch_argnums=(1,))
+    here = autopar.parallelize(case.step, cluster=local(shape[0] * shape[1]), method=method, batch_argnums=(1,))
+    got, want = five_steps(case, on_ray), five_steps(case, here)
+    check_equal(got, want, ACROSS_HOSTS if shape == (4, 2) else 0.0)
+
+
+@pytest.mark.parametrize(
+    "name, shape",
+    [
+        pytest.param("mlp_schedule_clip", (4, 2), id="MLP on 4 processes"),
+        pytest.param("gpt_tied_dropout", (1, 4), id="GPT on 1 process"),
+        pytest.param("gpt_tied_dropout", (4, 2), id="GPT on 4 processes", marks=pytest.mark.slow),
+    ],
+)
+def test_step_without_stages(clusters, name, shape):
+    case = CASES[name]()
+    method = autopar.ShardParallel()
+    on_ray = autopar.parallelize(case.step, cluster=clusters[shape], method=method, batch_argnums=(1,))
+    here = autopar.parallelize(case.step, cluster=local(shape[0] * shape[1]), method=method, batch_argnums=(1,))
+    check_equal(five_steps(case, on_ray), five_steps(case, here), ACROSS_HOSTS if shape == (4, 2) else 0.0)
+
+
+@pytest.mark.parametrize("schedule", ["interleaved", "zb-h1"])
+def test_schedules(clusters, schedule):
+    """Dropout's keys are state that stays in this process; interleaved, a worker has two stages."""
+    case = CASES["gpt_tied_dropout"]()
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=4, schedule=schedule)
+    on_ray = autopar.parallelize(case.step, cluster=clusters[1, 4], method=method, batch_argnums=(1,))
+    here = autopar.parallelize(case.step, cluster=local(4), method=method, batch_argnums=(1,))
+    check_equal(five_steps(case, on_ray), five_steps(case, here))

@@ -1,0 +1,60 @@
+"""What the user reads when a worker fails; no Ray needed."""
+
+from __future__ import annotations
+
+import pickle
+from types import SimpleNamespace
+
+from autopar.errors import AutoparError, WorkerError
+from autopar.plan.instructions import Free, Recv, Run, Send
+from autopar.runtime.ray.faults import Failure, microbatch_of, worker_error
+from autopar.runtime.ray.seats import seats_of
+from autopar.runtime.ray.share import Position
+
+SEATS = seats_of(((0, 2), (2, 2)), 4)
+JOB = SimpleNamespace(
+    streams={
+        0: (Run("stage0/F", 0, 1, (0,), (1,)), Send((1,), 1, 7), Free((1,))),
+        1: (Recv((2,), 0, 7), Run("stage1/F", 1, 1, (2,), (3,)), Free((2, 3))),
+    },
+    microbatch_of=(-1, 1, 1, 1),
+)
+WAITING = {1: Position(0, 7)}
+
+
+def test_died():
+    cause = RuntimeError("The actor died unexpectedly before finishing this task.\n  more")
+    error = worker_error(Failure(0, "died", cause), SEATS, WAITING, JOB)
+    assert str(error) == (
+        "a worker failed.\n"
+        "  given:  worker 0 (mesh 0, host 0), before: send b1 -> mesh 1\n"
+        "          worker 1 (mesh 1, host 0) waits: receive b2 <- mesh 0, microbatch 1\n"
+        "  wrong:  its process has ended: killed, out of memory, or its node is lost (The actor died unexpectedly before "
+        "finishing this task.).\n"
+        "  do:     restore the state from a checkpoint, or begin anew: the workers of this job have been ended, and the "
+        "step starts new ones when it is called."
+    )
+    assert (error.worker, error.stage, error.instruction) == ("worker 0 (mesh 0, host 0)", 0, "send b1 -> mesh 1")
+    assert error.microbatch == 1 and error.waited_for is None and isinstance(error, AutoparError)
+
+
+def test_silent_when_no_one_waits():
+    error = worker_error(Failure(1, "silent", None, 10.0), SEATS, {0: Position(2, None)}, JOB)
+    assert "given:  worker 1 (mesh 1, host 0)\n" in str(error) and "does not answer for 10 s" in str(error)
+    assert error.instruction is None and error.microbatch == -1 and error.stage == 1
+
+
+def test_raised_by_a_worker_that_says_where():
+    facts = {"worker": "w", "stage": 1, "instruction": "i", "microbatch": 1, "waited_for": 0}
+    own = WorkerError("a worker failed.", given="w, step 3: i", wrong="it waited.", **facts)
+    error = worker_error(Failure(1, "raised", pickle.loads(pickle.dumps(own))), SEATS, {}, JOB)
+    assert "given:  w, step 3: i\n" in str(error) and error.waited_for == 0 and "do:" in str(error)
+
+
+def test_raised_outside_of_a_step():
+    error = worker_error(Failure(1, "raised", MemoryError("no room")), SEATS, {}, None)
+    assert "MemoryError: no room" in str(error) and error.instruction is None
+
+
+def test_microbatch_of_instructions():
+    assert [microbatch_of(i, JOB) for stream in JOB.streams.values() for i in stream] == [1, 1, -1, 1, 1, -1]

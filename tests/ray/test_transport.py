@@ -1,0 +1,217 @@
+"""Messages between workers, whose places are in this process: every dtype, any tiles, no Ray and no GPU needed."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import queue
+import threading
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.mesh import LogicalMesh, Sharding
+from autopar.runtime.ray.direct import Direct
+from autopar.runtime.ray.job import BufferType
+from autopar.runtime.ray.parcels import Message, box_shape, parcels_of
+from autopar.runtime.ray.seats import seats_of
+from autopar.runtime.ray.transport import Mailbox, ObjectStore, WaitError, aligned, on_devices
+from tests.ray.kinds import DTYPES, SHAPE, kinds
+
+
+class Here:
+    """The devices of a worker, which are some of this process's."""
+
+    def __init__(self, devices, seat):
+        self.all, self.seat = devices, seat
+
+    def devices(self, kind):
+        return [self.all[d] for d in self.seat.devices]
+
+    def sharding(self, kind):
+        mesh = jax.sharding.Mesh(np.array(self.all).reshape(kind.mesh.shape), kind.mesh.axis_names)
+        return kind.on(mesh)
+
+
+class Pipe:
+    """A channel in one process: groups in the order in which they were sent."""
+
+    def __init__(self, devices):
+        self.groups, self.devices = queue.Queue(), devices
+
+    def send(self, tiles):
+        group = collections.defaultdict(collections.deque)
+        for tile, source, target in tiles:
+            group[source, target].append(tile)
+        self.groups.put(group)
+
+    def receive(self, wanted):
+        group = self.groups.get(timeout=10)
+        assert sum(map(len, group.values())) == len(wanted), "what is sent is what is received"
+        found = []
+        for want in wanted:
+            tile = group[want.source, want.target].popleft()
+            assert (tile.shape, tile.dtype) == (want.shape, want.dtype)
+            found.append(jax.device_put(tile, self.devices[want.target]))
+        return found
+
+    def wait(self, seconds):
+        return self.groups.empty()
+
+
+def direct(source, target, wait_seconds=20.0):
+    """The transport of GPUs, over a channel that is none of NCCL's."""
+    seats = seats_of(((0, source.num_devices), (8, target.num_devices)), 8)
+    sides = [jax.devices()[: source.num_devices], jax.devices()[-target.num_devices :]]
+    places = [Here(side, seat) for side, seat in zip(sides, seats, strict=True)]
+    owner = {seat.mesh: dict.fromkeys(seat.devices, seat.number) for seat in seats}
+    channels = {(0, 1): Pipe(sides[1])}
+    made = [Direct(seat, place, channels, owner, wait_seconds) for seat, place in zip(seats, places, strict=True)]
+    return seats, places, made
+
+
+def through_store(source, target, wait_seconds=20.0):
+    """The transport through Ray's object store, without Ray."""
+    seats = seats_of(((0, source.num_devices), (8, target.num_devices)), 8)
+    sides = [jax.devices()[: source.num_devices], jax.devices()[-target.num_devices :]]
+    boxes = [Mailbox() for _ in seats]
+
+    def post(number):
+        return lambda step, message, sender, tiles: boxes[number].put((step, message, sender), tiles)
+
+    posts = {seat.number: post(seat.number) for seat in seats}
+    places = [Here(side, seat) for side, seat in zip(sides, seats, strict=True)]
+    made = [
+        ObjectStore(seat, place, box, posts, wait_seconds)
+        for seat, place, box in zip(seats, places, boxes, strict=True)
+    ]
+    return seats, places, made
+
+
+def message_of(have, want, seats, overwritten=False, taken=False):
+    parcels = parcels_of(have, want, seats[:1], seats[1:])
+    count = len(have)
+    return Message(0, 0, 1, 0, tuple(have), tuple(want), parcels, (overwritten,) * count, (taken,) * count)
+
+
+@pytest.mark.parametrize("transports", [through_store, direct])
+@pytest.mark.parametrize("target", [LogicalMesh((3,)), LogicalMesh((4,))], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype(dtype, target, transports):
+    source = LogicalMesh((2, 2))
+    seats, places, (sender, receiver) = transports(source, target)
+    have, want = kinds(source, dtype), kinds(target, dtype)
+    pairs = list(itertools.product(have, want))[:: 1 if dtype == "float32" else 5]
+    message = message_of([a for a, _ in pairs], [b for _, b in pairs], seats)
+    random = np.random.default_rng(1)
+    values = [np.asarray(jnp.asarray(random.integers(0, 2, SHAPE), dtype)) for _ in pairs]
+    arrays = [jax.device_put(v, places[0].sharding(a)) for v, (a, _) in zip(values, pairs, strict=True)]
+    send, receive = sender.sender(message), receiver.receivers([message])[0]
+    for step in (3, 4):
+        send(step, arrays)
+        got = receive(step)
+        sender.flush()
+        for value, array, (_, kind) in zip(values, got, pairs, strict=True):
+            assert array.sharding == places[1].sharding(kind) and array.dtype == value.dtype
+            np.testing.assert_array_equal(np.asarray(array).astype(np.complex64), value.astype(np.complex64))
+
+
+@pytest.mark.parametrize("taken", [False, True])
+def test_copies_per_byte(taken):
+    """Parts that are cut along their first dim, or not at all, are copied once into the store and at most once out."""
+    source, target = LogicalMesh((2,)), LogicalMesh((4,))
+    seats, places, (sender, receiver) = through_store(source, target)
+    first = Sharding((("x",), (), ()))
+    kind, wanted = (BufferType(SHAPE, np.dtype("float32"), first, mesh) for mesh in (source, target))
+    message = message_of([kind], [wanted], seats, taken=taken)
+    value = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
+    sender.sender(message)(0, [jax.device_put(value, places[0].sharding(kind))])
+    got = receiver.receivers([message])[0](0)[0]
+    sender.flush()
+    np.testing.assert_array_equal(got, value)
+    assert sender.sent_bytes == value.nbytes
+    assert sender.copied_bytes + receiver.copied_bytes <= 2 * value.nbytes
+
+
+@pytest.mark.parametrize("transports", [through_store, direct])
+def test_memory_that_is_taken_over_later(transports):
+    """What was sent arrives as it was, also if the next program writes into the same memory at once."""
+    mesh = LogicalMesh((2,))
+    seats, places, (sender, receiver) = transports(mesh, mesh)
+    kind = BufferType((64, 64), np.dtype("float32"), Sharding((("x",), ())), mesh)
+    message = message_of([kind], [kind], seats, overwritten=True, taken=True)
+    negate = jax.jit(lambda x: -x, donate_argnums=0)
+    send, receive = sender.sender(message), receiver.receivers([message])[0]
+    for step in range(20):
+        value = np.full((64, 64), step, np.float32)
+        array = jax.device_put(value.copy(), places[0].sharding(kind))
+        send(step, [array])
+        negate(array)
+        got = receive(step)[0]
+        kept = np.array(got)
+        negate(got)
+        np.testing.assert_array_equal(kept, value)
+    sender.flush()
+
+
+def test_messages_that_are_wanted_in_another_order():
+    """A channel carries them as they were sent; each is taken when it is wanted, again in the next step."""
+    mesh = LogicalMesh((2,))
+    seats, places, (sender, receiver) = direct(mesh, mesh)
+    kind = kinds(mesh)[1]
+    messages = [dataclasses.replace(message_of([kind], [kind], seats), number=n, turn=9 - n) for n in range(4)]
+    sends = [sender.sender(m) for m in messages]
+    receives = receiver.receivers(messages)
+    for step in range(2):
+        for number in (3, 2, 1, 0):
+            value = np.full(SHAPE, 10 * step + number, np.float32)
+            sends[number](step, [jax.device_put(value, places[0].sharding(kind))])
+        for number in (1, 3, 0, 2):
+            np.testing.assert_array_equal(receives[number](step)[0], np.full(SHAPE, 10 * step + number))
+        receiver.flush()
+    sends[0](2, [jax.device_put(np.zeros(SHAPE, np.float32), places[0].sharding(kind))])
+    with pytest.raises(WaitError, match="message of worker 0"):
+        receiver.flush()
+
+
+def test_a_message_that_does_not_come():
+    mesh = LogicalMesh((2,))
+    seats, _, (_, receiver) = through_store(mesh, mesh, wait_seconds=0.2)
+    message = message_of(kinds(mesh), kinds(mesh), seats)
+    with pytest.raises(WaitError, match="waited 0 s for a message of worker 0"):
+        receiver.receivers([message])[0](0)
+
+
+def test_an_error_of_the_sending_thread_is_told():
+    mesh = LogicalMesh((2,))
+    seats, places, (sender, _) = through_store(mesh, mesh)
+    sender._peers = {1: lambda *parcel: 1 / 0}
+    kind = kinds(mesh)[0]
+    sender.sender(message_of([kind], [kind], seats))(
+        0, [jax.device_put(np.zeros(SHAPE, "f4"), places[0].sharding(kind))]
+    )
+    with pytest.raises(ZeroDivisionError):
+        sender.flush()
+
+
+def test_mailbox_waits():
+    box = Mailbox()
+    threading.Timer(0.1, lambda: box.put("a", 1)).start()
+    assert box.take("a", 5.0) == 1 and box.take("a", 0.0) is None
+
+
+def test_own_memory():
+    """Two devices that hold the same part share the host's memory only if no program takes it over."""
+    mesh = LogicalMesh((2,))
+    seat = seats_of(((0, 2),), 2)[0]
+    kind = BufferType((64,), np.dtype("float32"), Sharding(((),)), mesh)
+    part = aligned((64,), kind.dtype)
+    part[:] = 1.0
+    array = on_devices(kind, seat, Here(jax.devices()[:2], seat), own_memory=True)([part])
+    jax.block_until_ready(array)
+    part[:] = 2.0
+    np.testing.assert_array_equal(array, np.ones(64))
+    assert box_shape(((2, 5), (0, 7))) == (3, 7)
