@@ -19,11 +19,13 @@ from autopar.ir.trace import Program, trace_step
 from autopar.mesh import Cluster
 from autopar.plan.arguments import check_arguments
 from autopar.plan.clock import measured
+from autopar.plan.describe_stages import PipelineOrigin
 from autopar.plan.methods import Auto, Method
 from autopar.plan.plan import Plan
-from autopar.plan.planner import make_plan, restore
+from autopar.plan.planner import make_plan
 from autopar.plan.progress import planning_progress
-from autopar.plan.stage_planner import PipelineOrigin, stage_devices
+from autopar.plan.restore import restore
+from autopar.plan.stage_planner import stage_devices
 from autopar.plan.stale import check_fresh
 from autopar.plan.timeline import Timeline
 from autopar.runtime.local import Executable, compile_program
@@ -188,6 +190,7 @@ class ParallelStep:
         self._static_argnames = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
         self._planned: dict[Any, tuple[Program, Roles, Plan]] = {}
         self._compiled: dict[Any, CompiledStep] = {}
+        self._latest: CompiledStep | None = None
 
     @property
     def cluster(self) -> Cluster:
@@ -201,7 +204,7 @@ class ParallelStep:
         key, leaves = self._key(args, kwargs)
         compiled = self._compiled.get(key)
         if compiled is None or compiled.has_ended:
-            compiled = self._compiled[key] = self.compile(*args, **kwargs)
+            compiled = self.compile(*args, **kwargs)
         return compiled.run(leaves)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
@@ -213,33 +216,23 @@ class ParallelStep:
 
         Args:
             *args: As the step takes them, or their types.
-            plan: A plan for this step and cluster, such as `Plan.load` returns.
+            plan: A plan for this step and cluster, such as `Plan.load` returns; calls of the step itself keep to its own.
             **kwargs: The same, by name.
 
         Raises:
             StalePlanError: `plan` was made for another program or cluster; says what changed.
             PlanFileError: The choices in `plan` are not those of this step.
         """
-        key, _ = self._key(args, kwargs)
-        if plan is None:
+        given = plan
+        if given is None:
             program, roles, plan = self._plan(args, kwargs)
         else:
             program, roles = self._trace(args, kwargs)
-            plan = self._attach(program, roles, plan)
-        if self.cluster.machine is not None:
-            self._compiled[key] = CompiledStep(program, plan, make_ray_step(self.cluster, program, roles, plan))
-            return self._compiled[key]
-        devices = self.cluster.devices or jax.devices()
-        if isinstance(plan.origin, PipelineOrigin):
-            self._compiled[key] = CompiledStep(program, plan, compile_pipeline(plan.origin, devices))
-            return self._compiled[key]
-        sharded = plan.origin.sharded
-        avals = [var.aval for var in program.jaxpr.invars]
-        executable = compile_program(
-            sharded.body, plan.mesh, devices, avals, roles.donated, program.name, program.in_paths
-        )
-        self._compiled[key] = CompiledStep(program, plan, executable)
-        return self._compiled[key]
+            plan = self._attach(program, roles, given)
+        self._latest = CompiledStep(program, plan, _compile(self.cluster, program, roles, plan))
+        if given is None:
+            self._compiled[self._key(args, kwargs)[0]] = self._latest
+        return self._latest
 
     def attach(self, *args: Any, plan: Plan, **kwargs: Any) -> Plan:
         """A plan read from a file, attached to this step: it can `explain`, and its shardings are a pytree. Runs nothing.
@@ -257,8 +250,8 @@ class ParallelStep:
         Args:
             init_fn: Makes the step's state: its result is one of the step's state arguments.
             *args: Arguments of `init_fn`.
-            example: The step's arguments after the state (arrays or types), to plan with; None: the step has been
-                planned already.
+            example: The step's arguments after the state (arrays or types), to plan with; None: for the step as it was
+                compiled last.
 
         Raises:
             StructureChangedError: The result is no state argument of the step.
@@ -268,7 +261,7 @@ class ParallelStep:
         if example is not None:
             compiled = self.compiled(made, *example)
         else:
-            compiled = next(iter(self._compiled.values()), None)
+            compiled = self.latest()
         if compiled is None:
             raise StructureChangedError(
                 "the step has no plan yet.",
@@ -299,7 +292,7 @@ class ParallelStep:
         """What a call with these arguments runs; compiled now if it is not. They may be types."""
         key, _ = self._key(args, {})
         if key not in self._compiled or self._compiled[key].has_ended:
-            self._compiled[key] = self.compile(*args)
+            return self.compile(*args)
         return self._compiled[key]
 
     def replan(self, cluster: Cluster | None = None) -> ParallelStep:
@@ -320,8 +313,8 @@ class ParallelStep:
         )
 
     def latest(self) -> CompiledStep | None:
-        """The step as it was last compiled by a call; None: it has not been."""
-        return next(reversed(self._compiled.values()), None)
+        """The step as it was last compiled; None: it has not been."""
+        return self._latest
 
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """The traced step, flat; plans nothing."""
@@ -374,6 +367,19 @@ class ParallelStep:
         if plan.origin is None:
             return restore(program, roles, self.cluster, self._method, plan)
         return plan
+
+
+def _compile(cluster: Cluster, program: Program, roles: Roles, plan: Plan) -> Executable | Pipeline | RayStep:
+    """What carries a plan out on a cluster."""
+    if cluster.machine is not None:
+        return make_ray_step(cluster, program, roles, plan)
+    devices = cluster.devices or jax.devices()
+    if isinstance(plan.origin, PipelineOrigin):
+        return compile_pipeline(plan.origin, devices)
+    avals = [var.aval for var in program.jaxpr.invars]
+    return compile_program(
+        plan.origin.sharded.body, plan.mesh, devices, avals, roles.donated, program.name, program.in_paths
+    )
 
 
 def compile_pipeline(origin: PipelineOrigin, devices: Sequence[Any]) -> Pipeline:

@@ -30,7 +30,8 @@ from autopar.ir.state import find_roles
 from autopar.ir.trace import trace_step
 from autopar.mesh import logical_mesh
 from autopar.partition.program import global_program
-from autopar.plan.planner import in_microbatches, plan_of_choices, restrict_plan
+from autopar.plan.one_mesh import in_microbatches, restrict_plan
+from autopar.plan.restore import plan_of_choices
 from tests.conftest import XLA_FLAGS
 from tests.models.case import Case
 

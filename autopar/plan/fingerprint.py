@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import re
 
+import jax
+
 from autopar.ir.printer import print_jaxpr
 from autopar.ir.trace import Program
 from autopar.mesh import Cluster
@@ -27,3 +29,12 @@ def cluster_fingerprint(cluster: Cluster) -> str:
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def fingerprints(program: Program, cluster: Cluster) -> dict[str, str]:
+    """What a plan was made for, and with which JAX."""
+    return {
+        "program": program_fingerprint(program),
+        "cluster": cluster_fingerprint(cluster),
+        "jax": jax.__version__,
+    }

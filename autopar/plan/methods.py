@@ -219,3 +219,24 @@ def _check_count(method: str, name: str, value: object) -> None:
 
 
 Method = Auto | ShardParallel | DataParallel | PipelineParallel | ThreeD | Follow
+
+
+def method_text(method: Method) -> str:
+    """The method as one writes it: what is left at its default is left out."""
+    if isinstance(method, Follow):
+        return f"follow `{method.plan.name}`, {method.plan.method}"
+    stated = []
+    for setting in dataclasses.fields(method):
+        value = getattr(method, setting.name)
+        default = {} if setting.default is dataclasses.MISSING else setting.default
+        if value != default:
+            stated.append(f"{setting.name}={_setting_text(value)}")
+    return f"{type(method).__name__}({', '.join(stated)})"
+
+
+def _setting_text(value: object) -> str:
+    if isinstance(value, LogicalMesh):
+        return f"LogicalMesh({value.shape}, {value.axis_names})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {item}" for key, item in value.items()) + "}"
+    return repr(value)

@@ -8,49 +8,29 @@ Method: `PipelineParallel` and `ThreeD` fix the number of stages and their subme
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import jax
 
 from autopar.errors import DeviceCountError, NotBuiltYetError, PipelineError
 from autopar.inter_op.chain import balanced_borders
-from autopar.inter_op.stage_plan import lower_stage
-from autopar.inter_op.stage_program import StageProgram, stage_program
-from autopar.inter_op.tasks import make_tasks
+from autopar.inter_op.stage_program import StageProgram
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.restrict import Allowed, Restrict, restrict_to_axes
-from autopar.intra_op.sharded import Collective, describe
 from autopar.ir.flatten import is_recomputed
 from autopar.ir.source import is_backward
 from autopar.ir.state import Roles
 from autopar.ir.trace import Program
-from autopar.mesh import Cluster, LogicalMesh, Sharding, logical_meshes
-from autopar.plan.assemble import PipelinePlan, assemble
-from autopar.plan.clock import timeline_of
+from autopar.mesh import Cluster, LogicalMesh, logical_meshes
+from autopar.plan.assemble import PipelinePlan
 from autopar.plan.cut import Cut, check_stage_count, cut_step
-from autopar.plan.methods import Method, PipelineParallel, ThreeD
+from autopar.plan.methods import PipelineParallel, ThreeD
 from autopar.plan.pipeline import plan_pipeline
-from autopar.plan.plan import Cost, Plan, Stage, Submesh, Value
-from autopar.plan.recompute import recomputed_by
-from autopar.plan.schedules import find_schedule, num_chunks, splits_backward
-from autopar.plan.solve_stages import Solved, given_choices
+from autopar.plan.schedules import find_schedule, num_chunks
+from autopar.plan.solve_stages import Solved
 
 Report = Callable[[str], None]
 MICROBATCHES_PER_STAGE = 4
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PipelineOrigin:
-    """What a pipeline's plan came from: kept beside it in memory, for compiling."""
-
-    program: Program
-    roles: Roles
-    cluster: Cluster
-    method: Method
-    pipeline: PipelinePlan
 
 
 def pipeline_of(
@@ -187,163 +167,6 @@ def _three_d(stage: StageProgram) -> Restrict:
         restrict_to_axes(graph, allowed, "data", list(stage.aliases.values()))
 
     return restrict
-
-
-def describe_pipeline(
-    program: Program,
-    roles: Roles,
-    cluster: Cluster,
-    method: Method,
-    pipeline: PipelinePlan,
-    started: float,
-    method_text: str,
-    machine: str,
-    fingerprints: dict[str, str],
-) -> Plan:
-    """The plan of a pipeline."""
-    stages = tuple(
-        Stage(
-            Submesh(stage.mesh.num_devices, first),
-            stage.mesh,
-            tuple(range(*span)),
-            stage.sharded.choices,
-            _operations(pipeline, number),
-            recomputed_by(pipeline, number, cluster.device),
-        )
-        for number, (stage, first, span) in enumerate(
-            zip(pipeline.stages, pipeline.first_device, _spans(pipeline), strict=True)
-        )
-    )
-    values = tuple(_values(pipeline.cut.program, pipeline.cut.roles, pipeline))
-    by_name = {v.name: v for v in values}
-    firsts = [parts[0] for parts in pipeline.cut.stacks.inputs[: program.num_args]]
-    specs = [by_name[pipeline.cut.program.in_paths[at]].sharding.partition_spec() for at in firsts]
-    return Plan(
-        name=program.name,
-        method=method_text,
-        stages=stages,
-        num_microbatches=pipeline.cut.split.count,
-        schedule=pipeline.schedule.name,
-        shardings=jax.tree.unflatten(program.in_tree, specs),
-        cost=cost_of(pipeline, time.perf_counter() - started),
-        values=values,
-        streams=pipeline.streams.instructions,
-        alternatives=(),
-        choices=(),
-        fingerprints=fingerprints,
-        machine=machine,
-        microbatch_semantics=method.options().microbatch_semantics,
-        events=timeline_of(pipeline.streams, pipeline.simulation),
-        budget_bytes=method.options().memory_budget_bytes or cluster.device.memory_bytes,
-        origin=PipelineOrigin(program, roles, cluster, method, pipeline),
-    )
-
-
-def _spans(pipeline: PipelinePlan) -> list[tuple[int, int]]:
-    ends = (*pipeline.borders[1:], pipeline.cut.chain.num_segments)
-    return list(zip(pipeline.borders, ends, strict=True))
-
-
-def _operations(pipeline: PipelinePlan, stage: int) -> tuple[str, str]:
-    eqns = pipeline.tasks.forward[stage]
-    return (describe(eqns[0]), describe(eqns[-1])) if eqns else ("", "")
-
-
-def cost_of(pipeline: PipelinePlan, planning_seconds: float) -> Cost:
-    """What the simulation says of a step, on average over all devices."""
-    stages, count = pipeline.stages, pipeline.cut.split.count
-    num_meshes = len(pipeline.streams.instructions)
-    devices = sum(s.mesh.num_devices for s in stages[:num_meshes])
-    compute = communication = 0.0
-    collectives: list[Collective] = []
-    for number, stage in enumerate(stages):
-        for task in stage.tasks:
-            times = count if task.task.kind in ("F", "B", "W") else 1
-            share = times * stage.mesh.num_devices / devices
-            communication += share * task.communication_seconds
-            compute += share * (task.seconds - task.communication_seconds)
-            collectives += [dataclasses.replace(c, times=c.times * times, stage=number) for c in task.collectives]
-    seconds = pipeline.seconds
-    return Cost(
-        seconds,
-        compute,
-        communication,
-        max(0.0, seconds - compute - communication),
-        tuple(pipeline.simulation.peak_bytes[number % num_meshes] for number in range(len(stages))),
-        max(_argument_bytes(pipeline, mesh) for mesh in range(num_meshes)),
-        tuple(collectives),
-        max(s.sharded.solution.gap for s in stages),
-        "optimal" if all(s.sharded.solution.status == "optimal" for s in stages) else "feasible",
-        planning_seconds,
-    )
-
-
-def _argument_bytes(pipeline: PipelinePlan, mesh: int) -> int:
-    streams = pipeline.streams
-    given = (*streams.arguments.values(), *streams.pieces.values())
-    return sum(streams.buffers[at].num_bytes for at in given if streams.buffers[at].mesh == mesh)
-
-
-def _values(program: Program, roles: Roles, pipeline: PipelinePlan) -> list[Value]:
-    position = {var: k for k, var in enumerate(program.jaxpr.invars)}
-    home = pipeline.tasks.update.home
-    streams = pipeline.streams
-    found: dict[int, tuple[Sharding, int]] = {}
-    for (var, mesh), at in (*streams.arguments.items(), *streams.pieces.items()):
-        k = position[var]
-        if k not in found or mesh == home.get(var):
-            found[k] = streams.buffers[at].border.sharding, mesh
-    values = []
-    for k, var in enumerate(program.jaxpr.invars):
-        role = (
-            "constant"
-            if k >= program.num_args
-            else "state"
-            if k in roles.state
-            else "batch"
-            if k in roles.batch
-            else "argument"
-        )
-        sharding, mesh = found.get(k, (Sharding.replicated(len(var.aval.shape)), home.get(var, 0)))
-        name = program.in_paths[k] if k < program.num_args else f"constant {k - program.num_args}"
-        values.append(Value(name, role, tuple(var.aval.shape), str(var.aval.dtype), sharding, mesh))
-    for k, result in enumerate(streams.results):
-        if k not in roles.aliases and result is not None:
-            buffer = streams.buffers[result]
-            values.append(
-                Value(
-                    program.out_paths[k],
-                    "result",
-                    buffer.border.shape,
-                    str(buffer.border.dtype),
-                    buffer.border.sharding,
-                    buffer.stage,
-                )
-            )
-    return values
-
-
-def restore_pipeline(program: Program, roles: Roles, cluster: Cluster, method: Method, plan: Plan) -> PipelinePlan:
-    """The pipeline of a plan read from a file: its borders and choices, nothing is solved.
-
-    Raises:
-        AssertionError: The choices are not those of this step.
-    """
-    schedule = getattr(method, "schedule", None)
-    named = schedule if not isinstance(schedule, str | None) and schedule.name == plan.schedule else plan.schedule
-    cut = cut_step(program, roles, len(plan.stages), plan.num_microbatches, plan.microbatch_semantics)
-    borders = tuple(stage.layers[0] for stage in plan.stages)
-    assert borders == tuple(sorted(set(borders))) and borders[0] == 0, "stages overlap"
-    assert plan.stages[-1].layers[-1] < cut.chain.num_segments, "there are fewer layers"
-    levels = [stage.recomputed.level for stage in plan.stages]
-    splits = splits_backward(find_schedule(named))
-    tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits, levels)
-    stages = []
-    for number, stage in enumerate(plan.stages):
-        made = stage_program(tasks, number, cut.roles.aliases, cut.batch.dims)
-        sharded = given_choices(made, stage.logical_mesh, cluster, stage.choices, plan.cost)
-        stages.append(lower_stage(made, stage.logical_mesh, cluster.device, sharded))
-    return assemble(cut, borders, tasks, stages, cluster, find_schedule(named))
 
 
 def stage_devices(pipeline: PipelinePlan, devices: Sequence[jax.Device]) -> list[list[jax.Device]]:

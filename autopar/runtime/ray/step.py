@@ -12,8 +12,8 @@ from autopar.ir.state import Roles
 from autopar.ir.trace import Program
 from autopar.ir.unstack import whole_stacks
 from autopar.mesh import Cluster
+from autopar.plan.describe_stages import PipelineOrigin
 from autopar.plan.plan import Plan
-from autopar.plan.stage_planner import PipelineOrigin
 from autopar.runtime.ray.driver import Interface, RayStep
 from autopar.runtime.ray.job import pipeline_job, step_job
 
