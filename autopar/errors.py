@@ -129,12 +129,11 @@ class StepError(AutoparError):
     results: Any
 
 
-class DonatedError(AutoparError):
-    """An argument is no more: an earlier call has taken its memory over. Facts: `paths`."""
+class DonatedError(AutoparError, RuntimeError):
+    """An array is no more: a step has taken its memory over, or the workers that held it have ended.
 
-
-class DeletedError(AutoparError, RuntimeError):
-    """An array is used whose memory a step has taken over, or whose workers have ended. Facts: `shape`, `dtype`."""
+    Facts: `paths`, of a step's arguments; or, where a handle is read, its `shape` and `dtype`.
+    """
 
 
 class NotBuiltYetError(AutoparError, NotImplementedError):

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.errors import DeletedError, WorkerError
+from autopar.errors import DonatedError, WorkerError
 from autopar.plan.instructions import Run
 from tests.models.registry import CASES
 from tests.ray.cluster import make_cluster
@@ -157,9 +157,9 @@ def test_state_of_ended_workers(job):
     seen = what_is_there(step)
     os.kill(seen[0][0], signal.SIGKILL)
     fails(step, case, state)
-    with pytest.raises((WorkerError, DeletedError)):
+    with pytest.raises((WorkerError, DonatedError)):
         step(state, case.batches[0])
-    with pytest.raises((WorkerError, DeletedError)):
+    with pytest.raises((WorkerError, DonatedError)):
         np.asarray(jax.tree.leaves(state)[0])
     check_recovers(step, case, first, seen, begun=1)  # by the new workers that were to run the second step
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.errors import DeletedError
+from autopar.errors import DonatedError
 from autopar.runtime.ray.handles import RemoteArray
 from tests.models.registry import CASES
 from tests.sweep import QUICK, SLOW, _host
@@ -87,7 +87,7 @@ def test_donated_arrays_are_deleted(clusters):
     leaf = jax.tree.leaves(first)[0]
     assert leaf.is_deleted() and not jax.tree.leaves(second)[0].is_deleted()
     for use in (lambda: np.asarray(leaf), lambda: step(first, case.batches[0]), leaf.block_until_ready):
-        with pytest.raises(DeletedError, match="this array has been deleted(.*\n)*.*it was donated") as info:
+        with pytest.raises(DonatedError, match="this array has been deleted(.*\n)*.*it was donated") as info:
             use()
     assert info.value.shape == leaf.shape and isinstance(info.value, RuntimeError)
     step(second, case.batches[2])  # nothing is broken by that

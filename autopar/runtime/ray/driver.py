@@ -144,7 +144,7 @@ class RayStep:
 
         Raises:
             WorkerError: It failed; the workers have ended.
-            DeletedError: An argument was donated before.
+            DonatedError: An argument was donated before.
         """
         if self.workers.closed:
             raise ended()

@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autopar.errors import DeletedError
+from autopar.errors import DonatedError
 from autopar.mesh import LogicalMesh
 from autopar.plan.instructions import MeshId
 from autopar.runtime.ray.job import BufferType, abstract_mesh
@@ -116,10 +116,10 @@ class RemoteArray:
         """It must be there.
 
         Raises:
-            DeletedError: It was donated to a step.
+            DonatedError: It was donated to a step.
         """
         if self.is_deleted():
-            raise DeletedError(
+            raise DonatedError(
                 "this array has been deleted.",
                 given=repr(self),
                 wrong="it was donated: a step that it was passed to has taken its memory for its results.",

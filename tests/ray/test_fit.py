@@ -1,0 +1,121 @@
+"""`autopar.fit` on workers: one is killed, the run goes on from the newest checkpoint, and nothing in it differs."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar import checkpoint
+from autopar.errors import WorkerError
+from tests.models.registry import CASES
+from tests.ray.cluster import make_cluster
+from tests.sweep import _host
+
+pytestmark = pytest.mark.ray
+NUM_STEPS = 5
+
+
+def make_step(case, cluster):
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=3)
+    return autopar.parallelize(case.step, cluster=cluster, method=method, batch_argnums=(1,))
+
+
+def kill_one(step):
+    """End a worker's process, as the kernel would for want of memory."""
+    import ray
+
+    actor = list(step.latest().executable.workers._actors.values())[-1]
+    os.kill(ray.get(actor.pid.remote()), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def case():
+    return CASES["mlp_schedule_clip"]()
+
+
+@pytest.fixture(scope="module")
+def batches(case):
+    return [case.batches[k % len(case.batches)] for k in range(NUM_STEPS)]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ray_started, case, batches, tmp_path_factory):
+    """State and metrics of a run on workers that live."""
+    cluster = make_cluster(1, 4, wait_seconds=8.0, silence_seconds=5.0)
+    directory = tmp_path_factory.mktemp("undisturbed")
+    found = autopar.fit(make_step(case, cluster), case.state, batches, checkpoint_dir=directory, save_every=2)
+    found = jax.tree.map(_host, found)
+    cluster.machine.close()
+    return found
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_killed_worker_changes_nothing(case, batches, undisturbed, tmp_path, at):
+    cluster = make_cluster(1, 4, wait_seconds=8.0, silence_seconds=5.0)
+    step, killed = make_step(case, cluster), []
+
+    def on_step(number, metrics):
+        if number == at and not killed:
+            killed.append(number)
+            kill_one(step)
+
+    try:
+        state, metrics = autopar.fit(
+            step, case.state, batches, checkpoint_dir=tmp_path, save_every=2, on_step=on_step, cluster=lambda: cluster
+        )
+        state = jax.tree.map(_host, state)
+    finally:
+        cluster.machine.close()
+    assert killed == [at] and sorted(metrics) == list(range(NUM_STEPS))
+    jax.tree.map(np.testing.assert_array_equal, (state, metrics), undisturbed)
+
+
+def test_the_user_may_want_to_know(case, batches, ray_started, tmp_path):
+    cluster = make_cluster(1, 4, wait_seconds=8.0, silence_seconds=5.0)
+    step = make_step(case, cluster)
+    with pytest.raises(WorkerError):
+        autopar.fit(
+            step,
+            case.state,
+            batches,
+            checkpoint_dir=tmp_path,
+            save_every=2,
+            on_failure="raise",
+            on_step=lambda number, metrics: kill_one(step) if number == 2 else None,
+        )
+    cluster.machine.close()
+    assert checkpoint.latest(tmp_path) == 2, "what was saved is there"
+
+
+def test_any_plan_reads_what_workers_hold(case, batches, undisturbed, ray_started, tmp_path):
+    """Saved from workers, restored in this process."""
+    cluster = make_cluster(1, 4, wait_seconds=8.0, silence_seconds=5.0)
+    state, _ = autopar.fit(make_step(case, cluster), case.state, batches, checkpoint_dir=tmp_path, save_every=2)
+    restored = checkpoint.restore(tmp_path, case.state)
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(_host, state), jax.tree.map(_host, restored))
+    cluster.machine.close()
+
+
+def test_callbacks_are_refused(case, ray_started):
+    cluster = make_cluster(1, 4, wait_seconds=8.0, silence_seconds=5.0)
+
+    @autopar.parallelize(cluster=cluster, method=autopar.PipelineParallel(num_stages=2, num_microbatches=2))
+    def step(params, x):
+        def loss_fn(params):
+            y = jnp.tanh(x @ params[0])
+            jax.debug.callback(lambda _: None, y.sum())
+            return jnp.mean((y @ params[1]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    params = [np.eye(8, dtype=np.float32)] * 2
+    with pytest.raises(autopar.errors.NotBuiltYetError, match="calls into Python(.*\n)*.*test_fit.py"):
+        step(params, np.ones((8, 8), np.float32))
+    cluster.machine.close()
