@@ -20,34 +20,13 @@ import statistics
 import time
 
 import jax
-import jax.numpy as jnp
-import numpy as np
+from mlp import make_step
 from rich.console import Console
 from rich.table import Table
 
 import autopar
 
 STAGES, MICROBATCHES = 4, 16
-
-
-def make_step(width: int, layers: int, batch_size: int):
-    """An MLP with plain gradient descent."""
-
-    def train_step(params, batch):
-        def loss_fn(params):
-            x = batch["x"]
-            for kernel in params:
-                x = jnp.tanh(x @ kernel)
-            return jnp.mean((x - batch["y"]) ** 2)
-
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], loss
-
-    keys = jax.random.split(jax.random.key(0), layers)
-    params = [jax.random.normal(k, (width, width)) / width**0.5 for k in keys]
-    random = np.random.default_rng(0)
-    batch = {name: np.asarray(random.normal(size=(batch_size, width)), np.float32) for name in ("x", "y")}
-    return train_step, params, batch
 
 
 def measure(width: int, layers: int, batch_size: int, steps: int) -> tuple[int, float, float, float]:

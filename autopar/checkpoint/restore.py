@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import autopar.checkpoint.storage as storage
 from autopar.api import CompiledStep, ParallelStep
-from autopar.checkpoint import storage
 from autopar.checkpoint.folder import check, step_folder, steps
 from autopar.checkpoint.leaves import (
     NUMBERS,

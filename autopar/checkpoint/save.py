@@ -18,7 +18,7 @@ from typing import Any
 
 import jax
 
-from autopar.checkpoint import storage
+import autopar.checkpoint.storage as storage
 from autopar.checkpoint.folder import commit, open_workplace, prune, step_folder, steps
 from autopar.checkpoint.leaves import is_function, leaf_type, paths, storable
 from autopar.checkpoint.manifest import write_manifest

@@ -19,8 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autopar.runtime.shaped import Shaped
 
-class StackedArray:
+
+class StackedArray(Shaped):
     """Parts of one array, one behind the other along dim 0, on the devices of several pipeline stages.
 
     Attributes:
@@ -34,21 +36,6 @@ class StackedArray:
         self.shape = (sum(p.shape[0] for p in parts), *parts[0].shape[1:])
         self.dtype = parts[0].dtype
         self.weak_type = False
-
-    @property
-    def ndim(self) -> int:
-        """Number of dims."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole."""
-        return self.size * self.dtype.itemsize
 
     def block_until_ready(self) -> StackedArray:
         """Wait until all parts are there."""

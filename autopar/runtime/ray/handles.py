@@ -20,6 +20,7 @@ from autopar.errors import DonatedError
 from autopar.mesh import LogicalMesh
 from autopar.plan.instructions import MeshId
 from autopar.runtime.ray.job import BufferType, abstract_mesh
+from autopar.runtime.shaped import Shaped
 
 
 class Owner(Protocol):
@@ -63,7 +64,7 @@ class Part:
     copies: tuple[Copy, ...]
 
 
-class RemoteArray:
+class RemoteArray(Shaped):
     """An array on the workers of a cluster.
 
     `np.asarray(x)` and `x.fetch()` bring it here; there is no arithmetic on it before that. Passed to a step it stays
@@ -87,21 +88,6 @@ class RemoteArray:
     def sharding(self) -> NamedSharding:
         """How it lies on the devices, which are not this process's: its mesh has none."""
         return remote_sharding([part.copies[0].kind for part in self.parts])
-
-    @property
-    def ndim(self) -> int:
-        """Number of dims."""
-        return len(self.shape)
-
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole."""
-        return self.size * self.dtype.itemsize
 
     def is_deleted(self) -> bool:
         """Whether a step has taken its memory over."""
