@@ -23,6 +23,7 @@ from autopar.mesh import LogicalMesh
 from autopar.partition.host_calls import Watch, watched
 from autopar.partition.program import global_program
 from autopar.runtime.failure import CallbacksRaised, Place, cause_of, donated_error, is_gone, lines_of, step_error
+from autopar.runtime.nans import check_results
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,6 +90,7 @@ class Executable:
         placed = self.place(arrays)
         try:
             results = self.compiled(*placed)
+            check_results(results)
             return results if self.watch is None else self._watched(results, self.watch)
         except Exception as error:
             failure, cause = self._failure(error, arrays)

@@ -23,6 +23,19 @@ from autopar.intra_op.sharded import calls_host, describe
 from autopar.runtime.failure import cause_of
 
 
+def check_results(results: Sequence[jax.Array]) -> None:
+    """Do what JAX does for a jitted function under `jax_debug_nans` and `jax_debug_infs`, and not for a compiled one.
+
+    Raises:
+        FloatingPointError: A result holds such a number.
+    """
+    for flag, what, is_such in (("jax_debug_nans", "nan", np.isnan), ("jax_debug_infs", "inf", np.isinf)):
+        if getattr(jax.config, flag):
+            for array in results:
+                if jnp.issubdtype(array.dtype, jnp.inexact) and is_such(np.asarray(array).astype(np.complex128)).any():
+                    raise FloatingPointError(f"invalid value ({what}) encountered")
+
+
 def find_nan(plan: TaskPlan, arrays: Sequence[Any], microbatch: int) -> str | None:
     """The first operation of a task that makes a NaN, or an infinite number under `jax_debug_infs`.
 

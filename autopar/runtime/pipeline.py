@@ -41,7 +41,7 @@ from autopar.runtime.failure import (
     step_error,
 )
 from autopar.runtime.local import device_mesh
-from autopar.runtime.nans import find_nan
+from autopar.runtime.nans import check_results, find_nan
 from autopar.runtime.order import merged
 from autopar.runtime.stacks import Stack
 from autopar.runtime.transfer import Transfer, make_transfer
@@ -424,7 +424,9 @@ def _then_look(call: Call, ends: Sequence[int], watch: Watch) -> Call:
 
 def _run(compiled: jax.stages.Compiled, inputs: Sequence[int], outputs: Sequence[int]) -> Call:
     def call(held: dict[int, Any]) -> None:
-        held.update(zip(outputs, compiled(*[held[at] for at in inputs]), strict=True))
+        results = compiled(*[held[at] for at in inputs])
+        check_results(results)
+        held.update(zip(outputs, results, strict=True))
 
     return call
 

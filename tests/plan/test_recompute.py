@@ -155,7 +155,8 @@ def test_live_bytes_stay_below_the_predicted_peak(kind):
     compiled = make_step(cluster=cluster, memory_budget_bytes=budget).compile(*ARGUMENTS[kind])
     assert any(levels(compiled.plan)) and max(compiled.plan.cost.peak_bytes) <= budget
     pipeline = compiled.executable
-    held = pipeline._begin([np.zeros(a.shape, a.dtype) for a in jax.tree.leaves(ARGUMENTS[kind])])
+    arrays = [np.zeros(a.shape, a.dtype) for a in jax.tree.leaves(ARGUMENTS[kind])]
+    held = pipeline._begin(pipeline._split(arrays))
     mesh_of = [b.mesh for b in compiled.plan.origin.pipeline.streams.buffers]
     most = [0] * NUM_STAGES
     for call in pipeline._calls:
