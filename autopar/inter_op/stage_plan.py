@@ -33,7 +33,7 @@ from autopar.ir.structure import trip_count
 from autopar.mesh import Device, LogicalMesh, Sharding
 from autopar.options import Options
 
-STAGE_GAP = 1e-3
+STAGE_GAP = 3e-3
 """A stage is sharded to this part of its cost: the last of it would take most of the time of planning."""
 
 
