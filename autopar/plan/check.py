@@ -33,6 +33,7 @@ class Contract:
         names: For each buffer its value: (kind, key, microbatch).
         mesh_of: For each buffer its mesh.
         runs: Every (program, microbatch) that must run, each once.
+        num_bytes: Of each buffer on one device; (): not told.
     """
 
     given: Mapping[MeshId, Sequence[BufferId]]
@@ -42,28 +43,32 @@ class Contract:
     names: Sequence[tuple[str, object, int]]
     mesh_of: Sequence[MeshId]
     runs: Sequence[tuple[str, int]]
+    num_bytes: Sequence[int] = ()
 
 
 _PER_MICROBATCH = ("loop", "number")
 _IN_PLACE = ("sum", "rows")
 
 
-def check_streams(streams: Mapping[MeshId, Sequence[Instruction]], contract: Contract) -> None:
+def check_streams(streams: Mapping[MeshId, Sequence[Instruction]], contract: Contract) -> dict[MeshId, int]:
     """Check streams against their contract.
+
+    Returns:
+        Per mesh, the most bytes of buffers that are there at once, of messages from when they are received.
 
     Raises:
         StreamError: They would go wrong; names the mesh and the instruction.
     """
     _check_messages(streams, contract)
     _check_runs(streams, contract)
-    for mesh, stream in streams.items():
-        _check_buffers(mesh, stream, contract)
+    peaks = {mesh: _check_buffers(mesh, stream, contract) for mesh, stream in streams.items()}
     ends = _check_progress(streams)
     freed = {b for stream in streams.values() for i in stream if isinstance(i, Free) for b in i.buffers}
     for result in contract.results:
         mesh = contract.mesh_of[result]
         if result in freed or (result not in ends[mesh] and result not in contract.given[mesh]):
             raise StreamError(f"b{result}, a result of the step, is not on mesh {contract.mesh_of[result]} at the end.")
+    return peaks
 
 
 def _check_messages(streams: Mapping[MeshId, Sequence[Instruction]], contract: Contract) -> None:
@@ -129,11 +134,13 @@ def _check_operands(mesh: MeshId, run: Run, contract: Contract) -> None:
                 )
 
 
-def _check_buffers(mesh: MeshId, stream: Sequence[Instruction], contract: Contract) -> None:
+def _check_buffers(mesh: MeshId, stream: Sequence[Instruction], contract: Contract) -> int:
+    num_bytes = contract.num_bytes or [0] * len(contract.names)
     there = dict.fromkeys(contract.given.get(mesh, ()))
     written = dict(there)
     gone: dict[BufferId, None] = {}
     newest: dict[tuple[str, object], BufferId] = {}
+    now = peak = sum(num_bytes[b] for b in there)
     for instruction in stream:
         for buffer in reads(instruction):
             if buffer in gone:
@@ -149,18 +156,22 @@ def _check_buffers(mesh: MeshId, stream: Sequence[Instruction], contract: Contra
             if contract.mesh_of[buffer] != mesh:
                 raise StreamError(f"mesh {mesh}: {instruction}: b{buffer} belongs to mesh {contract.mesh_of[buffer]}.")
             written[buffer] = there[buffer] = None
+            now += num_bytes[buffer]
             kind, key, _ = contract.names[buffer]
             if kind in _IN_PLACE:
                 newest[kind, key] = buffer
+        peak = max(peak, now)
         if isinstance(instruction, Free):
             for buffer in instruction.buffers:
                 if buffer not in there:
                     raise StreamError(f"mesh {mesh}: {instruction}: b{buffer} is not there to be let go of.")
                 del there[buffer]
                 gone[buffer] = None
+                now -= num_bytes[buffer]
     leaked = [b for b in there if b not in contract.results and b not in contract.given.get(mesh, ())]
     if leaked:
         raise StreamError(f"mesh {mesh}: b{leaked[0]} is never let go of.")
+    return peak
 
 
 def _check_progress(streams: Mapping[MeshId, Sequence[Instruction]]) -> dict[MeshId, set[BufferId]]:

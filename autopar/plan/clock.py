@@ -97,6 +97,7 @@ def contract_of(streams: Streams, num_microbatches: int) -> Contract:
         [(b.kind, b.key, b.microbatch) for b in streams.buffers],
         [b.mesh for b in streams.buffers],
         runs,
+        [b.num_bytes for b in streams.buffers],
     )
 
 

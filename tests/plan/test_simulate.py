@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.plan.clock import simulate_streams
+from autopar.plan.check import check_streams
+from autopar.plan.clock import contract_of, simulate_streams
 from autopar.plan.emit import emit_instructions
 from autopar.plan.instructions import Free, Recv, Run, Send
 from autopar.plan.schedules import find_schedule
@@ -226,6 +227,28 @@ def test_residuals_in_flight(schedule, in_flight):
         lambda run: 0,
     )
     assert found.peak_bytes[0] == in_flight * sum(residuals[key] for key in from_forward)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("s, m", [(2, 4), (3, 4), (4, 8)])
+def test_peaks_equal_the_checkers_accounting(s, m, schedule):
+    """Under 1F1B a message may wait for its receiver: it is there from when it was sent, which the checker cannot know."""
+    streams, _ = under(planned(s, m), schedule)
+    contract = contract_of(streams, m)
+    accounted = check_streams(streams.instructions, contract)
+    num_bytes = [b.num_bytes for b in streams.buffers]
+    found = simulate(
+        streams.instructions,
+        lambda run: float(run.program.endswith(("/F", "/B"))),
+        lambda mesh, send: 0.0,
+        num_bytes,
+        lambda run: 0,
+        contract.given,
+    )
+    for mesh, stream in streams.instructions.items():
+        messages = [sum(num_bytes[b] for b in i.buffers) for i in stream if isinstance(i, Recv)]
+        waiting = max(messages) if schedule == "1f1b" and mesh > 0 else 0
+        assert accounted[mesh] <= found.peak_bytes[mesh] <= accounted[mesh] + waiting
 
 
 def test_simulated_step_is_the_plans():
