@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 
 import autopar
 from autopar.errors import DeviceCountError, MicrobatchError, PipelineError
@@ -391,6 +392,29 @@ def test_equal_stages_are_compiled_once(num_stages, compiled_stages):
     assert len(kinds) == num_stages * len(set(kinds))
     assert compiled.executable.num_compiled <= compiled_stages * len(set(kinds))
     check_steps(case, compiled)
+
+
+def test_stages_are_not_moved_out_of_the_cache(tmp_path):
+    """Equal programs that come from JAX's compilation cache run on each stage."""
+    flags = {
+        "jax_compilation_cache_dir": str(tmp_path),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    before = {name: getattr(jax.config, name) for name in flags}
+    case = marked_layers(4)
+    try:
+        for name, value in flags.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        for _ in range(2):
+            step = make_step(case, 4, num_stages=4, num_microbatches=4)
+            check_steps(case, step.compile(case.state, case.batches[0]))
+            jax.clear_caches()
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
 
 
 def marked_layers(num_layers):

@@ -75,6 +75,9 @@ class Compiler:
         known = self._known.get(text)
         if known is None or known.devices == devices:
             return known.compiled if known is not None else None
+        if jax.config.jax_compilation_cache_dir:
+            # What XLA for CPU has read from JAX's cache it cannot write again: the copy would lack functions.
+            return None
         try:
             return load_elsewhere(known.compiled, known.devices, devices)
         except Exception:  # a platform that cannot move programs: then this one is compiled, too
