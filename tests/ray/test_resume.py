@@ -116,6 +116,6 @@ def test_callbacks_are_refused(case, ray_started):
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
     params = [np.eye(8, dtype=np.float32)] * 2
-    with pytest.raises(autopar.errors.NotBuiltYetError, match="calls into Python(.*\n)*.*test_fit.py"):
+    with pytest.raises(autopar.errors.NotBuiltYetError, match="calls into Python(.*\n)*.*test_resume.py"):
         step(params, np.ones((8, 8), np.float32))
     cluster.machine.close()
