@@ -206,7 +206,10 @@ def test_a_program_that_ends_waits_for_its_checkpoint(tmp_path):
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    assert checkpoint.latest(tmp_path) == 5 and [p.name for p in tmp_path.iterdir()] == ["5"]
+    if sys.version_info < (3, 12):
+        assert checkpoint.latest(tmp_path) == 5 and [p.name for p in tmp_path.iterdir()] == ["5"]
+    else:  # no thread starts while the program ends: written in time, or told
+        assert checkpoint.latest(tmp_path) == 5 or "was NOT written" in done.stderr
 
 
 # Damage.

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -45,7 +46,7 @@ def save(
         overwrite: Replace the checkpoint of this number, if there is one.
 
     Returns:
-        `Saving`. A program that ends waits for it.
+        `Saving`. Wait for the last one before the program ends: Python 3.11 does so by itself, later ones cannot.
 
     Raises:
         CheckpointError: There is a checkpoint of this number; a leaf cannot be written; orbax is not installed.
@@ -152,3 +153,10 @@ def _wait_at_exit(reference: weakref.ref[Saving]) -> None:
     if saving is not None:
         with contextlib.suppress(KeyboardInterrupt):
             saving._thread.join()
+    if saving is not None and saving._error is not None:
+        # From Python 3.12 on no thread can be started while the program ends, and orbax needs some to commit.
+        print(
+            f"autopar: checkpoint {saving.path} was NOT written, for the program ended: call wait() on what "
+            "checkpoint.save returns before that.",
+            file=sys.stderr,
+        )
