@@ -25,6 +25,7 @@ from autopar.errors import (
     StructureChangedError,
     TraceError,
 )
+from tests import small_mlp
 
 
 def train_step(state, batch):
@@ -277,3 +278,22 @@ def test_create_state_of_another_structure(compiled):
     step(state(), batch())
     with raises(StructureChangedError, "does not fit"):
         step.create_state(lambda: {"w": jnp.ones((16, 8))})
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        autopar.Auto(),
+        autopar.ShardParallel(),
+        autopar.DataParallel(),
+        autopar.PipelineParallel(num_stages=2),
+        autopar.ThreeD(data=4, tensor=6, pipeline=2),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+def test_several_kinds_of_devices(method):
+    step = autopar.parallelize(small_mlp.train_step, cluster=Cluster.of("2x8 h100 + 4x8 a100"), method=method)
+    with pytest.raises(autopar.errors.NotBuiltYetError, match="several kinds of devices") as info:
+        step.plan(small_mlp.make_params(2, 16), small_mlp.make_batch(96, 16))
+    advised = re.findall(r'Cluster\.of\("(.*?)"\)', str(info.value))
+    assert [Cluster.of(text).num_devices for text in advised] == [16, 32], "what it says to do can be done"

@@ -16,7 +16,7 @@ from autopar.inter_op.tasks import Tasks
 from autopar.mesh import Cluster
 from autopar.plan.check import check_streams
 from autopar.plan.clock import check_order, contract_of, simulate_streams
-from autopar.plan.cut import Cut
+from autopar.plan.cut import CutStep
 from autopar.plan.emit import Streams, emit_instructions
 from autopar.plan.schedules import Schedule, num_chunks
 from autopar.plan.simulate import Simulation
@@ -37,7 +37,7 @@ class PipelinePlan:
         simulation: On the clock.
     """
 
-    cut: Cut
+    cut: CutStep
     borders: tuple[int, ...]
     tasks: Tasks
     stages: tuple[StagePlan, ...]
@@ -58,7 +58,7 @@ class PipelinePlan:
 
 
 def assemble(
-    cut: Cut,
+    cut: CutStep,
     borders: tuple[int, ...],
     tasks: Tasks,
     stages: Sequence[StagePlan],

@@ -1,7 +1,7 @@
 """A step taken apart, ready to be cut into stages.
 
 In:     a traced step, how many stages and microbatches are wanted.
-Out:    `Cut`: the step with its scans over layers taken apart, its phases, the segments of its loop.
+Out:    `CutStep`: the step with its scans over layers taken apart, its phases, the segments of its loop.
 Method: `ir/unstack.py`, `ir/microbatch.py` (or `ir/whole_batch.py`), `inter_op/chain.py`, in this order.
 """
 
@@ -26,7 +26,7 @@ from autopar.ir.whole_batch import whole_batch
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cut:
+class CutStep:
     """A step in phases, ready to be cut into stages.
 
     Attributes:
@@ -113,7 +113,7 @@ def cut_step(
     num_microbatches: int,
     semantics: str = "exact",
     lying: tuple[int, Sequence[int]] | None = None,
-) -> Cut:
+) -> CutStep:
     """Take a step apart: its scans over layers, its phases, its segments.
 
     Args:
@@ -139,7 +139,7 @@ def cut_step(
     chain = make_chain(split.loop, split.loop.invars[1:first])
     pieces = {first + k: frozenset({0}) for k in range(len(split.pieces))}
     batch = follow_batch(split.loop, _rules(split.loop, {}), pieces)
-    return Cut(program, roles, stacks, split, chain, batch)
+    return CutStep(program, roles, stacks, split, chain, batch)
 
 
 def _rules(jaxpr: Jaxpr, found: dict[int, ShardingRule]) -> dict[int, ShardingRule]:
@@ -152,7 +152,7 @@ def _rules(jaxpr: Jaxpr, found: dict[int, ShardingRule]) -> dict[int, ShardingRu
     return found
 
 
-def check_stage_count(cut: Cut, num_stages: int) -> None:
+def check_stage_count(cut: CutStep, num_stages: int) -> None:
     """There must be as many places to cut.
 
     Raises:

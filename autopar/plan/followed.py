@@ -23,7 +23,7 @@ from autopar.ir.trace import Program
 from autopar.ir.work import num_bytes
 from autopar.mesh import Cluster, Sharding
 from autopar.plan.assemble import PipelinePlan, assemble
-from autopar.plan.cut import Cut, cut_step
+from autopar.plan.cut import CutStep, cut_step
 from autopar.plan.methods import Follow
 from autopar.plan.pipeline import check_budget
 from autopar.plan.schedules import SCHEDULES, num_chunks, splits_backward
@@ -72,7 +72,7 @@ def pipeline_behind(
     return planned
 
 
-def _cut(program: Program, roles: Roles, method: Follow, found: Mapping[int, int]) -> Cut:
+def _cut(program: Program, roles: Roles, method: Follow, found: Mapping[int, int]) -> CutStep:
     """The step taken apart as the other is: its stacks, and its microbatches if it can be worked through in such."""
     lead = method.plan.origin.pipeline
     kept = dataclasses.replace(roles, state=tuple(sorted({*roles.state, *found})))
@@ -88,7 +88,7 @@ def _cut(program: Program, roles: Roles, method: Follow, found: Mapping[int, int
     return cut_step(program, kept, len(lead.stages), 1, semantics, lying)
 
 
-def _lies(cut: Cut, method: Follow, found: Mapping[int, int]) -> dict[Var, tuple[int, Sharding]]:
+def _lies(cut: CutStep, method: Follow, found: Mapping[int, int]) -> dict[Var, tuple[int, Sharding]]:
     lead, values = method.plan.origin.pipeline.cut, method.plan.values
     lies = {}
     for here, there in found.items():
@@ -99,7 +99,7 @@ def _lies(cut: Cut, method: Follow, found: Mapping[int, int]) -> dict[Var, tuple
     return lies
 
 
-def aligned_borders(cut: Cut, lies: Lies, num_stages: int) -> tuple[int, ...]:
+def aligned_borders(cut: CutStep, lies: Lies, num_stages: int) -> tuple[int, ...]:
     """First segment of each stage: the fewest bytes of state on another stage, then the fewest that cross."""
     chain = cut.chain
     away = _bytes_away(cut, lies, num_stages)
@@ -126,7 +126,7 @@ def aligned_borders(cut: Cut, lies: Lies, num_stages: int) -> tuple[int, ...]:
     return (0, *reversed(borders))
 
 
-def _bytes_away(cut: Cut, lies: Lies, num_stages: int) -> list[list[int]]:
+def _bytes_away(cut: CutStep, lies: Lies, num_stages: int) -> list[list[int]]:
     """Per segment and stage: bytes of the state that the segment reads and that lies on other stages."""
     split, chain = cut.split, cut.chain
     outer_of = dict(zip(split.loop.invars[1:], (*split.invariants, *split.pieces), strict=True))

@@ -23,7 +23,7 @@ from autopar.intra_op.restrict import Restrict
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Options
 from autopar.plan.assemble import PipelinePlan, assemble, at_levels
-from autopar.plan.cut import Cut
+from autopar.plan.cut import CutStep
 from autopar.plan.schedules import Schedule, splits_backward
 from autopar.plan.solve_stages import SameStacks, Solved, best_stage, pinned, solve_stage
 
@@ -33,7 +33,7 @@ RestrictStage = Callable[[StageProgram, LogicalMesh], Restrict | None]
 
 
 def plan_pipeline(
-    cut: Cut,
+    cut: CutStep,
     borders: Sequence[int],
     meshes: Sequence[Sequence[LogicalMesh]],
     cluster: Cluster,
@@ -97,7 +97,7 @@ def _ways(options: Options, budget: float) -> Iterator[tuple[Options, bool]]:
 
 
 def _shard_stages(
-    cut: Cut,
+    cut: CutStep,
     programs: Sequence[StageProgram],
     meshes: Sequence[Sequence[LogicalMesh]],
     cluster: Cluster,

@@ -73,9 +73,11 @@ def make_plan(
 
     Raises:
         AutoparError: No mesh allows a plan; the message of the last one tried says why.
+        NotBuiltYetError: The cluster has several kinds of devices.
     """
     started = time.perf_counter()
     dump("program", str(program))
+    _check_one_kind(cluster)
     if isinstance(method, PipelineParallel | ThreeD):
         pipeline = pipeline_of(program, roles, cluster, method, report)
         return _plan_of_pipeline(program, roles, cluster, method, pipeline, started, ())
@@ -134,20 +136,23 @@ def _plan_of_pipeline(
     return dataclasses.replace(plan, alternatives=tuple(tried))
 
 
+def _check_one_kind(cluster: Cluster) -> None:
+    if cluster.groups:
+        raise NotBuiltYetError(
+            "planning for several kinds of devices at once is not built yet.",
+            given=str(cluster),
+            wrong="one mesh is made of equal devices, and this version gives every stage devices of one kind.",
+            do="plan for one of the kinds: " + ", ".join(f'Cluster.of("{group}")' for group in cluster.groups) + ".",
+            feature="heterogeneous clusters",
+        )
+
+
 def candidate_meshes(cluster: Cluster, method: Method) -> list[LogicalMesh]:
     """Logical meshes to try.
 
     Raises:
         DeviceCountError: The method's mesh has another number of devices than the cluster.
     """
-    if cluster.groups:
-        raise NotBuiltYetError(
-            "a cluster of several kinds of devices needs pipeline stages.",
-            given=str(cluster),
-            wrong="one mesh is made of equal devices, and this version plans one mesh.",
-            do="plan for one of the kinds: " + ", ".join(f'Cluster.of("{group}")' for group in cluster.groups) + ".",
-            feature="heterogeneous clusters",
-        )
     match method:
         case ShardParallel(mesh_shape=LogicalMesh() as mesh):
             chosen = [mesh]

@@ -23,7 +23,7 @@ from autopar.ir.unstack import layer_count
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Options
 from autopar.plan.assemble import PipelinePlan
-from autopar.plan.cut import Cut, cut_step
+from autopar.plan.cut import CutStep, cut_step
 from autopar.plan.pipeline import plan_pipeline
 from autopar.plan.schedules import SCHEDULES, Schedule
 from autopar.plan.solve_stages import Solved
@@ -86,7 +86,7 @@ def search_pipelines(
     layers = balanced_borders(cut.chain, num_layers, LAYER_SLACK)
     table = fill_table(cut, layers, cluster, options, solved, report)
     candidates = _slicings(table, counts, [cut.chain.cut_bytes[k] for k in layers], cluster, options)
-    cuts: dict[tuple[int, int], Cut] = {_cut_key(program, MAX_LAYERS, reference): cut}
+    cuts: dict[tuple[int, int], CutStep] = {_cut_key(program, MAX_LAYERS, reference): cut}
     best: tuple[PipelinePlan, _Candidate] | None = None
 
     def attempt(candidate: _Candidate, schedule: Schedule) -> None:
@@ -208,7 +208,7 @@ def _plan(
     schedule: Schedule,
     num_layers: int,
     solved: Solved,
-    cuts: dict[tuple[int, int], Cut],
+    cuts: dict[tuple[int, int], CutStep],
     beat: float,
 ) -> PipelinePlan:
     """Plan a candidate as it is; `cuts` are those made before, by parts and microbatches, `beat` as of `plan_pipeline`."""

@@ -22,7 +22,7 @@ from autopar.intra_op.shard import Sharded, read_off
 from autopar.ir.canonical import canonical_key
 from autopar.mesh import Cluster, LogicalMesh, Sharding
 from autopar.options import Options
-from autopar.plan.cut import Cut
+from autopar.plan.cut import CutStep
 
 
 @dataclass(slots=True)
@@ -157,7 +157,7 @@ def stage_seconds(stage: StagePlan) -> float:
 class SameStacks:
     """The parts of one stack shall lie alike on their stages: then they are one array to the user."""
 
-    def __init__(self, cut: Cut):
+    def __init__(self, cut: CutStep):
         arguments = cut.program.jaxpr.invars
         self.stack_of = {
             arguments[at]: k for k, parts in enumerate(cut.stacks.inputs) if len(parts) > 1 for at in parts

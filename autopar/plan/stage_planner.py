@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from autopar.errors import DeviceCountError, NotBuiltYetError, PipelineError
+from autopar.errors import DeviceCountError, PipelineError
 from autopar.inter_op.chain import balanced_borders
 from autopar.inter_op.stage_program import StageProgram
 from autopar.intra_op.graph import Graph
@@ -23,7 +23,7 @@ from autopar.ir.state import Roles
 from autopar.ir.trace import Program
 from autopar.mesh import Cluster, LogicalMesh, logical_meshes
 from autopar.plan.assemble import PipelinePlan
-from autopar.plan.cut import Cut, check_stage_count, cut_step
+from autopar.plan.cut import CutStep, check_stage_count, cut_step
 from autopar.plan.methods import PipelineParallel, ThreeD
 from autopar.plan.pipeline import plan_pipeline
 from autopar.plan.schedules import find_schedule, num_chunks
@@ -47,14 +47,6 @@ def pipeline_of(
         PipelineError: The step has fewer places to cut.
         InfeasibleError: A stage does not fit.
     """
-    if cluster.groups:
-        raise NotBuiltYetError(
-            "stages on several kinds of devices are not built yet.",
-            given=str(cluster),
-            wrong="this version gives every stage devices of one kind.",
-            do="plan for one of the kinds: " + ", ".join(f'Cluster.of("{group}")' for group in cluster.groups) + ".",
-            feature="heterogeneous clusters",
-        )
     options = method.options()
     schedule = find_schedule(method.schedule)
     if isinstance(method, PipelineParallel):
@@ -115,7 +107,7 @@ def _marked_stages(program: Program, chunks: int) -> int:
     return (marks + 1) // chunks if marks else 0
 
 
-def _check_marks(cut: Cut, num_stages: int) -> None:
+def _check_marks(cut: CutStep, num_stages: int) -> None:
     """Every mark must be a place between stages.
 
     Raises:

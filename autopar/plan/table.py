@@ -25,7 +25,7 @@ from autopar.inter_op.tasks import Tasks, make_tasks
 from autopar.ir.canonical import canonical_key
 from autopar.mesh import Cluster, LogicalMesh, logical_meshes
 from autopar.options import Options
-from autopar.plan.cut import Cut
+from autopar.plan.cut import CutStep
 from autopar.plan.recompute import kept_bytes
 from autopar.plan.solve_stages import Solved, solve_stage
 
@@ -74,7 +74,7 @@ class Table:
 
 
 def fill_table(
-    cut: Cut, borders: Sequence[int], cluster: Cluster, options: Options, solved: Solved, report: Report
+    cut: CutStep, borders: Sequence[int], cluster: Cluster, options: Options, solved: Solved, report: Report
 ) -> Table:
     """Shard every layer on every mesh; equal layers once.
 

@@ -51,17 +51,28 @@ def test_solve_equals_brute_force(solver, rows):
             assert found.gap == pytest.approx(0.0, abs=1e-9)
 
 
-@pytest.mark.parametrize("gap", [1e-3, solving.ROUGH])
-def test_a_gap_that_may_be_left_is_kept(gap):
-    missed = 0
+def test_a_gap_that_may_be_left_is_kept():
+    gap = 1e-3
     for seed in range(60):
         problem = draw(seed, forbidden=0.1, nodes=(5, 9), choices=(3, 6))
         wanted, found = brute_force(problem), solve(problem, gap=gap)
         assert (found.status == "infeasible") == (not wanted.choices)
         assert found.bound <= wanted.objective + 1e-9, seed
-        missed += found.objective > wanted.objective * (1 + gap) + 1e-9
-    assert missed == 0 or gap == solving.ROUGH
-    assert missed < 20, "rough: what message passing finds is often the best, and its bound always holds"
+        assert not wanted.choices or found.objective <= wanted.objective * (1 + gap) + 1e-9, seed
+
+
+def test_a_rough_answer_says_how_rough():
+    """Message passing alone: its answer is an assignment, and its bound holds."""
+    proved = 0
+    for seed in range(60):
+        problem = draw(seed, forbidden=0.1, nodes=(5, 9), choices=(3, 6))
+        wanted, found = brute_force(problem), solve(problem, gap=solving.ROUGH)
+        assert (found.status == "infeasible") == (not wanted.choices)
+        if wanted.choices:
+            assert problem.cost(found.choices) == pytest.approx(found.objective)
+            assert found.bound <= wanted.objective + 1e-9 <= found.objective + 2e-9, seed
+            proved += found.gap <= solving.ROUGH
+    assert 10 < proved, "often it proves what is asked for"
 
 
 def test_elimination_is_exact():

@@ -6,7 +6,6 @@ import functools
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -17,6 +16,7 @@ from autopar.plan.emit import emit_instructions
 from autopar.plan.instructions import Free, Recv, Run, Send
 from autopar.plan.schedules import find_schedule
 from autopar.plan.simulate import simulate
+from tests.small_mlp import train_step
 from tests.sweep import QUICK, SLOW
 
 SECONDS = {"a": 2.0, "b": 3.0, "c": 1.0, "d": 0.0}
@@ -155,17 +155,6 @@ def test_a_message_takes_room_from_its_sending():
 
 
 # Planned pipelines.
-
-
-def train_step(params, batch):
-    def loss_fn(params):
-        x = batch["x"]
-        for kernel in params:
-            x = jnp.tanh(x @ kernel)
-        return jnp.mean((x - batch["y"]) ** 2)
-
-    loss, grads = jax.value_and_grad(loss_fn)(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
 
 
 @functools.cache

@@ -13,6 +13,7 @@ import autopar
 from autopar.errors import DonatedError
 from autopar.runtime.ray.handles import RemoteArray
 from tests.models.registry import CASES
+from tests.small_mlp import make_batch, make_params, train_step
 from tests.sweep import QUICK, SLOW, _host
 
 pytestmark = pytest.mark.ray
@@ -137,27 +138,16 @@ def test_state_is_born_in_its_place(clusters):
         keys = jax.random.split(key, 4)
         return [jax.random.normal(k, (16, 16)) / 4 for k in keys]
 
-    def train(params, batch):
-        def loss(params):
-            x = batch["x"]
-            for kernel in params:
-                x = jnp.tanh(x @ kernel)
-            return jnp.mean((x - batch["y"]) ** 2)
-
-        value, grads = jax.value_and_grad(loss)(params)
-        return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], value
-
-    random = np.random.default_rng(0)
-    batch = {name: random.normal(size=(8, 16)).astype(np.float32) for name in ("x", "y")}
+    batch = make_batch(8, 16)
     method = autopar.PipelineParallel(num_stages=2, num_microbatches=2)
-    step = autopar.parallelize(train, cluster=clusters[1, 4], method=method)
+    step = autopar.parallelize(train_step, cluster=clusters[1, 4], method=method)
     params = step.create_state(init, jax.random.key(3), example=(batch,))
     assert all(isinstance(p, RemoteArray) for p in params)
     assert [p.parts[0].copies[0].mesh for p in params] == [0, 0, 1, 1]
     for got, want in zip(params, jax.jit(init)(jax.random.key(3)), strict=True):
         np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
     new, loss = step(params, batch)
-    want, wanted = jax.jit(train)(jax.jit(init)(jax.random.key(3)), batch)
+    want, wanted = jax.jit(train_step)(jax.jit(init)(jax.random.key(3)), batch)
     np.testing.assert_allclose(float(loss), float(wanted), rtol=1e-5)
     np.testing.assert_allclose(np.asarray(new[0]), np.asarray(want[0]), rtol=1e-5, atol=1e-6)
 
@@ -205,23 +195,13 @@ def test_a_step_that_follows_takes_the_state_as_it_lies(clusters, monkeypatch):
 def test_large_messages(clusters):
     """What is large goes through shared memory, and is the same as in one process; it is copied at most twice."""
 
-    def train(params, batch):
-        def loss(params):
-            x = batch["x"]
-            for kernel in params:
-                x = jnp.tanh(x @ kernel)
-            return jnp.mean((x - batch["y"]) ** 2)
-
-        value, grads = jax.value_and_grad(loss)(params)
-        return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], value
-
-    random = np.random.default_rng(0)
-    params = [random.normal(size=(256, 256)).astype(np.float32) / 16 for _ in range(4)]
-    batch = {name: random.normal(size=(4096, 256)).astype(np.float32) for name in ("x", "y")}
+    params, batch = make_params(4, 256), make_batch(4096, 256)
     method = autopar.PipelineParallel(num_stages=2, num_microbatches=4)
-    on_ray = autopar.parallelize(train, cluster=clusters[1, 4], method=method)
+    on_ray = autopar.parallelize(train_step, cluster=clusters[1, 4], method=method)
     here = autopar.parallelize(
-        train, cluster=autopar.Cluster.local(jax.devices()[:4], device=SLOW, intra=QUICK, inter=QUICK), method=method
+        train_step,
+        cluster=autopar.Cluster.local(jax.devices()[:4], device=SLOW, intra=QUICK, inter=QUICK),
+        method=method,
     )
     got, want = on_ray(params, batch), here(params, batch)
     before = counts(on_ray)
