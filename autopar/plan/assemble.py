@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.inter_op.placement import place_stages
 from autopar.inter_op.stage_plan import StagePlan, lower_stage
 from autopar.inter_op.stage_program import with_tasks
 from autopar.inter_op.tasks import Tasks
@@ -72,11 +73,8 @@ def assemble(
     donated = {v for v, d in zip(cut.program.jaxpr.invars, cut.roles.donated, strict=True) if d}
     streams = emit_instructions(tasks, stages, order, state, donated)
     check_streams(streams.instructions, contract_of(streams, cut.split.count))
-    num_meshes, first_device, at = len(order), [], 0
-    for stage in stages[:num_meshes]:
-        first_device.append(at)
-        at += stage.mesh.num_devices
-    first_device = [first_device[number % num_meshes] for number in range(len(stages))]
+    of_mesh = place_stages([stage.mesh.num_devices for stage in stages[: len(order)]], cluster)
+    first_device = [of_mesh[number % len(order)] for number in range(len(stages))]
     simulation = simulate_streams(streams, stages, first_device, cluster)
     return PipelinePlan(cut, borders, tasks, tuple(stages), tuple(first_device), schedule, streams, simulation)
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from autopar.errors import InfeasibleError
 from autopar.inter_op.backward import find_levels
+from autopar.inter_op.placement import place_stages
 from autopar.inter_op.residuals import CHEAP
 from autopar.inter_op.stage_plan import StagePlan
 from autopar.inter_op.stage_program import StageProgram, stage_program
@@ -24,7 +25,7 @@ from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Options
 from autopar.plan.assemble import PipelinePlan, assemble, at_levels
 from autopar.plan.cut import CutStep
-from autopar.plan.schedules import Schedule, splits_backward
+from autopar.plan.schedules import Schedule, num_chunks, splits_backward
 from autopar.plan.solve_stages import SameStacks, Solved, best_stage, pinned, solve_stage
 
 NEAR = 0.05
@@ -59,7 +60,10 @@ def plan_pipeline(
 
     Raises:
         InfeasibleError: A stage does not fit; says which and by how much.
+        PipelineError: The stages cannot be placed on the hosts.
     """
+    num_meshes = len(borders) // num_chunks(schedule)
+    place_stages([candidates[0].num_devices for candidates in meshes[:num_meshes]], cluster)  # fails before solving
     levels = options.recompute_levels(len(borders))
     tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits_backward(schedule), levels or ())
     programs = [stage_program(tasks, k, cut.roles.aliases, cut.batch.dims) for k in range(len(borders))]

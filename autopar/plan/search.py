@@ -3,8 +3,8 @@
 In:     a traced step, the cluster, options.
 Out:    the best `PipelinePlan`, and what was tried; `plan/planner.py` compares it with the plans without stages.
 Method: the step is cut into a chain of layers of like work, at places where little crosses. A table tells what stages of
-        these layers take (`table.py`). The DP of `inter_op/slicing.py` picks stages for each number of microbatches; the
-        best few are then sharded as they are, emitted, checked and simulated.
+        these layers take (`layer_costs.py`, `table.py`). The DP of `inter_op/slicing.py` picks stages for each number of
+        microbatches; the best few are then sharded as they are, emitted, checked and simulated.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Options
 from autopar.plan.assemble import PipelinePlan
 from autopar.plan.cut import CutStep, cut_step
+from autopar.plan.layer_costs import LAYER_SLACK, LayerCosts
 from autopar.plan.pipeline import plan_pipeline
 from autopar.plan.schedules import SCHEDULES, Schedule
 from autopar.plan.solve_stages import Solved
-from autopar.plan.table import Kinds, Table, fill_table, kinds_of
+from autopar.plan.table import Kinds, kinds_of
 
 Report = Callable[[str], None]
 
 MAX_LAYERS = 16
-LAYER_SLACK = 0.35
-"""Layers may be so uneven, that more of them are equal."""
 COUNTS = (4, 8, 16, 32, 64, 128)
 """Numbers of microbatches that are tried, if they divide the batch."""
 FINALISTS = 2
 """At least so many of the best pipelines of the table are planned as they are; of small programs more."""
+MOST_SOLVED = 8
+"""So many submeshes at most are sharded for a further number of microbatches, where scaling only guesses."""
 EFFORT = 6000
 """As many as this many equations allow, each pipeline planned again counting the program's."""
 MOST = 16
@@ -71,22 +72,33 @@ def search_pipelines(
         The pipeline (None: none fits, or the step cannot be cut), and (what was tried, its time or why not).
     """
     tried: list[tuple[str, str]] = []
-    counts = _counts(program, roles)
+    batch_sizes = [program.in_avals[k].shape[0] for k in roles.batch]
+    counts = _counts(batch_sizes)
     reference = counts[len(counts) // 2]
+    cuts: dict[tuple[int, int], CutStep] = {}
+
+    def cut_for(count: int, parts: int = MAX_LAYERS) -> CutStep:
+        # Only scans over layers are taken into parts.
+        key = parts if layer_count(program.jaxpr) else 0, count
+        if key not in cuts:
+            cuts[key] = cut_step(program, roles, parts, count, options.microbatch_semantics)
+        return cuts[key]
+
     try:
-        cut = cut_step(program, roles, MAX_LAYERS, reference, options.microbatch_semantics)
+        cut = cut_for(reference)
     except (MicrobatchError, BatchError) as error:
         tried.append((f"{reference} microbatches", error.summary))
         counts, reference = [1], 1
-        cut = cut_step(program, roles, MAX_LAYERS, 1, options.microbatch_semantics)
+        cut = cut_for(1)
     num_layers = min(MAX_LAYERS, cut.chain.num_segments)
     if num_layers < 2:
         return None, tried
     solved = Solved()
-    layers = balanced_borders(cut.chain, num_layers, LAYER_SLACK)
-    table = fill_table(cut, layers, cluster, options, solved, report)
-    candidates = _slicings(table, counts, [cut.chain.cut_bytes[k] for k in layers], cluster, options)
-    cuts: dict[tuple[int, int], CutStep] = {_cut_key(program, MAX_LAYERS, reference): cut}
+    layers = LayerCosts(cut_for, batch_sizes, counts, num_layers, cluster, options, solved, report)
+    borders = balanced_borders(cut.chain, num_layers, LAYER_SLACK)
+    crossing = reference * _transfers([cut.chain.cut_bytes[k] for k in borders], cluster)
+    finalists = max(FINALISTS, min(MOST, EFFORT // max(1, len(cut.program.jaxpr.eqns))))
+    candidates = _without_guesses(layers, counts, crossing, cluster, options, finalists)
     best: tuple[PipelinePlan, _Candidate] | None = None
 
     def attempt(candidate: _Candidate, schedule: Schedule) -> None:
@@ -95,7 +107,7 @@ def search_pipelines(
         report(f"planning {text}")
         try:
             beat = best[0].seconds if best is not None else np.inf
-            plan = _plan(program, roles, cluster, options, candidate, schedule, num_layers, solved, cuts, beat)
+            plan = _plan(cut_for, cluster, options, candidate, schedule, num_layers, solved, beat)
         except AutoparError as error:
             tried.append((text, error.summary))
             return
@@ -104,13 +116,12 @@ def search_pipelines(
         if plan.seconds < beat:
             best = plan, candidate
 
-    finalists = max(FINALISTS, min(MOST, EFFORT // max(1, len(cut.program.jaxpr.eqns))))
     for candidate in candidates[:finalists]:
         attempt(candidate, SCHEDULES["1f1b"])
     if best is None:
         # The table's memory is an estimate: what takes least of it may fit after all.
-        kinds, crossing = kinds_of(table, counts[-1], num_layers, np.inf), np.zeros(num_layers)
-        for candidate in _equal_stages(table, kinds, crossing, counts[-1], num_layers, cluster):
+        kinds, nothing = kinds_of(layers, counts[-1], np.inf), np.zeros(num_layers)
+        for candidate in _equal_stages(layers, kinds, nothing, counts[-1], cluster):
             if candidate not in candidates[:finalists]:
                 attempt(candidate, SCHEDULES["1f1b"])
     if best is not None:
@@ -118,33 +129,52 @@ def search_pipelines(
     return (best[0] if best is not None else None), tried
 
 
-def _counts(program: Program, roles: Roles) -> list[int]:
-    sizes = [program.in_avals[k].shape[0] for k in roles.batch]
-    found = [m for m in COUNTS if sizes and all(size % m == 0 for size in sizes)]
+def _counts(batch_sizes: Sequence[int]) -> list[int]:
+    found = [m for m in COUNTS if batch_sizes and all(size % m == 0 for size in batch_sizes)]
     if found:
         return found
-    every = [m for m in range(2, 129) if sizes and all(size % m == 0 for size in sizes)]
+    every = [m for m in range(2, 129) if batch_sizes and all(size % m == 0 for size in batch_sizes)]
     return every[-3:] or [1]
 
 
-def _slicings(
-    table: Table, counts: Sequence[int], crossing_bytes: Sequence[float], cluster: Cluster, options: Options
+def _without_guesses(
+    layers: LayerCosts,
+    counts: Sequence[int],
+    crossing: np.ndarray,
+    cluster: Cluster,
+    options: Options,
+    finalists: int,
 ) -> list[_Candidate]:
-    """For each number of microbatches the best slicing, best first."""
-    num_layers = len(crossing_bytes)
-    budget = options.memory_budget_bytes or cluster.device.memory_bytes
-    found = []
-    for count in counts:
-        kinds = kinds_of(table, count, num_layers, budget)
-        crossing = _transfers(crossing_bytes, cluster) * (table.count / count)
-        found += _equal_stages(table, kinds, crossing, count, num_layers, cluster)
-        # Also the best one that runs nothing more again: what recomputation takes is known only when it is planned.
-        for some in (kinds, kinds.first(len(table.meshes)))[: len(table.levels)]:
-            best = _best_slicing(some, crossing, count, cluster)
-            found += [best] if best is not None else []
+    """Candidates, best first; of the best ones, what the layers cost is not guessed, but for the last of many."""
+    slicings = {count: _slicings(layers, count, crossing / count, cluster, options) for count in counts}
+    for _ in range(MOST_SOLVED):
+        ranked = sorted((c for some in slicings.values() for c in some), key=lambda c: c.seconds)
+        guessed = [
+            (size, c.count)
+            for c in ranked[:finalists]
+            for size in sorted(set(c.sizes))
+            if layers.is_guess(size, c.count)
+        ]
+        if not guessed:
+            break
+        size, count = guessed[0]
+        layers.solve(size, count)
+        slicings[count] = _slicings(layers, count, crossing / count, cluster, options)
+    return ranked
+
+
+def _slicings(
+    layers: LayerCosts, count: int, crossing: np.ndarray, cluster: Cluster, options: Options
+) -> list[_Candidate]:
+    """The best slicing for a number of microbatches, and some that one would write by hand."""
+    kinds = kinds_of(layers, count, options.memory_budget_bytes or cluster.device.memory_bytes)
+    found = _equal_stages(layers, kinds, crossing, count, cluster)
+    # Also the best one that runs nothing more again: what recomputation takes is known only when it is planned.
+    for some in (kinds, kinds.first(len(layers.meshes)))[: len(layers.levels)]:
+        best = _best_slicing(some, crossing, count, cluster)
+        found += [best] if best is not None else []
     # Equal stages tried on all their meshes stand for the same stages on one.
-    different = {(c.count, c.sizes, c.firsts): c for c in reversed(found)}
-    return sorted(different.values(), key=lambda c: c.seconds)
+    return list({(c.sizes, c.firsts): c for c in reversed(found)}.values())
 
 
 def _best_slicing(kinds: Kinds, crossing: np.ndarray, count: int, cluster: Cluster) -> _Candidate | None:
@@ -173,11 +203,11 @@ def _best_slicing(kinds: Kinds, crossing: np.ndarray, count: int, cluster: Clust
 
 
 def _equal_stages(
-    table: Table, kinds: Kinds, crossing: np.ndarray, count: int, num_layers: int, cluster: Cluster
+    layers: LayerCosts, kinds: Kinds, crossing: np.ndarray, count: int, cluster: Cluster
 ) -> list[_Candidate]:
     """Pipelines of equally many layers on equal submeshes, as one would write them by hand."""
-    found = []
-    for size, shapes in table.meshes.items():
+    num_layers, found = layers.num_layers, []
+    for size, shapes in layers.meshes.items():
         num_stages = cluster.num_devices // size
         if cluster.num_devices % size or not 2 <= num_stages <= num_layers:
             continue
@@ -200,35 +230,24 @@ def _transfers(crossing_bytes: Sequence[float], cluster: Cluster) -> np.ndarray:
 
 
 def _plan(
-    program: Program,
-    roles: Roles,
+    cut_for: Callable[[int, int], CutStep],
     cluster: Cluster,
     options: Options,
     candidate: _Candidate,
     schedule: Schedule,
     num_layers: int,
     solved: Solved,
-    cuts: dict[tuple[int, int], CutStep],
     beat: float,
 ) -> PipelinePlan:
-    """Plan a candidate as it is; `cuts` are those made before, by parts and microbatches, `beat` as of `plan_pipeline`."""
+    """Plan a candidate as it is; `beat` as of `plan_pipeline`."""
     num_stages, firsts = len(candidate.sizes), candidate.firsts
-    parts = num_stages if firsts is None else MAX_LAYERS
-    key = _cut_key(program, parts, candidate.count)
-    if key not in cuts:
-        cuts[key] = cut_step(program, roles, parts, candidate.count, options.microbatch_semantics)
-    cut = cuts[key]
+    cut = cut_for(candidate.count, num_stages if firsts is None else MAX_LAYERS)
     if firsts is None:
         borders = balanced_borders(cut.chain, num_stages)
     else:
         layers = balanced_borders(cut.chain, num_layers, LAYER_SLACK)
         borders = tuple(layers[first] for first in firsts)
     return plan_pipeline(cut, borders, candidate.meshes, cluster, schedule, options, solved, beat=beat)
-
-
-def _cut_key(program: Program, parts: int, count: int) -> tuple[int, int]:
-    """What makes two cuts equal: only scans over layers are taken into parts."""
-    return parts if layer_count(program.jaxpr) else 0, count
 
 
 def _text(candidate: _Candidate, schedule: Schedule) -> str:
