@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from autopar.cost import collective_seconds
 from autopar.errors import AutoparError, InfeasibleError
-from autopar.inter_op.chain import balanced_borders
 from autopar.inter_op.residuals import ALL, CHEAP
 from autopar.inter_op.stage_plan import StagePlan, lower_stage
 from autopar.inter_op.stage_program import StageProgram, stage_program, with_tasks
@@ -32,8 +31,6 @@ Report = Callable[[str], None]
 
 LAYER_GAP = 1e-2
 """Layers are sharded to this part of their cost: they only choose stages."""
-LAYER_SLACK = 0.35
-"""Layers may be so uneven, that more of them are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +66,9 @@ class LayerCosts:
     def __init__(
         self,
         cut_for: Callable[[int], CutStep],
+        borders: Sequence[int],
         batch_sizes: Sequence[int],
         counts: Sequence[int],
-        num_layers: int,
         cluster: Cluster,
         options: Options,
         solved: Solved,
@@ -81,20 +78,21 @@ class LayerCosts:
 
         Args:
             cut_for: The step in phases, for a number of microbatches.
+            borders: First segment of each layer.
             batch_sizes: Samples of the batch, of each argument that has some.
             counts: Numbers of microbatches, one of which each mesh is solved for.
-            num_layers: How many layers.
             cluster: The machine.
             options: Solver, time limit, memory budget, levels of recomputation.
             solved: Stages solved before; extended.
             report: Called with a line of progress before each mesh is tried.
         """
-        self.num_layers = num_layers
+        self.num_layers, self._borders = len(borders), borders
         self.levels = (options.recompute_levels(1) or (CHEAP,)) + ((ALL,) if options.recompute == "auto" else ())
         self.meshes = {size: logical_meshes(cluster, size, max_axes=2) for size in submesh_sizes(cluster)}
         self._cut_for, self._cluster, self._options = cut_for, cluster, options
         self._solved, self._report = solved, report
-        self._programs: dict[int, tuple[list[Tasks], list[StageProgram], list[Hashable]]] = {}
+        self._kinds: list[int] = []
+        self._layers: dict[int, dict[int, tuple[StageProgram, list[Tasks]]]] = {}
         self._known: dict[int, dict[int, list[list[tuple[LayerCost, ...] | None]]]] = {}
         self._batch_sizes = batch_sizes
         middle = len(counts) // 2
@@ -120,42 +118,48 @@ class LayerCosts:
     def solve(self, size: int, count: int) -> None:
         """Shard every layer on every mesh of a submesh, for a number of microbatches."""
         try:
-            tasks, programs, keys = self._layers(count)
+            layers = self._layers_for(count)
         except AutoparError:
             self._known.setdefault(size, {})[count] = [[None] * self.num_layers for _ in self.meshes[size]]
             return
-
-        def cost(program: StageProgram, mesh: LogicalMesh) -> tuple[LayerCost, ...] | None:
-            try:
-                made = solve_stage(program, mesh, self._cluster, self._options, self._solved, gap=LAYER_GAP)
-            except InfeasibleError:
-                return None
-            device = self._cluster.device
-            others = [lower_stage(with_tasks(program, t), mesh, device, made.sharded) for t in tasks[1:]]
-            return tuple(_cost(stage, t) for stage, t in zip((made, *others), tasks, strict=True))
-
         found: list[list[tuple[LayerCost, ...] | None]] = []
         for mesh in self.meshes[size]:
-            self._report(f"sharding {len(set(keys))} kinds of layers on {mesh}, {count} microbatches")
-            known: dict[Hashable, tuple[LayerCost, ...] | None] = {}
-            for key, program in zip(keys, programs, strict=True):
-                if key not in known:
-                    known[key] = cost(program, mesh)
-            found.append([known[key] for key in keys])
+            self._report(f"sharding {len(layers)} kinds of layers on {mesh}, {count} microbatches")
+            costs = {kind: self._cost(program, tasks, mesh) for kind, (program, tasks) in layers.items()}
+            found.append([costs[kind] for kind in self._kinds])
         self._known.setdefault(size, {})[count] = found
 
-    def _layers(self, count: int) -> tuple[list[Tasks], list[StageProgram], list[Hashable]]:
-        """The layers' tasks at each level, their programs, and what tells those apart."""
-        if count not in self._programs:
-            cut, each = self._cut_for(count), range(self.num_layers)
-            borders = balanced_borders(cut.chain, self.num_layers, LAYER_SLACK)
-            tasks = [
-                make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, levels=[level for _ in each])
-                for level in self.levels
-            ]
-            programs = [stage_program(tasks[0], k, cut.roles.aliases, cut.batch.dims) for k in each]
-            self._programs[count] = tasks, programs, [canonical_key(p.jaxpr) for p in programs]
-        return self._programs[count]
+    def _cost(self, program: StageProgram, tasks: Sequence[Tasks], mesh: LogicalMesh) -> tuple[LayerCost, ...] | None:
+        try:
+            made = solve_stage(program, mesh, self._cluster, self._options, self._solved, gap=LAYER_GAP)
+        except InfeasibleError:
+            return None
+        others = [lower_stage(with_tasks(program, t), mesh, self._cluster.device, made.sharded) for t in tasks[1:]]
+        return tuple(_cost(stage, t) for stage, t in zip((made, *others), tasks, strict=True))
+
+    def _layers_for(self, count: int) -> dict[int, tuple[StageProgram, list[Tasks]]]:
+        """Of each kind of layers the first one: its program, and the tasks at each level."""
+        if count not in self._layers:
+            cut = self._cut_for(count)
+            levels = [self.levels[0]] * self.num_layers
+            tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, self._borders, levels=levels)
+
+            def program(layer: int) -> StageProgram:
+                return stage_program(tasks, layer, cut.roles.aliases, cut.batch.dims)
+
+            # What is equal for one number of microbatches is so for another.
+            self._kinds = self._kinds or _first_alike([program(layer) for layer in range(self.num_layers)])
+            self._layers[count] = {
+                kind: (program(kind), [tasks, *(tasks.at_level(kind, level) for level in self.levels[1:])])
+                for kind in dict.fromkeys(self._kinds)
+            }
+        return self._layers[count]
+
+
+def _first_alike(programs: Sequence[StageProgram]) -> list[int]:
+    """For each program the first that is equal."""
+    first: dict[Hashable, int] = {}
+    return [first.setdefault(canonical_key(program.jaxpr), k) for k, program in enumerate(programs)]
 
 
 def _cost(stage: StagePlan, tasks: Tasks) -> LayerCost:

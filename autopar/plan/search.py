@@ -24,7 +24,7 @@ from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Options
 from autopar.plan.assemble import PipelinePlan
 from autopar.plan.cut import CutStep, cut_step
-from autopar.plan.layer_costs import LAYER_SLACK, LayerCosts
+from autopar.plan.layer_costs import LayerCosts
 from autopar.plan.pipeline import plan_pipeline
 from autopar.plan.schedules import SCHEDULES, Schedule
 from autopar.plan.solve_stages import Solved
@@ -33,12 +33,14 @@ from autopar.plan.table import Kinds, kinds_of
 Report = Callable[[str], None]
 
 MAX_LAYERS = 16
+LAYER_SLACK = 0.35
+"""Layers may be so uneven, that more of them are equal."""
 COUNTS = (4, 8, 16, 32, 64, 128)
 """Numbers of microbatches that are tried, if they divide the batch."""
 FINALISTS = 2
 """At least so many of the best pipelines of the table are planned as they are; of small programs more."""
 MOST_SOLVED = 8
-"""So many submeshes at most are sharded for a further number of microbatches, where scaling only guesses."""
+"""So many candidates at most have their layers sharded for their number of microbatches, where scaling only guesses."""
 EFFORT = 6000
 """As many as this many equations allow, each pipeline planned again counting the program's."""
 MOST = 16
@@ -94,8 +96,9 @@ def search_pipelines(
     if num_layers < 2:
         return None, tried
     solved = Solved()
-    layers = LayerCosts(cut_for, batch_sizes, counts, num_layers, cluster, options, solved, report)
+    # The same segments make a layer for every number of microbatches: what they do does not depend on it.
     borders = balanced_borders(cut.chain, num_layers, LAYER_SLACK)
+    layers = LayerCosts(cut_for, borders, batch_sizes, counts, cluster, options, solved, report)
     crossing = reference * _transfers([cut.chain.cut_bytes[k] for k in borders], cluster)
     finalists = max(FINALISTS, min(MOST, EFFORT // max(1, len(cut.program.jaxpr.eqns))))
     candidates = _without_guesses(layers, counts, crossing, cluster, options, finalists)
@@ -107,7 +110,7 @@ def search_pipelines(
         report(f"planning {text}")
         try:
             beat = best[0].seconds if best is not None else np.inf
-            plan = _plan(cut_for, cluster, options, candidate, schedule, num_layers, solved, beat)
+            plan = _plan(cut_for, cluster, options, candidate, schedule, borders, solved, beat)
         except AutoparError as error:
             tried.append((text, error.summary))
             return
@@ -138,29 +141,26 @@ def _counts(batch_sizes: Sequence[int]) -> list[int]:
 
 
 def _without_guesses(
-    layers: LayerCosts,
-    counts: Sequence[int],
-    crossing: np.ndarray,
-    cluster: Cluster,
-    options: Options,
-    finalists: int,
+    layers: LayerCosts, counts: Sequence[int], crossing: np.ndarray, cluster: Cluster, options: Options, finalists: int
 ) -> list[_Candidate]:
-    """Candidates, best first; of the best ones, what the layers cost is not guessed, but for the last of many."""
+    """Candidates, best first; those that rest on guesses last.
+
+    A guess is on the fast side: it is solved as long as it stands among the best half of the finalists.
+    """
     slicings = {count: _slicings(layers, count, crossing / count, cluster, options) for count in counts}
-    for _ in range(MOST_SOLVED):
+
+    def guessed(candidate: _Candidate) -> list[int]:
+        return [size for size in dict.fromkeys(candidate.sizes) if layers.is_guess(size, candidate.count)]
+
+    for solved in range(MOST_SOLVED + 1):
         ranked = sorted((c for some in slicings.values() for c in some), key=lambda c: c.seconds)
-        guessed = [
-            (size, c.count)
-            for c in ranked[:finalists]
-            for size in sorted(set(c.sizes))
-            if layers.is_guess(size, c.count)
-        ]
-        if not guessed:
+        unsure = next((c for c in ranked[: finalists // 2] if guessed(c)), None)
+        if unsure is None or solved == MOST_SOLVED:
             break
-        size, count = guessed[0]
-        layers.solve(size, count)
-        slicings[count] = _slicings(layers, count, crossing / count, cluster, options)
-    return ranked
+        for size in guessed(unsure):
+            layers.solve(size, unsure.count)
+        slicings[unsure.count] = _slicings(layers, unsure.count, crossing / unsure.count, cluster, options)
+    return sorted(ranked, key=lambda c: bool(guessed(c)))
 
 
 def _slicings(
@@ -235,17 +235,16 @@ def _plan(
     options: Options,
     candidate: _Candidate,
     schedule: Schedule,
-    num_layers: int,
+    layers: Sequence[int],
     solved: Solved,
     beat: float,
 ) -> PipelinePlan:
-    """Plan a candidate as it is; `beat` as of `plan_pipeline`."""
+    """Plan a candidate as it is; `layers` are their first segments, `beat` is as of `plan_pipeline`."""
     num_stages, firsts = len(candidate.sizes), candidate.firsts
     cut = cut_for(candidate.count, num_stages if firsts is None else MAX_LAYERS)
     if firsts is None:
         borders = balanced_borders(cut.chain, num_stages)
     else:
-        layers = balanced_borders(cut.chain, num_layers, LAYER_SLACK)
         borders = tuple(layers[first] for first in firsts)
     return plan_pipeline(cut, borders, candidate.meshes, cluster, schedule, options, solved, beat=beat)
 
