@@ -38,11 +38,15 @@ MICROBATCHES = (1, 4, 16)
 
 
 def with_batch_for(case: Case, num_microbatches: int) -> Case:
-    """The case, with every sample twice where its batch does not divide otherwise."""
+    """The case, with every sample twice where its batch does not divide otherwise and the model takes another size."""
     sizes = {leaf.shape[0] for leaf in jax.tree.leaves(case.batches[0])}
     if all(size % num_microbatches == 0 for size in sizes) or any(2 * size % num_microbatches for size in sizes):
         return case
     twice = tuple(jax.tree.map(lambda x: np.concatenate([x, x]), batch) for batch in case.batches)
+    try:
+        jax.eval_shape(case.step, case.state, twice[0])
+    except TypeError:  # it says its batch's size
+        return case
     return dataclasses.replace(case, name=f"{case.name} twice", batches=twice)
 
 

@@ -43,12 +43,12 @@ def make_transfer(
         wanted: The array on the target.
     """
     if kind.sharding == wanted.sharding:
-        # Two stages on one mesh: the sender's program may take the array's memory over.
         return lambda array: jnp.array(array, copy=True)
     plan = plan_transfer(kind.shape, source, source_mesh, target, target_mesh)
     shared = set(kind.sharding.mesh.devices.flat) & set(wanted.sharding.mesh.devices.flat)
     if plan.straight or shared:
-        return lambda array: jax.device_put(array, wanted.sharding)
+        # Of two stages on the same devices, the sender's program may take the array's memory over.
+        return lambda array: jax.device_put(array, wanted.sharding, may_alias=False)
     return _by_tiles(plan, kind, source, source_mesh, target_mesh, wanted)
 
 

@@ -63,6 +63,22 @@ def test_a_scalar_crosses_once_and_is_handed_on():
     assert plan.num_elements == 1 and plan.forwards == ((0, 1), (0, 2))
 
 
+def array_type(of, sharding, devices):
+    places = jax.sharding.Mesh(np.array(devices[: of.num_devices]).reshape(of.shape), of.axis_names)
+    return ArrayType(SHAPE, np.dtype(np.float32), jax.sharding.NamedSharding(places, partition_spec(sharding)))
+
+
+@pytest.mark.parametrize("source_mesh, target_mesh", itertools.product([mesh(4), mesh(2, 2)], repeat=2))
+def test_an_array_between_two_stages_of_the_same_devices_is_another(source_mesh, target_mesh):
+    """The sender's program may take its memory over."""
+    copied = Sharding.replicated(2)
+    kinds = [array_type(of, copied, jax.devices()) for of in (source_mesh, target_mesh)]
+    sent = jax.device_put(np.ones(SHAPE, np.float32), kinds[0].sharding)
+    got = make_transfer(kinds[0], copied, source_mesh, copied, target_mesh, kinds[1])(sent)
+    sent.delete()
+    np.testing.assert_array_equal(np.asarray(got), 1)
+
+
 @pytest.mark.parametrize("seed", range(6))
 def test_arrays_arrive(seed):
     rng = np.random.default_rng(seed)
@@ -71,12 +87,10 @@ def test_arrays_arrive(seed):
     value = rng.normal(size=SHAPE).astype(np.float32)
     for k in rng.choice(len(small), 6, replace=False):
         source_mesh, target_mesh, source, target = small[k]
-        kinds = []
-        for of, sharding, first in ((source_mesh, source, 0), (target_mesh, target, source_mesh.num_devices)):
-            own = np.array(devices[first : first + of.num_devices]).reshape(of.shape)
-            places = jax.sharding.Mesh(own, of.axis_names)
-            spec = partition_spec(sharding)
-            kinds.append(ArrayType(SHAPE, np.dtype(np.float32), jax.sharding.NamedSharding(places, spec)))
+        kinds = [
+            array_type(source_mesh, source, devices),
+            array_type(target_mesh, target, devices[source_mesh.num_devices :]),
+        ]
         move = make_transfer(kinds[0], source, source_mesh, target, target_mesh, kinds[1])
         got = move(jax.device_put(value, kinds[0].sharding))
         assert got.sharding.is_equivalent_to(kinds[1].sharding, 2)
