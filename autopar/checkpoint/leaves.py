@@ -92,7 +92,7 @@ def leaf_type(path: tuple[str, ...], leaf: Any) -> LeafType:
     """
     for name, number in NUMBERS.items():  # bool before int: it is one
         if isinstance(leaf, number) and not isinstance(leaf, np.generic):
-            if name == "int" and not -(2**63) <= leaf < 2**64:
+            if isinstance(leaf, int) and not -(2**63) <= leaf < 2**64:
                 raise _unwritable(path, f"an int of {leaf.bit_length()} bits", "it does not fit in 64 bits.")
             return LeafType(name)
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
