@@ -162,7 +162,7 @@ def _failure(path: Path, error: BaseException) -> AutoparError:
         return error
     if isinstance(error, OSError):
         do = "see to the disk, and save again"
-    elif threading._SHUTTING_DOWN:  # type: ignore[attr-defined]
+    elif getattr(threading, "_SHUTTING_DOWN", False):
         # From Python 3.12 on no thread can be started while the program ends, and orbax needs some to commit.
         do = "call wait() on what checkpoint.save returns before the program ends"
     else:
