@@ -102,8 +102,20 @@ def _plan(options: argparse.Namespace) -> int:
     if options.save:
         plan.save(options.save)
     if options.html:
-        Path(options.html).write_text(document(plan), encoding="utf-8")
+        _write(options.html, document(plan))
     return 0
+
+
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise AutoparError(
+            "the file cannot be written.",
+            given=path,
+            wrong=f"{error.strerror or error}.",
+            do="name a file in a directory that exists and may be written to.",
+        ) from error
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -157,7 +169,7 @@ def _simulate(options: argparse.Namespace) -> int:
     else:
         print(f"{timeline}\n\n{seconds_text(timeline.seconds)} a step, by {plan.schedule}")
     if options.trace:
-        timeline.save(options.trace)
+        _write(options.trace, timeline.json())
     return 0
 
 
@@ -225,19 +237,31 @@ def _step_and_args(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
 def _named(text: str) -> Any:
     """The object that `module:name` names; modules are looked for in the current directory too."""
     module, _, name = text.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), *name.split("."))):
+        raise _no_name(text, f"{text!r} is no module and no name in it.")
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
         found = importlib.import_module(module)
-        for part in name.split("."):
-            found = getattr(found, part)
-    except (ModuleNotFoundError, AttributeError, ValueError) as error:
-        if isinstance(error, ModuleNotFoundError) and error.name != module:
+    except ModuleNotFoundError as error:
+        if not f"{module}.".startswith(f"{error.name}."):
             raise  # the user's module imports something that is not there
-        raise AutoparError(
-            "there is nothing of this name.", given=text, wrong=f"{error}.", do="name it as module:name."
-        ) from error
+        raise _no_name(text, f"{error}.") from error
+    for part in name.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError as error:
+            raise _no_name(text, f"{error}.") from error
     return found
+
+
+def _no_name(text: str, wrong: str) -> AutoparError:
+    return AutoparError(
+        "there is nothing of this name.",
+        given=text,
+        wrong=wrong,
+        do="name it as module:name, such as train:step for `step` in train.py.",
+    )
 
 
 if __name__ == "__main__":

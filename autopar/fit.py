@@ -13,6 +13,7 @@ import contextlib
 import os
 import warnings
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any, Literal
 
 import jax
@@ -67,10 +68,11 @@ def fit(
         The state, and the metrics of each step that ran here, by its number, as NumPy arrays.
 
     Raises:
+        AutoparError: A setting is none that there is.
         CheckpointError: There are checkpoints and none is whole, or they are of another state; or one cannot be written.
         WorkerError: The machine failed, and that was not to be mended.
     """
-    assert on_failure in ("replan", "raise"), f"on_failure={on_failure!r}"
+    _check_settings(on_failure, save_every, keep)
     run = _Run(step, state, Batches(batches), checkpoint_dir, save_every, keep, num_steps, on_step)
     failures, resumed_at = 0, -1
     try:
@@ -99,6 +101,24 @@ def fit(
         except AutoparError as second:
             error.add_note(f"Besides, {second}")
         raise
+
+
+def _check_settings(on_failure: Any, save_every: Any, keep: Any) -> None:
+    if on_failure not in ("replan", "raise"):
+        raise AutoparError(
+            "fit does not know what to do on a failure.",
+            given=f"fit(on_failure={on_failure!r})",
+            wrong="it is neither 'replan' nor 'raise'.",
+            do="leave it out to plan anew for what is left, or pass 'raise'.",
+        )
+    for name, value in (("save_every", save_every), ("keep", keep)):
+        if not (isinstance(value, Integral) and int(value) >= 1) and not (name == "keep" and value is None):
+            raise AutoparError(
+                f"`{name}` must be a whole number, 1 or more.",
+                given=f"fit({name}={value!r})",
+                wrong="there is no such number of " + ("steps." if name == "save_every" else "checkpoints."),
+                do="pass such a number, or leave it out. Without checkpoint_dir nothing is saved.",
+            )
 
 
 class _Run:
@@ -205,14 +225,16 @@ def _parts(result: Any, like: Any) -> tuple[Any, Any]:
 
 def _type_of(leaf: Any) -> Any:
     leaf = _as_array(leaf)
+    if not hasattr(leaf, "dtype"):
+        return leaf  # a function, part of the program; what else is no array, the step or the checkpoint refuses
     sharding = leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
     weak = getattr(leaf, "weak_type", False)
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
 
 
-def _weak_as(leaf: Any, like: jax.ShapeDtypeStruct) -> Any:
+def _weak_as(leaf: Any, like: Any) -> Any:
     """A Python number that became an array stays as weakly typed as it was, or another program would be traced."""
-    if not like.weak_type or leaf.ndim:
+    if not getattr(like, "weak_type", False) or leaf.ndim:
         return leaf
     weak = jnp.asarray(np.asarray(leaf).item())
     return jax.device_put(weak, leaf.sharding) if getattr(leaf, "committed", False) else weak

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from numbers import Real
+from typing import TYPE_CHECKING, Any, Literal
 
-from autopar.errors import AutoparError, PipelineError, SolverError
+from autopar.errors import AutoparError, ConstraintError, PipelineError, SolverError
 
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
@@ -68,8 +69,16 @@ class Options:
         _check_positive("solver_seconds", self.solver_seconds)
         if self.memory_budget_bytes is not None:
             _check_positive("memory_budget_bytes", self.memory_budget_bytes)
-        if self.constraints is None:
-            object.__setattr__(self, "constraints", {})
+        if not isinstance(self.constraints, Mapping | None):
+            raise ConstraintError(
+                "constraints are a mapping.",
+                given=f"constraints={self.constraints!r}",
+                wrong=f"it is of type {type(self.constraints).__name__}.",
+                do='pass {path glob: PartitionSpec}, such as {"state/params/*/kernel": P(None, "x")}.',
+                path="",
+                spec=self.constraints,
+            )
+        object.__setattr__(self, "constraints", dict(self.constraints or {}))
 
     def recompute_levels(self, num_stages: int) -> tuple[float, ...] | None:
         """For each stage how many operations may run again for each byte saved; None: the planner decides.
@@ -104,8 +113,15 @@ def _check_recompute(recompute: object) -> None:
             )
 
 
-def _check_positive(name: str, value: float) -> None:
-    if not value > 0:
+def _check_positive(name: str, value: Any) -> None:
+    if not isinstance(value, Real):
+        raise AutoparError(
+            f"`{name}` must be a number.",
+            given=f"{name}={value!r}",
+            wrong=f"it is of type {type(value).__name__}.",
+            do="pass a number, such as 80e9.",
+        )
+    if not float(value) > 0:
         raise AutoparError(
             f"`{name}` must be positive.",
             given=f"{name}={value!r}",

@@ -21,10 +21,13 @@ from autopar.errors import (
     InfeasibleError,
     PipelineError,
     PlanFileError,
+    RuleError,
+    SolverError,
     StalePlanError,
     StructureChangedError,
     TraceError,
 )
+from autopar.plan.schedules import GPipe
 from tests import small_mlp
 
 
@@ -75,6 +78,13 @@ def test_the_automatic_plan_takes_any_batch():
 def test_two_batches():
     with raises(BatchError, "argument 1 (a): leading dim 8; argument 2 (b): leading dim 16", "batch_argnums"):
         planned(DataParallel(), lambda s, a, b: (s, a.sum() + b.sum()), (state(), np.ones((8, 2)), np.ones((16, 2))))
+
+
+@pytest.mark.parametrize("method", [Auto(), DataParallel(), autopar.PipelineParallel(num_stages=2)], ids=str)
+def test_a_batch_without_rows(method):
+    with raises(BatchError, "batch/x: float32[0,16]", "no sample", "batch_argnums") as caught:
+        planned(method, arguments=(state(), batch(0)))
+    assert caught.value.size == 0
 
 
 def test_no_batch():
@@ -263,12 +273,40 @@ def test_a_stale_plan_file(tmp_path):
         (lambda: autopar.ThreeD(tensor=0), AutoparError, "ThreeD(tensor=0)"),
         (lambda: planned(autopar.PipelineParallel()), PipelineError, "pass num_stages="),
         (lambda: planned(mesh(memory_budget_bytes=0)), AutoparError, "must be positive"),
-        (lambda: planned(mesh(solver="gurobi")), AutoparError, "'highs', 'cbc'"),
+        (lambda: ShardParallel(solver="gurobi"), SolverError, "'highs', 'cbc'"),
+        (lambda: DataParallel(solver_seconds=0), AutoparError, "must be positive"),
+        (lambda: ShardParallel(memory_budget_bytes="80GB"), AutoparError, "memory_budget_bytes='80GB'"),
+        (lambda: DataParallel(constraints=[P("x")]), ConstraintError, "it is of type list"),
+        (lambda: autopar.PipelineParallel(submeshes=2), AutoparError, "submeshes=2"),
+        (lambda: autopar.PipelineParallel(submeshes=()), AutoparError, "submeshes=()"),
+        (lambda: autopar.PipelineParallel(submeshes=(1, 0)), AutoparError, "more than 0"),
+        (lambda: autopar.PipelineParallel(schedule=3), AutoparError, "schedule=3"),
+        (lambda: autopar.ThreeD(schedule=GPipe), AutoparError, "it is a class"),
+        (lambda: Device("x", "a lot"), ClusterError, "peak_flops='a lot'"),
+        (lambda: Device("x", {"float32": "a lot"}), ClusterError, "peak_flops='a lot'"),
+        (lambda: autopar.Link(1e-6, "fast"), ClusterError, "'fast'"),
+        (lambda: Cluster(device="h100"), ClusterError, "device='h100'"),
+        (lambda: Cluster.of(8), ClusterError, "'8' is not hosts x devices"),
+        (lambda: Cluster.local(devices=4), ClusterError, "devices=4"),
+        (lambda: Cluster.local(devices="cpu"), ClusterError, "devices='cpu'"),
+        (lambda: Cluster.local(devices=[0, 1]), ClusterError, "jax.devices()[:4]"),
+        (lambda: autopar.sharding_rule(3), RuleError, "it is of type int"),
+        (lambda: autopar.sharding_rule(train_step), RuleError, "it is of type function"),
+        (lambda: planned().diff("p.json"), AutoparError, "plan.diff('p.json')"),
+        (lambda: autopar.fit(train_step, state(), [], save_every=0), AutoparError, "fit(save_every=0)"),
+        (lambda: autopar.fit(train_step, state(), [], save_every=1.5), AutoparError, "fit(save_every=1.5)"),
+        (lambda: autopar.fit(train_step, state(), [], keep=0), AutoparError, "fit(keep=0)"),
+        (lambda: autopar.fit(train_step, state(), [], on_failure="retry"), AutoparError, "on_failure='retry'"),
     ],
 )
 def test_settings(make, kind, part):
     with raises(kind, part):
         make()
+
+
+@pytest.mark.parametrize("method", [ShardParallel, DataParallel, autopar.PipelineParallel])
+def test_constraints_may_be_left_none(method):
+    assert method(constraints=None).options().constraints == {}
 
 
 def test_create_state_of_another_structure(compiled):

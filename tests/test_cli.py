@@ -104,11 +104,25 @@ def test_verify(saved, tmp_path):
         (["plan", "--step=nowhere:f", ARGS], "nothing of this name"),
         (["plan", "--step=cli_example:nothing", ARGS], "nothing of this name"),
         (["plan", "--step=cli_example:not_a_step", ARGS], "no parallelized step"),
+        (["plan", "--step", "./cli_example.py:train_step", ARGS], "for `step` in train.py"),
+        (["plan", "--step=cli_example", ARGS], "name it as module:name"),
+        (["plan", "--step=cli_example.train_step:f", ARGS], "nothing of this name"),
+        (["plan", STEP, ARGS, "--html=no/x.html"], "No such file or directory"),
+        (["plan", STEP, ARGS, "--save=no/x.json"], "No such file or directory"),
+        (["doctor", "--timeout", "-1"], "more than 0"),
+        (["doctor", "--timeout", "inf"], "more than 0"),
     ],
 )
 def test_mistakes(run, words, message):
     status, _, err = run(*words)
     assert status == 2 and message in err and "do:" in err
+
+
+def test_errors_of_the_users_module_pass(run, tmp_path):
+    for line, error in (("import nowhere", ModuleNotFoundError), ("int('x')", ValueError), ("None.x", AttributeError)):
+        (tmp_path / "cli_broken.py").write_text(line)
+        with pytest.raises(error):
+            run("plan", "--step=cli_broken:step", ARGS)
 
 
 def test_usage(run):
@@ -120,6 +134,8 @@ def test_simulate(saved, tmp_path):
     status, out, _ = saved("simulate", "a.json", "--trace=trace.json")
     assert status == 0 and out.startswith("one program is the whole step: ")
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"] == []
+    status, _, err = saved("simulate", "a.json", "--trace=no/trace.json")
+    assert status == 2 and "given:  no/trace.json" in err
     assert saved("plan", "--step=cli_example:pipeline_step", ARGS, "--save=p.json")[0] == 0
     status, out, _ = saved("simulate", "p.json", "--trace=trace.json")
     assert status == 0 and out.startswith("mesh 0  F0") and "a step, by 1f1b" in out

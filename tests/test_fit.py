@@ -15,7 +15,7 @@ import pytest
 import autopar
 from autopar import PipelineParallel, ShardParallel, checkpoint
 from autopar.batches import Batches, EndOfBatches
-from autopar.errors import CheckpointError, StructureChangedError, WorkerError
+from autopar.errors import CheckpointError, StructureChangedError, TraceError, WorkerError
 from tests.checkpoint_model import batches, create_state, step_on, train_step
 
 NUM_STEPS = 9
@@ -85,6 +85,24 @@ def test_a_plain_function_and_python_numbers(tmp_path):
         found, _ = autopar.fit(decay, state, source, num_steps=stop, checkpoint_dir=tmp_path)
     assert found["w"].dtype == jnp.bfloat16 and found["rate"].weak_type
     np.testing.assert_array_equal(np.asarray(found["w"], np.float32), np.asarray(whole["w"], np.float32))
+
+
+def test_functions_among_the_leaves(tmp_path):
+    """They are part of the program: not saved, and taken from the state that is passed."""
+
+    def activate(state, batch):
+        return {"w": state["f"](state["w"] + batch), "f": state["f"]}, state["w"]
+
+    state = {"w": jnp.ones(3), "f": jnp.tanh}
+    whole, _ = autopar.fit(activate, state, [1.0, 2.0, 3.0])
+    for stop in (1, 3):
+        found, metrics = autopar.fit(activate, state, [1.0, 2.0, 3.0], num_steps=stop, checkpoint_dir=tmp_path)
+    assert found["f"] is jnp.tanh and list(metrics) == [1, 2]
+    np.testing.assert_array_equal(found["w"], whole["w"])
+    with pytest.raises(CheckpointError, match="s: 'text'"):
+        autopar.fit(activate, {**state, "s": "text"}, [1.0], checkpoint_dir=tmp_path / "text")
+    with pytest.raises(TraceError, match="state/f"):
+        autopar.fit(autopar.parallelize(activate), state, [jnp.ones(3)])
 
 
 SCRIPT = """

@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from autopar.errors import AutoparError, SolverError
+from autopar.errors import AutoparError, ConstraintError, SolverError
 from autopar.options import Options
 
 
@@ -23,6 +23,17 @@ def test_unknown_solver():
     with pytest.raises(SolverError, match="'highs', 'cbc'") as caught:
         Options(solver="gurobi")
     assert caught.value.solver == "gurobi"
+
+
+def test_constraints_are_a_mapping():
+    with pytest.raises(ConstraintError, match="it is of type list"):
+        Options(constraints=[])
+
+
+@pytest.mark.parametrize("name", ["solver_seconds", "memory_budget_bytes"])
+def test_no_number(name):
+    with pytest.raises(AutoparError, match=f"`{name}` must be a number"):
+        Options(**{name: "80GB"})
 
 
 @pytest.mark.parametrize("name", ["solver_seconds", "memory_budget_bytes"])

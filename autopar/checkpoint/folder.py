@@ -8,11 +8,14 @@ Method: a checkpoint is made in a folder with another name and appears by one re
 
 from __future__ import annotations
 
+import operator
 import os
+import re
 import shutil
 import socket
 import uuid
 from pathlib import Path
+from typing import Any
 
 from autopar.checkpoint.manifest import Manifest, damage, read_manifest, sync_folder
 from autopar.errors import CheckpointError
@@ -43,6 +46,27 @@ def check(directory: str | os.PathLike, step: int) -> Manifest | str:
     if manifest.step != step:
         return f"it is the checkpoint of step {manifest.step}, under another name"
     return damage(folder, manifest) or manifest
+
+
+def step_number(step: Any) -> int:
+    """The number of a step, also where it is an array's.
+
+    Raises:
+        CheckpointError: It is no whole number, or below 0.
+    """
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise CheckpointError(
+            "a checkpoint is named by the number of its step.",
+            given=f"step={step!r}",
+            wrong="it is no whole number, 0 or more.",
+            do="pass such a number, or leave it out: one more than the newest to save, the newest whole one to restore.",
+            path="",
+        )
+    return number
 
 
 def step_folder(directory: str | os.PathLike, step: int) -> Path:
@@ -100,8 +124,8 @@ def _is_step(name: str) -> bool:
 def _remove_abandoned(root: Path) -> None:
     """Delete what processes of this host that are no more have left."""
     for place in root.glob(f"{_UNFINISHED}*"):
-        host, pid, _ = place.name.removeprefix(_UNFINISHED).rsplit("-", 2)
-        if host == socket.gethostname() and not _is_alive(int(pid)):
+        maker = re.fullmatch(r"(.+)-(\d+)-[0-9a-f]+", place.name.removeprefix(_UNFINISHED), re.ASCII)
+        if maker and maker[1] == socket.gethostname() and not _is_alive(int(maker[2])):
             for old in place.glob("replaced-*"):  # killed between the two renames: the second is made up for
                 folder = root / old.name.removeprefix("replaced-")
                 if not folder.exists() and (place / "made").exists():
@@ -112,7 +136,7 @@ def _remove_abandoned(root: Path) -> None:
 def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+    except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
         pass

@@ -88,23 +88,41 @@ def leaf_type(path: tuple[str, ...], leaf: Any) -> LeafType:
     """What a leaf is.
 
     Raises:
-        CheckpointError: It is neither array nor number.
+        CheckpointError: It is neither an array of numbers nor a number of at most 64 bits.
     """
     for name, number in NUMBERS.items():  # bool before int: it is one
         if isinstance(leaf, number) and not isinstance(leaf, np.generic):
+            if isinstance(leaf, int) and not -(2**63) <= leaf < 2**64:
+                raise _unwritable(path, f"an int of {leaf.bit_length()} bits", "it does not fit in 64 bits.")
             return LeafType(name)
     if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-        raise CheckpointError(
-            "only arrays and numbers can be in a checkpoint.",
-            given=f"{spelled(path)}: {leaf!r}",
-            wrong=f"it is of type {type(leaf).__name__}.",
-            do="keep it out of the pytree: a static field, or what eqx.partition leaves over.",
-            path=spelled(path),
-        )
+        raise _unwritable(path, repr(leaf), f"it is of type {type(leaf).__name__}.")
     shape = tuple(int(n) for n in leaf.shape)
     if is_key(leaf):
         return LeafType("key", shape, key_impl_name(leaf))
-    return LeafType("array", shape, np.dtype(leaf.dtype).name)
+    dtype = np.dtype(leaf.dtype)
+    if dtype.hasobject or not _is_dtype(dtype.name):
+        raise _unwritable(path, f"an array of dtype {dtype}", "its elements are no numbers.")
+    return LeafType("array", shape, dtype.name)
+
+
+def _is_dtype(name: str) -> bool:
+    """Whether NumPy knows the dtype by this name, as restoring must: text and records it does not."""
+    try:
+        np.dtype(name)
+    except TypeError:
+        return False
+    return True
+
+
+def _unwritable(path: tuple[str, ...], given: str, wrong: str) -> CheckpointError:
+    return CheckpointError(
+        "only arrays and numbers can be in a checkpoint.",
+        given=f"{spelled(path)}: {given}",
+        wrong=wrong,
+        do="keep it out of the pytree: a static field, or what eqx.partition leaves over.",
+        path=spelled(path),
+    )
 
 
 def storable(leaf: Any, kind: LeafType, knows: Callable[[str], bool]) -> Any:
@@ -124,7 +142,7 @@ def storable(leaf: Any, kind: LeafType, knows: Callable[[str], bool]) -> Any:
     if kind.kind in NUMBERS:
         return leaf
     if not knows(kind.dtype):
-        return np.asarray(leaf).view(np.uint8)
+        return np.atleast_1d(leaf).view(np.uint8)
     return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
 
 

@@ -62,8 +62,16 @@ def places_by_plan(like: Any, step: CompiledStep | ParallelStep) -> list[Place]:
     """Where a plan wants an argument of its step.
 
     Raises:
-        CheckpointError: The step is not compiled, or has no such argument.
+        CheckpointError: It is no step, is not compiled, or has no such argument.
     """
+    if not isinstance(step, CompiledStep | ParallelStep):
+        raise CheckpointError(
+            "this is no compiled step.",
+            given=f"restore(..., compiled={step!r})",
+            wrong=f"it is of type {type(step).__name__}.",
+            do="pass what step.compile(state, batch) returns, or leave `compiled` out.",
+            path="",
+        )
     compiled = step.latest() if isinstance(step, ParallelStep) else step
     if compiled is None:
         raise CheckpointError(

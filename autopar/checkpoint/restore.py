@@ -18,7 +18,7 @@ import numpy as np
 
 import autopar.checkpoint.storage as storage
 from autopar.api import CompiledStep, ParallelStep
-from autopar.checkpoint.folder import check, step_folder, steps
+from autopar.checkpoint.folder import check, step_folder, step_number, steps
 from autopar.checkpoint.leaves import (
     NUMBERS,
     LeafType,
@@ -99,6 +99,7 @@ def find_checkpoint(directory: str | os.PathLike, step: int | None = None) -> Ma
     Raises:
         CheckpointError: There is none, or the one asked for is damaged.
     """
+    step = None if step is None else step_number(step)
     there = steps(directory)
     if not there or (step is not None and step not in there):
         raise CheckpointError(
@@ -173,7 +174,7 @@ def _value(found: Any, kind: LeafType) -> Any:
     if kind.kind in NUMBERS:
         return NUMBERS[kind.kind](found.item() if kind.kind == "complex" else found)
     if isinstance(found, np.ndarray) and kind.kind == "array" and found.dtype.name != kind.dtype:
-        return found.view(kind.dtype)
+        return found.view(kind.dtype).reshape(kind.shape)
     return found
 
 

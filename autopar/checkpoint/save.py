@@ -3,7 +3,8 @@
 In:     a pytree of arrays and numbers, a directory, the number of the step.
 Out:    `Saving`, to wait on; at last the folder `directory/step`, whole.
 Method: orbax writes into a folder of another name; a thread waits for it, adds the manifest, renames, and removes what
-        is older than is to be kept.
+        is older than is to be kept. A save that fails warns at once; whoever waits for it, or else the next save into
+        its directory, gets the error.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import sys
 import threading
+import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from typing import Any
 import jax
 
 import autopar.checkpoint.storage as storage
-from autopar.checkpoint.folder import commit, open_workplace, prune, step_folder, steps
+from autopar.checkpoint.folder import commit, open_workplace, prune, step_folder, step_number, steps
 from autopar.checkpoint.leaves import is_function, leaf_type, paths, storable
 from autopar.checkpoint.manifest import write_manifest
 from autopar.errors import AutoparError, CheckpointError
@@ -49,11 +50,12 @@ def save(
         `Saving`. Wait for the last one before the program ends: Python 3.11 does so by itself, later ones cannot.
 
     Raises:
-        CheckpointError: There is a checkpoint of this number; a leaf cannot be written; orbax is not installed.
+        CheckpointError: There is a checkpoint of this number; a leaf cannot be written; orbax is not installed; an
+            earlier save into this directory failed, and nobody has waited for it.
     """
-    if step is None:
-        step = max(steps(directory), default=-1) + 1
-    folder = step_folder(directory, step)
+    number = max(steps(directory), default=-1) + 1 if step is None else step_number(step)
+    folder = step_folder(directory, number)
+    _raise_failure(folder.parent)
     if keep is not None and keep < 1:
         raise CheckpointError(
             "at least one checkpoint must be kept.", given=f"keep={keep}", do="pass 1 or more.", path=str(folder)
@@ -81,15 +83,22 @@ def save(
     def work() -> None:
         try:
             finish()
-            write_manifest(workplace / "made", step, types)
+            write_manifest(workplace / "made", number, types)
             commit(workplace, folder)
             if keep is not None:
-                prune(folder.parent, step, keep)
+                prune(folder.parent, number, keep)
         except BaseException:
             shutil.rmtree(workplace, ignore_errors=True)
             raise
 
-    return Saving(step, folder, work)
+    return Saving(number, folder, work)
+
+
+def _raise_failure(directory: Path) -> None:
+    """Raise the error of an earlier save into this directory, if nothing has raised it yet."""
+    for saving in _FAILED:
+        if saving.path.parent == directory:
+            saving.wait()
 
 
 class Saving:
@@ -102,7 +111,7 @@ class Saving:
 
     def __init__(self, step: int, path: Path, work: Any):
         self.step, self.path, self._work = step, path, work
-        self._error: BaseException | None = None
+        self._error: AutoparError | None = None
         self._thread = threading.Thread(target=self._run, name=f"autopar-save-{step}")
         self._thread.start()
         # Orbax cannot write any more once Python has closed its thread pools, which is before it joins threads.
@@ -125,27 +134,48 @@ class Saving:
         self._thread.join(timeout_seconds)
         if self._thread.is_alive():
             raise TimeoutError(f"checkpoint {self.path} is not written after {timeout_seconds} s")
-        if isinstance(self._error, AutoparError):
-            raise self._error
         if self._error is not None:
-            raise CheckpointError(
-                "the checkpoint could not be written.",
-                given=str(self.path),
-                wrong=f"{type(self._error).__name__}: {self._error}",
-                do="see to the disk; earlier checkpoints are as they were.",
-                path=str(self.path),
-            ) from self._error
+            if self in _FAILED:
+                _FAILED.remove(self)
+            raise self._error
         return self.path
 
     def _run(self) -> None:
         try:
             self._work()
         except BaseException as error:
-            self._error = error
+            self._error = _failure(self.path, error)
+            _FAILED.append(self)
+            warnings.warn(str(self._error), stacklevel=2)
 
     def __repr__(self) -> str:
         state = "being written" if not self.done() else "failed" if self._error else "written"
         return f"Saving({str(self.path)!r}, {state})"
+
+
+_FAILED: list[Saving] = []
+"""Those whose error nothing has raised yet. State of the module, for the program may hold none of them."""
+
+
+def _failure(path: Path, error: BaseException) -> AutoparError:
+    if isinstance(error, AutoparError):
+        return error
+    if isinstance(error, OSError):
+        do = "see to the disk, and save again"
+    elif getattr(threading, "_SHUTTING_DOWN", False):
+        # From Python 3.12 on no thread can be started while the program ends, and orbax needs some to commit.
+        do = "call wait() on what checkpoint.save returns before the program ends"
+    else:
+        do = "mend what it names, and save again"
+    failure = CheckpointError(
+        "a checkpoint was NOT written.",
+        given=str(path),
+        wrong=f"{type(error).__name__}: {error}",
+        do=f"{do}; earlier checkpoints are as they were.",
+        path=str(path),
+    )
+    failure.__cause__ = error
+    return failure
 
 
 def _wait_at_exit(reference: weakref.ref[Saving]) -> None:
@@ -153,10 +183,3 @@ def _wait_at_exit(reference: weakref.ref[Saving]) -> None:
     if saving is not None:
         with contextlib.suppress(KeyboardInterrupt):
             saving._thread.join()
-    if saving is not None and saving._error is not None:
-        # From Python 3.12 on no thread can be started while the program ends, and orbax needs some to commit.
-        print(
-            f"autopar: checkpoint {saving.path} was NOT written, for the program ended: call wait() on what "
-            "checkpoint.save returns before that.",
-            file=sys.stderr,
-        )

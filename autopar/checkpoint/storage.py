@@ -32,6 +32,9 @@ def start_writing(tree: Any, folder: Path) -> Callable[[], None]:
         A function that waits until everything is written.
     """
     ocp = _orbax()
+    if not jax.tree.leaves(tree):  # orbax refuses a tree in which there is nothing to write
+        folder.mkdir()
+        return lambda: None
     checkpointer = ocp.AsyncCheckpointer(_handler(ocp))
     options = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
     try:
@@ -57,6 +60,8 @@ def read(folder: Path, tree: Any) -> Any:
         tree: For each array to read a `jax.ShapeDtypeStruct`, without a sharding to get a NumPy array; for each number
             its class.
     """
+    if not jax.tree.leaves(tree):
+        return tree
     ocp = _orbax()
 
     def option(leaf: Any) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autopar.doctor.child import Answer, ask, ask_probe
+from autopar.errors import AutoparError
 
 Status = Literal["ok", "absent", "failed"]
 
@@ -47,7 +49,17 @@ def examine(silence_seconds: float = 60.0, ray_address: str | None = None) -> li
     Args:
         silence_seconds: A probe that says nothing for so long is ended.
         ray_address: Of a Ray cluster, host:port; None: the one that `ray status` finds.
+
+    Raises:
+        AutoparError: That is no time to wait.
     """
+    if not 0 < silence_seconds <= threading.TIMEOUT_MAX:
+        raise AutoparError(
+            "a probe cannot be ended after such a time.",
+            given=f"{silence_seconds} s",
+            wrong=f"it must be more than 0, and at most {threading.TIMEOUT_MAX:.0f}.",
+            do="leave it out for 60 s.",
+        )
     names = ("devices", "solver_highs", "solver_cbc", "orbax", "cupy")
     with ThreadPoolExecutor(8) as threads:
         cuda = threads.submit(_cuda_driver)

@@ -7,7 +7,7 @@ Out:    `Cluster`; it may describe a machine that one does not own, planning tou
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,7 +39,7 @@ class Cluster:
         machine: The Ray cluster that it is; None: this process, or only described.
 
     Raises:
-        ClusterError: A count below one.
+        ClusterError: A count below one, or a part that is none.
     """
 
     hosts: int = 1
@@ -60,6 +60,14 @@ class Cluster:
                     given=f"Cluster({name}={count!r})",
                     wrong=f"{name} must be a whole number, 1 or more.",
                     do="count hosts, and devices in each.",
+                )
+        for name, kind in (("device", Device), ("intra", Link), ("inter", Link)):
+            if not isinstance(getattr(self, name), kind):
+                raise ClusterError(
+                    "this is no part of a cluster.",
+                    given=f"Cluster({name}={getattr(self, name)!r})",
+                    wrong=f"it is of type {type(getattr(self, name)).__name__}.",
+                    do=f'pass a {kind.__name__}(...); Cluster.of("8x8 h100") takes those that it knows by name.',
                 )
 
     @property
@@ -86,7 +94,15 @@ class Cluster:
         Raises:
             ClusterError: No devices, or hosts with different numbers of them.
         """
-        devices = tuple(jax.devices() if devices is None else devices)
+        devices = jax.devices() if devices is None else devices
+        if not isinstance(devices, Iterable) or any(isinstance(each, str | int) for each in devices):
+            raise ClusterError(
+                "these are no devices.",
+                given=f"Cluster.local(devices={devices!r})",
+                wrong="it is no list of JAX's devices.",
+                do="pass some of them, such as jax.devices()[:4], or leave it out for all.",
+            )
+        devices = tuple(devices)
         if not devices:
             raise ClusterError(
                 "a cluster has at least one device.",
@@ -124,7 +140,7 @@ class Cluster:
         Raises:
             ClusterError: The text cannot be read, or names no known device.
         """
-        groups = tuple(_parse_group(part, text) for part in text.split("+"))
+        groups = tuple(_parse_group(part, text) for part in str(text).split("+"))
         if len(groups) == 1:
             return groups[0]
         slowest = min(groups, key=lambda g: g.inter.bytes_per_second)

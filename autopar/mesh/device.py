@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from types import MappingProxyType
 from typing import Any
 
@@ -41,7 +42,7 @@ class Device:
         memory_bytes_per_second: Rate of reading or writing it.
 
     Raises:
-        ClusterError: A rate or size is not positive.
+        ClusterError: A rate or size is no positive number.
     """
 
     name: str = "custom"
@@ -50,23 +51,22 @@ class Device:
     memory_bytes_per_second: float = math.inf
 
     def __post_init__(self) -> None:
+        for field, value in (
+            *(("peak_flops", rate) for rate in self._rates() or [0.0]),
+            ("memory_bytes", self.memory_bytes),
+            ("memory_bytes_per_second", self.memory_bytes_per_second),
+        ):
+            if not isinstance(value, Real) or not value > 0:
+                raise ClusterError(
+                    "a device needs positive rates.",
+                    given=f"Device({self.name!r}, {field}={value!r})",
+                    wrong=f"{field} must be a number, more than 0.",
+                    do="pass Device(name, FLOP/s, bytes, bytes per second).",
+                )
         if isinstance(self.peak_flops, Mapping):
             object.__setattr__(
                 self, "peak_flops", MappingProxyType({str(k): float(v) for k, v in self.peak_flops.items()})
             )
-        rates = self._rates() or [0.0]
-        for field, value in (
-            ("peak_flops", min(rates)),
-            ("memory_bytes", self.memory_bytes),
-            ("memory_bytes_per_second", self.memory_bytes_per_second),
-        ):
-            if not value > 0:
-                raise ClusterError(
-                    "a device needs positive rates.",
-                    given=f"Device({self.name!r}, {field}={value!r})",
-                    wrong=f"{field} must be more than 0.",
-                    do="pass FLOP/s, bytes, and bytes per second.",
-                )
 
     def _rates(self) -> list[float]:
         return list(self.peak_flops.values()) if isinstance(self.peak_flops, Mapping) else [self.peak_flops]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 
 from autopar.errors import ClusterError
 
@@ -23,11 +24,12 @@ class Link:
     bytes_per_second: float
 
     def __post_init__(self) -> None:
-        if self.latency_seconds < 0 or not self.bytes_per_second > 0:
+        numbers = isinstance(self.latency_seconds, Real) and isinstance(self.bytes_per_second, Real)
+        if not numbers or self.latency_seconds < 0 or not self.bytes_per_second > 0:
             raise ClusterError(
                 "a link needs a latency and a rate.",
                 given=f"Link({self.latency_seconds!r}, {self.bytes_per_second!r})",
-                wrong="the latency may not be negative, and the rate must be more than 0.",
+                wrong="both are numbers; the latency may not be negative, and the rate must be more than 0.",
                 do="pass Link(latency_seconds, bytes_per_second), such as Link(2e-6, 300e9).",
             )
 

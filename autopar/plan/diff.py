@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.cost import collective_seconds
+from autopar.errors import AutoparError
 from autopar.plan.page import (
     MAX_ROWS,
     Page,
@@ -29,7 +30,18 @@ ABSENT = "(not there)"
 
 
 def diff_text(this: Plan, other: Plan) -> str:
-    """What differs, each row: what it is, in `this`, in `other`."""
+    """What differs, each row: what it is, in `this`, in `other`.
+
+    Raises:
+        AutoparError: `other` is no plan.
+    """
+    if not isinstance(other, Plan):
+        raise AutoparError(
+            "a plan is compared with a plan.",
+            given=f"plan.diff({other!r})",
+            wrong=f"it is of type {type(other).__name__}.",
+            do="pass what step.plan(...) returns, or Plan.load(path).",
+        )
     tables = [
         table
         for table in (

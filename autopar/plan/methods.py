@@ -37,11 +37,14 @@ class _Settings:
     solver_seconds: float = 60.0
     microbatch_semantics: MicrobatchSemantics = "exact"
 
+    def __post_init__(self) -> None:
+        self.options()  # a mistake in it is told at once
+
     def options(self) -> Options:
         """The planner's options."""
         return Options(
             memory_budget_bytes=self.memory_budget_bytes,
-            constraints=dict(self.constraints),
+            constraints=self.constraints,
             solver=self.solver,
             solver_seconds=self.solver_seconds,
             microbatch_semantics=self.microbatch_semantics,
@@ -58,9 +61,6 @@ class _StageSettings(_Settings):
     """
 
     recompute: Recompute = "auto"
-
-    def __post_init__(self) -> None:
-        self.options()  # a mistake in it is told at once
 
     def options(self) -> Options:
         """The planner's options."""
@@ -81,10 +81,11 @@ class ShardParallel(_Settings):
     num_microbatches: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_count("ShardParallel", "num_microbatches", self.num_microbatches)
         shape = self.mesh_shape
         if not (
-            shape == "auto"
+            (isinstance(shape, str) and shape == "auto")
             or isinstance(shape, LogicalMesh)
             or (isinstance(shape, tuple) and all(isinstance(n, int) and n > 0 for n in shape))
         ):
@@ -108,6 +109,7 @@ class DataParallel(_Settings):
     num_microbatches: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         _check_count("DataParallel", "num_microbatches", self.num_microbatches)
         if self.zero not in (0, 1, 2, 3):
             raise AutoparError(
@@ -157,6 +159,13 @@ class PipelineParallel(_StageSettings):
                 _check_count("PipelineParallel", name, getattr(self, name))
         find_schedule(self.schedule)
         if self.submeshes is not None:
+            if not isinstance(self.submeshes, tuple | list) or not self.submeshes:
+                raise AutoparError(
+                    "submeshes are counts of devices.",
+                    given=f"PipelineParallel(submeshes={self.submeshes!r})",
+                    wrong="it is no tuple with one for each stage.",
+                    do="pass a tuple such as (1, 1, 2), or leave it out for equal ones.",
+                )
             for count in self.submeshes:
                 _check_count("PipelineParallel", "submeshes", count)
             if self.num_stages not in (None, len(self.submeshes)):
@@ -214,7 +223,9 @@ def _check_count(method: str, name: str, value: object) -> None:
             f"`{name}` must be a whole number, at least 1.",
             given=f"{method}({name}={value!r})",
             wrong="there is no such number of parts.",
-            do="pass 1 for the whole batch at once, or a number that divides the batch size.",
+            do="pass 1 for the whole batch at once, or a number that divides the batch size."
+            if name == "num_microbatches"
+            else "pass an int that is more than 0.",
         )
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from autopar.debug import dump
 from autopar.errors import (
     AutoparError,
+    BatchError,
     DeviceCountError,
     NotBuiltYetError,
 )
@@ -73,11 +74,13 @@ def make_plan(
 
     Raises:
         AutoparError: No mesh allows a plan; the message of the last one tried says why.
+        BatchError: The batch has no rows.
         NotBuiltYetError: The cluster has several kinds of devices.
     """
     started = time.perf_counter()
     dump("program", str(program))
     _check_one_kind(cluster)
+    _check_rows(program, roles)
     if isinstance(method, PipelineParallel | ThreeD):
         pipeline = pipeline_of(program, roles, cluster, method, report)
         return _plan_of_pipeline(program, roles, cluster, method, pipeline, started, ())
@@ -145,6 +148,18 @@ def _check_one_kind(cluster: Cluster) -> None:
             do="plan for one of the kinds: " + ", ".join(f'Cluster.of("{group}")' for group in cluster.groups) + ".",
             feature="heterogeneous clusters",
         )
+
+
+def _check_rows(program: Program, roles: Roles) -> None:
+    for leaf in roles.batch:
+        if not program.in_avals[leaf].shape[0]:
+            raise BatchError(
+                "the batch has no rows.",
+                given=f"{program.in_paths[leaf]}: {program.in_avals[leaf].str_short()}",
+                wrong="there is no sample in it to split.",
+                do="pass one sample or more; if this argument is not the batch, name those that are in batch_argnums.",
+                size=0,
+            )
 
 
 def candidate_meshes(cluster: Cluster, method: Method) -> list[LogicalMesh]:

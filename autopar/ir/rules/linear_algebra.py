@@ -64,7 +64,7 @@ def _product(
     if jnp.issubdtype(eqn.outvars[0].aval.dtype, jnp.complexfloating):
         flops *= 4
     *kept, out = drop_units([*operands, out], all_sizes)
-    sizes = {factor: size for factor, size in all_sizes.items() if size > 1}
+    sizes = {factor: size for factor, size in all_sizes.items() if size != 1}
     return ShardingRule(
         tuple(kept),
         (out,),

@@ -124,6 +124,8 @@ def parse_text(text: str) -> tuple[tuple[Term, ...], tuple[Term, ...], dict[Fact
             "this sharding rule cannot be read.", given=repr(text), wrong=wrong, do=do, rule=text, shapes=()
         )
 
+    if not isinstance(text, str):
+        raise fail(f"it is of type {type(text).__name__}, not text.")
     match = re.fullmatch(r"([^{}]*)->([^{}]*)(?:\{([^{}]*)\})?\s*", text)
     if match is None or text.count("->") != 1:
         raise fail("there must be one `->`, and notes in one pair of braces at the end.")

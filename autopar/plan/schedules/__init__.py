@@ -20,7 +20,7 @@ def find_schedule(schedule: str | Schedule) -> Schedule:
     """A schedule by name, or the user's own as it is.
 
     Raises:
-        AutoparError: There is none of this name.
+        AutoparError: There is none of this name, or it is no schedule.
     """
     if isinstance(schedule, str):
         if schedule not in SCHEDULES:
@@ -31,6 +31,15 @@ def find_schedule(schedule: str | Schedule) -> Schedule:
                 do="name one of them, or pass an object with `name` and `order(num_stages, num_microbatches)`.",
             )
         return SCHEDULES[schedule]
+    if isinstance(schedule, type) or not hasattr(schedule, "name") or not hasattr(schedule, "order"):
+        raise AutoparError(
+            "this is no schedule.",
+            given=f"schedule={schedule!r}",
+            wrong="it is a class, not an object of it."
+            if isinstance(schedule, type)
+            else f"a {type(schedule).__name__} has no `name` and `order(num_stages, num_microbatches)`.",
+            do=f"name one of {', '.join(map(repr, SCHEDULES))}, or pass an object that has both.",
+        )
     return schedule
 
 

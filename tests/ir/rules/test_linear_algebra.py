@@ -26,6 +26,7 @@ OWN |= {"tridiagonal_solve", "eig", "schur", "hessenberg", "tridiagonal", "lu_pi
         (jnp.matmul, [(4, 8), (8, 16)], "ab,bc->ac {sum b}"),
         (jax.vmap(jnp.matmul), [(2, 4, 8), (2, 8, 16)], "abc,acd->abd {sum c}"),
         (jnp.matmul, [(4, 8), (8, 1)], "ab,b1->a1 {sum b}"),
+        (jnp.matmul, [(4, 0), (0, 16)], "ab,bc->ac {sum b}"),
         (lambda x, y: lax.dot_general(x, y, (((), ()), ((), ()))), [(4,), (8,)], "a,b->ab"),
         (lambda x, y: lax.dot_general(x, y, (((0, 1), (1, 0)), ((), ()))), [(4, 8, 2), (8, 4)], "abc,ba->c {sum a b}"),
         (lambda x, y: lax.dot_general(x, y, (((0,), (1,)), ((1,), (0,)))), [(4, 2), (2, 4, 3)], "ab,bac->bc {sum a}"),
