@@ -53,6 +53,13 @@ class PipelinePlan:
         return self.simulation.seconds
 
     @property
+    def waiting_share(self) -> float:
+        """Part of the step that a device waits, on average over the devices."""
+        busy = self.simulation.busy_seconds
+        devices = {mesh: self.stages[mesh].mesh.num_devices for mesh in busy}
+        return 1 - sum(busy[m] * devices[m] for m in busy) / (self.seconds * sum(devices.values()))
+
+    @property
     def peak_bytes(self) -> int:
         """Predicted peak of the fullest mesh, on one device."""
         return max(self.simulation.peak_bytes.values())

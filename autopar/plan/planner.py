@@ -45,6 +45,9 @@ from autopar.plan.search import search_pipelines
 from autopar.plan.stage_planner import pipeline_of
 
 Report = Callable[[str], None]
+WORTH_STAGES, WORTH_SECONDS = 0.1, 2e-3
+"""Within one host, stages are tried if this part of the best plan without them, and so many seconds, can be won: less is
+eaten up by their bubble, and to search for it takes many steps' time."""
 
 
 @contextlib.contextmanager
@@ -110,8 +113,7 @@ def make_plan(
         except AutoparError as error:
             failure = error
             tried.append((str(mesh), error.summary))
-    if searches or (isinstance(method, Auto) and not results):
-        # Within one host stages are not worth their bubble, unless nothing else fits.
+    if searches or (isinstance(method, Auto) and _can_gain(results)):
         found, outcomes = search_pipelines(step, roles, cluster, method.options(), report)
         tried += outcomes
         least = min((sharded.step_seconds for _, sharded in results), default=math.inf)
@@ -124,6 +126,16 @@ def make_plan(
     dump("sharded", body_text(best.body))
     plan = describe(step, program, roles, cluster, method, mesh, best, time.perf_counter() - started)
     return dataclasses.replace(plan, alternatives=tuple(pair for pair in tried if pair[0] != str(mesh)))
+
+
+def _can_gain(results: Sequence[tuple[LogicalMesh, Sharded]]) -> bool:
+    """Whether stages can be worth their bubble: nothing else fits, or the best that does falls short of even shares."""
+    if not results:
+        return True
+    best = min((sharded for _, sharded in results), key=lambda sharded: sharded.step_seconds)
+    # Every operation by itself is fastest when all devices share it and no one communicates.
+    shared = sum(float(costs.min()) for costs in best.problem.costs)
+    return best.step_seconds - shared > max(WORTH_STAGES * best.step_seconds, WORTH_SECONDS)
 
 
 def _plan_of_pipeline(

@@ -23,10 +23,10 @@ from autopar.ir.unstack import layer_count
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Options
 from autopar.plan.assemble import PipelinePlan
-from autopar.plan.cut import CutStep, cut_step
+from autopar.plan.cut import CutStep, check_stage_count, cut_step
 from autopar.plan.layer_costs import LayerCosts
 from autopar.plan.pipeline import plan_pipeline
-from autopar.plan.schedules import SCHEDULES, Schedule
+from autopar.plan.schedules import SCHEDULES, Schedule, num_chunks
 from autopar.plan.solve_stages import Solved
 from autopar.plan.table import Kinds, kinds_of
 
@@ -41,6 +41,8 @@ FINALISTS = 2
 """At least so many of the best pipelines of the table are planned as they are; of small programs more."""
 MOST_SOLVED = 8
 """So many candidates at most have their layers sharded for their number of microbatches, where scaling only guesses."""
+MUCH_WAITING = 0.1
+"""Where devices wait longer than this part of a step, the schedules that send or keep more for it are tried too."""
 EFFORT = 6000
 """As many as this many equations allow, each pipeline planned again counting the program's."""
 MOST = 16
@@ -102,34 +104,65 @@ def search_pipelines(
     crossing = reference * _transfers([cut.chain.cut_bytes[k] for k in borders], cluster)
     finalists = max(FINALISTS, min(MOST, EFFORT // max(1, len(cut.program.jaxpr.eqns))))
     candidates = _without_guesses(layers, counts, crossing, cluster, options, finalists)
-    best: tuple[PipelinePlan, _Candidate] | None = None
 
-    def attempt(candidate: _Candidate, schedule: Schedule) -> None:
-        nonlocal best
-        text = _text(candidate, schedule)
-        report(f"planning {text}")
-        try:
-            beat = best[0].seconds if best is not None else np.inf
-            plan = _plan(cut_for, cluster, options, candidate, schedule, borders, solved, beat)
-        except AutoparError as error:
-            tried.append((text, error.summary))
-            return
-        fits = plan.peak_bytes <= (options.memory_budget_bytes or cluster.device.memory_bytes)
-        tried.append((text, f"{'' if fits else 'at least '}{plan.seconds:.3e} s"))
-        if plan.seconds < beat:
-            best = plan, candidate
+    def plan(candidate: _Candidate, schedule: Schedule, beat: float) -> PipelinePlan:
+        return _plan(cut_for, cluster, options, candidate, schedule, borders, solved, beat)
 
+    attempts = _Attempts(plan, options.memory_budget_bytes or cluster.device.memory_bytes, report, tried)
     for candidate in candidates[:finalists]:
-        attempt(candidate, SCHEDULES["1f1b"])
-    if best is None:
+        attempts.make(candidate, "1f1b")
+    if attempts.best is None:
         # The table's memory is an estimate: what takes least of it may fit after all.
         kinds, nothing = kinds_of(layers, counts[-1], np.inf), np.zeros(num_layers)
         for candidate in _equal_stages(layers, kinds, nothing, counts[-1], cluster):
             if candidate not in candidates[:finalists]:
-                attempt(candidate, SCHEDULES["1f1b"])
-    if best is not None:
-        attempt(best[1], SCHEDULES["zb-h1"])
-    return (best[0] if best is not None else None), tried
+                attempts.make(candidate, "1f1b")
+    for candidate in attempts.fastest(max(1, finalists // 4)):
+        attempts.make(candidate, "zb-h1")
+    if attempts.best is not None and attempts.best.waiting_share > MUCH_WAITING:
+        for candidate in attempts.fastest(1):
+            attempts.make(candidate, "gpipe")
+            attempts.make(candidate, "interleaved")
+    return attempts.best, tried
+
+
+class _Attempts:
+    """Pipelines that have been planned.
+
+    Attributes:
+        best: The fastest; None: none fits.
+    """
+
+    def __init__(
+        self,
+        plan: Callable[[_Candidate, Schedule, float], PipelinePlan],
+        budget: float,
+        report: Report,
+        tried: list[tuple[str, str]],
+    ):
+        self._plan, self._budget, self._report, self._tried = plan, budget, report, tried
+        self._seconds: dict[_Candidate, float] = {}
+        self.best: PipelinePlan | None = None
+
+    def make(self, candidate: _Candidate, schedule: str) -> None:
+        """Plan a candidate under a schedule; what became of it is noted."""
+        text = _text(candidate, schedule)
+        self._report(f"planning {text}")
+        beat = self.best.seconds if self.best is not None else np.inf
+        try:
+            made = self._plan(candidate, SCHEDULES[schedule], beat)
+        except AutoparError as error:
+            self._tried.append((text, error.summary))
+            return
+        fits = made.peak_bytes <= self._budget
+        self._tried.append((text, f"{'' if fits else 'at least '}{made.seconds:.3e} s"))
+        self._seconds[candidate] = min(made.seconds, self._seconds.get(candidate, np.inf))
+        if made.seconds < beat:
+            self.best = made
+
+    def fastest(self, count: int) -> list[_Candidate]:
+        """The candidates that were fastest."""
+        return sorted(self._seconds, key=lambda candidate: self._seconds[candidate])[:count]
 
 
 def _counts(batch_sizes: Sequence[int]) -> list[int]:
@@ -240,15 +273,15 @@ def _plan(
     beat: float,
 ) -> PipelinePlan:
     """Plan a candidate as it is; `layers` are their first segments, `beat` is as of `plan_pipeline`."""
-    num_stages, firsts = len(candidate.sizes), candidate.firsts
-    cut = cut_for(candidate.count, num_stages if firsts is None else MAX_LAYERS)
-    if firsts is None:
-        borders = balanced_borders(cut.chain, num_stages)
-    else:
-        borders = tuple(layers[first] for first in firsts)
-    return plan_pipeline(cut, borders, candidate.meshes, cluster, schedule, options, solved, beat=beat)
+    chunks, firsts = num_chunks(schedule), candidate.firsts
+    num_stages = len(candidate.sizes) * chunks
+    anew = firsts is None or chunks > 1
+    cut = cut_for(candidate.count, num_stages if anew else MAX_LAYERS)
+    check_stage_count(cut, num_stages)
+    borders = balanced_borders(cut.chain, num_stages) if anew else tuple(layers[first] for first in firsts or ())
+    return plan_pipeline(cut, borders, candidate.meshes * chunks, cluster, schedule, options, solved, beat=beat)
 
 
-def _text(candidate: _Candidate, schedule: Schedule) -> str:
+def _text(candidate: _Candidate, schedule: str) -> str:
     sizes = "+".join(map(str, candidate.sizes))
-    return f"{len(candidate.sizes)} stages on {sizes}, {candidate.count} microbatches, {schedule.name}"
+    return f"{len(candidate.sizes)} stages on {sizes}, {candidate.count} microbatches, {schedule}"
