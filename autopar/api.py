@@ -462,7 +462,8 @@ def _abstract(leaf: Any) -> Any:
     """Tracing needs no more of an array than its type: it cannot read a `StackedArray`, nor is it to see where one lies."""
     if not isinstance(leaf, jax.Array | StackedArray) or isinstance(leaf, jax.core.Tracer):
         return leaf
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=leaf.weak_type)
+    weak = getattr(leaf, "weak_type", False)  # an array of keys has none
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
 
 
 def _check_function(fn: Any) -> None:

@@ -71,6 +71,17 @@ def test_state_stays_weakly_typed(method):
     assert len(ours._made.compiled) == 1, "the number and the array it becomes are one program"
 
 
+def test_arrays_of_random_keys():
+    def shuffled(state, batch):
+        key, own = jax.random.split(state["key"])
+        return {**state, "key": key}, jnp.sum(jax.random.normal(own, (16, 8)) * batch["x"])
+
+    new, loss = parallel(shuffled)({**state(), "key": jax.random.key(0)}, BATCH)
+    expected, expected_loss = shuffled({**state(), "key": jax.random.key(0)}, BATCH)
+    np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
+    assert jax.random.key_data(new["key"]).tolist() == jax.random.key_data(expected["key"]).tolist()
+
+
 def test_64_bits_are_another_program():
     def widest(state, batch):
         return state, jnp.sum(batch["x"].astype(float))

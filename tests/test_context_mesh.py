@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 import autopar
 from autopar.errors import ConstraintError
 
+README = Path(__file__).parent.parent / "README.md"
 AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 BATCH = {name: np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32) for name in ("x", "y")}
 METHOD = autopar.ShardParallel(mesh_shape=(2, 4))
@@ -111,6 +114,16 @@ def test_a_bare_spec_in_the_old_context():
     with make_mesh():
         check(step)
     assert spec_of_hidden(step) == P("x", "y")
+
+
+def test_the_readmes_example():
+    """As printed."""
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (block,) = (text for text in blocks if "with_sharding_constraint" in text)
+    names = {"jax": jax, "jnp": jnp, "autopar": autopar, "P": P}
+    exec(block, names)
+    check(names["train_step"])
+    assert spec_of_hidden(names["train_step"]) == P("x", "y")
 
 
 def test_a_constraint_on_axes_that_the_plan_has_not():
