@@ -16,14 +16,17 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 from jax._src import compiler as _compiler
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import source_info_util as _source_info_util
 from jax._src.api_util import InternalFloatingPointError as _InternalFloatingPointError
+from jax._src.array import ArrayImpl as _ArrayImpl
 from jax._src.core import eval_jaxpr as _eval_jaxpr
 from jax._src.lax.lax import optimization_barrier_p
 from jax._src.random import prng as _prng
@@ -85,8 +88,29 @@ def trace_function(
     except TypeError:  # a callable object that holds arrays; jit needs something to remember it by
         function = functools.partial(function)
     jitted = jax.jit(function, static_argnums=tuple(static_argnums), static_argnames=tuple(static_argnames))
-    traced = jitted.trace(*args, **kwargs)
+    with with_automatic_axes():
+        traced = jitted.trace(*args, **kwargs)
     return traced.jaxpr, list(getattr(traced, "_consts", ())), traced.out_info
+
+
+def trace_context() -> Any:
+    """JAX's settings that a traced program depends on: 64 bits, the mesh in context, the precision of products, ..."""
+    return _config.trace_context()
+
+
+def with_automatic_axes() -> AbstractContextManager[None]:
+    """Context manager: the mesh in JAX's context has no explicit axes, which would make shardings a part of types."""
+    if all(kind == jax.sharding.AxisType.Auto for kind in jax.sharding.get_abstract_mesh().axis_types):
+        return nullcontext()
+    mesh = jax.sharding.get_mesh()
+    return jax.set_mesh(jax.sharding.Mesh(mesh.devices, mesh.axis_names))
+
+
+def without_mesh() -> AbstractContextManager[None]:
+    """Context manager: no mesh in JAX's context (`jax.set_mesh`), so that programs of ours are over meshes of ours."""
+    if jax.sharding.get_abstract_mesh().empty:
+        return nullcontext()
+    return jax.set_mesh(None)
 
 
 def eval_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any], *args: Any) -> list[Any]:
@@ -131,6 +155,20 @@ def replace_eqn(
         eqn.source_info if source_info is None else source_info,
         eqn.ctx,
     )
+
+
+def without_context_mesh(eqn: JaxprEqn) -> JaxprEqn:
+    """`eqn` as it is where no mesh is in JAX's context; bound in a program over another mesh it would be refused."""
+    if eqn.ctx.cur_abstract_mesh.empty:
+        return eqn
+    context = _context_without_mesh(eqn.ctx)
+    return JaxprEqn(eqn.invars, eqn.outvars, eqn.primitive, eqn.params, eqn.effects, eqn.source_info, context)
+
+
+@functools.lru_cache(maxsize=64)
+def _context_without_mesh(context: Any) -> Any:
+    with context.manager, jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
+        return _core.new_jaxpr_eqn([], [], optimization_barrier_p, {}, _core.no_effects).ctx
 
 
 def eqn_context(eqn: JaxprEqn) -> Any:
@@ -197,6 +235,18 @@ def shaped(value: Any) -> Any:
     return _core.shaped_abstractify(value)
 
 
+def weakly_typed(array: Any) -> Any:
+    """The same array, and the same memory, as weakly typed as a Python number."""
+    return _ArrayImpl(
+        array.aval.update(weak_type=True), array.sharding, array._arrays, committed=array.committed, _skip_checks=True
+    )
+
+
+def buffer_addresses(array: Any) -> list[int]:
+    """Where the parts of an array lie that are on devices of this process."""
+    return [part.unsafe_buffer_pointer() for part in array._arrays]
+
+
 def is_key_dtype(dtype: Any) -> bool:
     """Whether `dtype` is that of typed random keys (`jax.random.key`)."""
     return type(dtype) is _prng.KeyTy
@@ -220,6 +270,11 @@ def physical_aval(aval: Any) -> Any:
 def key_data(value: Any) -> Any:
     """The integers of a concrete key array, without copying."""
     return value._base_array if isinstance(value, _prng.PRNGKeyArray) else jax.random.key_data(value)
+
+
+def as_key(value: Any, impl: str) -> jax.Array:
+    """Integers as a key array of the generator of that name; a handle of ours is read."""
+    return jax.random.wrap_key_data(value if isinstance(value, jax.Array) else np.asarray(value), impl=impl)
 
 
 def high_primitive_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr:

@@ -7,17 +7,21 @@ Method: `_prepare` reads as one page: trace, tell state from batch, plan, compil
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
+from autopar._jax import as_key, key_data, shaped, trace_context, weakly_typed, without_mesh
 from autopar.errors import AutoparError, ClusterError, NotBuiltYetError, PipelineError, StepError, StructureChangedError
-from autopar.ir.state import Roles, find_roles
-from autopar.ir.trace import Program, trace_step
+from autopar.ir.parameters import check_hashable, chosen, parameters_of, static_of
+from autopar.ir.state import Roles, argument_slices, find_roles
+from autopar.ir.trace import Program, name_of, trace_step
 from autopar.mesh import Cluster
-from autopar.plan.arguments import check_arguments
+from autopar.plan.arguments import check_arguments, find_argument
 from autopar.plan.clock import measured
 from autopar.plan.describe_stages import PipelineOrigin
 from autopar.plan.methods import Auto, Method
@@ -42,8 +46,8 @@ def parallelize(
     method: Method | None = None,
     batch_argnums: Any = "auto",
     donate_argnums: Any = "auto",
-    static_argnums: int | Iterable[int] = (),
-    static_argnames: str | Iterable[str] = (),
+    static_argnums: int | Iterable[int] | None = (),
+    static_argnames: str | Iterable[str] | None = (),
     runtime: Any = None,
 ) -> Any:
     """Run a training step, written for one device, on many.
@@ -52,15 +56,21 @@ def parallelize(
         fn: The step: arrays and pytrees in, pytrees out, differentiated by plain `jax.grad`. Absent: a decorator.
         cluster: The machine; None: all devices of this process.
         method: How to split; None: `Auto()`, decide everything.
-        batch_argnums: Positions of the arguments that hold samples. `"auto"`: what is not state and shares its leading
-            dim; state is what comes back in the outputs with the same structure and shapes.
-        donate_argnums: Positions of the arguments whose memory is reused. `"auto"`: state.
-        static_argnums: As in `jax.jit`.
+        batch_argnums: Positions of the arguments that hold samples, counted as in `jax.jit`; they are not state.
+            `"auto"`: what is not state and shares its leading dim; state is what comes back in the outputs with the same
+            structure and shapes. An array by itself, after other state, may be a batch that is reconstructed: it is
+            state only if there is another batch, of another leading dim.
+        donate_argnums: Positions of the arguments whose memory is reused, counted likewise. `"auto"`: state.
+        static_argnums: As in `jax.jit`: a parameter is static whether it is passed by position or by name.
         static_argnames: As in `jax.jit`.
         runtime: `"local"` or `"ray"`; None: what the cluster is.
 
     Returns:
         `ParallelStep`: called like `fn`, plans and compiles at first call.
+
+    Raises:
+        AutoparError: `fn` is no function, an argument is of the wrong type, or there is no such static argument.
+        BatchError: There is no argument of such a position, or it is static.
     """
     if fn is None:
         return functools.partial(
@@ -73,6 +83,7 @@ def parallelize(
             static_argnames=static_argnames,
             runtime=runtime,
         )
+    _check_function(fn)
     _check_method(method, cluster)
     _check_runtime(runtime, cluster)
     return ParallelStep(fn, cluster, method or Auto(), batch_argnums, donate_argnums, static_argnums, static_argnames)
@@ -95,13 +106,20 @@ class CompiledStep:
             {program.name: executable.compiled} if isinstance(executable, Executable) else dict(executable.programs)
         )
         self.functions = executable.functions if isinstance(executable, Pipeline) else {}
-        self.in_shardings = jax.tree.unflatten(program.in_tree, executable.in_shardings[: program.num_args])
+        self.in_shardings = jax.tree.unflatten(
+            program.in_tree,
+            [
+                jax.sharding.NamedSharding(sharding.mesh, program.spec_of(k, sharding.spec)) if key else sharding
+                for k, (sharding, key) in enumerate(zip(executable.in_shardings, program.key_inputs, strict=False))
+            ],
+        )
         self._consts = (
             executable.hold(program.consts, program.num_args)
             if isinstance(executable, RayStep)
             else jax.device_put(list(program.consts), list(executable.in_shardings[program.num_args :]))
         )
         self._has_keys = any(program.key_inputs) or any(program.key_outputs)
+        self._weak = [k for k, aval in enumerate(program.out_avals) if aval.weak_type]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step. Static arguments are left out, as with `jax.stages.Compiled`.
@@ -118,7 +136,8 @@ class CompiledStep:
 
     def run(self, leaves: list[Any]) -> Any:
         """Run one step on flat argument leaves."""
-        return self._as_returned(self._carry_out(self.executable, leaves))
+        with without_mesh():
+            return self._as_returned(self._carry_out(self.executable, leaves))
 
     def _carry_out(self, how: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
         """What the executable makes of flat argument leaves; results that an error carries are as the step returns them."""
@@ -132,10 +151,35 @@ class CompiledStep:
             raise
 
     def _as_returned(self, results: list[Any]) -> Any:
-        """Flat results in the structure that the step returns."""
+        """Flat results in the structure that the step returns, those weakly typed that `jax.jit` returns so."""
+        for k in self._weak:
+            results[k] = _weakly_typed(results[k])
         if self._has_keys:
             return self.program.unflatten_outputs(results)
         return jax.tree.unflatten(self.program.out_tree, results)
+
+    def create(self, argument: int, init_fn: Callable[..., Any], args: Sequence[Any]) -> Any:
+        """An argument of the step, born in its place.
+
+        Args:
+            argument: Which, the positional ones first.
+            init_fn: Makes it.
+            args: Arguments of `init_fn`.
+        """
+        program, (first, stop) = self.program, argument_slices(self.program)[argument]
+        shardings = [
+            tree for half in self.in_shardings for tree in (half if isinstance(half, tuple) else half.values())
+        ]
+        if isinstance(self.executable, Executable):
+            return jax.jit(init_fn, out_shardings=shardings[argument])(*args)
+        keys = program.key_inputs[first:stop]
+
+        def init(*args: Any) -> list[Any]:
+            return [key_data(x) if k else x for x, k in zip(jax.tree.leaves(init_fn(*args)), keys, strict=True)]
+
+        made = self.executable.create(init, args, first, stop - first)
+        leaves = [as_key(x, key) if key else x for x, key in zip(made, keys, strict=True)]
+        return jax.tree.unflatten(jax.tree.structure(shardings[argument]), leaves)
 
     def measure(self, *args: Any, **kwargs: Any) -> tuple[Any, Timeline]:
         """Run one step of a pipeline, each program by itself, and see how long each takes.
@@ -164,10 +208,21 @@ class CompiledStep:
                 num_stages=1,
             )
         leaves = check_arguments(self.program, args, kwargs)
-        results, seconds = self._carry_out(self.executable.measure, leaves)
+        with without_mesh():
+            results, seconds = self._carry_out(self.executable.measure, leaves)
+            returned = self._as_returned(results)
         pipeline = self.plan.origin.pipeline
-        timeline = measured(pipeline.streams, pipeline.stages, seconds)
-        return self._as_returned(results), timeline
+        return returned, measured(pipeline.streams, pipeline.stages, seconds)
+
+
+@dataclass(slots=True, eq=False)
+class _Made:
+    """What a step has made so far; shared by the same method of all objects of a class."""
+
+    cluster: Cluster | None
+    planned: dict[Any, tuple[Program, Roles, Plan]] = field(default_factory=dict)
+    compiled: dict[Any, CompiledStep] = field(default_factory=dict)
+    latest: CompiledStep | None = None
 
 
 class ParallelStep:
@@ -183,26 +238,35 @@ class ParallelStep:
         static_argnums: Any,
         static_argnames: Any,
     ):
-        functools.update_wrapper(self, fn)
-        self._fn, self._given_cluster, self._cluster, self._method = fn, cluster, cluster, method
-        self._batch_argnums, self._donate_argnums = batch_argnums, donate_argnums
-        self._static_argnums = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
-        self._static_argnames = (static_argnames,) if isinstance(static_argnames, str) else tuple(static_argnames)
-        self._planned: dict[Any, tuple[Program, Roles, Plan]] = {}
-        self._compiled: dict[Any, CompiledStep] = {}
-        self._latest: CompiledStep | None = None
+        functools.update_wrapper(self, fn, updated=())  # the function's own attributes must not hide the step's
+        self._fn, self._given_cluster, self._method = fn, cluster, method
+        self._static = static_of(parameters_of(fn), static_argnums, static_argnames)
+        self._batch_argnums = chosen("batch_argnums", batch_argnums, self._static)
+        self._donate_argnums = chosen("donate_argnums", donate_argnums, self._static)
+        self._bound: tuple[Any, ...] = ()
+        self._made = _Made(cluster)
+
+    def __get__(self, instance: Any, owner: Any = None) -> ParallelStep:
+        """As a method: the object is argument 0, as in `jax.jit`; unless it is a pytree, it is static."""
+        if instance is None:
+            return self
+        bound = copy.copy(self)
+        bound._bound = (instance,)
+        if jax.tree_util.all_leaves([instance]):
+            bound._static = self._static.with_first()
+        return bound
 
     @property
     def cluster(self) -> Cluster:
         """The machine planned for."""
-        if self._cluster is None:
-            self._cluster = Cluster.local()
-        return self._cluster
+        if self._made.cluster is None:
+            self._made.cluster = Cluster.local()
+        return self._made.cluster
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; plan and compile at the first call for these shapes."""
         key, leaves = self._key(args, kwargs)
-        compiled = self._compiled.get(key)
+        compiled = self._made.compiled.get(key)
         if compiled is None or compiled.has_ended:
             compiled = self.compile(*args, **kwargs)
         return compiled.run(leaves)
@@ -227,12 +291,14 @@ class ParallelStep:
         if given is None:
             program, roles, plan = self._plan(args, kwargs)
         else:
-            program, roles = self._trace(args, kwargs)
+            program, roles = self._roles(args, kwargs)
             plan = self._attach(program, roles, given)
-        self._latest = CompiledStep(program, plan, _compile(self.cluster, program, roles, plan))
+        with without_mesh():
+            latest = CompiledStep(program, plan, _compile(self.cluster, program, roles, plan))
+        self._made.latest = latest
         if given is None:
-            self._compiled[self._key(args, kwargs)[0]] = self._latest
-        return self._latest
+            self._made.compiled[self._key(args, kwargs)[0]] = latest
+        return latest
 
     def attach(self, *args: Any, plan: Plan, **kwargs: Any) -> Plan:
         """A plan read from a file, attached to this step: it can `explain`, and its shardings are a pytree. Runs nothing.
@@ -241,7 +307,7 @@ class ParallelStep:
             StalePlanError: `plan` was made for another program or cluster; says what changed.
             PlanFileError: The choices in `plan` are not those of this step.
         """
-        program, roles = self._trace(args, kwargs)
+        program, roles = self._roles(args, kwargs)
         return self._attach(program, roles, plan)
 
     def create_state(self, init_fn: Callable[..., Any], *args: Any, example: tuple[Any, ...] | None = None) -> Any:
@@ -254,7 +320,7 @@ class ParallelStep:
                 compiled last.
 
         Raises:
-            StructureChangedError: The result is no state argument of the step.
+            StructureChangedError: The result is no argument of the step: another structure, shape or dtype.
         """
         made = jax.eval_shape(init_fn, *args)
         compiled: CompiledStep | None
@@ -270,30 +336,14 @@ class ParallelStep:
                 do="pass example=(batch, ...), the arguments after the state, or call the step once before.",
                 path="",
             )
-        positional = compiled.in_shardings[0]
-        trees = [jax.tree.structure(a) for a in positional]
-        tree = jax.tree.structure(made)
-        if tree not in trees:
-            raise StructureChangedError(
-                "the new state does not fit the step.",
-                given=str(tree),
-                wrong="no argument of the step has this structure.",
-                do="let init_fn return exactly what the step takes.",
-                path="",
-            )
-        number = trees.index(tree)
-        if isinstance(compiled.executable, Pipeline | RayStep):
-            first = sum(t.num_leaves for t in trees[:number])
-            leaves = compiled.executable.create(lambda *a: jax.tree.leaves(init_fn(*a)), args, first, tree.num_leaves)
-            return jax.tree.unflatten(tree, leaves)
-        return jax.jit(init_fn, out_shardings=positional[number])(*args)
+        with without_mesh():
+            return compiled.create(find_argument(compiled.program, made), init_fn, args)
 
     def compiled(self, *args: Any) -> CompiledStep:
         """What a call with these arguments runs; compiled now if it is not. They may be types."""
         key, _ = self._key(args, {})
-        if key not in self._compiled or self._compiled[key].has_ended:
-            return self.compile(*args)
-        return self._compiled[key]
+        compiled = self._made.compiled.get(key)
+        return self.compile(*args) if compiled is None or compiled.has_ended else compiled
 
     def replan(self, cluster: Cluster | None = None) -> ParallelStep:
         """The same step, to be planned anew.
@@ -302,70 +352,63 @@ class ParallelStep:
             cluster: The machine as it is now; None: the one that the step was made for, and if it was made for none in
                 particular, the devices that this process has now.
         """
-        return ParallelStep(
-            self._fn,
-            cluster or self._given_cluster,
-            self._method,
-            self._batch_argnums,
-            self._donate_argnums,
-            self._static_argnums,
-            self._static_argnames,
-        )
+        anew = copy.copy(self)
+        anew._given_cluster = cluster or self._given_cluster
+        anew._made = _Made(anew._given_cluster)
+        return anew
 
     def latest(self) -> CompiledStep | None:
         """The step as it was last compiled; None: it has not been."""
-        return self._latest
+        return self._made.latest
 
     def program(self, *args: Any, **kwargs: Any) -> Program:
         """The traced step, flat; plans nothing."""
-        return self._trace(args, kwargs)[0]
+        return self._trace(args, kwargs)
 
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
         """What a plan depends on, and the leaves of the dynamic arguments."""
         dynamic, static = self._split(args, kwargs)
         leaves, tree = jax.tree.flatten(dynamic)
         try:
-            return (tree, static, tuple([(x.shape, x.dtype) for x in leaves])), leaves
+            types = tuple([(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves])
         except AttributeError:  # Python numbers among the leaves
-            return (tree, static, tuple([_type_of(x) for x in leaves])), leaves
+            types = tuple([_type_of(x) for x in leaves])
+        return (tree, static, types, trace_context()), leaves
 
     def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Roles, Plan]:
         """Trace and plan, once for these shapes."""
         key, _ = self._key(args, kwargs)
-        if key not in self._planned:
-            program, roles = self._trace(args, kwargs)
-            with planning_progress(program.name) as report:
-                self._planned[key] = program, roles, make_plan(program, roles, self.cluster, self._method, report)
-        return self._planned[key]
+        planned = self._made.planned
+        if key not in planned:
+            program, roles = self._roles(args, kwargs)
+            with without_mesh(), planning_progress(program.name) as report:
+                planned[key] = program, roles, make_plan(program, roles, self.cluster, self._method, report)
+        return planned[key]
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, dict[str, Any]], Any]:
-        """Dynamic arguments, and a key for the static ones."""
-        if not self._static_argnums and not self._static_argnames:
+        """Dynamic arguments, and a key for the static ones: equal values of two types are two programs, as in `jax.jit`."""
+        args = (*self._bound, *args)
+        if not self._static.names and not self._static.numbers:
             return (args, kwargs), ()
-        import inspect
+        call = self._static.split(args, kwargs)
+        check_hashable(call.static, name_of(self._fn))
+        return (call.args, call.kwargs), tuple((name, type(value), value) for name, value in call.static)
 
-        names = [p for p in inspect.signature(self._fn).parameters]
-        static = {i % len(args) for i in self._static_argnums} | {
-            i for i, name in enumerate(names[: len(args)]) if name in self._static_argnames
-        }
-        dynamic = tuple(a for i, a in enumerate(args) if i not in static)
-        by_name = {k: v for k, v in kwargs.items() if k not in self._static_argnames}
-        key = (
-            tuple((i, args[i]) for i in sorted(static)),
-            tuple(sorted((k, v) for k, v in kwargs.items() if k in self._static_argnames)),
-        )
-        return (dynamic, by_name), key
+    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        args, kwargs = jax.tree.map(_abstract, ((*self._bound, *args), kwargs))
+        return trace_step(self._fn, args, kwargs, static=self._static)
 
-    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Roles]:
-        args, kwargs = jax.tree.map(_abstract_stack, (args, kwargs))
-        program = trace_step(self._fn, args, kwargs, self._static_argnums, self._static_argnames)
+    def _roles(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Roles]:
+        """Trace, and tell state from batch."""
+        program = self._trace(args, kwargs)
         return program, find_roles(program, self._batch_argnums, self._donate_argnums)
 
     def _attach(self, program: Program, roles: Roles, plan: Plan) -> Plan:
         """A plan made elsewhere, checked against the step as it is now."""
         check_fresh(program, self.cluster, plan)
         if plan.origin is None:
-            return restore(program, roles, self.cluster, self._method, plan)
+            with without_mesh():
+                return restore(program, roles, self.cluster, self._method, plan)
         return plan
 
 
@@ -400,16 +443,44 @@ def compile_pipeline(origin: PipelineOrigin, devices: Sequence[Any]) -> Pipeline
 
 
 def _type_of(leaf: Any) -> Any:
-    """What of a leaf the compiled step depends on; of a leaf that is no array its class, tracing then says what is wrong."""
-    if isinstance(leaf, bool | int | float | complex):
-        return type(leaf)  # weakly typed: not the same program as for an array
-    shape, dtype = getattr(leaf, "shape", None), getattr(leaf, "dtype", None)
-    return (shape, dtype) if dtype is not None else type(leaf)
+    """What of a leaf the program depends on; of a leaf that is no array its class, tracing then says what is wrong."""
+    try:
+        aval = shaped(leaf)
+    except (TypeError, ValueError, OverflowError):
+        return type(leaf)
+    return aval.shape, aval.dtype, aval.weak_type
 
 
-def _abstract_stack(leaf: Any) -> Any:
-    """Tracing needs no more of a `StackedArray` than its type, and cannot read it."""
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) if isinstance(leaf, StackedArray) else leaf
+def _weakly_typed(result: Any) -> Any:
+    if isinstance(result, jax.Array):
+        return weakly_typed(result)
+    result.weak_type = True  # a handle of ours
+    return result
+
+
+def _abstract(leaf: Any) -> Any:
+    """Tracing needs no more of an array than its type: it cannot read a `StackedArray`, nor is it to see where one lies."""
+    if not isinstance(leaf, jax.Array | StackedArray) or isinstance(leaf, jax.core.Tracer):
+        return leaf
+    weak = getattr(leaf, "weak_type", False)  # an array of keys has none
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
+
+
+def _check_function(fn: Any) -> None:
+    if isinstance(fn, Method) or (isinstance(fn, type) and issubclass(fn, Method)):
+        raise AutoparError(
+            "there is no step to parallelize.",
+            given=f"parallelize({fn!r})",
+            wrong="the first argument is the step, and this is a method.",
+            do="pass it by name: @autopar.parallelize(method=...).",
+        )
+    if not callable(fn):
+        raise AutoparError(
+            "there is no step to parallelize.",
+            given=f"parallelize({fn!r})",
+            wrong=f"it is of type {type(fn).__name__}, which cannot be called.",
+            do="pass the step, a function of arrays; a method of planning is passed by name, method=....",
+        )
 
 
 def _check_method(method: Any, cluster: Any) -> None:

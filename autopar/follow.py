@@ -3,30 +3,45 @@
 In:     a step of the user's, a `ParallelStep` that trains the same parameters.
 Out:    a step called like the user's; its arguments that are (part of) the train step's state are taken as they lie.
 Method: arguments are matched by structure and types, as state is (`ir/state.py`); each matched array is pinned to its
-        sharding in the train step's plan, on the same mesh, and everything else is found as usual. Behind a pipeline the
-        step is cut into the same stages (`plan/followed.py`).
+        sharding in the train step's plan, on the same mesh, and everything else is found as usual. The batch is what
+        looks like a sample of the train step's batch, else what is not state. Behind a pipeline the step is cut into the
+        same stages (`plan/followed.py`).
 """
 
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
 
-from autopar.api import ParallelStep
+from autopar.api import CompiledStep, ParallelStep
 from autopar.errors import AutoparError, StructureChangedError
+from autopar.ir.state import find_batch
+from autopar.ir.trace import Program
 from autopar.plan.methods import Follow, Method, ShardParallel
 
 
-def follow(eval_step: Callable[..., Any], step: ParallelStep, **options: Any) -> Callable[..., Any]:
+def follow(
+    eval_step: Callable[..., Any],
+    step: ParallelStep,
+    *,
+    batch_argnums: Any = "auto",
+    donate_argnums: Any = (),
+    static_argnums: int | Iterable[int] | None = (),
+    static_argnames: str | Iterable[str] | None = (),
+) -> Following:
     """Make `eval_step` run where `step` keeps its state.
 
     Args:
         eval_step: Takes parameters, or the whole state, as the train step has them, and a batch.
         step: The train step, made by `parallelize`; it has been called or compiled when this one is first called.
-        **options: As of `parallelize` (`batch_argnums`, `static_argnums`, ...).
+        batch_argnums: As of `parallelize`. `"auto"`: the arguments like the train step's batch, if there are any; else the
+            only one that is not its state, or those that are not and share their leading dim.
+        donate_argnums: As of `parallelize`, but nothing is donated unless it is named.
+        static_argnums: As of `parallelize`.
+        static_argnames: As of `parallelize`.
 
     Returns:
         A step called like `eval_step`.
@@ -41,14 +56,24 @@ def follow(eval_step: Callable[..., Any], step: ParallelStep, **options: Any) ->
             wrong=f"it is of type {type(step).__name__}, not made by autopar.parallelize.",
             do="pass the parallelized train step.",
         )
-    return Following(eval_step, step, options)
+    return Following(eval_step, step, batch_argnums, donate_argnums, static_argnums, static_argnames)
 
 
 class Following:
     """A step that takes another's state as it lies; call it like the function it was made from."""
 
-    def __init__(self, fn: Callable[..., Any], step: ParallelStep, options: dict[str, Any]):
-        self._fn, self._step, self._options = fn, step, options
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        step: ParallelStep,
+        batch_argnums: Any,
+        donate_argnums: Any,
+        static_argnums: Any,
+        static_argnames: Any,
+    ):
+        self._fn, self._step, self._batch_argnums = fn, step, batch_argnums
+        self._donate_argnums, self._static = donate_argnums, (static_argnums, static_argnames)
+        self._traced = ParallelStep(fn, None, ShardParallel(), batch_argnums, donate_argnums, *self._static)
         self._parallel: ParallelStep | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -66,22 +91,14 @@ class Following:
             StructureChangedError: No argument is a part of the train step's state, or that step has no plan yet.
         """
         if self._parallel is None:
-            method, others = self._method(args, kwargs)
-            # Parameters are no batch, whatever their leading dims.
-            batch_argnums = tuple(others) if len(others) == 1 else "auto"
+            method, batch = self._follow(args, kwargs)
             self._parallel = ParallelStep(
-                self._fn,
-                self._step.cluster,
-                method,
-                self._options.get("batch_argnums", batch_argnums),
-                self._options.get("donate_argnums", ()),
-                self._options.get("static_argnums", ()),
-                self._options.get("static_argnames", ()),
+                self._fn, self._step.cluster, method, batch, self._donate_argnums, *self._static
             )
         return self._parallel
 
-    def _method(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Method, list[int]]:
-        """How the step is planned, and the numbers of the arguments that are not the train step's."""
+    def _follow(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Method, Any]:
+        """How the step is planned, and its batch."""
         compiled = self._step.latest()
         if compiled is None:
             raise StructureChangedError(
@@ -92,10 +109,7 @@ class Following:
                 path="",
             )
         trained = _subtrees(compiled.program.in_tree, compiled.program.in_avals)
-        static = self._options.get("static_argnums", ()), self._options.get("static_argnames", ())
-        program = ParallelStep(self._fn, self._step.cluster, ShardParallel(), "auto", (), *static).program(
-            *args, **kwargs
-        )
+        program = self._traced.program(*args, **kwargs)
         found: dict[int, int] = {}
         others = []
         for number, (tree, first, last) in enumerate(_ranges(program.in_tree)):
@@ -112,12 +126,37 @@ class Following:
                 do="pass the train step's state, or a subtree of it such as its parameters.",
                 path="",
             )
+        batch = self._batch_argnums
+        if isinstance(batch, str):
+            batch = _batch(program, others, compiled)
         if compiled.plan.schedule != "none":
             there = compiled.program.in_paths
-            return Follow(compiled.plan, {program.in_paths[k]: there[at] for k, at in found.items()}), others
+            return Follow(compiled.plan, {program.in_paths[k]: there[at] for k, at in found.items()}), batch
         shardings = jax.tree.leaves(compiled.in_shardings)
         pins = {glob.escape(program.in_paths[k]): shardings[at].spec for k, at in found.items()}
-        return ShardParallel(mesh_shape=compiled.plan.mesh, constraints=pins), others
+        return ShardParallel(mesh_shape=compiled.plan.mesh, constraints=pins), batch
+
+
+def _batch(program: Program, others: Sequence[int], compiled: CompiledStep) -> Any:
+    """Numbers of the parameters that hold samples; of arguments, `others` are not the train step's state."""
+    trained = compiled.program
+    samples = {
+        (tree, _sample_types(trained.in_avals[first:last]))
+        for tree, first, last in _ranges(trained.in_tree)
+        if not set(range(first, last)).isdisjoint(compiled.plan.origin.roles.batch)
+    }
+    ranges = _ranges(program.in_tree)
+    chosen: Sequence[int] = [
+        n for n in others for tree, a, b in [ranges[n]] if (tree, _sample_types(program.in_avals[a:b])) in samples
+    ]
+    if not chosen:
+        chosen = others if len(others) == 1 else find_batch(program, set(range(len(ranges))).difference(others))
+    numbers = [program.arguments[n].number for n in chosen]
+    return "auto" if None in numbers else numbers
+
+
+def _sample_types(avals: Any) -> tuple[Any, ...]:
+    return tuple((shape[1:], dtype) for shape, dtype in _types(avals))
 
 
 def _types(avals: Any) -> tuple[Any, ...]:

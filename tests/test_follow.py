@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.errors import AutoparError, PipelineError, StructureChangedError
+from autopar.errors import AutoparError, BatchError, PipelineError, StructureChangedError
 from tests.sweep import QUICK, SLOW
 
 LAYERS, WIDTH = 4, 32
@@ -78,6 +78,106 @@ def test_a_stack_on_equal_stages_is_one_array():
     assert len({shard.device for shard in layers.addressable_shards}) == 8
     with jax.sharding.set_mesh(layers.sharding.mesh) if hasattr(jax.sharding, "set_mesh") else jax.disable_jit(False):
         np.testing.assert_allclose(np.asarray(layers), init()["params"]["layers"], rtol=1e-6)
+
+
+def keyed_step(state, batch):
+    """Its state holds typed random keys, one and several."""
+    key, own = jax.random.split(state["key"])
+    noisy = {name: x + 0.01 * jax.random.normal(own, x.shape) for name, x in batch.items()}
+    new, loss = step({"params": state["params"]}, noisy)
+    return {**new, "key": key, "spare": state["spare"]}, loss
+
+
+def keyed_init():
+    return {**init(), "key": jax.random.key(1), "spare": jax.random.split(jax.random.key(2), 8)}
+
+
+@pytest.mark.parametrize(
+    "method", [autopar.ShardParallel((2, 4)), autopar.PipelineParallel(num_stages=4, num_microbatches=2)]
+)
+def test_random_keys_are_born_in_their_place(method):
+    cluster = autopar.Cluster.local(device=SLOW, intra=QUICK)
+    train = autopar.parallelize(keyed_step, cluster=cluster, method=method, batch_argnums=(1,))
+    state = train.create_state(keyed_init, example=(BATCH,))
+    compiled = train.latest()
+    specs = compiled.plan.shardings[0][0]
+    assert (len(specs["key"]), len(specs["spare"])) == (0, 1), "one entry per dim of the user's array"
+    assert compiled.in_shardings[0][0]["spare"].spec == specs["spare"]
+    assert jnp.issubdtype(state["key"].dtype, jax.dtypes.prng_key)
+    placed = jax.device_put(keyed_init()["spare"], compiled.in_shardings[0][0]["spare"])
+    expected = jax.jit(keyed_step)(keyed_init(), BATCH)
+    got = train({**state, "spare": placed}, BATCH)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        if jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
+            a, b = jax.random.key_data(a), jax.random.key_data(b)
+        np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5, atol=1e-6)
+
+
+def test_new_state_has_the_types_of_the_steps():
+    train = parallel(autopar.ShardParallel((8,)))
+    train(init(), BATCH)
+    wrong = {"params": {**init()["params"], "layers": jnp.zeros((LAYERS, WIDTH, 2))}}
+    with pytest.raises(StructureChangedError, match=r"state/params/layers is float32\[4,32,2\]; it was") as caught:
+        train.create_state(lambda: wrong)
+    assert caught.value.path == "state/params/layers"
+    whole = jax.tree.map(lambda x: x.astype(jnp.bfloat16), init())
+    with pytest.raises(StructureChangedError, match=r"(?s)head is bfloat16\[32,2\].*layers is bfloat16"):
+        train.create_state(lambda: whole)
+
+
+def test_state_that_is_passed_by_name():
+    train = parallel(autopar.ShardParallel((8,)))
+    train(state=init(), batch=BATCH)
+    state = train.create_state(init)
+    np.testing.assert_allclose(train(state=state, batch=BATCH)[1], jax.jit(step)(init(), BATCH)[1], rtol=1e-5)
+
+
+SQUARE = {"first": np.eye(WIDTH, dtype=np.float32), "second": np.eye(WIDTH, dtype=np.float32)}
+
+
+def square_loss(params, batch, scale=1.0, noise=None):
+    noise = 0.0 if noise is None else jax.random.normal(jax.random.wrap_key_data(noise), batch["x"].shape)
+    return scale * jnp.mean((jnp.tanh((batch["x"] + noise) @ params["first"]) @ params["second"]) ** 2)
+
+
+def square_step(params, batch):
+    loss, grads = jax.value_and_grad(square_loss)(params, batch)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+@pytest.mark.parametrize(
+    "args, kwargs, options",
+    [
+        ((), {}, {}),
+        ((), {"scale": 2.0}, {}),
+        ((2.0, np.array([1, 2], np.uint32)), {}, {}),  # the raw key has a leading dim too
+        ((2.0,), {"noise": np.array([1, 2], np.uint32)}, {"batch_argnums": 1}),
+        ((2.0,), {}, {"static_argnums": 2}),
+        ((), {"scale": 2.0}, {"static_argnames": "scale"}),
+    ],
+)
+def test_parameters_of_one_leading_dim_are_no_batch(args, kwargs, options):
+    train = autopar.parallelize(square_step, method=autopar.ShardParallel((8,)), batch_argnums=1)
+    params, _ = train(SQUARE, {"x": BATCH["x"]})
+    follower = autopar.follow(square_loss, train, **options)
+    half = {"x": BATCH["x"][:4]}
+    expected = square_loss(jax.tree.map(np.asarray, params), half, *args, **kwargs)
+    np.testing.assert_allclose(follower(params, half, *args, **kwargs), expected, rtol=1e-5)
+    roles = {v.name: v.role for v in follower.parallel().latest().plan.values}
+    assert roles["batch/x"] == "batch" and [n for n, role in roles.items() if role == "batch"] == ["batch/x"]
+
+
+def test_follow_takes_the_options_it_names():
+    train = parallel(autopar.ShardParallel((8,)))
+    with pytest.raises(TypeError, match="method"):
+        autopar.follow(evaluate, train, method=autopar.DataParallel())
+    with pytest.raises(BatchError, match="there is no argument 2"):
+        autopar.follow(evaluate, train, batch_argnums=2)
+    train = autopar.parallelize(square_step, method=autopar.ShardParallel((8,)), batch_argnums=1)
+    params, _ = train(SQUARE, {"x": BATCH["x"]})
+    two = autopar.follow(lambda params, a, b: a.sum() + b.sum() + params["first"].sum(), train)
+    with pytest.raises(BatchError, match=r"argument 1 \(a\): leading dim 3; argument 2 \(b\): leading dim 5"):
+        two(params, np.ones((3, 1)), np.ones((5, 1)))
 
 
 @pytest.mark.parametrize("method", [autopar.ShardParallel((2, 4)), autopar.DataParallel(zero=3)])

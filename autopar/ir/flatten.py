@@ -43,6 +43,7 @@ from autopar._jax import (
     scan_params,
     shaped,
     trace,
+    without_context_mesh,
 )
 from autopar.ir.dead_code import remove_dead_code
 from autopar.ir.fold import fold
@@ -177,7 +178,7 @@ def _inline(walk: _Walk, jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence
     for eqn in jaxpr.eqns:
         source = eqn.source_info
         source = new_source_info(walk.place(source.traceback), walk.scope + source.name_stack)
-        placed = replace_eqn(eqn, source_info=source)
+        placed = replace_eqn(without_context_mesh(eqn), source_info=source)
         results = _step(walk, placed, [read(atom) for atom in eqn.invars])
         env.update(zip(eqn.outvars, results, strict=True))
     return [read(atom) for atom in jaxpr.outvars]

@@ -8,18 +8,19 @@ Method: `jax.jit(...).trace`, so that arguments mean exactly what they mean to `
 from __future__ import annotations
 
 import functools
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import PartitionSpec
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
-from autopar._jax import Jaxpr, is_key, key_data, key_impl_name, open_jaxpr, shaped, trace_function
+from autopar._jax import Jaxpr, as_key, is_key, key_data, key_impl_name, open_jaxpr, shaped, trace_function
 from autopar.errors import TraceError
 from autopar.ir.flatten import flatten
+from autopar.ir.parameters import Argument, Static, check_hashable, parameters_of, static_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +41,8 @@ class Program:
         key_outputs: The same per result leaf.
         num_args: How many argument leaves there are.
         static: Each static argument by name, and its `repr`.
+        arguments: What the children of the halves of `in_tree` are.
+        left_out: Numbers of the parameters that have a default and were not passed.
     """
 
     name: str
@@ -55,6 +58,8 @@ class Program:
     key_outputs: tuple[str | None, ...]
     num_args: int
     static: tuple[tuple[str, str], ...] = ()
+    arguments: tuple[Argument, ...] = ()
+    left_out: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         from autopar.ir.printer import print_program
@@ -67,12 +72,13 @@ class Program:
         physical = [key_data(x) if impl else x for x, impl in zip(leaves, self.key_inputs, strict=True)]
         return [*physical, *self.consts]
 
+    def spec_of(self, leaf: int, spec: PartitionSpec) -> PartitionSpec:
+        """How an argument leaf lies, of how the program's variable does: an array of keys lacks the dim of their integers."""
+        return PartitionSpec(*tuple(spec)[: self.in_avals[leaf].ndim]) if self.key_inputs[leaf] else spec
+
     def unflatten_outputs(self, values: Sequence[Any]) -> Any:
         """The user's result from values of the jaxpr's outvars."""
-        leaves = [
-            jax.random.wrap_key_data(value, impl=impl) if impl else value
-            for value, impl in zip(values, self.key_outputs, strict=True)
-        ]
+        leaves = [as_key(value, impl) if impl else value for value, impl in zip(values, self.key_outputs, strict=True)]
         return jax.tree.unflatten(self.out_tree, leaves)
 
 
@@ -80,8 +86,9 @@ def trace_step(
     fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
-    static_argnums: int | Iterable[int] = (),
-    static_argnames: str | Iterable[str] = (),
+    static_argnums: int | Iterable[int] | None = (),
+    static_argnames: str | Iterable[str] | None = (),
+    static: Static | None = None,
 ) -> Program:
     """Trace `fn(*args, **kwargs)`.
 
@@ -91,33 +98,32 @@ def trace_step(
         kwargs: Arguments by name.
         static_argnums: Positions of arguments that are part of the program, as in `jax.jit`.
         static_argnames: Names of such arguments.
+        static: The same, found before; None: those two.
 
     Returns:
         The program.
 
     Raises:
-        TraceError: A leaf is no array, an argument or a captured value belongs to another trace.
+        TraceError: A leaf is no array, a static argument has no hash, an argument or a captured value belongs to another
+            trace.
+        AutoparError: There is no such argument.
     """
     kwargs = dict(kwargs or {})
-    static_argnums, static_argnames = _as_tuple(static_argnums), _as_tuple(static_argnames)
-    name = _name_of(fn)
-    names = _argument_names(fn, len(args))
-    positions = [i + len(args) if i < 0 else i for i in static_argnums]
-    all_names = _argument_names(fn, 1 + max((len(args), *positions)))
-    static_names = {*static_argnames, *(all_names[i] for i in positions)}
-    static_positions = [i for i, argument in enumerate(names) if argument in static_names]
-    dynamic = [arg for i, arg in enumerate(args) if i not in static_positions]
-    dynamic_kwargs = {key: value for key, value in kwargs.items() if key not in static_names}
-    dynamic_names = [argument for i, argument in enumerate(names) if i not in static_positions]
-    static = [(names[i], repr(args[i])) for i in static_positions]
-    static += [(key, repr(value)) for key, value in sorted(kwargs.items()) if key in static_names]
+    name = name_of(fn)
+    static = static or static_of(parameters_of(fn), static_argnums, static_argnames)
+    call = static.split(args, kwargs)
+    check_hashable(call.static, name)
+    static_positions = static.positions(len(args))
+    static_names = [key for key in sorted(kwargs) if key in static.names]
+    dynamic_names = [argument.name for argument in call.arguments]
+    passed = {*range(len(args)), *(static.parameters.number_of(key) for key in kwargs)}
 
-    paths_and_leaves, in_tree = jax.tree_util.tree_flatten_with_path((tuple(dynamic), dynamic_kwargs))
+    paths_and_leaves, in_tree = jax.tree_util.tree_flatten_with_path((call.args, call.kwargs))
     in_paths = _shortened([(_argument_path(path, dynamic_names), path[-1]) for path, _ in paths_and_leaves])
     in_avals = tuple(_aval_of(leaf, path, name) for path, (_, leaf) in zip(in_paths, paths_and_leaves, strict=True))
 
     try:
-        closed, captured, out_info = trace_function(fn, args, kwargs, static_positions, sorted(static_names))
+        closed, captured, out_info = trace_function(fn, args, kwargs, static_positions, static_names)
     except jax.errors.UnexpectedTracerError as error:
         raise TraceError(
             f"`{name}` uses a value that was left over from another trace.",
@@ -148,29 +154,17 @@ def trace_step(
         key_inputs=tuple(key_impl_name(aval) if is_key(aval) else None for aval in in_avals),
         key_outputs=tuple(key_impl_name(aval) if is_key(aval) else None for aval in out_avals),
         num_args=len(in_avals),
-        static=tuple(static),
+        static=tuple((argument, repr(value)) for argument, value in call.static),
+        arguments=call.arguments,
+        left_out=tuple(n for n in static.parameters.optional if n not in passed),
     )
 
 
-def _name_of(fn: Any) -> str:
+def name_of(fn: Any) -> str:
+    """The user's name of a step."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__name__", type(fn).__name__)
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return (value,) if isinstance(value, int | str) else tuple(value)
-
-
-def _argument_names(fn: Callable[..., Any], num_args: int) -> list[str]:
-    """The user's name of each positional argument; those of `*args` are numbered."""
-    try:
-        parameters = list(inspect.signature(fn).parameters.values())
-    except (TypeError, ValueError):
-        return [f"arg{i}" for i in range(num_args)]
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "arg")
-    return (names + [f"{rest}/{i}" for i in range(num_args - len(names))])[:num_args]
 
 
 def _argument_path(path: tuple[Any, ...], names: Sequence[str]) -> str:

@@ -1,12 +1,12 @@
 """Whether arguments are those a step was compiled for, and if not, which differ.
 
-In:     the traced program, flat argument leaves and their tree.
-Out:    nothing, or `StructureChangedError` that names the argument's path.
+In:     the traced program, flat argument leaves and their tree; or one new argument.
+Out:    nothing (which argument it is), or `StructureChangedError` that names the argument's path.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -32,6 +32,41 @@ def check_arguments(program: Program, args: tuple[Any, ...], kwargs: dict[str, A
     return leaves
 
 
+def find_argument(program: Program, made: Any) -> int:
+    """Which of the arguments (positional, then by name) has the structure, shapes and dtypes of `made`.
+
+    Raises:
+        StructureChangedError: None has; says what differs.
+    """
+    leaves, tree = jax.tree.flatten(made)
+    trees = [child for half in program.in_tree.children() for child in half.children()]
+    nearest: list[tuple[str, str]] = []
+    for number, (first, stop) in enumerate(argument_slices(program)):
+        if trees[number] == tree:
+            lines = list(_differences(program.in_paths[first:stop], program.in_avals[first:stop], leaves))
+            if not lines:
+                return number
+            nearest = nearest or lines
+    raise StructureChangedError(
+        "the new state does not fit the step.",
+        given=_listed(nearest) if nearest else str(tree),
+        wrong="no argument of the step has these types." if nearest else "no argument of the step has this structure.",
+        do="let init_fn return exactly what the step takes.",
+        path=nearest[0][0] if nearest else "",
+    )
+
+
+def _differences(paths: Sequence[str], avals: Sequence[Any], leaves: Sequence[Any]) -> Iterator[tuple[str, str]]:
+    for path, aval, leaf in zip(paths, avals, leaves, strict=True):
+        if not _has_type(leaf, aval):
+            yield path, _difference(path, *(type_text(x.shape, str(x.dtype)) for x in (aval, leaf)))
+
+
+def _listed(lines: Sequence[tuple[str, str]]) -> str:
+    more = [f"and {len(lines) - MAX_LINES} more."] if len(lines) > MAX_LINES else []
+    return "\n".join([line for _, line in lines[:MAX_LINES]] + more)
+
+
 def _has_type(leaf: Any, aval: Any) -> bool:
     # A Python number takes any dtype, and 64 bits of NumPy become 32 where JAX has no 64, as in `jax.jit`.
     dtype = getattr(leaf, "dtype", aval.dtype)
@@ -55,10 +90,9 @@ def _changed(program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         lines = [
             ("", f"the containers differ: compiled for {program.in_tree}, given {jax.tree.structure((args, kwargs))}.")
         ]
-    more = [f"and {len(lines) - MAX_LINES} more."] if len(lines) > MAX_LINES else []
     return StructureChangedError(
         f"the arguments are not those `{program.name}` was compiled for.",
-        given="\n".join([line for _, line in lines[:MAX_LINES]] + more),
+        given=_listed(lines),
         wrong="a compiled step runs for one structure, one set of shapes and dtypes.",
         do="pass such arguments, or call the step itself, which plans and compiles for new ones.",
         path=lines[0][0],

@@ -65,7 +65,7 @@ def describe(
         seconds: How long planning took.
     """
     body = sharded.body
-    specs = [s.partition_spec() for _, s in body.inputs[: program.num_args]]
+    specs = [program.spec_of(k, s.partition_spec()) for k, (_, s) in enumerate(body.inputs[: program.num_args])]
     cost = Cost(
         sharded.step_seconds,
         sharded.compute_seconds,

@@ -72,6 +72,7 @@ def describe_pipeline(
     by_name = {v.name: v for v in values}
     firsts = [parts[0] for parts in pipeline.cut.stacks.inputs[: program.num_args]]
     specs = [by_name[pipeline.cut.program.in_paths[at]].sharding.partition_spec() for at in firsts]
+    specs = [program.spec_of(k, spec) for k, spec in enumerate(specs)]
     return Plan(
         name=program.name,
         method=method_text(method),

@@ -3,7 +3,8 @@
 In:     a flat program, its sharded body, the devices.
 Out:    `Executable`: compiled once, called with flat arrays.
 Method: the per-device program under `jax.jit` with the plan's shardings; state is donated. Arrays that are not where the
-        plan wants them are moved in one batched `device_put`. A step that calls the host is waited for: what a callback
+        plan wants them are moved in one batched `device_put`; what is donated and passed twice is copied (`memory.py`). A
+        step that calls the host is waited for: what a callback
         raises is raised by the call of the step in which it did.
 """
 
@@ -23,6 +24,7 @@ from autopar.mesh import LogicalMesh
 from autopar.partition.host_calls import Watch, watched
 from autopar.partition.program import global_program
 from autopar.runtime.failure import CallbacksRaised, Place, cause_of, donated_error, is_gone, lines_of, step_error
+from autopar.runtime.memory import Ownership
 from autopar.runtime.nans import check_results
 
 
@@ -39,6 +41,7 @@ class Executable:
         watch: Where callbacks leave what they raise; None: there are none. If there are, the last result tells that the
             step has ended.
         lines: The user's lines that it covers.
+        ownership: Which arrays it may overwrite without asking.
     """
 
     compiled: jax.stages.Compiled
@@ -48,6 +51,7 @@ class Executable:
     paths: tuple[str, ...]
     watch: Watch | None
     lines: str
+    ownership: Ownership
     _seen: list[Any]
     """For each input, the sharding object last found equal to what is wanted: comparing takes longer than looking."""
 
@@ -69,16 +73,20 @@ class Executable:
                     seen[k] = sharding
                     continue
             away.append(k)
+        self._move(placed, away)
+        self._move(placed, self.ownership.shared(arrays, placed, [k for k in away if self.donated[k]]))
+        return placed
+
+    def _move(self, placed: list[Any], away: Sequence[int]) -> None:
         if away:
             # The user's own array must survive the donation of its placed copy. `device_put` shares memory with it where
             # it can, also when told not to (a replica on the same device; NumPy memory on CPU): copy first.
             moved = jax.device_put(
-                [_copied(arrays[k]) if self.donated[k] else arrays[k] for k in away],
+                [copied(placed[k]) if self.donated[k] else placed[k] for k in away],
                 [self.in_shardings[k] for k in away],
             )
             for k, array in zip(away, moved, strict=True):
                 placed[k] = array
-        return placed
 
     def __call__(self, arrays: Sequence[Any]) -> list[jax.Array]:
         """Run one step.
@@ -90,6 +98,7 @@ class Executable:
         placed = self.place(arrays)
         try:
             results = self.compiled(*placed)
+            self.ownership.set_results(results)
             check_results(results)
             return results if self.watch is None else self._watched(results, self.watch)
         except Exception as error:
@@ -115,7 +124,8 @@ class Executable:
         return step_error(self.name, Place(None, "", None, self.lines), cause, lost), cause
 
 
-def _copied(array: Any) -> Any:
+def copied(array: Any) -> Any:
+    """The same values in memory of their own."""
     return jnp.array(array, copy=True) if isinstance(array, jax.Array) else np.array(array)
 
 
@@ -178,4 +188,6 @@ def compile_program(
     )
     compiled = jitted.lower(*arguments).compile()
     lines = lines_of([i.eqn for i in body.instructions if isinstance(i, Compute | Region)])
-    return Executable(compiled, shardings, tuple(donated), name, tuple(paths), watch, lines, list(shardings))
+    types = [(s.shard_shape(a.shape), a.dtype) for a, s in zip(avals, shardings, strict=True)]
+    ownership = Ownership(types, donated)
+    return Executable(compiled, shardings, tuple(donated), name, tuple(paths), watch, lines, ownership, list(shardings))

@@ -40,7 +40,8 @@ from autopar.runtime.failure import (
     lines_of,
     step_error,
 )
-from autopar.runtime.local import device_mesh
+from autopar.runtime.local import copied, device_mesh
+from autopar.runtime.memory import Ownership
 from autopar.runtime.nans import check_results, find_nan
 from autopar.runtime.order import merged
 from autopar.runtime.stacks import Stack
@@ -111,6 +112,10 @@ class Pipeline:
         self._numbers = self._make_numbers()
         self._entries = self._make_entries()
         self._seen: list[Any] = [None] * len(self._entries)
+        self._ownership = Ownership(
+            [(t.sharding.shard_shape(t.shape), t.dtype, t.sharding.mesh) for _, _, t, _ in self._entries],
+            [self._arguments[k] in self._donated for k, _, _, _ in self._entries],
+        )
         self.placements = self._shardings()
         self._stacks_in, self._stacks_out = self._make_stacks(roles)
         self.in_shardings = [
@@ -322,6 +327,7 @@ class Pipeline:
             held[at] if at is not None else jnp.asarray(atom.val, atom.aval.dtype)
             for at, atom in zip(self._streams.results, self._results, strict=True)
         ]
+        self._ownership.set_results(made)
         return [
             self._stacks_out[k].join([made[at] for at in positions]) if len(positions) > 1 else made[positions[0]]
             for k, positions in enumerate(self._unstacked.outputs)
@@ -374,6 +380,7 @@ class Pipeline:
 
     def _place(self, arrays: Sequence[Any], held: dict[int, Any]) -> None:
         away: list[tuple[Any, ArrayType, int]] = []
+        copies: list[int] = []
         for number, (k, at, kind, what) in enumerate(self._entries):
             array = arrays[k]
             if isinstance(array, jax.Array):
@@ -395,12 +402,20 @@ class Pipeline:
                 away.append((np.reshape(array, kind.shape), kind, at))
                 continue
             if self._arguments[k] in self._donated:
-                array = jnp.array(array, copy=True) if isinstance(array, jax.Array) else np.array(array)
+                array = copied(array)
+                copies.append(number)
             away.append((array, kind, at))
-        if away:
-            moved = jax.device_put([a for a, _, _ in away], [kind.sharding for _, kind, _ in away])
-            for (_, _, at), array in zip(away, moved, strict=True):
-                held[at] = array
+        _move(away, held)
+        given, placed = [arrays[k] for k, *_ in self._entries], [held[at] for _, at, *_ in self._entries]
+        shared = [self._entries[number] for number in self._ownership.shared(given, placed, copies)]
+        _move([(copied(held[at]), kind, at) for _, at, kind, _ in shared], held)
+
+
+def _move(away: Sequence[tuple[Any, ArrayType, int]], held: dict[int, Any]) -> None:
+    if away:
+        moved = jax.device_put([a for a, _, _ in away], [kind.sharding for _, kind, _ in away])
+        for (_, _, at), array in zip(away, moved, strict=True):
+            held[at] = array
 
 
 def _end_of(number: int) -> int:
