@@ -24,10 +24,12 @@ import numpy as np
 from jax._src import compiler as _compiler
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import dtypes as _dtypes
 from jax._src import source_info_util as _source_info_util
 from jax._src.api_util import InternalFloatingPointError as _InternalFloatingPointError
 from jax._src.array import ArrayImpl as _ArrayImpl
 from jax._src.core import eval_jaxpr as _eval_jaxpr
+from jax._src.interpreters import pxla as _pxla
 from jax._src.lax.lax import optimization_barrier_p
 from jax._src.random import prng as _prng
 from jax._src.random.core import random_gamma_p
@@ -414,3 +416,17 @@ def load_elsewhere(
     unpickler.devices_by_id = {a.id: b for a, b in zip(old, new, strict=True)}
     loaded = unpickler.load().load()
     return jax.stages.Compiled(loaded, [], compiled.args_info, compiled.out_tree, no_kwargs=compiled._no_kwargs)
+
+
+# Types of ours among JAX's.
+
+
+def reads_as_array(kind: type) -> None:
+    """JAX's functions, jitted ones too, take values of this type for the arrays that `np.asarray` makes of them."""
+
+    def on_devices(values: Sequence[Any], shardings: Any, layouts: Any, copy_semantics: Any) -> Any:
+        return _pxla.shard_args(shardings, layouts, copy_semantics, [np.asarray(value) for value in values])
+
+    _core.pytype_aval_mappings[kind] = lambda value: _core.ShapedArray(value.shape, value.dtype)
+    _dtypes.register_canonicalize_value_handler(kind, None)
+    _pxla.shard_arg_handlers[kind] = on_devices

@@ -2,10 +2,11 @@
 
 In:     a stacked array as the user passes it, or the parts as programs made them.
 Out:    its parts; and of parts one value again: a `jax.Array` over the devices of all stages where these are alike (dim 0
-        is split over them first), else a `StackedArray`, which has the shape and dtype of the whole and behaves as an
-        array wherever one is read.
+        is split over them first), else a `StackedArray`, which has the shape and dtype of the whole and can be used as
+        an array: passed to JAX's functions, jitted ones too, and to NumPy's, computed with, indexed.
 Method: no byte moves: the array of all stages is made of the parts' own buffers. What was handed out is remembered, so
-        that it comes apart again without work when it is passed to the next step.
+        that it comes apart again without work when it is passed to the next step. A `StackedArray` that is computed with
+        elsewhere is put together on the host first.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autopar._jax import reads_as_array
 from autopar.runtime.shaped import Shaped
 
 
@@ -50,14 +52,28 @@ class StackedArray(Shaped):
     def __jax_array__(self) -> jax.Array:
         return jnp.asarray(np.asarray(self))
 
-    def __getitem__(self, index: Any) -> Any:
-        return jnp.asarray(np.asarray(self)[index])
-
     def __len__(self) -> int:
         return self.shape[0]
 
     def __repr__(self) -> str:
         return f"StackedArray(shape={self.shape}, dtype={self.dtype}, {len(self.parts)} parts)"
+
+
+def _of_the_whole(name: str) -> property:
+    return property(lambda self: getattr(jnp.asarray(self), name), doc=f"`{name}` of the whole, put together.")
+
+
+_ARITHMETIC = "add sub mul truediv floordiv mod divmod pow matmul and or xor lshift rshift".split()
+_OTHER = "neg pos abs invert round eq ne lt le gt ge bool int float complex index getitem contains iter".split()
+_READ = ["at", *(name for name in dir(np.ndarray) if hasattr(jax.Array, name) and not name.startswith("_"))]
+for _name in (
+    *_READ,
+    *(f"__{side}{op}__" for op in _ARITHMETIC for side in ("", "r")),
+    *(f"__{op}__" for op in _OTHER),
+):
+    if _name not in {*vars(StackedArray), *vars(Shaped), *Shaped.__annotations__}:
+        setattr(StackedArray, _name, _of_the_whole(_name))
+reads_as_array(StackedArray)
 
 
 class Stack:
@@ -71,7 +87,7 @@ class Stack:
 
     def split(self, array: Any) -> Sequence[Any]:
         """The parts; those of an array that `join` made are its own buffers."""
-        if isinstance(array, StackedArray):
+        if isinstance(array, StackedArray) and [p.sharding for p in array.parts] == self._parts:
             return array.parts
         known = self._known.get(id(array))
         if known is not None and known[0]() is array:

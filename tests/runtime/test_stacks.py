@@ -1,0 +1,77 @@
+"""What is handed out of a stack that no `jax.Array` can be spread over: usable as an array, taken by any other step."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import autopar
+from autopar.runtime.stacks import StackedArray
+
+
+def step(params, batch):
+    def loss_fn(params):
+        x, _ = jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ kernel), None), batch["x"], params)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    return params - 0.1 * grads, loss
+
+
+@pytest.fixture(scope="module")
+def stepped():
+    """State after one step of a pipeline whose stages hold two chunks each; what it should be; the batch."""
+    random = np.random.default_rng(0)
+    params = random.normal(size=(8, 8, 8)).astype(np.float32)
+    batch = {name: random.normal(size=(8, 8)).astype(np.float32) for name in ("x", "y")}
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=2, schedule="interleaved")
+    state, _ = autopar.parallelize(step, method=method, batch_argnums=1)(params, batch)
+    assert isinstance(state, StackedArray)
+    return state, np.asarray(jax.jit(step)(params, batch)[0]), batch
+
+
+USES = {
+    "jit": lambda x: jax.jit(lambda x: x * 2)(x),
+    "grad": jax.grad(lambda x: jnp.sum(x**2) / 2),
+    "jnp": jnp.sum,
+    "norm": optax.global_norm,
+    "operators": lambda x: 1 - x / 2 + x @ x,
+    "beside an array": lambda x: jnp.ones(8) * x,
+    "tree": lambda x: jax.tree.map(lambda a, b: a + b, {"w": x}, {"w": x})["w"],
+    "methods": lambda x: x.astype(jnp.int32).sum(axis=0),
+    "index": lambda x: x[2, ::2],
+    "iteration": lambda x: list(x)[-1],
+    "put": lambda x: jax.device_put(x, jax.devices()[3]),
+    "numpy": lambda x: np.mean(x, axis=0),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_used_as_an_array(stepped, use):
+    state, expected, _ = stepped
+    np.testing.assert_allclose(USES[use](state), USES[use](jnp.asarray(expected)), rtol=2e-5, atol=1e-6)
+
+
+def test_its_type_is_known_without_reading_it(stepped):
+    state, expected, _ = stepped
+    assert jax.eval_shape(lambda x: x[0], state).shape == (8, 8)
+    assert (state.shape, state.ndim, state.dtype, len(state)) == (expected.shape, 3, expected.dtype, 8)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        autopar.ShardParallel(),
+        autopar.PipelineParallel(num_stages=2, num_microbatches=2),
+        autopar.PipelineParallel(num_stages=4, num_microbatches=2, schedule="interleaved"),
+    ],
+    ids=str,
+)
+def test_the_next_step_may_be_another(stepped, method):
+    state, expected, batch = stepped
+    got, _ = autopar.parallelize(step, method=method, batch_argnums=1)(state, batch)
+    want = np.asarray(jax.jit(step)(expected, batch)[0])
+    np.testing.assert_allclose(np.asarray(got), want, rtol=2e-5, atol=1e-6)
