@@ -29,7 +29,7 @@ from autopar.intra_op.sharded import Body, Collective, collectives_of
 from autopar.intra_op.solve import PROVED, solve
 from autopar.intra_op.tying import tie_nodes
 from autopar.intra_op.within import solve_within
-from autopar.mesh import Device, LogicalMesh
+from autopar.mesh import Device, LogicalMesh, Sharding
 from autopar.options import Options
 
 _SAME = 0.03
@@ -70,6 +70,11 @@ class Sharded:
     def step_seconds(self) -> float:
         """Predicted time of one step: nothing is assumed to overlap."""
         return self.compute_seconds + self.communication_seconds
+
+    def input_sharding(self, position: int) -> Sharding:
+        """How an input lies on the mesh."""
+        node = self.graph.inputs[position]
+        return self.graph.nodes[node].shardings[self.choices[node]]
 
 
 def shard(

@@ -142,7 +142,7 @@ class LayerCosts:
         if count not in self._layers:
             cut = self._cut_for(count)
             levels = [self.levels[0]] * self.num_layers
-            tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, self._borders, levels=levels)
+            tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, self._borders, False, levels, cut.roles.aliases)
 
             def program(layer: int) -> StageProgram:
                 return stage_program(tasks, layer, cut.roles.aliases, cut.batch.dims)
@@ -173,7 +173,7 @@ def _cost(stage: StagePlan, tasks: Tasks) -> LayerCost:
         for border in (*task.inputs, *task.outputs):
             if border.slot.kind in ("argument", "const", "piece", "sum", "rows"):
                 held[border.slot.kind, border.slot.key] = border.num_bytes
-        if task.task.kind in ("F", "B", "W"):
+        if task.task.is_in_loop:
             latency = sum(c.times * collective_seconds(c.kind, 0, c.axes, stage.mesh) for c in task.collectives)
             same = min(latency, task.communication_seconds) + task.batchless_seconds
             fixed += same

@@ -65,8 +65,9 @@ def plan_pipeline(
     num_meshes = len(borders) // num_chunks(schedule)
     place_stages([candidates[0].num_devices for candidates in meshes[:num_meshes]], cluster)  # fails before solving
     levels = options.recompute_levels(len(borders))
-    tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits_backward(schedule), levels or ())
-    programs = [stage_program(tasks, k, cut.roles.aliases, cut.batch.dims) for k in range(len(borders))]
+    aliases, splits = cut.roles.aliases, splits_backward(schedule)
+    tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits, levels or (), aliases)
+    programs = [stage_program(tasks, k, aliases, cut.batch.dims) for k in range(len(borders))]
     budget = options.memory_budget_bytes or cluster.device.memory_bytes
     fitting: list[PipelinePlan] = []
     failures: list[InfeasibleError] = []

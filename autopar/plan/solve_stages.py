@@ -151,7 +151,7 @@ def given_choices(
 
 def stage_seconds(stage: StagePlan) -> float:
     """Time of all runs of a stage in one step."""
-    return sum(t.seconds * (stage.program.count if t.task.kind in ("F", "B", "W") else 1) for t in stage.tasks)
+    return sum(t.seconds * (stage.program.count if t.task.is_in_loop else 1) for t in stage.tasks)
 
 
 class SameStacks:
@@ -172,20 +172,14 @@ class SameStacks:
             if self.stack_of.get(var, -1) in self.chosen
         }
         same_mesh = all(mesh == stage.mesh for mesh, _ in known.values())
-        differs = any(sharding != _lies(stage, at) for at, (_, sharding) in known.items())
+        differs = any(sharding != stage.sharded.input_sharding(at) for at, (_, sharding) in known.items())
         return {at: sharding for at, (_, sharding) in known.items()} if same_mesh and differs else {}
 
     def add(self, program: StageProgram, stage: StagePlan) -> None:
         """Remember how the parts of a stage lie."""
         for at, var in program.arguments.items():
             if var in self.stack_of and at in program.aliases.values():
-                self.chosen.setdefault(self.stack_of[var], (stage.mesh, _lies(stage, at)))
-
-
-def _lies(stage: StagePlan, argument: int) -> Sharding:
-    graph = stage.sharded.graph
-    node = graph.inputs[argument]
-    return graph.nodes[node].shardings[stage.sharded.choices[node]]
+                self.chosen.setdefault(self.stack_of[var], (stage.mesh, stage.sharded.input_sharding(at)))
 
 
 def pinned(pins: Mapping[int, Sharding], further: Restrict | None, reason: str = "its stack lies so") -> Restrict:
