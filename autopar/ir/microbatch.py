@@ -315,6 +315,10 @@ class _Scope:
         if way is None or way.factor is None:
             outvars = [new_var(var.aval) for var in eqn.outvars]
             self.eqns.append(replace_eqn(eqn, invars=operands, outvars=outvars))
+        elif eqn.primitive.name == "sharding_constraint":
+            # Nothing to compute, but the planner reads it off the microbatch.
+            outvars = [new_var(shaped(piece_aval(eqn.outvars[0].aval, way.results[0], self.count)))]
+            self.eqns.append(replace_eqn(eqn, invars=operands, outvars=outvars))
         else:
             outvars = self.inlined(self.writer.program_of(eqn), [self.number, *operands], eqn.source_info)
         results = way.results if way is not None else [made.get(var, WHOLE) for var in eqn.outvars]

@@ -7,11 +7,11 @@ Method: equal programs have equal keys (`ir/canonical.py`) and share their choic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.errors import InfeasibleError
+from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.inter_op.stage_plan import STAGE_GAP, StagePlan, lower_stage, plan_stage
 from autopar.inter_op.stage_program import StageProgram
 from autopar.intra_op.costs import build_problem
@@ -23,6 +23,7 @@ from autopar.ir.canonical import canonical_key
 from autopar.mesh import Cluster, LogicalMesh, Sharding
 from autopar.options import Options
 from autopar.plan.cut import CutStep
+from autopar.plan.pins import RestrictStage, unrestricted
 
 
 @dataclass(slots=True)
@@ -38,21 +39,22 @@ def best_stage(
     cluster: Cluster,
     options: Options,
     solved: Solved,
-    restrict: Callable[[StageProgram, LogicalMesh], Restrict | None] = lambda program, mesh: None,
+    restrict: RestrictStage = unrestricted,
     all_again: bool = False,
 ) -> StagePlan:
     """A stage on the logical mesh on which it is fastest; `all_again` as of `solve_stage`.
 
     Raises:
         InfeasibleError: It fits on none.
+        ConstraintError: None has the axes that the user's constraints name.
     """
     found: list[StagePlan] = []
-    failure: InfeasibleError | None = None
+    failure: AutoparError | None = None
     for mesh in candidates:
         try:
-            further = restrict(program, mesh)
-            found.append(solve_stage(program, mesh, cluster, options, solved, further, (), all_again))
-        except InfeasibleError as error:
+            further, key = restrict(program, mesh)
+            found.append(solve_stage(program, mesh, cluster, options, solved, further, key, all_again))
+        except (InfeasibleError, ConstraintError) as error:
             failure = error
     if not found:
         assert failure is not None, "a stage has at least one mesh to try"

@@ -8,7 +8,7 @@ Method: `PipelineParallel` and `ThreeD` fix the number of stages and their subme
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 
@@ -73,8 +73,8 @@ def pipeline_of(
     borders = balanced_borders(cut.chain, num_stages)
     meshes = [_meshes(method, cluster, size) for size in sizes]
 
-    def restrict(stage: StageProgram, mesh: LogicalMesh) -> Restrict | None:
-        return _three_d(stage) if isinstance(method, ThreeD) else None
+    def restrict(stage: StageProgram, mesh: LogicalMesh) -> tuple[Restrict | None, Hashable]:
+        return (_three_d(stage) if isinstance(method, ThreeD) else None), ()
 
     return plan_pipeline(cut, borders, meshes, cluster, schedule, options, Solved(), restrict)
 
