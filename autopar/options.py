@@ -32,7 +32,8 @@ class Options:
 
     Attributes:
         solver: Which solver PuLP calls, `"highs"` or `"cbc"`.
-        solver_seconds: Time limit of one solve; the best answer found by then is used, and its gap is in the plan.
+        solver_seconds: How long the solver may work on one mesh, or on one stage on its mesh; the best answer found by then
+            is used, and its gap is in the plan.
         memory_budget_bytes: Bytes that one device may use; None: the device's own memory.
         constraints: Pins, `{path glob: PartitionSpec}`, over the paths of the step's arguments.
         microbatch_semantics: `"exact"`: microbatches compute what the whole batch does, or are refused;

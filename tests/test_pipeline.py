@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -126,6 +127,96 @@ def test_state_stays_where_it_is():
     assert jax.tree.map(lambda x: x.sharding, state) == shardings
     assert any(x.is_deleted() for x in before), "the old parameters' memory is taken"
     assert not any(x.is_deleted() for x in jax.tree.leaves(case.state))
+
+
+def gated_layers(kind):
+    """Four layers, each with a gate of one number, under a norm of all gradients: small state on every stage."""
+    random = np.random.default_rng(0)
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
+    stack = {"kernel": random.normal(size=(4, 8, 8)) / 3, "gate": 0.5 + random.normal(size=4) / 10}
+    stack = {name: leaf.astype(np.float32) for name, leaf in stack.items()}
+    layers = [{name: leaf[k] for name, leaf in stack.items()} for k in range(4)]
+
+    def layer_fn(x, layer):
+        return x + layer["gate"] * jnp.tanh(x @ layer["kernel"]), None
+
+    def loss_fn(params, batch):
+        x = batch["x"]
+        if kind == "scan":
+            x, _ = jax.lax.scan(layer_fn, x, params)
+        else:
+            for layer in params:
+                x, _ = layer_fn(x, layer)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    def step(state, batch):
+        params, moments = state
+        loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+        updates, moments = optimizer.update(grads, moments, params)
+        return (optax.apply_updates(params, updates), moments), loss
+
+    params = jax.tree.map(jnp.asarray, stack if kind == "scan" else layers)
+    batches = [{name: random.normal(size=(16, 8)).astype(np.float32) for name in "xy"} for _ in range(3)]
+    why = "the gradient of a gate is a sum of terms that cancel"
+    return Case(f"gated layers, {kind}", step, (params, optimizer.init(params)), tuple(batches), 1e-4, why)
+
+
+def check_lying(compiled, state, batch):
+    """New state lies where the step wants it."""
+    new, _ = compiled(state, batch)
+    for (path, leaf), wanted in zip(
+        jax.tree_util.tree_leaves_with_path(new), jax.tree.leaves(compiled.in_shardings[0][0]), strict=True
+    ):
+        assert leaf.sharding.is_equivalent_to(wanted, leaf.ndim), jax.tree_util.keystr(path)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("kind", ["scan", "unrolled"])
+def test_small_state_stays_where_it_is(kind, schedule):
+    case = gated_layers(kind)
+    compiled = make_step(case, num_stages=2, num_microbatches=4, schedule=schedule).compile(case.state, case.batches[0])
+    check_steps(case, compiled)
+    check_lying(compiled, case.state, case.batches[0])
+    update = compiled.plan.origin.pipeline.tasks.update
+    cut = compiled.plan.origin.pipeline.cut.program
+    homes = {p: update.home[v] for p, v in zip(cut.in_paths, cut.jaxpr.invars, strict=False) if "gate" in p}
+    assert list(homes.values()) == ([0, 1] if kind == "scan" else [0, 0, 1, 1]) * 3, "the moments with the gates"
+
+
+NEW_STATE = {
+    "turned round": lambda old, params, made: {"a": old["b"], "b": old["c"], "c": old["a"]},
+    "another's old": lambda old, params, made: {"a": old["b"], "b": params["w2"][0], "c": old["c"]},
+    "not read": lambda old, params, made: {"a": made[1], "b": made[0], "c": old["c"] * 0.5},
+    "from elsewhere": lambda old, params, made: {"a": old["b"] + made[1], "b": old["a"] * made[0], "c": made[1]},
+    "a constant": lambda old, params, made: {"a": jnp.zeros(8), "b": old["a"] + 1, "c": old["c"]},
+}
+
+
+@pytest.mark.parametrize("name", NEW_STATE)
+def test_state_of_no_stage_stays_where_it_is(name):
+    """What replaces a piece of state may be another piece, or made on a stage that does not read the old."""
+    random = np.random.default_rng(0)
+    arrays = {f"w{k}": random.normal(size=(8, 8)).astype(np.float32) / 3 for k in range(4)}
+
+    def loss_fn(params, x):
+        values = []
+        for k in range(4):
+            x = jnp.tanh(x @ params[f"w{k}"])
+            values.append(x.mean(0))
+        return jnp.mean(x**2), values
+
+    def step(state, batch):
+        params, old = state
+        (loss, values), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
+        new = NEW_STATE[name](old, params, (values[0], values[-1]))
+        return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), new), (loss, old["a"].sum())
+
+    old = {name: random.normal(size=8).astype(np.float32) for name in "abc"}
+    batches = tuple(random.normal(size=(16, 8)).astype(np.float32) for _ in range(3))
+    case = Case(name, step, jax.tree.map(jnp.asarray, (arrays, old)), batches)
+    compiled = make_step(case, num_stages=2, num_microbatches=4).compile(case.state, batches[0])
+    check_steps(case, compiled)
+    check_lying(compiled, case.state, batches[0])
 
 
 # What runs again.

@@ -99,7 +99,7 @@ class TaskPlan:
     def needs_number(self) -> bool:
         """Whether the number of the microbatch is one more operand, the last, because no equation reads it."""
         counts = any(b.slot.kind == "piece" for b in self.inputs) or bool(self.written_rows)
-        counts = counts or (self.task.kind in ("F", "B", "W") and calls_host(self.body))  # an exception tells of which
+        counts = counts or (self.task.is_in_loop and calls_host(self.body))  # an exception tells of which
         return counts and not any(b.slot.kind == "number" for b in self.inputs)
 
 

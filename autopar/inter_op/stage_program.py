@@ -167,8 +167,9 @@ class _Builder:
         return [v for v in mine if v in found]
 
     def arguments(self, eqns: Sequence[JaxprEqn]) -> list[Var]:
-        """Arguments of the step that are read here, and those that live here and are results as they are."""
+        """Arguments of the step that are read here, and those that live here and are results, as they are or anew."""
         results, read = set(variables(self.tasks.jaxpr.outvars)), _read(eqns)
+        results.update(self.tasks.jaxpr.invars[at] for at in self.step_aliases.values())
         invars, readers, home = self.tasks.jaxpr.invars, self.update.readers, self.update.home
         passing = [v for v in invars if v in results and home[v] == self.stage]
         found = [v for v in invars if self.stage in readers.get(v, ()) and (v in read or v in passing)]

@@ -62,6 +62,11 @@ class Task:
     gates: Mapping[int, tuple[Var, ...]] = field(default_factory=dict)
 
     @property
+    def is_in_loop(self) -> bool:
+        """Whether it is run once for each microbatch, and not once for all."""
+        return self.kind in ("F", "B", "W")
+
+    @property
     def name(self) -> str:
         """As programs are called: "stage0/F"."""
         return f"stage{self.stage}/{self.kind}" + (str(self.round) if self.kind == "U" and self.round else "")

@@ -82,6 +82,7 @@ def make_tasks(
     borders: Sequence[int],
     split_backward: bool = False,
     levels: Sequence[float] = (),
+    aliases: Mapping[int, int] | None = None,
 ) -> Tasks:
     """Cut a step into stages.
 
@@ -92,6 +93,7 @@ def make_tasks(
         borders: First segment of each stage, from 0.
         split_backward: Make what no other stage waits for (the gradients of weights) a task of its own.
         levels: Per stage, how much it runs again; (): what is cheap.
+        aliases: Result of the step -> argument whose new value it is.
     """
     num_stages = len(borders)
     stage_of = [max(s for s, first in enumerate(borders) if first <= k) for k in range(chain.num_segments)]
@@ -134,7 +136,7 @@ def make_tasks(
         passes.append(Passes(own["F", s], at_once, later, received, light_eqns, free, pieces))
     behind = tuple(backward_at(p, level) for p, level in zip(passes, levels or [CHEAP] * num_stages, strict=True))
     loop_behind = [(*b.eqns, *b.weight) for b in behind]
-    update = place_update(jaxpr, split, num_stages, forward, loop_behind, made_at)
+    update = place_update(jaxpr, split, num_stages, forward, loop_behind, made_at, aliases or {})
     before = [tuple(_before(jaxpr, split, s, forward[s], loop_behind[s], update)) for s in range(num_stages)]
     return Tasks(
         jaxpr,
@@ -173,10 +175,7 @@ def _before(
     update: Update,
 ) -> list[JaxprEqn]:
     """Equations before the loop whose values a stage reads; repeated in every stage that does."""
-    count = len(split.invariants)
-    outer_of = dict(zip(split.loop.invars[1 : 1 + count], split.invariants, strict=True))
-    outer_of |= dict(zip(split.loop.invars[1 + count :], split.pieces, strict=True))
-    wanted = {outer_of[a] for eqn in (*forward, *backward) for a in inputs_of(eqn) if a in outer_of}
+    wanted = {*split.read_outside((*forward, *backward))}
     wanted |= {a for eqns in update.rounds[stage] for eqn in eqns for a in inputs_of(eqn)}
     wanted |= {a for a, at in zip(jaxpr.outvars, update.outputs, strict=True) if at == stage and isinstance(a, Var)}
     return needed(split.before, wanted, effects=False)

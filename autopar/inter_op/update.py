@@ -3,15 +3,17 @@
 In:     a step in phases whose loop is cut into stages.
 Out:    `Update`: the equations after the loop, per stage in rounds (values cross stages between rounds only); the home of
         every argument and of every output.
-Method: an equation runs where the largest of its operands lives. Small values of several stages (the norm of all
-        gradients, whether all are finite) are joined on the last stage, after those of one stage have been joined there.
-        What is made of small arguments alone (a learning rate) is made wherever it is read.
+Method: an equation that makes new state runs where the old lives, any other where the largest of its operands does.
+        Small values of several stages (the norm of all gradients, whether all are finite) are joined on the last stage,
+        after those of one stage have been joined there. What is made of small arguments alone (a learning rate) is made
+        wherever it is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, new_var, replace_eqn
 from autopar.ir.microbatch import Microbatches
@@ -55,6 +57,7 @@ def place_update(
     forward: Sequence[Sequence[JaxprEqn]],
     backward: Sequence[Sequence[JaxprEqn]],
     made_at: Mapping[Var, tuple[str, int]],
+    aliases: Mapping[int, int],
 ) -> Update:
     """Place the update.
 
@@ -65,23 +68,23 @@ def place_update(
         forward: Per stage, equations of the loop's forward pass.
         backward: Per stage, equations of its backward pass.
         made_at: Kind and stage of each value of the loop.
+        aliases: Result of the step -> argument whose new value it is.
     """
     read_by_loop = [_arguments_read(jaxpr, split, f, b) for f, b in zip(forward, backward, strict=True)]
     result_at = {
         r.var: made_at[a][1] if not isinstance(a, Literal) and a in made_at else 0
         for r, a in zip(split.results, split.loop.outvars, strict=True)
     }
-    first = _Placement(jaxpr, split, num_stages, read_by_loop, result_at, split.after)
+    first = _Placement(jaxpr, split, num_stages, read_by_loop, result_at, aliases, split.after)
     eqns = first.joined_locally()
-    return _Placement(jaxpr, split, num_stages, read_by_loop, result_at, eqns).update()
+    return _Placement(jaxpr, split, num_stages, read_by_loop, result_at, aliases, eqns).update()
 
 
 def _arguments_read(
     jaxpr: Jaxpr, split: Microbatches, forward: Sequence[JaxprEqn], backward: Sequence[JaxprEqn]
 ) -> dict[Var, None]:
     """Arguments of the step that one stage's part of the loop reads, what comes before it included."""
-    outer_of = dict(zip(split.loop.invars[1:], (*split.invariants, *split.pieces), strict=True))
-    wanted = {outer_of[a] for eqn in (*forward, *backward) for a in inputs_of(eqn) if a in outer_of}
+    wanted = {*split.read_outside((*forward, *backward))}
     wanted.update(a for eqn in needed(split.before, wanted, effects=False) for a in inputs_of(eqn))
     return {var: None for var in jaxpr.invars if var in wanted}
 
@@ -93,6 +96,7 @@ class _Placement:
     num_stages: int
     read_by_loop: Sequence[Mapping[Var, None]]
     result_at: Mapping[Var, int]
+    aliases: Mapping[int, int]
     eqns: Sequence[JaxprEqn]
     stage: dict[Var, int] = field(default_factory=dict)
     stage_of_eqn: dict[int, int] = field(default_factory=dict)
@@ -105,13 +109,17 @@ class _Placement:
             for var in self.read_by_loop[stage]:
                 if not _is_scalar(var):
                     self.stage[var] = stage
+        self.read_at = {v: stage for stage in reversed(range(self.num_stages)) for v in self.read_by_loop[stage]}
+        outvars, invars = self.jaxpr.outvars, self.jaxpr.invars
+        self.replaced = {outvars[k]: invars[at] for k, at in self.aliases.items() if isinstance(outvars[k], Var)}
+        self.joined: dict[Var, Any] = {}  # made of joins alone: the primitive that joins, None if computed further
         self.load = [0] * self.num_stages
         # Equations of state alone (`b1 * mu`) wait for the one that brings what they make to a parameter or gradient.
         waiting: dict[Var, JaxprEqn] = {}
         for eqn in self.eqns:
             operands = inputs_of(eqn)
             if any(var in self.stage for var in operands):
-                self.settle(eqn, self.joining_stage(operands), waiting)
+                self.settle(eqn, self.stage_for(eqn), waiting)
             elif (
                 eqn.effects
                 or any(var in waiting for var in operands)
@@ -140,12 +148,27 @@ class _Placement:
                     self.stage[var] = at
                     self.load[at] += num_bytes(var)
 
-    def joining_stage(self, operands: Sequence[Var]) -> int:
-        """Stage of an equation: that of its largest operand; of scalars of several stages the last."""
-        placed = [(num_bytes(var), -self.stage[var]) for var in operands if var in self.stage]
-        if len({stage for _, stage in placed}) > 1 and all(map(_is_scalar, operands)):
-            return self.num_stages - 1
-        return -max(placed)[1]
+    def stage_for(self, eqn: JaxprEqn) -> int:
+        """Stage of an equation: where the state lives that it makes; of a join the last; else its largest operand's."""
+        placed = [var for var in inputs_of(eqn) if var in self.stage]
+        joins = self.is_join(eqn)
+        if joins or all(var in self.joined for var in placed):
+            self.joined.update(dict.fromkeys(eqn.outvars, eqn.primitive if joins else None))
+        old = self.replaced.get(eqn.outvars[0]) if len(eqn.outvars) == 1 else None
+        if old is not None and (old in self.stage or old in self.read_at):
+            return self.stage[old] if old in self.stage else self.read_at[old]
+        return self.num_stages - 1 if joins else -max((num_bytes(var), -self.stage[var]) for var in placed)[1]
+
+    def is_join(self, eqn: JaxprEqn) -> bool:
+        """Whether an equation puts scalars of several stages together: not where one has been (a clip factor)."""
+        operands = inputs_of(eqn)
+        return (
+            eqn.primitive.name in _JOINS
+            and all(map(_is_scalar, operands))
+            and len({var.aval.shape for var in operands}) == 1
+            and len({self.stage[var] for var in operands if var in self.stage}) > 1
+            and all(self.joined.get(var, eqn.primitive) is eqn.primitive for var in operands)
+        )
 
     def joined_locally(self) -> list[JaxprEqn]:
         """The equations, with small sums over several stages regrouped: first within a stage, then across."""
@@ -235,18 +258,7 @@ class _Placement:
                 readers.setdefault(var, {})[stage] = None
             for var in self.update_reads(rounds[stage]):
                 readers.setdefault(var, {})[stage] = None
-        home = {}
-        for var in self.jaxpr.invars:
-            stages = sorted(readers.get(var, ()))
-            home[var] = self.stage[var] if var in self.stage else stages[0] if stages else 0
-        for k, atom in enumerate(self.jaxpr.outvars):
-            if not isinstance(atom, Literal) and atom in self.arguments:
-                outputs[k] = home[atom]
-            elif not isinstance(atom, Literal) and atom in self.before:
-                # Made where something that it is made of is read by the loop anyway.
-                outputs[k] = min((home[v] for v in _sources(atom, self.before, self.arguments)), default=0)
-                for var in _sources(atom, self.before, self.arguments):
-                    readers.setdefault(var, {})[outputs[k]] = None
+        home = self.homes(outputs, readers)
         results = tuple(
             tuple(r.var for r in self.split.results if self.result_at[r.var] == s) for s in range(self.num_stages)
         )
@@ -259,6 +271,37 @@ class _Placement:
             {var: tuple(sorted(stages)) for var, stages in readers.items()},
             tuple(outputs),
         )
+
+    def homes(self, outputs: list[int], readers: dict[Var, dict[int, None]]) -> dict[Var, int]:
+        """Where each argument lives: what comes back, where its new value is found.
+
+        Args:
+            outputs: Stage of each result; set where a result is an argument or made before the loop.
+            readers: Stages that read each argument; extended by those that make such results.
+        """
+        home = {}
+        for var in self.jaxpr.invars:
+            stages = sorted(readers.get(var, ()))
+            home[var] = self.stage[var] if var in self.stage else stages[0] if stages else 0
+        passed = {}
+        for k, atom in enumerate(self.jaxpr.outvars):
+            if not isinstance(atom, Literal) and atom in self.before:
+                # Made where something that it is made of is read by the loop anyway.
+                outputs[k] = min((home[v] for v in _sources(atom, self.before, self.arguments)), default=0)
+                for var in _sources(atom, self.before, self.arguments):
+                    readers.setdefault(var, {})[outputs[k]] = None
+            if k in self.aliases:
+                old = self.jaxpr.invars[self.aliases[k]]
+                if isinstance(atom, Var) and atom in self.arguments:
+                    passed[old] = atom
+                else:
+                    home[old] = outputs[k]
+        for var in passed:
+            home[var] = _end_of(var, passed, home)
+        for k, atom in enumerate(self.jaxpr.outvars):
+            if not isinstance(atom, Literal) and atom in self.arguments:
+                outputs[k] = home[atom]
+        return home
 
     def update_reads(self, rounds: Sequence[Sequence[JaxprEqn]]) -> list[Var]:
         """Arguments of the step that a stage's update reads, also by way of what comes before the loop."""
@@ -273,6 +316,15 @@ def _is_scalar(atom: Var) -> bool:
 
 def _is_small(atom: Var) -> bool:
     return num_elements_of(atom) <= SMALL_ELEMENTS
+
+
+def _end_of(var: Var, passed: Mapping[Var, Var], home: Mapping[Var, int]) -> int:
+    """Home of the argument at the end of a chain in which each becomes the one before; of a circle the first stage."""
+    chain = [var]
+    while chain[-1] in passed and passed[chain[-1]] not in chain:
+        chain.append(passed[chain[-1]])
+    circle = chain[chain.index(passed[chain[-1]]) :] if chain[-1] in passed else chain[-1:]
+    return min(home[v] for v in circle)
 
 
 def _sources(var: Var, made_by: Mapping[Var, JaxprEqn], arguments: Mapping[Var, None]) -> list[Var]:

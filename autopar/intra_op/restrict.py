@@ -76,11 +76,17 @@ def pin_inputs(graph: Graph, pins: Mapping[int, tuple[str, object]], paths: Sequ
     """
     for position, (text, spec) in pins.items():
         node = graph.nodes[graph.inputs[position]]
-        sharding, free = read_spec(
-            spec, tuple(node.var.aval.shape), graph.mesh, f"constraint {text!r} on {paths[position]}"
-        )
-        mask = [matches_spec(s, sharding, free) for s in node.shardings]
-        allowed.only(node, mask, ("pin", sharding, free), f"constraint {text!r} pins {paths[position]} to {spec}")
+        pin_node(graph, node, tuple(node.var.aval.shape), (text, spec), paths[position], allowed)
+
+
+def pin_node(
+    graph: Graph, node: Node, shape: tuple[int, ...], pin: tuple[str, object], path: str, allowed: Allowed
+) -> None:
+    """Pin a decision on how an array of this shape lies; the rest is as of `pin_inputs`."""
+    text, spec = pin
+    sharding, free = read_spec(spec, shape, graph.mesh, f"constraint {text!r} on {path}")
+    mask = [matches_spec(s, sharding, free) for s in node.shardings]
+    allowed.only(node, mask, ("pin", sharding, free), f"constraint {text!r} pins {path} to {spec}")
 
 
 def pin_constraints(jaxpr: Jaxpr, graph: Graph, allowed: Allowed) -> None:
@@ -222,9 +228,12 @@ def restrict_to_axes(graph: Graph, allowed: Allowed, data: str, state_inputs: Se
             ]
             best = [ok and s.choice[at] in factors for ok, s in zip(fits, node.strategies, strict=True)]
             allowed.only(node, best if any(best) and node.communicates else fits, ("axes", factors))
+    reason = f"the method keeps state whole over axis {data!r}"
     for position in state_inputs:
         node = graph.nodes[graph.inputs[position]]
-        allowed.only(node, [not any(data in axes for axes in s.dims) for s in node.shardings], "whole over data")
+        allowed.only(
+            node, [not any(data in axes for axes in s.dims) for s in node.shardings], "whole over data", reason
+        )
 
 
 def _splits_only(choice: Sequence[str], factors: Sequence[str]) -> bool:

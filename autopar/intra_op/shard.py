@@ -27,9 +27,10 @@ from autopar.intra_op.problem import MemoryRow, Problem, Solution
 from autopar.intra_op.restrict import Allowed, Restrict, pin_constraints
 from autopar.intra_op.sharded import Body, Collective, collectives_of
 from autopar.intra_op.solve import PROVED, solve
+from autopar.intra_op.time_limit import TimeLimit
 from autopar.intra_op.tying import tie_nodes
 from autopar.intra_op.within import solve_within
-from autopar.mesh import Device, LogicalMesh
+from autopar.mesh import Device, LogicalMesh, Sharding
 from autopar.options import Options
 
 _SAME = 0.03
@@ -70,6 +71,11 @@ class Sharded:
     def step_seconds(self) -> float:
         """Predicted time of one step: nothing is assumed to overlap."""
         return self.compute_seconds + self.communication_seconds
+
+    def input_sharding(self, position: int) -> Sharding:
+        """How an input lies on the mesh."""
+        node = self.graph.inputs[position]
+        return self.graph.nodes[node].shardings[self.choices[node]]
 
 
 def shard(
@@ -122,10 +128,14 @@ def shard(
         body = lower(jaxpr, graph, [class_choices[c] for c in class_of])
         return broken_memory_rows(graph, class_of, class_choices, body, donated, budget, elsewhere)
 
+    limit = TimeLimit(
+        options.solver_seconds
+    )  # for all of them: where the first takes it all, the others are only looked at
+
     def solved(problem: Problem) -> Solution:
         if np.isfinite(budget):
-            return solve_within(problem, broken_rows, options.solver, options.solver_seconds, known=beat, gap=gap)
-        return solve(problem, options.solver, options.solver_seconds, gap, beat)
+            return solve_within(problem, broken_rows, options.solver, limit, known=beat, gap=gap)
+        return solve(problem, options.solver, limit, gap, beat)
 
     def read(problem: Problem, solution: Solution) -> Sharded:
         choices = tuple(solution.choices[c] for c in class_of)

@@ -20,6 +20,7 @@ from autopar.intra_op.dual import Ascent
 from autopar.intra_op.elimination import eliminate
 from autopar.intra_op.ilp import solve_ilp
 from autopar.intra_op.problem import Problem, Solution
+from autopar.intra_op.time_limit import TimeLimit, time_limit
 
 PROVED = 1e-6
 """A gap of one part in a million counts as none."""
@@ -40,14 +41,18 @@ ROUNDS = (120, 150, 200)
 
 
 def solve(
-    problem: Problem, solver: str = "highs", seconds: float = 60.0, gap: float = PROVED, known: float = np.inf
+    problem: Problem,
+    solver: str = "highs",
+    seconds: float | TimeLimit = 60.0,
+    gap: float = PROVED,
+    known: float = np.inf,
 ) -> Solution:
     """Least assignment of `problem`, its memory rows kept.
 
     Args:
         problem: Costs in seconds, rows in bytes.
         solver: `"highs"` or `"cbc"`.
-        seconds: Time limit of the ILP solver.
+        seconds: Time limit of the ILP solver, in all. Where none is left, what message passing has found is taken.
         gap: Relative gap at which the search may stop; where it is more than `PROVED`, message passing alone may do.
         known: Cost of an answer to the same question in another form (another mesh): where a large problem is proved to
             have none better, to the gap that is left there anyway, the search ends with the status `"beaten"`.
@@ -56,7 +61,7 @@ def solve(
     position = {node: k for k, node in enumerate(reduced.kept)}
     # Elimination may have dropped forbidden choices of kept nodes: rows follow.
     reduced.problem.rows.extend(row.narrowed(position, reduced.alive_of) for row in problem.rows)
-    core = _solve_core(reduced.problem, solver, seconds, gap, known - reduced.constant)
+    core = _solve_core(reduced.problem, solver, time_limit(seconds), gap, known - reduced.constant)
     if core.status == "infeasible":
         return core
     choices = reduced.expand(core.choices)
@@ -68,10 +73,12 @@ def solve(
     return Solution(choices, objective, lower, core.status, core.solver)
 
 
-def _solve_core(core: Problem, solver: str, seconds: float, gap: float, known: float) -> Solution:
+def _solve_core(core: Problem, solver: str, limit: TimeLimit, gap: float, known: float) -> Solution:
     pairs = sum(matrix.size for matrix in core.edges.values())
-    if pairs <= SMALL_CORE and (gap <= PROVED or core.rows or not pairs):
-        return solve_ilp(core, solver, seconds, gap)
+    must = bool(core.rows) or not pairs
+    if pairs <= SMALL_CORE and (must or (gap <= PROVED and not limit.is_spent)):
+        answer = _solve_whole(core, solver, limit, gap)
+        return answer if must or answer.status == "optimal" else _better(core, answer, gap)
     # By size and not by the clock, so that the same problem always has the same answer.
     attempts = ROUNDS[: 3 - (pairs > LARGE_CORE) - (pairs > 4 * LARGE_CORE)]
     enough = gap if pairs <= LARGE_CORE else max(gap, LARGE_GAP)
@@ -87,7 +94,8 @@ def _solve_core(core: Problem, solver: str, seconds: float, gap: float, known: f
         bounds = ascent.run(rounds if gap < ROUGH else rounds // 2, best.objective if best else np.inf, gap)
         lower = max(lower, bounds.lower)
         is_near = bounds.upper - lower <= enough * abs(bounds.upper) or (gap >= ROUGH and np.isfinite(bounds.upper))
-        if best is None and gap > PROVED and not core.rows and is_near:
+        late = limit.is_spent and bool(np.isfinite(bounds.upper))
+        if best is None and not core.rows and (late or (gap > PROVED and is_near)):
             return Solution(bounds.choices, bounds.upper, lower, "feasible", "message passing")
         room = bounds.upper - bounds.lower + gap * abs(bounds.upper)
         masks = [_least(excess, promising) & (core.rows != [] or excess <= room) for excess in bounds.excess]
@@ -95,13 +103,13 @@ def _solve_core(core: Problem, solver: str, seconds: float, gap: float, known: f
         masks = [mask | around for mask, around in zip(masks, _around(core, near), strict=True)]
         if core.rows:
             masks = [mask | thrifty for mask, thrifty in zip(masks, _thrifty(core), strict=True)]
-        answer = _solve_restricted(core, masks, solver, seconds, gap)
+        answer = _solve_restricted(core, masks, solver, limit, gap)
         if answer.status != "infeasible" and (best is None or answer.objective < best.objective):
             best = answer
-        if best is not None and best.objective - lower <= enough * abs(best.objective):
+        if best is not None and (limit.is_spent or best.objective - lower <= enough * abs(best.objective)):
             break
     if best is None:
-        return solve_ilp(core, solver, seconds, gap)
+        return _solve_whole(core, solver, limit, gap)
     proved = best.objective - lower <= gap * abs(best.objective)
     return Solution(
         best.choices,
@@ -110,6 +118,20 @@ def _solve_core(core: Problem, solver: str, seconds: float, gap: float, known: f
         "optimal" if proved else "feasible",
         f"{best.solver}, the promising ones of {sum(map(len, core.costs))} choices",
     )
+
+
+def _solve_whole(core: Problem, solver: str, limit: TimeLimit, gap: float) -> Solution:
+    with limit.running() as seconds:
+        return solve_ilp(core, solver, seconds, gap)
+
+
+def _better(core: Problem, answer: Solution, gap: float) -> Solution:
+    """What the solver found when its time was up, or what message passing finds in a moment."""
+    bounds = Ascent(core).run(ROUNDS[0], gap=gap)
+    lower = max(bounds.lower, answer.bound if answer.choices else 0.0)
+    if answer.objective <= bounds.upper:
+        return dataclasses.replace(answer, bound=min(lower, answer.objective))
+    return Solution(bounds.choices, bounds.upper, min(lower, bounds.upper), "feasible", "message passing")
 
 
 def _around(core: Problem, choices: Sequence[int]) -> list[np.ndarray]:
@@ -139,7 +161,9 @@ def _least(values: np.ndarray, count: int) -> np.ndarray:
     return mask
 
 
-def _solve_restricted(core: Problem, masks: Sequence[np.ndarray], solver: str, seconds: float, gap: float) -> Solution:
+def _solve_restricted(
+    core: Problem, masks: Sequence[np.ndarray], solver: str, limit: TimeLimit, gap: float
+) -> Solution:
     """The least assignment that takes of each node one of the choices that its mask names."""
     kept = [np.flatnonzero(mask & np.isfinite(cost)) for mask, cost in zip(masks, core.costs, strict=True)]
     same = dict(enumerate(range(len(kept))))
@@ -148,5 +172,5 @@ def _solve_restricted(core: Problem, masks: Sequence[np.ndarray], solver: str, s
         {(u, v): matrix[np.ix_(kept[u], kept[v])] for (u, v), matrix in core.edges.items()},
         [row.narrowed(same, kept.__getitem__) for row in core.rows],
     )
-    answer = solve_ilp(small, solver, seconds, gap)
+    answer = _solve_whole(small, solver, limit, gap)
     return dataclasses.replace(answer, choices=tuple(int(kept[n][k]) for n, k in enumerate(answer.choices)))

@@ -17,6 +17,7 @@ import numpy as np
 
 from autopar.intra_op.problem import MemoryRow, Problem, Solution
 from autopar.intra_op.solve import PROVED, solve
+from autopar.intra_op.time_limit import TimeLimit, time_limit
 
 SMALL_WITH_ROWS = 10_000
 """Pairs of choices that meet on an edge: up to so many a problem is solved with its memory rows as they are."""
@@ -29,7 +30,7 @@ def solve_within(
     problem: Problem,
     broken_rows: Callable[[Sequence[int]], list[MemoryRow]],
     solver: str = "highs",
-    seconds: float = 60.0,
+    seconds: float | TimeLimit = 60.0,
     max_rounds: int = 30,
     known: float = np.inf,
     gap: float = PROVED,
@@ -39,7 +40,8 @@ def solve_within(
     Returns:
         The assignment; `"infeasible"` where the rows collected cannot hold together.
     """
-    base = solve(problem, solver, seconds, gap, known)
+    limit = time_limit(seconds)
+    base = solve(problem, solver, limit, gap, known)
     if base.status in ("infeasible", "beaten"):
         return base
     rows = broken_rows(base.choices)
@@ -49,23 +51,23 @@ def solve_within(
     if any(row.least(problem.costs) > row.budget_bytes for row in problem.rows):
         return dataclasses.replace(base, choices=(), status="infeasible")
     if sum(matrix.size for matrix in problem.edges.values()) <= SMALL_WITH_ROWS:
-        exact = _cut(problem, broken_rows, solver, seconds, max_rounds)
+        exact = _cut(problem, broken_rows, solver, limit, max_rounds)
         if exact.status != "infeasible":
             return exact
     # A row says what is alive at its moment in one program; of another it may say too much.
-    return _solve_priced(problem, base, broken_rows, solver, seconds)
+    return _solve_priced(problem, base, broken_rows, solver, limit)
 
 
 def _cut(
     problem: Problem,
     broken_rows: Callable[[Sequence[int]], list[MemoryRow]],
     solver: str,
-    seconds: float,
+    limit: TimeLimit,
     max_rounds: int,
 ) -> Solution:
     """Solve and add the rows that are broken, again and again, until none is."""
     for _ in range(max_rounds):
-        solution = solve(problem, solver, seconds)
+        solution = solve(problem, solver, limit)
         rows = broken_rows(solution.choices) if solution.choices else []
         if not rows:
             return solution
@@ -78,7 +80,7 @@ def _solve_priced(
     base: Solution,
     broken_rows: Callable[[Sequence[int]], list[MemoryRow]],
     solver: str,
-    seconds: float,
+    limit: TimeLimit,
 ) -> Solution:
     """Keep memory by a price on bytes instead of by rows: every problem is then one without rows, which solves fast.
 
@@ -91,7 +93,7 @@ def _solve_priced(
     over = max(row.used(base.choices) - row.budget_bytes for row in rows)
     price, low, high = 0.01 * base.objective / max(over, 1.0), 0.0, 0.0
     for _ in range(_MAX_PRICES):
-        answer = solve(problem.priced(rows, price), solver, seconds)
+        answer = solve(problem.priced(rows, price), solver, limit)
         answers.append(answer)
         lower = max(lower, answer.bound - price * sum(row.budget_bytes - row.constant_bytes for row in rows))
         broken = broken_rows(answer.choices)
@@ -107,7 +109,7 @@ def _solve_priced(
         if (high and low) or (price * over > 10 * base.objective and answer.choices == answers[-2].choices):
             break
         price = high / _PRICE_STEP if high else _PRICE_STEP * price
-    mixed = _mix(problem, rows, answers, broken_rows, solver, seconds)
+    mixed = _mix(problem, rows, answers, broken_rows, solver, limit)
     if mixed is not None and (best is None or mixed.objective < best.objective):
         best = mixed
     if best is None:
@@ -122,7 +124,7 @@ def _mix(
     answers: Sequence[Solution],
     broken_rows: Callable[[Sequence[int]], list[MemoryRow]],
     solver: str,
-    seconds: float,
+    limit: TimeLimit,
 ) -> Solution | None:
     """The least assignment under the rows themselves that takes each node's choice from one of `answers`."""
     costs = []
@@ -133,7 +135,7 @@ def _mix(
     share = 1.0
     for attempt in range(2 * _MAX_MIXES):
         aimed = [dataclasses.replace(row, budget_bytes=share * row.budget_bytes) for row in rows]
-        answer = solve(Problem(costs, problem.edges, aimed), solver, seconds)
+        answer = solve(Problem(costs, problem.edges, aimed), solver, limit)
         broken = broken_rows(answer.choices) if answer.choices else []
         if not broken:
             mixed = f"{answer.solver}, what prices on memory found"

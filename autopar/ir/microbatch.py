@@ -9,7 +9,7 @@ Method: `shares.py` says how each equation is done; here its pieces are written 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ from autopar.ir.rules import rule_for
 from autopar.ir.share_analysis import find_shares
 from autopar.ir.shares import Shares
 from autopar.ir.signature import equation_signature
-from autopar.ir.structure import body_jaxprs, is_structured, needed, scan_parts, variables, while_parts
+from autopar.ir.structure import body_jaxprs, inputs_of, is_structured, needed, scan_parts, variables, while_parts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,6 +82,11 @@ class Microbatches:
     pieces: tuple[Var, ...]
     results: tuple[Result, ...]
     after: tuple[JaxprEqn, ...]
+
+    def read_outside(self, eqns: Iterable[JaxprEqn]) -> dict[Var, None]:
+        """Variables of the step that equations of the loop read, whole or in pieces, in order."""
+        outer_of = dict(zip(self.loop.invars[1:], (*self.invariants, *self.pieces), strict=True))
+        return dict.fromkeys(outer_of[a] for eqn in eqns for a in inputs_of(eqn) if a in outer_of)
 
 
 def split_microbatches(
@@ -309,6 +314,10 @@ class _Scope:
         operands = [self.value(a, want, eqn.source_info) for a, want in zip(eqn.invars, wants, strict=True)]
         if way is None or way.factor is None:
             outvars = [new_var(var.aval) for var in eqn.outvars]
+            self.eqns.append(replace_eqn(eqn, invars=operands, outvars=outvars))
+        elif eqn.primitive.name == "sharding_constraint":
+            # Nothing to compute, but the planner reads it off the microbatch.
+            outvars = [new_var(shaped(piece_aval(eqn.outvars[0].aval, way.results[0], self.count)))]
             self.eqns.append(replace_eqn(eqn, invars=operands, outvars=outvars))
         else:
             outvars = self.inlined(self.writer.program_of(eqn), [self.number, *operands], eqn.source_info)

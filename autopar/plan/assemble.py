@@ -74,6 +74,7 @@ def assemble(
     schedule: Schedule,
 ) -> PipelinePlan:
     """Streams, checked and simulated, of stages that are planned."""
+    _check_homes(cut, tasks)
     order = schedule.order(len(stages) // num_chunks(schedule), cut.split.count)
     state = [cut.program.jaxpr.invars[k] for k in cut.roles.state]
     check_order(order, schedule, tasks, len(stages))
@@ -84,6 +85,14 @@ def assemble(
     first_device = [of_mesh[number % len(order)] for number in range(len(stages))]
     simulation = simulate_streams(streams, stages, first_device, cluster)
     return PipelinePlan(cut, borders, tasks, tuple(stages), tuple(first_device), schedule, streams, simulation)
+
+
+def _check_homes(cut: CutStep, tasks: Tasks) -> None:
+    """New state is found where the old lives: otherwise every step would begin by moving it."""
+    update = tasks.update
+    for result, argument in cut.roles.aliases.items():
+        home = update.home[cut.program.jaxpr.invars[argument]]
+        assert update.outputs[result] == home, f"new state {result} is at stage {update.outputs[result]}, not {home}"
 
 
 def at_levels(planned: PipelinePlan, levels: Mapping[int, float], cluster: Cluster) -> PipelinePlan:

@@ -87,7 +87,7 @@ def contract_of(streams: Streams, num_microbatches: int) -> Contract:
     runs = [
         (name, k)
         for name, plan in streams.programs.items()
-        for k in range(num_microbatches if plan.task.kind in ("F", "B", "W") else 1)
+        for k in range(num_microbatches if plan.task.is_in_loop else 1)
     ]
     return Contract(
         given,

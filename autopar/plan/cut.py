@@ -36,6 +36,7 @@ class CutStep:
         split: Its phases.
         chain: The segments of its loop.
         batch: Dims of the loop's values that run over samples.
+        paths: Of the arguments of the user's step.
     """
 
     program: Program
@@ -44,6 +45,7 @@ class CutStep:
     split: Microbatches
     chain: Chain
     batch: BatchDims
+    paths: tuple[str, ...]
 
 
 def in_parts(
@@ -128,6 +130,7 @@ def cut_step(
         BatchError: The batch does not divide.
         MicrobatchError: Microbatches would compute something else.
     """
+    paths = program.in_paths
     program, roles, stacks = in_parts(program, roles, num_stages, lying)
     names = ", ".join(dict.fromkeys(program.in_paths[k].split("/")[0] for k in roles.batch))
     if num_microbatches > 1:
@@ -139,7 +142,7 @@ def cut_step(
     chain = make_chain(split.loop, split.loop.invars[1:first])
     pieces = {first + k: frozenset({0}) for k in range(len(split.pieces))}
     batch = follow_batch(split.loop, _rules(split.loop, {}), pieces)
-    return CutStep(program, roles, stacks, split, chain, batch)
+    return CutStep(program, roles, stacks, split, chain, batch, paths)
 
 
 def _rules(jaxpr: Jaxpr, found: dict[int, ShardingRule]) -> dict[int, ShardingRule]:

@@ -113,7 +113,7 @@ def cost_of(pipeline: PipelinePlan, planning_seconds: float) -> Cost:
     collectives: list[Collective] = []
     for number, stage in enumerate(stages):
         for task in stage.tasks:
-            times = count if task.task.kind in ("F", "B", "W") else 1
+            times = count if task.task.is_in_loop else 1
             share = times * stage.mesh.num_devices / devices
             communication += share * task.communication_seconds
             compute += share * (task.seconds - task.communication_seconds)

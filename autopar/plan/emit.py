@@ -180,6 +180,7 @@ class _Emitter:
                 for channel in leaving.get(at, ()):
                     buffers = tuple(self.held[(event.stage, *name)] for name in wanted[channel])
                     self.streams[mesh].append(Send(buffers, self.mesh_of(channel[2]), numbers[channel]))
+        self.unread_state()
         results = self.results()
         kept = {b for b in results if b is not None}
         programs = {t.task.name: t for stage in self.stages for t in stage.tasks}
@@ -294,8 +295,7 @@ class _Emitter:
             sent = []
             for var, border in values.items():
                 if (source, "argument", var, -1) not in self.held:
-                    own_border = self.border_at_home(var, source) or border
-                    self.arguments[var, source] = self.new(own_border, source, -1)
+                    self.arguments[var, source] = self.new(self.border_at_home(var, source) or border, source, -1)
                 sent.append(self.held[source, "argument", var, -1])
             self.streams[self.mesh_of(source)].append(Send(tuple(sent), self.mesh_of(stage), self.message))
             received = [self.new(border, stage, -1) for border in values.values()]
@@ -309,11 +309,22 @@ class _Emitter:
         return new_border(slot, sharding, tuple(aval.shape), aval.dtype, self.stages[stage].mesh)
 
     def border_at_home(self, var: Var, stage: int) -> Border | None:
-        for task in self.stages[stage].tasks:
-            for border in task.inputs:
-                if border.slot.kind == "argument" and border.slot.key is var:
-                    return border
-        return None
+        """How an argument lies at a stage; None: the stage does not know it."""
+        plan = self.stages[stage]
+        at = next((at for at, argument in plan.program.arguments.items() if argument is var), None)
+        if at is None:
+            return None
+        sharding = plan.sharded.input_sharding(at)
+        return new_border(Slot("argument", var, var), sharding, tuple(var.aval.shape), var.aval.dtype, plan.mesh)
+
+    def unread_state(self) -> None:
+        """Old state that its stage does not read lies there all the same, as the new does."""
+        for stage, plan in enumerate(self.stages):
+            for at in plan.program.aliases.values():
+                var = plan.program.arguments[at]
+                border = self.border_at_home(var, stage)
+                if border is not None and (stage, "argument", var, -1) not in self.held:
+                    self.arguments[var, stage] = self.new(border, stage, -1)
 
     def results(self) -> tuple[BufferId | None, ...]:
         found: list[BufferId | None] = []

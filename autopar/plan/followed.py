@@ -60,7 +60,9 @@ def pipeline_behind(
     report(f"sharding {program.name} behind {method.plan.name}, {num_stages} stages")
     forward_only = not any(cut.chain.backward) and num_chunks(lead.schedule) == 1
     schedule = SCHEDULES["inference"] if forward_only else lead.schedule
-    tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits_backward(schedule))
+    tasks = make_tasks(
+        cut.program.jaxpr, cut.split, cut.chain, borders, splits_backward(schedule), (), cut.roles.aliases
+    )
     stages, options, solved = [], method.options(), Solved()
     for number, like in enumerate(lead.stages):
         stage = stage_program(tasks, number, cut.roles.aliases, cut.batch.dims)
@@ -129,11 +131,10 @@ def aligned_borders(cut: CutStep, lies: Lies, num_stages: int) -> tuple[int, ...
 def _bytes_away(cut: CutStep, lies: Lies, num_stages: int) -> list[list[int]]:
     """Per segment and stage: bytes of the state that the segment reads and that lies on other stages."""
     split, chain = cut.split, cut.chain
-    outer_of = dict(zip(split.loop.invars[1:], (*split.invariants, *split.pieces), strict=True))
     made_by = {var: eqn for eqn in split.before for var in eqn.outvars}
     read: list[dict[Var, None]] = [{} for _ in range(chain.num_segments)]
     for eqn, segment in zip(chain.loop.eqns, chain.segment, strict=True):
-        waiting = [outer_of[a] for a in inputs_of(eqn) if a in outer_of] if segment >= 0 else []
+        waiting = [*split.read_outside([eqn])] if segment >= 0 else []
         while waiting:
             var = waiting.pop()
             if var in made_by:

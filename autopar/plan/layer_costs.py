@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from autopar.cost import collective_seconds
-from autopar.errors import AutoparError, InfeasibleError
+from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.inter_op.residuals import ALL, CHEAP
 from autopar.inter_op.stage_plan import StagePlan, lower_stage
 from autopar.inter_op.stage_program import StageProgram, stage_program, with_tasks
@@ -24,6 +24,7 @@ from autopar.ir.canonical import canonical_key
 from autopar.mesh import Cluster, LogicalMesh, logical_meshes
 from autopar.options import Options
 from autopar.plan.cut import CutStep
+from autopar.plan.pins import RestrictStage, restrict_to_pins
 from autopar.plan.recompute import kept_bytes
 from autopar.plan.solve_stages import Solved, solve_stage
 
@@ -119,20 +120,24 @@ class LayerCosts:
         """Shard every layer on every mesh of a submesh, for a number of microbatches."""
         try:
             layers = self._layers_for(count)
+            restrict = restrict_to_pins(self._cut_for(count), self._options.constraints)
         except AutoparError:
             self._known.setdefault(size, {})[count] = [[None] * self.num_layers for _ in self.meshes[size]]
             return
         found: list[list[tuple[LayerCost, ...] | None]] = []
         for mesh in self.meshes[size]:
             self._report(f"sharding {len(layers)} kinds of layers on {mesh}, {count} microbatches")
-            costs = {kind: self._cost(program, tasks, mesh) for kind, (program, tasks) in layers.items()}
+            costs = {kind: self._cost(program, tasks, mesh, restrict) for kind, (program, tasks) in layers.items()}
             found.append([costs[kind] for kind in self._kinds])
         self._known.setdefault(size, {})[count] = found
 
-    def _cost(self, program: StageProgram, tasks: Sequence[Tasks], mesh: LogicalMesh) -> tuple[LayerCost, ...] | None:
+    def _cost(
+        self, program: StageProgram, tasks: Sequence[Tasks], mesh: LogicalMesh, restrict: RestrictStage
+    ) -> tuple[LayerCost, ...] | None:
+        further, key = restrict(program, mesh)
         try:
-            made = solve_stage(program, mesh, self._cluster, self._options, self._solved, gap=LAYER_GAP)
-        except InfeasibleError:
+            made = solve_stage(program, mesh, self._cluster, self._options, self._solved, further, key, gap=LAYER_GAP)
+        except (InfeasibleError, ConstraintError):
             return None
         others = [lower_stage(with_tasks(program, t), mesh, self._cluster.device, made.sharded) for t in tasks[1:]]
         return tuple(_cost(stage, t) for stage, t in zip((made, *others), tasks, strict=True))
@@ -142,13 +147,15 @@ class LayerCosts:
         if count not in self._layers:
             cut = self._cut_for(count)
             levels = [self.levels[0]] * self.num_layers
-            tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, self._borders, levels=levels)
+            tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, self._borders, False, levels, cut.roles.aliases)
 
             def program(layer: int) -> StageProgram:
                 return stage_program(tasks, layer, cut.roles.aliases, cut.batch.dims)
 
             # What is equal for one number of microbatches is so for another.
-            self._kinds = self._kinds or _first_alike([program(layer) for layer in range(self.num_layers)])
+            restrict = restrict_to_pins(cut, self._options.constraints)
+            layers = [program(layer) for layer in range(self.num_layers)] if not self._kinds else []
+            self._kinds = self._kinds or _first_alike(layers, restrict)
             self._layers[count] = {
                 kind: (program(kind), [tasks, *(tasks.at_level(kind, level) for level in self.levels[1:])])
                 for kind in dict.fromkeys(self._kinds)
@@ -156,10 +163,12 @@ class LayerCosts:
         return self._layers[count]
 
 
-def _first_alike(programs: Sequence[StageProgram]) -> list[int]:
-    """For each program the first that is equal."""
+def _first_alike(programs: Sequence[StageProgram], restrict: RestrictStage) -> list[int]:
+    """For each program the first that is equal, and pinned alike."""
     first: dict[Hashable, int] = {}
-    return [first.setdefault(canonical_key(program.jaxpr), k) for k, program in enumerate(programs)]
+    anywhere = LogicalMesh((1,))
+    keys = [(canonical_key(program.jaxpr), restrict(program, anywhere)[1]) for program in programs]
+    return [first.setdefault(key, k) for k, key in enumerate(keys)]
 
 
 def _cost(stage: StagePlan, tasks: Tasks) -> LayerCost:
@@ -173,7 +182,7 @@ def _cost(stage: StagePlan, tasks: Tasks) -> LayerCost:
         for border in (*task.inputs, *task.outputs):
             if border.slot.kind in ("argument", "const", "piece", "sum", "rows"):
                 held[border.slot.kind, border.slot.key] = border.num_bytes
-        if task.task.kind in ("F", "B", "W"):
+        if task.task.is_in_loop:
             latency = sum(c.times * collective_seconds(c.kind, 0, c.axes, stage.mesh) for c in task.collectives)
             same = min(latency, task.communication_seconds) + task.batchless_seconds
             fixed += same

@@ -26,7 +26,7 @@ class _Settings:
         memory_budget_bytes: Bytes one device may use; None: the device's own memory.
         constraints: Pins `{path glob: PartitionSpec}` over argument paths such as `"state/params/*/kernel"`.
         solver: `"highs"` or `"cbc"`.
-        solver_seconds: Time limit of one solve.
+        solver_seconds: How long the solver may work on one mesh, or on one stage on its mesh.
         microbatch_semantics: `"exact"`: microbatches that would compute something else are refused;
             `"per_microbatch"`: batch statistics are those of each microbatch.
     """
@@ -142,7 +142,8 @@ class PipelineParallel(_StageSettings):
 
     Attributes:
         num_stages: How many; None: one more than the `mark_stage`s in the step.
-        schedule: `"gpipe"`, `"1f1b"`, `"inference"`, or an object with `name` and `order(num_stages, num_microbatches)`.
+        schedule: `"gpipe"`, `"1f1b"`, `"interleaved"`, `"zb-h1"`, `"inference"`, or an object with `name` and
+            `order(num_stages, num_microbatches)`.
         num_microbatches: None: four for each stage, or what divides the batch below that.
         submeshes: Devices of each stage, such as (1, 1, 2, 4); None: equally many.
     """

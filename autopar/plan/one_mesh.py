@@ -8,17 +8,12 @@ Method: what the method forbids and the user pins becomes restrictions of choice
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import fnmatch
 import math
 from functools import partial
-
-from jax.sharding import PartitionSpec
 
 from autopar.debug import dump
 from autopar.errors import (
     BatchError,
-    ConstraintError,
     InfeasibleError,
 )
 from autopar.intra_op.graph import Graph
@@ -40,6 +35,7 @@ from autopar.plan.methods import (
     Method,
 )
 from autopar.plan.page import mesh_text
+from autopar.plan.pins import find_pins
 
 
 def count_of(method: Method) -> int:
@@ -76,7 +72,6 @@ def shard_on(
 
     `beat` is the objective of the best plan known on other meshes.
     """
-    _pins(program, method)  # a mistake in them is told before any work
 
     def restrict(graph: Graph, allowed: Allowed) -> None:
         restrict_plan(program, roles, method, mesh, graph, allowed)
@@ -116,7 +111,7 @@ def restrict_plan(
     if isinstance(method, DataParallel):
         check_batch(program, roles, mesh)
         restrict_to_data_parallel(program.jaxpr, graph, allowed, roles.batch, roles.state, method.zero)
-    for pins in _pins(program, method):
+    for pins in find_pins(program.in_paths, method.options().constraints):
         pin_inputs(graph, pins, program.in_paths, allowed)
     _check_pinned(program, method, mesh, graph, allowed)
 
@@ -145,53 +140,6 @@ def check_batch(program: Program, roles: Roles, mesh: LogicalMesh) -> None:
                 do="change the batch size, or use Auto(), which splits other dims where the batch does not divide.",
                 size=size,
             )
-
-
-def _pins(program: Program, method: Method) -> list[dict[int, tuple[str, object]]]:
-    """Per constraint, the inputs it pins: position -> (what the user wrote, spec)."""
-    pins = []
-    for glob, spec in method.options().constraints.items():
-        _check_spec(glob, spec)
-        found = [k for k, path in enumerate(program.in_paths) if fnmatch.fnmatchcase(path, glob)]
-        if not found:
-            near = difflib.get_close_matches(glob, program.in_paths, n=6, cutoff=0.5) or program.in_paths[:6]
-            raise ConstraintError(
-                "a constraint names no argument.",
-                given=f"constraints={{{glob!r}: {spec}}}",
-                wrong=f"none of the {len(program.in_paths)} arguments has a path that matches; there are {', '.join(near)}"
-                + (", ..." if len(near) < len(program.in_paths) else "")
-                + ".",
-                do="use one of the paths (print(step.plan(...)) without the constraint lists them), or a glob over them.",
-                path=glob,
-                spec=spec,
-            )
-        pins.append({k: (glob, spec) for k in found})
-    return pins
-
-
-def _check_spec(glob: str, spec: object) -> None:
-    problem = ""
-    if not isinstance(spec, PartitionSpec | tuple | list):
-        problem = f"{spec!r} is of type {type(spec).__name__}, not PartitionSpec."
-    else:
-        named = [
-            axis
-            for entry in spec
-            if isinstance(entry, str | tuple | list)
-            for axis in ((entry,) if isinstance(entry, str) else entry)
-        ]
-        twice = [axis for k, axis in enumerate(named) if axis in named[:k]]
-        if twice:
-            problem = f"it names axis {twice[0]!r} twice; an axis can split one dim."
-    if problem:
-        raise ConstraintError(
-            "a constraint is no way to split an array.",
-            given=f"constraints={{{glob!r}: {spec!r}}}",
-            wrong=problem,
-            do="pass jax.sharding.PartitionSpec, one entry per dim: None, an axis, or a tuple of axes.",
-            path=glob,
-            spec=spec,
-        )
 
 
 def _check_pinned(program: Program, method: Method, mesh: LogicalMesh, graph: Graph, allowed: Allowed) -> None:

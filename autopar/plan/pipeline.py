@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from autopar.errors import InfeasibleError
 from autopar.inter_op.backward import find_levels
@@ -20,17 +20,16 @@ from autopar.inter_op.residuals import CHEAP
 from autopar.inter_op.stage_plan import StagePlan
 from autopar.inter_op.stage_program import StageProgram, stage_program
 from autopar.inter_op.tasks import make_tasks
-from autopar.intra_op.restrict import Restrict
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Options
 from autopar.plan.assemble import PipelinePlan, assemble, at_levels
 from autopar.plan.cut import CutStep
+from autopar.plan.pins import RestrictStage, restrict_to_pins, unrestricted
 from autopar.plan.schedules import Schedule, num_chunks, splits_backward
 from autopar.plan.solve_stages import SameStacks, Solved, best_stage, pinned, solve_stage
 
 NEAR = 0.05
 """What cannot be faster than what is known by more than this part is not worth solving under a memory budget."""
-RestrictStage = Callable[[StageProgram, LogicalMesh], Restrict | None]
 
 
 def plan_pipeline(
@@ -41,7 +40,7 @@ def plan_pipeline(
     schedule: Schedule,
     options: Options,
     solved: Solved,
-    restrict: RestrictStage = lambda program, mesh: None,
+    restrict: RestrictStage = unrestricted,
     beat: float = math.inf,
 ) -> PipelinePlan:
     """Plan a pipeline whose borders and submeshes are given.
@@ -54,19 +53,22 @@ def plan_pipeline(
         schedule: In which order stages work.
         options: Solver, time limit, memory budget, recomputation.
         solved: Stages solved before; extended.
-        restrict: Forbids choices of a stage on a mesh.
+        restrict: Forbids choices of a stage on a mesh, beside what the user's constraints do.
         beat: Seconds of the best pipeline known. One that takes as long even if memory were without end is returned as it
             is then, whether it fits or not.
 
     Raises:
         InfeasibleError: A stage does not fit; says which and by how much.
+        ConstraintError: A constraint cannot be kept on any mesh of a stage.
         PipelineError: The stages cannot be placed on the hosts.
     """
     num_meshes = len(borders) // num_chunks(schedule)
     place_stages([candidates[0].num_devices for candidates in meshes[:num_meshes]], cluster)  # fails before solving
     levels = options.recompute_levels(len(borders))
-    tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits_backward(schedule), levels or ())
-    programs = [stage_program(tasks, k, cut.roles.aliases, cut.batch.dims) for k in range(len(borders))]
+    aliases, splits = cut.roles.aliases, splits_backward(schedule)
+    tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits, levels or (), aliases)
+    programs = [stage_program(tasks, k, aliases, cut.batch.dims) for k in range(len(borders))]
+    restrict = restrict_to_pins(cut, options.constraints, restrict)
     budget = options.memory_budget_bytes or cluster.device.memory_bytes
     fitting: list[PipelinePlan] = []
     failures: list[InfeasibleError] = []
@@ -117,9 +119,9 @@ def _shard_stages(
         made = best_stage(program, candidates, cluster, options, solved, restrict, all_again)
         pins = same.pins(program, made)
         if pins:
-            further = pinned(pins, restrict(program, made.mesh))
-            key = tuple(pins.items())
-            made = solve_stage(program, made.mesh, cluster, options, solved, further, key, all_again)
+            further, key = restrict(program, made.mesh)
+            both, key = pinned(pins, further), (tuple(pins.items()), key)
+            made = solve_stage(program, made.mesh, cluster, options, solved, both, key, all_again)
         same.add(program, made)
         stages.append(made)
     return stages

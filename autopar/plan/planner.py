@@ -39,6 +39,7 @@ from autopar.plan.methods import (
     ThreeD,
 )
 from autopar.plan.one_mesh import count_of, in_microbatches, shard_on
+from autopar.plan.pins import find_pins
 from autopar.plan.pipeline import PipelinePlan
 from autopar.plan.plan import Plan
 from autopar.plan.search import search_pipelines
@@ -78,12 +79,14 @@ def make_plan(
     Raises:
         AutoparError: No mesh allows a plan; the message of the last one tried says why.
         BatchError: The batch has no rows.
+        ConstraintError: A constraint names no argument, or cannot be kept.
         NotBuiltYetError: The cluster has several kinds of devices.
     """
     started = time.perf_counter()
     dump("program", str(program))
     _check_one_kind(cluster)
     _check_rows(program, roles)
+    find_pins(program.in_paths, method.options().constraints)  # a mistake in them is told before any work
     if isinstance(method, PipelineParallel | ThreeD):
         pipeline = pipeline_of(program, roles, cluster, method, report)
         return _plan_of_pipeline(program, roles, cluster, method, pipeline, started, ())

@@ -178,7 +178,7 @@ def _pipeline_of_choices(program: Program, roles: Roles, cluster: Cluster, metho
     assert plan.stages[-1].layers[-1] < cut.chain.num_segments, "there are fewer layers"
     levels = [stage.recomputed.level for stage in plan.stages]
     splits = splits_backward(find_schedule(named))
-    tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits, levels)
+    tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits, levels, cut.roles.aliases)
     stages = []
     for number, stage in enumerate(plan.stages):
         made = stage_program(tasks, number, cut.roles.aliases, cut.batch.dims)

@@ -4,12 +4,13 @@ In:     streams, seconds per program, seconds per message, bytes per buffer, byt
 Out:    `Simulation`: every run and message with start and end, the length of the step, the peak per mesh.
 Method: each mesh does its instructions in order; a run takes its time, sending takes none of the mesh's, a message
         arrives after its time and messages between two meshes go one after the other; receiving waits for the arrival.
-        A buffer is there from its run's start (or its message's sending) until it is let go of.
+        A buffer is there from its run's start (or its message's sending) until it is let go of; one that is sent at
+        least until its message has arrived, however long that waits for those before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.plan.instructions import BufferId, Free, Instruction, MeshId, Recv, Run, Send
@@ -72,72 +73,130 @@ def simulate(
     Raises:
         AssertionError: The streams wait for each other.
     """
-    at, clock = dict.fromkeys(streams, 0), dict.fromkeys(streams, 0.0)
-    arrived: dict[int, float] = {}
-    lanes: dict[tuple[MeshId, MeshId], float] = {}
-    intervals: list[Interval] = []
-    busy = dict.fromkeys(streams, 0.0)
-    alive = {mesh: dict.fromkeys((held or {}).get(mesh, ())) for mesh in streams}
-    now = {mesh: sum(buffer_bytes[b] for b in alive[mesh]) for mesh in streams}
-    peak = dict(now)
-    receiving = {
-        i.message: (mesh, i.buffers) for mesh, stream in streams.items() for i in stream if isinstance(i, Recv)
-    }
+    memory = {mesh: _Memory(buffer_bytes, (held or {}).get(mesh, ())) for mesh in streams}
+    return _Simulator(streams, run_seconds, message_seconds, working_bytes, overwritten, memory).simulation()
 
-    def hold(mesh: MeshId, buffers: Sequence[BufferId]) -> None:
+
+class _Memory:
+    """What one mesh holds: bytes on one device, now and at most so far."""
+
+    def __init__(self, num_bytes: Sequence[int], held: Sequence[BufferId]):
+        self.num_bytes = num_bytes
+        self.alive = dict.fromkeys(held)
+        self.now = self.peak = self.sum(self.alive)
+        self.sent_until: dict[BufferId, float] = {}
+        self.leaving: dict[BufferId, None] = {}
+
+    def sum(self, buffers: Iterable[BufferId]) -> int:
+        return sum(self.num_bytes[b] for b in buffers)
+
+    def hold(self, buffers: Sequence[BufferId]) -> None:
+        new = dict.fromkeys(b for b in buffers if b not in self.alive)
+        self.alive |= new
+        self.now += self.sum(new)
+        self.touch(0)
+
+    def touch(self, further_bytes: int) -> None:
+        """So much more is there for a moment."""
+        self.peak = max(self.peak, self.now + further_bytes)
+
+    def drop(self, buffers: Iterable[BufferId]) -> None:
+        gone = [b for b in buffers if b in self.alive]
+        for b in gone:
+            del self.alive[b]
+        self.now -= self.sum(gone)
+
+    def send(self, buffers: Sequence[BufferId], until: float) -> None:
         for b in buffers:
-            if b not in alive[mesh]:
-                alive[mesh][b] = None
-                now[mesh] += buffer_bytes[b]
-        peak[mesh] = max(peak[mesh], now[mesh])
+            self.sent_until[b] = max(until, self.sent_until.get(b, 0.0))
 
-    def drop(mesh: MeshId, buffers: Sequence[BufferId]) -> None:
-        for b in buffers:
-            if b in alive[mesh]:
-                del alive[mesh][b]
-                now[mesh] -= buffer_bytes[b]
+    def free(self, buffers: Sequence[BufferId], time: float) -> None:
+        """Let go of buffers: at once, or when what is sent of them has arrived."""
+        self.leaving |= dict.fromkeys(buffers)
+        self.pass_to(time)
 
-    def ready(mesh: MeshId) -> float | None:
+    def pass_to(self, time: float) -> None:
+        """Let go of what has been waiting for its message, and need not any longer."""
+        gone = [b for b in self.leaving if self.sent_until.get(b, 0.0) <= time]
+        for b in gone:
+            del self.leaving[b]
+        self.drop(gone)
+
+
+class _Simulator:
+    """The streams on their way through a step."""
+
+    def __init__(
+        self,
+        streams: Mapping[MeshId, Sequence[Instruction]],
+        run_seconds: Callable[[Run], float],
+        message_seconds: Callable[[MeshId, Send], float],
+        working_bytes: Callable[[Run], int],
+        overwritten: Callable[[Run], Sequence[BufferId]],
+        memory: Mapping[MeshId, _Memory],
+    ):
+        self.streams, self.memory, self.overwritten = streams, memory, overwritten
+        self.run_seconds, self.message_seconds, self.working_bytes = run_seconds, message_seconds, working_bytes
+        self.at, self.clock = dict.fromkeys(streams, 0), dict.fromkeys(streams, 0.0)
+        self.busy = dict.fromkeys(streams, 0.0)
+        self.arrived: dict[int, float] = {}
+        self.lanes: dict[tuple[MeshId, MeshId], float] = {}
+        self.intervals: list[Interval] = []
+        self.receiving = {
+            i.message: (mesh, i.buffers) for mesh, stream in streams.items() for i in stream if isinstance(i, Recv)
+        }
+
+    def simulation(self) -> Simulation:
+        for _ in range(sum(map(len, self.streams.values()))):
+            times = [(t, mesh) for mesh in self.streams if (t := self.ready(mesh)) is not None]
+            assert times, "the streams wait for each other"
+            self.advance(*min(times))
+        seconds = max([0.0, *(i.end for i in self.intervals)])
+        self.intervals.sort(key=lambda i: (i.start, i.mesh))
+        peaks = {mesh: memory.peak for mesh, memory in self.memory.items()}
+        return Simulation(seconds, tuple(self.intervals), peaks, self.busy)
+
+    def ready(self, mesh: MeshId) -> float | None:
         """When the next instruction of a mesh can begin; None: not known yet, or none is left."""
-        if at[mesh] == len(streams[mesh]):
+        if self.at[mesh] == len(self.streams[mesh]):
             return None
-        instruction = streams[mesh][at[mesh]]
+        instruction = self.streams[mesh][self.at[mesh]]
         if isinstance(instruction, Recv):
-            return max(clock[mesh], arrived[instruction.message]) if instruction.message in arrived else None
-        return clock[mesh]
+            arrived = self.arrived.get(instruction.message)
+            return None if arrived is None else max(self.clock[mesh], arrived)
+        return self.clock[mesh]
 
-    left = sum(map(len, streams.values()))
-    while left:
-        times = [(t, mesh) for mesh in streams if (t := ready(mesh)) is not None]
-        assert times, "the streams wait for each other"
-        start, mesh = min(times)
-        instruction = streams[mesh][at[mesh]]
-        at[mesh] += 1
-        left -= 1
+    def advance(self, start: float, mesh: MeshId) -> None:
+        """Carry out the next instruction of a mesh. No later one of any mesh begins before it."""
+        for memory in self.memory.values():
+            memory.pass_to(start)
+        instruction = self.streams[mesh][self.at[mesh]]
+        self.at[mesh] += 1
         match instruction:
-            case Run(outputs=outputs):
-                seconds = run_seconds(instruction)
-                intervals.append(Interval(mesh, start, start + seconds, instruction))
-                clock[mesh] = start + seconds
-                busy[mesh] += seconds
-                gone = overwritten(instruction)
-                drop(mesh, gone)
-                extra = sum(buffer_bytes[b] for b in gone)
-                made = sum(buffer_bytes[b] for b in outputs)
-                peak[mesh] = max(peak[mesh], now[mesh] + extra + max(0, working_bytes(instruction) - extra))
-                peak[mesh] = max(peak[mesh], now[mesh] + made)
-                hold(mesh, outputs)
-            case Send(_, peer, message):
-                begin = max(start, lanes.get((mesh, peer), 0.0))
-                end = begin + message_seconds(mesh, instruction)
-                lanes[mesh, peer] = arrived[message] = end
-                intervals.append(Interval(mesh, begin, end, instruction))
-                if message in receiving:
-                    hold(*receiving[message])
+            case Run():
+                self.run(mesh, start, instruction)
+            case Send():
+                self.send(mesh, start, instruction)
             case Recv():
-                clock[mesh] = start
+                self.clock[mesh] = start
             case Free(buffers):
-                drop(mesh, buffers)
-    seconds = max([0.0, *(i.end for i in intervals)])
-    intervals.sort(key=lambda i: (i.start, i.mesh))
-    return Simulation(seconds, tuple(intervals), peak, busy)
+                self.memory[mesh].free(buffers, start)
+
+    def run(self, mesh: MeshId, start: float, run: Run) -> None:
+        seconds, memory, gone = self.run_seconds(run), self.memory[mesh], self.overwritten(run)
+        self.intervals.append(Interval(mesh, start, start + seconds, run))
+        self.clock[mesh] = start + seconds
+        self.busy[mesh] += seconds
+        memory.drop(gone)
+        memory.touch(max(self.working_bytes(run), memory.sum(gone)))
+        memory.hold(run.outputs)
+
+    def send(self, mesh: MeshId, start: float, send: Send) -> None:
+        begin = max(start, self.lanes.get((mesh, send.peer), 0.0))
+        end = begin + self.message_seconds(mesh, send)
+        self.lanes[mesh, send.peer] = self.arrived[send.message] = end
+        self.intervals.append(Interval(mesh, begin, end, send))
+        self.memory[mesh].send(send.buffers, end)
+        if send.message in self.receiving:
+            peer, buffers = self.receiving[send.message]
+            self.memory[peer].hold(buffers)

@@ -7,11 +7,11 @@ Method: equal programs have equal keys (`ir/canonical.py`) and share their choic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar.errors import InfeasibleError
+from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.inter_op.stage_plan import STAGE_GAP, StagePlan, lower_stage, plan_stage
 from autopar.inter_op.stage_program import StageProgram
 from autopar.intra_op.costs import build_problem
@@ -23,6 +23,7 @@ from autopar.ir.canonical import canonical_key
 from autopar.mesh import Cluster, LogicalMesh, Sharding
 from autopar.options import Options
 from autopar.plan.cut import CutStep
+from autopar.plan.pins import RestrictStage, unrestricted
 
 
 @dataclass(slots=True)
@@ -38,21 +39,22 @@ def best_stage(
     cluster: Cluster,
     options: Options,
     solved: Solved,
-    restrict: Callable[[StageProgram, LogicalMesh], Restrict | None] = lambda program, mesh: None,
+    restrict: RestrictStage = unrestricted,
     all_again: bool = False,
 ) -> StagePlan:
     """A stage on the logical mesh on which it is fastest; `all_again` as of `solve_stage`.
 
     Raises:
         InfeasibleError: It fits on none.
+        ConstraintError: None has the axes that the user's constraints name.
     """
     found: list[StagePlan] = []
-    failure: InfeasibleError | None = None
+    failure: AutoparError | None = None
     for mesh in candidates:
         try:
-            further = restrict(program, mesh)
-            found.append(solve_stage(program, mesh, cluster, options, solved, further, (), all_again))
-        except InfeasibleError as error:
+            further, key = restrict(program, mesh)
+            found.append(solve_stage(program, mesh, cluster, options, solved, further, key, all_again))
+        except (InfeasibleError, ConstraintError) as error:
             failure = error
     if not found:
         assert failure is not None, "a stage has at least one mesh to try"
@@ -151,7 +153,7 @@ def given_choices(
 
 def stage_seconds(stage: StagePlan) -> float:
     """Time of all runs of a stage in one step."""
-    return sum(t.seconds * (stage.program.count if t.task.kind in ("F", "B", "W") else 1) for t in stage.tasks)
+    return sum(t.seconds * (stage.program.count if t.task.is_in_loop else 1) for t in stage.tasks)
 
 
 class SameStacks:
@@ -172,20 +174,14 @@ class SameStacks:
             if self.stack_of.get(var, -1) in self.chosen
         }
         same_mesh = all(mesh == stage.mesh for mesh, _ in known.values())
-        differs = any(sharding != _lies(stage, at) for at, (_, sharding) in known.items())
+        differs = any(sharding != stage.sharded.input_sharding(at) for at, (_, sharding) in known.items())
         return {at: sharding for at, (_, sharding) in known.items()} if same_mesh and differs else {}
 
     def add(self, program: StageProgram, stage: StagePlan) -> None:
         """Remember how the parts of a stage lie."""
         for at, var in program.arguments.items():
             if var in self.stack_of and at in program.aliases.values():
-                self.chosen.setdefault(self.stack_of[var], (stage.mesh, _lies(stage, at)))
-
-
-def _lies(stage: StagePlan, argument: int) -> Sharding:
-    graph = stage.sharded.graph
-    node = graph.inputs[argument]
-    return graph.nodes[node].shardings[stage.sharded.choices[node]]
+                self.chosen.setdefault(self.stack_of[var], (stage.mesh, stage.sharded.input_sharding(at)))
 
 
 def pinned(pins: Mapping[int, Sharding], further: Restrict | None, reason: str = "its stack lies so") -> Restrict:

@@ -8,7 +8,8 @@ Method: `PipelineParallel` and `ThreeD` fix the number of stages and their subme
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 
@@ -28,6 +29,7 @@ from autopar.plan.methods import PipelineParallel, ThreeD
 from autopar.plan.pipeline import plan_pipeline
 from autopar.plan.schedules import find_schedule, num_chunks
 from autopar.plan.solve_stages import Solved
+from autopar.plan.uneven import uneven_text
 
 Report = Callable[[str], None]
 MICROBATCHES_PER_STAGE = 4
@@ -71,10 +73,13 @@ def pipeline_of(
     if isinstance(method, PipelineParallel) and not (method.num_stages or method.submeshes):
         _check_marks(cut, num_stages)
     borders = balanced_borders(cut.chain, num_stages)
+    text = uneven_text(cut, borders, num_stages // num_chunks(schedule))
+    if text:
+        warnings.warn(f"{program.name}: {text}", stacklevel=2)
     meshes = [_meshes(method, cluster, size) for size in sizes]
 
-    def restrict(stage: StageProgram, mesh: LogicalMesh) -> Restrict | None:
-        return _three_d(stage) if isinstance(method, ThreeD) else None
+    def restrict(stage: StageProgram, mesh: LogicalMesh) -> tuple[Restrict | None, Hashable]:
+        return (_three_d(stage) if isinstance(method, ThreeD) else None), ()
 
     return plan_pipeline(cut, borders, meshes, cluster, schedule, options, Solved(), restrict)
 

@@ -375,7 +375,7 @@ class Pipeline:
 
     def _place_of(self, program: str, microbatch: int, source: str) -> Place:
         task = self._streams.programs[program].task
-        of = microbatch if task.kind in ("F", "B", "W") else None
+        of = microbatch if task.is_in_loop else None
         return Place(task.stage, task.kind, of, source or lines_of(task.jaxpr.eqns))
 
     def _place(self, arrays: Sequence[Any], held: dict[int, Any]) -> None:

@@ -148,10 +148,35 @@ def test_a_message_takes_room_from_its_sending():
         0: [run("c", (), (0,)), Send((0,), 1, 0), Free((0,)), run("b", (), (1,))],
         1: [run("b", (), (2,)), Free((2,)), Recv((3,), 0, 0), run("c", (3,), (4,)), Free((3, 4))],
     }
-    assert simulated(streams, [30, 1, 10, 30, 5]).peak_bytes == {0: 30, 1: 40}
+    assert simulated(streams, [30, 1, 10, 30, 5]).peak_bytes == {0: 31, 1: 40}
     later = {**streams, 1: [run("c", (), (2,)), Free((2,)), *streams[1][2:]]}
     later[0] = [run("b", (), (1,)), *streams[0][:3]]
     assert simulated(later, [30, 1, 10, 30, 5]).peak_bytes == {0: 31, 1: 35}
+
+
+def test_what_is_sent_stays_until_it_has_arrived():
+    """The second message waits for the first: its sender still has it while it goes on."""
+    streams = {
+        0: [run("c", (), (0,)), Send((0,), 1, 0), Free((0,)), run("c", (), (1,)), Send((1,), 1, 1), Free((1,))],
+        1: [Recv((3,), 0, 0), Free((3,)), Recv((4,), 0, 1), Free((4,))],
+    }
+    streams[0] += [run("b", (), (2,)), Free((2,))]  # from second 2 on
+    num_bytes = [30, 20, 10, 30, 20]
+    assert simulated(streams, num_bytes, message=0.0).peak_bytes == {0: 30, 1: 30}
+    assert simulated(streams, num_bytes, message=1.0).peak_bytes == {0: 50, 1: 50}, "0 until 2, 1 from 1 on"
+    assert simulated(streams, num_bytes, message=1.5).peak_bytes == {0: 60, 1: 50}, "0 until 2.5, 1 until 4"
+    assert simulated(streams, num_bytes, message={0: 0.5, 1: 9.0}).peak_bytes == {0: 50, 1: 30}, "0 until 1.5"
+
+
+def test_what_is_sent_twice_stays_until_both_have_arrived():
+    streams = {
+        0: [run("c", (), (0,)), Send((0,), 1, 0), Send((0,), 2, 1), Free((0,)), run("c", (), (1,)), run("c", (), (2,))],
+        1: [Recv((3,), 0, 0), Free((3,))],
+        2: [Recv((4,), 0, 1), Free((4,))],
+    }
+    num_bytes = [30, 1, 10, 30, 30]
+    assert simulated(streams, num_bytes, message={0: 3.0, 1: 0.5}).peak_bytes[0] == 41
+    assert simulated(streams, num_bytes, message={0: 0.5, 1: 1.0}).peak_bytes[0] == 31
 
 
 # Planned pipelines.

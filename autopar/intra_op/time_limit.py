@@ -1,0 +1,47 @@
+"""How long solvers may work on one question, however many problems it takes.
+
+In:     seconds.
+Out:    `TimeLimit`, which all solves of that question draw on.
+Method: only the ILP solver's own time counts: what message passing takes depends on the size of a problem alone, so that
+        where no solver runs out of time the same question always has the same answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+
+class TimeLimit:
+    """Seconds that solvers may work, in all.
+
+    Attributes:
+        seconds: At the beginning.
+        left: Of them, now.
+    """
+
+    LEAST = 0.05
+    """Part of the limit: with less left, no solver is begun; one that must be gets so much."""
+
+    def __init__(self, seconds: float):
+        self.seconds = self.left = seconds
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether too little is left to begin."""
+        return self.left < self.LEAST * self.seconds
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[float]:
+        """While a solver works; hands out its time limit."""
+        started = time.monotonic()
+        try:
+            yield max(self.left, self.LEAST * self.seconds)
+        finally:
+            self.left -= time.monotonic() - started
+
+
+def time_limit(seconds: float | TimeLimit) -> TimeLimit:
+    """A limit of its own, or the one that is shared."""
+    return seconds if isinstance(seconds, TimeLimit) else TimeLimit(seconds)

@@ -1,0 +1,97 @@
+"""One time limit for all solves of one question."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+import autopar
+from autopar.intra_op import shard as sharding
+from autopar.intra_op import solve as solving
+from autopar.intra_op import time_limit
+from autopar.intra_op.problem import Solution, brute_force
+from autopar.intra_op.solve import solve
+from autopar.intra_op.time_limit import TimeLimit
+from tests.intra_op.test_solve import draw
+from tests.small_mlp import train_step
+from tests.sweep import QUICK, SLOW
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """Time limits that the solver was called with; by the clock each call takes 10 seconds."""
+    ticks, found, real = itertools.count(0.0, 10.0), [], solving.solve_ilp
+
+    def solve_ilp(problem, solver, seconds, gap):
+        found.append(seconds)
+        return real(problem, solver, 60.0, gap)
+
+    monkeypatch.setattr(time_limit.time, "monotonic", lambda: next(ticks))
+    monkeypatch.setattr(solving, "solve_ilp", solve_ilp)
+    return found
+
+
+def hard(seed):
+    """A problem that elimination does not solve."""
+    return draw(seed, forbidden=0.0, nodes=(8, 9), choices=(4, 6))
+
+
+def test_what_is_left_is_for_the_next(limits):
+    limit = TimeLimit(25.0)
+    for seed in range(4):
+        solve(hard(seed), seconds=limit)
+    assert limits == [25.0, 15.0, 5.0], "the fourth is not begun"
+    assert limit.is_spent
+
+
+def test_without_time_message_passing_answers(limits):
+    limit = TimeLimit(10.0)
+    limit.left = 0.0
+    for seed in range(10):
+        problem = hard(seed)
+        found, least = solve(problem, seconds=limit), brute_force(problem)
+        assert limits == [], "no solver is begun"
+        assert found.choices and found.objective == pytest.approx(problem.cost(found.choices))
+        assert found.bound <= least.objective + 1e-9 and found.objective <= 1.5 * least.objective
+
+
+def test_rows_are_kept_without_time(limits):
+    """Message passing knows no memory rows: the solver gets a little time all the same."""
+    limit = TimeLimit(10.0)
+    limit.left = -3.0
+    for seed in range(5):
+        problem = draw(seed, rows=True)
+        found, least = solve(problem, seconds=limit), brute_force(problem)
+        assert found.objective == pytest.approx(least.objective)
+    assert set(limits) <= {0.5}
+
+
+@pytest.mark.parametrize("answers", ["nothing", "something bad"])
+def test_what_the_solver_had_no_time_for_message_passing_finds(monkeypatch, answers):
+    def solve_ilp(problem, solver, seconds, gap):
+        if answers == "nothing":
+            return Solution((), np.inf, np.inf, "infeasible", solver)
+        worst = tuple(int(np.argmax(cost)) for cost in problem.costs)
+        return Solution(worst, problem.cost(worst), 0.0, "feasible", solver)
+
+    monkeypatch.setattr(solving, "solve_ilp", solve_ilp)
+    for seed in range(10):
+        problem = hard(seed)
+        found, least = solve(problem), brute_force(problem)
+        assert found.status == "feasible" and found.objective <= 1.5 * least.objective
+        assert 0 < found.bound <= least.objective + 1e-9
+
+
+def test_known_plans_share_the_limit(limits, monkeypatch):
+    """Data parallelism is compared with, and takes no time of its own."""
+    monkeypatch.setattr(sharding, "_SAME", -1.0)  # as if small collectives had changed the cost
+    array = jax.ShapeDtypeStruct((64, 72), np.float32)
+    method = autopar.ShardParallel(mesh_shape=(2, 4), solver_seconds=15.0)
+    plan = autopar.parallelize(
+        train_step, cluster=autopar.Cluster(1, 8, SLOW, QUICK), method=method, batch_argnums=(1,)
+    ).plan([jax.ShapeDtypeStruct((72, 72), np.float32)] * 4, {"x": array, "y": array})
+    assert plan.cost.solver_status == "optimal"
+    assert limits[:2] == [15.0, 5.0] and set(limits[2:]) <= {0.75}, "the others have next to nothing left to choose"

@@ -1,0 +1,96 @@
+"""What is told of stages that are far from even, and what is not."""
+
+from __future__ import annotations
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from tests.sweep import QUICK, SLOW
+
+WIDTH, ROWS, NUM_LAYERS = 16, 32, 8
+
+
+def layer_fn(x, kernel):
+    return x + jnp.tanh(x @ kernel), None
+
+
+def layers(params, x):
+    return jax.lax.scan(layer_fn, x, params["layers"])[0]
+
+
+def unrolled(params, x):
+    for k in range(NUM_LAYERS):
+        x, _ = layer_fn(x, params["layers"][k])
+    return x
+
+
+def indexed(params, x):
+    return jax.lax.fori_loop(0, NUM_LAYERS, lambda k, x: layer_fn(x, params["layers"][k])[0], x)
+
+
+def over_time(params, x):
+    times = jnp.stack([x] * NUM_LAYERS)
+    return jax.lax.scan(lambda carry, t: layer_fn(carry + t, params["embed"]), x, times)[0]
+
+
+def read_whole(params, x):
+    return layers(params, x) * (params["layers"][0] ** 2).sum()
+
+
+def marked(params, x):
+    """A border where the user wants it."""
+    return autopar.mark_stage(jnp.tanh(layers({"layers": params["layers"][:2]}, x)))
+
+
+def told(model, num_stages=2, schedule="1f1b"):
+    def step(params, batch):
+        def loss_fn(params):
+            return jnp.mean((model(params, batch @ params["embed"]) @ params["head"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    square = jax.ShapeDtypeStruct((WIDTH, WIDTH), np.float32)
+    stack = jax.ShapeDtypeStruct((NUM_LAYERS, WIDTH, WIDTH), np.float32)
+    method = autopar.PipelineParallel(num_stages=num_stages, num_microbatches=4, schedule=schedule)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        autopar.parallelize(
+            step, cluster=autopar.Cluster(1, num_stages, SLOW, QUICK), method=method, batch_argnums=(1,)
+        ).plan({"embed": square, "layers": stack, "head": square}, jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32))
+    return [str(w.message) for w in found if "far from even" in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    "model, reason",
+    [
+        (indexed, "it runs over no stack of layers"),
+        (over_time, "its turns share them"),
+        (read_whole, "they are also read whole"),
+    ],
+)
+def test_a_loop_that_stays_whole_is_named(model, reason):
+    (text,) = told(model)
+    assert text.startswith("step: the stages are far from even: stage ") and " of 2 has 9" in text
+    assert "is one piece: scan at " in text and "test_uneven.py:" in text and reason in text
+
+
+@pytest.mark.parametrize("model", [layers, unrolled])
+@pytest.mark.parametrize("num_stages, schedule", [(2, "1f1b"), (2, "interleaved"), (4, "1f1b")])
+def test_even_stages_are_no_news(model, num_stages, schedule):
+    assert told(model, num_stages, schedule) == []
+
+
+def test_more_stages_than_layers_of_work():
+    """Three products for four stages: one is more than the share of a stage."""
+    (text,) = told(lambda params, x: layer_fn(x, params["layers"][0])[0], 4)
+    assert "dot_general at " in text and text.endswith(").")
+
+
+def test_marks_are_the_users_choice():
+    assert told(marked) == []
