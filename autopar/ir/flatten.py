@@ -44,6 +44,7 @@ from autopar._jax import (
     shaped,
     trace,
 )
+from autopar.ir.batch_indices import batch_indices
 from autopar.ir.dead_code import remove_dead_code
 from autopar.ir.fold import fold
 from autopar.ir.random import ALIASES, cache_key, physical_jaxpr, touches_keys
@@ -69,10 +70,11 @@ def flatten(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> tuple[Jaxpr, tuple[Any,
     invars = [_fresh(var.aval) for var in jaxpr.invars]
     outvars = _inline(_Walk(block, NameStack()), jaxpr, consts, invars)
     invars += block.captured.values()
-    flat = remove_dead_code(make_jaxpr(invars, outvars, block.eqns), keep_inputs=len(jaxpr.invars))
+    constants = dict(zip(block.captured.values(), block.values.values(), strict=True))
+    flat = batch_indices(make_jaxpr(invars, outvars, block.eqns), constants)
+    flat = remove_dead_code(flat, keep_inputs=len(jaxpr.invars))
     kept = set(flat.invars)
-    pairs = zip(block.captured.values(), block.values.values(), strict=True)
-    return flat, tuple(value for var, value in pairs if var in kept)
+    return flat, tuple(value for var, value in constants.items() if var in kept)
 
 
 def flat_function(function: Callable[..., Any], *avals: Any) -> Jaxpr:

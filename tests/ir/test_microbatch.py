@@ -262,6 +262,18 @@ def indexed_loss(params: Tree, batch: Tree) -> jax.Array:
     return -log_p[jnp.arange(log_p.shape[0]), batch["label"]].mean()
 
 
+def picked_probability_loss(params: Tree, batch: Tree) -> jax.Array:
+    p = jax.nn.softmax(mlp(params, batch["x"]))
+    return -jnp.log(p[jnp.arange(p.shape[0]), batch["label"]]).mean()
+
+
+def picked_rows_loss(params: Tree, batch: Tree) -> jax.Array:
+    """The state at some time of each sample, as of a sentence at its last word."""
+    x = batch["x"][:, None] * jnp.arange(1.0, 1 + LENGTH)[:, None]
+    h = jnp.tanh(x @ params["w1"])[jnp.arange(x.shape[0]), batch["label"]]
+    return ((h @ params["w2"] - batch["y"]) ** 2).mean()
+
+
 def decayed_loss(params: Tree, batch: Tree) -> jax.Array:
     return squares(params, batch).mean() + 0.01 * sum((p**2).sum() for p in jax.tree.leaves(params))
 
@@ -286,6 +298,8 @@ LOSSES: dict[str, Callable[[Tree, Tree], jax.Array]] = {
     "take_along_axis": take_along_axis_loss,
     "one_hot": one_hot_loss,
     "indexed": indexed_loss,
+    "indexed probabilities": picked_probability_loss,
+    "indexed states": picked_rows_loss,
     "weight decay": decayed_loss,
     "two losses": lambda p, b: cross_entropies(p, b).mean() + 0.3 * (squares(p, b) * b["mask"]).sum() / b["mask"].sum(),
     "minus mean": lambda p, b: 3.0 - squares(p, b).mean() * 2.0,
