@@ -22,7 +22,7 @@ from autopar.ir.pieces import OWN, SAME, WHOLE, Cut, Extreme, Own, Same, Share, 
 from autopar.ir.refusal import Cause, refusal
 from autopar.ir.shares import Shares, Ways
 from autopar.ir.source import is_backward
-from autopar.ir.structure import body_jaxprs, inputs_of, is_structured, scan_parts, while_parts
+from autopar.ir.structure import body_jaxprs, inputs_of, is_done_apart, is_structured, scan_parts, while_parts
 from autopar.ir.work import Work
 
 CHEAP = 0.02
@@ -285,7 +285,9 @@ class _Analysis:
                 break
             carries = grown
         (test,) = self.body(parts.cond_body, [*tests, *carries])
-        if not isinstance(test, Whole | Same | Own):
+        if isinstance(test, Extreme) and is_done_apart(parts):
+            self.shares.stand_ins[parts.predicate] = None
+        elif not isinstance(test, Whole | Same | Own):
             raise _Stuck(Cause(eqn, parts.predicate))
         return list(map(_in_loop, carries))
 

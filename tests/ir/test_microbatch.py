@@ -531,6 +531,22 @@ def while_loss(params: Tree, state: Tree, batch: Tree) -> jax.Array:
     return squares(params, {**batch, "x": lax.stop_gradient(x)}).mean()
 
 
+def while_each_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Newton's method, which for each sample ends when that is exact enough."""
+
+    def root(a: jax.Array) -> jax.Array:
+        return lax.while_loop(lambda x: jnp.abs(x * x - a) > 1e-5, lambda x: 0.5 * (x + a / x), a)
+
+    roots = jax.vmap(jax.vmap(root))(1.0 + 9 * jnp.abs(batch["y"]))
+    return ((mlp(params, batch["x"]) - roots) ** 2).mean()
+
+
+def gamma_noise_loss(params: Tree, state: Tree, batch: Tree) -> jax.Array:
+    """Random numbers that are drawn until one is accepted."""
+    noise = jax.random.gamma(state["key"], 0.4, batch["x"].shape)
+    return squares(params, {**batch, "x": batch["x"] * noise}).mean()
+
+
 def attention_loss(params: Tree, batch: Tree) -> jax.Array:
     x = params["embed"][batch["tokens"]]
     scores = jnp.einsum("bqd,bkd->bqk", x @ params["w"], x) / WIDTH**0.5
@@ -727,6 +743,8 @@ MORE_MODELS = {
     "lax.map over samples": Case(sgd(mapped_loss)),
     "gates by index": Case(sgd(gated_loss)),
     "while": Case(sgd_of_state(while_loss), extra=step_number(2)),
+    "while of each sample": Case(sgd(while_each_loss)),
+    "random numbers until one is accepted": Case(sgd_of_state(gamma_noise_loss), extra=typed_key),
     "mixed precision": Case(sgd(mixed_loss), tolerance=2e-2),
 }
 
@@ -891,6 +909,12 @@ def shuffled_inputs_loss(params: Tree, state: Tree, batch: Tree) -> jax.Array:
     return squares(params, {**batch, "x": batch["x"][order], "y": batch["y"][order]}).mean()
 
 
+def while_any_loss(params: Tree, batch: Tree) -> jax.Array:
+    """All samples are halved until the largest is small."""
+    x = lax.while_loop(lambda x: (jnp.abs(x) > 1.0).any(), lambda x: 0.5 * x, mlp(params, batch["x"]))
+    return squares(params, {**batch, "y": lax.stop_gradient(x)}).mean()
+
+
 def hardest_loss(params: Tree, batch: Tree) -> jax.Array:
     return lax.top_k(squares(params, batch), BATCH // 2)[0].mean()
 
@@ -911,6 +935,7 @@ REFUSED = {
     "reversed inputs": (sgd(reversed_inputs_loss), "rev", "reversed_inputs_loss"),
     "shuffled": (sgd_of_state(shuffled_loss), "sub", "shuffled_loss"),
     "shuffled inputs": (sgd_of_state(shuffled_inputs_loss), "gather", "shuffled_inputs_loss"),
+    "while any": (sgd(while_any_loss), "while", "while_any_loss"),
     "hardest samples": (sgd(hardest_loss), "top_k", "hardest_loss"),
     "halves": (sgd(halves_loss), "slice", "halves_loss"),
 }
@@ -929,7 +954,7 @@ def test_refused(case, count, request):
     message = str(error)
     assert f"{count} microbatches" in message and f"`{operation}` at {error.source}" in message
     assert "num_microbatches=1" in message
-    of_sums = operation in ("sub", "sqrt", "max")  # these alone could take their own microbatch's value
+    of_sums = operation in ("sub", "sqrt", "max", "while")  # these alone could take their own microbatch's value
     assert ('microbatch_semantics="per_microbatch"' in message) == of_sums
 
 
