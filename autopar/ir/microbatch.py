@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+
 from autopar._jax import (
     Jaxpr,
     JaxprEqn,
@@ -231,8 +233,9 @@ def for_the_loop(
 def _joined(shares: Shares, var: Var) -> Share:
     """How a value that the loop makes is put together."""
     made = shares.made[var]
-    if var in shares.stand_ins:
-        return made if isinstance(made, Sum | Extreme) else OWN
+    of_numbers = jnp.issubdtype(var.aval.dtype, jnp.inexact)
+    if var in shares.stand_ins and not isinstance(made, Sum) and (of_numbers or not isinstance(made, Extreme)):
+        return OWN
     return made
 
 

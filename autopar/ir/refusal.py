@@ -25,8 +25,16 @@ class Cause:
 _JOINED = {Sum: "the sum of", Extreme: "the largest or smallest of", Cut: "all of"}
 
 
-def refusal(cause: Cause, eqn: JaxprEqn, share: Share, count: int) -> MicrobatchError:
-    """The error: `cause` is why `eqn`, on which samples wait, cannot run; `share` is that of the operand it needs."""
+def refusal(cause: Cause, eqn: JaxprEqn, share: Share, count: int, can_stand_in: bool) -> MicrobatchError:
+    """The error.
+
+    Args:
+        cause: Why `eqn`, on which samples wait, cannot run.
+        eqn: Which.
+        share: Of the operand that it needs.
+        count: Number of microbatches.
+        can_stand_in: Whether a microbatch's own value could be taken for that operand.
+    """
     what = _JOINED.get(type(share), "all of")
     first = f"`{cause.eqn.primitive}` at {source_line(cause.eqn)}"
     later = f"`{eqn.primitive}` at {source_line(eqn)}"
@@ -40,7 +48,7 @@ def refusal(cause: Cause, eqn: JaxprEqn, share: Share, count: int) -> Microbatch
         + (
             ', or say microbatch_semantics="per_microbatch": each microbatch then takes its own statistics, which is '
             "another computation than the step's."
-            if isinstance(share, Sum | Extreme)
+            if can_stand_in
             else "."
         ),
         operation=str(cause.eqn.primitive),
