@@ -23,6 +23,7 @@ from autopar._jax import (
     Literal,
     Var,
     close_jaxpr,
+    find_primitives,
     make_jaxpr,
     new_eqn,
     new_var,
@@ -60,7 +61,7 @@ class _Walk:
         for eqn in jaxpr.eqns:
             if is_structured(eqn):
                 eqns.append(self.structured(eqn))
-            elif "gather" in eqn.primitive.name or "scatter" in eqn.primitive.name:
+            elif eqn.primitive in _INDEXING:
                 eqns += self.indexing(eqn)
             else:
                 eqns.append(eqn)
@@ -205,6 +206,9 @@ class _Walk:
         return places[along] if source.aval.shape[along] == target.aval.shape[places[along]] else None
 
 
+_INDEXING = find_primitives(
+    "gather", "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"
+)
 _GATHER = ("start_index_map", "collapsed_slice_dims", "operand_batching_dims", "start_indices_batching_dims")
 _SCATTER = (
     "scatter_dims_to_operand_dims", "inserted_window_dims", "operand_batching_dims", "scatter_indices_batching_dims",
