@@ -28,11 +28,14 @@ from autopar.ir.shares import Shares, Ways
 from autopar.ir.source import is_backward
 from autopar.ir.stand_ins import sums_behind
 from autopar.ir.structure import (
+    ScanParts,
     body_jaxprs,
     inputs_of,
     is_done_apart,
     is_structured,
     scan_parts,
+    sum_carries,
+    trip_count,
     variables,
     while_parts,
 )
@@ -131,6 +134,7 @@ class _Analysis:
             self.uneven.pop(var, None)
             self.shares.made.pop(var, None)
         self.shares.way_of.pop(id(eqn), None)
+        self.shares.own_trips.pop(id(eqn), None)
 
     def end_loop(self, at: int, matters: bool, cause: Cause) -> int:
         """The equation runs after the loop, unless samples wait for it."""
@@ -302,12 +306,12 @@ class _Analysis:
 
     def scan(self, eqn: JaxprEqn) -> list[Share]:
         parts = scan_parts(eqn)
+        if any(self.shares.share(outer) == Cut(0) for outer, _ in parts.xs):
+            return self.scan_over_samples(eqn, parts)
         consts = [self.enter(eqn, outer, self.shares.share(outer)) for outer, _ in parts.consts]
         xs = []
         for outer, _ in parts.xs:
             share = self.shares.share(outer)
-            if share == Cut(0):
-                raise _Stuck(Cause(eqn, outer))
             xs.append(self.enter(eqn, outer, Cut(share.dim - 1) if isinstance(share, Cut) else share))
         carries = [self.enter(eqn, outer, self.shares.share(outer)) for outer, *_ in parts.carries]
         while True:
@@ -324,6 +328,30 @@ class _Analysis:
             if isinstance(share, Extreme):
                 raise _Stuck(Cause(eqn, inside))
         return [*map(_in_loop, carries), *ys]
+
+    def scan_over_samples(self, eqn: JaxprEqn, parts: ScanParts) -> list[Share]:
+        """A microbatch does the trips of its own samples, if nothing but sums goes from trip to trip."""
+        whole, of_trips = (Whole, Same, Own), [outer for outer, _ in parts.xs]
+        sums = sum_carries(parts)
+        allowed: list[tuple[Any, tuple[type, ...]]] = [(outer, whole) for outer, _ in parts.consts]
+        for (outer, inside, *_), is_sum in zip(parts.carries, sums, strict=True):
+            if is_sum is None:
+                raise _Stuck(Cause(eqn, inside))
+            allowed.append((outer, (Whole, Same, Sum) if is_sum else whole))
+        allowed += [(outer, (Whole, Same, Cut)) for outer in of_trips]
+        for outer, kinds in allowed:
+            share = self.shares.share(outer)
+            if not isinstance(share, kinds) or (isinstance(share, Cut) and share != Cut(0)):
+                raise _Stuck(Cause(eqn, outer))
+        if trip_count(eqn) % self.count:
+            raise _Stuck(Cause(eqn, next(outer for outer in of_trips if self.shares.share(outer) == Cut(0))))
+        self.shares.own_trips[id(eqn)] = None
+        for (outer, inside, _, result), is_sum in zip(parts.carries, sums, strict=True):
+            if is_sum:
+                self.shares.made[inside] = SUM
+                if self.shares.share(outer) != SUM and not self.is_zero(outer):
+                    self.uneven[result] = None
+        return [*(SUM if is_sum else SAME for is_sum in sums), *(Cut(0) for _ in parts.ys)]
 
     def while_loop(self, eqn: JaxprEqn) -> list[Share]:
         parts = while_parts(eqn)

@@ -122,6 +122,31 @@ def while_parts(eqn: JaxprEqn) -> WhileParts:
     )
 
 
+def sum_carries(parts: ScanParts) -> list[bool | None]:
+    """For each carry of a scan whether it is a sum over the trips (True), does not change (False), or neither (None).
+
+    A sum may stand nowhere else: what reads it waits for the trips before.
+    """
+    sum_of: dict[Var, int | None] = {}
+    for k, (_, inside, result, _) in enumerate(parts.carries):
+        if result is not inside:
+            sum_of[inside] = k
+    for eqn in parts.body.eqns:
+        read = [a for a in inputs_of(eqn) if a in sum_of]
+        if eqn.primitive.name == "optimization_barrier":
+            sum_of.update((var, sum_of[a]) for a, var in zip(eqn.invars, eqn.outvars, strict=True) if a in read)
+        elif read:
+            adds = eqn.primitive.name in ("add", "add_any") and len(read) == 1 and read[0].aval == eqn.outvars[0].aval
+            sum_of.update(dict.fromkeys(eqn.outvars, sum_of[read[0]] if adds else None))
+    broken = any(sum_of.get(a, -1) is None for a in variables(parts.body.outvars))
+    broken = broken or any(a in sum_of for a in variables(result for result, _ in parts.ys))
+    kinds: list[bool | None] = []
+    for k, (_, inside, result, _) in enumerate(parts.carries):
+        is_sum = not broken and not isinstance(result, Literal) and sum_of.get(result) == k
+        kinds.append(False if result is inside else True if is_sum else None)
+    return kinds
+
+
 def is_done_apart(loop: WhileParts) -> bool:
     """Whether each sample of a loop ends in its own time: it goes on while any does, and keeps what does not go on.
 

@@ -632,6 +632,42 @@ def mapped_loss(params: Tree, batch: Tree) -> jax.Array:
     return lax.map(lambda sample: ((mlp(params, sample[0]) - sample[1]) ** 2).sum(), (batch["x"], batch["y"])).mean()
 
 
+def mapped_in_groups_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Groups of two samples, one after the other; the noise of each has its key."""
+    keys = jax.random.split(jax.random.key(2), BATCH)
+
+    def loss_of(sample: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        x, y, key = sample
+        return ((mlp(params, x + jax.random.normal(key, x.shape)) - y) ** 2).sum()
+
+    return lax.map(loss_of, (batch["x"], batch["y"], keys), batch_size=2).mean()
+
+
+def scanned_samples_loss(params: Tree, batch: Tree) -> jax.Array:
+    """A sum of losses over samples, which is not zero before the first."""
+
+    def body(total: jax.Array, sample: Tree) -> tuple[jax.Array, jax.Array]:
+        error = ((mlp(params, sample["x"]) - sample["y"]) ** 2).sum()
+        return total + error, error
+
+    total, errors = lax.scan(body, (params["bias"] ** 2).sum(), batch)
+    return total / BATCH + 0.1 * jnp.tanh(errors).mean()
+
+
+def accumulating_step(state: Tree, batch: Tree, groups: int = 4, reverse: bool = False) -> tuple[Tree, Tree]:
+    """The user accumulates gradients himself, over groups of samples with statistics of their own."""
+
+    def body(sums: Tree, group: Tree) -> tuple[Tree, jax.Array]:
+        value, grads = jax.value_and_grad(batch_norm_loss)(state["params"], group)
+        return jax.tree.map(jnp.add, sums, (value, grads)), value
+
+    grouped = jax.tree.map(lambda x: x.reshape(groups, -1, *x.shape[1:]), batch)
+    zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), state["params"]))
+    (value, grads), values = lax.scan(body, zeros, grouped, reverse=reverse)
+    grads = jax.tree.map(lambda g: g / groups, grads)
+    return {**state, "params": descend(state["params"], grads)}, {"loss": value / groups, "losses": values}
+
+
 def gated_loss(params: Tree, batch: Tree) -> jax.Array:
     """Mixture of experts: the gates of the two best of four are written by index into zeros."""
     x = batch["x"]
@@ -741,6 +777,11 @@ MORE_MODELS = {
     "convolution": Case(sgd(convolution_loss)),
     "pairs": Case(sgd(pairs_loss)),
     "lax.map over samples": Case(sgd(mapped_loss)),
+    "lax.map over groups of samples": Case(sgd(mapped_in_groups_loss)),
+    "scan over samples": Case(sgd(scanned_samples_loss)),
+    "checkpointed lax.map": Case(sgd(jax.checkpoint(mapped_loss))),
+    "gradients accumulated by the user": Case(accumulating_step),
+    "gradients accumulated backwards": Case(functools.partial(accumulating_step, reverse=True)),
     "gates by index": Case(sgd(gated_loss)),
     "while": Case(sgd_of_state(while_loss), extra=step_number(2)),
     "while of each sample": Case(sgd(while_each_loss)),
@@ -749,7 +790,6 @@ MORE_MODELS = {
 }
 
 MORE_MODELS_THAT_FAIL = {
-    "lax.map over samples": "a scan over samples is refused, though it could be cut into shorter ones",
     "gates by index": "the rule of `scatter` that sets does not see that the indices of dim 0 are an iota",
 }
 
@@ -915,6 +955,18 @@ def while_any_loss(params: Tree, batch: Tree) -> jax.Array:
     return squares(params, {**batch, "y": lax.stop_gradient(x)}).mean()
 
 
+def running_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Each sample meets what the samples before have left."""
+    body = lambda h, x: (jnp.tanh(x @ params["w1"] + h),) * 2  # noqa: E731
+    _, h = lax.scan(body, params["bias"], batch["x"])
+    return ((h @ params["w2"] - batch["y"]) ** 2).mean()
+
+
+def two_views_loss(params: Tree, batch: Tree) -> jax.Array:
+    first, second = jnp.split(mlp(params, jnp.concatenate([batch["x"], 2 * batch["x"]])), 2)
+    return ((first - second) ** 2).mean()
+
+
 def hardest_loss(params: Tree, batch: Tree) -> jax.Array:
     return lax.top_k(squares(params, batch), BATCH // 2)[0].mean()
 
@@ -935,6 +987,8 @@ REFUSED = {
     "reversed inputs": (sgd(reversed_inputs_loss), "rev", "reversed_inputs_loss"),
     "shuffled": (sgd_of_state(shuffled_loss), "sub", "shuffled_loss"),
     "shuffled inputs": (sgd_of_state(shuffled_inputs_loss), "gather", "shuffled_inputs_loss"),
+    "scan that remembers samples": (sgd(running_loss), "scan", "running_loss"),
+    "two views": (sgd(two_views_loss), "concatenate", "two_views_loss"),
     "while any": (sgd(while_any_loss), "while", "while_any_loss"),
     "hardest samples": (sgd(hardest_loss), "top_k", "hardest_loss"),
     "halves": (sgd(halves_loss), "slice", "halves_loss"),
@@ -957,6 +1011,23 @@ def test_refused(case, count, request):
     # These alone could take their own microbatch's value; of samples taken by index a microbatch has only some.
     of_sums = operation in ("sub", "sqrt", "max", "while") and function != "shuffled_loss"
     assert ('microbatch_semantics="per_microbatch"' in message) == of_sums
+
+
+def test_why_not():
+    """A scan over samples and samples behind samples are no batch statistics."""
+    cases = {running_loss: "more than sums", two_views_loss: r"cannot yet(.*\n)*.*jnp\.stack"}
+    for loss, words in cases.items():
+        with pytest.raises(MicrobatchError, match=words) as info:
+            split_case(Case(sgd(loss)), 2)
+        assert "statistics" not in str(info.value)
+
+
+def test_a_single_trip_is_no_loop():
+    """Then forward and backward of the user's own accumulation are there to be cut between stages."""
+    case = Case(accumulating_step)
+    assert not primitives_in(split_case(case, 4)[1].loop.eqns)["scan"]
+    (scan,) = (eqn for eqn in split_case(case, 2)[1].loop.eqns if eqn.primitive.name == "scan")
+    assert scan.params["length"] == 2
 
 
 def test_batch_that_does_not_divide():
