@@ -789,10 +789,6 @@ MORE_MODELS = {
     "mixed precision": Case(sgd(mixed_loss), tolerance=2e-2),
 }
 
-MORE_MODELS_THAT_FAIL = {
-    "gates by index": "the rule of `scatter` that sets does not see that the indices of dim 0 are an iota",
-}
-
 
 @pytest.mark.parametrize("count", COUNTS)
 @cases(MODELS)
@@ -800,7 +796,7 @@ def test_models(case, count):
     assert_equals_full_batch(case, count)
 
 
-@cases(MORE_MODELS, MORE_MODELS_THAT_FAIL)
+@cases(MORE_MODELS)
 def test_more_models(case):
     assert_equals_full_batch(case, 4)
 
@@ -1292,6 +1288,5 @@ def test_number_that_is_none(method, count):
 
 @pytest.mark.parametrize("method", [DataParallel, ShardParallel])
 def test_unknown_semantics(method):
-    step, state, batch = parallel(method(num_microbatches=4, microbatch_semantics="fast"))
     with pytest.raises(AutoparError, match="(?s)semantics.*'fast'.*'exact', 'per_microbatch'"):
-        step.plan(state, batch)
+        method(num_microbatches=4, microbatch_semantics="fast")
