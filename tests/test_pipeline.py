@@ -538,3 +538,34 @@ def test_scanned_layers_equal_their_unrolled_twins(num_stages, schedule):
         results.append((np.stack([np.asarray(layer) for layer in state]), losses))
     np.testing.assert_allclose(*[np.asarray(r[0]) for r in results], rtol=0, atol=1e-6)
     np.testing.assert_allclose(results[0][1], results[1][1], rtol=1e-6)
+
+
+def accumulating(num_groups, pick):
+    """Gradients that the user adds up over groups of samples, of a loss that reads by index."""
+    case = marked(32, num_layers=4, after=())
+
+    def step(params, batch):
+        def loss_fn(params, group):
+            x = group["x"]
+            for kernel in params:
+                x = jnp.tanh(x @ kernel)
+            return jnp.mean((pick(x) - pick(group["y"])) ** 2)
+
+        def add(sums, group):
+            return jax.tree.map(jnp.add, sums, jax.value_and_grad(loss_fn)(params, group)), None
+
+        groups = jax.tree.map(lambda x: x.reshape(num_groups, -1, *x.shape[1:]), batch)
+        zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), params))
+        (loss, grads), _ = jax.lax.scan(add, zeros, groups)
+        return jax.tree.map(lambda p, g: p - 0.1 * g / num_groups, params, grads), loss / num_groups
+
+    return dataclasses.replace(case, name=f"{num_groups} groups", step=step)
+
+
+def test_gradients_accumulated_by_the_user():
+    """Each of the user's groups is a microbatch, and its forward and backward are cut."""
+    case = accumulating(4, lambda x: x[jnp.arange(x.shape[0]), jnp.arange(x.shape[0]) % 7])
+    compiled = make_step(case, 4, num_stages=2, num_microbatches=4).compile(case.state, case.batches[0])
+    assert all(stage.layers for stage in compiled.plan.stages)
+    check_programs(compiled)
+    check_steps(case, compiled)

@@ -35,8 +35,8 @@ def border_shares(eqn: JaxprEqn, made: dict[Var, Share]) -> list[list[Share]]:
     return []
 
 
-def operand_shares(eqn: JaxprEqn, made: dict[Var, Share]) -> list[Share]:
-    """The share in which a structured equation in the loop takes each operand."""
+def operand_shares(eqn: JaxprEqn, made: dict[Var, Share], own_trips: bool = False) -> list[Share]:
+    """The share in which a structured equation in the loop takes each operand; `own_trips`: a scan over samples."""
 
     def share(var: Var) -> Share:
         return made.get(var, WHOLE)
@@ -45,7 +45,7 @@ def operand_shares(eqn: JaxprEqn, made: dict[Var, Share]) -> list[Share]:
         case "scan":
             parts = scan_parts(eqn)
             outer = [share(var) for _, var in parts.xs]
-            xs = [Cut(s.dim + 1) if isinstance(s, Cut) else s for s in outer]
+            xs = [Cut(s.dim + 1) if isinstance(s, Cut) else Cut(0) if own_trips else s for s in outer]
             return [
                 *(share(var) for _, var in parts.consts),
                 *(share(var) for _, var, _, _ in parts.carries),

@@ -17,7 +17,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from autopar._jax import (
     Atom,
@@ -45,6 +48,7 @@ from autopar._jax import (
     trace,
     without_context_mesh,
 )
+from autopar.ir.batch_indices import batch_indices
 from autopar.ir.dead_code import remove_dead_code
 from autopar.ir.fold import fold
 from autopar.ir.random import ALIASES, cache_key, physical_jaxpr, touches_keys
@@ -70,10 +74,11 @@ def flatten(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> tuple[Jaxpr, tuple[Any,
     invars = [_fresh(var.aval) for var in jaxpr.invars]
     outvars = _inline(_Walk(block, NameStack()), jaxpr, consts, invars)
     invars += block.captured.values()
-    flat = remove_dead_code(make_jaxpr(invars, outvars, block.eqns), keep_inputs=len(jaxpr.invars))
+    constants = dict(zip(block.captured.values(), block.values.values(), strict=True))
+    flat = batch_indices(make_jaxpr(invars, outvars, block.eqns), constants)
+    flat = remove_dead_code(flat, keep_inputs=len(jaxpr.invars))
     kept = set(flat.invars)
-    pairs = zip(block.captured.values(), block.values.values(), strict=True)
-    return flat, tuple(value for var, value in pairs if var in kept)
+    return flat, tuple(value for var, value in constants.items() if var in kept)
 
 
 def flat_function(function: Callable[..., Any], *avals: Any) -> Jaxpr:
@@ -191,6 +196,8 @@ def _step(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
         return _HANDLERS[name](walk, eqn, operands)
     if name in ALIASES or _is_identity(eqn, operands):
         return operands[:1]
+    if name == "device_put" and all(device is None for device in eqn.params["devices"]):
+        return operands  # to nowhere in particular, as `jax.scipy.sparse.linalg.cg` has it
     if touches_keys(eqn):
         return _keys(walk, eqn, operands)
     known = fold(eqn, operands)
@@ -317,19 +324,67 @@ def _scan(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
 def _while(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     test, test_block = _flat_body(walk, eqn, eqn.params["cond_jaxpr"])
     body, body_block = _flat_body(walk, eqn, eqn.params["body_jaxpr"])
+    test, body = _with_captures(test, test_block, test_block), _with_captures(body, body_block, body_block)
     num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    params = {
+    tests = [*_capture(walk.block, test_block), *operands[:num_test]]
+    consts = [*_capture(walk.block, body_block), *operands[num_test : num_test + num_body]]
+    carries = operands[num_test + num_body :]
+    if test.outvars[0].aval.shape:
+        return _while_of_each(walk, eqn, (test, tests), (body, consts), carries)
+    return _keep(walk, eqn, [*tests, *consts, *carries], _while_params(eqn, test, len(tests), body, len(consts)))
+
+
+def _while_params(eqn: JaxprEqn, test: Jaxpr, num_tests: int, body: Jaxpr, num_consts: int) -> dict[str, Any]:
+    return {
         **eqn.params,
-        "cond_jaxpr": close_jaxpr(_with_captures(test, test_block, test_block)),
-        "body_jaxpr": close_jaxpr(_with_captures(body, body_block, body_block)),
-        "cond_nconsts": num_test + len(test_block.captured),
-        "body_nconsts": num_body + len(body_block.captured),
+        "cond_jaxpr": close_jaxpr(test),
+        "body_jaxpr": close_jaxpr(body),
+        "cond_nconsts": num_tests,
+        "body_nconsts": num_consts,
     }
-    operands = [
-        *_capture(walk.block, test_block), *operands[:num_test],
-        *_capture(walk.block, body_block), *operands[num_test:],
-    ]  # fmt: skip
-    return _keep(walk, eqn, operands, params)
+
+
+def _while_of_each(
+    walk: _Walk,
+    eqn: JaxprEqn,
+    test: tuple[Jaxpr, Sequence[Atom]],
+    body: tuple[Jaxpr, Sequence[Atom]],
+    carries: Sequence[Atom],
+) -> list[Atom]:
+    """A loop that ends for each sample in its own time (`vmap` of a `while`): what is done is kept as it is.
+
+    As in JAX's lowering, but for what goes on, which is carried along instead of being computed in test and body both.
+    """
+    first, (going,) = inline_from(test[0], [*test[1], *carries])
+    walk.block.eqns += first
+    entering = [*test[1], *body[1], *carries, going]
+    inside = [new_var(a.aval) for a in entering]
+    num_consts = len(entering) - len(carries) - 1
+    old, go = inside[num_consts:-1], inside[-1]
+    eqns, new = inline_from(body[0], [*inside[len(test[1]) : num_consts], *old])
+    kept = []
+    for before, after in zip(old, new, strict=True):
+        more, results = inline_function(_where, [go, after, before])
+        eqns += more
+        kept += results
+    again, (still,) = inline_from(test[0], [*inside[: len(test[1])], *kept])
+    more, still_going = inline_function(jnp.logical_and, [go, still])
+    loop = make_jaxpr(inside, [*kept, *still_going], [*eqns, *again, *more])
+    params = _while_params(eqn, _any_of_last(loop.invars[num_consts:]), 0, loop, num_consts)
+    outvars = [new_var(a.aval) for a in (*old, go)]
+    walk.block.eqns.append(replace_eqn(eqn, invars=entering, outvars=outvars, params=params))
+    return list(outvars[:-1])
+
+
+def _where(go: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    return lax.select(lax.broadcast_in_dim(go, old.shape, range(go.ndim)), new, old)
+
+
+def _any_of_last(like: Sequence[Var]) -> Jaxpr:
+    """The test whether the last value has a true element."""
+    inside = [new_var(var.aval) for var in like]
+    eqns, outvars = inline_function(jnp.any, inside[-1:])
+    return make_jaxpr(inside, outvars, eqns)
 
 
 def _cond(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:

@@ -78,6 +78,8 @@ class _LateCuts:
         if top and self.shares.phase[id(eqn)] == "before":
             return [WHOLE] * len(eqn.invars)
         made, name = self.shares.made, eqn.primitive.name
+        if id(eqn) in self.shares.own_trips:
+            return operand_shares(eqn, made, own_trips=True)
         if name in ("scan", "optimization_barrier"):
             first = len(scan_parts(eqn).carries) if name == "scan" else 0
             lowest = 1 if name == "scan" else 0

@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax.numpy as jnp
+
 from autopar._jax import (
     Jaxpr,
     JaxprEqn,
@@ -28,7 +30,7 @@ from autopar._jax import (
 from autopar.errors import BatchError
 from autopar.ir.borders import border_shares, operand_shares
 from autopar.ir.dead_code import remove_dead_code
-from autopar.ir.flatten import inline
+from autopar.ir.flatten import inline, inline_from, inline_function
 from autopar.ir.pieces import (
     OWN,
     SAME,
@@ -50,7 +52,16 @@ from autopar.ir.rules import rule_for
 from autopar.ir.share_analysis import find_shares
 from autopar.ir.shares import Shares
 from autopar.ir.signature import equation_signature
-from autopar.ir.structure import body_jaxprs, inputs_of, is_structured, needed, scan_parts, variables, while_parts
+from autopar.ir.structure import (
+    body_jaxprs,
+    inputs_of,
+    is_structured,
+    needed,
+    scan_parts,
+    trip_count,
+    variables,
+    while_parts,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,8 +247,9 @@ def for_the_loop(
 def _joined(shares: Shares, var: Var) -> Share:
     """How a value that the loop makes is put together."""
     made = shares.made[var]
-    if var in shares.stand_ins:
-        return made if isinstance(made, Sum | Extreme) else OWN
+    of_numbers = jnp.issubdtype(var.aval.dtype, jnp.inexact)
+    if var in shares.stand_ins and not isinstance(made, Sum) and (of_numbers or not isinstance(made, Extreme)):
+        return OWN
     return made
 
 
@@ -327,7 +339,7 @@ class _Scope:
 
     def structured(self, eqn: JaxprEqn) -> None:
         made = self.shares.made
-        wants = operand_shares(eqn, made)
+        wants = operand_shares(eqn, made, id(eqn) in self.shares.own_trips)
         name = eqn.primitive.name
         if name == "optimization_barrier":
             through = [
@@ -341,6 +353,9 @@ class _Scope:
                 self.define(eqn.outvars[k], made.get(eqn.outvars[k], WHOLE), atom)
             return
         operands = [self.value(a, want, eqn.source_info) for a, want in zip(eqn.invars, wants, strict=True)]
+        if id(eqn) in self.shares.own_trips:
+            self.own_trips(eqn, operands)
+            return
         bodies = [
             self.body(body, leaving) for body, leaving in zip(body_jaxprs(eqn), border_shares(eqn, made), strict=True)
         ]
@@ -372,6 +387,38 @@ class _Scope:
         self.eqns.append(replace_eqn(eqn, invars=operands, outvars=outvars, params=params))
         for var, share, atom in zip(eqn.outvars, shares, outvars, strict=True):
             self.define(var, share, atom)
+
+    def own_trips(self, eqn: JaxprEqn, operands: Sequence[Any]) -> None:
+        """A scan over one microbatch's samples; a single trip is no loop, so that a pipeline can cut what is in it."""
+        parts, source = scan_parts(eqn), eqn.source_info
+        trips, num_consts, first = (
+            trip_count(eqn) // self.count,
+            len(parts.consts),
+            len(parts.consts) + len(parts.carries),
+        )
+        if trips == 1:
+            entering = list(operands[:first])
+            for rows in operands[first:]:
+                more, row = inline_function(lambda x: x[0], [rows], source)
+                self.eqns += more
+                entering += row
+            eqns, made = inline_from(parts.body, entering)
+            self.eqns += eqns
+            for k in range(len(parts.carries), len(made)):
+                more, (made[k],) = inline_function(lambda x: x[None], [made[k]], source)
+                self.eqns += more
+        else:
+            eqns, results = inline_from(parts.body, inside := [new_var(var.aval) for var in parts.body.invars])
+            body = make_jaxpr(inside, results, eqns)
+            params = scan_params(eqn.params, body, num_consts, len(parts.carries))
+            params |= {"length": trips, "unroll": min(eqn.params["unroll"], trips)}
+            made = [
+                new_var(shaped(piece_aval(var.aval, self.shares.made.get(var, WHOLE), self.count)))
+                for var in eqn.outvars
+            ]
+            self.eqns.append(replace_eqn(eqn, invars=operands, outvars=made, params=params))
+        for var, atom in zip(eqn.outvars, made, strict=True):
+            self.define(var, self.shares.made.get(var, WHOLE), atom)
 
     def body(self, jaxpr: Jaxpr, leaving: Sequence[Share]) -> Jaxpr:
         """A body over shares; its first invar is the number of the microbatch."""

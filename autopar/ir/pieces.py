@@ -90,11 +90,13 @@ class Way:
         factor: The factor that is cut; None: the operation is linear, and done on shares of sums.
         operands: The share of each operand that a piece needs.
         results: The share of each result that a piece makes.
+        picks: The sums that it makes are of single elements: a piece has zeros for what others find.
     """
 
     factor: Factor | None
     operands: tuple[Share, ...]
     results: tuple[Share, ...]
+    picks: bool = False
 
 
 def ways(rule: ShardingRule, count: int) -> list[Way]:
@@ -106,7 +108,8 @@ def ways(rule: ShardingRule, count: int) -> list[Way]:
             operands = tuple(SUM if k in sums else _share(term, factor, WHOLE) for k, term in enumerate(rule.operands))
             lost: Share = SUM if factor in rule.summed else WHOLE
             lost = Extreme(rule.reduced[factor]) if factor in rule.reduced else lost
-            found.append(Way(factor, operands, tuple(_share(term, factor, lost) for term in rule.results)))
+            results = tuple(_share(term, factor, lost) for term in rule.results)
+            found.append(Way(factor, operands, results, factor in rule.picked))
     for group in rule.linear:
         operands = tuple(SUM if k in group else WHOLE for k in range(len(rule.operands)))
         found.append(Way(None, operands, (SUM,) * len(rule.results)))

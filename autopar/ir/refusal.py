@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from autopar._jax import JaxprEqn, Var
 from autopar.errors import MicrobatchError
-from autopar.ir.pieces import Cut, Extreme, Share, Sum
+from autopar.ir.pieces import Cut, Extreme, Share, Sum, Whole
 from autopar.ir.source import source_line
 
 
@@ -25,24 +25,50 @@ class Cause:
 _JOINED = {Sum: "the sum of", Extreme: "the largest or smallest of", Cut: "all of"}
 
 
-def refusal(cause: Cause, eqn: JaxprEqn, share: Share, count: int) -> MicrobatchError:
-    """The error: `cause` is why `eqn`, on which samples wait, cannot run; `share` is that of the operand it needs."""
-    what = _JOINED.get(type(share), "all of")
+def refusal(cause: Cause, eqn: JaxprEqn, share: Share, count: int, can_stand_in: bool) -> MicrobatchError:
+    """The error.
+
+    Args:
+        cause: Why `eqn`, on which samples wait, cannot run.
+        eqn: Which.
+        share: Of the operand that it needs.
+        count: Number of microbatches.
+        can_stand_in: Whether a microbatch's own value could be taken for that operand.
+    """
     first = f"`{cause.eqn.primitive}` at {source_line(cause.eqn)}"
     later = f"`{eqn.primitive}` at {source_line(eqn)}"
     waits = "itself" if eqn is cause.eqn else later
+    shape = tuple(cause.operand.aval.shape)
+    what = _JOINED.get(type(share), "all of")
+    wrong = (
+        f"it needs {what} the samples of the whole batch (operand of shape {shape}), and single samples wait for it "
+        f"({waits}), as with batch statistics or a loss over pairs of samples."
+    )
+    do = "use num_microbatches=1 (Auto() does)"
+    match cause.eqn.primitive.name:
+        case "concatenate" if isinstance(share, Cut):
+            wrong = (
+                f"it puts samples behind samples (operand of shape {shape}): a microbatch would be several pieces of the "
+                "result. That could be worked through exactly; autopar cannot yet."
+            )
+            do += (
+                ", or put the samples that belong together side by side: jnp.stack([a, b], 1).reshape(-1, *a.shape[1:])"
+            )
+        case "scan" if isinstance(share, Cut | Whole):
+            wrong = (
+                f"it goes over samples trip by trip (operand of shape {shape}), and from trip to trip it carries more "
+                "than sums, or its trips do not divide into microbatches."
+            )
+    if can_stand_in:
+        do += (
+            ', or say microbatch_semantics="per_microbatch": each microbatch then takes its own statistics, which is '
+            "another computation than the step's"
+        )
     return MicrobatchError(
         "the step cannot be worked through in microbatches exactly.",
         given=f"{count} microbatches; {first}",
-        wrong=f"it needs {what} the samples of the whole batch (operand of shape {tuple(cause.operand.aval.shape)}), and "
-        f"single samples wait for it ({waits}), as with batch statistics or a loss over pairs of samples.",
-        do="use num_microbatches=1 (Auto() does)"
-        + (
-            ', or say microbatch_semantics="per_microbatch": each microbatch then takes its own statistics, which is '
-            "another computation than the step's."
-            if isinstance(share, Sum | Extreme)
-            else "."
-        ),
+        wrong=wrong,
+        do=f"{do}.",
         operation=str(cause.eqn.primitive),
         source=source_line(cause.eqn),
     )

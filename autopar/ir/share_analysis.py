@@ -8,7 +8,8 @@ Method: forward propagation of shares through the rules; loops inside the progra
         operation whose operands fit none of its ways ends the loop: it needs what all microbatches make together. That
         is right for the update and for metrics. If the gradient of single samples waits for it (batch statistics, a
         contrastive loss), the program cannot be split exactly: an error names the operation, or, if the user has
-        said so, each microbatch takes its own value for that of the whole batch.
+        said so, each microbatch takes its own value for that of the whole batch: in all that reads it, so that what is
+        returned is the mean of the microbatches' losses, of which the gradient is taken.
 """
 
 from __future__ import annotations
@@ -16,13 +17,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import jax.numpy as jnp
+
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
+from autopar.errors import MicrobatchError
 from autopar.ir.late_cuts import cut_late, sink
-from autopar.ir.pieces import OWN, SAME, WHOLE, Cut, Extreme, Own, Same, Share, Sum, Way, Whole
+from autopar.ir.pieces import OWN, SAME, SUM, WHOLE, Cut, Extreme, Own, Same, Share, Sum, Way, Whole
 from autopar.ir.refusal import Cause, refusal
 from autopar.ir.shares import Shares, Ways
 from autopar.ir.source import is_backward
-from autopar.ir.structure import body_jaxprs, inputs_of, is_structured, scan_parts, while_parts
+from autopar.ir.stand_ins import sums_behind
+from autopar.ir.structure import (
+    ScanParts,
+    body_jaxprs,
+    inputs_of,
+    is_done_apart,
+    is_structured,
+    scan_parts,
+    sum_carries,
+    trip_count,
+    variables,
+    while_parts,
+)
 from autopar.ir.work import Work
 
 CHEAP = 0.02
@@ -63,7 +79,12 @@ class _Analysis:
         self.late: dict[Var, Cause] = {}
         self.origin = {var: k for k, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
         self.zeros: dict[Var, None] = {}
+        self.first_reader: dict[Var, int] = {}
+        for k, eqn in enumerate(jaxpr.eqns):
+            for var in inputs_of(eqn):
+                self.first_reader.setdefault(var, k)
         self.position = {id(eqn): k for k, eqn in enumerate(jaxpr.eqns)}
+        self.uneven: dict[Var, None] = {}
         self.gathered: Cause | None = None
         self.cost = Work().of_equations(jaxpr.eqns)
 
@@ -95,6 +116,8 @@ class _Analysis:
             if _is_zero(eqn):
                 self.zeros.update(dict.fromkeys(eqn.outvars))
             return at + 1
+        if not matters[at] and self.asks_own(eqn):
+            return self.end_loop(at, False, Cause(eqn, inputs_of(eqn)[0]))
         try:
             made = self.equation(eqn, inside=False)
         except _Stuck as stuck:
@@ -108,8 +131,10 @@ class _Analysis:
     def forget(self, eqn: JaxprEqn) -> None:
         for var in eqn.outvars:
             self.late.pop(var, None)
+            self.uneven.pop(var, None)
             self.shares.made.pop(var, None)
         self.shares.way_of.pop(id(eqn), None)
+        self.shares.own_trips.pop(id(eqn), None)
 
     def end_loop(self, at: int, matters: bool, cause: Cause) -> int:
         """The equation runs after the loop, unless samples wait for it."""
@@ -117,14 +142,28 @@ class _Analysis:
         has_samples = any(isinstance(shares.share(a), Cut) for a in eqn.invars)
         # A sum that samples wait for, or that is part of what is differentiated: its gradient would need a second pass.
         if matters and (has_samples or not is_backward(eqn)):
-            can_stand_in = isinstance(shares.share(cause.operand), Sum | Extreme)
-            if not self.per_microbatch or not can_stand_in:
-                raise refusal(cause, eqn, shares.share(cause.operand), self.count)
-            shares.stand_ins[cause.operand] = None
-            return min(at, self.position.get(id(cause.eqn), at))
+            if not self.per_microbatch or not self.can_stand_in(cause.operand):
+                raise self.refusal(cause, eqn)
+            # All that is made of the sums over samples reads the stand-ins: the loss is the one whose gradient is taken.
+            sums = sums_behind(self.jaxpr, shares, cause.operand)
+            shares.stand_ins.update(dict.fromkeys(sums))
+            return min(self.position.get(id(cause.eqn), at), *(self.first_reader.get(var, at) for var in sums))
         shares.phase[id(eqn)] = "after"
         self.late.update(dict.fromkeys(eqn.outvars, cause))
         return at + 1
+
+    def can_stand_in(self, var: Var) -> bool:
+        """Whether a microbatch has something like the value: part of a sum over samples, not of what single ones are."""
+        return isinstance(self.shares.share(var), Sum | Extreme) and var not in self.uneven
+
+    def refusal(self, cause: Cause, eqn: JaxprEqn) -> MicrobatchError:
+        return refusal(cause, eqn, self.shares.share(cause.operand), self.count, self.can_stand_in(cause.operand))
+
+    def asks_own(self, eqn: JaxprEqn) -> bool:
+        """Whether it makes a flag or a number of values that each microbatch has of its own: it is asked of their mean."""
+        own = any(isinstance(self.shares.share(a), Own) for a in eqn.invars)
+        has_samples = any(isinstance(self.shares.share(a), Cut) for a in eqn.invars)
+        return own and not has_samples and not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
 
     def take_whole(self, eqn: JaxprEqn) -> bool:
         """Compute operands up front, of the whole batch, if that is cheap; whether any was."""
@@ -194,8 +233,19 @@ class _Analysis:
                     best = converted, way
         if best is not None:
             self.shares.way_of[id(eqn)] = best[1]
+            self.mark_uneven(eqn, best[1], shares)
             return list(best[1].results)
         raise _Stuck(self.blame(eqn, shares))
+
+    def mark_uneven(self, eqn: JaxprEqn, way: Way, shares: Sequence[Share]) -> None:
+        """Note sums to which one microbatch gives what others do not: of elements by index, with what is added once."""
+        parts = list(zip(eqn.invars, shares, way.operands, strict=True))
+        added_once = any(want == SUM != have and not self.is_zero(a) for a, have, want in parts)
+        if way.picks or added_once or any(a in self.uneven for a in inputs_of(eqn)):
+            self.uneven.update(dict.fromkeys(eqn.outvars))
+
+    def is_zero(self, atom: Any) -> bool:
+        return atom.val == 0 if isinstance(atom, Literal) else atom in self.zeros
 
     def conversion(self, atom: Any, have: Share, want: Share, inside: bool) -> int | None:
         """How many conversions, 0 or 1, make one share the other; None: none does."""
@@ -204,7 +254,7 @@ class _Analysis:
         if isinstance(have, Whole | Same | Own) and isinstance(want, Cut):
             return 1
         if isinstance(have, Whole | Same) and isinstance(want, Sum):
-            if atom.val == 0 if isinstance(atom, Literal) else atom in self.zeros:
+            if self.is_zero(atom):
                 return 0
             return 1 if inside or isinstance(have, Same) else None
         return None
@@ -226,7 +276,7 @@ class _Analysis:
                     break
                 except _Stuck as stuck:
                     operand = stuck.cause.operand
-                    if not self.per_microbatch or not isinstance(self.shares.share(operand), Sum | Extreme):
+                    if not self.per_microbatch or not self.can_stand_in(operand):
                         raise
                     self.shares.stand_ins[operand] = None
             made.update(zip(eqn.outvars, results, strict=True))
@@ -235,6 +285,15 @@ class _Analysis:
     # Loops and branches.
 
     def structured(self, eqn: JaxprEqn) -> list[Share]:
+        bodies = body_jaxprs(eqn)
+        if any(a in self.uneven for a in inputs_of(eqn)):
+            self.uneven.update(dict.fromkeys(var for body in bodies for var in body.invars))
+        results = self.parts(eqn)
+        if any(a in self.uneven for body in bodies for a in variables(body.outvars)):
+            self.uneven.update(dict.fromkeys(eqn.outvars))
+        return results
+
+    def parts(self, eqn: JaxprEqn) -> list[Share]:
         match eqn.primitive.name:
             case "scan":
                 return self.scan(eqn)
@@ -247,12 +306,12 @@ class _Analysis:
 
     def scan(self, eqn: JaxprEqn) -> list[Share]:
         parts = scan_parts(eqn)
+        if any(self.shares.share(outer) == Cut(0) for outer, _ in parts.xs):
+            return self.scan_over_samples(eqn, parts)
         consts = [self.enter(eqn, outer, self.shares.share(outer)) for outer, _ in parts.consts]
         xs = []
         for outer, _ in parts.xs:
             share = self.shares.share(outer)
-            if share == Cut(0):
-                raise _Stuck(Cause(eqn, outer))
             xs.append(self.enter(eqn, outer, Cut(share.dim - 1) if isinstance(share, Cut) else share))
         carries = [self.enter(eqn, outer, self.shares.share(outer)) for outer, *_ in parts.carries]
         while True:
@@ -270,6 +329,30 @@ class _Analysis:
                 raise _Stuck(Cause(eqn, inside))
         return [*map(_in_loop, carries), *ys]
 
+    def scan_over_samples(self, eqn: JaxprEqn, parts: ScanParts) -> list[Share]:
+        """A microbatch does the trips of its own samples, if nothing but sums goes from trip to trip."""
+        whole, of_trips = (Whole, Same, Own), [outer for outer, _ in parts.xs]
+        sums = sum_carries(parts)
+        allowed: list[tuple[Any, tuple[type, ...]]] = [(outer, whole) for outer, _ in parts.consts]
+        for (outer, inside, *_), is_sum in zip(parts.carries, sums, strict=True):
+            if is_sum is None:
+                raise _Stuck(Cause(eqn, inside))
+            allowed.append((outer, (Whole, Same, Sum) if is_sum else whole))
+        allowed += [(outer, (Whole, Same, Cut)) for outer in of_trips]
+        for outer, kinds in allowed:
+            share = self.shares.share(outer)
+            if not isinstance(share, kinds) or (isinstance(share, Cut) and share != Cut(0)):
+                raise _Stuck(Cause(eqn, outer))
+        if trip_count(eqn) % self.count:
+            raise _Stuck(Cause(eqn, next(outer for outer in of_trips if self.shares.share(outer) == Cut(0))))
+        self.shares.own_trips[id(eqn)] = None
+        for (outer, inside, _, result), is_sum in zip(parts.carries, sums, strict=True):
+            if is_sum:
+                self.shares.made[inside] = SUM
+                if self.shares.share(outer) != SUM and not self.is_zero(outer):
+                    self.uneven[result] = None
+        return [*(SUM if is_sum else SAME for is_sum in sums), *(Cut(0) for _ in parts.ys)]
+
     def while_loop(self, eqn: JaxprEqn) -> list[Share]:
         parts = while_parts(eqn)
         tests = [self.enter(eqn, outer, self.shares.share(outer)) for outer, _ in parts.cond_consts]
@@ -285,7 +368,9 @@ class _Analysis:
                 break
             carries = grown
         (test,) = self.body(parts.cond_body, [*tests, *carries])
-        if not isinstance(test, Whole | Same | Own):
+        if isinstance(test, Extreme) and is_done_apart(parts):
+            self.shares.stand_ins[parts.predicate] = None
+        elif not isinstance(test, Whole | Same | Own):
             raise _Stuck(Cause(eqn, parts.predicate))
         return list(map(_in_loop, carries))
 
@@ -324,7 +409,7 @@ class _Analysis:
                 of_phase[self.shares.phase[id(eqn)]] += cost
             if of_phase["before"] > of_phase["loop"]:
                 self.shares.taken_whole.pop(self.gathered.operand, None)
-                raise refusal(self.gathered, self.gathered.eqn, self.shares.share(self.gathered.operand), self.count)
+                raise self.refusal(self.gathered, self.gathered.eqn)
 
     def check_late_work(self) -> None:
         """After the loop, little is done on single samples: all of them are in memory then."""
@@ -342,12 +427,7 @@ class _Analysis:
                     late.update(dict.fromkeys(eqn.outvars))
                     total += cost
                     if total > limit and cost > limit / 2:
-                        raise refusal(
-                            self.late[eqn.outvars[0]],
-                            eqn,
-                            self.shares.share(self.late[eqn.outvars[0]].operand),
-                            self.count,
-                        )
+                        raise self.refusal(self.late[eqn.outvars[0]], eqn)
 
 
 def _in_loop(share: Share) -> Share:

@@ -26,6 +26,7 @@ class Shares:
         phase: `"before"`, `"loop"` or `"after"` for each top-level equation, by identity.
         early: Top-level equations, by identity, that run before the loop on the whole batch, whatever else they do.
         taken_whole: Values that the loop makes in parts and reads whole from before it.
+        own_trips: Scans over samples, by identity, of which each microbatch does the trips of its own samples.
         stand_ins: Values of which each microbatch takes its own for that of the whole batch.
     """
 
@@ -35,6 +36,7 @@ class Shares:
     phase: dict[int, str] = field(default_factory=dict)
     early: dict[int, None] = field(default_factory=dict)
     taken_whole: dict[Var, None] = field(default_factory=dict)
+    own_trips: dict[int, None] = field(default_factory=dict)
     stand_ins: dict[Var, None] = field(default_factory=dict)
 
     def share(self, atom: Any) -> Share:

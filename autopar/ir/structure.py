@@ -122,6 +122,61 @@ def while_parts(eqn: JaxprEqn) -> WhileParts:
     )
 
 
+def sum_carries(parts: ScanParts) -> list[bool | None]:
+    """For each carry of a scan whether it is a sum over the trips (True), does not change (False), or neither (None).
+
+    A sum may stand nowhere else: what reads it waits for the trips before.
+    """
+    sum_of: dict[Var, int | None] = {}
+    for k, (_, inside, result, _) in enumerate(parts.carries):
+        if result is not inside:
+            sum_of[inside] = k
+    for eqn in parts.body.eqns:
+        read = [a for a in inputs_of(eqn) if a in sum_of]
+        if eqn.primitive.name == "optimization_barrier":
+            sum_of.update((var, sum_of[a]) for a, var in zip(eqn.invars, eqn.outvars, strict=True) if a in read)
+        elif read:
+            adds = eqn.primitive.name in ("add", "add_any") and len(read) == 1 and read[0].aval == eqn.outvars[0].aval
+            sum_of.update(dict.fromkeys(eqn.outvars, sum_of[read[0]] if adds else None))
+    broken = any(sum_of.get(a, -1) is None for a in variables(parts.body.outvars))
+    broken = broken or any(a in sum_of for a in variables(result for result, _ in parts.ys))
+    kinds: list[bool | None] = []
+    for k, (_, inside, result, _) in enumerate(parts.carries):
+        is_sum = not broken and not isinstance(result, Literal) and sum_of.get(result) == k
+        kinds.append(False if result is inside else True if is_sum else None)
+    return kinds
+
+
+def is_done_apart(loop: WhileParts) -> bool:
+    """Whether each sample of a loop ends in its own time: it goes on while any does, and keeps what does not go on.
+
+    Then the loop may end earlier for some of the samples: the rounds that are left change nothing of them.
+    """
+    made_by = {var: eqn for eqn in (*loop.cond_body.eqns, *loop.body.eqns) for var in eqn.outvars}
+    test = made_by.get(loop.predicate)
+    if test is None or test.primitive.name != "reduce_or":
+        return False
+    going = next((inside for _, var, inside, _, _ in loop.carries if var is test.invars[0]), None)
+
+    def stays(old: Var, result: Atom) -> bool:
+        """Whether what does not go on is as before."""
+        eqn = made_by.get(result)
+        if eqn is None or result is old:
+            return result is old
+        if old is going:
+            return eqn.primitive.name == "and" and going in eqn.invars
+        if eqn.primitive.name != "select_n" or eqn.invars[1] is not old:
+            return False
+        choice = eqn.invars[0]
+        wide = made_by.get(choice)
+        if wide is not None and wide.primitive.name == "broadcast_in_dim":
+            leading = list(wide.params["broadcast_dimensions"]) == list(range(wide.invars[0].aval.ndim))
+            choice = wide.invars[0] if leading else choice
+        return choice is going
+
+    return going is not None and all(stays(old, result) for _, _, old, result, _ in loop.carries)
+
+
 def body_jaxprs(eqn: JaxprEqn) -> tuple[Jaxpr, ...]:
     """The bodies of a structured equation, in the order of its parameters; () for a barrier."""
     match eqn.primitive.name:

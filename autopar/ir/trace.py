@@ -21,6 +21,7 @@ from autopar._jax import Jaxpr, as_key, is_key, key_data, key_impl_name, open_ja
 from autopar.errors import TraceError
 from autopar.ir.flatten import flatten
 from autopar.ir.parameters import Argument, Static, check_hashable, parameters_of, static_of
+from autopar.ir.scan_slices import scan_slices
 
 
 @dataclass(frozen=True, eq=False)
@@ -136,6 +137,7 @@ def trace_step(
     if foreign:
         raise _closed_over_tracer(name, foreign[0])
     flat, values = flatten(jaxpr, consts)
+    flat = scan_slices(flat)
     out_leaves, out_tree = jax.tree_util.tree_flatten_with_path(out_info)
     out_avals = tuple(var.aval for var in jaxpr.outvars)
     assert len(jaxpr.invars) == len(in_avals), f"{len(jaxpr.invars)} invars for {len(in_avals)} argument leaves"

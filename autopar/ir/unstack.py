@@ -32,6 +32,7 @@ from autopar._jax import (
 )
 from autopar.ir.dead_code import remove_dead_code
 from autopar.ir.flatten import inline, inline_from, inline_function
+from autopar.ir.part_rows import part_of_padded, part_padded, part_read, slice_of_part
 from autopar.ir.pieces import SUM, WHOLE, Cut, Extreme, Share, Sum, Way, Whole, piece_aval, piece_program, ways
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.signature import equation_signature
@@ -106,6 +107,7 @@ class _Unstacking:
         self.lying = frozenset(lying)
         self.made: dict[Var, Share] = {jaxpr.invars[k]: Cut(0) for k in lying}
         self.way_of: dict[int, Way] = {}
+        self.part_of: dict[int, int] = {}
         self.rules: dict[object, tuple[ShardingRule, list[Way]]] = {}
         self.programs: dict[object, Jaxpr] = {}
         costs = Work().of_equations(jaxpr.eqns)
@@ -173,6 +175,8 @@ class _Unstacking:
             return [WHOLE] * (len(parts.consts) + len(parts.carries)) + [Cut(0)] * len(parts.xs)
         if eqn.primitive.name == "optimization_barrier":
             return [self.of(var) for var in eqn.outvars]
+        if id(eqn) in self.part_of and eqn.primitive.name == "slice":
+            return [Cut(0)]
         return [WHOLE] * len(eqn.invars)
 
     def cut_late(self) -> dict[Var, dict[Share, None]]:
@@ -183,7 +187,12 @@ class _Unstacking:
         """
         uses: dict[Var, dict[Share, None]] = {}
         results = set(variables(self.jaxpr.outvars))
+        slices: list[tuple[JaxprEqn, int]] = []
         for eqn in reversed(self.jaxpr.eqns):  # all readers of what it makes have been asked by then
+            part = part_read(eqn, self.length, self.count)
+            if part is not None and id(eqn) not in self.way_of:
+                slices.append((eqn, part))  # as the others read it
+                continue
             if not is_structured(eqn) and id(eqn) not in self.way_of and not eqn.effects:
                 wanted = [uses.get(var, {}) for var in eqn.outvars]
                 cut = [next(iter(w)) if len(w) == 1 else None for w in wanted]
@@ -195,9 +204,18 @@ class _Unstacking:
                             self.way_of[id(eqn)] = way
                             self.made.update(zip(eqn.outvars, way.results, strict=True))
                             break
+                    part = part_padded(eqn, self.length, self.count)
+                    if part is not None and id(eqn) not in self.way_of and cut == [Cut(0)]:
+                        self.part_of[id(eqn)] = part
+                        self.made[eqn.outvars[0]] = Cut(0)
             for atom, want in zip(eqn.invars, self.wants(eqn), strict=True):
                 if not isinstance(atom, Literal):
                     uses.setdefault(atom, {})[want] = None
+        for eqn, part in slices:
+            atom = eqn.invars[0]
+            if self.of(atom) == Cut(0) or list(uses.get(atom, ())) == [Cut(0)]:
+                self.part_of[id(eqn)] = part
+            uses.setdefault(atom, {})[self.wants(eqn)[0]] = None
         return uses
 
     def split_borders(self, uses: Mapping[Var, Mapping[Share, None]]) -> tuple[set[int], set[int]]:
@@ -306,6 +324,8 @@ class _Writer:
             self.pieces(eqn)
         elif eqn.primitive.name == "optimization_barrier":
             self.barrier(eqn)
+        elif id(eqn) in self.of.part_of:
+            self.layers(eqn, self.of.part_of[id(eqn)])
         else:
             self.plain(eqn)
 
@@ -316,6 +336,18 @@ class _Writer:
         eqns, results = inline_from(alone, [self.value(a, eqn.source_info) for a in outer])
         self.eqns += eqns
         self.whole.update(zip(eqn.outvars, results, strict=True))
+
+    def layers(self, eqn: JaxprEqn, part: int) -> None:
+        """A slice of one part, or a value that stands in one part."""
+        var, source = eqn.outvars[0], eqn.source_info
+        if eqn.primitive.name == "slice":
+            rows = self.in_parts(eqn.invars[0], Cut(0), source)[part]
+            self.whole[var] = self.add(slice_of_part(eqn, part, self.count), [rows], source)
+            return
+        operands = [self.value(a, source) for a in eqn.invars]
+        self.parts[var, Cut(0)] = [
+            self.add(part_of_padded(eqn, part, k, self.count), operands, source) for k in range(self.count)
+        ]
 
     def barrier(self, eqn: JaxprEqn) -> None:
         """A barrier on each part: what joined them before must not be shared with what comes after."""

@@ -151,6 +151,32 @@ def test_constants_of_loops_become_operands():
     assert scan_counts(eqn.params)[1] == 1 and not open_jaxpr(eqn.params["jaxpr"])[1]
 
 
+def halvings(x):
+    """How often x is to be halved until it is below 1."""
+    return lax.while_loop(lambda c: c[1] >= W[0, 0] + 2, lambda c: (c[0] + 1, c[1] * jnp.abs(W[3, 3]) / 2), (0, x))
+
+
+def test_loops_of_each_sample_have_one_test():
+    """`vmap` of a while: JAX traces a test with a dim, and lowers it to a loop while any goes on."""
+    x = np.array([[0.5, 9.0], [3.0, 100.0], [1.0, 2.0]], np.float32)
+    for fn in (jax.vmap(jax.vmap(halvings)), jax.vmap(lambda row: jax.vmap(halvings)(row))):
+        loop = only(flat(fn, x), "while")
+        test, body = (open_jaxpr(loop.params[name])[0] for name in ("cond_jaxpr", "body_jaxpr"))
+        assert names(test) == ["reduce_or"] and test.outvars[0].aval.shape == ()
+        assert names(body).count("select_n") == 2
+
+
+def test_loops_of_each_sample_in_loops():
+    def rows(x):
+        return lax.map(lambda row: jax.vmap(halvings)(row)[1], x)
+
+    flat(jax.vmap(rows), np.linspace(0, 40, 24, dtype=np.float32).reshape(2, 3, 4))
+
+
+def test_placing_on_no_device_is_dropped():
+    assert names(flat(lambda x: jax.device_put([x + 1, 2.0]), X)) == ["add"]
+
+
 def test_no_operations_are_dropped():
     def step(x):
         y = lax.reshape(lax.transpose(lax.convert_element_type(x, x.dtype), (0, 1)), x.shape)

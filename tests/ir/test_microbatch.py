@@ -262,6 +262,18 @@ def indexed_loss(params: Tree, batch: Tree) -> jax.Array:
     return -log_p[jnp.arange(log_p.shape[0]), batch["label"]].mean()
 
 
+def picked_probability_loss(params: Tree, batch: Tree) -> jax.Array:
+    p = jax.nn.softmax(mlp(params, batch["x"]))
+    return -jnp.log(p[jnp.arange(p.shape[0]), batch["label"]]).mean()
+
+
+def picked_rows_loss(params: Tree, batch: Tree) -> jax.Array:
+    """The state at some time of each sample, as of a sentence at its last word."""
+    x = batch["x"][:, None] * jnp.arange(1.0, 1 + LENGTH)[:, None]
+    h = jnp.tanh(x @ params["w1"])[jnp.arange(x.shape[0]), batch["label"]]
+    return ((h @ params["w2"] - batch["y"]) ** 2).mean()
+
+
 def decayed_loss(params: Tree, batch: Tree) -> jax.Array:
     return squares(params, batch).mean() + 0.01 * sum((p**2).sum() for p in jax.tree.leaves(params))
 
@@ -286,6 +298,8 @@ LOSSES: dict[str, Callable[[Tree, Tree], jax.Array]] = {
     "take_along_axis": take_along_axis_loss,
     "one_hot": one_hot_loss,
     "indexed": indexed_loss,
+    "indexed probabilities": picked_probability_loss,
+    "indexed states": picked_rows_loss,
     "weight decay": decayed_loss,
     "two losses": lambda p, b: cross_entropies(p, b).mean() + 0.3 * (squares(p, b) * b["mask"]).sum() / b["mask"].sum(),
     "minus mean": lambda p, b: 3.0 - squares(p, b).mean() * 2.0,
@@ -517,6 +531,22 @@ def while_loss(params: Tree, state: Tree, batch: Tree) -> jax.Array:
     return squares(params, {**batch, "x": lax.stop_gradient(x)}).mean()
 
 
+def while_each_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Newton's method, which for each sample ends when that is exact enough."""
+
+    def root(a: jax.Array) -> jax.Array:
+        return lax.while_loop(lambda x: jnp.abs(x * x - a) > 1e-5, lambda x: 0.5 * (x + a / x), a)
+
+    roots = jax.vmap(jax.vmap(root))(1.0 + 9 * jnp.abs(batch["y"]))
+    return ((mlp(params, batch["x"]) - roots) ** 2).mean()
+
+
+def gamma_noise_loss(params: Tree, state: Tree, batch: Tree) -> jax.Array:
+    """Random numbers that are drawn until one is accepted."""
+    noise = jax.random.gamma(state["key"], 0.4, batch["x"].shape)
+    return squares(params, {**batch, "x": batch["x"] * noise}).mean()
+
+
 def attention_loss(params: Tree, batch: Tree) -> jax.Array:
     x = params["embed"][batch["tokens"]]
     scores = jnp.einsum("bqd,bkd->bqk", x @ params["w"], x) / WIDTH**0.5
@@ -600,6 +630,42 @@ def pairs_loss(params: Tree, batch: Tree) -> jax.Array:
 def mapped_loss(params: Tree, batch: Tree) -> jax.Array:
     """One sample after the other."""
     return lax.map(lambda sample: ((mlp(params, sample[0]) - sample[1]) ** 2).sum(), (batch["x"], batch["y"])).mean()
+
+
+def mapped_in_groups_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Groups of two samples, one after the other; the noise of each has its key."""
+    keys = jax.random.split(jax.random.key(2), BATCH)
+
+    def loss_of(sample: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
+        x, y, key = sample
+        return ((mlp(params, x + jax.random.normal(key, x.shape)) - y) ** 2).sum()
+
+    return lax.map(loss_of, (batch["x"], batch["y"], keys), batch_size=2).mean()
+
+
+def scanned_samples_loss(params: Tree, batch: Tree) -> jax.Array:
+    """A sum of losses over samples, which is not zero before the first."""
+
+    def body(total: jax.Array, sample: Tree) -> tuple[jax.Array, jax.Array]:
+        error = ((mlp(params, sample["x"]) - sample["y"]) ** 2).sum()
+        return total + error, error
+
+    total, errors = lax.scan(body, (params["bias"] ** 2).sum(), batch)
+    return total / BATCH + 0.1 * jnp.tanh(errors).mean()
+
+
+def accumulating_step(state: Tree, batch: Tree, groups: int = 4, reverse: bool = False) -> tuple[Tree, Tree]:
+    """The user accumulates gradients himself, over groups of samples with statistics of their own."""
+
+    def body(sums: Tree, group: Tree) -> tuple[Tree, jax.Array]:
+        value, grads = jax.value_and_grad(batch_norm_loss)(state["params"], group)
+        return jax.tree.map(jnp.add, sums, (value, grads)), value
+
+    grouped = jax.tree.map(lambda x: x.reshape(groups, -1, *x.shape[1:]), batch)
+    zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), state["params"]))
+    (value, grads), values = lax.scan(body, zeros, grouped, reverse=reverse)
+    grads = jax.tree.map(lambda g: g / groups, grads)
+    return {**state, "params": descend(state["params"], grads)}, {"loss": value / groups, "losses": values}
 
 
 def gated_loss(params: Tree, batch: Tree) -> jax.Array:
@@ -711,14 +777,16 @@ MORE_MODELS = {
     "convolution": Case(sgd(convolution_loss)),
     "pairs": Case(sgd(pairs_loss)),
     "lax.map over samples": Case(sgd(mapped_loss)),
+    "lax.map over groups of samples": Case(sgd(mapped_in_groups_loss)),
+    "scan over samples": Case(sgd(scanned_samples_loss)),
+    "checkpointed lax.map": Case(sgd(jax.checkpoint(mapped_loss))),
+    "gradients accumulated by the user": Case(accumulating_step),
+    "gradients accumulated backwards": Case(functools.partial(accumulating_step, reverse=True)),
     "gates by index": Case(sgd(gated_loss)),
     "while": Case(sgd_of_state(while_loss), extra=step_number(2)),
+    "while of each sample": Case(sgd(while_each_loss)),
+    "random numbers until one is accepted": Case(sgd_of_state(gamma_noise_loss), extra=typed_key),
     "mixed precision": Case(sgd(mixed_loss), tolerance=2e-2),
-}
-
-MORE_MODELS_THAT_FAIL = {
-    "lax.map over samples": "a scan over samples is refused, though it could be cut into shorter ones",
-    "gates by index": "the rule of `scatter` that sets does not see that the indices of dim 0 are an iota",
 }
 
 
@@ -728,7 +796,7 @@ def test_models(case, count):
     assert_equals_full_batch(case, count)
 
 
-@cases(MORE_MODELS, MORE_MODELS_THAT_FAIL)
+@cases(MORE_MODELS)
 def test_more_models(case):
     assert_equals_full_batch(case, 4)
 
@@ -877,6 +945,24 @@ def shuffled_inputs_loss(params: Tree, state: Tree, batch: Tree) -> jax.Array:
     return squares(params, {**batch, "x": batch["x"][order], "y": batch["y"][order]}).mean()
 
 
+def while_any_loss(params: Tree, batch: Tree) -> jax.Array:
+    """All samples are halved until the largest is small."""
+    x = lax.while_loop(lambda x: (jnp.abs(x) > 1.0).any(), lambda x: 0.5 * x, mlp(params, batch["x"]))
+    return squares(params, {**batch, "y": lax.stop_gradient(x)}).mean()
+
+
+def running_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Each sample meets what the samples before have left."""
+    body = lambda h, x: (jnp.tanh(x @ params["w1"] + h),) * 2  # noqa: E731
+    _, h = lax.scan(body, params["bias"], batch["x"])
+    return ((h @ params["w2"] - batch["y"]) ** 2).mean()
+
+
+def two_views_loss(params: Tree, batch: Tree) -> jax.Array:
+    first, second = jnp.split(mlp(params, jnp.concatenate([batch["x"], 2 * batch["x"]])), 2)
+    return ((first - second) ** 2).mean()
+
+
 def hardest_loss(params: Tree, batch: Tree) -> jax.Array:
     return lax.top_k(squares(params, batch), BATCH // 2)[0].mean()
 
@@ -897,6 +983,9 @@ REFUSED = {
     "reversed inputs": (sgd(reversed_inputs_loss), "rev", "reversed_inputs_loss"),
     "shuffled": (sgd_of_state(shuffled_loss), "sub", "shuffled_loss"),
     "shuffled inputs": (sgd_of_state(shuffled_inputs_loss), "gather", "shuffled_inputs_loss"),
+    "scan that remembers samples": (sgd(running_loss), "scan", "running_loss"),
+    "two views": (sgd(two_views_loss), "concatenate", "two_views_loss"),
+    "while any": (sgd(while_any_loss), "while", "while_any_loss"),
     "hardest samples": (sgd(hardest_loss), "top_k", "hardest_loss"),
     "halves": (sgd(halves_loss), "slice", "halves_loss"),
 }
@@ -915,8 +1004,26 @@ def test_refused(case, count, request):
     message = str(error)
     assert f"{count} microbatches" in message and f"`{operation}` at {error.source}" in message
     assert "num_microbatches=1" in message
-    of_sums = operation in ("sub", "sqrt", "max")  # these alone could take their own microbatch's value
+    # These alone could take their own microbatch's value; of samples taken by index a microbatch has only some.
+    of_sums = operation in ("sub", "sqrt", "max", "while") and function != "shuffled_loss"
     assert ('microbatch_semantics="per_microbatch"' in message) == of_sums
+
+
+def test_why_not():
+    """A scan over samples and samples behind samples are no batch statistics."""
+    cases = {running_loss: "more than sums", two_views_loss: r"cannot yet(.*\n)*.*jnp\.stack"}
+    for loss, words in cases.items():
+        with pytest.raises(MicrobatchError, match=words) as info:
+            split_case(Case(sgd(loss)), 2)
+        assert "statistics" not in str(info.value)
+
+
+def test_a_single_trip_is_no_loop():
+    """Then forward and backward of the user's own accumulation are there to be cut between stages."""
+    case = Case(accumulating_step)
+    assert not primitives_in(split_case(case, 4)[1].loop.eqns)["scan"]
+    (scan,) = (eqn for eqn in split_case(case, 2)[1].loop.eqns if eqn.primitive.name == "scan")
+    assert scan.params["length"] == 2
 
 
 def test_batch_that_does_not_divide():
@@ -955,8 +1062,39 @@ def running_statistics() -> Tree:
     return {"mean": jnp.zeros(WIDTH), "variance": jnp.ones(WIDTH)}
 
 
+def balanced_experts_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Mixture of experts: the share of the samples that each expert gets, times its mean gate."""
+    gates = jax.nn.softmax(mlp(params, batch["x"]))
+    given = jax.nn.one_hot(gates.argmax(-1), CLASSES).mean(0)
+    return squares(params, batch).mean() + CLASSES * (given * gates.mean(0)).sum()
+
+
+def dice_loss(params: Tree, batch: Tree) -> jax.Array:
+    p, y = jax.nn.sigmoid(mlp(params, batch["x"])), batch["y"] > 0
+    return 1 - 2 * (p * y).sum() / (p.sum() + y.sum())
+
+
+def largest_loss(params: Tree, batch: Tree) -> jax.Array:
+    return squares(params, batch).max()
+
+
+def guarded_step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    """The step counts only if the loss is finite."""
+    value, grads = jax.value_and_grad(dice_loss)(state["params"], batch)
+    good = jnp.isfinite(value)
+    params = jax.tree.map(lambda new, old: jnp.where(good, new, old), descend(state["params"], grads), state["params"])
+    return {**state, "params": params}, {"loss": value, "good": good.astype(jnp.float32)}
+
+
 PER_MICROBATCH = {
     "BatchNorm": Case(sgd(batch_norm_loss)),
+    "balanced experts": Case(sgd(balanced_experts_loss)),
+    "dice": Case(sgd(dice_loss)),
+    "dice, recomputed": Case(sgd(jax.checkpoint(dice_loss))),
+    "dice, guarded": Case(guarded_step),
+    "largest": Case(sgd(largest_loss)),
+    "softmax over the batch": Case(sgd(softmax_over_batch_loss)),
+    "while any": Case(sgd(while_any_loss)),
     "BatchNorm with running statistics": Case(batch_norm_step, extra=running_statistics),
     "root of the mean": Case(sgd(root_loss)),
 }
@@ -974,6 +1112,24 @@ def test_per_microbatch(case, count):
     each = [step(state, jax.tree.map(lambda x, k=k: x[k * size : (k + 1) * size], batch)) for k in range(count)]
     reference = jax.tree.map(lambda *leaves: sum(leaves) / count, *each)
     assert_same(run_split(case, program, split), reference)
+
+
+def picked_scan_loss(params: Tree, state: Tree, batch: Tree) -> jax.Array:
+    """Samples taken by index, inside of a loop."""
+    order = jax.random.permutation(state["key"], batch["x"].shape[0])
+
+    def body(h: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return jnp.tanh(h[order] @ params["w1"]), None
+
+    h, _ = lax.scan(body, jnp.tanh(batch["x"] @ params["w1"]), None, length=2)
+    return ((h @ params["w2"] - batch["y"]) ** 2).mean()
+
+
+@pytest.mark.parametrize("loss", [shuffled_loss, picked_scan_loss])
+def test_samples_of_other_microbatches_have_no_stand_in(loss):
+    with pytest.raises(MicrobatchError) as info:
+        split_case(Case(sgd_of_state(loss), extra=typed_key), 2, per_microbatch=True)
+    assert "per_microbatch" not in str(info.value)
 
 
 def test_per_microbatch_is_exact_where_that_is_possible():
@@ -1132,6 +1288,5 @@ def test_number_that_is_none(method, count):
 
 @pytest.mark.parametrize("method", [DataParallel, ShardParallel])
 def test_unknown_semantics(method):
-    step, state, batch = parallel(method(num_microbatches=4, microbatch_semantics="fast"))
     with pytest.raises(AutoparError, match="(?s)semantics.*'fast'.*'exact', 'per_microbatch'"):
-        step.plan(state, batch)
+        method(num_microbatches=4, microbatch_semantics="fast")

@@ -96,6 +96,30 @@ def test_layers_are_told_from_their_work():
     assert layer_count(trace_step(lambda s, b: (s, b["x"].sum()), (state, batch)).jaxpr) == 0
 
 
+@pytest.mark.parametrize("count", [2, 3, 6])
+def test_single_layers_are_read_from_their_part(count):
+    """Behind the scan and before it; the gradient of a layer stands in its part."""
+
+    def step(state, batch):
+        def loss_fn(kernels):
+            x, _ = jax.lax.scan(
+                lambda x, k: (jnp.tanh(x @ k), None), batch @ kernels[1, ::2].T @ kernels[5, :4], kernels
+            )
+            return jnp.mean(x**2) + 0.1 * (kernels[0] ** 2).sum() + 0.2 * jnp.sin(kernels[-2, 1:3]).sum()
+
+        value, grads = jax.value_and_grad(loss_fn)(state)
+        return state - 0.1 * grads, value
+
+    rng = np.random.default_rng(0)
+    state = jnp.asarray(rng.normal(size=(LAYERS, WIDTH, WIDTH)), jnp.float32)
+    batch = jnp.asarray(rng.normal(size=(BATCH, WIDTH)), jnp.float32)
+    parts, got = run_in_parts(step, state, batch, count)
+    for a, b in zip(got, jax.jit(step)(state, batch), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+    assert [len(p) for p in parts.inputs] == [count, 1] and [len(p) for p in parts.outputs] == [count, 1]
+    assert "concatenate" not in [eqn.primitive.name for eqn in parts.jaxpr.eqns]
+
+
 def test_what_needs_all_layers_gets_them():
     """A stack that is also read whole stays one argument, and its parts are joined where all are needed."""
 

@@ -75,6 +75,7 @@ class ShardingRule:
         results: For each result, its dims.
         sizes: Global length of each factor.
         summed: Factors that no longer stand in the result because it is a sum over them: split, they make it partial.
+        picked: Those of them from which single elements are read: all terms but one are zeros.
         reduced: The same for other reductions, by name (`"max"`, `"min"`): split, the result is reduced at once.
         whole: Factors that may not be split (a sorted dim, a window, a dim cut unevenly).
         linear: Groups of operands in which the operation is linear: if all of one group are partial sums over an
@@ -90,6 +91,7 @@ class ShardingRule:
     results: tuple[Term, ...]
     sizes: Mapping[Factor, int]
     summed: tuple[Factor, ...] = ()
+    picked: tuple[Factor, ...] = ()
     reduced: Mapping[Factor, str] = field(default_factory=dict)
     whole: tuple[Factor, ...] = ()
     linear: tuple[tuple[int, ...], ...] = ()

@@ -1,0 +1,58 @@
+"""Single layers of a stack: `layers[0]` is read from the part that holds it, and its gradient is zero in the others.
+
+In:     a `slice`, or the `pad` that is its transpose, along the dim of layers, and the number of parts.
+Out:    which part it touches, if it is one; the slice of that part; the parts of the padded value.
+Method: ranges.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax import lax
+
+from autopar._jax import JaxprEqn
+
+
+def part_read(eqn: JaxprEqn, length: int, count: int) -> int | None:
+    """The one of `count` parts of a stack of `length` layers from which a slice reads; None: it is no such slice."""
+    if eqn.primitive.name != "slice" or eqn.invars[0].aval.shape[0] != length:
+        return None
+    return _one_part(eqn.params["start_indices"][0], eqn.params["limit_indices"][0], length // count)
+
+
+def part_padded(eqn: JaxprEqn, length: int, count: int) -> int | None:
+    """The one of `count` parts of a stack of `length` layers in which a padded value stands; None: it is no such pad."""
+    if eqn.primitive.name != "pad" or eqn.outvars[0].aval.ndim == 0 or eqn.outvars[0].aval.shape[0] != length:
+        return None
+    low, high, interior = eqn.params["padding_config"][0]
+    if low < 0 or high < 0 or interior:
+        return None
+    return _one_part(low, length - high, length // count)
+
+
+def _one_part(start: int, limit: int, size: int) -> int | None:
+    part = start // size
+    return int(part) if start < limit <= (part + 1) * size else None
+
+
+def slice_of_part(eqn: JaxprEqn, part: int, count: int) -> Callable[[jax.Array], jax.Array]:
+    """The slice, as a function of the part that it reads."""
+    params = eqn.params
+    first = part * (eqn.invars[0].aval.shape[0] // count)
+    starts = (params["start_indices"][0] - first, *params["start_indices"][1:])
+    limits = (params["limit_indices"][0] - first, *params["limit_indices"][1:])
+    return lambda rows: lax.slice(rows, starts, limits, params["strides"])
+
+
+def part_of_padded(eqn: JaxprEqn, part: int, number: int, count: int) -> Callable[[jax.Array, Any], jax.Array]:
+    """Part `number` of the padded value, which stands in `part`, as a function of the pad's operands."""
+    length, *rest = eqn.outvars[0].aval.shape
+    size = length // count
+    low, high, _ = eqn.params["padding_config"][0]
+    within = ((low - part * size, high - (count - 1 - part) * size, 0), *eqn.params["padding_config"][1:])
+    if number == part:
+        return lambda rows, value: lax.pad(rows, value, within)
+    return lambda _, value: lax.broadcast(value, (size, *rest))
