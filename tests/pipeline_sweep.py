@@ -35,18 +35,16 @@ SUBMESHES: dict[str, tuple[int, ...]] = {
 """Stages: the devices of each."""
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 MICROBATCHES = (1, 4, 16)
+TOO_FEW = "the step cannot be cut into so many stages."
 
 
 def with_batch_for(case: Case, num_microbatches: int) -> Case:
-    """The case, with every sample twice where its batch does not divide otherwise and the model takes another size."""
+    """The case, with every sample twice where its batch does not divide otherwise."""
     sizes = {leaf.shape[0] for leaf in jax.tree.leaves(case.batches[0])}
-    if all(size % num_microbatches == 0 for size in sizes) or any(2 * size % num_microbatches for size in sizes):
+    fits = all(size % num_microbatches == 0 for size in sizes)
+    if fits or case.fixed_batch or any(2 * size % num_microbatches for size in sizes):
         return case
     twice = tuple(jax.tree.map(lambda x: np.concatenate([x, x]), batch) for batch in case.batches)
-    try:
-        jax.eval_shape(case.step, case.state, twice[0])
-    except TypeError:  # it says its batch's size
-        return case
     return dataclasses.replace(case, name=f"{case.name} twice", batches=twice)
 
 
@@ -133,10 +131,12 @@ def _report(case: Case, stages: str, schedule: str, num_microbatches: int) -> bo
             f"ok     {outcome.error:.1e}  {outcome.num_collectives:5d} collectives  {outcome.seconds:6.1f} s",
             True,
         )
-    except (autopar.errors.BatchError, autopar.errors.MicrobatchError) as error:
-        text, good = f"n/a    {error.summary}", True
+    except autopar.errors.MicrobatchError as error:
+        text, good = f"n/a    {case.refused or error}", bool(case.refused)
+    except autopar.errors.BatchError as error:
+        text, good = f"n/a    {error.summary}", case.fixed_batch
     except autopar.errors.PipelineError as error:
-        text, good = f"n/a    {error.summary}", True
+        text, good = f"n/a    {error.summary}", error.summary == TOO_FEW
     except Exception as error:
         traceback.print_exc()
         text, good = f"FAILED {type(error).__name__}: {str(error)[:300]}", False

@@ -230,7 +230,9 @@ def _report(case: Case, mesh: str, method: str, num_microbatches: int) -> bool:
             f"ok     {outcome.error:.1e}  {outcome.num_collectives:5d} collectives  {outcome.seconds:6.1f} s",
             True,
         )
-    except (autopar.errors.BatchError, autopar.errors.MicrobatchError) as error:
+    except autopar.errors.MicrobatchError as error:
+        text, good = f"n/a    {case.refused or error}", bool(case.refused)
+    except autopar.errors.BatchError as error:
         text, good = f"n/a    {error.summary}", True
     except Exception as error:
         traceback.print_exc()

@@ -45,7 +45,7 @@ def log_probabilities(params, ids):
     return jnp.take_along_axis(table, ids[:, 1:, None], axis=-1)[..., 0]
 
 
-@case("preference_pairs")
+@case("preference_pairs", refused="chosen samples stand behind rejected ones in one array: not built yet")
 def preference_pairs():
     """DPO: a chosen and a rejected answer, a frozen reference model, both answers in one call."""
     reference = params_of(np.random.default_rng(0))
@@ -99,7 +99,10 @@ def generate(params, prompt, key):
     return ids
 
 
-@case("policy_gradient_generation")
+@case(
+    "policy_gradient_generation",
+    refused="the second of two updates waits for the first one's gradient over all samples",
+)
 def policy_gradient_generation():
     """The step generates with a cache, rewards its own text within groups, and takes two clipped updates in a scan."""
     params = params_of(np.random.default_rng(2))
@@ -133,7 +136,9 @@ def policy_gradient_generation():
     return step, state, batches(lambda random: tokens(random, BATCH, PROMPT, vocabulary=VOCABULARY))
 
 
-@case("self_distillation_average")
+@case(
+    "self_distillation_average", refused="two views of the samples stand behind each other in one array: not built yet"
+)
 def self_distillation_average():
     """A teacher that is the moving average of the student; two views by random crops; a running center."""
     random = np.random.default_rng(5)

@@ -98,7 +98,7 @@ def block_attention(q, k, v):
     return jnp.swapaxes(out / total[..., None], 1, 2)
 
 
-@case("block_attention_chunked_loss")
+@case("block_attention_chunked_loss", fixed_batch=True)
 def block_attention_chunked_loss():
     """Logits of 4 positions at a time: `lax.map` over chunks with remat, so that they are never all there."""
 
@@ -121,7 +121,7 @@ def block_attention_chunked_loss():
     return trained(loss_fn, params_of(np.random.default_rng(1), 48), adamw(), text(48))
 
 
-@case("packed_documents")
+@case("packed_documents", fixed_batch=True)
 def packed_documents():
     """Several documents a row, told apart by segment; `jax.nn.dot_product_attention`; one loss for each document."""
 

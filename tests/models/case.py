@@ -18,6 +18,8 @@ class Case:
         batches: Three; every leaf's leading dim is the batch.
         tolerance: Largest difference from plain `jax.jit`, relative to the scale of each leaf.
         why: Why the tolerance is more than 1e-5.
+        fixed_batch: Whether the step says how many samples its batch has.
+        refused: What of it cannot be worked through in microbatches exactly; "" if all can.
     """
 
     name: str
@@ -26,3 +28,5 @@ class Case:
     batches: tuple[Any, ...]
     tolerance: float = 1e-5
     why: str = ""
+    fixed_batch: bool = False
+    refused: str = ""

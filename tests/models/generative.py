@@ -84,7 +84,7 @@ def diffusion():
     return step, state, batches(samples)
 
 
-@case("gan_two_optimizers")
+@case("gan_two_optimizers", refused="batch statistics")
 def gan_two_optimizers():
     random = np.random.default_rng(2)
     params = on_device(

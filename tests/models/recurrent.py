@@ -169,7 +169,7 @@ def linear_attention_cumsum():
     return trained(loss_fn, params, adamw(), lambda random: tokens(random, BATCH, LENGTH, vocabulary=VOCABULARY))
 
 
-@case("fixed_point_loops")
+@case("fixed_point_loops", refused="a loop ends when the last sample has converged")
 def fixed_point_loops():
     """A while loop to a fixed point, its gradient by another (an implicit layer), and a fori_loop in front."""
     random = np.random.default_rng(5)

@@ -26,13 +26,13 @@ FILES = (
 CASES: dict[str, Callable[[], Case]] = {}
 
 
-def case(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def case(name: str, **facts: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Make the decorated function, which returns (step, state, batches[, tolerance, why]), a case of this name."""
 
     def add(build: Callable[..., Any]) -> Callable[..., Any]:
         if name in CASES:
             raise ValueError(f"there are two models called {name!r}.")
-        CASES[name] = lambda: Case(name, *build())
+        CASES[name] = lambda: Case(name, *build(), **facts)
         return build
 
     return add

@@ -242,7 +242,7 @@ def llama_bfloat16():
     return *llama(jnp.bfloat16), 0.2, why
 
 
-@case("t5_relative_adafactor")
+@case("t5_relative_adafactor", fixed_batch=True)
 def t5_relative_adafactor():
     random = np.random.default_rng(5)
     params = gpt_params(random, [block_params(random) for _ in range(2)])
@@ -266,7 +266,7 @@ def t5_relative_adafactor():
     return *trained(loss_fn, params, optax.adafactor(1e-2, min_dim_size_to_factor=16)), 3e-5, why
 
 
-@case("gpt_gradient_accumulation")
+@case("gpt_gradient_accumulation", fixed_batch=True, refused="3 trips over samples are no 4 microbatches")
 def gpt_gradient_accumulation():
     random = np.random.default_rng(6)
     params = on_device(gpt_params(random, block_params(random, 2)))
@@ -312,7 +312,7 @@ def lora():
     return step, {"frozen": frozen, "factors": factors, "opt_state": optimizer.init(factors)}, batches(text)
 
 
-@case("two_towers")
+@case("two_towers", refused="a loss over pairs of samples")
 def two_towers():
     """Every sample against every other: the loss joins the whole batch."""
     random = np.random.default_rng(8)

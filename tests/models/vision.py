@@ -52,7 +52,7 @@ class ResNet(nn.Module):
         return nn.Dense(10)(x.mean((1, 2)))
 
 
-@case("resnet_batchnorm")
+@case("resnet_batchnorm", refused="batch statistics")
 def resnet_batchnorm():
     model = ResNet()
     variables = model.init(jax.random.key(0), jnp.zeros((1, 8, 8, 3)))
@@ -148,7 +148,7 @@ def equinox_unet():
     return step, {"params": params, "opt_state": optimizer.init(params)}, batches(make)
 
 
-@case("wide_resnet_plain")
+@case("wide_resnet_plain", refused="batch statistics")
 def wide_resnet_plain():
     random = np.random.default_rng(3)
 
