@@ -569,3 +569,27 @@ def test_gradients_accumulated_by_the_user():
     assert all(stage.layers for stage in compiled.plan.stages)
     check_programs(compiled)
     check_steps(case, compiled)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [autopar.PipelineParallel(num_stages=2, num_microbatches=4), autopar.ShardParallel(mesh_shape=(2, 2))],
+    ids=["pipeline", "one mesh"],
+)
+def test_loops_that_end_for_each_sample(method):
+    """`vmap` of a while, in the model and in the random numbers that are drawn until one is accepted."""
+    plain = marked(32, num_layers=4, after=())
+
+    def root(a):
+        return jax.lax.while_loop(lambda x: jnp.abs(x * x - a) > 1e-4, lambda x: 0.5 * (x + a / x), a)
+
+    def step(params, batch):
+        noise = jax.random.gamma(jax.random.key(3), 0.7, batch["x"].shape)
+        target = jax.vmap(root)(1 + jnp.abs(batch["y"][:, 0]) * jnp.arange(1.0, 9.0))
+        batch = {"x": batch["x"] * noise, "y": jnp.broadcast_to(target[:, None], batch["y"].shape)}
+        return plain.step(params, batch)
+
+    case = dataclasses.replace(plain, name="loops", step=step)
+    cluster = autopar.Cluster.local(jax.devices()[:4], device=SLOW, intra=QUICK)
+    parallel = autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,))
+    check_steps(case, parallel.compile(case.state, case.batches[0]))

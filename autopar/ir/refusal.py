@@ -12,6 +12,7 @@ from autopar._jax import JaxprEqn, Var
 from autopar.errors import MicrobatchError
 from autopar.ir.pieces import Cut, Extreme, Share, Sum, Whole
 from autopar.ir.source import source_line
+from autopar.ir.structure import scan_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def refusal(cause: Cause, eqn: JaxprEqn, share: Share, count: int, can_stand_in:
             do += (
                 ", or put the samples that belong together side by side: jnp.stack([a, b], 1).reshape(-1, *a.shape[1:])"
             )
-        case "scan" if isinstance(share, Cut | Whole):
+        case "scan" if isinstance(share, Cut | Whole) and _goes_by_trips(cause):
             wrong = (
                 f"it goes over samples trip by trip (operand of shape {shape}), and from trip to trip it carries more "
                 "than sums, or its trips do not divide into microbatches."
@@ -72,3 +73,9 @@ def refusal(cause: Cause, eqn: JaxprEqn, share: Share, count: int, can_stand_in:
         operation=str(cause.eqn.primitive),
         source=source_line(cause.eqn),
     )
+
+
+def _goes_by_trips(cause: Cause) -> bool:
+    """Whether the operand of a scan is what goes from trip to trip, or what each trip has its row of."""
+    parts = scan_parts(cause.eqn)
+    return all(cause.operand is not outer for outer, _ in parts.consts)
