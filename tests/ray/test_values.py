@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.errors import DonatedError
+from autopar.errors import DonatedError, WorkerError
 from autopar.runtime.ray.handles import RemoteArray
 from tests.models.registry import CASES
+from tests.ray.cluster import make_cluster
 from tests.small_mlp import make_batch, make_params, train_step
 from tests.sweep import QUICK, SLOW, _host
 
@@ -101,6 +102,52 @@ def test_without_donation_the_old_state_stays(clusters):
     one, two = step(first, case.batches[1]), step(first, case.batches[1])
     assert_same(one, two)
     assert not any(x.is_deleted() for x in jax.tree.leaves(first))
+
+
+@pytest.fixture
+def own_cluster(ray_started):
+    """A cluster whose workers are no other test's."""
+    cluster = make_cluster(1, 2)
+    yield cluster
+    cluster.machine.close()
+
+
+def pass_on(cluster, change, donated):
+    """A step whose state has parts that it does not train."""
+
+    def step(state, batch):
+        params, loss = train_step(state["params"], batch)
+        return {"params": params} | change(state), loss
+
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=2)
+    return autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,), donate_argnums=donated)
+
+
+def test_what_a_step_passes_on_survives_the_next(own_cluster):
+    """Two handles of one array: a step that takes the memory of one leaves the other alone, as plain jit does."""
+    keep = pass_on(own_cluster, lambda s: {"frozen": s["frozen"], "twice": s["frozen"]}, ())
+    take = pass_on(own_cluster, lambda s: {"frozen": s["frozen"] * 2, "twice": s["twice"] + 1}, (0,))
+    batch, ones = make_batch(4, 8), np.ones(3, np.float32)
+    first, _ = keep({"params": make_params(2, 8), "frozen": ones, "twice": ones}, batch)
+    second, _ = keep(first, batch)
+    third, _ = take(second, batch)
+    np.testing.assert_array_equal(np.asarray(first["frozen"]), ones)
+    np.testing.assert_array_equal(np.asarray(first["twice"]), ones)
+    np.testing.assert_array_equal(np.asarray(third["frozen"]) + np.asarray(third["twice"]), 4 * ones)
+
+
+def test_a_look_that_fails_ends_nothing(own_cluster):
+    import ray
+
+    step = pass_on(own_cluster, lambda s: {}, ())
+    state, _ = step({"params": make_params(2, 8)}, make_batch(4, 8))
+    leaf, other = state["params"]
+    copy = leaf.parts[0].copies[0]
+    ray.get(step.latest().executable.workers._actors[0].drop.remote([copy.key]))
+    with pytest.raises(WorkerError, match="KeyError(.*\n)*.*the workers go on"):
+        np.asarray(leaf)
+    assert np.asarray(other).shape == (8, 8)
+    step({"params": make_params(2, 8)}, make_batch(4, 8))
 
 
 def test_what_no_one_holds_is_let_go_of(clusters):

@@ -68,11 +68,11 @@ class RayStep:
         self.workers: Workers = machine.workers(job.layout, lambda: Workers(machine, job.layout))
         self.programs = {program.name: program for own in job.programs.values() for program in own}
         self._number = self.workers.number()[0]
-        self._kept: dict[MeshId, list[BufferId]] = {mesh: [] for mesh in job.streams}
+        self._kept: dict[MeshId, list[int]] = {mesh: [] for mesh in job.streams}
         self._fetched: list[BufferId] = []
         for k, at in enumerate(job.results):
-            if at is not None and k in interface.kept and at not in self._kept[job.mesh_of[at]]:
-                self._kept[job.mesh_of[at]].append(at)
+            if at is not None and k in interface.kept:
+                self._kept[job.mesh_of[at]].append(k)
             if at is not None and k not in interface.kept and at not in self._fetched:
                 self._fetched.append(at)
         self._holders = {at: holders_of(job.types[at], self.workers.seats_on(job.mesh_of[at])) for at in self._fetched}
@@ -112,7 +112,7 @@ class RayStep:
             microbatches=tuple(microbatch_of(instruction, job) for instruction in job.streams[mesh]),
             numbers={at: number for at, number in job.numbers.items() if job.mesh_of[at] == mesh},
             entries=tuple((entry.buffer, job.donated[entry.argument]) for entry in self._entries[mesh]),
-            kept=tuple(self._kept[mesh]),
+            kept=tuple(at for at in map(job.results.__getitem__, self._kept[mesh]) if at is not None),
             fetched=tuple((at, self._devices(at, seat)) for at in self._fetched if self._devices(at, seat)),
         )
 
@@ -220,14 +220,15 @@ class RayStep:
             own = {number: next(tiles[number]) for number in self._holders[at]}
             here[at] = jnp.asarray(joined(job.types[at], self._holders[at], own))
         there = {
-            at: Part((Copy(self.workers, mesh, job.types[at], key),))
-            for mesh, buffers in self._kept.items()
-            for key, at in zip(keep[mesh], buffers, strict=True)
+            k: Part((Copy(self.workers, mesh, job.types[at], key),))
+            for mesh, results in self._kept.items()
+            for key, k in zip(keep[mesh], results, strict=True)
+            if (at := job.results[k]) is not None
         }
         found: list[Any] = []
         for positions in self._interface.stacks.outputs:
             if positions[0] in self._interface.kept and job.results[positions[0]] is not None:
-                found.append(RemoteArray([there[job.results[k]] for k in positions]))  # type: ignore[index]
+                found.append(RemoteArray([there[k] for k in positions]))
                 continue
             parts = [self._value(k, here) for k in positions]
             found.append(parts[0] if len(parts) == 1 else jnp.concatenate(parts))

@@ -22,6 +22,7 @@ RESTART = (
     "restore the state from a checkpoint, or begin anew: the workers of this job have been ended, and the step "
     "starts new ones when it is called."
 )
+GOES_ON = "the workers go on: call the step, or fetch another array."
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,11 @@ class Failure:
 
 
 def worker_error(
-    failure: Failure, seats: Sequence[Seat], positions: Mapping[int, Position], job: Job | None
+    failure: Failure,
+    seats: Sequence[Seat],
+    positions: Mapping[int, Position],
+    job: Job | None,
+    goes_on: bool = False,
 ) -> WorkerError:
     """The one error that the user sees.
 
@@ -51,6 +56,7 @@ def worker_error(
         seats: Of all workers.
         positions: Where the others stand.
         job: What they were at; None: nothing with instructions.
+        goes_on: Whether the workers were not ended.
     """
     seat = seats[failure.worker]
     waiting = _waiting(seats, positions, job)
@@ -68,7 +74,7 @@ def worker_error(
         "a worker failed.",
         given=_joined(f"{seat}" + (f", before: {instruction}" if instruction is not None else ""), waiting),
         wrong=f"{wrong}.",
-        do=RESTART,
+        do=GOES_ON if goes_on else RESTART,
         worker=str(seat),
         stage=instruction.stage if isinstance(instruction, Run) else seat.mesh,
         instruction=None if instruction is None else str(instruction),

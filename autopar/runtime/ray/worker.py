@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import os
 import socket
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -228,7 +230,16 @@ class Worker:
             parts = zip(next(values), loaded.boxes[number], strict=True)
             held[at] = loaded.place[number]([unpack(data, box_shape(box), dtype) for data, box in parts])
         self.drop(call.dropped)
+        self._part_from_others(loaded.share.entries, held)
         return held
+
+    def _part_from_others(self, entries: Sequence[tuple[BufferId, bool]], held: Held) -> None:
+        """What programs take over must be no one else's: state that a step only passes on is one array under two keys."""
+        users = Counter(map(id, self.arrays.values())) + Counter(id(held[at]) for at, _ in entries)
+        for at, taken in entries:
+            if taken and users[id(held[at])] > 1:
+                users[id(held[at])] -= 1
+                held[at] = jnp.array(held[at], copy=True)
 
     def _parts(self, array: jax.Array, kind: BufferType, devices: Sequence[int]) -> list[np.ndarray]:
         data = {shard.device: shard.data for shard in array.addressable_shards}

@@ -173,7 +173,12 @@ class Workers:
         return range(found[0], found[0] + count) if found else range(0)
 
     def call(
-        self, method: str, arguments: Mapping[int, tuple[Any, ...]], silence_seconds: float | None = None, job: int = -1
+        self,
+        method: str,
+        arguments: Mapping[int, tuple[Any, ...]],
+        silence_seconds: float | None = None,
+        job: int = -1,
+        harmless: bool = False,
     ) -> dict[int, Any]:
         """Call a method of several workers at the same time, and wait for all.
 
@@ -182,9 +187,10 @@ class Workers:
             arguments: By worker.
             silence_seconds: How long they may not answer to anything; None: as the machine says.
             job: Which job's stream they are at, for messages of errors.
+            harmless: Whether they are as they were, also if the method raises.
 
         Raises:
-            WorkerError: One of them failed. All have ended.
+            WorkerError: One of them failed. All have ended, unless it was harmless.
         """
         if self.closed:
             raise ended()
@@ -195,11 +201,15 @@ class Workers:
                 zip(numbers, self._wait(numbers, refs, silence_seconds or self._machine.silence_seconds), strict=True)
             )
         except _FailedError as failed:
-            error = worker_error(failed.failure, self.seats, self._positions(failed.failure), self._jobs.get(job))
-            self.close()
-            raise error from failed.failure.cause
+            failure = failed.failure
+            goes_on = harmless and failure.how == "raised"
+            error = worker_error(failure, self.seats, self._positions(failure), self._jobs.get(job), goes_on)
+            if not goes_on:
+                self.close()
+            raise error from failure.cause
         except BaseException:
-            self.close()  # the streams are half done: what the workers hold is of no use any more
+            if not harmless:
+                self.close()  # the streams are half done: what the workers hold is of no use any more
             raise
 
     def _wait(self, numbers: Sequence[int], refs: Sequence[Any], silence_seconds: float) -> list[Any]:
@@ -258,9 +268,10 @@ class Workers:
     # Arrays.
 
     def fetch(self, mesh: MeshId, key: int, kind: BufferType) -> np.ndarray:
-        """The whole of an array."""
+        """The whole of an array; if that fails, the workers go on."""
         parts = holders_of(kind, self._of_mesh[mesh])
-        tiles = self.call("fetch", {n: (key, kind, [device for device, _ in own]) for n, own in parts.items()})
+        asked = {n: (key, kind, [device for device, _ in own]) for n, own in parts.items()}
+        tiles = self.call("fetch", asked, harmless=True)
         return joined(kind, parts, tiles)
 
     def seats_on(self, mesh: MeshId) -> list[Seat]:
