@@ -161,7 +161,8 @@ class Cluster:
             device: Rates to plan with; by default the catalog's for this kind of device.
             intra: Link within a host; by default the catalog's.
             inter: Link between hosts; by default the catalog's.
-            wait_seconds: How long a worker waits for a message of another before the step fails.
+            wait_seconds: How long a worker may stand at one place of a step, at a message of another or a program, before
+                the step fails.
             silence_seconds: How long a worker may not answer before it counts as hung.
             start_seconds: How long the workers may take to start.
 

@@ -37,7 +37,7 @@ class RayMachine:
         hosts: In the order of the cluster's devices.
         devices_per_host: Devices taken of each.
         accelerator: What Ray calls the GPUs; None: the devices are virtual CPU devices.
-        wait_seconds: How long a worker waits for a message of another.
+        wait_seconds: How long a worker may stand at one place of a step: a message of another, or a program.
         silence_seconds: How long a worker may not answer before it counts as hung.
         start_seconds: How long workers may take to start.
         groups: Workers that were started, by the devices of their meshes.

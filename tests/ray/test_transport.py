@@ -113,7 +113,7 @@ def test_every_dtype(dtype, target, transports):
     for step in (3, 4):
         send(step, arrays)
         got = receive(step)
-        sender.flush()
+        sender.flush(lambda: None)
         for value, array, (_, kind) in zip(values, got, pairs, strict=True):
             assert array.sharding == places[1].sharding(kind) and array.dtype == value.dtype
             np.testing.assert_array_equal(np.asarray(array).astype(np.complex64), value.astype(np.complex64))
@@ -130,7 +130,7 @@ def test_copies_per_byte(taken):
     value = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
     sender.sender(message)(0, [jax.device_put(value, places[0].sharding(kind))])
     got = receiver.receivers([message])[0](0)[0]
-    sender.flush()
+    sender.flush(lambda: None)
     np.testing.assert_array_equal(got, value)
     assert sender.sent_bytes == value.nbytes
     assert sender.copied_bytes + receiver.copied_bytes <= 2 * value.nbytes
@@ -154,7 +154,7 @@ def test_memory_that_is_taken_over_later(transports):
         kept = np.array(got)
         negate(got)
         np.testing.assert_array_equal(kept, value)
-    sender.flush()
+    sender.flush(lambda: None)
 
 
 def test_messages_that_are_wanted_in_another_order():
@@ -171,10 +171,10 @@ def test_messages_that_are_wanted_in_another_order():
             sends[number](step, [jax.device_put(value, places[0].sharding(kind))])
         for number in (1, 3, 0, 2):
             np.testing.assert_array_equal(receives[number](step)[0], np.full(SHAPE, 10 * step + number))
-        receiver.flush()
+        receiver.flush(lambda: None)
     sends[0](2, [jax.device_put(np.zeros(SHAPE, np.float32), places[0].sharding(kind))])
     with pytest.raises(WaitError, match="message of worker 0"):
-        receiver.flush()
+        receiver.flush(lambda: None)
 
 
 def test_a_message_that_does_not_come():
@@ -194,7 +194,7 @@ def test_an_error_of_the_sending_thread_is_told():
         0, [jax.device_put(np.zeros(SHAPE, "f4"), places[0].sharding(kind))]
     )
     with pytest.raises(ZeroDivisionError):
-        sender.flush()
+        sender.flush(lambda: None)
 
 
 def test_mailbox_waits():

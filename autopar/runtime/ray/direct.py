@@ -119,12 +119,13 @@ class Direct:
             found.update(self._lane(own))
         return found
 
-    def flush(self) -> None:
+    def flush(self, on_progress: Callable[[], None]) -> None:
         """As of `Transport`; waits for what is received, too."""
         for (source, target), channel in self._channels.items():
             if not channel.wait(self._wait_seconds):
                 other = target if source == self._seat.mesh else source
                 raise WaitError(min(self._owner[other].values()), self._wait_seconds)
+            on_progress()
 
     def _lane(self, messages: Sequence[Message]) -> dict[int, Receive]:
         """The messages of one pair, in the order in which they come."""

@@ -171,7 +171,7 @@ class RayStep:
             )
         for copy in taken:
             copy.is_deleted = True
-        made = self.workers.call("run", calls, job=self._number)
+        made = self.workers.run(calls, self._number)
         return self._results(made, keep)
 
     def _parts(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Copy]]:
@@ -220,10 +220,9 @@ class RayStep:
             own = {number: next(tiles[number]) for number in self._holders[at]}
             here[at] = jnp.asarray(joined(job.types[at], self._holders[at], own))
         there = {
-            k: Part((Copy(self.workers, mesh, job.types[at], key),))
+            k: Part((Copy(self.workers, mesh, self._result_type(k), key),))
             for mesh, results in self._kept.items()
             for key, k in zip(keep[mesh], results, strict=True)
-            if (at := job.results[k]) is not None
         }
         found: list[Any] = []
         for positions in self._interface.stacks.outputs:
@@ -233,6 +232,11 @@ class RayStep:
             parts = [self._value(k, here) for k in positions]
             found.append(parts[0] if len(parts) == 1 else jnp.concatenate(parts))
         return found
+
+    def _result_type(self, result: int) -> BufferType:
+        at = self.job.results[result]
+        assert at is not None, "a constant does not stay on the workers"
+        return self.job.types[at]
 
     def _value(self, result: int, here: Mapping[BufferId, jax.Array]) -> jax.Array:
         at = self.job.results[result]

@@ -63,8 +63,11 @@ class Transport(Protocol):
         """How this worker receives its share of all messages of a job, by number."""
         ...
 
-    def flush(self) -> None:
+    def flush(self, on_progress: Callable[[], None]) -> None:
         """Wait until all that was sent has left.
+
+        Args:
+            on_progress: Called after each message that has.
 
         Raises:
             Exception: What went wrong with it.
@@ -186,10 +189,11 @@ class ObjectStore:
 
         return receive
 
-    def flush(self) -> None:
+    def flush(self, on_progress: Callable[[], None]) -> None:
         """As of `Transport`."""
         for future in self._leaving:
             future.result()
+            on_progress()
         self._leaving.clear()
 
 

@@ -8,8 +8,10 @@ Method: the stream is turned into calls of compiled programs, as in `runtime/pip
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -50,7 +52,7 @@ class Worker:
 
     def __init__(self, seat: Seat, wait_seconds: float):
         self.seat, self._wait_seconds = seat, wait_seconds
-        self.position = Position(0, None)
+        self.position, self._since = Position(0, None), time.monotonic()
         self.arrays: dict[Key, jax.Array] = {}
         self.loaded: dict[int, _Loaded] = {}
         self._mailbox = Mailbox()
@@ -63,7 +65,7 @@ class Worker:
 
     def where(self) -> Position:
         """Where it stands; that it answers says that it lives."""
-        return self.position
+        return dataclasses.replace(self.position, seconds=time.monotonic() - self._since)
 
     def pid(self) -> int:
         """Its process."""
@@ -202,22 +204,28 @@ class Worker:
         """
         loaded = self.loaded[call.job]
         share = loaded.share
+        self._stand(0)
         try:
             held = self._begin(loaded, call)
             for at, (instruction, act) in enumerate(zip(share.stream, loaded.acts, strict=True)):
                 awaited = instruction.message if isinstance(instruction, Recv) else None
-                self.position = Position(at, awaited)
+                self._stand(at, awaited)
                 act(call.step, held)
-            self.position = Position(len(share.stream), None)
+            self._stand(len(share.stream))
             for transport in self._transports():
-                transport.flush()
+                transport.flush(lambda: self._stand(len(share.stream)))
             for key, at in zip(call.keep, share.kept, strict=True):
                 self.arrays[key] = held[at]
             results = [self._parts(held[at], share.types[at], devices) for at, devices in share.fetched]
-            jax.block_until_ready([held[at] for at in share.kept])
+            for at in share.kept:
+                jax.block_until_ready(held[at])
+                self._stand(len(share.stream))
             return results
         except Exception as error:
             raise self._failure(error, share, call.step) from error
+
+    def _stand(self, at: int, awaited: int | None = None) -> None:
+        self.position, self._since = Position(at, awaited), time.monotonic()
 
     def _begin(self, loaded: _Loaded, call: StepCall) -> Held:
         held = dict(loaded.numbers)
