@@ -22,7 +22,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.errors import ClusterError, WorkerError
+from autopar.errors import ClusterError, NodeLostError, WorkerError
 from autopar.mesh.ray_nodes import RayMachine
 from autopar.plan.instructions import MeshId
 from autopar.runtime.ray.direct import Pair
@@ -56,7 +56,7 @@ class Workers:
         """Start them.
 
         Raises:
-            ClusterError: Ray has no room for them.
+            ClusterError: Ray has no room for them; NodeLostError: a node has gone.
         """
         self.layout, self.closed = layout, False
         self.on_gpu = machine.accelerator is not None
@@ -129,11 +129,12 @@ class Workers:
                 f"{', '.join(str(self._bundle(seat)) for seat in own)}"
             )
             if node.node not in (n["NodeID"] for n in ray.nodes() if n["Alive"]):
-                raise ClusterError(
+                raise NodeLostError(
                     "a node of the cluster is lost.",
                     given=given,
                     wrong="Ray says that this node is not alive any more.",
                     do="call Cluster.ray(...) again: it takes the nodes that are left.",
+                    node=node.address,
                 )
             if time.monotonic() > deadline:
                 raise ClusterError(
