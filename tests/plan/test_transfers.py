@@ -63,12 +63,12 @@ def test_a_scalar_crosses_once_and_is_handed_on():
     assert plan.num_elements == 1 and plan.forwards == ((0, 1), (0, 2))
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_arrays_arrive(seed):
+@pytest.mark.parametrize("seed, shape", [*((seed, SHAPE) for seed in range(6)), (6, (0, 24)), (7, (0, 24))])
+def test_arrays_arrive(seed, shape):
     rng = np.random.default_rng(seed)
     devices = jax.devices()
     small = [pair for pair in PAIRS if pair[0].num_devices + pair[1].num_devices <= 8]
-    value = rng.normal(size=SHAPE).astype(np.float32)
+    value = rng.normal(size=shape).astype(np.float32)
     for k in rng.choice(len(small), 6, replace=False):
         source_mesh, target_mesh, source, target = small[k]
         kinds = []
@@ -76,7 +76,7 @@ def test_arrays_arrive(seed):
             own = np.array(devices[first : first + of.num_devices]).reshape(of.shape)
             places = jax.sharding.Mesh(own, of.axis_names)
             spec = partition_spec(sharding)
-            kinds.append(ArrayType(SHAPE, np.dtype(np.float32), jax.sharding.NamedSharding(places, spec)))
+            kinds.append(ArrayType(shape, np.dtype(np.float32), jax.sharding.NamedSharding(places, spec)))
         move = make_transfer(kinds[0], source, source_mesh, target, target_mesh, kinds[1])
         got = move(jax.device_put(value, kinds[0].sharding))
         assert got.sharding.is_equivalent_to(kinds[1].sharding, 2)

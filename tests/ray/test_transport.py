@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import queue
 import threading
 
 import jax
@@ -14,12 +13,12 @@ import numpy as np
 import pytest
 
 from autopar.mesh import LogicalMesh, Sharding
-from autopar.runtime.ray.direct import Direct
+from autopar.runtime.ray.direct import AHEAD, Begun, Direct
 from autopar.runtime.ray.job import BufferType
 from autopar.runtime.ray.parcels import Message, box_shape, parcels_of
 from autopar.runtime.ray.seats import seats_of
 from autopar.runtime.ray.transport import Mailbox, ObjectStore, WaitError, aligned, on_devices
-from tests.ray.kinds import DTYPES, SHAPE, kinds
+from tests.ray.kinds import DTYPES, EMPTY, SHAPE, kinds
 
 
 class Here:
@@ -37,53 +36,59 @@ class Here:
 
 
 class Pipe:
-    """A channel in one process: groups in the order in which they were sent."""
+    """A channel in one process, of all its workers: from device to device in the order in which was sent."""
 
     def __init__(self, devices):
-        self.groups, self.devices = queue.Queue(), devices
+        self.lanes, self.devices = collections.defaultdict(collections.deque), devices
 
-    def send(self, tiles):
-        group = collections.defaultdict(collections.deque)
+    def rehearse(self, tiles, wanted):
+        return [jax.device_put(np.zeros(w.shape, w.dtype), self.devices[w.target]) for w in wanted]
+
+    def reserve(self, together):
+        assert len(together) <= AHEAD + 1
+
+    def send(self, message, tiles):
         for tile, source, target in tiles:
-            group[source, target].append(tile)
-        self.groups.put(group)
+            self.lanes[source, target].append((message, tile))
 
-    def receive(self, wanted):
-        group = self.groups.get(timeout=10)
-        assert sum(map(len, group.values())) == len(wanted), "what is sent is what is received"
+    def receive(self, message, wanted):
         found = []
         for want in wanted:
-            tile = group[want.source, want.target].popleft()
-            assert (tile.shape, tile.dtype) == (want.shape, want.dtype)
-            found.append(jax.device_put(tile, self.devices[want.target]))
+            number, tile = self.lanes[want.source, want.target].popleft()
+            assert (number, tile.shape, tile.dtype) == (message, want.shape, want.dtype)
+            found.append(jax.device_put(np.array(tile), self.devices[want.target]))
         return found
 
-    def wait(self, seconds):
-        return self.groups.empty()
+    def wait(self, seconds, on_progress, behind=0):
+        left = [Begun(lane[0][0], True, (target,)) for (_, target), lane in self.lanes.items() if lane]
+        return left[0] if left and not behind else None
 
 
-def direct(source, target, wait_seconds=20.0):
-    """The transport of GPUs, over a channel that is none of NCCL's."""
-    seats = seats_of(((0, source.num_devices), (8, target.num_devices)), 8)
+def sides_of(source, target, devices_per_host):
+    """Workers of two meshes, and their devices, which are of this process."""
+    seats = seats_of(((0, source.num_devices), (8, target.num_devices)), devices_per_host)
     sides = [jax.devices()[: source.num_devices], jax.devices()[-target.num_devices :]]
-    places = [Here(side, seat) for side, seat in zip(sides, seats, strict=True)]
-    owner = {seat.mesh: dict.fromkeys(seat.devices, seat.number) for seat in seats}
+    return seats, sides, [Here(sides[seat.mesh], seat) for seat in seats]
+
+
+def direct(source, target, wait_seconds=20.0, devices_per_host=8):
+    """The transport of GPUs, over a channel that is none of NCCL's."""
+    seats, sides, places = sides_of(source, target, devices_per_host)
+    owner = {mesh: {d: s.number for s in seats if s.mesh == mesh for d in s.devices} for mesh in (0, 1)}
     channels = {(0, 1): Pipe(sides[1])}
     made = [Direct(seat, place, channels, owner, wait_seconds) for seat, place in zip(seats, places, strict=True)]
     return seats, places, made
 
 
-def through_store(source, target, wait_seconds=20.0):
+def through_store(source, target, wait_seconds=20.0, devices_per_host=8):
     """The transport through Ray's object store, without Ray."""
-    seats = seats_of(((0, source.num_devices), (8, target.num_devices)), 8)
-    sides = [jax.devices()[: source.num_devices], jax.devices()[-target.num_devices :]]
+    seats, _, places = sides_of(source, target, devices_per_host)
     boxes = [Mailbox() for _ in seats]
 
     def post(number):
         return lambda step, message, sender, tiles: boxes[number].put((step, message, sender), tiles)
 
     posts = {seat.number: post(seat.number) for seat in seats}
-    places = [Here(side, seat) for side, seat in zip(sides, seats, strict=True)]
     made = [
         ObjectStore(seat, place, box, posts, wait_seconds)
         for seat, place, box in zip(seats, places, boxes, strict=True)
@@ -92,22 +97,22 @@ def through_store(source, target, wait_seconds=20.0):
 
 
 def message_of(have, want, seats, overwritten=False, taken=False):
-    parcels = parcels_of(have, want, seats[:1], seats[1:])
+    parcels = parcels_of(have, want, [s for s in seats if s.mesh == 0], [s for s in seats if s.mesh == 1])
     count = len(have)
     return Message(0, 0, 1, 0, tuple(have), tuple(want), parcels, (overwritten,) * count, (taken,) * count)
 
 
 @pytest.mark.parametrize("transports", [through_store, direct])
 @pytest.mark.parametrize("target", [LogicalMesh((3,)), LogicalMesh((4,))], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype(dtype, target, transports):
+@pytest.mark.parametrize("dtype, shape", [*((dtype, SHAPE) for dtype in DTYPES), ("float32", EMPTY), ("int4", EMPTY)])
+def test_every_dtype(dtype, shape, target, transports):
     source = LogicalMesh((2, 2))
     seats, places, (sender, receiver) = transports(source, target)
-    have, want = kinds(source, dtype), kinds(target, dtype)
+    have, want = kinds(source, dtype, shape), kinds(target, dtype, shape)
     pairs = list(itertools.product(have, want))[:: 1 if dtype == "float32" else 5]
     message = message_of([a for a, _ in pairs], [b for _, b in pairs], seats)
     random = np.random.default_rng(1)
-    values = [np.asarray(jnp.asarray(random.integers(0, 2, SHAPE), dtype)) for _ in pairs]
+    values = [np.asarray(jnp.asarray(random.integers(0, 2, shape), dtype)) for _ in pairs]
     arrays = [jax.device_put(v, places[0].sharding(a)) for v, (a, _) in zip(values, pairs, strict=True)]
     send, receive = sender.sender(message), receiver.receivers([message])[0]
     for step in (3, 4):
@@ -173,8 +178,9 @@ def test_messages_that_are_wanted_in_another_order():
             np.testing.assert_array_equal(receives[number](step)[0], np.full(SHAPE, 10 * step + number))
         receiver.flush(lambda: None)
     sends[0](2, [jax.device_put(np.zeros(SHAPE, np.float32), places[0].sharding(kind))])
-    with pytest.raises(WaitError, match="message of worker 0"):
-        receiver.flush(lambda: None)
+    with pytest.raises(WaitError, match="waited 20 s for worker 1 to receive a message") as info:
+        sender.flush(lambda: None)
+    assert (info.value.peer, info.value.message) == (1, 0)
 
 
 def test_a_message_that_does_not_come():

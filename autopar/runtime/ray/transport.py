@@ -9,6 +9,7 @@ Method: `direct.py` goes from GPU to GPU. `ObjectStore` hands tiles to the peer 
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -76,11 +77,18 @@ class Transport(Protocol):
 
 
 class WaitError(Exception):
-    """A message did not come in time."""
+    """A message did not come or leave in time.
 
-    def __init__(self, source: int, seconds: float):
-        super().__init__(f"it waited {seconds:.0f} s for a message of worker {source}")
-        self.source, self.seconds = source, seconds
+    Attributes:
+        peer: The worker that was to send it, or to receive it; the first of several.
+        message: Its number; None: the one that the worker stands at.
+    """
+
+    def __init__(self, peers: Sequence[int], seconds: float, message: int | None = None, is_sent: bool = False):
+        names = f"worker{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"
+        what = f"{names} to receive a message" if is_sent else f"a message of {names}"
+        super().__init__(f"it waited {seconds:.0f} s for {what}")
+        self.peer, self.message = peers[0], message
 
 
 class Mailbox:
@@ -169,11 +177,14 @@ class ObjectStore:
         ]
 
         def receive(step: int) -> list[jax.Array]:
-            parts: list[list[Any]] = [[None] * len(own) for own in boxes]
+            parts: list[list[Any]] = [
+                [None if math.prod(box_shape(box)) else np.empty(box_shape(box), kind.dtype) for box in own]
+                for own, kind in zip(boxes, message.received, strict=True)
+            ]
             for source, pastes in parcels:
                 tiles = self._mailbox.take((step, message.number, source), self._wait_seconds)
                 if tiles is None:
-                    raise WaitError(source, self._wait_seconds)
+                    raise WaitError([source], self._wait_seconds)
                 for (value, at, box, part), data in zip(pastes, tiles, strict=True):
                     dtype = message.received[value].dtype
                     tile = unpack(data, box_shape(box), dtype)

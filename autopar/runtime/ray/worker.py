@@ -257,6 +257,10 @@ class Worker:
 
     def _failure(self, error: Exception, share: Share, step: int) -> WorkerError:
         at = min(self.position.at, len(share.stream) - 1)
+        if isinstance(error, WaitError) and error.message is not None:
+            at = next(
+                k for k, i in enumerate(share.stream) if isinstance(i, Send | Recv) and i.message == error.message
+            )
         instruction, microbatch = share.stream[at], share.microbatches[at]
         stage = instruction.stage if isinstance(instruction, Run) else self.seat.mesh
         name = f"{self.seat}, process {os.getpid()} on {socket.gethostname()}"
@@ -270,7 +274,7 @@ class Worker:
             stage=stage,
             instruction=str(instruction),
             microbatch=microbatch,
-            waited_for=error.source if isinstance(error, WaitError) else None,
+            waited_for=error.peer if isinstance(error, WaitError) else None,
         )
 
     # State.
