@@ -72,6 +72,22 @@ def test_there_is_no_arithmetic_before_it_is_fetched(ran):
     assert f"RemoteArray(shape={x.shape}, dtype={x.dtype}, on mesh" in repr(x)
 
 
+def test_a_copy_is_a_copy(ran):
+    """Fetched arrays are as NumPy wants them: to look at, or one's own to write to."""
+    _, _, state, _ = ran
+    for is_stacked in (False, True):
+        x = next(x for x in jax.tree.leaves(state) if (len(x.parts) > 1) == is_stacked)
+        want = np.asarray(x).copy()
+        own = np.array(x)
+        own += 1
+        np.testing.assert_array_equal(own, want + 1)
+        np.testing.assert_array_equal(np.asarray(x), want)
+        assert np.array(x, np.float64).dtype == np.float64 and np.asarray(x, np.float32).dtype == np.float32
+        if np.lib.NumpyVersion(np.__version__) >= "2.0.0":
+            with pytest.raises(ValueError, match="cannot be had without a copy"):
+                np.array(x, copy=False)
+
+
 def test_scalars_become_numbers(clusters):
     case = CASES["mlp_schedule_clip"]()
     state, _ = make_step(clusters[1, 4], case)(case.state, case.batches[0])
