@@ -111,6 +111,33 @@ def test_donated_arrays_are_deleted(clusters):
     step(second, case.batches[2])  # nothing is broken by that
 
 
+def test_state_that_lies_elsewhere_is_fetched_once(two_hosts, monkeypatch):
+    """Two workers of another job want parts of it: it comes here once; and what fails before a step loses nothing."""
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=2)
+    pipeline = autopar.parallelize(train_step, cluster=two_hosts, method=method)
+    flat = autopar.parallelize(train_step, cluster=two_hosts, method=autopar.ShardParallel())
+    params, batch = make_params(2, 8), make_batch(4, 8)
+    flat(params, batch)
+    state, _ = pipeline(params, batch)
+    workers, mine = pipeline.latest().executable.workers, flat.latest().executable.workers
+    assert workers is not mine and len(mine.seats) == 2
+    keys, fetch = [], workers.fetch
+    monkeypatch.setattr(workers, "fetch", lambda mesh, key, kind: (keys.append((mesh, key)), fetch(mesh, key, kind))[1])
+    got, _ = flat(state, batch)
+    assert sorted(keys) == sorted((p.copies[0].mesh, p.copies[0].key) for x in state for p in x.parts)
+
+    gone = got[0].parts[0].copies[0].key
+    del got
+
+    def broken(*args):
+        raise MemoryError
+
+    monkeypatch.setattr(workers, "fetch", broken)
+    with pytest.raises(MemoryError):
+        flat(state, batch)
+    assert gone in mine.take_released()[0]
+
+
 def test_without_donation_the_old_state_stays(clusters):
     case = CASES["mlp_schedule_clip"]()
     step = make_step(clusters[1, 4], case, donate_argnums=())
@@ -118,6 +145,13 @@ def test_without_donation_the_old_state_stays(clusters):
     one, two = step(first, case.batches[1]), step(first, case.batches[1])
     assert_same(one, two)
     assert not any(x.is_deleted() for x in jax.tree.leaves(first))
+
+
+@pytest.fixture
+def two_hosts(ray_started):
+    cluster = make_cluster(2, 1)
+    yield cluster
+    cluster.machine.close()
 
 
 @pytest.fixture

@@ -150,7 +150,8 @@ class RayStep:
             raise ended()
         parts, donated = self._parts(arrays)
         given = {mesh: [self._key(entry, parts) for entry in own] for mesh, own in self._entries.items()}
-        released = self.workers.take_released()
+        values = self._all_values(given, parts)
+        released = self.workers.take_released()  # from here on nothing fails but the step itself
         taken = {copy: None for copy in donated if copy.owner is self.workers}
         for copy in taken:
             released.setdefault(copy.mesh, []).append(copy.key)
@@ -158,17 +159,8 @@ class RayStep:
         step = self.workers.number()[0]
         calls = {}
         for seat in self.workers.seats:
-            keys = given[seat.mesh]
-            values = [
-                self._values(entry, parts[entry.argument], seat)
-                for entry, key in zip(self._entries[seat.mesh], keys, strict=True)
-                if key is None
-            ]
-            calls[seat.number] = (
-                StepCall(
-                    self._number, step, tuple(keys), tuple(values), keep[seat.mesh], tuple(released.get(seat.mesh, ()))
-                ),
-            )
+            keys, dropped = tuple(given[seat.mesh]), tuple(released.get(seat.mesh, ()))
+            calls[seat.number] = (StepCall(self._number, step, keys, values[seat.number], keep[seat.mesh], dropped),)
         for copy in taken:
             copy.is_deleted = True
         made = self.workers.run(calls, self._number)
@@ -205,11 +197,27 @@ class RayStep:
                     return copy.key
         return None
 
-    def _values(self, entry: Entry, part: Any, seat: Seat) -> list[np.ndarray]:
+    def _all_values(
+        self, given: Mapping[MeshId, Sequence[int | None]], parts: Sequence[Any]
+    ) -> dict[int, tuple[list[np.ndarray], ...]]:
+        """For each worker the arguments that it must be sent; what is elsewhere is fetched once for all."""
+        wanted = {
+            seat.number: [
+                entry for entry, key in zip(self._entries[seat.mesh], given[seat.mesh], strict=True) if key is None
+            ]
+            for seat in self.workers.seats
+        }
+        arguments = dict.fromkeys(entry.argument for own in wanted.values() for entry in own)
+        here = {argument: _fetched(parts[argument]) for argument in arguments}
+        return {
+            seat.number: tuple(self._values(entry, here[entry.argument], seat) for entry in wanted[seat.number])
+            for seat in self.workers.seats
+        }
+
+    def _values(self, entry: Entry, array: np.ndarray, seat: Seat) -> list[np.ndarray]:
         """An argument as a worker wants it: only what its devices hold."""
         kind = self.job.types[entry.buffer]
-        whole = np.asarray(host_array(RemoteArray([part]) if isinstance(part, Part) else part), kind.dtype)
-        whole = whole.reshape(kind.shape)
+        whole = np.asarray(array, kind.dtype).reshape(kind.shape)
         return [pack(whole[cut]) for cut in self._cuts[entry.buffer, seat.number]]
 
     def _results(self, made: Mapping[int, Sequence[Any]], keep: Mapping[MeshId, range]) -> list[Any]:
@@ -260,11 +268,11 @@ class RayStep:
             if len(positions) > 1 or not entries:
                 found.append(array)
                 continue
-            copies = []
+            copies, here = [], _fetched(array)
             for entry in entries:
                 key, kind, mesh = self.workers.number()[0], self.job.types[entry.buffer], self.job.mesh_of[entry.buffer]
                 seats = self.workers.seats_on(mesh)
-                self.workers.call("put", {s.number: (key, kind, self._values(entry, array, s)) for s in seats})
+                self.workers.call("put", {s.number: (key, kind, self._values(entry, here, s)) for s in seats})
                 copies.append(Copy(self.workers, mesh, kind, key))
             found.append(RemoteArray([Part(tuple(copies))]))
         return found
@@ -299,6 +307,10 @@ class RayStep:
         return [
             RemoteArray([made[leaf, number] for number in range(len(inputs[first + leaf]))]) for leaf in range(count)
         ]
+
+
+def _fetched(part: Any) -> np.ndarray:
+    return host_array(RemoteArray([part]) if isinstance(part, Part) else part)
 
 
 def _cuts(kind: BufferType, seat: Seat) -> list[tuple[slice, ...]]:
