@@ -156,7 +156,8 @@ class Cluster:
         Args:
             address: As of `ray.init`: `"auto"`, or host and port; None: the cluster this process is connected to, one that
                 runs on this machine, or else a new one there.
-            hosts: How many of its nodes; None: all. Where there are no GPUs a node can be several hosts.
+            hosts: How many of its nodes; None: all with so many devices. Where there are no GPUs a node can be several
+                hosts.
             devices_per_host: How many devices of each; None: all GPUs, or one virtual CPU device.
             device: Rates to plan with; by default the catalog's for this kind of device.
             intra: Link within a host; by default the catalog's.

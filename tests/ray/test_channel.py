@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 import time
+import warnings
 from types import SimpleNamespace
 
 import jax
@@ -14,14 +15,16 @@ import pytest
 
 from autopar.errors import WorkerError
 from autopar.mesh import LogicalMesh, Sharding
+from autopar.mesh.ray_nodes import RayHost
 from autopar.plan.instructions import Recv, Run, Send
 from autopar.runtime.ray.direct import AHEAD, Begun, Direct, Wanted
 from autopar.runtime.ray.job import BufferType
 from autopar.runtime.ray.nccl import NcclChannel, can_use_nccl, new_id
-from autopar.runtime.ray.seats import environment, seats_of
+from autopar.runtime.ray.seats import by_mesh, environment, seats_of
 from autopar.runtime.ray.share import Share
 from autopar.runtime.ray.transport import WaitError
 from autopar.runtime.ray.worker import Worker
+from autopar.runtime.ray.workers import Workers
 from tests.ray import fake_cupy
 from tests.ray.kinds import DTYPES, EMPTY, SHAPE, kinds
 from tests.ray.test_transport import Here, message_of
@@ -186,3 +189,27 @@ def test_receiving_waits_for_what_is_far_behind(wire):
     with pytest.raises(WaitError, match="for a message of worker 0") as info:
         receives[AHEAD](0)
     assert info.value.message == 0 and len(end._begun) == AHEAD + 1
+
+
+def test_a_worker_joins_as_it_is_told(monkeypatch):
+    """Nothing is left to JAX's own look at the environment, which under Slurm finds another job's numbers."""
+    told = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda *args, **options: told.append((args, options)))
+    seat = seats_of(((0, 8),), 4)[1]
+    Worker(seat, 1.0).join("10.0.0.1:5000", 2)
+    options = {"local_device_ids": range(4), "cluster_detection_method": "deactivate"}
+    assert told == [(("10.0.0.1:5000", 2, 1), options)]
+
+
+@pytest.mark.parametrize("layout, warns", [(((0, 2), (2, 2)), True), (((0, 4),), False)])
+def test_a_node_without_cupy_is_named(layout, warns):
+    """One is enough to put every message on the object store; where there are no messages it does not matter."""
+    workers = object.__new__(Workers)
+    workers.seats = seats_of(layout, 2)
+    workers._of_mesh = by_mesh(workers.seats)
+    workers._machine = SimpleNamespace(hosts=[RayHost("a", "10.0.0.1"), RayHost("b", "10.0.0.2")])
+    workers._prepare = lambda method, arguments: {0: True, 1: False}
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        assert not workers._can_go_direct({0: (), 1: ()})
+    assert [("10.0.0.2;" in str(w.message), "10.0.0.1" in str(w.message)) for w in found] == [(True, False)] * warns

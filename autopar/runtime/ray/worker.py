@@ -86,7 +86,14 @@ class Worker:
 
     def join(self, coordinator: str, count: int) -> None:
         """Form one group of processes with the other workers of its mesh."""
-        jax.distributed.initialize(coordinator, count, self.seat.rank)
+        # Told all of it: under Slurm and others JAX would ask their variables, which are of another job than this one.
+        jax.distributed.initialize(
+            coordinator,
+            count,
+            self.seat.rank,
+            local_device_ids=range(self.seat.count),
+            cluster_detection_method="deactivate",
+        )
 
     def can_go_direct(self) -> bool:
         """Whether it can send from GPU to GPU."""

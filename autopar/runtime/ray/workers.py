@@ -15,6 +15,7 @@ import itertools
 import math
 import os
 import time
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -155,9 +156,21 @@ class Workers:
         firsts = self._prepare("coordinator", {own[0].number: (hosts[own[0].host].address,) for own in joining})
         joined = {seat.number: (firsts[own[0].number], len(own)) for own in joining for seat in own}
         self._prepare("join", joined)
-        self.direct = self.on_gpu and all(self._prepare("can_go_direct", everyone).values())
+        self.direct = self.on_gpu and self._can_go_direct(everyone)
         owner = {mesh: {device: s.number for s in own for device in s.devices} for mesh, own in self._of_mesh.items()}
         self._prepare("connect", {n: (dict(self._actors), owner, self.direct) for n in everyone})
+
+    def _can_go_direct(self, everyone: Mapping[int, tuple[Any, ...]]) -> bool:
+        """Whether all can send from GPU to GPU; if one cannot, no one does."""
+        can = self._prepare("can_go_direct", everyone)
+        without = dict.fromkeys(self._machine.hosts[s.host].address for s in self.seats if not can[s.number])
+        if without and len(self._of_mesh) > 1:
+            warnings.warn(
+                f"messages between GPUs go through the memory of hosts, which is slow: there is no CuPy with NCCL on "
+                f"{', '.join(without)}; pip install 'autopar[cuda12]' (or [cuda13]) there.",
+                stacklevel=2,
+            )
+        return not without
 
     def open(self, pairs: Sequence[Pair]) -> None:
         """Open channels from mesh to mesh, where there are any and they are not open yet; one after the other."""
