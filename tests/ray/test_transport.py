@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import itertools
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +14,10 @@ import numpy as np
 import pytest
 
 from autopar.mesh import LogicalMesh, Sharding
+from autopar.plan.transfers import plan_transfer
 from autopar.runtime.ray.direct import AHEAD, Begun, Direct
 from autopar.runtime.ray.job import BufferType
-from autopar.runtime.ray.parcels import Message, box_shape, parcels_of
+from autopar.runtime.ray.parcels import Message, box_shape, parcels_of, slices
 from autopar.runtime.ray.seats import seats_of
 from autopar.runtime.ray.transport import Mailbox, ObjectStore, WaitError, aligned, on_devices
 from tests.ray.kinds import DTYPES, EMPTY, SHAPE, kinds
@@ -33,6 +35,12 @@ class Here:
     def sharding(self, kind):
         mesh = jax.sharding.Mesh(np.array(self.all).reshape(kind.mesh.shape), kind.mesh.axis_names)
         return kind.on(mesh)
+
+    def share(self, kind, value):
+        """Its part of an array."""
+        whole = tuple((0, length) for length in kind.shape)
+        parts = [value[slices(kind.boxes()[d], whole)] for d in self.seat.devices]
+        return Share(kind.shape, None, jax.device_put(parts, self.devices(kind)))
 
 
 class Pipe:
@@ -124,21 +132,64 @@ def test_every_dtype(dtype, shape, target, transports):
             np.testing.assert_array_equal(np.asarray(array).astype(np.complex64), value.astype(np.complex64))
 
 
-@pytest.mark.parametrize("taken", [False, True])
-def test_copies_per_byte(taken):
-    """Parts that are cut along their first dim, or not at all, are copied once into the store and at most once out."""
+@pytest.mark.parametrize("overwritten, taken", [(False, False), (False, True), (True, False), (True, True)])
+def test_copies_per_byte(overwritten, taken):
+    """Parts that are cut along their first dim, or not at all, are copied once into the store and at most once out; once
+    more where a program takes the sender's memory over. No copy goes uncounted: each has its own memory."""
     source, target = LogicalMesh((2,)), LogicalMesh((4,))
     seats, places, (sender, receiver) = through_store(source, target)
     first = Sharding((("x",), (), ()))
     kind, wanted = (BufferType(SHAPE, np.dtype("float32"), first, mesh) for mesh in (source, target))
-    message = message_of([kind], [wanted], seats, taken=taken)
+    message = message_of([kind], [wanted], seats, overwritten, taken)
     value = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
     sender.sender(message)(0, [jax.device_put(value, places[0].sharding(kind))])
     got = receiver.receivers([message])[0](0)[0]
     sender.flush(lambda: None)
     np.testing.assert_array_equal(got, value)
     assert sender.sent_bytes == value.nbytes
-    assert sender.copied_bytes + receiver.copied_bytes <= 2 * value.nbytes
+    assert sender.copied_bytes == (2 if overwritten else 1) * value.nbytes
+    assert receiver.copied_bytes == value.nbytes if taken else receiver.copied_bytes <= value.nbytes
+
+
+class Share:
+    """A worker's part of an array whose other parts are in other processes."""
+
+    def __init__(self, shape, sharding, shards):
+        self.shape, self.sharding = shape, sharding
+        self.addressable_shards = [SimpleNamespace(device=s.device, data=s) for s in shards]
+
+
+@pytest.mark.parametrize("transports", [through_store, direct])
+@pytest.mark.parametrize("devices_per_host", [1, 2])
+@pytest.mark.parametrize("shape", [SHAPE, (5, 7, 3), EMPTY], ids=str)
+def test_meshes_of_several_processes(transports, devices_per_host, shape, monkeypatch):
+    """Every worker gets what its devices want, also where a copy is handed on to a device of another process."""
+    monkeypatch.setattr(jax, "make_array_from_single_device_arrays", Share)
+    monkeypatch.setattr(jax, "block_until_ready", lambda arrays: arrays)
+    mesh = LogicalMesh((4,))
+    seats, places, made = transports(mesh, mesh, devices_per_host=devices_per_host)
+    assert len(seats) == 8 // devices_per_host
+    split = [kind for kind in kinds(mesh, shape=shape) if kind.sharding.num_shards(mesh) == 1 or shape[0] % 4 == 0]
+    have, want = (list(side) for side in zip(*itertools.product(split, split), strict=True))
+    if transports is direct:  # there is no all-gather of shares
+        alone = [
+            plan_transfer(shape, a.sharding, mesh, b.sharding, mesh).middle == b.sharding
+            for a, b in zip(have, want, strict=True)
+        ]
+        have, want = ([k for k, ok in zip(side, alone, strict=True) if ok] for side in (have, want))
+    message = message_of(have, want, seats)
+    value = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    sends = [side.sender(message) for side, seat in zip(made, seats, strict=True) if seat.mesh == 0]
+    receives = [side.receivers([message])[0] for side, seat in zip(made, seats, strict=True) if seat.mesh == 1]
+    for send, place in zip(sends, places, strict=False):
+        send(0, [place.share(kind, value) for kind in have])
+    for receive, place in zip(receives, places[len(sends) :], strict=True):
+        for kind, got in zip(want, receive(0), strict=True):
+            assert [shard.device for shard in got.addressable_shards] == place.devices(kind)
+            for shard, wanted in zip(got.addressable_shards, place.share(kind, value).addressable_shards, strict=True):
+                np.testing.assert_array_equal(shard.data, wanted.data)
+    for side in made:
+        side.flush(lambda: None)
 
 
 @pytest.mark.parametrize("transports", [through_store, direct])

@@ -128,6 +128,7 @@ class ObjectStore:
         self._wait_seconds = wait_seconds
         self._outbox = ThreadPoolExecutor(1, thread_name_prefix="outbox")
         self._leaving: list[Future] = []
+        self._counting = threading.Lock()
         self.sent_bytes = self.copied_bytes = 0
 
     def sender(self, message: Message) -> Send:
@@ -146,6 +147,7 @@ class ObjectStore:
                 data = {shard.device: shard.data for shard in array.addressable_shards}
                 # A program that takes the memory over may be dispatched before the other thread has looked at it.
                 shards.append([np.array(data[d]) if overwritten else data[d] for d in own])
+                self._count(copied=sum(shard.nbytes for shard in shards[-1]) if overwritten else 0)
             self._leaving.append(self._outbox.submit(leave, step, shards))
 
         def leave(step: int, shards: Sequence[Sequence[Any]]) -> None:
@@ -154,8 +156,8 @@ class ObjectStore:
                 for value, device, part in cuts:
                     view = np.asarray(shards[value][device])
                     tiles.append(pack(view if part is None else view[part]))
-                    self.sent_bytes += tiles[-1].nbytes
-                    self.copied_bytes += tiles[-1].nbytes * (1 if np.shares_memory(tiles[-1], view) else 2)
+                    size = tiles[-1].nbytes
+                    self._count(size, copied=size if np.shares_memory(tiles[-1], view) else 2 * size)
                 self._peers[target](step, message.number, self._seat.number, tiles)
 
         return send
@@ -175,6 +177,11 @@ class ObjectStore:
             on_devices(kind, self._seat, self._places, taken)
             for kind, taken in zip(message.received, message.taken, strict=True)
         ]
+        taken_bytes = sum(
+            math.prod(box_shape(kind.boxes()[device])) * kind.dtype.itemsize
+            for kind, taken in zip(message.received, message.taken, strict=True)
+            for device in (self._seat.devices if taken else ())
+        )
 
         def receive(step: int) -> list[jax.Array]:
             parts: list[list[Any]] = [
@@ -190,15 +197,22 @@ class ObjectStore:
                     tile = unpack(data, box_shape(box), dtype)
                     if part is None:
                         parts[value][at] = tile
-                        self.copied_bytes += tile.nbytes if tile.ctypes.data % ALIGNMENT_BYTES else 0  # by XLA
+                        by_xla = tile.ctypes.data % ALIGNMENT_BYTES and not message.taken[value]
+                        self._count(copied=tile.nbytes if by_xla else 0)
                         continue
                     if parts[value][at] is None:
                         parts[value][at] = aligned(box_shape(boxes[value][at]), dtype)
                     parts[value][at][part] = tile
-                    self.copied_bytes += tile.nbytes
+                    self._count(copied=tile.nbytes)
+            self._count(copied=taken_bytes)
             return [put(own) for put, own in zip(finish, parts, strict=True)]
 
         return receive
+
+    def _count(self, sent: int = 0, copied: int = 0) -> None:
+        """Called by both threads."""
+        with self._counting:
+            self.sent_bytes, self.copied_bytes = self.sent_bytes + sent, self.copied_bytes + copied
 
     def flush(self, on_progress: Callable[[], None]) -> None:
         """As of `Transport`."""
@@ -231,6 +245,13 @@ def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     return room[start : start + size].view(dtype).reshape(tuple(shape))
 
 
+def _own(part: np.ndarray) -> np.ndarray:
+    """A copy, which XLA:CPU does not copy again."""
+    room = aligned(part.shape, part.dtype)
+    room[...] = part
+    return room
+
+
 def on_devices(
     kind: BufferType, seat: Seat, places: Places, own_memory: bool
 ) -> Callable[[Sequence[np.ndarray]], jax.Array]:
@@ -247,7 +268,7 @@ def on_devices(
     devices, sharding = list(places.devices(kind)), places.sharding(kind)
 
     def put(parts: Sequence[np.ndarray]) -> jax.Array:
-        shards = jax.device_put([np.array(parts[k]) if own_memory else parts[k] for k in part_of], devices)
+        shards = jax.device_put([_own(parts[k]) if own_memory else parts[k] for k in part_of], devices)
         return jax.make_array_from_single_device_arrays(kind.shape, sharding, shards)
 
     return put
