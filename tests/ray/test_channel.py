@@ -208,7 +208,7 @@ def test_a_node_without_cupy_is_named(layout, warns):
     workers.seats = seats_of(layout, 2)
     workers._of_mesh = by_mesh(workers.seats)
     workers._machine = SimpleNamespace(hosts=[RayHost("a", "10.0.0.1"), RayHost("b", "10.0.0.2")])
-    workers._prepare = lambda method, arguments: {0: True, 1: False}
+    workers.prepare = lambda method, arguments: {0: True, 1: False}
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         assert not workers._can_go_direct({0: (), 1: ()})

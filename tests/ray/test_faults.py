@@ -176,7 +176,7 @@ def test_the_start_has_a_limit(ray_started):
     ray.get(workers._actors[1].__ray_call__.remote(patch))
     workers._machine.start_seconds = 1.0
     with pytest.raises(WorkerError, match=r"does not come on(.*\n)*.*start_seconds="):
-        workers._prepare("new_channel", {1: ()})
+        workers.prepare("new_channel", {1: ()})
     assert workers.closed
 
 

@@ -100,7 +100,8 @@ class RayStep:
         self.workers.know(self._number, self.job)
         self.workers.open(sorted({(m.source, m.target) for m in messages.values()}))
         shares = {seat.number: (self._number, self._share(seat, messages)) for seat in self.workers.seats}
-        self.workers.call("load", shares)
+        self.workers.call("compile", shares)
+        self.workers.prepare("load", dict.fromkeys(shares, (self._number,)))
 
     def _share(self, seat: Seat, messages: Mapping[int, Any]) -> Share:
         job, mesh = self.job, seat.mesh

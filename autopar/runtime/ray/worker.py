@@ -55,6 +55,7 @@ class Worker:
         self.position, self._since = Position(0, None), time.monotonic()
         self.arrays: dict[Key, jax.Array] = {}
         self.loaded: dict[int, _Loaded] = {}
+        self._given: dict[int, tuple[Share, dict[str, jax.stages.Compiled]]] = {}
         self._mailbox = Mailbox()
         self._meshes: dict[LogicalMesh, jax.sharding.Mesh] = {}
         self._store: ObjectStore
@@ -134,9 +135,14 @@ class Worker:
         own = {first + k: device for k, device in enumerate(jax.local_devices())}
         self._channels[pair] = NcclChannel(unique_id, num_sources, num_sources + num_targets, own)
 
-    def load(self, number: int, share: Share) -> None:
-        """Compile a job's programs and prepare its stream."""
-        programs = {program.name: self._compiled(program) for program in share.programs}
+    def compile(self, number: int, share: Share) -> None:
+        """Take a share of a job, and compile its programs."""
+        self._given[number] = share, {program.name: self._compiled(program) for program in share.programs}
+
+    def load(self, number: int) -> None:
+        """Prepare the stream of a job that all have compiled, together with the other workers."""
+        self._stand(0)
+        share, programs = self._given.pop(number)
         sends, receives = self._ways(share)
         self.loaded[number] = _Loaded(
             share,
@@ -188,8 +194,14 @@ class Worker:
         receives: dict[int, Receive] = {}
         for transport in self._transports():
             own = [m for m in share.messages.values() if self._transport_of(m) is transport]
-            sends.update({m.number: transport.sender(m) for m in own if m.source == self.seat.mesh})
-            receives.update(transport.receivers([m for m in own if m.target == self.seat.mesh]))
+            for message in own:
+                if message.source == self.seat.mesh:
+                    sends[message.number] = transport.sender(message)
+                    self._stand(0)
+            coming = [m for m in own if m.target == self.seat.mesh]
+            for source in dict.fromkeys(m.source for m in coming):
+                receives.update(transport.receivers([m for m in coming if m.source == source]))
+                self._stand(0)
         return sends, receives
 
     def _transports(self) -> list[Transport]:

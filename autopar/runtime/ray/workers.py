@@ -150,19 +150,19 @@ class Workers:
     def _meet(self) -> None:
         """Processes of one mesh form a group; all get to know each other."""
         everyone = {seat.number: () for seat in self.seats}
-        self._prepare("pid", everyone)
+        self.prepare("pid", everyone)
         joining = [own for own in self._of_mesh.values() if len(own) > 1]
         hosts = self._machine.hosts
-        firsts = self._prepare("coordinator", {own[0].number: (hosts[own[0].host].address,) for own in joining})
+        firsts = self.prepare("coordinator", {own[0].number: (hosts[own[0].host].address,) for own in joining})
         joined = {seat.number: (firsts[own[0].number], len(own)) for own in joining for seat in own}
-        self._prepare("join", joined)
+        self.prepare("join", joined)
         self.direct = self.on_gpu and self._can_go_direct(everyone)
         owner = {mesh: {device: s.number for s in own for device in s.devices} for mesh, own in self._of_mesh.items()}
-        self._prepare("connect", {n: (dict(self._actors), owner, self.direct) for n in everyone})
+        self.prepare("connect", {n: (dict(self._actors), owner, self.direct) for n in everyone})
 
     def _can_go_direct(self, everyone: Mapping[int, tuple[Any, ...]]) -> bool:
         """Whether all can send from GPU to GPU; if one cannot, no one does."""
-        can = self._prepare("can_go_direct", everyone)
+        can = self.prepare("can_go_direct", everyone)
         without = dict.fromkeys(self._machine.hosts[s.host].address for s in self.seats if not can[s.number])
         if without and len(self._of_mesh) > 1:
             warnings.warn(
@@ -178,13 +178,13 @@ class Workers:
             if pair in self._opened or pair[0] == pair[1]:
                 continue
             sources, targets = (self._of_mesh[mesh] for mesh in pair)
-            unique_id = self._prepare("new_channel", {sources[0].number: ()})[sources[0].number]
+            unique_id = self.prepare("new_channel", {sources[0].number: ()})[sources[0].number]
             counts = sum(s.count for s in sources), sum(s.count for s in targets)
-            self._prepare("open", {s.number: (pair, unique_id, *counts) for s in (*sources, *targets)})
+            self.prepare("open", {s.number: (pair, unique_id, *counts) for s in (*sources, *targets)})
             self._opened.append(pair)
 
-    def _prepare(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        """A call before the first step."""
+    def prepare(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        """A call before the first step that ends soon, or not at all."""
         seconds = self._machine.start_seconds
         return self.call(method, arguments, silence_seconds=seconds, standing_seconds=seconds)
 
