@@ -77,6 +77,10 @@ class ClusterError(AutoparError):
     """The description of the machine is not one: no such device, a count below one, unreadable text."""
 
 
+class NodeLostError(ClusterError):
+    """A node of a Ray cluster is not alive any more. Facts: `node`, its address."""
+
+
 class MeshError(ClusterError):
     """A logical mesh that these devices cannot form. Facts: `shape`, `num_devices`."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 import warnings
 from collections.abc import Callable
 from numbers import Integral
@@ -25,8 +26,11 @@ from autopar.batches import Batches, EndOfBatches, Source
 from autopar.checkpoint.folder import steps
 from autopar.checkpoint.restore import find_checkpoint, read_state
 from autopar.checkpoint.save import Saving, save
-from autopar.errors import AutoparError, StructureChangedError, WorkerError
+from autopar.errors import AutoparError, NodeLostError, StructureChangedError, WorkerError
 from autopar.mesh import Cluster
+
+BACK_OFF_SECONDS, MOST_SECONDS = 1.0, 60.0
+"""How long to wait before a second failure in a row is mended: twice as long each time, up to the latter."""
 
 
 def fit(
@@ -61,7 +65,8 @@ def fit(
         on_failure: `"replan"`: on a `WorkerError` plan for the devices that are left, and go on from the newest
             checkpoint. `"raise"`: pass it on.
         cluster: Called after a failure for the machine as it is then; None: what the step finds (`step.replan`).
-        max_failures: Failures in a row, without a new checkpoint between them, after which the last is passed on.
+        max_failures: Failures in a row, without a new checkpoint between them, that are mended; the next is passed on. One
+            while another is being mended counts too.
         on_step: Called after each step with its number, from 0, and its metrics, perhaps still being computed.
 
     Returns:
@@ -71,30 +76,33 @@ def fit(
         AutoparError: A setting is none that there is.
         CheckpointError: There are checkpoints and none is whole, or they are of another state; or one cannot be written.
         WorkerError: The machine failed, and that was not to be mended.
+        NodeLostError: The same, before the workers had started.
     """
     _check_settings(on_failure, save_every, keep)
     run = _Run(step, state, Batches(batches), checkpoint_dir, save_every, keep, num_steps, on_step)
-    failures, resumed_at = 0, -1
+    failures, num_saved, failed = 0, -1, ""
     try:
-        run.resume(state)
         while True:
             try:
+                if failed:
+                    _back_off(failures)
+                    run.step = run.step.replan(cluster() if cluster is not None else None)
+                run.resume(state)
+                if failed:
+                    warnings.warn(f"{failed}\nGoing on from step {run.number}.", stacklevel=2)
+                    failed = ""
                 run.train()
                 return run.state, run.metrics
-            except WorkerError as error:
+            except (WorkerError, NodeLostError) as error:
                 with contextlib.suppress(AutoparError):  # what counts is which checkpoints are whole
                     run.settle()
-                replan = getattr(run.step, "replan", None)
-                if on_failure == "raise" or checkpoint_dir is None or replan is None:
+                if on_failure == "raise" or checkpoint_dir is None or not hasattr(run.step, "replan"):
                     raise
-                failed_at = run.number
-                run.step = replan(cluster() if cluster is not None else None)
-                run.resume(None)
-                failures = failures + 1 if run.number == resumed_at else 1
-                resumed_at = run.number
+                failures = failures + 1 if run.num_saved == num_saved else 1
+                num_saved = run.num_saved
                 if failures > max_failures:
                     raise
-                warnings.warn(f"step {failed_at} failed: {error}\nGoing on from step {run.number}.", stacklevel=2)
+                failed = f"{failed}\nGoing on failed: {error}" if failed else f"step {run.number} failed: {error}"
     except BaseException as error:
         try:
             run.settle()
@@ -121,8 +129,18 @@ def _check_settings(on_failure: Any, save_every: Any, keep: Any) -> None:
             )
 
 
+def _back_off(failures: int) -> None:
+    """The first failure is mended at once; after more of them the machine may need time, and Ray to see what is lost."""
+    if failures > 1:
+        time.sleep(min(BACK_OFF_SECONDS * 2.0 ** (failures - 2), MOST_SECONDS))
+
+
 class _Run:
-    """A run of training: owns the state, the batches, and the checkpoint being written."""
+    """A run of training: owns the state, the batches, and the checkpoint being written.
+
+    Attributes:
+        num_saved: How many checkpoints it has written.
+    """
 
     def __init__(
         self,
@@ -135,7 +153,8 @@ class _Run:
         num_steps: int | None,
         on_step: Callable[[int, Any], None] | None,
     ):
-        self.step, self.batches, self.directory = step, batches, directory
+        self.step: Any = step
+        self.batches, self.directory = batches, directory
         self.save_every, self.keep, self.num_steps, self.on_step = save_every, keep, num_steps, on_step
         self.state: Any = None
         self.number = 0
@@ -143,22 +162,26 @@ class _Run:
         self._like = jax.tree.map(_type_of, state)
         self._saving: Saving | None = None
         self._saved = -1
+        self._has_begun = False
+        self.num_saved = 0
 
     def resume(self, state: Any) -> None:
-        """Go to the newest whole checkpoint; if there is none, to the beginning, with this state."""
-        if self.directory is None or (state is not None and not steps(self.directory)):
+        """Go to the newest whole checkpoint; if there was none when it began, to the beginning, with this state."""
+        if self.directory is None or (not self._has_begun and not steps(self.directory)):
             # Numbers become arrays here, as they would in the first step: else it alone would be planned for numbers.
             self.state, self.number = jax.tree.map(_as_array, state), 0
             self._save()
+            self._has_begun = True
             return
         manifest = find_checkpoint(self.directory)
+        self.number, self._has_begun = manifest.step, True
         compiled = None
         if hasattr(self.step, "compiled"):
             with contextlib.suppress(EndOfBatches):  # nothing is left to do
                 compiled = self.step.compiled(self._like, self._batch(manifest.step))
         state = read_state(self.directory, manifest, self._like, compiled)
         self.state = jax.tree.map(_weak_as, state, self._like)
-        self.number = self._saved = manifest.step
+        self._saved = manifest.step
         self.metrics = {number: m for number, m in self.metrics.items() if number < self.number}
 
     def train(self) -> None:
@@ -185,6 +208,7 @@ class _Run:
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
+            self.num_saved += 1
             self.batches.forget(saving.step)
 
     def _batch(self, number: int) -> Any:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ import pytest
 import autopar
 from autopar import PipelineParallel, ShardParallel, checkpoint
 from autopar.batches import Batches, EndOfBatches
-from autopar.errors import CheckpointError, StructureChangedError, TraceError, WorkerError
+from autopar.errors import CheckpointError, NodeLostError, StructureChangedError, TraceError, WorkerError
 from tests.checkpoint_model import batches, create_state, step_on, train_step
 
 NUM_STEPS = 9
@@ -197,7 +198,66 @@ def test_a_failure_in_the_first_step(step, undisturbed, tmp_path):
     assert as_list(metrics) == undisturbed[:4]
 
 
-def test_failures_that_are_passed_on(step, tmp_path):
+LOST = NodeLostError("a node of the cluster is lost.", node="10.0.0.7")
+
+
+class Broken(Failing):
+    """A step that cannot even be started; planned anew, the next of those there are."""
+
+    def __init__(self, error, then):
+        self.error, self.then = error, list(then)
+
+    def compiled(self, *args):
+        raise self.error
+
+
+@pytest.fixture
+def sleeps(monkeypatch):
+    found = []
+    monkeypatch.setattr(sys.modules["autopar.fit"], "time", SimpleNamespace(sleep=found.append))
+    return found
+
+
+def test_a_failure_while_another_is_mended(step, undisturbed, tmp_path, sleeps):
+    """The machine that is found right after a loss may still have what is lost: the second try takes what is left."""
+    again = Failing(step, [2], [Broken(LOST, [Broken(WorkerError("it died."), [step])])])
+    with pytest.warns(
+        UserWarning, match=r"step 2 failed(.*\n)*.*failed: a node of(.*\n)*.*died.\s+Going on from step 0"
+    ):
+        _, metrics = autopar.fit(again, create_state(), batches(4), checkpoint_dir=tmp_path)
+    assert as_list(metrics) == undisturbed[:4]
+    assert sleeps == [1.0, 2.0], "the first is mended at once"
+
+
+def test_a_failure_at_the_start(step, undisturbed, tmp_path, sleeps):
+    """A run that is begun again on a machine of which a part has gone."""
+    autopar.fit(step, create_state(), batches(3), checkpoint_dir=tmp_path)
+    with pytest.warns(UserWarning, match=r"step 3 failed: a node of the cluster is lost.(.*\n)*Going on from step 3"):
+        _, metrics = autopar.fit(Broken(LOST, [step]), create_state(), batches(5), checkpoint_dir=tmp_path)
+    assert as_list(metrics) == undisturbed[3:5]
+
+
+def test_failures_while_others_are_mended_are_counted(step, tmp_path, sleeps):
+    """Nothing is planned or started for a failure that is passed on."""
+    broken = Broken(LOST, [])
+    broken.then = [broken] * 9
+    failing = Failing(step, [2], [broken])
+    with pytest.raises(NodeLostError):
+        autopar.fit(failing, create_state(), batches(4), checkpoint_dir=tmp_path, max_failures=3)
+    assert len(broken.then) == 7 and sleeps == [1.0, 2.0]
+
+
+def test_a_new_checkpoint_ends_a_row_of_failures(step, undisturbed, tmp_path, sleeps):
+    steps = [Failing(step, [3], []) for _ in range(3)]
+    for one, after in zip(steps, (*steps[1:], step), strict=True):
+        one.then = [after]
+    with pytest.warns(UserWarning, match="failed"):
+        options = {"save_every": 2, "max_failures": 1}
+        _, metrics = autopar.fit(steps[0], create_state(), batches(NUM_STEPS), checkpoint_dir=tmp_path, **options)
+    assert as_list(metrics) == undisturbed and not sleeps
+
+
+def test_failures_that_are_passed_on(step, tmp_path, sleeps):
     with pytest.raises(WorkerError) as caught:
         autopar.fit(Failing(step, [2], []), create_state(), batches(4), checkpoint_dir=tmp_path, on_failure="raise")
     assert (caught.value.worker, caught.value.stage, caught.value.waited_for) == ("w1", 1, "w0")

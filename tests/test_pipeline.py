@@ -293,6 +293,31 @@ def test_calls_into_the_host_run_once(recompute, num_microbatches):
 # Forward only.
 
 
+def test_what_a_step_passes_on_has_memory_of_its_own():
+    """As with plain jit: a step that takes over the memory of one state leaves the states before it alone."""
+
+    def make(change, donated):
+        def step(state, x):
+            loss, grads = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(x @ p[0]) @ p[1]) ** 2))(state["params"])
+            params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+            return {"params": params} | change(state), loss
+
+        cluster = autopar.Cluster.local(jax.devices()[:2], device=SLOW, intra=QUICK, inter=QUICK)
+        method = autopar.PipelineParallel(num_stages=2, num_microbatches=2)
+        return autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,), donate_argnums=donated)
+
+    keep = make(lambda s: {"frozen": s["frozen"], "twice": s["frozen"]}, ())
+    take = make(lambda s: {"frozen": s["frozen"] * 2, "twice": s["twice"] + 1}, (0,))
+    x, ones = np.ones((4, 8), np.float32), jnp.ones((3,))
+    first, _ = keep({"params": [jnp.eye(8)] * 2, "frozen": ones, "twice": ones}, x)
+    second, _ = keep(first, x)
+    third, _ = take(second, x)
+    for state in (first, {"own": ones}):
+        assert not any(leaf.is_deleted() for leaf in jax.tree.leaves(state))
+    np.testing.assert_array_equal(first["frozen"], np.ones(3))
+    np.testing.assert_array_equal(third["frozen"] + third["twice"], np.full(3, 4.0))
+
+
 def test_inference():
     def predict(params, x):
         for kernel in params:

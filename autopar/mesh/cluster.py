@@ -172,12 +172,14 @@ class Cluster:
         Args:
             address: As of `ray.init`: `"auto"`, or host and port; None: the cluster this process is connected to, one that
                 runs on this machine, or else a new one there.
-            hosts: How many of its nodes; None: all. Where there are no GPUs a node can be several hosts.
+            hosts: How many of its nodes; None: all with so many devices. Where there are no GPUs a node can be several
+                hosts.
             devices_per_host: How many devices of each; None: all GPUs, or one virtual CPU device.
             device: Rates to plan with; by default the catalog's for this kind of device.
             intra: Link within a host; by default the catalog's.
             inter: Link between hosts; by default the catalog's.
-            wait_seconds: How long a worker waits for a message of another before the step fails.
+            wait_seconds: How long a worker may stand at one place of a step, at a message of another or a program, before
+                the step fails.
             silence_seconds: How long a worker may not answer before it counts as hung.
             start_seconds: How long the workers may take to start.
 

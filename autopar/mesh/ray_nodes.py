@@ -37,7 +37,7 @@ class RayMachine:
         hosts: In the order of the cluster's devices.
         devices_per_host: Devices taken of each.
         accelerator: What Ray calls the GPUs; None: the devices are virtual CPU devices.
-        wait_seconds: How long a worker waits for a message of another.
+        wait_seconds: How long a worker may stand at one place of a step: a message of another, or a program.
         silence_seconds: How long a worker may not answer before it counts as hung.
         start_seconds: How long workers may take to start.
         groups: Workers that were started, by the devices of their meshes.
@@ -76,7 +76,7 @@ def find_hosts(
 
     Args:
         address: As of `ray.init`; None: the cluster this process is connected to, one on this machine, or a new one there.
-        hosts: How many; None: all. Without GPUs a node can be several hosts.
+        hosts: How many; None: all that have so many devices. Without GPUs a node can be several hosts.
         devices_per_host: How many devices of each; None: all GPUs, or one CPU device.
 
     Returns:
@@ -88,17 +88,18 @@ def find_hosts(
     ray = _connected(address)
     nodes = sorted((n for n in ray.nodes() if n["Alive"]), key=lambda n: (n["NodeManagerAddress"], n["NodeID"]))
     with_gpus = [n for n in nodes if n["Resources"].get("GPU", 0) >= 1]
-    found = [RayHost(n["NodeID"], n["NodeManagerAddress"]) for n in with_gpus or nodes]
+    enough = [n for n in with_gpus if int(n["Resources"]["GPU"]) >= (devices_per_host or 1)]
+    found = [RayHost(n["NodeID"], n["NodeManagerAddress"]) for n in (enough if with_gpus else nodes)]
     if not with_gpus:
         return tuple(found[k % len(found)] for k in range(hosts or len(found))), devices_per_host or 1, None
     counts = [int(n["Resources"]["GPU"]) for n in with_gpus]
-    kinds = {k.removeprefix(ACCELERATOR) for n in with_gpus for k in n["Resources"] if k.startswith(ACCELERATOR)}
+    kinds = {k.removeprefix(ACCELERATOR) for n in enough for k in n["Resources"] if k.startswith(ACCELERATOR)}
     wanted = devices_per_host or min(counts)
     wrong = ""
     if devices_per_host is None and len(set(counts)) > 1:
         wrong = "a mesh needs equally many on each host."
-    elif wanted > min(counts) or (hosts or 1) > len(found):
-        wrong = f"{hosts or len(found)} hosts with {wanted} GPUs each are wanted."
+    elif (hosts or 1) > len(found):
+        wrong = f"{hosts or len(with_gpus)} hosts with {wanted} GPUs each are wanted."
     elif len(kinds) > 1:
         wrong = f"they are of several kinds: {', '.join(sorted(kinds))}."
     if wrong:
@@ -106,7 +107,7 @@ def find_hosts(
             "the nodes do not form the cluster that is wanted.",
             given=f"nodes with {', '.join(map(str, counts))} GPUs",
             wrong=wrong,
-            do="pass Cluster.ray(hosts=, devices_per_host=) that all nodes have, or connect to equal nodes.",
+            do="pass Cluster.ray(hosts=, devices_per_host=) that there are, or connect to equal nodes.",
         )
     return tuple(found[: hosts or len(found)]), wanted, next(iter(sorted(kinds)), "")
 

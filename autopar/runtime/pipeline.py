@@ -117,6 +117,7 @@ class Pipeline:
             [self._arguments[k] in self._donated for k, _, _, _ in self._entries],
         )
         self.placements = self._shardings()
+        self._shared = self._shared_results()
         self._stacks_in, self._stacks_out = self._make_stacks(roles)
         self.in_shardings = [
             self.placements[parts[0]] if len(parts) == 1 else self._stacks_in[k].sharding or self.placements[parts[0]]
@@ -185,6 +186,17 @@ class Pipeline:
             found.append((position[var], at, self._types[at], "argument"))
         for (var, _), at in self._streams.pieces.items():
             found.append((position[var], at, self._types[at], "piece"))
+        return found
+
+    def _shared_results(self) -> list[int]:
+        """Results whose memory is an argument's that the user keeps, or that of a result before."""
+        seen = {at for k, at, _, _ in self._entries if self._arguments[k] not in self._donated}
+        found = []
+        for k, at in enumerate(self._streams.results):
+            if at is not None and at in seen:
+                found.append(k)
+            elif at is not None:
+                seen.add(at)
         return found
 
     def _shardings(self) -> list[Any]:
@@ -327,6 +339,8 @@ class Pipeline:
             held[at] if at is not None else jnp.asarray(atom.val, atom.aval.dtype)
             for at, atom in zip(self._streams.results, self._results, strict=True)
         ]
+        for k in self._shared:
+            made[k] = jnp.array(made[k], copy=True)  # a later step may take its memory over
         self._ownership.set_results(made)
         return [
             self._stacks_out[k].join([made[at] for at in positions]) if len(positions) > 1 else made[positions[0]]

@@ -10,6 +10,7 @@ Method: tiles are cut on the device that holds them, copied to the one that want
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ def make_transfer(
         return lambda array: jnp.array(array, copy=True)
     plan = plan_transfer(kind.shape, source, source_mesh, target, target_mesh)
     shared = set(kind.sharding.mesh.devices.flat) & set(wanted.sharding.mesh.devices.flat)
-    if plan.straight or shared:
+    if plan.straight or shared or not math.prod(kind.shape):
         # Of two stages on the same devices, the sender's program may take the array's memory over.
         return lambda array: jax.device_put(array, wanted.sharding, may_alias=False)
     return _by_tiles(plan, kind, source, source_mesh, target_mesh, wanted)

@@ -39,6 +39,17 @@ def test_nodes_with_gpus(nodes):
     assert Cluster.ray(hosts=1, devices_per_host=4).num_devices == 4
 
 
+def test_nodes_with_fewer_gpus_are_passed_over(nodes):
+    """A head with one small GPU is no part of the cluster."""
+    nodes(node("10.0.0.1", 1, "T4"), node("10.0.0.2", 8), node("10.0.0.3", 8))
+    for options in ({"hosts": 2}, {}):
+        cluster = Cluster.ray(devices_per_host=8, **options)
+        assert [host.address for host in cluster.machine.hosts] == ["10.0.0.2", "10.0.0.3"]
+        assert cluster.machine.accelerator == "H100"
+    with pytest.raises(ClusterError, match="nodes with 1, 8, 8 GPUs(.*\n)*.*3 hosts with 8 GPUs"):
+        Cluster.ray(hosts=3, devices_per_host=8)
+
+
 def test_nodes_without_gpus(nodes):
     nodes(node("10.0.0.1"), node("10.0.0.2"))
     cluster = Cluster.ray(devices_per_host=2)

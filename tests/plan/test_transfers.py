@@ -63,9 +63,9 @@ def test_a_scalar_crosses_once_and_is_handed_on():
     assert plan.num_elements == 1 and plan.forwards == ((0, 1), (0, 2))
 
 
-def array_type(of, sharding, devices):
+def array_type(of, sharding, devices, shape=SHAPE):
     places = jax.sharding.Mesh(np.array(devices[: of.num_devices]).reshape(of.shape), of.axis_names)
-    return ArrayType(SHAPE, np.dtype(np.float32), jax.sharding.NamedSharding(places, partition_spec(sharding)))
+    return ArrayType(shape, np.dtype(np.float32), jax.sharding.NamedSharding(places, partition_spec(sharding)))
 
 
 @pytest.mark.parametrize("source_mesh, target_mesh", itertools.product([mesh(4), mesh(2, 2)], repeat=2))
@@ -79,17 +79,17 @@ def test_an_array_between_two_stages_of_the_same_devices_is_another(source_mesh,
     np.testing.assert_array_equal(np.asarray(got), 1)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_arrays_arrive(seed):
+@pytest.mark.parametrize("seed, shape", [*((seed, SHAPE) for seed in range(6)), (6, (0, 24)), (7, (0, 24))])
+def test_arrays_arrive(seed, shape):
     rng = np.random.default_rng(seed)
     devices = jax.devices()
     small = [pair for pair in PAIRS if pair[0].num_devices + pair[1].num_devices <= 8]
-    value = rng.normal(size=SHAPE).astype(np.float32)
+    value = rng.normal(size=shape).astype(np.float32)
     for k in rng.choice(len(small), 6, replace=False):
         source_mesh, target_mesh, source, target = small[k]
         kinds = [
-            array_type(source_mesh, source, devices),
-            array_type(target_mesh, target, devices[source_mesh.num_devices :]),
+            array_type(source_mesh, source, devices, shape),
+            array_type(target_mesh, target, devices[source_mesh.num_devices :], shape),
         ]
         move = make_transfer(kinds[0], source, source_mesh, target, target_mesh, kinds[1])
         got = move(jax.device_put(value, kinds[0].sharding))

@@ -8,8 +8,10 @@ import numpy as np
 from autopar.mesh import Sharding
 from autopar.runtime.ray.job import BufferType
 
-DTYPES = ("float32", "bfloat16", "float16", "bool", "int32", "uint8", "float8_e4m3fn", "complex64", "int4")
+DTYPES = ("float32", "bfloat16", "float16", "bool", "int32", "uint8", "float8_e4m3fn", "complex64")
+DTYPES += ("int4", "int2", "uint2", "float4_e2m1fn")  # several share a byte
 SHAPE = (12, 24, 5)
+EMPTY = (0, 24, 5)
 
 
 def shardings(mesh):
@@ -21,5 +23,5 @@ def shardings(mesh):
     return [Sharding(way) for way in ways]
 
 
-def kinds(mesh, dtype="float32"):
-    return [BufferType(SHAPE, np.dtype(jnp.dtype(dtype)), sharding, mesh) for sharding in shardings(mesh)]
+def kinds(mesh, dtype="float32", shape=SHAPE):
+    return [BufferType(shape, np.dtype(jnp.dtype(dtype)), sharding, mesh) for sharding in shardings(mesh)]

@@ -16,6 +16,7 @@ import pytest
 import autopar
 from autopar.errors import DonatedError, WorkerError
 from autopar.plan.instructions import Run
+from autopar.runtime.ray.workers import Workers
 from tests.models.registry import CASES
 from tests.ray.cluster import make_cluster
 from tests.ray.conftest import wait_until_gone
@@ -131,6 +132,88 @@ def test_stuck(job):
     error = fails(step, case)
     assert "worker 1 " in error.worker and "waited 8 s for a message of worker 0" in str(error)
     assert error.waited_for == 0 and error.microbatch == 1 and error.instruction.startswith("receive")
+    check_recovers(step, case, first, seen)
+
+
+def test_stuck_where_no_one_waits(job):
+    """It answers, and no message is awaited of it: what does not come on for so long is ended."""
+    import ray
+
+    def patch(self):
+        self._store.flush = lambda on_progress: time.sleep(60)
+
+    case, step, first = job
+    seen = what_is_there(step)
+    ray.get(actors(step)[1].__ray_call__.remote(patch))
+    error = fails(step, case)
+    assert "worker 1 " in error.worker and "does not come on for" in str(error) and "wait_seconds=" in str(error)
+    assert error.instruction == str(step.latest().plan.streams[1][-1])
+    check_recovers(step, case, first, seen)
+
+
+@SLOW
+def test_long_steps_that_come_on(job):
+    """The limit is for one place, not for the step."""
+    case, step, first = job
+    seen = what_is_there(step)
+    for number in range(0, 8, 2):
+        at_instruction(step, 0, number, lambda: time.sleep(3.5))
+    again = jax.tree.map(_host, step(case.state, case.batches[0]))
+    jax.tree.map(np.testing.assert_array_equal, again, first)
+    step.latest().executable.workers.close()
+    check_recovers(step, case, first, seen)
+
+
+def test_the_start_has_a_limit(ray_started):
+    """What does not come on is ended, also where there are no messages yet."""
+    import ray
+
+    workers = Workers(make_cluster(1, 2, start_seconds=20.0).machine, ((0, 1), (1, 1)))
+
+    def patch(self):
+        sys.modules["autopar.runtime.ray.worker"].new_id = lambda: time.sleep(60)
+
+    ray.get(workers._actors[1].__ray_call__.remote(patch))
+    workers._machine.start_seconds = 1.0
+    with pytest.raises(WorkerError, match=r"does not come on(.*\n)*.*start_seconds="):
+        workers.prepare("new_channel", {1: ()})
+    assert workers.closed
+
+
+def test_interrupted_between_two_calls(job, monkeypatch):
+    """One worker has been given the step and the other not: neither can go on."""
+    case, step, first = job
+    seen = what_is_there(step)
+    workers = step.latest().executable.workers
+
+    class Interrupting:
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(workers._actors, 1, Interrupting())
+    monkeypatch.setattr(workers, "_end", lambda own=dict(workers._actors): None)
+    with pytest.raises(KeyboardInterrupt):
+        step(case.state, case.batches[0])
+    assert workers.closed
+    monkeypatch.undo()
+    workers.close()
+    check_recovers(step, case, first, seen)
+
+
+@pytest.mark.parametrize("kind", ["ObjectLostError", "OwnerDiedError", "RaySystemError"])
+def test_other_errors_of_ray(job, monkeypatch, kind):
+    """Whatever Ray raises, the user gets the one error."""
+    import ray
+
+    def get(refs, timeout=None, get=ray.get):
+        raise getattr(ray.exceptions, kind)(*(("0" * 56, "", "") if kind != "RaySystemError" else ("lost",)))
+
+    case, step, first = job
+    seen = what_is_there(step)
+    with monkeypatch.context() as patch:
+        patch.setattr(ray, "get", get)
+        error = fails(step, case)
+    assert error.worker and isinstance(error.__cause__, ray.exceptions.RayError)
     check_recovers(step, case, first, seen)
 
 

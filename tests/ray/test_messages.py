@@ -38,6 +38,24 @@ def test_died():
     assert error.microbatch == 1 and error.waited_for is None and isinstance(error, AutoparError)
 
 
+def test_stuck():
+    """It answers: it is known where it stands, and the others are told too."""
+    failure = Failure(0, "stuck", None, 303.2, "run", Position(1, None, 303.2))
+    error = worker_error(failure, SEATS, {1: Position(1, None, 301.0)}, JOB)
+    assert str(error) == (
+        "a worker failed.\n"
+        "  given:  worker 0 (mesh 0, host 0), at: send b1 -> mesh 1\n"
+        "          worker 1 (mesh 1, host 0) stands: run stage1/F (stage 1, microbatch 1), 301 s\n"
+        "  wrong:  it answers, but does not come on for 303 s: a program, a collective or a message does not end (in "
+        "`run`).\n"
+        "  do:     if that takes so long, wait longer: Cluster.ray(wait_seconds=...); else restore the state from a "
+        "checkpoint, or begin anew: the workers of this job have been ended, and the step starts new ones when it is called."
+    )
+    assert error.instruction == "send b1 -> mesh 1" and error.microbatch == 1
+    at_start = worker_error(Failure(0, "stuck", None, 120.0, "open", Position(0, None, 120.0)), SEATS, {}, None)
+    assert "(in `open`)" in str(at_start) and "start_seconds=" in str(at_start) and at_start.instruction is None
+
+
 def test_silent_when_no_one_waits():
     error = worker_error(Failure(1, "silent", None, 10.0), SEATS, {0: Position(2, None)}, JOB)
     assert "given:  worker 1 (mesh 1, host 0)\n" in str(error) and "does not answer for 10 s" in str(error)

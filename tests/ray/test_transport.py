@@ -5,8 +5,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-import queue
+import socket
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -14,12 +15,14 @@ import numpy as np
 import pytest
 
 from autopar.mesh import LogicalMesh, Sharding
-from autopar.runtime.ray.direct import Direct
+from autopar.plan.transfers import plan_transfer
+from autopar.runtime.ray.direct import AHEAD, Begun, Direct
 from autopar.runtime.ray.job import BufferType
-from autopar.runtime.ray.parcels import Message, box_shape, parcels_of
+from autopar.runtime.ray.parcels import Message, box_shape, parcels_of, slices
 from autopar.runtime.ray.seats import seats_of
+from autopar.runtime.ray.sockets import LARGE_BYTES, Listener, make_post
 from autopar.runtime.ray.transport import Mailbox, ObjectStore, WaitError, aligned, on_devices
-from tests.ray.kinds import DTYPES, SHAPE, kinds
+from tests.ray.kinds import DTYPES, EMPTY, SHAPE, kinds
 
 
 class Here:
@@ -35,55 +38,84 @@ class Here:
         mesh = jax.sharding.Mesh(np.array(self.all).reshape(kind.mesh.shape), kind.mesh.axis_names)
         return kind.on(mesh)
 
+    def share(self, kind, value):
+        """Its part of an array."""
+        whole = tuple((0, length) for length in kind.shape)
+        parts = [value[slices(kind.boxes()[d], whole)] for d in self.seat.devices]
+        return Share(kind.shape, None, jax.device_put(parts, self.devices(kind)))
+
 
 class Pipe:
-    """A channel in one process: groups in the order in which they were sent."""
+    """A channel in one process, of all its workers: from device to device in the order in which was sent."""
 
     def __init__(self, devices):
-        self.groups, self.devices = queue.Queue(), devices
+        self.lanes, self.devices = collections.defaultdict(collections.deque), devices
 
-    def send(self, tiles):
-        group = collections.defaultdict(collections.deque)
+    def rehearse(self, tiles, wanted):
+        return [jax.device_put(np.zeros(w.shape, w.dtype), self.devices[w.target]) for w in wanted]
+
+    def reserve(self, together):
+        assert len(together) <= AHEAD + 1
+
+    def send(self, message, tiles):
         for tile, source, target in tiles:
-            group[source, target].append(tile)
-        self.groups.put(group)
+            self.lanes[source, target].append((message, tile))
 
-    def receive(self, wanted):
-        group = self.groups.get(timeout=10)
-        assert sum(map(len, group.values())) == len(wanted), "what is sent is what is received"
+    def receive(self, message, wanted):
         found = []
         for want in wanted:
-            tile = group[want.source, want.target].popleft()
-            assert (tile.shape, tile.dtype) == (want.shape, want.dtype)
-            found.append(jax.device_put(tile, self.devices[want.target]))
+            number, tile = self.lanes[want.source, want.target].popleft()
+            assert (number, tile.shape, tile.dtype) == (message, want.shape, want.dtype)
+            found.append(jax.device_put(np.array(tile), self.devices[want.target]))
         return found
 
-    def wait(self, seconds):
-        return self.groups.empty()
+    def wait(self, seconds, on_progress, behind=0):
+        left = [Begun(lane[0][0], True, (target,)) for (_, target), lane in self.lanes.items() if lane]
+        return left[0] if left and not behind else None
 
 
-def direct(source, target, wait_seconds=20.0):
-    """The transport of GPUs, over a channel that is none of NCCL's."""
-    seats = seats_of(((0, source.num_devices), (8, target.num_devices)), 8)
+def sides_of(source, target, devices_per_host):
+    """Workers of two meshes, and their devices, which are of this process."""
+    seats = seats_of(((0, source.num_devices), (8, target.num_devices)), devices_per_host)
     sides = [jax.devices()[: source.num_devices], jax.devices()[-target.num_devices :]]
-    places = [Here(side, seat) for side, seat in zip(sides, seats, strict=True)]
-    owner = {seat.mesh: dict.fromkeys(seat.devices, seat.number) for seat in seats}
+    return seats, sides, [Here(sides[seat.mesh], seat) for seat in seats]
+
+
+def direct(source, target, wait_seconds=20.0, devices_per_host=8):
+    """The transport of GPUs, over a channel that is none of NCCL's."""
+    seats, sides, places = sides_of(source, target, devices_per_host)
+    owner = {mesh: {d: s.number for s in seats if s.mesh == mesh for d in s.devices} for mesh in (0, 1)}
     channels = {(0, 1): Pipe(sides[1])}
     made = [Direct(seat, place, channels, owner, wait_seconds) for seat, place in zip(seats, places, strict=True)]
     return seats, places, made
 
 
-def through_store(source, target, wait_seconds=20.0):
+def through_store(source, target, wait_seconds=20.0, devices_per_host=8):
     """The transport through Ray's object store, without Ray."""
-    seats = seats_of(((0, source.num_devices), (8, target.num_devices)), 8)
-    sides = [jax.devices()[: source.num_devices], jax.devices()[-target.num_devices :]]
+    seats, _, places = sides_of(source, target, devices_per_host)
     boxes = [Mailbox() for _ in seats]
 
     def post(number):
         return lambda step, message, sender, tiles: boxes[number].put((step, message, sender), tiles)
 
     posts = {seat.number: post(seat.number) for seat in seats}
-    places = [Here(side, seat) for side, seat in zip(sides, seats, strict=True)]
+    made = [
+        ObjectStore(seat, place, box, posts, wait_seconds)
+        for seat, place, box in zip(seats, places, boxes, strict=True)
+    ]
+    return seats, places, made
+
+
+def through_sockets(source, target, wait_seconds=20.0, devices_per_host=8):
+    """The same, over sockets."""
+    seats, _, places = sides_of(source, target, devices_per_host)
+    boxes = [Mailbox() for _ in seats]
+
+    def put(box):
+        return lambda step, message, sender, tiles: box.put((step, message, sender), tiles)
+
+    listeners = [Listener("127.0.0.1", b"word", put(box)) for box in boxes]
+    posts = {n: make_post(("127.0.0.1", listener.port), b"word", None) for n, listener in enumerate(listeners)}
     made = [
         ObjectStore(seat, place, box, posts, wait_seconds)
         for seat, place, box in zip(seats, places, boxes, strict=True)
@@ -92,51 +124,94 @@ def through_store(source, target, wait_seconds=20.0):
 
 
 def message_of(have, want, seats, overwritten=False, taken=False):
-    parcels = parcels_of(have, want, seats[:1], seats[1:])
+    parcels = parcels_of(have, want, [s for s in seats if s.mesh == 0], [s for s in seats if s.mesh == 1])
     count = len(have)
     return Message(0, 0, 1, 0, tuple(have), tuple(want), parcels, (overwritten,) * count, (taken,) * count)
 
 
-@pytest.mark.parametrize("transports", [through_store, direct])
+@pytest.mark.parametrize("transports", [through_store, through_sockets, direct])
 @pytest.mark.parametrize("target", [LogicalMesh((3,)), LogicalMesh((4,))], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_every_dtype(dtype, target, transports):
+@pytest.mark.parametrize("dtype, shape", [*((dtype, SHAPE) for dtype in DTYPES), ("float32", EMPTY), ("int4", EMPTY)])
+def test_every_dtype(dtype, shape, target, transports):
     source = LogicalMesh((2, 2))
     seats, places, (sender, receiver) = transports(source, target)
-    have, want = kinds(source, dtype), kinds(target, dtype)
+    have, want = kinds(source, dtype, shape), kinds(target, dtype, shape)
     pairs = list(itertools.product(have, want))[:: 1 if dtype == "float32" else 5]
     message = message_of([a for a, _ in pairs], [b for _, b in pairs], seats)
     random = np.random.default_rng(1)
-    values = [np.asarray(jnp.asarray(random.integers(0, 2, SHAPE), dtype)) for _ in pairs]
+    values = [np.asarray(jnp.asarray(random.integers(0, 2, shape), dtype)) for _ in pairs]
     arrays = [jax.device_put(v, places[0].sharding(a)) for v, (a, _) in zip(values, pairs, strict=True)]
     send, receive = sender.sender(message), receiver.receivers([message])[0]
     for step in (3, 4):
         send(step, arrays)
         got = receive(step)
-        sender.flush()
+        sender.flush(lambda: None)
         for value, array, (_, kind) in zip(values, got, pairs, strict=True):
             assert array.sharding == places[1].sharding(kind) and array.dtype == value.dtype
             np.testing.assert_array_equal(np.asarray(array).astype(np.complex64), value.astype(np.complex64))
 
 
-@pytest.mark.parametrize("taken", [False, True])
-def test_copies_per_byte(taken):
-    """Parts that are cut along their first dim, or not at all, are copied once into the store and at most once out."""
+@pytest.mark.parametrize("overwritten, taken", [(False, False), (False, True), (True, False), (True, True)])
+def test_copies_per_byte(overwritten, taken):
+    """Parts that are cut along their first dim, or not at all, are copied once into the store and at most once out; once
+    more where a program takes the sender's memory over. No copy goes uncounted: each has its own memory."""
     source, target = LogicalMesh((2,)), LogicalMesh((4,))
     seats, places, (sender, receiver) = through_store(source, target)
     first = Sharding((("x",), (), ()))
     kind, wanted = (BufferType(SHAPE, np.dtype("float32"), first, mesh) for mesh in (source, target))
-    message = message_of([kind], [wanted], seats, taken=taken)
+    message = message_of([kind], [wanted], seats, overwritten, taken)
     value = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
     sender.sender(message)(0, [jax.device_put(value, places[0].sharding(kind))])
     got = receiver.receivers([message])[0](0)[0]
-    sender.flush()
+    sender.flush(lambda: None)
     np.testing.assert_array_equal(got, value)
     assert sender.sent_bytes == value.nbytes
-    assert sender.copied_bytes + receiver.copied_bytes <= 2 * value.nbytes
+    assert sender.copied_bytes == (2 if overwritten else 1) * value.nbytes
+    assert receiver.copied_bytes == value.nbytes if taken else receiver.copied_bytes <= value.nbytes
 
 
-@pytest.mark.parametrize("transports", [through_store, direct])
+class Share:
+    """A worker's part of an array whose other parts are in other processes."""
+
+    def __init__(self, shape, sharding, shards):
+        self.shape, self.sharding = shape, sharding
+        self.addressable_shards = [SimpleNamespace(device=s.device, data=s) for s in shards]
+
+
+@pytest.mark.parametrize("transports", [through_store, through_sockets, direct])
+@pytest.mark.parametrize("devices_per_host", [1, 2])
+@pytest.mark.parametrize("shape", [SHAPE, (5, 7, 3), EMPTY], ids=str)
+def test_meshes_of_several_processes(transports, devices_per_host, shape, monkeypatch):
+    """Every worker gets what its devices want, also where a copy is handed on to a device of another process."""
+    monkeypatch.setattr(jax, "make_array_from_single_device_arrays", Share)
+    monkeypatch.setattr(jax, "block_until_ready", lambda arrays: arrays)
+    mesh = LogicalMesh((4,))
+    seats, places, made = transports(mesh, mesh, devices_per_host=devices_per_host)
+    assert len(seats) == 8 // devices_per_host
+    split = [kind for kind in kinds(mesh, shape=shape) if kind.sharding.num_shards(mesh) == 1 or shape[0] % 4 == 0]
+    have, want = (list(side) for side in zip(*itertools.product(split, split), strict=True))
+    if transports is direct:  # there is no all-gather of shares
+        alone = [
+            plan_transfer(shape, a.sharding, mesh, b.sharding, mesh).middle == b.sharding
+            for a, b in zip(have, want, strict=True)
+        ]
+        have, want = ([k for k, ok in zip(side, alone, strict=True) if ok] for side in (have, want))
+    message = message_of(have, want, seats)
+    value = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    sends = [side.sender(message) for side, seat in zip(made, seats, strict=True) if seat.mesh == 0]
+    receives = [side.receivers([message])[0] for side, seat in zip(made, seats, strict=True) if seat.mesh == 1]
+    for send, place in zip(sends, places, strict=False):
+        send(0, [place.share(kind, value) for kind in have])
+    for receive, place in zip(receives, places[len(sends) :], strict=True):
+        for kind, got in zip(want, receive(0), strict=True):
+            assert [shard.device for shard in got.addressable_shards] == place.devices(kind)
+            for shard, wanted in zip(got.addressable_shards, place.share(kind, value).addressable_shards, strict=True):
+                np.testing.assert_array_equal(shard.data, wanted.data)
+    for side in made:
+        side.flush(lambda: None)
+
+
+@pytest.mark.parametrize("transports", [through_store, through_sockets, direct])
 def test_memory_that_is_taken_over_later(transports):
     """What was sent arrives as it was, also if the next program writes into the same memory at once."""
     mesh = LogicalMesh((2,))
@@ -154,7 +229,7 @@ def test_memory_that_is_taken_over_later(transports):
         kept = np.array(got)
         negate(got)
         np.testing.assert_array_equal(kept, value)
-    sender.flush()
+    sender.flush(lambda: None)
 
 
 def test_messages_that_are_wanted_in_another_order():
@@ -171,10 +246,11 @@ def test_messages_that_are_wanted_in_another_order():
             sends[number](step, [jax.device_put(value, places[0].sharding(kind))])
         for number in (1, 3, 0, 2):
             np.testing.assert_array_equal(receives[number](step)[0], np.full(SHAPE, 10 * step + number))
-        receiver.flush()
+        receiver.flush(lambda: None)
     sends[0](2, [jax.device_put(np.zeros(SHAPE, np.float32), places[0].sharding(kind))])
-    with pytest.raises(WaitError, match="message of worker 0"):
-        receiver.flush()
+    with pytest.raises(WaitError, match="waited 20 s for worker 1 to receive a message") as info:
+        sender.flush(lambda: None)
+    assert (info.value.peer, info.value.message) == (1, 0)
 
 
 def test_a_message_that_does_not_come():
@@ -194,7 +270,34 @@ def test_an_error_of_the_sending_thread_is_told():
         0, [jax.device_put(np.zeros(SHAPE, "f4"), places[0].sharding(kind))]
     )
     with pytest.raises(ZeroDivisionError):
-        sender.flush()
+        sender.flush(lambda: None)
+
+
+def test_parcels_go_through_ray_where_sockets_do_not_serve():
+    """What is large, what is for a worker that is not reached or has gone; a stranger is not heard."""
+    box, other_way = Mailbox(), []
+    listener = Listener("127.0.0.1", b"word", lambda step, message, source, tiles: box.put((step, message), tiles))
+
+    def post_to(port, word):
+        return make_post(("127.0.0.1", port), word, lambda step, *more: other_way.append(step))
+
+    post, tile = post_to(listener.port, b"word"), np.arange(100, dtype=np.uint8)
+    post(0, 7, 1, [tile, tile[:0], tile[:3]])
+    for got, want in zip(box.take((0, 7), 5.0), [tile, tile[:0], tile[:3]], strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert not other_way
+    post(1, 7, 1, [np.zeros(LARGE_BYTES + 1, np.uint8)])
+    assert other_way == [1]
+    post_to(listener.port, b"wort")(2, 7, 1, [tile])
+    assert box.take((2, 7), 0.3) is None
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    post_to(port, b"word")(3, 7, 1, [tile])
+    nowhere = Listener("192.0.2.1", b"word", None)  # an address that is no one's
+    post_to(nowhere.port, b"word")(4, 7, 1, [tile])
+    assert [step for step in other_way if step != 2] == [1, 3, 4] and nowhere.port == 0, (
+        "2 if it saw that it was not heard"
+    )
 
 
 def test_mailbox_waits():

@@ -4,15 +4,18 @@ In:     values on the devices of the sender; a `Channel` for each pair of meshes
 Out:    the same values on the devices of the receiver.
 Method: the tiles of `plan/transfers.py`: cut on the device that holds them, all tiles of a message sent as one group, put
         together where they arrive, copied inside the target by an all-gather. A channel carries messages in the order in
-        which they are sent: one that is wanted earlier than it was sent is received with all before it.
+        which they are sent: one that is wanted earlier than it was sent is received with all before it. All of this but
+        the sending is done once with zeros when a job is loaded: what a program needs at its first run (compiling, memory,
+        communicators) must not be waited for while messages are under way.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +25,15 @@ from autopar.plan.instructions import MeshId
 from autopar.plan.transfers import Tile, TransferPlan, boxes, plan_transfer
 from autopar.runtime.ray.job import BufferType
 from autopar.runtime.ray.parcels import Message, box_shape
+from autopar.runtime.ray.plain import as_plain, from_plain, is_narrow
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.transport import Places, Receive, Send, WaitError
 from autopar.runtime.transfer import cut_tile, join_tiles
 
 Pair = tuple[MeshId, MeshId]
 """A mesh that sends and one that receives."""
+AHEAD = 4
+"""How many messages of a channel may be on their way to a worker while it goes on: each takes memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +46,51 @@ class Wanted:
     target: int
 
 
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A message under way.
+
+    Attributes:
+        message: Which.
+        is_sent: Whether this worker sends it; else it receives it.
+        others: The devices of the other mesh that receive or send it.
+    """
+
+    message: int
+    is_sent: bool
+    others: tuple[int, ...]
+
+
 class Channel(Protocol):
     """From one mesh to another, as one worker has it. Devices are named as their mesh counts them."""
 
-    def send(self, tiles: Sequence[tuple[jax.Array, int, int]]) -> None:
+    def rehearse(self, tiles: Sequence[jax.Array], wanted: Sequence[Wanted]) -> list[jax.Array]:
+        """All that sending these tiles and receiving those wanted takes, but nothing is sent; what is received is any."""
+        ...
+
+    def reserve(self, together: Sequence[Sequence[Wanted]]) -> None:
+        """Have memory for messages that may be under way at the same time."""
+        ...
+
+    def send(self, message: int, tiles: Sequence[tuple[jax.Array, int, int]]) -> None:
         """Begin to send (tile, own device, the other's device), as one group."""
         ...
 
-    def receive(self, wanted: Sequence[Wanted]) -> list[jax.Array]:
-        """Begin to receive, as one group; programs that use what comes wait for it."""
+    def receive(self, message: int, wanted: Sequence[Wanted]) -> list[jax.Array]:
+        """Begin to receive, as one group, into memory of its own; programs that use what comes wait for it."""
         ...
 
-    def wait(self, seconds: float) -> bool:
-        """Wait until all that was begun is done; False: it was not in time."""
+    def wait(self, seconds: float, on_progress: Callable[[], None], behind: int = 0) -> Begun | None:
+        """Wait until all that was begun is done, save the last `behind`.
+
+        Args:
+            seconds: How long each may take after the one before it.
+            on_progress: Called after each.
+            behind: How many need not be done.
+
+        Returns:
+            What was not done in time; None: all were.
+        """
         ...
 
 
@@ -79,10 +117,12 @@ class Direct:
             places: Its devices.
             channels: Of the pairs that it sends or receives for; may grow.
             owner: For each mesh, the worker of each device.
-            wait_seconds: How long messages may take.
+            wait_seconds: How long a message may take after the one before it.
         """
         self._seat, self._places, self._channels, self._owner = seat, places, channels, owner
         self._wait_seconds = wait_seconds
+        self._rehearsed: set[Any] = set()
+        self._gathers: dict[Any, Callable[[jax.Array], jax.Array]] = {}
         self.sent_bytes = self.copied_bytes = 0
 
     def sender(self, message: Message) -> Send:
@@ -100,15 +140,21 @@ class Direct:
             )
         devices = [self._places.devices(kind) for kind in message.sent]
 
-        def send(step: int, arrays: Sequence[jax.Array]) -> None:
+        def cut_all(arrays: Sequence[jax.Array]) -> list[tuple[jax.Array, int, int]]:
             tiles = []
             for array, own, cuts in zip(arrays, devices, moves, strict=True):
                 data = {shard.device: shard.data for shard in array.addressable_shards}
                 for tile, cut in cuts:
                     tiles.append((cut(data[own[tile.source - self._seat.first]]), tile.source, tile.target))
-            self.sent_bytes += sum(tile.nbytes for tile, _, _ in tiles)
-            channel.send(tiles)
+            return tiles
 
+        def send(step: int, arrays: Sequence[jax.Array]) -> None:
+            tiles = cut_all(arrays)
+            self.sent_bytes += sum(tile.nbytes for tile, _, _ in tiles)
+            channel.send(message.number, tiles)
+
+        if self._is_new(message, message.overwritten):
+            channel.rehearse([tile for tile, _, _ in cut_all([self._zeros(kind) for kind in message.sent])], ())
         return send
 
     def receivers(self, messages: Sequence[Message]) -> dict[int, Receive]:
@@ -119,16 +165,38 @@ class Direct:
             found.update(self._lane(own))
         return found
 
-    def flush(self) -> None:
+    def flush(self, on_progress: Callable[[], None]) -> None:
         """As of `Transport`; waits for what is received, too."""
-        for (source, target), channel in self._channels.items():
-            if not channel.wait(self._wait_seconds):
-                other = target if source == self._seat.mesh else source
-                raise WaitError(min(self._owner[other].values()), self._wait_seconds)
+        for pair in self._channels:
+            self._wait(pair, on_progress)
+
+    def _wait(self, pair: Pair, on_progress: Callable[[], None], behind: int = 0) -> None:
+        late = self._channels[pair].wait(self._wait_seconds, on_progress, behind)
+        if late is not None:
+            owner = self._owner[pair[1] if late.is_sent else pair[0]]
+            workers = sorted({owner[device] for device in late.others})
+            raise WaitError(workers, self._wait_seconds, late.message, late.is_sent)
+
+    def _is_new(self, message: Message, *more: Any) -> bool:
+        """Whether none like it has been prepared: microbatches are alike."""
+        key = message.source, message.target, message.sent, message.received, more
+        is_new = key not in self._rehearsed
+        self._rehearsed.add(key)
+        return is_new
+
+    def _zeros(self, kind: BufferType) -> jax.Array:
+        """An array of this type, of which this worker has its part."""
+        held, own = kind.boxes(), zip(self._seat.devices, self._places.devices(kind), strict=True)
+        shards = [jax.device_put(np.zeros(box_shape(held[at]), kind.dtype), device) for at, device in own]
+        return jax.make_array_from_single_device_arrays(kind.shape, self._places.sharding(kind), shards)
 
     def _lane(self, messages: Sequence[Message]) -> dict[int, Receive]:
         """The messages of one pair, in the order in which they come."""
-        begin = [self._receiver(message) for message in messages]
+        receivers = [self._receiver(message) for message in messages]
+        begin, wanted = [begin for begin, _ in receivers], [wanted for _, wanted in receivers]
+        channel = self._channels[messages[0].source, messages[0].target]
+        for first in range(len(wanted)):
+            channel.reserve(wanted[first : first + AHEAD + 1])
         begun: dict[int, list[jax.Array]] = {}
         state = {"step": -1, "next": 0}
 
@@ -142,21 +210,30 @@ class Direct:
 
         return {m.number: functools.partial(receive, turn) for turn, m in enumerate(messages)}
 
-    def _receiver(self, message: Message) -> Callable[[], list[jax.Array]]:
-        channel = self._channels[message.source, message.target]
+    def _receiver(self, message: Message) -> tuple[Callable[[], list[jax.Array]], list[Wanted]]:
+        """How a message is begun to be received, and its tiles."""
+        pair = message.source, message.target
+        channel = self._channels[pair]
         wanted: list[Wanted] = []
         finish = []
-        for have, want, taken in zip(message.sent, message.received, message.taken, strict=True):
+        for have, want in zip(message.sent, message.received, strict=True):
             plan = _planned(have, want)
             tiles = [t for t in self._tiles(plan, message) if t.target in self._seat.devices]
             wanted += [Wanted(box_shape(t.box), have.dtype, t.source, t.target) for t in tiles]
-            finish.append((len(tiles), self._assembly(plan, tiles, want, taken)))
+            finish.append((len(tiles), self._assembly(plan, tiles, want)))
 
-        def begin() -> list[jax.Array]:
-            tiles = iter(channel.receive(wanted))
+        def put_all(arrived: Sequence[jax.Array]) -> list[jax.Array]:
+            tiles = iter(arrived)
             return [put([next(tiles) for _ in range(count)]) for count, put in finish]
 
-        return begin
+        def begin() -> list[jax.Array]:
+            found = put_all(channel.receive(message.number, wanted))
+            self._wait(pair, lambda: None, AHEAD)
+            return found
+
+        if self._is_new(message):
+            jax.block_until_ready(put_all(channel.rehearse((), wanted)))
+        return begin, wanted
 
     def _tiles(self, plan: TransferPlan, message: Message) -> list[Tile]:
         """What crosses; a copy that is handed on to a device of another process crosses too."""
@@ -168,12 +245,14 @@ class Direct:
             for tile in plan.tiles
             if tile.target == first
         ]
-        return [*plan.tiles, *more]
+        return [tile for tile in (*plan.tiles, *more) if tile.num_elements]
 
     def _assembly(
-        self, plan: TransferPlan, tiles: Sequence[Tile], want: BufferType, taken: bool
+        self, plan: TransferPlan, tiles: Sequence[Tile], want: BufferType
     ) -> Callable[[Sequence[jax.Array]], jax.Array]:
-        """How an array is made of the tiles that came to this worker's devices."""
+        """How an array is made of the tiles that came to this worker's devices; without elements, of nothing."""
+        if not math.prod(want.shape):
+            return lambda parts: self._zeros(want)
         arriving = boxes(want.shape, plan.middle, want.mesh)
         devices = dict(zip(self._seat.devices, self._places.devices(want), strict=True))
         of_device: dict[int, list[int]] = {}
@@ -186,7 +265,7 @@ class Direct:
         handed_on = [(a, b) for a, b in plan.forwards if a in devices and b in devices and b not in of_device]
         wanted = self._places.sharding(want)
         middle = jax.sharding.NamedSharding(wanted.mesh, plan.middle.partition_spec())
-        gather = None if middle.spec == wanted.spec else jax.jit(lambda x: x, out_shardings=wanted)
+        gather = None if middle.spec == wanted.spec else self._gather(middle, wanted, want.dtype)
 
         def put(parts: Sequence[jax.Array]) -> jax.Array:
             there = {device: joins[device]([parts[k] for k in own]) for device, own in of_device.items()}
@@ -194,10 +273,21 @@ class Direct:
                 there[second] = jax.device_put(there[first], devices[second])
             shards = [there[device] for device in self._seat.devices]
             array = jax.make_array_from_single_device_arrays(want.shape, middle, shards)
-            array = array if gather is None else gather(array)
-            return _own(array) if taken else array
+            return array if gather is None else gather(array)
 
         return put
+
+    def _gather(
+        self, middle: jax.sharding.NamedSharding, wanted: jax.sharding.NamedSharding, dtype: np.dtype
+    ) -> Callable[[jax.Array], jax.Array]:
+        """Inside the target: from parts to copies."""
+        key = middle, wanted, dtype
+        if key not in self._gathers:
+            gather = jax.jit(lambda x: x, in_shardings=middle, out_shardings=wanted)
+            back = jax.jit(functools.partial(from_plain, dtype=dtype), out_shardings=wanted)
+            # XLA's collectives do not know all dtypes that share a byte: of two bits, its CPU client crashes.
+            self._gathers[key] = (lambda x: back(gather(as_plain(x)))) if is_narrow(dtype) else gather
+        return self._gathers[key]
 
 
 def _planned(have: BufferType, want: BufferType) -> TransferPlan:

@@ -68,11 +68,11 @@ class RayStep:
         self.workers: Workers = machine.workers(job.layout, lambda: Workers(machine, job.layout))
         self.programs = {program.name: program for own in job.programs.values() for program in own}
         self._number = self.workers.number()[0]
-        self._kept: dict[MeshId, list[BufferId]] = {mesh: [] for mesh in job.streams}
+        self._kept: dict[MeshId, list[int]] = {mesh: [] for mesh in job.streams}
         self._fetched: list[BufferId] = []
         for k, at in enumerate(job.results):
-            if at is not None and k in interface.kept and at not in self._kept[job.mesh_of[at]]:
-                self._kept[job.mesh_of[at]].append(at)
+            if at is not None and k in interface.kept:
+                self._kept[job.mesh_of[at]].append(k)
             if at is not None and k not in interface.kept and at not in self._fetched:
                 self._fetched.append(at)
         self._holders = {at: holders_of(job.types[at], self.workers.seats_on(job.mesh_of[at])) for at in self._fetched}
@@ -100,7 +100,8 @@ class RayStep:
         self.workers.know(self._number, self.job)
         self.workers.open(sorted({(m.source, m.target) for m in messages.values()}))
         shares = {seat.number: (self._number, self._share(seat, messages)) for seat in self.workers.seats}
-        self.workers.call("load", shares)
+        self.workers.call("compile", shares)
+        self.workers.prepare("load", dict.fromkeys(shares, (self._number,)))
 
     def _share(self, seat: Seat, messages: Mapping[int, Any]) -> Share:
         job, mesh = self.job, seat.mesh
@@ -112,7 +113,7 @@ class RayStep:
             microbatches=tuple(microbatch_of(instruction, job) for instruction in job.streams[mesh]),
             numbers={at: number for at, number in job.numbers.items() if job.mesh_of[at] == mesh},
             entries=tuple((entry.buffer, job.donated[entry.argument]) for entry in self._entries[mesh]),
-            kept=tuple(self._kept[mesh]),
+            kept=tuple(at for at in map(job.results.__getitem__, self._kept[mesh]) if at is not None),
             fetched=tuple((at, self._devices(at, seat)) for at in self._fetched if self._devices(at, seat)),
         )
 
@@ -150,7 +151,8 @@ class RayStep:
             raise ended()
         parts, donated = self._parts(arrays)
         given = {mesh: [self._key(entry, parts) for entry in own] for mesh, own in self._entries.items()}
-        released = self.workers.take_released()
+        values = self._all_values(given, parts)
+        released = self.workers.take_released()  # from here on nothing fails but the step itself
         taken = {copy: None for copy in donated if copy.owner is self.workers}
         for copy in taken:
             released.setdefault(copy.mesh, []).append(copy.key)
@@ -158,20 +160,11 @@ class RayStep:
         step = self.workers.number()[0]
         calls = {}
         for seat in self.workers.seats:
-            keys = given[seat.mesh]
-            values = [
-                self._values(entry, parts[entry.argument], seat)
-                for entry, key in zip(self._entries[seat.mesh], keys, strict=True)
-                if key is None
-            ]
-            calls[seat.number] = (
-                StepCall(
-                    self._number, step, tuple(keys), tuple(values), keep[seat.mesh], tuple(released.get(seat.mesh, ()))
-                ),
-            )
+            keys, dropped = tuple(given[seat.mesh]), tuple(released.get(seat.mesh, ()))
+            calls[seat.number] = (StepCall(self._number, step, keys, values[seat.number], keep[seat.mesh], dropped),)
         for copy in taken:
             copy.is_deleted = True
-        made = self.workers.call("run", calls, job=self._number)
+        made = self.workers.run(calls, self._number)
         return self._results(made, keep)
 
     def _parts(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Copy]]:
@@ -205,11 +198,27 @@ class RayStep:
                     return copy.key
         return None
 
-    def _values(self, entry: Entry, part: Any, seat: Seat) -> list[np.ndarray]:
+    def _all_values(
+        self, given: Mapping[MeshId, Sequence[int | None]], parts: Sequence[Any]
+    ) -> dict[int, tuple[list[np.ndarray], ...]]:
+        """For each worker the arguments that it must be sent; what is elsewhere is fetched once for all."""
+        wanted = {
+            seat.number: [
+                entry for entry, key in zip(self._entries[seat.mesh], given[seat.mesh], strict=True) if key is None
+            ]
+            for seat in self.workers.seats
+        }
+        arguments = dict.fromkeys(entry.argument for own in wanted.values() for entry in own)
+        here = {argument: _fetched(parts[argument]) for argument in arguments}
+        return {
+            seat.number: tuple(self._values(entry, here[entry.argument], seat) for entry in wanted[seat.number])
+            for seat in self.workers.seats
+        }
+
+    def _values(self, entry: Entry, array: np.ndarray, seat: Seat) -> list[np.ndarray]:
         """An argument as a worker wants it: only what its devices hold."""
         kind = self.job.types[entry.buffer]
-        whole = np.asarray(host_array(RemoteArray([part]) if isinstance(part, Part) else part), kind.dtype)
-        whole = whole.reshape(kind.shape)
+        whole = np.asarray(array, kind.dtype).reshape(kind.shape)
         return [pack(whole[cut]) for cut in self._cuts[entry.buffer, seat.number]]
 
     def _results(self, made: Mapping[int, Sequence[Any]], keep: Mapping[MeshId, range]) -> list[Any]:
@@ -220,18 +229,23 @@ class RayStep:
             own = {number: next(tiles[number]) for number in self._holders[at]}
             here[at] = jnp.asarray(joined(job.types[at], self._holders[at], own))
         there = {
-            at: Part((Copy(self.workers, mesh, job.types[at], key),))
-            for mesh, buffers in self._kept.items()
-            for key, at in zip(keep[mesh], buffers, strict=True)
+            k: Part((Copy(self.workers, mesh, self._result_type(k), key),))
+            for mesh, results in self._kept.items()
+            for key, k in zip(keep[mesh], results, strict=True)
         }
         found: list[Any] = []
         for positions in self._interface.stacks.outputs:
             if positions[0] in self._interface.kept and job.results[positions[0]] is not None:
-                found.append(RemoteArray([there[job.results[k]] for k in positions]))  # type: ignore[index]
+                found.append(RemoteArray([there[k] for k in positions]))
                 continue
             parts = [self._value(k, here) for k in positions]
             found.append(parts[0] if len(parts) == 1 else jnp.concatenate(parts))
         return found
+
+    def _result_type(self, result: int) -> BufferType:
+        at = self.job.results[result]
+        assert at is not None, "a constant does not stay on the workers"
+        return self.job.types[at]
 
     def _value(self, result: int, here: Mapping[BufferId, jax.Array]) -> jax.Array:
         at = self.job.results[result]
@@ -255,11 +269,11 @@ class RayStep:
             if len(positions) > 1 or not entries:
                 found.append(array)
                 continue
-            copies = []
+            copies, here = [], _fetched(array)
             for entry in entries:
                 key, kind, mesh = self.workers.number()[0], self.job.types[entry.buffer], self.job.mesh_of[entry.buffer]
                 seats = self.workers.seats_on(mesh)
-                self.workers.call("put", {s.number: (key, kind, self._values(entry, array, s)) for s in seats})
+                self.workers.call("put", {s.number: (key, kind, self._values(entry, here, s)) for s in seats})
                 copies.append(Copy(self.workers, mesh, kind, key))
             found.append(RemoteArray([Part(tuple(copies))]))
         return found
@@ -294,6 +308,10 @@ class RayStep:
         return [
             RemoteArray([made[leaf, number] for number in range(len(inputs[first + leaf]))]) for leaf in range(count)
         ]
+
+
+def _fetched(part: Any) -> np.ndarray:
+    return host_array(RemoteArray([part]) if isinstance(part, Part) else part)
 
 
 def _cuts(kind: BufferType, seat: Seat) -> list[tuple[slice, ...]]:

@@ -2,8 +2,8 @@
 
 In:     which worker failed and how, where the others stand, the job's streams.
 Out:    `WorkerError`: who, at which instruction and microbatch, who waits for it.
-Method: a worker that raised says by itself where. Of one that died or fell silent it is told from the first message that
-        the others wait for: it came before the instruction that sends it.
+Method: a worker that raised says by itself where, and one that stands still is asked. Of one that died or fell silent it
+        is told from the first message that the others wait for: it came before the instruction that sends it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ RESTART = (
     "restore the state from a checkpoint, or begin anew: the workers of this job have been ended, and the step "
     "starts new ones when it is called."
 )
+LONGER = "if that takes so long, wait longer: Cluster.ray({option}=...); else "
+GOES_ON = "the workers go on: call the step, or fetch another array."
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +32,27 @@ class Failure:
 
     Attributes:
         worker: Of which worker.
-        how: Its process ended; it raised; it did not answer.
+        how: Its process ended; it raised; it did not answer; it answered, and did not come on.
         cause: What Ray or the worker raised.
-        seconds: How long it did not answer.
+        seconds: How long it did not answer, or come on.
+        method: What it was called for.
+        position: Where it stands, if it could be asked.
     """
 
     worker: int
-    how: Literal["died", "raised", "silent"]
+    how: Literal["died", "raised", "silent", "stuck"]
     cause: BaseException | None
     seconds: float = 0.0
+    method: str = ""
+    position: Position | None = None
 
 
 def worker_error(
-    failure: Failure, seats: Sequence[Seat], positions: Mapping[int, Position], job: Job | None
+    failure: Failure,
+    seats: Sequence[Seat],
+    positions: Mapping[int, Position],
+    job: Job | None,
+    goes_on: bool = False,
 ) -> WorkerError:
     """The one error that the user sees.
 
@@ -51,6 +61,7 @@ def worker_error(
         seats: Of all workers.
         positions: Where the others stand.
         job: What they were at; None: nothing with instructions.
+        goes_on: Whether the workers were not ended.
     """
     seat = seats[failure.worker]
     waiting = _waiting(seats, positions, job)
@@ -61,14 +72,21 @@ def worker_error(
         "died": f"its process has ended: killed, out of memory, or its node is lost ({_first_line(failure.cause)})",
         "raised": f"{type(failure.cause).__name__}: {failure.cause}",
         "silent": f"it does not answer for {failure.seconds:.0f} s: stopped, or stuck",
+        "stuck": f"it answers, but does not come on for {failure.seconds:.0f} s: a program, a collective or a message does "
+        f"not end (in `{failure.method}`)",
     }[failure.how]
-    place = _place(seat, positions, job)
+    word, place = "before", _place(seat, positions, job)
+    if failure.position is not None and job is not None:
+        word, place = "at", _at(seat, failure.position, job)
     instruction, microbatch = place if place is not None else (None, -1)
+    do = GOES_ON if goes_on else RESTART
+    if failure.how == "stuck":
+        do = LONGER.format(option="start_seconds" if job is None else "wait_seconds") + do
     return WorkerError(
         "a worker failed.",
-        given=_joined(f"{seat}" + (f", before: {instruction}" if instruction is not None else ""), waiting),
+        given=_joined(f"{seat}" + (f", {word}: {instruction}" if instruction is not None else ""), waiting),
         wrong=f"{wrong}.",
-        do=RESTART,
+        do=do,
         worker=str(seat),
         stage=instruction.stage if isinstance(instruction, Run) else seat.mesh,
         instruction=None if instruction is None else str(instruction),
@@ -85,6 +103,13 @@ def microbatch_of(instruction: Instruction, job: Job) -> int:
         case Send(buffers) | Recv(buffers):
             return max((job.microbatch_of[at] for at in buffers), default=-1)
     return -1
+
+
+def _at(seat: Seat, position: Position, job: Job) -> tuple[Instruction, int]:
+    """Where a worker stands; behind the last instruction it waits for what was begun."""
+    stream = job.streams[seat.mesh]
+    instruction = stream[min(position.at, len(stream) - 1)]
+    return instruction, microbatch_of(instruction, job)
 
 
 def _place(seat: Seat, positions: Mapping[int, Position], job: Job | None) -> tuple[Instruction, int] | None:
@@ -105,6 +130,8 @@ def _waiting(seats: Sequence[Seat], positions: Mapping[int, Position], job: Job 
             microbatch = microbatch_of(instruction, job)
             text = f", microbatch {microbatch}" if microbatch >= 0 else ""
             found.append(f"{seats[number]} waits: {instruction}{text}")
+        elif job is not None and position.seconds > 1.0 and position.at < len(job.streams[seats[number].mesh]):
+            found.append(f"{seats[number]} stands: {_at(seats[number], position, job)[0]}, {position.seconds:.0f} s")
     return "\n".join(found)
 
 

@@ -126,8 +126,12 @@ class RemoteArray(Shaped):
         return self.fetch().item()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError(f"{self!r} cannot be had without a copy: it is on workers. Use np.asarray(x).")
         whole = self.fetch()
-        return whole if dtype is None else whole.astype(dtype)
+        whole = whole if dtype is None else whole.astype(dtype, copy=False)
+        # What may not be written to is memory of Ray's, which others may look at too.
+        return whole.copy() if copy and not whole.flags.writeable else whole
 
     def __len__(self) -> int:
         if not self.shape:

@@ -88,6 +88,8 @@ def environment(seat: Seat, on_gpu: bool, flags: str, x64: bool) -> Mapping[str,
             "XLA_FLAGS": " ".join(kept),
             "JAX_PLATFORMS": "cuda,cpu",
             "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.85",
+            # Code that is loaded at a kernel's first run waits for the GPU, which may wait for a message of this worker.
+            "CUDA_MODULE_LOADING": "EAGER",
         }
     # Collectives of several programs starve in as few threads as a small machine has cores.
     kept.append(f"--xla_force_host_platform_device_count={seat.count}")

@@ -76,7 +76,9 @@ class Position:
     Attributes:
         at: Position in its stream.
         awaited: Message it waits for; None: it does not wait.
+        seconds: How long it has stood there.
     """
 
     at: int
     awaited: int | None
+    seconds: float = 0.0

@@ -2,13 +2,15 @@
 
 In:     values on the devices of the sender; a `Message` (`parcels.py`).
 Out:    the same values on the devices of the receiver.
-Method: `direct.py` goes from GPU to GPU. `ObjectStore` hands tiles to the peer actor as arguments of a call: what is large
-        travels through Ray's shared memory. On CPU an array is seen by NumPy without a copy; a tile is copied into
-        the store, and out of it only if several tiles make one part, or a program takes the part's memory over.
+Method: `direct.py` goes from GPU to GPU. `ObjectStore` hands tiles to the peer: through a socket (`sockets.py`), or what is
+        large as arguments of a call of its actor, through Ray's shared memory. On CPU an array is seen by NumPy without
+        a copy; a tile is copied into the socket or store, and out of it only if several tiles make one part, or a program
+        takes the part's memory over.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -63,8 +65,11 @@ class Transport(Protocol):
         """How this worker receives its share of all messages of a job, by number."""
         ...
 
-    def flush(self) -> None:
+    def flush(self, on_progress: Callable[[], None]) -> None:
         """Wait until all that was sent has left.
+
+        Args:
+            on_progress: Called after each message that has.
 
         Raises:
             Exception: What went wrong with it.
@@ -73,11 +78,18 @@ class Transport(Protocol):
 
 
 class WaitError(Exception):
-    """A message did not come in time."""
+    """A message did not come or leave in time.
 
-    def __init__(self, source: int, seconds: float):
-        super().__init__(f"it waited {seconds:.0f} s for a message of worker {source}")
-        self.source, self.seconds = source, seconds
+    Attributes:
+        peer: The worker that was to send it, or to receive it; the first of several.
+        message: Its number; None: the one that the worker stands at.
+    """
+
+    def __init__(self, peers: Sequence[int], seconds: float, message: int | None = None, is_sent: bool = False):
+        names = f"worker{'s' * (len(peers) > 1)} {', '.join(map(str, peers))}"
+        what = f"{names} to receive a message" if is_sent else f"a message of {names}"
+        super().__init__(f"it waited {seconds:.0f} s for {what}")
+        self.peer, self.message = peers[0], message
 
 
 class Mailbox:
@@ -117,6 +129,7 @@ class ObjectStore:
         self._wait_seconds = wait_seconds
         self._outbox = ThreadPoolExecutor(1, thread_name_prefix="outbox")
         self._leaving: list[Future] = []
+        self._counting = threading.Lock()
         self.sent_bytes = self.copied_bytes = 0
 
     def sender(self, message: Message) -> Send:
@@ -135,6 +148,7 @@ class ObjectStore:
                 data = {shard.device: shard.data for shard in array.addressable_shards}
                 # A program that takes the memory over may be dispatched before the other thread has looked at it.
                 shards.append([np.array(data[d]) if overwritten else data[d] for d in own])
+                self._count(copied=sum(shard.nbytes for shard in shards[-1]) if overwritten else 0)
             self._leaving.append(self._outbox.submit(leave, step, shards))
 
         def leave(step: int, shards: Sequence[Sequence[Any]]) -> None:
@@ -143,8 +157,8 @@ class ObjectStore:
                 for value, device, part in cuts:
                     view = np.asarray(shards[value][device])
                     tiles.append(pack(view if part is None else view[part]))
-                    self.sent_bytes += tiles[-1].nbytes
-                    self.copied_bytes += tiles[-1].nbytes * (1 if np.shares_memory(tiles[-1], view) else 2)
+                    size = tiles[-1].nbytes
+                    self._count(size, copied=size if np.shares_memory(tiles[-1], view) else 2 * size)
                 self._peers[target](step, message.number, self._seat.number, tiles)
 
         return send
@@ -164,32 +178,48 @@ class ObjectStore:
             on_devices(kind, self._seat, self._places, taken)
             for kind, taken in zip(message.received, message.taken, strict=True)
         ]
+        taken_bytes = sum(
+            math.prod(box_shape(kind.boxes()[device])) * kind.dtype.itemsize
+            for kind, taken in zip(message.received, message.taken, strict=True)
+            for device in (self._seat.devices if taken else ())
+        )
 
         def receive(step: int) -> list[jax.Array]:
-            parts: list[list[Any]] = [[None] * len(own) for own in boxes]
+            parts: list[list[Any]] = [
+                [None if math.prod(box_shape(box)) else np.empty(box_shape(box), kind.dtype) for box in own]
+                for own, kind in zip(boxes, message.received, strict=True)
+            ]
             for source, pastes in parcels:
                 tiles = self._mailbox.take((step, message.number, source), self._wait_seconds)
                 if tiles is None:
-                    raise WaitError(source, self._wait_seconds)
+                    raise WaitError([source], self._wait_seconds)
                 for (value, at, box, part), data in zip(pastes, tiles, strict=True):
                     dtype = message.received[value].dtype
                     tile = unpack(data, box_shape(box), dtype)
                     if part is None:
                         parts[value][at] = tile
-                        self.copied_bytes += tile.nbytes if tile.ctypes.data % ALIGNMENT_BYTES else 0  # by XLA
+                        by_xla = tile.ctypes.data % ALIGNMENT_BYTES and not message.taken[value]
+                        self._count(copied=tile.nbytes if by_xla else 0)
                         continue
                     if parts[value][at] is None:
                         parts[value][at] = aligned(box_shape(boxes[value][at]), dtype)
                     parts[value][at][part] = tile
-                    self.copied_bytes += tile.nbytes
+                    self._count(copied=tile.nbytes)
+            self._count(copied=taken_bytes)
             return [put(own) for put, own in zip(finish, parts, strict=True)]
 
         return receive
 
-    def flush(self) -> None:
+    def _count(self, sent: int = 0, copied: int = 0) -> None:
+        """Called by both threads."""
+        with self._counting:
+            self.sent_bytes, self.copied_bytes = self.sent_bytes + sent, self.copied_bytes + copied
+
+    def flush(self, on_progress: Callable[[], None]) -> None:
         """As of `Transport`."""
         for future in self._leaving:
             future.result()
+            on_progress()
         self._leaving.clear()
 
 
@@ -216,6 +246,13 @@ def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
     return room[start : start + size].view(dtype).reshape(tuple(shape))
 
 
+def _own(part: np.ndarray) -> np.ndarray:
+    """A copy, which XLA:CPU does not copy again."""
+    room = aligned(part.shape, part.dtype)
+    room[...] = part
+    return room
+
+
 def on_devices(
     kind: BufferType, seat: Seat, places: Places, own_memory: bool
 ) -> Callable[[Sequence[np.ndarray]], jax.Array]:
@@ -232,7 +269,7 @@ def on_devices(
     devices, sharding = list(places.devices(kind)), places.sharding(kind)
 
     def put(parts: Sequence[np.ndarray]) -> jax.Array:
-        shards = jax.device_put([np.array(parts[k]) if own_memory else parts[k] for k in part_of], devices)
+        shards = jax.device_put([_own(parts[k]) if own_memory else parts[k] for k in part_of], devices)
         return jax.make_array_from_single_device_arrays(kind.shape, sharding, shards)
 
     return put

@@ -8,13 +8,17 @@ Method: the stream is turned into calls of compiled programs, as in `runtime/pip
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import socket
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
@@ -28,6 +32,7 @@ from autopar.runtime.ray.nccl import NcclChannel, can_use_nccl, new_id
 from autopar.runtime.ray.parcels import Message, box_shape, own_boxes, pack, unpack
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.share import Key, Position, Share, StepCall, Tiles
+from autopar.runtime.ray.sockets import Listener, Post, make_post
 from autopar.runtime.ray.transport import Mailbox, ObjectStore, Receive, Transport, WaitError, on_devices
 from autopar.runtime.ray.transport import Send as SendTo
 
@@ -48,9 +53,10 @@ class Worker:
 
     def __init__(self, seat: Seat, wait_seconds: float):
         self.seat, self._wait_seconds = seat, wait_seconds
-        self.position = Position(0, None)
+        self.position, self._since = Position(0, None), time.monotonic()
         self.arrays: dict[Key, jax.Array] = {}
         self.loaded: dict[int, _Loaded] = {}
+        self._given: dict[int, tuple[Share, dict[str, jax.stages.Compiled]]] = {}
         self._mailbox = Mailbox()
         self._meshes: dict[LogicalMesh, jax.sharding.Mesh] = {}
         self._store: ObjectStore
@@ -61,7 +67,7 @@ class Worker:
 
     def where(self) -> Position:
         """Where it stands; that it answers says that it lives."""
-        return self.position
+        return dataclasses.replace(self.position, seconds=time.monotonic() - self._since)
 
     def pid(self) -> int:
         """Its process."""
@@ -82,17 +88,37 @@ class Worker:
 
     def join(self, coordinator: str, count: int) -> None:
         """Form one group of processes with the other workers of its mesh."""
-        jax.distributed.initialize(coordinator, count, self.seat.rank)
+        # Told all of it: under Slurm and others JAX would ask their variables, which are of another job than this one.
+        jax.distributed.initialize(
+            coordinator,
+            count,
+            self.seat.rank,
+            local_device_ids=range(self.seat.count),
+            cluster_detection_method="deactivate",
+        )
 
     def can_go_direct(self) -> bool:
         """Whether it can send from GPU to GPU."""
         return jax.default_backend() == "gpu" and can_use_nccl()
 
-    def connect(self, peers: Mapping[int, Any], owner: Mapping[MeshId, Mapping[int, int]], direct: bool) -> None:
+    def listen(self, host: str, word: bytes) -> int:
+        """Take in parcels of others, who must know the word; its host has this address. Returns the port."""
+        return Listener(host, word, self.deliver).port
+
+    def connect(
+        self,
+        peers: Mapping[int, Any],
+        addresses: Mapping[int, tuple[str, int]],
+        word: bytes,
+        owner: Mapping[MeshId, Mapping[int, int]],
+        direct: bool,
+    ) -> None:
         """Get to know the other workers.
 
         Args:
             peers: Their actors, by number.
+            addresses: Where they listen.
+            word: What they want to hear.
             owner: For each mesh, the worker of each device.
             direct: Whether all can send from GPU to GPU.
 
@@ -108,7 +134,7 @@ class Worker:
                 wanted=self.seat.count,
                 available=jax.local_device_count(),
             )
-        posts = {number: _post(peer) for number, peer in peers.items()}
+        posts = {number: make_post(addresses[number], word, _through_ray(peer)) for number, peer in peers.items()}
         self._store = ObjectStore(self.seat, self, self._mailbox, posts, self._wait_seconds)
         if direct:
             self._direct = Direct(self.seat, self, self._channels, owner, self._wait_seconds)
@@ -123,9 +149,14 @@ class Worker:
         own = {first + k: device for k, device in enumerate(jax.local_devices())}
         self._channels[pair] = NcclChannel(unique_id, num_sources, num_sources + num_targets, own)
 
-    def load(self, number: int, share: Share) -> None:
-        """Compile a job's programs and prepare its stream."""
-        programs = {program.name: self._compiled(program) for program in share.programs}
+    def compile(self, number: int, share: Share) -> None:
+        """Take a share of a job, and compile its programs."""
+        self._given[number] = share, {program.name: self._compiled(program) for program in share.programs}
+
+    def load(self, number: int) -> None:
+        """Prepare the stream of a job that all have compiled, together with the other workers."""
+        self._stand(0)
+        share, programs = self._given.pop(number)
         sends, receives = self._ways(share)
         self.loaded[number] = _Loaded(
             share,
@@ -177,8 +208,14 @@ class Worker:
         receives: dict[int, Receive] = {}
         for transport in self._transports():
             own = [m for m in share.messages.values() if self._transport_of(m) is transport]
-            sends.update({m.number: transport.sender(m) for m in own if m.source == self.seat.mesh})
-            receives.update(transport.receivers([m for m in own if m.target == self.seat.mesh]))
+            for message in own:
+                if message.source == self.seat.mesh:
+                    sends[message.number] = transport.sender(message)
+                    self._stand(0)
+            coming = [m for m in own if m.target == self.seat.mesh]
+            for source in dict.fromkeys(m.source for m in coming):
+                receives.update(transport.receivers([m for m in coming if m.source == source]))
+                self._stand(0)
         return sends, receives
 
     def _transports(self) -> list[Transport]:
@@ -200,22 +237,28 @@ class Worker:
         """
         loaded = self.loaded[call.job]
         share = loaded.share
+        self._stand(0)
         try:
             held = self._begin(loaded, call)
             for at, (instruction, act) in enumerate(zip(share.stream, loaded.acts, strict=True)):
                 awaited = instruction.message if isinstance(instruction, Recv) else None
-                self.position = Position(at, awaited)
+                self._stand(at, awaited)
                 act(call.step, held)
-            self.position = Position(len(share.stream), None)
+            self._stand(len(share.stream))
             for transport in self._transports():
-                transport.flush()
+                transport.flush(lambda: self._stand(len(share.stream)))
             for key, at in zip(call.keep, share.kept, strict=True):
                 self.arrays[key] = held[at]
             results = [self._parts(held[at], share.types[at], devices) for at, devices in share.fetched]
-            jax.block_until_ready([held[at] for at in share.kept])
+            for at in share.kept:
+                jax.block_until_ready(held[at])
+                self._stand(len(share.stream))
             return results
         except Exception as error:
             raise self._failure(error, share, call.step) from error
+
+    def _stand(self, at: int, awaited: int | None = None) -> None:
+        self.position, self._since = Position(at, awaited), time.monotonic()
 
     def _begin(self, loaded: _Loaded, call: StepCall) -> Held:
         held = dict(loaded.numbers)
@@ -228,7 +271,16 @@ class Worker:
             parts = zip(next(values), loaded.boxes[number], strict=True)
             held[at] = loaded.place[number]([unpack(data, box_shape(box), dtype) for data, box in parts])
         self.drop(call.dropped)
+        self._part_from_others(loaded.share.entries, held)
         return held
+
+    def _part_from_others(self, entries: Sequence[tuple[BufferId, bool]], held: Held) -> None:
+        """What programs take over must be no one else's: state that a step only passes on is one array under two keys."""
+        users = Counter(map(id, self.arrays.values())) + Counter(id(held[at]) for at, _ in entries)
+        for at, taken in entries:
+            if taken and users[id(held[at])] > 1:
+                users[id(held[at])] -= 1
+                held[at] = jnp.array(held[at], copy=True)
 
     def _parts(self, array: jax.Array, kind: BufferType, devices: Sequence[int]) -> list[np.ndarray]:
         data = {shard.device: shard.data for shard in array.addressable_shards}
@@ -238,6 +290,10 @@ class Worker:
 
     def _failure(self, error: Exception, share: Share, step: int) -> WorkerError:
         at = min(self.position.at, len(share.stream) - 1)
+        if isinstance(error, WaitError) and error.message is not None:
+            at = next(
+                k for k, i in enumerate(share.stream) if isinstance(i, Send | Recv) and i.message == error.message
+            )
         instruction, microbatch = share.stream[at], share.microbatches[at]
         stage = instruction.stage if isinstance(instruction, Run) else self.seat.mesh
         name = f"{self.seat}, process {os.getpid()} on {socket.gethostname()}"
@@ -251,7 +307,7 @@ class Worker:
             stage=stage,
             instruction=str(instruction),
             microbatch=microbatch,
-            waited_for=error.source if isinstance(error, WaitError) else None,
+            waited_for=error.peer if isinstance(error, WaitError) else None,
         )
 
     # State.
@@ -317,7 +373,7 @@ def _act(
             assert_never(instruction)
 
 
-def _post(peer: Any) -> Callable[[int, int, int, Tiles], None]:
+def _through_ray(peer: Any) -> Post:
     deliver = peer.deliver.options(concurrency_group="mail", num_returns=0)
 
     def post(step: int, message: int, source: int, tiles: Tiles) -> None:

@@ -3,15 +3,20 @@
 In:     a `RayMachine`, the devices of each mesh.
 Out:    `Workers`: calls of all of them that return, or end in one `WorkerError`.
 Method: one placement group per host, one bundle and one actor per mesh there. While a call runs, actors that have not
-        answered it are asked where they stand; one that is dead, silent for too long, or has raised ends the job: all
-        actors are killed, and the placement groups removed, which also ends processes that do not listen.
+        answered it are asked where they stand; one that is dead, silent for too long, too long at one place, or has
+        raised ends the job: all actors are killed, and the placement groups removed, which also ends processes that do
+        not listen.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
 import os
+import secrets
 import time
+import warnings
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.errors import ClusterError, WorkerError
+from autopar.errors import ClusterError, NodeLostError, WorkerError
 from autopar.mesh.ray_nodes import RayMachine
 from autopar.plan.instructions import MeshId
 from autopar.runtime.ray.direct import Pair
@@ -32,6 +37,8 @@ from autopar.runtime.ray.worker import Worker
 
 POLL_SECONDS = 1.0
 """How often workers that are busy are asked where they stand."""
+GRACE_SECONDS = 2.0
+"""Who waits too long for a message says so itself, and has this long to, before one that stands too long is ended."""
 GROUPS = {"mail": 2, "control": 1}
 """Threads of an actor beside its one dispatching thread: for parcels that come in, and for answering at any time."""
 
@@ -51,7 +58,7 @@ class Workers:
         """Start them.
 
         Raises:
-            ClusterError: Ray has no room for them.
+            ClusterError: Ray has no room for them; NodeLostError: a node has gone.
         """
         self.layout, self.closed = layout, False
         self.on_gpu = machine.accelerator is not None
@@ -124,11 +131,12 @@ class Workers:
                 f"{', '.join(str(self._bundle(seat)) for seat in own)}"
             )
             if node.node not in (n["NodeID"] for n in ray.nodes() if n["Alive"]):
-                raise ClusterError(
+                raise NodeLostError(
                     "a node of the cluster is lost.",
                     given=given,
                     wrong="Ray says that this node is not alive any more.",
                     do="call Cluster.ray(...) again: it takes the nodes that are left.",
+                    node=node.address,
                 )
             if time.monotonic() > deadline:
                 raise ClusterError(
@@ -142,17 +150,31 @@ class Workers:
 
     def _meet(self) -> None:
         """Processes of one mesh form a group; all get to know each other."""
-        patience = self._machine.start_seconds
         everyone = {seat.number: () for seat in self.seats}
-        self.call("pid", everyone, patience)
+        self.prepare("pid", everyone)
         joining = [own for own in self._of_mesh.values() if len(own) > 1]
         hosts = self._machine.hosts
-        firsts = self.call("coordinator", {own[0].number: (hosts[own[0].host].address,) for own in joining})
+        firsts = self.prepare("coordinator", {own[0].number: (hosts[own[0].host].address,) for own in joining})
         joined = {seat.number: (firsts[own[0].number], len(own)) for own in joining for seat in own}
-        self.call("join", joined, patience)
-        self.direct = self.on_gpu and all(self.call("can_go_direct", everyone, patience).values())
+        self.prepare("join", joined)
+        self.direct = self.on_gpu and self._can_go_direct(everyone)
         owner = {mesh: {device: s.number for s in own for device in s.devices} for mesh, own in self._of_mesh.items()}
-        self.call("connect", {n: (dict(self._actors), owner, self.direct) for n in everyone}, patience)
+        word, host = secrets.token_bytes(32), {seat.number: hosts[seat.host].address for seat in self.seats}
+        ports = self.prepare("listen", {n: (host[n], word) for n in everyone})
+        addresses = {n: (host[n], ports[n]) for n in everyone}
+        self.prepare("connect", {n: (dict(self._actors), addresses, word, owner, self.direct) for n in everyone})
+
+    def _can_go_direct(self, everyone: Mapping[int, tuple[Any, ...]]) -> bool:
+        """Whether all can send from GPU to GPU; if one cannot, no one does."""
+        can = self.prepare("can_go_direct", everyone)
+        without = dict.fromkeys(self._machine.hosts[s.host].address for s in self.seats if not can[s.number])
+        if without and len(self._of_mesh) > 1:
+            warnings.warn(
+                f"messages between GPUs go through the memory of hosts, which is slow: there is no CuPy with NCCL on "
+                f"{', '.join(without)}; pip install 'autopar[cuda12]' (or [cuda13]) there.",
+                stacklevel=2,
+            )
+        return not without
 
     def open(self, pairs: Sequence[Pair]) -> None:
         """Open channels from mesh to mesh, where there are any and they are not open yet; one after the other."""
@@ -160,10 +182,19 @@ class Workers:
             if pair in self._opened or pair[0] == pair[1]:
                 continue
             sources, targets = (self._of_mesh[mesh] for mesh in pair)
-            unique_id = self.call("new_channel", {sources[0].number: ()})[sources[0].number]
+            unique_id = self.prepare("new_channel", {sources[0].number: ()})[sources[0].number]
             counts = sum(s.count for s in sources), sum(s.count for s in targets)
-            self.call("open", {s.number: (pair, unique_id, *counts) for s in (*sources, *targets)})
+            self.prepare("open", {s.number: (pair, unique_id, *counts) for s in (*sources, *targets)})
             self._opened.append(pair)
+
+    def prepare(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        """A call before the first step that ends soon, or not at all."""
+        seconds = self._machine.start_seconds
+        return self.call(method, arguments, silence_seconds=seconds, standing_seconds=seconds)
+
+    def run(self, calls: Mapping[int, tuple[Any, ...]], job: int) -> dict[int, Any]:
+        """One step of a job; arguments as of `Worker.run`."""
+        return self.call("run", calls, standing_seconds=self._machine.wait_seconds, job=job)
 
     # Calls.
 
@@ -173,7 +204,14 @@ class Workers:
         return range(found[0], found[0] + count) if found else range(0)
 
     def call(
-        self, method: str, arguments: Mapping[int, tuple[Any, ...]], silence_seconds: float | None = None, job: int = -1
+        self,
+        method: str,
+        arguments: Mapping[int, tuple[Any, ...]],
+        *,
+        silence_seconds: float | None = None,
+        standing_seconds: float | None = None,
+        job: int = -1,
+        harmless: bool = False,
     ) -> dict[int, Any]:
         """Call a method of several workers at the same time, and wait for all.
 
@@ -181,58 +219,66 @@ class Workers:
             method: Of `Worker`.
             arguments: By worker.
             silence_seconds: How long they may not answer to anything; None: as the machine says.
+            standing_seconds: How long one may stand at one place; None: as long as it wants, for what ends by itself.
             job: Which job's stream they are at, for messages of errors.
+            harmless: Whether they are as they were, also if the method raises.
 
         Raises:
-            WorkerError: One of them failed. All have ended.
+            WorkerError: One of them failed. All have ended, unless it was harmless.
         """
         if self.closed:
             raise ended()
-        numbers = list(arguments)
-        refs = [getattr(self._actors[n], method).remote(*arguments[n]) for n in numbers]
+        refs: dict[int, Any] = {}
+        limits = silence_seconds or self._machine.silence_seconds, standing_seconds or math.inf
         try:
-            return dict(
-                zip(numbers, self._wait(numbers, refs, silence_seconds or self._machine.silence_seconds), strict=True)
-            )
+            for number, own in arguments.items():
+                refs[number] = getattr(self._actors[number], method).remote(*own)
+            return dict(zip(refs, self._wait(method, refs, *limits), strict=True))
         except _FailedError as failed:
-            error = worker_error(failed.failure, self.seats, self._positions(failed.failure), self._jobs.get(job))
-            self.close()
-            raise error from failed.failure.cause
+            goes_on = harmless and failed.failure.how == "raised"
+            raise self._told(failed.failure, job, goes_on) from failed.failure.cause
         except BaseException:
-            self.close()  # the streams are half done: what the workers hold is of no use any more
+            if not harmless:
+                self.close()  # the streams are half done: what the workers hold is of no use any more
             raise
 
-    def _wait(self, numbers: Sequence[int], refs: Sequence[Any], silence_seconds: float) -> list[Any]:
-        import ray
-        from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+    def _told(self, failure: Failure, job: int, goes_on: bool) -> WorkerError:
+        try:
+            return worker_error(failure, self.seats, self._positions(failure), self._jobs.get(job), goes_on)
+        finally:
+            if not goes_on:
+                self.close()
 
-        heard = dict.fromkeys(numbers, time.monotonic())
+    def _wait(self, method: str, refs: Mapping[int, Any], silence_seconds: float, standing_seconds: float) -> list[Any]:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayError
+
+        begun = time.monotonic()
+        heard = dict.fromkeys(refs, begun)
         asked: dict[int, Any] = {}
         while True:
             try:
-                return ray.get(list(refs), timeout=POLL_SECONDS)
+                return ray.get(list(refs.values()), timeout=POLL_SECONDS)
             except GetTimeoutError:
                 pass
-            except RayError:
-                for number, ref in zip(numbers, refs, strict=True):
-                    if ray.wait([ref], timeout=0)[0]:
-                        try:
-                            ray.get(ref)
-                        except RayActorError as error:
-                            raise _FailedError(Failure(number, "died", error)) from error
-                        except RayTaskError as error:
-                            raise _FailedError(Failure(number, "raised", error.cause or error)) from error
-                raise
-            for number, ref in zip(numbers, refs, strict=True):
+            except RayError as error:
+                raise _FailedError(_first_failed(refs, error)) from error
+            standing: dict[int, Position] = {}
+            for number, ref in refs.items():
                 if ray.wait([ref], timeout=0)[0]:
                     heard[number] = time.monotonic()
                 elif number not in asked:
                     asked[number] = self._where(number)
                 elif ray.wait([asked[number]], timeout=0)[0]:
-                    del asked[number]
                     heard[number] = time.monotonic()
+                    with contextlib.suppress(RayError):  # it ended, and its own call tells so
+                        standing[number] = ray.get(asked[number])
+                    del asked[number]
                 elif time.monotonic() - heard[number] > silence_seconds:
-                    raise _FailedError(Failure(number, "silent", None, silence_seconds))
+                    raise _FailedError(Failure(number, "silent", None, silence_seconds, method))
+            number, position = max(standing.items(), key=lambda one: one[1].seconds, default=(-1, Position(0, None)))
+            if min(position.seconds, time.monotonic() - begun) > standing_seconds + GRACE_SECONDS:
+                raise _FailedError(Failure(number, "stuck", None, position.seconds, method, position))
 
     def _where(self, number: int) -> Any:
         return self._actors[number].where.options(concurrency_group="control").remote()
@@ -258,9 +304,10 @@ class Workers:
     # Arrays.
 
     def fetch(self, mesh: MeshId, key: int, kind: BufferType) -> np.ndarray:
-        """The whole of an array."""
+        """The whole of an array; if that fails, the workers go on."""
         parts = holders_of(kind, self._of_mesh[mesh])
-        tiles = self.call("fetch", {n: (key, kind, [device for device, _ in own]) for n, own in parts.items()})
+        asked = {n: (key, kind, [device for device, _ in own]) for n, own in parts.items()}
+        tiles = self.call("fetch", asked, harmless=True)
         return joined(kind, parts, tiles)
 
     def seats_on(self, mesh: MeshId) -> list[Seat]:
@@ -289,6 +336,22 @@ class _FailedError(Exception):
     def __init__(self, failure: Failure):
         super().__init__(failure)
         self.failure = failure
+
+
+def _first_failed(refs: Mapping[int, Any], error: BaseException) -> Failure:
+    """Which of these calls ended in an error of Ray's, and how; `error` is what waiting for all of them raised."""
+    import ray
+    from ray.exceptions import RayError, RayTaskError
+
+    for number, ref in refs.items():
+        if ray.wait([ref], timeout=0)[0]:
+            try:
+                ray.get(ref)
+            except RayTaskError as raised:
+                return Failure(number, "raised", raised.cause or raised)
+            except RayError as died:  # of the actor, or of the node that had its answer
+                return Failure(number, "died", died)
+    return Failure(next(iter(refs)), "died", error)
 
 
 def ended() -> WorkerError:
