@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import socket
 import threading
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from autopar.runtime.ray.direct import AHEAD, Begun, Direct
 from autopar.runtime.ray.job import BufferType
 from autopar.runtime.ray.parcels import Message, box_shape, parcels_of, slices
 from autopar.runtime.ray.seats import seats_of
+from autopar.runtime.ray.sockets import LARGE_BYTES, Listener, make_post
 from autopar.runtime.ray.transport import Mailbox, ObjectStore, WaitError, aligned, on_devices
 from tests.ray.kinds import DTYPES, EMPTY, SHAPE, kinds
 
@@ -104,13 +106,30 @@ def through_store(source, target, wait_seconds=20.0, devices_per_host=8):
     return seats, places, made
 
 
+def through_sockets(source, target, wait_seconds=20.0, devices_per_host=8):
+    """The same, over sockets."""
+    seats, _, places = sides_of(source, target, devices_per_host)
+    boxes = [Mailbox() for _ in seats]
+
+    def put(box):
+        return lambda step, message, sender, tiles: box.put((step, message, sender), tiles)
+
+    listeners = [Listener("127.0.0.1", b"word", put(box)) for box in boxes]
+    posts = {n: make_post(("127.0.0.1", listener.port), b"word", None) for n, listener in enumerate(listeners)}
+    made = [
+        ObjectStore(seat, place, box, posts, wait_seconds)
+        for seat, place, box in zip(seats, places, boxes, strict=True)
+    ]
+    return seats, places, made
+
+
 def message_of(have, want, seats, overwritten=False, taken=False):
     parcels = parcels_of(have, want, [s for s in seats if s.mesh == 0], [s for s in seats if s.mesh == 1])
     count = len(have)
     return Message(0, 0, 1, 0, tuple(have), tuple(want), parcels, (overwritten,) * count, (taken,) * count)
 
 
-@pytest.mark.parametrize("transports", [through_store, direct])
+@pytest.mark.parametrize("transports", [through_store, through_sockets, direct])
 @pytest.mark.parametrize("target", [LogicalMesh((3,)), LogicalMesh((4,))], ids=str)
 @pytest.mark.parametrize("dtype, shape", [*((dtype, SHAPE) for dtype in DTYPES), ("float32", EMPTY), ("int4", EMPTY)])
 def test_every_dtype(dtype, shape, target, transports):
@@ -159,7 +178,7 @@ class Share:
         self.addressable_shards = [SimpleNamespace(device=s.device, data=s) for s in shards]
 
 
-@pytest.mark.parametrize("transports", [through_store, direct])
+@pytest.mark.parametrize("transports", [through_store, through_sockets, direct])
 @pytest.mark.parametrize("devices_per_host", [1, 2])
 @pytest.mark.parametrize("shape", [SHAPE, (5, 7, 3), EMPTY], ids=str)
 def test_meshes_of_several_processes(transports, devices_per_host, shape, monkeypatch):
@@ -192,7 +211,7 @@ def test_meshes_of_several_processes(transports, devices_per_host, shape, monkey
         side.flush(lambda: None)
 
 
-@pytest.mark.parametrize("transports", [through_store, direct])
+@pytest.mark.parametrize("transports", [through_store, through_sockets, direct])
 def test_memory_that_is_taken_over_later(transports):
     """What was sent arrives as it was, also if the next program writes into the same memory at once."""
     mesh = LogicalMesh((2,))
@@ -252,6 +271,33 @@ def test_an_error_of_the_sending_thread_is_told():
     )
     with pytest.raises(ZeroDivisionError):
         sender.flush(lambda: None)
+
+
+def test_parcels_go_through_ray_where_sockets_do_not_serve():
+    """What is large, what is for a worker that is not reached or has gone; a stranger is not heard."""
+    box, other_way = Mailbox(), []
+    listener = Listener("127.0.0.1", b"word", lambda step, message, source, tiles: box.put((step, message), tiles))
+
+    def post_to(port, word):
+        return make_post(("127.0.0.1", port), word, lambda step, *more: other_way.append(step))
+
+    post, tile = post_to(listener.port, b"word"), np.arange(100, dtype=np.uint8)
+    post(0, 7, 1, [tile, tile[:0], tile[:3]])
+    for got, want in zip(box.take((0, 7), 5.0), [tile, tile[:0], tile[:3]], strict=True):
+        np.testing.assert_array_equal(got, want)
+    assert not other_way
+    post(1, 7, 1, [np.zeros(LARGE_BYTES + 1, np.uint8)])
+    assert other_way == [1]
+    post_to(listener.port, b"wort")(2, 7, 1, [tile])
+    assert box.take((2, 7), 0.3) is None
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    post_to(port, b"word")(3, 7, 1, [tile])
+    nowhere = Listener("192.0.2.1", b"word", None)  # an address that is no one's
+    post_to(nowhere.port, b"word")(4, 7, 1, [tile])
+    assert [step for step in other_way if step != 2] == [1, 3, 4] and nowhere.port == 0, (
+        "2 if it saw that it was not heard"
+    )
 
 
 def test_mailbox_waits():

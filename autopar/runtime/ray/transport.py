@@ -2,9 +2,10 @@
 
 In:     values on the devices of the sender; a `Message` (`parcels.py`).
 Out:    the same values on the devices of the receiver.
-Method: `direct.py` goes from GPU to GPU. `ObjectStore` hands tiles to the peer actor as arguments of a call: what is large
-        travels through Ray's shared memory. On CPU an array is seen by NumPy without a copy; a tile is copied into
-        the store, and out of it only if several tiles make one part, or a program takes the part's memory over.
+Method: `direct.py` goes from GPU to GPU. `ObjectStore` hands tiles to the peer: through a socket (`sockets.py`), or what is
+        large as arguments of a call of its actor, through Ray's shared memory. On CPU an array is seen by NumPy without
+        a copy; a tile is copied into the socket or store, and out of it only if several tiles make one part, or a program
+        takes the part's memory over.
 """
 
 from __future__ import annotations

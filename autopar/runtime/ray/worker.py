@@ -32,6 +32,7 @@ from autopar.runtime.ray.nccl import NcclChannel, can_use_nccl, new_id
 from autopar.runtime.ray.parcels import Message, box_shape, own_boxes, pack, unpack
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.share import Key, Position, Share, StepCall, Tiles
+from autopar.runtime.ray.sockets import Listener, Post, make_post
 from autopar.runtime.ray.transport import Mailbox, ObjectStore, Receive, Transport, WaitError, on_devices
 from autopar.runtime.ray.transport import Send as SendTo
 
@@ -100,11 +101,24 @@ class Worker:
         """Whether it can send from GPU to GPU."""
         return jax.default_backend() == "gpu" and can_use_nccl()
 
-    def connect(self, peers: Mapping[int, Any], owner: Mapping[MeshId, Mapping[int, int]], direct: bool) -> None:
+    def listen(self, host: str, word: bytes) -> int:
+        """Take in parcels of others, who must know the word; its host has this address. Returns the port."""
+        return Listener(host, word, self.deliver).port
+
+    def connect(
+        self,
+        peers: Mapping[int, Any],
+        addresses: Mapping[int, tuple[str, int]],
+        word: bytes,
+        owner: Mapping[MeshId, Mapping[int, int]],
+        direct: bool,
+    ) -> None:
         """Get to know the other workers.
 
         Args:
             peers: Their actors, by number.
+            addresses: Where they listen.
+            word: What they want to hear.
             owner: For each mesh, the worker of each device.
             direct: Whether all can send from GPU to GPU.
 
@@ -120,7 +134,7 @@ class Worker:
                 wanted=self.seat.count,
                 available=jax.local_device_count(),
             )
-        posts = {number: _post(peer) for number, peer in peers.items()}
+        posts = {number: make_post(addresses[number], word, _through_ray(peer)) for number, peer in peers.items()}
         self._store = ObjectStore(self.seat, self, self._mailbox, posts, self._wait_seconds)
         if direct:
             self._direct = Direct(self.seat, self, self._channels, owner, self._wait_seconds)
@@ -359,7 +373,7 @@ def _act(
             assert_never(instruction)
 
 
-def _post(peer: Any) -> Callable[[int, int, int, Tiles], None]:
+def _through_ray(peer: Any) -> Post:
     deliver = peer.deliver.options(concurrency_group="mail", num_returns=0)
 
     def post(step: int, message: int, source: int, tiles: Tiles) -> None:

@@ -14,6 +14,7 @@ import contextlib
 import itertools
 import math
 import os
+import secrets
 import time
 import warnings
 import weakref
@@ -158,7 +159,10 @@ class Workers:
         self.prepare("join", joined)
         self.direct = self.on_gpu and self._can_go_direct(everyone)
         owner = {mesh: {device: s.number for s in own for device in s.devices} for mesh, own in self._of_mesh.items()}
-        self.prepare("connect", {n: (dict(self._actors), owner, self.direct) for n in everyone})
+        word, host = secrets.token_bytes(32), {seat.number: hosts[seat.host].address for seat in self.seats}
+        ports = self.prepare("listen", {n: (host[n], word) for n in everyone})
+        addresses = {n: (host[n], ports[n]) for n in everyone}
+        self.prepare("connect", {n: (dict(self._actors), addresses, word, owner, self.direct) for n in everyone})
 
     def _can_go_direct(self, everyone: Mapping[int, tuple[Any, ...]]) -> bool:
         """Whether all can send from GPU to GPU; if one cannot, no one does."""
