@@ -315,7 +315,7 @@ def test_large_messages(clusters):
 
 
 def test_small_messages_go_through_sockets(clusters):
-    """Both ways would give the same; this one is ten times as fast."""
+    """Both ways would give the same; a message through a call of Ray's costs three times as much."""
     import ray
 
     case = CASES["mlp_schedule_clip"]()
