@@ -51,9 +51,8 @@ def make_ray_step(cluster: Cluster, program: Program, roles: Roles, plan: Plan) 
         body = origin.sharded.body
         job = step_job(body, plan.mesh, jaxpr.invars, roles, program.name, platform, cluster.num_devices)
     keys = {at for k, key in enumerate(program.key_outputs) if key for at in stacks.outputs[k]}
-    # A result can look like the batch that it is made of, and is not its next value.
-    state = {out for out, into in roles.aliases.items() if into not in roles.batch}
-    return RayStep(cluster.machine, job, Interface(stacks, frozenset(state - keys), tuple(jaxpr.outvars)), platform)
+    state = frozenset(roles.aliases) - keys
+    return RayStep(cluster.machine, job, Interface(stacks, state, tuple(jaxpr.outvars)), platform)
 
 
 def _check_bodies(plan: Plan) -> None:
