@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import os
 import time
 
@@ -20,7 +21,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 import gpt
 import wide_resnet
 from rich.console import Console
-from rich.table import Table
 
 import autopar
 
@@ -77,18 +77,18 @@ def main() -> None:
     console.print(str(best).split("\n\nArguments")[0])
     if chosen.only_automatic:
         return
-    table = Table(title=f"{chosen.model}, batch {chosen.batch}, on {chosen.cluster}")
-    for heading in ("method", "step", "over automatic"):
-        table.add_column(heading, justify="left" if heading == "method" else "right")
     automatic = best.cost.step_seconds
-    table.add_row("Auto()", f"{automatic * 1e3:.1f} ms", "1.000")
+    console.print(f"[bold]{chosen.model}, batch {chosen.batch}, on {chosen.cluster}: step, and over the automatic one")
+    least = math.inf
     for text, method in fixed_methods(cluster.num_devices, semantics):
         try:
-            seconds = plan(method).cost.step_seconds
-            table.add_row(text, f"{seconds * 1e3:.1f} ms", f"{seconds / automatic:.3f}")
+            ratio = plan(method).cost.step_seconds / automatic
         except autopar.errors.AutoparError as error:
-            table.add_row(text, error.summary, "")
-    console.print(table)
+            console.print(f"  {text:40} {error.summary}")
+            continue
+        least = min(least, ratio)
+        console.print(f"  {text:40} {ratio * automatic * 1e3:10.1f} ms {ratio:8.3f}")
+    console.print(f"least of all that fit: {least:.3f}")
 
 
 if __name__ == "__main__":
