@@ -43,9 +43,9 @@ def wait_until_gone(pids: set[int]) -> set[int]:
         time.sleep(0.1)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ray_started() -> Iterator[None]:
-    """Ray on this machine, for the whole session."""
+    """Ray on this machine, as long as these tests run."""
     ray = pytest.importorskip("ray")
     before = children(os.getpid())
     start_ray()
@@ -55,7 +55,7 @@ def ray_started() -> Iterator[None]:
     assert not wait_until_gone(started), "Ray left processes behind"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def clusters(ray_started: None) -> Iterator[dict[tuple[int, int], autopar.Cluster]]:
     """Clusters by hosts and devices per host; those of one shape share their workers."""
     made = {shape: make_cluster(*shape) for shape in ((1, 4), (1, 8), (4, 2))}
