@@ -1012,7 +1012,7 @@ def test_metrics(case, count):
     assert_equals_full_batch(case, count)
 
 
-# 3. What is refused.
+# 4. What is refused.
 
 
 def batch_norm(x: jax.Array) -> jax.Array:
@@ -1159,7 +1159,7 @@ def test_no_batch():
         split_microbatches(program.jaxpr, 2, ())
 
 
-# 4. Each microbatch with its own statistics.
+# 5. Each microbatch with its own statistics.
 
 
 def batch_norm_step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
@@ -1256,7 +1256,7 @@ def test_per_microbatch_is_exact_where_that_is_possible():
     assert_same(run_split(case, program, split), full_batch(case))
 
 
-# 5. What stands where.
+# 6. What stands where.
 
 ADAM = optax.adam(1e-2)
 
@@ -1340,7 +1340,7 @@ def test_same_program_twice(name):
     assert text() == text()
 
 
-# 6. On 8 devices.
+# 7. On 8 devices.
 
 LARGE = Case(sgd(LOSSES["masked mean"]), batch=lambda: batch_of(32))
 
