@@ -225,8 +225,18 @@ def stack_type(aval: Any, count: int) -> Any:
 
 def _in_order(result: Result) -> Callable[[jax.Array], jax.Array]:
     """Rows put back where the samples were."""
-    dim, shape = result.share.dim, result.var.aval.shape  # type: ignore[union-attr]
-    return lambda stack: jnp.reshape(jnp.moveaxis(stack, 0, dim), shape)
+    share, shape = result.share, result.var.aval.shape
+    assert isinstance(share, Cut)
+    if share.blocks == 1:
+        return lambda stack: jnp.reshape(jnp.moveaxis(stack, 0, share.dim), shape)
+
+    def put_back(stack: jax.Array) -> jax.Array:
+        """[count, ..., blocks * rows, ...] to [..., blocks * count * rows, ...]."""
+        size = stack.shape[share.dim + 1]
+        parts = (*stack.shape[: share.dim + 1], share.blocks, size // share.blocks, *stack.shape[share.dim + 2 :])
+        return jnp.reshape(jnp.moveaxis(jnp.reshape(stack, parts), 0, share.dim + 1), shape)
+
+    return put_back
 
 
 def _named(function: Callable[[jax.Array], jax.Array], operand: Any, var: Var) -> list[JaxprEqn]:

@@ -22,7 +22,7 @@ def border_shares(eqn: JaxprEqn, made: dict[Var, Share]) -> list[list[Share]]:
 
     def inner(var: Any) -> Share:
         found = made.get(var, WHOLE)
-        return Cut(found.dim - 1) if isinstance(found, Cut) else found
+        return found.moved(-1) if isinstance(found, Cut) else found
 
     match eqn.primitive.name:
         case "scan":
@@ -35,8 +35,8 @@ def border_shares(eqn: JaxprEqn, made: dict[Var, Share]) -> list[list[Share]]:
     return []
 
 
-def operand_shares(eqn: JaxprEqn, made: dict[Var, Share], own_trips: bool = False) -> list[Share]:
-    """The share in which a structured equation in the loop takes each operand; `own_trips`: a scan over samples."""
+def operand_shares(eqn: JaxprEqn, made: dict[Var, Share], own_trips: Cut | None = None) -> list[Share]:
+    """The share in which a structured equation in the loop takes each operand; `own_trips`: of a scan over samples."""
 
     def share(var: Var) -> Share:
         return made.get(var, WHOLE)
@@ -45,7 +45,7 @@ def operand_shares(eqn: JaxprEqn, made: dict[Var, Share], own_trips: bool = Fals
         case "scan":
             parts = scan_parts(eqn)
             outer = [share(var) for _, var in parts.xs]
-            xs = [Cut(s.dim + 1) if isinstance(s, Cut) else Cut(0) if own_trips else s for s in outer]
+            xs = [s.moved(1) if isinstance(s, Cut) else own_trips or s for s in outer]
             return [
                 *(share(var) for _, var in parts.consts),
                 *(share(var) for _, var, _, _ in parts.carries),

@@ -62,7 +62,7 @@ class _LateCuts:
         cut = [next(iter(w)) if len(w) == 1 else None for w in wanted]
         in_parts = any(wanted) and all(isinstance(c, Cut) for c, w in zip(cut, wanted, strict=True) if w)
         if in_parts and not own and not eqn.effects:
-            for way in self.ways.of(eqn):
+            for way in self.ways.of(eqn, [*(None for _ in eqn.invars), *cut]):
                 fits = all(not w or c == made for c, w, made in zip(cut, wanted, way.results, strict=True))
                 cuts_only = not any(isinstance(want, Sum) for want in way.operands)
                 if fits and cuts_only and way.factor is not None:
@@ -79,7 +79,7 @@ class _LateCuts:
             return [WHOLE] * len(eqn.invars)
         made, name = self.shares.made, eqn.primitive.name
         if id(eqn) in self.shares.own_trips:
-            return operand_shares(eqn, made, own_trips=True)
+            return operand_shares(eqn, made, self.shares.own_trips[id(eqn)])
         if name in ("scan", "optimization_barrier"):
             first = len(scan_parts(eqn).carries) if name == "scan" else 0
             lowest = 1 if name == "scan" else 0
@@ -102,7 +102,7 @@ class _LateCuts:
         wants = list(uses.get(var, ()))
         if isinstance(self.shares.share(var), Whole | Same) and len(wants) == 1:
             match wants[0]:
-                case Cut(dim) if dim >= lowest:
+                case Cut(dim=dim) if dim >= lowest:
                     self.shares.made[var] = wants[0]
 
 

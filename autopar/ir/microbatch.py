@@ -295,8 +295,8 @@ class _Scope:
     def converted(self, atom: Any, local: Any, have: Share, want: Share, source: Any) -> Any:
         shape, dtype = tuple(atom.aval.shape), atom.aval.dtype
         match want:
-            case Cut(dim):
-                program = slice_program(shape, dtype, dim, self.count)
+            case Cut():
+                program = slice_program(shape, dtype, want, self.count)
             case Sum():
                 if isinstance(atom, Literal) and atom.val == 0:
                     return local
@@ -339,7 +339,7 @@ class _Scope:
 
     def structured(self, eqn: JaxprEqn) -> None:
         made = self.shares.made
-        wants = operand_shares(eqn, made, id(eqn) in self.shares.own_trips)
+        wants = operand_shares(eqn, made, self.shares.own_trips.get(id(eqn)))
         name = eqn.primitive.name
         if name == "optimization_barrier":
             through = [

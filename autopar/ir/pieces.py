@@ -11,8 +11,9 @@ Method: the strategies of a mesh with one axis (`intra_op/strategies.py`), with 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from autopar._jax import Jaxpr, JaxprEqn, bind_eqn
 from autopar.ir.flatten import flat_function
 from autopar.ir.rules import ShardingRule
-from autopar.ir.rules.rule import Factor, Shard, Term
+from autopar.ir.rules.rule import Factor, LocalProgram, Shard, Term
 
 AXIS = "piece"
 
@@ -36,12 +37,17 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Piece k sees the k-th of equal parts along `dim`."""
+    """Piece k sees the k-th of equal parts along `dim`, or of each of equal blocks that stand behind each other there."""
 
     dim: int
+    blocks: int = 1
+
+    def moved(self, by: int) -> Cut:
+        """The same where `by` dims have come in front."""
+        return Cut(self.dim + by, self.blocks)
 
     def __str__(self) -> str:
-        return f"cut along dim {self.dim}"
+        return f"cut along dim {self.dim}" + (f" in {self.blocks} blocks" if self.blocks > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,12 +97,16 @@ class Way:
         operands: The share of each operand that a piece needs.
         results: The share of each result that a piece makes.
         picks: The sums that it makes are of single elements: a piece has zeros for what others find.
+        blocks: Of the factor: of each of so many parts of it that stand behind each other a piece has its part.
+        local: The program of a piece where it is not that of the rule.
     """
 
     factor: Factor | None
     operands: tuple[Share, ...]
     results: tuple[Share, ...]
     picks: bool = False
+    blocks: int = 1
+    local: LocalProgram | None = field(default=None, compare=False)
 
 
 def ways(rule: ShardingRule, count: int) -> list[Way]:
@@ -104,20 +114,32 @@ def ways(rule: ShardingRule, count: int) -> list[Way]:
     found = []
     for factor in rule.splittable():
         if rule.sizes[factor] % count == 0:
-            sums = rule.joined.get(factor, ())
-            operands = tuple(SUM if k in sums else _share(term, factor, WHOLE) for k, term in enumerate(rule.operands))
-            lost: Share = SUM if factor in rule.summed else WHOLE
-            lost = Extreme(rule.reduced[factor]) if factor in rule.reduced else lost
-            results = tuple(_share(term, factor, lost) for term in rule.results)
-            found.append(Way(factor, operands, results, factor in rule.picked))
+            found.append(way_along(rule, factor))
     for group in rule.linear:
         operands = tuple(SUM if k in group else WHOLE for k in range(len(rule.operands)))
         found.append(Way(None, operands, (SUM,) * len(rule.results)))
     return found
 
 
-def _share(term: Term, factor: Factor, absent: Share) -> Share:
-    return next((Cut(d) for d, dim in enumerate(term) if dim and dim[0] == factor), absent)
+def way_along(rule: ShardingRule, factor: Factor, blocks: int = 1) -> Way:
+    """The way that cuts a factor, or each of `blocks` equal parts of it that stand behind each other."""
+
+    def share(term: Term, absent: Share) -> Share:
+        for d, dim in enumerate(term):
+            if factor in dim:
+                return Cut(d, blocks * math.prod(rule.sizes[f] for f in dim[: dim.index(factor)]))
+        return absent
+
+    sums = rule.joined.get(factor, ())
+    operands = tuple(SUM if k in sums else share(term, WHOLE) for k, term in enumerate(rule.operands))
+    lost: Share = SUM if factor in rule.summed else WHOLE
+    lost = Extreme(rule.reduced[factor]) if factor in rule.reduced else lost
+    results = tuple(share(term, lost) for term in rule.results)
+    return Way(factor, operands, results, factor in rule.picked, blocks)
+
+
+class NoPositionError(Exception):
+    """A local program asked where its part begins, and it has several."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +147,19 @@ class _Piece(Shard):
     """Where a piece stands, as a device stands on a mesh."""
 
     number: Any = 0
+    blocks: int = 1
 
     def index(self, factor: Factor) -> Any:
-        """The number of the piece; 0 for a factor that is not cut."""
-        return self.number if self.axes_of.get(factor) else 0
+        """The number of the piece; 0 for a factor that is not cut.
+
+        Raises:
+            NoPositionError: The piece has its part of each of several blocks.
+        """
+        if not self.axes_of.get(factor):
+            return 0
+        if self.blocks > 1:
+            raise NoPositionError(factor)
+        return self.number
 
 
 def piece_program(eqn: JaxprEqn, rule: ShardingRule, way: Way, count: int, shapes: Mapping[int, Any]) -> Jaxpr:
@@ -140,13 +171,17 @@ def piece_program(eqn: JaxprEqn, rule: ShardingRule, way: Way, count: int, shape
         way: How it is done in pieces.
         count: How many.
         shapes: For each operand, the abstract value of a piece's share.
+
+    Raises:
+        NoPositionError: The operation depends on places along what is cut in blocks.
     """
+    local = way.local or rule.local
 
     def program(number: jax.Array, *operands: jax.Array) -> list[jax.Array]:
         axes = {way.factor: (AXIS,)} if way.factor is not None else {}
-        piece = _Piece(axes, {AXIS: count}, rule.sizes, number)
-        if rule.local is not None:
-            return list(rule.local(eqn, piece, *operands))
+        piece = _Piece(axes, {AXIS: count}, rule.sizes, number, way.blocks)
+        if local is not None:
+            return list(local(eqn, piece, *operands))
         return bind_eqn(eqn, *operands)
 
     avals = [shapes[k] for k in range(len(eqn.invars))]
@@ -163,14 +198,24 @@ def piece_aval(aval: Any, share: Share, count: int) -> Any:
 
 
 @functools.cache
-def slice_program(shape: tuple[int, ...], dtype: Any, dim: int, count: int) -> Jaxpr:
-    """(number, whole value) to the number-th of `count` equal parts along `dim`, as a flat program."""
-    size = shape[dim] // count
+def slice_program(shape: tuple[int, ...], dtype: Any, share: Cut, count: int) -> Jaxpr:
+    """(number, whole value) to the share of the number-th of `count` pieces, as a flat program."""
 
     def program(number: jax.Array, whole: jax.Array) -> jax.Array:
-        return jax.lax.dynamic_slice_in_dim(whole, number * size, size, dim)
+        return part_of(whole, share, number, count)
 
     return flat_function(program, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(shape, dtype))
+
+
+def part_of(whole: jax.Array, share: Cut, number: Any, count: int) -> jax.Array:
+    """What of a whole value the number-th of `count` pieces has."""
+    dim, size = share.dim, whole.shape[share.dim] // (share.blocks * count)
+    if share.blocks == 1:
+        return jax.lax.dynamic_slice_in_dim(whole, number * size, size, dim)
+    before, behind = whole.shape[:dim], whole.shape[dim + 1 :]
+    blocks = jnp.reshape(whole, (*before, share.blocks, size * count, *behind))
+    parts = jax.lax.dynamic_slice_in_dim(blocks, number * size, size, dim + 1)
+    return jnp.reshape(parts, (*before, share.blocks * size, *behind))
 
 
 @functools.cache

@@ -49,12 +49,10 @@ def refusal(cause: Cause, eqn: JaxprEqn, share: Share, count: int, can_stand_in:
     match cause.eqn.primitive.name:
         case "concatenate" if isinstance(share, Cut):
             wrong = (
-                f"it puts samples behind samples (operand of shape {shape}): a microbatch would be several pieces of the "
-                "result. That could be worked through exactly; autopar cannot yet."
+                f"it puts samples (operand of shape {shape}) in one dim with rows that are no whole number of batches: "
+                "of these a microbatch has no part of its own."
             )
-            do += (
-                ", or put the samples that belong together side by side: jnp.stack([a, b], 1).reshape(-1, *a.shape[1:])"
-            )
+            do += ", or give what is not of the samples to the model in a call of its own"
         case "scan" if isinstance(share, Cut | Whole) and _goes_by_trips(cause):
             wrong = (
                 f"it goes over samples trip by trip (operand of shape {shape}), and from trip to trip it carries more "

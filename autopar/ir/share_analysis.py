@@ -221,7 +221,7 @@ class _Analysis:
             self.shares.way_of.pop(id(eqn), None)
             return [OWN if OWN in shares else SAME] * len(eqn.outvars)
         best: tuple[int, Way] | None = None
-        for way in self.ways.of(eqn):
+        for way in self.ways.of(eqn, shares):
             converted = 0
             for atom, have, want in zip(eqn.invars, shares, way.operands, strict=True):
                 cost = self.conversion(atom, have, want, inside)
@@ -306,13 +306,14 @@ class _Analysis:
 
     def scan(self, eqn: JaxprEqn) -> list[Share]:
         parts = scan_parts(eqn)
-        if any(self.shares.share(outer) == Cut(0) for outer, _ in parts.xs):
-            return self.scan_over_samples(eqn, parts)
+        trips = [s for s in (self.shares.share(outer) for outer, _ in parts.xs) if isinstance(s, Cut) and s.dim == 0]
+        if trips:
+            return self.scan_over_samples(eqn, parts, trips[0])
         consts = [self.enter(eqn, outer, self.shares.share(outer)) for outer, _ in parts.consts]
         xs = []
         for outer, _ in parts.xs:
             share = self.shares.share(outer)
-            xs.append(self.enter(eqn, outer, Cut(share.dim - 1) if isinstance(share, Cut) else share))
+            xs.append(self.enter(eqn, outer, share.moved(-1) if isinstance(share, Cut) else share))
         carries = [self.enter(eqn, outer, self.shares.share(outer)) for outer, *_ in parts.carries]
         while True:
             results = self.body(parts.body, [*consts, *carries, *xs])
@@ -323,13 +324,13 @@ class _Analysis:
             if grown == carries:
                 break
             carries = grown
-        ys = [Cut(s.dim + 1) if isinstance(s, Cut) else _in_loop(s) for s in results[len(carries) :]]
+        ys = [s.moved(1) if isinstance(s, Cut) else _in_loop(s) for s in results[len(carries) :]]
         for (inside, _), share in zip(parts.ys, ys, strict=True):
             if isinstance(share, Extreme):
                 raise _Stuck(Cause(eqn, inside))
         return [*map(_in_loop, carries), *ys]
 
-    def scan_over_samples(self, eqn: JaxprEqn, parts: ScanParts) -> list[Share]:
+    def scan_over_samples(self, eqn: JaxprEqn, parts: ScanParts, trips: Cut) -> list[Share]:
         """A microbatch does the trips of its own samples, if nothing but sums goes from trip to trip."""
         whole, of_trips = (Whole, Same, Own), [outer for outer, _ in parts.xs]
         sums = sum_carries(parts)
@@ -341,17 +342,17 @@ class _Analysis:
         allowed += [(outer, (Whole, Same, Cut)) for outer in of_trips]
         for outer, kinds in allowed:
             share = self.shares.share(outer)
-            if not isinstance(share, kinds) or (isinstance(share, Cut) and share != Cut(0)):
+            if not isinstance(share, kinds) or (isinstance(share, Cut) and share != trips):
                 raise _Stuck(Cause(eqn, outer))
-        if trip_count(eqn) % self.count:
-            raise _Stuck(Cause(eqn, next(outer for outer in of_trips if self.shares.share(outer) == Cut(0))))
-        self.shares.own_trips[id(eqn)] = None
+        if trip_count(eqn) % (self.count * trips.blocks):
+            raise _Stuck(Cause(eqn, next(outer for outer in of_trips if self.shares.share(outer) == trips)))
+        self.shares.own_trips[id(eqn)] = trips
         for (outer, inside, _, result), is_sum in zip(parts.carries, sums, strict=True):
             if is_sum:
                 self.shares.made[inside] = SUM
                 if self.shares.share(outer) != SUM and not self.is_zero(outer):
                     self.uneven[result] = None
-        return [*(SUM if is_sum else SAME for is_sum in sums), *(Cut(0) for _ in parts.ys)]
+        return [*(SUM if is_sum else SAME for is_sum in sums), *(trips for _ in parts.ys)]
 
     def while_loop(self, eqn: JaxprEqn) -> list[Share]:
         parts = while_parts(eqn)

@@ -6,11 +6,13 @@ Out:    `Shares`; `Ways`: the ways of each equation, looked up once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from autopar._jax import JaxprEqn, Literal, Var
-from autopar.ir.pieces import OWN, WHOLE, Share, Way, ways
+from autopar.ir.blocks import block_ways
+from autopar.ir.pieces import OWN, WHOLE, Cut, Share, Way, ways
 from autopar.ir.rules import rule_for
 from autopar.ir.signature import equation_signature
 
@@ -26,7 +28,7 @@ class Shares:
         phase: `"before"`, `"loop"` or `"after"` for each top-level equation, by identity.
         early: Top-level equations, by identity, that run before the loop on the whole batch, whatever else they do.
         taken_whole: Values that the loop makes in parts and reads whole from before it.
-        own_trips: Scans over samples, by identity, of which each microbatch does the trips of its own samples.
+        own_trips: Scans over samples, by identity, of which each microbatch does its own trips: its share of them.
         stand_ins: Values of which each microbatch takes its own for that of the whole batch.
     """
 
@@ -36,7 +38,7 @@ class Shares:
     phase: dict[int, str] = field(default_factory=dict)
     early: dict[int, None] = field(default_factory=dict)
     taken_whole: dict[Var, None] = field(default_factory=dict)
-    own_trips: dict[int, None] = field(default_factory=dict)
+    own_trips: dict[int, Cut] = field(default_factory=dict)
     stand_ins: dict[Var, None] = field(default_factory=dict)
 
     def share(self, atom: Any) -> Share:
@@ -53,15 +55,23 @@ class Ways:
 
     def __init__(self, count: int):
         self.count = count
-        self.by_signature: dict[object, list[Way]] = {}
-        self.by_eqn: dict[int, list[Way]] = {}
+        self.signatures: dict[int, object] = {}
+        self.plain: dict[object, list[Way]] = {}
+        self.in_blocks: dict[object, list[Way]] = {}
 
-    def of(self, eqn: JaxprEqn) -> list[Way]:
-        """The ways of a plain equation."""
-        known = self.by_eqn.get(id(eqn))
-        if known is None:
-            signature = equation_signature(eqn)
-            if signature not in self.by_signature:
-                self.by_signature[signature] = ways(rule_for(eqn), self.count)
-            known = self.by_eqn[id(eqn)] = self.by_signature[signature]
-        return known
+    def of(self, eqn: JaxprEqn, shares: Sequence[Share | None]) -> list[Way]:
+        """The ways of a plain equation.
+
+        Args:
+            eqn: The equation.
+            shares: Of its operands, then of its results, as far as they are known: they may be cut in blocks.
+        """
+        signature = self.signatures.get(id(eqn))
+        if signature is None:
+            signature = self.signatures[id(eqn)] = equation_signature(eqn)
+        if signature not in self.plain:
+            self.plain[signature] = ways(rule_for(eqn), self.count)
+        cuts = tuple(share if isinstance(share, Cut) else None for share in shares)
+        if (signature, cuts) not in self.in_blocks:
+            self.in_blocks[signature, cuts] = block_ways(eqn, rule_for(eqn), self.count, cuts) if any(cuts) else []
+        return self.plain[signature] + self.in_blocks[signature, cuts]

@@ -299,10 +299,19 @@ def _run(program: Any, number: int, value: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_slice(dim):
     value = np.arange(32, dtype=np.float32).reshape(4, 8)
-    program = slice_program((4, 8), value.dtype, dim, 4)
+    program = slice_program((4, 8), value.dtype, Cut(dim), 4)
     check_program(program)
-    assert program is slice_program((4, 8), value.dtype, dim, 4)
+    assert program is slice_program((4, 8), value.dtype, Cut(dim), 4)
     np.testing.assert_array_equal(np.concatenate([_run(program, k, value) for k in range(4)], dim), value)
+
+
+def test_slice_of_blocks():
+    """Piece k has columns 2k and 2k + 1 of each half."""
+    value = np.arange(32, dtype=np.float32).reshape(4, 8)
+    program = slice_program((4, 8), value.dtype, Cut(1, blocks=2), 2)
+    check_program(program)
+    for k in range(2):
+        np.testing.assert_array_equal(_run(program, k, value), value[:, [2 * k, 2 * k + 1, 4 + 2 * k, 5 + 2 * k]])
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.int32, jnp.bfloat16])

@@ -45,7 +45,7 @@ def log_probabilities(params, ids):
     return jnp.take_along_axis(table, ids[:, 1:, None], axis=-1)[..., 0]
 
 
-@case("preference_pairs", refused="chosen samples stand behind rejected ones in one array: not built yet")
+@case("preference_pairs")
 def preference_pairs():
     """DPO: a chosen and a rejected answer, a frozen reference model, both answers in one call."""
     reference = params_of(np.random.default_rng(0))
@@ -136,9 +136,7 @@ def policy_gradient_generation():
     return step, state, batches(lambda random: tokens(random, BATCH, PROMPT, vocabulary=VOCABULARY))
 
 
-@case(
-    "self_distillation_average", refused="two views of the samples stand behind each other in one array: not built yet"
-)
+@case("self_distillation_average")
 def self_distillation_average():
     """A teacher that is the moving average of the student; two views by random crops; a running center."""
     random = np.random.default_rng(5)
