@@ -38,8 +38,16 @@ def over_time(params, x):
     return jax.lax.scan(lambda carry, t: layer_fn(carry + t, params["embed"]), x, times)[0]
 
 
-def read_whole(params, x):
+def unstacked(params, x):
+    return jax.lax.scan(lambda x, _: layer_fn(x, params["embed"]), x, length=NUM_LAYERS)[0]
+
+
+def one_is_read(params, x):
     return layers(params, x) * (params["layers"][0] ** 2).sum()
+
+
+def read_whole(params, x):
+    return layers(params, x) * jnp.sort(params["layers"], axis=0)[0].sum()
 
 
 def marked(params, x):
@@ -69,7 +77,7 @@ def told(model, num_stages=2, schedule="1f1b"):
 @pytest.mark.parametrize(
     "model, reason",
     [
-        (indexed, "it runs over no stack of layers"),
+        (unstacked, "it runs over no stack of layers"),
         (over_time, "its turns share them"),
         (read_whole, "they are also read whole"),
     ],
@@ -80,7 +88,7 @@ def test_a_loop_that_stays_whole_is_named(model, reason):
     assert "is one piece: scan at " in text and "test_uneven.py:" in text and reason in text
 
 
-@pytest.mark.parametrize("model", [layers, unrolled])
+@pytest.mark.parametrize("model", [layers, unrolled, indexed, one_is_read])
 @pytest.mark.parametrize("num_stages, schedule", [(2, "1f1b"), (2, "interleaved"), (4, "1f1b")])
 def test_even_stages_are_no_news(model, num_stages, schedule):
     assert told(model, num_stages, schedule) == []
