@@ -46,7 +46,7 @@ from autopar.plan.search import search_pipelines
 from autopar.plan.stage_planner import pipeline_of
 
 Report = Callable[[str], None]
-WORTH_STAGES, WORTH_SECONDS = 0.1, 2e-3
+WORTH_STAGES, WORTH_SECONDS = 0.1, 1e-2
 """Within one host, stages are tried if this part of the best plan without them, and so many seconds, can be won: less is
 eaten up by their bubble, and to search for it takes many steps' time."""
 
