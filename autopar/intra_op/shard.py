@@ -128,9 +128,8 @@ def shard(
         body = lower(jaxpr, graph, [class_choices[c] for c in class_of])
         return broken_memory_rows(graph, class_of, class_choices, body, donated, budget, elsewhere)
 
-    limit = TimeLimit(
-        options.solver_seconds
-    )  # for all of them: where the first takes it all, the others are only looked at
+    # One limit for all: where the first takes it all, the others are only looked at.
+    limit = TimeLimit(options.solver_seconds)
 
     def solved(problem: Problem) -> Solution:
         if np.isfinite(budget):

@@ -390,35 +390,39 @@ class _Scope:
 
     def own_trips(self, eqn: JaxprEqn, operands: Sequence[Any]) -> None:
         """A scan over one microbatch's samples; a single trip is no loop, so that a pipeline can cut what is in it."""
-        parts, source = scan_parts(eqn), eqn.source_info
-        trips, num_consts, first = (
-            trip_count(eqn) // self.count,
-            len(parts.consts),
-            len(parts.consts) + len(parts.carries),
-        )
-        if trips == 1:
-            entering = list(operands[:first])
-            for rows in operands[first:]:
-                more, row = inline_function(lambda x: x[0], [rows], source)
-                self.eqns += more
-                entering += row
-            eqns, made = inline_from(parts.body, entering)
-            self.eqns += eqns
-            for k in range(len(parts.carries), len(made)):
-                more, (made[k],) = inline_function(lambda x: x[None], [made[k]], source)
-                self.eqns += more
-        else:
-            eqns, results = inline_from(parts.body, inside := [new_var(var.aval) for var in parts.body.invars])
-            body = make_jaxpr(inside, results, eqns)
-            params = scan_params(eqn.params, body, num_consts, len(parts.carries))
-            params |= {"length": trips, "unroll": min(eqn.params["unroll"], trips)}
-            made = [
-                new_var(shaped(piece_aval(var.aval, self.shares.made.get(var, WHOLE), self.count)))
-                for var in eqn.outvars
-            ]
-            self.eqns.append(replace_eqn(eqn, invars=operands, outvars=made, params=params))
+        trips = trip_count(eqn) // self.count
+        made = self.single_trip(eqn, operands) if trips == 1 else self.shorter_scan(eqn, operands, trips)
         for var, atom in zip(eqn.outvars, made, strict=True):
             self.define(var, self.shares.made.get(var, WHOLE), atom)
+
+    def single_trip(self, eqn: JaxprEqn, operands: Sequence[Any]) -> list[Any]:
+        parts, source = scan_parts(eqn), eqn.source_info
+        first = len(parts.consts) + len(parts.carries)
+        entering = list(operands[:first])
+        for rows in operands[first:]:
+            more, row = inline_function(lambda x: x[0], [rows], source)
+            self.eqns += more
+            entering += row
+        eqns, made = inline_from(parts.body, entering)
+        self.eqns += eqns
+        for k in range(len(parts.carries), len(made)):
+            more, (made[k],) = inline_function(lambda x: x[None], [made[k]], source)
+            self.eqns += more
+        return made
+
+    def shorter_scan(self, eqn: JaxprEqn, operands: Sequence[Any], trips: int) -> list[Any]:
+        parts = scan_parts(eqn)
+        eqns, results = inline_from(parts.body, inside := [new_var(var.aval) for var in parts.body.invars])
+        body = make_jaxpr(inside, results, eqns)
+        params = scan_params(eqn.params, body, len(parts.consts), len(parts.carries))
+        params |= {"length": trips, "unroll": min(eqn.params["unroll"], trips)}
+        shares = [self.shares.made.get(var, WHOLE) for var in eqn.outvars]
+        made = [
+            new_var(shaped(piece_aval(var.aval, share, self.count)))
+            for var, share in zip(eqn.outvars, shares, strict=True)
+        ]
+        self.eqns.append(replace_eqn(eqn, invars=operands, outvars=made, params=params))
+        return made
 
     def body(self, jaxpr: Jaxpr, leaving: Sequence[Share]) -> Jaxpr:
         """A body over shares; its first invar is the number of the microbatch."""

@@ -3,9 +3,8 @@
 In:     a flat program, its sharded body, the devices.
 Out:    `Executable`: compiled once, called with flat arrays.
 Method: the per-device program under `jax.jit` with the plan's shardings; state is donated. Arrays that are not where the
-        plan wants them are moved in one batched `device_put`; what is donated and passed twice is copied (`memory.py`). A
-        step that calls the host is waited for: what a callback
-        raises is raised by the call of the step in which it did.
+        plan wants them are moved in one batched `device_put`; what is donated and passed twice is copied (`memory.py`).
+        A step that calls the host is waited for: what a callback raises is raised by the call of the step in which it did.
 """
 
 from __future__ import annotations

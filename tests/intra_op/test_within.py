@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from test_solve import draw
 
 import autopar.intra_op.within as within
 from autopar.intra_op.problem import MemoryRow, Problem, brute_force
 from autopar.intra_op.within import solve_within
+from tests.intra_op.test_solve import draw
 
 
 def test_rows_are_added_until_none_is_broken():

@@ -5,12 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-from harness import FEW, MESH_SHAPES, check_function, flat_eqns, gradient_of
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
 from autopar.ir.rules import rule_for
+from tests.ir.rules.harness import FEW, MESH_SHAPES, check_function, flat_eqns, gradient_of
 
 CONV = "conv_general_dilated"
 

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import FEW, MESH_SHAPES, check_equation, check_function, flat_eqns, gradient_of, only_eqn
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
 from autopar._jax import find_primitives
 from autopar.ir.rules import rule_for
+from tests.ir.rules.harness import FEW, MESH_SHAPES, check_equation, check_function, flat_eqns, gradient_of, only_eqn
 
 BFLOAT16 = jnp.ones((4, 8), jnp.bfloat16)
 INTEGERS = jnp.ones((4, 8), jnp.int32)

@@ -6,13 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import MESH_SHAPES, check_equation, check_function, eqn_of, gradient_of, only_eqn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from indices import MODES, indexed
 from jax import lax
 
 from autopar.ir.rules import rule_for
+from tests.ir.rules.harness import MESH_SHAPES, check_equation, check_function, eqn_of, gradient_of, only_eqn
+from tests.ir.rules.indices import MODES, indexed
 
 IDS = jnp.array([[0, 15, 3, 2], [7, 7, 8, 1]])
 ROWS = jnp.array([3, 1, 0, 7, 7, 2, 5, 6])

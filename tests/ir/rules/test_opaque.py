@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import check_equation, check_function, flat_eqns, gradient_of, only_eqn
 
 from autopar.errors import RuleError
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.opaque import sharding_rule
+from tests.ir.rules.harness import check_equation, check_function, flat_eqns, gradient_of, only_eqn
 
 
 @sharding_rule("batch seq d, d f -> batch seq f {sum d}", linear=[(0,), (1,)])

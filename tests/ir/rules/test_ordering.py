@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 import pytest
-from harness import FEW, MESH_SHAPES, check_function, eqn_of, gradient_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
 
 from autopar.ir.rules import rule_for
+from tests.ir.rules.harness import FEW, MESH_SHAPES, check_function, eqn_of, gradient_of
 
 
 @pytest.mark.parametrize(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import pytest
-from harness import FEW, MESH_SHAPES, check_equation, check_function, eqn_of, gradient_of, only_eqn
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
 from autopar.ir.rules import rule_for
+from tests.ir.rules.harness import FEW, MESH_SHAPES, check_equation, check_function, eqn_of, gradient_of, only_eqn
 
 FLAGS = jnp.arange(32).reshape(4, 8) % 3 > 0
 INTEGERS = jnp.arange(32).reshape(4, 8)

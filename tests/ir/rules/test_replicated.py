@@ -7,11 +7,11 @@ import warnings
 import jax
 import jax.numpy as jnp
 import pytest
-from harness import eqn_of
 
 from autopar.errors import UnsupportedPrimitiveError
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.replicated import ALL_LISTS, SIDE_EFFECTS, list_of
+from tests.ir.rules.harness import eqn_of
 
 
 def test_no_primitive_stands_in_two_lists():

@@ -1,12 +1,12 @@
 """The rule of reshape: golden lines, and every strategy against the operation itself."""
 
 import pytest
-from harness import FEW, MESH_SHAPES, check_equation, only_eqn
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 
 from autopar.ir.rules import rule_for
+from tests.ir.rules.harness import FEW, MESH_SHAPES, check_equation, only_eqn
 
 
 @pytest.mark.parametrize(

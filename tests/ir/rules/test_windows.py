@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from harness import FEW, MESH_SHAPES, check_function, flat_eqns, gradient_of
 from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
@@ -16,6 +15,7 @@ from jax import lax
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.rule import factor_names
 from autopar.ir.rules.window import Window
+from tests.ir.rules.harness import FEW, MESH_SHAPES, check_function, flat_eqns, gradient_of
 
 OWN = {"reduce_window", "reduce_window_max", "reduce_window_min", "reduce_window_sum"}
 OWN |= {"select_and_gather_add", "select_and_scatter", "select_and_scatter_add"}
