@@ -1,7 +1,8 @@
-"""Arrays of other processes, which write them themselves.
+"""Arrays of other processes, which write and read them themselves.
 
-In:     the leaves of a state; later, the folder that orbax has made.
-Out:    `Taken` arrays in the place of those that can be written apart; their parts on the disk, in the form of orbax.
+In:     the leaves of a state; later, the folder that orbax has made. Or a whole checkpoint, and who wants what of it.
+Out:    `Taken` arrays in the place of those that can be written apart; their parts on the disk, in the form of orbax. Or
+        arrays where they are wanted.
 Method: a small file in the workplace tells who sees it. Each worker's part is a folder named like those of orbax's own
         processes, which it puts together; arrays of whom the file is unseen go through this process.
 """
@@ -10,14 +11,17 @@ from __future__ import annotations
 
 import secrets
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from autopar.checkpoint.chunks import chunk_shape
+from autopar.checkpoint.manifest import NAME
+from autopar.checkpoint.places import OnWorkers
 from autopar.runtime.digest import Digest
 from autopar.runtime.ray.disk import OnDisk
 from autopar.runtime.ray.handles import RemoteArray
+from autopar.runtime.ray.loads import read_arguments
 from autopar.runtime.ray.saves import Snapshot, Taken, take
 
 CHUNK_BYTES = 64 * 2**20
@@ -39,9 +43,9 @@ def take_apart(leaves: Iterable[Any], workplace: Path, knows: Callable[[str], bo
     arrays = list({id(leaf): leaf for leaf in mine}.values())
     if not arrays:
         return {}
-    token, word = workplace / "token", secrets.token_hex()
-    token.write_text(word, encoding="utf-8")
-    taken, refused = take(arrays, token, word)
+    token = workplace / "token"
+    token.write_text(secrets.token_hex(), encoding="utf-8")
+    taken, refused = take(arrays, token)
     if refused:
         first, why = next(iter(refused.items()))
         others = f", and {len(refused) - 1} others" if len(refused) > 1 else ""
@@ -81,6 +85,25 @@ def write_apart(
             if array.snapshot is snapshot
         ]
         found |= snapshot.write(folder, f"ocdbt.process_g{group}w", own)
+    return found
+
+
+def read_apart(wanted: Mapping[int, tuple[OnWorkers, tuple[str, ...]]], folder: Path) -> dict[int, RemoteArray]:
+    """Have arrays read by the workers that will hold them.
+
+    Args:
+        wanted: Where each goes, and its path in the state.
+        folder: Of a whole checkpoint.
+
+    Returns:
+        Those whose workers see the folder.
+    """
+    found: dict[int, RemoteArray] = {}
+    for step in {id(place.step): place.step for place, _ in wanted.values()}.values():
+        own = {k: (place.argument, path) for k, (place, path) in wanted.items() if place.step is step}
+        names = {argument: ".".join(path) for argument, path in own.values()}
+        read = read_arguments(step, names, folder, folder / NAME)
+        found |= {k: read[argument] for k, (argument, _) in own.items() if argument in read}
     return found
 
 

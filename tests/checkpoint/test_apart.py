@@ -14,6 +14,7 @@ import pytest
 from autopar import checkpoint
 from autopar.errors import CheckpointError
 from autopar.mesh import LogicalMesh, Sharding
+from autopar.runtime.digest import digest
 from autopar.runtime.ray.disk import Disk, unseen
 from autopar.runtime.ray.handles import Copy, Part, RemoteArray
 from autopar.runtime.ray.job import BufferType
@@ -55,8 +56,9 @@ class Workers:
     def number(self):
         return range(1)
 
-    def unseen(self, workers, token, word):
-        return {n: unseen(token if n not in self.blind else token + "x", word) for n in workers}
+    def unseen(self, workers, token, writing):
+        word = digest(token)[1]
+        return {n: unseen(f"{token}x" if n in self.blind else str(token), word, writing) for n in workers}
 
     def take(self, save, arguments):
         for n, (places,) in arguments.items():
@@ -135,6 +137,12 @@ def test_two_groups_of_workers(tmp_path):
     checkpoint.save(tmp_path, state, 0).wait()
     like = [layers(4, 0), layers(4, 10)]
     jax.tree.map(assert_same, checkpoint.restore(tmp_path, like), like)
+
+
+def test_a_state_that_is_one_array(tmp_path):
+    checkpoint.save(tmp_path, Workers().hold((layers(4), 0, ROWS), (layers(4, 9), 1, BOTH)), 0).wait()
+    want = np.concatenate([layers(4), layers(4, 9)])
+    assert_same(checkpoint.restore(tmp_path, want), want)
 
 
 def test_empty_arrays_are_in_the_manifest_alone(tmp_path):

@@ -132,9 +132,11 @@ def test_workers_write_what_they_hold(step, tmp_path, fetched):
     loss = here(restored, batch)[1]
 
     again = checkpoint.restore(tmp_path, like, compiled=step)
-    found, its_loss = step(again, batch)
-    np.testing.assert_allclose(its_loss, loss, rtol=1e-5)
-    assert all(isinstance(leaf, RemoteArray) for leaf in jax.tree.leaves(found))
+    assert all(isinstance(leaf, RemoteArray) for leaf in jax.tree.leaves(again)), "the workers read it, too"
+    assert_same(again, wanted)
+    fetched.clear()
+    np.testing.assert_allclose(step(again, batch)[1], loss, rtol=1e-5)
+    assert fetched == [], "it is where the step wants it"
 
 
 def test_state_may_be_donated_while_it_is_written(step, tmp_path):
@@ -164,7 +166,7 @@ def test_who_does_not_see_the_folder_sends_its_arrays(step, tmp_path, fetched):
     def blind(self):
         module = sys.modules["autopar.runtime.ray.worker"]
         module.own_unseen = module.unseen
-        module.unseen = lambda token, word: module.own_unseen(token + "-on-another-machine", word)
+        module.unseen = lambda token, *asked: module.own_unseen(token + "-on-another-machine", *asked)
 
     def healed(self):
         module = sys.modules["autopar.runtime.ray.worker"]
@@ -176,53 +178,16 @@ def test_who_does_not_see_the_folder_sends_its_arrays(step, tmp_path, fetched):
     in_workers(step, blind, [3])
     with pytest.warns(UserWarning, match=r"worker 3 \(mesh 1, host 3\) cannot write to .*does not see"):
         checkpoint.save(tmp_path, state, 0).wait()
+    assert 0 < sum(fetched) < sum(leaf.nbytes for leaf in jax.tree.leaves(wanted))
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), wanted)
+    restored = checkpoint.restore(tmp_path, like, compiled=step)
     in_workers(step, healed, [3])
-    total = sum(leaf.nbytes for leaf in jax.tree.leaves(wanted))
-    assert 0 < sum(fetched) < total
+    assert {type(leaf) for leaf in jax.tree.leaves(restored)} == {RemoteArray, np.ndarray}
+    assert_same(restored, wanted)
+    step(restored, batches(1)[0])
     assert {p.name for p in (tmp_path / "0").glob("ocdbt.process_*")} >= {"ocdbt.process_g0w0", "ocdbt.process_0"}
     assert not (tmp_path / "0" / "ocdbt.process_g0w3").exists()
     assert_same(checkpoint.restore(tmp_path, wanted), wanted)
-
-
-DTYPES = ("bfloat16", "float16", "bool", "int8", "uint32", "float8_e4m3fn", "float8_e4m3", "int4", "uint4", "complex64")
-
-
-def test_every_kind_of_leaf(clusters, tmp_path, fetched):
-    """Dtypes that TensorStore has and others; scalars, empty ones, twice the same; beside what is in this process."""
-    arrays = {name: jnp.arange(16).astype(name).reshape(4, 4) for name in DTYPES}
-    arrays |= {"scalar": jnp.float32(2.5), "small": jnp.float8_e3m4(0.5), "empty": jnp.zeros((0, 3))}
-
-    @autopar.parallelize(cluster=clusters[1, 4], method=autopar.ShardParallel(mesh_shape=(2, 2)))
-    def step(state, batch):
-        weight = state["weight"] + batch.sum()
-        return {**state, "weight": weight}, weight.mean()
-
-    remote, _ = step(arrays | {"weight": jnp.ones((64, 8))}, np.ones((8, 4), np.float32))
-    assert all(isinstance(leaf, RemoteArray) for leaf in jax.tree.leaves(remote))
-    state = {
-        "remote": remote,
-        "again": [remote["weight"], remote["int4"]],
-        "numbers": (3, 2.5, True),
-        "key": jax.random.key(3),
-        "here": jnp.arange(5.0),
-        "numpy": np.arange(3),
-        "none": None,
-        "function": max,
-    }
-    checkpoint.save(tmp_path, state, 0).wait()
-    assert fetched == []
-    like = state | {"remote": host(remote), "again": host(state["again"])}
-    restored = checkpoint.restore(tmp_path, like)
-    function = state.pop("function")
-    assert restored.pop("function") is function
-    assert_same(restored["remote"], arrays | {"weight": np.full((64, 8), 33.0, np.float32)})
-    assert_same(restored["again"], [restored["remote"]["weight"], arrays["int4"]])
-    for name in ("key", "here", "numpy"):
-        assert_same(restored[name], state[name])
-    assert restored["numbers"] == (3, 2.5, True)
-    plain = ocp.StandardCheckpointer().restore(tmp_path / "0")
-    assert_same(plain["remote"]["bfloat16"], arrays["bfloat16"])
-    assert_same(plain["again"][0], restored["remote"]["weight"])
 
 
 def test_a_checkpoint_of_workers_cut_off_anywhere_is_never_good(step, tmp_path):
@@ -268,6 +233,58 @@ def fails(saving, words):
         saving._thread.join()
     assert time.monotonic() - started < 12.0
     return caught.value
+
+
+DTYPES = ("bfloat16", "float16", "bool", "int8", "uint32", "float8_e4m3fn", "float8_e4m3", "complex64")
+
+
+def test_every_kind_of_leaf(ours, tmp_path, fetched):
+    """Dtypes that TensorStore has and others; scalars, empty ones, twice the same; beside what is in this process."""
+    arrays = {name: jnp.arange(16).astype(name).reshape(4, 4) for name in DTYPES}
+    arrays |= {"scalar": jnp.float32(2.5), "small": jnp.float8_e3m4(0.5), "empty": jnp.zeros((0, 3))}
+    first = arrays | {"up": jnp.ones((4, 8)), "down": jnp.ones((8, 4))}
+
+    @autopar.parallelize(cluster=ours.cluster, method=TWO_STAGES)
+    def step(state, batch):
+        def loss_fn(up, down):
+            return jnp.mean((jnp.tanh(batch @ up) @ down) ** 2)
+
+        loss, (up, down) = jax.value_and_grad(loss_fn, (0, 1))(state["up"], state["down"])
+        return {**state, "up": state["up"] - up, "down": state["down"] - down}, loss
+
+    batch = np.ones((8, 4), np.float32)
+    remote, _ = step(first, batch)
+    assert all(isinstance(leaf, RemoteArray) for leaf in jax.tree.leaves(remote))
+    wanted = host(remote)
+    assert_same({name: wanted[name] for name in arrays}, arrays)
+    fetched.clear()
+    state = {
+        "remote": remote,
+        "again": [remote["up"], remote["float8_e4m3"]],
+        "numbers": (3, 2.5, True),
+        "key": jax.random.key(3),
+        "here": jnp.arange(5.0),
+        "numpy": np.arange(3),
+        "none": None,
+        "function": max,
+    }
+    checkpoint.save(tmp_path, state, 0).wait()
+    assert fetched == []
+    restored = checkpoint.restore(tmp_path, state | {"remote": wanted, "again": [wanted["up"], wanted["float8_e4m3"]]})
+    assert_same(restored["remote"], wanted)
+    assert_same(restored["again"], [wanted["up"], wanted["float8_e4m3"]])
+    for name in ("key", "here", "numpy"):
+        assert_same(restored[name], state[name])
+    assert restored["numbers"] == (3, 2.5, True) and restored["function"] is max
+    plain = ocp.PyTreeCheckpointer().restore(tmp_path / "0")
+    assert_same(plain["remote"]["bfloat16"], arrays["bfloat16"])
+    assert_same(plain["again"][0], wanted["up"])
+
+    checkpoint.save(tmp_path, remote, 1).wait()
+    there = checkpoint.restore(tmp_path, first, 1, compiled=step)
+    assert isinstance(there.pop("empty"), np.ndarray) and fetched == []
+    assert all(isinstance(leaf, RemoteArray) for leaf in there.values())
+    assert_same(there, {name: wanted[name] for name in there})
 
 
 def test_a_worker_cannot_write(ours, tmp_path):

@@ -34,7 +34,7 @@ class Workers:
     def number(self):
         return range(7, 8)
 
-    def unseen(self, workers, token, word):
+    def unseen(self, workers, token, writing):
         return {n: "it is blind" if n in self.blind else "" for n in workers}
 
     def take(self, save, arguments):
@@ -88,7 +88,7 @@ def test_who_cannot_write_is_left_out(tmp_path):
     copied = BufferType((8, 4), np.dtype("float32"), Sharding(((), ())), LogicalMesh((4,)))
     split = BufferType((8, 4), np.dtype("float32"), Sharding((("x",), ())), LogicalMesh((4,)))
     arrays = [array(workers, [(0, copied)]), array(workers, [(0, split)]), array(workers, [(1, split)])]
-    taken, refused = take(arrays, tmp_path, "word")
+    taken, refused = take(arrays, tmp_path)
     assert [t is None for t in taken] == [False, True, False], "worker 0 alone holds its rows of the second"
     assert refused == {"worker 0 (mesh 0, host 0)": "it is blind"}
     assert set(workers.taken) == {1, 2, 3} and taken[2].boxes[1] == ((2, 4), (0, 4))
@@ -101,7 +101,7 @@ def test_what_is_shared_is_copied_once_and_written_twice(tmp_path):
 
     workers = Workers()
     split = BufferType((8, 4), np.dtype("float32"), Sharding((("x",), ())), LogicalMesh((4,)))
-    (taken,), _ = take([array(workers, [(0, split)])], tmp_path, "word")
+    (taken,), _ = take([array(workers, [(0, split)])], tmp_path)
     names = [(taken.number, OnDisk(name, (8, 4), "float32", (2, 4))) for name in ("a", "b")]
     digests = taken.snapshot.write(tmp_path, "part", names)
     assert [len(places) for (places,) in workers.taken.values()] == [2, 2]
@@ -121,7 +121,7 @@ def test_what_is_deleted_is_not_taken(tmp_path):
     gone = array(Workers(), [(0, kind)])
     gone.parts[0].copies[0].is_deleted = True
     with pytest.raises(DonatedError):
-        take([gone], tmp_path, "word")
+        take([gone], tmp_path)
 
 
 def test_copies_are_let_go_of_as_they_are_written(tmp_path):

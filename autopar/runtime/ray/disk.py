@@ -1,8 +1,9 @@
-"""What a worker writes of a checkpoint, while it goes on with its steps.
+"""What a worker writes of a checkpoint, while it goes on with its steps; and what it reads of one.
 
 In:     copies of its tiles in host memory; later a folder, and where in which array on disk each tile is.
 Out:    a folder of its own in there, an OCDBT database of Zarr arrays as orbax's processes write theirs; digests of its files.
-Method: TensorStore writes so many bytes at a time; a copy is let go of when it is written. No two workers write one chunk.
+        Of a whole checkpoint, tiles.
+Method: TensorStore moves so many bytes at a time; a copy is let go of when it is written. No two workers write one chunk.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import importlib.util
 import os
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -115,16 +116,47 @@ class Disk:
             raise InterruptedError("no one waits for this checkpoint any more")
 
 
-def unseen(token: str, word: str) -> str:
-    """Why this process cannot write beside a file that another one has written; empty: it can."""
+def read_tiles(folder: str, arrays: Sequence[tuple[str, Sequence[Box]]]) -> Iterator[list[np.ndarray]]:
+    """Parts of arrays of a checkpoint, array by array.
+
+    Args:
+        folder: Of the checkpoint.
+        arrays: The name of each on the disk, and which parts are wanted.
+    """
+    import tensorstore
+
+    # A chunk that several parts need is read once, if they are read soon after each other.
+    context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 2**28}})
+    base = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}
+    stores = [
+        tensorstore.open({"driver": "zarr", "kvstore": base | {"path": name}}, open=True, read=True, context=context)
+        for name, _ in arrays
+    ]
+    ahead: deque[list[tuple[Any, int]]] = deque()
+    num_bytes, begun = 0, 0
+    for k in range(len(arrays)):
+        while begun < len(arrays) and (begun <= k or num_bytes < CONCURRENT_BYTES):
+            store = stores[begun].result()
+            places = [store[tuple(slice(*side) for side in box)] for box in arrays[begun][1]]
+            ahead.append([(place.read(), place.size * place.dtype.numpy_dtype.itemsize) for place in places])
+            num_bytes += sum(size for _, size in ahead[-1])
+            begun += 1
+        own = ahead.popleft()
+        yield [np.asarray(coming.result()) for coming, _ in own]
+        num_bytes -= sum(size for _, size in own)
+
+
+def unseen(token: str, word: str, writing: bool) -> str:
+    """Why this process cannot read, or write, beside a file of which another has told the SHA-256; empty: it can."""
     if importlib.util.find_spec("tensorstore") is None:
         return "TensorStore is not installed there (pip install 'autopar[checkpoint]')"
     try:
-        if Path(token).read_text(encoding="utf-8") != word:
+        if digest(Path(token))[1] != word:
             return f"{token} is another file there"
     except OSError as error:
         return f"it does not see {token} ({error.strerror})"
-    return "" if os.access(Path(token).parent, os.W_OK) else f"it may not write to {Path(token).parent}"
+    folder = Path(token).parent
+    return f"it may not write to {folder}" if writing and not os.access(folder, os.W_OK) else ""
 
 
 def _spec(array: OnDisk, folder: str) -> dict[str, Any]:
@@ -140,7 +172,7 @@ def _spec(array: OnDisk, folder: str) -> dict[str, Any]:
         "kvstore": {
             "driver": "ocdbt",
             "base": {"driver": "file", "path": f"{folder}/"},
-            "path": f"{array.name}/",
+            "path": array.name,
             "config": {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000},
         },
         # A chunk of zeros is written like any other: what is missing can then be seen.

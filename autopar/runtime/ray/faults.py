@@ -74,7 +74,7 @@ def worker_error(
     instruction, microbatch = place if place is not None else (None, -1)
     do = GOES_ON if goes_on else RESTART
     if failure.how == "stuck":
-        starting = job is None and failure.method not in ("take", "unseen")
+        starting = job is None and failure.method not in ("take", "unseen", "read")
         do = LONGER.format(option="start_seconds" if starting else "wait_seconds") + do
     return WorkerError(
         "a worker failed.",

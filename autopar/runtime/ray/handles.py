@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -46,8 +47,8 @@ class Owner(Protocol):
         """A number that was never used before."""
         ...
 
-    def unseen(self, workers: Sequence[int], token: str, word: str) -> dict[int, str]:
-        """Why each of these workers cannot write beside a file; empty: it can."""
+    def unseen(self, workers: Sequence[int], token: Path, writing: bool) -> dict[int, str]:
+        """Why each of these workers cannot read, or write, beside a file; empty: it can."""
         ...
 
     def take(self, save: int, arguments: Mapping[int, tuple[Any, ...]]) -> None:

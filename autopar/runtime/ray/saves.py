@@ -19,6 +19,7 @@ from autopar.runtime.digest import Digest
 from autopar.runtime.ray.disk import OnDisk
 from autopar.runtime.ray.handles import Copy, Owner, RemoteArray
 from autopar.runtime.ray.job import BufferType
+from autopar.runtime.ray.parcels import moved
 from autopar.runtime.ray.share import Key
 from autopar.runtime.shaped import Shaped
 
@@ -57,7 +58,11 @@ class Snapshot:
             if (key, device) not in seen:
                 seen[key, device] = len(seen)
                 places.setdefault(tile.worker, []).append(tile.place)
-        owner.take(self._number, {worker: (own,) for worker, own in places.items()})
+        try:
+            owner.take(self._number, {worker: (own,) for worker, own in places.items()})
+        except BaseException:
+            self.discard()  # some may have copied theirs
+            raise
 
     def write(self, folder: Path, prefix: str, arrays: Sequence[tuple[int, OnDisk]]) -> dict[str, Digest]:
         """Have them written, and wait for it; the copies are gone then.
@@ -105,13 +110,12 @@ class Taken(Shaped):
         self.shape, self.dtype = array.shape, array.dtype
 
 
-def take(arrays: Sequence[RemoteArray], token: Path, word: str) -> tuple[list[Taken | None], dict[str, str]]:
+def take(arrays: Sequence[RemoteArray], token: Path) -> tuple[list[Taken | None], dict[str, str]]:
     """Copy arrays where they are.
 
     Args:
         arrays: With elements.
-        token: A file beside which they will be written.
-        word: What is in it.
+        token: A file beside which they will be written, unlike any other.
 
     Returns:
         Each as it is now, None where its workers cannot write it; and which workers cannot, and why.
@@ -131,7 +135,7 @@ def take(arrays: Sequence[RemoteArray], token: Path, word: str) -> tuple[list[Ta
         owner = _owner(arrays[members[0]])
         meshes = {copy.mesh for k in members for part in arrays[k].parts for copy in part.copies}
         seats = [seat for mesh in sorted(meshes) for seat in owner.seats_on(mesh)]
-        unseen = owner.unseen([seat.number for seat in seats], str(token), word)
+        unseen = owner.unseen([seat.number for seat in seats], token, True)
         refused.update({str(seat): unseen[seat.number] for seat in seats if unseen[seat.number]})
         load = {seat.number: 0 for seat in seats if not unseen[seat.number]}
         tiles = {k: own for k in members if (own := tiles_of(arrays[k], load)) is not None}
@@ -163,7 +167,7 @@ def tiles_of(array: RemoteArray, load: dict[int, int]) -> list[Tile] | None:
         for held in holders.values():
             tile = min(held, key=lambda t: (own[t.worker], t.worker))
             own[tile.worker] += math.prod(stop - start for start, stop in tile.box) * array.dtype.itemsize
-            found.append(tile if first == 0 else _moved(tile, first))
+            found.append(Tile(tile.worker, tile.place, moved(tile.box, first)))
         first += part.copies[0].kind.shape[0] if part.copies[0].kind.shape else 0
     load.update(own)
     return found
@@ -177,11 +181,6 @@ def _holders(copy: Copy, load: Mapping[int, int]) -> dict[Box, list[Tile]] | Non
         for device in seat.devices if seat.number in load else ():
             found[boxes[device]].append(Tile(seat.number, (copy.key, copy.kind, device), boxes[device]))
     return found if all(found.values()) else None
-
-
-def _moved(tile: Tile, rows: int) -> Tile:
-    (start, stop), *rest = tile.box
-    return Tile(tile.worker, tile.place, ((start + rows, stop + rows), *rest))
 
 
 def _owner(array: RemoteArray) -> Owner:

@@ -28,10 +28,10 @@ from autopar.plan.instructions import BufferId, Free, Instruction, MeshId, Recv,
 from autopar.plan.transfers import Box
 from autopar.runtime.digest import Digest
 from autopar.runtime.ray.direct import Channel, Direct, Pair
-from autopar.runtime.ray.disk import Disk, OnDisk, unseen
+from autopar.runtime.ray.disk import Disk, OnDisk, read_tiles, unseen
 from autopar.runtime.ray.job import BufferType, ProgramCode
 from autopar.runtime.ray.nccl import NcclChannel, can_use_nccl, new_id
-from autopar.runtime.ray.parcels import Message, box_shape, own_boxes, pack, unpack
+from autopar.runtime.ray.parcels import Message, box_shape, moved, own_boxes, pack, unpack
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.share import Key, Position, Share, StepCall, Tiles
 from autopar.runtime.ray.sockets import Listener, Post, make_post
@@ -346,9 +346,22 @@ class Worker:
 
     # Checkpoints: copies on the dispatching thread, between two steps; files on a thread of their own.
 
-    def unseen(self, token: str, word: str) -> str:
-        """Why it cannot write beside a file; empty: it can."""
-        return unseen(token, word)
+    def unseen(self, token: str, word: str, writing: bool) -> str:
+        """Why it cannot read, or write, beside a file; empty: it can."""
+        return unseen(token, word, writing)
+
+    def read(self, folder: str, arrays: Sequence[tuple[Key, BufferType, str, int]]) -> None:
+        """Hold arrays of a checkpoint, of each the parts for this worker's devices.
+
+        Args:
+            folder: Of the checkpoint.
+            arrays: Key, type, the name on the disk, and at which row of the array there it begins.
+        """
+        boxes = [own_boxes(kind, self.seat) for _, kind, _, _ in arrays]
+        there = [(name, [moved(box, row) for box in own]) for (_, _, name, row), own in zip(arrays, boxes, strict=True)]
+        for (key, kind, _, _), tiles in zip(arrays, read_tiles(folder, there), strict=True):
+            self.arrays[key] = on_devices(kind, self.seat, self, True)([tile.view(kind.dtype) for tile in tiles])
+            self._stand(0)
 
     def take(self, save: int, places: Sequence[tuple[Key, BufferType, int]]) -> None:
         """Copy parts of arrays: what a device of the mesh holds of each."""

@@ -19,6 +19,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ import numpy as np
 from autopar.errors import ClusterError, NodeLostError, WorkerError
 from autopar.mesh.ray_nodes import RayMachine
 from autopar.plan.instructions import MeshId
-from autopar.runtime.digest import Digest
+from autopar.runtime.digest import Digest, digest
 from autopar.runtime.ray.direct import Pair
 from autopar.runtime.ray.faults import Failure, worker_error, write_error
 from autopar.runtime.ray.job import BufferType, Job
@@ -337,10 +338,14 @@ class Workers:
 
     # Checkpoints: whatever comes of them, no worker is ended here; whether it lives the next step will tell.
 
-    def unseen(self, workers: Sequence[int], token: str, word: str) -> dict[int, str]:
+    def unseen(self, workers: Sequence[int], token: Path, writing: bool) -> dict[int, str]:
         """As of `Owner`."""
-        seconds = self._machine.wait_seconds
-        return self.call("unseen", dict.fromkeys(workers, (token, word)), standing_seconds=seconds, harmless=True)
+        asked = dict.fromkeys(workers, (str(token), digest(token)[1], writing))
+        return self.call("unseen", asked, standing_seconds=self._machine.wait_seconds, harmless=True)
+
+    def read(self, arguments: Mapping[int, tuple[Any, ...]]) -> None:
+        """`Worker.read` of several workers."""
+        self.call("read", arguments, standing_seconds=self._machine.wait_seconds, harmless=True)
 
     def take(self, save: int, arguments: Mapping[int, tuple[Any, ...]]) -> None:
         """As of `Owner`; when it returns, the arrays may be overwritten."""
