@@ -100,7 +100,8 @@ def write_error(failure: Failure, seats: Sequence[Seat]) -> Exception:
         "a worker did not write its part of a checkpoint.",
         given=f"{seat}, for which the driver waited",
         wrong=f"{_how(failure)}.",
-        do=LONGER.format(option="wait_seconds") + "restore the state from another checkpoint.",
+        do=(LONGER.format(option="wait_seconds") if failure.how == "stuck" else "")
+        + "what was not written is lost if the worker has ended: restore another checkpoint.",
         worker=str(seat),
         stage=seat.mesh,
         instruction=None,
