@@ -40,7 +40,8 @@ def save(
 ) -> Saving:
     """Begin to save a state; it may be donated or changed as soon as this returns.
 
-    The folder `directory/step` is also a plain orbax checkpoint of the user's tree, each array whole.
+    The folder `directory/step` is also a plain orbax checkpoint of the user's tree, each array whole. What workers of a
+    Ray cluster hold, they write themselves, if they see the directory; else it comes here first, and a warning says so.
 
     Args:
         directory: Of all checkpoints of a training run; made if it is not there.
@@ -55,6 +56,7 @@ def save(
     Raises:
         CheckpointError: There is a checkpoint of this number; a leaf cannot be written; orbax is not installed; an
             earlier save into this directory failed, and nobody has waited for it.
+        WorkerError: Workers that hold arrays have failed before they had copied them.
     """
     number = max(steps(directory), default=-1) + 1 if step is None else step_number(step)
     folder = step_folder(directory, number)

@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 import pytest
 
 from autopar import checkpoint
+from autopar.checkpoint import manifest
 from autopar.errors import CheckpointError
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.runtime.digest import digest
@@ -95,7 +96,7 @@ def layers(count, first=0):
     return first + np.arange(count * 8, dtype=np.float32).reshape(count, 8)
 
 
-def test_parts_become_one_array(tmp_path):
+def test_parts_become_one_array(tmp_path, monkeypatch):
     """Stages alike and unlike, of 4 and 2 layers; one that lies on one mesh; whole ones; beside arrays of this process."""
     workers = Workers()
     state = {
@@ -106,9 +107,12 @@ def test_parts_become_one_array(tmp_path):
         "here": jnp.arange(4.0),
         "number": 7,
     }
-    with warnings.catch_warnings():
+    read = []
+    with warnings.catch_warnings(), monkeypatch.context() as patch:
         warnings.simplefilter("error")
+        patch.setattr(manifest, "digest", lambda path, sync: read.append(str(path)) or digest(path, sync=sync))
         checkpoint.save(tmp_path, state, 3).wait()
+    assert read and not any("process_g" in path for path in read), "what others have written is not read again"
     assert workers.fetched == 0 and not any(disk._tiles for disk in workers.disks)
     like = {
         name: whole(state[name]) if isinstance(state[name], RemoteArray) else state[name]

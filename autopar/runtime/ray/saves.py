@@ -85,6 +85,8 @@ class Snapshot:
                 key, _, device = tile.place
                 boxes.setdefault(tile.worker, []).append((k, self._tiles[tile.worker][key, device], tile.box))
         kinds = [kind for _, kind in arrays]
+        for n in boxes:  # made here: what others make, a network filesystem may show to this process only after a while
+            (folder / f"{prefix}{n}").mkdir()
         calls = {n: (str(folder / f"{prefix}{n}"), kinds, own) for n, own in boxes.items()}
         found = self._owner.write(self._number, calls)
         return {f"{prefix}{n}/{name}": value for n, own in found.items() for name, value in own.items()}
