@@ -9,6 +9,9 @@ Method: one class per kind of mistake, all below `AutoparError`. An exception fr
 
 from __future__ import annotations
 
+import os
+import sys
+import warnings
 from typing import Any
 
 
@@ -142,3 +145,14 @@ class DonatedError(AutoparError, RuntimeError):
 
 class NotBuiltYetError(AutoparError, NotImplementedError):
     """Named in the public surface, and not there in this version. Facts: `feature`."""
+
+
+def warn(text: str) -> None:
+    """Warn of what is no error, at the line of the user's program that called autopar."""
+    package, level, outermost, frame = os.path.dirname(__file__) + os.sep, 0, 0, sys._getframe(0).f_back
+    while frame is not None:
+        level += 1
+        if frame.f_code.co_filename.startswith(package):
+            outermost = level
+        frame = frame.f_back
+    warnings.warn(text, stacklevel=outermost + 2)

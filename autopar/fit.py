@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-import warnings
 from collections.abc import Callable
 from numbers import Integral
 from typing import Any, Literal
@@ -26,7 +25,7 @@ from autopar.batches import Batches, EndOfBatches, Source
 from autopar.checkpoint.folder import steps
 from autopar.checkpoint.restore import find_checkpoint, read_state
 from autopar.checkpoint.save import Saving, save
-from autopar.errors import AutoparError, CheckpointError, NodeLostError, StructureChangedError, WorkerError
+from autopar.errors import AutoparError, CheckpointError, NodeLostError, StructureChangedError, WorkerError, warn
 from autopar.mesh import Cluster
 
 BACK_OFF_SECONDS, MOST_SECONDS = 1.0, 60.0
@@ -89,7 +88,7 @@ def fit(
                     run.step = run.step.replan(cluster() if cluster is not None else None)
                 run.resume(state)
                 if failed:
-                    warnings.warn(f"{failed}\nGoing on from step {run.number}.", stacklevel=2)
+                    warn(f"{failed}\nGoing on from step {run.number}.")
                     failed = ""
                 run.train()
                 return run.state, run.metrics

@@ -21,7 +21,8 @@ CELLS = [
     ("6", "random2"),
 ]
 """Cells of the matrix that are quick enough to be drawn from."""
-UNROLLED = (
+MANY_COLLECTIVES = (
+    "gpt_scan_remat_clipped",
     "gpt_unrolled",
     "gpt_tied_dropout",
     "linen_encoder_decoder",
@@ -37,7 +38,7 @@ UNROLLED = (
 def cell_of(name: str) -> tuple[str, str]:
     """One cell for each model, by its name, so that it stays the same."""
     number = zlib.crc32(name.encode())
-    quick = [cell for cell in CELLS if not (name in UNROLLED and cell[1].startswith("random"))]
+    quick = [cell for cell in CELLS if not (name in MANY_COLLECTIVES and cell[1].startswith("random"))]
     return quick[number % len(quick)]
 
 

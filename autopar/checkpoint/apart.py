@@ -10,7 +10,6 @@ Method: a small file in the workplace tells who sees it. Each worker's part is a
 from __future__ import annotations
 
 import secrets
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from typing import Any
 from autopar.checkpoint.chunks import chunk_shape
 from autopar.checkpoint.manifest import NAME
 from autopar.checkpoint.places import OnWorkers
+from autopar.errors import warn
 from autopar.runtime.digest import Digest
 from autopar.runtime.ray.disk import OnDisk
 from autopar.runtime.ray.handles import RemoteArray
@@ -49,10 +49,9 @@ def take_apart(leaves: Iterable[Any], workplace: Path, knows: Callable[[str], bo
     if refused:
         first, why = next(iter(refused.items()))
         others = f", and {len(refused) - 1} others" if len(refused) > 1 else ""
-        warnings.warn(
+        warn(
             f"a checkpoint goes through the memory of this process, which is slow: {first}{others} cannot write to "
-            f"{workplace.parent}: {why}. Pass a directory on a filesystem that all nodes have.",
-            stacklevel=3,
+            f"{workplace.parent}: {why}. Pass a directory on a filesystem that all nodes have."
         )
     return {id(array): found for array, found in zip(arrays, taken, strict=True) if found is not None}
 

@@ -10,7 +10,6 @@ Method: the checkpoint is verified file by file, its leaves are compared with th
 from __future__ import annotations
 
 import os
-import warnings
 from typing import Any
 
 import jax
@@ -33,7 +32,7 @@ from autopar.checkpoint.leaves import (
 )
 from autopar.checkpoint.manifest import Manifest
 from autopar.checkpoint.places import UNCOMMITTED, OnWorkers, Place, places_by_like, places_by_plan
-from autopar.errors import CheckpointError
+from autopar.errors import CheckpointError, warn
 from autopar.runtime.stacks import Stack
 
 
@@ -122,7 +121,7 @@ def find_checkpoint(directory: str | os.PathLike, step: int | None = None) -> Ma
         found = check(directory, number)
         if isinstance(found, Manifest):
             for line in bad:
-                warnings.warn(f"{line}. Restoring step {number}, the newest that is whole.", stacklevel=3)
+                warn(f"{line}. Restoring step {number}, the newest that is whole.")
             return found
         bad.append(f"checkpoint {step_folder(directory, number)} is damaged: {found}")
     raise CheckpointError(

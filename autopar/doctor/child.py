@@ -43,7 +43,7 @@ class Answer:
 def ask_probe(name: str, silence_seconds: float) -> Answer:
     """Run a function of `probe.py`."""
     # A probe must not take the whole of a GPU's memory away from its neighbours.
-    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONUNBUFFERED": "1"}
+    environment = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "2"}
     return ask([sys.executable, "-m", "autopar.doctor.probe", name], silence_seconds, environment)
 
 
@@ -59,7 +59,8 @@ def ask(command: Sequence[str], silence_seconds: float, environment: Mapping[str
             text=True,
             errors="replace",
             start_new_session=True,
-            env={**os.environ, **(environment or {})},
+            # Else what Python prints comes after its error.
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(environment or {})},
         )
     except OSError as error:
         answer.error = str(error)

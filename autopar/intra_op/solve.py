@@ -3,10 +3,10 @@
 In:     `Problem`.
 Out:    `Solution` for all nodes.
 Method: elimination is exact, so the whole is as optimal as the core. A small core goes to the ILP as it is, unless a
-        gap may be left, for which message passing mostly does. Of a large
-        one message passing gives a lower bound and says how promising each choice is; the ILP gets the best few of each
-        node, then those that are best beside what it found, until that helps no more; what is left between its answer
-        and the bound is the gap. Nodes in a memory row are kept from elimination.
+        gap may be left, for which message passing mostly does. Of a large one message passing gives a lower bound and says
+        how promising each choice is; the ILP gets the best few of each node, then those that are best beside what it
+        found, until that helps no more; what is left between its answer and the bound is the gap. Nodes in a memory row
+        are kept from elimination.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ def _solve_core(core: Problem, solver: str, limit: TimeLimit, gap: float, known:
     for rounds in attempts:
         bounds = ascent.run(rounds if gap < ROUGH else rounds // 2, best.objective if best else np.inf, gap)
         lower = max(lower, bounds.lower)
-        is_near = bounds.upper - lower <= enough * abs(bounds.upper) or (gap >= ROUGH and np.isfinite(bounds.upper))
-        late = limit.is_spent and bool(np.isfinite(bounds.upper))
-        if best is None and not core.rows and (late or (gap > PROVED and is_near)):
+        is_near = gap >= ROUGH or bounds.upper - lower <= enough * abs(bounds.upper)
+        will_do = limit.is_spent or (gap > PROVED and is_near)
+        if best is None and not core.rows and will_do and np.isfinite(bounds.upper):
             return Solution(bounds.choices, bounds.upper, lower, "feasible", "message passing")
         room = bounds.upper - bounds.lower + gap * abs(bounds.upper)
         masks = [_least(excess, promising) & (core.rows != [] or excess <= room) for excess in bounds.excess]

@@ -8,12 +8,11 @@ Method: `PipelineParallel` and `ThreeD` fix the number of stages and their subme
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 
 import jax
 
-from autopar.errors import DeviceCountError, PipelineError
+from autopar.errors import DeviceCountError, PipelineError, warn
 from autopar.inter_op.chain import balanced_borders
 from autopar.inter_op.stage_program import StageProgram
 from autopar.intra_op.graph import Graph
@@ -75,7 +74,7 @@ def pipeline_of(
     borders = balanced_borders(cut.chain, num_stages)
     text = uneven_text(cut, borders, num_stages // num_chunks(schedule))
     if text:
-        warnings.warn(f"{program.name}: {text}", stacklevel=2)
+        warn(f"{program.name}: {text}")
     meshes = [_meshes(method, cluster, size) for size in sizes]
 
     def restrict(stage: StageProgram, mesh: LogicalMesh) -> tuple[Restrict | None, Hashable]:

@@ -36,7 +36,7 @@ def limits(monkeypatch):
 
 def hard(seed):
     """A problem that elimination does not solve."""
-    return draw(seed, forbidden=0.0, nodes=(8, 9), choices=(4, 6))
+    return draw(seed, forbidden=0.0, nodes=(7, 8), choices=(4, 6))
 
 
 def test_what_is_left_is_for_the_next(limits):

@@ -71,7 +71,9 @@ def told(model, num_stages=2, schedule="1f1b"):
         autopar.parallelize(
             step, cluster=autopar.Cluster(1, num_stages, SLOW, QUICK), method=method, batch_argnums=(1,)
         ).plan({"embed": square, "layers": stack, "head": square}, jax.ShapeDtypeStruct((ROWS, WIDTH), np.float32))
-    return [str(w.message) for w in found if "far from even" in str(w.message)]
+    found = [w for w in found if "far from even" in str(w.message)]
+    assert all(w.filename == __file__ for w in found), "a warning shows the line that called autopar"
+    return [str(w.message) for w in found]
 
 
 @pytest.mark.parametrize(

@@ -10,11 +10,10 @@ Method: each family's file registers its rules here; `__init__.py` imports the f
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Callable
 
 from autopar._jax import JaxprEqn, Primitive
-from autopar.errors import UnsupportedPrimitiveError
+from autopar.errors import UnsupportedPrimitiveError, warn
 from autopar.ir.rules.replicated import list_of
 from autopar.ir.rules.rule import ShardingRule, factor_names, infer_sizes
 from autopar.ir.source import source_line
@@ -61,10 +60,9 @@ def rule_for(eqn: JaxprEqn) -> ShardingRule:
     if kind in ("COLLECTIVE", "STATEFUL"):
         raise _out_of_place(eqn)
     if rule is None:
-        warnings.warn(
+        warn(
             f"no sharding rule for `{eqn.primitive}` at {source_line(eqn)}: it is computed whole on every device. "
-            f"To split it, register a rule for it (docs/how-it-works.md, 'A new rule').",
-            stacklevel=2,
+            f"To split it, register a rule for it (docs/how-it-works.md, 'A new rule')."
         )
         return replicated_rule(eqn)
     return rule(eqn)

@@ -16,7 +16,6 @@ import math
 import os
 import secrets
 import time
-import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.errors import ClusterError, NodeLostError, WorkerError
+from autopar.errors import ClusterError, NodeLostError, WorkerError, warn
 from autopar.mesh.ray_nodes import RayMachine
 from autopar.plan.instructions import MeshId
 from autopar.runtime.digest import Digest, digest
@@ -172,10 +171,9 @@ class Workers:
         can = self.prepare("can_go_direct", everyone)
         without = dict.fromkeys(self._machine.hosts[s.host].address for s in self.seats if not can[s.number])
         if without and len(self._of_mesh) > 1:
-            warnings.warn(
+            warn(
                 f"messages between GPUs go through the memory of hosts, which is slow: there is no CuPy with NCCL on "
-                f"{', '.join(without)}; pip install 'autopar[cuda12]' (or [cuda13]) there.",
-                stacklevel=2,
+                f"{', '.join(without)}; pip install 'autopar[cuda12]' (or [cuda13]) there."
             )
         return not without
 
