@@ -25,7 +25,7 @@ from autopar.batches import Batches, EndOfBatches, Source
 from autopar.checkpoint.folder import steps
 from autopar.checkpoint.restore import find_checkpoint, read_state
 from autopar.checkpoint.save import Saving, save
-from autopar.errors import AutoparError, NodeLostError, StructureChangedError, WorkerError, warn
+from autopar.errors import AutoparError, CheckpointError, NodeLostError, StructureChangedError, WorkerError, warn
 from autopar.mesh import Cluster
 
 BACK_OFF_SECONDS, MOST_SECONDS = 1.0, 60.0
@@ -203,10 +203,19 @@ class _Run:
         self.settle()
 
     def settle(self) -> None:
-        """Wait for the checkpoint that is being written."""
+        """Wait for the checkpoint that is being written.
+
+        Raises:
+            WorkerError: A worker was lost before it had written its part; CheckpointError: it failed otherwise.
+        """
         saving, self._saving = self._saving, None
         if saving is not None:
-            saving.wait()
+            try:
+                saving.wait()
+            except CheckpointError as error:
+                if isinstance(error.__cause__, WorkerError):  # the state is lost with it: mended as in a step
+                    raise error.__cause__ from None
+                raise
             self.num_saved += 1
             self.batches.forget(saving.step)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -123,10 +124,10 @@ def on_step(number, loss):
 
 module = sys.modules["autopar.checkpoint.save"]
 write_manifest = module.write_manifest
-def patched(folder, step, leaves):
+def patched(folder, step, leaves, known):
     if where == "write_manifest" and step == int(at):
         die()
-    write_manifest(folder, step, leaves)
+    write_manifest(folder, step, leaves, known)
 module.write_manifest = patched
 
 step = step_on(2, autopar.ShardParallel())
@@ -196,6 +197,32 @@ def test_a_failure_in_the_first_step(step, undisturbed, tmp_path):
     with pytest.warns(UserWarning, match="step 0 failed"):
         _, metrics = autopar.fit(Failing(step, [0], [step]), create_state(), batches(4), checkpoint_dir=tmp_path)
     assert as_list(metrics) == undisturbed[:4]
+
+
+@pytest.mark.parametrize(
+    "error, mended", [(WorkerError("it died.", given="w1", wrong="killed."), True), (OSError(28, "full"), False)]
+)
+def test_a_failure_while_the_last_checkpoint_is_written(step, undisturbed, tmp_path, monkeypatch, error, mended):
+    """Who was to write it is lost, and the state with it: computed again. A disk that is full is no such failure."""
+    module, failing = sys.modules["autopar.checkpoint.save"], [error]
+
+    def write_manifest(folder, number, *rest, own=module.write_manifest):
+        if number == 4 and failing:
+            raise failing.pop()
+        own(folder, number, *rest)
+
+    monkeypatch.setattr(module, "write_manifest", write_manifest)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pytest.warns(UserWarning, match="NOT written"))
+        if not mended:
+            stack.enter_context(pytest.raises(CheckpointError, match="full"))
+        else:
+            stack.enter_context(pytest.warns(UserWarning, match=r"step 4 failed: it died.(.*\n)*Going on from step 2"))
+        _, metrics = autopar.fit(
+            Failing(step, [], [step]), create_state(), batches(4), checkpoint_dir=tmp_path, save_every=2
+        )
+        assert as_list(metrics) == undisturbed[:4]
+    assert checkpoint.latest(tmp_path) == (4 if mended else 2)
 
 
 LOST = NodeLostError("a node of the cluster is lost.", node="10.0.0.7")

@@ -20,6 +20,7 @@ import numpy as np
 
 from autopar._jax import is_key, key_data, key_impl_name
 from autopar.errors import CheckpointError
+from autopar.runtime.ray.saves import Taken
 
 NUMBERS: dict[str, type] = {"bool": bool, "int": int, "float": float, "complex": complex}
 
@@ -129,7 +130,7 @@ def storable(leaf: Any, kind: LeafType, knows: Callable[[str], bool]) -> Any:
     """What orbax writes for a leaf.
 
     Args:
-        leaf: The value.
+        leaf: The value; or what its workers have taken of it, which they write as they hold it.
         kind: Its type.
         knows: Whether TensorStore has a dtype of this name.
     """
@@ -140,6 +141,8 @@ def storable(leaf: Any, kind: LeafType, knows: Callable[[str], bool]) -> Any:
     if kind.kind == "complex":
         return np.asarray(leaf)
     if kind.kind in NUMBERS:
+        return leaf
+    if isinstance(leaf, Taken):
         return leaf
     if not knows(kind.dtype):
         return np.atleast_1d(leaf).view(np.uint8)

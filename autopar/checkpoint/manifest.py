@@ -11,11 +11,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.checkpoint.leaves import LeafType
+from autopar.runtime.digest import Digest, digest
 
 NAME = "autopar.json"
 FORMAT = 1
@@ -33,7 +35,7 @@ class Manifest:
 
     step: int
     leaves: dict[tuple[str, ...], LeafType]
-    files: dict[str, tuple[int, str]]
+    files: dict[str, Digest]
 
     def text(self) -> str:
         """As it is written."""
@@ -47,11 +49,32 @@ class Manifest:
         return json.dumps({"sha256": hashlib.sha256(body.encode()).hexdigest(), "content": content})
 
 
-def write_manifest(folder: Path, step: int, leaves: dict[tuple[str, ...], LeafType]) -> None:
-    """Record every file of `folder`, and see them to the disk."""
+def write_manifest(
+    folder: Path, step: int, leaves: dict[tuple[str, ...], LeafType], known: Mapping[str, Digest]
+) -> None:
+    """Record every file of `folder`, and see them to the disk.
+
+    Args:
+        folder: Of the checkpoint.
+        step: Its number.
+        leaves: Types by path.
+        known: What others have written, and seen to the disk: it is not read once more.
+    """
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
+
+    def entry(name: str) -> Digest:
+        if name not in known:
+            return digest(folder / name, sync=True)
+        there = (folder / name).stat().st_size
+        if there != known[name][0]:
+            raise OSError(f"{name} has {there} bytes here, and {known[name][0]} where it was written")
+        return known[name]
+
+    missing = [name for name in known if name not in names]
+    if missing:
+        raise OSError(f"{missing[0]} is not seen here by the process that commits the checkpoint")
     with ThreadPoolExecutor(8) as threads:
-        entries = list(threads.map(lambda name: _digest(folder / name, sync=True), names))
+        entries = list(threads.map(entry, names))
     text = Manifest(step, leaves, dict(zip(names, entries, strict=True))).text()
     with open(folder / NAME, "w", encoding="utf-8") as file:
         file.write(text)
@@ -93,7 +116,7 @@ def damage(folder: Path, manifest: Manifest) -> str | None:
         if there != size:
             return f"{name} has {there} bytes, not {size}"
     with ThreadPoolExecutor(8) as threads:
-        for name, found in zip(manifest.files, threads.map(lambda n: _digest(folder / n), manifest.files), strict=True):
+        for name, found in zip(manifest.files, threads.map(lambda n: digest(folder / n), manifest.files), strict=True):
             if found != manifest.files[name]:
                 return f"{name} has other content than was written (its SHA-256 differs)"
     return None
@@ -106,11 +129,3 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _digest(path: Path, *, sync: bool = False) -> tuple[int, str]:
-    with open(path, "rb") as file:
-        if sync:
-            os.fsync(file.fileno())
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return file.tell(), digest

@@ -1,8 +1,8 @@
 """Where restored arrays go.
 
 In:     the pytree of what is wanted, and perhaps a compiled step one of whose arguments it is.
-Out:    for each leaf a sharding; a `Stack`, whose parts lie on several meshes; `HOST`, NumPy, from where another runtime
-        takes it; or `UNCOMMITTED`, the default device until a computation says otherwise.
+Out:    for each leaf a sharding; a `Stack`, whose parts lie on several meshes; `OnWorkers`, which read it; `HOST`, NumPy,
+        from where another runtime takes it; or `UNCOMMITTED`, the default device until a computation says otherwise.
 Method: an argument is known by its structure and the types of its leaves.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
@@ -20,6 +21,7 @@ from autopar.api import CompiledStep, ParallelStep
 from autopar.checkpoint.leaves import is_function
 from autopar.errors import CheckpointError
 from autopar.runtime.pipeline import Pipeline
+from autopar.runtime.ray.driver import RayStep
 from autopar.runtime.stacks import Stack, StackedArray
 
 
@@ -31,7 +33,17 @@ class Nowhere(enum.Enum):
 
 
 HOST, UNCOMMITTED = Nowhere.HOST, Nowhere.UNCOMMITTED
-Place: TypeAlias = jax.sharding.Sharding | Stack | Nowhere
+
+
+@dataclass(frozen=True, slots=True)
+class OnWorkers:
+    """Where an argument of a step on a Ray cluster lives: the step, and the position of the argument."""
+
+    step: RayStep
+    argument: int
+
+
+Place: TypeAlias = jax.sharding.Sharding | Stack | OnWorkers | Nowhere
 
 
 def places_by_like(leaves: Sequence[Any]) -> list[Place]:
@@ -98,6 +110,8 @@ def places_by_plan(like: Any, step: CompiledStep | ParallelStep) -> list[Place]:
 
 def _place(compiled: CompiledStep, argument: int) -> Place:
     executable = compiled.executable
+    if isinstance(executable, RayStep):
+        return OnWorkers(executable, argument)
     if isinstance(executable, Pipeline):
         stack = executable.stack(argument)
         if stack is not None and stack.sharding is None:

@@ -3,7 +3,8 @@
 In:     a directory of checkpoints, a pytree that says what is wanted, perhaps a compiled step that says where.
 Out:    the state, in that pytree's own classes.
 Method: the checkpoint is verified file by file, its leaves are compared with those wanted, then orbax reads for each
-        device the part it holds. A stack whose parts differ in shape has no such reader: it is read whole on the host.
+        device the part it holds, and workers read what they will hold. A stack whose parts differ in shape has no such
+        reader: it is read whole on the host.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 
 import autopar.checkpoint.storage as storage
 from autopar.api import CompiledStep, ParallelStep
+from autopar.checkpoint.apart import read_apart
 from autopar.checkpoint.folder import check, step_folder, step_number, steps
 from autopar.checkpoint.leaves import (
     NUMBERS,
@@ -29,7 +31,7 @@ from autopar.checkpoint.leaves import (
     written_shape,
 )
 from autopar.checkpoint.manifest import Manifest
-from autopar.checkpoint.places import UNCOMMITTED, Place, places_by_like, places_by_plan
+from autopar.checkpoint.places import UNCOMMITTED, OnWorkers, Place, places_by_like, places_by_plan
 from autopar.errors import CheckpointError, warn
 from autopar.runtime.stacks import Stack
 
@@ -79,12 +81,18 @@ def read_state(
     positions = [k for k, leaf in enumerate(leaves) if not is_function(leaf)]
     places = places_by_like(leaves) if compiled is None else places_by_plan(like, compiled)
     kinds = [manifest.leaves[path] for path, _, _ in wanted]
+    there = {
+        k: (place, path)
+        for k, kind, (path, _, asked) in zip(positions, kinds, wanted, strict=True)
+        if isinstance(place := places[k], OnWorkers) and kind == asked and kind.kind == "array" and kind.size
+    }
+    remote = read_apart(there, folder)
     request: list[Any] = [None] * len(leaves)
     for k, kind in zip(positions, kinds, strict=True):
-        request[k] = _request(kind, places[k])
+        request[k] = None if k in remote else _request(kind, places[k])
     found = tree.flatten_up_to(storage.read(folder, tree.unflatten(request)))
     for k, kind, (_, _, asked) in zip(positions, kinds, wanted, strict=True):
-        leaves[k] = _placed(_value(found[k], kind), kind, asked, places[k])
+        leaves[k] = remote[k] if k in remote else _placed(_value(found[k], kind), kind, asked, places[k])
     return tree.unflatten(leaves)
 
 

@@ -2,9 +2,9 @@
 
 In:     a pytree of arrays and numbers, a directory, the number of the step.
 Out:    `Saving`, to wait on; at last the folder `directory/step`, whole.
-Method: orbax writes into a folder of another name; a thread waits for it, adds the manifest, renames, and removes what
-        is older than is to be kept. A save that fails warns at once; whoever waits for it, or else the next save into
-        its directory, gets the error.
+Method: orbax writes into a folder of another name, and so do workers what they hold; a thread waits for all, adds the
+        manifest, renames, and removes what is older than is to be kept. A save that fails warns at once; whoever waits
+        for it, or else the next save into its directory, gets the error.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ import shutil
 import threading
 import warnings
 import weakref
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
 import autopar.checkpoint.storage as storage
+from autopar.checkpoint.apart import discard, take_apart
 from autopar.checkpoint.folder import commit, open_workplace, prune, step_folder, step_number, steps
-from autopar.checkpoint.leaves import is_function, leaf_type, paths, storable
+from autopar.checkpoint.leaves import LeafType, is_function, leaf_type, paths, storable
 from autopar.checkpoint.manifest import write_manifest
-from autopar.errors import AutoparError, CheckpointError
+from autopar.errors import AutoparError, CheckpointError, WorkerError
+from autopar.runtime.ray.saves import Taken
 
 
 def save(
@@ -37,7 +40,8 @@ def save(
 ) -> Saving:
     """Begin to save a state; it may be donated or changed as soon as this returns.
 
-    The folder `directory/step` is also a plain orbax checkpoint of the user's tree, each array whole.
+    The folder `directory/step` is also a plain orbax checkpoint of the user's tree, each array whole. What workers of a
+    Ray cluster hold, they write themselves, if they see the directory; else it comes here first, and a warning says so.
 
     Args:
         directory: Of all checkpoints of a training run; made if it is not there.
@@ -52,6 +56,7 @@ def save(
     Raises:
         CheckpointError: There is a checkpoint of this number; a leaf cannot be written; orbax is not installed; an
             earlier save into this directory failed, and nobody has waited for it.
+        WorkerError: Workers that hold arrays have failed before they had copied them.
     """
     number = max(steps(directory), default=-1) + 1 if step is None else step_number(step)
     folder = step_folder(directory, number)
@@ -69,21 +74,20 @@ def save(
             path=str(folder),
         )
     types = {path: leaf_type(path, leaf) for path, leaf in paths(state)}
-    kinds = iter(types.values())
-    tree = jax.tree.map(
-        lambda leaf: None if is_function(leaf) else storable(leaf, next(kinds), storage.knows_dtype), state
-    )
     workplace = open_workplace(directory)
+    taken: dict[int, Taken] = {}
     try:
-        finish = storage.start_writing(tree, workplace / "made")
+        taken |= take_apart(jax.tree.leaves(state), workplace, storage.knows_dtype)
+        finish = storage.start_writing(_storable_tree(state, types, taken), workplace / "made")
     except BaseException:
+        discard(taken.values())
         shutil.rmtree(workplace, ignore_errors=True)
         raise
 
     def work() -> None:
         try:
-            finish()
-            write_manifest(workplace / "made", number, types)
+            known = finish()
+            write_manifest(workplace / "made", number, types, known)
             commit(workplace, folder)
             if keep is not None:
                 prune(folder.parent, number, keep)
@@ -92,6 +96,15 @@ def save(
             raise
 
     return Saving(number, folder, work)
+
+
+def _storable_tree(state: Any, types: Mapping[tuple[str, ...], LeafType], taken: Mapping[int, Taken]) -> Any:
+    kinds = iter(types.values())
+
+    def written(leaf: Any) -> Any:
+        return None if is_function(leaf) else storable(taken.get(id(leaf), leaf), next(kinds), storage.knows_dtype)
+
+    return jax.tree.map(written, state)
 
 
 def _raise_failure(directory: Path) -> None:
@@ -158,9 +171,12 @@ _FAILED: list[Saving] = []
 
 
 def _failure(path: Path, error: BaseException) -> AutoparError:
-    if isinstance(error, AutoparError):
+    if isinstance(error, AutoparError) and not isinstance(error, WorkerError):
         return error
-    if isinstance(error, OSError):
+    wrong = f"{type(error).__name__}: {error}"
+    if isinstance(error, WorkerError):
+        do, wrong = "restore: the state that the worker held is lost with it", f"{error.given}: {error.wrong}"
+    elif isinstance(error, OSError):
         do = "see to the disk, and save again"
     elif getattr(threading, "_SHUTTING_DOWN", False):
         # From Python 3.12 on no thread can be started while the program ends, and orbax needs some to commit.
@@ -170,7 +186,7 @@ def _failure(path: Path, error: BaseException) -> AutoparError:
     failure = CheckpointError(
         "a checkpoint was NOT written.",
         given=str(path),
-        wrong=f"{type(error).__name__}: {error}",
+        wrong=wrong,
         do=f"{do}; earlier checkpoints are as they were.",
         path=str(path),
     )

@@ -8,20 +8,20 @@ Method: orbax's own pytree format. Arrays are marked as NumPy's, because orbax t
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from autopar.checkpoint.apart import CHUNK_BYTES, write_apart
 from autopar.errors import CheckpointError
+from autopar.runtime.digest import Digest
+from autopar.runtime.ray.saves import Taken
 
-CHUNK_BYTES = 64 * 2**20
-"""Most that is written as one piece: a device that wants a part of an array reads whole pieces."""
 
-
-def start_writing(tree: Any, folder: Path) -> Callable[[], None]:
+def start_writing(tree: Any, folder: Path) -> Callable[[], dict[str, Digest]]:
     """Copy the arrays to the host, and begin to write them.
 
     Args:
@@ -29,13 +29,14 @@ def start_writing(tree: Any, folder: Path) -> Callable[[], None]:
         folder: Where; must not exist.
 
     Returns:
-        A function that waits until everything is written.
+        A function that waits until everything is written. It returns the digests of files of other processes.
     """
     ocp = _orbax()
     if not jax.tree.leaves(tree):  # orbax refuses a tree in which there is nothing to write
         folder.mkdir()
-        return lambda: None
-    checkpointer = ocp.AsyncCheckpointer(_handler(ocp))
+        return dict
+    digests: dict[str, Digest] = {}
+    checkpointer = ocp.AsyncCheckpointer(_handler(ocp, digests))
     options = jax.tree.map(lambda _: ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES), tree)
     try:
         checkpointer.save(folder, args=ocp.args.PyTreeSave(tree, save_args=options))
@@ -43,11 +44,12 @@ def start_writing(tree: Any, folder: Path) -> Callable[[], None]:
         checkpointer.close()
         raise
 
-    def finish() -> None:
+    def finish() -> dict[str, Digest]:
         try:
             checkpointer.wait_until_finished()
         finally:
             checkpointer.close()
+        return digests
 
     return finish
 
@@ -72,7 +74,7 @@ def read(folder: Path, tree: Any) -> Any:
         return ocp.ArrayRestoreArgs(restore_type=jax.Array, sharding=leaf.sharding, global_shape=leaf.shape)
 
     options = jax.tree.map(option, tree)
-    with ocp.Checkpointer(_handler(ocp)) as checkpointer:
+    with ocp.Checkpointer(_handler(ocp, {})) as checkpointer:
         arguments = ocp.args.PyTreeRestore(tree, restore_args=options, partial_restore=True)
         return checkpointer.restore(folder, args=arguments)
 
@@ -88,18 +90,35 @@ def knows_dtype(name: str) -> bool:
     return True
 
 
-def _handler(ocp: Any) -> Any:
+def _handler(ocp: Any, digests: dict[str, Digest]) -> Any:
     kinds = ocp.type_handlers
 
     arrays = kinds.ArrayHandler(enable_write_sharding_file=False)
     arrays.typestr = kinds.NumpyHandler().typestr
     registry = kinds.create_type_handler_registry(
         (jax.Array, arrays),
+        (Taken, _taken_handler(ocp, digests)),
         (np.ndarray, kinds.NumpyHandler()),
         (int, kinds.ScalarHandler()),
         (float, kinds.ScalarHandler()),
     )
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+
+
+def _taken_handler(ocp: Any, digests: dict[str, Digest]) -> Any:
+    """Says to orbax that `Taken` arrays are NumPy's, which it reads; has them written, and notes the digests."""
+
+    class TakenHandler(ocp.type_handlers.NumpyHandler):
+        async def serialize(self, values: Sequence[Taken], infos: Sequence[Any], args: Any = None) -> Sequence[Any]:
+            async def write() -> None:
+                for info in infos:
+                    await info.await_path_creation()
+                names, folder = [info.name for info in infos], Path(infos[0].parent_dir)
+                digests.update(write_apart(values, names, folder, knows_dtype))
+
+            return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="autopar-write-apart")]
+
+    return TakenHandler()
 
 
 def _orbax() -> Any:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -82,6 +83,13 @@ def test_a_killed_worker_changes_nothing(case, batches, undisturbed, tmp_path, a
 def test_the_user_may_want_to_know(case, batches, ray_started, tmp_path):
     cluster = make_cluster(1, 4, wait_seconds=8.0, silence_seconds=5.0)
     step = make_step(case, cluster)
+
+    def on_step(number, metrics):
+        if number == 2:
+            while checkpoint.latest(tmp_path) != 2:  # the workers write it, beside this step
+                time.sleep(0.05)
+            kill_one(step)
+
     with pytest.raises(WorkerError):
         autopar.fit(
             step,
@@ -90,7 +98,7 @@ def test_the_user_may_want_to_know(case, batches, ray_started, tmp_path):
             checkpoint_dir=tmp_path,
             save_every=2,
             on_failure="raise",
-            on_step=lambda number, metrics: kill_one(step) if number == 2 else None,
+            on_step=on_step,
         )
     cluster.machine.close()
     assert checkpoint.latest(tmp_path) == 2, "what was saved is there"

@@ -278,6 +278,10 @@ class RayStep:
             found.append(RemoteArray([Part(tuple(copies))]))
         return found
 
+    def homes(self, argument: int) -> list[tuple[MeshId, BufferType]]:
+        """Where the parts of one of the user's arguments live between steps."""
+        return [(self.job.home[at], self._kind(at)) for at in self._interface.stacks.inputs[argument]]
+
     def create(self, init: Callable[..., list[Any]], args: Sequence[Any], first: int, count: int) -> list[Any]:
         """State that is born in its place: `init` is run on each mesh, which keeps what is its own.
 

@@ -68,24 +68,18 @@ def worker_error(
     if isinstance(failure.cause, WorkerError):
         own = failure.cause
         return WorkerError(own.summary, given=_joined(own.given, waiting), wrong=own.wrong, do=RESTART, **own.facts)
-    wrong = {
-        "died": f"its process has ended: killed, out of memory, or its node is lost ({_first_line(failure.cause)})",
-        "raised": f"{type(failure.cause).__name__}: {failure.cause}",
-        "silent": f"it does not answer for {failure.seconds:.0f} s: stopped, or stuck",
-        "stuck": f"it answers, but does not come on for {failure.seconds:.0f} s: a program, a collective or a message does "
-        f"not end (in `{failure.method}`)",
-    }[failure.how]
     word, place = "before", _place(seat, positions, job)
     if failure.position is not None and job is not None:
         word, place = "at", _at(seat, failure.position, job)
     instruction, microbatch = place if place is not None else (None, -1)
     do = GOES_ON if goes_on else RESTART
     if failure.how == "stuck":
-        do = LONGER.format(option="start_seconds" if job is None else "wait_seconds") + do
+        starting = job is None and failure.method not in ("take", "unseen", "read")
+        do = LONGER.format(option="start_seconds" if starting else "wait_seconds") + do
     return WorkerError(
         "a worker failed.",
         given=_joined(f"{seat}" + (f", {word}: {instruction}" if instruction is not None else ""), waiting),
-        wrong=f"{wrong}.",
+        wrong=f"{_how(failure)}.",
         do=do,
         worker=str(seat),
         stage=instruction.stage if isinstance(instruction, Run) else seat.mesh,
@@ -93,6 +87,37 @@ def worker_error(
         microbatch=microbatch,
         waited_for=None,
     )
+
+
+def write_error(failure: Failure, seats: Sequence[Seat]) -> Exception:
+    """Why a checkpoint was not written: `WorkerError`, or an `OSError` or `RuntimeError` for what the worker raised."""
+    seat, cause = seats[failure.worker], failure.cause
+    if failure.how == "raised":
+        # TensorStore raises ValueError where the system refuses something.
+        kind = OSError if isinstance(cause, OSError | ValueError) else RuntimeError
+        return kind(f"{seat}: {type(cause).__name__}: {cause}")
+    return WorkerError(
+        "a worker did not write its part of a checkpoint.",
+        given=f"{seat}, for which the driver waited",
+        wrong=f"{_how(failure)}.",
+        do=(LONGER.format(option="wait_seconds") if failure.how == "stuck" else "")
+        + "what was not written is lost if the worker has ended: restore another checkpoint.",
+        worker=str(seat),
+        stage=seat.mesh,
+        instruction=None,
+        microbatch=None,
+        waited_for=seat.number,
+    )
+
+
+def _how(failure: Failure) -> str:
+    return {
+        "died": f"its process has ended: killed, out of memory, or its node is lost ({_first_line(failure.cause)})",
+        "raised": f"{type(failure.cause).__name__}: {failure.cause}",
+        "silent": f"it does not answer for {failure.seconds:.0f} s: stopped, or stuck",
+        "stuck": f"it answers, but does not come on for {failure.seconds:.0f} s: a program, a collective, a message or a "
+        f"file does not end (in `{failure.method}`)",
+    }[failure.how]
 
 
 def microbatch_of(instruction: Instruction, job: Job) -> int:

@@ -8,8 +8,9 @@ Method: an array is one part, or, stacked over several stages, one part behind t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -19,7 +20,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar.errors import DonatedError
 from autopar.mesh import LogicalMesh
 from autopar.plan.instructions import MeshId
+from autopar.runtime.digest import Digest
 from autopar.runtime.ray.job import BufferType, abstract_mesh
+from autopar.runtime.ray.seats import Seat
 from autopar.runtime.shaped import Shaped
 
 
@@ -32,6 +35,32 @@ class Owner(Protocol):
 
     def release(self, mesh: MeshId, key: int) -> None:
         """No one wants this array any more."""
+        ...
+
+    def seats_on(self, mesh: MeshId) -> Sequence[Seat]:
+        """Its workers on a mesh."""
+        ...
+
+    # For checkpoints; see `saves.py`. Arguments are by worker, as of the methods of `Worker` of these names.
+
+    def number(self) -> range:
+        """A number that was never used before."""
+        ...
+
+    def unseen(self, workers: Sequence[int], token: Path, writing: bool) -> dict[int, str]:
+        """Why each of these workers cannot read, or write, beside a file; empty: it can."""
+        ...
+
+    def take(self, save: int, arguments: Mapping[int, tuple[Any, ...]]) -> None:
+        """Copy parts of arrays for a save."""
+        ...
+
+    def write(self, save: int, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, dict[str, Digest]]:
+        """Write the parts of a save."""
+        ...
+
+    def forget(self, save: int) -> None:
+        """No one wants the copies of a save any more."""
         ...
 
 

@@ -179,6 +179,14 @@ def unpack(data: np.ndarray, shape: Sequence[int], dtype: np.dtype) -> np.ndarra
     return data.view(dtype).reshape(tuple(shape))
 
 
+def moved(box: Box, rows: int) -> Box:
+    """A part of a part that begins at this row of the whole."""
+    if not rows:
+        return box
+    (start, stop), *rest = box
+    return ((start + rows, stop + rows), *rest)
+
+
 def box_shape(box: Box) -> tuple[int, ...]:
     """Shape of a part."""
     return tuple(stop - start for start, stop in box)

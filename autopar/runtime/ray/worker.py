@@ -26,10 +26,12 @@ from autopar.errors import DeviceCountError, WorkerError
 from autopar.mesh import LogicalMesh
 from autopar.plan.instructions import BufferId, Free, Instruction, MeshId, Recv, Run, Send
 from autopar.plan.transfers import Box
+from autopar.runtime.digest import Digest
 from autopar.runtime.ray.direct import Channel, Direct, Pair
+from autopar.runtime.ray.disk import Disk, OnDisk, read_tiles, unseen
 from autopar.runtime.ray.job import BufferType, ProgramCode
 from autopar.runtime.ray.nccl import NcclChannel, can_use_nccl, new_id
-from autopar.runtime.ray.parcels import Message, box_shape, own_boxes, pack, unpack
+from autopar.runtime.ray.parcels import Message, box_shape, moved, own_boxes, pack, unpack
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.share import Key, Position, Share, StepCall, Tiles
 from autopar.runtime.ray.sockets import Listener, Post, make_post
@@ -58,6 +60,7 @@ class Worker:
         self.loaded: dict[int, _Loaded] = {}
         self._given: dict[int, tuple[Share, dict[str, jax.stages.Compiled]]] = {}
         self._mailbox = Mailbox()
+        self._disk = Disk()
         self._meshes: dict[LogicalMesh, jax.sharding.Mesh] = {}
         self._store: ObjectStore
         self._direct: Direct | None = None
@@ -283,10 +286,13 @@ class Worker:
                 held[at] = jnp.array(held[at], copy=True)
 
     def _parts(self, array: jax.Array, kind: BufferType, devices: Sequence[int]) -> list[np.ndarray]:
+        return [pack(tile) for tile in self._tiles(array, kind, devices)]
+
+    def _tiles(self, array: jax.Array, kind: BufferType, devices: Sequence[int]) -> list[np.ndarray]:
         data = {shard.device: shard.data for shard in array.addressable_shards}
         own = self.devices(kind)
         # A copy: what is handed out must outlive the array, whose memory the next step may take.
-        return [pack(np.array(data[own[device - self.seat.first]])) for device in devices]
+        return [np.array(data[own[device - self.seat.first]]) for device in devices]
 
     def _failure(self, error: Exception, share: Share, step: int) -> WorkerError:
         at = min(self.position.at, len(share.stream) - 1)
@@ -337,6 +343,47 @@ class Worker:
         ways = self._transports()
         sent, copied = sum(w.sent_bytes for w in ways), sum(w.copied_bytes for w in ways)
         return {"sent_bytes": sent, "copied_bytes": copied, "arrays": len(self.arrays)}
+
+    # Checkpoints: copies on the dispatching thread, between two steps; files on a thread of their own.
+
+    def unseen(self, token: str, word: str, writing: bool) -> str:
+        """Why it cannot read, or write, beside a file; empty: it can."""
+        return unseen(token, word, writing)
+
+    def read(self, folder: str, arrays: Sequence[tuple[Key, BufferType, str, int]]) -> None:
+        """Hold arrays of a checkpoint, of each the parts for this worker's devices.
+
+        Args:
+            folder: Of the checkpoint.
+            arrays: Key, type, the name on the disk, and at which row of the array there it begins.
+        """
+        boxes = [own_boxes(kind, self.seat) for _, kind, _, _ in arrays]
+        there = [(name, [moved(box, row) for box in own]) for (_, _, name, row), own in zip(arrays, boxes, strict=True)]
+        for (key, kind, _, _), tiles in zip(arrays, read_tiles(folder, there), strict=True):
+            self.arrays[key] = on_devices(kind, self.seat, self, True)([tile.view(kind.dtype) for tile in tiles])
+            self._stand(0)
+
+    def take(self, save: int, places: Sequence[tuple[Key, BufferType, int]]) -> None:
+        """Copy parts of arrays: what a device of the mesh holds of each."""
+        tiles = []
+        for key, kind, device in places:
+            tiles += self._tiles(self.arrays[key], kind, (device,))
+            self._stand(0)
+        self._disk.take(save, tiles)
+
+    def write(
+        self, save: int, folder: str, arrays: Sequence[OnDisk], boxes: Sequence[tuple[int, int, Box]]
+    ) -> dict[str, Digest]:
+        """Write what was copied; arguments as of `Disk.write`."""
+        return self._disk.write(save, folder, arrays, boxes)
+
+    def writing(self) -> Position:
+        """How long it has stood where it is in writing."""
+        return Position(0, None, self._disk.standing_seconds())
+
+    def forget(self, save: int) -> None:
+        """Let go of what was copied, also while it is being written."""
+        self._disk.forget(save)
 
     def _placed(self, kind: BufferType, value: Any, own_memory: bool) -> jax.Array:
         return on_devices(kind, self.seat, self, own_memory)([np.asarray(value)] * len(own_boxes(kind, self.seat)))

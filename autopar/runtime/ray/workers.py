@@ -17,7 +17,8 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,8 +27,9 @@ import numpy as np
 from autopar.errors import ClusterError, NodeLostError, WorkerError, warn
 from autopar.mesh.ray_nodes import RayMachine
 from autopar.plan.instructions import MeshId
+from autopar.runtime.digest import Digest, digest
 from autopar.runtime.ray.direct import Pair
-from autopar.runtime.ray.faults import Failure, worker_error
+from autopar.runtime.ray.faults import Failure, worker_error, write_error
 from autopar.runtime.ray.job import BufferType, Job
 from autopar.runtime.ray.parcels import box_shape, holders_of, slices, unpack
 from autopar.runtime.ray.seats import Layout, Seat, by_mesh, environment, seats_of
@@ -38,8 +40,9 @@ POLL_SECONDS = 1.0
 """How often workers that are busy are asked where they stand."""
 GRACE_SECONDS = 2.0
 """Who waits too long for a message says so itself, and has this long to, before one that stands too long is ended."""
-GROUPS = {"mail": 2, "control": 1}
-"""Threads of an actor beside its one dispatching thread: for parcels that come in, and for answering at any time."""
+GROUPS = {"mail": 2, "control": 1, "disk": 1}
+"""Threads of an actor beside its one dispatching thread: for parcels that come in, for answering at any time, and for
+writing checkpoints."""
 
 
 class Workers:
@@ -247,7 +250,14 @@ class Workers:
             if not goes_on:
                 self.close()
 
-    def _wait(self, method: str, refs: Mapping[int, Any], silence_seconds: float, standing_seconds: float) -> list[Any]:
+    def _wait(
+        self,
+        method: str,
+        refs: Mapping[int, Any],
+        silence_seconds: float,
+        standing_seconds: float,
+        ask: Callable[[int], Any] | None = None,
+    ) -> list[Any]:
         import ray
         from ray.exceptions import GetTimeoutError, RayError
 
@@ -266,7 +276,7 @@ class Workers:
                 if ray.wait([ref], timeout=0)[0]:
                     heard[number] = time.monotonic()
                 elif number not in asked:
-                    asked[number] = self._where(number)
+                    asked[number] = (ask or self._where)(number)
                 elif ray.wait([asked[number]], timeout=0)[0]:
                     heard[number] = time.monotonic()
                     with contextlib.suppress(RayError):  # it ended, and its own call tells so
@@ -323,6 +333,55 @@ class Workers:
             mesh, key = self._released.pop()
             found.setdefault(mesh, []).append(key)
         return found
+
+    # Checkpoints: whatever comes of them, no worker is ended here; whether it lives the next step will tell.
+
+    def unseen(self, workers: Sequence[int], token: Path, writing: bool) -> dict[int, str]:
+        """As of `Owner`."""
+        asked = dict.fromkeys(workers, (str(token), digest(token)[1], writing))
+        return self.call("unseen", asked, standing_seconds=self._machine.wait_seconds, harmless=True)
+
+    def read(self, arguments: Mapping[int, tuple[Any, ...]]) -> None:
+        """`Worker.read` of several workers."""
+        self.call("read", arguments, standing_seconds=self._machine.wait_seconds, harmless=True)
+
+    def take(self, save: int, arguments: Mapping[int, tuple[Any, ...]]) -> None:
+        """As of `Owner`; when it returns, the arrays may be overwritten."""
+        own = {number: (save, *rest) for number, rest in arguments.items()}
+        self.call("take", own, standing_seconds=self._machine.wait_seconds, harmless=True)
+
+    def write(self, save: int, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, dict[str, Digest]]:
+        """As of `Owner`; called on any thread, while steps go on.
+
+        Raises:
+            WorkerError: A worker has ended, or does not come on.
+            OSError: A worker could not write; RuntimeError: it failed in another way.
+        """
+        import ray
+
+        actors = dict(self._actors)
+        if self.closed or not actors:
+            raise ended()
+        limits = self._machine.silence_seconds, self._machine.wait_seconds
+        refs = {
+            number: actors[number].write.options(concurrency_group="disk").remote(save, *own)
+            for number, own in arguments.items()
+        }
+        try:
+            written = self._wait(
+                "write", refs, *limits, lambda n: actors[n].writing.options(concurrency_group="control").remote()
+            )
+            return dict(zip(refs, written, strict=True))
+        except _FailedError as failed:
+            # What the others write would come up again behind whoever takes away the folder.
+            self.forget(save)
+            ray.wait(list(refs.values()), num_returns=len(refs), timeout=self._machine.silence_seconds)
+            raise write_error(failed.failure, self.seats) from failed.failure.cause
+
+    def forget(self, save: int) -> None:
+        """As of `Owner`; waits for nothing."""
+        for actor in dict(self._actors).values():
+            actor.forget.options(concurrency_group="control").remote(save)
 
     def close(self) -> None:
         """End all workers."""

@@ -1,0 +1,123 @@
+"""Arrays of other processes, which write and read them themselves.
+
+In:     the leaves of a state; later, the folder that orbax has made. Or a whole checkpoint, and who wants what of it.
+Out:    `Taken` arrays in the place of those that can be written apart; their parts on the disk, in the form of orbax. Or
+        arrays where they are wanted.
+Method: a small file in the workplace tells who sees it. Each worker's part is a folder named like those of orbax's own
+        processes, which it puts together; arrays of whom the file is unseen go through this process.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from autopar.checkpoint.chunks import chunk_shape
+from autopar.checkpoint.manifest import NAME
+from autopar.checkpoint.places import OnWorkers
+from autopar.errors import warn
+from autopar.runtime.digest import Digest
+from autopar.runtime.ray.disk import OnDisk
+from autopar.runtime.ray.handles import RemoteArray
+from autopar.runtime.ray.loads import read_arguments
+from autopar.runtime.ray.saves import Snapshot, Taken, take
+
+CHUNK_BYTES = 64 * 2**20
+"""Most that is written as one piece: a device that wants a part of an array reads whole pieces."""
+
+
+def take_apart(leaves: Iterable[Any], workplace: Path, knows: Callable[[str], bool]) -> dict[int, Taken]:
+    """Have arrays copied by the workers that hold them.
+
+    Args:
+        leaves: Of a state.
+        workplace: The folder that will be written in.
+        knows: Whether TensorStore has a dtype of this name.
+
+    Returns:
+        By `id` of a leaf what to write in its place; leaves that this process writes are not in it.
+    """
+    mine = (x for x in leaves if isinstance(x, RemoteArray) and x.size and _written_dtype(x, knows) is not None)
+    arrays = list({id(leaf): leaf for leaf in mine}.values())
+    if not arrays:
+        return {}
+    token = workplace / "token"
+    token.write_text(secrets.token_hex(), encoding="utf-8")
+    taken, refused = take(arrays, token)
+    if refused:
+        first, why = next(iter(refused.items()))
+        others = f", and {len(refused) - 1} others" if len(refused) > 1 else ""
+        warn(
+            f"a checkpoint goes through the memory of this process, which is slow: {first}{others} cannot write to "
+            f"{workplace.parent}: {why}. Pass a directory on a filesystem that all nodes have."
+        )
+    return {id(array): found for array, found in zip(arrays, taken, strict=True) if found is not None}
+
+
+def discard(taken: Iterable[Taken]) -> None:
+    """They will not be written."""
+    for snapshot in _snapshots(taken):
+        snapshot.discard()
+
+
+def write_apart(
+    arrays: Sequence[Taken], names: Sequence[str], folder: Path, knows: Callable[[str], bool]
+) -> dict[str, Digest]:
+    """Have arrays written, and wait for it.
+
+    Args:
+        arrays: What to write; one may be there more than once.
+        names: Under which orbax looks for each.
+        folder: Of the checkpoint.
+        knows: As of `take_apart`.
+
+    Returns:
+        Digest of each file by its path in the folder.
+    """
+    found: dict[str, Digest] = {}
+    for group, snapshot in enumerate(_snapshots(arrays)):
+        own = [
+            (array.number, _on_disk(array, name, knows))
+            for array, name in zip(arrays, names, strict=True)
+            if array.snapshot is snapshot
+        ]
+        found |= snapshot.write(folder, f"ocdbt.process_g{group}w", own)
+    return found
+
+
+def read_apart(wanted: Mapping[int, tuple[OnWorkers, tuple[str, ...]]], folder: Path) -> dict[int, RemoteArray]:
+    """Have arrays read by the workers that will hold them.
+
+    Args:
+        wanted: Where each goes, and its path in the state.
+        folder: Of a whole checkpoint.
+
+    Returns:
+        Those whose workers see the folder.
+    """
+    found: dict[int, RemoteArray] = {}
+    for step in {id(place.step): place.step for place, _ in wanted.values()}.values():
+        own = {k: (place.argument, path) for k, (place, path) in wanted.items() if place.step is step}
+        names = {argument: ".".join(path) for argument, path in own.values()}
+        read = read_arguments(step, names, folder, folder / NAME)
+        found |= {k: read[argument] for k, (argument, _) in own.items() if argument in read}
+    return found
+
+
+def _snapshots(arrays: Iterable[Taken]) -> list[Snapshot]:
+    return list({id(array.snapshot): array.snapshot for array in arrays}.values())
+
+
+def _on_disk(array: Taken, name: str, knows: Callable[[str], bool]) -> OnDisk:
+    dtype = _written_dtype(array, knows)
+    assert dtype is not None, "others are not taken"
+    return OnDisk(name, array.shape, dtype, chunk_shape(array.shape, array.boxes, array.dtype.itemsize, CHUNK_BYTES))
+
+
+def _written_dtype(array: RemoteArray | Taken, knows: Callable[[str], bool]) -> str | None:
+    """Bytes where TensorStore lacks the dtype, if they are as many as the elements."""
+    if knows(array.dtype.name):
+        return array.dtype.name
+    return "uint8" if array.dtype.itemsize == 1 else None
