@@ -273,7 +273,8 @@ class RayStep:
             for entry in entries:
                 key, kind, mesh = self.workers.number()[0], self.job.types[entry.buffer], self.job.mesh_of[entry.buffer]
                 seats = self.workers.seats_on(mesh)
-                self.workers.call("put", {s.number: (key, kind, self._values(entry, here, s)) for s in seats})
+                tiles = {s.number: (key, kind, self._values(entry, here, s)) for s in seats}
+                self.workers.call("put", tiles, subject=str(kind))
                 copies.append(Copy(self.workers, mesh, kind, key))
             found.append(RemoteArray([Part(tuple(copies))]))
         return found
@@ -302,7 +303,8 @@ class RayStep:
 
             jitted = jax.jit(own, out_shardings=[kind.on(abstract_mesh(kind.mesh)) for kind in kinds])
             code, keys = exported(jitted, (), self._platform), self.workers.number(len(entries))
-            self.workers.call("create", {s.number: (code, list(keys), kinds) for s in self.workers.seats_on(mesh)})
+            made_there = {s.number: (code, list(keys), kinds) for s in self.workers.seats_on(mesh)}
+            self.workers.call("create", made_there, subject=", ".join(map(str, kinds[:4])) + " ..." * (len(kinds) > 4))
             for entry, key, kind in zip(entries, keys, kinds, strict=True):
                 made[entry] = Part((Copy(self.workers, mesh, kind, key),))
         return [

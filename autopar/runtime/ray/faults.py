@@ -36,6 +36,8 @@ class Failure:
         cause: What Ray or the worker raised.
         seconds: How long it did not answer, or come on.
         method: What it was called for.
+        subject: Of what, in words.
+        option: Which setting of the cluster limits how long it may stand.
         position: Where it stands, if it could be asked.
     """
 
@@ -44,6 +46,8 @@ class Failure:
     cause: BaseException | None
     seconds: float = 0.0
     method: str = ""
+    subject: str = ""
+    option: str = "wait_seconds"
     position: Position | None = None
 
 
@@ -79,12 +83,16 @@ def worker_error(
     if failure.position is not None and job is not None:
         word, place = "at", _at(seat, failure.position, job)
     instruction, microbatch = place if place is not None else (None, -1)
+    asked = ""
+    if job is None and failure.method:
+        of = f" of {failure.subject}" if failure.subject else ""
+        asked = f", for which this process waited in `{failure.method}`{of}"
     do = GOES_ON if goes_on else RESTART
     if failure.how == "stuck":
-        do = LONGER.format(option="start_seconds" if job is None else "wait_seconds") + do
+        do = LONGER.format(option=failure.option) + do
     return WorkerError(
         "a worker failed.",
-        given=_joined(f"{seat}" + (f", {word}: {instruction}" if instruction is not None else ""), waiting),
+        given=_joined(f"{seat}{asked}" + (f", {word}: {instruction}" if instruction is not None else ""), waiting),
         wrong=f"{wrong}.",
         do=do,
         worker=str(seat),

@@ -57,6 +57,9 @@ class BufferType:
         """Of the whole."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
 
 @dataclass(frozen=True, slots=True)
 class ProgramCode:

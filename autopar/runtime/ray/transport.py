@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 import jax
@@ -128,7 +128,7 @@ class ObjectStore:
         self._seat, self._places, self._mailbox, self._peers = seat, places, mailbox, peers
         self._wait_seconds = wait_seconds
         self._outbox = ThreadPoolExecutor(1, thread_name_prefix="outbox")
-        self._leaving: list[Future] = []
+        self._leaving: list[tuple[Message, Future]] = []
         self._counting = threading.Lock()
         self.sent_bytes = self.copied_bytes = 0
 
@@ -149,7 +149,7 @@ class ObjectStore:
                 # A program that takes the memory over may be dispatched before the other thread has looked at it.
                 shards.append([np.array(data[d]) if overwritten else data[d] for d in own])
                 self._count(copied=sum(shard.nbytes for shard in shards[-1]) if overwritten else 0)
-            self._leaving.append(self._outbox.submit(leave, step, shards))
+            self._leaving.append((message, self._outbox.submit(leave, step, shards)))
 
         def leave(step: int, shards: Sequence[Sequence[Any]]) -> None:
             for target, cuts in parcels:
@@ -217,7 +217,11 @@ class ObjectStore:
 
     def flush(self, on_progress: Callable[[], None]) -> None:
         """As of `Transport`."""
-        for future in self._leaving:
+        for message, future in self._leaving:
+            wait([future], self._wait_seconds)
+            if not future.done():
+                targets = [parcel.target for parcel in message.parcels if parcel.source == self._seat.number]
+                raise WaitError(targets, self._wait_seconds, message.number, is_sent=True)
             future.result()
             on_progress()
         self._leaving.clear()

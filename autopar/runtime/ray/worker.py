@@ -200,6 +200,7 @@ class Worker:
             jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
             for kind, sharding in zip(program.inputs, shardings, strict=True)
         ]
+        self._stand(0)
         return jitted.lower(*structs).compile()
 
     def _ways(self, share: Share) -> tuple[dict[int, SendTo], dict[int, Receive]]:
@@ -325,7 +326,11 @@ class Worker:
 
     def fetch(self, key: Key, kind: BufferType, devices: Sequence[int]) -> list[np.ndarray]:
         """Parts of an array, packed."""
-        return self._parts(self.arrays[key], kind, devices)
+        found = []
+        for device in devices:
+            self._stand(0)
+            found += self._parts(self.arrays[key], kind, [device])
+        return found
 
     def drop(self, keys: Sequence[Key]) -> None:
         """Let go of arrays."""

@@ -11,8 +11,8 @@ Method: one placement group per host, one bundle and one actor per mesh there. W
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
-import math
 import os
 import secrets
 import time
@@ -190,11 +190,11 @@ class Workers:
     def prepare(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         """A call before the first step that ends soon, or not at all."""
         seconds = self._machine.start_seconds
-        return self.call(method, arguments, silence_seconds=seconds, standing_seconds=seconds)
+        return self.call(method, arguments, silence_seconds=seconds, standing_seconds=seconds, option="start_seconds")
 
     def run(self, calls: Mapping[int, tuple[Any, ...]], job: int) -> dict[int, Any]:
         """One step of a job; arguments as of `Worker.run`."""
-        return self.call("run", calls, standing_seconds=self._machine.wait_seconds, job=job)
+        return self.call("run", calls, job=job)
 
     # Calls.
 
@@ -210,7 +210,9 @@ class Workers:
         *,
         silence_seconds: float | None = None,
         standing_seconds: float | None = None,
+        option: str = "wait_seconds",
         job: int = -1,
+        subject: str = "",
         harmless: bool = False,
     ) -> dict[int, Any]:
         """Call a method of several workers at the same time, and wait for all.
@@ -219,8 +221,10 @@ class Workers:
             method: Of `Worker`.
             arguments: By worker.
             silence_seconds: How long they may not answer to anything; None: as the machine says.
-            standing_seconds: How long one may stand at one place; None: as long as it wants, for what ends by itself.
+            standing_seconds: How long one may stand at one place; None: as the machine says.
+            option: Which setting says how long one may stand, for messages of errors.
             job: Which job's stream they are at, for messages of errors.
+            subject: What the call is about, for messages of errors.
             harmless: Whether they are as they were, also if the method raises.
 
         Raises:
@@ -229,14 +233,15 @@ class Workers:
         if self.closed:
             raise ended()
         refs: dict[int, Any] = {}
-        limits = silence_seconds or self._machine.silence_seconds, standing_seconds or math.inf
+        limits = silence_seconds or self._machine.silence_seconds, standing_seconds or self._machine.wait_seconds
         try:
             for number, own in arguments.items():
                 refs[number] = getattr(self._actors[number], method).remote(*own)
-            return dict(zip(refs, self._wait(method, refs, *limits), strict=True))
+            return dict(zip(refs, self._wait(refs, *limits), strict=True))
         except _FailedError as failed:
             goes_on = harmless and failed.failure.how == "raised"
-            raise self._told(failed.failure, job, goes_on) from failed.failure.cause
+            failure = dataclasses.replace(failed.failure, method=method, subject=subject, option=option)
+            raise self._told(failure, job, goes_on) from failure.cause
         except BaseException:
             if not harmless:
                 self.close()  # the streams are half done: what the workers hold is of no use any more
@@ -249,7 +254,7 @@ class Workers:
             if not goes_on:
                 self.close()
 
-    def _wait(self, method: str, refs: Mapping[int, Any], silence_seconds: float, standing_seconds: float) -> list[Any]:
+    def _wait(self, refs: Mapping[int, Any], silence_seconds: float, standing_seconds: float) -> list[Any]:
         import ray
         from ray.exceptions import GetTimeoutError, RayError
 
@@ -275,10 +280,10 @@ class Workers:
                         standing[number] = ray.get(asked[number])
                     del asked[number]
                 elif time.monotonic() - heard[number] > silence_seconds:
-                    raise _FailedError(Failure(number, "silent", None, silence_seconds, method))
+                    raise _FailedError(Failure(number, "silent", None, silence_seconds))
             number, position = max(standing.items(), key=lambda one: one[1].seconds, default=(-1, Position(0, None)))
             if min(position.seconds, time.monotonic() - begun) > standing_seconds + GRACE_SECONDS:
-                raise _FailedError(Failure(number, "stuck", None, position.seconds, method, position))
+                raise _FailedError(Failure(number, "stuck", None, position.seconds, position=position))
 
     def _where(self, number: int) -> Any:
         return self._actors[number].where.options(concurrency_group="control").remote()
@@ -307,7 +312,7 @@ class Workers:
         """The whole of an array; if that fails, the workers go on."""
         parts = holders_of(kind, self._of_mesh[mesh])
         asked = {n: (key, kind, [device for device, _ in own]) for n, own in parts.items()}
-        tiles = self.call("fetch", asked, harmless=True)
+        tiles = self.call("fetch", asked, subject=str(kind), harmless=True)
         return joined(kind, parts, tiles)
 
     def seats_on(self, mesh: MeshId) -> list[Seat]:
