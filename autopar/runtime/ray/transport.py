@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
@@ -93,23 +94,37 @@ class WaitError(Exception):
 
 
 class Mailbox:
-    """Parcels that have come and are not read yet."""
+    """Parcels that have come and are not read yet, by (step, message, source).
+
+    Attributes:
+        came: When those that were taken had come, by key; whoever reads it empties it.
+    """
 
     def __init__(self) -> None:
-        self._parcels: dict[Any, Any] = {}
+        self._parcels: dict[Any, tuple[Any, float]] = {}
         self._changed = threading.Condition()
+        self._left = -1
+        self.came: dict[Any, float] = {}
 
     def put(self, key: Any, parcel: Any) -> None:
         """A parcel has come."""
         with self._changed:
-            self._parcels[key] = parcel
-            self._changed.notify_all()
+            if key[0] > self._left:
+                self._parcels[key] = parcel, time.perf_counter()
+                self._changed.notify_all()
 
     def take(self, key: Any, seconds: float) -> Any:
         """Wait for a parcel; None: it did not come in time."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._parcels, seconds)
-            return self._parcels.pop(key, None)
+            parcel, self.came[key] = self._parcels.pop(key, (None, 0.0))
+            return parcel
+
+    def leave(self, step: int) -> None:
+        """A step is not carried on with: its parcels are for no one, those still to come too."""
+        with self._changed:
+            self._left = step
+            self._parcels = {key: parcel for key, parcel in self._parcels.items() if key[0] > step}
 
 
 class ObjectStore:

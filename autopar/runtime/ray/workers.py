@@ -27,6 +27,7 @@ import numpy as np
 from autopar.errors import ClusterError, NodeLostError, WorkerError
 from autopar.mesh.ray_nodes import RayMachine
 from autopar.plan.instructions import MeshId
+from autopar.runtime.ray.clocks import clock_offset
 from autopar.runtime.ray.direct import Pair
 from autopar.runtime.ray.faults import Failure, worker_error
 from autopar.runtime.ray.job import BufferType, Job
@@ -195,6 +196,16 @@ class Workers:
     def run(self, calls: Mapping[int, tuple[Any, ...]], job: int) -> dict[int, Any]:
         """One step of a job; arguments as of `Worker.run`."""
         return self.call("run", calls, job=job)
+
+    def clocks(self) -> dict[int, tuple[float, float]]:
+        """By host, how much its clock is ahead of this one's, and how far off that may be."""
+        nodes = [host.node for host in self._machine.hosts]
+        found: dict[str, tuple[float, float]] = {}
+        for seat in self.seats:
+            number, node = seat.number, nodes[seat.host]
+            offset = clock_offset(lambda n=number: self.call("clock", {n: ()})[n], time.perf_counter)  # type: ignore[misc]
+            found[node] = min(found.get(node, offset), offset, key=lambda o: o[1])
+        return {seat.host: found[nodes[seat.host]] for seat in self.seats}
 
     # Calls.
 
