@@ -182,9 +182,9 @@ def test_the_start_has_a_limit(ray_started):
 
 
 @pytest.fixture(scope="module")
-def impatient(ray_started):
-    """A small pipeline whose workers may not be silent, or stand, for long."""
-    cluster = make_cluster(1, 2, wait_seconds=1.0, silence_seconds=1.5)
+def small(ray_started):
+    """A small pipeline, whose workers are to be ended."""
+    cluster = make_cluster(1, 2)
     method = autopar.PipelineParallel(num_stages=2, num_microbatches=2)
     yield autopar.parallelize(train_step, cluster=cluster, method=method)
     cluster.machine.close()
@@ -198,26 +198,31 @@ def stand(self):
     self._parts = self._compiled = lambda *_: time.sleep(60)
 
 
-@pytest.mark.parametrize("call", ["create", "fetch", "put"])
-@pytest.mark.parametrize("how", [stop, stand])
-def test_hung_outside_of_steps(impatient, monkeypatch, call, how):
+HUNG = [(stop, "fetch"), (stand, "create"), (stand, "put")]
+ALL_HUNG = [*HUNG, *(pytest.param(*one, marks=SLOW) for one in [(stop, "create"), (stop, "put"), (stand, "fetch")])]
+
+
+@pytest.mark.parametrize("how, call", ALL_HUNG)
+def test_hung_outside_of_steps(small, monkeypatch, how, call):
     """Whatever this process waits for ends in time, and says for whom and what it waited."""
     import ray
 
     params, batch = make_params(2, 8), make_batch(4, 8)
-    state, _ = impatient(params, batch)
-    workers = impatient.latest().executable.workers
-    pids = ray.get([actor.pid.remote() for actor in actors(impatient)])
+    state, _ = small(params, batch)
+    workers = small.latest().executable.workers
+    pids = ray.get([actor.pid.remote() for actor in actors(small)])
     if call == "put":
         kind = jax.tree.leaves(state)[1].parts[0].copies[0].kind
         if how is stand:
-            ray.get(actors(impatient)[1].__ray_call__.remote(stand_in_put))
+            ray.get(actors(small)[1].__ray_call__.remote(stand_in_put))
     act = {
-        "create": lambda: impatient.create_state(lambda: [np.ones((8, 8), np.float32)] * 2, example=(batch,)),
+        "create": lambda: small.create_state(lambda: [np.ones((8, 8), np.float32)] * 2),
         "fetch": lambda: np.asarray(state[1]),
         "put": lambda: workers.call("put", {1: (99, kind, [np.zeros(256, np.uint8)])}, subject=str(kind)),
     }[call]
-    actors(impatient)[1].__ray_call__.remote(how)
+    monkeypatch.setattr(workers._machine, "wait_seconds", 0.5)
+    monkeypatch.setattr(workers._machine, "silence_seconds", 1.5)
+    actors(small)[1].__ray_call__.remote(how)
     started = time.monotonic()
     with pytest.raises(WorkerError) as info:
         act()

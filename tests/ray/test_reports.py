@@ -59,6 +59,10 @@ def make_step(where, log=None):
 
     backward_calls.defvjp(lambda x, mark: (x, mark), lambda mark, g: (called(g, mark), None))
 
+    opaque = autopar.sharding_rule("b d -> b d")(lambda x: jax.pure_callback(limited, x, x))
+    linear = jax.custom_vjp(opaque)
+    linear.defvjp(lambda x: (opaque(x), None), lambda _, g: (g,))
+
     def step(params, batch):
         def loss_fn(params):
             x = batch["x"]
@@ -66,6 +70,8 @@ def make_step(where, log=None):
                 x = jnp.tanh(x @ kernel)
                 if number == 1 and where == "forward":
                     x = called(x, batch["mark"])
+                if number == 1 and where == "opaque":
+                    x = linear(x)
                 if number == 1 and where == "backward":
                     x = backward_calls(x, batch["mark"])
             return jnp.mean((x - batch["y"]) ** 2)
@@ -111,20 +117,17 @@ def test_a_callback_raises(clusters, where, tmp_path):
     workers = train.latest().executable.workers
     there = workers.call("pid", {seat.number: () for seat in workers.seats}).values()
     assert len(pids) == MICROBATCHES and len(set(pids)) == 1 and int(pids[0]) in there
-    with pytest.raises(StepError, match="ValueError: 201 is over the limit") as caught:
+    with pytest.raises(StepError, match=r"ValueError: \d+ is over the limit") as caught:
         train(state, arguments(bad_microbatch=2)[1])
     error = caught.value
     assert isinstance(error.__cause__, ValueError) and not error.state_lost and error.results is None
-    here = parallel(autopar.Cluster.local(jax.devices()[:4]), step)
-    with pytest.raises(StepError) as wanted:
-        here(params, arguments(bad_microbatch=2)[1])
-    assert (error.task, error.microbatch) == (wanted.value.task, wanted.value.microbatch) == (where, 2)
-    assert error.stage in (0, 1) and re.search(r"pure_callback at test_reports.py:\d+ \(called\)", error.source)
+    assert (error.stage, error.task, error.microbatch) == (1, where, 2)
+    assert re.search(r"`pure_callback at test_reports.py:\d+ \((called|loss_fn)\)", error.source)
     assert not any(p.is_deleted() for p in state) and not workers.closed
     check_next_call(step, train, state, batch)
 
 
-@pytest.mark.parametrize("method", [None, autopar.ShardParallel()])
+@pytest.mark.parametrize("method", [None, pytest.param(autopar.ShardParallel(), marks=pytest.mark.slow)])
 def test_a_callback_without_results_raises_when_all_is_done(clusters, method):
     step = make_step("update")
     train = parallel(clusters[1, 4], step, method)
@@ -141,7 +144,7 @@ def test_a_callback_without_results_raises_when_all_is_done(clusters, method):
     check_next_call(make_step(""), train, state, batch)
 
 
-@pytest.mark.parametrize("donated", [(0,), ()])
+@pytest.mark.parametrize("donated", [(0,), pytest.param((), marks=pytest.mark.slow)])
 def test_a_callback_raises_on_one_mesh(clusters, donated):
     """The one program has overwritten its arguments by then, unless it may not."""
     step = make_step("forward")
@@ -178,8 +181,9 @@ def test_what_is_printed(clusters):
 
 def refused(clusters, step, words):
     params, batch = arguments()
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=1)
     with pytest.raises(NotBuiltYetError, match=words):
-        parallel(clusters[1, 4], step)(params, batch)
+        parallel(clusters[1, 4], step, method)(params, batch)
 
 
 def test_refused(clusters):
@@ -203,12 +207,7 @@ def test_refused(clusters):
 
 
 def test_refused_where_it_has_no_place(clusters):
-    opaque = autopar.sharding_rule("b d -> b d")(lambda x: jax.pure_callback(limited, x, x))
-
-    def step(params, batch):
-        return train_step(params, {"x": opaque(batch["x"]), "y": batch["y"]})
-
-    refused(clusters, step, "`pure_callback` inside a function with a sharding rule")
+    refused(clusters, make_step("opaque"), "`pure_callback` inside a function with a sharding rule")
 
     def init(params):
         jax.debug.print("born")
