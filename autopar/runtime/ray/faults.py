@@ -36,9 +36,9 @@ class Failure:
         cause: What Ray or the worker raised.
         seconds: How long it did not answer, or come on.
         method: What it was called for.
-        subject: Of what, in words.
-        option: Which setting of the cluster limits how long it may stand.
         position: Where it stands, if it could be asked.
+        subject: What it was called about, in words.
+        option: Which setting of the cluster limits how long it may stand.
     """
 
     worker: int
@@ -46,9 +46,9 @@ class Failure:
     cause: BaseException | None
     seconds: float = 0.0
     method: str = ""
+    position: Position | None = None
     subject: str = ""
     option: str = "wait_seconds"
-    position: Position | None = None
 
 
 def worker_error(

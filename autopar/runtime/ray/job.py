@@ -154,8 +154,9 @@ def pipeline_job(pipeline: PipelinePlan, platform: str) -> Job:
             name, at = plan.task.name, number % meshes
             shipment = Shipment(platform, watches[at]) if has_calls(plan.body) else None
             made = task_function(plan, places, streams.overwritten[name], shipment, platform)
-            types = [[_buffer_type(t, stage.mesh) for t in own] for own in (made.inputs, made.outputs)]
-            program = _program(made.function, name, stage.mesh, *types, made.donated, calls_host(plan.body), platform)
+            inputs, outputs = ([_buffer_type(t, stage.mesh) for t in own] for own in (made.inputs, made.outputs))
+            is_watched = calls_host(plan.body)
+            program = _program(made.function, name, stage.mesh, inputs, outputs, made.donated, is_watched, platform)
             programs[at].append(program)
             if shipment is not None:
                 shipments[at][name] = shipment
