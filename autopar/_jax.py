@@ -477,6 +477,21 @@ with_callbacks_p.def_abstract_eval(_types_with_callbacks)
 mlir.register_lowering(with_callbacks_p, _lower_with_callbacks)
 
 
+# Arrays.
+
+
+def put_shards(kind: jax.ShapeDtypeStruct, parts: Sequence[np.ndarray], devices: Sequence[jax.Device]) -> jax.Array:
+    """An array of its parts in host memory: `jax.device_put` and `make_array_from_single_device_arrays`, in 5 us for 100.
+
+    Args:
+        kind: Its type, with its sharding.
+        parts: Of each of this process's devices.
+        devices: These.
+    """
+    aval = _core.ShapedArray(kind.shape, kind.dtype)
+    return _pxla.batched_device_put(aval, kind.sharding, parts, devices)
+
+
 # Types of ours among JAX's.
 
 

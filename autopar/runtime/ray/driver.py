@@ -264,10 +264,11 @@ class RayStep:
     def _results(self, made: Mapping[int, Sequence[Any]], keep: Mapping[MeshId, range]) -> list[Any]:
         job = self.job
         tiles = {number: iter(own) for number, own in made.items()}
-        here: dict[BufferId, jax.Array] = {}
+        arrived: list[np.ndarray] = []
         for at in self._fetched:
             own = {number: next(tiles[number]) for number in self._holders[at]}
-            here[at] = jnp.asarray(joined(job.types[at], self._holders[at], own))
+            arrived.append(joined(job.types[at], self._holders[at], own))
+        here: dict[BufferId, jax.Array] = dict(zip(self._fetched, jax.device_put(arrived), strict=True))
         there = {
             k: Part((Copy(self.workers, mesh, self._result_type(k), key),))
             for mesh, results in self._kept.items()

@@ -14,12 +14,13 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
+from autopar._jax import put_shards
 from autopar.plan.transfers import Box
 from autopar.runtime.ray.job import BufferType
 from autopar.runtime.ray.parcels import Message, Piece, box_shape, own_boxes, pack, slices, unpack
@@ -27,6 +28,8 @@ from autopar.runtime.ray.seats import Seat
 
 ALIGNMENT_BYTES = 64
 """XLA:CPU takes host memory that begins at a multiple of this as it is."""
+SMALL_BYTES = 64 * 2**10
+"""Messages of no more, whose values are there, leave at once: a socket has room for so much."""
 
 
 class Places(Protocol):
@@ -157,14 +160,21 @@ class ObjectStore:
             if parcel.source == self._seat.number
         ]
 
+        is_small = sum(kind.num_bytes for kind in message.sent) <= SMALL_BYTES
+
         def send(step: int, arrays: Sequence[jax.Array]) -> None:
-            shards = []
+            shards, ready = [], []
             for array, own, overwritten in zip(arrays, devices, message.overwritten, strict=True):
                 data = {shard.device: shard.data for shard in array.addressable_shards}
                 # A program that takes the memory over may be dispatched before the other thread has looked at it.
                 shards.append([np.array(data[d]) if overwritten else data[d] for d in own])
+                ready.append([data[d] for d in own])
                 self._count(copied=sum(shard.nbytes for shard in shards[-1]) if overwritten else 0)
-            self._leaving.append((message, self._outbox.submit(leave, step, shards)))
+            is_idle = not self._leaving or self._leaving[-1][1].done()
+            if is_small and is_idle and all(shard.is_ready() for own in ready for shard in own):
+                leave(step, shards)  # it takes less time than to wake the other thread
+            else:
+                self._leaving.append((message, self._outbox.submit(leave, step, shards)))
 
         def leave(step: int, shards: Sequence[Sequence[Any]]) -> None:
             for target, cuts in parcels:
@@ -233,11 +243,13 @@ class ObjectStore:
     def flush(self, on_progress: Callable[[], None]) -> None:
         """As of `Transport`."""
         for message, future in self._leaving:
-            wait([future], self._wait_seconds)
-            if not future.done():
+            try:
+                future.result(self._wait_seconds)
+            except TimeoutError:
+                if future.done():
+                    raise  # of the system's, what went wrong
                 targets = [parcel.target for parcel in message.parcels if parcel.source == self._seat.number]
-                raise WaitError(targets, self._wait_seconds, message.number, is_sent=True)
-            future.result()
+                raise WaitError(targets, self._wait_seconds, message.number, is_sent=True) from None
             on_progress()
         self._leaving.clear()
 
@@ -285,10 +297,12 @@ def on_devices(
     """
     held, boxes = kind.boxes(), own_boxes(kind, seat)
     part_of = [boxes.index(held[device]) for device in seat.devices]
-    devices, sharding = list(places.devices(kind)), places.sharding(kind)
+    devices, struct = (
+        list(places.devices(kind)),
+        jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=places.sharding(kind)),
+    )
 
     def put(parts: Sequence[np.ndarray]) -> jax.Array:
-        shards = jax.device_put([_own(parts[k]) if own_memory else parts[k] for k in part_of], devices)
-        return jax.make_array_from_single_device_arrays(kind.shape, sharding, shards)
+        return put_shards(struct, [_own(parts[k]) if own_memory else parts[k] for k in part_of], devices)
 
     return put
