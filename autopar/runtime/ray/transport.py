@@ -302,7 +302,12 @@ def on_devices(
         jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=places.sharding(kind)),
     )
 
+    is_all_here = len(struct.sharding.addressable_devices) == len(devices)  # of this process, no other seat has any
+
     def put(parts: Sequence[np.ndarray]) -> jax.Array:
-        return put_shards(struct, [_own(parts[k]) if own_memory else parts[k] for k in part_of], devices)
+        shards = [_own(parts[k]) if own_memory else parts[k] for k in part_of]
+        if is_all_here:
+            return put_shards(struct, shards, devices)
+        return jax.make_array_from_single_device_arrays(kind.shape, struct.sharding, jax.device_put(shards, devices))
 
     return put
