@@ -16,13 +16,13 @@ from typing import Any
 import jax
 
 from autopar._jax import as_key, key_data, shaped, trace_context, weakly_typed, without_mesh
-from autopar.errors import AutoparError, ClusterError, NotBuiltYetError, PipelineError, StepError, StructureChangedError
+from autopar.errors import AutoparError, ClusterError, PipelineError, StepError, StructureChangedError
 from autopar.ir.parameters import check_hashable, chosen, parameters_of, static_of
 from autopar.ir.state import Roles, argument_slices, find_roles
 from autopar.ir.trace import Program, name_of, trace_step
 from autopar.mesh import Cluster
 from autopar.plan.arguments import check_arguments, find_argument
-from autopar.plan.clock import measured
+from autopar.plan.clock import measured, recorded
 from autopar.plan.describe_stages import PipelineOrigin
 from autopar.plan.methods import Auto, Method
 from autopar.plan.plan import Plan
@@ -34,6 +34,7 @@ from autopar.plan.stale import check_fresh
 from autopar.plan.timeline import Timeline
 from autopar.runtime.local import Executable, compile_program
 from autopar.runtime.pipeline import Pipeline
+from autopar.runtime.ray.clocks import Spans
 from autopar.runtime.ray.driver import RayStep
 from autopar.runtime.ray.step import make_ray_step
 from autopar.runtime.stacks import StackedArray
@@ -182,24 +183,19 @@ class CompiledStep:
         return jax.tree.unflatten(jax.tree.structure(shardings[argument]), leaves)
 
     def measure(self, *args: Any, **kwargs: Any) -> tuple[Any, Timeline]:
-        """Run one step of a pipeline, each program by itself, and see how long each takes.
+        """Run one step of a pipeline and see how long each program takes.
+
+        In one process each runs by itself, and the timeline is that of the schedule with the measured times, as
+        `plan.timeline()` is that with the predicted ones. On a Ray cluster, where meshes are processes, it is the step as
+        it was, by the clocks of the hosts: of two hosts they are aligned to within half of a call's way there and back.
 
         Returns:
-            The step's result, and the timeline of the schedule with the measured times, as `plan.timeline()` is that of
-            the schedule with the predicted ones.
+            The step's result and the timeline.
 
         Raises:
             PipelineError: The plan has no stages: one program is the whole step.
         """
-        if isinstance(self.executable, RayStep):
-            raise NotBuiltYetError(
-                "measuring a step on a Ray cluster is not built yet.",
-                given=f"the compiled step `{self.plan.name}`",
-                wrong="its workers do not send times home.",
-                do="measure on Cluster.local(), or time calls of the step.",
-                feature="measure on Ray",
-            )
-        if not isinstance(self.executable, Pipeline):
+        if not isinstance(self.plan.origin, PipelineOrigin):
             raise PipelineError(
                 "there is no timeline of a step without stages.",
                 given=f"the plan of `{self.plan.name}` by {self.plan.method}",
@@ -207,12 +203,14 @@ class CompiledStep:
                 do="time calls of the step, or plan with PipelineParallel(...).",
                 num_stages=1,
             )
-        leaves = check_arguments(self.program, args, kwargs)
+        assert not isinstance(self.executable, Executable), "a pipeline is no single program"
+        leaves, pipeline = check_arguments(self.program, args, kwargs), self.plan.origin.pipeline
         with without_mesh():
-            results, seconds = self._carry_out(self.executable.measure, leaves)
+            results, times = self._carry_out(self.executable.measure, leaves)
             returned = self._as_returned(results)
-        pipeline = self.plan.origin.pipeline
-        return returned, measured(pipeline.streams, pipeline.stages, seconds)
+        if isinstance(times, Spans):
+            return returned, recorded(pipeline.streams, times.runs, times.messages)
+        return returned, measured(pipeline.streams, pipeline.stages, times)
 
 
 @dataclass(slots=True, eq=False)

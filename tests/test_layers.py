@@ -31,7 +31,7 @@ ONLY_IN = {
     "jax.extend": ("_jax.py",),
     "jax._src": ("_jax.py",),
     "orbax": ("checkpoint/storage.py",),
-    "ray": ("mesh/ray_nodes.py", "runtime/ray/workers.py"),  # what machines there are; what runs on them
+    "ray": ("mesh/ray_nodes.py", "runtime/ray/workers.py", "runtime/ray/functions.py"),  # machines, actors, its pickler
 }
 NEVER_AT_IMPORT = ("ray", "cupy", "orbax", "tensorstore")
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -125,7 +125,8 @@ def _connected(address: str | None) -> Any:
         ) from error
     if not ray.is_initialized():
         try:
-            ray.init(address=address, include_dashboard=False if address is None else None, log_to_driver=False)
+            # What workers print is shown here: it may be the user's (`jax.debug.print`).
+            ray.init(address=address, include_dashboard=False if address is None else None, log_to_driver=True)
         except (ConnectionError, ValueError, RuntimeError) as error:
             raise ClusterError(
                 "the Ray cluster cannot be reached.",

@@ -5,13 +5,14 @@ Out:    the same program, whose callbacks hand what they raise to a `Watch` and 
 Method: one device calls the host for all (`equation.py`). An exception there would end that device's program, while the
         others wait for it in a collective for ever; so none leaves the callback, and the runtime looks at the watch before
         anything is overwritten. Prints are not watched: they are JAX's own and do not raise. Nor are callbacks inside an
-        opaque function (`sharding_rule`): what they raise comes out of the program as JAX wants it.
+        opaque function (`sharding_rule`): what they raise comes out of the program as JAX wants it. In a program for
+        another process the functions are called by number; they go there beside it (`Shipment`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar._jax import JaxprEqn, bind_eqn
+from autopar._jax import JaxprEqn, bind_eqn, call_host, host_callbacks
 from autopar.intra_op.sharded import Body, Compute, Instruction, Region, calls_host, describe, is_callback
 from autopar.ir.rules.rule import Shard
 
@@ -56,27 +57,52 @@ class Watch:
         return taken
 
 
-def watched(body: Body, watch: Watch, program: str, number: jax.Array | None) -> Body:
+@dataclass(frozen=True, slots=True, eq=False)
+class Shipment:
+    """The calls into the host of a program that another process will compile and run.
+
+    Attributes:
+        platform: Of its devices.
+        watch: Where callbacks leave what they raise; it goes there with them.
+        callbacks: What is called, with the user's line; the program calls it by its place here.
+    """
+
+    platform: str
+    watch: Watch
+    callbacks: list[tuple[str, Callable[..., Any]]] = field(default_factory=list)
+
+    def bind(self, eqn: JaxprEqn, operands: Sequence[jax.Array], params: Mapping[str, Any]) -> list[jax.Array]:
+        """An equation that calls the host, as it will be there."""
+        (callback,) = host_callbacks(lambda *arrays: bind_eqn(eqn, *arrays, params=params), operands)
+        self.callbacks.append((describe(eqn), callback))
+        results = [var.aval for var in eqn.outvars]
+        return call_host(self.platform, len(self.callbacks) - 1, operands, results, bool(eqn.effects))
+
+
+def watched(body: Body, watch: Watch | Shipment, program: str, number: jax.Array | None) -> Body:
     """The program with every callback watched.
 
     Args:
         body: The program.
-        watch: Where exceptions are left.
+        watch: Where exceptions are left; and, in another process, how the host is called at all.
         program: Its name.
         number: Of the microbatch, traced; None: there is none.
     """
-    if not calls_host(body):
+    shipment = watch if isinstance(watch, Shipment) else None
+    if shipment is None and not calls_host(body):
         return body
+    raised = watch.watch if isinstance(watch, Shipment) else watch
+
+    def call(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
+        params = dict(eqn.params)
+        if "callback" in params:
+            params["callback"] = _Watched(eqn, raised, program)
+            operands = (jnp.int32(-1) if number is None else number, *operands)
+        return bind_eqn(eqn, *operands, params=params) if shipment is None else shipment.bind(eqn, operands, params)
 
     def watch_instruction(instruction: Instruction) -> Instruction:
         match instruction:
-            case Compute(rule=rule) if is_callback(instruction):
-
-                def call(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
-                    callback = _Watched(eqn, watch, program)
-                    at = jnp.int32(-1) if number is None else number
-                    return bind_eqn(eqn, at, *operands, params={**eqn.params, "callback": callback})
-
+            case Compute(rule=rule) if is_callback(instruction) or (shipment is not None and rule.once):
                 return dataclasses.replace(instruction, rule=dataclasses.replace(rule, local=call))
             case Region(bodies=bodies):
                 inner = tuple(watched(b, watch, program, number) for b in bodies)

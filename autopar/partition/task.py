@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from autopar.inter_op.stage_plan import Border, TaskPlan
 from autopar.ir.accumulate import first_value
 from autopar.mesh import Sharding
-from autopar.partition.host_calls import Watch, watched
+from autopar.partition.host_calls import Shipment, Watch, watched
 from autopar.partition.program import per_device_program
 
 
@@ -74,7 +74,7 @@ def task_function(
     plan: TaskPlan,
     places: jax.sharding.Mesh | AbstractMesh,
     overwritten: Collection[int],
-    watch: Watch | None = None,
+    watch: Watch | Shipment | None = None,
     platform: str | None = None,
 ) -> TaskFunction:
     """Make a task a function of global arrays.
@@ -83,7 +83,7 @@ def task_function(
         plan: The task on its mesh.
         places: The devices; or only their mesh, to compile for devices of another process.
         overwritten: Positions of the operands whose memory results take.
-        watch: Where callbacks leave what they raise; None: they raise it.
+        watch: Where callbacks leave what they raise; None: they raise it. A `Shipment`: the program is for another process.
         platform: Of the devices; None: `places` has them.
     """
     rows = plan.written_rows

@@ -16,7 +16,7 @@ from autopar.inter_op.tasks import Tasks
 from autopar.mesh import Cluster, Link
 from autopar.plan.check import Contract
 from autopar.plan.emit import Streams
-from autopar.plan.instructions import Run, Send
+from autopar.plan.instructions import Instruction, Run, Send
 from autopar.plan.schedules import Schedule, Step, num_chunks
 from autopar.plan.schedules.schedule import clocks
 from autopar.plan.simulate import Simulation, simulate
@@ -158,6 +158,30 @@ def measured(streams: Streams, stages: Sequence[StagePlan], seconds: Mapping[tup
     return timeline_of(streams, simulation)
 
 
+def recorded(
+    streams: Streams,
+    runs: Mapping[tuple[int, int], tuple[float, float]],
+    messages: Mapping[int, tuple[float, float]],
+) -> Timeline:
+    """A step as it was: when each program ran, and each message was under way.
+
+    Args:
+        streams: What the meshes do.
+        runs: When it began and ended, by (mesh, position in its stream); any clock, the same for all.
+        messages: When it was sent and had come, by number.
+    """
+    first = min((begin for begin, _ in (*runs.values(), *messages.values())), default=0.0)
+    events = []
+    for mesh, stream in streams.instructions.items():
+        for at, instruction in enumerate(stream):
+            span = runs.get((mesh, at))
+            if isinstance(instruction, Send):
+                span = messages.get(instruction.message)
+            if span is not None:
+                events += _events(streams, mesh, instruction, span[0] - first, span[1] - first)
+    return Timeline(tuple(sorted(events, key=lambda event: event.start)))
+
+
 def link_between(
     first_device: Sequence[int], stages: Sequence[StagePlan], source: int, target: int, cluster: Cluster
 ) -> Link:
@@ -173,25 +197,19 @@ def link_between(
 
 def timeline_of(streams: Streams, simulation: Simulation) -> Timeline:
     """The simulated step as a timeline."""
-    events = []
+    events: list[Event] = []
     for interval in simulation.intervals:
-        match interval.instruction:
-            case Run(program, stage, microbatch):
-                kind = streams.programs[program].task.kind
-                if kind == "init":
-                    kind = "U"
-                events.append(Event(program, kind, stage, microbatch, interval.mesh, interval.start, interval.end))
-            case Send(buffers, peer):
-                microbatch = max(streams.buffers[buffers[0]].microbatch, 0) if buffers else 0
-                events.append(
-                    Event(
-                        f"to mesh {peer}",
-                        "transfer",
-                        interval.mesh,
-                        microbatch,
-                        interval.mesh,
-                        interval.start,
-                        interval.end,
-                    )
-                )
+        events += _events(streams, interval.mesh, interval.instruction, interval.start, interval.end)
     return Timeline(tuple(events))
+
+
+def _events(streams: Streams, mesh: int, instruction: Instruction, start: float, end: float) -> list[Event]:
+    """An instruction's bar; of one that takes no time, none."""
+    match instruction:
+        case Run(program, stage, microbatch):
+            kind = streams.programs[program].task.kind
+            return [Event(program, "U" if kind == "init" else kind, stage, microbatch, mesh, start, end)]
+        case Send(buffers, peer):
+            microbatch = max(streams.buffers[buffers[0]].microbatch, 0) if buffers else 0
+            return [Event(f"to mesh {peer}", "transfer", mesh, microbatch, mesh, start, end)]
+    return []

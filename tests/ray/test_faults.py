@@ -20,6 +20,7 @@ from autopar.runtime.ray.workers import Workers
 from tests.models.registry import CASES
 from tests.ray.cluster import make_cluster
 from tests.ray.conftest import wait_until_gone
+from tests.small_mlp import make_batch, make_params, train_step
 from tests.sweep import _host
 
 pytestmark = pytest.mark.ray
@@ -178,6 +179,61 @@ def test_the_start_has_a_limit(ray_started):
     with pytest.raises(WorkerError, match=r"does not come on(.*\n)*.*start_seconds="):
         workers.prepare("new_channel", {1: ()})
     assert workers.closed
+
+
+@pytest.fixture(scope="module")
+def small(ray_started):
+    """A small pipeline, whose workers are to be ended."""
+    cluster = make_cluster(1, 2)
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=2)
+    yield autopar.parallelize(train_step, cluster=cluster, method=method)
+    cluster.machine.close()
+
+
+def stop(self):
+    os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def stand(self):
+    self._parts = self._compiled = lambda *_: time.sleep(60)
+
+
+HUNG = [(stop, "fetch"), (stand, "create"), (stand, "put")]
+ALL_HUNG = [*HUNG, *(pytest.param(*one, marks=SLOW) for one in [(stop, "create"), (stop, "put"), (stand, "fetch")])]
+
+
+@pytest.mark.parametrize("how, call", ALL_HUNG)
+def test_hung_outside_of_steps(small, monkeypatch, how, call):
+    """Whatever this process waits for ends in time, and says for whom and what it waited."""
+    import ray
+
+    params, batch = make_params(2, 8), make_batch(4, 8)
+    state, _ = small(params, batch)
+    workers = small.latest().executable.workers
+    pids = ray.get([actor.pid.remote() for actor in actors(small)])
+    if call == "put":
+        kind = jax.tree.leaves(state)[1].parts[0].copies[0].kind
+        if how is stand:
+            ray.get(actors(small)[1].__ray_call__.remote(stand_in_put))
+    act = {
+        "create": lambda: small.create_state(lambda: [np.ones((8, 8), np.float32)] * 2),
+        "fetch": lambda: np.asarray(state[1]),
+        "put": lambda: workers.call("put", {1: (99, kind, [np.zeros(256, np.uint8)])}, subject=str(kind)),
+    }[call]
+    monkeypatch.setattr(workers._machine, "wait_seconds", 0.5)
+    monkeypatch.setattr(workers._machine, "silence_seconds", 1.5)
+    actors(small)[1].__ray_call__.remote(how)
+    started = time.monotonic()
+    with pytest.raises(WorkerError) as info:
+        act()
+    assert time.monotonic() - started < WITHIN_SECONDS
+    text = f"worker 1 (mesh 1, host 0), for which this process waited in `{call}` of float32[8,8]"
+    assert text in str(info.value) and ("does not answer" if how is stop else "wait_seconds=") in str(info.value)
+    assert workers.closed and not wait_until_gone(set(pids)), "workers are left"
+
+
+def stand_in_put(self):
+    sys.modules["autopar.runtime.ray.worker"].on_devices = lambda *_: time.sleep(60)
 
 
 def test_interrupted_between_two_calls(job, monkeypatch):

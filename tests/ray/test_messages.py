@@ -52,8 +52,15 @@ def test_stuck():
         "checkpoint, or begin anew: the workers of this job have been ended, and the step starts new ones when it is called."
     )
     assert error.instruction == "send b1 -> mesh 1" and error.microbatch == 1
-    at_start = worker_error(Failure(0, "stuck", None, 120.0, "open", Position(0, None, 120.0)), SEATS, {}, None)
+    failure = Failure(0, "stuck", None, 120.0, "open", Position(0, None, 120.0), option="start_seconds")
+    at_start = worker_error(failure, SEATS, {}, None)
     assert "(in `open`)" in str(at_start) and "start_seconds=" in str(at_start) and at_start.instruction is None
+
+
+def test_hung_outside_of_a_step():
+    """There is no instruction: who waited, and for what, is told all the same."""
+    error = worker_error(Failure(1, "silent", None, 10.0, "fetch", subject="float32[8,4]"), SEATS, {}, None)
+    assert "given:  worker 1 (mesh 1, host 0), for which this process waited in `fetch` of float32[8,4]\n" in str(error)
 
 
 def test_silent_when_no_one_waits():

@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -110,25 +109,6 @@ def test_any_plan_reads_what_workers_hold(case, batches, undisturbed, ray_starte
     state, _ = autopar.fit(make_step(case, cluster), case.state, batches, checkpoint_dir=tmp_path, save_every=2)
     restored = checkpoint.restore(tmp_path, case.state)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(_host, state), jax.tree.map(_host, restored))
-    cluster.machine.close()
-
-
-def test_callbacks_are_refused(case, ray_started):
-    cluster = make_cluster(1, 4, wait_seconds=8.0, silence_seconds=5.0)
-
-    @autopar.parallelize(cluster=cluster, method=autopar.PipelineParallel(num_stages=2, num_microbatches=2))
-    def step(params, x):
-        def loss_fn(params):
-            y = jnp.tanh(x @ params[0])
-            jax.debug.callback(lambda _: None, y.sum())
-            return jnp.mean((y @ params[1]) ** 2)
-
-        loss, grads = jax.value_and_grad(loss_fn)(params)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
-
-    params = [np.eye(8, dtype=np.float32)] * 2
-    with pytest.raises(autopar.errors.NotBuiltYetError, match="calls into Python(.*\n)*.*test_resume.py"):
-        step(params, np.ones((8, 8), np.float32))
     cluster.machine.close()
 
 

@@ -261,13 +261,45 @@ def test_a_message_that_does_not_come():
         receiver.receivers([message])[0](0)
 
 
+LARGE = (120, 240, 5)
+"""What is small leaves at once, in the thread that sends it."""
+
+
+def test_what_is_small_and_there_leaves_at_once():
+    mesh = LogicalMesh((2,))
+    seats, places, (sender, receiver) = through_store(mesh, mesh)
+    for shape in (SHAPE, LARGE):
+        kind = kinds(mesh, shape=shape)[0]
+        message, value = message_of([kind], [kind], seats), np.ones(shape, np.float32)
+        array = jax.block_until_ready(jax.device_put(value, places[0].sharding(kind)))
+        sender.sender(message)(shape[0], [array])
+        assert bool(sender._leaving) == (shape is LARGE)
+        np.testing.assert_array_equal(receiver.receivers([message])[0](shape[0])[0], value)
+    sender.flush(lambda: None)
+
+
+def test_a_message_that_does_not_leave():
+    """Its receiver does not take it in: the sender says which message, and who."""
+    mesh = LogicalMesh((2,))
+    seats, places, (sender, _) = through_store(mesh, mesh, wait_seconds=0.2)
+    taken_in = threading.Event()
+    sender._peers = {1: lambda *parcel: taken_in.wait(20.0)}
+    kind = kinds(mesh, shape=LARGE)[0]
+    message = dataclasses.replace(message_of([kind], [kind], seats), number=5)
+    sender.sender(message)(0, [jax.device_put(np.zeros(LARGE, np.float32), places[0].sharding(kind))])
+    with pytest.raises(WaitError, match="waited 0 s for worker 1 to receive a message") as info:
+        sender.flush(lambda: None)
+    assert (info.value.peer, info.value.message) == (1, 5)
+    taken_in.set()
+
+
 def test_an_error_of_the_sending_thread_is_told():
     mesh = LogicalMesh((2,))
     seats, places, (sender, _) = through_store(mesh, mesh)
     sender._peers = {1: lambda *parcel: 1 / 0}
-    kind = kinds(mesh)[0]
+    kind = kinds(mesh, shape=LARGE)[0]
     sender.sender(message_of([kind], [kind], seats))(
-        0, [jax.device_put(np.zeros(SHAPE, "f4"), places[0].sharding(kind))]
+        0, [jax.device_put(np.zeros(LARGE, "f4"), places[0].sharding(kind))]
     )
     with pytest.raises(ZeroDivisionError):
         sender.flush(lambda: None)
@@ -301,9 +333,19 @@ def test_parcels_go_through_ray_where_sockets_do_not_serve():
 
 
 def test_mailbox_waits():
+    box, key = Mailbox(), (7, 0, 1)
+    threading.Timer(0.1, lambda: box.put(key, 1)).start()
+    assert box.take(key, 5.0) == 1 and box.take(key, 0.0) is None
+
+
+def test_a_step_that_is_left_leaves_nothing():
     box = Mailbox()
-    threading.Timer(0.1, lambda: box.put("a", 1)).start()
-    assert box.take("a", 5.0) == 1 and box.take("a", 0.0) is None
+    box.put((7, 0, 1), "before")
+    box.leave(7)
+    box.put((7, 1, 1), "behind")
+    assert box.take((7, 0, 1), 0.0) is None and box.take((7, 1, 1), 0.0) is None
+    box.put((8, 0, 1), "next")
+    assert box.take((8, 0, 1), 0.0) == "next"
 
 
 def test_own_memory():

@@ -8,7 +8,7 @@ Method: each worker gets its share of the job once. A step is one call of each w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,14 +19,18 @@ import numpy as np
 from autopar.ir.unstack import Unstacked
 from autopar.mesh import Sharding
 from autopar.mesh.ray_nodes import RayMachine
+from autopar.partition.host_calls import Raised
 from autopar.plan.instructions import BufferId, MeshId
 from autopar.plan.transfers import Box
+from autopar.runtime.ray.callbacks import Programs, callback_error
+from autopar.runtime.ray.clocks import Spans, spans_of
 from autopar.runtime.ray.faults import microbatch_of
+from autopar.runtime.ray.functions import check_no_calls
 from autopar.runtime.ray.handles import Copy, Part, RemoteArray, host_array, remote_sharding
 from autopar.runtime.ray.job import BufferType, Entry, Job, abstract_mesh, exported
 from autopar.runtime.ray.parcels import holders_of, messages_of, own_boxes, pack, slices
 from autopar.runtime.ray.seats import Seat
-from autopar.runtime.ray.share import Share, StepCall
+from autopar.runtime.ray.share import Report, Share, StepCall
 from autopar.runtime.ray.workers import Workers, ended, joined
 
 
@@ -38,11 +42,13 @@ class Interface:
         stacks: Which of them are in parts.
         kept: Results (of the job) that stay on the workers: new state.
         results: The job's results as the jaxpr has them: constants are there by value.
+        programs: What the job's programs are.
     """
 
     stacks: Unstacked
     kept: frozenset[int]
     results: tuple[Any, ...]
+    programs: Programs
 
 
 class RayStep:
@@ -88,6 +94,8 @@ class RayStep:
             for seat in self.workers.seats_on(mesh)
         }
         self.in_shardings = [remote_sharding([self._kind(at) for at in parts]) for parts in interface.stacks.inputs]
+        # Between GPUs a step cannot be left: what was begun to be sent would wait for ever.
+        self._pauses = {} if self.workers.direct else job.pauses
         self._load()
 
     @property
@@ -115,6 +123,8 @@ class RayStep:
             entries=tuple((entry.buffer, job.donated[entry.argument]) for entry in self._entries[mesh]),
             kept=tuple(at for at in map(job.results.__getitem__, self._kept[mesh]) if at is not None),
             fetched=tuple((at, self._devices(at, seat)) for at in self._fetched if self._devices(at, seat)),
+            callbacks=job.callbacks[mesh],
+            pause=self._pauses.get(mesh),
         )
 
     def _devices(self, at: BufferId, seat: Seat) -> tuple[int, ...]:
@@ -145,8 +155,20 @@ class RayStep:
 
         Raises:
             WorkerError: It failed; the workers have ended.
+            StepError: A callback raised; the workers go on.
             DonatedError: An argument was donated before.
         """
+        return self._carry_out(arrays, False)[0]
+
+    def measure(self, arrays: Sequence[Any]) -> tuple[list[Any], Spans]:
+        """Run one step, in which each program and message is waited for; as of a call, and when they were."""
+        if self.workers.closed:
+            raise ended()
+        offsets = self.workers.clocks()
+        results, reports = self._carry_out(arrays, True)
+        return results, spans_of(self.job, self.workers.seats, reports, offsets)
+
+    def _carry_out(self, arrays: Sequence[Any], is_measured: bool) -> tuple[list[Any], dict[int, Report]]:
         if self.workers.closed:
             raise ended()
         parts, donated = self._parts(arrays)
@@ -161,11 +183,29 @@ class RayStep:
         calls = {}
         for seat in self.workers.seats:
             keys, dropped = tuple(given[seat.mesh]), tuple(released.get(seat.mesh, ()))
-            calls[seat.number] = (StepCall(self._number, step, keys, values[seat.number], keep[seat.mesh], dropped),)
+            own = values[seat.number]
+            calls[seat.number] = (StepCall(self._number, step, keys, own, keep[seat.mesh], dropped, is_measured),)
         for copy in taken:
             copy.is_deleted = True
         made = self.workers.run(calls, self._number)
-        return self._results(made, keep)
+        raised = _raised(made)
+        if self._pauses and raised:
+            self._leave(calls, taken)
+            raise callback_error(self._interface.programs, raised, state_lost=False)
+        if self._pauses:
+            made = self.workers.call("go_on", dict.fromkeys(calls, ()), job=self._number)
+            raised = _raised(made)
+        results = self._results({number: tiles for number, (tiles, _) in made.items()}, keep)
+        if raised:
+            whole = results if all(r.makes_nothing for r in raised) else None
+            raise callback_error(self._interface.programs, raised, bool(taken), whole)
+        return results, {number: report for number, (_, report) in made.items()}
+
+    def _leave(self, calls: Iterable[int], taken: Iterable[Copy]) -> None:
+        """Do not carry on with a step: what it was to take is there again."""
+        self.workers.call("leave", dict.fromkeys(calls, ()), job=self._number)
+        for copy in taken:
+            copy.is_deleted = False
 
     def _parts(self, arrays: Sequence[Any]) -> tuple[list[Any], list[Copy]]:
         """The job's arguments out of the user's, and what of them is donated."""
@@ -224,10 +264,11 @@ class RayStep:
     def _results(self, made: Mapping[int, Sequence[Any]], keep: Mapping[MeshId, range]) -> list[Any]:
         job = self.job
         tiles = {number: iter(own) for number, own in made.items()}
-        here: dict[BufferId, jax.Array] = {}
+        arrived: list[np.ndarray] = []
         for at in self._fetched:
             own = {number: next(tiles[number]) for number in self._holders[at]}
-            here[at] = jnp.asarray(joined(job.types[at], self._holders[at], own))
+            arrived.append(joined(job.types[at], self._holders[at], own))
+        here: dict[BufferId, jax.Array] = dict(zip(self._fetched, jax.device_put(arrived), strict=True))
         there = {
             k: Part((Copy(self.workers, mesh, self._result_type(k), key),))
             for mesh, results in self._kept.items()
@@ -273,7 +314,8 @@ class RayStep:
             for entry in entries:
                 key, kind, mesh = self.workers.number()[0], self.job.types[entry.buffer], self.job.mesh_of[entry.buffer]
                 seats = self.workers.seats_on(mesh)
-                self.workers.call("put", {s.number: (key, kind, self._values(entry, here, s)) for s in seats})
+                tiles = {s.number: (key, kind, self._values(entry, here, s)) for s in seats}
+                self.workers.call("put", tiles, subject=str(kind))
                 copies.append(Copy(self.workers, mesh, kind, key))
             found.append(RemoteArray([Part(tuple(copies))]))
         return found
@@ -305,13 +347,19 @@ class RayStep:
                 return [_rows(leaves[leaf], number, len(inputs[first + leaf])) for leaf, number in entries]
 
             jitted = jax.jit(own, out_shardings=[kind.on(abstract_mesh(kind.mesh)) for kind in kinds])
+            check_no_calls(jitted.trace().jaxpr, "create_state(...)")
             code, keys = exported(jitted, (), self._platform), self.workers.number(len(entries))
-            self.workers.call("create", {s.number: (code, list(keys), kinds) for s in self.workers.seats_on(mesh)})
+            made_there = {s.number: (code, list(keys), kinds) for s in self.workers.seats_on(mesh)}
+            self.workers.call("create", made_there, subject=", ".join(map(str, kinds[:4])) + " ..." * (len(kinds) > 4))
             for entry, key, kind in zip(entries, keys, kinds, strict=True):
                 made[entry] = Part((Copy(self.workers, mesh, kind, key),))
         return [
             RemoteArray([made[leaf, number] for number in range(len(inputs[first + leaf]))]) for leaf in range(count)
         ]
+
+
+def _raised(made: Mapping[int, tuple[Any, Report | None]]) -> list[Raised]:
+    return [r for _, report in made.values() if report is not None for r in report.raised]
 
 
 def _fetched(part: Any) -> np.ndarray:

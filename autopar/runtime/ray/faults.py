@@ -37,6 +37,8 @@ class Failure:
         seconds: How long it did not answer, or come on.
         method: What it was called for.
         position: Where it stands, if it could be asked.
+        subject: What it was called about, in words.
+        option: Which setting of the cluster limits how long it may stand.
     """
 
     worker: int
@@ -45,6 +47,8 @@ class Failure:
     seconds: float = 0.0
     method: str = ""
     position: Position | None = None
+    subject: str = ""
+    option: str = "wait_seconds"
 
 
 def worker_error(
@@ -72,13 +76,16 @@ def worker_error(
     if failure.position is not None and job is not None:
         word, place = "at", _at(seat, failure.position, job)
     instruction, microbatch = place if place is not None else (None, -1)
+    asked = ""
+    if job is None and failure.method:
+        of = f" of {failure.subject}" if failure.subject else ""
+        asked = f", for which this process waited in `{failure.method}`{of}"
     do = GOES_ON if goes_on else RESTART
     if failure.how == "stuck":
-        starting = job is None and failure.method not in ("take", "unseen", "read")
-        do = LONGER.format(option="start_seconds" if starting else "wait_seconds") + do
+        do = LONGER.format(option=failure.option) + do
     return WorkerError(
         "a worker failed.",
-        given=_joined(f"{seat}" + (f", {word}: {instruction}" if instruction is not None else ""), waiting),
+        given=_joined(f"{seat}{asked}" + (f", {word}: {instruction}" if instruction is not None else ""), waiting),
         wrong=f"{_how(failure)}.",
         do=do,
         worker=str(seat),

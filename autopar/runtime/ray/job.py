@@ -13,18 +13,22 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from autopar._jax import Var
-from autopar.intra_op.sharded import Body
+from autopar.intra_op.sharded import Body, calls_host
 from autopar.ir.state import Roles
 from autopar.mesh import LogicalMesh, Sharding
+from autopar.partition.host_calls import Shipment, Watch, watched
 from autopar.partition.program import global_program
 from autopar.partition.task import ArrayType, array_type, task_function
 from autopar.plan.instructions import BufferId, Instruction, MeshId, Run
 from autopar.plan.pipeline import PipelinePlan
 from autopar.plan.transfers import Box, boxes
+from autopar.runtime.ray.functions import has_calls, packed_calls
+from autopar.runtime.ray.pauses import find_pauses
 from autopar.runtime.ray.seats import Layout
 
 
@@ -57,6 +61,9 @@ class BufferType:
         """Of the whole."""
         return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
 
 @dataclass(frozen=True, slots=True)
 class ProgramCode:
@@ -68,6 +75,7 @@ class ProgramCode:
         inputs: Types of its operands.
         outputs: Types of its results.
         donated: For each operand, whether its memory is taken over by a result.
+        is_watched: It has callbacks that may raise: its last result, which no buffer holds, tells that it has ended.
     """
 
     name: str
@@ -75,6 +83,7 @@ class ProgramCode:
     inputs: tuple[BufferType, ...]
     outputs: tuple[BufferType, ...]
     donated: tuple[bool, ...]
+    is_watched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +117,8 @@ class Job:
         results: For each result its buffer; None: it is a constant.
         home: For each argument the mesh at which it lives.
         donated: For each argument, whether its memory is taken over.
+        callbacks: Of the programs of each mesh, packed (`functions.py`).
+        pauses: Where each mesh's stream waits to hear that no callback has raised; empty: nowhere.
     """
 
     layout: Layout
@@ -121,6 +132,8 @@ class Job:
     results: tuple[BufferId | None, ...]
     home: tuple[MeshId, ...]
     donated: tuple[bool, ...]
+    callbacks: Mapping[MeshId, bytes]
+    pauses: Mapping[MeshId, int]
 
 
 def pipeline_job(pipeline: PipelinePlan, platform: str) -> Job:
@@ -133,14 +146,20 @@ def pipeline_job(pipeline: PipelinePlan, platform: str) -> Job:
     cut, streams, stages = pipeline.cut, pipeline.streams, pipeline.stages
     meshes = len(streams.instructions)
     programs: dict[MeshId, list[ProgramCode]] = {mesh: [] for mesh in streams.instructions}
+    shipments: dict[MeshId, dict[str, Shipment]] = {mesh: {} for mesh in streams.instructions}
+    watches = {mesh: Watch() for mesh in streams.instructions}
     for number, stage in enumerate(stages):
         places = abstract_mesh(stage.mesh)
         for plan in stage.tasks:
-            made = task_function(plan, places, streams.overwritten[plan.task.name], platform=platform)
-            code = _exported(made.function, plan.task.name, made.inputs, made.outputs, platform)
-            inputs = tuple(_buffer_type(t, stage.mesh) for t in made.inputs)
-            outputs = tuple(_buffer_type(t, stage.mesh) for t in made.outputs)
-            programs[number % meshes].append(ProgramCode(plan.task.name, code, inputs, outputs, made.donated))
+            name, at = plan.task.name, number % meshes
+            shipment = Shipment(platform, watches[at]) if has_calls(plan.body) else None
+            made = task_function(plan, places, streams.overwritten[name], shipment, platform)
+            inputs, outputs = ([_buffer_type(t, stage.mesh) for t in own] for own in (made.inputs, made.outputs))
+            is_watched = calls_host(plan.body)
+            program = _program(made.function, name, stage.mesh, inputs, outputs, made.donated, is_watched, platform)
+            programs[at].append(program)
+            if shipment is not None:
+                shipments[at][name] = shipment
     position = {var: k for k, var in enumerate(cut.program.jaxpr.invars)}
     entries = [Entry(position[var], at, False) for (var, _), at in streams.arguments.items()]
     entries += [Entry(position[var], at, True) for (var, _), at in streams.pieces.items()]
@@ -160,6 +179,11 @@ def pipeline_job(pipeline: PipelinePlan, platform: str) -> Job:
         results=streams.results,
         home=tuple(of_stage.get(var, 0) % meshes for var in cut.program.jaxpr.invars),
         donated=tuple(cut.roles.donated),
+        callbacks={
+            mesh: packed_calls(watches[mesh], {name: s.callbacks for name, s in own.items()})
+            for mesh, own in shipments.items()
+        },
+        pauses=find_pauses(streams) if any(p.is_watched for own in programs.values() for p in own) else {},
     )
 
 
@@ -184,13 +208,14 @@ def step_job(
         for a, (_, sharding) in zip(avals, (*body.inputs, *body.outputs), strict=True)
     )
     count = len(invars)
-    arrays = [ArrayType(t.shape, t.dtype, t.on(places)) for t in types]
     donated = tuple(roles.donated)
-    code = _exported(global_program(body, places, platform), name, arrays[:count], arrays[count:], platform)
+    shipment = Shipment(platform, Watch())
+    function = global_program(watched(body, shipment, name, None) if has_calls(body) else body, places, platform)
+    program = _program(function, name, mesh, types[:count], types[count:], donated, calls_host(body), platform)
     results = tuple(range(count, len(types)))
     return Job(
         layout=((0, num_devices),),
-        programs={0: (ProgramCode(name, code, types[:count], types[count:], donated),)},
+        programs={0: (program,)},
         streams={0: (Run(name, 0, 0, tuple(range(count)), results),)},
         types=types,
         mesh_of=(0,) * len(types),
@@ -200,6 +225,8 @@ def step_job(
         results=results,
         home=(0,) * count,
         donated=donated,
+        callbacks={0: packed_calls(shipment.watch, {name: shipment.callbacks})},
+        pauses={},
     )
 
 
@@ -216,17 +243,28 @@ def exported(jitted: Callable[..., Any], arguments: Sequence[Any], platform: str
     return bytes(made.serialize())
 
 
-def _exported(
-    function: Callable[..., Any], name: str, inputs: Sequence[ArrayType], outputs: Sequence[ArrayType], platform: str
-) -> bytes:
+def _program(
+    function: Callable[..., Any],
+    name: str,
+    mesh: LogicalMesh,
+    inputs: Sequence[BufferType],
+    outputs: Sequence[BufferType],
+    donated: tuple[bool, ...],
+    is_watched: bool,
+    platform: str,
+) -> ProgramCode:
+    ends = [BufferType((), np.dtype(np.int8), Sharding.replicated(0), mesh)] if is_watched else []
+
     def program(*arrays: jax.Array) -> list[jax.Array]:
-        return function(*arrays)
+        return [*function(*arrays), *(jnp.int8(0) for _ in ends)]
 
     program.__name__ = program.__qualname__ = name.replace("/", "_")
-    jitted = jax.jit(
-        program, in_shardings=tuple(t.sharding for t in inputs), out_shardings=[t.sharding for t in outputs]
-    )
-    return exported(jitted, [t.struct() for t in inputs], platform)
+    places = abstract_mesh(mesh)
+    shardings = [[kind.on(places) for kind in kinds] for kinds in (inputs, (*outputs, *ends))]
+    jitted = jax.jit(program, in_shardings=tuple(shardings[0]), out_shardings=shardings[1])
+    structs = [jax.ShapeDtypeStruct(k.shape, k.dtype, sharding=s) for k, s in zip(inputs, shardings[0], strict=True)]
+    code = exported(jitted, structs, platform)
+    return ProgramCode(name, code, tuple(inputs), (*outputs, *ends), donated, is_watched)
 
 
 def _buffer_type(array: ArrayType, mesh: LogicalMesh) -> BufferType:

@@ -1,7 +1,7 @@
 """What passes between driver and workers: a worker's share of a job, the call of one step, where a worker stands.
 
 In:     (types only; `driver.py` makes them, `worker.py` takes them.)
-Out:    `Share`, `StepCall`, `Position`.
+Out:    `Share`, `StepCall`, `Report`, `Position`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.partition.host_calls import Raised
 from autopar.plan.instructions import BufferId, Instruction
 from autopar.runtime.ray.job import BufferType, ProgramCode
 from autopar.runtime.ray.parcels import Message
@@ -35,6 +36,8 @@ class Share:
         entries: Buffers that hold arguments when a step begins, and whether a program takes their memory.
         kept: Buffers of results that stay here.
         fetched: Results of which this worker hands out parts: buffer, devices.
+        callbacks: Of its programs, packed (`functions.py`).
+        pause: Position in the stream at which a step waits for the driver's word; None: nowhere.
     """
 
     programs: tuple[ProgramCode, ...]
@@ -46,6 +49,8 @@ class Share:
     entries: tuple[tuple[BufferId, bool], ...]
     kept: tuple[BufferId, ...]
     fetched: tuple[tuple[BufferId, tuple[int, ...]], ...]
+    callbacks: bytes = b""
+    pause: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +64,7 @@ class StepCall:
         values: Those that come along, in order: the different parts that this worker's devices hold, packed.
         keep: Keys of the results that stay here.
         dropped: Keys of arrays that no one wants any more; first of all those whose memory the step takes.
+        is_measured: Whether each instruction is waited for, and its time taken.
     """
 
     job: int
@@ -67,6 +73,22 @@ class StepCall:
     values: tuple[Tiles, ...]
     keep: range
     dropped: tuple[Key, ...]
+    is_measured: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a worker tells of a step beside its results.
+
+    Attributes:
+        raised: What callbacks have raised.
+        spans: When instructions began and ended, by position in the stream; by the clock of the worker's host.
+        arrivals: When messages had come.
+    """
+
+    raised: tuple[Raised, ...]
+    spans: Mapping[int, tuple[float, float]]
+    arrivals: Mapping[int, float]
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,8 @@ LARGE_BYTES = 8 * 2**20
 CONNECT_SECONDS = 5.0
 _HEAD = struct.Struct("<qqqq")
 """Step, message, source, number of tiles; behind it their sizes, and they."""
+MOST_PIECES = 64
+"""How many pieces of memory are handed to the system at once: it takes no more than 1024."""
 
 
 class Listener:
@@ -88,9 +90,7 @@ def make_post(address: tuple[str, int], word: bytes, through_ray: Post) -> Post:
             if connection is None:
                 return False
             try:
-                connection.sendall(head)
-                for tile in tiles:
-                    connection.sendall(tile.data)
+                _send_all(connection, [memoryview(head), *(tile.data for tile in tiles if tile.nbytes)])
             except OSError:
                 ways[0] = None
             return ways[0] is not None
@@ -113,6 +113,16 @@ def _connected(address: tuple[str, int], word: bytes) -> socket.socket | None:
     except OSError:
         return None
     return connection
+
+
+def _send_all(connection: socket.socket, pieces: list[memoryview]) -> None:
+    """Together as far as they go: a reader that is woken by the first finds the others there."""
+    while pieces:
+        count = connection.sendmsg(pieces[:MOST_PIECES])
+        while pieces and count >= len(pieces[0]):
+            count -= len(pieces.pop(0))
+        if count:
+            pieces[0] = pieces[0][count:]
 
 
 def _read(connection: socket.socket, size: int) -> np.ndarray:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from autopar._jax import put_shards
 from autopar.plan.transfers import Box
 from autopar.runtime.ray.job import BufferType
 from autopar.runtime.ray.parcels import Message, Piece, box_shape, own_boxes, pack, slices, unpack
@@ -26,6 +28,8 @@ from autopar.runtime.ray.seats import Seat
 
 ALIGNMENT_BYTES = 64
 """XLA:CPU takes host memory that begins at a multiple of this as it is."""
+SMALL_BYTES = 64 * 2**10
+"""Messages of no more, whose values are there, leave at once: a socket has room for so much."""
 
 
 class Places(Protocol):
@@ -93,23 +97,37 @@ class WaitError(Exception):
 
 
 class Mailbox:
-    """Parcels that have come and are not read yet."""
+    """Parcels that have come and are not read yet, by (step, message, source).
+
+    Attributes:
+        came: When those that were taken had come, by key; whoever reads it empties it.
+    """
 
     def __init__(self) -> None:
-        self._parcels: dict[Any, Any] = {}
+        self._parcels: dict[Any, tuple[Any, float]] = {}
         self._changed = threading.Condition()
+        self._left = -1
+        self.came: dict[Any, float] = {}
 
     def put(self, key: Any, parcel: Any) -> None:
         """A parcel has come."""
         with self._changed:
-            self._parcels[key] = parcel
-            self._changed.notify_all()
+            if key[0] > self._left:
+                self._parcels[key] = parcel, time.perf_counter()
+                self._changed.notify_all()
 
     def take(self, key: Any, seconds: float) -> Any:
         """Wait for a parcel; None: it did not come in time."""
         with self._changed:
             self._changed.wait_for(lambda: key in self._parcels, seconds)
-            return self._parcels.pop(key, None)
+            parcel, self.came[key] = self._parcels.pop(key, (None, 0.0))
+            return parcel
+
+    def leave(self, step: int) -> None:
+        """A step is not carried on with: its parcels are for no one, those still to come too."""
+        with self._changed:
+            self._left = step
+            self._parcels = {key: parcel for key, parcel in self._parcels.items() if key[0] > step}
 
 
 class ObjectStore:
@@ -128,7 +146,7 @@ class ObjectStore:
         self._seat, self._places, self._mailbox, self._peers = seat, places, mailbox, peers
         self._wait_seconds = wait_seconds
         self._outbox = ThreadPoolExecutor(1, thread_name_prefix="outbox")
-        self._leaving: list[Future] = []
+        self._leaving: list[tuple[Message, Future]] = []
         self._counting = threading.Lock()
         self.sent_bytes = self.copied_bytes = 0
 
@@ -142,14 +160,21 @@ class ObjectStore:
             if parcel.source == self._seat.number
         ]
 
+        is_small = sum(kind.num_bytes for kind in message.sent) <= SMALL_BYTES
+
         def send(step: int, arrays: Sequence[jax.Array]) -> None:
-            shards = []
+            shards, ready = [], []
             for array, own, overwritten in zip(arrays, devices, message.overwritten, strict=True):
                 data = {shard.device: shard.data for shard in array.addressable_shards}
                 # A program that takes the memory over may be dispatched before the other thread has looked at it.
                 shards.append([np.array(data[d]) if overwritten else data[d] for d in own])
+                ready.append([data[d] for d in own])
                 self._count(copied=sum(shard.nbytes for shard in shards[-1]) if overwritten else 0)
-            self._leaving.append(self._outbox.submit(leave, step, shards))
+            is_idle = not self._leaving or self._leaving[-1][1].done()
+            if is_small and is_idle and all(shard.is_ready() for own in ready for shard in own):
+                leave(step, shards)  # it takes less time than to wake the other thread
+            else:
+                self._leaving.append((message, self._outbox.submit(leave, step, shards)))
 
         def leave(step: int, shards: Sequence[Sequence[Any]]) -> None:
             for target, cuts in parcels:
@@ -217,8 +242,14 @@ class ObjectStore:
 
     def flush(self, on_progress: Callable[[], None]) -> None:
         """As of `Transport`."""
-        for future in self._leaving:
-            future.result()
+        for message, future in self._leaving:
+            try:
+                future.result(self._wait_seconds)
+            except TimeoutError:
+                if future.done():
+                    raise  # of the system's, what went wrong
+                targets = [parcel.target for parcel in message.parcels if parcel.source == self._seat.number]
+                raise WaitError(targets, self._wait_seconds, message.number, is_sent=True) from None
             on_progress()
         self._leaving.clear()
 
@@ -266,10 +297,17 @@ def on_devices(
     """
     held, boxes = kind.boxes(), own_boxes(kind, seat)
     part_of = [boxes.index(held[device]) for device in seat.devices]
-    devices, sharding = list(places.devices(kind)), places.sharding(kind)
+    devices, struct = (
+        list(places.devices(kind)),
+        jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=places.sharding(kind)),
+    )
+
+    is_all_here = len(struct.sharding.addressable_devices) == len(devices)  # of this process, no other seat has any
 
     def put(parts: Sequence[np.ndarray]) -> jax.Array:
-        shards = jax.device_put([_own(parts[k]) if own_memory else parts[k] for k in part_of], devices)
-        return jax.make_array_from_single_device_arrays(kind.shape, sharding, shards)
+        shards = [_own(parts[k]) if own_memory else parts[k] for k in part_of]
+        if is_all_here:
+            return put_shards(struct, shards, devices)
+        return jax.make_array_from_single_device_arrays(kind.shape, struct.sharding, jax.device_put(shards, devices))
 
     return put

@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -22,18 +22,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
+from autopar._jax import with_callbacks
 from autopar.errors import DeviceCountError, WorkerError
 from autopar.mesh import LogicalMesh
-from autopar.plan.instructions import BufferId, Free, Instruction, MeshId, Recv, Run, Send
+from autopar.plan.instructions import BufferId, Free, Instruction, MeshId, Recv, Run, Send, writes
 from autopar.plan.transfers import Box
 from autopar.runtime.digest import Digest
 from autopar.runtime.ray.direct import Channel, Direct, Pair
 from autopar.runtime.ray.disk import Disk, OnDisk, read_tiles, unseen
+from autopar.runtime.ray.functions import HostCalls, portable, unpacked_calls
 from autopar.runtime.ray.job import BufferType, ProgramCode
 from autopar.runtime.ray.nccl import NcclChannel, can_use_nccl, new_id
 from autopar.runtime.ray.parcels import Message, box_shape, moved, own_boxes, pack, unpack
 from autopar.runtime.ray.seats import Seat
-from autopar.runtime.ray.share import Key, Position, Share, StepCall, Tiles
+from autopar.runtime.ray.share import Key, Position, Report, Share, StepCall, Tiles
 from autopar.runtime.ray.sockets import Listener, Post, make_post
 from autopar.runtime.ray.transport import Mailbox, ObjectStore, Receive, Transport, WaitError, on_devices
 from autopar.runtime.ray.transport import Send as SendTo
@@ -48,6 +50,17 @@ class _Loaded:
     numbers: Held
     place: list[Callable[[Sequence[np.ndarray]], jax.Array]]
     boxes: list[list[Box]]
+    calls: HostCalls
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that is being carried out; `before` is what its arguments were, where it may yet be left."""
+
+    call: StepCall
+    held: Held
+    before: dict[Key, jax.Array]
+    spans: dict[int, tuple[float, float]]
 
 
 class Worker:
@@ -58,7 +71,8 @@ class Worker:
         self.position, self._since = Position(0, None), time.monotonic()
         self.arrays: dict[Key, jax.Array] = {}
         self.loaded: dict[int, _Loaded] = {}
-        self._given: dict[int, tuple[Share, dict[str, jax.stages.Compiled]]] = {}
+        self._given: dict[int, tuple[Share, dict[str, jax.stages.Compiled], HostCalls]] = {}
+        self._step: _Step | None = None
         self._mailbox = Mailbox()
         self._disk = Disk()
         self._meshes: dict[LogicalMesh, jax.sharding.Mesh] = {}
@@ -75,6 +89,10 @@ class Worker:
     def pid(self) -> int:
         """Its process."""
         return os.getpid()
+
+    def clock(self) -> float:
+        """What its host's clock shows: seconds since any time."""
+        return time.perf_counter()
 
     def deliver(self, step: int, message: int, source: int, tiles: Tiles) -> None:
         """A parcel of another worker."""
@@ -154,19 +172,23 @@ class Worker:
 
     def compile(self, number: int, share: Share) -> None:
         """Take a share of a job, and compile its programs."""
-        self._given[number] = share, {program.name: self._compiled(program) for program in share.programs}
+        calls = unpacked_calls(share.callbacks)
+        programs = {program.name: self._compiled(program, calls.of.get(program.name)) for program in share.programs}
+        self._given[number] = share, programs, calls
 
     def load(self, number: int) -> None:
         """Prepare the stream of a job that all have compiled, together with the other workers."""
         self._stand(0)
-        share, programs = self._given.pop(number)
+        share, programs, calls = self._given.pop(number)
         sends, receives = self._ways(share)
+        watched = {program.name for program in share.programs if program.is_watched}
         self.loaded[number] = _Loaded(
             share,
-            [_act(instruction, programs, sends, receives) for instruction in share.stream],
+            [_act(at, i, programs, watched, sends, receives) for at, i in enumerate(share.stream)],
             {at: self._placed(share.types[at], np.int32(number), True) for at, number in share.numbers.items()},
             [on_devices(share.types[at], self.seat, self, taken) for at, taken in share.entries],
             [own_boxes(share.types[at], self.seat) for at, _ in share.entries],
+            calls,
         )
 
     def devices(self, kind: BufferType) -> Sequence[jax.Device]:
@@ -185,8 +207,12 @@ class Worker:
             self._meshes[mesh] = jax.sharding.Mesh(devices.reshape(mesh.shape), mesh.axis_names)
         return self._meshes[mesh]
 
-    def _compiled(self, program: ProgramCode) -> jax.stages.Compiled:
+    def _compiled(
+        self, program: ProgramCode, callbacks: Sequence[Callable[..., Any]] | None = None
+    ) -> jax.stages.Compiled:
         call = jax.export.deserialize(bytearray(program.code)).call
+        if callbacks:
+            call = with_callbacks(call, callbacks)
 
         def function(*arrays: jax.Array) -> Any:
             return call(*arrays)
@@ -203,6 +229,7 @@ class Worker:
             jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
             for kind, sharding in zip(program.inputs, shardings, strict=True)
         ]
+        self._stand(0)
         return jitted.lower(*structs).compile()
 
     def _ways(self, share: Share) -> tuple[dict[int, SendTo], dict[int, Receive]]:
@@ -229,41 +256,93 @@ class Worker:
 
     # Steps.
 
-    def run(self, call: StepCall) -> list[list[np.ndarray]]:
-        """Carry out one step.
+    def run(self, call: StepCall) -> tuple[list[list[np.ndarray]], Report | None]:
+        """Carry out one step, or what of it lies before the pause.
 
         Returns:
-            For each result that it hands out, its parts, packed.
+            For each result that it hands out, its parts, packed; and what else there is to tell.
 
         Raises:
             WorkerError: Something went wrong; says at which instruction.
         """
         loaded = self.loaded[call.job]
-        share = loaded.share
         self._stand(0)
         try:
-            held = self._begin(loaded, call)
-            for at, (instruction, act) in enumerate(zip(share.stream, loaded.acts, strict=True)):
-                awaited = instruction.message if isinstance(instruction, Recv) else None
-                self._stand(at, awaited)
-                act(call.step, held)
-            self._stand(len(share.stream))
-            for transport in self._transports():
-                transport.flush(lambda: self._stand(len(share.stream)))
-            for key, at in zip(call.keep, share.kept, strict=True):
-                self.arrays[key] = held[at]
-            results = [self._parts(held[at], share.types[at], devices) for at, devices in share.fetched]
-            for at in share.kept:
-                jax.block_until_ready(held[at])
-                self._stand(len(share.stream))
-            return results
+            step = self._begin(loaded, call)
+            if loaded.share.pause is None:
+                return self._end(loaded, step, 0)
+            self._step = step
+            self._carry_out(loaded, step, 0, loaded.share.pause)
+            self._stand(loaded.share.pause)
+            return [], self._report(loaded, step)
         except Exception as error:
-            raise self._failure(error, share, call.step) from error
+            raise self._failure(error, loaded.share, call.step) from error
+
+    def go_on(self) -> tuple[list[list[np.ndarray]], Report | None]:
+        """Carry out the rest of a step; as of `run`."""
+        step, self._step = self._step, None
+        assert step is not None, "no step is at its pause"
+        loaded = self.loaded[step.call.job]
+        assert loaded.share.pause is not None
+        try:
+            return self._end(loaded, step, loaded.share.pause)
+        except Exception as error:
+            raise self._failure(error, loaded.share, step.call.step) from error
+
+    def leave(self) -> None:
+        """Do not carry out the rest of a step: its arguments are here as they were."""
+        step, self._step = self._step, None
+        assert step is not None, "no step is at its pause"
+        for transport in self._transports():
+            transport.flush(lambda: self._stand(0))
+        self.arrays |= step.before
+        self._mailbox.leave(step.call.step)
+
+    def _carry_out(self, loaded: _Loaded, step: _Step, start: int, stop: int) -> None:
+        """A part of the stream; what callbacks its programs made have ended."""
+        call, held, stream = step.call, step.held, loaded.share.stream
+        for at in range(start, stop):
+            instruction = stream[at]
+            self._stand(at, instruction.message if isinstance(instruction, Recv) else None)
+            begun = time.perf_counter()
+            loaded.acts[at](call.step, held)
+            if call.is_measured:
+                jax.block_until_ready([held[b] for b in writes(instruction)])
+                step.spans[at] = begun, time.perf_counter()
+        for at in range(start, stop) if loaded.calls.of else ():
+            if -1 - at in held:
+                self._stand(at)
+                held.pop(-1 - at).block_until_ready()
+
+    def _report(self, loaded: _Loaded, step: _Step) -> Report | None:
+        if not step.call.is_measured and not loaded.calls.of:
+            return None
+        raised = [dataclasses.replace(r, error=portable(r.error)) for r in loaded.calls.watch.take()]
+        arrivals: dict[int, float] = {}
+        for (_, message, _), when in self._mailbox.came.items():
+            arrivals[message] = max(when, arrivals.get(message, 0.0))
+        return Report(tuple(raised), step.spans, arrivals)
+
+    def _end(self, loaded: _Loaded, step: _Step, start: int) -> tuple[list[list[np.ndarray]], Report | None]:
+        """The rest of the stream, and what comes of it."""
+        share, call, held = loaded.share, step.call, step.held
+        self._carry_out(loaded, step, start, len(share.stream))
+        self._stand(len(share.stream))
+        for transport in self._transports():
+            transport.flush(lambda: self._stand(len(share.stream)))
+        for key, at in zip(call.keep, share.kept, strict=True):
+            self.arrays[key] = held[at]
+        results = [self._parts(held[at], share.types[at], devices) for at, devices in share.fetched]
+        for at in share.kept:
+            jax.block_until_ready(held[at])
+            self._stand(len(share.stream))
+        return results, self._report(loaded, step)
 
     def _stand(self, at: int, awaited: int | None = None) -> None:
         self.position, self._since = Position(at, awaited), time.monotonic()
 
-    def _begin(self, loaded: _Loaded, call: StepCall) -> Held:
+    def _begin(self, loaded: _Loaded, call: StepCall) -> _Step:
+        self._mailbox.came.clear()
         held = dict(loaded.numbers)
         values = iter(call.values)
         for number, ((at, _), key) in enumerate(zip(loaded.share.entries, call.given, strict=True)):
@@ -273,9 +352,11 @@ class Worker:
             dtype = loaded.share.types[at].dtype
             parts = zip(next(values), loaded.boxes[number], strict=True)
             held[at] = loaded.place[number]([unpack(data, box_shape(box), dtype) for data, box in parts])
+        given = () if loaded.share.pause is None else call.given
+        before = {key: self.arrays[key] for key in given if key is not None}
         self.drop(call.dropped)
         self._part_from_others(loaded.share.entries, held)
-        return held
+        return _Step(call, held, before, {})
 
     def _part_from_others(self, entries: Sequence[tuple[BufferId, bool]], held: Held) -> None:
         """What programs take over must be no one else's: state that a step only passes on is one array under two keys."""
@@ -331,7 +412,11 @@ class Worker:
 
     def fetch(self, key: Key, kind: BufferType, devices: Sequence[int]) -> list[np.ndarray]:
         """Parts of an array, packed."""
-        return self._parts(self.arrays[key], kind, devices)
+        found = []
+        for device in devices:
+            self._stand(0)
+            found += self._parts(self.arrays[key], kind, [device])
+        return found
 
     def drop(self, keys: Sequence[Key]) -> None:
         """Let go of arrays."""
@@ -390,30 +475,34 @@ class Worker:
 
 
 def _act(
+    at: int,
     instruction: Instruction,
     programs: Mapping[str, jax.stages.Compiled],
+    watched: Collection[str],
     sends: Mapping[int, SendTo],
     receives: Mapping[int, Receive],
 ) -> Callable[[int, Held], None]:
     match instruction:
         case Run(program, _, _, inputs, outputs):
             compiled = programs[program]
+            # That a program with callbacks has ended, no buffer tells: of instruction 0, 1, ... it stands at -1, -2, ...
+            made = (*outputs, -1 - at) if program in watched else outputs
 
             def run(step: int, held: Held) -> None:
-                held.update(zip(outputs, compiled(*[held[at] for at in inputs]), strict=True))
+                held.update(zip(made, compiled(*[held[b] for b in inputs]), strict=True))
 
             return run
         case Send(sent, _, message):
             send = sends[message]
-            return lambda step, held: send(step, [held[at] for at in sent])
+            return lambda step, held: send(step, [held[b] for b in sent])
         case Recv(received, _, message):
             receive = receives[message]
             return lambda step, held: held.update(zip(received, receive(step), strict=True))
         case Free(freed):
 
             def free(step: int, held: Held) -> None:
-                for at in freed:
-                    held.pop(at, None)
+                for b in freed:
+                    held.pop(b, None)
 
             return free
         case _:

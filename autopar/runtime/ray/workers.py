@@ -11,8 +11,8 @@ Method: one placement group per host, one bundle and one actor per mesh there. W
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
-import math
 import os
 import secrets
 import time
@@ -28,6 +28,7 @@ from autopar.errors import ClusterError, NodeLostError, WorkerError, warn
 from autopar.mesh.ray_nodes import RayMachine
 from autopar.plan.instructions import MeshId
 from autopar.runtime.digest import Digest, digest
+from autopar.runtime.ray.clocks import clock_offset
 from autopar.runtime.ray.direct import Pair
 from autopar.runtime.ray.faults import Failure, worker_error, write_error
 from autopar.runtime.ray.job import BufferType, Job
@@ -191,11 +192,21 @@ class Workers:
     def prepare(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         """A call before the first step that ends soon, or not at all."""
         seconds = self._machine.start_seconds
-        return self.call(method, arguments, silence_seconds=seconds, standing_seconds=seconds)
+        return self.call(method, arguments, silence_seconds=seconds, standing_seconds=seconds, option="start_seconds")
 
     def run(self, calls: Mapping[int, tuple[Any, ...]], job: int) -> dict[int, Any]:
         """One step of a job; arguments as of `Worker.run`."""
-        return self.call("run", calls, standing_seconds=self._machine.wait_seconds, job=job)
+        return self.call("run", calls, job=job)
+
+    def clocks(self) -> dict[int, tuple[float, float]]:
+        """By host, how much its clock is ahead of this one's, and how far off that may be."""
+        nodes = [host.node for host in self._machine.hosts]
+        found: dict[str, tuple[float, float]] = {}
+        for seat in self.seats:
+            number, node = seat.number, nodes[seat.host]
+            offset = clock_offset(lambda n=number: self.call("clock", {n: ()})[n], time.perf_counter)  # type: ignore[misc]
+            found[node] = min(found.get(node, offset), offset, key=lambda o: o[1])
+        return {seat.host: found[nodes[seat.host]] for seat in self.seats}
 
     # Calls.
 
@@ -211,7 +222,9 @@ class Workers:
         *,
         silence_seconds: float | None = None,
         standing_seconds: float | None = None,
+        option: str = "wait_seconds",
         job: int = -1,
+        subject: str = "",
         harmless: bool = False,
     ) -> dict[int, Any]:
         """Call a method of several workers at the same time, and wait for all.
@@ -220,8 +233,10 @@ class Workers:
             method: Of `Worker`.
             arguments: By worker.
             silence_seconds: How long they may not answer to anything; None: as the machine says.
-            standing_seconds: How long one may stand at one place; None: as long as it wants, for what ends by itself.
+            standing_seconds: How long one may stand at one place; None: as the machine says.
+            option: Which setting says how long one may stand, for messages of errors.
             job: Which job's stream they are at, for messages of errors.
+            subject: What the call is about, for messages of errors.
             harmless: Whether they are as they were, also if the method raises.
 
         Raises:
@@ -230,14 +245,15 @@ class Workers:
         if self.closed:
             raise ended()
         refs: dict[int, Any] = {}
-        limits = silence_seconds or self._machine.silence_seconds, standing_seconds or math.inf
+        limits = silence_seconds or self._machine.silence_seconds, standing_seconds or self._machine.wait_seconds
         try:
             for number, own in arguments.items():
                 refs[number] = getattr(self._actors[number], method).remote(*own)
-            return dict(zip(refs, self._wait(method, refs, *limits), strict=True))
+            return dict(zip(refs, self._wait(refs, *limits), strict=True))
         except _FailedError as failed:
             goes_on = harmless and failed.failure.how == "raised"
-            raise self._told(failed.failure, job, goes_on) from failed.failure.cause
+            failure = dataclasses.replace(failed.failure, method=method, subject=subject, option=option)
+            raise self._told(failure, job, goes_on) from failure.cause
         except BaseException:
             if not harmless:
                 self.close()  # the streams are half done: what the workers hold is of no use any more
@@ -252,7 +268,6 @@ class Workers:
 
     def _wait(
         self,
-        method: str,
         refs: Mapping[int, Any],
         silence_seconds: float,
         standing_seconds: float,
@@ -283,10 +298,10 @@ class Workers:
                         standing[number] = ray.get(asked[number])
                     del asked[number]
                 elif time.monotonic() - heard[number] > silence_seconds:
-                    raise _FailedError(Failure(number, "silent", None, silence_seconds, method))
+                    raise _FailedError(Failure(number, "silent", None, silence_seconds))
             number, position = max(standing.items(), key=lambda one: one[1].seconds, default=(-1, Position(0, None)))
             if min(position.seconds, time.monotonic() - begun) > standing_seconds + GRACE_SECONDS:
-                raise _FailedError(Failure(number, "stuck", None, position.seconds, method, position))
+                raise _FailedError(Failure(number, "stuck", None, position.seconds, position=position))
 
     def _where(self, number: int) -> Any:
         return self._actors[number].where.options(concurrency_group="control").remote()
@@ -315,7 +330,7 @@ class Workers:
         """The whole of an array; if that fails, the workers go on."""
         parts = holders_of(kind, self._of_mesh[mesh])
         asked = {n: (key, kind, [device for device, _ in own]) for n, own in parts.items()}
-        tiles = self.call("fetch", asked, harmless=True)
+        tiles = self.call("fetch", asked, subject=str(kind), harmless=True)
         return joined(kind, parts, tiles)
 
     def seats_on(self, mesh: MeshId) -> list[Seat]:
@@ -339,16 +354,16 @@ class Workers:
     def unseen(self, workers: Sequence[int], token: Path, writing: bool) -> dict[int, str]:
         """As of `Owner`."""
         asked = dict.fromkeys(workers, (str(token), digest(token)[1], writing))
-        return self.call("unseen", asked, standing_seconds=self._machine.wait_seconds, harmless=True)
+        return self.call("unseen", asked, harmless=True)
 
     def read(self, arguments: Mapping[int, tuple[Any, ...]]) -> None:
         """`Worker.read` of several workers."""
-        self.call("read", arguments, standing_seconds=self._machine.wait_seconds, harmless=True)
+        self.call("read", arguments, harmless=True)
 
     def take(self, save: int, arguments: Mapping[int, tuple[Any, ...]]) -> None:
         """As of `Owner`; when it returns, the arrays may be overwritten."""
         own = {number: (save, *rest) for number, rest in arguments.items()}
-        self.call("take", own, standing_seconds=self._machine.wait_seconds, harmless=True)
+        self.call("take", own, harmless=True)
 
     def write(self, save: int, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, dict[str, Digest]]:
         """As of `Owner`; called on any thread, while steps go on.
@@ -369,14 +384,15 @@ class Workers:
         }
         try:
             written = self._wait(
-                "write", refs, *limits, lambda n: actors[n].writing.options(concurrency_group="control").remote()
+                refs, *limits, lambda n: actors[n].writing.options(concurrency_group="control").remote()
             )
             return dict(zip(refs, written, strict=True))
         except _FailedError as failed:
             # What the others write would come up again behind whoever takes away the folder.
             self.forget(save)
             ray.wait(list(refs.values()), num_returns=len(refs), timeout=self._machine.silence_seconds)
-            raise write_error(failed.failure, self.seats) from failed.failure.cause
+            failure = dataclasses.replace(failed.failure, method="write")
+            raise write_error(failure, self.seats) from failed.failure.cause
 
     def forget(self, save: int) -> None:
         """As of `Owner`; waits for nothing."""

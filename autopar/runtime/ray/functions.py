@@ -1,0 +1,166 @@
+"""The user's functions on their way to workers.
+
+In:     callbacks of the programs of a mesh (`partition/host_calls.py`).
+Out:    `HostCalls` as bytes, for `Share`, and back; or an error that says which function cannot be sent, and why.
+Method: Ray's own pickler, which sends functions that cannot be imported by what they are made of. A mesh's callbacks go in
+        one piece: what two of them share stays one object there, and so does the watch that they leave exceptions in.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from autopar._jax import Jaxpr, JaxprEqn, inner_jaxprs, open_jaxpr
+from autopar.errors import NotBuiltYetError
+from autopar.intra_op.sharded import Body, Compute, Region, describe
+from autopar.ir.rules.opaque import opaque_p
+from autopar.ir.rules.replicated import SIDE_EFFECTS
+from autopar.partition.host_calls import Watch
+
+SENT = ("debug_callback", "debug_print", "io_callback", "pure_callback")
+"""Calls into the host that workers can make."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HostCalls:
+    """The callbacks of a worker's programs.
+
+    Attributes:
+        watch: Where they leave what they raise.
+        of: Those of each program, in the order in which it calls them by number.
+    """
+
+    watch: Watch
+    of: Mapping[str, tuple[Callable[..., Any], ...]]
+
+
+def packed_calls(watch: Watch, callbacks: Mapping[str, Sequence[tuple[str, Callable[..., Any]]]]) -> bytes:
+    """Callbacks of programs, as bytes; b"": there are none.
+
+    Args:
+        watch: Where they leave what they raise.
+        callbacks: Of each program: the operation with the user's line, and what it calls.
+
+    Raises:
+        NotBuiltYetError: One cannot be sent.
+    """
+    own = {name: found for name, found in callbacks.items() if found}
+    for found in own.values():
+        for operation, callback in found:
+            _check_can_be_sent(operation, callback)
+    return _dumped(HostCalls(watch, {n: tuple(call for _, call in found) for n, found in own.items()})) if own else b""
+
+
+def unpacked_calls(data: bytes) -> HostCalls:
+    """The callbacks on the worker."""
+    return pickle.loads(data) if data else HostCalls(Watch(), {})
+
+
+def portable(error: BaseException) -> BaseException:
+    """An exception that another process can read: itself, or what it says."""
+    try:
+        pickle.loads(_dumped(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _dumped(value: Any) -> bytes:
+    from ray import cloudpickle
+
+    return bytes(cloudpickle.dumps(value))
+
+
+def _check_can_be_sent(operation: str, callback: Any) -> None:
+    try:
+        _dumped(callback)
+    except Exception as error:
+        raise NotBuiltYetError(
+            "a callback cannot be sent to the workers.",
+            given=operation,
+            wrong=f"it would run there, and it holds what cannot be pickled: {type(error).__name__}: {error}",
+            do="make it of plain functions and data: open files, locks and connections inside it, at its first call.",
+            feature="callbacks on Ray that cannot be pickled",
+        ) from error
+
+
+def check_calls(bodies: Sequence[Body]) -> None:
+    """Workers must be able to make all calls into the host that these programs make.
+
+    Raises:
+        NotBuiltYetError: They cannot make one of them.
+    """
+    for eqn in (eqn for body in bodies for eqn in _equations(body)):
+        name = eqn.primitive.name
+        hidden = _hidden_call(eqn) if eqn.primitive is opaque_p else None
+        if hidden or name in SIDE_EFFECTS and (name not in SENT or _is_ordered(eqn)):
+            raise NotBuiltYetError(
+                "this call into Python is not built on a Ray cluster.",
+                given=describe(eqn),
+                wrong=f"`{hidden}` inside a function with a sharding rule runs on many devices, and has no place of its own."
+                if hidden
+                else "calls in a fixed order (ordered=True) have no order between processes."
+                if name in SENT
+                else f"workers call functions for {', '.join(SENT)} alone.",
+                do="call it outside that function, or use Cluster.local()."
+                if hidden
+                else "leave it out there, or use Cluster.local().",
+                feature="callbacks on Ray",
+            )
+
+
+def has_calls(body: Body) -> bool:
+    """Whether a program calls the host at all; prints count."""
+    return any(eqn.primitive.name in SENT for eqn in _equations(body))
+
+
+def check_no_calls(program: Any, given: str) -> None:
+    """A program that workers run without callbacks must have none.
+
+    Raises:
+        NotBuiltYetError: It has.
+    """
+    name = next(
+        (eqn.primitive.name for eqn in _all_equations(open_jaxpr(program)[0]) if eqn.primitive.name in SIDE_EFFECTS),
+        None,
+    )
+    if name is not None:
+        raise NotBuiltYetError(
+            "calls into Python are not built for what makes state on a Ray cluster.",
+            given=given,
+            wrong=f"it calls `{name}`.",
+            do="leave it out, or make the state in this process and pass it to the step.",
+            feature="callbacks in create_state on Ray",
+        )
+
+
+def _equations(body: Body) -> Iterator[JaxprEqn]:
+    for instruction in body.instructions:
+        match instruction:
+            case Compute(eqn):
+                yield eqn
+            case Region(bodies=bodies):
+                for inner in bodies:
+                    yield from _equations(inner)
+
+
+def _is_ordered(eqn: JaxprEqn) -> bool:
+    return any("Ordered" in type(effect).__name__ for effect in eqn.effects)
+
+
+def _hidden_call(eqn: JaxprEqn) -> str | None:
+    """A call into the host inside an opaque function."""
+    types = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
+    inner = _all_equations(open_jaxpr(jax.make_jaxpr(eqn.params["call"].run)(*types))[0])
+    return next((e.primitive.name for e in inner if e.primitive.name in SIDE_EFFECTS), None)
+
+
+def _all_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    yield from jaxpr.eqns
+    for inner in inner_jaxprs(jaxpr):
+        yield from _all_equations(inner)

@@ -1,0 +1,27 @@
+"""Where the workers of a step with callbacks wait for each other, so that one that raises costs no state.
+
+In:     the streams of a pipeline.
+Out:    for each mesh the position of its first update, if all can wait there; else nothing.
+Method: what lies before the first updates must need nothing of what lies behind them, and overwrite no argument. Then a step
+        can be left there: the next one takes the same arguments. Otherwise it is carried out to its end.
+"""
+
+from __future__ import annotations
+
+from autopar.plan.emit import Streams
+from autopar.plan.instructions import MeshId, Recv, Run, Send
+
+
+def find_pauses(streams: Streams) -> dict[MeshId, int]:
+    """Position of the first update in each mesh's stream; empty where a mesh could not wait there."""
+    updates = {name for name, plan in streams.programs.items() if plan.task.kind == "U"}
+    pauses = {
+        mesh: next((k for k, i in enumerate(own) if isinstance(i, Run) and i.program in updates), len(own))
+        for mesh, own in streams.instructions.items()
+    }
+    given = {*streams.arguments.values(), *streams.pieces.values()}
+    before = [i for mesh, own in streams.instructions.items() for i in own[: pauses[mesh]]]
+    sent = {i.message for i in before if isinstance(i, Send)}
+    waits = any(isinstance(i, Recv) and i.message not in sent for i in before)
+    overwrites = any(i.inputs[k] in given for i in before if isinstance(i, Run) for k in streams.overwritten[i.program])
+    return {} if waits or overwrites else pauses
