@@ -46,7 +46,7 @@ def test_stuck():
         "a worker failed.\n"
         "  given:  worker 0 (mesh 0, host 0), at: send b1 -> mesh 1\n"
         "          worker 1 (mesh 1, host 0) stands: run stage1/F (stage 1, microbatch 1), 301 s\n"
-        "  wrong:  it answers, but does not come on for 303 s: a program, a collective or a message does not end (in "
+        "  wrong:  it answers, but does not come on for 303 s: a program, a collective, a message or a file does not end (in "
         "`run`).\n"
         "  do:     if that takes so long, wait longer: Cluster.ray(wait_seconds=...); else restore the state from a "
         "checkpoint, or begin anew: the workers of this job have been ended, and the step starts new ones when it is called."
