@@ -15,7 +15,7 @@ import io
 import re
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
@@ -54,9 +54,11 @@ def open_jaxpr(closed: Any) -> tuple[Jaxpr, list[Any]]:
     return getattr(closed, "jaxpr", closed), list(getattr(closed, "consts", ()))
 
 
-def inner_jaxprs(jaxpr: Jaxpr) -> Iterable[Jaxpr]:
-    """The bodies that equations of a jaxpr hold, not those inside them."""
-    return _core.subjaxprs(jaxpr)
+def all_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
+    """The equations of a jaxpr and of the bodies inside it."""
+    yield from jaxpr.eqns
+    for inner in _core.subjaxprs(jaxpr):
+        yield from all_equations(inner)
 
 
 def close_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:

@@ -29,10 +29,11 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-from autopar._jax import JaxprEqn, Primitive
+from autopar._jax import JaxprEqn, Primitive, all_equations, open_jaxpr
 from autopar.errors import RuleError
 from autopar.ir.rules.linearity import linear_groups
 from autopar.ir.rules.registry import register
+from autopar.ir.rules.replicated import SIDE_EFFECTS
 from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, infer_sizes
 from autopar.ir.rules.terms import factors_of
 
@@ -251,10 +252,19 @@ def opaque(eqn: JaxprEqn) -> ShardingRule:
     )
 
 
+def host_call_inside(eqn: JaxprEqn) -> str | None:
+    """The name of a primitive inside an opaque function that calls the host; None: there is none."""
+    types = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
+    inner = all_equations(open_jaxpr(jax.make_jaxpr(eqn.params["call"].run)(*types))[0])
+    return next((e.primitive.name for e in inner if e.primitive.name in SIDE_EFFECTS), None)
+
+
 def _local(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
     """The function on local arrays; what it returns must be the part that the rule promises."""
     call: OpaqueCall = eqn.params["call"]
-    results = call.run(*operands)
+    # Bound, what a microbatch does of it is one operation still, and can be split further. Calls into the host must be the
+    # program's own: what they raise is kept there.
+    results = call.run(*operands) if host_call_inside(eqn) else opaque_p.bind(*operands, call=call)
     rule = opaque(eqn)
     for number, (result, term) in enumerate(zip(results, rule.results, strict=True)):
         promised = tuple(map(shard.local_dim, term))

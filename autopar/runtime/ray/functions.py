@@ -13,12 +13,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
-from autopar._jax import Jaxpr, JaxprEqn, inner_jaxprs, open_jaxpr
+from autopar._jax import JaxprEqn, all_equations, open_jaxpr
 from autopar.errors import NotBuiltYetError
 from autopar.intra_op.sharded import Body, Compute, Region, describe
-from autopar.ir.rules.opaque import opaque_p
+from autopar.ir.rules.opaque import host_call_inside, opaque_p
 from autopar.ir.rules.replicated import SIDE_EFFECTS
 from autopar.partition.host_calls import Watch
 
@@ -97,7 +95,7 @@ def check_calls(bodies: Sequence[Body]) -> None:
     """
     for eqn in (eqn for body in bodies for eqn in _equations(body)):
         name = eqn.primitive.name
-        hidden = _hidden_call(eqn) if eqn.primitive is opaque_p else None
+        hidden = host_call_inside(eqn) if eqn.primitive is opaque_p else None
         if hidden or name in SIDE_EFFECTS and (name not in SENT or _is_ordered(eqn)):
             raise NotBuiltYetError(
                 "this call into Python is not built on a Ray cluster.",
@@ -126,7 +124,7 @@ def check_no_calls(program: Any, given: str) -> None:
         NotBuiltYetError: It has.
     """
     name = next(
-        (eqn.primitive.name for eqn in _all_equations(open_jaxpr(program)[0]) if eqn.primitive.name in SIDE_EFFECTS),
+        (eqn.primitive.name for eqn in all_equations(open_jaxpr(program)[0]) if eqn.primitive.name in SIDE_EFFECTS),
         None,
     )
     if name is not None:
@@ -151,16 +149,3 @@ def _equations(body: Body) -> Iterator[JaxprEqn]:
 
 def _is_ordered(eqn: JaxprEqn) -> bool:
     return any("Ordered" in type(effect).__name__ for effect in eqn.effects)
-
-
-def _hidden_call(eqn: JaxprEqn) -> str | None:
-    """A call into the host inside an opaque function."""
-    types = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
-    inner = _all_equations(open_jaxpr(jax.make_jaxpr(eqn.params["call"].run)(*types))[0])
-    return next((e.primitive.name for e in inner if e.primitive.name in SIDE_EFFECTS), None)
-
-
-def _all_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
-    yield from jaxpr.eqns
-    for inner in inner_jaxprs(jaxpr):
-        yield from _all_equations(inner)

@@ -7,9 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import autopar
 from autopar.errors import RuleError
+from autopar.ir.microbatch import split_microbatches
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.opaque import sharding_rule
+from autopar.ir.trace import trace_step
 from tests.ir.rules.harness import check_equation, check_function, flat_eqns, gradient_of, only_eqn
 
 
@@ -175,3 +178,20 @@ def test_pallas_kernel():
         return pallas.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x, y)
 
     assert check_function(fun, (8, 4), (8, 4), limit=5) == 5
+
+
+def test_a_microbatch_of_it_is_one_operation_too():
+    """Which a mesh can then split by the same rule."""
+
+    def step(w, x):
+        return w - 0.1 * kernel_gradient(x, w), kernel(x, w).mean(0)
+
+    kernel = sharding_rule("b d, d f -> b f {sum d}")(jnp.matmul)
+    kernel_gradient = sharding_rule("b d, d f -> d f {sum b}")(lambda x, w: x.T @ jnp.tanh(x @ w))
+    w, x = np.eye(8, dtype=np.float32), np.arange(64, dtype=np.float32).reshape(8, 8) / 64
+    loop = split_microbatches(trace_step(step, (w, x)).jaxpr, 4, (1,)).loop
+    calls = [eqn for eqn in loop.eqns if eqn.primitive.name == "sharding_rule"]
+    assert [rule_for(eqn).sizes["b"] for eqn in calls] == [2, 2]
+    cluster, method = autopar.Cluster.local(jax.devices()[:2]), autopar.DataParallel(num_microbatches=4)
+    results = autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,))(w, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), results, jax.jit(step)(w, x))
