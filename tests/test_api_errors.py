@@ -88,8 +88,12 @@ def test_a_batch_without_rows(method):
 
 
 def test_no_batch():
-    with raises(BatchError, "no batch to split", "batch_argnums"):
-        planned(DataParallel(), lambda s: jax.tree.map(jnp.tanh, s), (state(),))
+    def step(s):
+        return jax.tree.map(jnp.tanh, s)
+
+    with raises(BatchError, "no batch to split", "batch_argnums", "ShardParallel()"):
+        planned(DataParallel(), step, (state(),))
+    assert planned(ShardParallel(), step, (state(),)).cost.step_seconds > 0
 
 
 @pytest.mark.parametrize("shape", [(4, 4), (3,), LogicalMesh((2, 2))])

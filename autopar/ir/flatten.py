@@ -253,6 +253,22 @@ def _high(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     return _inline(inside, body, consts, operands)
 
 
+def _of_mapped(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    """What `jax.vmap(..., axis_name=...)` leaves of a `psum` over its axis: over dims of its operands, which have no name."""
+    axes = eqn.params["axes"]
+    if not all(isinstance(axis, int) for axis in axes):
+        return _keep(walk, eqn, operands)
+    if not axes:
+        return operands
+    reduce = _REDUCTIONS[eqn.primitive.name]
+    eqns, results = inline_function(lambda *arrays: [reduce(a, axes) for a in arrays], operands, eqn.source_info)
+    walk.block.eqns += eqns
+    return results
+
+
+_REDUCTIONS: dict[str, Callable[..., Any]] = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
+
+
 def _linear_solve(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     """`custom_linear_solve` only differs from its solve function when it is differentiated."""
     lengths = eqn.params["const_lengths"]
@@ -427,6 +443,7 @@ _HANDLERS: dict[str, Callable[[_Walk, JaxprEqn, list[Atom]], list[Atom]]] = {
     "call_hi_primitive": _high,
     "call_hi_primitive_linearized": _high,
     "custom_linear_solve": _linear_solve,
+    **dict.fromkeys(_REDUCTIONS, _of_mapped),
     "scan": _scan,
     "while": _while,
     "cond": _cond,

@@ -139,7 +139,7 @@ def check_divides(jaxpr: Jaxpr, count: int, batch: Sequence[int], name: str = "t
             "there is no batch to split into microbatches.",
             given=f"num_microbatches={count}",
             wrong="every argument is state, or has no dims.",
-            do="pass batch_argnums=....",
+            do="pass batch_argnums=...; for a step without one, use num_microbatches=1.",
             candidates={},
         )
     for size in sizes:

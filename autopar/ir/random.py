@@ -10,7 +10,7 @@ Method: random primitives become what JAX itself lowers them to, which for three
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,11 +18,15 @@ from jax import lax
 
 from autopar._jax import (
     ClosedJaxpr,
+    Jaxpr,
     JaxprEqn,
+    Literal,
+    Var,
     bind_eqn,
     eqn_context,
     is_key,
     key_primitive_implementation,
+    open_jaxpr,
     physical_aval,
     trace,
 )
@@ -34,6 +38,29 @@ ALIASES = frozenset({"random_wrap", "random_unwrap", "random_clone"})
 def touches_keys(eqn: JaxprEqn) -> bool:
     """Whether an operand or a result of `eqn` is an array of typed keys."""
     return any(is_key(atom.aval) for atom in eqn.invars) or any(is_key(var.aval) for var in eqn.outvars)
+
+
+def raw_keys(jaxpr: Jaxpr) -> dict[Var, None]:
+    """Variables of a traced program, not flat yet, whose integers become one typed key: what `jax.random.PRNGKey` makes."""
+    found: dict[Var, None] = {}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "random_wrap" and not eqn.outvars[0].aval.shape:
+            found.update((a, None) for a in eqn.invars if not isinstance(a, Literal))
+        for body, operands in _called(eqn):
+            inside = raw_keys(body)
+            pairs = zip(body.invars, operands, strict=True)
+            found.update((a, None) for var, a in pairs if var in inside and not isinstance(a, Literal))
+    return found
+
+
+def _called(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Any]]]:
+    """The programs inside of an equation whose inputs are its last operands, and these: all but the tests of loops."""
+    for name, value in eqn.params.items():
+        for inner in value if isinstance(value, tuple) else (value,):
+            if isinstance(inner, Jaxpr | ClosedJaxpr) and name != "cond_jaxpr":
+                body, _ = open_jaxpr(inner)
+                if len(body.invars) <= len(eqn.invars):
+                    yield body, eqn.invars[len(eqn.invars) - len(body.invars) :]
 
 
 def physical_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sysconfig
 from typing import Any
 
@@ -107,11 +108,16 @@ def _passes_user_code_before(traceback: Any, file: str, function: str | None) ->
     return False
 
 
+def is_backward(eqn: JaxprEqn) -> bool:
+    """Whether `eqn` belongs to the backward pass: `jax.grad` marks such equations in their name stack.
+
+    A gradient that the loss itself asks for (forces, a gradient penalty, an inner step of MAML) is part of the forward
+    pass: "jvp(transpose(jvp()))", and backward is "transpose(jvp(...))" of it.
+    """
+    return _is_transposed(eqn.source_info.name_stack)
+
+
 @functools.lru_cache(maxsize=1 << 16)
 def _is_transposed(name_stack: Any) -> bool:
-    return "transpose(" in str(name_stack)
-
-
-def is_backward(eqn: JaxprEqn) -> bool:
-    """Whether `eqn` belongs to the backward pass: `jax.grad` marks such equations in their name stack."""
-    return _is_transposed(eqn.source_info.name_stack)
+    outermost = re.search(r"\b(transpose|jvp)\(", str(name_stack))
+    return outermost is not None and outermost[1] == "transpose"

@@ -5,7 +5,8 @@ Out:    for each output leaf the input leaf it replaces; which argument leaves a
 Method: an argument is state if a subtree of the outputs has its structure, shapes and dtypes; arguments are matched in
         order. The batch is what is not state and whose leaves share their leading dim. An array by itself may also be the
         batch of which the step returns a reconstruction: after other state it is taken for the batch if nothing else
-        can be, or if the batch has its leading dim. What the user names as the batch is not state.
+        can be, or if the batch has its leading dim. A random key, typed or of integers, has no samples. What the user names as
+        the batch is not state.
 """
 
 from __future__ import annotations
@@ -105,7 +106,8 @@ def _candidates(program: Program, arguments: Sequence[tuple[int, int]], state: I
     """Arguments outside of `state` whose leaves share their leading dim, and that dim."""
     found = {}
     for number, (start, stop) in enumerate(arguments):
-        shapes = [tuple(program.in_avals[k].shape) for k in range(start, stop) if not is_key(program.in_avals[k])]
+        keys = [k for k in range(start, stop) if is_key(program.in_avals[k]) or k in program.raw_keys]
+        shapes = [tuple(program.in_avals[k].shape) for k in range(start, stop) if k not in keys]
         leading = {shape[0] for shape in shapes if shape}
         if number not in state and len(leading) == 1:
             found[number] = leading.pop()

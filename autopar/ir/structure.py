@@ -127,24 +127,38 @@ def sum_carries(parts: ScanParts) -> list[bool | None]:
 
     A sum may stand nowhere else: what reads it waits for the trips before.
     """
-    sum_of: dict[Var, int | None] = {}
-    for k, (_, inside, result, _) in enumerate(parts.carries):
-        if result is not inside:
-            sum_of[inside] = k
+    entered: dict[Any, Var] = {inside: inside for _, inside, _, _ in parts.carries}
+    for eqn in parts.body.eqns:
+        entered.update((var, entered[a]) for a, var in _passed_on(eqn) if not isinstance(a, Literal) and a in entered)
+    stays = [
+        not isinstance(result, Literal) and entered.get(result) is inside for _, inside, result, _ in parts.carries
+    ]
+    sum_of: dict[Any, int | None] = {inside: k for k, (_, inside, _, _) in enumerate(parts.carries) if not stays[k]}
     for eqn in parts.body.eqns:
         read = [a for a in inputs_of(eqn) if a in sum_of]
-        if eqn.primitive.name == "optimization_barrier":
-            sum_of.update((var, sum_of[a]) for a, var in zip(eqn.invars, eqn.outvars, strict=True) if a in read)
+        passed = _passed_on(eqn)
+        if passed:
+            sum_of.update((var, sum_of[a]) for a, var in passed if not isinstance(a, Literal) and a in sum_of)
         elif read:
             adds = eqn.primitive.name in ("add", "add_any") and len(read) == 1 and read[0].aval == eqn.outvars[0].aval
             sum_of.update(dict.fromkeys(eqn.outvars, sum_of[read[0]] if adds else None))
     broken = any(sum_of.get(a, -1) is None for a in variables(parts.body.outvars))
     broken = broken or any(a in sum_of for a in variables(result for result, _ in parts.ys))
     kinds: list[bool | None] = []
-    for k, (_, inside, result, _) in enumerate(parts.carries):
+    for k, (_, _, result, _) in enumerate(parts.carries):
         is_sum = not broken and not isinstance(result, Literal) and sum_of.get(result) == k
-        kinds.append(False if result is inside else True if is_sum else None)
+        kinds.append(False if stays[k] else True if is_sum else None)
     return kinds
+
+
+def _passed_on(eqn: JaxprEqn) -> list[tuple[Atom, Var]]:
+    """Operands that come out as they went in: through a barrier, or less weakly typed (a sum that begins as `0.0`)."""
+    pairs = list(zip(eqn.invars, eqn.outvars, strict=False))
+    if eqn.primitive.name == "optimization_barrier":
+        return pairs
+    if eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype:
+        return pairs
+    return []
 
 
 def is_done_apart(loop: WhileParts) -> bool:

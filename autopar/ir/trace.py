@@ -21,6 +21,7 @@ from autopar._jax import Jaxpr, as_key, is_key, key_data, key_impl_name, open_ja
 from autopar.errors import TraceError
 from autopar.ir.flatten import flatten
 from autopar.ir.parameters import Argument, Static, check_hashable, parameters_of, static_of
+from autopar.ir.random import raw_keys
 from autopar.ir.scan_slices import scan_slices
 
 
@@ -40,6 +41,7 @@ class Program:
         out_avals: What the user gets back per result leaf.
         key_inputs: Per argument leaf, the name of the key's generator, or None if it is no typed key.
         key_outputs: The same per result leaf.
+        raw_keys: Argument leaves that are random keys all the same: integers, as `jax.random.PRNGKey` makes them.
         num_args: How many argument leaves there are.
         static: Each static argument by name, and its `repr`.
         arguments: What the children of the halves of `in_tree` are.
@@ -61,6 +63,7 @@ class Program:
     static: tuple[tuple[str, str], ...] = ()
     arguments: tuple[Argument, ...] = ()
     left_out: tuple[int, ...] = ()
+    raw_keys: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         from autopar.ir.printer import print_program
@@ -158,8 +161,13 @@ def trace_step(
         num_args=len(in_avals),
         static=tuple((argument, repr(value)) for argument, value in call.static),
         arguments=call.arguments,
+        raw_keys=_positions(jaxpr.invars, raw_keys(jaxpr)),
         left_out=tuple(n for n in static.parameters.optional if n not in passed),
     )
+
+
+def _positions(invars: Sequence[Any], chosen: Mapping[Any, None]) -> tuple[int, ...]:
+    return tuple(k for k, var in enumerate(invars) if var in chosen)
 
 
 def name_of(fn: Any) -> str:

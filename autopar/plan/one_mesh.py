@@ -127,7 +127,8 @@ def check_batch(program: Program, roles: Roles, mesh: LogicalMesh) -> None:
             "there is no batch to split.",
             given=", ".join(program.in_paths[:8]),
             wrong="every argument is state, or has no dims.",
-            do="pass batch_argnums=....",
+            do="pass batch_argnums=...; for a step without one (it draws its own samples, or holds them in its state), use "
+            "ShardParallel() or Auto(): they split what pays, whatever it is.",
             candidates={},
         )
     for leaf in roles.batch:

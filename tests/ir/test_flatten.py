@@ -70,6 +70,25 @@ def test_linear_solve_is_opened():
     assert "custom_linear_solve" not in names(jaxpr) and "triangular_solve" in names(jaxpr)
 
 
+def test_collectives_of_a_mapped_axis_are_reductions():
+    """Batch norm in Equinox, and under `vmap` in Flax and Haiku: means over `axis_name`."""
+
+    def one(w, x):
+        x = x @ w
+        mean = lax.pmean(x, "batch")
+        return (
+            (x - mean)
+            * lax.rsqrt(lax.pmean(lax.square(x - mean), "batch") + 1e-3)
+            / lax.pmax(lax.stop_gradient(abs(x)), "batch")
+        )
+
+    def step(w, x):
+        return jax.grad(lambda w: jax.vmap(one, (None, 0), axis_name="batch")(w, x)[0].sum())(w)
+
+    found = names(flat(step, W, X))
+    assert not {"psum", "pmax", "pmin"} & set(found) and {"reduce_sum", "reduce_max"} <= set(found)
+
+
 def test_root_finding():
     def step(a):
         def solve(f, x):

@@ -654,7 +654,20 @@ def scanned_samples_loss(params: Tree, batch: Tree) -> jax.Array:
     return total / BATCH + 0.1 * jnp.tanh(errors).mean()
 
 
-def accumulating_step(state: Tree, batch: Tree, groups: int = 4, reverse: bool = False) -> tuple[Tree, Tree]:
+def sample_chunks_loss(params: Tree, batch: Tree) -> jax.Array:
+    """A loss over chunks of samples, each worked out again in the backward pass; the sum begins as a Python number."""
+    chunks = jax.tree.map(lambda x: x.reshape(8, -1, *x.shape[1:]), {"x": batch["x"], "y": batch["y"]})
+
+    @jax.checkpoint
+    def body(total: jax.Array, chunk: Tree) -> tuple[jax.Array, None]:
+        return total + squares(params, chunk).sum(), None
+
+    return lax.scan(body, 0.0, chunks)[0] / BATCH
+
+
+def accumulating_step(
+    state: Tree, batch: Tree, groups: int = 4, reverse: bool = False, start: Any = 0.0
+) -> tuple[Tree, Tree]:
     """The user accumulates gradients himself, over groups of samples with statistics of their own."""
 
     def body(sums: Tree, group: Tree) -> tuple[Tree, jax.Array]:
@@ -662,7 +675,7 @@ def accumulating_step(state: Tree, batch: Tree, groups: int = 4, reverse: bool =
         return jax.tree.map(jnp.add, sums, (value, grads)), value
 
     grouped = jax.tree.map(lambda x: x.reshape(groups, -1, *x.shape[1:]), batch)
-    zeros = jax.tree.map(jnp.zeros_like, (jnp.float32(0), state["params"]))
+    zeros = (start, jax.tree.map(jnp.zeros_like, state["params"]))
     (value, grads), values = lax.scan(body, zeros, grouped, reverse=reverse)
     grads = jax.tree.map(lambda g: g / groups, grads)
     return {**state, "params": descend(state["params"], grads)}, {"loss": value / groups, "losses": values}
@@ -781,6 +794,8 @@ MORE_MODELS = {
     "scan over samples": Case(sgd(scanned_samples_loss)),
     "checkpointed lax.map": Case(sgd(jax.checkpoint(mapped_loss))),
     "gradients accumulated by the user": Case(accumulating_step),
+    "gradients accumulated from an array": Case(functools.partial(accumulating_step, start=jnp.zeros(()))),
+    "a loss over chunks of samples": Case(sgd(sample_chunks_loss)),
     "gradients accumulated backwards": Case(functools.partial(accumulating_step, reverse=True)),
     "gates by index": Case(sgd(gated_loss)),
     "while": Case(sgd_of_state(while_loss), extra=step_number(2)),

@@ -86,13 +86,41 @@ def test_an_array_after_state_is_state_beside_a_batch():
 
 
 def test_two_that_may_be_the_batch():
-    fn = lambda p, key, x: (shrunk(p), jax.random.split(key)[0], x * 2)  # noqa: E731
+    fn = lambda p, pair, x: (shrunk(p), pair * 2, x * 2)  # noqa: E731
     with pytest.raises(
-        BatchError, match="argument 1 \\(key\\): leading dim 2; argument 2 \\(x\\): leading dim 16"
+        BatchError, match="argument 1 \\(pair\\): leading dim 2; argument 2 \\(x\\): leading dim 16"
     ) as e:
-        roles_of(fn, (PARAMS, KEY, SAMPLES))
+        roles_of(fn, (PARAMS, array(2), SAMPLES))
     assert e.value.candidates == {1: 2, 2: 16}
-    assert roles_of(fn, (PARAMS, KEY, SAMPLES), None, 2) == (["p/w", "key"], ["x"], ["p/w", "key"])
+    assert roles_of(fn, (PARAMS, array(2), SAMPLES), None, 2) == (["p/w", "pair"], ["x"], ["p/w", "pair"])
+
+
+def noise(key, p):
+    return jax.random.normal(jax.random.wrap_key_data(key), p.shape)
+
+
+def in_a_jit(key, p):
+    return jax.jit(noise)(key, p)
+
+
+def in_a_scan(key, p):
+    one = jax.checkpoint(lambda x, k: (x + noise(jax.random.key_data(jax.random.fold_in(key, k)), p), None))
+    return jax.lax.scan(one, p, jnp.arange(3))[0]
+
+
+def in_a_cond(key, p):
+    return jax.lax.cond(p[0, 0] > 0, lambda: noise(key, p), lambda: p)
+
+
+@pytest.mark.parametrize("random", [noise, in_a_jit, in_a_scan, in_a_cond])
+def test_a_key_of_integers_is_no_batch(random):
+    """`train_step(params, batch, rng)` with `jax.random.PRNGKey`, which has a leading dim of 2 and no samples."""
+    fn = lambda p, b, rng: (jax.tree.map(lambda w: w + random(rng, w), p), jnp.mean(b["x"]))  # noqa: E731
+    assert roles_of(fn, (PARAMS, BATCH, KEY)) == (["p/w"], ["b/x"], ["p/w"])
+    assert roles_of(lambda p, b, rng: fn(p, b, rng[0]), (PARAMS, BATCH, array(16, 2, dtype=jnp.uint32)))[1] == [
+        "b/x",
+        "rng",
+    ]
 
 
 def test_the_batch_of_what_is_known_not_to_be_state():
