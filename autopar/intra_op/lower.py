@@ -85,7 +85,7 @@ class _Lowering:
             else:
                 self.compute(eqn)
         for atom, sharding in zip(jaxpr.outvars, outputs, strict=True):
-            self.need(atom, sharding, True, "result")
+            self.need(atom, sharding)
         instructions = fuse_collectives(self.emitted.pop(), self.mesh)
         return Body(
             tuple(zip(jaxpr.invars, inputs, strict=True)), instructions, tuple(zip(jaxpr.outvars, outputs, strict=True))
@@ -94,10 +94,11 @@ class _Lowering:
     def emit(self, instruction: Instruction) -> None:
         self.emitted[-1].append(instruction)
 
-    def need(self, atom: Var | Literal, sharding: Sharding, backward: bool, reader: str) -> None:
-        """Have the copy of `atom` in `sharding`, converting it now if there is none."""
+    def need(self, atom: Var | Literal, sharding: Sharding, eqn: JaxprEqn | None = None) -> None:
+        """Have the copy of `atom` in `sharding` that `eqn` reads (None: it is a result), converting it now if there is none."""
         if isinstance(atom, Literal) or sharding in self.copies[atom]:
             return
+        backward, reader = (True, "result") if eqn is None else (is_backward(eqn), describe(eqn))
         hub = self.graph.hubs.get((atom, backward))
         if hub is not None:
             self.convert(atom, self.chosen(hub), reader)
@@ -120,9 +121,8 @@ class _Lowering:
 
     def compute(self, eqn: JaxprEqn) -> None:
         strategy = self.strategy(eqn)
-        reader, backward = describe(eqn), is_backward(eqn)
         for atom, sharding in zip(eqn.invars, strategy.operands, strict=True):
-            self.need(atom, sharding, backward, reader)
+            self.need(atom, sharding, eqn)
         rule = self.graph.nodes[self.graph.op_node[id(eqn)]].rule
         self.emit(Compute(eqn, rule, strategy))
         self.define(eqn.outvars, strategy.results)
@@ -134,7 +134,7 @@ class _Lowering:
     def region(self, eqn: JaxprEqn) -> None:
         operands, results, inside = self.border(eqn)
         for atom, sharding in zip(eqn.invars, operands, strict=True):
-            self.need(atom, sharding, is_backward(eqn), describe(eqn))
+            self.need(atom, sharding, eqn)
         bodies = tuple(
             self.body(jaxpr, inputs, outputs) for jaxpr, (inputs, outputs) in zip(body_jaxprs(eqn), inside, strict=True)
         )

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_eqn, new_scan_params, new_var, primitives, shaped
-from autopar.ir.flatten import flatten, inline_function
+from autopar.ir.flatten import flat_function, flatten, inline, inline_function
 from autopar.ir.microbatch import Microbatches, Result
 from autopar.ir.pieces import Cut, Extreme, Own, Share, Sum
 
@@ -179,8 +179,8 @@ def accumulating_scan(
             continue
         kind = accumulator_type(result.var.aval, result.share)
         so_far, total = new_var(shaped(kind)), new_var(shaped(kind))
-        adding, (joint,) = inline_function(lambda a, b, share=result.share: joined(share, a, b, count), [so_far, part])
-        start, (first,) = inline_function(partial(first_value, kind, result.share), [])
+        adding, (joint,) = inline(_adding(result.share, count, so_far.aval, part.aval), [so_far, part])
+        start, (first,) = inline(_beginning(so_far.aval, result.share), [])
         before += start
         starts.append(first)
         sums.append(Added(result, part, so_far, tuple(adding), joint, total))
@@ -201,11 +201,11 @@ def accumulating_scan(
     )
     after: list[JaxprEqn] = []
     for added in sums:
-        dtype = added.result.var.aval.dtype
-        after += _named(partial(jax.lax.convert_element_type, new_dtype=dtype), added.total, added.result.var)
+        after += _named(_narrowing(added.total.aval, added.result.var.aval.dtype), added.total, added.result.var)
     rows = [Stacked(result, part, stack) for (result, part), stack in zip(of_rows, made, strict=False)]
     for row in rows:
-        after += _named(_in_order(row.result), row.stack, row.result.var)
+        in_order = flat_function(_in_order(row.result), row.stack.aval)
+        after += _named(in_order, row.stack, row.result.var)
     return AccumulatingScan(
         (*before, *counting),
         scan,
@@ -239,7 +239,25 @@ def _in_order(result: Result) -> Callable[[jax.Array], jax.Array]:
     return put_back
 
 
-def _named(function: Callable[[jax.Array], jax.Array], operand: Any, var: Var) -> list[JaxprEqn]:
+# Many values are of one type: each small program is traced once.
+
+
+@cache
+def _adding(share: Share, count: int, so_far: Any, part: Any) -> Jaxpr:
+    return flat_function(lambda a, b: joined(share, a, b, count), so_far, part)
+
+
+@cache
+def _beginning(aval: Any, share: Share) -> Jaxpr:
+    return flat_function(partial(first_value, aval, share))
+
+
+@cache
+def _narrowing(total: Any, dtype: Any) -> Jaxpr:
+    return flat_function(partial(jax.lax.convert_element_type, new_dtype=dtype), total)
+
+
+def _named(program: Jaxpr, operand: Any, var: Var) -> list[JaxprEqn]:
     """Equations that make the step's own variable; the copy gives it its name, and flattening drops it."""
-    eqns, (made,) = inline_function(function, [operand])
+    eqns, (made,) = inline(program, [operand])
     return [*eqns, new_eqn(primitives.copy_p, [made], [var], {})]

@@ -80,10 +80,11 @@ def search_pipelines(
     counts = _counts(batch_sizes)
     reference = counts[len(counts) // 2]
     cuts: dict[tuple[int, int], CutStep] = {}
+    has_scans = bool(layer_count(program.jaxpr))
 
     def cut_for(count: int, parts: int = MAX_LAYERS) -> CutStep:
         # Only scans over layers are taken into parts.
-        key = parts if layer_count(program.jaxpr) else 0, count
+        key = parts if has_scans else 0, count
         if key not in cuts:
             cuts[key] = cut_step(program, roles, parts, count, options.microbatch_semantics)
         return cuts[key]
