@@ -119,10 +119,16 @@ def join_tiles(box: Box, tiles: Sequence[Box], dtype: Any) -> Callable[[Sequence
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def _assemble(shape: tuple[int, ...], dtype: Any, starts: Sequence[tuple[int, ...]], *parts: jax.Array) -> jax.Array:
-    whole = jnp.zeros(shape, dtype)
+    # XLA:CPU of JAX 0.11 ends the process where it would write a part of a byte into a slice.
+    roomy = dtype
+    if jnp.issubdtype(dtype, jnp.integer) and jnp.iinfo(dtype).bits < 8:
+        roomy = jnp.int8
+    elif jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits < 8:
+        roomy = jnp.float32
+    whole = jnp.zeros(shape, roomy)
     for start, part in zip(starts, parts, strict=True):
-        whole = lax.dynamic_update_slice(whole, part, start)
-    return whole
+        whole = lax.dynamic_update_slice(whole, part.astype(roomy), start)
+    return whole.astype(dtype)
 
 
 def _gather(kind: ArrayType, middle: jax.sharding.NamedSharding, wanted: ArrayType) -> Any:
