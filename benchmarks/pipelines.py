@@ -35,7 +35,7 @@ def fixed_methods(num_devices: int, semantics: str):
     for num_stages in degrees[1:]:
         method = autopar.PipelineParallel(num_stages=num_stages, microbatch_semantics=semantics)
         yield _text("PipelineParallel", {"num_stages": num_stages}), method
-    for zero in (0, 1, 3):
+    for zero in (0, 1, 2, 3):
         yield _text("DataParallel", {"zero": zero}), autopar.DataParallel(zero=zero)
 
 

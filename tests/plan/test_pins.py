@@ -15,6 +15,7 @@ from autopar.plan.search import search_pipelines
 from tests.sweep import QUICK, SLOW, _host, relative_error
 
 WIDTH, ROWS, NUM_LAYERS = 16, 32, 4
+AUTO = (jax.sharding.AxisType.Auto,) * 2
 
 
 def make_step(spec=None, kind="scan"):
@@ -185,7 +186,7 @@ def pinned_operations(plan):
 @pytest.mark.parametrize("spec, dims", [(P("x"), (("x",), ())), (P(None, "y"), ((), ("y",))), (P(), ((), ()))])
 def test_constraints_in_a_stage_are_kept(spec, dims, num_microbatches):
     """Of a microbatch as of the whole batch; on a mesh that has the axes."""
-    mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"))
+    mesh = jax.sharding.AbstractMesh((2, 4), ("x", "y"), axis_types=AUTO)
     step = make_step(NamedSharding(mesh, spec), "unrolled")
     found = list(pinned_operations(planned(pipeline(num_microbatches=num_microbatches), step)))
     assert len(found) >= 2 * NUM_LAYERS, "forward and backward"
@@ -193,6 +194,6 @@ def test_constraints_in_a_stage_are_kept(spec, dims, num_microbatches):
 
 
 def test_constraint_in_a_stage_that_no_mesh_can_keep():
-    mesh = jax.sharding.AbstractMesh((2, 4), ("x", "model"))
+    mesh = jax.sharding.AbstractMesh((2, 4), ("x", "model"), axis_types=AUTO)
     with pytest.raises(ConstraintError, match=r"(?s)with_sharding_constraint at .*has no axis 'model'"):
         planned(pipeline(), make_step(NamedSharding(mesh, P(None, "model")), "unrolled"))
