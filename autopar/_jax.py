@@ -37,7 +37,6 @@ from jax._src.random.threefry2x32 import threefry2x32_p
 from jax.experimental import serialize_executable as _serialize_executable
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun, primitives
 from jax.extend.source_info_util import NameStack, SourceInfo
-from jax.interpreters import mlir
 
 DropVar = _core.DropVar
 iota_2x32_shape_p = _prng.iota_2x32_shape_p
@@ -426,57 +425,11 @@ def load_elsewhere(
     return jax.stages.Compiled(loaded, [], compiled.args_info, compiled.out_tree, no_kwargs=compiled._no_kwargs)
 
 
-# Calls into the host, for a program that another process compiles.
-
-
 def host_callbacks(function: Callable[..., Any], operands: Sequence[Any]) -> list[Callable[..., Any]]:
     """What JAX would have called in this process by a function that calls the host: functions of arrays to tuples."""
     types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands]
     lowered = jax.jit(function).trace(*types).lower(lowering_platforms=("cpu",))
     return list(lowered._lowering.compile_args["host_callbacks"])
-
-
-def call_host(platform: str, number: int, operands: Sequence[Any], results: Sequence[Any], has_effect: bool) -> Any:
-    """Call the host function of this number among those that the program will be compiled with (`with_callbacks`).
-
-    Args:
-        platform: That the program is for.
-        number: Of the function.
-        operands: Its arguments.
-        results: Types of what it returns.
-        has_effect: Whether it must be called, though no one reads what it returns.
-    """
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in results]
-    name = f"xla_ffi_python_{'cpu' if platform == 'cpu' else 'gpu'}_callback"
-    return list(jax.ffi.ffi_call(name, types, has_side_effect=has_effect)(*operands, index=np.uint64(number)))
-
-
-def with_callbacks(call: Callable[..., Any], callbacks: Sequence[Callable[..., Any]]) -> Callable[..., Any]:
-    """A function whose compiled program has these functions of the host, and no others, to call by number."""
-    return lambda *arrays: with_callbacks_p.bind(*arrays, calls=_WithCallbacks(call, tuple(callbacks)))
-
-
-class _WithCallbacks:
-    """Equal to itself alone: functions of the user's may not be hashable."""
-
-    def __init__(self, call: Callable[..., Any], callbacks: tuple[Callable[..., Any], ...]):
-        self.call, self.callbacks = call, callbacks
-
-
-def _types_with_callbacks(*avals: Any, calls: _WithCallbacks) -> list[Any]:
-    return [_core.ShapedArray(x.shape, x.dtype) for x in jax.eval_shape(calls.call, *avals)]
-
-
-def _lower_with_callbacks(ctx: Any, *operands: Any, calls: _WithCallbacks) -> Any:
-    for callback in calls.callbacks:
-        ctx.module_context.add_host_callback(callback)
-    return mlir.lower_fun(calls.call, multiple_results=True)(ctx, *operands)
-
-
-with_callbacks_p = Primitive("with_callbacks")
-with_callbacks_p.multiple_results = True
-with_callbacks_p.def_abstract_eval(_types_with_callbacks)
-mlir.register_lowering(with_callbacks_p, _lower_with_callbacks)
 
 
 # Arrays.

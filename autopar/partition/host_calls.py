@@ -6,7 +6,7 @@ Method: one device calls the host for all (`equation.py`). An exception there wo
         others wait for it in a collective for ever; so none leaves the callback, and the runtime looks at the watch before
         anything is overwritten. Prints are not watched: they are JAX's own and do not raise. Nor are callbacks inside an
         opaque function (`sharding_rule`): what they raise comes out of the program as JAX wants it. In a program for
-        another process the functions are called by number; they go there beside it (`Shipment`).
+        another process the functions are called by number (`shipped.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar._jax import JaxprEqn, bind_eqn, call_host, host_callbacks
-from autopar.intra_op.sharded import Body, Compute, Instruction, Region, calls_host, describe, is_callback
+from autopar._jax import JaxprEqn, bind_eqn
+from autopar.intra_op.sharded import Body, Compute, Instruction, Region, describe
 from autopar.ir.rules.rule import Shard
 
 
@@ -57,55 +57,38 @@ class Watch:
         return taken
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Shipment:
-    """The calls into the host of a program that another process will compile and run.
-
-    Attributes:
-        platform: Of its devices.
-        watch: Where callbacks leave what they raise; it goes there with them.
-        callbacks: What is called, with the user's line; the program calls it by its place here.
-    """
-
-    platform: str
-    watch: Watch
-    callbacks: list[tuple[str, Callable[..., Any]]] = field(default_factory=list)
-
-    def bind(self, eqn: JaxprEqn, operands: Sequence[jax.Array], params: Mapping[str, Any]) -> list[jax.Array]:
-        """An equation that calls the host, as it will be there."""
-        (callback,) = host_callbacks(lambda *arrays: bind_eqn(eqn, *arrays, params=params), operands)
-        self.callbacks.append((describe(eqn), callback))
-        results = [var.aval for var in eqn.outvars]
-        return call_host(self.platform, len(self.callbacks) - 1, operands, results, bool(eqn.effects))
+Bind = Callable[[JaxprEqn, Sequence[jax.Array], Mapping[str, Any]], Sequence[jax.Array]]
+"""Runs an equation that calls the host on operands, with these parameters."""
 
 
-def watched(body: Body, watch: Watch | Shipment, program: str, number: jax.Array | None) -> Body:
+def bind_here(eqn: JaxprEqn, operands: Sequence[jax.Array], params: Mapping[str, Any]) -> Sequence[jax.Array]:
+    """As it is, for a program that this process runs."""
+    return bind_eqn(eqn, *operands, params=params)
+
+
+def watched(body: Body, watch: Watch, program: str, number: jax.Array | None, bind: Bind = bind_here) -> Body:
     """The program with every callback watched.
 
     Args:
         body: The program.
-        watch: Where exceptions are left; and, in another process, how the host is called at all.
+        watch: Where exceptions are left.
         program: Its name.
         number: Of the microbatch, traced; None: there is none.
+        bind: Runs what calls the host, prints too: `Shipment.bind` for a program of another process.
     """
-    shipment = watch if isinstance(watch, Shipment) else None
-    if shipment is None and not calls_host(body):
-        return body
-    raised = watch.watch if isinstance(watch, Shipment) else watch
 
     def call(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
-        params = dict(eqn.params)
-        if "callback" in params:
-            params["callback"] = _Watched(eqn, raised, program)
-            operands = (jnp.int32(-1) if number is None else number, *operands)
-        return bind_eqn(eqn, *operands, params=params) if shipment is None else shipment.bind(eqn, operands, params)
+        if "callback" not in eqn.params:
+            return bind(eqn, operands, eqn.params)
+        at = jnp.int32(-1) if number is None else number
+        return bind(eqn, (at, *operands), {**eqn.params, "callback": _Watched(eqn, watch, program)})
 
     def watch_instruction(instruction: Instruction) -> Instruction:
         match instruction:
-            case Compute(rule=rule) if is_callback(instruction) or (shipment is not None and rule.once):
+            case Compute(rule=rule) if rule.once:
                 return dataclasses.replace(instruction, rule=dataclasses.replace(rule, local=call))
             case Region(bodies=bodies):
-                inner = tuple(watched(b, watch, program, number) for b in bodies)
+                inner = tuple(watched(b, watch, program, number, bind) for b in bodies)
                 return dataclasses.replace(instruction, bodies=inner)
         return instruction
 

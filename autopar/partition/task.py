@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from autopar.inter_op.stage_plan import Border, TaskPlan
 from autopar.ir.accumulate import first_value
 from autopar.mesh import Sharding
-from autopar.partition.host_calls import Shipment, Watch, watched
+from autopar.partition.host_calls import Bind, Watch, bind_here, watched
 from autopar.partition.program import per_device_program
 
 
@@ -74,8 +74,9 @@ def task_function(
     plan: TaskPlan,
     places: jax.sharding.Mesh | AbstractMesh,
     overwritten: Collection[int],
-    watch: Watch | Shipment | None = None,
+    watch: Watch | None = None,
     platform: str | None = None,
+    bind: Bind = bind_here,
 ) -> TaskFunction:
     """Make a task a function of global arrays.
 
@@ -83,8 +84,9 @@ def task_function(
         plan: The task on its mesh.
         places: The devices; or only their mesh, to compile for devices of another process.
         overwritten: Positions of the operands whose memory results take.
-        watch: Where callbacks leave what they raise; None: they raise it. A `Shipment`: the program is for another process.
+        watch: Where callbacks leave what they raise; None: they raise it.
         platform: Of the devices; None: `places` has them.
+        bind: As of `watched`.
     """
     rows = plan.written_rows
     inputs = [array_type(b, places) for b in (*plan.inputs, *rows)]
@@ -103,7 +105,7 @@ def task_function(
             if border.slot.kind == "piece":
                 array = lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
             operands.append(array)
-        body = plan.body if watch is None else watched(plan.body, watch, plan.task.name, number)
+        body = plan.body if watch is None else watched(plan.body, watch, plan.task.name, number, bind)
         made = per_device_program(body, axis_sizes, in_order)(*operands)
         stacks = iter(arrays[len(plan.inputs) :])
         results = []

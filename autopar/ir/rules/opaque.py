@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-from autopar._jax import JaxprEqn, Primitive, all_equations, open_jaxpr
+from autopar._jax import Jaxpr, JaxprEqn, Primitive, all_equations, open_jaxpr
 from autopar.errors import RuleError
 from autopar.ir.rules.linearity import linear_groups
 from autopar.ir.rules.registry import register
@@ -65,9 +65,11 @@ def sharding_rule(
         def opaque_function(*args: Any, **keywords: Any) -> Any:
             leaves, tree = jax.tree.flatten(args)
             operands = [jnp.asarray(leaf) for leaf in leaves]
-            groups = tuple(map(tuple, linear))
-            call = OpaqueCall(function, tree, tuple(sorted(keywords.items())), text, groups, flops)
-            results = jax.eval_shape(lambda *leaves: function(*jax.tree.unflatten(tree, leaves), **keywords), *operands)
+            program, results = jax.make_jaxpr(
+                lambda *leaves: function(*jax.tree.unflatten(tree, leaves), **keywords), return_shape=True
+            )(*operands)
+            groups, host_call = tuple(map(tuple, linear)), _host_call(open_jaxpr(program)[0])
+            call = OpaqueCall(function, tree, tuple(sorted(keywords.items())), text, groups, flops, host_call)
             _check_fit(call, parsed, operands, jax.tree.leaves(results))
             return jax.tree.unflatten(jax.tree.structure(results), opaque_p.bind(*operands, call=call))
 
@@ -87,6 +89,7 @@ class OpaqueCall:
         text: Its rule.
         linear: Groups of operands in which it is linear.
         flops: Of the operands' abstract values.
+        host_call: The first primitive in it that calls the host; None: there is none.
         batched: One entry per `vmap` around it, innermost first: which operands have the leading batch dim.
     """
 
@@ -96,6 +99,7 @@ class OpaqueCall:
     text: str
     linear: tuple[tuple[int, ...], ...] = ()
     flops: Callable[..., float] | None = None
+    host_call: str | None = None
     batched: tuple[tuple[bool, ...], ...] = ()
 
     def run(self, *operands: Any) -> list[Any]:
@@ -110,6 +114,10 @@ class OpaqueCall:
 
     def __repr__(self) -> str:
         return f"{self.function.__module__}.{self.function.__qualname__}: {self.text}"
+
+
+def _host_call(program: Jaxpr) -> str | None:
+    return next((eqn.primitive.name for eqn in all_equations(program) if eqn.primitive.name in SIDE_EFFECTS), None)
 
 
 def parse_text(text: str) -> tuple[tuple[Term, ...], tuple[Term, ...], dict[Factor, str]]:
@@ -252,19 +260,12 @@ def opaque(eqn: JaxprEqn) -> ShardingRule:
     )
 
 
-def host_call_inside(eqn: JaxprEqn) -> str | None:
-    """The name of a primitive inside an opaque function that calls the host; None: there is none."""
-    types = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in eqn.invars]
-    inner = all_equations(open_jaxpr(jax.make_jaxpr(eqn.params["call"].run)(*types))[0])
-    return next((e.primitive.name for e in inner if e.primitive.name in SIDE_EFFECTS), None)
-
-
 def _local(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
     """The function on local arrays; what it returns must be the part that the rule promises."""
     call: OpaqueCall = eqn.params["call"]
-    # Bound, what a microbatch does of it is one operation still, and can be split further. Calls into the host must be the
-    # program's own: what they raise is kept there.
-    results = call.run(*operands) if host_call_inside(eqn) else opaque_p.bind(*operands, call=call)
+    # As one operation still, what a microbatch does of it can be split further. But a call into the host must be the
+    # program's own, where what it raises is caught.
+    results = call.run(*operands) if call.host_call else opaque_p.bind(*operands, call=call)
     rule = opaque(eqn)
     for number, (result, term) in enumerate(zip(results, rule.results, strict=True)):
         promised = tuple(map(shard.local_dim, term))

@@ -16,7 +16,7 @@ from typing import Any
 from autopar._jax import JaxprEqn, all_equations, open_jaxpr
 from autopar.errors import NotBuiltYetError
 from autopar.intra_op.sharded import Body, Compute, Region, describe
-from autopar.ir.rules.opaque import host_call_inside, opaque_p
+from autopar.ir.rules.opaque import opaque_p
 from autopar.ir.rules.replicated import SIDE_EFFECTS
 from autopar.partition.host_calls import Watch
 
@@ -95,7 +95,7 @@ def check_calls(bodies: Sequence[Body]) -> None:
     """
     for eqn in (eqn for body in bodies for eqn in _equations(body)):
         name = eqn.primitive.name
-        hidden = host_call_inside(eqn) if eqn.primitive is opaque_p else None
+        hidden = eqn.params["call"].host_call if eqn.primitive is opaque_p else None
         if hidden or name in SIDE_EFFECTS and (name not in SENT or _is_ordered(eqn)):
             raise NotBuiltYetError(
                 "this call into Python is not built on a Ray cluster.",
@@ -110,11 +110,6 @@ def check_calls(bodies: Sequence[Body]) -> None:
                 else "leave it out there, or use Cluster.local().",
                 feature="callbacks on Ray",
             )
-
-
-def has_calls(body: Body) -> bool:
-    """Whether a program calls the host at all; prints count."""
-    return any(eqn.primitive.name in SENT for eqn in _equations(body))
 
 
 def check_no_calls(program: Any, given: str) -> None:

@@ -21,13 +21,14 @@ from autopar._jax import Var
 from autopar.intra_op.sharded import Body, calls_host
 from autopar.ir.state import Roles
 from autopar.mesh import LogicalMesh, Sharding
-from autopar.partition.host_calls import Shipment, Watch, watched
+from autopar.partition.host_calls import Watch, watched
 from autopar.partition.program import global_program
+from autopar.partition.shipped import Shipment
 from autopar.partition.task import ArrayType, array_type, task_function
 from autopar.plan.instructions import BufferId, Instruction, MeshId, Run
 from autopar.plan.pipeline import PipelinePlan
 from autopar.plan.transfers import Box, boxes
-from autopar.runtime.ray.functions import has_calls, packed_calls
+from autopar.runtime.ray.functions import packed_calls
 from autopar.runtime.ray.pauses import find_pauses
 from autopar.runtime.ray.seats import Layout
 
@@ -152,14 +153,12 @@ def pipeline_job(pipeline: PipelinePlan, platform: str) -> Job:
         places = abstract_mesh(stage.mesh)
         for plan in stage.tasks:
             name, at = plan.task.name, number % meshes
-            shipment = Shipment(platform, watches[at]) if has_calls(plan.body) else None
-            made = task_function(plan, places, streams.overwritten[name], shipment, platform)
+            shipment = shipments[at][name] = Shipment(platform)
+            made = task_function(plan, places, streams.overwritten[name], watches[at], platform, shipment.bind)
             inputs, outputs = ([_buffer_type(t, stage.mesh) for t in own] for own in (made.inputs, made.outputs))
             is_watched = calls_host(plan.body)
             program = _program(made.function, name, stage.mesh, inputs, outputs, made.donated, is_watched, platform)
             programs[at].append(program)
-            if shipment is not None:
-                shipments[at][name] = shipment
     position = {var: k for k, var in enumerate(cut.program.jaxpr.invars)}
     entries = [Entry(position[var], at, False) for (var, _), at in streams.arguments.items()]
     entries += [Entry(position[var], at, True) for (var, _), at in streams.pieces.items()]
@@ -209,8 +208,8 @@ def step_job(
     )
     count = len(invars)
     donated = tuple(roles.donated)
-    shipment = Shipment(platform, Watch())
-    function = global_program(watched(body, shipment, name, None) if has_calls(body) else body, places, platform)
+    watch, shipment = Watch(), Shipment(platform)
+    function = global_program(watched(body, watch, name, None, shipment.bind), places, platform)
     program = _program(function, name, mesh, types[:count], types[count:], donated, calls_host(body), platform)
     results = tuple(range(count, len(types)))
     return Job(
@@ -225,7 +224,7 @@ def step_job(
         results=results,
         home=(0,) * count,
         donated=donated,
-        callbacks={0: packed_calls(shipment.watch, {name: shipment.callbacks})},
+        callbacks={0: packed_calls(watch, {name: shipment.callbacks})},
         pauses={},
     )
 

@@ -22,9 +22,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding
 
-from autopar._jax import with_callbacks
 from autopar.errors import DeviceCountError, WorkerError
 from autopar.mesh import LogicalMesh
+from autopar.partition.shipped import with_callbacks
 from autopar.plan.instructions import BufferId, Free, Instruction, MeshId, Recv, Run, Send, writes
 from autopar.plan.transfers import Box
 from autopar.runtime.digest import Digest
