@@ -22,7 +22,6 @@ from autopar.ir.state import Roles, argument_slices, find_roles
 from autopar.ir.trace import Program, name_of, trace_step
 from autopar.mesh import Cluster
 from autopar.plan.arguments import check_arguments, find_argument
-from autopar.plan.clock import measured, recorded
 from autopar.plan.describe_stages import PipelineOrigin
 from autopar.plan.methods import Auto, Method
 from autopar.plan.plan import Plan
@@ -34,7 +33,6 @@ from autopar.plan.stale import check_fresh
 from autopar.plan.timeline import Timeline
 from autopar.runtime.local import Executable, compile_program
 from autopar.runtime.pipeline import Pipeline
-from autopar.runtime.ray.clocks import Spans
 from autopar.runtime.ray.driver import RayStep
 from autopar.runtime.ray.step import make_ray_step
 from autopar.runtime.stacks import StackedArray
@@ -204,13 +202,10 @@ class CompiledStep:
                 num_stages=1,
             )
         assert not isinstance(self.executable, Executable), "a pipeline is no single program"
-        leaves, pipeline = check_arguments(self.program, args, kwargs), self.plan.origin.pipeline
+        leaves = check_arguments(self.program, args, kwargs)
         with without_mesh():
-            results, times = self._carry_out(self.executable.measure, leaves)
-            returned = self._as_returned(results)
-        if isinstance(times, Spans):
-            return returned, recorded(pipeline.streams, times.runs, times.messages)
-        return returned, measured(pipeline.streams, pipeline.stages, times)
+            results, timeline = self._carry_out(self.executable.measure, leaves)
+            return self._as_returned(results), timeline
 
 
 @dataclass(slots=True, eq=False)

@@ -27,8 +27,10 @@ from autopar.ir.state import Roles
 from autopar.ir.unstack import Unstacked
 from autopar.partition.host_calls import Watch
 from autopar.partition.task import ArrayType, TaskFunction, array_type, task_function
+from autopar.plan.clock import measured
 from autopar.plan.emit import Streams
 from autopar.plan.instructions import Free, Instruction, MeshId, Recv, Run, Send, writes
+from autopar.plan.timeline import Timeline
 from autopar.runtime.compile import Compiler
 from autopar.runtime.failure import (
     CallbacksRaised,
@@ -286,11 +288,11 @@ class Pipeline:
             raise failure from cause
         return self._end(held)
 
-    def measure(self, arrays: Sequence[Any]) -> tuple[list[Any], dict[tuple[MeshId, int], float]]:
+    def measure(self, arrays: Sequence[Any]) -> tuple[list[Any], Timeline]:
         """Run one step with nothing at the same time as anything else.
 
         Returns:
-            The results, and the seconds of each instruction by (mesh, position in its stream).
+            The results, and the timeline of the schedule with the times that were measured.
 
         Raises:
             StepError: As of a call.
@@ -315,7 +317,7 @@ class Pipeline:
         except Exception as error:
             failure, cause = self._failure(error, done, parts, held)
             raise failure from cause
-        return self._end(held), seconds
+        return self._end(held), measured(self._streams, self._stages, seconds)
 
     def _split(self, arrays: Sequence[Any]) -> list[Any]:
         """The user's arguments, their stacks in parts."""

@@ -12,7 +12,6 @@ F. Cristian, "Probabilistic clock synchronization", Distributed Computing 3, 198
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 
 from autopar.plan.instructions import MeshId, Recv, Run, Send
 from autopar.runtime.ray.job import Job
@@ -20,21 +19,7 @@ from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.share import Report
 
 TRIES = 5
-
 Span = tuple[float, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Spans:
-    """A step on one clock, in seconds.
-
-    Attributes:
-        runs: When each program began and ended, by (mesh, position in its stream).
-        messages: When each was sent and had come, by number.
-    """
-
-    runs: Mapping[tuple[MeshId, int], Span]
-    messages: Mapping[int, Span]
 
 
 def clock_offset(ask: Callable[[], float], now: Callable[[], float]) -> tuple[float, float]:
@@ -54,7 +39,7 @@ def clock_offset(ask: Callable[[], float], now: Callable[[], float]) -> tuple[fl
 
 def spans_of(
     job: Job, seats: Sequence[Seat], reports: Mapping[int, Report], offsets: Mapping[int, tuple[float, float]]
-) -> Spans:
+) -> tuple[dict[tuple[MeshId, int], Span], dict[int, Span]]:
     """What workers have measured, on one clock; of several workers of a mesh, the first to begin and the last to end.
 
     Args:
@@ -62,6 +47,10 @@ def spans_of(
         seats: They.
         reports: By worker.
         offsets: By host, as of `clock_offset`.
+
+    Returns:
+        When each program began and ended, by (mesh, position in its stream); when each message was sent and had come, by
+        number. In seconds.
     """
     runs: dict[tuple[MeshId, int], Span] = {}
     sent: dict[int, float] = {}
@@ -80,4 +69,4 @@ def spans_of(
                     # Between GPUs nothing tells when it came but that the receiver has it.
                     when = report.arrivals.get(message, end + ahead) - ahead
                     come[message] = max(when, come.get(message, when))
-    return Spans(runs, {m: (begin, max(begin, come[m])) for m, begin in sent.items() if m in come})
+    return runs, {m: (begin, max(begin, come[m])) for m, begin in sent.items() if m in come}

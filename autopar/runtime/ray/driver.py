@@ -16,14 +16,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.errors import StepError
 from autopar.ir.unstack import Unstacked
 from autopar.mesh import Sharding
 from autopar.mesh.ray_nodes import RayMachine
 from autopar.partition.host_calls import Raised
+from autopar.plan.clock import recorded
+from autopar.plan.emit import Streams
 from autopar.plan.instructions import BufferId, MeshId
+from autopar.plan.timeline import Timeline
 from autopar.plan.transfers import Box
-from autopar.runtime.ray.callbacks import Programs, callback_error
-from autopar.runtime.ray.clocks import Spans, spans_of
+from autopar.runtime.ray.callbacks import callback_error, programs_of
+from autopar.runtime.ray.clocks import spans_of
 from autopar.runtime.ray.faults import microbatch_of
 from autopar.runtime.ray.functions import check_no_calls
 from autopar.runtime.ray.handles import Copy, Part, RemoteArray, host_array, remote_sharding
@@ -42,13 +46,15 @@ class Interface:
         stacks: Which of them are in parts.
         kept: Results (of the job) that stay on the workers: new state.
         results: The job's results as the jaxpr has them: constants are there by value.
-        programs: What the job's programs are.
+        name: Of the step.
+        streams: What the meshes of a pipeline do; None: it is none.
     """
 
     stacks: Unstacked
     kept: frozenset[int]
     results: tuple[Any, ...]
-    programs: Programs
+    name: str
+    streams: Streams | None
 
 
 class RayStep:
@@ -160,13 +166,15 @@ class RayStep:
         """
         return self._carry_out(arrays, False)[0]
 
-    def measure(self, arrays: Sequence[Any]) -> tuple[list[Any], Spans]:
-        """Run one step, in which each program and message is waited for; as of a call, and when they were."""
+    def measure(self, arrays: Sequence[Any]) -> tuple[list[Any], Timeline]:
+        """Run one step of a pipeline, in which each program and message is waited for; as of a call, and when they were."""
+        assert self._interface.streams is not None, "one program has no timeline"
         if self.workers.closed:
             raise ended()
         offsets = self.workers.clocks()
         results, reports = self._carry_out(arrays, True)
-        return results, spans_of(self.job, self.workers.seats, reports, offsets)
+        runs, messages = spans_of(self.job, self.workers.seats, reports, offsets)
+        return results, recorded(self._interface.streams, runs, messages)
 
     def _carry_out(self, arrays: Sequence[Any], is_measured: bool) -> tuple[list[Any], dict[int, Report]]:
         if self.workers.closed:
@@ -191,15 +199,19 @@ class RayStep:
         raised = _raised(made)
         if self._pauses and raised:
             self._leave(calls, taken)
-            raise callback_error(self._interface.programs, raised, state_lost=False)
+            raise self._callback_error(raised, False)
         if self._pauses:
             made = self.workers.call("go_on", dict.fromkeys(calls, ()), job=self._number)
             raised = _raised(made)
         results = self._results({number: tiles for number, (tiles, _) in made.items()}, keep)
         if raised:
             whole = results if all(r.makes_nothing for r in raised) else None
-            raise callback_error(self._interface.programs, raised, bool(taken), whole)
+            raise self._callback_error(raised, bool(taken), whole)
         return results, {number: report for number, (_, report) in made.items()}
+
+    def _callback_error(self, raised: Sequence[Raised], state_lost: bool, results: Any = None) -> StepError:
+        programs = programs_of(self._interface.name, self._interface.streams)
+        return callback_error(programs, raised, state_lost, results)
 
     def _leave(self, calls: Iterable[int], taken: Iterable[Copy]) -> None:
         """Do not carry on with a step: what it was to take is there again."""

@@ -15,7 +15,6 @@ from autopar.mesh import Cluster
 from autopar.plan.describe_stages import PipelineOrigin
 from autopar.plan.emit import Streams
 from autopar.plan.plan import Plan
-from autopar.runtime.ray.callbacks import programs_of
 from autopar.runtime.ray.driver import Interface, RayStep
 from autopar.runtime.ray.functions import check_calls
 from autopar.runtime.ray.job import pipeline_job, step_job
@@ -52,5 +51,5 @@ def make_ray_step(cluster: Cluster, program: Program, roles: Roles, plan: Plan) 
         job = step_job(body, plan.mesh, jaxpr.invars, roles, program.name, platform, cluster.num_devices)
     keys = {at for k, key in enumerate(program.key_outputs) if key for at in stacks.outputs[k]}
     state = frozenset(roles.aliases) - keys
-    interface = Interface(stacks, state, tuple(jaxpr.outvars), programs_of(program.name, streams))
+    interface = Interface(stacks, state, tuple(jaxpr.outvars), program.name, streams)
     return RayStep(cluster.machine, job, interface, platform)
