@@ -1,10 +1,10 @@
-"""Every exception that autopar raises for something the user can change.
+"""Every exception that autopar raises for something the user can change; and its warnings.
 
 In:     what was given, what is wrong with it, what to do: one sentence each, with names, numbers and source lines.
 Out:    an exception whose message shows the three in that order and whose fields carry the facts.
 Method: one class per kind of mistake, all below `AutoparError`. An exception from the user's own code passes as it is
         while the step is traced; of a step that runs it is the `__cause__` of a `StepError`, which says where it was
-        raised. Our own bugs are `assert`s, not these.
+        raised. Our own bugs are `assert`s, not these. What works, but not as the user may think, is a warning.
 """
 
 from __future__ import annotations

@@ -81,11 +81,12 @@ def read_state(
     positions = [k for k, leaf in enumerate(leaves) if not is_function(leaf)]
     places = places_by_like(leaves) if compiled is None else places_by_plan(like, compiled)
     kinds = [manifest.leaves[path] for path, _, _ in wanted]
-    there = {
-        k: (place, path)
-        for k, kind, (path, _, asked) in zip(positions, kinds, wanted, strict=True)
-        if isinstance(place := places[k], OnWorkers) and kind == asked and kind.kind == "array" and kind.size
-    }
+    there: dict[int, tuple[OnWorkers, tuple[str, ...]]] = {}
+    for k, kind, (path, _, asked) in zip(positions, kinds, wanted, strict=True):
+        place = places[k]
+        # Workers read bytes as they are: what becomes another type, or a key, is read here and given to them.
+        if isinstance(place, OnWorkers) and kind == asked and kind.kind == "array" and kind.size:
+            there[k] = place, path
     remote = read_apart(there, folder)
     request: list[Any] = [None] * len(leaves)
     for k, kind in zip(positions, kinds, strict=True):

@@ -9,10 +9,8 @@ import pytest
 from jax import lax
 
 import autopar
-from autopar._jax import eval_jaxpr
-from autopar.ir.check import check_program
 from autopar.ir.structure import body_jaxprs
-from autopar.ir.trace import trace_step
+from tests.ir.traced import traced
 
 ROWS, LENGTH, WIDTH = 8, 4, 16
 RNG = np.random.default_rng(0)
@@ -35,12 +33,7 @@ def indexed(eqns):
 
 
 def batching(fn, *args):
-    program = trace_step(fn, args)
-    check_program(program.jaxpr)
-    values = eval_jaxpr(program.jaxpr, (), *program.flatten_inputs(jax.tree.leaves(args)))
-    actual, expected = program.unflatten_outputs(values), jax.jit(fn)(*args)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-6, atol=1e-6), actual, expected)
-    return list(indexed(program.jaxpr.eqns))
+    return list(indexed(traced(fn, *args, rtol=1e-6).eqns))
 
 
 def scanned(x, ids):

@@ -9,21 +9,11 @@ import pytest
 from jax import lax
 
 from autopar._jax import Var, eval_jaxpr, open_jaxpr, scan_counts
-from autopar.ir.check import check_program
 from autopar.ir.flatten import is_recomputed
-from autopar.ir.trace import trace_step
+from tests.ir.traced import traced
 
 W = np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)
 X = np.linspace(0, 1, 12, dtype=np.float32).reshape(3, 4)
-
-
-def flat(fn, *args):
-    program = trace_step(fn, args)
-    check_program(program.jaxpr)
-    values = eval_jaxpr(program.jaxpr, (), *program.flatten_inputs(jax.tree.leaves(args)))
-    actual, expected = program.unflatten_outputs(values), jax.jit(fn)(*args)
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=2e-5, atol=1e-6), actual, expected)
-    return program.jaxpr
 
 
 def names(jaxpr):
@@ -62,11 +52,11 @@ def test_calls_are_opened():
 
         return jax.value_and_grad(loss)(w)
 
-    assert not {"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "composite"} & set(names(flat(step, W, X)))
+    assert not {"jit", "pjit", "custom_jvp_call", "custom_vjp_call", "composite"} & set(names(traced(step, W, X)))
 
 
 def test_linear_solve_is_opened():
-    jaxpr = flat(lambda w, x: jax.grad(lambda w: jnp.linalg.solve(w + 5 * jnp.eye(4), x.T).sum())(w), W, X)
+    jaxpr = traced(lambda w, x: jax.grad(lambda w: jnp.linalg.solve(w + 5 * jnp.eye(4), x.T).sum())(w), W, X)
     assert "custom_linear_solve" not in names(jaxpr) and "triangular_solve" in names(jaxpr)
 
 
@@ -85,7 +75,7 @@ def test_collectives_of_a_mapped_axis_are_reductions():
     def step(w, x):
         return jax.grad(lambda w: jax.vmap(one, (None, 0), axis_name="batch")(w, x)[0].sum())(w)
 
-    found = names(flat(step, W, X))
+    found = names(traced(step, W, X))
     assert not {"psum", "pmax", "pmin"} & set(found) and {"reduce_sum", "reduce_max"} <= set(found)
 
 
@@ -96,7 +86,7 @@ def test_root_finding():
 
         return lax.custom_root(lambda x: x**2 - a, 1.0, solve, lambda g, y: y / g(1.0))
 
-    assert not [name for name in names(flat(jax.grad(step), 4.0)) if name.startswith("c")]
+    assert not [name for name in names(traced(jax.grad(step), 4.0)) if name.startswith("c")]
 
 
 def test_name_stacks_are_joined():
@@ -107,7 +97,7 @@ def test_name_stacks_are_joined():
 
         return jax.grad(loss)(w)
 
-    stacks = [str(eqn.source_info.name_stack) for eqn in flat(step, W, X).eqns]
+    stacks = [str(eqn.source_info.name_stack) for eqn in traced(step, W, X).eqns]
     assert stacks[0].startswith("jvp(mlp)") and stacks[-1].startswith("transpose(jvp(mlp))")
 
 
@@ -116,7 +106,7 @@ def test_remat_stays_behind_a_barrier():
     def layer(w, x):
         return jnp.tanh(jnp.tanh(x @ w) @ w)
 
-    jaxpr = flat(jax.value_and_grad(lambda w, x: layer(w, x).sum()), W, X)
+    jaxpr = traced(jax.value_and_grad(lambda w, x: layer(w, x).sum()), W, X)
     barrier = only(jaxpr, "optimization_barrier")
     again = [eqn for eqn in jaxpr.eqns if is_recomputed(eqn)]
     assert [eqn.primitive.name for eqn in again if eqn.primitive.name != "mul"].count("tanh") == 2
@@ -134,8 +124,8 @@ def test_remat_without_gradient_and_without_cse_guard():
         layer = jax.checkpoint(lambda w, x: jnp.tanh(x @ w), prevent_cse=False)
         return layer(w, x), jax.grad(lambda w: layer(w, x).sum())(w)
 
-    assert "optimization_barrier" not in names(flat(step, W, X))
-    forward = flat(jax.checkpoint(lambda w, x: jnp.tanh(x @ w)), W, X)
+    assert "optimization_barrier" not in names(traced(step, W, X))
+    forward = traced(jax.checkpoint(lambda w, x: jnp.tanh(x @ w)), W, X)
     assert names(forward) == ["dot_general", "tanh"]
 
 
@@ -149,7 +139,7 @@ def test_remat_policy_and_scan():
 
         return jax.grad(lambda w: lax.scan(body, x, w)[0].sum())(w)
 
-    jaxpr = flat(step, np.stack([W, W / 2, W * 2]), X)
+    jaxpr = traced(step, np.stack([W, W / 2, W * 2]), X)
     backward = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"][-1]
     assert "optimization_barrier" in names(open_jaxpr(backward.params["jaxpr"])[0])
 
@@ -164,7 +154,7 @@ def test_constants_of_loops_become_operands():
 
         return lax.scan(body, jnp.zeros(4), x)
 
-    jaxpr = flat(step, X, 3)
+    jaxpr = traced(step, X, 3)
     assert len(jaxpr.invars) == 4  # x, n, and two arrays, though one is used in three places
     eqn = only(jaxpr, "scan")
     assert scan_counts(eqn.params)[1] == 1 and not open_jaxpr(eqn.params["jaxpr"])[1]
@@ -179,7 +169,7 @@ def test_loops_of_each_sample_have_one_test():
     """`vmap` of a while: JAX traces a test with a dim, and lowers it to a loop while any goes on."""
     x = np.array([[0.5, 9.0], [3.0, 100.0], [1.0, 2.0]], np.float32)
     for fn in (jax.vmap(jax.vmap(halvings)), jax.vmap(lambda row: jax.vmap(halvings)(row))):
-        loop = only(flat(fn, x), "while")
+        loop = only(traced(fn, x), "while")
         test, body = (open_jaxpr(loop.params[name])[0] for name in ("cond_jaxpr", "body_jaxpr"))
         assert names(test) == ["reduce_or"] and test.outvars[0].aval.shape == ()
         assert names(body).count("select_n") == 2
@@ -189,11 +179,11 @@ def test_loops_of_each_sample_in_loops():
     def rows(x):
         return lax.map(lambda row: jax.vmap(halvings)(row)[1], x)
 
-    flat(jax.vmap(rows), np.linspace(0, 40, 24, dtype=np.float32).reshape(2, 3, 4))
+    traced(jax.vmap(rows), np.linspace(0, 40, 24, dtype=np.float32).reshape(2, 3, 4))
 
 
 def test_placing_on_no_device_is_dropped():
-    assert names(flat(lambda x: jax.device_put([x + 1, 2.0]), X)) == ["add"]
+    assert names(traced(lambda x: jax.device_put([x + 1, 2.0]), X)) == ["add"]
 
 
 def test_no_operations_are_dropped():
@@ -201,12 +191,12 @@ def test_no_operations_are_dropped():
         y = lax.reshape(lax.transpose(lax.convert_element_type(x, x.dtype), (0, 1)), x.shape)
         return lax.stop_gradient(lax.broadcast_in_dim(y, x.shape, (0, 1)))
 
-    jaxpr = flat(step, X)
+    jaxpr = traced(step, X)
     assert not jaxpr.eqns and jaxpr.outvars == jaxpr.invars
 
 
 def test_known_scalars_are_folded():
-    jaxpr = flat(lambda x: jnp.var(x, axis=1), X)
+    jaxpr = traced(lambda x: jnp.var(x, axis=1), X)
     assert not {"select_n", "gt", "convert_element_type"} & set(names(jaxpr))
 
 
@@ -214,7 +204,7 @@ def test_known_branches_are_opened():
     def step(x):
         return lax.switch(1, [lambda x: x, lambda x: x + 1], x), jnp.diag(x[:, :3])
 
-    assert "cond" not in names(flat(step, X))
+    assert "cond" not in names(traced(step, X))
 
 
 def test_effects_stay():
@@ -222,7 +212,7 @@ def test_effects_stay():
         jax.debug.callback(lambda x: None, x.sum())
         return x * 2
 
-    assert "debug_callback" in names(flat(step, X))
+    assert "debug_callback" in names(traced(step, X))
 
 
 def test_variables_are_not_shared():
@@ -233,7 +223,7 @@ def test_variables_are_not_shared():
         x = layer(w, layer(w, x))
         return lax.scan(lambda c, _: (layer(w, layer(w, c)), c), x, None, length=2)
 
-    assert names(flat(step, W, X)).count("tanh") == 2
+    assert names(traced(step, W, X)).count("tanh") == 2
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -247,4 +237,4 @@ def test_optimizer_step(seed):
         updates, opt = tx.update(grads, opt, params)
         return optax.apply_updates(params, updates), opt
 
-    flat(step, params, tx.init(params), X)
+    traced(step, params, tx.init(params), X)

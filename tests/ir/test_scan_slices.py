@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 from jax import lax
 
-from autopar._jax import eval_jaxpr
-from autopar.ir.check import check_program
 from autopar.ir.microbatch import split_microbatches
 from autopar.ir.structure import body_jaxprs, scan_parts
-from autopar.ir.trace import trace_step
 from autopar.ir.unstack import layer_count
+from tests.ir.traced import traced
 
 LAYERS, WIDTH, BATCH = 6, 8, 4
 RNG = np.random.default_rng(0)
@@ -23,15 +21,6 @@ X = RNG.normal(size=(BATCH, WIDTH)).astype(np.float32)
 
 def layer(x, kernel):
     return x + jnp.tanh(x @ kernel)
-
-
-def traced(fn, *args):
-    program = trace_step(fn, args)
-    check_program(program.jaxpr)
-    values = eval_jaxpr(program.jaxpr, (), *program.flatten_inputs(jax.tree.leaves(args)))
-    actual, expected = program.unflatten_outputs(values), jax.jit(fn)(*args)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6), actual, expected)
-    return program.jaxpr
 
 
 def trained(run):

@@ -18,6 +18,18 @@ def start_ray() -> None:
     ray.init("local", num_cpus=1, include_dashboard=False, object_store_memory=200 * 2**20, log_to_driver=False)
 
 
+def start_two_nodes() -> tuple[Any, Any]:
+    """As if there were two machines, this process on the first: the cluster, and its second node."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 1, "object_store_memory": 100 * 2**20}
+    nodes = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    second = nodes.add_node(**node)
+    ray.init(address=nodes.address, log_to_driver=False)
+    return nodes, second
+
+
 def make_cluster(hosts: int, devices_per_host: int, **options: Any) -> autopar.Cluster:
     """So many hosts on this machine, slow enough that small models are split."""
     options = {"device": SLOW, "intra": QUICK, "inter": QUICK, "wait_seconds": 60.0, **options}

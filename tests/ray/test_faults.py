@@ -347,15 +347,11 @@ LOST = """
 import sys, threading
 sys.path.insert(0, {root!r})
 import ray
-from ray.cluster_utils import Cluster
 import autopar
 from autopar.errors import ClusterError, WorkerError
 from tests.models.registry import CASES
-from tests.ray.cluster import make_cluster
-node = dict(num_cpus=1, object_store_memory=100 * 2**20)
-nodes = Cluster(initialize_head=True, head_node_args=dict(node, include_dashboard=False))
-second = nodes.add_node(**node)
-ray.init(address=nodes.address, log_to_driver=False)
+from tests.ray.cluster import make_cluster, start_two_nodes
+nodes, second = start_two_nodes()
 case = CASES["mlp_schedule_clip"]()
 method = autopar.PipelineParallel(num_stages=2, num_microbatches=3)
 def run(hosts, devices_per_host):

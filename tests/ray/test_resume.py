@@ -118,15 +118,11 @@ sys.path.insert(0, {root!r})
 import numpy as np
 import jax
 import ray
-from ray.cluster_utils import Cluster
 import autopar
 from tests.models.registry import CASES
-from tests.ray.cluster import make_cluster
+from tests.ray.cluster import make_cluster, start_two_nodes
 from tests.ray.test_resume import make_step
-node = dict(num_cpus=1, object_store_memory=100 * 2**20)
-nodes = Cluster(initialize_head=True, head_node_args=dict(node, include_dashboard=False))
-second = nodes.add_node(**node)
-ray.init(address=nodes.address, log_to_driver=False)
+nodes, second = start_two_nodes()
 case = CASES["mlp_schedule_clip"]()
 batches = [case.batches[k % len(case.batches)] for k in range(5)]
 found = []

@@ -19,30 +19,32 @@ from autopar.plan.transfers import plan_transfer
 from autopar.runtime.ray.direct import AHEAD, Begun, Direct
 from autopar.runtime.ray.job import BufferType
 from autopar.runtime.ray.parcels import Message, box_shape, parcels_of, slices
+from autopar.runtime.ray.places import Places, aligned, on_devices
 from autopar.runtime.ray.seats import seats_of
 from autopar.runtime.ray.sockets import LARGE_BYTES, Listener, make_post
-from autopar.runtime.ray.transport import Mailbox, ObjectStore, WaitError, aligned, on_devices
+from autopar.runtime.ray.transport import Mailbox, ObjectStore, WaitError
 from tests.ray.kinds import DTYPES, EMPTY, SHAPE, kinds
 
 
-class Here:
+class Here(Places):
     """The devices of a worker, which are some of this process's."""
 
     def __init__(self, devices, seat):
-        self.all, self.seat = devices, seat
+        super().__init__(seat)
+        self.all = devices
 
-    def devices(self, kind):
-        return [self.all[d] for d in self.seat.devices]
-
-    def sharding(self, kind):
-        mesh = jax.sharding.Mesh(np.array(self.all).reshape(kind.mesh.shape), kind.mesh.axis_names)
-        return kind.on(mesh)
+    def mesh(self, mesh):
+        return jax.sharding.Mesh(np.array(self.all).reshape(mesh.shape), mesh.axis_names)
 
     def share(self, kind, value):
         """Its part of an array."""
         whole = tuple((0, length) for length in kind.shape)
         parts = [value[slices(kind.boxes()[d], whole)] for d in self.seat.devices]
-        return Share(kind.shape, None, jax.device_put(parts, self.devices(kind)))
+        return self.sharer(kind)(parts)
+
+    def sharer(self, kind):
+        """As `putter`, where not all devices of the mesh are the worker's."""
+        return lambda parts: Share(kind.shape, None, jax.device_put(parts, self.devices(kind)))
 
 
 class Pipe:
@@ -184,6 +186,7 @@ class Share:
 def test_meshes_of_several_processes(transports, devices_per_host, shape, monkeypatch):
     """Every worker gets what its devices want, also where a copy is handed on to a device of another process."""
     monkeypatch.setattr(jax, "make_array_from_single_device_arrays", Share)
+    monkeypatch.setattr(Here, "putter", Here.sharer)
     monkeypatch.setattr(jax, "block_until_ready", lambda arrays: arrays)
     mesh = LogicalMesh((4,))
     seats, places, made = transports(mesh, mesh, devices_per_host=devices_per_host)
@@ -355,7 +358,7 @@ def test_own_memory():
     kind = BufferType((64,), np.dtype("float32"), Sharding(((),)), mesh)
     part = aligned((64,), kind.dtype)
     part[:] = 1.0
-    array = on_devices(kind, seat, Here(jax.devices()[:2], seat), own_memory=True)([part])
+    array = on_devices(kind, Here(jax.devices()[:2], seat), own_memory=True)([part])
     jax.block_until_ready(array)
     part[:] = 2.0
     np.testing.assert_array_equal(array, np.ones(64))

@@ -25,9 +25,10 @@ from autopar.plan.instructions import MeshId
 from autopar.plan.transfers import Tile, TransferPlan, boxes, plan_transfer
 from autopar.runtime.ray.job import BufferType
 from autopar.runtime.ray.parcels import Message, box_shape
+from autopar.runtime.ray.places import Places
 from autopar.runtime.ray.plain import as_plain, from_plain, is_narrow
 from autopar.runtime.ray.seats import Seat
-from autopar.runtime.ray.transport import Places, Receive, Send, WaitError
+from autopar.runtime.ray.transport import Receive, Send, WaitError
 from autopar.runtime.transfer import cut_tile, join_tiles
 
 Pair = tuple[MeshId, MeshId]

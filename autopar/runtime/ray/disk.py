@@ -127,9 +127,8 @@ def read_tiles(folder: str, arrays: Sequence[tuple[str, Sequence[Box]]]) -> Iter
 
     # A chunk that several parts need is read once, if they are read soon after each other.
     context = tensorstore.Context({"cache_pool": {"total_bytes_limit": 2**28}})
-    base = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}
     stores = [
-        tensorstore.open({"driver": "zarr", "kvstore": base | {"path": name}}, open=True, read=True, context=context)
+        tensorstore.open({"driver": "zarr", "kvstore": _file(folder, name)}, open=True, read=True, context=context)
         for name, _ in arrays
     ]
     ahead: deque[list[tuple[Any, int]]] = deque()
@@ -159,6 +158,11 @@ def unseen(token: str, word: str, writing: bool) -> str:
     return f"it may not write to {folder}" if writing and not os.access(folder, os.W_OK) else ""
 
 
+def _file(folder: str, name: str) -> dict[str, Any]:
+    """Where an array lies in a checkpoint."""
+    return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}, "path": name}
+
+
 def _spec(array: OnDisk, folder: str) -> dict[str, Any]:
     """As TensorStore's documentation has it; small values lie in the tree's nodes, as orbax wants."""
     return {
@@ -169,12 +173,8 @@ def _spec(array: OnDisk, folder: str) -> dict[str, Any]:
             "chunks": array.chunks,
             "compressor": {"id": "zstd", "level": 1},
         },
-        "kvstore": {
-            "driver": "ocdbt",
-            "base": {"driver": "file", "path": f"{folder}/"},
-            "path": array.name,
-            "config": {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000},
-        },
+        "kvstore": _file(folder, array.name)
+        | {"config": {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000}},
         # A chunk of zeros is written like any other: what is missing can then be seen.
         "store_data_equal_to_fill_value": True,
         "recheck_cached_data": False,

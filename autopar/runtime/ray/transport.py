@@ -20,28 +20,13 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from autopar._jax import put_shards
 from autopar.plan.transfers import Box
-from autopar.runtime.ray.job import BufferType
 from autopar.runtime.ray.parcels import Message, Piece, box_shape, own_boxes, pack, slices, unpack
+from autopar.runtime.ray.places import ALIGNMENT_BYTES, Places, aligned, on_devices
 from autopar.runtime.ray.seats import Seat
 
-ALIGNMENT_BYTES = 64
-"""XLA:CPU takes host memory that begins at a multiple of this as it is."""
 SMALL_BYTES = 64 * 2**10
 """Messages of no more, whose values are there, leave at once: a socket has room for so much."""
-
-
-class Places(Protocol):
-    """The devices of a worker."""
-
-    def devices(self, kind: BufferType) -> Sequence[jax.Device]:
-        """Its own, in mesh order."""
-        ...
-
-    def sharding(self, kind: BufferType) -> jax.sharding.NamedSharding:
-        """Where arrays of this type are, on the whole mesh."""
-        ...
 
 
 Send = Callable[[int, Sequence[jax.Array]], None]
@@ -200,8 +185,7 @@ class ObjectStore:
             if parcel.target == self._seat.number
         ]
         finish = [
-            on_devices(kind, self._seat, self._places, taken)
-            for kind, taken in zip(message.received, message.taken, strict=True)
+            on_devices(kind, self._places, taken) for kind, taken in zip(message.received, message.taken, strict=True)
         ]
         taken_bytes = sum(
             math.prod(box_shape(kind.boxes()[device])) * kind.dtype.itemsize
@@ -267,47 +251,3 @@ def _paste(piece: Piece, wanted: Sequence[Box]) -> tuple[int, int, Box, tuple[sl
         if all(low <= start and stop <= high for (start, stop), (low, high) in zip(piece.box, box, strict=True))
     )
     return piece.value, at, piece.box, None if piece.box == wanted[at] else slices(piece.box, wanted[at])
-
-
-def aligned(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
-    """Empty memory that XLA:CPU takes without a copy."""
-    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    room = np.empty(size + ALIGNMENT_BYTES, np.uint8)
-    start = -room.ctypes.data % ALIGNMENT_BYTES
-    return room[start : start + size].view(dtype).reshape(tuple(shape))
-
-
-def _own(part: np.ndarray) -> np.ndarray:
-    """A copy, which XLA:CPU does not copy again."""
-    room = aligned(part.shape, part.dtype)
-    room[...] = part
-    return room
-
-
-def on_devices(
-    kind: BufferType, seat: Seat, places: Places, own_memory: bool
-) -> Callable[[Sequence[np.ndarray]], jax.Array]:
-    """How a worker makes an array of its different parts in host memory; on several hosts, its share of the array.
-
-    Args:
-        kind: Type of the array.
-        seat: Of the worker.
-        places: Its devices.
-        own_memory: Devices must not share memory with each other or the host: a program takes it over.
-    """
-    held, boxes = kind.boxes(), own_boxes(kind, seat)
-    part_of = [boxes.index(held[device]) for device in seat.devices]
-    devices, struct = (
-        list(places.devices(kind)),
-        jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=places.sharding(kind)),
-    )
-
-    is_all_here = len(struct.sharding.addressable_devices) == len(devices)  # of this process, no other seat has any
-
-    def put(parts: Sequence[np.ndarray]) -> jax.Array:
-        shards = [_own(parts[k]) if own_memory else parts[k] for k in part_of]
-        if is_all_here:
-            return put_shards(struct, shards, devices)
-        return jax.make_array_from_single_device_arrays(kind.shape, struct.sharding, jax.device_put(shards, devices))
-
-    return put

@@ -13,34 +13,31 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from autopar.errors import DeviceCountError, WorkerError
-from autopar.mesh import LogicalMesh
-from autopar.partition.shipped import with_callbacks
-from autopar.plan.instructions import BufferId, Free, Instruction, MeshId, Recv, Run, Send, writes
+from autopar.plan.instructions import BufferId, MeshId, Recv, Run, Send, writes
 from autopar.plan.transfers import Box
 from autopar.runtime.digest import Digest
+from autopar.runtime.ray.acts import Held, act, compiled
 from autopar.runtime.ray.direct import Channel, Direct, Pair
 from autopar.runtime.ray.disk import Disk, OnDisk, read_tiles, unseen
 from autopar.runtime.ray.functions import HostCalls, portable, unpacked_calls
 from autopar.runtime.ray.job import BufferType, ProgramCode
 from autopar.runtime.ray.nccl import NcclChannel, can_use_nccl, new_id
 from autopar.runtime.ray.parcels import Message, box_shape, moved, own_boxes, pack, unpack
+from autopar.runtime.ray.places import Places, on_devices
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.share import Key, Position, Report, Share, StepCall, Tiles
 from autopar.runtime.ray.sockets import Listener, Post, make_post
-from autopar.runtime.ray.transport import Mailbox, ObjectStore, Receive, Transport, WaitError, on_devices
+from autopar.runtime.ray.transport import Mailbox, ObjectStore, Receive, Transport, WaitError
 from autopar.runtime.ray.transport import Send as SendTo
-
-Held = dict[BufferId, Any]
 
 
 @dataclass(slots=True)
@@ -69,13 +66,13 @@ class Worker:
     def __init__(self, seat: Seat, wait_seconds: float):
         self.seat, self._wait_seconds = seat, wait_seconds
         self.position, self._since = Position(0, None), time.monotonic()
+        self.places = Places(seat)
         self.arrays: dict[Key, jax.Array] = {}
         self.loaded: dict[int, _Loaded] = {}
         self._given: dict[int, tuple[Share, dict[str, jax.stages.Compiled], HostCalls]] = {}
         self._step: _Step | None = None
         self._mailbox = Mailbox()
         self._disk = Disk()
-        self._meshes: dict[LogicalMesh, jax.sharding.Mesh] = {}
         self._store: ObjectStore
         self._direct: Direct | None = None
         self._channels: dict[Pair, Channel] = {}
@@ -156,9 +153,9 @@ class Worker:
                 available=jax.local_device_count(),
             )
         posts = {number: make_post(addresses[number], word, _through_ray(peer)) for number, peer in peers.items()}
-        self._store = ObjectStore(self.seat, self, self._mailbox, posts, self._wait_seconds)
+        self._store = ObjectStore(self.seat, self.places, self._mailbox, posts, self._wait_seconds)
         if direct:
-            self._direct = Direct(self.seat, self, self._channels, owner, self._wait_seconds)
+            self._direct = Direct(self.seat, self.places, self._channels, owner, self._wait_seconds)
 
     def new_channel(self) -> tuple[int, ...]:
         """An id for a channel of which it has the first rank."""
@@ -173,7 +170,10 @@ class Worker:
     def compile(self, number: int, share: Share) -> None:
         """Take a share of a job, and compile its programs."""
         calls = unpacked_calls(share.callbacks)
-        programs = {program.name: self._compiled(program, calls.of.get(program.name)) for program in share.programs}
+        programs = {}
+        for program in share.programs:
+            self._stand(0)
+            programs[program.name] = compiled(program, self.places, calls.of.get(program.name))
         self._given[number] = share, programs, calls
 
     def load(self, number: int) -> None:
@@ -184,53 +184,12 @@ class Worker:
         watched = {program.name for program in share.programs if program.is_watched}
         self.loaded[number] = _Loaded(
             share,
-            [_act(at, i, programs, watched, sends, receives) for at, i in enumerate(share.stream)],
-            {at: self._placed(share.types[at], np.int32(number), True) for at, number in share.numbers.items()},
-            [on_devices(share.types[at], self.seat, self, taken) for at, taken in share.entries],
+            [act(at, i, programs, watched, sends, receives) for at, i in enumerate(share.stream)],
+            {at: self._placed(share.types[at], np.int32(number)) for at, number in share.numbers.items()},
+            [on_devices(share.types[at], self.places, taken) for at, taken in share.entries],
             [own_boxes(share.types[at], self.seat) for at, _ in share.entries],
             calls,
         )
-
-    def devices(self, kind: BufferType) -> Sequence[jax.Device]:
-        """As of `Places`."""
-        places = self.mesh_of(kind.mesh).devices.flat
-        return [places[device] for device in self.seat.devices]
-
-    def sharding(self, kind: BufferType) -> NamedSharding:
-        """As of `Places`."""
-        return kind.on(self.mesh_of(kind.mesh))
-
-    def mesh_of(self, mesh: LogicalMesh) -> jax.sharding.Mesh:
-        """The logical mesh over the devices of all its workers."""
-        if mesh not in self._meshes:
-            devices = np.array(jax.devices()[: mesh.num_devices])
-            self._meshes[mesh] = jax.sharding.Mesh(devices.reshape(mesh.shape), mesh.axis_names)
-        return self._meshes[mesh]
-
-    def _compiled(
-        self, program: ProgramCode, callbacks: Sequence[Callable[..., Any]] | None = None
-    ) -> jax.stages.Compiled:
-        call = jax.export.deserialize(bytearray(program.code)).call
-        if callbacks:
-            call = with_callbacks(call, callbacks)
-
-        def function(*arrays: jax.Array) -> Any:
-            return call(*arrays)
-
-        function.__name__ = function.__qualname__ = program.name.replace("/", "_")
-        shardings = tuple(self.sharding(kind) for kind in program.inputs)
-        jitted = jax.jit(
-            function,
-            in_shardings=shardings,
-            out_shardings=[self.sharding(kind) for kind in program.outputs],
-            donate_argnums=tuple(k for k, donated in enumerate(program.donated) if donated),
-        )
-        structs = [
-            jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
-            for kind, sharding in zip(program.inputs, shardings, strict=True)
-        ]
-        self._stand(0)
-        return jitted.lower(*structs).compile()
 
     def _ways(self, share: Share) -> tuple[dict[int, SendTo], dict[int, Receive]]:
         """How each message is sent or received: from GPU to GPU, or through Ray; within a mesh always the latter."""
@@ -371,7 +330,7 @@ class Worker:
 
     def _tiles(self, array: jax.Array, kind: BufferType, devices: Sequence[int]) -> list[np.ndarray]:
         data = {shard.device: shard.data for shard in array.addressable_shards}
-        own = self.devices(kind)
+        own = self.places.devices(kind)
         # A copy: what is handed out must outlive the array, whose memory the next step may take.
         return [np.array(data[own[device - self.seat.first]]) for device in devices]
 
@@ -403,12 +362,12 @@ class Worker:
         """Hold an array; `tiles` are its different parts on this worker's devices, packed."""
         boxes = own_boxes(kind, self.seat)
         parts = [unpack(data, box_shape(box), kind.dtype) for data, box in zip(tiles, boxes, strict=True)]
-        self.arrays[key] = on_devices(kind, self.seat, self, True)(parts)
+        self.arrays[key] = on_devices(kind, self.places, True)(parts)
 
     def create(self, code: bytes, keys: Sequence[Key], kinds: Sequence[BufferType]) -> None:
         """Run a program without operands and hold its results."""
         program = ProgramCode("create", code, (), tuple(kinds), ())
-        self.arrays.update(zip(keys, self._compiled(program)(), strict=True))
+        self.arrays.update(zip(keys, compiled(program, self.places)(), strict=True))
 
     def fetch(self, key: Key, kind: BufferType, devices: Sequence[int]) -> list[np.ndarray]:
         """Parts of an array, packed."""
@@ -445,7 +404,7 @@ class Worker:
         boxes = [own_boxes(kind, self.seat) for _, kind, _, _ in arrays]
         there = [(name, [moved(box, row) for box in own]) for (_, _, name, row), own in zip(arrays, boxes, strict=True)]
         for (key, kind, _, _), tiles in zip(arrays, read_tiles(folder, there), strict=True):
-            self.arrays[key] = on_devices(kind, self.seat, self, True)([tile.view(kind.dtype) for tile in tiles])
+            self.arrays[key] = on_devices(kind, self.places, True)([tile.view(kind.dtype) for tile in tiles])
             self._stand(0)
 
     def take(self, save: int, places: Sequence[tuple[Key, BufferType, int]]) -> None:
@@ -470,43 +429,8 @@ class Worker:
         """Let go of what was copied, also while it is being written."""
         self._disk.forget(save)
 
-    def _placed(self, kind: BufferType, value: Any, own_memory: bool) -> jax.Array:
-        return on_devices(kind, self.seat, self, own_memory)([np.asarray(value)] * len(own_boxes(kind, self.seat)))
-
-
-def _act(
-    at: int,
-    instruction: Instruction,
-    programs: Mapping[str, jax.stages.Compiled],
-    watched: Collection[str],
-    sends: Mapping[int, SendTo],
-    receives: Mapping[int, Receive],
-) -> Callable[[int, Held], None]:
-    match instruction:
-        case Run(program, _, _, inputs, outputs):
-            compiled = programs[program]
-            # That a program with callbacks has ended, no buffer tells: of instruction 0, 1, ... it stands at -1, -2, ...
-            made = (*outputs, -1 - at) if program in watched else outputs
-
-            def run(step: int, held: Held) -> None:
-                held.update(zip(made, compiled(*[held[b] for b in inputs]), strict=True))
-
-            return run
-        case Send(sent, _, message):
-            send = sends[message]
-            return lambda step, held: send(step, [held[b] for b in sent])
-        case Recv(received, _, message):
-            receive = receives[message]
-            return lambda step, held: held.update(zip(received, receive(step), strict=True))
-        case Free(freed):
-
-            def free(step: int, held: Held) -> None:
-                for b in freed:
-                    held.pop(b, None)
-
-            return free
-        case _:
-            assert_never(instruction)
+    def _placed(self, kind: BufferType, value: Any) -> jax.Array:
+        return on_devices(kind, self.places, True)([np.asarray(value)] * len(own_boxes(kind, self.seat)))
 
 
 def _through_ray(peer: Any) -> Post:

@@ -1,49 +1,36 @@
-"""The actors of a job: started, called, watched, ended. The only file here that imports Ray.
+"""The workers of one layout, as the driver sees them.
 
 In:     a `RayMachine`, the devices of each mesh.
 Out:    `Workers`: calls of all of them that return, or end in one `WorkerError`.
-Method: one placement group per host, one bundle and one actor per mesh there. While a call runs, actors that have not
-        answered it are asked where they stand; one that is dead, silent for too long, too long at one place, or has
-        raised ends the job: all actors are killed, and the placement groups removed, which also ends processes that do
-        not listen.
+Method: a call that fails ends the job: all actors are killed, and the placement groups removed; unless nothing was
+        changed by it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
-import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
-from autopar.errors import ClusterError, NodeLostError, WorkerError, warn
+from autopar.errors import WorkerError, warn
 from autopar.mesh.ray_nodes import RayMachine
 from autopar.plan.instructions import MeshId
 from autopar.runtime.digest import Digest, digest
+from autopar.runtime.ray.actors import end_all, start_all
+from autopar.runtime.ray.calls import FailedError, positions, wait_for, where
 from autopar.runtime.ray.clocks import clock_offset
 from autopar.runtime.ray.direct import Pair
 from autopar.runtime.ray.faults import Failure, worker_error, write_error
 from autopar.runtime.ray.job import BufferType, Job
 from autopar.runtime.ray.parcels import box_shape, holders_of, slices, unpack
-from autopar.runtime.ray.seats import Layout, Seat, by_mesh, environment, seats_of
-from autopar.runtime.ray.share import Position
-from autopar.runtime.ray.worker import Worker
-
-POLL_SECONDS = 1.0
-"""How often workers that are busy are asked where they stand."""
-GRACE_SECONDS = 2.0
-"""Who waits too long for a message says so itself, and has this long to, before one that stands too long is ended."""
-GROUPS = {"mail": 2, "control": 1, "disk": 1}
-"""Threads of an actor beside its one dispatching thread: for parcels that come in, for answering at any time, and for
-writing checkpoints."""
+from autopar.runtime.ray.seats import Layout, Seat, by_mesh, seats_of
 
 
 class Workers:
@@ -73,83 +60,13 @@ class Workers:
         self._opened: list[Pair] = []
         self._groups: list[Any] = []
         self._actors: dict[int, Any] = {}
-        self._end = weakref.finalize(self, _end, self._actors, self._groups)
+        self._end = weakref.finalize(self, end_all, self._actors, self._groups)
         try:
-            self._start()
+            start_all(machine, self.seats, self._actors, self._groups)
+            self._meet()
         except BaseException:
             self.close()
             raise
-
-    def _start(self) -> None:
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        actor = ray.remote(concurrency_groups=GROUPS, max_restarts=0)(Worker)
-        hosts: dict[int, list[Seat]] = {}
-        for seat in self.seats:
-            hosts.setdefault(seat.host, []).append(seat)
-        groups = {host: self._reserve(host, own) for host, own in hosts.items()}
-        self._wait_for_room(groups)
-        for host, own in hosts.items():
-            for bundle, seat in enumerate(own):
-                variables = environment(
-                    seat, self.on_gpu, os.environ.get("XLA_FLAGS", ""), bool(jax.config.jax_enable_x64)
-                )
-                options = {
-                    "num_cpus": self._bundle(seat)["CPU"],
-                    "num_gpus": self._bundle(seat).get("GPU", 0),
-                    "runtime_env": {"env_vars": variables},
-                    "scheduling_strategy": PlacementGroupSchedulingStrategy(groups[host], bundle),
-                }
-                self._actors[seat.number] = actor.options(**options).remote(seat, self._machine.wait_seconds)
-        self._meet()
-
-    def _bundle(self, seat: Seat) -> dict[str, float]:
-        # Virtual CPU devices share the cores there are; a bundle must ask for something.
-        return {"CPU": 1, "GPU": seat.count} if self.on_gpu else {"CPU": 0.01}
-
-    def _reserve(self, host: int, seats: Sequence[Seat]) -> Any:
-        from ray.util.placement_group import placement_group
-
-        node = {"ray.io/node-id": self._machine.hosts[host].node}
-        bundles = [self._bundle(seat) for seat in seats]
-        group = placement_group(bundles, "STRICT_PACK", bundle_label_selector=[node] * len(bundles))
-        self._groups.append(group)
-        return group
-
-    def _wait_for_room(self, groups: Mapping[int, Any]) -> None:
-        import ray
-
-        ready = {group.ready(): host for host, group in groups.items()}
-        deadline = time.monotonic() + self._machine.start_seconds
-        while True:
-            _, waiting = ray.wait(list(ready), num_returns=len(ready), timeout=POLL_SECONDS)
-            if not waiting:
-                return
-            host = ready[waiting[0]]
-            node = self._machine.hosts[host]
-            own = [seat for seat in self.seats if seat.host == host]
-            given = (
-                f"{len(own)} workers on host {host}, node {node.address}: "
-                f"{', '.join(str(self._bundle(seat)) for seat in own)}"
-            )
-            if node.node not in (n["NodeID"] for n in ray.nodes() if n["Alive"]):
-                raise NodeLostError(
-                    "a node of the cluster is lost.",
-                    given=given,
-                    wrong="Ray says that this node is not alive any more.",
-                    do="call Cluster.ray(...) again: it takes the nodes that are left.",
-                    node=node.address,
-                )
-            if time.monotonic() > deadline:
-                raise ClusterError(
-                    "Ray has no room for the workers.",
-                    given=given,
-                    wrong=f"they were not placed in {self._machine.start_seconds:.0f} s; free are "
-                    f"{ray.available_resources()}.",
-                    do="end what else runs there (cluster.machine.close() ends the workers of other steps), or wait longer: "
-                    "Cluster.ray(start_seconds=...).",
-                )
 
     def _meet(self) -> None:
         """Processes of one mesh form a group; all get to know each other."""
@@ -249,8 +166,8 @@ class Workers:
         try:
             for number, own in arguments.items():
                 refs[number] = getattr(self._actors[number], method).remote(*own)
-            return dict(zip(refs, self._wait(refs, *limits), strict=True))
-        except _FailedError as failed:
+            return wait_for(refs, lambda n: where(self._actors[n]), *limits)
+        except FailedError as failed:
             goes_on = harmless and failed.failure.how == "raised"
             failure = dataclasses.replace(failed.failure, method=method, subject=subject, option=option)
             raise self._told(failure, job, goes_on) from failure.cause
@@ -261,64 +178,11 @@ class Workers:
 
     def _told(self, failure: Failure, job: int, goes_on: bool) -> WorkerError:
         try:
-            return worker_error(failure, self.seats, self._positions(failure), self._jobs.get(job), goes_on)
+            others = {n: actor for n, actor in self._actors.items() if n != failure.worker}
+            return worker_error(failure, self.seats, positions(others), self._jobs.get(job), goes_on)
         finally:
             if not goes_on:
                 self.close()
-
-    def _wait(
-        self,
-        refs: Mapping[int, Any],
-        silence_seconds: float,
-        standing_seconds: float,
-        ask: Callable[[int], Any] | None = None,
-    ) -> list[Any]:
-        import ray
-        from ray.exceptions import GetTimeoutError, RayError
-
-        begun = time.monotonic()
-        heard = dict.fromkeys(refs, begun)
-        asked: dict[int, Any] = {}
-        while True:
-            try:
-                return ray.get(list(refs.values()), timeout=POLL_SECONDS)
-            except GetTimeoutError:
-                pass
-            except RayError as error:
-                raise _FailedError(_first_failed(refs, error)) from error
-            standing: dict[int, Position] = {}
-            for number, ref in refs.items():
-                if ray.wait([ref], timeout=0)[0]:
-                    heard[number] = time.monotonic()
-                elif number not in asked:
-                    asked[number] = (ask or self._where)(number)
-                elif ray.wait([asked[number]], timeout=0)[0]:
-                    heard[number] = time.monotonic()
-                    with contextlib.suppress(RayError):  # it ended, and its own call tells so
-                        standing[number] = ray.get(asked[number])
-                    del asked[number]
-                elif time.monotonic() - heard[number] > silence_seconds:
-                    raise _FailedError(Failure(number, "silent", None, silence_seconds))
-            number, position = max(standing.items(), key=lambda one: one[1].seconds, default=(-1, Position(0, None)))
-            if min(position.seconds, time.monotonic() - begun) > standing_seconds + GRACE_SECONDS:
-                raise _FailedError(Failure(number, "stuck", None, position.seconds, position=position))
-
-    def _where(self, number: int) -> Any:
-        return self._actors[number].where.options(concurrency_group="control").remote()
-
-    def _positions(self, failure: Failure) -> dict[int, Position]:
-        """Where the others stand."""
-        import ray
-
-        asked = {self._where(n): n for n in self._actors if n != failure.worker}
-        done, _ = ray.wait(list(asked), num_returns=len(asked), timeout=POLL_SECONDS) if asked else ([], [])
-        found = {}
-        for ref in done:
-            try:
-                found[asked[ref]] = ray.get(ref)
-            except ray.exceptions.RayError:
-                continue  # it ended too; the first failure is the one that is told
-        return found
 
     def know(self, number: int, job: Job) -> None:
         """What a job's streams are, for messages of errors."""
@@ -383,11 +247,8 @@ class Workers:
             for number, own in arguments.items()
         }
         try:
-            written = self._wait(
-                refs, *limits, lambda n: actors[n].writing.options(concurrency_group="control").remote()
-            )
-            return dict(zip(refs, written, strict=True))
-        except _FailedError as failed:
+            return wait_for(refs, lambda n: actors[n].writing.options(concurrency_group="control").remote(), *limits)
+        except FailedError as failed:
             # What the others write would come up again behind whoever takes away the folder.
             self.forget(save)
             ray.wait(list(refs.values()), num_returns=len(refs), timeout=self._machine.silence_seconds)
@@ -403,28 +264,6 @@ class Workers:
         """End all workers."""
         self.closed = True
         self._end()
-
-
-class _FailedError(Exception):
-    def __init__(self, failure: Failure):
-        super().__init__(failure)
-        self.failure = failure
-
-
-def _first_failed(refs: Mapping[int, Any], error: BaseException) -> Failure:
-    """Which of these calls ended in an error of Ray's, and how; `error` is what waiting for all of them raised."""
-    import ray
-    from ray.exceptions import RayError, RayTaskError
-
-    for number, ref in refs.items():
-        if ray.wait([ref], timeout=0)[0]:
-            try:
-                ray.get(ref)
-            except RayTaskError as raised:
-                return Failure(number, "raised", raised.cause or raised)
-            except RayError as died:  # of the actor, or of the node that had its answer
-                return Failure(number, "died", died)
-    return Failure(next(iter(refs)), "died", error)
 
 
 def ended() -> WorkerError:
@@ -457,17 +296,3 @@ def joined(
             made[slices(box, whole)] = part
     assert made is not None, "an array has parts"
     return made
-
-
-def _end(actors: dict[int, Any], groups: list[Any]) -> None:
-    import ray
-    from ray.util.placement_group import remove_placement_group
-
-    if not ray.is_initialized():
-        return  # Ray has gone, and with it all that ran there
-    for actor in actors.values():
-        ray.kill(actor)
-    for group in groups:
-        remove_placement_group(group)
-    actors.clear()
-    groups.clear()
