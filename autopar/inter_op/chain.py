@@ -277,7 +277,7 @@ def _balance(chain: Chain, places: Sequence[int], end: int, num_stages: int, sla
     """At which of the places stages begin; the first is one of them."""
     at = np.array(places)
     total = np.concatenate([[0.0], np.cumsum(chain.work)])[[*places, end]]
-    cap = _least_largest(total, num_stages) * (1 + slack)
+    cap = least_largest(total, num_stages) * (1 + slack)
     n = len(places)
     best = np.full((num_stages + 1, n + 1), np.inf)
     came = np.zeros((num_stages + 1, n + 1), int)
@@ -313,8 +313,13 @@ def _alike(chain: Chain) -> list[int]:
     return sorted(segment for at in found for segment in at)
 
 
-def _least_largest(total: np.ndarray, num_stages: int) -> float:
-    """The least that the largest work of a stage can be."""
+def least_largest(total: np.ndarray, num_stages: int) -> float:
+    """The least that the largest work of a stage can be.
+
+    Args:
+        total: Work before each place where a stage may begin, from 0 to all of it.
+        num_stages: How many stages.
+    """
     n = len(total) - 1
     best = total[1:].copy()
     for stage in range(2, num_stages + 1):

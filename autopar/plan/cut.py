@@ -2,7 +2,8 @@
 
 In:     a traced step, how many stages and microbatches are wanted.
 Out:    `CutStep`: the step with its scans over layers taken apart, its phases, the segments of its loop.
-Method: `ir/unstack.py`, `ir/microbatch.py` (or `ir/whole_batch.py`), `inter_op/chain.py`, in this order.
+Method: `inter_op/lean_scans.py`, `ir/unstack.py`, `ir/microbatch.py` (or `ir/whole_batch.py`), `inter_op/chain.py`, in
+        this order.
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar._jax import Jaxpr
+from autopar._jax import Jaxpr, Var
 from autopar.errors import PipelineError
 from autopar.inter_op.chain import Chain, make_chain
+from autopar.inter_op.lean_scans import lean_scans
 from autopar.intra_op.batch import BatchDims, follow_batch
 from autopar.ir.microbatch import Microbatches, split_microbatches
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.state import Roles
-from autopar.ir.structure import body_jaxprs, is_structured
+from autopar.ir.structure import body_jaxprs, inputs_of, is_structured
 from autopar.ir.trace import Program
 from autopar.ir.unstack import Unstacked, layer_count, unstack, whole_stacks
 from autopar.ir.whole_batch import whole_batch
@@ -131,6 +133,7 @@ def cut_step(
         MicrobatchError: Microbatches would compute something else.
     """
     paths = program.in_paths
+    program = dataclasses.replace(program, jaxpr=lean_scans(program.jaxpr))
     program, roles, stacks = in_parts(program, roles, num_stages, lying)
     names = ", ".join(dict.fromkeys(program.in_paths[k].split("/")[0] for k in roles.batch))
     if num_microbatches > 1:
@@ -139,10 +142,20 @@ def cut_step(
     else:
         split = whole_batch(program.jaxpr, roles.batch)
     first = 1 + len(split.invariants)
-    chain = make_chain(split.loop, split.loop.invars[1:first])
+    chain = make_chain(split.loop, _of_arguments(program.jaxpr, split))
     pieces = {first + k: frozenset({0}) for k in range(len(split.pieces))}
     batch = follow_batch(split.loop, _rules(split.loop, {}), pieces)
     return CutStep(program, roles, stacks, split, chain, batch, paths)
+
+
+def _of_arguments(jaxpr: Jaxpr, split: Microbatches) -> list[Var]:
+    """What enters the loop for all microbatches, and is made of arguments; a mask that is made of none is anyone's."""
+    made = set(jaxpr.invars)
+    for eqn in split.before:
+        if any(a in made for a in inputs_of(eqn)):
+            made.update(eqn.outvars)
+    inside = split.loop.invars[1 : 1 + len(split.invariants)]
+    return [var for var, outside in zip(inside, split.invariants, strict=True) if outside in made]
 
 
 def _rules(jaxpr: Jaxpr, found: dict[int, ShardingRule]) -> dict[int, ShardingRule]:

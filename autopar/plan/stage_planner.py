@@ -25,6 +25,7 @@ from autopar.mesh import Cluster, LogicalMesh, logical_meshes
 from autopar.plan.assemble import PipelinePlan
 from autopar.plan.cut import CutStep, check_stage_count, cut_step
 from autopar.plan.methods import PipelineParallel, ThreeD
+from autopar.plan.parts import even_parts
 from autopar.plan.pipeline import plan_pipeline
 from autopar.plan.schedules import find_schedule, num_chunks
 from autopar.plan.solve_stages import Solved
@@ -68,6 +69,9 @@ def pipeline_of(
     count = method.num_microbatches or default_microbatches(program, roles, num_stages // num_chunks(schedule))
     report(f"cutting {program.name} into {num_stages} stages, {count} microbatches")
     cut = cut_step(program, roles, num_stages, count, options.microbatch_semantics)
+    parts = even_parts(cut, num_stages)
+    if parts != cut.stacks.count:
+        cut = cut_step(program, roles, parts, count, options.microbatch_semantics)
     check_stage_count(cut, num_stages)
     if isinstance(method, PipelineParallel) and not (method.num_stages or method.submeshes):
         _check_marks(cut, num_stages)

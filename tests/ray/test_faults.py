@@ -113,11 +113,17 @@ def stop_at(step, worker, microbatch, act):
     at_instruction(step, worker, number, wait_and_act)
 
 
+def stop_now():
+    """Other threads may take the signal, and this one go on for a while."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(60)
+
+
 def test_stopped(job):
     """It is not dead, so that only its silence tells; its peer says for which instruction it waits."""
     case, step, first = job
     seen = what_is_there(step)
-    stop_at(step, 0, 1, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    stop_at(step, 0, 1, stop_now)
     error = fails(step, case)
     assert "worker 0 " in error.worker and "does not answer" in str(error)
     assert error.instruction.startswith("send") and error.microbatch == 1
@@ -194,8 +200,13 @@ def stop(self):
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def is_stopped(pid):
+    return subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True).stdout.startswith("T")
+
+
 def stand(self):
-    self._parts = self._compiled = lambda *_: time.sleep(60)
+    worker = sys.modules["autopar.runtime.ray.worker"]
+    self._parts = worker.compiled = worker.on_devices = lambda *_: time.sleep(60)
 
 
 HUNG = [(stop, "fetch"), (stand, "create"), (stand, "put")]
@@ -213,8 +224,6 @@ def test_hung_outside_of_steps(small, monkeypatch, how, call):
     pids = ray.get([actor.pid.remote() for actor in actors(small)])
     if call == "put":
         kind = jax.tree.leaves(state)[1].parts[0].copies[0].kind
-        if how is stand:
-            ray.get(actors(small)[1].__ray_call__.remote(stand_in_put))
     act = {
         "create": lambda: small.create_state(lambda: [np.ones((8, 8), np.float32)] * 2),
         "fetch": lambda: np.asarray(state[1]),
@@ -223,6 +232,8 @@ def test_hung_outside_of_steps(small, monkeypatch, how, call):
     monkeypatch.setattr(workers._machine, "wait_seconds", 0.5)
     monkeypatch.setattr(workers._machine, "silence_seconds", 1.5)
     actors(small)[1].__ray_call__.remote(how)
+    while how is stop and not is_stopped(pids[1]):
+        time.sleep(0.1)
     started = time.monotonic()
     with pytest.raises(WorkerError) as info:
         act()
@@ -230,10 +241,6 @@ def test_hung_outside_of_steps(small, monkeypatch, how, call):
     text = f"worker 1 (mesh 1, host 0), for which this process waited in `{call}` of float32[8,8]"
     assert text in str(info.value) and ("does not answer" if how is stop else "wait_seconds=") in str(info.value)
     assert workers.closed and not wait_until_gone(set(pids)), "workers are left"
-
-
-def stand_in_put(self):
-    sys.modules["autopar.runtime.ray.worker"].on_devices = lambda *_: time.sleep(60)
 
 
 def test_interrupted_between_two_calls(job, monkeypatch):
