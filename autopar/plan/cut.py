@@ -1,6 +1,6 @@
 """A step taken apart, ready to be cut into stages.
 
-In:     a traced step, how many stages and microbatches are wanted.
+In:     a traced step, how many parts and microbatches are wanted.
 Out:    `CutStep`: the step with its scans over layers taken apart, its phases, the segments of its loop.
 Method: `inter_op/lean_scans.py`, `ir/unstack.py`, `ir/microbatch.py` (or `ir/whole_batch.py`), `inter_op/chain.py`, in
         this order.
@@ -51,18 +51,18 @@ class CutStep:
 
 
 def in_parts(
-    program: Program, roles: Roles, num_stages: int, lying: tuple[int, Sequence[int]] | None = None
+    program: Program, roles: Roles, num_parts: int, lying: tuple[int, Sequence[int]] | None = None
 ) -> tuple[Program, Roles, Unstacked]:
-    """The step with its scans over layers taken apart, if it has any: into as many parts as stages where that divides.
+    """The step with its scans over layers taken apart, if it has any.
 
     Args:
         program: The step.
         roles: Its roles.
-        num_stages: How many stages it is to be cut into.
-        lying: In how many parts stacks lie, and which inputs are such; None: as suits the stages.
+        num_parts: How many parts; the fewest more where these do not divide the layers.
+        lying: In how many parts stacks lie, and which inputs are such; None: as `num_parts` says.
     """
     length = layer_count(program.jaxpr)
-    count, stacked = (_part_count(length, num_stages), ()) if lying is None else lying
+    count, stacked = (_part_count(length, num_parts), ()) if lying is None else lying
     if count < 2 or (lying is not None and not stacked):
         return program, roles, whole_stacks(program.jaxpr)
     stacks = unstack(program.jaxpr, length if length % count == 0 else 0, count, roles.aliases, stacked)
@@ -103,17 +103,17 @@ def _part_paths(paths: Sequence[str], positions: Sequence[Sequence[int]], atoms:
     return found
 
 
-def _part_count(length: int, num_stages: int) -> int:
-    """Parts of a scan of `length` layers: one per stage, or the fewest more that divide it."""
-    if length == 0 or num_stages == 1:
+def _part_count(length: int, num_parts: int) -> int:
+    """Parts of a scan of `length` layers: so many, or the fewest more that divide it."""
+    if length == 0 or num_parts == 1:
         return 1
-    return next((n for n in range(num_stages, length + 1) if length % n == 0), length)
+    return next((n for n in range(num_parts, length + 1) if length % n == 0), length)
 
 
 def cut_step(
     program: Program,
     roles: Roles,
-    num_stages: int,
+    num_parts: int,
     num_microbatches: int,
     semantics: str = "exact",
     lying: tuple[int, Sequence[int]] | None = None,
@@ -123,10 +123,10 @@ def cut_step(
     Args:
         program: The step.
         roles: Its roles.
-        num_stages: How many stages it is to be cut into.
+        num_parts: Into how many parts its scans over layers are to be taken, or the fewest more that divide them.
         num_microbatches: How many microbatches.
         semantics: `"exact"` or `"per_microbatch"`.
-        lying: In how many parts stacks lie, and which inputs are such; None: as suits the stages.
+        lying: In how many parts stacks lie, and which inputs are such; None: as `num_parts` says.
 
     Raises:
         BatchError: The batch does not divide.
@@ -134,7 +134,7 @@ def cut_step(
     """
     paths = program.in_paths
     program = dataclasses.replace(program, jaxpr=lean_scans(program.jaxpr))
-    program, roles, stacks = in_parts(program, roles, num_stages, lying)
+    program, roles, stacks = in_parts(program, roles, num_parts, lying)
     names = ", ".join(dict.fromkeys(program.in_paths[k].split("/")[0] for k in roles.batch))
     if num_microbatches > 1:
         own = semantics == "per_microbatch"

@@ -88,6 +88,7 @@ def describe_pipeline(
         fingerprints=fingerprints(program, cluster),
         machine=machine_text(cluster),
         microbatch_semantics=method.options().microbatch_semantics,
+        parts=pipeline.cut.stacks.count,
         events=timeline_of(pipeline.streams, pipeline.simulation),
         budget_bytes=method.options().memory_budget_bytes or cluster.device.memory_bytes,
         origin=PipelineOrigin(program, roles, cluster, method, pipeline),

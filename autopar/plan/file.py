@@ -28,7 +28,7 @@ from autopar.plan.plan import Cost, Plan, Recomputed, Stage, Submesh, Value
 from autopar.plan.timeline import Event, Timeline
 
 FORMAT = "autopar plan"
-VERSION = 3
+VERSION = 4
 """Raised with every change that an older reader cannot take, or that gives choices another meaning."""
 _ROLES = (*ARGUMENT_ROLES, "result", "activation")
 _T = TypeVar("_T")
@@ -110,6 +110,7 @@ def _record(plan: Plan) -> dict[str, Any]:
         "num_microbatches": plan.num_microbatches,
         "microbatch_semantics": plan.microbatch_semantics,
         "schedule": plan.schedule,
+        "parts": plan.parts,
         "stages": [
             {
                 "num_devices": s.submesh.num_devices,
@@ -292,6 +293,7 @@ def _plan(entry: _Entry) -> Plan:
         num_microbatches=entry["num_microbatches"].count(),
         microbatch_semantics=entry["microbatch_semantics"].text(),
         schedule=entry["schedule"].text(),
+        parts=entry["parts"].count(),
         shardings={v.name: v.sharding.partition_spec() for v in values if v.role in ARGUMENT_ROLES},
         cost=_cost(entry["cost"], entry["collectives"].items(lambda e: _collective(e, _mesh_of(e, stages)))),
         values=values,

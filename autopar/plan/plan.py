@@ -140,6 +140,7 @@ class Plan:
         events: The simulated step, on the clock.
         budget_bytes: What one device could use; inf: as much as it wanted.
         microbatch_semantics: `"exact"`, or `"per_microbatch"` where the user allowed it.
+        parts: Into how many parts scans over layers are taken, which stages are made of; 1: there are none.
     """
 
     name: str
@@ -157,6 +158,7 @@ class Plan:
     machine: str = ""
     events: Timeline = field(default=Timeline(()), repr=False, compare=False)
     microbatch_semantics: str = "exact"
+    parts: int = 1
     budget_bytes: float = math.inf
     origin: Any = field(default=None, compare=False, repr=False, hash=False)
     """The planning problem in memory, for `explain`; absent in a plan read from a file until it is compiled."""

@@ -172,7 +172,7 @@ def _pipeline_of_choices(program: Program, roles: Roles, cluster: Cluster, metho
     """
     schedule = getattr(method, "schedule", None)
     named = schedule if not isinstance(schedule, str | None) and schedule.name == plan.schedule else plan.schedule
-    cut = cut_step(program, roles, len(plan.stages), plan.num_microbatches, plan.microbatch_semantics)
+    cut = cut_step(program, roles, plan.parts, plan.num_microbatches, plan.microbatch_semantics)
     borders = tuple(stage.layers[0] for stage in plan.stages)
     assert borders == tuple(sorted(set(borders))) and borders[0] == 0, "stages overlap"
     assert plan.stages[-1].layers[-1] < cut.chain.num_segments, "there are fewer layers"

@@ -54,10 +54,14 @@ def test_as_few_as_serve(head, num_stages, parts):
     assert even_parts(cut(head, num_stages), num_stages) == parts
 
 
-def test_even_pipeline_equals_plain_jit():
+def test_even_pipeline_equals_plain_jit(tmp_path):
+    """Also when its plan comes from a file, which says how many parts there are."""
     step, params, batch = make_step(8)
     method = autopar.PipelineParallel(num_stages=2, num_microbatches=4)
-    compiled = autopar.parallelize(step, method=method, batch_argnums=(1,)).compile(params, batch)
+    parallel = autopar.parallelize(step, method=method, batch_argnums=(1,))
+    parallel.plan(params, batch).save(tmp_path / "plan.json")
+    compiled = parallel.compile(params, batch, plan=autopar.Plan.load(tmp_path / "plan.json"))
+    assert compiled.plan.parts == LAYERS
     chain, stages = compiled.plan.origin.pipeline.cut.chain, compiled.plan.origin.pipeline.borders
     of_stage = np.add.reduceat(chain.work, stages)
     assert of_stage.max() / of_stage.sum() < 0.6
