@@ -62,6 +62,7 @@ from autopar.ir.structure import (
     variables,
     while_parts,
 )
+from autopar.ir.views import views_of_arguments
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,6 +161,7 @@ class _Writer:
         self.jaxpr, self.shares, self.count = jaxpr, shares, shares.count
         self.number = new_var(shaped(0).update(weak_type=False))
         self.inputs = set(jaxpr.invars)
+        self.views = views_of_arguments(jaxpr)
         self.invariants: dict[Var, Var] = {}
         self.pieces: dict[Var, Var] = {}
         self.programs: dict[object, Jaxpr] = {}
@@ -289,8 +291,17 @@ class _Scope:
         assert self.top, f"{atom} is {made}, and wanted {want}"
         if want == Cut(0) and made == Cut(0) and atom in self.writer.inputs:
             return self.writer.pieces.setdefault(atom, new_var(shaped(piece_aval(atom.aval, want, self.count))))
-        whole = self.writer.invariants.setdefault(atom, new_var(atom.aval))
+        whole = self.view(atom) or self.writer.invariants.setdefault(atom, new_var(atom.aval))
         return self.converted(atom, whole, WHOLE, want, source)
+
+    def view(self, atom: Any) -> Any:
+        """An argument in another shape, made here; None: it is none."""
+        eqn = self.writer.views.get(atom)
+        if eqn is None or atom in self.writer.invariants:
+            return None
+        made = new_var(atom.aval)
+        self.eqns.append(replace_eqn(eqn, invars=[self.value(eqn.invars[0], WHOLE)], outvars=[made]))
+        return made
 
     def converted(self, atom: Any, local: Any, have: Share, want: Share, source: Any) -> Any:
         shape, dtype = tuple(atom.aval.shape), atom.aval.dtype

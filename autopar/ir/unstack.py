@@ -1,4 +1,4 @@
-"""Scans over layers, taken apart: a `scan` of L layers becomes n scans of L / n layers behind each other.
+"""Scans over layers, taken apart: a `scan` of L layers becomes n scans of L / n layers behind each other, or L layers.
 
 In:     a flat program whose scans run over stacked layers, and n.
 Out:    `Unstacked`: the same program over the parts of its stacks: weights, residuals, gradients and optimizer state of
@@ -36,7 +36,7 @@ from autopar.ir.part_rows import part_of_padded, part_padded, part_read, slice_o
 from autopar.ir.pieces import SUM, WHOLE, Cut, Extreme, Share, Sum, Way, Whole, piece_aval, piece_program, ways
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.signature import equation_signature
-from autopar.ir.structure import inputs_of, is_structured, scan_parts, trip_count, variables
+from autopar.ir.structure import ScanParts, inputs_of, is_structured, scan_parts, trip_count, variables
 from autopar.ir.work import Work
 
 WORTH = 0.2
@@ -289,6 +289,7 @@ class _Writer:
         self.eqns: list[JaxprEqn] = []
         self.whole: dict[Var, Any] = {}
         self.parts: dict[tuple[Var, Share], list[Any]] = {}
+        self.of_stack: dict[Any, Any] = {}  # of stacks of one layer, the layer
 
     def value(self, atom: Any, source: Any) -> Any:
         """A value whole; parts are joined once."""
@@ -413,6 +414,11 @@ class _Writer:
         length = self.of.length // self.count
         stacks: list[list[Any]] = [[None] * self.count for _ in parts.ys]
         for k in reversed(range(self.count)) if reverse else range(self.count):
+            if length == 1:
+                carries, rows = self.layer(parts, [*consts, *carries], [x[k] for x in xs], source)
+                for stack, var in zip(stacks, rows, strict=True):
+                    stack[k] = var
+                continue
             body_invars = [new_var(var.aval) for var in parts.body.invars]
             eqns, outvars = inline_from(parts.body, body_invars)
             body = make_jaxpr(body_invars, outvars, eqns)
@@ -429,3 +435,15 @@ class _Writer:
         self.whole.update(zip((var for *_, var in parts.carries), carries, strict=True))
         for (_, result), stack in zip(parts.ys, stacks, strict=True):
             self.parts[result, Cut(0)] = stack
+
+    def layer(
+        self, parts: ScanParts, entering: Sequence[Any], xs: Sequence[Any], source: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """One trip by itself, no loop: its carries, and its stacks of one layer."""
+        layers = [self.of_stack.get(x) or self.add(lambda x: lax.squeeze(x, (0,)), [x], source) for x in xs]
+        eqns, results = inline_from(parts.body, [*entering, *layers])
+        self.eqns += eqns
+        carries, made = results[: len(parts.carries)], results[len(parts.carries) :]
+        rows = [self.add(lambda y: lax.expand_dims(y, (0,)), [y], source) for y in made]
+        self.of_stack.update(zip(rows, made, strict=True))
+        return carries, rows

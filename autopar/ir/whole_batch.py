@@ -16,7 +16,8 @@ from autopar.ir.microbatch import Microbatches, Result, for_the_loop
 from autopar.ir.pieces import SAME
 from autopar.ir.share_analysis import feeds_backward
 from autopar.ir.source import is_backward
-from autopar.ir.structure import inputs_of
+from autopar.ir.structure import inputs_of, needed
+from autopar.ir.views import views_of_arguments
 
 
 def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
@@ -48,6 +49,11 @@ def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
         *(a for a in jaxpr.outvars if not isinstance(a, Literal)),
     ]
     results = [var for var in dict.fromkeys(outer) if var in made]
+    # What is an argument in another shape is made where it is read.
+    views = views_of_arguments(jaxpr)
+    again = [eqn for eqn in before if any(var in views for var in eqn.outvars)]
+    loop = [*needed(again, [a for eqn in loop for a in inputs_of(eqn)], effects=False), *loop]
+    made = {var for eqn in loop for var in eqn.outvars}
     read = dict.fromkeys(a for eqn in loop for a in eqn.invars if not isinstance(a, Literal) and a not in made)
     pieces = [var for var in read if var in {jaxpr.invars[k] for k in batch}]
     invariants = [var for var in read if var not in pieces]

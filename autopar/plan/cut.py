@@ -133,7 +133,9 @@ def cut_step(
         MicrobatchError: Microbatches would compute something else.
     """
     paths = program.in_paths
-    program = dataclasses.replace(program, jaxpr=lean_scans(program.jaxpr))
+    length = layer_count(program.jaxpr)
+    count = _part_count(length, num_parts) if lying is None else lying[0]
+    program = dataclasses.replace(program, jaxpr=lean_scans(program.jaxpr, length if count == length else 0))
     program, roles, stacks = in_parts(program, roles, num_parts, lying)
     names = ", ".join(dict.fromkeys(program.in_paths[k].split("/")[0] for k in roles.batch))
     if num_microbatches > 1:

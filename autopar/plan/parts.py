@@ -1,18 +1,24 @@
-"""Into how many parts scans over layers are taken, so that stages can be even.
+"""Into how many parts scans over layers are taken, so that stages are even, and fit.
 
-In:     a step that is cut with as many parts as stages.
-Out:    the number of parts with which the largest stage is nearly as small as it can be.
+In:     a step that is cut with as many parts as stages; a pipeline of it.
+Out:    the number of parts with which the largest stage is nearly as small as it can be; whether layers should stand by
+        themselves.
 Method: stages begin between parts. With one part for each, what comes before and behind the layers (a large head) is on
         top of the first's and the last's share; with finer parts these get fewer layers. Each part is a loop of its own
-        to compile, so the fewest do that serve.
+        to compile, so the fewest do that serve. A loop runs again only whole: where memory demands that something does,
+        layers without loops have the choice of which, and of what in them.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from autopar.inter_op.chain import least_largest
+from autopar.inter_op.chain import MAX_SEGMENTS, least_largest
+from autopar.inter_op.residuals import CHEAP
 from autopar.ir.structure import trip_count
+from autopar.ir.trace import Program
+from autopar.ir.unstack import layer_count
+from autopar.plan.assemble import PipelinePlan
 from autopar.plan.cut import CutStep
 
 MOST_PARTS = 16
@@ -39,6 +45,19 @@ def even_parts(cut: CutStep, num_stages: int) -> int:
     largest = [_largest(chain.work, dict.fromkeys(of_length[length], k), num_stages) for k in finer]
     serves = min(largest) * (1 + TOLERANCE)
     return count * next(k for k, share in zip(finer, largest, strict=True) if share <= serves)
+
+
+def parts_apart(program: Program, planned: PipelinePlan | None) -> int:
+    """As many parts as layers, if these are in loops that memory demands to run again; else 0.
+
+    Args:
+        program: The step.
+        planned: A pipeline of it; None: none fits.
+    """
+    length = layer_count(program.jaxpr)
+    if length > MAX_SEGMENTS or (planned is not None and planned.cut.stacks.count == length):
+        return 0
+    return length if planned is None or any(level > CHEAP for level in planned.tasks.levels) else 0
 
 
 def _largest(work: np.ndarray, pieces: dict[int, int], num_stages: int) -> float:

@@ -9,6 +9,7 @@ Method: the step is cut into a chain of layers of like work, at places where lit
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from autopar.options import Options
 from autopar.plan.assemble import PipelinePlan
 from autopar.plan.cut import CutStep, check_stage_count, cut_step
 from autopar.plan.layer_costs import LayerCosts
+from autopar.plan.parts import parts_apart
 from autopar.plan.pipeline import plan_pipeline
 from autopar.plan.schedules import SCHEDULES, Schedule, num_chunks
 from autopar.plan.solve_stages import Solved
@@ -58,6 +60,7 @@ class _Candidate:
         sizes: Devices of each stage.
         firsts: First layer of each stage; None: balanced anew, as many parts of a scan as stages.
         meshes: Of each stage, the logical meshes to try.
+        parts: So many parts of a scan instead; 0: not.
     """
 
     count: int
@@ -65,6 +68,7 @@ class _Candidate:
     sizes: tuple[int, ...]
     firsts: tuple[int, ...] | None
     meshes: tuple[tuple[LogicalMesh, ...], ...]
+    parts: int = 0
 
 
 def search_pipelines(
@@ -118,6 +122,9 @@ def search_pipelines(
         for candidate in _equal_stages(layers, kinds, nothing, counts[-1], cluster):
             if candidate not in candidates[:finalists]:
                 attempts.make(candidate, "1f1b")
+    parts = parts_apart(program, attempts.best)
+    for candidate in (attempts.fastest(1) or candidates[:FINALISTS]) if parts else ():
+        attempts.make(dataclasses.replace(candidate, firsts=None, parts=parts), "1f1b")
     for candidate in attempts.fastest(max(1, finalists // 4)):
         attempts.make(candidate, "zb-h1")
     if attempts.best is not None and attempts.best.waiting_share > MUCH_WAITING:
@@ -277,7 +284,7 @@ def _plan(
     chunks, firsts = num_chunks(schedule), candidate.firsts
     num_stages = len(candidate.sizes) * chunks
     anew = firsts is None or chunks > 1
-    cut = cut_for(candidate.count, num_stages if anew else MAX_LAYERS)
+    cut = cut_for(candidate.count, candidate.parts or num_stages if anew else MAX_LAYERS)
     check_stage_count(cut, num_stages)
     borders = balanced_borders(cut.chain, num_stages) if anew else tuple(layers[first] for first in firsts or ())
     return plan_pipeline(cut, borders, candidate.meshes * chunks, cluster, schedule, options, solved, beat=beat)
@@ -285,4 +292,5 @@ def _plan(
 
 def _text(candidate: _Candidate, schedule: str) -> str:
     sizes = "+".join(map(str, candidate.sizes))
-    return f"{len(candidate.sizes)} stages on {sizes}, {candidate.count} microbatches, {schedule}"
+    apart = ", layers in no loop" if candidate.parts else ""
+    return f"{len(candidate.sizes)} stages on {sizes}, {candidate.count} microbatches, {schedule}{apart}"

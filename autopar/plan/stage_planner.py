@@ -8,11 +8,13 @@ Method: `PipelineParallel` and `ThreeD` fix the number of stages and their subme
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Callable, Hashable, Sequence
 
 import jax
 
-from autopar.errors import DeviceCountError, PipelineError, warn
+from autopar.errors import DeviceCountError, InfeasibleError, PipelineError, warn
 from autopar.inter_op.chain import balanced_borders
 from autopar.inter_op.stage_program import StageProgram
 from autopar.intra_op.graph import Graph
@@ -25,7 +27,7 @@ from autopar.mesh import Cluster, LogicalMesh, logical_meshes
 from autopar.plan.assemble import PipelinePlan
 from autopar.plan.cut import CutStep, check_stage_count, cut_step
 from autopar.plan.methods import PipelineParallel, ThreeD
-from autopar.plan.parts import even_parts
+from autopar.plan.parts import even_parts, parts_apart
 from autopar.plan.pipeline import plan_pipeline
 from autopar.plan.schedules import find_schedule, num_chunks
 from autopar.plan.solve_stages import Solved
@@ -67,24 +69,62 @@ def pipeline_of(
     num_stages *= num_chunks(schedule)
     sizes = _submesh_sizes(method, num_stages // num_chunks(schedule), cluster) * num_chunks(schedule)
     count = method.num_microbatches or default_microbatches(program, roles, num_stages // num_chunks(schedule))
-    report(f"cutting {program.name} into {num_stages} stages, {count} microbatches")
-    cut = cut_step(program, roles, num_stages, count, options.microbatch_semantics)
-    parts = even_parts(cut, num_stages)
-    if parts != cut.stacks.count:
-        cut = cut_step(program, roles, parts, count, options.microbatch_semantics)
-    check_stage_count(cut, num_stages)
-    if isinstance(method, PipelineParallel) and not (method.num_stages or method.submeshes):
-        _check_marks(cut, num_stages)
-    borders = balanced_borders(cut.chain, num_stages)
-    text = uneven_text(cut, borders, num_stages // num_chunks(schedule))
-    if text:
-        warn(f"{program.name}: {text}")
     meshes = [_meshes(method, cluster, size) for size in sizes]
+    solved = Solved()
 
     def restrict(stage: StageProgram, mesh: LogicalMesh) -> tuple[Restrict | None, Hashable]:
         return (_three_d(stage) if isinstance(method, ThreeD) else None), ()
 
-    return plan_pipeline(cut, borders, meshes, cluster, schedule, options, Solved(), restrict)
+    def cut_in(parts: int) -> CutStep:
+        cut = cut_step(program, roles, parts, count, options.microbatch_semantics)
+        check_stage_count(cut, num_stages)
+        return cut
+
+    def plan(cut: CutStep, beat: float) -> PipelinePlan:
+        borders = balanced_borders(cut.chain, num_stages)
+        return plan_pipeline(cut, borders, meshes, cluster, schedule, options, solved, restrict, beat)
+
+    report(f"cutting {program.name} into {num_stages} stages, {count} microbatches")
+    cut = cut_in(num_stages)
+    parts = even_parts(cut, num_stages)
+    cut = cut if parts == cut.stacks.count else cut_in(parts)
+    if isinstance(method, PipelineParallel) and not (method.num_stages or method.submeshes):
+        _check_marks(cut, num_stages)
+    text = uneven_text(cut, balanced_borders(cut.chain, num_stages), num_stages // num_chunks(schedule))
+    if text:
+        warn(f"{program.name}: {text}")
+    return _best_in_memory(program, cut, cut_in, plan, report)
+
+
+def _best_in_memory(
+    program: Program,
+    cut: CutStep,
+    cut_in: Callable[[int], CutStep],
+    plan: Callable[[CutStep, float], PipelinePlan],
+    report: Report,
+) -> PipelinePlan:
+    """The plan of a cut; or of one whose layers are in no loop, if memory demands that some run again, and that is faster.
+
+    Raises:
+        InfeasibleError: Neither fits.
+    """
+    planned = failure = None
+    try:
+        planned = plan(cut, math.inf)
+    except InfeasibleError as error:
+        failure = error
+    parts = parts_apart(program, planned)
+    finer = cut_in(parts) if parts else cut
+    if finer.stacks.count == parts:
+        report(f"cutting {program.name} into {parts} layers, each by itself: memory demands that some run again")
+        beat = planned.seconds if planned is not None else math.inf
+        with contextlib.suppress(InfeasibleError):
+            other = plan(finer, beat)
+            planned = other if other.seconds < beat else planned
+    if planned is None:
+        assert failure is not None, "what was not planned does not fit"
+        raise failure
+    return planned
 
 
 def default_microbatches(program: Program, roles: Roles, num_stages: int) -> int:

@@ -79,3 +79,22 @@ def test_a_mask_made_of_nothing_is_not_sent():
     _, second = (segment for eqn, segment, behind in equations if eqn.primitive.name == "scan" and not behind)
     activations = BATCH // 4 * LENGTH * WIDTH * 4
     assert chain.cut_bytes[second] == 2 * activations, "what enters the second part, and its gradient"
+
+
+def test_layers_stand_by_themselves_where_some_must_run_again():
+    """Without a loop it may be some of them, and the cheapest of what they keep; the loop would run again whole."""
+    step, params, batch = make_step(1)
+
+    def plan(**options):
+        method = autopar.PipelineParallel(num_stages=2, num_microbatches=4, **options)
+        cluster = autopar.Cluster.local(jax.devices()[:2])
+        return autopar.parallelize(step, method=method, cluster=cluster, batch_argnums=(1,))
+
+    roomy = plan().plan(params, batch)
+    assert roomy.parts == 2 and set(roomy.origin.pipeline.tasks.levels) == {0.0}
+    budget = 0.7 * max(roomy.cost.peak_bytes)
+    tight = plan(memory_budget_bytes=budget).compile(params, batch)
+    assert tight.plan.parts == LAYERS and max(tight.plan.cost.peak_bytes) <= budget
+    assert 0.0 < max(tight.plan.origin.pipeline.tasks.levels) < np.inf, "something runs again, not everything"
+    want, got = jax.jit(step)(params, batch), tight(params, batch)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
