@@ -114,8 +114,8 @@ def _best_in_memory(
     except InfeasibleError as error:
         failure = error
     parts = parts_apart(program, planned)
-    finer = cut_in(parts) if parts else cut
-    if finer.stacks.count == parts:
+    finer = cut_in(parts) if parts not in (0, cut.stacks.count) else cut
+    if finer is not cut and finer.stacks.count == parts:
         report(f"cutting {program.name} into {parts} layers, each by itself: memory demands that some run again")
         beat = planned.seconds if planned is not None else math.inf
         with contextlib.suppress(InfeasibleError):
