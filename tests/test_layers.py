@@ -31,7 +31,12 @@ ONLY_IN = {
     "jax.extend": ("_jax.py",),
     "jax._src": ("_jax.py",),
     "orbax": ("checkpoint/storage.py",),
-    "ray": ("mesh/ray_nodes.py", "runtime/ray/workers.py", "runtime/ray/functions.py"),  # machines, actors, its pickler
+    "ray": (  # machines, actors, waiting for them, its pickler
+        "mesh/ray_nodes.py",
+        "runtime/ray/actors.py",
+        "runtime/ray/calls.py",
+        "runtime/ray/functions.py",
+    ),
 }
 NEVER_AT_IMPORT = ("ray", "cupy", "orbax", "tensorstore")
 FILES = sorted(PACKAGE.rglob("*.py"))

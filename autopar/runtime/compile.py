@@ -58,6 +58,7 @@ class Compiler:
             in_shardings=tuple(t.sharding for t in made.inputs),
             out_shardings=[*(t.sharding for t in made.outputs), *ends],
             donate_argnums=tuple(k for k, d in enumerate(made.donated) if d),
+            keep_unused=True,  # programs of equal text then take equal arguments
         )
         lowered = jitted.lower(*(t.struct() for t in made.inputs))
         # Callbacks are bound to the program that was compiled.

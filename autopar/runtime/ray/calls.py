@@ -83,6 +83,13 @@ def wait_for(
             raise FailedError(Failure(number, "stuck", None, position.seconds, position=position))
 
 
+def settle(refs: Mapping[int, Any], seconds: float) -> None:
+    """Wait until calls have ended, however, but not longer than this."""
+    import ray
+
+    ray.wait(list(refs.values()), num_returns=len(refs), timeout=seconds)
+
+
 def positions(actors: Mapping[int, Any]) -> dict[int, Position]:
     """Where those of them stand that can say so."""
     import ray

@@ -24,7 +24,7 @@ from autopar.mesh.ray_nodes import RayMachine
 from autopar.plan.instructions import MeshId
 from autopar.runtime.digest import Digest, digest
 from autopar.runtime.ray.actors import end_all, start_all
-from autopar.runtime.ray.calls import FailedError, positions, wait_for, where
+from autopar.runtime.ray.calls import FailedError, positions, settle, wait_for, where
 from autopar.runtime.ray.clocks import clock_offset
 from autopar.runtime.ray.direct import Pair
 from autopar.runtime.ray.faults import Failure, worker_error, write_error
@@ -236,8 +236,6 @@ class Workers:
             WorkerError: A worker has ended, or does not come on.
             OSError: A worker could not write; RuntimeError: it failed in another way.
         """
-        import ray
-
         actors = dict(self._actors)
         if self.closed or not actors:
             raise ended()
@@ -251,7 +249,7 @@ class Workers:
         except FailedError as failed:
             # What the others write would come up again behind whoever takes away the folder.
             self.forget(save)
-            ray.wait(list(refs.values()), num_returns=len(refs), timeout=self._machine.silence_seconds)
+            settle(refs, self._machine.silence_seconds)
             failure = dataclasses.replace(failed.failure, method="write")
             raise write_error(failure, self.seats) from failed.failure.cause
 
