@@ -57,8 +57,11 @@ def test_as_few_as_serve(head, num_stages, parts):
 def test_even_pipeline_equals_plain_jit(tmp_path):
     """Also when its plan comes from a file, which says how many parts there are."""
     step, params, batch = make_step(8)
-    method = autopar.PipelineParallel(num_stages=2, num_microbatches=4)
-    parallel = autopar.parallelize(step, method=method, batch_argnums=(1,))
+    method, cluster = (
+        autopar.PipelineParallel(num_stages=2, num_microbatches=4),
+        autopar.Cluster.local(jax.devices()[:2]),
+    )
+    parallel = autopar.parallelize(step, method=method, cluster=cluster, batch_argnums=(1,))
     parallel.plan(params, batch).save(tmp_path / "plan.json")
     compiled = parallel.compile(params, batch, plan=autopar.Plan.load(tmp_path / "plan.json"))
     assert compiled.plan.parts == LAYERS
