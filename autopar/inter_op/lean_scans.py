@@ -23,19 +23,13 @@ from autopar.ir.structure import ScanParts, inputs_of, scan_parts, trip_count, v
 from autopar.ir.work import num_bytes
 
 
-def lean_scans(jaxpr: Jaxpr, apart: int = 0) -> Jaxpr:
-    """The program with the stacks between its scans as small as they can be without running anything heavy again.
-
-    Args:
-        jaxpr: Flat program.
-        apart: Scans of so many trips are left as they are: their layers will stand by themselves.
-    """
+def lean_scans(jaxpr: Jaxpr) -> Jaxpr:
+    """The program, over the same inputs and results, with the stacks between its scans as small as can be without running
+    anything heavy again."""
     eqns = list(jaxpr.eqns)
     given = set(jaxpr.invars)
     for pair in _pairs(jaxpr):
         forward, backward = eqns[pair.forward], eqns[pair.backward]
-        if trip_count(forward) == apart:
-            continue
         eqns[pair.forward], eqns[pair.backward] = _lean(forward, backward, pair.stacks, given)
     return remove_dead_code(make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns))
 

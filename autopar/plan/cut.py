@@ -2,7 +2,7 @@
 
 In:     a traced step, how many parts and microbatches are wanted.
 Out:    `CutStep`: the step with its scans over layers taken apart, its phases, the segments of its loop.
-Method: `inter_op/lean_scans.py`, `ir/unstack.py`, `ir/microbatch.py` (or `ir/whole_batch.py`), `inter_op/chain.py`, in
+Method: `ir/unstack.py`, `inter_op/lean_scans.py`, `ir/microbatch.py` (or `ir/whole_batch.py`), `inter_op/chain.py`, in
         this order.
 """
 
@@ -133,10 +133,8 @@ def cut_step(
         MicrobatchError: Microbatches would compute something else.
     """
     paths = program.in_paths
-    length = layer_count(program.jaxpr)
-    count = _part_count(length, num_parts) if lying is None else lying[0]
-    program = dataclasses.replace(program, jaxpr=lean_scans(program.jaxpr, length if count == length else 0))
     program, roles, stacks = in_parts(program, roles, num_parts, lying)
+    program = dataclasses.replace(program, jaxpr=lean_scans(program.jaxpr))
     names = ", ".join(dict.fromkeys(program.in_paths[k].split("/")[0] for k in roles.batch))
     if num_microbatches > 1:
         own = semantics == "per_microbatch"

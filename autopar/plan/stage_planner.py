@@ -90,10 +90,11 @@ def pipeline_of(
     cut = cut if parts == cut.stacks.count else cut_in(parts)
     if isinstance(method, PipelineParallel) and not (method.num_stages or method.submeshes):
         _check_marks(cut, num_stages)
-    text = uneven_text(cut, balanced_borders(cut.chain, num_stages), num_stages // num_chunks(schedule))
+    planned = _best_in_memory(program, cut, cut_in, plan, report)
+    text = uneven_text(planned.cut, planned.borders, num_stages // num_chunks(schedule))
     if text:
         warn(f"{program.name}: {text}")
-    return _best_in_memory(program, cut, cut_in, plan, report)
+    return planned
 
 
 def _best_in_memory(

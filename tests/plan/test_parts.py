@@ -101,3 +101,18 @@ def test_layers_stand_by_themselves_where_some_must_run_again():
     assert 0.0 < max(tight.plan.origin.pipeline.tasks.levels) < np.inf, "something runs again, not everything"
     want, got = jax.jit(step)(params, batch), tight(params, batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, want)
+
+
+def test_the_search_tries_layers_by_themselves():
+    """The best pipelines of this memory run a loop again; the same stages without loops are faster."""
+    step, params, batch = make_step(1)
+    device, link = autopar.Device("slow", 1e8, memory_bytes_per_second=1e9), autopar.Link(1e-4, 1e6)
+    cluster = autopar.Cluster(1, 2, device=device, intra=link)
+    method = autopar.Auto(memory_budget_bytes=6e5)
+    found = autopar.parallelize(step, method=method, cluster=cluster, batch_argnums=(1,)).plan(params, batch)
+    tried = [
+        (name, float(text.split()[0])) for name, text in found.alternatives if "1f1b" in name and text[0].isdigit()
+    ]
+    in_loops = [seconds for name, seconds in tried if "in no loop" not in name]
+    apart = [seconds for name, seconds in tried if "in no loop" in name]
+    assert in_loops and apart and apart[0] < min(in_loops) and found.parts == LAYERS

@@ -232,7 +232,9 @@ def test_hung_outside_of_steps(small, monkeypatch, how, call):
     monkeypatch.setattr(workers._machine, "wait_seconds", 0.5)
     monkeypatch.setattr(workers._machine, "silence_seconds", 1.5)
     actors(small)[1].__ray_call__.remote(how)
+    started = time.monotonic()
     while how is stop and not is_stopped(pids[1]):
+        assert time.monotonic() - started < WITHIN_SECONDS, "the worker does not stop"
         time.sleep(0.1)
     started = time.monotonic()
     with pytest.raises(WorkerError) as info:
