@@ -1,9 +1,9 @@
 """The share of every value that one microbatch has: the analysis that decides whether a step can be worked through in parts.
 
 In:     a flat program, the inputs that are the batch, the number of microbatches.
-Out:    `Shares`: for each equation whether it runs *before* the loop over microbatches (it needs no sample, or is cheap
-        and needed of the whole batch, such as a mask's denominator), *in* it (and in which way, `pieces.py`), or *after*
-        it (it needs a sum over all samples).
+Out:    `Shares`: for each equation whether it runs *before* the loop over microbatches (it needs no sample, or is cheap and
+        needed of the whole batch, such as a mask's denominator or shuffled samples), *in* it (and in which way,
+        `pieces.py`), or *after* it (it needs a sum over all samples).
 Method: forward propagation of shares through the rules; loops inside the program are followed to a fixed point. An
         operation whose operands fit none of its ways ends the loop: it needs what all microbatches make together. That
         is right for the update and for metrics. If the gradient of single samples waits for it (batch statistics, a
@@ -39,10 +39,8 @@ from autopar.ir.structure import (
     variables,
     while_parts,
 )
+from autopar.ir.up_front import CHEAP, UpFront
 from autopar.ir.work import Work
-
-CHEAP = 0.02
-"""What is needed of the whole batch is computed up front if it takes at most this part of the step's work."""
 
 
 def find_shares(
@@ -77,7 +75,6 @@ class _Analysis:
         self.shares = Shares(count)
         self.ways = Ways(count)
         self.late: dict[Var, Cause] = {}
-        self.origin = {var: k for k, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
         self.zeros: dict[Var, None] = {}
         self.first_reader: dict[Var, int] = {}
         for k, eqn in enumerate(jaxpr.eqns):
@@ -85,8 +82,8 @@ class _Analysis:
                 self.first_reader.setdefault(var, k)
         self.position = {id(eqn): k for k, eqn in enumerate(jaxpr.eqns)}
         self.uneven: dict[Var, None] = {}
-        self.gathered: Cause | None = None
         self.cost = Work().of_equations(jaxpr.eqns)
+        self.up_front = UpFront(jaxpr, self.shares, self.cost, self.late)
 
     def run(self, batch: Sequence[int]) -> Shares:
         for position in batch:
@@ -113,6 +110,7 @@ class _Analysis:
             return self.end_loop(at, matters[at], cause)
         if all(isinstance(shares.share(a), Whole) for a in eqn.invars):
             shares.phase[id(eqn)] = "before"
+            self.up_front.follow(eqn)
             if _is_zero(eqn):
                 self.zeros.update(dict.fromkeys(eqn.outvars))
             return at + 1
@@ -121,9 +119,14 @@ class _Analysis:
         try:
             made = self.equation(eqn, inside=False)
         except _Stuck as stuck:
-            if self.take_whole(eqn):
+            if self.up_front.rearrange(eqn):
+                return at + 1
+            if self.up_front.take_whole(eqn):
                 return self.visit(at, matters)
             return self.end_loop(at, matters[at], stuck.cause)
+        way = shares.way_of.get(id(eqn))
+        if way is not None and way.picks and self.up_front.rearrange(eqn, all_cut=True):
+            return at + 1
         shares.phase[id(eqn)] = "loop"
         shares.made.update(zip(eqn.outvars, made, strict=True))
         return at + 1
@@ -164,42 +167,6 @@ class _Analysis:
         own = any(isinstance(self.shares.share(a), Own) for a in eqn.invars)
         has_samples = any(isinstance(self.shares.share(a), Cut) for a in eqn.invars)
         return own and not has_samples and not any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
-
-    def take_whole(self, eqn: JaxprEqn) -> bool:
-        """Compute operands up front, of the whole batch, if that is cheap; whether any was."""
-        shares = self.shares
-        operands = inputs_of(eqn)
-        for kinds in ((Sum, Extreme), (Cut,)):
-            news = False
-            for var in operands:
-                if isinstance(shares.share(var), kinds):
-                    cone = self.cone(var)
-                    if cone is not None:
-                        if self.gathered is None and kinds == (Cut,):
-                            self.gathered = Cause(eqn, var)
-                        shares.early.update(dict.fromkeys(cone))
-                        shares.taken_whole[var] = None
-                        news = True
-            if news:
-                return True
-        return False
-
-    def cone(self, var: Var) -> list[int] | None:
-        """Equations, by identity, that make `var` from the step's inputs, if together they are cheap."""
-        found: dict[int, None] = {}
-        limit, total, waiting = CHEAP * sum(self.cost), 0.0, [var]
-        while waiting:
-            at = self.origin.get(waiting.pop())
-            if at is None or at in found:
-                continue
-            eqn = self.jaxpr.eqns[at]
-            found[at] = None
-            if self.shares.phase[id(eqn)] != "before" and id(eqn) not in self.shares.early:
-                total += self.cost[at]
-            if total > limit or any(not isinstance(a, Literal) and a in self.late for a in eqn.invars):
-                return None
-            waiting += inputs_of(eqn)
-        return [id(self.jaxpr.eqns[at]) for at in sorted(found)]
 
     # One equation, anywhere.
 
@@ -404,13 +371,14 @@ class _Analysis:
 
     def check_early_work(self) -> None:
         """Where inputs are taken whole, so may be all that is made of them: then nothing is left to work through."""
-        if self.gathered is not None:
+        cause = self.up_front.gathered
+        if cause is not None:
             of_phase = dict.fromkeys(("before", "loop", "after"), 0.0)
             for eqn, cost in zip(self.jaxpr.eqns, self.cost, strict=True):
                 of_phase[self.shares.phase[id(eqn)]] += cost
             if of_phase["before"] > of_phase["loop"]:
-                self.shares.taken_whole.pop(self.gathered.operand, None)
-                raise self.refusal(self.gathered, self.gathered.eqn)
+                self.shares.taken_whole.pop(cause.operand, None)
+                raise self.refusal(cause, cause.eqn)
 
     def check_late_work(self) -> None:
         """After the loop, little is done on single samples: all of them are in memory then."""

@@ -144,28 +144,17 @@ def split_case(case: Case, count: int = 2, per_microbatch: bool = False) -> tupl
     return program, split_microbatches(program.jaxpr, count, batch, per_microbatch)
 
 
-@functools.cache
-def quick() -> dict[str, bool]:
-    """XLA's options under which these small programs compile in less than half the time, where this XLA has them."""
-    options = {"xla_cpu_use_fusion_emitters": False}
-    try:
-        jax.jit(lambda: 0, compiler_options=options)()
-    except jax.errors.JaxRuntimeError:
-        return {}
-    return options
-
-
 def run_split(case: Case, program: Program, split: Microbatches) -> tuple[Tree, Tree]:
     """New state and metrics, worked out in microbatches on one device."""
     flat = accumulate(program.jaxpr, split)
     check_program(flat)
-    run = jax.jit(lambda *args: eval_jaxpr(flat, (), *args), compiler_options=quick())
+    run = jax.jit(lambda *args: eval_jaxpr(flat, (), *args))
     return program.unflatten_outputs(run(*program.flatten_inputs(jax.tree.leaves((case.state(), case.batch())))))
 
 
 @functools.cache
 def full_batch(case: Case) -> tuple[Tree, Tree]:
-    return jax.jit(case.step, compiler_options=quick())(case.state(), case.batch())
+    return jax.jit(case.step)(case.state(), case.batch())
 
 
 def assert_same(actual: Tree, expected: Tree, tolerance: float = TOLERANCE) -> None:
@@ -223,19 +212,9 @@ class Case:
         return {"params": self.params(), **self.extra()}
 
 
-def cases(table: dict[str, Case], xfail: dict[str, str] | None = None) -> Any:
-    """Parametrize over a table; `xfail` gives the reason for those that do not work yet."""
-    reasons = xfail or {}
-    assert not reasons.keys() - table.keys()
-    return pytest.mark.parametrize(
-        "case",
-        [
-            pytest.param(
-                case, id=name, marks=[pytest.mark.xfail(strict=True, reason=reasons[name])] if name in reasons else []
-            )
-            for name, case in table.items()
-        ],
-    )
+def cases(table: dict[str, Case]) -> Any:
+    """Parametrize over a table."""
+    return pytest.mark.parametrize("case", list(table.values()), ids=list(table))
 
 
 def assert_equals_full_batch(case: Case, count: int) -> None:
@@ -322,6 +301,76 @@ LOSS_CASES = {name: Case(sgd(loss)) for name, loss in LOSSES.items()} | {
 @pytest.mark.parametrize("count", COUNTS)
 @cases(LOSS_CASES)
 def test_losses(case, count):
+    assert_equals_full_batch(case, count)
+
+
+# Samples in another order than they came.
+
+
+def typed_key() -> Tree:
+    return {"key": jax.random.key(3), "step": jnp.int32(5)}
+
+
+def reversed_inputs_loss(params: Tree, batch: Tree) -> jax.Array:
+    return squares(params, {**batch, "x": batch["x"][::-1], "y": batch["y"][::-1]}).mean()
+
+
+def shuffled_inputs_loss(params: Tree, state: Tree, batch: Tree) -> jax.Array:
+    order = jax.random.permutation(state["key"], batch["x"].shape[0])
+    return squares(params, {**batch, "x": batch["x"][order], "y": batch["y"][order]}).mean()
+
+
+def halves_loss(params: Tree, batch: Tree) -> jax.Array:
+    """The first half is trained in another way than the second."""
+    half = batch["x"].shape[0] // 2
+    supervised = ((mlp(params, batch["x"][:half]) - batch["y"][:half]) ** 2).mean()
+    return supervised + 0.1 * (mlp(params, batch["x"][half:]) ** 2).mean()
+
+
+def mixup_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Each sample is mixed with its neighbour, as labels are."""
+    x, y = (0.7 * a + 0.3 * jnp.roll(a, 1, axis=0) for a in (batch["x"], batch["y"]))
+    return squares(params, {**batch, "x": x, "y": y}).mean()
+
+
+def cutmix_loss(params: Tree, state: Tree, batch: Tree) -> jax.Array:
+    """Some features of each sample, drawn with the order, are those of another one; the loss is of both labels."""
+    order = jax.random.permutation(state["key"], batch["x"].shape[0])
+    kept = jax.random.bernoulli(state["key"], 0.6, batch["x"].shape[1:])
+    mixed = {**batch, "x": jnp.where(kept, batch["x"], batch["x"][order])}
+    other = {**mixed, "label": batch["label"][order], "y": batch["y"][order]}
+    share = kept.mean()
+    return (share * cross_entropies(params, mixed) + (1 - share) * cross_entropies(params, other)).mean()
+
+
+def sorted_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Samples in the order of their labels, every second one weighed more."""
+    order = jnp.argsort(batch["label"])
+    weights = jnp.where(jnp.arange(batch["x"].shape[0]) % 2 == 0, 2.0, 1.0)
+    return (weights * squares(params, {**batch, "x": batch["x"][order], "y": batch["y"][order]})).mean()
+
+
+def two_views_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Twice the samples: as they are, and backwards."""
+    twice = {name: jnp.concatenate([batch[name], batch[name][::-1]]) for name in ("x", "y")}
+    return squares(params, {**batch, **twice}).mean()
+
+
+REARRANGED = {
+    "reversed": Case(sgd(reversed_inputs_loss)),
+    "shuffled": Case(sgd_of_state(shuffled_inputs_loss), extra=typed_key),
+    "sorted": Case(sgd(sorted_loss)),
+    "halves": Case(sgd(halves_loss)),
+    "two views": Case(sgd(two_views_loss)),
+    "mixup": Case(sgd(mixup_loss)),
+    "cutmix": Case(sgd_of_state(cutmix_loss), extra=typed_key),
+}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@cases(REARRANGED)
+def test_samples_in_another_order(case, count):
+    """They are put in that order before the loop, as a whole; each microbatch has its part of it."""
     assert_equals_full_batch(case, count)
 
 
@@ -735,10 +784,6 @@ def step_number(number: int) -> Callable[[], Tree]:
     return lambda: {"step": jnp.int32(number)}
 
 
-def typed_key() -> Tree:
-    return {"key": jax.random.key(3), "step": jnp.int32(5)}
-
-
 def old_key() -> Tree:
     return {"key": jax.random.PRNGKey(3), "step": jnp.int32(5)}
 
@@ -1056,19 +1101,10 @@ def reversed_loss(params: Tree, batch: Tree) -> jax.Array:
     return ((mlp(params, batch["x"])[::-1] - batch["y"]) ** 2).mean()
 
 
-def reversed_inputs_loss(params: Tree, batch: Tree) -> jax.Array:
-    return squares(params, {**batch, "x": batch["x"][::-1], "y": batch["y"][::-1]}).mean()
-
-
 def shuffled_loss(params: Tree, state: Tree, batch: Tree) -> jax.Array:
     order = jax.random.permutation(state["key"], batch["x"].shape[0])
     h = jnp.tanh(batch["x"] @ params["w1"])[order]
     return ((h @ params["w2"] - batch["y"]) ** 2).mean()
-
-
-def shuffled_inputs_loss(params: Tree, state: Tree, batch: Tree) -> jax.Array:
-    order = jax.random.permutation(state["key"], batch["x"].shape[0])
-    return squares(params, {**batch, "x": batch["x"][order], "y": batch["y"][order]}).mean()
 
 
 def while_any_loss(params: Tree, batch: Tree) -> jax.Array:
@@ -1099,34 +1135,23 @@ def hardest_loss(params: Tree, batch: Tree) -> jax.Array:
     return lax.top_k(squares(params, batch), BATCH // 2)[0].mean()
 
 
-def halves_loss(params: Tree, batch: Tree) -> jax.Array:
-    """The first half is trained in another way than the second."""
-    half = batch["x"].shape[0] // 2
-    supervised = ((mlp(params, batch["x"][:half]) - batch["y"][:half]) ** 2).mean()
-    return supervised + 0.1 * (mlp(params, batch["x"][half:]) ** 2).mean()
-
-
 REFUSED = {
     "BatchNorm": (sgd(batch_norm_loss), "sub", "batch_norm"),
     "root of the mean": (sgd(root_loss), "sqrt", "root_loss"),
     "contrastive": (sgd(contrastive_loss), "dot_general", "contrastive_loss"),
     "softmax over the batch": (sgd(softmax_over_batch_loss), "max", "softmax_over_batch_loss"),
     "reversed": (sgd(reversed_loss), "rev", "reversed_loss"),
-    "reversed inputs": (sgd(reversed_inputs_loss), "rev", "reversed_inputs_loss"),
     "shuffled": (sgd_of_state(shuffled_loss), "sub", "shuffled_loss"),
-    "shuffled inputs": (sgd_of_state(shuffled_inputs_loss), "gather", "shuffled_inputs_loss"),
     "scan that remembers samples": (sgd(running_loss), "scan", "running_loss"),
     "uneven blocks": (sgd(uneven_loss), "concatenate", "uneven_loss"),
     "slice across blocks": (sgd(across_blocks_loss), "slice", "across_blocks_loss"),
     "while any": (sgd(while_any_loss), "while", "while_any_loss"),
     "hardest samples": (sgd(hardest_loss), "top_k", "hardest_loss"),
-    "halves": (sgd(halves_loss), "slice", "halves_loss"),
 }
-NOT_REFUSED = {"shuffled inputs": "samples taken by index are sums over microbatches: the whole step is after the loop"}
 
 
 @pytest.mark.parametrize("count", COUNTS)
-@cases({name: Case(step, extra=typed_key) for name, (step, _, _) in REFUSED.items()}, NOT_REFUSED)
+@cases({name: Case(step, extra=typed_key) for name, (step, _, _) in REFUSED.items()})
 def test_refused(case, count, request):
     operation, function = next((o, f) for step, o, f in REFUSED.values() if step is case.step)
     with pytest.raises(MicrobatchError) as info:
@@ -1241,7 +1266,7 @@ def test_per_microbatch(case, count):
     program, split = split_case(case, count, per_microbatch=True)
     assert_is_worked_through(split)
     size = BATCH // count
-    step = jax.jit(case.step, compiler_options=quick())
+    step = jax.jit(case.step)
     each = [step(state, jax.tree.map(lambda x, k=k: x[k * size : (k + 1) * size], batch)) for k in range(count)]
     reference = jax.tree.map(lambda *leaves: sum(leaves) / count, *each)
     assert_same(run_split(case, program, split), reference)
