@@ -93,6 +93,40 @@ def test_the_sample_covers_what_there_is():
     assert schedules == set(SCHEDULES) and counts == set(COUNTS)
 
 
+def private_descent(key):
+    """A step of private training, which clips the gradient of each sample and adds noise, and its optimizer."""
+    optimizer = optax.chain(optax.contrib.differentially_private_aggregate(1.0, 0.1, key), optax.sgd(0.1))
+
+    def loss(params, sample):
+        h = sample["x"]
+        for w, b in params:
+            h = jnp.tanh(h @ w + b)
+        return ((h - sample["y"]) ** 2).mean()
+
+    def step(state, batch):
+        params, rest = state
+        values, grads = jax.vmap(jax.value_and_grad(loss), in_axes=(None, 0))(params, batch)
+        updates, rest = optimizer.update(grads, rest, params)
+        return (optax.apply_updates(params, updates), rest), values.mean()
+
+    return step, optimizer
+
+
+def test_typed_keys_lie_whole():
+    """The two words of a key are no dim that devices could divide."""
+    draws, widths = jax.random.split(jax.random.key(1), 6), (20, 32, 32, 32, 32, 6)
+    shapes = zip(draws, widths, widths[1:], strict=False)
+    params = [(jax.random.normal(k, (rows, columns)) / 6, jnp.zeros(columns)) for k, rows, columns in shapes]
+    batch = {"x": jax.random.normal(draws[4], (16, 20)), "y": jax.random.normal(draws[5], (16, 6))}
+    train_step, optimizer = private_descent(jax.random.key(2))
+    state = params, optimizer.init(params)
+    case = Case("private", train_step, state, (batch,))
+    compiled = make_step(case, num_stages=2, num_microbatches=4).compile(state, batch)
+    check_steps(case, compiled)
+    (key,) = (value for value in compiled.plan.values if value.role == "state" and "rng_key" in value.name)
+    assert not any(key.sharding.dims), str(key.sharding)
+
+
 def test_plan_file(tmp_path):
     case = CASES["mlp_schedule_clip"]()
     step = make_step(case, 4, num_stages=2, num_microbatches=3, schedule="gpipe")

@@ -58,8 +58,12 @@ def keep_keys_whole(graph: Graph, inputs: Sequence[int], outputs: Sequence[int],
         allowed: Extended.
     """
     for index in dict.fromkeys([*(graph.inputs[k] for k in inputs), *(graph.outputs[k] for k in outputs)]):
-        node = graph.nodes[index]
-        allowed.only(node, [not s.dims[-1] for s in node.shardings], "key")
+        keep_node_whole(graph.nodes[index], allowed)
+
+
+def keep_node_whole(node: Node, allowed: Allowed) -> None:
+    """The words of a key, or of an array of keys, stay together."""
+    allowed.only(node, [not s.dims[-1] for s in node.shardings], "key")
 
 
 def pin_inputs(graph: Graph, pins: Mapping[int, tuple[str, object]], paths: Sequence[str], allowed: Allowed) -> None:

@@ -78,6 +78,9 @@ def in_parts(
         in_avals=tuple(var.aval for var in stacks.jaxpr.invars[: len(paths)]),
         out_avals=tuple(a.aval for a in stacks.jaxpr.outvars),
         num_args=len(paths),
+        key_inputs=_of_parts(program.key_inputs, stacks.inputs),
+        key_outputs=_of_parts(program.key_outputs, stacks.outputs),
+        raw_keys=tuple(at for k in program.raw_keys for at in stacks.inputs[k]),
     )
     aliases = {
         out: into
@@ -92,6 +95,11 @@ def in_parts(
         roles.state_arguments,
     )
     return parted, parted_roles, stacks
+
+
+def _of_parts(impls: Sequence[str | None], positions: Sequence[Sequence[int]]) -> tuple[str | None, ...]:
+    """Of each part, what its stack is."""
+    return tuple(impl for impl, parts in zip(impls, positions, strict=False) for _ in parts)
 
 
 def _part_paths(paths: Sequence[str], positions: Sequence[Sequence[int]], atoms: Sequence[Any]) -> list[str]:

@@ -24,7 +24,7 @@ from autopar.ir.canonical import canonical_key
 from autopar.mesh import Cluster, LogicalMesh, logical_meshes
 from autopar.options import Options
 from autopar.plan.cut import CutStep
-from autopar.plan.pins import RestrictStage, restrict_to_pins
+from autopar.plan.pins import RestrictStage, restrict_stages
 from autopar.plan.recompute import kept_bytes
 from autopar.plan.solve_stages import Solved, solve_stage
 
@@ -120,7 +120,7 @@ class LayerCosts:
         """Shard every layer on every mesh of a submesh, for a number of microbatches."""
         try:
             layers = self._layers_for(count)
-            restrict = restrict_to_pins(self._cut_for(count), self._options.constraints)
+            restrict = restrict_stages(self._cut_for(count), self._options.constraints)
         except AutoparError:
             self._known.setdefault(size, {})[count] = [[None] * self.num_layers for _ in self.meshes[size]]
             return
@@ -153,7 +153,7 @@ class LayerCosts:
                 return stage_program(tasks, layer, cut.roles.aliases, cut.batch.dims)
 
             # What is equal for one number of microbatches is so for another.
-            restrict = restrict_to_pins(cut, self._options.constraints)
+            restrict = restrict_stages(cut, self._options.constraints)
             layers = [program(layer) for layer in range(self.num_layers)] if not self._kinds else []
             self._kinds = self._kinds or _first_alike(layers, restrict)
             self._layers[count] = {

@@ -1,7 +1,7 @@
-"""The user's constraints: which arguments they pin, of a whole step and of one stage.
+"""The user's constraints: which arguments they pin, of a whole step and of one stage; a stage's random keys.
 
 In:     `{path glob: PartitionSpec}`, the paths of the step's arguments; a step that is cut, a stage of it.
-Out:    pins by position; of a stage, those on what it reads, as a restriction of choices.
+Out:    pins by position; of a stage, those on what it reads, as a restriction of choices, and keys in one piece.
 Method: globs are matched on the user's own arguments. A stacked argument that is cut into parts hands its pins to each; of
         the batch, which comes in microbatches, the rows of each microbatch are pinned. Axes are those of the stage's mesh.
 """
@@ -18,8 +18,8 @@ from jax.sharding import PartitionSpec
 from autopar._jax import Var
 from autopar.errors import ConstraintError
 from autopar.inter_op.stage_program import StageProgram
-from autopar.intra_op.graph import Graph
-from autopar.intra_op.restrict import Allowed, Restrict, pin_node
+from autopar.intra_op.graph import Graph, Node
+from autopar.intra_op.restrict import Allowed, Restrict, keep_keys_whole, keep_node_whole, pin_node
 from autopar.mesh import LogicalMesh
 from autopar.plan.cut import CutStep
 
@@ -83,48 +83,68 @@ def _check_spec(glob: str, spec: object) -> None:
         )
 
 
-def restrict_to_pins(
+def restrict_stages(
     cut: CutStep, constraints: Mapping[str, Any], restrict: RestrictStage = unrestricted
 ) -> RestrictStage:
-    """The user's pins on the stages of a step, and what is `restrict`ed beside.
+    """Stages keep the user's pins, and random keys in one piece, and what is `restrict`ed beside.
 
     Raises:
         ConstraintError: A constraint names no argument, or is no PartitionSpec.
     """
-    if not constraints:
-        return restrict
+    arguments = cut.program.jaxpr.invars
     pins_of: dict[Var, list[tuple[str, PartitionSpec]]] = {}
     for pins in find_pins(cut.paths, constraints):
         for k, (glob, spec) in pins.items():
             for at in cut.stacks.inputs[k]:
                 spec = PartitionSpec(*(tuple(e) if isinstance(e, list) else e for e in spec))
-                pins_of.setdefault(cut.program.jaxpr.invars[at], []).append((glob, spec))
-    path_of = dict(zip(cut.program.jaxpr.invars, cut.program.in_paths, strict=False))
+                pins_of.setdefault(arguments[at], []).append((glob, spec))
+    path_of = dict(zip(arguments, cut.program.in_paths, strict=False))
+    keys = {arguments[k] for k, impl in enumerate(cut.program.key_inputs) if impl}
+    key_results = {k for k, impl in enumerate(cut.program.key_outputs) if impl}
+    if not (pins_of or keys or key_results):
+        return restrict
 
     def restrict_stage(stage: StageProgram, mesh: LogicalMesh) -> tuple[Restrict | None, Hashable]:
         further, key = restrict(stage, mesh)
         inputs = {**stage.arguments, **{at: var for at, (var, _) in stage.stacks.items()}}
         pins = [(at, pin, path_of[var]) for at, var in inputs.items() for pin in pins_of.get(var, ())]
-        return (_pinned(stage, pins, further) if pins else further), (tuple((at, pin) for at, pin, _ in pins), key)
+        into = tuple(at for at, var in inputs.items() if var in keys)
+        out_of = tuple(at for at, result in stage.outputs.items() if result in key_results)
+        if not (pins or into or out_of):
+            return further, ((), (), (), key)
+
+        def all_of_them(graph: Graph, allowed: Allowed) -> None:
+            keep_keys_whole(graph, into, out_of, allowed)
+            for at in into:
+                if at in stage.stacks:
+                    keep_node_whole(_in_the_loop(stage, graph, at)[0], allowed)
+            _pin(stage, pins, graph, allowed)
+            if further is not None:
+                further(graph, allowed)
+
+        return all_of_them, (tuple((at, pin) for at, pin, _ in pins), into, out_of, key)
 
     return restrict_stage
 
 
-def _pinned(
-    stage: StageProgram, pins: Sequence[tuple[int, tuple[str, PartitionSpec], str]], further: Restrict | None
-) -> Restrict:
-    """A restriction that keeps pins (position, pin, path), and what is `further` restricted."""
+def _pin(
+    stage: StageProgram,
+    pins: Sequence[tuple[int, tuple[str, PartitionSpec], str]],
+    graph: Graph,
+    allowed: Allowed,
+) -> None:
+    """Keep pins: (position, pin, path)."""
+    for at, pin, path in pins:
+        node, var = graph.nodes[graph.inputs[at]], stage.jaxpr.invars[at]
+        if at in stage.stacks and stage.scan is not None:
+            node, var = _in_the_loop(stage, graph, at)
+            path = f"{path}, {stage.count} microbatches"
+        pin_node(graph, node, tuple(var.aval.shape), pin, path, allowed)
 
-    def restrict(graph: Graph, allowed: Allowed) -> None:
-        for at, pin, path in pins:
-            node, var = graph.nodes[graph.inputs[at]], stage.jaxpr.invars[at]
-            if at in stage.stacks and stage.scan is not None:
-                var = stage.stacks[at][1]
-                number = list(stage.scan.stacked).index(var)
-                node = graph.nodes[graph.ports[id(stage.scan.eqn), "xs", 1 + number]]
-                path = f"{path}, {stage.count} microbatches"
-            pin_node(graph, node, tuple(var.aval.shape), pin, path, allowed)
-        if further is not None:
-            further(graph, allowed)
 
-    return restrict
+def _in_the_loop(stage: StageProgram, graph: Graph, at: int) -> tuple[Node, Var]:
+    """The decision on one microbatch of a batch argument."""
+    assert stage.scan is not None, "a batch argument in pieces is read in the loop"
+    var = stage.stacks[at][1]
+    number = list(stage.scan.stacked).index(var)
+    return graph.nodes[graph.ports[id(stage.scan.eqn), "xs", 1 + number]], var

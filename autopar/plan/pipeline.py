@@ -24,7 +24,7 @@ from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Options
 from autopar.plan.assemble import PipelinePlan, assemble, at_levels
 from autopar.plan.cut import CutStep
-from autopar.plan.pins import RestrictStage, restrict_to_pins, unrestricted
+from autopar.plan.pins import RestrictStage, restrict_stages, unrestricted
 from autopar.plan.schedules import Schedule, num_chunks, splits_backward
 from autopar.plan.solve_stages import SameStacks, Solved, best_stage, pinned, solve_stage
 
@@ -68,7 +68,7 @@ def plan_pipeline(
     aliases, splits = cut.roles.aliases, splits_backward(schedule)
     tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits, levels or (), aliases)
     programs = [stage_program(tasks, k, aliases, cut.batch.dims) for k in range(len(borders))]
-    restrict = restrict_to_pins(cut, options.constraints, restrict)
+    restrict = restrict_stages(cut, options.constraints, restrict)
     budget = options.memory_budget_bytes or cluster.device.memory_bytes
     fitting: list[PipelinePlan] = []
     failures: list[InfeasibleError] = []
