@@ -127,6 +127,39 @@ def test_typed_keys_lie_whole():
     assert not any(key.sharding.dims), str(key.sharding)
 
 
+@pytest.mark.parametrize("scanned", (False, True))
+def test_moments_lie_with_their_weights(scanned):
+    """A condition around the whole update does not bring all layers together on one stage."""
+    optimizer = optax.apply_if_finite(optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2, eps=1e-3)), 3)
+
+    def train_step(state, batch):
+        params, rest = state
+
+        def loss(params):
+            h = batch["x"]
+            if scanned:
+                h = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, params)[0]
+            else:
+                for w in params:
+                    h = jnp.tanh(h @ w)
+            return ((h - batch["y"]) ** 2).mean()
+
+        value, grads = jax.value_and_grad(loss)(params)
+        updates, rest = optimizer.update(grads, rest, params)
+        return (optax.apply_updates(params, updates), rest), value
+
+    draws = jax.random.split(jax.random.key(1), 6)
+    layers = [jax.random.normal(k, (32, 32)) / 6 for k in draws[:4]]
+    params = jnp.stack(layers) if scanned else layers
+    batch = {"x": jax.random.normal(draws[4], (16, 32)), "y": jax.random.normal(draws[5], (16, 32))}
+    case = Case(f"finite {scanned}", train_step, (params, optimizer.init(params)), (batch,))
+    compiled = make_step(case, 4, num_stages=2, num_microbatches=2).compile(case.state, batch)
+    large = [value for value in compiled.plan.values if value.role == "state" and np.prod(value.shape) >= 32 * 32]
+    of_stage = [sum(np.prod(v.shape) for v in large if v.stage == stage) for stage in (0, 1)]
+    assert of_stage == [3 * 2 * 32 * 32] * 2  # weights and two moments of two layers each
+    check_steps(case, compiled)
+
+
 def test_plan_file(tmp_path):
     case = CASES["mlp_schedule_clip"]()
     step = make_step(case, 4, num_stages=2, num_microbatches=3, schedule="gpipe")
