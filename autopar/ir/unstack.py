@@ -40,7 +40,7 @@ from autopar.ir.structure import ScanParts, inputs_of, is_structured, scan_parts
 from autopar.ir.work import Work
 
 WORTH = 0.2
-"""A scan is taken apart if it does at least this part of the step's work."""
+"""Scans of one length are taken apart if they do at least this part of the step's work."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,16 +70,31 @@ def whole_stacks(jaxpr: Jaxpr) -> Unstacked:
     )
 
 
-def layer_count(jaxpr: Jaxpr) -> int:
-    """Length of the scans over layers: of the longest that does a good part of the work; 0: there is none."""
+def layer_count(jaxpr: Jaxpr, state: Collection[int], aliases: Mapping[int, int], lying: Collection[int] = ()) -> int:
+    """Length of the scans over layers: of those that do a good part of the work and have stacks of state for themselves.
+
+    Args:
+        jaxpr: Flat program.
+        state: Inputs that are state: a scan over chunks of samples, or over time, has none that it reads in parts.
+        aliases: As of `unstack`.
+        lying: As of `unstack`.
+
+    Returns:
+        Where there are several, that of the scans that do most; 0: there is none.
+    """
     work = Work()
     costs = work.of_equations(jaxpr.eqns)
-    found = [
-        trip_count(eqn)
-        for eqn, cost in zip(jaxpr.eqns, costs, strict=True)
-        if _can_be_cut(eqn) and cost >= WORTH * sum(costs)
-    ]
-    return max(found, default=0)
+    of_length: dict[int, float] = {}
+    for eqn, cost in zip(jaxpr.eqns, costs, strict=True):
+        if _can_be_cut(eqn):
+            of_length[trip_count(eqn)] = of_length.get(trip_count(eqn), 0.0) + cost
+    worth = [length for length, cost in of_length.items() if cost >= WORTH * sum(costs)]
+    if len(worth) < 2:
+        return next(iter(worth), 0)
+    for length in sorted(worth, key=lambda length: (-of_length[length], -length)):
+        if not _Unstacking(jaxpr, length, length, aliases, lying).find_borders()[0].isdisjoint(state):
+            return length
+    return 0
 
 
 def _can_be_cut(eqn: JaxprEqn) -> bool:
@@ -118,11 +133,14 @@ class _Unstacking:
         }
 
     def run(self) -> Unstacked:
+        split_in, split_out = self.find_borders()
+        return self.write(split_in, split_out)
+
+    def find_borders(self) -> tuple[set[int], set[int]]:
+        """Decide what is in parts; the inputs and outputs that are."""
         for eqn in self.jaxpr.eqns:
             self.share(eqn)
-        uses = self.cut_late()
-        split_in, split_out = self.split_borders(uses)
-        return self.write(split_in, split_out)
+        return self.split_borders(self.cut_late())
 
     # Which values are in parts.
 

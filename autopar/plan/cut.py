@@ -62,8 +62,9 @@ def in_parts(
         num_parts: How many parts; the fewest more where these do not divide the layers.
         lying: In how many parts stacks lie, and which inputs are such; None: as `num_parts` says.
     """
-    length = layer_count(program.jaxpr)
-    count, stacked = (_part_count(length, num_parts), ()) if lying is None else lying
+    count, stacked = (0, ()) if lying is None else lying
+    length = layer_count(program.jaxpr, roles.state, roles.aliases, stacked)
+    count = count or _part_count(length, num_parts)
     if count < 2 or (lying is not None and not stacked):
         return program, roles, whole_stacks(program.jaxpr)
     stacks = unstack(program.jaxpr, length if length % count == 0 else 0, count, roles.aliases, stacked)

@@ -15,6 +15,7 @@ import numpy as np
 
 from autopar.inter_op.chain import MAX_SEGMENTS, least_largest
 from autopar.inter_op.residuals import CHEAP
+from autopar.ir.state import Roles
 from autopar.ir.structure import trip_count
 from autopar.ir.trace import Program
 from autopar.ir.unstack import layer_count
@@ -47,14 +48,15 @@ def even_parts(cut: CutStep, num_stages: int) -> int:
     return count * next(k for k, share in zip(finer, largest, strict=True) if share <= serves)
 
 
-def parts_apart(program: Program, planned: PipelinePlan | None) -> int:
+def parts_apart(program: Program, roles: Roles, planned: PipelinePlan | None) -> int:
     """As many parts as layers, if these are in loops that memory demands to run again; else 0.
 
     Args:
         program: The step.
+        roles: Its roles.
         planned: A pipeline of it; None: none fits.
     """
-    length = layer_count(program.jaxpr)
+    length = layer_count(program.jaxpr, roles.state, roles.aliases)
     if length > MAX_SEGMENTS or (planned is not None and planned.cut.stacks.count == length):
         return 0
     return length if planned is None or any(level > CHEAP for level in planned.tasks.levels) else 0

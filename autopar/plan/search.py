@@ -84,7 +84,7 @@ def search_pipelines(
     counts = _counts(batch_sizes)
     reference = counts[len(counts) // 2]
     cuts: dict[tuple[int, int], CutStep] = {}
-    has_scans = bool(layer_count(program.jaxpr))
+    has_scans = bool(layer_count(program.jaxpr, roles.state, roles.aliases))
 
     def cut_for(count: int, parts: int = MAX_LAYERS) -> CutStep:
         # Only scans over layers are taken into parts.
@@ -122,7 +122,7 @@ def search_pipelines(
         for candidate in _equal_stages(layers, kinds, nothing, counts[-1], cluster):
             if candidate not in candidates[:finalists]:
                 attempts.make(candidate, "1f1b")
-    parts = parts_apart(program, attempts.best)
+    parts = parts_apart(program, roles, attempts.best)
     for candidate in (attempts.fastest(1) or candidates[:FINALISTS]) if parts else ():
         attempts.make(dataclasses.replace(candidate, firsts=None, parts=parts), "1f1b")
     for candidate in attempts.fastest(max(1, finalists // 4)):

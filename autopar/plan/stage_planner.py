@@ -90,7 +90,7 @@ def pipeline_of(
     cut = cut if parts == cut.stacks.count else cut_in(parts)
     if isinstance(method, PipelineParallel) and not (method.num_stages or method.submeshes):
         _check_marks(cut, num_stages)
-    planned = _best_in_memory(program, cut, cut_in, plan, report)
+    planned = _best_in_memory(program, roles, cut, cut_in, plan, report)
     text = uneven_text(planned.cut, planned.borders, num_stages // num_chunks(schedule))
     if text:
         warn(f"{program.name}: {text}")
@@ -99,6 +99,7 @@ def pipeline_of(
 
 def _best_in_memory(
     program: Program,
+    roles: Roles,
     cut: CutStep,
     cut_in: Callable[[int], CutStep],
     plan: Callable[[CutStep, float], PipelinePlan],
@@ -114,7 +115,7 @@ def _best_in_memory(
         planned = plan(cut, math.inf)
     except InfeasibleError as error:
         failure = error
-    parts = parts_apart(program, planned)
+    parts = parts_apart(program, roles, planned)
     finer = cut_in(parts) if parts not in (0, cut.stacks.count) else cut
     if finer is not cut and finer.stacks.count == parts:
         report(f"cutting {program.name} into {parts} layers, each by itself: memory demands that some run again")

@@ -60,7 +60,7 @@ def test_layers_by_number_are_scanned(name):
     jaxpr = traced(trained(SCANNED[name]), KERNELS, X)
     assert not {"dynamic_slice", "dynamic_update_slice"} & set(primitives_in(jaxpr))
     plain = traced(trained(lambda w, x: lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]), KERNELS, X)
-    assert layer_count(jaxpr) == LAYERS
+    assert layer_count(jaxpr, (0,), {}) == LAYERS
     of_scans = [[len(scan_parts(eqn).xs) for eqn in scans(j)] for j in (jaxpr, plain)]
     assert of_scans[0] == of_scans[1] or name == "checkpointed"
 

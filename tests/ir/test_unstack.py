@@ -90,10 +90,35 @@ def test_same_numbers(step, count):
     assert names.count("scan") == (2 * count if count < LAYERS else 0) and "concatenate" not in names
 
 
+def count_layers(step, state, batch):
+    program = trace_step(step, (state, batch))
+    roles = find_roles(program)
+    return layer_count(program.jaxpr, roles.state, roles.aliases)
+
+
 def test_layers_are_told_from_their_work():
     state, batch = make_arguments()
-    assert layer_count(trace_step(scanned(plain), (state, batch)).jaxpr) == LAYERS
-    assert layer_count(trace_step(lambda s, b: (s, b["x"].sum()), (state, batch)).jaxpr) == 0
+    assert count_layers(scanned(plain), state, batch) == LAYERS
+    assert count_layers(lambda s, b: (s, b["x"].sum()), state, batch) == 0
+
+
+def test_layers_are_told_from_chunks():
+    """A loss in more chunks than there are layers, of more work than these, is no stack of layers."""
+
+    def step(state, batch):
+        def loss_fn(state):
+            x, _ = jax.lax.scan(lambda x, k: (jnp.tanh(x @ k), None), batch, state["kernels"])
+            chunks = x.reshape(2 * LAYERS, -1, WIDTH)
+            return jax.lax.map(lambda rows: jax.nn.logsumexp(rows @ state["head"], axis=-1).sum(), chunks).sum()
+
+        value, grads = jax.value_and_grad(loss_fn)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+    rng = np.random.default_rng(0)
+    shapes = {"kernels": (LAYERS, WIDTH, WIDTH), "head": (WIDTH, 16 * WIDTH)}
+    state = {name: jnp.asarray(rng.normal(size=shape), jnp.float32) for name, shape in shapes.items()}
+    batch = jnp.asarray(rng.normal(size=(4 * LAYERS, WIDTH)), jnp.float32)
+    assert count_layers(step, state, batch) == LAYERS
 
 
 @pytest.mark.parametrize("count", [2, 3, 6])
