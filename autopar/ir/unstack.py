@@ -50,14 +50,18 @@ class Unstacked:
     Attributes:
         jaxpr: The program.
         count: Number of parts.
-        inputs: For each input of the original program its inputs here: one, or one for each part along dim 0.
+        inputs: For each input of the original program its inputs here: one, or one for each part.
         outputs: The same for results.
+        input_dims: For each input of the original program the dim of layers, along which its parts lie; 0 if it is whole.
+        output_dims: The same for results.
     """
 
     jaxpr: Jaxpr
     count: int
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
+    input_dims: tuple[int, ...]
+    output_dims: tuple[int, ...]
 
 
 def whole_stacks(jaxpr: Jaxpr) -> Unstacked:
@@ -67,10 +71,14 @@ def whole_stacks(jaxpr: Jaxpr) -> Unstacked:
         1,
         tuple((k,) for k in range(len(jaxpr.invars))),
         tuple((k,) for k in range(len(jaxpr.outvars))),
+        (0,) * len(jaxpr.invars),
+        (0,) * len(jaxpr.outvars),
     )
 
 
-def layer_count(jaxpr: Jaxpr, state: Collection[int], aliases: Mapping[int, int], lying: Collection[int] = ()) -> int:
+def layer_count(
+    jaxpr: Jaxpr, state: Collection[int], aliases: Mapping[int, int], lying: Mapping[int, int] | None = None
+) -> int:
     """Length of the scans over layers: of those that do a good part of the work and have stacks of state for themselves.
 
     Args:
@@ -92,7 +100,7 @@ def layer_count(jaxpr: Jaxpr, state: Collection[int], aliases: Mapping[int, int]
     if len(worth) < 2:
         return next(iter(worth), 0)
     for length in sorted(worth, key=lambda length: (-of_length[length], -length)):
-        if not _Unstacking(jaxpr, length, length, aliases, lying).find_borders()[0].isdisjoint(state):
+        if not _Unstacking(jaxpr, length, length, aliases, lying).find_borders()[0].keys().isdisjoint(state):
             return length
     return 0
 
@@ -102,7 +110,7 @@ def _can_be_cut(eqn: JaxprEqn) -> bool:
 
 
 def unstack(
-    jaxpr: Jaxpr, length: int, count: int, aliases: Mapping[int, int], lying: Collection[int] = ()
+    jaxpr: Jaxpr, length: int, count: int, aliases: Mapping[int, int], lying: Mapping[int, int] | None = None
 ) -> Unstacked:
     """Take the scans of `length` layers apart.
 
@@ -111,16 +119,19 @@ def unstack(
         length: Which scans: those with so many trips over stacked values.
         count: Number of parts; divides `length`.
         aliases: Output -> input whose new value it is: both become parts, or neither.
-        lying: Inputs that lie in parts: they are such also where they are read whole, and are put together for that.
+        lying: Inputs that lie in parts, and along which dim: they are such also where they are read whole, and are put
+            together for that.
     """
     return _Unstacking(jaxpr, length, count, aliases, lying).run()
 
 
 class _Unstacking:
-    def __init__(self, jaxpr: Jaxpr, length: int, count: int, aliases: Mapping[int, int], lying: Collection[int]):
+    def __init__(
+        self, jaxpr: Jaxpr, length: int, count: int, aliases: Mapping[int, int], lying: Mapping[int, int] | None
+    ):
         self.jaxpr, self.length, self.count, self.aliases = jaxpr, length, count, aliases
-        self.lying = frozenset(lying)
-        self.made: dict[Var, Share] = {jaxpr.invars[k]: Cut(0) for k in lying}
+        self.lying = dict(lying or {})
+        self.made: dict[Var, Share] = {jaxpr.invars[k]: Cut(dim) for k, dim in self.lying.items()}
         self.way_of: dict[int, Way] = {}
         self.part_of: dict[int, int] = {}
         self.rules: dict[object, tuple[ShardingRule, list[Way]]] = {}
@@ -136,8 +147,8 @@ class _Unstacking:
         split_in, split_out = self.find_borders()
         return self.write(split_in, split_out)
 
-    def find_borders(self) -> tuple[set[int], set[int]]:
-        """Decide what is in parts; the inputs and outputs that are."""
+    def find_borders(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Decide what is in parts; the inputs and outputs that are, and along which dim."""
         for eqn in self.jaxpr.eqns:
             self.share(eqn)
         return self.split_borders(self.cut_late())
@@ -236,42 +247,44 @@ class _Unstacking:
             uses.setdefault(atom, {})[self.wants(eqn)[0]] = None
         return uses
 
-    def split_borders(self, uses: Mapping[Var, Mapping[Share, None]]) -> tuple[set[int], set[int]]:
-        """Inputs and outputs that become parts."""
+    def split_borders(self, uses: Mapping[Var, Mapping[Share, None]]) -> tuple[dict[int, int], dict[int, int]]:
+        """Inputs and outputs that become parts, and along which dim."""
         invars, outvars = self.jaxpr.invars, self.jaxpr.outvars
         position = {var: k for k, var in enumerate(invars)}
         replaced_by = {into: out for out, into in self.aliases.items()}
-        split_in, split_out = set(), set()
+        split_in: dict[int, int] = {}
+        split_out: dict[int, int] = {}
         for k, var in enumerate(invars):
             wants = uses.get(var, {})
-            if not wants or (list(wants) != [Cut(0)] and k not in self.lying):
+            dim = self.lying.get(k, _only_dim(wants))
+            if not wants or dim is None:
                 continue
             out = replaced_by.get(k)
             if out is None:
                 if not any(a is var for a in outvars):
-                    split_in.add(k)
+                    split_in[k] = dim
             else:
                 atom = outvars[out]
-                if not isinstance(atom, Literal) and (self.of(atom) == Cut(0) or position.get(atom) == k):
-                    split_in.add(k)
-                    split_out.add(out)
+                if not isinstance(atom, Literal) and (self.of(atom) == Cut(dim) or position.get(atom) == k):
+                    split_in[k] = split_out[out] = dim
         # An input that also leaves as another output stays whole.
         for k in sorted(split_in):
             if any(a is invars[k] and out not in split_out for out, a in enumerate(outvars)):
-                split_in.discard(k)
-                split_out.discard(replaced_by.get(k, -1))
+                del split_in[k]
+                split_out.pop(replaced_by.get(k, -1), None)
         return split_in, split_out
 
     # Writing.
 
-    def write(self, split_in: set[int], split_out: set[int]) -> Unstacked:
+    def write(self, split_in: Mapping[int, int], split_out: Mapping[int, int]) -> Unstacked:
         writer = _Writer(self)
         invars: list[Var] = []
         inputs = []
         for k, var in enumerate(self.jaxpr.invars):
             if k in split_in:
-                parts = [new_var(shaped(piece_aval(var.aval, Cut(0), self.count))) for _ in range(self.count)]
-                writer.parts[var, Cut(0)] = parts
+                share = Cut(split_in[k])
+                parts = [new_var(shaped(piece_aval(var.aval, share, self.count))) for _ in range(self.count)]
+                writer.parts[var, share] = parts
             else:
                 parts = [new_var(var.aval)]
                 writer.whole[var] = parts[0]
@@ -282,11 +295,27 @@ class _Unstacking:
         outvars: list[Any] = []
         outputs = []
         for k, atom in enumerate(self.jaxpr.outvars):
-            made = writer.in_parts(atom, Cut(0), None) if k in split_out else [writer.value(atom, None)]
+            made = writer.in_parts(atom, Cut(split_out[k]), None) if k in split_out else [writer.value(atom, None)]
             outputs.append(tuple(range(len(outvars), len(outvars) + len(made))))
             outvars += made
         jaxpr = remove_dead_code(make_jaxpr(invars, outvars, writer.eqns))
-        return Unstacked(jaxpr, self.count, tuple(inputs), tuple(outputs))
+        return Unstacked(
+            jaxpr,
+            self.count,
+            tuple(inputs),
+            tuple(outputs),
+            tuple(split_in.get(k, 0) for k in range(len(inputs))),
+            tuple(split_out.get(k, 0) for k in range(len(outputs))),
+        )
+
+
+def _only_dim(wants: Mapping[Share, None]) -> int | None:
+    """The dim that all readers read in parts; None: there is no such."""
+    match list(wants):
+        case [Cut(dim, 1)]:
+            return dim
+        case _:
+            return None
 
 
 def _conversion(atom: Any, have: Share, want: Share) -> int | None:

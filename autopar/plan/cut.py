@@ -9,7 +9,7 @@ Method: `ir/unstack.py`, `inter_op/lean_scans.py`, `ir/microbatch.py` (or `ir/wh
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +52,7 @@ class CutStep:
 
 
 def in_parts(
-    program: Program, roles: Roles, num_parts: int, lying: tuple[int, Sequence[int]] | None = None
+    program: Program, roles: Roles, num_parts: int, lying: tuple[int, Mapping[int, int]] | None = None
 ) -> tuple[Program, Roles, Unstacked]:
     """The step with its scans over layers taken apart, if it has any.
 
@@ -60,9 +60,9 @@ def in_parts(
         program: The step.
         roles: Its roles.
         num_parts: How many parts; the fewest more where these do not divide the layers.
-        lying: In how many parts stacks lie, and which inputs are such; None: as `num_parts` says.
+        lying: In how many parts stacks lie, and which inputs are such, along which dim; None: as `num_parts` says.
     """
-    count, stacked = (0, ()) if lying is None else lying
+    count, stacked = (0, {}) if lying is None else lying
     length = layer_count(program.jaxpr, roles.state, roles.aliases, stacked)
     count = count or _part_count(length, num_parts)
     if count < 2 or (lying is not None and not stacked):
@@ -70,8 +70,9 @@ def in_parts(
     stacks = unstack(program.jaxpr, length if length % count == 0 else 0, count, roles.aliases, stacked)
     if not any(len(stacks.inputs[k]) > 1 for k in roles.state):
         return program, roles, whole_stacks(program.jaxpr)  # a scan over time, or over chunks: its weights are shared
-    paths = _part_paths(program.in_paths, stacks.inputs[: program.num_args], stacks.jaxpr.invars)
-    out_paths = _part_paths(program.out_paths, stacks.outputs, stacks.jaxpr.outvars)
+    ins, outs = (stacks.inputs[: program.num_args], stacks.input_dims), (stacks.outputs, stacks.output_dims)
+    paths = _part_paths(program.in_paths, *ins, stacks.jaxpr.invars)
+    out_paths = _part_paths(program.out_paths, *outs, stacks.jaxpr.outvars)
     parted = dataclasses.replace(
         program,
         jaxpr=stacks.jaxpr,
@@ -104,12 +105,17 @@ def _of_parts(impls: Sequence[str | None], positions: Sequence[Sequence[int]]) -
     return tuple(impl for impl, parts in zip(impls, positions, strict=False) for _ in parts)
 
 
-def _part_paths(paths: Sequence[str], positions: Sequence[Sequence[int]], atoms: Sequence[Any]) -> list[str]:
+def _part_paths(
+    paths: Sequence[str], positions: Sequence[Sequence[int]], dims: Sequence[int], atoms: Sequence[Any]
+) -> list[str]:
     """Paths of all parts: of a stack with the layers of each."""
     found = []
-    for path, parts in zip(paths, positions, strict=True):
-        size = atoms[parts[0]].aval.shape[0] if len(parts) > 1 else 0
-        found += [f"{path}[{k * size}:{(k + 1) * size}]" if size else path for k, _ in enumerate(parts)]
+    for path, parts, dim in zip(paths, positions, dims, strict=False):
+        if len(parts) == 1:
+            found.append(path)
+            continue
+        size = atoms[parts[0]].aval.shape[dim]
+        found += [f"{path}[{':, ' * dim}{k * size}:{(k + 1) * size}]" for k, _ in enumerate(parts)]
     return found
 
 
@@ -126,7 +132,7 @@ def cut_step(
     num_parts: int,
     num_microbatches: int,
     semantics: str = "exact",
-    lying: tuple[int, Sequence[int]] | None = None,
+    lying: tuple[int, Mapping[int, int]] | None = None,
 ) -> CutStep:
     """Take a step apart: its scans over layers, its phases, its segments.
 
@@ -136,7 +142,7 @@ def cut_step(
         num_parts: Into how many parts its scans over layers are to be taken, or the fewest more that divide them.
         num_microbatches: How many microbatches.
         semantics: `"exact"` or `"per_microbatch"`.
-        lying: In how many parts stacks lie, and which inputs are such; None: as `num_parts` says.
+        lying: In how many parts stacks lie, and which inputs are such, along which dim; None: as `num_parts` says.
 
     Raises:
         BatchError: The batch does not divide.

@@ -87,7 +87,7 @@ def _matching_paths(paths: Sequence[str], asked: str) -> list[str]:
     return []
 
 
-_PART = re.compile(r"\[\d+:\d+\]$")
+_PART = re.compile(r"\[(:, )*\d+:\d+\]$")
 """What stands behind the path of a stack that lies on several stages: which of its layers."""
 
 

@@ -46,7 +46,7 @@ from autopar.runtime.local import copied, device_mesh
 from autopar.runtime.memory import Ownership
 from autopar.runtime.nans import check_results, find_nan
 from autopar.runtime.order import merged
-from autopar.runtime.stacks import Stack
+from autopar.runtime.stacks import Stack, joined_shape, part_of
 from autopar.runtime.transfer import Transfer, make_transfer
 
 Call = Callable[[dict[int, Any]], None]
@@ -219,9 +219,9 @@ class Pipeline:
         entering, leaving = {}, {}
         for k, parts in enumerate(self._unstacked.inputs):
             if len(parts) > 1:
-                shape = self._arguments[parts[0]].aval.shape
-                whole = (shape[0] * len(parts), *shape[1:])
-                entering[k] = Stack(whole, [self.placements[at] for at in parts])
+                dim = self._unstacked.input_dims[k]
+                whole = joined_shape([self._arguments[at].aval.shape for at in parts], dim)
+                entering[k] = Stack(whole, [self.placements[at] for at in parts], dim)
         into = {out: at for out, at in roles.aliases.items()}
         by_first = {parts[0]: k for k, parts in enumerate(self._unstacked.inputs)}
         for k, parts in enumerate(self._unstacked.outputs):
@@ -263,9 +263,7 @@ class Pipeline:
         return found
 
     def _part(self, array: Any, leaf: int, number: int) -> Any:
-        count = len(self._unstacked.inputs[leaf])
-        rows = array.shape[0] // count if count > 1 else 0
-        return array[number * rows : (number + 1) * rows] if count > 1 else array
+        return part_of(array, number, len(self._unstacked.inputs[leaf]), self._unstacked.input_dims[leaf])
 
     # Running.
 

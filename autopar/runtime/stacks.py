@@ -1,9 +1,9 @@
 """Stacked layers that live on several stages: one array to the user, one part per stage to the pipeline.
 
 In:     a stacked array as the user passes it, or the parts as programs made them.
-Out:    its parts; and of parts one value again: a `jax.Array` over the devices of all stages where these are alike (dim 0
-        is split over them first), else a `StackedArray`, which has the shape and dtype of the whole and can be used as
-        an array: passed to JAX's functions, jitted ones too, and to NumPy's, computed with, indexed.
+Out:    its parts; and of parts one value again: a `jax.Array` over the devices of all stages where these are alike (the
+        dim of layers is split over them first), else a `StackedArray`, which has the shape and dtype of the whole and can
+        be used as an array: passed to JAX's functions, jitted ones too, and to NumPy's, computed with, indexed.
 Method: no byte moves: the array of all stages is made of the parts' own buffers. What was handed out is remembered, so
         that it comes apart again without work when it is passed to the next step. A `StackedArray` that is computed with
         elsewhere is put together on the host first.
@@ -25,17 +25,18 @@ from autopar.runtime.shaped import Shaped
 
 
 class StackedArray(Shaped):
-    """Parts of one array, one behind the other along dim 0, on the devices of several pipeline stages.
+    """Parts of one array, one behind the other along a dim, on the devices of several pipeline stages.
 
     Attributes:
         parts: The parts, each on its stage.
+        dim: Along which they lie.
         shape: Of the whole.
         dtype: Its element type.
     """
 
-    def __init__(self, parts: Sequence[jax.Array]):
-        self.parts = tuple(parts)
-        self.shape = (sum(p.shape[0] for p in parts), *parts[0].shape[1:])
+    def __init__(self, parts: Sequence[jax.Array], dim: int = 0):
+        self.parts, self.dim = tuple(parts), dim
+        self.shape = joined_shape([p.shape for p in parts], dim)
         self.dtype = parts[0].dtype
         self.weak_type = False
 
@@ -46,7 +47,7 @@ class StackedArray(Shaped):
         return self
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        whole = np.concatenate([np.asarray(p) for p in self.parts])
+        whole = np.concatenate([np.asarray(p) for p in self.parts], axis=self.dim)
         return whole if dtype is None else whole.astype(dtype)
 
     def __jax_array__(self) -> jax.Array:
@@ -79,25 +80,28 @@ reads_as_array(StackedArray)
 class Stack:
     """How one stacked value of the step comes apart and together."""
 
-    def __init__(self, shape: tuple[int, ...], parts: Sequence[NamedSharding]):
-        self.shape, self.count = shape, len(parts)
-        self.sharding = joint_sharding(parts)
+    def __init__(self, shape: tuple[int, ...], parts: Sequence[NamedSharding], dim: int = 0):
+        self.shape, self.count, self.dim = shape, len(parts), dim
+        self.sharding = joint_sharding(parts, dim)
         self._parts = list(parts)
         self._known: dict[int, tuple[weakref.ref, tuple[jax.Array, ...]]] = {}
 
     def split(self, array: Any) -> Sequence[Any]:
         """The parts; those of an array that `join` made are its own buffers."""
-        if isinstance(array, StackedArray) and [p.sharding for p in array.parts] == self._parts:
+        if (
+            isinstance(array, StackedArray)
+            and array.dim == self.dim
+            and [p.sharding for p in array.parts] == self._parts
+        ):
             return array.parts
         known = self._known.get(id(array))
         if known is not None and known[0]() is array:
             return known[1]
         if isinstance(array, jax.Array) and self.sharding is not None and array.sharding == self.sharding:
             return self._of_shards(array)
-        rows = self.shape[0] // self.count
         if not isinstance(array, jax.Array):
             array = np.asarray(array)
-        return [array[k * rows : (k + 1) * rows] for k in range(self.count)]
+        return [part_of(array, k, self.count, self.dim) for k in range(self.count)]
 
     def place(self, array: np.ndarray) -> Any:
         """A whole array on the host, put where its parts belong."""
@@ -105,7 +109,7 @@ class Stack:
 
     def _of_shards(self, array: jax.Array) -> list[jax.Array]:
         data = {shard.device: shard.data for shard in array.addressable_shards}
-        shape = (self.shape[0] // self.count, *self.shape[1:])
+        shape = tuple(size // self.count if dim == self.dim else size for dim, size in enumerate(self.shape))
         return [
             jax.make_array_from_single_device_arrays(shape, part, [data[d] for d in part.mesh.devices.flat])
             for part in self._parts
@@ -114,7 +118,7 @@ class Stack:
     def join(self, parts: Sequence[jax.Array]) -> Any:
         """The parts as one value."""
         if self.sharding is None:
-            return StackedArray(parts)
+            return StackedArray(parts, self.dim)
         buffers = []
         for part, kind in zip(parts, self._parts, strict=True):
             data = {shard.device: shard.data for shard in part.addressable_shards}
@@ -125,7 +129,30 @@ class Stack:
         return whole
 
 
-def joint_sharding(parts: Sequence[NamedSharding]) -> NamedSharding | None:
+def part_of(array: Any, number: int, count: int, dim: int = 0) -> Any:
+    """One of `count` equal parts along a dim; of one, the array."""
+    if count == 1:
+        return array
+    size = array.shape[dim] // count
+    return array[(*(slice(None),) * dim, slice(number * size, (number + 1) * size))]
+
+
+def joined_shape(shapes: Sequence[Sequence[int]], dim: int) -> tuple[int, ...]:
+    """The shape of parts that lie along a dim, as one."""
+    if len(shapes) == 1:
+        return tuple(shapes[0])
+    return (*shapes[0][:dim], sum(shape[dim] for shape in shapes), *shapes[0][dim + 1 :])
+
+
+def joint_spec(spec: PartitionSpec, dim: int) -> PartitionSpec:
+    """How the whole lies on the devices of all stages, whose parts along `dim` lie so on each."""
+    entries = [*spec, *[None] * (dim + 1 - len(spec))]
+    own = entries[dim]
+    entries[dim] = ("stage", *(() if own is None else (own,) if isinstance(own, str) else tuple(own)))
+    return PartitionSpec(*entries)
+
+
+def joint_sharding(parts: Sequence[NamedSharding], dim: int = 0) -> NamedSharding | None:
     """The sharding of the whole over the devices of all parts; None where the parts are not alike, or share devices."""
     first = parts[0]
     alike = all(p.spec == first.spec and p.mesh.axis_names == first.mesh.axis_names for p in parts)
@@ -134,6 +161,4 @@ def joint_sharding(parts: Sequence[NamedSharding]) -> NamedSharding | None:
     if not alike or len(shapes) > 1 or len(set(devices)) < len(devices):
         return None
     mesh = jax.sharding.Mesh(np.stack([p.mesh.devices for p in parts]), ("stage", *first.mesh.axis_names))
-    leading = first.spec[0] if len(first.spec) else None
-    inner = () if leading is None else (leading,) if isinstance(leading, str) else tuple(leading)
-    return NamedSharding(mesh, PartitionSpec(("stage", *inner), *first.spec[1:]))
+    return NamedSharding(mesh, joint_spec(first.spec, dim))

@@ -59,12 +59,13 @@ def run_in_parts(step, state, batch, count):
     parts = unstack(program.jaxpr, LAYERS, count, roles.aliases)
     check_program(parts.jaxpr)
     flat = []
-    for value, positions in zip(program.flatten_inputs(jax.tree.leaves((state, batch))), parts.inputs, strict=True):
-        flat += np.split(np.asarray(value), count) if len(positions) > 1 else [value]
+    values = program.flatten_inputs(jax.tree.leaves((state, batch)))
+    for value, positions, dim in zip(values, parts.inputs, parts.input_dims, strict=True):
+        flat += np.split(np.asarray(value), count, axis=dim) if len(positions) > 1 else [value]
     made = jax.jit(lambda *a: eval_jaxpr(parts.jaxpr, [], *a))(*flat)
     results = [
-        np.concatenate([made[at] for at in positions]) if len(positions) > 1 else made[positions[0]]
-        for positions in parts.outputs
+        np.concatenate([made[at] for at in positions], axis=dim) if len(positions) > 1 else made[positions[0]]
+        for positions, dim in zip(parts.outputs, parts.output_dims, strict=True)
     ]
     return parts, program.unflatten_outputs(results)
 
@@ -88,6 +89,33 @@ def test_same_numbers(step, count):
     assert sum(len(p) == count for p in parts.inputs) == 6 == sum(len(p) == count for p in parts.outputs)
     names = [eqn.primitive.name for eqn in parts.jaxpr.eqns]
     assert names.count("scan") == (2 * count if count < LAYERS else 0) and "concatenate" not in names
+
+
+@pytest.mark.parametrize("dim", [1, 2])
+@pytest.mark.parametrize("count", [2, 6])
+def test_layers_along_another_dim(dim, count):
+    """Flax's `nn.scan(..., variable_axes={"params": 1})`: the weights are transposed before the scan, and cut before that."""
+
+    def step(state, batch):
+        def loss_fn(kernels):
+            x, _ = jax.lax.scan(lambda x, k: (jnp.tanh(x @ k), None), batch, jnp.moveaxis(kernels, dim, 0))
+            return jnp.mean(x**2)
+
+        value, grads = jax.value_and_grad(loss_fn)(state[0])
+        moment = 0.9 * state[1] + grads
+        return (state[0] - 0.1 * moment, moment), value
+
+    rng = np.random.default_rng(0)
+    shape = [WIDTH, WIDTH]
+    shape.insert(dim, LAYERS)
+    state = tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for _ in range(2))
+    batch = jnp.asarray(rng.normal(size=(BATCH, WIDTH)), jnp.float32)
+    parts, got = run_in_parts(step, state, batch, count)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(state, batch)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+    assert [len(p) for p in parts.inputs] == [count, count, 1] and parts.input_dims == (dim, dim, 0)
+    assert [len(p) for p in parts.outputs] == [count, count, 1] and parts.output_dims == (dim, dim, 0)
+    assert "concatenate" not in [eqn.primitive.name for eqn in parts.jaxpr.eqns]
 
 
 def count_layers(step, state, batch):

@@ -349,3 +349,39 @@ def test_a_worker_is_killed_while_it_writes(ours, tmp_path):
         ours(state, batches(1)[0])
     assert [p.name for p in tmp_path.iterdir()] == ["1"]
     assert_same(checkpoint.restore(tmp_path, wanted), wanted)
+
+
+def test_layers_along_another_dim(clusters, tmp_path, fetched):
+    """Parts of layers lie behind each other along dim 1: stepped, written and read by the workers, seen whole here."""
+
+    def step(state, batch):
+        def loss_fn(kernels):
+            layers = jnp.moveaxis(kernels, 1, 0)
+            x, _ = jax.lax.scan(lambda x, k: (jnp.tanh(x @ k), None), batch["x"], layers)
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state)
+        return state - 0.1 * grads, loss
+
+    random = np.random.default_rng(0)
+    state = random.normal(size=(8, 4, 8)).astype(np.float32)
+    batch = {name: random.normal(size=(8, 8)).astype(np.float32) for name in ("x", "y")}
+    far = autopar.parallelize(step, cluster=clusters[1, 4], method=TWO_STAGES, batch_argnums=1)
+    got, loss = far(state, batch)
+    want, wanted_loss = jax.jit(step)(state, batch)
+    np.testing.assert_allclose(np.asarray(got), want, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(loss, wanted_loss, rtol=1e-5)
+    assert (got.shape, got.dim, len(got.parts)) == (want.shape, 1, 2)
+    assert got.sharding.shard_shape(got.shape)[1] == 2 and got.sharding == far.latest().in_shardings[0][0]
+
+    fetched.clear()
+    checkpoint.save(tmp_path, got, 1).wait()
+    like = jax.ShapeDtypeStruct(want.shape, want.dtype)
+    again = checkpoint.restore(tmp_path, like, compiled=far)
+    assert isinstance(again, RemoteArray) and fetched == [], "bytes of state came here"
+    assert_same(again, got)
+    assert_same(checkpoint.restore(tmp_path, np.zeros_like(want)), got)
+    fetched.clear()
+    after, _ = far(again, batch)
+    assert fetched == [], "it is where the step wants it"
+    np.testing.assert_allclose(np.asarray(after), jax.jit(step)(want, batch)[0], rtol=1e-5, atol=1e-6)

@@ -45,31 +45,32 @@ class Workers:
         return {n: {"d/file": (n, "")} for n in arguments}
 
 
-def array(workers, *parts):
-    """Of each part the (mesh, kind)s of its copies."""
-    return RemoteArray([Part(tuple(Copy(workers, mesh, kind, 5) for mesh, kind in copies)) for copies in parts])
+def array(workers, *parts, dim=0):
+    """Of each part, along a dim, the (mesh, kind)s of its copies."""
+    return RemoteArray([Part(tuple(Copy(workers, mesh, kind, 5) for mesh, kind in copies)) for copies in parts], dim)
 
 
 def load(workers):
     return {seat.number: 0 for seat in workers.seats if seat.number not in workers.blind}
 
 
+@pytest.mark.parametrize("dim", (0, 1))
 @pytest.mark.parametrize("first", MESHES, ids=str)
 @pytest.mark.parametrize("second", MESHES, ids=str)
-def test_every_element_has_one_writer_that_holds_it(first, second):
+def test_every_element_has_one_writer_that_holds_it(first, second, dim):
     """Parts behind each other on two meshes, split in different ways."""
     workers = Workers((), first.num_devices, second.num_devices)
     for above in kinds(first):
         for below in kinds(second):
-            stacked = array(workers, [(0, above)], [(1, below)])
+            stacked = array(workers, [(0, above)], [(1, below)], dim=dim)
             written = np.zeros(stacked.shape, int)
             for tile in tiles_of(stacked, load(workers)):
                 written[tuple(slice(*side) for side in tile.box)] += 1
                 seat, (_, kind, device) = workers.seats[tile.worker], tile.place
                 assert device in seat.devices and (kind is above or seat.mesh == 1)
-                rows = SHAPE[0] if seat.mesh else 0
-                (start, stop), *rest = tile.box
-                assert ((start - rows, stop - rows), *rest) == kind.boxes()[device]
+                own = list(tile.box)
+                own[dim] = tuple(place - (SHAPE[dim] if seat.mesh else 0) for place in own[dim])
+                assert tuple(own) == kind.boxes()[device]
             assert (written == 1).all()
 
 

@@ -12,25 +12,33 @@ import autopar
 from autopar.runtime.stacks import StackedArray
 
 
-def step(params, batch):
-    def loss_fn(params):
-        x, _ = jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ kernel), None), batch["x"], params)
-        return jnp.mean((x - batch["y"]) ** 2)
+def step_along(dim):
+    """A step of eight layers, stacked along a dim."""
 
-    loss, grads = jax.value_and_grad(loss_fn)(params)
-    return params - 0.1 * grads, loss
+    def step(params, batch):
+        def loss_fn(params):
+            layers = jnp.moveaxis(params, dim, 0)
+            x, _ = jax.lax.scan(lambda x, kernel: (jnp.tanh(x @ kernel), None), batch["x"], layers)
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return params - 0.1 * grads, loss
+
+    return step
 
 
-@pytest.fixture(scope="module")
-def stepped():
-    """State after one step of a pipeline whose stages hold two chunks each; what it should be; the batch."""
+@pytest.fixture(scope="module", params=[0, 1], ids=["along dim 0", "along dim 1"])
+def stepped(request):
+    """State after one step of a pipeline whose stages hold two chunks each; what it should be; the batch; the step."""
+    step = step_along(request.param)
     random = np.random.default_rng(0)
     params = random.normal(size=(8, 8, 8)).astype(np.float32)
     batch = {name: random.normal(size=(8, 8)).astype(np.float32) for name in ("x", "y")}
     method = autopar.PipelineParallel(num_stages=2, num_microbatches=2, schedule="interleaved")
     state, _ = autopar.parallelize(step, method=method, batch_argnums=1)(params, batch)
-    assert isinstance(state, StackedArray)
-    return state, np.asarray(jax.jit(step)(params, batch)[0]), batch
+    assert isinstance(state, StackedArray) and state.dim == request.param
+    assert {part.shape[request.param] for part in state.parts} == {2}
+    return state, np.asarray(jax.jit(step)(params, batch)[0]), batch, step
 
 
 USES = {
@@ -51,12 +59,12 @@ USES = {
 
 @pytest.mark.parametrize("use", USES)
 def test_used_as_an_array(stepped, use):
-    state, expected, _ = stepped
+    state, expected, *_ = stepped
     np.testing.assert_allclose(USES[use](state), USES[use](jnp.asarray(expected)), rtol=2e-5, atol=1e-6)
 
 
 def test_its_type_is_known_without_reading_it(stepped):
-    state, expected, _ = stepped
+    state, expected, *_ = stepped
     assert jax.eval_shape(lambda x: x[0], state).shape == (8, 8)
     assert (state.shape, state.ndim, state.dtype, len(state)) == (expected.shape, 3, expected.dtype, 8)
 
@@ -71,7 +79,7 @@ def test_its_type_is_known_without_reading_it(stepped):
     ids=str,
 )
 def test_the_next_step_may_be_another(stepped, method):
-    state, expected, batch = stepped
+    state, expected, batch, step = stepped
     got, _ = autopar.parallelize(step, method=method, batch_argnums=1)(state, batch)
     want = np.asarray(jax.jit(step)(expected, batch)[0])
     np.testing.assert_allclose(np.asarray(got), want, rtol=2e-5, atol=1e-6)

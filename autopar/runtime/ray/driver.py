@@ -36,6 +36,7 @@ from autopar.runtime.ray.parcels import holders_of, messages_of, own_boxes, pack
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.share import Report, Share, StepCall
 from autopar.runtime.ray.workers import Workers, ended, joined
+from autopar.runtime.stacks import part_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -99,7 +100,10 @@ class RayStep:
             for entry in own
             for seat in self.workers.seats_on(mesh)
         }
-        self.in_shardings = [remote_sharding([self._kind(at) for at in parts]) for parts in interface.stacks.inputs]
+        self.in_shardings = [
+            remote_sharding([self._kind(at) for at in parts], dim)
+            for parts, dim in zip(interface.stacks.inputs, interface.stacks.input_dims, strict=True)
+        ]
         # Between GPUs a step cannot be left: what was begun to be sent would wait for ever.
         self._pauses = {} if self.workers.direct else job.pauses
         self._load()
@@ -223,20 +227,20 @@ class RayStep:
         """The job's arguments out of the user's, and what of them is donated."""
         parts: list[Any] = []
         donated: list[Copy] = []
-        for array, positions in zip(arrays, self._interface.stacks.inputs, strict=True):
+        stacks = self._interface.stacks
+        for array, positions, dim in zip(arrays, stacks.inputs, stacks.input_dims, strict=True):
             if isinstance(array, RemoteArray):
                 array.check()
                 if self.job.donated[positions[0]]:
                     donated += [copy for part in array.parts for copy in part.copies]
-                if len(array.parts) == len(positions):
+                if len(array.parts) == len(positions) and array.dim == dim:
                     parts += array.parts
                     continue
             if len(positions) == 1:
                 parts.append(array)
                 continue
             whole = host_array(array)
-            rows = whole.shape[0] // len(positions)
-            parts += [whole[k * rows : (k + 1) * rows] for k in range(len(positions))]
+            parts += [part_of(whole, k, len(positions), dim) for k in range(len(positions))]
         return parts, donated
 
     def _key(self, entry: Entry, parts: list[Any]) -> int | None:
@@ -287,12 +291,12 @@ class RayStep:
             for key, k in zip(keep[mesh], results, strict=True)
         }
         found: list[Any] = []
-        for positions in self._interface.stacks.outputs:
+        for positions, dim in zip(self._interface.stacks.outputs, self._interface.stacks.output_dims, strict=True):
             if positions[0] in self._interface.kept and job.results[positions[0]] is not None:
-                found.append(RemoteArray([there[k] for k in positions]))
+                found.append(RemoteArray([there[k] for k in positions], dim))
                 continue
             parts = [self._value(k, here) for k in positions]
-            found.append(parts[0] if len(parts) == 1 else jnp.concatenate(parts))
+            found.append(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=dim))
         return found
 
     def _result_type(self, result: int) -> BufferType:
@@ -332,9 +336,10 @@ class RayStep:
             found.append(RemoteArray([Part(tuple(copies))]))
         return found
 
-    def homes(self, argument: int) -> list[tuple[MeshId, BufferType]]:
-        """Where the parts of one of the user's arguments live between steps."""
-        return [(self.job.home[at], self._kind(at)) for at in self._interface.stacks.inputs[argument]]
+    def homes(self, argument: int) -> tuple[list[tuple[MeshId, BufferType]], int]:
+        """Where the parts of one of the user's arguments live between steps, and along which dim they lie."""
+        stacks = self._interface.stacks
+        return [(self.job.home[at], self._kind(at)) for at in stacks.inputs[argument]], stacks.input_dims[argument]
 
     def create(self, init: Callable[..., list[Any]], args: Sequence[Any], first: int, count: int) -> list[Any]:
         """State that is born in its place: `init` is run on each mesh, which keeps what is its own.
@@ -345,7 +350,7 @@ class RayStep:
             first: The first of the user's arguments' leaves that it makes.
             count: How many.
         """
-        inputs = self._interface.stacks.inputs
+        inputs, dims = self._interface.stacks.inputs, self._interface.stacks.input_dims
         wanted: dict[MeshId, list[tuple[int, int]]] = {}
         for leaf in range(count):
             for number, at in enumerate(inputs[first + leaf]):
@@ -356,7 +361,8 @@ class RayStep:
 
             def own(entries: list[tuple[int, int]] = entries) -> list[Any]:
                 leaves = init(*args)
-                return [_rows(leaves[leaf], number, len(inputs[first + leaf])) for leaf, number in entries]
+                counts = {leaf: len(inputs[first + leaf]) for leaf, _ in entries}
+                return [part_of(leaves[leaf], number, counts[leaf], dims[first + leaf]) for leaf, number in entries]
 
             jitted = jax.jit(own, out_shardings=[kind.on(abstract_mesh(kind.mesh)) for kind in kinds])
             check_no_calls(jitted.trace().jaxpr, "create_state(...)")
@@ -366,7 +372,8 @@ class RayStep:
             for entry, key, kind in zip(entries, keys, kinds, strict=True):
                 made[entry] = Part((Copy(self.workers, mesh, kind, key),))
         return [
-            RemoteArray([made[leaf, number] for number in range(len(inputs[first + leaf]))]) for leaf in range(count)
+            RemoteArray([made[leaf, number] for number in range(len(inputs[first + leaf]))], dims[first + leaf])
+            for leaf in range(count)
         ]
 
 
@@ -381,8 +388,3 @@ def _fetched(part: Any) -> np.ndarray:
 def _cuts(kind: BufferType, seat: Seat) -> list[tuple[slice, ...]]:
     whole: Box = tuple((0, length) for length in kind.shape)
     return [slices(box, whole) for box in own_boxes(kind, seat)]
-
-
-def _rows(array: Any, number: int, count: int) -> Any:
-    rows = array.shape[0] // count if count > 1 else 0
-    return array[number * rows : (number + 1) * rows] if count > 1 else array

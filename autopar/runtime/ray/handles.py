@@ -2,7 +2,7 @@
 
 In:     where the parts of an array are and under which keys.
 Out:    `RemoteArray`: shape, dtype and sharding to look at, `np.asarray` to fetch; passed to the next step as it is.
-Method: an array is one part, or, stacked over several stages, one part behind the other along dim 0. A part may lie on
+Method: an array is one part, or, stacked over several stages, one part behind the other along a dim. A part may lie on
         several meshes. What no one holds any more is let go of with the next step.
 """
 
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import jax
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 
 from autopar.errors import DonatedError
 from autopar.mesh import LogicalMesh
@@ -24,6 +24,7 @@ from autopar.runtime.digest import Digest
 from autopar.runtime.ray.job import BufferType, abstract_mesh
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.shaped import Shaped
+from autopar.runtime.stacks import joined_shape, joint_spec
 
 
 class Owner(Protocol):
@@ -101,22 +102,23 @@ class RemoteArray(Shaped):
 
     Attributes:
         parts: Where it is.
+        dim: Along which several parts lie.
         shape: Of the whole.
         dtype: Its element type.
         sharding: How it lies on the devices.
     """
 
-    def __init__(self, parts: Sequence[Part]):
-        self.parts = tuple(parts)
+    def __init__(self, parts: Sequence[Part], dim: int = 0):
+        self.parts, self.dim = tuple(parts), dim
         kinds = [part.copies[0].kind for part in parts]
-        self.shape = (sum(k.shape[0] for k in kinds), *kinds[0].shape[1:]) if len(kinds) > 1 else kinds[0].shape
+        self.shape = joined_shape([kind.shape for kind in kinds], dim)
         self.dtype = kinds[0].dtype
         self.weak_type = False
 
     @property
     def sharding(self) -> NamedSharding:
         """How it lies on the devices, which are not this process's: its mesh has none."""
-        return remote_sharding([part.copies[0].kind for part in self.parts])
+        return remote_sharding([part.copies[0].kind for part in self.parts], self.dim)
 
     def is_deleted(self) -> bool:
         """Whether a step has taken its memory over."""
@@ -148,7 +150,7 @@ class RemoteArray(Shaped):
         """The whole array in this process."""
         self.check()
         found = [copy.owner.fetch(copy.mesh, copy.key, copy.kind) for copy in (part.copies[0] for part in self.parts)]
-        return found[0] if len(found) == 1 else np.concatenate(found)
+        return found[0] if len(found) == 1 else np.concatenate(found, axis=self.dim)
 
     def item(self) -> Any:
         """The one element as a Python number."""
@@ -182,16 +184,14 @@ class RemoteArray(Shaped):
         return f"RemoteArray(shape={self.shape}, dtype={self.dtype}, {state})"
 
 
-def remote_sharding(kinds: Sequence[BufferType]) -> NamedSharding:
-    """The sharding of an array of one part or several alike; of parts that are not alike, that of the first."""
+def remote_sharding(kinds: Sequence[BufferType], dim: int) -> NamedSharding:
+    """The sharding of an array of one part, or several alike along a dim; of parts that are not alike, that of the first."""
     first = kinds[0]
     if len(kinds) == 1 or any(k.sharding != first.sharding or k.mesh != first.mesh for k in kinds):
         return first.on(abstract_mesh(first.mesh))
     names = ("stage", *first.mesh.axis_names)
     mesh = abstract_mesh(LogicalMesh((len(kinds), *first.mesh.shape), names))
-    leading, *rest = first.sharding.partition_spec()
-    inner = () if leading is None else (leading,) if isinstance(leading, str) else leading
-    return NamedSharding(mesh, PartitionSpec(("stage", *inner), *rest))
+    return NamedSharding(mesh, joint_spec(first.sharding.partition_spec(), dim))
 
 
 def host_array(array: Any) -> np.ndarray:

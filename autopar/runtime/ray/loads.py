@@ -35,22 +35,22 @@ def read_arguments(step: RayStep, names: Mapping[int, str], folder: Path, token:
     if workers.closed:
         return {}
     homes = {argument: step.homes(argument) for argument in names}
-    meshes = sorted({mesh for own in homes.values() for mesh, _ in own})
+    meshes = sorted({mesh for own, _ in homes.values() for mesh, _ in own})
     unseen = workers.unseen([seat.number for mesh in meshes for seat in workers.seats_on(mesh)], token, False)
     blind = {mesh for mesh in meshes if any(unseen[seat.number] for seat in workers.seats_on(mesh))}
     found: dict[int, RemoteArray] = {}
     wanted: dict[int, list[tuple[Any, ...]]] = {}
-    for argument, own in homes.items():
+    for argument, (own, dim) in homes.items():
         if any(mesh in blind for mesh, _ in own):
             continue
-        parts, row = [], 0
+        parts, first = [], 0
         for mesh, kind in own:
             key = workers.number()[0]
             for seat in workers.seats_on(mesh):
-                wanted.setdefault(seat.number, []).append((key, kind, names[argument], row))
+                wanted.setdefault(seat.number, []).append((key, kind, names[argument], (first, dim)))
             parts.append(Part((Copy(workers, mesh, kind, key),)))
-            row += kind.shape[0] if len(own) > 1 else 0
-        found[argument] = RemoteArray(parts)
+            first += kind.shape[dim] if len(own) > 1 else 0
+        found[argument] = RemoteArray(parts, dim)
     if wanted:
         workers.read({n: (str(folder), own) for n, own in wanted.items()})
     return found

@@ -179,12 +179,12 @@ def unpack(data: np.ndarray, shape: Sequence[int], dtype: np.dtype) -> np.ndarra
     return data.view(dtype).reshape(tuple(shape))
 
 
-def moved(box: Box, rows: int) -> Box:
-    """A part of a part that begins at this row of the whole."""
-    if not rows:
+def moved(box: Box, by: int, dim: int) -> Box:
+    """A part of a part that begins at this place of the whole along a dim."""
+    if not by:
         return box
-    (start, stop), *rest = box
-    return ((start + rows, stop + rows), *rest)
+    start, stop = box[dim]
+    return (*box[:dim], (start + by, stop + by), *box[dim + 1 :])
 
 
 def box_shape(box: Box) -> tuple[int, ...]:

@@ -169,8 +169,8 @@ def tiles_of(array: RemoteArray, load: dict[int, int]) -> list[Tile] | None:
         for held in holders.values():
             tile = min(held, key=lambda t: (own[t.worker], t.worker))
             own[tile.worker] += math.prod(stop - start for start, stop in tile.box) * array.dtype.itemsize
-            found.append(Tile(tile.worker, tile.place, moved(tile.box, first)))
-        first += part.copies[0].kind.shape[0] if part.copies[0].kind.shape else 0
+            found.append(Tile(tile.worker, tile.place, moved(tile.box, first, array.dim)))
+        first += part.copies[0].kind.shape[array.dim] if len(array.parts) > 1 else 0
     load.update(own)
     return found
 

@@ -394,15 +394,15 @@ class Worker:
         """Why it cannot read, or write, beside a file; empty: it can."""
         return unseen(token, word, writing)
 
-    def read(self, folder: str, arrays: Sequence[tuple[Key, BufferType, str, int]]) -> None:
+    def read(self, folder: str, arrays: Sequence[tuple[Key, BufferType, str, tuple[int, int]]]) -> None:
         """Hold arrays of a checkpoint, of each the parts for this worker's devices.
 
         Args:
             folder: Of the checkpoint.
-            arrays: Key, type, the name on the disk, and at which row of the array there it begins.
+            arrays: Key, type, the name on the disk, and where in the array there it begins, along which dim.
         """
         boxes = [own_boxes(kind, self.seat) for _, kind, _, _ in arrays]
-        there = [(name, [moved(box, row) for box in own]) for (_, _, name, row), own in zip(arrays, boxes, strict=True)]
+        there = [(name, [moved(box, *at) for box in own]) for (_, _, name, at), own in zip(arrays, boxes, strict=True)]
         for (key, kind, _, _), tiles in zip(arrays, read_tiles(folder, there), strict=True):
             self.arrays[key] = on_devices(kind, self.places, True)([tile.view(kind.dtype) for tile in tiles])
             self._stand(0)
