@@ -16,7 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from autopar._jax import (
@@ -30,17 +29,20 @@ from autopar._jax import (
     scan_params,
     shaped,
 )
+from autopar.ir.borders import operand_shares
 from autopar.ir.dead_code import remove_dead_code
 from autopar.ir.flatten import inline, inline_from, inline_function
+from autopar.ir.loops_in_parts import follow_loop, loop_of_part, part_number
 from autopar.ir.part_rows import part_of_padded, part_padded, part_read, slice_of_part
 from autopar.ir.pieces import SUM, WHOLE, Cut, Extreme, Share, Sum, Way, Whole, piece_aval, piece_program, ways
 from autopar.ir.rules import ShardingRule, rule_for
+from autopar.ir.share_analysis import feeds_backward
 from autopar.ir.signature import equation_signature
 from autopar.ir.structure import ScanParts, inputs_of, is_structured, scan_parts, trip_count, variables
 from autopar.ir.work import Work
 
 WORTH = 0.2
-"""Scans of one length are taken apart if they do at least this part of the step's work."""
+"""Scans of one length are taken apart if they do at least this part of the forward and backward passes' work."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,19 +92,25 @@ def layer_count(
     Returns:
         Where there are several, that of the scans that do most; 0: there is none.
     """
-    work = Work()
-    costs = work.of_equations(jaxpr.eqns)
+    costs, whole = _costs(jaxpr)
     of_length: dict[int, float] = {}
     for eqn, cost in zip(jaxpr.eqns, costs, strict=True):
         if _can_be_cut(eqn):
             of_length[trip_count(eqn)] = of_length.get(trip_count(eqn), 0.0) + cost
-    worth = [length for length, cost in of_length.items() if cost >= WORTH * sum(costs)]
+    worth = [length for length, cost in of_length.items() if cost >= WORTH * whole]
     if len(worth) < 2:
         return next(iter(worth), 0)
     for length in sorted(worth, key=lambda length: (-of_length[length], -length)):
         if not _Unstacking(jaxpr, length, length, aliases, lying).find_borders()[0].keys().isdisjoint(state):
             return length
     return 0
+
+
+def _costs(jaxpr: Jaxpr) -> tuple[list[float], float]:
+    """The work of each equation, and of all forward and backward passes; where there is no backward pass, of all."""
+    costs = Work().of_equations(jaxpr.eqns)
+    of_passes = sum(cost for cost, matters in zip(costs, feeds_backward(jaxpr), strict=True) if matters)
+    return costs, of_passes or sum(costs)
 
 
 def _can_be_cut(eqn: JaxprEqn) -> bool:
@@ -134,13 +142,14 @@ class _Unstacking:
         self.made: dict[Var, Share] = {jaxpr.invars[k]: Cut(dim) for k, dim in self.lying.items()}
         self.way_of: dict[int, Way] = {}
         self.part_of: dict[int, int] = {}
+        self.loops: set[int] = set()
         self.rules: dict[object, tuple[ShardingRule, list[Way]]] = {}
         self.programs: dict[object, Jaxpr] = {}
-        costs = Work().of_equations(jaxpr.eqns)
+        costs, whole = _costs(jaxpr)
         self.cut_scans = {
             id(eqn)
             for eqn, cost in zip(jaxpr.eqns, costs, strict=True)
-            if _can_be_cut(eqn) and trip_count(eqn) == length and cost >= WORTH / 4 * sum(costs)
+            if _can_be_cut(eqn) and trip_count(eqn) == length and cost >= WORTH / 4 * whole
         }
 
     def run(self) -> Unstacked:
@@ -177,23 +186,44 @@ class _Unstacking:
                 (var, self.of(a)) for a, var in zip(eqn.invars, eqn.outvars, strict=True) if isinstance(self.of(a), Cut)
             )
             return
-        shares = [self.of(a) for a in eqn.invars]
-        if is_structured(eqn) or not any(isinstance(s, Cut) for s in shares) or eqn.effects:
+        if is_structured(eqn):
+            if follow_loop(eqn, self):
+                self.loops.add(id(eqn))
             return
+        if not any(isinstance(self.of(a), Cut) for a in eqn.invars) or eqn.effects:
+            return
+        way = self.best_way(eqn)
+        if way is not None:
+            self.way_of[id(eqn)] = way
+            self.made.update(
+                (var, share) for var, share in zip(eqn.outvars, way.results, strict=True) if isinstance(share, Cut)
+            )
+
+    def best_way(self, eqn: JaxprEqn, apart: bool = False) -> Way | None:
+        """How to do an equation on parts; `apart`: so that each part has its own results."""
+        shares = [self.of(a) for a in eqn.invars]
         best: tuple[int, Way] | None = None
         for way in self.ways(eqn)[1]:
-            if way.factor is None:
+            if way.factor is None or (apart and not (_all_cut(way.results) and SUM not in way.operands)):
                 continue
             costs = [_conversion(a, have, want) for a, have, want in zip(eqn.invars, shares, way.operands, strict=True)]
             if all(c is not None for c in costs):
                 total = sum(c or 0 for c in costs)
                 if best is None or total < best[0]:
                     best = total, way
-        if best is not None:
-            self.way_of[id(eqn)] = best[1]
-            self.made.update(
-                (var, share) for var, share in zip(eqn.outvars, best[1].results, strict=True) if isinstance(share, Cut)
-            )
+        return best[1] if best is not None else None
+
+    def program_of(self, eqn: JaxprEqn) -> Jaxpr:
+        """What an equation does on one part."""
+        way = self.way_of[id(eqn)]
+        key = equation_signature(eqn), way
+        if key not in self.programs:
+            avals = {
+                k: piece_aval(a.aval, want, self.count)
+                for k, (a, want) in enumerate(zip(eqn.invars, way.operands, strict=True))
+            }
+            self.programs[key] = piece_program(eqn, self.ways(eqn)[0], way, self.count, avals)
+        return self.programs[key]
 
     def wants(self, eqn: JaxprEqn) -> Sequence[Share]:
         """The share of each operand that an equation reads."""
@@ -204,6 +234,8 @@ class _Unstacking:
             return [WHOLE] * (len(parts.consts) + len(parts.carries)) + [Cut(0)] * len(parts.xs)
         if eqn.primitive.name == "optimization_barrier":
             return [self.of(var) for var in eqn.outvars]
+        if id(eqn) in self.loops:
+            return operand_shares(eqn, self.made)
         if id(eqn) in self.part_of and eqn.primitive.name == "slice":
             return [Cut(0)]
         return [WHOLE] * len(eqn.invars)
@@ -318,6 +350,10 @@ def _only_dim(wants: Mapping[Share, None]) -> int | None:
             return None
 
 
+def _all_cut(shares: Sequence[Share]) -> bool:
+    return all(isinstance(share, Cut) for share in shares)
+
+
 def _conversion(atom: Any, have: Share, want: Share) -> int | None:
     if have == want:
         return 0
@@ -372,6 +408,8 @@ class _Writer:
             self.pieces(eqn)
         elif eqn.primitive.name == "optimization_barrier":
             self.barrier(eqn)
+        elif id(eqn) in self.of.loops:
+            self.loop(eqn)
         elif id(eqn) in self.of.part_of:
             self.layers(eqn, self.of.part_of[id(eqn)])
         else:
@@ -418,20 +456,11 @@ class _Writer:
             self.whole.update(zip((v for _, v in rest), made, strict=True))
 
     def pieces(self, eqn: JaxprEqn) -> None:
-        way = self.of.way_of[id(eqn)]
-        rule = self.of.ways(eqn)[0]
-        key = equation_signature(eqn), way
-        if key not in self.of.programs:
-            avals = {
-                k: piece_aval(a.aval, want, self.count)
-                for k, (a, want) in enumerate(zip(eqn.invars, way.operands, strict=True))
-            }
-            self.of.programs[key] = piece_program(eqn, rule, way, self.count, avals)
+        way, program = self.of.way_of[id(eqn)], self.of.program_of(eqn)
         operands = [self.in_parts(a, want, eqn.source_info) for a, want in zip(eqn.invars, way.operands, strict=True)]
         made: list[list[Any]] = [[] for _ in eqn.outvars]
         for k in range(self.count):
-            number = Literal(np.int32(k), shaped(jax.ShapeDtypeStruct((), jnp.int32)))
-            eqns, results = inline(self.of.programs[key], [number, *(parts[k] for parts in operands)], eqn.source_info)
+            eqns, results = inline(program, [part_number(k), *(parts[k] for parts in operands)], eqn.source_info)
             self.eqns += eqns
             for parts, result in zip(made, results, strict=True):
                 parts.append(result)
@@ -443,6 +472,19 @@ class _Writer:
                     self.whole[var] = self.joined(share, parts, eqn.source_info)
                 case _:
                     self.whole[var] = parts[0]
+
+    def loop(self, eqn: JaxprEqn) -> None:
+        """A copy for each part; what is whole, all of them make, and the first's is taken: dead code in the others."""
+        wants = operand_shares(eqn, self.of.made)
+        operands = [self.in_parts(a, want, eqn.source_info) for a, want in zip(eqn.invars, wants, strict=True)]
+        copies = [loop_of_part(eqn, k, [parts[k] for parts in operands], self.of) for k in range(self.count)]
+        self.eqns += copies
+        for at, var in enumerate(eqn.outvars):
+            share = self.of.of(var)
+            if isinstance(share, Cut):
+                self.parts[var, share] = [copy.outvars[at] for copy in copies]
+            else:
+                self.whole[var] = copies[0].outvars[at]
 
     def joined(self, share: Share, parts: Sequence[Any], source: Any) -> Any:
         join = jnp.add if isinstance(share, Sum) else jnp.maximum if share == Extreme("max") else jnp.minimum

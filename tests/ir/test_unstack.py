@@ -118,6 +118,72 @@ def test_layers_along_another_dim(dim, count):
     assert "concatenate" not in [eqn.primitive.name for eqn in parts.jaxpr.eqns]
 
 
+def newton_schulz(grads):
+    """All layers' matrices at once, as `optax.contrib.muon` does."""
+    x = grads / (jnp.sqrt((grads**2).sum((1, 2), keepdims=True)) + 1e-3)
+    return jax.lax.fori_loop(0, 3, lambda _, x: 1.5 * x - 0.5 * x @ (x.mT @ x), x)
+
+
+def until_small(grads):
+    """So many turns as the largest of a whole vector needs, and no number of turns in parts."""
+
+    def body(carry):
+        scale, x = carry
+        return scale / 2, jnp.tanh(x) + 0.1 * x.mT
+
+    return jax.lax.while_loop(lambda carry: carry[0].max() > 0.1, body, (jnp.ones(3), grads))[1]
+
+
+def heavy_branch(grads):
+    """A root of every layer's matrix, if there are any."""
+
+    def root(x):
+        return jnp.linalg.cholesky(x @ x.mT + jnp.eye(WIDTH)) @ x
+
+    return jax.lax.cond(jnp.isfinite(grads).all(), root, lambda x: x.mT * 0, grads)
+
+
+def history(grads):
+    """A scan over other things that reads, carries and stacks what is of layers; a loop in it."""
+
+    def turn(x, inputs):
+        step, rows = inputs
+        x = jax.lax.fori_loop(0, 2, lambda _, x: x + step * jnp.tanh(x), x)
+        return x, (x * rows[:, None]).sum(-1)
+
+    rows = jnp.stack([grads.sum(-1), grads.max(-1)])
+    x, sums = jax.lax.scan(turn, jnp.zeros_like(grads), (jnp.arange(2.0), rows))
+    return x + grads + sums.sum(0)[..., None]
+
+
+def over_all_layers(grads):
+    """Layers meet in the loop: not done apart."""
+    return jax.lax.fori_loop(0, 3, lambda _, x: x / jnp.sqrt((x**2).sum()), grads)
+
+
+@pytest.mark.parametrize("update", [newton_schulz, until_small, heavy_branch, history, over_all_layers])
+@pytest.mark.parametrize("count", [2, 6])
+def test_loops_of_an_update(update, count):
+    """What a loop or a branch does to each layer by itself is done to each part by itself."""
+
+    def step(state, batch):
+        def loss_fn(kernels):
+            return jnp.mean(jax.lax.scan(lambda x, k: (jnp.tanh(x @ k), None), batch, kernels)[0] ** 2)
+
+        value, grads = jax.value_and_grad(loss_fn)(state)
+        return state - 0.1 * update(100 * grads), value
+
+    rng = np.random.default_rng(0)
+    state = jnp.asarray(rng.normal(size=(LAYERS, WIDTH, WIDTH)), jnp.float32)
+    batch = jnp.asarray(rng.normal(size=(BATCH, WIDTH)), jnp.float32)
+    parts, got = run_in_parts(step, state, batch, count)
+    for a, b in zip(got, jax.jit(step)(state, batch), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+    whole = update is over_all_layers
+    assert [len(p) for p in parts.inputs] == ([1, 1] if whole else [count, 1])
+    assert ("concatenate" in [eqn.primitive.name for eqn in parts.jaxpr.eqns]) == whole
+
+
 def count_layers(step, state, batch):
     program = trace_step(step, (state, batch))
     roles = find_roles(program)
