@@ -32,7 +32,7 @@ LARGE_CORE = 500_000
 """Beyond so many (meshes of three axes, large models without equal layers) a small gap is left as it is."""
 LARGE_GAP = 1e-3
 """So small."""
-_EARLY_ROUNDS = 20
+_EARLY_ROUNDS = 10
 """Rounds after which a large problem may be given up for an answer known from elsewhere."""
 PROMISING = 8
 """Choices of a node, at most, that the ILP gets of a larger core, beside those around the best answer known."""
