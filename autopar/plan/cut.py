@@ -18,6 +18,7 @@ from autopar.errors import PipelineError
 from autopar.inter_op.chain import Chain, make_chain
 from autopar.inter_op.lean_scans import lean_scans
 from autopar.intra_op.batch import BatchDims, follow_batch
+from autopar.ir.branches_in_two import branches_in_two
 from autopar.ir.microbatch import Microbatches, split_microbatches
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.selections import branches_as_selections
@@ -149,7 +150,7 @@ def cut_step(
         MicrobatchError: Microbatches would compute something else.
     """
     paths = program.in_paths
-    program = dataclasses.replace(program, jaxpr=branches_as_selections(program.jaxpr))
+    program = dataclasses.replace(program, jaxpr=branches_as_selections(branches_in_two(program.jaxpr)))
     program, roles, stacks = in_parts(program, roles, num_parts, lying)
     program = dataclasses.replace(program, jaxpr=lean_scans(program.jaxpr))
     names = ", ".join(dict.fromkeys(program.in_paths[k].split("/")[0] for k in roles.batch))

@@ -25,6 +25,7 @@ from autopar import DataParallel, Plan, ShardParallel
 from autopar._jax import JaxprEqn, eval_jaxpr
 from autopar.errors import AutoparError, BatchError, MicrobatchError
 from autopar.ir.accumulate import accumulate
+from autopar.ir.branches_in_two import branches_in_two
 from autopar.ir.check import check_program
 from autopar.ir.microbatch import Microbatches, split_microbatches
 from autopar.ir.pieces import Cut, Sum
@@ -372,6 +373,34 @@ REARRANGED = {
 def test_samples_in_another_order(case, count):
     """They are put in that order before the loop, as a whole; each microbatch has its part of it."""
     assert_equals_full_batch(case, count)
+
+
+def critic_in_turns(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    """Every second step trains: the gradient, its clipping and the update are in one branch."""
+
+    def train(params: Tree) -> tuple[Tree, jax.Array]:
+        value, grads = jax.value_and_grad(lambda p: squares(p, batch).mean())(params)
+        norm = jnp.sqrt(sum(jnp.sum(g**2) for g in jax.tree.leaves(grads)))
+        return descend(params, jax.tree.map(lambda g: g / jnp.maximum(norm, 1.0), grads)), value
+
+    params, value = lax.cond(state["step"] % 2 == 0, train, lambda p: (p, jnp.zeros(())), state["params"])
+    return {**state, "step": state["step"] + 1, "params": params}, {"loss": value}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@pytest.mark.parametrize("step", (0, 1))
+def test_update_in_a_branch(step, count):
+    """The branch is split behind its backward pass: gradients are added up in the loop, and used once."""
+    case = Case(critic_in_turns, extra=lambda: {"step": jnp.int32(step)})
+    program, batch = traced(case)
+    with pytest.raises(MicrobatchError, match="cond"):
+        split_microbatches(program.jaxpr, count, batch)
+    program = dataclasses.replace(program, jaxpr=branches_in_two(program.jaxpr))
+    check_program(program.jaxpr)
+    split = split_microbatches(program.jaxpr, count, batch)
+    assert_is_worked_through(split)
+    assert primitives_in(split.loop.eqns)["cond"] == 1 == primitives_in(split.after)["cond"]
+    assert_same(run_split(case, program, split), full_batch(case))
 
 
 # Steps and models.
