@@ -149,7 +149,15 @@ def test_state_may_be_donated_while_it_is_written(step, tmp_path):
     state = on_workers(step)
     wanted = host(state)
 
-    in_workers(step, before_writing(lambda disk, save: time.sleep(1.0)))
+    gate = tmp_path.with_name(f"{tmp_path.name}-open")
+
+    def until_it_is_open(disk, save):
+        end = time.monotonic() + 60
+        while not gate.exists():
+            assert time.monotonic() < end, "no one has opened the gate"
+            time.sleep(0.01)
+
+    in_workers(step, before_writing(until_it_is_open))
     saving = checkpoint.save(tmp_path, state, 1)
     next_state = state
     for batch in batches(2):
@@ -157,6 +165,7 @@ def test_state_may_be_donated_while_it_is_written(step, tmp_path):
     other = checkpoint.save(tmp_path / "other", next_state, 3)
     assert not saving.done(), "the steps were to come first"
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state["params"]))
+    gate.touch()
     saving.wait()
     other.wait()
     in_workers(step, as_before())
