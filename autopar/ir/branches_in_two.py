@@ -1,7 +1,7 @@
 """A branch that takes a gradient and uses it is split behind its backward pass.
 
 In:     a flat program, in which a `cond` holds a backward pass and what waits for it: a network that is trained in every n-th
-        step only, curvature that an optimizer estimates now and then.
+        step only. (Where gradients are differentiated again, as for curvature, none of it is told from a forward pass.)
 Out:    the same function; such a `cond` is two on the same index: one up to the gradients, one from there on.
 Method: as `whole_batch.py` tells the update from the loop. What the second half of one branch reads of its first half, the
         other branches hand over as zeros. Microbatches then add up gradients in the first, and run the second once.

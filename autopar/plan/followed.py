@@ -25,6 +25,7 @@ from autopar.mesh import Cluster, Sharding
 from autopar.plan.assemble import PipelinePlan, assemble
 from autopar.plan.cut import CutStep, cut_step
 from autopar.plan.methods import Follow
+from autopar.plan.pins import restrict_stages
 from autopar.plan.pipeline import check_budget
 from autopar.plan.schedules import SCHEDULES, num_chunks, splits_backward
 from autopar.plan.solve_stages import Solved, pinned, solve_stage
@@ -64,11 +65,13 @@ def pipeline_behind(
         cut.program.jaxpr, cut.split, cut.chain, borders, splits_backward(schedule), (), cut.roles.aliases
     )
     stages, options, solved = [], method.options(), Solved()
+    keep_keys = restrict_stages(cut, {})
     for number, like in enumerate(lead.stages):
         stage = stage_program(tasks, number, cut.roles.aliases, cut.batch.dims)
         pins = {at: lies[var][1] for at, var in stage.arguments.items() if var in lies and lies[var][0] == number}
-        restrict = pinned(pins, None, f"`{method.plan.name}` keeps it so")
-        stages.append(solve_stage(stage, like.mesh, cluster, options, solved, restrict, tuple(pins.items())))
+        further, key = keep_keys(stage, like.mesh)
+        restrict = pinned(pins, further, f"`{method.plan.name}` keeps it so")
+        stages.append(solve_stage(stage, like.mesh, cluster, options, solved, restrict, (tuple(pins.items()), key)))
     planned = assemble(cut, borders, tasks, stages, cluster, schedule)
     check_budget(planned, options.memory_budget_bytes or cluster.device.memory_bytes)
     return planned

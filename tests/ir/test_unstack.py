@@ -70,6 +70,12 @@ def run_in_parts(step, state, batch, count):
     return parts, program.unflatten_outputs(results)
 
 
+def one_stack():
+    """The kernels of all layers, and a batch."""
+    rng = np.random.default_rng(0)
+    return tuple(jnp.asarray(rng.normal(size=size), jnp.float32) for size in ((LAYERS, WIDTH, WIDTH), (BATCH, WIDTH)))
+
+
 @pytest.mark.parametrize("count", [2, 3, 6])
 @pytest.mark.parametrize(
     "step",
@@ -173,9 +179,7 @@ def test_loops_of_an_update(update, count):
         value, grads = jax.value_and_grad(loss_fn)(state)
         return state - 0.1 * update(100 * grads), value
 
-    rng = np.random.default_rng(0)
-    state = jnp.asarray(rng.normal(size=(LAYERS, WIDTH, WIDTH)), jnp.float32)
-    batch = jnp.asarray(rng.normal(size=(BATCH, WIDTH)), jnp.float32)
+    state, batch = one_stack()
     parts, got = run_in_parts(step, state, batch, count)
     for a, b in zip(got, jax.jit(step)(state, batch), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
@@ -229,9 +233,7 @@ def test_single_layers_are_read_from_their_part(count):
         value, grads = jax.value_and_grad(loss_fn)(state)
         return state - 0.1 * grads, value
 
-    rng = np.random.default_rng(0)
-    state = jnp.asarray(rng.normal(size=(LAYERS, WIDTH, WIDTH)), jnp.float32)
-    batch = jnp.asarray(rng.normal(size=(BATCH, WIDTH)), jnp.float32)
+    state, batch = one_stack()
     parts, got = run_in_parts(step, state, batch, count)
     for a, b in zip(got, jax.jit(step)(state, batch), strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
@@ -249,9 +251,7 @@ def test_what_needs_all_layers_gets_them():
 
         return state - 0.1 * jax.grad(loss_fn)(state)
 
-    rng = np.random.default_rng(0)
-    state = jnp.asarray(rng.normal(size=(LAYERS, WIDTH, WIDTH)), jnp.float32)
-    batch = jnp.asarray(rng.normal(size=(BATCH, WIDTH)), jnp.float32)
+    state, batch = one_stack()
     parts, got = run_in_parts(step, state, batch, 3)
     np.testing.assert_allclose(got, jax.jit(step)(state, batch), rtol=2e-5, atol=2e-6)
     assert [len(p) for p in parts.inputs] == [1, 1]
