@@ -17,7 +17,9 @@ import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
 from autopar.intra_op.batch import BatchDims, Dims, between_samples, follow_batch
@@ -31,6 +33,14 @@ from autopar.mesh import LogicalMesh, Sharding
 
 Shardings = tuple[Sharding, ...]
 """One sharding per choice of a node; equal lists are the same object, so that costs are computed once."""
+
+
+class Moves(Protocol):
+    """How a method wants values to get to their readers; equal ones want the same."""
+
+    def price(self, given: Shardings, wanted: Shardings) -> np.ndarray:
+        """`[choice of the source, choice of the target]`: how many times its seconds each conversion counts."""
+        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -73,7 +83,8 @@ class Node:
 class Edge:
     """The value `shape` made by `source` in `given[choice]` must reach `target` in `wanted[choice]`.
 
-    `is_sample` is False for what no sample owns or waits for: parameters, gradients, optimizer state.
+    `is_sample` is False for what no sample owns or waits for: parameters, gradients, optimizer state. `moves` makes
+    some ways there dearer; None: all count as they are.
     """
 
     source: int
@@ -85,6 +96,7 @@ class Edge:
     weight: float
     communicates: bool = True
     is_sample: bool = True
+    moves: Moves | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
