@@ -47,3 +47,13 @@ def may_be_partial(dtype: np.dtype) -> bool:
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.dtype(dtype).itemsize >= 2
     return jnp.issubdtype(dtype, jnp.integer)
+
+
+def may_be_extreme(dtype: np.dtype) -> bool:
+    """Whether the largest or smallest of such numbers can be found in parts: all but complex ones and 8-bit floats.
+
+    The formats of 8 bits do not agree on where NaN is, or have none.
+    """
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.dtype(dtype).itemsize >= 2
+    return dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer)

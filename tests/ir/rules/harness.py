@@ -271,5 +271,5 @@ def _difference(actual: np.ndarray, expected: np.ndarray, tolerance: float) -> s
     if not np.array_equal(np.where(finite, 0, actual), np.where(finite, 0, expected), equal_nan=True):
         return "differs where it is not finite"
     scale = max(1.0, np.abs(expected[finite]).max(initial=0.0))
-    error = np.abs(np.where(finite, actual - expected, 0)).max(initial=0.0) / scale
+    error = np.abs(np.where(finite, actual, 0) - np.where(finite, expected, 0)).max(initial=0.0) / scale
     return "" if error <= tolerance else f"off by {error:.1e} of its scale"
