@@ -1,7 +1,7 @@
 """Random small programs under random plans, against plain `jax.jit` on one device.
 
 In:     numbers of programs (`random_programs.py`).
-Out:    `check_group`, used by the tests; `python -m tests.random_sweep --first 0 --count 1000` runs many and prints what is wrong.
+Out:    `check_group`, used by the tests; `python -m tests.random_sweep --first 0 --count 1000` prints what is wrong.
 Method: a few programs make one step, so that one plan is drawn and one program compiled for all. Every result must be as
         near to jit's as stochastic arithmetic says that rounding allows, and not finite where and as jit's is not; and the
         step communicates what its plan says.
@@ -79,10 +79,7 @@ def rounding_errors(programs: Sequence[Program]) -> list[list[tuple[np.ndarray, 
         return [[*new, *results] for new, results in made]
 
     with jax.enable_x64(True):
-        state, batch = (
-            [[_wide(x) for x in own] for own in ([p.state for p in programs], [p.batch for p in programs])[k]]
-            for k in (0, 1)
-        )
+        state, batch = ([[_wide(x) for x in getattr(p, part)] for p in programs] for part in ("state", "batch"))
         run = jax.jit(all_of)
         exact = jax.device_get(run(state, batch, 0.0, 0.0))
         noisy = [jax.device_get(run(state, batch, 1.0, seed)) for seed in SEEDS]
