@@ -20,6 +20,7 @@ from autopar.inter_op.lean_scans import lean_scans
 from autopar.intra_op.batch import BatchDims, follow_batch
 from autopar.ir.program import Program
 from autopar.ir.rewrite.branches_in_two import branches_in_two
+from autopar.ir.rewrite.late_narrowing import narrow_late
 from autopar.ir.rewrite.selections import branches_as_selections
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.split.microbatch import Microbatches, split_microbatches
@@ -151,6 +152,8 @@ def cut_step(
     """
     paths = program.in_paths
     program = dataclasses.replace(program, jaxpr=branches_as_selections(branches_in_two(program.jaxpr)))
+    if num_microbatches > 1:
+        program = dataclasses.replace(program, jaxpr=narrow_late(program.jaxpr))
     program, roles, stacks = in_parts(program, roles, num_parts, lying)
     program = dataclasses.replace(program, jaxpr=lean_scans(program.jaxpr))
     names = ", ".join(dict.fromkeys(program.in_paths[k].split("/")[0] for k in roles.batch))

@@ -7,8 +7,8 @@ import re
 
 import jax
 import pytest
-from autopar.plan.words import bytes_text, seconds_text
 
+from autopar.plan.words import bytes_text, seconds_text
 from autopar.report.page import collapse_paths, numbers_text, page_of, solver_text
 
 

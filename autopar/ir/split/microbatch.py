@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from autopar._jax import (
@@ -159,7 +160,7 @@ class _Writer:
 
     def __init__(self, jaxpr: Jaxpr, shares: Shares):
         self.jaxpr, self.shares, self.count = jaxpr, shares, shares.count
-        self.number = new_var(shaped(0).update(weak_type=False))
+        self.number = new_var(shaped(jax.ShapeDtypeStruct((), jnp.int32)))
         self.inputs = set(jaxpr.invars)
         self.views = views_of_arguments(jaxpr)
         self.invariants: dict[Var, Var] = {}
