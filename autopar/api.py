@@ -16,10 +16,12 @@ from typing import Any
 import jax
 
 from autopar._jax import as_key, key_data, shaped, trace_context, weakly_typed, without_mesh
-from autopar.errors import AutoparError, ClusterError, PipelineError, StepError, StructureChangedError
+from autopar.errors import AutoparError, BatchError, ClusterError, PipelineError, StepError, StructureChangedError
+from autopar.ir.containers import accepts
 from autopar.ir.parameters import check_hashable, chosen, parameters_of, static_of
 from autopar.ir.state import Roles, argument_slices, find_roles
 from autopar.ir.trace import Program, name_of, trace_step
+from autopar.ir.untrained import check_trains
 from autopar.mesh import Cluster
 from autopar.plan.arguments import check_arguments, find_argument
 from autopar.plan.describe_stages import PipelineOrigin
@@ -35,7 +37,6 @@ from autopar.runtime.local import Executable, compile_program
 from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.ray.driver import RayStep
 from autopar.runtime.ray.step import make_ray_step
-from autopar.runtime.stacks import StackedArray
 
 
 def parallelize(
@@ -105,13 +106,11 @@ class CompiledStep:
             {program.name: executable.compiled} if isinstance(executable, Executable) else dict(executable.programs)
         )
         self.functions = executable.functions if isinstance(executable, Pipeline) else {}
-        self.in_shardings = jax.tree.unflatten(
-            program.in_tree,
-            [
-                jax.sharding.NamedSharding(sharding.mesh, program.spec_of(k, sharding.spec)) if key else sharding
-                for k, (sharding, key) in enumerate(zip(executable.in_shardings, program.key_inputs, strict=False))
-            ],
-        )
+        self._shardings = [
+            jax.sharding.NamedSharding(sharding.mesh, program.spec_of(k, sharding.spec)) if key else sharding
+            for k, (sharding, key) in enumerate(zip(executable.in_shardings, program.key_inputs, strict=False))
+        ]
+        self.in_shardings = program.in_containers(self._shardings)
         self._consts = (
             executable.hold(program.consts, program.num_args)
             if isinstance(executable, RayStep)
@@ -166,19 +165,20 @@ class CompiledStep:
             args: Arguments of `init_fn`.
         """
         program, (first, stop) = self.program, argument_slices(self.program)[argument]
-        shardings = [
-            tree for half in self.in_shardings for tree in (half if isinstance(half, tuple) else half.values())
-        ]
+        tree = [child for half in program.in_tree.children() for child in half.children()][argument]
+
+        def flat(*args: Any) -> list[Any]:
+            return jax.tree.leaves(init_fn(*args))
+
         if isinstance(self.executable, Executable):
-            return jax.jit(init_fn, out_shardings=shardings[argument])(*args)
+            return jax.tree.unflatten(tree, jax.jit(flat, out_shardings=self._shardings[first:stop])(*args))
         keys = program.key_inputs[first:stop]
 
         def init(*args: Any) -> list[Any]:
-            return [key_data(x) if k else x for x, k in zip(jax.tree.leaves(init_fn(*args)), keys, strict=True)]
+            return [key_data(x) if k else x for x, k in zip(flat(*args), keys, strict=True)]
 
         made = self.executable.create(init, args, first, stop - first)
-        leaves = [as_key(x, key) if key else x for x, key in zip(made, keys, strict=True)]
-        return jax.tree.unflatten(jax.tree.structure(shardings[argument]), leaves)
+        return jax.tree.unflatten(tree, [as_key(x, key) if key else x for x, key in zip(made, keys, strict=True)])
 
     def measure(self, *args: Any, **kwargs: Any) -> tuple[Any, Timeline]:
         """Run one step of a pipeline and see how long each program takes.
@@ -315,7 +315,7 @@ class ParallelStep:
         Raises:
             StructureChangedError: The result is no argument of the step: another structure, shape or dtype.
         """
-        made = jax.eval_shape(init_fn, *args)
+        made = _types_made(init_fn, args)
         compiled: CompiledStep | None
         if example is not None:
             compiled = self.compiled(made, *example)
@@ -388,13 +388,22 @@ class ParallelStep:
         return (call.args, call.kwargs), tuple((name, type(value), value) for name, value in call.static)
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-        args, kwargs = jax.tree.map(_abstract, ((*self._bound, *args), kwargs))
-        return trace_step(self._fn, args, kwargs, static=self._static)
+        return trace_step(self._fn, (*self._bound, *args), kwargs, static=self._static)
 
     def _roles(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Roles]:
         """Trace, and tell state from batch."""
         program = self._trace(args, kwargs)
-        return program, find_roles(program, self._batch_argnums, self._donate_argnums)
+        try:
+            roles = find_roles(program, self._batch_argnums, self._donate_argnums)
+        except BatchError:
+            self._check_trains(program, ())  # of state that is forgotten one cannot tell the batch
+            raise
+        self._check_trains(program, roles.batch)
+        return program, roles
+
+    def _check_trains(self, program: Program, batch: tuple[int, ...]) -> None:
+        if self._donate_argnums == "auto":
+            check_trains(program, batch)
 
     def _attach(self, program: Program, roles: Roles, plan: Plan) -> Plan:
         """A plan made elsewhere, checked against the step as it is now."""
@@ -451,12 +460,25 @@ def _weakly_typed(result: Any) -> Any:
     return result
 
 
-def _abstract(leaf: Any) -> Any:
-    """Tracing needs no more of an array than its type: it cannot read a `StackedArray`, nor is it to see where one lies."""
-    if not isinstance(leaf, jax.Array | StackedArray) or isinstance(leaf, jax.core.Tracer):
-        return leaf
-    weak = getattr(leaf, "weak_type", False)  # an array of keys has none
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
+def _types_made(init_fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """What `init_fn` makes, types for arrays."""
+    structures = []
+
+    def flat(*args: Any) -> list[Any]:
+        leaves, tree = jax.tree.flatten(init_fn(*args))
+        structures.append(tree)
+        return leaves
+
+    types = jax.eval_shape(flat, *args)
+    if not accepts(structures[-1], types):
+        raise StructureChangedError(
+            "a class in the new state takes nothing but arrays.",
+            given=f"create_state({name_of(init_fn)}, ...), which makes {structures[-1]}",
+            wrong="to plan before there are arrays, it is to hold `jax.ShapeDtypeStruct`s, and it does not take them.",
+            do=f"call the step with what {name_of(init_fn)}() makes: it is put in its place. Or check arrays elsewhere.",
+            path="",
+        )
+    return jax.tree.unflatten(structures[-1], types)
 
 
 def _check_function(fn: Any) -> None:

@@ -15,14 +15,17 @@ from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
-from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+from jax.tree_util import GetAttrKey
 
 from autopar._jax import Jaxpr, as_key, is_key, key_data, key_impl_name, open_jaxpr, shaped, trace_function
-from autopar.errors import TraceError
+from autopar.errors import TraceError, warn
+from autopar.ir.containers import accepts, in_containers
 from autopar.ir.flatten import flatten
-from autopar.ir.parameters import Argument, Static, check_hashable, parameters_of, static_of
+from autopar.ir.key_text import key_text
+from autopar.ir.parameters import Argument, Split, Static, check_hashable, parameters_of, static_of
 from autopar.ir.random import raw_keys
 from autopar.ir.scan_slices import scan_slices
+from autopar.ir.source import gradient_line, host_lines
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +39,14 @@ class Program:
         in_tree: Tree of `(args, kwargs)`, static ones left out.
         out_tree: Tree of the result.
         in_paths: Readable path of each argument leaf: "state/params/layers/0/kernel".
+        in_keys: The same path in JAX's keys, those of `(args, kwargs)` first.
         out_paths: Readable path of each result leaf: "result/0/params/layers/0/kernel".
         in_avals: What the user passes per argument leaf; a typed key is a typed key here.
         out_avals: What the user gets back per result leaf.
         key_inputs: Per argument leaf, the name of the key's generator, or None if it is no typed key.
         key_outputs: The same per result leaf.
         raw_keys: Argument leaves that are random keys all the same: integers, as `jax.random.PRNGKey` makes them.
+        gradient: The user's line that the step takes the gradient of; "" if it takes none.
         num_args: How many argument leaves there are.
         static: Each static argument by name, and its `repr`.
         arguments: What the children of the halves of `in_tree` are.
@@ -54,6 +59,7 @@ class Program:
     in_tree: Any
     out_tree: Any
     in_paths: tuple[str, ...]
+    in_keys: tuple[tuple[Any, ...], ...]
     out_paths: tuple[str, ...]
     in_avals: tuple[Any, ...]
     out_avals: tuple[Any, ...]
@@ -64,6 +70,7 @@ class Program:
     arguments: tuple[Argument, ...] = ()
     left_out: tuple[int, ...] = ()
     raw_keys: tuple[int, ...] = ()
+    gradient: str = ""
 
     def __str__(self) -> str:
         from autopar.ir.printer import print_program
@@ -79,6 +86,10 @@ class Program:
     def spec_of(self, leaf: int, spec: PartitionSpec) -> PartitionSpec:
         """How an argument leaf lies, of how the program's variable does: an array of keys lacks the dim of their integers."""
         return PartitionSpec(*tuple(spec)[: self.in_avals[leaf].ndim]) if self.key_inputs[leaf] else spec
+
+    def in_containers(self, values: Sequence[Any]) -> Any:
+        """What is known of each argument leaf (its `PartitionSpec`, its sharding) in the arguments' tree `(args, kwargs)`."""
+        return in_containers(self.in_tree, values, self.in_keys)
 
     def unflatten_outputs(self, values: Sequence[Any]) -> Any:
         """The user's result from values of the jaxpr's outvars."""
@@ -127,7 +138,11 @@ def trace_step(
     in_avals = tuple(_aval_of(leaf, path, name) for path, (_, leaf) in zip(in_paths, paths_and_leaves, strict=True))
 
     try:
-        closed, captured, out_info = trace_function(fn, args, kwargs, static_positions, static_names)
+        if accepts(in_tree, types := [_type_of(aval) for aval in in_avals]):
+            args, kwargs = call.joined(*jax.tree.unflatten(in_tree, types))
+            closed, captured, out_tree = trace_function(fn, args, kwargs, static_positions, static_names)
+        else:  # a class takes nothing but arrays, and only while JAX traces there are any
+            closed, captured, out_tree = trace_function(functools.partial(_call_flat, fn, call, in_tree), types, {})
     except jax.errors.UnexpectedTracerError as error:
         raise TraceError(
             f"`{name}` uses a value that was left over from another trace.",
@@ -141,8 +156,9 @@ def trace_step(
         raise _closed_over_tracer(name, foreign[0])
     flat, values = flatten(jaxpr, consts)
     flat = scan_slices(flat)
-    out_leaves, out_tree = jax.tree_util.tree_flatten_with_path(out_info)
+    _warn_of_host_memory(name, host_lines(jaxpr))
     out_avals = tuple(var.aval for var in jaxpr.outvars)
+    out_leaves = jax.tree_util.tree_flatten_with_path(in_containers(out_tree, [_type_of(a) for a in out_avals], ()))[0]
     assert len(jaxpr.invars) == len(in_avals), f"{len(jaxpr.invars)} invars for {len(in_avals)} argument leaves"
     return Program(
         name=name,
@@ -151,8 +167,9 @@ def trace_step(
         in_tree=in_tree,
         out_tree=out_tree,
         in_paths=in_paths,
+        in_keys=tuple(path for path, _ in paths_and_leaves),
         out_paths=_shortened(
-            [("/".join(("result", *map(_key_text, path))), path[-1] if path else None) for path, _ in out_leaves]
+            [("/".join(("result", *map(key_text, path))), path[-1] if path else None) for path, _ in out_leaves]
         ),
         in_avals=in_avals,
         out_avals=out_avals,
@@ -163,7 +180,28 @@ def trace_step(
         arguments=call.arguments,
         raw_keys=_positions(jaxpr.invars, raw_keys(jaxpr)),
         left_out=tuple(n for n in static.parameters.optional if n not in passed),
+        gradient=gradient_line(jaxpr),
     )
+
+
+def _call_flat(fn: Callable[..., Any], call: Split, tree: Any, *leaves: Any) -> Any:
+    args, kwargs = call.joined(*jax.tree.unflatten(tree, leaves))
+    return fn(*args, **kwargs)
+
+
+def _type_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """A type in the place of an array, so that nobody sees where one lies."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def _warn_of_host_memory(name: str, lines: Sequence[str]) -> None:
+    if lines:
+        more = f" and {len(lines) - 3} more lines" if len(lines) > 3 else ""
+        warn(
+            f"`{name}` moves values to the host's memory at {', '.join(lines[:3])}{more}. That has no effect yet: they stay "
+            f"in the devices' memory, and the plan counts them there. Where they do not fit, `recompute` of a method "
+            f"keeps fewer of them."
+        )
 
 
 def _positions(invars: Sequence[Any], chosen: Mapping[Any, None]) -> tuple[int, ...]:
@@ -181,7 +219,7 @@ def _argument_path(path: tuple[Any, ...], names: Sequence[str]) -> str:
     """Path of a leaf of `(args, kwargs)`."""
     in_kwargs, argument, *rest = path
     first = argument.key if in_kwargs.idx == 1 else names[argument.idx]
-    return "/".join((first, *map(_key_text, rest)))
+    return "/".join((first, *map(key_text, rest)))
 
 
 def _shortened(paths: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
@@ -193,17 +231,6 @@ def _shortened(paths: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
         else path
         for path, last in paths
     )
-
-
-def _key_text(key: Any) -> str:
-    match key:
-        case DictKey() | FlattenedIndexKey():
-            return str(key.key)
-        case SequenceKey():
-            return str(key.idx)
-        case GetAttrKey():
-            return key.name
-    return str(key).strip(".[]'\"")
 
 
 def _aval_of(leaf: Any, path: str, name: str) -> Any:

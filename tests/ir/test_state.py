@@ -123,6 +123,14 @@ def test_a_key_of_integers_is_no_batch(random):
     ]
 
 
+def test_what_is_not_read_is_no_batch():
+    """A raw key passed to a net without dropout (Haiku's `apply`) has a leading dim of 2; unread labels go with the batch."""
+    train = lambda p, b, other: (shrunk(p), jnp.mean(b["x"]))  # noqa: E731
+    assert roles_of(train, (PARAMS, BATCH, KEY)) == (["p/w"], ["b/x"], ["p/w"])
+    assert roles_of(train, (PARAMS, BATCH, array(16)))[1] == ["b/x", "other"]
+    assert roles_of(lambda p, rng: shrunk(p), (PARAMS, KEY))[1] == []
+
+
 def test_the_batch_of_what_is_known_not_to_be_state():
     program = trace_step(lambda p, b: jnp.mean(b["x"] @ p["w"]), (PARAMS, BATCH))
     assert find_batch(program, {0}) == (1,)
