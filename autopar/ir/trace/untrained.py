@@ -36,10 +36,11 @@ def check_trains(program: Program, batch: Collection[int]) -> None:
     if not program.gradient:
         return
     spans = [span for span in argument_slices(program) if _num_floating(program, span)]
-    spans = [span for span in spans if batch and span[0] not in batch and span[1] - 1 not in batch] or spans
     spans = [(a, b) for a, b in spans if b - a > 1] or spans
     if not spans or any(_comes_back(program, span) for span in spans):
         return
+    if spans[0][0] not in batch:  # else it was taken for the batch because nothing comes back
+        spans = [span for span in spans if span[0] not in batch]
     paths = tuple(program.in_paths[k] for a, b in spans for k in range(a, b) if _is_floating(program.in_avals[k]))
     raise StateError(
         f"`{program.name}` trains nothing: it takes a gradient, and no argument comes back.",
