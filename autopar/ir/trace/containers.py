@@ -34,6 +34,16 @@ def accepts(tree: Any, values: Sequence[Any]) -> bool:
     return _unflattened(tree, values) is not None
 
 
+class _Anything:
+    """No array, and no `object()` either, which some classes know as JAX's own placeholder."""
+
+
+def plain_containers(value: Any) -> Any:
+    """The structure of a tree, with containers of ours for those of its classes that do not take anything."""
+    paths, tree = jax.tree_util.tree_flatten_with_path(value)
+    return jax.tree.structure(in_containers(tree, [_Anything() for _ in paths], [keys for keys, _ in paths]))
+
+
 def _filled(tree: Any, values: list[Any], keys: list[tuple[Any, ...]], depth: int) -> Any:
     made = _unflattened(tree, values)
     if made is not None:
