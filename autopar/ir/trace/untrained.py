@@ -4,8 +4,8 @@ In:     the traced program, and which of its inputs hold samples.
 Out:    nothing, or `StateError` with the paths of what was forgotten.
 Method: the name stacks of `jax.grad` in the program as it was traced, for what nothing needs is dropped from it later. An
         argument comes back if all of its floating arrays, or a subtree of it with several, are among the results, in
-        whatever containers and dtype. Of arguments that are one array only those count where no other has several: it may
-        be samples whose reconstruction is returned, or a learning rate as scalar as the loss.
+        whatever containers and dtype. Of arguments that are one array only the first counts: others may be samples of which
+        the step returns a reconstruction, or a learning rate as scalar as the loss.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def check_trains(program: Program, batch: Collection[int]) -> None:
     if not program.gradient:
         return
     spans = [span for span in argument_slices(program) if _num_floating(program, span)]
-    spans = [(a, b) for a, b in spans if b - a > 1] or spans
+    spans = [(a, b) for a, b in spans if b - a > 1 or (a == spans[0][0] and program.in_avals[a].ndim)] or spans
     if not spans or any(_comes_back(program, span) for span in spans):
         return
     if spans[0][0] not in batch:  # else it was taken for the batch because nothing comes back
