@@ -23,6 +23,7 @@ from autopar._jax import Var, is_key
 from autopar.errors import BatchError, warn
 from autopar.ir.program import Program
 from autopar.ir.trace.parameters import Argument, integers
+from autopar.ir.trace.returned import num_updated, objects_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,25 +57,29 @@ def find_roles(program: Program, batch_argnums: Any = "auto", donate_argnums: An
         BatchError: Which arguments are the batch cannot be told, or none has that number.
     """
     arguments = argument_slices(program)
+    found: dict[int, tuple[int, ...]] = dict.fromkeys(objects_in(program.out_tree).arguments, ())
     if batch_argnums == "auto":
-        found = _returned(program, arguments, ())
+        found |= _returned(program, arguments, found)
         found |= _returned_cast(program, arguments, found, _candidates(program, arguments, found))
         batch = _find_batch(program, arguments, found)
         found = {number: span for number, span in found.items() if number not in batch}
     else:
         batch = _chosen(program, "batch_argnums", batch_argnums)
-        found = _returned(program, arguments, batch)
+        found |= _returned(program, arguments, {*found, *batch})
         found |= _returned_cast(program, arguments, {**found, **dict.fromkeys(batch, ())}, ())
     pairs = {out: arguments[number][0] + k for number, span in found.items() for k, out in enumerate(span)}
+    pairs |= _updated(program, arguments)
     cast = {out: k for out, k in pairs.items() if program.out_avals[out].dtype != program.in_avals[k].dtype}
     _warn_of_casts(program, cast)
     aliases = {out: k for out, k in pairs.items() if out not in cast}
+    state = tuple(sorted(pairs.values()))
+    changed = tuple(n for n in found if not set(state).isdisjoint(range(*arguments[n])))
     donated = [False] * len(program.jaxpr.invars)
-    for number in found if donate_argnums == "auto" else _chosen(program, "donate_argnums", donate_argnums):
+    for number in changed if donate_argnums == "auto" else _chosen(program, "donate_argnums", donate_argnums):
         for leaf in range(*arguments[number]):
-            donated[leaf] = leaf not in cast.values()
+            donated[leaf] = leaf not in cast.values() and (donate_argnums != "auto" or leaf in state)
     samples = tuple(k for n in batch for k in range(*arguments[n]) if program.in_avals[k].shape)
-    return Roles(aliases, tuple(sorted(pairs.values())), samples, tuple(donated), tuple(found))
+    return Roles(aliases, state, samples, tuple(donated), changed)
 
 
 def find_batch(program: Program, state: Iterable[int]) -> tuple[int, ...]:
@@ -122,6 +127,8 @@ def _candidates(program: Program, arguments: Sequence[tuple[int, int]], state: I
         leading = {shape[0] for shape in shapes if shape}
         if number not in state and len(leading) == 1:
             found[number] = leading.pop()
+    for number in objects_in(program.out_tree).arguments:
+        found.pop(number, None)
     sizes = {size for number, size in found.items() if not read.isdisjoint(range(*arguments[number]))}
     return {number: size for number, size in found.items() if size in sizes}
 
@@ -137,7 +144,7 @@ def _read_inputs(program: Program) -> set[int]:
 def _returned(
     program: Program, arguments: Sequence[tuple[int, int]], batch: Iterable[int]
 ) -> dict[int, tuple[int, ...]]:
-    """For each argument that comes back, the batch apart, the output leaves that are its next value."""
+    """For each argument that comes back, those in `batch` apart, the output leaves that are its next value."""
     found: dict[int, tuple[int, ...]] = {}
     used: set[int] = set()
     for number, (start, stop) in enumerate(arguments):
@@ -171,14 +178,29 @@ def _returned_cast(
     return cast
 
 
+def _updated(program: Program, arguments: Sequence[tuple[int, int]]) -> dict[int, int]:
+    """Output leaves that are new arrays of objects, and the input leaves of the same paths."""
+    found, start = {}, 0
+    updated = objects_in(program.out_tree).updated
+    for number, tree in zip(updated, program.out_tree.children()[: len(updated)], strict=True):
+        place = {program.in_paths[k]: k for k in range(*arguments[number])}
+        for out in range(start, start + tree.num_leaves):
+            k = place.get(program.out_paths[out])
+            if k is not None and _cast_type(program.in_avals[k]) == _cast_type(program.out_avals[out]):
+                found[out] = k
+        start += tree.num_leaves
+    return found
+
+
 def _place(
     program: Program, number: int, leaves: tuple[int, int], used: Collection[int], type_of: Callable[[Any], Any]
 ) -> tuple[int, ...] | None:
     """The first output leaves, not used yet, that are together of an argument's structure and types."""
+    result_begins = num_updated(program.out_tree)
     wanted, structure = [type_of(a) for a in program.in_avals[slice(*leaves)]], _trees(program)[number]
     for tree, first, last in subtrees(program.out_tree):
         span = range(first, last)
-        if tree == structure and not any(k in used for k in span):
+        if tree == structure and first >= result_begins and not any(k in used for k in span):
             if [type_of(a) for a in program.out_avals[first:last]] == wanted:
                 return tuple(span)
     return None

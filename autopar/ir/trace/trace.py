@@ -25,6 +25,7 @@ from autopar.ir.trace.flatten import flatten
 from autopar.ir.trace.key_text import key_text
 from autopar.ir.trace.parameters import Split, Static, check_hashable, parameters_of, static_of
 from autopar.ir.trace.random import raw_keys
+from autopar.ir.trace.returned import is_of_objects, objects_in
 
 
 def trace_step(
@@ -88,7 +89,8 @@ def trace_step(
     flat = scan_slices(flat)
     _warn_of_host_memory(name, host_lines(jaxpr))
     out_avals = tuple(var.aval for var in jaxpr.outvars)
-    out_leaves = jax.tree_util.tree_flatten_with_path(in_containers(out_tree, [_type_of(a) for a in out_avals], ()))[0]
+    out = in_containers(out_tree, [_type_of(aval) for aval in out_avals], ())
+    out_paths = jax.tree_util.tree_flatten_with_path(out)[0]
     assert len(jaxpr.invars) == len(in_avals), f"{len(jaxpr.invars)} invars for {len(in_avals)} argument leaves"
     return Program(
         name=name,
@@ -99,7 +101,7 @@ def trace_step(
         in_paths=in_paths,
         in_keys=tuple(path for path, _ in paths_and_leaves),
         out_paths=_shortened(
-            [("/".join(("result", *map(key_text, path))), path[-1] if path else None) for path, _ in out_leaves]
+            [(_result_path(path, out_tree, dynamic_names), path[-1] if path else None) for path, _ in out_paths]
         ),
         in_avals=in_avals,
         out_avals=out_avals,
@@ -150,6 +152,16 @@ def _argument_path(path: tuple[Any, ...], names: Sequence[str]) -> str:
     in_kwargs, argument, *rest = path
     first = argument.key if in_kwargs.idx == 1 else names[argument.idx]
     return "/".join((first, *map(key_text, rest)))
+
+
+def _result_path(path: tuple[Any, ...], tree: Any, names: Sequence[str]) -> str:
+    """Path of a leaf of the result; a new array of an object has that of the argument."""
+    updated = objects_in(tree).updated
+    if is_of_objects(tree):
+        first, *path = path
+        if first.idx < len(updated):
+            return "/".join((names[updated[first.idx]], *map(key_text, path)))
+    return "/".join(("result", *map(key_text, path)))
 
 
 def _shortened(paths: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
