@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar import PipelineParallel, ShardParallel, checkpoint
 from autopar.errors import CheckpointError
 from autopar.runtime.stacks import StackedArray
-from tests.checkpoint_model import batches, create_state, step_on
+from tests.checkpoint_model import batches, create_state, step_on, there
 
 PLANS = {
     "one device": lambda: step_on(1, ShardParallel()),
@@ -212,7 +212,7 @@ def test_a_program_that_ends_waits_for_its_checkpoint(tmp_path):
     )
     done = run_script(script)
     if sys.version_info < (3, 12):
-        assert checkpoint.latest(tmp_path) == 5 and [p.name for p in tmp_path.iterdir()] == ["5"]
+        assert checkpoint.latest(tmp_path) == 5 and there(tmp_path) == ["5"]
     else:  # no thread starts while the program ends: written in time, or told
         assert checkpoint.latest(tmp_path) == 5 or "was NOT written" in done.stderr
 
@@ -283,7 +283,7 @@ def test_steps_are_kept_and_replaced(tmp_path):
     assert checkpoint.steps(tmp_path) == [10, 15], "a later one stays"
     assert checkpoint.restore(tmp_path, {"a": np.zeros(2, int)}, 10)["a"][0] == 11
     assert checkpoint.save(tmp_path, {"a": np.zeros(2)}).wait().name == "16"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["10", "15", "16"]
+    assert there(tmp_path) == ["10", "15", "16"]
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path):
@@ -297,7 +297,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     (tmp_path / "5").rename(left / "made")
     (tmp_path / "4").rename(left / "replaced-4")
     checkpoint.save(tmp_path, {"a": np.zeros(2)}, 6).wait()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["4", "6"]
+    assert there(tmp_path) == ["4", "6"]
 
 
 def test_a_failed_save_says_so(tmp_path, monkeypatch):
@@ -312,7 +312,7 @@ def test_a_failed_save_says_so(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match="No space left") as caught:
             saving.wait()
     assert len(warned) == 1 and "see to the disk" in caught.value.do
-    assert list(tmp_path.iterdir()) == []
+    assert there(tmp_path) == []
     monkeypatch.undo()
     assert checkpoint.save(tmp_path, {"a": np.ones(3)}, 0).wait().name == "0", "the error has been raised"
 
@@ -357,7 +357,7 @@ def test_a_step_is_a_whole_number(tmp_path, step):
     for door in (checkpoint.save, checkpoint.restore):
         with pytest.raises(CheckpointError, match="no whole number, 0 or more"):
             door(tmp_path, {"a": 1}, step)
-    assert [p.name for p in tmp_path.iterdir()] == ["500"]
+    assert there(tmp_path) == ["500"]
 
 
 @pytest.mark.parametrize("step", [np.int64(5), jnp.int32(5)], ids=lambda step: type(step).__name__)
@@ -422,7 +422,7 @@ def test_what_cannot_be_saved(tmp_path):
     ):
         with pytest.raises(CheckpointError, match=words):
             checkpoint.save(tmp_path, state, 0)
-    assert list(tmp_path.iterdir()) == []
+    assert there(tmp_path) == []
 
 
 @pytest.mark.parametrize("state", [{}, (), None, {"a": {}}, {"f": max}, np.zeros((0, 3))], ids=str)
@@ -464,7 +464,7 @@ def test_without_orbax(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     with pytest.raises(CheckpointError, match=r"pip install 'autopar\[checkpoint\]'"):
         checkpoint.save(tmp_path, {"a": 1}, 0)
-    assert list(tmp_path.iterdir()) == []
+    assert there(tmp_path) == []
 
 
 def test_nothing_warns(tmp_path):

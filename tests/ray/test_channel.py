@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.errors import WorkerError
+from autopar.errors import ClusterError, WorkerError
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.mesh.ray_nodes import RayHost
 from autopar.plan.instructions import Recv, Run, Send
@@ -198,7 +198,17 @@ def test_a_worker_joins_as_it_is_told(monkeypatch):
     seat = seats_of(((0, 8),), 4)[1]
     Worker(seat, 1.0).join("10.0.0.1:5000", 2)
     options = {"local_device_ids": range(4), "cluster_detection_method": "deactivate"}
+    options["coordinator_bind_address"] = "10.0.0.1:5000"
     assert told == [(("10.0.0.1:5000", 2, 1), options)]
+
+
+def test_workers_meet_at_the_address_that_they_are_told():
+    """And nowhere else: a node that does not have it is an error."""
+    worker = Worker(seats_of(((0, 8),), 4)[0], 1.0)
+    host, port = worker.coordinator("127.0.0.1").split(":")
+    assert host == "127.0.0.1" and int(port) > 0
+    with pytest.raises(ClusterError, match="(?s)192.0.2.1.*node-ip-address"):
+        worker.coordinator("192.0.2.1")
 
 
 @pytest.mark.parametrize("layout, warns", [(((0, 2), (2, 2)), True), (((0, 4),), False)])

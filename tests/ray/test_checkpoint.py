@@ -18,7 +18,7 @@ from autopar import checkpoint
 from autopar.errors import CheckpointError, DonatedError, WorkerError
 from autopar.runtime.ray.handles import RemoteArray
 from autopar.runtime.ray.workers import Workers
-from tests.checkpoint_model import batches, create_state, step_on, train_step
+from tests.checkpoint_model import batches, create_state, step_on, there, train_step
 from tests.ray.cluster import make_cluster
 from tests.sweep import _host
 
@@ -116,7 +116,7 @@ def test_workers_write_what_they_hold(step, tmp_path, fetched):
     writers = {p.name for p in (tmp_path / "2").glob("ocdbt.process_*")}
     assert writers == {f"ocdbt.process_g0w{n}" for n in range(4)}
     assert checkpoint.latest(tmp_path) == 2
-    assert [p.name for p in tmp_path.iterdir()] == ["2"]
+    assert there(tmp_path) == ["2"]
 
     plain = ocp.StandardCheckpointer().restore(tmp_path / "2")
     assert_same(plain["params"], wanted["params"])
@@ -174,7 +174,7 @@ def test_state_may_be_donated_while_it_is_written(step, tmp_path):
     in_workers(step, no_copies_left())
     with pytest.raises(DonatedError):
         checkpoint.save(tmp_path, state, 2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "other"]
+    assert there(tmp_path) == ["1", "other"]
 
 
 def test_who_does_not_see_the_folder_sends_its_arrays(step, tmp_path, fetched):
@@ -315,7 +315,7 @@ def test_a_worker_cannot_write(ours, tmp_path):
     saving = checkpoint.save(tmp_path, state, 2)
     error = fails(saving, r"worker 1 \(mesh 1, host 0\): OSError: .*No space left")
     assert "see to the disk" in error.do and error.path == str(tmp_path / "2")
-    assert [p.name for p in tmp_path.iterdir()] == ["1"]
+    assert there(tmp_path) == ["1"]
     in_workers(ours, no_copies_left())
     in_workers(ours, as_before())
     wanted = host(state)
@@ -337,7 +337,7 @@ def test_a_worker_does_not_come_on(ours, tmp_path, monkeypatch):
     saving = checkpoint.save(tmp_path, state, 2)
     error = fails(saving, r"worker 0 \(mesh 0, host 0\), for which the driver waited(.*\n)*.*does not come on")
     assert isinstance(error.__cause__, WorkerError) and error.__cause__.waited_for == 0
-    assert [p.name for p in tmp_path.iterdir()] == ["1"]
+    assert there(tmp_path) == ["1"]
     monkeypatch.undo()
     in_workers(ours, as_before())
     state, _ = ours(state, batches(1)[0])
@@ -351,12 +351,12 @@ def test_a_worker_is_killed_while_it_writes(ours, tmp_path):
     saving = checkpoint.save(tmp_path, state, 2)
     error = fails(saving, r"worker 1 \(mesh 1, host 0\).*(.*\n)*.*process has ended")
     assert "restore" in error.do and isinstance(error.__cause__, WorkerError)
-    assert [p.name for p in tmp_path.iterdir()] == ["1"], "nothing is left of it"
+    assert there(tmp_path) == ["1"], "nothing is left of it"
     with pytest.raises(WorkerError, match="process has ended"):
         checkpoint.save(tmp_path, state, 2)
     with pytest.raises(WorkerError, match="have ended"):
         ours(state, batches(1)[0])
-    assert [p.name for p in tmp_path.iterdir()] == ["1"]
+    assert there(tmp_path) == ["1"]
     assert_same(checkpoint.restore(tmp_path, wanted), wanted)
 
 

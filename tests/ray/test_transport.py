@@ -16,6 +16,7 @@ import pytest
 
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.plan.transfers import plan_transfer
+from autopar.runtime.ray import sockets
 from autopar.runtime.ray.direct import AHEAD, Begun, Direct
 from autopar.runtime.ray.job import BufferType
 from autopar.runtime.ray.parcels import Message, box_shape, parcels_of, slices
@@ -24,6 +25,25 @@ from autopar.runtime.ray.seats import seats_of
 from autopar.runtime.ray.sockets import LARGE_BYTES, Listener, make_post
 from autopar.runtime.ray.transport import Mailbox, ObjectStore, WaitError
 from tests.ray.kinds import DTYPES, EMPTY, SHAPE, kinds
+
+
+LISTENERS: list[Listener] = []
+
+
+@pytest.fixture(autouse=True)
+def nobody_listens_afterwards(monkeypatch):
+    """No thread outlives its test; and what greets in time does so however busy this machine is."""
+    monkeypatch.setattr(sockets, "GREET_SECONDS", 120.0)
+    yield
+    while LISTENERS:
+        LISTENERS.pop().close()
+    assert not [thread for thread in threading.enumerate() if thread.name in ("listener", "inbox")]
+
+
+def listening(listener):
+    """To be closed at the end of the test."""
+    LISTENERS.append(listener)
+    return listener
 
 
 class Here(Places):
@@ -116,7 +136,7 @@ def through_sockets(source, target, wait_seconds=20.0, devices_per_host=8):
     def put(box):
         return lambda step, message, sender, tiles: box.put((step, message, sender), tiles)
 
-    listeners = [Listener("127.0.0.1", b"word", put(box)) for box in boxes]
+    listeners = [listening(Listener("127.0.0.1", b"word", put(box))) for box in boxes]
     posts = {n: make_post(("127.0.0.1", listener.port), b"word", None) for n, listener in enumerate(listeners)}
     made = [
         ObjectStore(seat, place, box, posts, wait_seconds)
@@ -311,28 +331,27 @@ def test_an_error_of_the_sending_thread_is_told():
 def test_parcels_go_through_ray_where_sockets_do_not_serve():
     """What is large, what is for a worker that is not reached or has gone; a stranger is not heard."""
     box, other_way = Mailbox(), []
-    listener = Listener("127.0.0.1", b"word", lambda step, message, source, tiles: box.put((step, message), tiles))
+    listener = listening(
+        Listener("127.0.0.1", b"word", lambda step, message, _, tiles: box.put((step, message), tiles))
+    )
 
     def post_to(port, word):
         return make_post(("127.0.0.1", port), word, lambda step, *more: other_way.append(step))
 
     post, tile = post_to(listener.port, b"word"), np.arange(100, dtype=np.uint8)
     post(0, 7, 1, [tile, tile[:0], tile[:3]])
-    for got, want in zip(box.take((0, 7), 5.0), [tile, tile[:0], tile[:3]], strict=True):
+    for got, want in zip(box.take((0, 7), 120.0), [tile, tile[:0], tile[:3]], strict=True):
         np.testing.assert_array_equal(got, want)
     assert not other_way
     post(1, 7, 1, [np.zeros(LARGE_BYTES + 1, np.uint8)])
     assert other_way == [1]
     post_to(listener.port, b"wort")(2, 7, 1, [tile])
-    assert box.take((2, 7), 0.3) is None
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     post_to(port, b"word")(3, 7, 1, [tile])
     nowhere = Listener("192.0.2.1", b"word", None)  # an address that is no one's
     post_to(nowhere.port, b"word")(4, 7, 1, [tile])
-    assert [step for step in other_way if step != 2] == [1, 3, 4] and nowhere.port == 0, (
-        "2 if it saw that it was not heard"
-    )
+    assert other_way == [1, 2, 3, 4] and nowhere.port == 0
 
 
 def test_mailbox_waits():
