@@ -68,12 +68,12 @@ def test_any_plan_reads_any_plans(tmp_path, plans, source):
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), example)
         restored = checkpoint.restore(tmp_path, like, compiled=step)
         assert_same(host(restored), wanted)
-        for got, there in zip(jax.tree.leaves(restored), jax.tree.leaves(example), strict=True):
-            assert type(got) is type(there)
+        for got, before in zip(jax.tree.leaves(restored), jax.tree.leaves(example), strict=True):
+            assert type(got) is type(before)
             if isinstance(got, StackedArray):
-                assert [p.sharding for p in got.parts] == [p.sharding for p in there.parts]
+                assert [p.sharding for p in got.parts] == [p.sharding for p in before.parts]
             else:
-                assert got.sharding.is_equivalent_to(there.sharding, got.ndim)
+                assert got.sharding.is_equivalent_to(before.sharding, got.ndim)
         np.testing.assert_allclose(step(restored, batches(3)[2])[1], _next_loss(plans), rtol=1e-5)
     assert_same(checkpoint.restore(tmp_path, wanted), wanted)
     assert_same(host(checkpoint.restore(tmp_path, state)), wanted)

@@ -26,7 +26,6 @@ from autopar.runtime.ray.sockets import LARGE_BYTES, Listener, make_post
 from autopar.runtime.ray.transport import Mailbox, ObjectStore, WaitError
 from tests.ray.kinds import DTYPES, EMPTY, SHAPE, kinds
 
-
 LISTENERS: list[Listener] = []
 
 
