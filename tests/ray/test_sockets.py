@@ -12,9 +12,12 @@ import threading
 import numpy as np
 import pytest
 
+import autopar
 from autopar.runtime.ray import sockets
 from autopar.runtime.ray.sockets import LARGE_BYTES, MOST_TILES, Listener, _connected, _greet, make_post
 from autopar.runtime.ray.transport import Mailbox
+from tests.ray.cluster import make_cluster
+from tests.small_mlp import make_batch, make_params, train_step
 
 WORD = b"word" * 8
 PATIENCE_SECONDS = 120.0
@@ -188,3 +191,38 @@ def test_one_who_listens_and_says_nothing(monkeypatch):
         post = make_post(server.getsockname(), WORD, lambda step, *more: other_way.append(step))
         post(0, 7, 1, TILES)
     assert other_way == [0]
+
+
+def where_it_listens(worker):
+    """In a worker: for each of its ports at what addresses, as the kernel spells them; where its processes meet; its own."""
+    import glob
+    import os
+
+    from jax._src import distributed
+
+    own = {os.readlink(path) for path in glob.glob("/proc/self/fd/*") if os.path.exists(path)}
+    found = {}
+    for kind in ("tcp", "tcp6"):
+        for words in (line.split() for line in open(f"/proc/self/net/{kind}").readlines()[1:]):
+            if words[3] == "0A" and f"socket:[{words[9]}]" in own:
+                address, port = words[1].split(":")
+                found.setdefault(int(port, 16), []).append(address)
+    return found, distributed.global_state.coordinator_address, worker._listener.port
+
+
+@pytest.mark.ray
+def test_where_workers_listen(ray_started):
+    """Where the processes of a stage meet, and where parcels come in: at the node's address and at no other."""
+    import ray
+
+    cluster = make_cluster(2, 1)
+    step = autopar.parallelize(train_step, cluster=cluster, method=autopar.DataParallel())
+    step(make_params(2, 8), make_batch(4, 8))
+    actors = step.latest().executable.workers._actors.values()
+    first, second = ray.get([actor.__ray_call__.remote(where_it_listens) for actor in actors])
+    cluster.machine.close()
+    host, port = first[1].rsplit(":", 1)
+    bare = socket.inet_aton(host)[::-1].hex().upper()
+    assert first[0][int(port)] in ([bare], ["0" * 16 + "FFFF0000" + bare]), "as IPv4, or in IPv6's spelling of it"
+    for ports, _, own in (first, second):
+        assert ports[own] == [bare]
