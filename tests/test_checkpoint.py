@@ -22,6 +22,7 @@ from autopar import PipelineParallel, ShardParallel, checkpoint
 from autopar.errors import CheckpointError
 from autopar.runtime.stacks import StackedArray
 from tests.checkpoint_model import batches, create_state, step_on, there
+from tests.patience import PATIENCE_SECONDS
 
 PLANS = {
     "one device": lambda: step_on(1, ShardParallel()),
@@ -125,7 +126,9 @@ def test_orbax_alone_reads_them_on_other_devices(tmp_path, plans):
         "print(found['params']['layers']['w'].shape, float(found['params']['layers']['w'].sum()))"
     )
     environment = {"JAX_PLATFORMS": "cpu", "PATH": "/usr/bin"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert done.returncode == 0, done.stderr
     shape, total = done.stdout.rsplit(maxsplit=1)
     assert shape == "(4, 16, 16)"
@@ -200,7 +203,7 @@ def test_what_is_saved_may_be_overwritten_at_once(tmp_path):
 
 
 def run_script(script):
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
     return done
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
-import time
 import warnings
 from types import SimpleNamespace
 
@@ -20,6 +18,7 @@ from autopar.runtime.ray.driver.workers import Workers
 from autopar.runtime.ray.job import BufferType
 from autopar.runtime.ray.seats import by_mesh, environment, seats_of
 from autopar.runtime.ray.share import Share
+from autopar.runtime.ray.transport import nccl
 from autopar.runtime.ray.transport.direct import AHEAD, Begun, Direct, Wanted
 from autopar.runtime.ray.transport.nccl import NcclChannel, can_use_nccl, new_id
 from autopar.runtime.ray.transport.transport import WaitError
@@ -164,18 +163,22 @@ def test_the_first_that_is_late_is_told(wire):
     assert error.waited_for == 1
 
 
-def test_each_has_its_time_after_the_one_before(wire):
+def test_each_has_its_time_after_the_one_before(wire, monkeypatch):
     """A step may be long; what counts is that it comes on."""
     sender, _ = two_ends()
     wire.stopped = True
     for number in range(3):
         sender.send(number, [(jnp.ones(3), 0, 0)])
-    for number, held in enumerate(sender._begun):
-        threading.Timer(0.4 * (number + 1), lambda event=held.events[0]: setattr(event, "stopped", False)).start()
-    progress = []
-    started = time.monotonic()
+    clock, events, progress = [0.0], [held.events[0] for held in sender._begun], []
+
+    def sleep(seconds):
+        clock[0] += seconds
+        for number, event in enumerate(events):
+            event.stopped = clock[0] < 0.4 * (number + 1)
+
+    monkeypatch.setattr(nccl, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
     assert sender.wait(1.0, lambda: progress.append(1)) is None
-    assert time.monotonic() - started > 1.0 and len(progress) == 3
+    assert clock[0] > 1.0 and len(progress) == 3
 
 
 def test_receiving_waits_for_what_is_far_behind(wire):

@@ -16,11 +16,11 @@ import autopar
 from autopar.runtime.ray.transport import sockets
 from autopar.runtime.ray.transport.sockets import LARGE_BYTES, MOST_TILES, Listener, _connected, _greet, make_post
 from autopar.runtime.ray.transport.transport import Mailbox
+from tests.patience import PATIENCE_SECONDS
 from tests.ray.cluster import make_cluster
 from tests.small_mlp import make_batch, make_params, train_step
 
 WORD = b"word" * 8
-PATIENCE_SECONDS = 120.0
 TILES = [np.arange(100, dtype=np.uint8), np.zeros(0, np.uint8), np.arange(3, dtype=np.uint8)]
 
 

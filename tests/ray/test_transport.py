@@ -24,6 +24,7 @@ from autopar.runtime.ray.transport.sockets import LARGE_BYTES, Listener, make_po
 from autopar.runtime.ray.transport.transport import Mailbox, ObjectStore, WaitError
 from autopar.runtime.ray.worker.places import Places, aligned, on_devices
 from autopar.streams.transfers import plan_transfer
+from tests.patience import PATIENCE_SECONDS
 from tests.ray.kinds import DTYPES, EMPTY, SHAPE, kinds
 
 LISTENERS: list[Listener] = []
@@ -32,7 +33,7 @@ LISTENERS: list[Listener] = []
 @pytest.fixture(autouse=True)
 def nobody_listens_afterwards(monkeypatch):
     """No thread outlives its test; and what greets in time does so however busy this machine is."""
-    monkeypatch.setattr(sockets, "GREET_SECONDS", 120.0)
+    monkeypatch.setattr(sockets, "GREET_SECONDS", PATIENCE_SECONDS)
     yield
     while LISTENERS:
         LISTENERS.pop().close()
@@ -102,7 +103,7 @@ def sides_of(source, target, devices_per_host):
     return seats, sides, [Here(sides[seat.mesh], seat) for seat in seats]
 
 
-def direct(source, target, wait_seconds=20.0, devices_per_host=8):
+def direct(source, target, wait_seconds=PATIENCE_SECONDS, devices_per_host=8):
     """The transport of GPUs, over a channel that is none of NCCL's."""
     seats, sides, places = sides_of(source, target, devices_per_host)
     owner = {mesh: {d: s.number for s in seats if s.mesh == mesh for d in s.devices} for mesh in (0, 1)}
@@ -111,7 +112,7 @@ def direct(source, target, wait_seconds=20.0, devices_per_host=8):
     return seats, places, made
 
 
-def through_store(source, target, wait_seconds=20.0, devices_per_host=8):
+def through_store(source, target, wait_seconds=PATIENCE_SECONDS, devices_per_host=8):
     """The transport through Ray's object store, without Ray."""
     seats, _, places = sides_of(source, target, devices_per_host)
     boxes = [Mailbox() for _ in seats]
@@ -127,7 +128,7 @@ def through_store(source, target, wait_seconds=20.0, devices_per_host=8):
     return seats, places, made
 
 
-def through_sockets(source, target, wait_seconds=20.0, devices_per_host=8):
+def through_sockets(source, target, wait_seconds=PATIENCE_SECONDS, devices_per_host=8):
     """The same, over sockets."""
     seats, _, places = sides_of(source, target, devices_per_host)
     boxes = [Mailbox() for _ in seats]
@@ -270,7 +271,7 @@ def test_messages_that_are_wanted_in_another_order():
             np.testing.assert_array_equal(receives[number](step)[0], np.full(SHAPE, 10 * step + number))
         receiver.flush(lambda: None)
     sends[0](2, [jax.device_put(np.zeros(SHAPE, np.float32), places[0].sharding(kind))])
-    with pytest.raises(WaitError, match="waited 20 s for worker 1 to receive a message") as info:
+    with pytest.raises(WaitError, match="waited 600 s for worker 1 to receive a message") as info:
         sender.flush(lambda: None)
     assert (info.value.peer, info.value.message) == (1, 0)
 
@@ -305,7 +306,7 @@ def test_a_message_that_does_not_leave():
     mesh = LogicalMesh((2,))
     seats, places, (sender, _) = through_store(mesh, mesh, wait_seconds=0.2)
     taken_in = threading.Event()
-    sender._peers = {1: lambda *parcel: taken_in.wait(20.0)}
+    sender._peers = {1: lambda *parcel: taken_in.wait(PATIENCE_SECONDS)}
     kind = kinds(mesh, shape=LARGE)[0]
     message = dataclasses.replace(message_of([kind], [kind], seats), number=5)
     sender.sender(message)(0, [jax.device_put(np.zeros(LARGE, np.float32), places[0].sharding(kind))])
@@ -339,7 +340,7 @@ def test_parcels_go_through_ray_where_sockets_do_not_serve():
 
     post, tile = post_to(listener.port, b"word"), np.arange(100, dtype=np.uint8)
     post(0, 7, 1, [tile, tile[:0], tile[:3]])
-    for got, want in zip(box.take((0, 7), 120.0), [tile, tile[:0], tile[:3]], strict=True):
+    for got, want in zip(box.take((0, 7), PATIENCE_SECONDS), [tile, tile[:0], tile[:3]], strict=True):
         np.testing.assert_array_equal(got, want)
     assert not other_way
     post(1, 7, 1, [np.zeros(LARGE_BYTES + 1, np.uint8)])
@@ -356,7 +357,7 @@ def test_parcels_go_through_ray_where_sockets_do_not_serve():
 def test_mailbox_waits():
     box, key = Mailbox(), (7, 0, 1)
     threading.Timer(0.1, lambda: box.put(key, 1)).start()
-    assert box.take(key, 5.0) == 1 and box.take(key, 0.0) is None
+    assert box.take(key, PATIENCE_SECONDS) == 1 and box.take(key, 0.0) is None
 
 
 def test_a_step_that_is_left_leaves_nothing():
