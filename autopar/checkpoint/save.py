@@ -59,6 +59,9 @@ def save(
         DonatedError: A step has taken over the memory of an array.
         CheckpointError: There is a checkpoint of this number; a leaf cannot be written; orbax is not installed; an
             earlier save into this directory failed, and nobody has waited for it.
+        CheckpointError: There is a checkpoint of this number; a leaf cannot be written; orbax is not installed; another
+            process that lives has saved into this directory (it is its own until it ends or calls `release`); an earlier
+            save into it failed, and nobody has waited for it.
         WorkerError: Workers that hold arrays have failed before they had copied them.
     """
     number = max(steps(directory), default=-1) + 1 if step is None else step_number(step)
