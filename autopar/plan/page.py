@@ -140,7 +140,7 @@ def _also_tried(plan: Plan) -> list[str]:
     return lines + [f"{what}: {outcome}" for what, outcome in failed.items()]
 
 
-_SECONDS = re.compile(r"([0-9.]+e[+-]?[0-9]+) s")
+_SECONDS = re.compile(r"([0-9]+(?:\.[0-9]+)?e[+-]?[0-9]+) s")
 """An outcome that is a time, as the planner writes it."""
 
 

@@ -12,7 +12,7 @@ from rich.console import Console
 @contextlib.contextmanager
 def planning_progress(name: str) -> Iterator[Callable[[str], None]]:
     """A function that shows a line of progress; on something that is no terminal it shows nothing."""
-    console = Console(file=sys.stderr)
+    console = Console(file=sys.stderr, force_jupyter=False)
     if not console.is_terminal:
         yield lambda text: None
         return

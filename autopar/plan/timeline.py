@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+KINDS = ("F", "B", "W", "U", "init", "transfer")
+"""Forward, backward, weight gradients, update; what a stage makes before its first microbatch; messages."""
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One bar of the timeline; times in seconds from the beginning of the step."""
+    """One bar of the timeline, of a kind of `KINDS`; times in seconds from the beginning of the step."""
 
     name: str
     kind: str

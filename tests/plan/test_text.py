@@ -9,6 +9,7 @@ import jax
 import pytest
 
 from autopar.plan.page import bytes_text, collapse_paths, numbers_text, page_of, seconds_text, solver_text
+from autopar.plan.timeline import Event, Timeline
 
 
 @pytest.mark.skipif(
@@ -43,6 +44,11 @@ def test_html_is_escaped_and_whole(plan):
     html = dataclasses.replace(plan, name="<step>")._repr_html_()
     assert "&lt;step&gt;" in html and "<step>" not in html
     assert html.count("<table>") == html.count("</table>") == 4 and "all-" in html
+
+
+def test_html_holds_the_timetable(plan):
+    pipeline = dataclasses.replace(plan, schedule="gpipe", events=Timeline((Event("stage0/F", "F", 0, 3, 0, 0.0, 1.0),)))
+    assert "F3=" in pipeline._repr_html_() and "F3=" in str(pipeline)
 
 
 @pytest.mark.parametrize(
