@@ -99,7 +99,7 @@ def timetable_text(events: Sequence[Event], width: int = 100) -> str:
             if e.mesh == mesh:
                 first = min(width - 1, int(e.start / total * width))
                 last = max(first + 1, min(width, round(e.end / total * width)))
-                label = f"{e.kind}{e.microbatch}" if e.kind in "FBW" else e.kind
+                label = f"{e.kind}{e.microbatch}" if e.kind in "FBW" else "I" if e.kind == "init" else e.kind
                 text = (label + "=" * width)[: last - first]
                 row[first:last] = list(text)
         lines.append(f"mesh {mesh}  " + "".join(row))
