@@ -189,8 +189,8 @@ def _rules(jaxpr: Jaxpr, found: dict[int, ShardingRule]) -> dict[int, ShardingRu
     return found
 
 
-def check_stage_count(cut: CutStep, num_stages: int) -> None:
-    """There must be as many places to cut.
+def check_stage_count(cut: CutStep, num_stages: int, chunks: int = 1) -> None:
+    """There must be as many places to cut; `chunks` of the stages are on one mesh.
 
     Raises:
         PipelineError: The program has fewer segments than stages are wanted.
@@ -198,7 +198,8 @@ def check_stage_count(cut: CutStep, num_stages: int) -> None:
     if num_stages > cut.chain.num_segments:
         raise PipelineError(
             "the step cannot be cut into so many stages.",
-            given=f"num_stages={num_stages}",
+            given=f"num_stages={num_stages // chunks}"
+            + (f", a schedule that makes {chunks} stages of each: {num_stages}" if chunks > 1 else ""),
             wrong=f"its forward pass has {cut.chain.num_segments} operations that a stage could begin with.",
             do="use fewer stages.",
             num_stages=num_stages,

@@ -138,7 +138,9 @@ def check_batch(program: Program, roles: Roles, mesh: LogicalMesh) -> None:
                 "the batch does not divide over the devices.",
                 given=f"{program.in_paths[leaf]} with {size} samples, {mesh.num_devices} devices",
                 wrong=f"{size} is no multiple of {mesh.num_devices}.",
-                do="change the batch size, or use Auto(), which splits other dims where the batch does not divide.",
+                do=f"pass batches of a multiple of {mesh.num_devices} samples: where the last one of an epoch is smaller, "
+                "drop it, or pad it and leave the padding out of the loss by a mask. Or use Auto(), which splits other dims "
+                "where the batch does not divide.",
                 size=size,
             )
 

@@ -150,7 +150,8 @@ def check_divides(jaxpr: Jaxpr, count: int, batch: Sequence[int], name: str = "t
                 "the batch does not divide into microbatches.",
                 given=f"{name} of {size} samples, num_microbatches={count}",
                 wrong=f"{size} is no multiple of {count}.",
-                do="choose a number of microbatches that divides the batch size.",
+                do="choose a number of microbatches that divides the batch size; where the last batch of an epoch is "
+                "smaller, drop it, or pad it and leave the padding out of the loss by a mask.",
                 size=size,
             )
 
