@@ -29,7 +29,7 @@ from autopar.intra_op.shard import Sharded, shard
 from autopar.intra_op.sharded import Body, Collective, Compute, Region, calls_host, collectives_of
 from autopar.ir.accumulate import accumulator_type
 from autopar.ir.pieces import Cut
-from autopar.ir.structure import trip_count
+from autopar.ir.region import trip_count
 from autopar.mesh import Device, LogicalMesh, Sharding
 from autopar.options import Options
 
@@ -296,7 +296,7 @@ class _Lowering:
                     if not batch_factors(eqn, rule, self.graph.batch):
                         batchless += seconds
                 case Region(eqn, _, _, bodies):
-                    trips = trip_count(eqn) if eqn.primitive.name == "scan" else 1
+                    trips = trip_count(eqn)
                     for inner in bodies:
                         of_body = self.compute(inner, times * trips)
                         total, batchless = total + of_body[0], batchless + of_body[1]

@@ -11,7 +11,8 @@ from typing import Any
 
 from autopar._jax import JaxprEqn, Literal, Var
 from autopar.ir.pieces import OWN, WHOLE, Cut, Share
-from autopar.ir.structure import body_jaxprs, scan_parts, while_parts
+from autopar.ir.region import bodies_of
+from autopar.ir.structure import scan_parts, while_parts
 
 
 def border_shares(eqn: JaxprEqn, made: dict[Var, Share]) -> list[list[Share]]:
@@ -31,7 +32,7 @@ def border_shares(eqn: JaxprEqn, made: dict[Var, Share]) -> list[list[Share]]:
         case "while":
             return [[OWN], [share(var) for _, _, var, _, _ in while_parts(eqn).carries]]
         case "cond":
-            return [[share(var) for var in eqn.outvars] for _ in body_jaxprs(eqn)]
+            return [[share(var) for var in eqn.outvars] for _ in bodies_of(eqn)]
     return []
 
 
@@ -59,5 +60,5 @@ def operand_shares(eqn: JaxprEqn, made: dict[Var, Share], own_trips: Cut | None 
                 *(share(var) for _, _, var, _, _ in loop.carries),
             ]
         case "cond":
-            return [OWN, *(share(var) for var in body_jaxprs(eqn)[0].invars)]
+            return [OWN, *(share(var) for var in bodies_of(eqn)[0].invars)]
     return [share(var) for var in eqn.outvars]

@@ -15,24 +15,25 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopar._jax import Jaxpr, JaxprEqn, Var, close_jaxpr, make_jaxpr, new_var, replace_eqn
+from autopar.ir.dataflow import inputs_of, variables
 from autopar.ir.dead_code import remove_dead_code
 from autopar.ir.flatten import inline_from, inline_function
+from autopar.ir.region import bodies_of, kind_of
 from autopar.ir.share_analysis import feeds_backward
 from autopar.ir.source import is_backward
-from autopar.ir.structure import body_jaxprs, inputs_of, variables
 
 
 def branches_in_two(jaxpr: Jaxpr) -> Jaxpr:
     """The program with such conditions split; over the same inputs and results."""
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        eqns += _in_two(eqn) if eqn.primitive.name == "cond" and not eqn.effects and not is_backward(eqn) else [eqn]
+        eqns += _in_two(eqn) if kind_of(eqn) == "cond" and not eqn.effects and not is_backward(eqn) else [eqn]
     return jaxpr if len(eqns) == len(jaxpr.eqns) else remove_dead_code(make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns))
 
 
 def _in_two(eqn: JaxprEqn) -> list[JaxprEqn]:
     index, *operands = eqn.invars
-    branches = body_jaxprs(eqn)
+    branches = bodies_of(eqn)
     halves = [_halves(branch) for branch in branches]
     if not any(second for _, second in halves):
         return [eqn]

@@ -30,7 +30,6 @@ from autopar._jax import (
     Literal,
     NameStack,
     Var,
-    close_jaxpr,
     high_primitive_jaxpr,
     is_key,
     key_data,
@@ -42,8 +41,6 @@ from autopar._jax import (
     optimization_barrier_p,
     physical_aval,
     replace_eqn,
-    scan_counts,
-    scan_params,
     shaped,
     trace,
     without_context_mesh,
@@ -52,6 +49,7 @@ from autopar.ir.batch_indices import batch_indices
 from autopar.ir.dead_code import remove_dead_code
 from autopar.ir.fold import fold
 from autopar.ir.random import ALIASES, cache_key, physical_jaxpr, touches_keys
+from autopar.ir.region import Binding, closed_bodies, region_of
 from autopar.ir.source import caller_traceback
 
 _JITS = ("jit", "pjit")
@@ -309,98 +307,67 @@ def _keys(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
 # Loops and branches.
 
 
-def _flat_body(walk: _Walk, eqn: JaxprEqn, closed: ClosedJaxpr) -> tuple[Jaxpr, _Block]:
-    """The flat body of a structured equation, and its block: constants are still to be made operands."""
-    body, consts = open_jaxpr(closed)
-    block = _Block()
-    invars = [_fresh(var.aval) for var in body.invars]
-    outvars = _inline(walk.into(block, body, eqn), body, consts, invars)
-    return make_jaxpr(invars, outvars, block.eqns), block
+def _region(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    """A region with flat bodies; the constants that they hold become operands."""
+    region = region_of(eqn)
+    blocks = [_Block() for _ in region.bodies]
+    inputs = [[_fresh(var.aval) for var in body.invars] for body in region.bodies]
+    outputs = []
+    for block, closed, invars in zip(blocks, closed_bodies(eqn), inputs, strict=True):
+        body, consts = open_jaxpr(closed)
+        outputs.append(_inline(walk.into(block, body, eqn), body, consts, invars))
+    outvars = [_fresh(var.aval) for var in eqn.outvars]
+    values = {identity: value for block in blocks for identity, value in block.values.items()}
+    nowhere = (None,) * len(blocks)
+    captured = [
+        Binding("const", walk.block.capture(key, value), tuple(block.captured.get(key) for block in blocks), nowhere)
+        for key, value in values.items()
+    ]
+    bindings = [*captured, *region.rebound(operands, inputs, outputs, outvars)]
+    flat = region.rebuild(bindings, [block.eqns for block in blocks])
+    if region.kind == "while" and outputs[0][0].aval.shape:
+        return _while_of_each(walk, flat)
+    walk.block.eqns.append(flat)
+    return list(outvars)
 
 
-def _with_captures(body: Jaxpr, own: _Block, all_of: _Block) -> Jaxpr:
-    """`body` with one more leading invar per constant of `all_of`, its own or not."""
-    invars = [own.captured.get(key) or new_var(var.aval) for key, var in all_of.captured.items()]
-    return make_jaxpr([*invars, *body.invars], body.outvars, body.eqns)
-
-
-def _capture(block: _Block, inner: _Block) -> list[Atom]:
-    """The variables of the enclosing block for the constants of an inner one."""
-    return [block.capture(identity, value) for identity, value in inner.values.items()]
-
-
-def _scan(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
-    body, block = _flat_body(walk, eqn, eqn.params["jaxpr"])
-    num_consts, num_carry = scan_counts(eqn.params)
-    body = _with_captures(body, block, block)
-    params = scan_params(eqn.params, body, num_consts + len(block.captured), num_carry)
-    return _keep(walk, eqn, [*_capture(walk.block, block), *operands], params)
-
-
-def _while(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
-    test, test_block = _flat_body(walk, eqn, eqn.params["cond_jaxpr"])
-    body, body_block = _flat_body(walk, eqn, eqn.params["body_jaxpr"])
-    test, body = _with_captures(test, test_block, test_block), _with_captures(body, body_block, body_block)
-    num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    tests = [*_capture(walk.block, test_block), *operands[:num_test]]
-    consts = [*_capture(walk.block, body_block), *operands[num_test : num_test + num_body]]
-    carries = operands[num_test + num_body :]
-    if test.outvars[0].aval.shape:
-        return _while_of_each(walk, eqn, (test, tests), (body, consts), carries)
-    return _keep(walk, eqn, [*tests, *consts, *carries], _while_params(eqn, test, len(tests), body, len(consts)))
-
-
-def _while_params(eqn: JaxprEqn, test: Jaxpr, num_tests: int, body: Jaxpr, num_consts: int) -> dict[str, Any]:
-    return {
-        **eqn.params,
-        "cond_jaxpr": close_jaxpr(test),
-        "body_jaxpr": close_jaxpr(body),
-        "cond_nconsts": num_tests,
-        "body_nconsts": num_consts,
-    }
-
-
-def _while_of_each(
-    walk: _Walk,
-    eqn: JaxprEqn,
-    test: tuple[Jaxpr, Sequence[Atom]],
-    body: tuple[Jaxpr, Sequence[Atom]],
-    carries: Sequence[Atom],
-) -> list[Atom]:
+def _while_of_each(walk: _Walk, eqn: JaxprEqn) -> list[Atom]:
     """A loop that ends for each sample in its own time (`vmap` of a `while`): what is done is kept as it is.
 
     As in JAX's lowering, but for what goes on, which is carried along instead of being computed in test and body both.
     """
-    first, (going,) = inline_from(test[0], [*test[1], *carries])
+    region = region_of(eqn)
+    (test, body), consts, carries = region.bodies, region.consts, region.carries
+    first, (going,) = inline_from(test, region.entering(0, [b.outer for b in region.bindings]))
     walk.block.eqns += first
-    entering = [*test[1], *body[1], *carries, going]
-    inside = [new_var(a.aval) for a in entering]
-    num_consts = len(entering) - len(carries) - 1
-    old, go = inside[num_consts:-1], inside[-1]
-    eqns, new = inline_from(body[0], [*inside[len(test[1]) : num_consts], *old])
+    held, old, go = [new_var(b.var.aval) for b in consts], [new_var(b.var.aval) for b in carries], new_var(going.aval)
+    of_test, of_body = ([var for var, b in zip(held, consts, strict=True) if b.inner[k] is not None] for k in (0, 1))
+    eqns, new = inline_from(body, [*of_body, *old])
     kept = []
     for before, after in zip(old, new, strict=True):
         more, results = inline_function(_where, [go, after, before])
         eqns += more
         kept += results
-    again, (still,) = inline_from(test[0], [*inside[: len(test[1])], *kept])
-    more, still_going = inline_function(jnp.logical_and, [go, still])
-    loop = make_jaxpr(inside, [*kept, *still_going], [*eqns, *again, *more])
-    params = _while_params(eqn, _any_of_last(loop.invars[num_consts:]), 0, loop, num_consts)
-    outvars = [new_var(a.aval) for a in (*old, go)]
-    walk.block.eqns.append(replace_eqn(eqn, invars=entering, outvars=outvars, params=params))
-    return list(outvars[:-1])
+    again, (still,) = inline_from(test, [*of_test, *kept])
+    more, (still_going,) = inline_function(jnp.logical_and, [go, still])
+    tested = new_var(go.aval)
+    any_eqns, (any_goes,) = inline_function(jnp.any, [tested])
+    nowhere, outvars = (None, None), [new_var(var.aval) for var in old]
+    bindings = [
+        Binding("test", None, nowhere, (any_goes, None)),
+        *(Binding("const", b.outer, (None, var), nowhere) for b, var in zip(consts, held, strict=True)),
+        *(
+            Binding("carry", b.outer, (new_var(var.aval), var), (None, value), result)
+            for b, var, value, result in zip(carries, old, kept, outvars, strict=True)
+        ),
+        Binding("carry", going, (tested, go), (None, still_going), new_var(go.aval)),
+    ]
+    walk.block.eqns.append(region.rebuild(bindings, [any_eqns, [*eqns, *again, *more]]))
+    return list(outvars)
 
 
 def _where(go: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     return lax.select(lax.broadcast_in_dim(go, old.shape, range(go.ndim)), new, old)
-
-
-def _any_of_last(like: Sequence[Var]) -> Jaxpr:
-    """The test whether the last value has a true element."""
-    inside = [new_var(var.aval) for var in like]
-    eqns, outvars = inline_function(jnp.any, inside[-1:])
-    return make_jaxpr(inside, outvars, eqns)
 
 
 def _cond(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
@@ -408,16 +375,7 @@ def _cond(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     if only is not None:
         body, consts = open_jaxpr(only)
         return _inline(walk.into(walk.block, body, eqn), body, consts, operands[1:])
-    branches = [_flat_body(walk, eqn, branch) for branch in eqn.params["branches"]]
-    union = _Block()
-    for _, block in branches:
-        union.captured.update(block.captured)
-        union.values.update(block.values)
-    params = {
-        **eqn.params,
-        "branches": tuple(close_jaxpr(_with_captures(body, block, union)) for body, block in branches),
-    }
-    return _keep(walk, eqn, [operands[0], *_capture(walk.block, union), *operands[1:]], params)
+    return _region(walk, eqn, operands)
 
 
 def _only_branch(eqn: JaxprEqn, index: Atom) -> ClosedJaxpr | None:
@@ -444,7 +402,7 @@ _HANDLERS: dict[str, Callable[[_Walk, JaxprEqn, list[Atom]], list[Atom]]] = {
     "call_hi_primitive_linearized": _high,
     "custom_linear_solve": _linear_solve,
     **dict.fromkeys(_REDUCTIONS, _of_mapped),
-    "scan": _scan,
-    "while": _while,
+    "scan": _region,
+    "while": _region,
     "cond": _cond,
 }

@@ -13,9 +13,11 @@ from typing import Any
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
 from autopar.ir.borders import border_shares, operand_shares
+from autopar.ir.dataflow import inputs_of, variables
 from autopar.ir.pieces import WHOLE, Cut, Own, Same, Share, Sum, Whole
+from autopar.ir.region import bodies_of, is_region
 from autopar.ir.shares import Shares, Ways
-from autopar.ir.structure import body_jaxprs, inputs_of, is_structured, scan_parts, variables
+from autopar.ir.structure import scan_parts
 from autopar.ir.work import num_bytes
 
 _Uses = dict[Any, dict[Share, None]]
@@ -42,7 +44,7 @@ class _LateCuts:
         for eqn in reversed(jaxpr.eqns):
             if top and self.shares.phase[id(eqn)] == "after":
                 wants: Sequence[Share] = [WHOLE] * len(eqn.invars)
-            elif is_structured(eqn):
+            elif is_region(eqn):
                 wants = self.inside(eqn, uses, top)
             else:
                 wants = self.wanted_by(eqn, uses, top)
@@ -85,7 +87,7 @@ class _LateCuts:
             lowest = 1 if name == "scan" else 0
             for var in eqn.outvars[first:]:
                 self.cut_whole(var, uses, lowest)
-        for body, outside in zip(body_jaxprs(eqn), border_shares(eqn, made), strict=True):
+        for body, outside in zip(bodies_of(eqn), border_shares(eqn, made), strict=True):
             inner: _Uses = {}
             for atom, want in zip(body.outvars, outside, strict=True):
                 if not isinstance(atom, Literal):
@@ -117,7 +119,7 @@ def sink(jaxpr: Jaxpr, shares: Shares, apart: bool) -> None:
     needed: dict[Var, bool] = {}
     for eqn in reversed(jaxpr.eqns):
         phase = shares.phase[id(eqn)]
-        if phase == "loop" and not is_structured(eqn) and not eqn.effects:
+        if phase == "loop" and not is_region(eqn) and not eqn.effects:
             sums = [a for a in eqn.invars if isinstance(shares.share(a), Sum) and not isinstance(a, Literal)]
             rest = [a for a in eqn.invars if not isinstance(shares.share(a), Sum)]
             only_sums = sums and all(isinstance(shares.share(a), Whole) for a in rest)

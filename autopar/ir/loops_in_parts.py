@@ -30,9 +30,11 @@ from autopar._jax import (
     shaped,
 )
 from autopar.ir.borders import border_shares, operand_shares
+from autopar.ir.dataflow import inputs_of
 from autopar.ir.flatten import inline, inline_from, inline_function
 from autopar.ir.pieces import WHOLE, Cut, Share, Way, piece_aval
-from autopar.ir.structure import body_jaxprs, inputs_of, is_structured, scan_parts, while_parts
+from autopar.ir.region import bodies_of, is_region
+from autopar.ir.structure import scan_parts, while_parts
 
 
 class Parts(Protocol):
@@ -61,7 +63,7 @@ class _NotApartError(Exception):
 
 def follow_loop(eqn: JaxprEqn, parts: Parts) -> bool:
     """Whether an equation with bodies works on each part by itself; if so, `parts` says how."""
-    if eqn.effects or not body_jaxprs(eqn) or not any(isinstance(parts.of(a), Cut) for a in eqn.invars):
+    if eqn.effects or not bodies_of(eqn) or not any(isinstance(parts.of(a), Cut) for a in eqn.invars):
         return False
     try:
         _enter(eqn, parts)
@@ -75,7 +77,7 @@ def follow_loop(eqn: JaxprEqn, parts: Parts) -> bool:
 
 def _forget(eqn: JaxprEqn, parts: Parts) -> None:
     parts.way_of.pop(id(eqn), None)
-    for body in body_jaxprs(eqn):
+    for body in bodies_of(eqn):
         for var in body.invars:
             parts.made.pop(var, None)
         for inner in body.eqns:
@@ -113,7 +115,7 @@ def _body(body: Jaxpr, parts: Parts) -> list[Share]:
             continue
         if eqn.effects:
             raise _NotApartError
-        if is_structured(eqn):
+        if is_region(eqn):
             _enter(eqn, parts)
             continue
         way = parts.best_way(eqn, apart=True)
@@ -178,7 +180,7 @@ def _cond(eqn: JaxprEqn, parts: Parts) -> None:
     if isinstance(parts.of(eqn.invars[0]), Cut):
         raise _NotApartError
     found: list[Share] = [WHOLE] * len(eqn.outvars)
-    for branch in body_jaxprs(eqn):
+    for branch in bodies_of(eqn):
         for outer, inside in zip(eqn.invars[1:], branch.invars, strict=True):
             _set(parts, inside, parts.of(outer))
         found = [_joined(a, b) for a, b in zip(found, _body(branch, parts), strict=True)]
@@ -197,7 +199,7 @@ def loop_of_part(eqn: JaxprEqn, number: int, operands: Sequence[Any], parts: Par
     """
     bodies = [
         _body_of_part(body, leaving, number, parts)
-        for body, leaving in zip(body_jaxprs(eqn), border_shares(eqn, parts.made), strict=True)
+        for body, leaving in zip(bodies_of(eqn), border_shares(eqn, parts.made), strict=True)
     ]
     match eqn.primitive.name:
         case "scan":
@@ -228,7 +230,7 @@ def _body_of_part(body: Jaxpr, leaving: Sequence[Share], number: int, parts: Par
 
     for eqn in body.eqns:
         source = eqn.source_info
-        if is_structured(eqn) and any(isinstance(parts.of(var), Cut) for var in (*inputs_of(eqn), *eqn.outvars)):
+        if is_region(eqn) and any(isinstance(parts.of(var), Cut) for var in (*inputs_of(eqn), *eqn.outvars)):
             operands = [
                 read(a, want, source) for a, want in zip(eqn.invars, operand_shares(eqn, parts.made), strict=True)
             ]

@@ -29,6 +29,7 @@ from autopar._jax import (
 )
 from autopar.errors import BatchError
 from autopar.ir.borders import border_shares, operand_shares
+from autopar.ir.dataflow import inputs_of, needed, variables
 from autopar.ir.dead_code import remove_dead_code
 from autopar.ir.flatten import inline, inline_from, inline_function
 from autopar.ir.pieces import (
@@ -48,20 +49,12 @@ from autopar.ir.pieces import (
     scale_program,
     slice_program,
 )
+from autopar.ir.region import bodies_of, is_region, trip_count
 from autopar.ir.rules import rule_for
 from autopar.ir.share_analysis import find_shares
 from autopar.ir.shares import Shares
 from autopar.ir.signature import equation_signature
-from autopar.ir.structure import (
-    body_jaxprs,
-    inputs_of,
-    is_structured,
-    needed,
-    scan_parts,
-    trip_count,
-    variables,
-    while_parts,
-)
+from autopar.ir.structure import scan_parts, while_parts
 from autopar.ir.views import views_of_arguments
 
 
@@ -328,7 +321,7 @@ class _Scope:
     # Equations.
 
     def equation(self, eqn: JaxprEqn) -> None:
-        if is_structured(eqn):
+        if is_region(eqn):
             self.structured(eqn)
             return
         made = self.shares.made
@@ -368,7 +361,7 @@ class _Scope:
             self.own_trips(eqn, operands)
             return
         bodies = [
-            self.body(body, leaving) for body, leaving in zip(body_jaxprs(eqn), border_shares(eqn, made), strict=True)
+            self.body(body, leaving) for body, leaving in zip(bodies_of(eqn), border_shares(eqn, made), strict=True)
         ]
         number = self.number
         match name:

@@ -14,13 +14,15 @@ from typing import Any
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
 from autopar.ir.borders import operand_shares
+from autopar.ir.dataflow import variables
 from autopar.ir.loops_in_parts import follow_loop
 from autopar.ir.part_rows import part_padded, part_read
 from autopar.ir.pieces import SUM, WHOLE, Cut, Share, Sum, Way, Whole, piece_aval, piece_program, ways
+from autopar.ir.region import is_region, trip_count
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.share_analysis import feeds_backward
 from autopar.ir.signature import equation_signature
-from autopar.ir.structure import is_structured, scan_parts, trip_count, variables
+from autopar.ir.structure import scan_parts
 from autopar.ir.work import Work
 
 WORTH = 0.2
@@ -78,7 +80,7 @@ class PartShares:
                 (var, self.of(a)) for a, var in zip(eqn.invars, eqn.outvars, strict=True) if isinstance(self.of(a), Cut)
             )
             return
-        if is_structured(eqn):
+        if is_region(eqn):
             if follow_loop(eqn, self):
                 self.loops.add(id(eqn))
             return
@@ -146,7 +148,7 @@ class PartShares:
             if part is not None and id(eqn) not in self.way_of:
                 slices.append((eqn, part))  # as the others read it
                 continue
-            if not is_structured(eqn) and id(eqn) not in self.way_of and not eqn.effects:
+            if not is_region(eqn) and id(eqn) not in self.way_of and not eqn.effects:
                 wanted = [uses.get(var, {}) for var in eqn.outvars]
                 cut = [next(iter(w)) if len(w) == 1 else None for w in wanted]
                 in_parts = any(wanted) and all(isinstance(c, Cut) for c, w in zip(cut, wanted, strict=True) if w)

@@ -16,12 +16,13 @@ from jax import lax
 
 from autopar._jax import JaxprEqn, Literal, Var, make_jaxpr, new_var, replace_eqn, scan_params, shaped
 from autopar.ir.borders import operand_shares
+from autopar.ir.dataflow import inputs_of
 from autopar.ir.flatten import inline, inline_from, inline_function
 from autopar.ir.loops_in_parts import loop_of_part, part_number
 from autopar.ir.part_rows import part_of_padded, slice_of_part
 from autopar.ir.part_shares import PartShares
 from autopar.ir.pieces import Cut, Extreme, Share, Sum
-from autopar.ir.structure import ScanParts, inputs_of, scan_parts
+from autopar.ir.structure import ScanParts, scan_parts
 
 
 class PartWriter:

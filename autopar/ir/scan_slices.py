@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar._jax import (
+    Atom,
     Jaxpr,
     JaxprEqn,
     Literal,
@@ -29,14 +30,16 @@ from autopar._jax import (
     replace_eqn,
     scan_params,
 )
+from autopar.ir.dataflow import variables
 from autopar.ir.dead_code import remove_dead_code
 from autopar.ir.flatten import inline_function
-from autopar.ir.structure import Atom, ScanParts, body_jaxprs, is_structured, scan_parts, trip_count, variables
+from autopar.ir.region import bodies_of, is_region, trip_count
+from autopar.ir.structure import ScanParts, scan_parts
 
 
 def scan_slices(jaxpr: Jaxpr) -> Jaxpr:
     """Scan over what loops read and write by the number of the trip."""
-    if not any(is_structured(eqn) for eqn in jaxpr.eqns):
+    if not any(is_region(eqn) for eqn in jaxpr.eqns):
         return jaxpr
     return remove_dead_code(_body(jaxpr))
 
@@ -54,12 +57,12 @@ def _body(jaxpr: Jaxpr) -> Jaxpr:
             case "broadcast_in_dim" if _is_number(eqn.invars[0], 0):
                 zeros.add(eqn.outvars[0])
             case "while":
-                test, body = map(_body, body_jaxprs(eqn))
+                test, body = map(_body, bodies_of(eqn))
                 eqn = replace_eqn(
                     eqn, params={**eqn.params, "cond_jaxpr": close_jaxpr(test), "body_jaxpr": close_jaxpr(body)}
                 )
             case "cond":
-                branches = tuple(close_jaxpr(_body(branch)) for branch in body_jaxprs(eqn))
+                branches = tuple(close_jaxpr(_body(branch)) for branch in bodies_of(eqn))
                 eqn = replace_eqn(eqn, params={**eqn.params, "branches": branches})
             case "scan":
                 scan = _Scan(eqn, scan_parts(eqn), numbers, zeros)

@@ -21,24 +21,15 @@ import jax.numpy as jnp
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
 from autopar.errors import MicrobatchError
+from autopar.ir.dataflow import inputs_of, variables
 from autopar.ir.late_cuts import cut_late, sink
 from autopar.ir.pieces import OWN, SAME, SUM, WHOLE, Cut, Extreme, Own, Same, Share, Sum, Way, Whole
 from autopar.ir.refusal import Cause, refusal
+from autopar.ir.region import bodies_of, is_region, trip_count
 from autopar.ir.shares import Shares, Ways
 from autopar.ir.source import is_backward
 from autopar.ir.stand_ins import sums_behind
-from autopar.ir.structure import (
-    ScanParts,
-    body_jaxprs,
-    inputs_of,
-    is_done_apart,
-    is_structured,
-    scan_parts,
-    sum_carries,
-    trip_count,
-    variables,
-    while_parts,
-)
+from autopar.ir.structure import ScanParts, is_done_apart, scan_parts, sum_carries, while_parts
 from autopar.ir.up_front import CHEAP, UpFront
 from autopar.ir.work import Work
 
@@ -176,7 +167,7 @@ class _Analysis:
         Raises:
             _Stuck: It fits no way.
         """
-        if is_structured(eqn):
+        if is_region(eqn):
             return self.structured(eqn)
         shares = [self.shares.share(a) for a in eqn.invars]
         if all(isinstance(s, Whole) for s in shares):
@@ -252,7 +243,7 @@ class _Analysis:
     # Loops and branches.
 
     def structured(self, eqn: JaxprEqn) -> list[Share]:
-        bodies = body_jaxprs(eqn)
+        bodies = bodies_of(eqn)
         if any(a in self.uneven for a in inputs_of(eqn)):
             self.uneven.update(dict.fromkeys(var for body in bodies for var in body.invars))
         results = self.parts(eqn)
@@ -348,7 +339,7 @@ class _Analysis:
             raise _Stuck(Cause(eqn, eqn.invars[0]))
         operands = [self.enter(eqn, a, self.shares.share(a)) for a in eqn.invars[1:]]
         joined: list[Share] = [WHOLE] * len(eqn.outvars)
-        for branch in body_jaxprs(eqn):
+        for branch in bodies_of(eqn):
             results = self.body(branch, operands)
             joined = [self.join(eqn, a, b, var) for a, b, var in zip(joined, results, branch.outvars, strict=True)]
         return list(map(_in_loop, joined))

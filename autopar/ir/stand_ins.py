@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
+from autopar.ir.dataflow import variables
 from autopar.ir.pieces import SUM
+from autopar.ir.region import is_region
 from autopar.ir.shares import Shares
 from autopar.ir.signature import equation_signature
-from autopar.ir.structure import Atom, is_structured, variables
 
 
 def sums_behind(jaxpr: Jaxpr, shares: Shares, var: Var) -> list[Var]:
@@ -56,7 +57,7 @@ def _with_twins(jaxpr: Jaxpr, wanted: dict[Var, None]) -> list[Var]:
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "optimization_barrier":
             number.update(zip(eqn.outvars, map(name, eqn.invars), strict=True))
-        elif not is_structured(eqn) and not eqn.effects:
+        elif not is_region(eqn) and not eqn.effects:
             first = known.setdefault(key(eqn), len(known))
             number.update((var, (first, k)) for k, var in enumerate(eqn.outvars))
     meant = {name(var) for var in wanted}

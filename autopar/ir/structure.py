@@ -1,55 +1,16 @@
-"""Equations that hold programs: `scan`, `while`, `cond`, and the barrier, taken apart by name.
+"""Parts of loops by name, for passes that are about one kind of loop.
 
-In:     a structured equation of the flat program (its bodies are flat too, with fresh variables and no constants).
-Out:    its parts, outer value beside inner variable, so that no other file counts operands.
+In:     a `scan` or `while` of the flat program (its bodies are flat too, with fresh variables and no constants).
+Out:    its parts, outer value beside inner variable; which carries are sums; which loops end for each sample by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
-from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, open_jaxpr, scan_counts
-
-STRUCTURED = ("scan", "while", "cond", "optimization_barrier")
-Atom: TypeAlias = Any
-"""`Var | Literal`, which mypy does not see."""
-
-
-def is_structured(eqn: JaxprEqn) -> bool:
-    """Whether the equation is taken apart instead of having a rule."""
-    return eqn.primitive.name in STRUCTURED
-
-
-def variables(atoms: Iterable[Atom]) -> list[Var]:
-    """Those of the atoms that are no literals, in order."""
-    return [a for a in atoms if not isinstance(a, Literal)]
-
-
-def inputs_of(eqn: JaxprEqn) -> list[Var]:
-    """The variables that an equation reads."""
-    return variables(eqn.invars)
-
-
-def needed(
-    eqns: Sequence[JaxprEqn], wanted: Iterable[Var], effects: bool = True, given: Collection[Var] = ()
-) -> list[JaxprEqn]:
-    """Those equations that wanted values need, in order.
-
-    Args:
-        eqns: In order.
-        wanted: Values.
-        effects: Whether what does something beside is needed too.
-        given: Values that are at hand.
-    """
-    alive = {var for var in wanted if var not in given}
-    kept = []
-    for eqn in reversed(eqns):
-        if (effects and eqn.effects) or any(var in alive for var in eqn.outvars):
-            kept.append(eqn)
-            alive.update(a for a in inputs_of(eqn) if a not in given)
-    return kept[::-1]
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, open_jaxpr, scan_counts
+from autopar.ir.dataflow import inputs_of, variables
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,21 +150,3 @@ def is_done_apart(loop: WhileParts) -> bool:
         return choice is going
 
     return going is not None and all(stays(old, result) for _, _, old, result, _ in loop.carries)
-
-
-def body_jaxprs(eqn: JaxprEqn) -> tuple[Jaxpr, ...]:
-    """The bodies of a structured equation, in the order of its parameters; () for a barrier."""
-    match eqn.primitive.name:
-        case "scan":
-            return (open_jaxpr(eqn.params["jaxpr"])[0],)
-        case "while":
-            return open_jaxpr(eqn.params["cond_jaxpr"])[0], open_jaxpr(eqn.params["body_jaxpr"])[0]
-        case "cond":
-            return tuple(open_jaxpr(branch)[0] for branch in eqn.params["branches"])
-        case _:
-            return ()
-
-
-def trip_count(eqn: JaxprEqn) -> int:
-    """How often a scan's body runs."""
-    return int(eqn.params["length"])

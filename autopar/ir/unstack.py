@@ -19,7 +19,7 @@ from autopar.ir.dead_code import remove_dead_code
 from autopar.ir.part_shares import WORTH, PartShares, is_over_stacks, work_of_passes
 from autopar.ir.part_writer import PartWriter
 from autopar.ir.pieces import Cut, piece_aval
-from autopar.ir.structure import trip_count
+from autopar.ir.region import trip_count
 
 
 @dataclass(frozen=True, slots=True, eq=False)

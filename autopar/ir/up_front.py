@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
+from autopar.ir.dataflow import inputs_of
 from autopar.ir.pieces import Cut, Extreme, Share, Sum, Whole
 from autopar.ir.refusal import Cause
 from autopar.ir.shares import Shares
-from autopar.ir.structure import inputs_of
 
 CHEAP = 0.02
 """What is needed of the whole batch is computed up front if it takes at most this part of the step's work."""

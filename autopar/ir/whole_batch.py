@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar._jax import Jaxpr, Literal, Var, make_jaxpr, new_var, shaped
+from autopar.ir.dataflow import inputs_of, needed
 from autopar.ir.flatten import inline_from
 from autopar.ir.microbatch import Microbatches, Result, for_the_loop
 from autopar.ir.pieces import SAME
 from autopar.ir.share_analysis import feeds_backward
 from autopar.ir.source import is_backward
-from autopar.ir.structure import inputs_of, needed
 from autopar.ir.views import views_of_arguments
 
 

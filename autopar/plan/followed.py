@@ -17,8 +17,8 @@ from autopar._jax import Var
 from autopar.errors import BatchError, MicrobatchError, PipelineError
 from autopar.inter_op.stage_program import stage_program
 from autopar.inter_op.tasks import make_tasks
+from autopar.ir.dataflow import inputs_of
 from autopar.ir.state import Roles
-from autopar.ir.structure import inputs_of
 from autopar.ir.trace import Program
 from autopar.ir.work import num_bytes
 from autopar.mesh import Cluster, Sharding

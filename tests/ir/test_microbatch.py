@@ -30,8 +30,8 @@ from autopar.ir.check import check_program
 from autopar.ir.microbatch import Microbatches, split_microbatches
 from autopar.ir.pieces import Cut, Sum
 from autopar.ir.printer import print_jaxpr
+from autopar.ir.region import bodies_of, is_region
 from autopar.ir.state import find_roles
-from autopar.ir.structure import body_jaxprs, is_structured
 from autopar.ir.trace import Program, trace_step
 
 BATCH, LENGTH, WIDTH, CLASSES, WORDS, LAYERS = 8, 4, 16, 4, 12, 3
@@ -183,8 +183,8 @@ def equations(eqns: Any) -> Iterator[JaxprEqn]:
     """Equations with those in bodies of loops and branches."""
     for eqn in eqns:
         yield eqn
-        if is_structured(eqn):
-            for body in body_jaxprs(eqn):
+        if is_region(eqn):
+            for body in bodies_of(eqn):
                 yield from equations(body.eqns)
 
 

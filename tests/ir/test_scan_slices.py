@@ -9,7 +9,8 @@ import pytest
 from jax import lax
 
 from autopar.ir.microbatch import split_microbatches
-from autopar.ir.structure import body_jaxprs, scan_parts
+from autopar.ir.region import bodies_of
+from autopar.ir.structure import scan_parts
 from autopar.ir.unstack import layer_count
 from tests.ir.traced import traced
 
@@ -30,7 +31,7 @@ def trained(run):
 def primitives_in(jaxpr):
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name
-        for body in body_jaxprs(eqn):
+        for body in bodies_of(eqn):
             yield from primitives_in(body)
 
 
