@@ -18,10 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_eqn, new_scan_params, new_var, primitives, shaped
-from autopar.ir.flatten import flat_function, flatten, inline, inline_function
+from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_eqn, new_var, primitives, shaped
+from autopar.ir.build import flat_function, inline, inline_function
+from autopar.ir.flatten import flatten
 from autopar.ir.microbatch import Microbatches, Result
 from autopar.ir.pieces import Cut, Extreme, Own, Share, Sum
+from autopar.ir.region import Binding, new_scan
 
 
 def accumulate(jaxpr: Jaxpr, split: Microbatches) -> Jaxpr:
@@ -187,18 +189,14 @@ def accumulating_scan(
     counting, (numbers,) = inline_function(lambda: jnp.arange(count, dtype=jnp.int32), [])
     of_rows = [(result, part) for result, part in results if isinstance(result.share, Cut)]
     parts = [*(part for _, part in of_rows), *sent]
-    body = make_jaxpr(
-        [*consts, *(s.before for s in sums), number, *stacks],
-        [*(s.after for s in sums), *parts],
-        [*eqns, *(eqn for s in sums for eqn in s.eqns)],
-    )
     made = [new_var(stack_type(part.aval, count)) for part in parts]
-    scan = new_eqn(
-        primitives.scan_p,
-        [*consts.values(), *starts, numbers, *stacks.values()],
-        [*(s.total for s in sums), *made],
-        new_scan_params(count, body, len(consts), len(sums)),
-    )
+    bindings = [
+        *(Binding("const", outer, (var,), (None,)) for var, outer in consts.items()),
+        *(Binding("carry", first, (s.before,), (s.after,), s.total) for first, s in zip(starts, sums, strict=True)),
+        *(Binding("xs", stack, (var,), (None,)) for var, stack in {number: numbers, **stacks}.items()),
+        *(Binding("ys", None, (None,), (part,), stack) for part, stack in zip(parts, made, strict=True)),
+    ]
+    scan = new_scan(count, bindings, [*eqns, *(eqn for s in sums for eqn in s.eqns)])
     after: list[JaxprEqn] = []
     for added in sums:
         after += _named(_narrowing(added.total.aval, added.result.var.aval.dtype), added.total, added.result.var)

@@ -15,9 +15,9 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopar._jax import Jaxpr, JaxprEqn, Var, close_jaxpr, make_jaxpr, new_var, replace_eqn
+from autopar.ir.build import inline_function, renamed
 from autopar.ir.dataflow import inputs_of, variables
 from autopar.ir.dead_code import remove_dead_code
-from autopar.ir.flatten import inline_from, inline_function
 from autopar.ir.region import bodies_of, kind_of
 from autopar.ir.share_analysis import feeds_backward
 from autopar.ir.source import is_backward
@@ -86,16 +86,9 @@ def _first(branch: Jaxpr, eqns: Sequence[JaxprEqn], passed: Sequence[Var], own: 
         zeros, (result,) = inline_function(lambda aval=var.aval: jnp.zeros(aval.shape, aval.dtype), [], source)
         made += zeros
         results.append(result)
-    return _fresh(make_jaxpr(branch.invars, results, made))
+    return renamed(make_jaxpr(branch.invars, results, made))
 
 
 def _second(branch: Jaxpr, eqns: Sequence[JaxprEqn], passed: Sequence[Var], own: set[Var]) -> Jaxpr:
     arriving = [var if var in own else new_var(var.aval) for var in passed]
-    return _fresh(make_jaxpr([*branch.invars, *arriving], branch.outvars, eqns))
-
-
-def _fresh(body: Jaxpr) -> Jaxpr:
-    """A body over variables of its own."""
-    invars = [new_var(var.aval) for var in body.invars]
-    eqns, outvars = inline_from(body, invars)
-    return make_jaxpr(invars, outvars, eqns)
+    return renamed(make_jaxpr([*branch.invars, *arriving], branch.outvars, eqns))

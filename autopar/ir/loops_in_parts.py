@@ -30,8 +30,8 @@ from autopar._jax import (
     shaped,
 )
 from autopar.ir.borders import border_shares, operand_shares
+from autopar.ir.build import inline, inline_function, substitute
 from autopar.ir.dataflow import inputs_of
-from autopar.ir.flatten import inline, inline_from, inline_function
 from autopar.ir.pieces import WHOLE, Cut, Share, Way, piece_aval
 from autopar.ir.region import bodies_of, is_region
 from autopar.ir.structure import scan_parts, while_parts
@@ -244,7 +244,7 @@ def _body_of_part(body: Jaxpr, leaving: Sequence[Share], number: int, parts: Par
             made += eqns
         else:
             outer = list(dict.fromkeys(inputs_of(eqn)))
-            eqns, results = inline_from(make_jaxpr(outer, list(eqn.outvars), [eqn]), [local[a] for a in outer])
+            eqns, results = substitute(make_jaxpr(outer, list(eqn.outvars), [eqn]), [local[a] for a in outer])
             made += eqns
         local.update(zip(eqn.outvars, results, strict=True))
     outvars = [read(a, want, None) for a, want in zip(body.outvars, leaving, strict=True)]

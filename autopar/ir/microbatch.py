@@ -29,9 +29,9 @@ from autopar._jax import (
 )
 from autopar.errors import BatchError
 from autopar.ir.borders import border_shares, operand_shares
+from autopar.ir.build import inline, inline_function, substitute
 from autopar.ir.dataflow import inputs_of, needed, variables
 from autopar.ir.dead_code import remove_dead_code
-from autopar.ir.flatten import inline, inline_from, inline_function
 from autopar.ir.pieces import (
     OWN,
     SAME,
@@ -407,7 +407,7 @@ class _Scope:
             more, row = inline_function(lambda x: x[0], [rows], source)
             self.eqns += more
             entering += row
-        eqns, made = inline_from(parts.body, entering)
+        eqns, made = substitute(parts.body, entering)
         self.eqns += eqns
         for k in range(len(parts.carries), len(made)):
             more, (made[k],) = inline_function(lambda x: x[None], [made[k]], source)
@@ -416,7 +416,7 @@ class _Scope:
 
     def shorter_scan(self, eqn: JaxprEqn, operands: Sequence[Any], trips: int) -> list[Any]:
         parts = scan_parts(eqn)
-        eqns, results = inline_from(parts.body, inside := [new_var(var.aval) for var in parts.body.invars])
+        eqns, results = substitute(parts.body, inside := [new_var(var.aval) for var in parts.body.invars])
         body = make_jaxpr(inside, results, eqns)
         params = scan_params(eqn.params, body, len(parts.consts), len(parts.carries))
         params |= {"length": trips, "unroll": min(eqn.params["unroll"], trips)}

@@ -16,8 +16,8 @@ from jax import lax
 
 from autopar._jax import JaxprEqn, Literal, Var, make_jaxpr, new_var, replace_eqn, scan_params, shaped
 from autopar.ir.borders import operand_shares
+from autopar.ir.build import inline, inline_function, substitute
 from autopar.ir.dataflow import inputs_of
-from autopar.ir.flatten import inline, inline_from, inline_function
 from autopar.ir.loops_in_parts import loop_of_part, part_number
 from autopar.ir.part_rows import part_of_padded, slice_of_part
 from autopar.ir.part_shares import PartShares
@@ -80,7 +80,7 @@ class PartWriter:
         """An equation on whole values; bodies of loops get variables of their own."""
         outer = [a for a in dict.fromkeys(inputs_of(eqn))]
         alone = make_jaxpr(outer, list(eqn.outvars), [eqn])
-        eqns, results = inline_from(alone, [self.value(a, eqn.source_info) for a in outer])
+        eqns, results = substitute(alone, [self.value(a, eqn.source_info) for a in outer])
         self.eqns += eqns
         self.whole.update(zip(eqn.outvars, results, strict=True))
 
@@ -170,7 +170,7 @@ class PartWriter:
                     stack[k] = var
                 continue
             body_invars = [new_var(var.aval) for var in parts.body.invars]
-            eqns, outvars = inline_from(parts.body, body_invars)
+            eqns, outvars = substitute(parts.body, body_invars)
             body = make_jaxpr(body_invars, outvars, eqns)
             params = {**scan_params(eqn.params, body, len(consts), len(carries)), "length": length}
             made = [new_var(var.aval) for *_, var in parts.carries]
@@ -191,7 +191,7 @@ class PartWriter:
     ) -> tuple[list[Any], list[Any]]:
         """One trip by itself, no loop: its carries, and its stacks of one layer."""
         layers = [self.of_stack.get(x) or self.add(lambda x: lax.squeeze(x, (0,)), [x], source) for x in xs]
-        eqns, results = inline_from(parts.body, [*entering, *layers])
+        eqns, results = substitute(parts.body, [*entering, *layers])
         self.eqns += eqns
         carries, made = results[: len(parts.carries)], results[len(parts.carries) :]
         rows = [self.add(lambda y: lax.expand_dims(y, (0,)), [y], source) for y in made]

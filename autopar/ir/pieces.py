@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar._jax import Jaxpr, JaxprEqn, bind_eqn
-from autopar.ir.flatten import flat_function
+from autopar.ir.build import flat_function
 from autopar.ir.rules import ShardingRule
 from autopar.ir.rules.rule import Factor, LocalProgram, Shard, Term
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar._jax import Jaxpr, JaxprEqn, make_jaxpr, replace_eqn
-from autopar.ir.flatten import inline_from, inline_function
+from autopar.ir.build import inline_function, substitute
 from autopar.ir.region import bodies_of, is_region, kind_of
 from autopar.ir.work import Work, num_elements_of
 
@@ -58,7 +58,7 @@ def _as_selections(eqn: JaxprEqn) -> list[JaxprEqn]:
     made: list[JaxprEqn] = []
     results: list[list[Any]] = []
     for branch in branches:
-        eqns, outvars = inline_from(branch, operands)
+        eqns, outvars = substitute(branch, operands)
         made += eqns
         results.append(outvars)
     # `cond` takes the nearest branch where there is none of the number; of two, a selection is told by a flag.

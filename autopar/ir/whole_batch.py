@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar._jax import Jaxpr, Literal, Var, make_jaxpr, new_var, shaped
+from autopar.ir.build import substitute
 from autopar.ir.dataflow import inputs_of, needed
-from autopar.ir.flatten import inline_from
 from autopar.ir.microbatch import Microbatches, Result, for_the_loop
 from autopar.ir.pieces import SAME
 from autopar.ir.share_analysis import feeds_backward
@@ -59,7 +59,7 @@ def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
     invariants = [var for var in read if var not in pieces]
     number = new_var(shaped(0).update(weak_type=False))
     inside = [new_var(var.aval) for var in (*invariants, *pieces)]
-    eqns, outvars = inline_from(make_jaxpr([*invariants, *pieces], results, loop), inside)
+    eqns, outvars = substitute(make_jaxpr([*invariants, *pieces], results, loop), inside)
     early, after = for_the_loop(jaxpr, before, after, invariants)
     return Microbatches(
         1,

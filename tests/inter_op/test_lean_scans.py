@@ -12,8 +12,7 @@ from autopar._jax import eval_jaxpr
 from autopar.inter_op.lean_scans import lean_scans
 from autopar.ir.check import check_program
 from autopar.ir.dataflow import inputs_of
-from autopar.ir.region import bodies_of, trip_count
-from autopar.ir.structure import scan_parts
+from autopar.ir.region import bodies_of, region_of, trip_count
 from autopar.ir.trace import trace_step
 from autopar.ir.work import num_bytes
 from tests.inter_op.test_residuals import BATCH, LENGTH, WIDTH, bytes_that_jax_saves, layer, layer_types
@@ -31,7 +30,7 @@ def scans(jaxpr):
 def stacked_bytes(jaxpr):
     """Of what scans stack for other scans."""
     read = {var for eqn in scans(jaxpr) for var in inputs_of(eqn)}
-    return sum(num_bytes(stack) for eqn in scans(jaxpr) for _, stack in scan_parts(eqn).ys if stack in read)
+    return sum(num_bytes(b.result) for eqn in scans(jaxpr) for b in region_of(eqn).ys if b.result in read)
 
 
 def num_heavy(jaxpr):
@@ -106,7 +105,7 @@ def test_what_is_read_elsewhere_stays():
     program = trace_step(jax.value_and_grad(loss_fn, has_aux=True), (KERNELS, X))
     lean = made_lean(jax.value_and_grad(loss_fn, has_aux=True), KERNELS, X)[1]
     assert len(lean.outvars) == len(program.jaxpr.outvars)
-    (backward,) = (eqn for eqn in scans(lean) if scan_parts(eqn).ys and eqn.params["reverse"])
+    (backward,) = (eqn for eqn in scans(lean) if region_of(eqn).ys and eqn.params["reverse"])
     names = [eqn.primitive.name for body in bodies_of(backward) for eqn in body.eqns]
     assert "tanh" not in names
 
