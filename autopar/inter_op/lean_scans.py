@@ -19,8 +19,8 @@ from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr, new_var, sha
 from autopar.inter_op.residuals import Kept, choose_residuals
 from autopar.ir.build import substitute
 from autopar.ir.dataflow import inputs_of, variables
-from autopar.ir.dead_code import remove_dead_code
 from autopar.ir.region import Binding, Region, kind_of, region_of
+from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.work import num_bytes
 
 

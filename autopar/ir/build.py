@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, NameStack, SourceInfo, make_jaxpr, new_var, open_jaxpr, trace
-from autopar.ir.flatten import Block, Walk, append_flat, append_function, flatten
+from autopar.ir.trace.flatten import Block, Walk, append_flat, append_function, flatten
 
 
 def flat_function(function: Callable[..., Any], *avals: Any) -> Jaxpr:

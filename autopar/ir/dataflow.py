@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from autopar._jax import Atom, JaxprEqn, Literal, Var
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
+from autopar.ir.source import is_backward
 
 
 def variables(atoms: Iterable[Atom]) -> list[Var]:
@@ -40,3 +41,15 @@ def needed(
             kept.append(eqn)
             alive.update(a for a in inputs_of(eqn) if a not in given)
     return kept[::-1]
+
+
+def feeds_backward(jaxpr: Jaxpr) -> list[bool]:
+    """For each equation, whether it is of the backward pass or something of that waits for it."""
+    waited: dict[Var, None] = {}
+    found = []
+    for eqn in reversed(jaxpr.eqns):
+        matters = is_backward(eqn) or any(var in waited for var in eqn.outvars)
+        if matters:
+            waited.update(dict.fromkeys(inputs_of(eqn)))
+        found.append(matters)
+    return found[::-1]

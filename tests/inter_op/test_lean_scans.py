@@ -13,7 +13,7 @@ from autopar.inter_op.lean_scans import lean_scans
 from autopar.ir.check import check_program
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.region import bodies_of, region_of, trip_count
-from autopar.ir.trace import trace_step
+from autopar.ir.trace.trace import trace_step
 from autopar.ir.work import num_bytes
 from tests.inter_op.test_residuals import BATCH, LENGTH, WIDTH, bytes_that_jax_saves, layer, layer_types
 
