@@ -24,8 +24,8 @@ from autopar.ir.region import bodies_of, is_region
 from autopar.ir.rewrite.branches_in_two import branches_in_two
 from autopar.ir.rewrite.selections import branches_as_selections
 from autopar.ir.rules import ShardingRule, rule_for
+from autopar.ir.split.layers import Unstacked, layer_count, unstack, whole_stacks
 from autopar.ir.split.microbatch import Microbatches, split_microbatches
-from autopar.ir.split.unstack import Unstacked, layer_count, unstack, whole_stacks
 from autopar.ir.split.whole_batch import whole_batch
 from autopar.ir.trace.state import Roles
 

@@ -18,7 +18,7 @@ from autopar.inter_op.cut import CutStep
 from autopar.inter_op.residuals import CHEAP
 from autopar.ir.program import Program
 from autopar.ir.region import kind_of, trip_count
-from autopar.ir.split.unstack import layer_count
+from autopar.ir.split.layers import layer_count
 from autopar.ir.trace.state import Roles
 from autopar.streams.assemble import PipelinePlan
 

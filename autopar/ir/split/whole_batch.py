@@ -16,7 +16,7 @@ from autopar.ir.dataflow import feeds_backward, inputs_of, needed
 from autopar.ir.rewrite.views import views_of_arguments
 from autopar.ir.source import is_backward
 from autopar.ir.split.microbatch import Microbatches, Result, for_the_loop
-from autopar.ir.split.pieces import SAME
+from autopar.ir.split.placement import BY_EACH
 
 
 def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
@@ -66,6 +66,6 @@ def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
         make_jaxpr([number, *inside], outvars, eqns),
         tuple(invariants),
         tuple(pieces),
-        tuple(Result(var, SAME) for var in results),
+        tuple(Result(var, BY_EACH) for var in results),
         tuple(after),
     )

@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 
 from autopar.ir.region import bodies_of, region_of
+from autopar.ir.split.layers import layer_count
 from autopar.ir.split.microbatch import split_microbatches
-from autopar.ir.split.unstack import layer_count
 from tests.ir.traced import traced
 
 LAYERS, WIDTH, BATCH = 6, 8, 4
