@@ -18,7 +18,9 @@ from autopar.ir.rules import rule_for
 from autopar.ir.split.placement import BY_EACH, OWN, REPLICATED, SUM, Partial, Placement, Replicated, Split, local_aval
 from autopar.ir.split.strategy import (
     AxisStrategy,
+    join_parts,
     mask_program,
+    part_of,
     scale_program,
     shard_program,
     slice_program,
