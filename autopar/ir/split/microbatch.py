@@ -120,12 +120,8 @@ def check_divides(jaxpr: Jaxpr, count: int, batch: Sequence[int], name: str = "t
 class _Loop(ShardWriter):
     """Writes one microbatch: what is made outside of the loop is read whole, or the microbatch's part of it."""
 
-    def __init__(self, jaxpr: Jaxpr, shares: Shares):
-        self.jaxpr, self.shares, self.count = jaxpr, shares, shares.count
-        self.number = new_var(shaped(jax.ShapeDtypeStruct((), jnp.int32)))
-
     def __init__(self, jaxpr: Jaxpr, solution: LoopSolution):
-        super().__init__(Programs(solution), number := new_var(shaped(0).update(weak_type=False)))
+        super().__init__(Programs(solution), number := new_var(shaped(jax.ShapeDtypeStruct((), jnp.int32))))
         self.jaxpr, self.phases, self.first = jaxpr, solution, number
         self.inputs = set(jaxpr.invars)
         self.views = views_of_arguments(jaxpr)
