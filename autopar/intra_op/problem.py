@@ -14,6 +14,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 
+PROVED = 1e-6
+"""A gap of one part in a million counts as none: "optimal" is said of no more."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryRow:
     """At one moment of the program, what is alive fits.
@@ -103,8 +107,8 @@ class Solution:
         choices: One choice per node.
         objective: Its cost in seconds.
         bound: No assignment costs less than this.
-        status: `"optimal"`, `"feasible"` (the time limit came first), `"beaten"` (no assignment is better than one
-            known from elsewhere, and the search was ended there) or `"infeasible"`.
+        status: `"optimal"` (its gap is at most `PROVED`), `"feasible"` (the search ended first), `"beaten"` (no
+            assignment is better than one known from elsewhere, and the search was ended there) or `"infeasible"`.
         solver: Which solver, and on what was left for it.
     """
 
@@ -113,6 +117,11 @@ class Solution:
     bound: float
     status: str
     solver: str
+
+    def bounded(self, bound: float) -> Solution:
+        """This assignment in a wider problem, of which no more is known than that nothing costs less than `bound`."""
+        known = dataclasses.replace(self, bound=min(bound, self.objective))
+        return dataclasses.replace(known, status="optimal" if known.gap <= PROVED else "feasible")
 
     @property
     def gap(self) -> float:

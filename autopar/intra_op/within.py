@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autopar.intra_op.problem import MemoryRow, Problem, Solution
-from autopar.intra_op.solve import PROVED, solve
+from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution
+from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit, time_limit
 
 SMALL_WITH_ROWS = 10_000
