@@ -21,6 +21,8 @@ from autopar.intra_op.problem import Problem
 
 _MAX_FOLD_ELEMENTS = 40_000_000
 """Largest table [u, node, v] built to fold a node with two neighbours: 320 MB of float64."""
+_MAX_COMPARED = 400_000
+"""Comparisons of a node's choices with each other, beside all choices of its neighbours, at most."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,9 +80,6 @@ def eliminate(problem: Problem, keep: Iterable[int] = ()) -> Reduced:
     """
     state = _State(problem)
     kept = set(keep)
-    for node in range(len(problem.costs)):
-        if node not in kept:
-            state.drop_dominated(node)
     queue = [(len(state.edges[n]), n) for n in range(len(problem.costs)) if n not in kept]
     heapq.heapify(queue)
     folded: list[_Folded] = []
@@ -137,7 +136,7 @@ class _State:
     def drop_dominated(self, node: int) -> bool:
         """Drop choices that another choice beats for every choice of the neighbours; whether any went."""
         cost = self.costs[node]
-        if len(cost) == 1 or any(len(self.costs[n]) * len(cost) ** 2 > 1_000_000 for n in self.edges[node]):
+        if len(cost) == 1 or sum(len(self.costs[n]) for n in self.edges[node]) * len(cost) ** 2 > _MAX_COMPARED:
             return False
         with np.errstate(invalid="ignore"):
             worst = cost[:, None] - cost[None, :]  # worst[j, i]: how much j may cost more than i

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-
 PROVED = 1e-6
 """A gap of one part in a million counts as none: "optimal" is said of no more."""
 
@@ -99,6 +98,11 @@ class Problem:
         return all(row.used(choices) <= row.budget_bytes for row in self.rows)
 
 
+def num_pairs(problem: Problem) -> int:
+    """Pairs of choices that meet on an edge: the size of a problem."""
+    return sum(matrix.size for matrix in problem.edges.values())
+
+
 @dataclass(frozen=True, slots=True)
 class Solution:
     """An assignment and what is known about it.
@@ -120,8 +124,8 @@ class Solution:
 
     def bounded(self, bound: float) -> Solution:
         """This assignment in a wider problem, of which no more is known than that nothing costs less than `bound`."""
-        known = dataclasses.replace(self, bound=min(bound, self.objective))
-        return dataclasses.replace(known, status="optimal" if known.gap <= PROVED else "feasible")
+        known = dataclasses.replace(self, bound=min(bound, self.objective), status="feasible")
+        return dataclasses.replace(known, bound=self.objective, status="optimal") if known.gap <= PROVED else known
 
     @property
     def gap(self) -> float:
