@@ -27,6 +27,8 @@ ROUGH = 1e-2
 """Where so much may be left, what message passing has found at its first attempt is taken, whatever it has proved."""
 SMALL_CORE = 60_000
 """Pairs of choices that meet on an edge: up to so many the ILP gets them all, and proves its answer least."""
+EARLY_CORE = 5_000
+"""Where more rounds of message passing can still narrow it, the ILP gets no more than so many."""
 LARGE_CORE = 500_000
 """Beyond so many (meshes of three axes, large models without equal layers) a small gap is left as it is."""
 LARGE_GAP = 1e-3
@@ -86,9 +88,9 @@ def _solve_core(core: Problem, solver: str, limit: TimeLimit, gap: float, known:
     ascent = Ascent(core)
     how = "message passing"
     # By size and not by the clock, so that the same problem always has the same answer.
-    for rounds in ROUNDS[: 3 - (pairs > LARGE_CORE) - (pairs > 4 * LARGE_CORE)]:
-        part = gap * abs(constant + max(ascent.upper, 0.0)) / max(abs(ascent.upper), 1e-30) if ascent.best else gap
-        bounds = ascent.run(rounds if gap < ROUGH else rounds // 2, gap=part, enough=known * (1 - PROVED))
+    stages = ROUNDS[: 3 - (pairs > LARGE_CORE) - (pairs > 4 * LARGE_CORE)]
+    for stage, rounds in enumerate(stages, 1):
+        bounds = ascent.run(rounds if gap < ROUGH else rounds // 2, gap=gap, enough=known * (1 - PROVED))
         if bounds.lower + constant >= (known + constant) * (1 - gap):
             return Solution(bounds.choices, bounds.upper, bounds.lower, "beaten", how)
         room = bounds.upper - bounds.lower
@@ -99,7 +101,7 @@ def _solve_core(core: Problem, solver: str, limit: TimeLimit, gap: float, known:
             room = ascent.upper - bounds.lower
             if room <= allowed:
                 break
-            narrowed = _promising(core, bounds, ascent.best, part * room, part == 1)
+            narrowed = _promising(core, bounds, ascent.best, part * room, part == 1, stage == len(stages))
             if narrowed is None:
                 break
             answer = _solve_whole(narrowed.problem, solver, limit, gap)
@@ -117,18 +119,20 @@ def _solve_core(core: Problem, solver: str, limit: TimeLimit, gap: float, known:
     return found if done else polish(core, found, limit, solver)
 
 
-def _promising(core: Problem, bounds: Bounds, best: Sequence[int], room: float, must: bool) -> Reduced | None:
+def _promising(
+    core: Problem, bounds: Bounds, best: Sequence[int], room: float, must: bool, is_last: bool
+) -> Reduced | None:
     """What is left of a core of the choices that exceed the bound by no more than `room`.
 
-    It is to be small enough for the ILP: where it is not, the best few choices of each node are taken, and those around
-    `best`; or where it `must` be all of them, None is the answer.
+    It is to be small enough for the ILP: where it is not, None is the answer, for more rounds may make it so; or if these
+    were the last ones, and it need not (`must`) be all of them, the best few of each node and those around `best`.
     """
     masks = [excess <= room * (1 + 1e-9) for excess in bounds.excess]
     narrowed = eliminate(_narrowed(core, masks))
-    if num_pairs(narrowed.problem) <= (SMALL_CORE if must else SMALL_CORE // 4):
+    if num_pairs(narrowed.problem) <= (SMALL_CORE if is_last and must else SMALL_CORE // 4 if is_last else EARLY_CORE):
         return narrowed
-    around = _around(core, best)
-    for count in () if must else _FEWER:
+    around = _around(core, best) if is_last and not must else []
+    for count in _FEWER if around else ():
         few = [near | (m & _least(e, count)) for m, e, near in zip(masks, bounds.excess, around, strict=True)]
         narrowed = eliminate(_narrowed(core, few))
         if num_pairs(narrowed.problem) <= SMALL_CORE // 2:

@@ -220,6 +220,7 @@ def test_folding_takes_the_first_of_the_least():
     random = np.random.default_rng(0)
     for _ in range(20):
         left, right = (random.integers(0, 4, (count, 5)).astype(float) for count in (3, 4))
-        least, first = _least_between(left, right)
-        table = left[:, None, :] + right[None, :, :]
+        cost = random.integers(0, 4, 5).astype(float)
+        least, first = _least_between(left, right, cost)
+        table = left[:, None, :] + right[None, :, :] + cost
         assert (least == table.min(axis=2)).all() and (first == table.argmin(axis=2)).all()
