@@ -12,7 +12,7 @@ Method: a node with one choice is settled, a node with one neighbour is folded i
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,13 @@ class Reduced:
     def alive_of(self, node: int) -> np.ndarray:
         """Original choices that a core node still has."""
         return self._alive[self.kept.index(node)]
+
+    def narrow(self, choices: Sequence[int]) -> tuple[int, ...]:
+        """Choices of the core's nodes from those of all original nodes; where one is gone, the next that is left."""
+        return tuple(
+            min(int(np.searchsorted(alive, choices[node])), len(alive) - 1)
+            for node, alive in zip(self.kept, self._alive, strict=True)
+        )
 
     def expand(self, core_choices: tuple[int, ...]) -> tuple[int, ...]:
         """Choices of all original nodes from those of the core."""

@@ -49,6 +49,7 @@ def solve(
     seconds: float | TimeLimit = 60.0,
     gap: float = PROVED,
     known: float = np.inf,
+    start: Sequence[int] = (),
 ) -> Solution:
     """Least assignment of `problem`, its memory rows kept.
 
@@ -59,6 +60,7 @@ def solve(
         gap: Relative gap at which the search may stop; where it is more than `PROVED`, message passing alone may do.
         known: Cost of an answer to the same question in another form (another mesh): where a problem is proved to have
             none better, to the gap that is left there anyway, the search ends with the status `"beaten"`.
+        start: An assignment that is known already; of problems with rows it is not looked at.
     """
     reduced = eliminate(problem, {node for row in problem.rows for node in row.nodes})
     position = {node: k for k, node in enumerate(reduced.kept)}
@@ -68,7 +70,8 @@ def solve(
     if reduced.problem.rows:
         core = _solve_with_rows(reduced.problem, solver, limit, gap, constant)
     else:
-        core = _solve_core(reduced.problem, solver, limit, gap, known - constant, constant)
+        begun = reduced.narrow(start) if start else ()
+        core = _solve_core(reduced.problem, solver, limit, gap, known - constant, constant, begun)
     if core.status == "infeasible":
         return core
     choices = reduced.expand(core.choices)
@@ -86,6 +89,8 @@ def _solve_core(core: Problem, solver: str, limit: TimeLimit, gap: float, known:
     pairs = num_pairs(core)
     gap = gap if pairs <= LARGE_CORE else max(gap, LARGE_GAP)
     ascent = Ascent(core)
+    if start:
+        ascent.offer(start)
     how = "message passing"
     # By size and not by the clock, so that the same problem always has the same answer.
     stages = ROUNDS[: 3 - (pairs > LARGE_CORE) - (pairs > 4 * LARGE_CORE)]
