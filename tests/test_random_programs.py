@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from autopar.ir.rules.registry import has_rule
-from autopar.ir.trace import trace_step
+from autopar.ir.trace.trace import trace_step
 from tests.random_programs import draw_program
 from tests.random_sweep import GROUP, _difference, case_of, check_group
 
