@@ -12,115 +12,90 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar._jax import (
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Var,
-    bind_eqn,
-    close_jaxpr,
-    make_jaxpr,
-    new_var,
-    replace_eqn,
-    scan_params,
-    shaped,
-)
+from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, bind_eqn, make_jaxpr, new_var, replace_eqn, shaped
+from autopar.ir.build import inline_function
+from autopar.ir.dataflow import variables
+from autopar.ir.region import Binding, kind_of, region_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.linearity import sums_survive
 from autopar.ir.rules.registry import has_rule
 from autopar.ir.source import is_backward
-from autopar.ir.structure import ScanParts, body_jaxprs, is_structured, scan_parts, variables
-from autopar.ir.trace.flatten import inline_function
 
 
 def narrow_late(jaxpr: Jaxpr) -> Jaxpr:
     """The program with such casts behind its loops and branches; over the same inputs and results."""
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        match eqn.primitive.name:
-            case "scan":
-                eqns += _scan(eqn)
-            case "cond":
-                eqns += _cond(eqn)
-            case _:
-                eqns.append(eqn)
+        eqns += _region(eqn) if kind_of(eqn) in ("scan", "cond") else [eqn]
     unchanged = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
     return jaxpr if unchanged else remove_dead_code(make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns))
 
 
-def _scan(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """Its sums over trips, and if it is part of a backward pass its stacks, in the dtype they are computed in."""
-    parts = scan_parts(eqn)
-    body = narrow_late(parts.body)
-    inside = _Wide(body)
-    operands, outvars = list(eqn.invars), list(eqn.outvars)
-    invars, results = list(body.invars), list(body.outvars)
+def _region(eqn: JaxprEqn) -> list[JaxprEqn]:
+    """Sums over its trips, and if it is part of a backward pass its results, in the dtype they are computed in."""
+    region, backward = region_of(eqn), is_backward(eqn)
+    bodies = [narrow_late(body) for body in region.bodies]
+    inside = [_Wide(body) for body in bodies]
+    bindings = region.rebound(inputs=[b.invars for b in bodies], outputs=[b.outvars for b in bodies])
     before: list[JaxprEqn] = []
     after: list[JaxprEqn] = []
-    for k, (outer, var, _, result) in enumerate(parts.carries):
-        at = len(parts.consts) + k
-        dtype = inside.dtype_behind(results[k])
-        if dtype is None or not inside.is_sum_of(var, results[k]):
-            continue
-        invars[at] = new_var(_of_dtype(var, dtype))
-        results[k] = inside.widened(results[k], dtype, {var: invars[at]})
-        more, (operands[at],) = inline_function(lambda x, dtype=dtype: lax.convert_element_type(x, dtype), [outer])
-        before += more
-        outvars[k] = new_var(_of_dtype(result, dtype))
-        after += _narrowed(outvars[k], result, eqn)
-    if is_backward(eqn):
-        for k, (_, result) in enumerate(parts.ys, start=len(parts.carries)):
-            dtype = inside.dtype_behind(results[k])
-            if dtype is not None:
-                results[k] = inside.widened(results[k], dtype, {})
-                outvars[k] = new_var(_of_dtype(result, dtype))
-                after += _narrowed(outvars[k], result, eqn)
-    if not after and body is parts.body:
-        return [eqn]
-    return [*before, _scan_of(eqn, parts, operands, outvars, inside.body(invars, results)), *after]
-
-
-def _scan_of(eqn: JaxprEqn, parts: ScanParts, operands: Sequence[Any], outvars: Sequence[Var], body: Jaxpr) -> JaxprEqn:
-    params = scan_params(eqn.params, body, len(parts.consts), len(parts.carries))
-    return replace_eqn(eqn, invars=operands, outvars=outvars, params=params)
-
-
-def _cond(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """Its results, if it is part of a backward pass, in the widest dtype that a branch computes them in."""
-    branches = body_jaxprs(eqn)
-    bodies = [narrow_late(branch) for branch in branches]
-    inside = [_Wide(body) for body in bodies]
-    results = [list(body.outvars) for body in bodies]
-    outvars, after = list(eqn.outvars), []
-    for k, result in enumerate(eqn.outvars) if is_backward(eqn) else ():
-        found = [wide.dtype_behind(own[k]) for wide, own in zip(inside, results, strict=True)]
+    for k, b in enumerate(bindings):
+        found = [wide.dtype_behind(value) for wide, value in zip(inside, b.values, strict=False)]
         dtypes = [dtype for dtype in found if dtype is not None]
-        if dtypes:
+        if not dtypes or b.result is None:
+            continue
+        if b.role == "carry":
+            wanted = inside[0].is_sum_of(b.var, b.value)
+        else:
+            wanted = backward and b.role in ("ys", "result")
+        if wanted:
             dtype = max(dtypes, key=lambda d: d.itemsize)
-            for wide, own in zip(inside, results, strict=True):
-                own[k] = wide.widened(own[k], dtype, {})
-            outvars[k] = new_var(_of_dtype(result, dtype))
-            after += _narrowed(outvars[k], result, eqn)
-    if not after and all(a is b for a, b in zip(bodies, branches, strict=True)):
+            bindings[k] = _widened(b, inside, dtype, before)
+            after += _narrowed(bindings[k].result, b.result, eqn)
+    if not after and all(a is b for a, b in zip(bodies, region.bodies, strict=True)):
         return [eqn]
-    closed = tuple(
-        close_jaxpr(wide.body(body.invars, own)) for wide, body, own in zip(inside, bodies, results, strict=True)
+    ends = replace(region, bindings=tuple(bindings))
+    alive = [
+        remove_dead_code(
+            make_jaxpr(
+                ends.entering(n, [b.inner[n] if b.inner else None for b in bindings]),  # type: ignore[arg-type]
+                ends.leaving(n, [b.inside[n] if b.inside else None for b in bindings]),  # type: ignore[arg-type]
+                wide.eqns,
+            )
+        ).eqns
+        for n, wide in enumerate(inside)
+    ]
+    return [*before, region.rebuild(bindings, alive), *after]
+
+
+def _widened(b: Binding, inside: list[_Wide], dtype: Any, before: list[JaxprEqn]) -> Binding:
+    """A result, or a carry that is a sum, in a wider dtype; what a carry begins with is cast `before`."""
+    assert b.result is not None
+    result = new_var(_of_dtype(b.result, dtype))
+    if b.role != "carry":
+        values = [wide.widened(value, dtype, {}) for wide, value in zip(inside, b.values, strict=True)]
+        return replace(b, inside=tuple(values), result=result)
+    var = new_var(_of_dtype(b.var, dtype))
+    more, (outer,) = inline_function(lambda x: lax.convert_element_type(x, dtype), [b.outer])
+    before += more
+    return replace(
+        b, outer=outer, inner=(var,), inside=(inside[0].widened(b.value, dtype, {b.var: var}),), result=result
     )
-    return [replace_eqn(eqn, outvars=outvars, params={**eqn.params, "branches": closed}), *after]
 
 
 def _of_dtype(var: Var, dtype: Any) -> Any:
     return shaped(jax.ShapeDtypeStruct(var.aval.shape, dtype))
 
 
-def _narrowed(wide: Var, result: Var, eqn: JaxprEqn) -> list[JaxprEqn]:
+def _narrowed(wide: Any, result: Var, eqn: JaxprEqn) -> list[JaxprEqn]:
     """The equation that makes `result` of its wide form."""
     made, _ = inline_function(lambda x: lax.convert_element_type(x, result.aval.dtype), [wide], eqn.source_info)
     (cast,) = made
@@ -134,9 +109,6 @@ class _Wide:
         self.eqns = list(body.eqns)
         self.made_by = {var: eqn for eqn in body.eqns for var in eqn.outvars}
         self.num_readers = Counter([*variables(body.outvars), *(a for eqn in body.eqns for a in variables(eqn.invars))])
-
-    def body(self, invars: Sequence[Var], outvars: Sequence[Any]) -> Jaxpr:
-        return remove_dead_code(make_jaxpr(invars, outvars, self.eqns))
 
     def dtype_behind(self, atom: Any) -> Any:
         """The widest dtype of which a 16-bit float is a cast, behind moves and additions; None: it is none."""
@@ -152,7 +124,7 @@ class _Wide:
         """Whether it only moves or adds up its operands, for one reader."""
         var, *others = eqn.outvars
         alike = all(a.aval.dtype == var.aval.dtype for a in eqn.invars)
-        if others or not alike or self.num_readers[var] > 1 or is_structured(eqn) or "new_dtype" in eqn.params:
+        if others or not alike or self.num_readers[var] > 1 or kind_of(eqn) or "new_dtype" in eqn.params:
             return False
         return has_rule(eqn.primitive) and tuple(range(len(eqn.invars))) in rule_for(eqn).linear
 
