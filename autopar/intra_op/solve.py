@@ -91,7 +91,7 @@ def _solve_core(
     constant: float,
     start: Sequence[int] = (),
 ) -> Solution:
-    """The least assignment of a core without rows, beginning at `start`; gaps are parts of the whole cost, `constant` included."""
+    """The least assignment of a core without rows, begun at `start`; gaps are parts of the whole cost, with `constant`."""
     if not core.edges:
         return _solve_whole(core, solver, limit, gap)
     pairs = num_pairs(core)
