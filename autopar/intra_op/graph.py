@@ -5,8 +5,11 @@ Out:    `Graph`: nodes with their choices, edges on which one choice's sharding 
 Method: three kinds of node. An *operation* chooses a strategy of its rule. A *port* chooses the sharding of a value at a
         border: an argument, an output, what enters and leaves a `scan`, `while` or `cond`; loop bodies are part of the
         same graph, their edges weighted by the trip count. A *hub* stands behind a value with several readers and
-        chooses the sharding they share, so that one gather that serves q, k and v is paid once; forward and backward
-        readers have a hub each, so that gathering again may be preferred to keeping.
+        chooses the sharding they share, so that one gather that serves q, k and v is paid once; forward pass, backward
+        pass and update have a hub each. A *keep* stands between the readers of the forward pass and those of the
+        backward pass, or the results of a loop's body: it chooses the sharding in which the value waits, and whether
+        that copy is converted from the value as it was made or from the copy that the forward pass worked with. So a
+        gather is kept or made again, whichever is better.
         New state has the old state's port: a port with two roles is one choice (the alias rows).
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,6 +35,11 @@ from autopar.mesh import LogicalMesh, Sharding
 
 Shardings = tuple[Sharding, ...]
 """One sharding per choice of a node; equal lists are the same object, so that costs are computed once."""
+Wanted = tuple[Sharding | None, ...]
+"""The same; None where a choice wants nothing from this edge."""
+Phase = typing.Literal["f", "b", "u", "o"]
+PHASES: tuple[Phase, ...] = ("f", "b", "u", "o")
+"""Who reads a value: the forward pass, the backward pass, what follows it, or a border as result of its body."""
 
 
 @dataclass(eq=False, slots=True)
@@ -39,14 +48,14 @@ class Node:
 
     Attributes:
         index: Position in `Graph.nodes`.
-        kind: `"op"`, `"port"` or `"hub"`.
+        kind: `"op"`, `"port"`, `"hub"` or `"keep"`.
         name: For people and for tests: the equation, or the border and the value.
-        strategies: Choices of an operation (empty for ports and hubs).
-        shardings: Choices of a port or hub.
+        strategies: Choices of an operation (empty for all others).
+        shardings: Choices of a port, hub or keep; of a keep each is there twice (`Keep`).
         weight: Executions in one step.
         eqn: The operation's equation.
         rule: The operation's rule.
-        var: The value of a port or hub.
+        var: The value of a port, hub or keep.
         communicates: Whether conversions and reductions here may communicate (not inside a loop of unknown length).
         signature: Equal for nodes that have the same choices for the same reasons.
     """
@@ -73,18 +82,20 @@ class Node:
 class Edge:
     """The value `shape` made by `source` in `given[choice]` must reach `target` in `wanted[choice]`.
 
-    `is_sample` is False for what no sample owns or waits for: parameters, gradients, optimizer state.
+    `is_sample` is False for what no sample owns or waits for: parameters, gradients, optimizer state. `phase` is that of
+    the readers behind `target`.
     """
 
     source: int
     target: int
     slot: int
     given: Shardings
-    wanted: Shardings
+    wanted: Wanted
     var: Var
     weight: float
     communicates: bool = True
     is_sample: bool = True
+    phase: Phase = "f"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -106,6 +117,25 @@ class Produced:
     result: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Keep:
+    """How a value waits for the readers of a later phase.
+
+    Attributes:
+        node: Chooses the sharding; the first half of its choices converts `made`, the second half `used`.
+        made: The value as it was made.
+        used: The copy that the readers of the earlier phase share.
+    """
+
+    node: int
+    made: Produced
+    used: Produced
+
+    def origin(self, node: Node, choice: int) -> Produced:
+        """What the copy that waits is converted from, if its node makes this choice."""
+        return self.made if choice < node.num_choices // 2 else self.used
+
+
 @dataclass(eq=False, slots=True)
 class Graph:
     """All decisions of one program on one mesh.
@@ -117,7 +147,9 @@ class Graph:
         produced: Origin of each value.
         op_node: Node of each plain equation, by identity.
         ports: Nodes of a structured equation's border, by (equation identity, role, index).
-        hubs: Node of (value, backward) with several readers.
+        hubs: Node of (value, phase) with several readers.
+        keeps: Of (value, phase) whose readers get the value as it waited since an earlier phase.
+        phases: Phase of each equation, by identity.
         inputs: Port of each program input.
         outputs: Port of each program output.
         batch: Which dims run over samples.
@@ -129,7 +161,9 @@ class Graph:
     produced: dict[Var, Produced] = field(default_factory=dict)
     op_node: dict[int, int] = field(default_factory=dict)
     ports: dict[tuple[int, str, int], int] = field(default_factory=dict)
-    hubs: dict[tuple[Var, bool], int] = field(default_factory=dict)
+    hubs: dict[tuple[Var, Phase], int] = field(default_factory=dict)
+    keeps: dict[tuple[Var, Phase], Keep] = field(default_factory=dict)
+    phases: dict[int, Phase] = field(default_factory=dict)
     inputs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     batch: BatchDims = field(default_factory=BatchDims)
@@ -141,6 +175,7 @@ class _Region:
 
     weight: float = 1.0
     communicates: bool = True
+    is_scan: bool = False
 
 
 def build_graph(
@@ -172,11 +207,12 @@ class _Builder:
         self.jaxpr, self.mesh = jaxpr, mesh
         self.graph = Graph(mesh)
         self.axis_sizes = mesh.axis_sizes
-        self.lists: dict[Shardings, Shardings] = {}
+        self.lists: dict[Wanted, Wanted] = {}
         self.rules: dict[object, tuple[ShardingRule, tuple[Strategy, ...], list[Shardings], list[Shardings]]] = {}
         self.port_lists: dict[tuple[tuple[int, ...], bool], Shardings] = {}
         # Readers of each open body, innermost last: they wait until all are known, for a value with several gets a hub.
-        self.pending: list[list[tuple[object, Node, int, Shardings, float, bool]]] = []
+        self.pending: list[list[tuple[object, Node, int, Shardings, float, Phase]]] = []
+        self.is_behind: list[bool] = []  # of each open body, whether its backward pass has begun
 
     def build(self, aliases: Mapping[int, int]) -> Graph:
         graph = self.graph
@@ -202,40 +238,70 @@ class _Builder:
     def body(self, jaxpr: Jaxpr, region: _Region) -> None:
         """Nodes of all equations of one body; `connect` its readers afterwards."""
         self.pending.append([])
+        self.is_behind.append(False)
         for eqn in jaxpr.eqns:
+            backward = is_backward(eqn)
+            self.is_behind[-1] |= backward
+            self.graph.phases[id(eqn)] = "b" if backward else "u" if self.is_behind[-1] else "f"
             if is_structured(eqn):
                 self.structured(eqn, region)
             else:
                 self.operation(eqn, region)
+        self.is_behind.pop()
 
-    def read(self, atom: Any, node: Node, slot: int, wanted: Shardings, backward: bool, weight: float = 1.0) -> None:
-        self.pending[-1].append((atom, node, slot, wanted, weight, backward))
+    def read(self, atom: Any, node: Node, slot: int, wanted: Shardings, eqn: JaxprEqn) -> None:
+        self.pending[-1].append((atom, node, slot, wanted, 1.0, self.graph.phases[id(eqn)]))
 
     def connect(self, reads: list, outputs: list, region: _Region) -> None:
-        """Edges of one body: straight where a value has one reader in its phase, through a hub where it has several."""
-        by_value: dict[tuple[Var, bool], list] = {}
-        for atom, node, slot, wanted, weight, backward in reads:
+        """Edges of one body: straight where a value has one reader in a phase, through a hub where it has several."""
+        by_value: dict[Var, dict[Phase, list]] = {}
+        for atom, node, slot, wanted, weight, phase in (*reads, *((*output, "o") for output in outputs)):
             if not isinstance(atom, Literal):
-                by_value.setdefault((atom, backward), []).append((node, slot, wanted, weight))
-        for atom, node, slot, wanted, weight in outputs:
-            if not isinstance(atom, Literal):
-                by_value.setdefault((atom, True), []).append((node, slot, wanted, weight))
-        for (var, backward), readers in by_value.items():
+                by_value.setdefault(atom, {}).setdefault(phase, []).append((node, slot, wanted, weight))
+        for var, readers_of in by_value.items():
             made = self.graph.produced[var]
-            if len(readers) > 1:
-                hub = self.port(f"hub {'b' if backward else 'f'}", var, region, partial=True, kind="hub")
-                hub.signature = ("hub", backward, tuple(var.aval.shape), str(var.aval.dtype))
-                self.graph.hubs[var, backward] = hub.index
-                self.edge(made, hub, 0, hub.shardings, var, region.weight, region)
-                made = Produced(hub.index, hub.shardings)
-            for node, slot, wanted, weight in readers:
-                self.edge(made, node, slot, wanted, var, region.weight * weight, region)
+            used: dict[Phase, Produced] = {}
+            for phase, readers in sorted(readers_of.items(), key=lambda pair: PHASES.index(pair[0])):
+                source = self.kept(var, phase, made, used, region)
+                if len(readers) > 1:
+                    hub = self.port(f"hub {phase}", var, region, partial=True, kind="hub")
+                    self.graph.hubs[var, phase] = hub.index
+                    self.edge(source, hub, 0, hub.shardings, var, region.weight, region, phase)
+                    source = Produced(hub.index, hub.shardings)
+                for node, slot, wanted, weight in readers:
+                    self.edge(source, node, slot, wanted, var, region.weight * weight, region, phase)
+                used[phase] = source if len(readers) > 1 else Produced(readers[0][0].index, readers[0][2])
+
+    def kept(self, var: Var, phase: Phase, made: Produced, used: Mapping[Phase, Produced], region: _Region) -> Produced:
+        """The copy that a phase begins with: as the value was made, or as it waited since the phase before."""
+        earlier = used.get("f") or used.get("b")
+        waits = phase == "b" or (phase == "o" and region.is_scan)
+        if earlier is None or not waits or not region.communicates or self.mesh.num_devices == 1:
+            return made
+        shardings = self.all_shardings(tuple(var.aval.shape), may_be_partial(var.aval.dtype))
+        if len(shardings) == 1:
+            return made
+        twice, nothing = self.shared([*shardings, *shardings]), (None,) * len(shardings)
+        node = self.port(f"keep {phase}", var, region, partial=True, kind="keep", only=twice)
+        self.graph.keeps[var, phase] = Keep(node.index, made, earlier)
+        self.edge(made, node, 0, self.shared([*shardings, *nothing]), var, region.weight, region, phase)
+        self.edge(earlier, node, 1, self.shared([*nothing, *shardings]), var, region.weight, region, phase)
+        return Produced(node.index, twice)
 
     def edge(
-        self, made: Produced, node: Node, slot: int, wanted: Shardings, var: Var, weight: float, region: _Region
+        self,
+        made: Produced,
+        node: Node,
+        slot: int,
+        wanted: Wanted,
+        var: Var,
+        weight: float,
+        region: _Region,
+        phase: Phase,
     ) -> None:
+        communicates = region.communicates
         self.graph.edges.append(
-            Edge(made.node, node.index, slot, made.shardings, wanted, var, weight, region.communicates)
+            Edge(made.node, node.index, slot, made.shardings, wanted, var, weight, communicates, phase=phase)
         )
 
     # Nodes
@@ -267,7 +333,7 @@ class _Builder:
             self.port_lists[shape, partial] = self.shared(list(_shardings(shape, self.axis_sizes, partial)))
         return self.port_lists[shape, partial]
 
-    def shared(self, shardings: Sequence[Sharding]) -> Shardings:
+    def shared(self, shardings: Sequence[Any]) -> Any:
         key = tuple(shardings)
         return self.lists.setdefault(key, key)
 
@@ -291,9 +357,8 @@ class _Builder:
             signature=signature,
         )
         self.graph.op_node[id(eqn)] = node.index
-        backward = is_backward(eqn)
         for slot, atom in enumerate(eqn.invars):
-            self.read(atom, node, slot, wanted[slot], backward)
+            self.read(atom, node, slot, wanted[slot], eqn)
         for k, var in enumerate(eqn.outvars):
             self.graph.produced[var] = Produced(node.index, given[k], k)
 
@@ -330,21 +395,21 @@ class _Builder:
         self.connect(self.pending.pop(), outputs, region)
 
     def scan(self, eqn: JaxprEqn, region: _Region) -> None:
-        graph, parts, backward = self.graph, scan_parts(eqn), is_backward(eqn)
-        inner = _Region(region.weight * trip_count(eqn), region.communicates)
+        graph, parts = self.graph, scan_parts(eqn)
+        inner = _Region(region.weight * trip_count(eqn), region.communicates, is_scan=True)
         for k, (outer, var) in enumerate(parts.consts):
             node = self.border(eqn, "const", k, var, region, partial=False)
-            self.read(outer, node, 0, node.shardings, backward)
+            self.read(outer, node, 0, node.shardings, eqn)
             graph.produced[var] = Produced(node.index, node.shardings)
         carries = []
         for k, (outer, var, _, result) in enumerate(parts.carries):
             node = self.border(eqn, "carry", k, var, region, partial=True)
             carries.append(node)
-            self.read(outer, node, 0, node.shardings, backward)
+            self.read(outer, node, 0, node.shardings, eqn)
             graph.produced[var] = graph.produced[result] = Produced(node.index, node.shardings)
         for k, (outer, var) in enumerate(parts.xs):
             node = self.border(eqn, "xs", k, var, region, partial=False)
-            self.read(outer, node, 0, self.shared([stacked(s) for s in node.shardings]), backward)
+            self.read(outer, node, 0, self.shared([stacked(s) for s in node.shardings]), eqn)
             graph.produced[var] = Produced(node.index, node.shardings)
         self.body(parts.body, inner)
         outputs = [
@@ -358,18 +423,18 @@ class _Builder:
         self.close_body(outputs, inner)
 
     def while_loop(self, eqn: JaxprEqn, region: _Region) -> None:
-        graph, parts, backward = self.graph, while_parts(eqn), is_backward(eqn)
+        graph, parts = self.graph, while_parts(eqn)
         inner = _Region(region.weight, communicates=False)
         for role, consts in (("cond const", parts.cond_consts), ("body const", parts.body_consts)):
             for k, (outer, var) in enumerate(consts):
                 node = self.border(eqn, role, k, var, region, partial=False)
-                self.read(outer, node, 0, node.shardings, backward)
+                self.read(outer, node, 0, node.shardings, eqn)
                 graph.produced[var] = Produced(node.index, node.shardings)
         carries = []
         for k, (outer, cond_var, var, _, result) in enumerate(parts.carries):
             node = self.border(eqn, "carry", k, var, region, partial=False)
             carries.append(node)
-            self.read(outer, node, 0, node.shardings, backward)
+            self.read(outer, node, 0, node.shardings, eqn)
             for seen in (cond_var, var, result):
                 graph.produced[seen] = Produced(node.index, node.shardings)
         self.body(parts.cond_body, inner)
@@ -387,17 +452,17 @@ class _Builder:
         )
 
     def cond(self, eqn: JaxprEqn, region: _Region) -> None:
-        graph, backward = self.graph, is_backward(eqn)
+        graph = self.graph
         branches = body_jaxprs(eqn)
         index = self.border(
             eqn, "index", 0, eqn.invars[0], region, partial=False, only=self.shared([Sharding.replicated(0)])
         )
-        self.read(eqn.invars[0], index, 0, index.shardings, backward)
+        self.read(eqn.invars[0], index, 0, index.shardings, eqn)
         operands = [
             self.border(eqn, "operand", k, atom, region, partial=False) for k, atom in enumerate(eqn.invars[1:])
         ]
         for atom, node in zip(eqn.invars[1:], operands, strict=True):
-            self.read(atom, node, 0, node.shardings, backward)
+            self.read(atom, node, 0, node.shardings, eqn)
         results = [self.border(eqn, "result", k, var, region, partial=False) for k, var in enumerate(eqn.outvars)]
         for var, node in zip(eqn.outvars, results, strict=True):
             graph.produced[var] = Produced(node.index, node.shardings)
@@ -413,7 +478,7 @@ class _Builder:
     def barrier(self, eqn: JaxprEqn, region: _Region) -> None:
         for k, (atom, var) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):
             node = self.border(eqn, "through", k, var, region, partial=True)
-            self.read(atom, node, 0, node.shardings, is_backward(eqn))
+            self.read(atom, node, 0, node.shardings, eqn)
             self.graph.produced[var] = Produced(node.index, node.shardings)
 
 
