@@ -18,7 +18,7 @@ import numpy as np
 from autopar._jax import Literal, Var
 from autopar.cost import collective_seconds, compute_seconds, reshard_seconds
 from autopar.intra_op.fuse import BUCKET_BYTES, small_bytes
-from autopar.intra_op.graph import Graph, Node, Shardings, Wanted
+from autopar.intra_op.graph import Graph, Node, Shardings
 from autopar.intra_op.problem import Problem
 from autopar.intra_op.strategies import split_fraction
 from autopar.ir.rules import ShardingRule
@@ -55,7 +55,7 @@ def build_problem(
                 total = np.where(allowed[node], total, np.inf)
         problem.costs.append(total)
     weights: dict[tuple[Any, ...], float] = {}
-    lists: dict[int, Any] = {}
+    lists: dict[int, Shardings] = {}
     for edge in graph.edges:
         u, v = class_of[edge.source], class_of[edge.target]
         key = (u, v, edge.shape, edge.itemsize, id(edge.given), id(edge.wanted), edge.communicates, edge.is_sample)
@@ -83,19 +83,16 @@ def _sent_together(mesh: LogicalMesh, num_bytes: float) -> LogicalMesh:
     return LogicalMesh(mesh.shape, mesh.axis_names, links)
 
 
-def _matrix(shape, itemsize: int, given: Shardings, wanted: Wanted, mesh: LogicalMesh) -> np.ndarray:
-    """Seconds `[given, wanted]`; nothing where nothing is wanted."""
+def _matrix(shape, itemsize: int, given: Shardings, wanted: Shardings, mesh: LogicalMesh) -> np.ndarray:
     sources, source_of = _distinct(given)
     targets, target_of = _distinct(wanted)
     table = np.asarray(reshard_seconds(shape, itemsize, sources, targets, mesh))
-    table = np.concatenate([table, np.zeros((len(sources), 1))], axis=1)
     return table[np.ix_(source_of, target_of)]
 
 
-def _distinct(shardings: Wanted) -> tuple[Shardings, list[int]]:
-    """Those that differ, and the place of each among them; None is behind the last."""
-    order = {s: k for k, s in enumerate(s for s in dict.fromkeys(shardings) if s is not None)}
-    return tuple(order), [len(order) if s is None else order[s] for s in shardings]
+def _distinct(shardings: Shardings) -> tuple[Shardings, list[int]]:
+    order = {s: k for k, s in enumerate(dict.fromkeys(shardings))}
+    return tuple(order), [order[s] for s in shardings]
 
 
 class _NodeCosts:

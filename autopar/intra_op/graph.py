@@ -7,9 +7,8 @@ Method: three kinds of node. An *operation* chooses a strategy of its rule. A *p
         same graph, their edges weighted by the trip count. A *hub* stands behind a value with several readers and
         chooses the sharding they share, so that one gather that serves q, k and v is paid once; forward pass, backward
         pass and update have a hub each. A *keep* stands between the readers of the forward pass and those of the
-        backward pass, or the results of a loop's body: it chooses the sharding in which the value waits, and whether
-        that copy is converted from the value as it was made or from the copy that the forward pass worked with. So a
-        gather is kept or made again, whichever is better.
+        backward pass, or the results of a loop's body: it chooses the sharding in which the value waits, which is made
+        of the copy that the forward pass worked with. So a gather is kept or made again, whichever is better.
         New state has the old state's port: a port with two roles is one choice (the alias rows).
 """
 
@@ -20,6 +19,7 @@ import itertools
 import math
 import typing
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,8 +35,6 @@ from autopar.mesh import LogicalMesh, Sharding
 
 Shardings = tuple[Sharding, ...]
 """One sharding per choice of a node; equal lists are the same object, so that costs are computed once."""
-Wanted = tuple[Sharding | None, ...]
-"""The same; None where a choice wants nothing from this edge."""
 Phase = typing.Literal["f", "b", "u", "o"]
 PHASES: tuple[Phase, ...] = ("f", "b", "u", "o")
 """Who reads a value: the forward pass, the backward pass, what follows it, or a border as result of its body."""
@@ -51,7 +49,7 @@ class Node:
         kind: `"op"`, `"port"`, `"hub"` or `"keep"`.
         name: For people and for tests: the equation, or the border and the value.
         strategies: Choices of an operation (empty for all others).
-        shardings: Choices of a port, hub or keep; of a keep each is there twice (`Keep`).
+        shardings: Choices of a port, hub or keep.
         weight: Executions in one step.
         eqn: The operation's equation.
         rule: The operation's rule.
@@ -90,7 +88,7 @@ class Edge:
     target: int
     slot: int
     given: Shardings
-    wanted: Wanted
+    wanted: Shardings
     var: Var
     weight: float
     communicates: bool = True
@@ -119,21 +117,11 @@ class Produced:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Keep:
-    """How a value waits for the readers of a later phase.
-
-    Attributes:
-        node: Chooses the sharding; the first half of its choices converts `made`, the second half `used`.
-        made: The value as it was made.
-        used: The copy that the readers of the earlier phase share.
-    """
+    """How a value waits for the readers of a later phase: `node` chooses the sharding, and the copy is made of `used`,
+    which the readers of the earlier phase share."""
 
     node: int
-    made: Produced
     used: Produced
-
-    def origin(self, node: Node, choice: int) -> Produced:
-        """What the copy that waits is converted from, if its node makes this choice."""
-        return self.made if choice < node.num_choices // 2 else self.used
 
 
 @dataclass(eq=False, slots=True)
@@ -149,6 +137,7 @@ class Graph:
         ports: Nodes of a structured equation's border, by (equation identity, role, index).
         hubs: Node of (value, phase) with several readers.
         keeps: Of (value, phase) whose readers get the value as it waited since an earlier phase.
+        used: The copy of a value that the readers of a phase share: the hub's, or that of the only one.
         phases: Phase of each equation, by identity.
         inputs: Port of each program input.
         outputs: Port of each program output.
@@ -163,6 +152,7 @@ class Graph:
     ports: dict[tuple[int, str, int], int] = field(default_factory=dict)
     hubs: dict[tuple[Var, Phase], int] = field(default_factory=dict)
     keeps: dict[tuple[Var, Phase], Keep] = field(default_factory=dict)
+    used: dict[tuple[Var, Phase], Produced] = field(default_factory=dict)
     phases: dict[int, Phase] = field(default_factory=dict)
     inputs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
@@ -179,7 +169,12 @@ class _Region:
 
 
 def build_graph(
-    jaxpr: Jaxpr, mesh: LogicalMesh, aliases: Mapping[int, int], batch: Sequence[int] | Mapping[int, Dims] = ()
+    jaxpr: Jaxpr,
+    mesh: LogicalMesh,
+    aliases: Mapping[int, int],
+    batch: Sequence[int] | Mapping[int, Dims] = (),
+    anew: AbstractSet[Var] = frozenset(),
+    twice: AbstractSet[int] = frozenset(),
 ) -> Graph:
     """The decision graph of a flat program.
 
@@ -188,8 +183,10 @@ def build_graph(
         mesh: Logical mesh.
         aliases: Output index -> input index of the state it replaces; both get one port.
         batch: Inputs whose leading dim runs over samples; or, by input, the dims that do.
+        anew: Values of which no copy waits: each phase begins with them as they were made.
+        twice: Equations, by identity, that both passes run.
     """
-    graph = _Builder(jaxpr, mesh).build(aliases)
+    graph = _Builder(jaxpr, mesh, anew, twice).build(aliases)
     rule_of = {id(node.eqn): node.rule for node in graph.nodes if node.kind == "op"}
     graph.batch = follow_batch(
         jaxpr, rule_of, batch if isinstance(batch, Mapping) else {k: frozenset({0}) for k in batch}
@@ -203,11 +200,11 @@ def build_graph(
 
 
 class _Builder:
-    def __init__(self, jaxpr: Jaxpr, mesh: LogicalMesh):
-        self.jaxpr, self.mesh = jaxpr, mesh
+    def __init__(self, jaxpr: Jaxpr, mesh: LogicalMesh, anew: AbstractSet[Var], twice: AbstractSet[int]):
+        self.jaxpr, self.mesh, self.anew, self.twice = jaxpr, mesh, anew, twice
         self.graph = Graph(mesh)
         self.axis_sizes = mesh.axis_sizes
-        self.lists: dict[Wanted, Wanted] = {}
+        self.lists: dict[Shardings, Shardings] = {}
         self.rules: dict[object, tuple[ShardingRule, tuple[Strategy, ...], list[Shardings], list[Shardings]]] = {}
         self.port_lists: dict[tuple[tuple[int, ...], bool], Shardings] = {}
         # Readers of each open body, innermost last: they wait until all are known, for a value with several gets a hub.
@@ -241,10 +238,13 @@ class _Builder:
         self.is_behind.append(False)
         for eqn in jaxpr.eqns:
             backward = is_backward(eqn)
-            self.is_behind[-1] |= backward
             self.graph.phases[id(eqn)] = "b" if backward else "u" if self.is_behind[-1] else "f"
+            self.is_behind[-1] |= backward
             if is_structured(eqn):
                 self.structured(eqn, region)
+                # Behind a loop over microbatches, which holds both passes, is the update.
+                bodies = body_jaxprs(eqn)
+                self.is_behind[-1] |= any(self.graph.phases[id(inner)] == "b" for b in bodies for inner in b.eqns)
             else:
                 self.operation(eqn, region)
         self.is_behind.pop()
@@ -260,9 +260,8 @@ class _Builder:
                 by_value.setdefault(atom, {}).setdefault(phase, []).append((node, slot, wanted, weight))
         for var, readers_of in by_value.items():
             made = self.graph.produced[var]
-            used: dict[Phase, Produced] = {}
             for phase, readers in sorted(readers_of.items(), key=lambda pair: PHASES.index(pair[0])):
-                source = self.kept(var, phase, made, used, region)
+                source = self.kept(var, phase, made, region)
                 if len(readers) > 1:
                     hub = self.port(f"hub {phase}", var, region, partial=True, kind="hub")
                     self.graph.hubs[var, phase] = hub.index
@@ -270,30 +269,29 @@ class _Builder:
                     source = Produced(hub.index, hub.shardings)
                 for node, slot, wanted, weight in readers:
                     self.edge(source, node, slot, wanted, var, region.weight * weight, region, phase)
-                used[phase] = source if len(readers) > 1 else Produced(readers[0][0].index, readers[0][2])
+                shared = source if len(readers) > 1 else Produced(readers[0][0].index, readers[0][2])
+                self.graph.used[var, phase] = shared
 
-    def kept(self, var: Var, phase: Phase, made: Produced, used: Mapping[Phase, Produced], region: _Region) -> Produced:
+    def kept(self, var: Var, phase: Phase, made: Produced, region: _Region) -> Produced:
         """The copy that a phase begins with: as the value was made, or as it waited since the phase before."""
-        earlier = used.get("f") or used.get("b")
+        earlier = self.graph.used.get((var, "f")) or self.graph.used.get((var, "b"))
         waits = phase == "b" or (phase == "o" and region.is_scan)
-        if earlier is None or not waits or not region.communicates or self.mesh.num_devices == 1:
+        if earlier is None or not waits or var in self.anew or not region.communicates:
             return made
         shardings = self.all_shardings(tuple(var.aval.shape), may_be_partial(var.aval.dtype))
         if len(shardings) == 1:
             return made
-        twice, nothing = self.shared([*shardings, *shardings]), (None,) * len(shardings)
-        node = self.port(f"keep {phase}", var, region, partial=True, kind="keep", only=twice)
-        self.graph.keeps[var, phase] = Keep(node.index, made, earlier)
-        self.edge(made, node, 0, self.shared([*shardings, *nothing]), var, region.weight, region, phase)
-        self.edge(earlier, node, 1, self.shared([*nothing, *shardings]), var, region.weight, region, phase)
-        return Produced(node.index, twice)
+        node = self.port(f"keep {phase}", var, region, partial=True, kind="keep", only=shardings)
+        self.graph.keeps[var, phase] = Keep(node.index, earlier)
+        self.edge(earlier, node, 0, shardings, var, region.weight, region, phase)
+        return Produced(node.index, shardings)
 
     def edge(
         self,
         made: Produced,
         node: Node,
         slot: int,
-        wanted: Wanted,
+        wanted: Shardings,
         var: Var,
         weight: float,
         region: _Region,
@@ -333,7 +331,7 @@ class _Builder:
             self.port_lists[shape, partial] = self.shared(list(_shardings(shape, self.axis_sizes, partial)))
         return self.port_lists[shape, partial]
 
-    def shared(self, shardings: Sequence[Any]) -> Any:
+    def shared(self, shardings: Sequence[Sharding]) -> Shardings:
         key = tuple(shardings)
         return self.lists.setdefault(key, key)
 
@@ -350,7 +348,7 @@ class _Builder:
             kind="op",
             name=eqn.primitive.name,
             strategies=strategies,
-            weight=region.weight,
+            weight=region.weight * (2 if id(eqn) in self.twice else 1),
             eqn=eqn,
             rule=rule,
             communicates=region.communicates,

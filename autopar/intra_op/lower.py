@@ -17,7 +17,7 @@ from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
 from autopar.cost.reshard import cheapest_reshard
 from autopar.cost.steps import apply_to_sharding, step_kind
 from autopar.intra_op.fuse import fuse_collectives
-from autopar.intra_op.graph import Graph, Keep, Phase, stacked
+from autopar.intra_op.graph import PHASES, Graph, Keep, Phase, stacked
 from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Move, Region, describe
 from autopar.intra_op.strategies import Strategy
 from autopar.ir.structure import body_jaxprs, inputs_of, is_structured, scan_parts, while_parts
@@ -136,8 +136,9 @@ class _Lowering:
         """Have the copy of `atom` in `sharding` that `eqn` reads (None: it is a result), converting it now if there is none."""
         if isinstance(atom, Literal):
             return
-        phase, reader = ("o", "result") if eqn is None else (self.graph.phases.get(id(eqn), "f"), describe(eqn))
-        if eqn is None and sharding in (self.made[atom], *self.copies.get((atom, "b"), ())):
+        phase: Phase = "o" if eqn is None else self.graph.phases.get(id(eqn), "f")
+        reader = "result" if eqn is None else describe(eqn)
+        if eqn is None and (sharding == self.made[atom] or self.was_made(atom, sharding)):
             return
         copies = self.at_hand(atom, phase, reader)
         if sharding in copies:
@@ -146,6 +147,10 @@ class _Lowering:
         if hub is not None:
             self.convert(atom, self.chosen(hub), copies, reader)
         self.convert(atom, sharding, copies, reader)
+
+    def was_made(self, var: Var, sharding: Sharding) -> bool:
+        """Whether any phase of this body had this copy."""
+        return any(sharding in self.copies.get((var, phase), ()) for phase in PHASES)
 
     def at_hand(self, var: Var, phase: Phase, reader: str) -> list[Sharding]:
         """The copies of a value that a phase may begin with."""
@@ -160,18 +165,10 @@ class _Lowering:
     def kept(self, var: Var, keep: Keep, reader: str) -> Sharding:
         """Have the copy in which a value waits."""
         target = self.chosen(keep.node)
-        if target == self.made[var]:
-            return target
-        origin = keep.origin(self.graph.nodes[keep.node], self.choices[keep.node])
-        earlier = self.copies.get((var, "f")) or self.copies.get((var, "b")) or [self.made[var]]
-        if target in earlier:
-            return target
-        copies = [self.made[var]]
-        if origin is keep.used:
-            used = origin.shardings[self.choices[origin.node]]
-            self.convert(var, used, earlier, reader)
-            copies = [used]
-        self.convert(var, target, copies, reader)
+        copies = self.copies.get((var, "f")) or self.copies.get((var, "b")) or [self.made[var]]
+        if target not in (self.made[var], *copies):
+            self.convert(var, keep.used.shardings[self.choices[keep.used.node]], copies, reader)
+            self.convert(var, target, copies, reader)
         return target
 
     def convert(self, var: Var, target: Sharding, copies: list[Sharding], reader: str) -> None:

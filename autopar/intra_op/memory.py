@@ -18,7 +18,7 @@ import numpy as np
 
 from autopar._jax import Var
 from autopar.intra_op.costs import held_values
-from autopar.intra_op.graph import PHASES, Graph, Phase, Wanted
+from autopar.intra_op.graph import PHASES, Graph, Phase, Shardings
 from autopar.intra_op.liveness import Alive, Liveness, fullest_moments, packed_bytes
 from autopar.intra_op.problem import MemoryRow
 from autopar.intra_op.sharded import Body, Compute, Fused, Gate, Move, Region, describe
@@ -99,7 +99,7 @@ def _row(
     return MemoryRow(place, row.bytes_of, budget, row.constant, row.pairs)
 
 
-_Owner = tuple[int, Wanted]
+_Owner = tuple[int, Shardings]
 """A node that chooses a sharding for a value, and the value's sharding for each of its choices."""
 
 
@@ -124,7 +124,7 @@ class _Row:
             if not packed:
                 self.bytes_of[numbers[1]] = self.bytes_of.get(numbers[1], 0.0) + size
             return
-        differs = np.array([[here != there and here is not None for here in ours] for there in theirs])
+        differs = np.array([[here != there for here in ours] for there in theirs])
         matrix = differs * (size + self._bytes(var, theirs)[:, None] if packed else size)
         if numbers[0] > numbers[1]:
             numbers, matrix = numbers[::-1], matrix.T
@@ -137,9 +137,9 @@ class _Row:
         here = np.arange(len(shardings)) == choices[number]
         self.bytes_of[number] = self.bytes_of.get(number, 0.0) + here * float(num_bytes)
 
-    def _bytes(self, var: Var, shardings: Wanted) -> np.ndarray:
+    def _bytes(self, var: Var, shardings: Shardings) -> np.ndarray:
         whole = num_elements(var.aval.shape) * var.aval.dtype.itemsize
-        return np.array([whole / sharding.num_shards(self.mesh) if sharding else 0.0 for sharding in shardings])
+        return np.array([whole / sharding.num_shards(self.mesh) for sharding in shardings])
 
 
 class _Owners:
