@@ -94,11 +94,14 @@ def init_params(config: Llama, key: jax.Array | None = None) -> Any:
     }
 
 
-def loss_of(params: Any, tokens: jax.Array, config: Llama) -> jax.Array:
-    """Mean cross entropy of the next token."""
-    x = params["embed"].astype(config.dtype)[tokens]
+def loss_of(
+    params: Any, tokens: jax.Array, config: Llama, gather: Callable[[Any], Any] = lambda tree: tree
+) -> jax.Array:
+    """Mean cross entropy of the next token; `gather` brings together what is needed of the parameters next."""
+    x = gather(params["embed"]).astype(config.dtype)[tokens]
 
     def block(x, layer):
+        layer = gather(layer)
         layer = jax.tree.map(lambda w: w.astype(config.dtype), layer)
         x = x + attention(layer, normalize(layer["norm1"], x), config)
         h = normalize(layer["norm2"], x)
@@ -110,7 +113,8 @@ def loss_of(params: Any, tokens: jax.Array, config: Llama) -> jax.Array:
     else:
         for layer in params["layers"]:
             x = block(x, layer)
-    logits = (normalize(params["norm"].astype(x.dtype), x) @ params["head"].astype(x.dtype)).astype(jnp.float32)
+    norm, head = gather((params["norm"], params["head"]))
+    logits = (normalize(norm.astype(x.dtype), x) @ head.astype(x.dtype)).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
 
 
