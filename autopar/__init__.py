@@ -1,5 +1,6 @@
 """autopar: automatic parallel training in JAX. One line, `@autopar.parallelize`, runs a training step on many devices."""
 
+import autopar.adapters  # noqa: F401  (registers them)
 from autopar import checkpoint, errors
 from autopar.api import CompiledStep, ParallelStep, parallelize
 from autopar.fit import fit
@@ -7,8 +8,8 @@ from autopar.follow import follow
 from autopar.ir.rules.mark import mark_stage
 from autopar.ir.rules.opaque import sharding_rule
 from autopar.mesh import Cluster, Device, Link, LogicalMesh
-from autopar.plan.methods import Auto, DataParallel, PipelineParallel, ShardParallel, ThreeD
-from autopar.plan.plan import Plan
+from autopar.report.plan import Plan
+from autopar.search.methods import Auto, DataParallel, PipelineParallel, ShardParallel, ThreeD
 
 __version__ = "0.1.0"
 __all__ = [

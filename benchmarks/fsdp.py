@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import os
 
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS","")+" --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+)
 
 from dataclasses import replace
 from typing import Any
@@ -29,9 +31,7 @@ from rich.table import Table
 
 import autopar
 
-SMALL = Llama(
-    layers=16, width=2048, hidden=8192, heads=16, vocabulary=8192, tokens=1024, batch=8, dtype=jnp.float32
-)
+SMALL = Llama(layers=16, width=2048, hidden=8192, heads=16, vocabulary=8192, tokens=1024, batch=8, dtype=jnp.float32)
 
 
 def by_hand(config: Llama, mesh: jax.sharding.Mesh) -> Any:

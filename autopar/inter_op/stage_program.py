@@ -19,9 +19,10 @@ from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr, new_var
 from autopar.inter_op.residuals import CHEAP
 from autopar.inter_op.stage_tasks import StageParts, Task, stage_tasks
 from autopar.inter_op.tasks import Tasks
-from autopar.ir.accumulate import AccumulatingScan, accumulating_scan, stack_type
-from autopar.ir.microbatch import Result
-from autopar.ir.structure import inputs_of, scan_parts, variables
+from autopar.ir.dataflow import inputs_of, variables
+from autopar.ir.region import bodies_of
+from autopar.ir.split.accumulate import AccumulatingScan, accumulating_scan, stack_type
+from autopar.ir.split.microbatch import Result
 
 Dims = frozenset[int]
 
@@ -143,7 +144,7 @@ class _Builder:
 
     def entering(self, scan: AccumulatingScan | None) -> Sequence[Var]:
         """What enters the loop."""
-        return scan_parts(scan.eqn).body.invars if scan else ()
+        return bodies_of(scan.eqn)[0].invars if scan else ()
 
     def twice(self) -> list[JaxprEqn]:
         """Equations of the loop that the forward and the backward pass both run."""

@@ -1,6 +1,6 @@
 """The decision graph: what must be chosen to shard a program, and which choices meet where.
 
-In:     the flat program (`ir/flatten.py`) and a logical mesh.
+In:     the flat program (`ir/trace/flatten.py`) and a logical mesh.
 Out:    `Graph`: nodes with their choices, edges on which one choice's sharding must become another's.
 Method: three kinds of node. An *operation* chooses a strategy of its rule. A *port* chooses the sharding of a value at a
         border: an argument, an output, what enters and leaves a `scan`, `while` or `cond`; loop bodies are part of the
@@ -23,14 +23,14 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
 from autopar.intra_op.batch import BatchDims, Dims, between_samples, follow_batch
 from autopar.intra_op.strategies import Strategy, enumerate_strategies
+from autopar.ir.region import Binding, Region, bodies_of, is_region, region_of
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.rules.linearity import may_be_partial
 from autopar.ir.signature import equation_signature
 from autopar.ir.source import is_backward
-from autopar.ir.structure import body_jaxprs, is_structured, scan_parts, trip_count, while_parts
 from autopar.mesh import LogicalMesh, Sharding
 
 Shardings = tuple[Sharding, ...]
@@ -160,12 +160,23 @@ class Graph:
 
 
 @dataclass(frozen=True, slots=True)
-class _Region:
+class _Place:
     """Where an equation stands: how often it runs, and whether it may communicate."""
 
     weight: float = 1.0
     communicates: bool = True
     is_scan: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A value that a node reads, in one sharding for each choice of the node."""
+
+    atom: Atom
+    node: Node
+    slot: int
+    wanted: Shardings
+    phase: Phase
 
 
 def build_graph(
@@ -208,31 +219,31 @@ class _Builder:
         self.rules: dict[object, tuple[ShardingRule, tuple[Strategy, ...], list[Shardings], list[Shardings]]] = {}
         self.port_lists: dict[tuple[tuple[int, ...], bool], Shardings] = {}
         # Readers of each open body, innermost last: they wait until all are known, for a value with several gets a hub.
-        self.pending: list[list[tuple[object, Node, int, Shardings, float, Phase]]] = []
+        self.pending: list[list[_Read]] = []
         self.is_behind: list[bool] = []  # of each open body, whether its backward pass has begun
 
     def build(self, aliases: Mapping[int, int]) -> Graph:
         graph = self.graph
-        region = _Region()
+        place = _Place()
         for position, var in enumerate(self.jaxpr.invars):
-            node = self.port(f"input {position}", var, region, partial=False)
+            node = self.port(f"input {position}", var, place, partial=False)
             graph.inputs.append(node.index)
             graph.produced[var] = Produced(node.index, node.shardings)
-        self.body(self.jaxpr, region)
+        self.body(self.jaxpr, place)
         for position, atom in enumerate(self.jaxpr.outvars):
             if position in aliases:
                 node = graph.nodes[graph.inputs[aliases[position]]]
             else:
-                node = self.port(f"output {position}", atom, region, partial=False)
+                node = self.port(f"output {position}", atom, place, partial=False)
             graph.outputs.append(node.index)
         readers = [
-            (atom, graph.nodes[index], -1 - k, graph.nodes[index].shardings, 1.0)
+            _Read(atom, graph.nodes[index], -1 - k, graph.nodes[index].shardings, "o")
             for k, (atom, index) in enumerate(zip(self.jaxpr.outvars, graph.outputs, strict=True))
         ]
-        self.connect(self.pending.pop(), readers, region)
+        self.connect([*self.pending.pop(), *readers], place)
         return graph
 
-    def body(self, jaxpr: Jaxpr, region: _Region) -> None:
+    def body(self, jaxpr: Jaxpr, place: _Place) -> None:
         """Nodes of all equations of one body; `connect` its readers afterwards."""
         self.pending.append([])
         self.is_behind.append(False)
@@ -240,64 +251,56 @@ class _Builder:
             backward = is_backward(eqn)
             self.graph.phases[id(eqn)] = "b" if backward else "u" if self.is_behind[-1] else "f"
             self.is_behind[-1] |= backward
-            if is_structured(eqn):
-                self.structured(eqn, region)
+            if is_region(eqn):
+                self.region(eqn, place)
                 # Behind a loop over microbatches, which holds both passes, is the update.
-                bodies = body_jaxprs(eqn)
-                self.is_behind[-1] |= any(self.graph.phases[id(inner)] == "b" for b in bodies for inner in b.eqns)
+                inner = (e for body in bodies_of(eqn) for e in body.eqns)
+                self.is_behind[-1] |= any(self.graph.phases[id(e)] == "b" for e in inner)
             else:
-                self.operation(eqn, region)
+                self.operation(eqn, place)
         self.is_behind.pop()
 
-    def read(self, atom: Any, node: Node, slot: int, wanted: Shardings, eqn: JaxprEqn) -> None:
-        self.pending[-1].append((atom, node, slot, wanted, 1.0, self.graph.phases[id(eqn)]))
+    def read(self, atom: Atom, node: Node, slot: int, wanted: Shardings, eqn: JaxprEqn) -> None:
+        self.pending[-1].append(_Read(atom, node, slot, wanted, self.graph.phases[id(eqn)]))
 
-    def connect(self, reads: list, outputs: list, region: _Region) -> None:
+    def connect(self, reads: Sequence[_Read], place: _Place) -> None:
         """Edges of one body: straight where a value has one reader in a phase, through a hub where it has several."""
-        by_value: dict[Var, dict[Phase, list]] = {}
-        for atom, node, slot, wanted, weight, phase in (*reads, *((*output, "o") for output in outputs)):
-            if not isinstance(atom, Literal):
-                by_value.setdefault(atom, {}).setdefault(phase, []).append((node, slot, wanted, weight))
+        by_value: dict[Var, dict[Phase, list[_Read]]] = {}
+        for read in reads:
+            if not isinstance(read.atom, Literal):
+                by_value.setdefault(read.atom, {}).setdefault(read.phase, []).append(read)
         for var, readers_of in by_value.items():
             made = self.graph.produced[var]
             for phase, readers in sorted(readers_of.items(), key=lambda pair: PHASES.index(pair[0])):
-                source = self.kept(var, phase, made, region)
+                source = self.kept(var, phase, made, place)
+                shared = Produced(readers[0].node.index, readers[0].wanted)
                 if len(readers) > 1:
-                    hub = self.port(f"hub {phase}", var, region, partial=True, kind="hub")
+                    hub = self.port(f"hub {phase}", var, place, partial=True, kind="hub")
                     self.graph.hubs[var, phase] = hub.index
-                    self.edge(source, hub, 0, hub.shardings, var, region.weight, region, phase)
-                    source = Produced(hub.index, hub.shardings)
-                for node, slot, wanted, weight in readers:
-                    self.edge(source, node, slot, wanted, var, region.weight * weight, region, phase)
-                shared = source if len(readers) > 1 else Produced(readers[0][0].index, readers[0][2])
+                    self.edge(source, hub, 0, hub.shardings, var, place, phase)
+                    source = shared = Produced(hub.index, hub.shardings)
+                for read in readers:
+                    self.edge(source, read.node, read.slot, read.wanted, var, place, phase)
                 self.graph.used[var, phase] = shared
 
-    def kept(self, var: Var, phase: Phase, made: Produced, region: _Region) -> Produced:
+    def kept(self, var: Var, phase: Phase, made: Produced, place: _Place) -> Produced:
         """The copy that a phase begins with: as the value was made, or as it waited since the phase before."""
         earlier = self.graph.used.get((var, "f")) or self.graph.used.get((var, "b"))
-        waits = phase == "b" or (phase == "o" and region.is_scan)
-        if earlier is None or not waits or var in self.anew or not region.communicates:
+        waits = phase == "b" or (phase == "o" and place.is_scan)
+        if earlier is None or not waits or var in self.anew or not place.communicates:
             return made
         shardings = self.all_shardings(tuple(var.aval.shape), may_be_partial(var.aval.dtype))
         if len(shardings) == 1:
             return made
-        node = self.port(f"keep {phase}", var, region, partial=True, kind="keep", only=shardings)
+        node = self.port(f"keep {phase}", var, place, partial=True, kind="keep", only=shardings)
         self.graph.keeps[var, phase] = Keep(node.index, earlier)
-        self.edge(earlier, node, 0, shardings, var, region.weight, region, phase)
+        self.edge(earlier, node, 0, shardings, var, place, phase)
         return Produced(node.index, shardings)
 
     def edge(
-        self,
-        made: Produced,
-        node: Node,
-        slot: int,
-        wanted: Shardings,
-        var: Var,
-        weight: float,
-        region: _Region,
-        phase: Phase,
+        self, made: Produced, node: Node, slot: int, wanted: Shardings, var: Var, place: _Place, phase: Phase
     ) -> None:
-        communicates = region.communicates
+        weight, communicates = place.weight, place.communicates
         self.graph.edges.append(
             Edge(made.node, node.index, slot, made.shardings, wanted, var, weight, communicates, phase=phase)
         )
@@ -310,7 +313,7 @@ class _Builder:
         return node
 
     def port(
-        self, name: str, atom: Any, region: _Region, partial: bool, kind: str = "port", only: Shardings | None = None
+        self, name: str, atom: Atom, place: _Place, partial: bool, kind: str = "port", only: Shardings | None = None
     ) -> Node:
         shape, dtype = tuple(atom.aval.shape), atom.aval.dtype
         partial = partial and may_be_partial(dtype)
@@ -319,9 +322,9 @@ class _Builder:
             kind=kind,
             name=name,
             shardings=shardings,
-            weight=region.weight,
+            weight=place.weight,
             var=None if isinstance(atom, Literal) else atom,
-            communicates=region.communicates,
+            communicates=place.communicates,
             signature=(kind, name.rstrip("0123456789"), shape, str(dtype)),
         )
 
@@ -335,7 +338,7 @@ class _Builder:
         key = tuple(shardings)
         return self.lists.setdefault(key, key)
 
-    def operation(self, eqn: JaxprEqn, region: _Region) -> None:
+    def operation(self, eqn: JaxprEqn, place: _Place) -> None:
         signature = equation_signature(eqn)
         if signature not in self.rules:
             rule = rule_for(eqn)
@@ -348,10 +351,10 @@ class _Builder:
             kind="op",
             name=eqn.primitive.name,
             strategies=strategies,
-            weight=region.weight * (2 if id(eqn) in self.twice else 1),
+            weight=place.weight * (2 if id(eqn) in self.twice else 1),
             eqn=eqn,
             rule=rule,
-            communicates=region.communicates,
+            communicates=place.communicates,
             signature=signature,
         )
         self.graph.op_node[id(eqn)] = node.index
@@ -360,124 +363,43 @@ class _Builder:
         for k, var in enumerate(eqn.outvars):
             self.graph.produced[var] = Produced(node.index, given[k], k)
 
-    # Structured equations
+    # Regions
 
-    def structured(self, eqn: JaxprEqn, region: _Region) -> None:
-        match eqn.primitive.name:
-            case "scan":
-                self.scan(eqn, region)
-            case "while":
-                self.while_loop(eqn, region)
-            case "cond":
-                self.cond(eqn, region)
-            case "optimization_barrier":
-                self.barrier(eqn, region)
-            case name:
-                raise AssertionError(f"`{name}` is called structured, but the graph cannot take it apart.")
+    def region(self, eqn: JaxprEqn, around: _Place) -> None:
+        """A port for each value at the border; the bodies are part of the graph."""
+        region = region_of(eqn)
+        within = _Place(
+            around.weight * region.trips, around.communicates and region.kind != "while", region.kind == "scan"
+        )
+        leaving: list[list[_Read]] = [[] for _ in region.bodies]
+        for (role, k), b in region.named():
+            node = self.border(eqn, region, role, k, b, around if b.role != "test" else within)
+            outside = self.shared([stacked(s) for s in node.shardings]) if b.is_stacked else node.shardings
+            if b.outer is not None:
+                self.read(b.outer, node, 0, outside, eqn)
+            for var in b.variables:
+                self.graph.produced[var] = Produced(node.index, node.shardings)
+            if b.result is not None:
+                self.graph.produced[b.result] = Produced(node.index, outside)
+            slots = itertools.count(0 if b.outer is None else 1)
+            for reads, atom in zip(leaving, b.inside, strict=False):
+                if atom is not None:
+                    reads.append(_Read(atom, node, next(slots), node.shardings, "o"))
+        for body, reads in zip(region.bodies, leaving, strict=True):
+            self.body(body, within)
+            self.connect([*self.pending.pop(), *reads], within)
 
-    def border(
-        self,
-        eqn: JaxprEqn,
-        role: str,
-        k: int,
-        atom: Any,
-        region: _Region,
-        partial: bool,
-        only: Shardings | None = None,
-    ) -> Node:
-        node = self.port(f"{eqn.primitive.name} {role} {k}", atom, region, partial, only=only)
+    def border(self, eqn: JaxprEqn, region: Region, role: str, k: int, b: Binding, place: _Place) -> Node:
+        """The port of a value at the border; in a loop of known length, what leaves it may be partial."""
+        # What a branch reads is the operand itself; what a loop reads is there for all of its trips.
+        entering = [b.outer] if region.kind == "cond" else b.variables
+        known = (*entering, None if b.is_stacked else b.result, *b.values, b.outer)
+        atom = next(a for a in known if a is not None)
+        partial = b.result is not None and region.kind in ("scan", "barrier")
+        whole = self.shared([Sharding.replicated(0)]) if b.role == "test" else None
+        node = self.port(f"{region.kind} {role} {k}", atom, place, partial, only=whole)
         self.graph.ports[id(eqn), role, k] = node.index
         return node
-
-    def close_body(self, outputs: list, region: _Region) -> None:
-        self.connect(self.pending.pop(), outputs, region)
-
-    def scan(self, eqn: JaxprEqn, region: _Region) -> None:
-        graph, parts = self.graph, scan_parts(eqn)
-        inner = _Region(region.weight * trip_count(eqn), region.communicates, is_scan=True)
-        for k, (outer, var) in enumerate(parts.consts):
-            node = self.border(eqn, "const", k, var, region, partial=False)
-            self.read(outer, node, 0, node.shardings, eqn)
-            graph.produced[var] = Produced(node.index, node.shardings)
-        carries = []
-        for k, (outer, var, _, result) in enumerate(parts.carries):
-            node = self.border(eqn, "carry", k, var, region, partial=True)
-            carries.append(node)
-            self.read(outer, node, 0, node.shardings, eqn)
-            graph.produced[var] = graph.produced[result] = Produced(node.index, node.shardings)
-        for k, (outer, var) in enumerate(parts.xs):
-            node = self.border(eqn, "xs", k, var, region, partial=False)
-            self.read(outer, node, 0, self.shared([stacked(s) for s in node.shardings]), eqn)
-            graph.produced[var] = Produced(node.index, node.shardings)
-        self.body(parts.body, inner)
-        outputs = [
-            (inside, node, 1, node.shardings, 1.0)
-            for (_, _, inside, _), node in zip(parts.carries, carries, strict=True)
-        ]
-        for k, (inside, result) in enumerate(parts.ys):
-            node = self.border(eqn, "ys", k, inside, region, partial=True)
-            outputs.append((inside, node, 0, node.shardings, 1.0))
-            graph.produced[result] = Produced(node.index, self.shared([stacked(s) for s in node.shardings]))
-        self.close_body(outputs, inner)
-
-    def while_loop(self, eqn: JaxprEqn, region: _Region) -> None:
-        graph, parts = self.graph, while_parts(eqn)
-        inner = _Region(region.weight, communicates=False)
-        for role, consts in (("cond const", parts.cond_consts), ("body const", parts.body_consts)):
-            for k, (outer, var) in enumerate(consts):
-                node = self.border(eqn, role, k, var, region, partial=False)
-                self.read(outer, node, 0, node.shardings, eqn)
-                graph.produced[var] = Produced(node.index, node.shardings)
-        carries = []
-        for k, (outer, cond_var, var, _, result) in enumerate(parts.carries):
-            node = self.border(eqn, "carry", k, var, region, partial=False)
-            carries.append(node)
-            self.read(outer, node, 0, node.shardings, eqn)
-            for seen in (cond_var, var, result):
-                graph.produced[seen] = Produced(node.index, node.shardings)
-        self.body(parts.cond_body, inner)
-        predicate = self.border(
-            eqn, "predicate", 0, parts.predicate, inner, partial=False, only=self.shared([Sharding.replicated(0)])
-        )
-        self.close_body([(parts.predicate, predicate, 0, predicate.shardings, 1.0)], inner)
-        self.body(parts.body, inner)
-        self.close_body(
-            [
-                (inside, node, 1, node.shardings, 1.0)
-                for (_, _, _, inside, _), node in zip(parts.carries, carries, strict=True)
-            ],
-            inner,
-        )
-
-    def cond(self, eqn: JaxprEqn, region: _Region) -> None:
-        graph = self.graph
-        branches = body_jaxprs(eqn)
-        index = self.border(
-            eqn, "index", 0, eqn.invars[0], region, partial=False, only=self.shared([Sharding.replicated(0)])
-        )
-        self.read(eqn.invars[0], index, 0, index.shardings, eqn)
-        operands = [
-            self.border(eqn, "operand", k, atom, region, partial=False) for k, atom in enumerate(eqn.invars[1:])
-        ]
-        for atom, node in zip(eqn.invars[1:], operands, strict=True):
-            self.read(atom, node, 0, node.shardings, eqn)
-        results = [self.border(eqn, "result", k, var, region, partial=False) for k, var in enumerate(eqn.outvars)]
-        for var, node in zip(eqn.outvars, results, strict=True):
-            graph.produced[var] = Produced(node.index, node.shardings)
-        for number, branch in enumerate(branches):
-            for var, node in zip(branch.invars, operands, strict=True):
-                graph.produced[var] = Produced(node.index, node.shardings)
-            self.body(branch, region)
-            self.close_body(
-                [(atom, node, number, node.shardings, 1.0) for atom, node in zip(branch.outvars, results, strict=True)],
-                region,
-            )
-
-    def barrier(self, eqn: JaxprEqn, region: _Region) -> None:
-        for k, (atom, var) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):
-            node = self.border(eqn, "through", k, var, region, partial=True)
-            self.read(atom, node, 0, node.shardings, eqn)
-            self.graph.produced[var] = Produced(node.index, node.shardings)
 
 
 def stacked(sharding: Sharding) -> Sharding:

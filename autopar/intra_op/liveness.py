@@ -26,6 +26,7 @@ from autopar.intra_op.sharded import (
     copies_read,
     local_bytes,
 )
+from autopar.ir.region import kind_of
 from autopar.mesh import LogicalMesh
 
 _FALLEN = 0.99
@@ -64,6 +65,7 @@ class Liveness:
         moment: Index of the top-level instruction at the peak.
         alive: Copies alive at the peak, outermost body first; inner copies weighted once.
         packed: Moves that are being sent as one at the peak, packed into an array of their own.
+        at: The innermost instruction at the peak; None: the beginning.
     """
 
     argument_bytes: int
@@ -72,6 +74,7 @@ class Liveness:
     moment: int
     alive: tuple[Alive, ...]
     packed: tuple[Move, ...] = ()
+    at: Instruction | None = None
 
 
 def measure_liveness(body: Body, mesh: LogicalMesh, stored: AbstractSet[Var], donated: Sequence[bool] = ()) -> Liveness:
@@ -104,7 +107,7 @@ def fullest_moments(
     pinned = {copy for copy, freed in zip(body.inputs, donated or [False] * len(arguments), strict=True) if not freed}
     peaks = sorted(_peaks(body, mesh, stored, pinned, elsewhere=elsewhere), key=lambda peak: -peak.bytes)[:count]
     return tuple(
-        Liveness(sum(arguments), sum(outputs.values()), peak.bytes, peak.moment, peak.alive, peak.packed)
+        Liveness(sum(arguments), sum(outputs.values()), peak.bytes, peak.moment, peak.alive, peak.packed, peak.at)
         for peak in peaks
     )
 
@@ -117,6 +120,7 @@ class _Peak:
     moment: int
     alive: tuple[Alive, ...]
     packed: tuple[Move, ...] = ()
+    at: Instruction | None = None
 
 
 def _peaks(
@@ -152,7 +156,8 @@ def _peaks(
             peaks.append(most)
             most = _Peak(0, position, ())
         if total + inner.bytes > most.bytes:
-            most = _Peak(total + inner.bytes, position, (*_at(body, position, alive), *inner.alive), inner.packed)
+            everyone = (*_at(body, position, alive), *inner.alive)
+            most = _Peak(total + inner.bytes, position, everyone, inner.packed, inner.at or instruction)
         for made in dying.get(position, ()):
             total -= alive.pop(made, 0)
         for copy in copies_made(instruction):
@@ -192,7 +197,7 @@ def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: AbstractSet
     most = _Peak(0, 0, ())
     if not isinstance(instruction, Region):
         return most
-    is_scan = instruction.eqn.primitive.name == "scan"
+    is_scan = kind_of(instruction.eqn) == "scan"
     num_shared = len(instruction.eqn.invars)
     for body in instruction.bodies:
         num_whole = (

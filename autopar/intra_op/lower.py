@@ -20,7 +20,8 @@ from autopar.intra_op.fuse import fuse_collectives
 from autopar.intra_op.graph import PHASES, Graph, Keep, Phase, stacked
 from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Move, Region, describe
 from autopar.intra_op.strategies import Strategy
-from autopar.ir.structure import body_jaxprs, inputs_of, is_structured, scan_parts, while_parts
+from autopar.ir.dataflow import inputs_of
+from autopar.ir.region import is_region, region_of
 from autopar.mesh import Sharding
 
 
@@ -90,7 +91,7 @@ class _Lowering:
         for position, eqn in enumerate(jaxpr.eqns):
             if id(eqn) in self.gates:
                 self.gate(*self.gates[id(eqn)])
-            if is_structured(eqn):
+            if is_region(eqn):
                 self.region(eqn)
             else:
                 self.compute(eqn)
@@ -213,48 +214,17 @@ class _Lowering:
         self.is_again = False
 
     def region(self, eqn: JaxprEqn) -> None:
-        operands, results, inside = self.border(eqn)
+        region = region_of(eqn)
+        inside = [self.port(eqn, role, k) for (role, k), _ in region.named()]
+        outside = [stacked(s) if b.is_stacked else s for b, s in zip(region.bindings, inside, strict=True)]
+        operands, results = region.of_operands(outside), region.of_results(outside)
         for atom, sharding in zip(eqn.invars, operands, strict=True):
             self.need(atom, sharding, eqn)
         is_again, self.is_again = self.is_again, False
         bodies = []
-        for jaxpr, (entering, leaving) in zip(body_jaxprs(eqn), inside, strict=True):
+        for k, body in enumerate(region.bodies):
             self.last = None
-            bodies.append(self.body(jaxpr, entering, leaving))
+            bodies.append(self.body(body, region.entering(k, inside), region.leaving(k, inside)))
         self.is_again = is_again
         self.emit(Region(eqn, tuple(operands), tuple(results), tuple(bodies)))
         self.define(eqn.outvars, results)
-
-    def border(
-        self, eqn: JaxprEqn
-    ) -> tuple[list[Sharding], list[Sharding], list[tuple[list[Sharding], list[Sharding]]]]:
-        """Shardings of a structured equation's operands and results, and of each body's inputs and outputs."""
-
-        def ports(role: str, count: int) -> list[Sharding]:
-            return [self.port(eqn, role, k) for k in range(count)]
-
-        match eqn.primitive.name:
-            case "scan":
-                parts = scan_parts(eqn)
-                consts, carries = ports("const", len(parts.consts)), ports("carry", len(parts.carries))
-                xs, ys = ports("xs", len(parts.xs)), ports("ys", len(parts.ys))
-                return (
-                    consts + carries + [stacked(s) for s in xs],
-                    carries + [stacked(s) for s in ys],
-                    [(consts + carries + xs, carries + ys)],
-                )
-            case "while":
-                loop = while_parts(eqn)
-                cond, body = ports("cond const", len(loop.cond_consts)), ports("body const", len(loop.body_consts))
-                carries = ports("carry", len(loop.carries))
-                return (
-                    cond + body + carries,
-                    carries,
-                    [(cond + carries, ports("predicate", 1)), (body + carries, carries)],
-                )
-            case "cond":
-                operands, results = ports("operand", len(eqn.invars) - 1), ports("result", len(eqn.outvars))
-                return (ports("index", 1) + operands, results, [(operands, results)] * len(body_jaxprs(eqn)))
-            case _:
-                through = ports("through", len(eqn.invars))
-                return through, through, []

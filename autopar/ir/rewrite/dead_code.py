@@ -1,0 +1,75 @@
+"""Dead code: drop what no output and no effect needs, inside loops and branches too.
+
+In:     a flat jaxpr.
+Out:    the same program without equations, loop carries, scanned inputs, stacked outputs and barrier operands that
+        nothing reads. Results that nothing reads of an equation that stays become `DropVar`.
+Method: one walk backwards per body; what crosses a region's border is alive if its result is, or if a body needs it for
+        something that is (fixed point).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import compress
+
+from autopar._jax import Atom, DropVar, Jaxpr, JaxprEqn, Var, make_jaxpr, replace_eqn
+from autopar.ir.region import Binding, is_region, region_of
+
+
+def remove_dead_code(jaxpr: Jaxpr, keep_inputs: int | None = None) -> Jaxpr:
+    """`jaxpr` without what nothing needs.
+
+    Args:
+        jaxpr: A flat program.
+        keep_inputs: How many of the first invars stay even if nothing reads them; None: all.
+
+    Returns:
+        The smaller program, over the same variables.
+    """
+    eqns, alive = _trim(jaxpr, jaxpr.outvars)
+    keep_inputs = len(jaxpr.invars) if keep_inputs is None else keep_inputs
+    invars = [var for i, var in enumerate(jaxpr.invars) if i < keep_inputs or var in alive]
+    return make_jaxpr(invars, jaxpr.outvars, eqns)
+
+
+def _trim(jaxpr: Jaxpr, wanted: Iterable[Atom]) -> tuple[list[JaxprEqn], set[Var]]:
+    """Equations needed for the wanted outputs, and all variables that these need."""
+    alive = {atom for atom in wanted if isinstance(atom, Var)}
+    eqns = []
+    for eqn in reversed(jaxpr.eqns):
+        results = [var in alive for var in eqn.outvars]
+        if not any(results) and not eqn.effects:
+            continue
+        kept = _region(eqn, results) if is_region(eqn) else _drop_results(eqn, results)
+        alive.update(atom for atom in kept.invars if isinstance(atom, Var))
+        eqns.append(kept)
+    return eqns[::-1], alive
+
+
+def _drop_results(eqn: JaxprEqn, wanted: Sequence[bool]) -> JaxprEqn:
+    return eqn if all(wanted) else replace_eqn(eqn, outvars=list(map(_dropped, eqn.outvars, wanted)))
+
+
+def _dropped(var: Var, wanted: bool) -> Var:
+    return var if wanted else DropVar(var.aval)
+
+
+def _region(eqn: JaxprEqn, wanted: Sequence[bool]) -> JaxprEqn:
+    region = region_of(eqn)
+    is_wanted = dict(zip(eqn.outvars, wanted, strict=True))
+    alive = [b.role == "test" or is_wanted.get(b.result, False) for b in region.bindings]
+    while True:
+        trimmed = [
+            _trim(body, compress(body.outvars, region.leaving(k, alive))) for k, body in enumerate(region.bodies)
+        ]
+        needed = {var for body, (_, needs) in zip(region.bodies, trimmed, strict=True) for var in needs}
+        grown = [a or any(var in needed for var in b.variables) for a, b in zip(alive, region.bindings, strict=True)]
+        if grown == alive:
+            break
+        alive = grown
+
+    def kept(b: Binding) -> Binding:
+        return b if b.result is None else replace(b, result=_dropped(b.result, is_wanted[b.result]))
+
+    return region.rebuild([kept(b) for b in compress(region.bindings, alive)], [eqns for eqns, _ in trimmed])

@@ -1,0 +1,209 @@
+"""Microbatches: a training step in three phases, of which the middle one runs once per part of the batch.
+
+In:     a flat program, its batch inputs, the number of microbatches.
+Out:    `Microbatches`: equations *before* (on whole values), the *loop*, a program over one microbatch, and equations
+        *after* (the update), such that the three together compute what the program does.
+Method: `phases.py` says how each equation is done; here it is written out for one microbatch (`writer.py`). No value is
+        rescaled: a mean over the batch is a sum of parts that are each divided by the size of the whole batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import compress
+
+import jax
+import jax.numpy as jnp
+
+from autopar._jax import Atom, Jaxpr, JaxprEqn, SourceInfo, Var, make_jaxpr, new_var, replace_eqn, shaped
+from autopar.errors import BatchError
+from autopar.ir.dataflow import inputs_of, needed, variables
+from autopar.ir.region import kind_of
+from autopar.ir.rewrite.dead_code import remove_dead_code
+from autopar.ir.rewrite.views import views_of_arguments
+from autopar.ir.split.phases import find_phases
+from autopar.ir.split.placement import OWN, REPLICATED, SUM, Partial, Placement, Split, local_aval
+from autopar.ir.split.solution import LoopSolution
+from autopar.ir.split.writer import Programs, ShardWriter
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Result:
+    """A value that the loop makes for the rest of the step: `var` of the step, of which a microbatch's is placed so."""
+
+    var: Var
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Microbatches:
+    """A step in three phases.
+
+    Attributes:
+        count: Number of microbatches.
+        before: Equations on whole values that the loop needs, in order.
+        loop: One microbatch. Invars: its number (int32), then `invariants`, then `pieces`; outvars: `results`.
+        invariants: Variables of the step that every microbatch reads whole.
+        pieces: Variables of the step of which microbatch k reads the k-th part along dim 0.
+        results: What comes of the loop.
+        after: Equations that need all microbatches, in order.
+    """
+
+    count: int
+    before: tuple[JaxprEqn, ...]
+    loop: Jaxpr
+    invariants: tuple[Var, ...]
+    pieces: tuple[Var, ...]
+    results: tuple[Result, ...]
+    after: tuple[JaxprEqn, ...]
+
+    def read_outside(self, eqns: Iterable[JaxprEqn]) -> dict[Var, None]:
+        """Variables of the step that equations of the loop read, whole or in pieces, in order."""
+        outer_of = dict(zip(self.loop.invars[1:], (*self.invariants, *self.pieces), strict=True))
+        return dict.fromkeys(outer_of[a] for eqn in eqns for a in inputs_of(eqn) if a in outer_of)
+
+
+def split_microbatches(
+    jaxpr: Jaxpr,
+    count: int,
+    batch: Sequence[int],
+    per_microbatch: bool = False,
+    name: str = "the batch",
+    apart: bool = False,
+) -> Microbatches:
+    """Split a step into phases.
+
+    Args:
+        jaxpr: Flat program.
+        count: Number of microbatches, at least 2.
+        batch: Inputs whose leading dim runs over samples.
+        per_microbatch: Where samples wait for a sum over the batch, each microbatch takes its own.
+        name: What messages call the batch.
+        apart: Keep the parts of a gradient apart in the loop: stages make one each.
+
+    Raises:
+        BatchError: There is no batch, or it does not divide.
+        MicrobatchError: The step cannot be split exactly.
+    """
+    check_divides(jaxpr, count, batch, name)
+    return _Loop(jaxpr, find_phases(jaxpr, count, batch, per_microbatch, apart)).write()
+
+
+def check_divides(jaxpr: Jaxpr, count: int, batch: Sequence[int], name: str = "the batch") -> None:
+    """The batch must divide into microbatches.
+
+    Raises:
+        BatchError: It does not, or there is none.
+    """
+    sizes = sorted({jaxpr.invars[k].aval.shape[0] for k in batch})
+    if not sizes:
+        raise BatchError(
+            "there is no batch to split into microbatches.",
+            given=f"num_microbatches={count}",
+            wrong="every argument is state, or has no dims.",
+            do="pass batch_argnums=...; for a step without one, use num_microbatches=1.",
+            candidates={},
+        )
+    for size in sizes:
+        if size % count:
+            raise BatchError(
+                "the batch does not divide into microbatches.",
+                given=f"{name} of {size} samples, num_microbatches={count}",
+                wrong=f"{size} is no multiple of {count}.",
+                do="choose a number of microbatches that divides the batch size; where the last batch of an epoch is "
+                "smaller, drop it, or pad it and leave the padding out of the loss by a mask.",
+                size=size,
+            )
+
+
+class _Loop(ShardWriter):
+    """Writes one microbatch: what is made outside of the loop is read whole, or the microbatch's part of it."""
+
+    def __init__(self, jaxpr: Jaxpr, solution: LoopSolution):
+        super().__init__(Programs(solution), number := new_var(shaped(jax.ShapeDtypeStruct((), jnp.int32))))
+        self.jaxpr, self.phases, self.first = jaxpr, solution, number
+        self.inputs = set(jaxpr.invars)
+        self.views = views_of_arguments(jaxpr)
+        self.invariants: dict[Var, Var] = {}
+        self.pieces: dict[Var, Var] = {}
+
+    @property
+    def is_top(self) -> bool:
+        """What is whole is made before the loop."""
+        return True
+
+    def outside(self, var: Var, want: Placement, source: SourceInfo | None) -> Atom:
+        """A value of the step that the loop does not make."""
+        if want == Split(0) == self.solution.made_as(var) and var in self.inputs:
+            return self.pieces.setdefault(var, new_var(local_aval(var.aval, want, self.solution.count)))
+        whole = self.view(var) or self.invariants.setdefault(var, new_var(var.aval))
+        return self.converted(var, whole, want, source)
+
+    def view(self, var: Var) -> Var | None:
+        """An argument in another shape, made here; None: it is none."""
+        eqn = self.views.get(var)
+        if eqn is None or var in self.invariants:
+            return None
+        made = new_var(var.aval)
+        self.eqns.append(replace_eqn(eqn, invars=[self.value(eqn.invars[0], REPLICATED)], outvars=[made]))
+        return made
+
+    def write(self) -> Microbatches:
+        before, after = [], []
+        for eqn in self.jaxpr.eqns:
+            phase = self.phases.phase[id(eqn)]
+            if phase == "before" or id(eqn) in self.phases.early:
+                before.append(eqn)
+            if phase == "loop":
+                before += self.whole_part(eqn)
+                self.equation(eqn)
+            elif phase == "after":
+                after.append(eqn)
+        elsewhere = {var for eqn in (*before, *after) for var in eqn.outvars} | self.inputs
+        read = variables([*(a for eqn in after for a in eqn.invars), *self.jaxpr.outvars])
+        results = [Result(var, self.joined(var)) for var in dict.fromkeys(read) if var not in elsewhere]
+        outvars = [self.value(r.var, r.placement) for r in results]
+        outer = {**self.invariants, **self.pieces}
+        loop = remove_dead_code(make_jaxpr([self.first, *outer.values()], outvars, self.eqns))
+        used = {*(a for eqn in loop.eqns for a in inputs_of(eqn)), *variables(loop.outvars)}
+        invariants, pieces = (
+            {var: inside for var, inside in group.items() if inside in used} for group in (self.invariants, self.pieces)
+        )
+        loop = make_jaxpr([self.first, *invariants.values(), *pieces.values()], loop.outvars, loop.eqns)
+        before, after = for_the_loop(self.jaxpr, before, after, [*invariants, *pieces])
+        return Microbatches(
+            self.solution.count, tuple(before), loop, tuple(invariants), tuple(pieces), tuple(results), tuple(after)
+        )
+
+    def whole_part(self, eqn: JaxprEqn) -> list[JaxprEqn]:
+        """The operands of a barrier in the loop that are whole pass one before it."""
+        whole = [kind_of(eqn) == "barrier" and self.solution.made_as(var) == REPLICATED for var in eqn.outvars]
+        if not any(whole):
+            return []
+        return [replace_eqn(eqn, invars=list(compress(eqn.invars, whole)), outvars=list(compress(eqn.outvars, whole)))]
+
+    def joined(self, var: Var) -> Placement:
+        """How a value that the loop makes is put together."""
+        made = self.solution.made_as(var)
+        of_numbers = jnp.issubdtype(var.aval.dtype, jnp.inexact)
+        if var in self.solution.own and made != SUM and (of_numbers or not isinstance(made, Partial)):
+            return OWN
+        return made
+
+
+def for_the_loop(
+    jaxpr: Jaxpr, before: Sequence[JaxprEqn], after: Sequence[JaxprEqn], wanted: Sequence[Var]
+) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+    """Before the loop only what it needs; what could also come later comes with the update."""
+    kept = needed([eqn for eqn in before if eqn.outvars], wanted)
+    early = {id(eqn) for eqn in kept}
+    late = {id(eqn) for eqn in (*before, *after)} - early
+    later = [eqn for eqn in jaxpr.eqns if id(eqn) in late]
+    made = {var for eqn in later for var in eqn.outvars}
+    # A part of a barrier is an equation of its own, not one of the step's.
+    listed = {id(eqn) for eqn in jaxpr.eqns}
+    extra = [eqn for eqn in before if id(eqn) not in listed and id(eqn) not in early]
+    assert not any(var in made for eqn in extra for var in eqn.outvars), "a part of a barrier is made twice"
+    atoms = [*jaxpr.outvars, *(a for eqn in after for a in eqn.invars)]
+    return kept, needed([*extra, *later], variables(atoms))

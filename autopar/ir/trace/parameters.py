@@ -1,0 +1,252 @@
+"""Which argument a number or a name means, counted as in `jax.jit`.
+
+In:     the user's function; `static_argnums`, `static_argnames`, `batch_argnums`, `donate_argnums`; a call's arguments.
+Out:    `Parameters` of the function, `Static` of its parameters, `Split` of a call's arguments.
+Method: read off the signature, once. A parameter has one number and one name, whichever an argument for it is passed by.
+"""
+
+from __future__ import annotations
+
+import inspect
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.errors import AutoparError, BatchError, TraceError
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """What a function takes.
+
+    Attributes:
+        names: Of its parameters, in order; those that can only be passed by name stand last, and after `*rest` have no
+            number.
+        rest: Name of `*rest`; None: it takes no more by position.
+        takes_any_name: Whether it has `**others`.
+        optional: Numbers of those with a default.
+    """
+
+    names: tuple[str, ...]
+    rest: str | None
+    takes_any_name: bool
+    optional: tuple[int, ...]
+
+    def name_of(self, number: int) -> str:
+        """Name of the parameter of this number; those of `*rest` are numbered."""
+        return self.names[number] if number < len(self.names) else f"{self.rest}/{number - len(self.names)}"
+
+    def number_of(self, name: str) -> int | None:
+        """Its number; None: it has none."""
+        return self.names.index(name) if name in self.names else None
+
+    def numbers(self, argnums: Any) -> tuple[int, ...]:
+        """Numbers as the user gives them, counted from the first parameter.
+
+        Raises:
+            TypeError: They are no numbers.
+            IndexError: There are not so many parameters.
+        """
+        counted = integers(argnums)
+        if self.rest is not None:
+            return counted
+        outside = [n for n in counted if not -len(self.names) <= n < len(self.names)]
+        if outside:
+            raise IndexError(outside[0])
+        return tuple(n % len(self.names) for n in counted)
+
+    def __str__(self) -> str:
+        return ", ".join(f"{number} ({name})" for number, name in enumerate(self.names)) or "none"
+
+
+def integers(argnums: Any) -> tuple[int, ...]:
+    """Numbers as the user gives them: one, several, or none.
+
+    Raises:
+        TypeError: They are no integers.
+    """
+    try:
+        return (operator.index(argnums),)
+    except TypeError:
+        return () if argnums is None else tuple(map(operator.index, argnums))
+
+
+def parameters_of(fn: Callable[..., Any]) -> Parameters:
+    """What `fn` takes; a function without a signature takes anything."""
+    try:
+        parameters = list(inspect.signature(fn).parameters.values())
+    except (TypeError, ValueError):
+        return Parameters((), "arg", True, ())
+    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), None)
+    by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    by_name = [p for p in parameters if p.kind is p.KEYWORD_ONLY and rest is None]
+    numbered = [*by_position, *by_name]
+    return Parameters(
+        tuple(p.name for p in numbered),
+        rest,
+        any(p.kind is p.VAR_KEYWORD for p in parameters),
+        tuple(number for number, p in enumerate(numbered) if p.default is not p.empty),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """An argument of a call whose arrays are passed to the program.
+
+    Attributes:
+        name: "batch"; "rest/0" is the first of `*rest`.
+        number: Of its parameter; None: it has none.
+    """
+
+    name: str
+    number: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """The arguments of a call, static ones apart.
+
+    Attributes:
+        args: By position, without static ones.
+        kwargs: By name, without static ones.
+        arguments: What they are, in the order of the leaves of `(args, kwargs)`.
+        static: Name and value of each static one.
+        positions: Of the static ones passed by position.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    arguments: tuple[Argument, ...]
+    static: tuple[tuple[str, Any], ...]
+    positions: tuple[int, ...] = ()
+
+    def joined(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the whole call, with these for those that are not static."""
+        rest, values = iter(args), [value for _, value in self.static]
+        at = dict(zip(self.positions, values, strict=False))
+        by_position = tuple(at[n] if n in at else next(rest) for n in range(len(args) + len(at)))
+        return by_position, {**kwargs, **dict(self.static[len(at) :])}
+
+
+@dataclass(frozen=True, slots=True)
+class Static:
+    """The parameters that are part of the program.
+
+    Attributes:
+        parameters: All of the function's.
+        numbers: Of those that are static; below zero, where there is no last parameter, counted from a call's end.
+        names: Of the same.
+    """
+
+    parameters: Parameters
+    numbers: tuple[int, ...]
+    names: tuple[str, ...]
+
+    def split(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Split:
+        """A call's arguments, static ones apart."""
+        apart = self.positions(len(args))
+        named = {name: value for name, value in kwargs.items() if name not in self.names}
+        return Split(
+            tuple(value for n, value in enumerate(args) if n not in apart),
+            named,
+            (
+                *(Argument(self.parameters.name_of(n), n) for n in range(len(args)) if n not in apart),
+                *(Argument(name, self.parameters.number_of(name)) for name in sorted(named)),
+            ),
+            (
+                *((self.parameters.name_of(n), args[n]) for n in apart),
+                *((name, kwargs[name]) for name in sorted(kwargs) if name in self.names),
+            ),
+            tuple(apart),
+        )
+
+    def positions(self, num_args: int) -> list[int]:
+        """Positions of the static ones of a call's arguments by position."""
+        counted = {n + num_args if n < 0 else n for n in self.numbers}
+        return [n for n in range(num_args) if n in counted]
+
+    def with_first(self) -> Static:
+        """The first parameter is static too."""
+        names = self.parameters.names[:1]
+        return Static(self.parameters, (0, *self.numbers), (*names, *self.names))
+
+
+def static_of(parameters: Parameters, argnums: Any = (), argnames: Any = ()) -> Static:
+    """Which parameters are static; a number stands for its name and a name for its number.
+
+    Raises:
+        AutoparError: There is no such parameter.
+    """
+    try:
+        numbers = parameters.numbers(argnums)
+    except (TypeError, IndexError) as error:
+        raise _no_parameter("static_argnums", argnums, parameters, error) from None
+    names = (argnames,) if isinstance(argnames, str) else () if argnames is None else tuple(argnames)
+    known = parameters.takes_any_name or parameters.rest is not None  # what stands after `*rest` is not among the names
+    unknown = [name for name in names if not isinstance(name, str) or not (known or name in parameters.names)]
+    if unknown:
+        raise _no_parameter("static_argnames", argnames, parameters, TypeError(repr(unknown[0])))
+    numbers += tuple(n for n in map(parameters.number_of, names) if n is not None and n not in numbers)
+    names += tuple(parameters.name_of(n) for n in numbers if n >= 0 and parameters.name_of(n) not in names)
+    return Static(parameters, numbers, names)
+
+
+def chosen(option: str, argnums: Any, static: Static) -> Any:
+    """`batch_argnums` or `donate_argnums` as numbers; `"auto"` stays.
+
+    Raises:
+        BatchError: There is no such parameter, or it is static.
+    """
+    if isinstance(argnums, str) and argnums == "auto":
+        return argnums
+    try:
+        numbers = static.parameters.numbers(argnums)
+        if min(numbers, default=0) < 0:
+            raise IndexError(min(numbers))
+    except (TypeError, IndexError) as error:
+        raise _no_parameter(option, argnums, static.parameters, error, BatchError) from None
+    for number in numbers:
+        if number in static.numbers:
+            raise BatchError(
+                f"`{option}` names a static argument.",
+                given=f"{option}={argnums!r}, and argument {number} ({static.parameters.name_of(number)}) is static",
+                wrong="a static argument is part of the program: it holds no arrays.",
+                do="count as in jax.jit, static arguments too.",
+                candidates={},
+            )
+    return numbers
+
+
+def check_hashable(static: Iterable[tuple[str, Any]], name: str) -> None:
+    """Static arguments tell programs apart, so each must have a hash.
+
+    Raises:
+        TraceError: One has none; says which.
+    """
+    for argument, value in static:
+        try:
+            hash(value)
+        except TypeError as error:
+            raise TraceError(
+                f"static argument `{argument}` of `{name}` cannot be hashed.",
+                given=f"{argument} = {value!r:.80}, a {type(value).__name__}",
+                wrong=f"a program is made for each value of a static argument, and found again by its hash: {error}.",
+                do="pass a tuple for a list, a frozen dataclass for a mutable one; or let it be no static argument.",
+                path=argument,
+            ) from None
+
+
+def _no_parameter(
+    option: str, given: Any, parameters: Parameters, error: Exception, kind: type[AutoparError] = AutoparError
+) -> AutoparError:
+    what = f"there is no argument {error}" if isinstance(error, IndexError) else f"these are not its arguments: {error}"
+    more = f", *{parameters.rest}" if parameters.rest is not None else ""
+    facts: dict[str, Any] = {"candidates": {}} if kind is BatchError else {}
+    return kind(
+        f"`{option}` does not name arguments of the step.",
+        given=f"{option}={given!r}; its arguments are {parameters}{more}",
+        wrong=f"{what}.",
+        do="pass names of these." if option == "static_argnames" else "pass positions of these, as integers from 0.",
+        **facts,
+    )

@@ -1,0 +1,106 @@
+"""Timelines: what ran when, as a Chrome trace that Perfetto opens; of a simulated step and of a measured one alike.
+
+In:     intervals with their instructions, and the kind of each program.
+Out:    `Timeline`: events with `args = {"kind", "stage", "microbatch", "mesh"}`, as JSON.
+Method: Trace Event Format, complete events ("X"), a thread per mesh for runs and one for what it sends.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+KINDS = ("F", "B", "W", "U", "init", "transfer")
+"""Forward, backward, weight gradients, update; what a stage makes before its first microbatch; messages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One bar of the timeline, of a kind of `KINDS`; times in seconds from the beginning of the step."""
+
+    name: str
+    kind: str
+    stage: int
+    microbatch: int
+    mesh: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """A step on a clock.
+
+    Attributes:
+        events: By start.
+    """
+
+    events: tuple[Event, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Length of the step."""
+        return max((e.end for e in self.events), default=0.0)
+
+    def trace(self) -> dict[str, Any]:
+        """The Chrome trace as an object: `{"traceEvents": [...]}`, times in microseconds."""
+        found: list[dict[str, Any]] = []
+        for mesh in sorted({e.mesh for e in self.events}):
+            for offset, what in ((0, "runs"), (1, "sends")):
+                found.append(
+                    {
+                        "ph": "M",
+                        "name": "thread_name",
+                        "pid": 0,
+                        "tid": 2 * mesh + offset,
+                        "args": {"name": f"mesh {mesh} {what}"},
+                    }
+                )
+        for e in self.events:
+            found.append(
+                {
+                    "ph": "X",
+                    "name": e.name,
+                    "cat": e.kind,
+                    "pid": 0,
+                    "tid": 2 * e.mesh + (e.kind == "transfer"),
+                    "ts": e.start * 1e6,
+                    "dur": (e.end - e.start) * 1e6,
+                    "args": {"kind": e.kind, "stage": e.stage, "microbatch": e.microbatch, "mesh": e.mesh},
+                }
+            )
+        return {"traceEvents": found, "displayTimeUnit": "ms"}
+
+    def json(self) -> str:
+        """The Chrome trace as text."""
+        return json.dumps(self.trace())
+
+    def save(self, path: str | Path) -> None:
+        """Write the Chrome trace; open it at ui.perfetto.dev."""
+        Path(path).write_text(self.json())
+
+    def __str__(self) -> str:
+        return timetable_text(self.events)
+
+
+def timetable_text(events: Sequence[Event], width: int = 100) -> str:
+    """Runs as text: a row per mesh, each run drawn as long as it takes."""
+    runs = [e for e in events if e.kind != "transfer"]
+    total = max((e.end for e in runs), default=0.0)
+    if not total:
+        return "(nothing runs)"
+    lines = []
+    for mesh in sorted({e.mesh for e in runs}):
+        row = ["."] * width
+        for e in runs:
+            if e.mesh == mesh:
+                first = min(width - 1, int(e.start / total * width))
+                last = max(first + 1, min(width, round(e.end / total * width)))
+                label = f"{e.kind}{e.microbatch}" if e.kind in "FBW" else "I" if e.kind == "init" else e.kind
+                text = (label + "=" * width)[: last - first]
+                row[first:last] = list(text)
+        lines.append(f"mesh {mesh}  " + "".join(row))
+    return "\n".join(lines)
