@@ -4,7 +4,9 @@ In:     `StageProgram`, a logical mesh, the device.
 Out:    `StagePlan`: for each task its sharded body and, at its borders, how every value lies on the mesh; seconds,
         bytes and collectives of each.
 Method: the joint program is sharded as a whole (`intra_op/shard.py`); each task is then lowered from the same choices.
-        A value passes between tasks as it was made, what is read by every microbatch as the loop wants it.
+        A value passes between tasks in the sharding in which its keep (`intra_op/graph.py`) has it wait, or where it has
+        none as the task that made it works with it; what is read by every microbatch as the loop wants it. Of what the
+        tasks of both passes have anyway, or make again, no copy waits, so that what is priced is what they do.
 """
 
 from __future__ import annotations
@@ -119,6 +121,11 @@ class StagePlan:
     sharded: Sharded
     tasks: tuple[TaskPlan, ...]
 
+    @property
+    def seconds(self) -> float:
+        """Of all tasks in one step."""
+        return sum(t.seconds * (self.program.count if t.task.is_in_loop else 1) for t in self.tasks)
+
     def task(self, kind: str) -> TaskPlan | None:
         """The first task of a kind."""
         return next((t for t in self.tasks if t.task.kind == kind), None)
@@ -170,6 +177,8 @@ def plan_stage(
         dict(program.batch),
         gap=gap,
         elsewhere=uncounted,
+        anew=program.anew,
+        twice=program.twice,
     )
     return lower_stage(program, mesh, device, sharded)
 
@@ -203,6 +212,7 @@ class _Lowering:
         outvars = program.jaxpr.outvars
         self.output_at = {a: k for k, a in reversed(list(enumerate(outvars))) if not isinstance(a, Literal)}
         self.input_at = {var: k for k, var in enumerate(program.jaxpr.invars)}
+        self.made_by = {var: t.kind for t in program.tasks for eqn in t.jaxpr.eqns for var in eqn.outvars}
         self.seconds_of = _operation_seconds(sharded)
 
     def chosen(self, node: int) -> Sharding:
@@ -236,12 +246,20 @@ class _Lowering:
                     return self.port("xs", self.xs_at[slot.var])
                 if slot.var in self.ys_at:
                     return self.port("ys", self.ys_at[slot.var])
-                return self.produced(slot.var)
+                return self.waiting(slot.var)
         if slot.key in self.output_at:
             return self.chosen(self.graph.outputs[self.output_at[slot.key]])
         if slot.key in self.input_at:
             return self.chosen(self.graph.inputs[self.input_at[slot.key]])
         return self.produced(slot.key)
+
+    def waiting(self, var: Var) -> Sharding:
+        """How a value of the loop waits for the tasks that read it later: as the task that makes it works with it."""
+        keep = self.graph.keeps.get((var, "b"))
+        if keep is not None:
+            return self.chosen(keep.node)
+        used = self.graph.used.get((var, "b" if self.made_by.get(var) == "B" else "f"))
+        return used.shardings[self.choices[used.node]] if used is not None else self.produced(var)
 
     def border(self, slot: Slot) -> Border:
         shape, dtype = tuple(slot.key.aval.shape), slot.key.aval.dtype

@@ -71,6 +71,10 @@ class Sharded:
         """Predicted time of one step: nothing is assumed to overlap."""
         return self.compute_seconds + self.communication_seconds
 
+    def gap_of(self, seconds: float) -> float:
+        """The part of these seconds, which the program takes, by which a better choice might take less, at most."""
+        return max(0.0, 1 - self.solution.bound / seconds) if seconds > 0 else 0.0
+
     def input_sharding(self, position: int) -> Sharding:
         """How an input lies on the mesh."""
         node = self.graph.inputs[position]
@@ -90,6 +94,8 @@ def shard(
     beat: float = np.inf,
     gap: float = PROVED,
     elsewhere: AbstractSet[Var] = frozenset(),
+    anew: AbstractSet[Var] = frozenset(),
+    twice: AbstractSet[int] = frozenset(),
 ) -> Sharded:
     """Find the cheapest sharding of a program on one mesh.
 
@@ -108,12 +114,14 @@ def shard(
             early with the status `"beaten"`.
         gap: Part of the cost by which the answer may miss the least.
         elsewhere: Values that take no memory on these devices, such as stacks of what passes by one at a time.
+        anew: As of `build_graph`.
+        twice: As of `build_graph`.
 
     Raises:
         InfeasibleError: A pin or the memory budget cannot be kept; says which and by how much.
         ConstraintError: A pin does not fit.
     """
-    graph = build_graph(jaxpr, mesh, aliases, batch)
+    graph = build_graph(jaxpr, mesh, aliases, batch, anew, twice)
     allowed = Allowed()
     pin_constraints(jaxpr, graph, allowed)
     if restrict is not None:

@@ -70,7 +70,7 @@ def describe(
         (sharded.liveness.peak_bytes,),
         sharded.liveness.argument_bytes,
         sharded.collectives,
-        sharded.solution.gap,
+        sharded.gap_of(sharded.step_seconds),
         sharded.solution.status,
         seconds,
     )
