@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.errors import ClusterError
-from autopar.mesh.device import Device
+from autopar.mesh.device import Achieved, Device
 from autopar.mesh.link import Link
 
 
@@ -50,8 +50,10 @@ def _model(
     source: str,
     intra_latency: float = 3e-6,
     inter_latency: float = 1e-5,
+    achieved: Achieved = Achieved(),
 ) -> Model:
-    device = Device(name, {k: v * 1e12 for k, v in tflops.items()}, gigabytes * 1e9, memory_gb_per_second * 1e9)
+    rates = {k: v * 1e12 for k, v in tflops.items()}
+    device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved)
     return Model(
         device,
         per_host,
