@@ -17,25 +17,26 @@ import jax
 
 from autopar._jax import as_key, key_data, shaped, trace_context, weakly_typed, without_mesh
 from autopar.errors import AutoparError, ClusterError, PipelineError, StepError, StructureChangedError
-from autopar.ir.parameters import check_hashable, chosen, parameters_of, static_of
-from autopar.ir.state import Roles, argument_slices, find_roles
-from autopar.ir.trace import Program, name_of, trace_step
+from autopar.ir.program import Program
+from autopar.ir.trace.parameters import check_hashable, chosen, parameters_of, static_of
+from autopar.ir.trace.state import Roles, argument_slices, find_roles
+from autopar.ir.trace.trace import name_of, trace_step
 from autopar.mesh import Cluster
 from autopar.plan.arguments import check_arguments, find_argument
-from autopar.plan.describe_stages import PipelineOrigin
-from autopar.plan.methods import Auto, Method
-from autopar.plan.plan import Plan
-from autopar.plan.planner import make_plan
-from autopar.plan.progress import planning_progress
-from autopar.plan.restore import restore
-from autopar.plan.stage_planner import stage_devices
 from autopar.plan.stale import check_fresh
-from autopar.plan.timeline import Timeline
+from autopar.report.plan import Plan
 from autopar.runtime.local import Executable, compile_program
 from autopar.runtime.pipeline import Pipeline
-from autopar.runtime.ray.driver import RayStep
-from autopar.runtime.ray.step import make_ray_step
+from autopar.runtime.ray.driver.driver import RayStep
+from autopar.runtime.ray.driver.step import make_ray_step
 from autopar.runtime.stacks import StackedArray
+from autopar.search.describe_stages import PipelineOrigin
+from autopar.search.methods import Auto, Method
+from autopar.search.planner import make_plan
+from autopar.search.progress import planning_progress
+from autopar.search.restore import restore
+from autopar.search.stage_planner import stage_devices
+from autopar.streams.timeline import Timeline
 
 
 def parallelize(

@@ -83,8 +83,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from autopar.plan.file import load_plan
-    from autopar.plan.html import document
+    from autopar.report.html import document
+    from autopar.report.plan import Plan
 
     if (options.file is None) == (options.step is None):
         raise AutoparError(
@@ -94,7 +94,7 @@ def _plan(options: argparse.Namespace) -> int:
             do="name a plan file, or --step and --args.",
         )
     if options.file is not None:
-        plan = load_plan(options.file)
+        plan = Plan.load(options.file)
     else:
         step, args = _step_and_args(options)
         plan = step.plan(*args)
@@ -119,26 +119,26 @@ def _write(path: str, text: str) -> None:
 
 
 def _diff(options: argparse.Namespace) -> int:
-    from autopar.plan.file import load_plan
+    from autopar.report.plan import Plan
 
-    text = load_plan(options.this).diff(load_plan(options.other))
+    text = Plan.load(options.this).diff(Plan.load(options.other))
     print(text or "the plans are equal")
     return 1 if text else 0
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from autopar.plan.file import load_plan
+    from autopar.report.plan import Plan
 
     step, args = _step_and_args(options)
-    print(step.attach(*args, plan=load_plan(options.file)).explain(options.name))
+    print(step.attach(*args, plan=Plan.load(options.file)).explain(options.name))
     return 0
 
 
 def _verify(options: argparse.Namespace) -> int:
     """The file agrees with itself; with a step, its choices are lowered again and must give what it lists."""
-    from autopar.plan.file import load_plan
+    from autopar.report.plan import Plan
 
-    plan = load_plan(options.file)
+    plan = Plan.load(options.file)
     problems = _contradictions(plan)
     if options.step and not problems:
         step, args = _step_and_args(options)
@@ -159,10 +159,10 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    from autopar.plan.file import load_plan
-    from autopar.plan.page import seconds_text
+    from autopar.plan.words import seconds_text
+    from autopar.report.plan import Plan
 
-    plan = load_plan(options.file)
+    plan = Plan.load(options.file)
     timeline = plan.timeline()
     if not timeline.events:
         print(f"one program is the whole step: {seconds_text(plan.cost.step_seconds)}")
@@ -183,7 +183,7 @@ def _doctor(options: argparse.Namespace) -> int:
 def _contradictions(plan: Any) -> list[str]:
     """Sums in the file that do not add up."""
     from autopar.cost import collective_seconds
-    from autopar.plan.page import ARGUMENT_ROLES, local_bytes
+    from autopar.plan.words import ARGUMENT_ROLES, local_bytes
 
     cost = plan.cost
     if plan.schedule != "none":

@@ -2,10 +2,10 @@
 
 In:     a step of the user's, a `ParallelStep` that trains the same parameters.
 Out:    a step called like the user's; its arguments that are (part of) the train step's state are taken as they lie.
-Method: arguments are matched by structure and types, as state is (`ir/state.py`); each matched array is pinned to its
+Method: arguments are matched by structure and types, as state is (`ir/trace/state.py`); each matched array is pinned to its
         sharding in the train step's plan, on the same mesh, and everything else is found as usual. The batch is what
         looks like a sample of the train step's batch, else what is not state. Behind a pipeline the step is cut into the
-        same stages (`plan/followed.py`).
+        same stages (`search/followed.py`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import jax
 
 from autopar.api import CompiledStep, ParallelStep
 from autopar.errors import AutoparError, StructureChangedError
-from autopar.ir.state import find_batch
-from autopar.ir.trace import Program
-from autopar.plan.methods import Follow, Method, ShardParallel
+from autopar.ir.program import Program
+from autopar.ir.trace.state import find_batch
+from autopar.search.methods import Follow, Method, ShardParallel
 
 
 def follow(

@@ -20,10 +20,10 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar.ir.state import find_roles
-from autopar.ir.trace import trace_step
-from autopar.plan.methods import ShardParallel
-from autopar.plan.planner import make_plan
+from autopar.ir.trace.state import find_roles
+from autopar.ir.trace.trace import trace_step
+from autopar.search.methods import ShardParallel
+from autopar.search.planner import make_plan
 
 
 def main() -> None:

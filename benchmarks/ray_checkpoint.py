@@ -33,7 +33,7 @@ from rich.table import Table
 
 import autopar
 from autopar import checkpoint
-from autopar.runtime.ray.workers import Workers
+from autopar.runtime.ray.driver.workers import Workers
 
 STAGES, TIMES = 2, 5
 WAYS = {"by workers": Workers.unseen, "through the driver": lambda _, workers, *asked: dict.fromkeys(workers, "unseen")}

@@ -26,12 +26,12 @@ from autopar._jax import Jaxpr, open_jaxpr
 from autopar.intra_op.draw import draw_choices
 from autopar.intra_op.graph import build_graph
 from autopar.intra_op.restrict import Allowed, pin_constraints
-from autopar.ir.state import find_roles
-from autopar.ir.trace import trace_step
+from autopar.ir.trace.state import find_roles
+from autopar.ir.trace.trace import trace_step
 from autopar.mesh import logical_mesh
 from autopar.partition.program import global_program
-from autopar.plan.one_mesh import in_microbatches, restrict_plan
-from autopar.plan.restore import plan_of_choices
+from autopar.search.one_mesh import in_microbatches, restrict_plan
+from autopar.search.restore import plan_of_choices
 from tests.conftest import XLA_FLAGS
 from tests.models.case import Case
 

@@ -27,7 +27,7 @@ from autopar.errors import (
     StructureChangedError,
     TraceError,
 )
-from autopar.plan.schedules import GPipe
+from autopar.streams.schedules import GPipe
 from tests import small_mlp
 
 

@@ -19,10 +19,10 @@ from autopar.checkpoint.manifest import NAME
 from autopar.checkpoint.places import OnWorkers
 from autopar.errors import warn
 from autopar.runtime.digest import Digest
-from autopar.runtime.ray.disk import OnDisk
-from autopar.runtime.ray.handles import RemoteArray
-from autopar.runtime.ray.loads import read_arguments
-from autopar.runtime.ray.saves import Snapshot, Taken, take
+from autopar.runtime.ray.driver.handles import RemoteArray
+from autopar.runtime.ray.driver.loads import read_arguments
+from autopar.runtime.ray.driver.saves import Snapshot, Taken, take
+from autopar.runtime.ray.worker.disk import OnDisk
 
 CHUNK_BYTES = 64 * 2**20
 """Most that is written as one piece: a device that wants a part of an array reads whole pieces."""

@@ -20,7 +20,7 @@ import numpy as np
 
 from autopar._jax import is_key, key_data, key_impl_name
 from autopar.errors import CheckpointError
-from autopar.runtime.ray.saves import Taken
+from autopar.runtime.ray.driver.saves import Taken
 
 NUMBERS: dict[str, type] = {"bool": bool, "int": int, "float": float, "complex": complex}
 

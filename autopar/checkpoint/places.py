@@ -21,7 +21,7 @@ from autopar.api import CompiledStep, ParallelStep
 from autopar.checkpoint.leaves import is_function
 from autopar.errors import CheckpointError
 from autopar.runtime.pipeline import Pipeline
-from autopar.runtime.ray.driver import RayStep
+from autopar.runtime.ray.driver.driver import RayStep
 from autopar.runtime.stacks import Stack, StackedArray
 
 

@@ -27,7 +27,7 @@ from autopar.checkpoint.folder import commit, open_workplace, prune, step_folder
 from autopar.checkpoint.leaves import LeafType, is_function, leaf_type, paths, storable
 from autopar.checkpoint.manifest import write_manifest
 from autopar.errors import AutoparError, CheckpointError, WorkerError
-from autopar.runtime.ray.saves import Taken
+from autopar.runtime.ray.driver.saves import Taken
 
 
 def save(

@@ -18,7 +18,7 @@ import numpy as np
 from autopar.checkpoint.apart import CHUNK_BYTES, write_apart
 from autopar.errors import CheckpointError
 from autopar.runtime.digest import Digest
-from autopar.runtime.ray.saves import Taken
+from autopar.runtime.ray.driver.saves import Taken
 
 
 def start_writing(tree: Any, folder: Path) -> Callable[[], dict[str, Digest]]:

@@ -1,6 +1,6 @@
 """The program of one microbatch as a chain of segments, the smallest pieces of which pipeline stages are made.
 
-In:     the flat program of one microbatch, forward and backward (`ir/microbatch.py`).
+In:     the flat program of one microbatch, forward and backward (`ir/split/microbatch.py`).
 Out:    `Chain`: the segment of every equation; per segment its work, per border the bytes that cross it.
 Method: forward equations stand in program order, and a segment is a run of them between two places where few bytes
         cross. A backward equation goes where its operands are: to the last segment that holds its parameters and
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar._jax import Jaxpr, JaxprEqn, Var
-from autopar.ir.flatten import is_recomputed
 from autopar.ir.signature import equation_signature
 from autopar.ir.source import is_backward
 from autopar.ir.structure import inputs_of
+from autopar.ir.trace.flatten import is_recomputed
 from autopar.ir.work import Work, num_bytes, num_elements_of
 
 MAX_SEGMENTS = 256

@@ -17,9 +17,9 @@ import jax
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr, new_var, replace_eqn, scan_params, shaped
 from autopar.inter_op.residuals import Kept, choose_residuals
-from autopar.ir.dead_code import remove_dead_code
-from autopar.ir.flatten import inline_from
+from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.structure import ScanParts, inputs_of, scan_parts, trip_count, variables
+from autopar.ir.trace.flatten import inline_from
 from autopar.ir.work import num_bytes
 
 

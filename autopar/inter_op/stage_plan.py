@@ -27,8 +27,8 @@ from autopar.intra_op.lower import lower_part
 from autopar.intra_op.restrict import Allowed, Restrict
 from autopar.intra_op.shard import Sharded, shard
 from autopar.intra_op.sharded import Body, Collective, Compute, Region, calls_host, collectives_of
-from autopar.ir.accumulate import accumulator_type
-from autopar.ir.pieces import Cut
+from autopar.ir.split.accumulate import accumulator_type
+from autopar.ir.split.pieces import Cut
 from autopar.ir.structure import trip_count
 from autopar.mesh import Device, LogicalMesh, Sharding
 from autopar.options import Options

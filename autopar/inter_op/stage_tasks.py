@@ -13,9 +13,9 @@ from typing import Any
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr
 from autopar.inter_op.tasks import Tasks
-from autopar.ir.accumulate import AccumulatingScan
-from autopar.ir.microbatch import Result
-from autopar.ir.pieces import Share
+from autopar.ir.split.accumulate import AccumulatingScan
+from autopar.ir.split.microbatch import Result
+from autopar.ir.split.pieces import Share
 from autopar.ir.structure import inputs_of, variables
 
 

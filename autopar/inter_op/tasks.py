@@ -1,6 +1,6 @@
 """The tasks of a pipeline: which equations each stage runs in its forward, its backward and its update.
 
-In:     a step in phases (`ir/microbatch.py`), its loop as a chain of segments, the first segment of each stage.
+In:     a step in phases (`ir/split/microbatch.py`), its loop as a chain of segments, the first segment of each stage.
 Out:    `Tasks`: for each stage the equations of its forward and backward pass over one microbatch, of what comes before
         and of the update in rounds; and where every value of the step lives.
 Method: an equation of the loop runs where its segment is. Light ones run wherever they are read. The update runs where
@@ -19,7 +19,7 @@ from autopar.inter_op.backward import Backward, Passes, backward_at
 from autopar.inter_op.chain import Chain
 from autopar.inter_op.residuals import CHEAP, Kept
 from autopar.inter_op.update import Update, place_update
-from autopar.ir.microbatch import Microbatches
+from autopar.ir.split.microbatch import Microbatches
 from autopar.ir.structure import inputs_of, needed, variables
 
 

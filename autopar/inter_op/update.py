@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, new_var, replace_eqn
-from autopar.ir.microbatch import Microbatches
+from autopar.ir.split.microbatch import Microbatches
 from autopar.ir.structure import inputs_of, needed
 from autopar.ir.work import num_bytes, num_elements_of
 

@@ -1,6 +1,6 @@
 """The decision graph: what must be chosen to shard a program, and which choices meet where.
 
-In:     the flat program (`ir/flatten.py`) and a logical mesh.
+In:     the flat program (`ir/trace/flatten.py`) and a logical mesh.
 Out:    `Graph`: nodes with their choices, edges on which one choice's sharding must become another's.
 Method: three kinds of node. An *operation* chooses a strategy of its rule. A *port* chooses the sharding of a value at a
         border: an argument, an output, what enters and leaves a `scan`, `while` or `cond`; loop bodies are part of the

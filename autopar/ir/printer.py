@@ -1,6 +1,6 @@
 """Programs as text: one equation per line, short stable names, shapes, and the user's line beside.
 
-In:     a `Program`, or any flat jaxpr.
+In:     a flat jaxpr; `program.py` writes what belongs to a traced step around it.
 Out:    text that two runs can be compared by, and a person can read; bodies of loops are indented below them.
 Method: variables are named a, b, ..., z, aa, ... in the order in which they are defined.
 """
@@ -10,59 +10,34 @@ from __future__ import annotations
 import itertools
 import string
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from autopar._jax import Atom, ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, open_jaxpr
 from autopar.ir.source import name_scope, source_line
 
-if TYPE_CHECKING:
-    from autopar.ir.trace import Program
-
 _SOURCE_COLUMN = 100
 
 
-def print_program(program: Program, *, source: bool = True) -> str:
-    """The program as text.
-
-    Args:
-        program: A traced step.
-        source: Whether to write the user's line and the name stack beside each equation.
-
-    Returns:
-        Several lines, without a newline at the end.
-    """
-    names = _Names()
-    lines = [f"program {program.name}"]
-    leaves = zip(program.in_paths, program.jaxpr.invars, program.key_inputs, strict=False)
-    lines += [f"  in    {names.define(var)}  {path}{f'  (key {impl})' if impl else ''}" for path, var, impl in leaves]
-    lines += [f"  const {names.define(var)}" for var in program.jaxpr.invars[program.num_args :]]
-    lines += [f"  static {name} = {text}" for name, text in program.static]
-    lines += _equations(program.jaxpr, names, "  ", source)
-    results = zip(program.out_paths, program.jaxpr.outvars, program.key_outputs, strict=True)
-    lines += [f"  out   {names.use(atom)}  {path}{f'  (key {impl})' if impl else ''}" for path, atom, impl in results]
-    return "\n".join(line.rstrip() for line in lines)
-
-
 def print_jaxpr(jaxpr: Jaxpr, *, source: bool = False) -> str:
-    """A flat jaxpr as text; see `print_program`."""
-    names = _Names()
+    """A flat jaxpr as text; see `program.py`."""
+    names = Names()
     lines = ["in " + ", ".join(map(names.define, [*jaxpr.constvars, *jaxpr.invars]))]
-    lines += _equations(jaxpr, names, "  ", source)
+    lines += equations_text(jaxpr, names, "  ", source)
     lines.append("out " + ", ".join(map(names.use, jaxpr.outvars)))
     return "\n".join(line.rstrip() for line in lines)
 
 
 def print_equation(eqn: JaxprEqn) -> str:
     """One equation on one line, with names of its own."""
-    names = _Names()
+    names = Names()
     operands = ", ".join(names.define(x) if isinstance(x, Var) else names.use(x) for x in eqn.invars)
     results = ", ".join(map(names.define, eqn.outvars))
     return f"{results} = {eqn.primitive}{_params(eqn)} {operands}"
 
 
-class _Names:
+class Names:
     """Names handed out so far."""
 
     def __init__(self) -> None:
@@ -91,7 +66,7 @@ def _type(atom: Atom) -> str:
     return atom.aval.str_short(short_dtypes=True)
 
 
-def _equations(jaxpr: Jaxpr, names: _Names, indent: str, source: bool) -> Iterator[str]:
+def equations_text(jaxpr: Jaxpr, names: Names, indent: str, source: bool) -> Iterator[str]:
     for eqn in jaxpr.eqns:
         operands = " ".join(map(names.use, eqn.invars))
         results = " ".join(map(names.define, eqn.outvars))
@@ -102,7 +77,7 @@ def _equations(jaxpr: Jaxpr, names: _Names, indent: str, source: bool) -> Iterat
         yield line
         for label, body in _bodies(eqn):
             yield f"{indent}  {label} {', '.join(map(names.define, body.invars))}:".replace(" :", ":")
-            yield from _equations(body, names, indent + "    ", source)
+            yield from equations_text(body, names, indent + "    ", source)
             yield f"{indent}    -> {' '.join(map(names.use, body.outvars))}"
 
 

@@ -20,7 +20,7 @@ from jax import lax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
 from autopar.inter_op.stage_plan import Border, TaskPlan
-from autopar.ir.accumulate import first_value
+from autopar.ir.split.accumulate import first_value
 from autopar.mesh import Sharding
 from autopar.partition.host_calls import Bind, Watch, bind_here, watched
 from autopar.partition.program import per_device_program

@@ -13,9 +13,9 @@ import jax
 import numpy as np
 
 from autopar.errors import StructureChangedError
-from autopar.ir.state import argument_slices
-from autopar.ir.trace import Program
-from autopar.plan.page import type_text
+from autopar.ir.program import Program
+from autopar.ir.trace.state import argument_slices
+from autopar.plan.words import type_text
 
 MAX_LINES = 6
 

@@ -22,10 +22,10 @@ import numpy as np
 from autopar.errors import AutoparError, PlanFileError
 from autopar.intra_op.sharded import Collective
 from autopar.mesh import Link, LogicalMesh, Sharding
-from autopar.plan.instructions import Free, Instruction, Recv, Run, Send
-from autopar.plan.page import ARGUMENT_ROLES
-from autopar.plan.plan import Cost, Plan, Recomputed, Stage, Submesh, Value
-from autopar.plan.timeline import Event, Timeline
+from autopar.plan.decision import Cost, Decision, Recomputed, Stage, Submesh, Value
+from autopar.plan.words import ARGUMENT_ROLES
+from autopar.streams.instructions import Free, Instruction, Recv, Run, Send
+from autopar.streams.timeline import Event, Timeline
 
 FORMAT = "autopar plan"
 VERSION = 4
@@ -34,7 +34,7 @@ _ROLES = (*ARGUMENT_ROLES, "result", "activation")
 _T = TypeVar("_T")
 
 
-def save_plan(plan: Plan, path: str | Path) -> None:
+def save_decision(plan: Decision, path: str | Path) -> None:
     """Write a plan as JSON.
 
     Raises:
@@ -61,8 +61,8 @@ def save_plan(plan: Plan, path: str | Path) -> None:
         ) from error
 
 
-def load_plan(path: str | Path) -> Plan:
-    """Read a plan that `save_plan` wrote.
+def load_decision(path: str | Path) -> Decision:
+    """Read a plan that `save_decision` wrote.
 
     Raises:
         PlanFileError: The file is missing, damaged, or of another version.
@@ -97,7 +97,7 @@ def _error(path: str | Path, wrong: str) -> PlanFileError:
     )
 
 
-def _record(plan: Plan) -> dict[str, Any]:
+def _record(plan: Decision) -> dict[str, Any]:
     cost = plan.cost
     return {
         "format": FORMAT,
@@ -275,7 +275,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _plan(entry: _Entry) -> Plan:
+def _plan(entry: _Entry) -> Decision:
     stages = entry["stages"].items(_stage)
     if not stages:
         raise entry["stages"].wrong("a list of stages")
@@ -286,7 +286,7 @@ def _plan(entry: _Entry) -> Plan:
     fingerprints = entry["fingerprints"]
     if not isinstance(fingerprints.value, dict):
         raise fingerprints.wrong("an object")
-    return Plan(
+    return Decision(
         name=entry["name"].text(),
         method=entry["method"].text(),
         stages=stages,

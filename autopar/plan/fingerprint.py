@@ -12,7 +12,7 @@ import re
 import jax
 
 from autopar.ir.printer import print_jaxpr
-from autopar.ir.trace import Program
+from autopar.ir.program import Program
 from autopar.mesh import Cluster
 
 

@@ -12,16 +12,16 @@ from collections.abc import Iterator
 import jax
 
 from autopar.errors import StalePlanError
-from autopar.ir.trace import Program
+from autopar.ir.program import Program
 from autopar.mesh import Cluster
+from autopar.plan.decision import Decision
 from autopar.plan.fingerprint import cluster_fingerprint, program_fingerprint
-from autopar.plan.page import machine_text, type_text
-from autopar.plan.plan import Plan
+from autopar.plan.words import machine_text, type_text
 
 MAX_LINES = 8
 
 
-def check_fresh(program: Program, cluster: Cluster, plan: Plan) -> None:
+def check_fresh(program: Program, cluster: Cluster, plan: Decision) -> None:
     """The plan must have been made for this program and this cluster.
 
     Raises:
@@ -47,14 +47,14 @@ def check_fresh(program: Program, cluster: Cluster, plan: Plan) -> None:
         )
 
 
-def _cluster_change(plan: Plan, cluster: Cluster) -> str:
+def _cluster_change(plan: Decision, cluster: Cluster) -> str:
     now = machine_text(cluster)
     if now != plan.machine:
         return f"cluster: planned for {plan.machine}; this is {now}"
     return f"cluster: {now} as before, but its links or rates are stated otherwise"
 
 
-def _argument_changes(program: Program, plan: Plan) -> Iterator[str]:
+def _argument_changes(program: Program, plan: Decision) -> Iterator[str]:
     was = {v.name: type_text(v.shape, v.dtype) for v in plan.values if v.role in ("state", "batch", "argument")}
     leaves = zip(program.in_paths, program.jaxpr.invars[: program.num_args], strict=True)
     now = {path: type_text(tuple(var.aval.shape), str(var.aval.dtype)) for path, var in leaves}
@@ -67,7 +67,7 @@ def _argument_changes(program: Program, plan: Plan) -> Iterator[str]:
             yield f"{path}: {was[path]} in the plan, {now[path]} now"
 
 
-def _code_change(plan: Plan) -> str:
+def _code_change(plan: Decision) -> str:
     version = plan.fingerprints.get("jax", jax.__version__)
     if version != jax.__version__:
         return f"program: planned with JAX {version}, this is JAX {jax.__version__}, whose operations differ"

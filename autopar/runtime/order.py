@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from autopar.plan.instructions import Instruction, MeshId, Recv, Run, Send
+from autopar.streams.instructions import Instruction, MeshId, Recv, Run, Send
 
 
 def merged(
@@ -23,7 +23,7 @@ def merged(
         last: Programs that begin when no mesh has anything else to do before its first of them.
 
     Raises:
-        AssertionError: The streams wait for each other; `plan/check.py` would have said so.
+        AssertionError: The streams wait for each other; `streams/check.py` would have said so.
     """
     at = dict.fromkeys(streams, 0)
     sent: set[int] = set()

@@ -23,14 +23,10 @@ from autopar._jax import Jaxpr, Var
 from autopar.errors import StepError
 from autopar.inter_op.stage_plan import StagePlan
 from autopar.intra_op.sharded import calls_host
-from autopar.ir.state import Roles
-from autopar.ir.unstack import Unstacked
+from autopar.ir.split.unstack import Unstacked
+from autopar.ir.trace.state import Roles
 from autopar.partition.host_calls import Watch
 from autopar.partition.task import ArrayType, TaskFunction, array_type, task_function
-from autopar.plan.clock import measured
-from autopar.plan.emit import Streams
-from autopar.plan.instructions import Free, Instruction, MeshId, Recv, Run, Send, writes
-from autopar.plan.timeline import Timeline
 from autopar.runtime.compile import Compiler
 from autopar.runtime.failure import (
     CallbacksRaised,
@@ -48,6 +44,10 @@ from autopar.runtime.nans import check_results, find_nan
 from autopar.runtime.order import merged
 from autopar.runtime.stacks import Stack, joined_shape, part_of
 from autopar.runtime.transfer import Transfer, make_transfer
+from autopar.streams.clock import measured
+from autopar.streams.emit import Streams
+from autopar.streams.instructions import Free, Instruction, MeshId, Recv, Run, Send, writes
+from autopar.streams.timeline import Timeline
 
 Call = Callable[[dict[int, Any]], None]
 """Carries out one instruction on the buffers that are there."""

@@ -1,6 +1,6 @@
 """Arrays from one submesh to another, in this process.
 
-In:     a `TransferPlan` (`plan/transfers.py`), the devices of both meshes.
+In:     a `TransferPlan` (`streams/transfers.py`), the devices of both meshes.
 Out:    `Transfer`: called with an array on the source, returns it on the target.
 Method: tiles are cut on the device that holds them, copied to the one that wants them and put together there; an
         all-gather inside the target makes copies. Nothing waits: a general `jax.device_put` to another mesh would go
@@ -20,7 +20,7 @@ from jax import lax
 
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.partition.task import ArrayType, partition_spec
-from autopar.plan.transfers import Box, TransferPlan, boxes, plan_transfer
+from autopar.streams.transfers import Box, TransferPlan, boxes, plan_transfer
 
 Transfer = Callable[[jax.Array], jax.Array]
 

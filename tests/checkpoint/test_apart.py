@@ -16,10 +16,10 @@ from autopar.checkpoint import manifest
 from autopar.errors import CheckpointError
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.runtime.digest import digest
-from autopar.runtime.ray.disk import Disk, unseen
-from autopar.runtime.ray.handles import Copy, Part, RemoteArray
+from autopar.runtime.ray.driver.handles import Copy, Part, RemoteArray
 from autopar.runtime.ray.job import BufferType
 from autopar.runtime.ray.seats import by_mesh, seats_of
+from autopar.runtime.ray.worker.disk import Disk, unseen
 
 MESH = LogicalMesh((2, 2))
 ROWS, COLUMNS, BOTH = Sharding((("x",), ())), Sharding(((), ("y",))), Sharding((("x",), ("y",)))

@@ -8,13 +8,13 @@ import pytest
 
 from autopar.inter_op.backward import find_levels
 from autopar.inter_op.chain import balanced_borders
+from autopar.inter_op.cut import cut_step
 from autopar.inter_op.residuals import ALL, CHEAP
 from autopar.inter_op.tasks import make_tasks
-from autopar.ir.state import find_roles
 from autopar.ir.structure import inputs_of
-from autopar.ir.trace import trace_step
+from autopar.ir.trace.state import find_roles
+from autopar.ir.trace.trace import trace_step
 from autopar.ir.work import num_bytes
-from autopar.plan.cut import cut_step
 from tests.small_transformer import BATCH, LENGTH, WIDTH, arguments, train_step
 
 COUNT = 4

@@ -12,7 +12,7 @@ from autopar._jax import eval_jaxpr
 from autopar.inter_op.lean_scans import lean_scans
 from autopar.ir.check import check_program
 from autopar.ir.structure import body_jaxprs, inputs_of, scan_parts, trip_count
-from autopar.ir.trace import trace_step
+from autopar.ir.trace.trace import trace_step
 from autopar.ir.work import num_bytes
 from tests.inter_op.test_residuals import BATCH, LENGTH, WIDTH, bytes_that_jax_saves, layer, layer_types
 

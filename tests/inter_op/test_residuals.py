@@ -15,7 +15,7 @@ import autopar
 from autopar._jax import Literal, eval_jaxpr, make_jaxpr, open_jaxpr
 from autopar.inter_op.residuals import ALL, CHEAP, can_run_again, choose_residuals, is_repeatable
 from autopar.ir.check import check_program
-from autopar.ir.flatten import flatten
+from autopar.ir.trace.flatten import flatten
 from autopar.ir.work import Work, num_bytes
 
 ELEMENTWISE = {

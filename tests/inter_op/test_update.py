@@ -13,7 +13,7 @@ import pytest
 
 import autopar
 from autopar.inter_op.update import SCALAR_ELEMENTS
-from autopar.plan.instructions import Run, Send
+from autopar.streams.instructions import Run, Send
 from tests.models.registry import CASES
 from tests.sweep import QUICK, SLOW
 

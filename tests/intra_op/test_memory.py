@@ -14,8 +14,8 @@ from autopar.intra_op.graph import build_graph
 from autopar.intra_op.liveness import fullest_moments
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import MAX_ROWS, broken_memory_rows
-from autopar.ir.state import find_roles
-from autopar.ir.trace import trace_step
+from autopar.ir.trace.state import find_roles
+from autopar.ir.trace.trace import trace_step
 from autopar.mesh import logical_mesh
 from tests.models.registry import CASES
 

@@ -10,7 +10,7 @@ from jax import lax
 
 from autopar._jax import close_jaxpr, make_jaxpr, open_jaxpr, replace_eqn
 from autopar.ir.check import check_program
-from autopar.ir.trace import trace_step
+from autopar.ir.trace.trace import trace_step
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopar.ir.printer import print_equation, print_jaxpr, print_program
-from autopar.ir.trace import trace_step
+from autopar.ir.printer import print_equation, print_jaxpr
+from autopar.ir.program import print_program
+from autopar.ir.trace.trace import trace_step
 
 
 def make_step():

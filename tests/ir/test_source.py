@@ -11,7 +11,7 @@ from jax import lax
 
 from autopar._jax import new_eqn, open_jaxpr, primitives
 from autopar.ir.source import UNKNOWN, is_backward, name_scope, source_line
-from autopar.ir.trace import trace_step
+from autopar.ir.trace.trace import trace_step
 
 X = np.ones((3, 4), np.float32)
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from autopar._jax import Jaxpr, eval_jaxpr
 from autopar.ir.check import check_program
-from autopar.ir.trace import trace_step
+from autopar.ir.trace.trace import trace_step
 
 
 def traced(function: Callable[..., Any], *args: Any, rtol: float = 2e-5, atol: float = 1e-6) -> Jaxpr:

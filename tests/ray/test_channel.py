@@ -16,15 +16,15 @@ import pytest
 from autopar.errors import WorkerError
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.mesh.ray_nodes import RayHost
-from autopar.plan.instructions import Recv, Run, Send
-from autopar.runtime.ray.direct import AHEAD, Begun, Direct, Wanted
+from autopar.runtime.ray.driver.workers import Workers
 from autopar.runtime.ray.job import BufferType
-from autopar.runtime.ray.nccl import NcclChannel, can_use_nccl, new_id
 from autopar.runtime.ray.seats import by_mesh, environment, seats_of
 from autopar.runtime.ray.share import Share
-from autopar.runtime.ray.transport import WaitError
-from autopar.runtime.ray.worker import Worker
-from autopar.runtime.ray.workers import Workers
+from autopar.runtime.ray.transport.direct import AHEAD, Begun, Direct, Wanted
+from autopar.runtime.ray.transport.nccl import NcclChannel, can_use_nccl, new_id
+from autopar.runtime.ray.transport.transport import WaitError
+from autopar.runtime.ray.worker.worker import Worker
+from autopar.streams.instructions import Recv, Run, Send
 from tests.ray import fake_cupy
 from tests.ray.kinds import DTYPES, EMPTY, SHAPE, kinds
 from tests.ray.test_transport import Here, message_of

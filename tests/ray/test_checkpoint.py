@@ -16,8 +16,8 @@ import pytest
 import autopar
 from autopar import checkpoint
 from autopar.errors import CheckpointError, DonatedError, WorkerError
-from autopar.runtime.ray.handles import RemoteArray
-from autopar.runtime.ray.workers import Workers
+from autopar.runtime.ray.driver.handles import RemoteArray
+from autopar.runtime.ray.driver.workers import Workers
 from tests.checkpoint_model import batches, create_state, step_on, train_step
 from tests.ray.cluster import make_cluster
 from tests.sweep import _host
@@ -181,12 +181,12 @@ def test_who_does_not_see_the_folder_sends_its_arrays(step, tmp_path, fetched):
     """What it alone holds goes through this process; the rest is written as ever."""
 
     def blind(self):
-        module = sys.modules["autopar.runtime.ray.worker"]
+        module = sys.modules["autopar.runtime.ray.worker.worker"]
         module.own_unseen = module.unseen
         module.unseen = lambda token, *asked: module.own_unseen(token + "-on-another-machine", *asked)
 
     def healed(self):
-        module = sys.modules["autopar.runtime.ray.worker"]
+        module = sys.modules["autopar.runtime.ray.worker.worker"]
         module.unseen = module.own_unseen
 
     state = on_workers(step)

@@ -15,8 +15,8 @@ import pytest
 
 import autopar
 from autopar.errors import DonatedError, WorkerError
-from autopar.plan.instructions import Run
-from autopar.runtime.ray.workers import Workers
+from autopar.runtime.ray.driver.workers import Workers
+from autopar.streams.instructions import Run
 from tests.models.registry import CASES
 from tests.ray.cluster import make_cluster
 from tests.ray.conftest import wait_until_gone
@@ -178,7 +178,7 @@ def test_the_start_has_a_limit(ray_started):
     workers = Workers(make_cluster(1, 2, start_seconds=20.0).machine, ((0, 1), (1, 1)))
 
     def patch(self):
-        sys.modules["autopar.runtime.ray.worker"].new_id = lambda: time.sleep(60)
+        sys.modules["autopar.runtime.ray.worker.worker"].new_id = lambda: time.sleep(60)
 
     ray.get(workers._actors[1].__ray_call__.remote(patch))
     workers._machine.start_seconds = 1.0
@@ -205,7 +205,7 @@ def is_stopped(pid):
 
 
 def stand(self):
-    worker = sys.modules["autopar.runtime.ray.worker"]
+    worker = sys.modules["autopar.runtime.ray.worker.worker"]
     self._parts = worker.compiled = worker.on_devices = lambda *_: time.sleep(60)
 
 

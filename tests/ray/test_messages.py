@@ -6,10 +6,10 @@ import pickle
 from types import SimpleNamespace
 
 from autopar.errors import AutoparError, WorkerError
-from autopar.plan.instructions import Free, Recv, Run, Send
-from autopar.runtime.ray.faults import Failure, microbatch_of, worker_error
+from autopar.runtime.ray.driver.faults import Failure, microbatch_of, worker_error
 from autopar.runtime.ray.seats import seats_of
 from autopar.runtime.ray.share import Position
+from autopar.streams.instructions import Free, Recv, Run, Send
 
 SEATS = seats_of(((0, 2), (2, 2)), 4)
 JOB = SimpleNamespace(

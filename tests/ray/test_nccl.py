@@ -27,8 +27,8 @@ def rank_process(rank: int, num_sources: int, num_ranks: int, unique_id: Any, er
     import jax
     import jax.numpy as jnp
 
-    from autopar.runtime.ray.direct import Wanted
-    from autopar.runtime.ray.nccl import NcclChannel
+    from autopar.runtime.ray.transport.direct import Wanted
+    from autopar.runtime.ray.transport.nccl import NcclChannel
 
     try:
         channel = NcclChannel(unique_id, num_sources, num_ranks, {rank: jax.local_devices()[0]})
@@ -61,7 +61,7 @@ def rank_process(rank: int, num_sources: int, num_ranks: int, unique_id: Any, er
 @pytest.mark.parametrize("num_sources, num_targets", [(1, 1), (2, 1), (1, 3), (2, 2)])
 def test_between_processes(num_sources, num_targets):
     pytest.importorskip("cupy")
-    from autopar.runtime.ray.nccl import new_id
+    from autopar.runtime.ray.transport.nccl import new_id
 
     context = multiprocessing.get_context("spawn")
     errors, count = context.Queue(), num_sources + num_targets

@@ -10,8 +10,8 @@ import pytest
 
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.runtime.ray.job import BufferType
-from autopar.runtime.ray.parcels import holders_of, own_boxes, pack, parcels_of, slices, unpack
 from autopar.runtime.ray.seats import environment, seats_of
+from autopar.runtime.ray.transport.parcels import holders_of, own_boxes, pack, parcels_of, slices, unpack
 from tests.ray.kinds import DTYPES, SHAPE, kinds
 
 MESHES = (LogicalMesh((1,)), LogicalMesh((2,)), LogicalMesh((3,)), LogicalMesh((2, 2)), LogicalMesh((4,)))

@@ -16,10 +16,10 @@ import pytest
 
 import autopar
 from autopar.errors import NotBuiltYetError, PipelineError, StepError
-from autopar.plan.instructions import Run, Send
-from autopar.runtime.ray.callbacks import Programs, callback_error
-from autopar.runtime.ray.clocks import clock_offset
+from autopar.runtime.ray.driver.callbacks import Programs, callback_error
+from autopar.runtime.ray.driver.clocks import clock_offset
 from autopar.runtime.ray.functions import portable
+from autopar.streams.instructions import Run, Send
 from tests.small_mlp import make_batch, make_params, train_step
 
 pytestmark = pytest.mark.ray

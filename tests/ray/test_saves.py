@@ -9,9 +9,9 @@ import pytest
 
 from autopar.errors import DonatedError
 from autopar.mesh import LogicalMesh, Sharding
-from autopar.runtime.ray.handles import Copy, Part, RemoteArray
+from autopar.runtime.ray.driver.handles import Copy, Part, RemoteArray
+from autopar.runtime.ray.driver.saves import take, tiles_of
 from autopar.runtime.ray.job import BufferType
-from autopar.runtime.ray.saves import take, tiles_of
 from autopar.runtime.ray.seats import by_mesh, seats_of
 from tests.ray.kinds import SHAPE, kinds
 
@@ -98,7 +98,7 @@ def test_who_cannot_write_is_left_out(tmp_path):
 
 
 def test_what_is_shared_is_copied_once_and_written_twice(tmp_path):
-    from autopar.runtime.ray.disk import OnDisk
+    from autopar.runtime.ray.worker.disk import OnDisk
 
     workers = Workers()
     split = BufferType((8, 4), np.dtype("float32"), Sharding((("x",), ())), LogicalMesh((4,)))
@@ -130,7 +130,7 @@ def test_copies_are_let_go_of_as_they_are_written(tmp_path):
     import tensorstore
 
     from autopar.runtime.digest import digest
-    from autopar.runtime.ray.disk import Disk, OnDisk
+    from autopar.runtime.ray.worker.disk import Disk, OnDisk
 
     disk, data = Disk(), np.arange(12, dtype=np.int8).reshape(3, 4)
     disk.take(3, [data])

@@ -12,7 +12,7 @@ import pytest
 
 import autopar
 from autopar.errors import DonatedError, WorkerError
-from autopar.runtime.ray.handles import RemoteArray
+from autopar.runtime.ray.driver.handles import RemoteArray
 from tests.models.registry import CASES
 from tests.ray.cluster import make_cluster
 from tests.small_mlp import make_batch, make_params, train_step

@@ -19,18 +19,18 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from autopar._jax import Var
 from autopar.intra_op.sharded import Body, calls_host
-from autopar.ir.state import Roles
+from autopar.ir.trace.state import Roles
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.partition.host_calls import Watch, watched
 from autopar.partition.program import global_program
 from autopar.partition.shipped import Shipment
 from autopar.partition.task import ArrayType, array_type, task_function
-from autopar.plan.instructions import BufferId, Instruction, MeshId, Run
-from autopar.plan.pipeline import PipelinePlan
-from autopar.plan.transfers import Box, boxes
 from autopar.runtime.ray.functions import packed_calls
 from autopar.runtime.ray.pauses import find_pauses
 from autopar.runtime.ray.seats import Layout
+from autopar.search.pipeline import PipelinePlan
+from autopar.streams.instructions import BufferId, Instruction, MeshId, Run
+from autopar.streams.transfers import Box, boxes
 
 
 @dataclass(frozen=True, slots=True)

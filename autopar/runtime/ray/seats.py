@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.plan.instructions import MeshId
+from autopar.streams.instructions import MeshId
 
 Layout = tuple[tuple[int, int], ...]
 """For each mesh its first device and how many there are."""

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.partition.host_calls import Raised
-from autopar.plan.instructions import BufferId, Instruction
 from autopar.runtime.ray.job import BufferType, ProgramCode
-from autopar.runtime.ray.parcels import Message
+from autopar.runtime.ray.transport.parcels import Message
+from autopar.streams.instructions import BufferId, Instruction
 
 Key = int
 """Under which a worker holds an array."""

@@ -24,9 +24,9 @@ from jax.sharding import Mesh, PartitionSpec
 
 from autopar._jax import JaxprEqn, Literal, Var, bind_eqn, open_jaxpr
 from autopar.intra_op.strategies import Strategy, enumerate_strategies
-from autopar.ir.flatten import flatten
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.rules.replicated import list_of
+from autopar.ir.trace.flatten import flatten
 from autopar.mesh import Sharding
 from autopar.partition.equation import run_equation
 

@@ -9,10 +9,10 @@ import pytest
 
 import autopar
 from autopar.errors import RuleError
-from autopar.ir.microbatch import split_microbatches
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.opaque import sharding_rule
-from autopar.ir.trace import trace_step
+from autopar.ir.split.microbatch import split_microbatches
+from autopar.ir.trace.trace import trace_step
 from tests.ir.rules.harness import check_equation, check_function, flat_eqns, gradient_of, only_eqn
 
 

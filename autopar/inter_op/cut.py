@@ -1,0 +1,202 @@
+"""A step taken apart, ready to be cut into stages.
+
+In:     a traced step, how many parts and microbatches are wanted.
+Out:    `CutStep`: the step with its scans over layers taken apart, its phases, the segments of its loop.
+Method: in this order: `ir/split/unstack.py`, `lean_scans.py`, `ir/split/microbatch.py` (or `ir/split/whole_batch.py`),
+        `chain.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar._jax import Jaxpr, Var
+from autopar.errors import PipelineError
+from autopar.inter_op.chain import Chain, make_chain
+from autopar.inter_op.lean_scans import lean_scans
+from autopar.intra_op.batch import BatchDims, follow_batch
+from autopar.ir.program import Program
+from autopar.ir.rewrite.branches_in_two import branches_in_two
+from autopar.ir.rewrite.selections import branches_as_selections
+from autopar.ir.rules import ShardingRule, rule_for
+from autopar.ir.split.microbatch import Microbatches, split_microbatches
+from autopar.ir.split.unstack import Unstacked, layer_count, unstack, whole_stacks
+from autopar.ir.split.whole_batch import whole_batch
+from autopar.ir.structure import body_jaxprs, inputs_of, is_structured
+from autopar.ir.trace.state import Roles
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CutStep:
+    """A step in phases, ready to be cut into stages.
+
+    Attributes:
+        program: The step; its scans over layers taken apart.
+        roles: Its roles.
+        stacks: What became of the stacked arguments and results of the user's step.
+        split: Its phases.
+        chain: The segments of its loop.
+        batch: Dims of the loop's values that run over samples.
+        paths: Of the arguments of the user's step.
+    """
+
+    program: Program
+    roles: Roles
+    stacks: Unstacked
+    split: Microbatches
+    chain: Chain
+    batch: BatchDims
+    paths: tuple[str, ...]
+
+
+def in_parts(
+    program: Program, roles: Roles, num_parts: int, lying: tuple[int, Mapping[int, int]] | None = None
+) -> tuple[Program, Roles, Unstacked]:
+    """The step with its scans over layers taken apart, if it has any.
+
+    Args:
+        program: The step.
+        roles: Its roles.
+        num_parts: How many parts; the fewest more where these do not divide the layers.
+        lying: In how many parts stacks lie, and which inputs are such, along which dim; None: as `num_parts` says.
+    """
+    count, stacked = (0, {}) if lying is None else lying
+    length = layer_count(program.jaxpr, roles.state, roles.aliases, stacked)
+    count = count or _part_count(length, num_parts)
+    if count < 2 or (lying is not None and not stacked):
+        return program, roles, whole_stacks(program.jaxpr)
+    stacks = unstack(program.jaxpr, length if length % count == 0 else 0, count, roles.aliases, stacked)
+    if not any(len(stacks.inputs[k]) > 1 for k in roles.state):
+        return program, roles, whole_stacks(program.jaxpr)  # a scan over time, or over chunks: its weights are shared
+    ins, outs = (stacks.inputs[: program.num_args], stacks.input_dims), (stacks.outputs, stacks.output_dims)
+    paths = _part_paths(program.in_paths, *ins, stacks.jaxpr.invars)
+    out_paths = _part_paths(program.out_paths, *outs, stacks.jaxpr.outvars)
+    parted = dataclasses.replace(
+        program,
+        jaxpr=stacks.jaxpr,
+        in_paths=tuple(paths),
+        out_paths=tuple(out_paths),
+        in_avals=tuple(var.aval for var in stacks.jaxpr.invars[: len(paths)]),
+        out_avals=tuple(a.aval for a in stacks.jaxpr.outvars),
+        num_args=len(paths),
+        key_inputs=_of_parts(program.key_inputs, stacks.inputs),
+        key_outputs=_of_parts(program.key_outputs, stacks.outputs),
+        raw_keys=tuple(at for k in program.raw_keys for at in stacks.inputs[k]),
+    )
+    aliases = {
+        out: into
+        for k, old in roles.aliases.items()
+        for out, into in zip(stacks.outputs[k], stacks.inputs[old], strict=True)
+    }
+    parted_roles = Roles(
+        aliases,
+        tuple(sorted(at for k in roles.state for at in stacks.inputs[k])),
+        tuple(at for k in roles.batch for at in stacks.inputs[k]),
+        tuple(roles.donated[k] for k, parts in enumerate(stacks.inputs) for _ in parts),
+        roles.state_arguments,
+    )
+    return parted, parted_roles, stacks
+
+
+def _of_parts(impls: Sequence[str | None], positions: Sequence[Sequence[int]]) -> tuple[str | None, ...]:
+    """Of each part, what its stack is."""
+    return tuple(impl for impl, parts in zip(impls, positions, strict=False) for _ in parts)
+
+
+def _part_paths(
+    paths: Sequence[str], positions: Sequence[Sequence[int]], dims: Sequence[int], atoms: Sequence[Any]
+) -> list[str]:
+    """Paths of all parts: of a stack with the layers of each."""
+    found = []
+    for path, parts, dim in zip(paths, positions, dims, strict=False):
+        if len(parts) == 1:
+            found.append(path)
+            continue
+        size = atoms[parts[0]].aval.shape[dim]
+        found += [f"{path}[{':, ' * dim}{k * size}:{(k + 1) * size}]" for k, _ in enumerate(parts)]
+    return found
+
+
+def _part_count(length: int, num_parts: int) -> int:
+    """Parts of a scan of `length` layers: so many, or the fewest more that divide it."""
+    if length == 0 or num_parts == 1:
+        return 1
+    return next((n for n in range(num_parts, length + 1) if length % n == 0), length)
+
+
+def cut_step(
+    program: Program,
+    roles: Roles,
+    num_parts: int,
+    num_microbatches: int,
+    semantics: str = "exact",
+    lying: tuple[int, Mapping[int, int]] | None = None,
+) -> CutStep:
+    """Take a step apart: its scans over layers, its phases, its segments.
+
+    Args:
+        program: The step.
+        roles: Its roles.
+        num_parts: Into how many parts its scans over layers are to be taken, or the fewest more that divide them.
+        num_microbatches: How many microbatches.
+        semantics: `"exact"` or `"per_microbatch"`.
+        lying: In how many parts stacks lie, and which inputs are such, along which dim; None: as `num_parts` says.
+
+    Raises:
+        BatchError: The batch does not divide.
+        MicrobatchError: Microbatches would compute something else.
+    """
+    paths = program.in_paths
+    program = dataclasses.replace(program, jaxpr=branches_as_selections(branches_in_two(program.jaxpr)))
+    program, roles, stacks = in_parts(program, roles, num_parts, lying)
+    program = dataclasses.replace(program, jaxpr=lean_scans(program.jaxpr))
+    names = ", ".join(dict.fromkeys(program.in_paths[k].split("/")[0] for k in roles.batch))
+    if num_microbatches > 1:
+        own = semantics == "per_microbatch"
+        split = split_microbatches(program.jaxpr, num_microbatches, roles.batch, own, names, apart=True)
+    else:
+        split = whole_batch(program.jaxpr, roles.batch)
+    first = 1 + len(split.invariants)
+    chain = make_chain(split.loop, _of_arguments(program.jaxpr, split))
+    pieces = {first + k: frozenset({0}) for k in range(len(split.pieces))}
+    batch = follow_batch(split.loop, _rules(split.loop, {}), pieces)
+    return CutStep(program, roles, stacks, split, chain, batch, paths)
+
+
+def _of_arguments(jaxpr: Jaxpr, split: Microbatches) -> list[Var]:
+    """What enters the loop for all microbatches, and is made of arguments; a mask that is made of none is anyone's."""
+    made = set(jaxpr.invars)
+    for eqn in split.before:
+        if any(a in made for a in inputs_of(eqn)):
+            made.update(eqn.outvars)
+    inside = split.loop.invars[1 : 1 + len(split.invariants)]
+    return [var for var, outside in zip(inside, split.invariants, strict=True) if outside in made]
+
+
+def _rules(jaxpr: Jaxpr, found: dict[int, ShardingRule]) -> dict[int, ShardingRule]:
+    for eqn in jaxpr.eqns:
+        if is_structured(eqn):
+            for body in body_jaxprs(eqn):
+                _rules(body, found)
+        else:
+            found[id(eqn)] = rule_for(eqn)
+    return found
+
+
+def check_stage_count(cut: CutStep, num_stages: int) -> None:
+    """There must be as many places to cut.
+
+    Raises:
+        PipelineError: The program has fewer segments than stages are wanted.
+    """
+    if num_stages > cut.chain.num_segments:
+        raise PipelineError(
+            "the step cannot be cut into so many stages.",
+            given=f"num_stages={num_stages}",
+            wrong=f"its forward pass has {cut.chain.num_segments} operations that a stage could begin with.",
+            do="use fewer stages.",
+            num_stages=num_stages,
+        )

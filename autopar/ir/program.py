@@ -1,0 +1,99 @@
+"""A traced step: a flat jaxpr, and how the user's pytrees, names and typed keys map to its variables.
+
+In:     what `trace/` read off the user's function.
+Out:    `Program`, which every pass reads; as text, for people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from autopar._jax import Jaxpr, as_key, key_data
+from autopar.ir.printer import Names, equations_text
+from autopar.ir.trace.parameters import Argument
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A traced step.
+
+    Attributes:
+        name: The function's name.
+        jaxpr: Flat. Its invars are one per argument leaf, then one per captured constant; no constvars, no typed keys.
+        consts: The captured constants, for the last invars.
+        in_tree: Tree of `(args, kwargs)`, static ones left out.
+        out_tree: Tree of the result.
+        in_paths: Readable path of each argument leaf: "state/params/layers/0/kernel".
+        out_paths: Readable path of each result leaf: "result/0/params/layers/0/kernel".
+        in_avals: What the user passes per argument leaf; a typed key is a typed key here.
+        out_avals: What the user gets back per result leaf.
+        key_inputs: Per argument leaf, the name of the key's generator, or None if it is no typed key.
+        key_outputs: The same per result leaf.
+        raw_keys: Argument leaves that are random keys all the same: integers, as `jax.random.PRNGKey` makes them.
+        num_args: How many argument leaves there are.
+        static: Each static argument by name, and its `repr`.
+        arguments: What the children of the halves of `in_tree` are.
+        left_out: Numbers of the parameters that have a default and were not passed.
+    """
+
+    name: str
+    jaxpr: Jaxpr
+    consts: tuple[Any, ...]
+    in_tree: Any
+    out_tree: Any
+    in_paths: tuple[str, ...]
+    out_paths: tuple[str, ...]
+    in_avals: tuple[Any, ...]
+    out_avals: tuple[Any, ...]
+    key_inputs: tuple[str | None, ...]
+    key_outputs: tuple[str | None, ...]
+    num_args: int
+    static: tuple[tuple[str, str], ...] = ()
+    arguments: tuple[Argument, ...] = ()
+    left_out: tuple[int, ...] = ()
+    raw_keys: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        return print_program(self)
+
+    def flatten_inputs(self, leaves: Sequence[Any]) -> list[Any]:
+        """Values of the jaxpr's invars: argument leaves with keys as integers, then the constants."""
+        assert len(leaves) == self.num_args, f"{len(leaves)} leaves for {self.num_args} arguments"
+        physical = [key_data(x) if impl else x for x, impl in zip(leaves, self.key_inputs, strict=True)]
+        return [*physical, *self.consts]
+
+    def spec_of(self, leaf: int, spec: PartitionSpec) -> PartitionSpec:
+        """How an argument leaf lies, of how the program's variable does: an array of keys lacks the dim of their integers."""
+        return PartitionSpec(*tuple(spec)[: self.in_avals[leaf].ndim]) if self.key_inputs[leaf] else spec
+
+    def unflatten_outputs(self, values: Sequence[Any]) -> Any:
+        """The user's result from values of the jaxpr's outvars."""
+        leaves = [as_key(value, impl) if impl else value for value, impl in zip(values, self.key_outputs, strict=True)]
+        return jax.tree.unflatten(self.out_tree, leaves)
+
+
+def print_program(program: Program, *, source: bool = True) -> str:
+    """The program as text.
+
+    Args:
+        program: A traced step.
+        source: Whether to write the user's line and the name stack beside each equation.
+
+    Returns:
+        Several lines, without a newline at the end.
+    """
+    names = Names()
+    lines = [f"program {program.name}"]
+    leaves = zip(program.in_paths, program.jaxpr.invars, program.key_inputs, strict=False)
+    lines += [f"  in    {names.define(var)}  {path}{f'  (key {impl})' if impl else ''}" for path, var, impl in leaves]
+    lines += [f"  const {names.define(var)}" for var in program.jaxpr.invars[program.num_args :]]
+    lines += [f"  static {name} = {text}" for name, text in program.static]
+    lines += equations_text(program.jaxpr, names, "  ", source)
+    results = zip(program.out_paths, program.jaxpr.outvars, program.key_outputs, strict=True)
+    lines += [f"  out   {names.use(atom)}  {path}{f'  (key {impl})' if impl else ''}" for path, atom, impl in results]
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,1 @@
+"""Programs in canonical forms: the same function, easier to shard and to cut."""

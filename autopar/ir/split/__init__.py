@@ -1,0 +1,1 @@
+"""A program worked through in parts: microbatches of the batch, layers of a scan."""

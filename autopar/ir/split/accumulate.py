@@ -1,0 +1,263 @@
+"""Gradient accumulation: a step in phases as one program whose middle is a `scan` over microbatches.
+
+In:     `Microbatches` (`microbatch.py`) and the step's flat program.
+Out:    a flat program with the same inputs and outputs. Sums over the batch are carries of the scan, which may stay
+        partial over mesh axes (`intra_op/graph.py`), so gradients are reduced once per step and not once per microbatch;
+        per-sample results are stacked and put back in order.
+Method: gradients in 16 bits are added up in 32, as one matrix product over the whole batch would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_eqn, new_scan_params, new_var, primitives, shaped
+from autopar.ir.split.microbatch import Microbatches, Result
+from autopar.ir.split.pieces import Cut, Extreme, Own, Share, Sum
+from autopar.ir.trace.flatten import flat_function, flatten, inline, inline_function
+
+
+def accumulate(jaxpr: Jaxpr, split: Microbatches) -> Jaxpr:
+    """One program that works through its microbatches in turn.
+
+    Args:
+        jaxpr: The step that was split.
+        split: Its phases.
+
+    Returns:
+        A flat program over new variables, inputs and outputs as the step's.
+    """
+    count, (number, *inside) = split.count, split.loop.invars
+    consts = dict(zip(inside[: len(split.invariants)], split.invariants, strict=True))
+    eqns: list[JaxprEqn] = list(split.before)
+    stacks = {}
+    for var, whole in zip(inside[len(consts) :], split.pieces, strict=True):
+        shape = (count, whole.aval.shape[0] // count, *whole.aval.shape[1:])
+        more, (stacks[var],) = inline_function(lambda x, shape=shape: jnp.reshape(x, shape), [whole])
+        eqns += more
+    results = list(zip(split.results, split.loop.outvars, strict=True))
+    scan = accumulating_scan(count, number, split.loop.eqns, consts, stacks, results)
+    eqns += [*scan.before, scan.eqn, *scan.after, *split.after]
+    flat, arrays = flatten(make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns))
+    assert not arrays, "a flat program has no constants"
+    return flat
+
+
+def accumulator_type(aval: Any, share: Share) -> Any:
+    """Type in which the parts of a value are joined: sums of 16-bit floats in 32 bits."""
+    wide = isinstance(share, Sum | Own) and jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize < 4
+    return jax.ShapeDtypeStruct(aval.shape, jnp.float32 if wide else aval.dtype)
+
+
+def first_value(aval: Any, share: Share) -> jax.Array:
+    """What an accumulator of this type holds before the first microbatch."""
+    if isinstance(share, Extreme):
+        low = share.kind == "max"
+        if aval.dtype == jnp.bool_:
+            return jnp.full(aval.shape, not low)
+        if jnp.issubdtype(aval.dtype, jnp.inexact):
+            return jnp.full(aval.shape, -np.inf if low else np.inf, aval.dtype)
+        limits = jnp.iinfo(aval.dtype)
+        return jnp.full(aval.shape, limits.min if low else limits.max, aval.dtype)
+    return jnp.zeros(aval.shape, aval.dtype)
+
+
+def joined(share: Share, so_far: jax.Array, part: jax.Array, count: int) -> jax.Array:
+    """The accumulator after one more microbatch.
+
+    Args:
+        share: How parts make the whole.
+        so_far: The accumulator, of `accumulator_type`.
+        part: What this microbatch made.
+        count: Number of microbatches.
+    """
+    match share:
+        case Sum():
+            return so_far + part.astype(so_far.dtype)
+        case Extreme(kind="max"):
+            return jnp.maximum(so_far, part)
+        case Extreme():
+            return jnp.minimum(so_far, part)
+        case Own() if jnp.issubdtype(part.dtype, jnp.inexact):
+            return so_far + part.astype(so_far.dtype) / count
+        case _:
+            return part
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Added:
+    """A result of the loop that is added up (or joined otherwise) over the microbatches.
+
+    Attributes:
+        result: Which.
+        part: What a microbatch makes of it.
+        before: The accumulator in the body.
+        eqns: What joins the part to it.
+        after: The accumulator after that.
+        total: The scan's result.
+    """
+
+    result: Result
+    part: Any
+    before: Var
+    eqns: tuple[JaxprEqn, ...]
+    after: Any
+    total: Var
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Stacked:
+    """A result of the loop whose rows are stacked.
+
+    Attributes:
+        result: Which.
+        part: The rows that a microbatch makes.
+        stack: The scan's result.
+    """
+
+    result: Result
+    part: Any
+    stack: Var
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AccumulatingScan:
+    """A `scan` over microbatches, and what stands around it.
+
+    Attributes:
+        before: Where its sums begin, and the numbers of the microbatches.
+        eqn: The scan. Operands: constants, sums, numbers, stacks; results: sums, rows, what is sent.
+        consts: Variables of the body that are the same for all microbatches, and what they are outside, in order.
+        stacked: Variables of the body that are a microbatch's own, in order.
+        sums: Results that are carries, in order.
+        rows: Results that are stacked, in order.
+        sent: Stacks of further values of the body, in order.
+        after: Makes the step's own variables of sums and rows.
+    """
+
+    before: tuple[JaxprEqn, ...]
+    eqn: JaxprEqn
+    consts: Mapping[Var, Any]
+    stacked: tuple[Var, ...]
+    sums: tuple[Added, ...]
+    rows: tuple[Stacked, ...]
+    sent: tuple[Var, ...]
+    after: tuple[JaxprEqn, ...]
+
+
+def accumulating_scan(
+    count: int,
+    number: Var,
+    eqns: Sequence[JaxprEqn],
+    consts: Mapping[Var, Any],
+    stacks: Mapping[Var, Any],
+    results: Sequence[tuple[Result, Any]],
+    sent: Sequence[Var] = (),
+) -> AccumulatingScan:
+    """Make a scan of equations on one microbatch.
+
+    Args:
+        count: Number of microbatches.
+        number: The variable for the number of a microbatch.
+        eqns: Of the body.
+        consts: Variables of the body that are the same for all, and what they are outside.
+        stacks: Variables of the body that are a microbatch's own, and the stacks of them.
+        results: What comes of the loop, and what one microbatch makes of it.
+        sent: Further values of the body to be stacked.
+    """
+    before: list[JaxprEqn] = []
+    sums, starts = [], []
+    for result, part in results:
+        if isinstance(result.share, Cut):
+            continue
+        kind = accumulator_type(result.var.aval, result.share)
+        so_far, total = new_var(shaped(kind)), new_var(shaped(kind))
+        adding, (joint,) = inline(_adding(result.share, count, so_far.aval, part.aval), [so_far, part])
+        start, (first,) = inline(_beginning(so_far.aval, result.share), [])
+        before += start
+        starts.append(first)
+        sums.append(Added(result, part, so_far, tuple(adding), joint, total))
+    counting, (numbers,) = inline_function(lambda: jnp.arange(count, dtype=jnp.int32), [])
+    of_rows = [(result, part) for result, part in results if isinstance(result.share, Cut)]
+    parts = [*(part for _, part in of_rows), *sent]
+    body = make_jaxpr(
+        [*consts, *(s.before for s in sums), number, *stacks],
+        [*(s.after for s in sums), *parts],
+        [*eqns, *(eqn for s in sums for eqn in s.eqns)],
+    )
+    made = [new_var(stack_type(part.aval, count)) for part in parts]
+    scan = new_eqn(
+        primitives.scan_p,
+        [*consts.values(), *starts, numbers, *stacks.values()],
+        [*(s.total for s in sums), *made],
+        new_scan_params(count, body, len(consts), len(sums)),
+    )
+    after: list[JaxprEqn] = []
+    for added in sums:
+        after += _named(_narrowing(added.total.aval, added.result.var.aval.dtype), added.total, added.result.var)
+    rows = [Stacked(result, part, stack) for (result, part), stack in zip(of_rows, made, strict=False)]
+    for row in rows:
+        in_order = flat_function(_in_order(row.result), row.stack.aval)
+        after += _named(in_order, row.stack, row.result.var)
+    return AccumulatingScan(
+        (*before, *counting),
+        scan,
+        dict(consts),
+        tuple(stacks),
+        tuple(sums),
+        tuple(rows),
+        tuple(made[len(rows) :]),
+        tuple(after),
+    )
+
+
+def stack_type(aval: Any, count: int) -> Any:
+    """Type of a stack of as many values as there are microbatches."""
+    return shaped(jax.ShapeDtypeStruct((count, *aval.shape), aval.dtype))
+
+
+def _in_order(result: Result) -> Callable[[jax.Array], jax.Array]:
+    """Rows put back where the samples were."""
+    share, shape = result.share, result.var.aval.shape
+    assert isinstance(share, Cut)
+    if share.blocks == 1:
+        return lambda stack: jnp.reshape(jnp.moveaxis(stack, 0, share.dim), shape)
+
+    def put_back(stack: jax.Array) -> jax.Array:
+        """[count, ..., blocks * rows, ...] to [..., blocks * count * rows, ...]."""
+        size = stack.shape[share.dim + 1]
+        parts = (*stack.shape[: share.dim + 1], share.blocks, size // share.blocks, *stack.shape[share.dim + 2 :])
+        return jnp.reshape(jnp.moveaxis(jnp.reshape(stack, parts), 0, share.dim + 1), shape)
+
+    return put_back
+
+
+# Many values are of one type: each small program is traced once.
+
+
+@cache
+def _adding(share: Share, count: int, so_far: Any, part: Any) -> Jaxpr:
+    return flat_function(lambda a, b: joined(share, a, b, count), so_far, part)
+
+
+@cache
+def _beginning(aval: Any, share: Share) -> Jaxpr:
+    return flat_function(partial(first_value, aval, share))
+
+
+@cache
+def _narrowing(total: Any, dtype: Any) -> Jaxpr:
+    return flat_function(partial(jax.lax.convert_element_type, new_dtype=dtype), total)
+
+
+def _named(program: Jaxpr, operand: Any, var: Var) -> list[JaxprEqn]:
+    """Equations that make the step's own variable; the copy gives it its name, and flattening drops it."""
+    eqns, (made,) = inline(program, [operand])
+    return [*eqns, new_eqn(primitives.copy_p, [made], [var], {})]

@@ -1,0 +1,160 @@
+"""Samples behind samples: `concatenate([chosen, rejected])` over the batch, of which a piece has its part of each block.
+
+In:     an equation, its rule, the number of pieces, and shares of its operands or results.
+Out:    `block_ways`: the ways in which it takes or makes these, beyond those of `pieces.ways`: along a factor in blocks,
+        along one that stands behind others in a dim (`abc->(ab)c`), or by moving whole blocks.
+Method: a dim cut in n blocks is a dim (n, rest) whose second factor is cut, and a piece holds (n, rest / count) as one
+        dim. What treats all places alike does the same to it; what joins, picks or pads with whole blocks does so with
+        smaller ones; what counts places is made whole and cut; all else fits no way.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from autopar._jax import JaxprEqn, bind_eqn
+from autopar.ir.rules import ShardingRule
+from autopar.ir.rules.rule import Dim, Factor, Shard
+from autopar.ir.split.pieces import (
+    WHOLE,
+    Cut,
+    NoPositionError,
+    Share,
+    Way,
+    part_of,
+    piece_aval,
+    piece_program,
+    way_along,
+)
+
+BLOCK = "block"
+"""What stands for a factor where whole blocks are moved."""
+
+
+def block_ways(eqn: JaxprEqn, rule: ShardingRule, count: int, shares: Sequence[Share | None]) -> list[Way]:
+    """Ways in which an operation can be done in pieces that are cut in blocks.
+
+    Args:
+        eqn: The operation.
+        rule: Its rule.
+        count: Number of pieces.
+        shares: Of its operands, then of its results, as far as they are known; None: not known.
+    """
+    found: dict[Way, None] = {}
+    known = rule.splittable()
+    for k, (term, share) in enumerate(zip((*rule.operands, *rule.results), shares, strict=False)):
+        place = _place(rule, term[share.dim], share.blocks, count) if isinstance(share, Cut) else None
+        if isinstance(share, Cut) and place is not None:
+            factor, blocks = place
+            if factor in rule.whole:
+                found.update(dict.fromkeys(_moving(eqn, k, share, count)))
+            elif blocks > 1 or factor not in known:
+                found.update(dict.fromkeys(_along(eqn, rule, factor, blocks, count)))
+    return list(found)
+
+
+def _place(rule: ShardingRule, dim: Dim, blocks: int, count: int) -> tuple[Factor, int] | None:
+    """The factor that is cut where a dim is cut in blocks, and the blocks of that factor."""
+    for factor in dim:
+        size = rule.sizes[factor]
+        if size % (blocks * count) == 0:
+            return factor, blocks
+        if blocks % size:
+            return None
+        blocks //= size
+    return None
+
+
+def _along(eqn: JaxprEqn, rule: ShardingRule, factor: Factor, blocks: int, count: int) -> list[Way]:
+    """The way along a factor, unless the operation asks where along it a piece stands."""
+    way = way_along(rule, factor, blocks)
+    shapes = {
+        k: piece_aval(a.aval, want, count) for k, (a, want) in enumerate(zip(eqn.invars, way.operands, strict=True))
+    }
+    try:
+        piece_program(eqn, rule, way, count, shapes)
+    except NoPositionError:
+        return [] if eqn.invars else [_made_whole(way)]
+    return [way]
+
+
+def _made_whole(way: Way) -> Way:
+    """The same of an operation without operands, such as `iota`: it is cheap, and each piece takes its part of it."""
+
+    def local(eqn: JaxprEqn, shard: Shard) -> list[jax.Array]:
+        assert way.factor is not None
+        number, count = shard.index(way.factor), shard.num_shards(way.factor)
+        wholes = zip(bind_eqn(eqn), way.results, strict=True)
+        return [part_of(whole, share, number, count) for whole, share in wholes if isinstance(share, Cut)]
+
+    return dataclasses.replace(way, blocks=1, local=local)
+
+
+# Whole blocks.
+
+
+def _moving(eqn: JaxprEqn, place: int, share: Cut, count: int) -> list[Way]:
+    """The way in which whole blocks are moved, as large as those of the operand or result at `place`."""
+    dim, arrays = share.dim, (*eqn.invars, *eqn.outvars)
+    rows = arrays[place].aval.shape[dim] // share.blocks
+    move = _MOVES.get(eqn.primitive.name, lambda *_: None)(eqn.params, dim, count)
+    if move is None:
+        return []
+    sizes = [v.aval.shape[dim] for v in arrays if v.aval.ndim]
+    if not all(sizes) or any(n % rows for n in (*sizes, *move.borders)):
+        return []
+
+    def local(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> list[jax.Array]:
+        return bind_eqn(eqn, *operands, params={**eqn.params, **move.params})
+
+    shares = [Cut(dim, v.aval.shape[dim] // rows) if v.aval.ndim else WHOLE for v in arrays]
+    return [Way(BLOCK, tuple(shares[: len(eqn.invars)]), tuple(shares[len(eqn.invars) :]), local=local)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """Where along a dim an operation has its borders, and its parameters for pieces."""
+
+    borders: Sequence[int]
+    params: Mapping[str, Any]
+
+
+def _concatenate(params: Mapping[str, Any], dim: int, count: int) -> _Move:
+    return _Move((), {})
+
+
+def _split(params: Mapping[str, Any], dim: int, count: int) -> _Move:
+    return _Move((), {"sizes": tuple(size // count for size in params["sizes"])})
+
+
+def _slice(params: Mapping[str, Any], dim: int, count: int) -> _Move | None:
+    starts, limits, strides = params["start_indices"], params["limit_indices"], params["strides"]
+    if strides is not None and strides[dim] != 1:
+        return None
+    smaller = {"start_indices": _divided(starts, dim, count), "limit_indices": _divided(limits, dim, count)}
+    return _Move((starts[dim], limits[dim]), smaller)
+
+
+def _pad(params: Mapping[str, Any], dim: int, count: int) -> _Move | None:
+    low, high, interior = config = params["padding_config"][dim]
+    if interior:
+        return None
+    smaller = [tuple(n // count for n in config) if d == dim else c for d, c in enumerate(params["padding_config"])]
+    return _Move((low, high), {"padding_config": tuple(smaller)})
+
+
+def _divided(sizes: Sequence[int], dim: int, count: int) -> tuple[int, ...]:
+    return tuple(n // count if d == dim else n for d, n in enumerate(sizes))
+
+
+_MOVES: dict[str, Callable[[Mapping[str, Any], int, int], _Move | None]] = {
+    "concatenate": _concatenate,
+    "pad": _pad,
+    "slice": _slice,
+    "split": _split,
+}

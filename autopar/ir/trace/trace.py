@@ -1,0 +1,182 @@
+"""Tracing: the user's step, at abstract arguments, as one flat program.
+
+In:     the step, its arguments (arrays, numbers, `jax.ShapeDtypeStruct`), which of them are static.
+Out:    `Program`: a flat jaxpr (`flatten.py`) and how the user's pytrees, names and typed keys map to its variables.
+Method: `jax.jit(...).trace`, so that arguments mean exactly what they mean to `jax.jit`; then `flatten`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+
+from autopar._jax import is_key, key_impl_name, open_jaxpr, shaped, trace_function
+from autopar.errors import TraceError
+from autopar.ir.program import Program
+from autopar.ir.rewrite.scan_slices import scan_slices
+from autopar.ir.trace.flatten import flatten
+from autopar.ir.trace.parameters import Static, check_hashable, parameters_of, static_of
+from autopar.ir.trace.random import raw_keys
+
+
+def trace_step(
+    fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    static_argnums: int | Iterable[int] | None = (),
+    static_argnames: str | Iterable[str] | None = (),
+    static: Static | None = None,
+) -> Program:
+    """Trace `fn(*args, **kwargs)`.
+
+    Args:
+        fn: The step. Its own exceptions pass through unchanged.
+        args: Positional arguments: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`.
+        kwargs: Arguments by name.
+        static_argnums: Positions of arguments that are part of the program, as in `jax.jit`.
+        static_argnames: Names of such arguments.
+        static: The same, found before; None: those two.
+
+    Returns:
+        The program.
+
+    Raises:
+        TraceError: A leaf is no array, a static argument has no hash, an argument or a captured value belongs to another
+            trace.
+        AutoparError: There is no such argument.
+    """
+    kwargs = dict(kwargs or {})
+    name = name_of(fn)
+    static = static or static_of(parameters_of(fn), static_argnums, static_argnames)
+    call = static.split(args, kwargs)
+    check_hashable(call.static, name)
+    static_positions = static.positions(len(args))
+    static_names = [key for key in sorted(kwargs) if key in static.names]
+    dynamic_names = [argument.name for argument in call.arguments]
+    passed = {*range(len(args)), *(static.parameters.number_of(key) for key in kwargs)}
+
+    paths_and_leaves, in_tree = jax.tree_util.tree_flatten_with_path((call.args, call.kwargs))
+    in_paths = _shortened([(_argument_path(path, dynamic_names), path[-1]) for path, _ in paths_and_leaves])
+    in_avals = tuple(_aval_of(leaf, path, name) for path, (_, leaf) in zip(in_paths, paths_and_leaves, strict=True))
+
+    try:
+        closed, captured, out_info = trace_function(fn, args, kwargs, static_positions, static_names)
+    except jax.errors.UnexpectedTracerError as error:
+        raise TraceError(
+            f"`{name}` uses a value that was left over from another trace.",
+            given=f"`{name}`, which closes over a traced value (or reads one from a global, a list, an object)",
+            wrong=f"a traced value means nothing outside of the function that it was made in.\n{error}",
+            do=f"pass the value to `{name}` as an argument, or return it from where it was made.",
+        ) from error
+    jaxpr, consts = open_jaxpr(closed)
+    foreign = [value for value in (*captured, *consts) if isinstance(value, jax.core.Tracer)] or captured
+    if foreign:
+        raise _closed_over_tracer(name, foreign[0])
+    flat, values = flatten(jaxpr, consts)
+    flat = scan_slices(flat)
+    out_leaves, out_tree = jax.tree_util.tree_flatten_with_path(out_info)
+    out_avals = tuple(var.aval for var in jaxpr.outvars)
+    assert len(jaxpr.invars) == len(in_avals), f"{len(jaxpr.invars)} invars for {len(in_avals)} argument leaves"
+    return Program(
+        name=name,
+        jaxpr=flat,
+        consts=values,
+        in_tree=in_tree,
+        out_tree=out_tree,
+        in_paths=in_paths,
+        out_paths=_shortened(
+            [("/".join(("result", *map(_key_text, path))), path[-1] if path else None) for path, _ in out_leaves]
+        ),
+        in_avals=in_avals,
+        out_avals=out_avals,
+        key_inputs=tuple(key_impl_name(aval) if is_key(aval) else None for aval in in_avals),
+        key_outputs=tuple(key_impl_name(aval) if is_key(aval) else None for aval in out_avals),
+        num_args=len(in_avals),
+        static=tuple((argument, repr(value)) for argument, value in call.static),
+        arguments=call.arguments,
+        raw_keys=_positions(jaxpr.invars, raw_keys(jaxpr)),
+        left_out=tuple(n for n in static.parameters.optional if n not in passed),
+    )
+
+
+def _positions(invars: Sequence[Any], chosen: Mapping[Any, None]) -> tuple[int, ...]:
+    return tuple(k for k, var in enumerate(invars) if var in chosen)
+
+
+def name_of(fn: Any) -> str:
+    """The user's name of a step."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _argument_path(path: tuple[Any, ...], names: Sequence[str]) -> str:
+    """Path of a leaf of `(args, kwargs)`."""
+    in_kwargs, argument, *rest = path
+    first = argument.key if in_kwargs.idx == 1 else names[argument.idx]
+    return "/".join((first, *map(_key_text, rest)))
+
+
+def _shortened(paths: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
+    """Paths without a last "/value" that is the attribute of a wrapper around one array (`flax.nnx.Param`)."""
+    parents = Counter(path.rpartition("/")[0] for path, _ in paths)
+    return tuple(
+        path.removesuffix("/value")
+        if isinstance(last, GetAttrKey) and last.name == "value" and parents[path.rpartition("/")[0]] == 1
+        else path
+        for path, last in paths
+    )
+
+
+def _key_text(key: Any) -> str:
+    match key:
+        case DictKey() | FlattenedIndexKey():
+            return str(key.key)
+        case SequenceKey():
+            return str(key.idx)
+        case GetAttrKey():
+            return key.name
+    return str(key).strip(".[]'\"")
+
+
+def _aval_of(leaf: Any, path: str, name: str) -> Any:
+    if isinstance(leaf, jax.core.Tracer):
+        raise TraceError(
+            f"argument `{path}` of `{name}` is being traced.",
+            given=f"{path} = {leaf}",
+            wrong="autopar plans and runs whole steps; inside of jit, grad, vmap or scan there is nothing to run on.",
+            do=f"call `{name}` outside of other transformations, or transform the function before autopar sees it.",
+            path=path,
+        )
+    try:
+        return shaped(leaf)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise TraceError(
+            f"argument `{path}` of `{name}` is not an array.",
+            given=f"{path} = {_short(leaf)}, a {type(leaf).__name__}",
+            wrong=f"every leaf of the arguments becomes an array on the devices, and this cannot: {error}"
+            if isinstance(error, OverflowError)
+            else "every leaf of the arguments becomes an array on the devices, and this cannot.",
+            do="name the whole argument in static_argnums or static_argnames if the program depends on it, "
+            "leave the leaf out of the pytree, or make it an array.",
+            path=path,
+        ) from None
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+def _closed_over_tracer(name: str, tracer: Any) -> TraceError:
+    return TraceError(
+        f"`{name}` closes over a traced value.",
+        given=f"`{name}`, which uses {tracer} from outside",
+        wrong="the value exists only while the jit, grad, vmap or scan that made it is traced: it has no data.",
+        do=f"pass it to `{name}` as an argument, and call `{name}` outside of other transformations.",
+    )

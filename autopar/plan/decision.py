@@ -1,0 +1,175 @@
+"""The decision: everything that a plan fixes about one step, and what is predicted of it.
+
+In:     what the passes found (`planner.py`).
+Out:    `Decision`, frozen, saved as JSON (`file.py`); `Cost`, its prediction.
+Method: the plan holds the choice of every decision, so that loading it needs no solver, and fingerprints of program and
+        cluster, so that a stale one is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.intra_op.sharded import Collective
+from autopar.mesh import LogicalMesh, Sharding
+from autopar.streams.instructions import Instruction, Run
+from autopar.streams.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one step is predicted to cost.
+
+    Attributes:
+        step_seconds: Compute plus communication; nothing is assumed to overlap.
+        compute_seconds: Roofline time of the operations on one device.
+        communication_seconds: Time of all collectives.
+        bubble_seconds: Idle time of pipeline stages; 0 without a pipeline.
+        peak_bytes: Per stage, most bytes alive on one device.
+        argument_bytes: Bytes of all arguments on one device.
+        collectives: All communication of one step.
+        optimality_gap: (cost - proven lower bound) / cost; 0: no plan on this mesh is cheaper.
+        solver_status: `"optimal"` or `"feasible"` (the time limit came first).
+        planning_seconds: From trace to plan.
+    """
+
+    step_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    bubble_seconds: float
+    peak_bytes: tuple[int, ...]
+    argument_bytes: int
+    collectives: tuple[Collective, ...]
+    optimality_gap: float
+    solver_status: str
+    planning_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Submesh:
+    """The devices of one stage: so many of the cluster's, in order from `first`."""
+
+    num_devices: int
+    first: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputed:
+    """What the backward pass of a stage runs again instead of keeping it.
+
+    Attributes:
+        level: How many operations it may run again for each byte saved; 0: only what is cheap, inf: everything.
+        operations: Forward operations run again for a microbatch that are not cheap.
+        seconds: Time that these take in one step.
+        kept_bytes: Kept for each microbatch in flight, on one device.
+        saved_bytes: As much more would be kept if only what is cheap were run again.
+    """
+
+    level: float = 0.0
+    operations: int = 0
+    seconds: float = 0.0
+    kept_bytes: int = 0
+    saved_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Consecutive layers on one submesh.
+
+    Attributes:
+        submesh: Its devices.
+        logical_mesh: The mesh they form.
+        layers: Which layers; without a pipeline the only stage holds the whole step, one layer.
+        choices: Choice of every decision of this stage, in graph order; without a pipeline they stand in the plan.
+        operations: The first and the last operation of its forward pass, for people.
+        recomputed: What its backward pass runs again.
+    """
+
+    submesh: Submesh
+    logical_mesh: LogicalMesh
+    layers: tuple[int, ...]
+    choices: tuple[int, ...] = field(default=(), repr=False)
+    operations: tuple[str, str] = ("", "")
+    recomputed: Recomputed = Recomputed()
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One value of the program and how it is sharded.
+
+    Attributes:
+        name: Path of an argument or result, or the operation and line that make it.
+        role: `"state"`, `"batch"`, `"argument"`, `"constant"`, `"result"` or `"activation"`.
+        shape: Global shape.
+        dtype: Element type.
+        sharding: How it lies on the mesh.
+        stage: On the mesh of which stage.
+    """
+
+    name: str
+    role: str
+    shape: tuple[int, ...]
+    dtype: str
+    sharding: Sharding
+    stage: int = 0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What was decided about one step on one cluster; `Plan` (`report/plan.py`) is this and what one can ask of it.
+
+    Attributes:
+        name: The step's name.
+        method: What was asked for.
+        stages: Stages; one without a pipeline.
+        num_microbatches: Parts the batch is worked through in.
+        schedule: Name of the pipeline schedule; `"none"` without a pipeline.
+        shardings: PartitionSpec per argument leaf, in the arguments' own tree: `(args, kwargs)`. A plan read from a
+            file has them by path until it is compiled.
+        cost: The prediction.
+        values: Arguments, results and the activations that go through memory.
+        streams: Per mesh, what it runs.
+        alternatives: Other mesh shapes that were tried: (mesh, predicted seconds or why not).
+        choices: Choice of every decision, in graph order.
+        fingerprints: Of the program and the cluster; beside them the version of JAX.
+        machine: The cluster in words.
+        events: The simulated step, on the clock.
+        budget_bytes: What one device could use; inf: as much as it wanted.
+        microbatch_semantics: `"exact"`, or `"per_microbatch"` where the user allowed it.
+        parts: Into how many parts scans over layers are taken, which stages are made of; 1: there are none.
+    """
+
+    name: str
+    method: str
+    stages: tuple[Stage, ...]
+    num_microbatches: int
+    schedule: str
+    shardings: Any = field(hash=False)
+    cost: Cost
+    values: tuple[Value, ...] = field(repr=False)
+    streams: Mapping[int, tuple[Instruction, ...]] = field(hash=False, repr=False)
+    alternatives: tuple[tuple[str, str], ...]
+    choices: tuple[int, ...] = field(repr=False)
+    fingerprints: Mapping[str, str] = field(hash=False)
+    machine: str = ""
+    events: Timeline = field(default=Timeline(()), repr=False, compare=False)
+    microbatch_semantics: str = "exact"
+    parts: int = 1
+    budget_bytes: float = math.inf
+    origin: Any = field(default=None, compare=False, repr=False, hash=False)
+    """The planning problem in memory, for `explain`; absent in a plan read from a file until it is compiled."""
+
+    @property
+    def mesh(self) -> LogicalMesh:
+        """The logical mesh of the first stage."""
+        return self.stages[0].logical_mesh
+
+    def timeline(self) -> Timeline:
+        """The simulated step as a `Timeline`: a Chrome trace (`.save(path)`, for ui.perfetto.dev), or text (`str`)."""
+        return self.events
+
+
+__all__ = ["Cost", "Decision", "Recomputed", "Run", "Stage", "Submesh", "Value"]

@@ -1,0 +1,72 @@
+"""Quantities, types and machines in words, as every page and error says them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.mesh import Cluster, LogicalMesh, Sharding
+
+ARGUMENT_ROLES = ("state", "batch", "argument", "constant")
+"""What an input of the program can be to the user."""
+
+
+def machine_text(cluster: Cluster) -> str:
+    """The cluster in words."""
+    groups = getattr(cluster, "groups", None) or (cluster,)
+    hosts = " + ".join(
+        f"{count_text(g.hosts, 'host')} with {g.devices_per_host} {g.device.name}"
+        + (f" of {bytes_text(g.device.memory_bytes)}" if math.isfinite(g.device.memory_bytes) else "")
+        for g in groups
+    )
+    return f"{count_text(cluster.num_devices, 'device')}: {hosts}"
+
+
+def mesh_text(mesh: LogicalMesh) -> str:
+    """Axes with their sizes and links."""
+    return ", ".join(
+        f"{axis}={size} ({seconds_text(link.latency_seconds)}, {bytes_text(link.bytes_per_second)}/s)"
+        for axis, size, link in zip(mesh.axis_names, mesh.shape, mesh.links, strict=True)
+    )
+
+
+def count_text(number: int, what: str) -> str:
+    """Such as "3 stages"."""
+    return f"{number} {what}" + ("" if number == 1 else "s")
+
+
+def local_bytes(shape: Sequence[int], dtype: str, sharding: Sharding, mesh: LogicalMesh) -> int:
+    """Bytes of an array on one device."""
+    return math.prod(sharding.local_shape(shape, mesh)) * np.dtype(dtype).itemsize
+
+
+def type_text(shape: Sequence[int], dtype: str) -> str:
+    """Such as "float32[32,8]"."""
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def bytes_text(num_bytes: float) -> str:
+    """Such as "4.1 kB", decimal prefixes."""
+    return f"{num_bytes:.0f} B" if num_bytes < 999.5 else _with_prefix(num_bytes / 1000, ("kB", "MB", "GB", "TB", "PB"))
+
+
+def seconds_text(seconds: float) -> str:
+    """Such as "1.25 ms"."""
+    return (
+        "0 s" if seconds == 0 else _with_prefix(abs(seconds) * 1e9, ("ns", "us", "ms", "s"), "-" if seconds < 0 else "")
+    )
+
+
+def _with_prefix(number: float, names: Sequence[str], sign: str = "") -> str:
+    for name in names[:-1]:
+        if number < 999.5:
+            return f"{sign}{_three_digits(number)} {name}"
+        number /= 1000
+    return f"{sign}{_three_digits(number)} {names[-1]}"
+
+
+def _three_digits(number: float) -> str:
+    number = float(f"{number:.3g}")
+    return f"{number:.{max(0, 2 - math.floor(math.log10(number)))}f}" if 1e-3 < number < 1e4 else f"{number:.3g}"

@@ -1,0 +1,1 @@
+"""A plan for people: its page as text and HTML, what differs between two, and why each decision was made."""

@@ -1,0 +1,196 @@
+"""What the whole step, or a whole stage of a pipeline, would cost if one decision were forced.
+
+In:     a plan with its planning problems in memory.
+Out:    `Study`, one for each stage; for a decision an `Outcome` per alternative, in seconds, or why it cannot be.
+Method: the choice problem is solved again with the decision's cost vector restricted to one choice, under the same
+        memory budget. What the user or the method forbids is costed with that one restriction lifted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar._jax import Jaxpr
+from autopar.intra_op.costs import build_problem, held_values
+from autopar.intra_op.graph import Node
+from autopar.intra_op.liveness import measure_liveness
+from autopar.intra_op.lower import lower
+from autopar.intra_op.memory import broken_memory_rows
+from autopar.intra_op.problem import MemoryRow, Problem
+from autopar.intra_op.shard import Sharded
+from autopar.intra_op.sharded import Body
+from autopar.intra_op.solve import solve
+from autopar.intra_op.within import solve_within
+from autopar.plan.decision import Decision
+from autopar.plan.words import bytes_text, seconds_text
+
+MAX_ALTERNATIVES = 9
+"""Choices solved for one decision: those that cost least while their neighbours stay."""
+MAX_LIFTED = 4
+"""Forbidden choices solved for one decision."""
+SECONDS = 10.0
+"""Time limit of one solve."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The step if a choice is forced.
+
+    Attributes:
+        choice: The choice.
+        seconds: Predicted step time; inf where it cannot be.
+        why_not: Why it cannot be.
+    """
+
+    choice: int
+    seconds: float
+    why_not: str = ""
+
+
+def studies(plan: Decision) -> list[Study]:
+    """One for each stage; one without a pipeline."""
+    origin = plan.origin
+    if plan.schedule == "none":
+        paths = dict(enumerate(origin.program.in_paths))
+        return [
+            Study(plan, None, origin.sharded, origin.program.jaxpr, paths, origin.roles.aliases, origin.roles.donated)
+        ]
+    cut = origin.pipeline.cut
+    path_of = dict(zip(cut.program.jaxpr.invars, cut.program.in_paths, strict=False))  # constants have none
+    found = []
+    for number, stage in enumerate(origin.pipeline.stages):
+        program = stage.program
+        arguments = {**program.arguments, **{k: var for k, (var, _) in program.stacks.items()}}
+        paths = {k: path_of[var] for k, var in sorted(arguments.items()) if var in path_of}
+        donated = [k in program.aliases.values() for k in range(len(program.jaxpr.invars))]
+        found.append(Study(plan, number, stage.sharded, program.jaxpr, paths, program.aliases, donated))
+    return found
+
+
+class Study:
+    """The planning problem of one plan, or of one stage of it; nothing of the plan is changed.
+
+    Attributes:
+        stage: Which; None: the plan has no stages.
+        paths: Position among the problem's inputs -> name, for those that are arguments of the step.
+        aliases: Output position -> position of the input whose new value it is.
+        chosen: The plan's choice per decision; identical layers are one decision.
+        base: Predicted time of the step, or of the stage's work in one step, in the problem's own seconds.
+    """
+
+    def __init__(
+        self,
+        plan: Decision,
+        stage: int | None,
+        sharded: Sharded,
+        jaxpr: Jaxpr,
+        paths: Mapping[int, str],
+        aliases: Mapping[int, int],
+        donated: Sequence[bool],
+    ):
+        self.plan, self.stage, self.sharded, self.jaxpr = plan, stage, sharded, jaxpr
+        self.paths, self.aliases, self.donated = paths, aliases, donated
+        self.what = "step" if stage is None else "stage"
+        self.device, self.solver = plan.origin.cluster.device, plan.origin.method.options().solver
+        self.graph, self.problem, self.class_of = self.sharded.graph, self.sharded.problem, self.sharded.class_of
+        self.mesh = self.graph.mesh
+        self.chosen = [0] * len(self.problem.costs)
+        for number, choice in zip(self.class_of, self.sharded.choices, strict=True):
+            self.chosen[number] = choice
+        self.base = self.problem.cost(self.chosen)
+        self.held = held_values(self.graph)
+
+    def members(self, number: int) -> list[Node]:
+        """The nodes of one decision."""
+        return [node for node in self.graph.nodes if self.class_of[node.index] == number]
+
+    def allowed(self, number: int) -> np.ndarray:
+        """Which choices of a decision the planner had."""
+        return np.isfinite(self.problem.costs[number])
+
+    def outcomes(self, number: int) -> list[Outcome]:
+        """The plan's choice first, then the nearest alternatives by step time."""
+        order = [k for k in self._nearest(self.problem, number) if self.allowed(number)[k] and k != self.chosen[number]]
+        found = [self._force(self.problem, number, k) for k in order[: MAX_ALTERNATIVES - 1]]
+        found.sort(key=lambda outcome: (outcome.seconds, outcome.choice))
+        return [Outcome(self.chosen[number], self.base), *found]
+
+    def lifted_outcomes(self, number: int) -> list[Outcome]:
+        """The nearest choices that the user or the method forbids, as if this decision were free of that."""
+        masks = {k: mask for k, mask in self.sharded.allowed.masks.items() if self.class_of[k] != number}
+        lifted = build_problem(self.graph, self.device, self.class_of, masks)
+        order = [
+            k
+            for k in self._nearest(lifted, number)
+            if np.isfinite(lifted.costs[number][k]) and not self.allowed(number)[k]
+        ]
+        return [self._force(lifted, number, k) for k in order[:MAX_LIFTED]]
+
+    def _nearest(self, problem: Problem, number: int) -> list[int]:
+        costs = problem.costs[number].copy()
+        for (u, v), matrix in problem.edges.items():
+            if number == u:
+                costs = costs + matrix[:, self.chosen[v]]
+            elif number == v:
+                costs = costs + matrix[self.chosen[u]]
+        return sorted(range(len(costs)), key=lambda k: (costs[k], k))
+
+    def _force(self, problem: Problem, number: int, choice: int) -> Outcome:
+        costs = list(problem.costs)
+        costs[number] = np.where(np.arange(len(costs[number])) == choice, costs[number], np.inf)
+        forced = dataclasses.replace(problem, costs=costs, edges=dict(problem.edges), rows=list(problem.rows))
+        budget = self.plan.budget_bytes
+        if not math.isfinite(budget):
+            solution = solve(forced, self.solver, SECONDS)
+        else:
+            solution = solve_within(forced, lambda choices: self._broken_rows(choices), self.solver, SECONDS)
+        if solution.status != "infeasible":
+            return Outcome(choice, solution.objective)
+        unlimited = solve(Problem(costs, dict(problem.edges)), self.solver, SECONDS)
+        if unlimited.status == "infeasible":
+            return Outcome(
+                choice, math.inf, "another restriction, or a loop of unknown length, leaves no way to have it so"
+            )
+        body = self._lowered(unlimited.choices)
+        peak = measure_liveness(body, self.mesh, self.held, self.donated).peak_bytes
+        return Outcome(
+            choice, math.inf, f"does not fit in {bytes_text(budget)}: at its fastest it needs {bytes_text(peak)}"
+        )
+
+    def _broken_rows(self, choices: Sequence[int]) -> list[MemoryRow]:
+        return broken_memory_rows(
+            self.graph, self.class_of, choices, self._lowered(choices), self.donated, self.plan.budget_bytes
+        )
+
+    def _lowered(self, choices: Sequence[int]) -> Body:
+        return lower(self.jaxpr, self.graph, [choices[c] for c in self.class_of])
+
+    def forbidden_by(self, number: int) -> str:
+        """What the user asked for that restricts this decision; "" if nothing does."""
+        allowed = self.sharded.allowed
+        for node in self.members(number):
+            if node.index in allowed.masks:
+                return (
+                    "; ".join(dict.fromkeys(allowed.reasons.get(node.index, ()))) or f"the method, {self.plan.method}"
+                )
+        return ""
+
+    def compared(self, outcome: Outcome) -> tuple[str, str]:
+        """Time of the step or stage, and how it compares with the plan's."""
+        if outcome.why_not:
+            return "-", outcome.why_not
+        more = outcome.seconds - self.base
+        if abs(more) <= 1e-6 * self.base:
+            return seconds_text(outcome.seconds), "as fast"
+        text = f"{'+' if more > 0 else ''}{seconds_text(more)} ({more / self.base:+.1%})"
+        return seconds_text(outcome.seconds), text
+
+    def unsolved(self, number: int, shown: int) -> str:
+        """What the table of alternatives leaves out."""
+        left = int(self.allowed(number).sum()) - shown
+        return f"and {left} more, further away" if left > 0 else ""

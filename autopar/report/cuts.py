@@ -1,0 +1,71 @@
+"""Why a pipeline is cut where it is: what crosses each border, how even the stages are, and what other places would give.
+
+In:     a plan of stages with its planning problem in memory.
+Out:    `Page`: of each border the chosen place, the places beside it, and the one between its neighbours that least
+        crosses.
+Method: read off the chain of segments that the borders were chosen on (`inter_op/chain.py`): bytes over a border and
+        operations of a segment, both of one microbatch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from autopar.inter_op.chain import Chain
+from autopar.intra_op.sharded import describe
+from autopar.plan.decision import Decision
+from autopar.plan.words import bytes_text, seconds_text
+from autopar.report.page import Page, Table
+
+
+def asked_for_stages(plan: Decision, asked: str) -> bool:
+    """Whether `explain` is asked for the stages themselves."""
+    return plan.schedule != "none" and asked == "stages"
+
+
+def cuts_page(plan: Decision) -> Page:
+    """Why the step is cut where it is."""
+    pipeline = plan.origin.pipeline
+    chain, borders = pipeline.cut.chain, pipeline.borders
+    marked = len(borders) - 1 == len(chain.marks) and tuple(chain.marks) == tuple(borders[1:])
+    facts = (
+        ("stages", f"{len(borders)}, of {chain.num_segments} segments that a border may stand between"),
+        ("chosen by", "mark_stage in the step" if marked else f"the method, {plan.method}"),
+        ("step time", f"{seconds_text(plan.cost.step_seconds)} predicted"),
+    )
+    table = Table(
+        "Borders, and where else they could be",
+        ("border", "the stage begins with", "crossing per microbatch", "largest stage's work", ""),
+        tuple(_rows(chain, borders)),
+        (2, 3),
+        "Both ways, forward and backward. Work is counted in operations; 100 % is an equal share.",
+    )
+    return Page(f"Stages of `{plan.name}`", facts, (table,))
+
+
+def _rows(chain: Chain, borders: tuple[int, ...]) -> Iterator[tuple[str, ...]]:
+    first_of: dict[int, str] = {}
+    for eqn, segment, behind in zip(chain.loop.eqns, chain.segment, chain.backward, strict=True):
+        if segment >= 0 and not behind:
+            first_of.setdefault(segment, describe(eqn))
+    for number in range(1, len(borders)):
+        low, at = borders[number - 1], borders[number]
+        high = borders[number + 1] if number + 1 < len(borders) else chain.num_segments
+        places = {at: "chosen"}
+        least = min(range(low + 1, high), key=lambda p: (chain.cut_bytes[p], abs(p - at)))
+        for place, text in ((least, "least crosses here"), (at - 1, "one earlier"), (at + 1, "one later")):
+            if low < place < high:
+                places.setdefault(place, text)
+        for k, (place, text) in enumerate(places.items()):
+            moved = (*borders[:number], place, *borders[number + 1 :])
+            name = f"{number - 1} | {number}" if k == 0 else ""
+            share = _largest_share(chain, moved)
+            yield name, first_of.get(place, ""), bytes_text(float(chain.cut_bytes[place])), f"{share:.0%}", text
+
+
+def _largest_share(chain: Chain, borders: tuple[int, ...]) -> float:
+    """Work of the largest stage over the mean."""
+    work = np.add.reduceat(chain.work, borders)
+    return float(work.max() / work.mean()) if work.mean() else 1.0

@@ -1,0 +1,133 @@
+"""What differs between two plans, as text.
+
+In:     two plans, of one program or of two.
+Out:    a page: facts that differ, arguments and activations that are sharded otherwise, communication per kind and
+        axes; "" where nothing differs. The time that planning took is no difference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.cost import collective_seconds
+from autopar.errors import AutoparError
+from autopar.plan.decision import Decision, Value
+from autopar.plan.words import bytes_text, mesh_text, seconds_text, type_text
+from autopar.report.page import MAX_ROWS, Page, Table, collapse_paths, levels_text, solver_text
+from autopar.report.text import page_text
+
+ABSENT = "(not there)"
+
+
+def diff_text(this: Decision, other: Decision) -> str:
+    """What differs, each row: what it is, in `this`, in `other`.
+
+    Raises:
+        AutoparError: `other` is no plan.
+    """
+    if not isinstance(other, Decision):
+        raise AutoparError(
+            "a plan is compared with a plan.",
+            given=f"plan.diff({other!r})",
+            wrong=f"it is of type {type(other).__name__}.",
+            do="pass what step.plan(...) returns, or Plan.load(path).",
+        )
+    tables = [
+        table
+        for table in (
+            _facts(this, other),
+            _values(this, other, False),
+            _values(this, other, True),
+            _collectives(this, other),
+        )
+        if table.rows
+    ]
+    if not tables:
+        return ""
+    names = f"`{this.name}`" if this.name == other.name else f"`{this.name}` and `{other.name}`"
+    return page_text(Page(f"Two plans of {names}: what differs", (), tuple(tables)))
+
+
+def _facts(this: Decision, other: Decision) -> Table:
+    rows = [(name, a, b) for (name, a), (_, b) in zip(_fact_pairs(this), _fact_pairs(other), strict=True) if a != b]
+    return Table("Whole step", ("", "this", "other"), tuple(rows))
+
+
+def _fact_pairs(plan: Decision) -> Iterator[tuple[str, str]]:
+    cost = plan.cost
+    yield "step", plan.name
+    yield "program", plan.fingerprints.get("program", "")
+    yield "method", plan.method
+    yield "machine", plan.machine
+    yield "cluster", plan.fingerprints.get("cluster", "")
+    yield "meshes", "; ".join(dict.fromkeys(mesh_text(stage.logical_mesh) for stage in plan.stages))
+    yield "stages", str(len(plan.stages))
+    yield "schedule", plan.schedule
+    yield "microbatches", str(plan.num_microbatches)
+    yield "recomputed", levels_text(plan)
+    yield "memory budget", bytes_text(plan.budget_bytes)
+    yield "step time", seconds_text(cost.step_seconds)
+    yield "  compute", seconds_text(cost.compute_seconds)
+    yield "  communication", seconds_text(cost.communication_seconds)
+    yield "peak memory", ", ".join(map(bytes_text, cost.peak_bytes))
+    yield "arguments", bytes_text(cost.argument_bytes)
+    yield "solver", solver_text(cost.solver_status, cost.optimality_gap)
+
+
+def _values(this: Decision, other: Decision, activations: bool) -> Table:
+    a, b = _by_name(this, activations), _by_name(other, activations)
+    changed = [
+        (name, (a.get(name, ABSENT), b.get(name, ABSENT)))
+        for name in dict.fromkeys((*a, *b))
+        if a.get(name) != b.get(name)
+    ]
+    rows = [
+        (path, *texts)
+        for path, texts, _ in (
+            collapse_paths(changed) if not activations else [(name, texts, 1) for name, texts in changed]
+        )
+    ]
+    note = f"and {len(rows) - MAX_ROWS} more" if len(rows) > MAX_ROWS else ""
+    title = "Activations" if activations else "Arguments and results"
+    return Table(title, ("operation" if activations else "path", "this", "other"), tuple(rows[:MAX_ROWS]), (), note)
+
+
+def _by_name(plan: Decision, activations: bool) -> dict[str, str]:
+    """Type and sharding of each value; of those with one name, all that occur."""
+    found: dict[str, dict[str, int]] = {}
+    for value in plan.values:
+        if (value.role == "activation") == activations:
+            counts = found.setdefault(value.name, {})
+            text = _value_text(value)
+            counts[text] = counts.get(text, 0) + 1
+    return {
+        name: "\n".join(text if n == 1 else f"{n} x {text}" for text, n in counts.items())
+        for name, counts in found.items()
+    }
+
+
+def _value_text(value: Value) -> str:
+    return f"{type_text(value.shape, value.dtype)} {value.sharding}"
+
+
+def _collectives(this: Decision, other: Decision) -> Table:
+    a, b = _totals(this), _totals(other)
+    rows = [
+        (kind, ",".join(axes), a.get((kind, axes), ABSENT), b.get((kind, axes), ABSENT))
+        for kind, axes in dict.fromkeys((*a, *b))
+        if a.get((kind, axes)) != b.get((kind, axes))
+    ]
+    return Table("Communication in one step", ("collective", "axes", "this", "other"), tuple(rows))
+
+
+def _totals(plan: Decision) -> dict[tuple[str, tuple[str, ...]], str]:
+    totals: dict[tuple[str, tuple[str, ...]], list[float]] = {}
+    for c in plan.cost.collectives:
+        total = totals.setdefault((c.kind, c.axes), [0, 0, 0.0])
+        total[0] += c.times
+        total[1] += c.times * c.bytes
+        total[2] += c.times * collective_seconds(c.kind, c.bytes, c.axes, plan.stages[c.stage].logical_mesh)
+    return {
+        key: f"{times} x, {bytes_text(num_bytes)}, {seconds_text(seconds)}"
+        for key, (times, num_bytes, seconds) in totals.items()
+    }

@@ -1,0 +1,374 @@
+"""Why an argument or an operation is sharded as it is.
+
+In:     a plan with its planning problem in memory; the path of an argument, a glob, or part of an operation's name and
+        line.
+Out:    text: each alternative with the predicted step time if it is forced and everything else is chosen anew; what
+        forbids the others; who reads the value and the conversions that costs.
+Method: alternatives are solved (`alternatives.py`); conversions are read off the sharded program. Identical layers were
+        planned as one decision: forcing it forces all of them. Each stage of a pipeline is a problem of its own, equal
+        stages are told together; `"stages"` asks why the step is cut where it is.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import functools
+import itertools
+import math
+import re
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from autopar._jax import Literal, Var
+from autopar.errors import AutoparError
+from autopar.intra_op.graph import Node
+from autopar.intra_op.sharded import Compute, Region, describe, local_bytes
+from autopar.intra_op.strategies import Strategy
+from autopar.ir.canonical import canonical_key
+from autopar.mesh import LogicalMesh, Sharding
+from autopar.plan.decision import Decision
+from autopar.plan.words import bytes_text, seconds_text, type_text
+from autopar.report.alternatives import Study, studies
+from autopar.report.cuts import asked_for_stages, cuts_page
+from autopar.report.page import Page, Table, collapse_paths, numbers_text
+from autopar.report.text import page_text
+from autopar.report.uses import conversions, describe_phase, readers, result_sharding
+
+MAX_DECISIONS = 4
+MAX_FORBIDDEN = 6
+
+
+def explain(plan: Decision, path_or_op: str) -> str:
+    """Why this sharding.
+
+    Args:
+        plan: From `step.plan`, or from a file and compiled.
+        path_or_op: Path of an argument ("state/params/w"), its end ("params/w"), a glob, or part of an operation's name
+            and line ("dot_general at train.py:12").
+
+    Raises:
+        AutoparError: Nothing has this name, or the plan was read from a file and not compiled since.
+    """
+    if plan.origin is None:
+        raise AutoparError(
+            "this plan is not attached to a program.",
+            given=f"explain({path_or_op!r}) on a plan of `{plan.name}` read from a file",
+            wrong="the file holds what was decided, not the problem; alternatives cannot be costed without it.",
+            do="call compiled = step.compile(..., plan=plan) first, then compiled.plan.explain(...).",
+        )
+    if asked_for_stages(plan, path_or_op):
+        return page_text(cuts_page(plan))
+    of_stages = studies(plan)
+    found = _matching_paths(list(dict.fromkeys(path for s in of_stages for path in s.paths.values())), path_or_op)
+    if found:
+        pages = list(_argument_pages(of_stages, found))
+        what = "arguments"
+    else:
+        pages = list(_operation_pages(of_stages, path_or_op))
+        what = "operations"
+    if not pages:
+        raise _unknown(plan, of_stages, path_or_op)
+    texts = [page_text(make()) for make in pages[:MAX_DECISIONS]]
+    if len(pages) > MAX_DECISIONS:
+        texts.append(f"and {len(pages) - MAX_DECISIONS} more decisions over {what} with this name: ask for one of them")
+    return "\n\n".join(texts)
+
+
+def _matching_paths(paths: Sequence[str], asked: str) -> list[str]:
+    """The argument of this path, or all parts of it; else those whose path ends so; else those a glob matches."""
+    for matches in (
+        lambda path: path == asked,
+        lambda path: path.endswith("/" + asked),
+        lambda path: fnmatch.fnmatchcase(path, asked) or fnmatch.fnmatchcase(path, "*/" + asked),
+    ):
+        found = [path for path in paths if matches(path) or matches(_PART.sub("", path))]
+        if found:
+            return found
+    return []
+
+
+_PART = re.compile(r"\[(:, )*\d+:\d+\]$")
+"""What stands behind the path of a stack that lies on several stages: which of its layers."""
+
+
+def _unknown(plan: Decision, of_stages: Sequence[Study], asked: str) -> AutoparError:
+    paths = list(dict.fromkeys(path for s in of_stages for path in s.paths.values()))
+    operations = list(dict.fromkeys(_name(n) for s in of_stages for n in s.graph.nodes if n.kind == "op"))
+    near = difflib.get_close_matches(asked, paths + operations, n=5, cutoff=0.4)
+    if not near:  # the end of a path may be right while its beginning is not
+        near = [path for path in paths if path.rpartition("/")[2] == asked.rpartition("/")[2]][:5]
+    return AutoparError(
+        "there is no such argument or operation.",
+        given=f"explain({asked!r})",
+        wrong=f"`{plan.name}` has {len(paths)} arguments and {len(operations)} different operations, none so named.",
+        do=f"did you mean {', '.join(near)}?"
+        if near
+        else f"name one such as {', '.join(paths[:4])}; print(plan) has them all.",
+        near=tuple(near),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """A decision that was asked for: the same one in all stages that are equal.
+
+    Attributes:
+        study: Of the first of them.
+        number: Which decision.
+        stages: All of them.
+        titles: What was asked for, in all of them.
+        nodes: Operations that were asked for, in the first.
+        inputs: Inputs that were asked for, in the first.
+    """
+
+    study: Study
+    number: int
+    stages: list[int] = field(default_factory=list)
+    titles: list[str] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+    inputs: list[int] = field(default_factory=list)
+
+
+def _decisions(
+    of_stages: Sequence[Study], asked: Callable[[Study], Iterator[tuple[int, str, Node | None, int | None]]]
+) -> list[_Decision]:
+    """Decisions by what is asked for in each stage: (decision, title, operation or None, input or None)."""
+    found: dict[Hashable, _Decision] = {}
+    for study in of_stages:
+        alike: Hashable = None
+        if study.stage is not None:
+            alike = canonical_key(study.jaxpr), study.mesh, tuple(study.sharded.choices)
+        for number, title, node, position in asked(study):
+            decision = found.setdefault((alike, number), _Decision(study, number))
+            decision.titles.append(title)
+            if study.stage is not None and study.stage not in decision.stages:
+                decision.stages.append(study.stage)
+            if decision.study is study and node is not None:
+                decision.nodes.append(node)
+            if decision.study is study and position is not None:
+                decision.inputs.append(position)
+    return list(found.values())
+
+
+def _stage_facts(decision: _Decision) -> list[tuple[str, str]]:
+    stages = decision.stages
+    if not stages:
+        return []
+    return [("stage" if len(stages) == 1 else "stages", numbers_text(stages) + (", equal" if len(stages) > 1 else ""))]
+
+
+def _time_fact(study: Study) -> tuple[str, str]:
+    if study.stage is None:
+        return "step time", f"{seconds_text(study.base)} predicted"
+    step = seconds_text(study.plan.cost.step_seconds)
+    return "stage time", f"{seconds_text(study.base)} predicted, its work in one step; the step takes {step}"
+
+
+# Arguments
+
+
+def _argument_pages(of_stages: Sequence[Study], paths: Sequence[str]) -> Iterator[Callable[[], Page]]:
+    def asked(study: Study) -> Iterator[tuple[int, str, Node | None, int | None]]:
+        for position, path in study.paths.items():
+            if path in paths:
+                yield study.class_of[study.graph.inputs[position]], path, None, position
+
+    for decision in _decisions(of_stages, asked):
+        yield functools.partial(_argument_page, decision)
+
+
+def _argument_page(decision: _Decision) -> Page:
+    study, number, first = decision.study, decision.number, decision.inputs[0]
+    node = study.graph.nodes[study.graph.inputs[first]]
+    shape, dtype = tuple(node.var.aval.shape), node.var.aval.dtype
+    chosen = node.shardings[study.chosen[number]]
+    tied = [path for k, path in study.paths.items() if study.class_of[study.graph.inputs[k]] == number]
+    facts = [
+        *_stage_facts(decision),
+        ("type", type_text(shape, str(dtype))),
+        ("sharding", f"{chosen}, {bytes_text(local_bytes(node.var, chosen, study.mesh))} on each device"),
+        _time_fact(study),
+    ]
+    if len(tied) > 1:
+        facts.append(("one decision", ", ".join(path for path, _, _ in collapse_paths([(p, "") for p in tied]))))
+    outcomes = study.outcomes(number)
+    rows: list[tuple[str, ...]] = []
+    for outcome in outcomes:
+        sharding = node.shardings[outcome.choice]
+        seconds, text = study.compared(outcome) if rows else (seconds_text(study.base), "chosen")
+        rows.append((str(sharding), bytes_text(local_bytes(node.var, sharding, study.mesh)), seconds, text))
+    alternatives = Table(
+        _alternatives_title(study),
+        ("sharding", "per device", f"{study.what} time", "against the plan"),
+        tuple(rows),
+        (1, 2),
+        study.unsolved(number, len(outcomes)),
+    )
+    return Page(
+        ", ".join(path for path, _, _ in collapse_paths([(title, "") for title in dict.fromkeys(decision.titles)])),
+        tuple(facts),
+        (
+            alternatives,
+            _forbidden_shardings(study, number, node),
+            _readers_table(study, node.var),
+            *_new_value_tables(study, first),
+        ),
+    )
+
+
+def _alternatives_title(study: Study) -> str:
+    return f"Alternatives: the whole {study.what} if this is forced and everything else chosen anew"
+
+
+def _forbidden_shardings(study: Study, number: int, node: Node) -> Table:
+    """Every other way to lay the array out, by what forbids it."""
+    shape, sizes = tuple(node.var.aval.shape), study.mesh.axis_sizes
+    by_reason: dict[str, list[str]] = {}
+    listed = set(node.shardings)
+    wide = [axis for axis, size in sizes.items() if size > 1]
+    for places in itertools.product([None, *range(len(shape))], repeat=len(wide)):
+        dims = tuple(tuple(a for a, place in zip(wide, places, strict=True) if place == d) for d in range(len(shape)))
+        uneven = [d for d, axes in enumerate(dims) if shape[d] % math.prod(sizes[a] for a in axes)]
+        if uneven and Sharding(dims) not in listed:
+            dim, axes = uneven[0], dims[uneven[0]]
+            reason = f"dim {dim} has length {shape[dim]}, which {','.join(axes)} does not divide"
+            by_reason.setdefault(reason, []).append(str(Sharding(dims)))
+    return _forbidden(study, number, "sharding", [str(s) for s in node.shardings], by_reason)
+
+
+def _forbidden_strategies(study: Study, number: int, node: Node) -> Table:
+    by_reason: dict[str, list[str]] = {}
+    for axis, size in study.mesh.axis_sizes.items():
+        for factor in node.rule.splittable():
+            if node.rule.sizes[factor] % size:
+                reason = f"{factor} has length {node.rule.sizes[factor]}, which {axis} does not divide"
+                by_reason.setdefault(reason, []).append(f"{axis}: {factor}")
+    names = [f"({_strategy_text(s, study.mesh)})" for s in node.strategies]
+    return _forbidden(study, number, "axis: factor", names, by_reason)
+
+
+def _forbidden(study: Study, number: int, what: str, names: Sequence[str], impossible: dict[str, list[str]]) -> Table:
+    """What the user or the method forbids, with its cost were it free; and what cannot be (`impossible`, by reason)."""
+    rows: list[tuple[str, ...]] = []
+    masked = [k for k, ok in enumerate(study.allowed(number)) if not ok]
+    reason = study.forbidden_by(number)
+    if masked and reason:
+        lifted = study.lifted_outcomes(number)
+        for outcome in lifted:
+            seconds, against = study.compared(outcome)
+            rows.append((names[outcome.choice], reason, against if outcome.why_not else f"{seconds}, {against}"))
+        solved = {outcome.choice for outcome in lifted}
+        masked = [k for k in masked if k not in solved]
+    if masked:
+        rows.append(
+            (_some([names[k] for k in masked]), reason or "it would communicate in a loop of unknown length", "")
+        )
+    rows += [(_some(found), reason, "") for reason, found in impossible.items()]
+    return Table(
+        "Forbidden", (what, "by", f"{study.what} time without that"), tuple(rows), (), "" if rows else "nothing"
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MAX_FORBIDDEN} more" if len(names) > MAX_FORBIDDEN else ""
+    return "  ".join(names[:MAX_FORBIDDEN]) + more
+
+
+def _readers_table(study: Study, var: Var) -> Table:
+    rows = []
+    for reader, asks, at_each_turn in readers(study.sharded.body, var):
+        rows.append((reader, str(asks), f"{at_each_turn} times" if at_each_turn > 1 else "once"))
+    moves = list(conversions(study.sharded.body, var, study.mesh))
+    counted = {row: rows.count(row) for row in rows}
+    return Table(
+        "Read by",
+        ("operation", "in this sharding", "runs"),
+        tuple((f"{row[0]} ({n} of them)" if n > 1 else row[0], *row[1:]) for row, n in counted.items()),
+        (),
+        _moves_text(moves, "no conversion needed" if rows else "nothing reads it"),
+    )
+
+
+def _moves_text(moves: Sequence[str], none: str) -> str:
+    return "\n".join(["converted", *moves]) if moves else none
+
+
+def _new_value_tables(study: Study, argument: int) -> Iterator[Table]:
+    """For state: where its new value comes from, and what it takes to have it in the old one's sharding."""
+    body = study.sharded.body
+    for output, source in study.aliases.items():
+        atom, sharding = body.outputs[output]
+        if source != argument or isinstance(atom, Literal):
+            continue
+        made = next(
+            (
+                (describe(i.eqn), result_sharding(i, atom))
+                for i in body.instructions
+                if isinstance(i, Compute | Region) and atom in i.eqn.outvars
+            ),
+            None,
+        )
+        moves = list(conversions(body, atom, study.mesh))
+        rows = ((made[0], str(made[1]), str(sharding)),) if made else ()
+        note = _moves_text(moves, "no conversion needed" if made else "it comes back as it is")
+        yield Table("Its new value", ("made by", "as", "kept as"), rows, (), note)
+
+
+# Operations
+
+
+def _name(node: Node) -> str:
+    return describe_phase(node.eqn)
+
+
+def _operation_pages(of_stages: Sequence[Study], asked_for: str) -> Iterator[Callable[[], Page]]:
+    def asked(study: Study) -> Iterator[tuple[int, str, Node | None, int | None]]:
+        for node in study.graph.nodes:
+            if node.kind == "op" and (asked_for in _name(node) or fnmatch.fnmatchcase(_name(node), asked_for)):
+                yield study.class_of[node.index], _name(node), node, None
+
+    for decision in _decisions(of_stages, asked):
+        yield functools.partial(_operation_page, decision)
+
+
+def _operation_page(decision: _Decision) -> Page:
+    study, number, nodes = decision.study, decision.number, decision.nodes
+    node = nodes[0]
+    chosen = node.strategies[study.chosen[number]]
+    types = ", ".join(type_text(tuple(v.aval.shape), str(v.aval.dtype)) for v in node.eqn.invars)
+    facts = [
+        *_stage_facts(decision),
+        ("operands", types),
+        ("factors", f"{node.rule}  with " + ", ".join(f"{f}={n}" for f, n in node.rule.sizes.items())),
+        ("strategy", f"{_strategy_text(chosen, study.mesh)}: {_shardings_text(chosen)}"),
+        _time_fact(study),
+    ]
+    if len(nodes) > 1:
+        facts.append(("one decision", f"{len(nodes)} such operations, planned alike"))
+    outcomes = study.outcomes(number)
+    rows: list[tuple[str, ...]] = []
+    for outcome in outcomes:
+        strategy = node.strategies[outcome.choice]
+        seconds, text = study.compared(outcome) if rows else (seconds_text(study.base), "chosen")
+        rows.append((_strategy_text(strategy, study.mesh), _shardings_text(strategy), seconds, text))
+    alternatives = Table(
+        _alternatives_title(study),
+        ("axis: factor", "operands -> results", f"{study.what} time", "against the plan"),
+        tuple(rows),
+        (2,),
+        study.unsolved(number, len(outcomes)),
+    )
+    return Page(_name(node), tuple(facts), (alternatives, _forbidden_strategies(study, number, node)))
+
+
+def _strategy_text(strategy: Strategy, mesh: LogicalMesh) -> str:
+    words = {"-": "idle"}
+    return ", ".join(
+        f"{axis}: {words.get(what, f'partial sums {what}' if what[0] == '+' else what)}"
+        for axis, what in zip(mesh.axis_names, strategy.choice, strict=True)
+    )
+
+
+def _shardings_text(strategy: Strategy) -> str:
+    return f"{' '.join(map(str, strategy.operands))} -> {' '.join(map(str, strategy.results))}"

@@ -1,0 +1,76 @@
+"""What limits a pipeline: the busiest mesh, and what it waits for.
+
+In:     the events of a step, simulated or measured.
+Out:    `Limit`: the busiest mesh's seconds of work, and its idle seconds before, between and after its microbatches.
+Method: a step lasts as long as its busiest mesh works and waits. Before its first microbatch a mesh waits for the stages
+        in front (the pipeline fills), after its last for what they have left to do (it drains), between them for
+        activations and gradients that are not there yet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.streams.timeline import Event
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """The busiest mesh of a step.
+
+    Attributes:
+        mesh: Which.
+        stages: Its stages.
+        busy_seconds: Work.
+        fill_seconds: Idle before its first microbatch.
+        gap_seconds: Idle between its microbatches.
+        drain_seconds: Idle after its last.
+        transfer_seconds: Work of the busiest sender.
+    """
+
+    mesh: int
+    stages: tuple[int, ...]
+    busy_seconds: float
+    fill_seconds: float
+    gap_seconds: float
+    drain_seconds: float
+    transfer_seconds: float
+
+
+def find_limit(events: Sequence[Event]) -> Limit | None:
+    """The limit of a step; None: nothing runs."""
+    runs: dict[int, list[Event]] = {}
+    sends: dict[int, float] = {}
+    for event in events:
+        if event.kind == "transfer":
+            sends[event.mesh] = sends.get(event.mesh, 0.0) + event.end - event.start
+        else:
+            runs.setdefault(event.mesh, []).append(event)
+    if not runs:
+        return None
+    busy = {mesh: sum(e.end - e.start for e in of_mesh) for mesh, of_mesh in runs.items()}
+    mesh = max(busy, key=lambda m: (busy[m], -m))
+    own = runs[mesh]
+    looped = [e for e in own if e.kind != "U"] or own
+    first, last = min(e.start for e in looped), max(e.end for e in looped)
+    end = max(e.end for e in events)
+
+    def idle(start: float, stop: float) -> float:
+        return max(
+            0.0, stop - start - sum(min(e.end, stop) - max(e.start, start) for e in own if _meets(e, start, stop))
+        )
+
+    return Limit(
+        mesh,
+        tuple(sorted({e.stage for e in own})),
+        busy[mesh],
+        idle(0.0, first),
+        idle(first, last),
+        idle(last, end),
+        max(sends.values(), default=0.0),
+    )
+
+
+def _meets(event: Event, start: float, stop: float) -> bool:
+    return event.end > start and event.start < stop

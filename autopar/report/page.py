@@ -1,0 +1,343 @@
+"""What a plan's page says, before it is laid out: facts and tables of words.
+
+In:     the plan, a `Decision` from the planner or from a file.
+Out:    `Page`; `text.py` prints it, `html.py` shows it in a notebook.
+Method: what repeats is said once: paths that differ in a number are written `layers/{0..23}/kernel`, activations of one
+        line and shape are counted, collectives of one place are added up.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from autopar.cost import collective_seconds
+from autopar.plan.decision import Decision, Recomputed, Value
+from autopar.plan.words import bytes_text, count_text, local_bytes, mesh_text, seconds_text, type_text
+from autopar.report.limits import find_limit
+from autopar.streams.timeline import timetable_text
+
+MAX_ROWS = 32
+"""Longer tables show their largest rows."""
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows of words; the columns in `numbers` hold numbers."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    numbers: tuple[int, ...] = ()
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A title, facts by name, tables; `drawing` is text of fixed width between them."""
+
+    title: str
+    facts: tuple[tuple[str, str], ...]
+    tables: tuple[Table, ...]
+    drawing: str = ""
+
+
+def page_of(plan: Decision) -> Page:
+    """The page of a plan."""
+    is_pipeline = plan.schedule != "none"
+    tables = (_stages(plan), _arguments(plan)) if is_pipeline else (_arguments(plan), _activations(plan))
+    drawing = timetable_text(plan.events.events) if is_pipeline else ""
+    return Page(f"Plan of `{plan.name}`", tuple(_facts(plan)), (*tables, _collectives(plan)), drawing)
+
+
+def _facts(plan: Decision) -> Iterable[tuple[str, str]]:
+    cost = plan.cost
+    yield "method", plan.method
+    if plan.machine:
+        yield "machine", plan.machine
+    if plan.schedule == "none":
+        yield "mesh", mesh_text(plan.mesh)
+        idle = "(no overlap assumed)"
+    else:
+        yield "pipeline", f"{count_text(len(plan.stages), 'stage')}, schedule {plan.schedule}"
+        share = cost.bubble_seconds / cost.step_seconds if cost.step_seconds else 0.0
+        idle = f"+ {seconds_text(cost.bubble_seconds)} waiting ({share:.0%}; simulated, on average over the devices)"
+    if plan.num_microbatches > 1:
+        yield "microbatches", _microbatches(plan)
+    if any(stage.recomputed.level for stage in plan.stages):
+        more = sum(stage.recomputed.seconds for stage in plan.stages)
+        yield "recomputed", f"{levels_text(plan)}; {seconds_text(more)} of work, all stages together"
+    yield (
+        "step time",
+        (
+            f"{seconds_text(cost.step_seconds)} predicted = {seconds_text(cost.compute_seconds)} compute + "
+            f"{seconds_text(cost.communication_seconds)} communication {idle}"
+        ),
+    )
+    if plan.schedule != "none":
+        yield from _limited_by(plan)
+    budget = f" of {bytes_text(plan.budget_bytes)}" if math.isfinite(plan.budget_bytes) else ""
+    yield (
+        "memory",
+        (
+            f"{bytes_text(max(cost.peak_bytes))}{budget} on each device at the peak; "
+            f"{bytes_text(cost.argument_bytes)} of arguments"
+        ),
+    )
+    yield "solver", solver_text(cost.solver_status, cost.optimality_gap)
+    yield "planning", seconds_text(cost.planning_seconds)
+    for k, text in enumerate(_also_tried(plan)):
+        yield "" if k else "also tried", text
+
+
+def _limited_by(plan: Decision) -> Iterable[tuple[str, str]]:
+    limit, step = find_limit(plan.events.events), plan.cost.step_seconds
+    if limit is None or not step:
+        return
+    waits = [
+        f"{seconds_text(seconds)} {where}"
+        for seconds, where in (
+            (limit.fill_seconds, "until its first microbatch"),
+            (limit.gap_seconds, "between microbatches"),
+            (limit.drain_seconds, "after its last"),
+        )
+        if seconds > 1e-3 * step
+    ]
+    stages = ("stage " if len(limit.stages) == 1 else "stages ") + numbers_text(limit.stages)
+    yield (
+        "limited by",
+        (
+            f"{stages}, busy for {seconds_text(limit.busy_seconds)} ({limit.busy_seconds / step:.0%})"
+            + (f"; waits {', '.join(waits)}" if waits else "")
+            + f". The busiest sender sends for {seconds_text(limit.transfer_seconds)}."
+        ),
+    )
+
+
+def _also_tried(plan: Decision) -> list[str]:
+    """What else was tried, each once: by predicted time, with how much longer that is; then what could not be."""
+    seconds_of: dict[str, float] = {}
+    failed: dict[str, str] = {}
+    for what, outcome in plan.alternatives:
+        match = _SECONDS.fullmatch(outcome)
+        if match:
+            seconds_of[what] = min(seconds_of.get(what, math.inf), float(match[1]))
+        else:
+            failed[what] = outcome
+    step = plan.cost.step_seconds
+    lines = []
+    for what, seconds in sorted(seconds_of.items(), key=lambda item: item[1]):
+        more = f"{seconds / step - 1:+.1%}" if step and abs(seconds / step - 1) >= 5e-4 else "as fast"
+        if not (what == _chosen(plan) and more == "as fast"):
+            lines.append(f"{what}: {seconds_text(seconds)} ({more})")
+    return lines + [f"{what}: {outcome}" for what, outcome in failed.items()]
+
+
+_SECONDS = re.compile(r"([0-9.]+e[+-]?[0-9]+) s")
+"""An outcome that is a time, as the planner writes it."""
+
+
+def _chosen(plan: Decision) -> str:
+    """The plan itself, in the words of the search."""
+    sizes = "+".join(str(stage.submesh.num_devices) for stage in plan.stages)
+    return f"{len(plan.stages)} stages on {sizes}, {plan.num_microbatches} microbatches, {plan.schedule}"
+
+
+def _microbatches(plan: Decision) -> str:
+    exact = plan.microbatch_semantics == "exact"
+    meaning = "the same function as the whole batch" if exact else "batch statistics are those of each microbatch"
+    return f"{plan.num_microbatches}, {meaning}"
+
+
+def levels_text(plan: Decision) -> str:
+    """What the stages' backward passes run again, as one asks for it."""
+    names = {0.0: "'cheap'", math.inf: "'all'"}
+    levels = [names.get(stage.recomputed.level, f"{stage.recomputed.level:g}") for stage in plan.stages]
+    return f"recompute={levels[0]}" if len(set(levels)) == 1 else f"recompute=({', '.join(levels)})"
+
+
+def _recomputed(recomputed: Recomputed) -> tuple[str, str]:
+    """What a stage keeps for a microbatch, and what it runs again for that."""
+    kept = bytes_text(recomputed.kept_bytes)
+    if not recomputed.operations:
+        return kept, "what is cheap"
+    instead = bytes_text(recomputed.kept_bytes + recomputed.saved_bytes)
+    return (
+        f"{kept}, not {instead}",
+        f"{count_text(recomputed.operations, 'operation')}, {seconds_text(recomputed.seconds)}",
+    )
+
+
+def _stages(plan: Decision) -> Table:
+    rows = []
+    recomputes = any(stage.recomputed.level for stage in plan.stages)
+    for number, stage in enumerate(plan.stages):
+        first, count = stage.submesh.first, stage.submesh.num_devices
+        devices = str(first) if count == 1 else f"{first}-{first + count - 1}"
+        mesh = ", ".join(
+            f"{a}={n}" for a, n in zip(stage.logical_mesh.axis_names, stage.logical_mesh.shape, strict=True)
+        )
+        busy = sum(e.end - e.start for e in plan.events.events if e.mesh == number and e.kind != "transfer")
+        sends = sum(e.end - e.start for e in plan.events.events if e.mesh == number and e.kind == "transfer")
+        peak = bytes_text(plan.cost.peak_bytes[number])
+        again = _recomputed(stage.recomputed) if recomputes else ()
+        rows.append(
+            (str(number), devices, mesh, seconds_text(busy), seconds_text(sends), peak, *again, *stage.operations)
+        )
+    note = 'plan.explain("stages") says what crosses the borders, and where else they could be.'
+    columns = ("kept in flight", "run again") if recomputes else ()
+    columns = ("stage", "devices", "mesh", "busy", "sends", "peak memory", *columns, "from", "to")
+    return Table("Stages", columns, tuple(rows), (0, 3, 4, 5), note if len(rows) > 1 else "")
+
+
+def solver_text(status: str, gap: float) -> str:
+    """The solver's status and gap in words."""
+    if status == "optimal" and gap < 1e-5:
+        return "optimal: under these costs no sharding on this mesh is cheaper (gap 0)"
+    return (
+        f"{status}: at most {gap:.2%} above the cheapest on this mesh"
+        if math.isfinite(gap)
+        else f"{status}, no bound known"
+    )
+
+
+def _arguments(plan: Decision) -> Table:
+    values = [v for v in plan.values if v.role != "activation"]
+    merged = collapse_paths([(v.name, (v.role, v.shape, v.dtype, v.sharding, v.stage)) for v in values])
+    staged = len(plan.stages) > 1
+    rows, sizes = [], []
+    for path, (role, shape, dtype, sharding, stage), count in merged:
+        each = local_bytes(shape, dtype, sharding, plan.stages[stage].logical_mesh)
+        sizes.append(each * count)
+        where = (str(stage),) if staged else ()
+        rows.append((path, role, *where, type_text(shape, dtype), str(sharding), str(count), bytes_text(each * count)))
+    largest, note = _largest(rows, sizes)
+    columns = ("path", "role", *(("stage",) if staged else ()), "type", "sharding", "arrays", "per device")
+    numbers = (len(columns) - 2, len(columns) - 1)
+    return Table("Arguments and results", columns, largest, numbers, note)
+
+
+def _activations(plan: Decision) -> Table:
+    counts: dict[Value, int] = {}
+    for value in plan.values:
+        if value.role == "activation":
+            counts[value] = counts.get(value, 0) + 1
+    rows, sizes = [], []
+    for value, count in counts.items():
+        each = local_bytes(value.shape, value.dtype, value.sharding, plan.mesh)
+        sizes.append(each * count)
+        rows.append(
+            (value.name, type_text(value.shape, value.dtype), str(value.sharding), str(count), bytes_text(each))
+        )
+    largest, note = _largest(rows, sizes)
+    return Table(
+        "Activations that go through memory",
+        ("operation", "type", "sharding", "arrays", "each, per device"),
+        largest,
+        (3, 4),
+        note,
+    )
+
+
+def _collectives(plan: Decision) -> Table:
+    totals: dict[tuple[str, tuple[str, ...], str], list[float]] = {}
+    for c in plan.cost.collectives:
+        total = totals.setdefault((c.kind, c.axes, c.operation), [0, 0, 0.0])
+        total[0] += c.times
+        total[1] += c.times * c.bytes
+        total[2] += c.times * collective_seconds(c.kind, c.bytes, c.axes, plan.stages[c.stage].logical_mesh)
+    order = sorted(totals.items(), key=lambda item: -item[1][2])
+    rows = [
+        (kind, ",".join(axes), str(times), bytes_text(num_bytes), seconds_text(seconds), operation)
+        for (kind, axes, operation), (times, num_bytes, seconds) in order
+    ]
+    note = "none: no device waits for another" if not rows else ""
+    if len(rows) > MAX_ROWS:
+        rest = sum(seconds for _, (_, _, seconds) in order[MAX_ROWS:])
+        note = f"and {len(rows) - MAX_ROWS} more, {seconds_text(rest)} together: plan.cost.collectives has them all"
+    return Table(
+        "Communication in one step",
+        ("collective", "axes", "times", "bytes", "seconds", "for"),
+        tuple(rows[:MAX_ROWS]),
+        (2, 3, 4),
+        note,
+    )
+
+
+def _largest(rows: Sequence[tuple[str, ...]], sizes: Sequence[int]) -> tuple[tuple[tuple[str, ...], ...], str]:
+    """The largest rows in their own order, and what was left out."""
+    if len(rows) <= MAX_ROWS:
+        return tuple(rows), ""
+    kept = sorted(sorted(range(len(rows)), key=lambda k: (-sizes[k], k))[:MAX_ROWS])
+    return tuple(rows[k] for k in kept), f"and {len(rows) - MAX_ROWS} smaller ones: plan.values has them all"
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    prefix: str
+    numbers: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.prefix}{{{numbers_text(self.numbers)}}}"
+
+
+_Parts = tuple[str | _Numbers, ...]
+
+
+def collapse_paths(entries: Iterable[tuple[str, _Key]]) -> list[tuple[str, _Key, int]]:
+    """Merge entries whose paths differ in numbers only and whose keys are equal.
+
+    Args:
+        entries: (path, key) in order.
+
+    Returns:
+        (path with number ranges, key, how many) in order of first appearance.
+    """
+    merged: list[tuple[_Parts, _Key, int]] = [(tuple(path.split("/")), key, 1) for path, key in entries]
+    while True:
+        longest = max((len(parts) for parts, _, _ in merged), default=0)
+        groups, position = min(
+            ((_groups(merged, p), p) for p in range(longest)), key=lambda pair: len(pair[0]), default=([], 0)
+        )
+        if len(groups) == len(merged):
+            return [("/".join(map(str, parts)), key, count) for parts, key, count in merged]
+        merged = [_merge([merged[k] for k in members], position) for members in groups]
+
+
+def _groups(entries: Sequence[tuple[_Parts, _Key, int]], position: int) -> list[list[int]]:
+    """Entries that differ in the number at `position` only."""
+    groups: dict[object, list[int]] = {}
+    for k, (parts, key, _) in enumerate(entries):
+        number = _number(parts[position]) if position < len(parts) else None
+        rest = (parts[:position], number[0], parts[position + 1 :], key) if number else k
+        groups.setdefault(rest, []).append(k)
+    return list(groups.values())
+
+
+def _merge(entries: Sequence[tuple[_Parts, _Key, int]], position: int) -> tuple[_Parts, _Key, int]:
+    if len(entries) == 1:
+        return entries[0]
+    parts, key, _ = entries[0]
+    found = [number for number in (_number(entry[0][position]) for entry in entries) if number]
+    numbers = _Numbers(found[0][0], tuple(n for _, n in found))
+    return (*parts[:position], numbers, *parts[position + 1 :]), key, sum(count for _, _, count in entries)
+
+
+def _number(part: object) -> tuple[str, int] | None:
+    match = re.fullmatch(r"(|.*[^0-9])(0|[1-9][0-9]{0,8})", part) if isinstance(part, str) else None
+    return (match[1], int(match[2])) if match else None
+
+
+def numbers_text(numbers: Sequence[int]) -> str:
+    """Numbers as ranges: "0..3,7"."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}..{run[-1]}" if len(run) > 2 else ",".join(map(str, run)) for run in runs)

@@ -1,0 +1,73 @@
+"""A plan as text, one page.
+
+In:     the plan, a `Decision`.
+Out:    plain text, 120 columns, no colours: the same in a terminal, a log and a golden file.
+Method: tables laid out by rich.
+"""
+
+from __future__ import annotations
+
+import io
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table as RichTable
+
+from autopar.plan.decision import Decision
+from autopar.report.page import Page, Table, page_of
+
+WIDTH = 120
+
+
+def plan_text(plan: Decision) -> str:
+    """The page of a plan."""
+    return page_text(page_of(plan))
+
+
+def page_text(page: Page) -> str:
+    """A page as text, without a newline at the end."""
+    page_file = io.StringIO()
+    console = Console(
+        file=page_file,
+        width=WIDTH,
+        color_system=None,
+        force_terminal=False,
+        legacy_windows=False,
+        markup=False,
+        highlight=False,
+        emoji=False,
+    )
+    console.print(page.title)
+    if page.facts:
+        grid = RichTable.grid(padding=(0, 3, 0, 0))
+        grid.add_column(no_wrap=True)
+        grid.add_column(overflow="fold")
+        for name, text in page.facts:
+            grid.add_row(name, text)
+        console.print(_indented(grid))
+    if page.drawing:
+        console.print()
+        console.print(_indented(page.drawing))
+    for table in page.tables:
+        console.print()
+        console.print(table.title)
+        if table.rows:
+            console.print(_indented(_laid_out(table)))
+        if table.note:
+            console.print(_indented(table.note))
+    return "\n".join(line.rstrip() for line in page_file.getvalue().splitlines())
+
+
+def _laid_out(table: Table) -> RichTable:
+    laid_out = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    for position, name in enumerate(table.columns):
+        is_number = position in table.numbers
+        laid_out.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+    for row in table.rows:
+        laid_out.add_row(*row)
+    return laid_out
+
+
+def _indented(what: RenderableType) -> Padding:
+    return Padding(what, (0, 0, 0, 2), expand=False)

@@ -1,0 +1,76 @@
+"""Who reads a value in the sharded program, and what is communicated so that it can.
+
+In:     `Body` and a variable of its program.
+Out:    readers with the sharding they ask for; conversions, one line each. Bodies of scans are looked into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar._jax import JaxprEqn, Var
+from autopar.cost import collective_seconds
+from autopar.cost.steps import step_kind
+from autopar.intra_op.sharded import Body, Compute, Fused, Move, Region, describe, move_bytes
+from autopar.ir.source import is_backward
+from autopar.ir.structure import trip_count
+from autopar.mesh import LogicalMesh, Sharding
+from autopar.plan.words import bytes_text, seconds_text
+
+
+def readers(body: Body, var: Var, times: int = 1) -> Iterator[tuple[str, Sharding, int]]:
+    """Operations that read a value; loops are looked into."""
+    for instruction in body.instructions:
+        match instruction:
+            case Compute(eqn, _, strategy):
+                for atom, sharding in zip(eqn.invars, strategy.operands, strict=True):
+                    if atom is var:
+                        yield describe_phase(eqn), sharding, times
+            case Region(eqn, operands, _, bodies):
+                is_scan = eqn.primitive.name == "scan"
+                for k, (atom, sharding) in enumerate(zip(eqn.invars, operands, strict=True)):
+                    if atom is var and is_scan:
+                        yield from readers(bodies[0], bodies[0].inputs[k][0], times * trip_count(eqn))
+                    elif atom is var:
+                        yield describe_phase(eqn), sharding, times
+
+
+def conversions(body: Body, var: Var, mesh: LogicalMesh, times: int = 1) -> Iterator[str]:
+    """What is communicated to have a value in another sharding, one line each."""
+    for instruction in body.instructions:
+        match instruction:
+            case Move():
+                if instruction.var is var:
+                    yield _move_text(instruction, mesh, times, 0)
+            case Fused(moves):
+                yield from (_move_text(m, mesh, times, len(moves) - 1) for m in moves if m.var is var)
+            case Region(eqn, _, _, bodies) if eqn.primitive.name == "scan":
+                for k, atom in enumerate(eqn.invars):
+                    if atom is var:
+                        yield from conversions(bodies[0], bodies[0].inputs[k][0], mesh, times * trip_count(eqn))
+
+
+def _move_text(move: Move, mesh: LogicalMesh, times: int, companions: int) -> str:
+    text = f"{move.source} to {move.target} for {move.reader}: "
+    kind = step_kind(move.step)
+    if kind is None:
+        return text + "each device keeps its part, no communication"
+    num_bytes = move_bytes(move, mesh)
+    seconds = collective_seconds(kind, num_bytes, move.step.axes, mesh)
+    text += f"{kind} over {','.join(move.step.axes)}, {bytes_text(num_bytes)}, {seconds_text(seconds)}"
+    return (
+        text
+        + (f", {times} times" if times > 1 else "")
+        + (f", in one message with {companions} others" if companions else "")
+    )
+
+
+def describe_phase(eqn: JaxprEqn) -> str:
+    """An equation for people, and whether it belongs to the backward pass."""
+    return describe(eqn) + (", backward" if is_backward(eqn) else "")
+
+
+def result_sharding(instruction: Compute | Region, var: Var) -> Sharding:
+    """The sharding in which an instruction makes one of its results."""
+    results = instruction.strategy.results if isinstance(instruction, Compute) else instruction.results
+    return results[list(instruction.eqn.outvars).index(var)]

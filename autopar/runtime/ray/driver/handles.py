@@ -1,0 +1,201 @@
+"""Arrays that live on workers, as the user holds them.
+
+In:     where the parts of an array are and under which keys.
+Out:    `RemoteArray`: shape, dtype and sharding to look at, `np.asarray` to fetch; passed to the next step as it is.
+Method: an array is one part, or, stacked over several stages, one part behind the other along a dim. A part may lie on
+        several meshes. What no one holds any more is let go of with the next step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding
+
+from autopar.errors import DonatedError
+from autopar.mesh import LogicalMesh
+from autopar.runtime.digest import Digest
+from autopar.runtime.ray.job import BufferType, abstract_mesh
+from autopar.runtime.ray.seats import Seat
+from autopar.runtime.shaped import Shaped
+from autopar.runtime.stacks import joined_shape, joint_spec
+from autopar.streams.instructions import MeshId
+
+
+class Owner(Protocol):
+    """The workers that hold arrays."""
+
+    def fetch(self, mesh: MeshId, key: int, kind: BufferType) -> np.ndarray:
+        """The whole of an array."""
+        ...
+
+    def release(self, mesh: MeshId, key: int) -> None:
+        """No one wants this array any more."""
+        ...
+
+    def seats_on(self, mesh: MeshId) -> Sequence[Seat]:
+        """Its workers on a mesh."""
+        ...
+
+    # For checkpoints; see `saves.py`. Arguments are by worker, as of the methods of `Worker` of these names.
+
+    def number(self) -> range:
+        """A number that was never used before."""
+        ...
+
+    def unseen(self, workers: Sequence[int], token: Path, writing: bool) -> dict[int, str]:
+        """Why each of these workers cannot read, or write, beside a file; empty: it can."""
+        ...
+
+    def take(self, save: int, arguments: Mapping[int, tuple[Any, ...]]) -> None:
+        """Copy parts of arrays for a save."""
+        ...
+
+    def write(self, save: int, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, dict[str, Digest]]:
+        """Write the parts of a save."""
+        ...
+
+    def forget(self, save: int) -> None:
+        """No one wants the copies of a save any more."""
+        ...
+
+
+class Copy:
+    """An array on one mesh; let go of there when this is gone.
+
+    Attributes:
+        owner: Who holds it.
+        mesh: Where.
+        kind: Its type there.
+        key: Its name there.
+        is_deleted: Whether its memory was taken over.
+    """
+
+    __slots__ = ("owner", "mesh", "kind", "key", "is_deleted")
+
+    def __init__(self, owner: Owner, mesh: MeshId, kind: BufferType, key: int):
+        self.owner, self.mesh, self.kind, self.key = owner, mesh, kind, key
+        self.is_deleted = False
+
+    def __del__(self) -> None:
+        if not self.is_deleted:
+            self.owner.release(self.mesh, self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of an array, in one or more copies."""
+
+    copies: tuple[Copy, ...]
+
+
+class RemoteArray(Shaped):
+    """An array on the workers of a cluster.
+
+    `np.asarray(x)` and `x.fetch()` bring it here; there is no arithmetic on it before that. Passed to a step it stays
+    where it is.
+
+    Attributes:
+        parts: Where it is.
+        dim: Along which several parts lie.
+        shape: Of the whole.
+        dtype: Its element type.
+        sharding: How it lies on the devices.
+    """
+
+    def __init__(self, parts: Sequence[Part], dim: int = 0):
+        self.parts, self.dim = tuple(parts), dim
+        kinds = [part.copies[0].kind for part in parts]
+        self.shape = joined_shape([kind.shape for kind in kinds], dim)
+        self.dtype = kinds[0].dtype
+        self.weak_type = False
+
+    @property
+    def sharding(self) -> NamedSharding:
+        """How it lies on the devices, which are not this process's: its mesh has none."""
+        return remote_sharding([part.copies[0].kind for part in self.parts], self.dim)
+
+    def is_deleted(self) -> bool:
+        """Whether a step has taken its memory over."""
+        return any(copy.is_deleted for part in self.parts for copy in part.copies)
+
+    def block_until_ready(self) -> RemoteArray:
+        """Itself: a step returns when its results are there."""
+        self.check()
+        return self
+
+    def check(self) -> None:
+        """It must be there.
+
+        Raises:
+            DonatedError: It was donated to a step.
+        """
+        if self.is_deleted():
+            raise DonatedError(
+                "this array has been deleted.",
+                given=repr(self),
+                wrong="it was donated: a step that it was passed to has taken its memory for its results.",
+                do="use the array that the step returned in its place, fetch it before (np.asarray), or parallelize with "
+                "donate_argnums=().",
+                shape=self.shape,
+                dtype=self.dtype,
+            )
+
+    def fetch(self) -> np.ndarray:
+        """The whole array in this process."""
+        self.check()
+        found = [copy.owner.fetch(copy.mesh, copy.key, copy.kind) for copy in (part.copies[0] for part in self.parts)]
+        return found[0] if len(found) == 1 else np.concatenate(found, axis=self.dim)
+
+    def item(self) -> Any:
+        """The one element as a Python number."""
+        return self.fetch().item()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        if copy is False:
+            raise ValueError(f"{self!r} cannot be had without a copy: it is on workers. Use np.asarray(x).")
+        whole = self.fetch()
+        whole = whole if dtype is None else whole.astype(dtype, copy=False)
+        # What may not be written to is memory of Ray's, which others may look at too.
+        return whole.copy() if copy and not whole.flags.writeable else whole
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError("len() of an array without dims")
+        return self.shape[0]
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __bool__(self) -> bool:
+        return bool(self.item())
+
+    def __repr__(self) -> str:
+        where = ", ".join(f"mesh {part.copies[0].mesh}" for part in self.parts)
+        state = "deleted" if self.is_deleted() else f"on {where}"
+        return f"RemoteArray(shape={self.shape}, dtype={self.dtype}, {state})"
+
+
+def remote_sharding(kinds: Sequence[BufferType], dim: int) -> NamedSharding:
+    """The sharding of an array of one part, or several alike along a dim; of parts that are not alike, that of the first."""
+    first = kinds[0]
+    if len(kinds) == 1 or any(k.sharding != first.sharding or k.mesh != first.mesh for k in kinds):
+        return first.on(abstract_mesh(first.mesh))
+    names = ("stage", *first.mesh.axis_names)
+    mesh = abstract_mesh(LogicalMesh((len(kinds), *first.mesh.shape), names))
+    return NamedSharding(mesh, joint_spec(first.sharding.partition_spec(), dim))
+
+
+def host_array(array: Any) -> np.ndarray:
+    """Any array in this process's memory; arrays of JAX on CPU without a copy."""
+    if isinstance(array, jax.Array):
+        return np.asarray(array)
+    return array.fetch() if isinstance(array, RemoteArray) else np.asarray(array)

@@ -1,0 +1,296 @@
+"""The workers of one layout, as the driver sees them.
+
+In:     a `RayMachine`, the devices of each mesh.
+Out:    `Workers`: calls of all of them that return, or end in one `WorkerError`.
+Method: a call that fails ends the job: all actors are killed, and the placement groups removed; unless nothing was
+        changed by it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import secrets
+import time
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autopar.errors import WorkerError, warn
+from autopar.mesh.ray_nodes import RayMachine
+from autopar.runtime.digest import Digest, digest
+from autopar.runtime.ray.driver.actors import end_all, start_all
+from autopar.runtime.ray.driver.calls import FailedError, positions, settle, wait_for, where
+from autopar.runtime.ray.driver.clocks import clock_offset
+from autopar.runtime.ray.driver.faults import Failure, worker_error, write_error
+from autopar.runtime.ray.job import BufferType, Job
+from autopar.runtime.ray.seats import Layout, Seat, by_mesh, seats_of
+from autopar.runtime.ray.transport.direct import Pair
+from autopar.runtime.ray.transport.parcels import box_shape, holders_of, slices, unpack
+from autopar.streams.instructions import MeshId
+
+
+class Workers:
+    """The workers of one layout.
+
+    Attributes:
+        seats: One for each worker.
+        layout: The devices of each mesh.
+        on_gpu: Whether they are GPUs.
+        direct: Whether messages go from GPU to GPU, by NCCL; else through Ray.
+        closed: Whether the workers have ended.
+    """
+
+    def __init__(self, machine: RayMachine, layout: Layout):
+        """Start them.
+
+        Raises:
+            ClusterError: Ray has no room for them; NodeLostError: a node has gone.
+        """
+        self.layout, self.closed = layout, False
+        self.on_gpu = machine.accelerator is not None
+        self.seats = seats_of(layout, machine.devices_per_host)
+        self._machine, self._released = machine, list[tuple[MeshId, int]]()
+        self._of_mesh = by_mesh(self.seats)
+        self._numbers = itertools.count()
+        self._jobs: dict[int, Job] = {}
+        self._opened: list[Pair] = []
+        self._groups: list[Any] = []
+        self._actors: dict[int, Any] = {}
+        self._end = weakref.finalize(self, end_all, self._actors, self._groups)
+        try:
+            start_all(machine, self.seats, self._actors, self._groups)
+            self._meet()
+        except BaseException:
+            self.close()
+            raise
+
+    def _meet(self) -> None:
+        """Processes of one mesh form a group; all get to know each other."""
+        everyone = {seat.number: () for seat in self.seats}
+        self.prepare("pid", everyone)
+        joining = [own for own in self._of_mesh.values() if len(own) > 1]
+        hosts = self._machine.hosts
+        firsts = self.prepare("coordinator", {own[0].number: (hosts[own[0].host].address,) for own in joining})
+        joined = {seat.number: (firsts[own[0].number], len(own)) for own in joining for seat in own}
+        self.prepare("join", joined)
+        self.direct = self.on_gpu and self._can_go_direct(everyone)
+        owner = {mesh: {device: s.number for s in own for device in s.devices} for mesh, own in self._of_mesh.items()}
+        word, host = secrets.token_bytes(32), {seat.number: hosts[seat.host].address for seat in self.seats}
+        ports = self.prepare("listen", {n: (host[n], word) for n in everyone})
+        addresses = {n: (host[n], ports[n]) for n in everyone}
+        self.prepare("connect", {n: (dict(self._actors), addresses, word, owner, self.direct) for n in everyone})
+
+    def _can_go_direct(self, everyone: Mapping[int, tuple[Any, ...]]) -> bool:
+        """Whether all can send from GPU to GPU; if one cannot, no one does."""
+        can = self.prepare("can_go_direct", everyone)
+        without = dict.fromkeys(self._machine.hosts[s.host].address for s in self.seats if not can[s.number])
+        if without and len(self._of_mesh) > 1:
+            warn(
+                f"messages between GPUs go through the memory of hosts, which is slow: there is no CuPy with NCCL on "
+                f"{', '.join(without)}; pip install 'autopar[cuda12]' (or [cuda13]) there."
+            )
+        return not without
+
+    def open(self, pairs: Sequence[Pair]) -> None:
+        """Open channels from mesh to mesh, where there are any and they are not open yet; one after the other."""
+        for pair in pairs if self.direct else ():
+            if pair in self._opened or pair[0] == pair[1]:
+                continue
+            sources, targets = (self._of_mesh[mesh] for mesh in pair)
+            unique_id = self.prepare("new_channel", {sources[0].number: ()})[sources[0].number]
+            counts = sum(s.count for s in sources), sum(s.count for s in targets)
+            self.prepare("open", {s.number: (pair, unique_id, *counts) for s in (*sources, *targets)})
+            self._opened.append(pair)
+
+    def prepare(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        """A call before the first step that ends soon, or not at all."""
+        seconds = self._machine.start_seconds
+        return self.call(method, arguments, silence_seconds=seconds, standing_seconds=seconds, option="start_seconds")
+
+    def run(self, calls: Mapping[int, tuple[Any, ...]], job: int) -> dict[int, Any]:
+        """One step of a job; arguments as of `Worker.run`."""
+        return self.call("run", calls, job=job)
+
+    def clocks(self) -> dict[int, tuple[float, float]]:
+        """By host, how much its clock is ahead of this one's, and how far off that may be."""
+        nodes = [host.node for host in self._machine.hosts]
+        found: dict[str, tuple[float, float]] = {}
+        for seat in self.seats:
+            number, node = seat.number, nodes[seat.host]
+            offset = clock_offset(lambda n=number: self.call("clock", {n: ()})[n], time.perf_counter)  # type: ignore[misc]
+            found[node] = min(found.get(node, offset), offset, key=lambda o: o[1])
+        return {seat.host: found[nodes[seat.host]] for seat in self.seats}
+
+    # Calls.
+
+    def number(self, count: int = 1) -> range:
+        """Numbers that were never used before, one behind the other."""
+        found = [next(self._numbers) for _ in range(count)]
+        return range(found[0], found[0] + count) if found else range(0)
+
+    def call(
+        self,
+        method: str,
+        arguments: Mapping[int, tuple[Any, ...]],
+        *,
+        silence_seconds: float | None = None,
+        standing_seconds: float | None = None,
+        option: str = "wait_seconds",
+        job: int = -1,
+        subject: str = "",
+        harmless: bool = False,
+    ) -> dict[int, Any]:
+        """Call a method of several workers at the same time, and wait for all.
+
+        Args:
+            method: Of `Worker`.
+            arguments: By worker.
+            silence_seconds: How long they may not answer to anything; None: as the machine says.
+            standing_seconds: How long one may stand at one place; None: as the machine says.
+            option: Which setting says how long one may stand, for messages of errors.
+            job: Which job's stream they are at, for messages of errors.
+            subject: What the call is about, for messages of errors.
+            harmless: Whether they are as they were, also if the method raises.
+
+        Raises:
+            WorkerError: One of them failed. All have ended, unless it was harmless.
+        """
+        if self.closed:
+            raise ended()
+        refs: dict[int, Any] = {}
+        limits = silence_seconds or self._machine.silence_seconds, standing_seconds or self._machine.wait_seconds
+        try:
+            for number, own in arguments.items():
+                refs[number] = getattr(self._actors[number], method).remote(*own)
+            return wait_for(refs, lambda n: where(self._actors[n]), *limits)
+        except FailedError as failed:
+            goes_on = harmless and failed.failure.how == "raised"
+            failure = dataclasses.replace(failed.failure, method=method, subject=subject, option=option)
+            raise self._told(failure, job, goes_on) from failure.cause
+        except BaseException:
+            if not harmless:
+                self.close()  # the streams are half done: what the workers hold is of no use any more
+            raise
+
+    def _told(self, failure: Failure, job: int, goes_on: bool) -> WorkerError:
+        try:
+            others = {n: actor for n, actor in self._actors.items() if n != failure.worker}
+            return worker_error(failure, self.seats, positions(others), self._jobs.get(job), goes_on)
+        finally:
+            if not goes_on:
+                self.close()
+
+    def know(self, number: int, job: Job) -> None:
+        """What a job's streams are, for messages of errors."""
+        self._jobs[number] = job
+
+    # Arrays.
+
+    def fetch(self, mesh: MeshId, key: int, kind: BufferType) -> np.ndarray:
+        """The whole of an array; if that fails, the workers go on."""
+        parts = holders_of(kind, self._of_mesh[mesh])
+        asked = {n: (key, kind, [device for device, _ in own]) for n, own in parts.items()}
+        tiles = self.call("fetch", asked, subject=str(kind), harmless=True)
+        return joined(kind, parts, tiles)
+
+    def seats_on(self, mesh: MeshId) -> list[Seat]:
+        """The seats of a mesh."""
+        return self._of_mesh[mesh]
+
+    def release(self, mesh: MeshId, key: int) -> None:
+        """No one wants an array any more: told to its workers with the next step."""
+        self._released.append((mesh, key))
+
+    def take_released(self) -> dict[MeshId, list[int]]:
+        """What no one wants any more, by mesh; each is told once."""
+        found: dict[MeshId, list[int]] = {}
+        while self._released:
+            mesh, key = self._released.pop()
+            found.setdefault(mesh, []).append(key)
+        return found
+
+    # Checkpoints: whatever comes of them, no worker is ended here; whether it lives the next step will tell.
+
+    def unseen(self, workers: Sequence[int], token: Path, writing: bool) -> dict[int, str]:
+        """As of `Owner`."""
+        asked = dict.fromkeys(workers, (str(token), digest(token)[1], writing))
+        return self.call("unseen", asked, harmless=True)
+
+    def read(self, arguments: Mapping[int, tuple[Any, ...]]) -> None:
+        """`Worker.read` of several workers."""
+        self.call("read", arguments, harmless=True)
+
+    def take(self, save: int, arguments: Mapping[int, tuple[Any, ...]]) -> None:
+        """As of `Owner`; when it returns, the arrays may be overwritten."""
+        own = {number: (save, *rest) for number, rest in arguments.items()}
+        self.call("take", own, harmless=True)
+
+    def write(self, save: int, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, dict[str, Digest]]:
+        """As of `Owner`; called on any thread, while steps go on.
+
+        Raises:
+            WorkerError: A worker has ended, or does not come on.
+            OSError: A worker could not write; RuntimeError: it failed in another way.
+        """
+        actors = dict(self._actors)
+        if self.closed or not actors:
+            raise ended()
+        limits = self._machine.silence_seconds, self._machine.wait_seconds
+        refs = {
+            number: actors[number].write.options(concurrency_group="disk").remote(save, *own)
+            for number, own in arguments.items()
+        }
+        try:
+            return wait_for(refs, lambda n: actors[n].writing.options(concurrency_group="control").remote(), *limits)
+        except FailedError as failed:
+            # What the others write would come up again behind whoever takes away the folder.
+            self.forget(save)
+            settle(refs, self._machine.silence_seconds)
+            failure = dataclasses.replace(failed.failure, method="write")
+            raise write_error(failure, self.seats) from failed.failure.cause
+
+    def forget(self, save: int) -> None:
+        """As of `Owner`; waits for nothing."""
+        for actor in dict(self._actors).values():
+            actor.forget.options(concurrency_group="control").remote(save)
+
+    def close(self) -> None:
+        """End all workers."""
+        self.closed = True
+        self._end()
+
+
+def ended() -> WorkerError:
+    """The workers have ended, and what they held is gone."""
+    return WorkerError(
+        "the workers of this step have ended.",
+        given="a step or an array of theirs",
+        wrong="after a failure, or after close(), nothing is left of them.",
+        do="begin again with arrays of this process: call the step, which starts new workers.",
+        worker=None,
+        stage=None,
+        instruction=None,
+        microbatch=None,
+        waited_for=None,
+    )
+
+
+def joined(
+    kind: BufferType, parts: Mapping[int, Sequence[tuple[int, Any]]], tiles: Mapping[int, Sequence[np.ndarray]]
+) -> np.ndarray:
+    """A whole array of its parts, packed, by worker."""
+    whole = tuple((0, length) for length in kind.shape)
+    made: np.ndarray | None = None
+    for number, own in parts.items():
+        for (_, box), data in zip(own, tiles[number], strict=True):
+            part = unpack(data, box_shape(box), kind.dtype)
+            if box == whole:
+                return part
+            made = np.empty(kind.shape, kind.dtype) if made is None else made
+            made[slices(box, whole)] = part
+    assert made is not None, "an array has parts"
+    return made

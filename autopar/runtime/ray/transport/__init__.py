@@ -1,0 +1,1 @@
+"""How values get from one worker to another."""

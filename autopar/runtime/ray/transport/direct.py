@@ -1,0 +1,300 @@
+"""Messages from device to device.
+
+In:     values on the devices of the sender; a `Channel` for each pair of meshes.
+Out:    the same values on the devices of the receiver.
+Method: the tiles of `streams/transfers.py`: cut on the device that holds them, all tiles of a message sent as one group, put
+        together where they arrive, copied inside the target by an all-gather. A channel carries messages in the order in
+        which they are sent: one that is wanted earlier than it was sent is received with all before it. All of this but
+        the sending is done once with zeros when a job is loaded: what a program needs at its first run (compiling, memory,
+        communicators) must not be waited for while messages are under way.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.runtime.ray.job import BufferType
+from autopar.runtime.ray.seats import Seat
+from autopar.runtime.ray.transport.parcels import Message, box_shape
+from autopar.runtime.ray.transport.plain import as_plain, from_plain, is_narrow
+from autopar.runtime.ray.transport.transport import Receive, Send, WaitError
+from autopar.runtime.ray.worker.places import Places
+from autopar.runtime.transfer import cut_tile, join_tiles
+from autopar.streams.instructions import MeshId
+from autopar.streams.transfers import Tile, TransferPlan, boxes, plan_transfer
+
+Pair = tuple[MeshId, MeshId]
+"""A mesh that sends and one that receives."""
+AHEAD = 4
+"""How many messages of a channel may be on their way to a worker while it goes on: each takes memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A tile that is to come: from which device of the sending mesh, to which of the receiving."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    source: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A message under way.
+
+    Attributes:
+        message: Which.
+        is_sent: Whether this worker sends it; else it receives it.
+        others: The devices of the other mesh that receive or send it.
+    """
+
+    message: int
+    is_sent: bool
+    others: tuple[int, ...]
+
+
+class Channel(Protocol):
+    """From one mesh to another, as one worker has it. Devices are named as their mesh counts them."""
+
+    def rehearse(self, tiles: Sequence[jax.Array], wanted: Sequence[Wanted]) -> list[jax.Array]:
+        """All that sending these tiles and receiving those wanted takes, but nothing is sent; what is received is any."""
+        ...
+
+    def reserve(self, together: Sequence[Sequence[Wanted]]) -> None:
+        """Have memory for messages that may be under way at the same time."""
+        ...
+
+    def send(self, message: int, tiles: Sequence[tuple[jax.Array, int, int]]) -> None:
+        """Begin to send (tile, own device, the other's device), as one group."""
+        ...
+
+    def receive(self, message: int, wanted: Sequence[Wanted]) -> list[jax.Array]:
+        """Begin to receive, as one group, into memory of its own; programs that use what comes wait for it."""
+        ...
+
+    def wait(self, seconds: float, on_progress: Callable[[], None], behind: int = 0) -> Begun | None:
+        """Wait until all that was begun is done, save the last `behind`.
+
+        Args:
+            seconds: How long each may take after the one before it.
+            on_progress: Called after each.
+            behind: How many need not be done.
+
+        Returns:
+            What was not done in time; None: all were.
+        """
+        ...
+
+
+class Direct:
+    """A transport through channels.
+
+    Attributes:
+        sent_bytes: How much was handed to other workers.
+        copied_bytes: How much of it was copied in the host's memory: nothing.
+    """
+
+    def __init__(
+        self,
+        seat: Seat,
+        places: Places,
+        channels: Mapping[Pair, Channel],
+        owner: Mapping[MeshId, Mapping[int, int]],
+        wait_seconds: float,
+    ):
+        """Of one worker.
+
+        Args:
+            seat: Whose.
+            places: Its devices.
+            channels: Of the pairs that it sends or receives for; may grow.
+            owner: For each mesh, the worker of each device.
+            wait_seconds: How long a message may take after the one before it.
+        """
+        self._seat, self._places, self._channels, self._owner = seat, places, channels, owner
+        self._wait_seconds = wait_seconds
+        self._rehearsed: set[Any] = set()
+        self._gathers: dict[Any, Callable[[jax.Array], jax.Array]] = {}
+        self.sent_bytes = self.copied_bytes = 0
+
+    def sender(self, message: Message) -> Send:
+        """As of `Transport`."""
+        channel = self._channels[message.source, message.target]
+        moves = []
+        for have, want, over in zip(message.sent, message.received, message.overwritten, strict=True):
+            held = have.boxes()
+            own = [t for t in self._tiles(_planned(have, want), message) if t.source in self._seat.devices]
+            moves.append(
+                [
+                    (t, _own if over and t.box == held[t.source] else cut_tile(held[t.source], t.box, have.shape))
+                    for t in own
+                ]
+            )
+        devices = [self._places.devices(kind) for kind in message.sent]
+
+        def cut_all(arrays: Sequence[jax.Array]) -> list[tuple[jax.Array, int, int]]:
+            tiles = []
+            for array, own, cuts in zip(arrays, devices, moves, strict=True):
+                data = {shard.device: shard.data for shard in array.addressable_shards}
+                for tile, cut in cuts:
+                    tiles.append((cut(data[own[tile.source - self._seat.first]]), tile.source, tile.target))
+            return tiles
+
+        def send(step: int, arrays: Sequence[jax.Array]) -> None:
+            tiles = cut_all(arrays)
+            self.sent_bytes += sum(tile.nbytes for tile, _, _ in tiles)
+            channel.send(message.number, tiles)
+
+        if self._is_new(message, message.overwritten):
+            channel.rehearse([tile for tile, _, _ in cut_all([self._zeros(kind) for kind in message.sent])], ())
+        return send
+
+    def receivers(self, messages: Sequence[Message]) -> dict[int, Receive]:
+        """As of `Transport`."""
+        found: dict[int, Receive] = {}
+        for pair in dict.fromkeys((m.source, m.target) for m in messages):
+            own = sorted((m for m in messages if (m.source, m.target) == pair), key=lambda m: m.turn)
+            found.update(self._lane(own))
+        return found
+
+    def flush(self, on_progress: Callable[[], None]) -> None:
+        """As of `Transport`; waits for what is received, too."""
+        for pair in self._channels:
+            self._wait(pair, on_progress)
+
+    def _wait(self, pair: Pair, on_progress: Callable[[], None], behind: int = 0) -> None:
+        late = self._channels[pair].wait(self._wait_seconds, on_progress, behind)
+        if late is not None:
+            owner = self._owner[pair[1] if late.is_sent else pair[0]]
+            workers = sorted({owner[device] for device in late.others})
+            raise WaitError(workers, self._wait_seconds, late.message, late.is_sent)
+
+    def _is_new(self, message: Message, *more: Any) -> bool:
+        """Whether none like it has been prepared: microbatches are alike."""
+        key = message.source, message.target, message.sent, message.received, more
+        is_new = key not in self._rehearsed
+        self._rehearsed.add(key)
+        return is_new
+
+    def _zeros(self, kind: BufferType) -> jax.Array:
+        """An array of this type, of which this worker has its part."""
+        held, own = kind.boxes(), zip(self._seat.devices, self._places.devices(kind), strict=True)
+        shards = [jax.device_put(np.zeros(box_shape(held[at]), kind.dtype), device) for at, device in own]
+        return jax.make_array_from_single_device_arrays(kind.shape, self._places.sharding(kind), shards)
+
+    def _lane(self, messages: Sequence[Message]) -> dict[int, Receive]:
+        """The messages of one pair, in the order in which they come."""
+        receivers = [self._receiver(message) for message in messages]
+        begin, wanted = [begin for begin, _ in receivers], [wanted for _, wanted in receivers]
+        channel = self._channels[messages[0].source, messages[0].target]
+        for first in range(len(wanted)):
+            channel.reserve(wanted[first : first + AHEAD + 1])
+        begun: dict[int, list[jax.Array]] = {}
+        state = {"step": -1, "next": 0}
+
+        def receive(turn: int, step: int) -> list[jax.Array]:
+            if state["step"] != step:
+                state.update(step=step, next=0)
+            while state["next"] <= turn:
+                begun[state["next"]] = begin[state["next"]]()
+                state["next"] += 1
+            return begun.pop(turn)
+
+        return {m.number: functools.partial(receive, turn) for turn, m in enumerate(messages)}
+
+    def _receiver(self, message: Message) -> tuple[Callable[[], list[jax.Array]], list[Wanted]]:
+        """How a message is begun to be received, and its tiles."""
+        pair = message.source, message.target
+        channel = self._channels[pair]
+        wanted: list[Wanted] = []
+        finish = []
+        for have, want in zip(message.sent, message.received, strict=True):
+            plan = _planned(have, want)
+            tiles = [t for t in self._tiles(plan, message) if t.target in self._seat.devices]
+            wanted += [Wanted(box_shape(t.box), have.dtype, t.source, t.target) for t in tiles]
+            finish.append((len(tiles), self._assembly(plan, tiles, want)))
+
+        def put_all(arrived: Sequence[jax.Array]) -> list[jax.Array]:
+            tiles = iter(arrived)
+            return [put([next(tiles) for _ in range(count)]) for count, put in finish]
+
+        def begin() -> list[jax.Array]:
+            found = put_all(channel.receive(message.number, wanted))
+            self._wait(pair, lambda: None, AHEAD)
+            return found
+
+        if self._is_new(message):
+            jax.block_until_ready(put_all(channel.rehearse((), wanted)))
+        return begin, wanted
+
+    def _tiles(self, plan: TransferPlan, message: Message) -> list[Tile]:
+        """What crosses; a copy that is handed on to a device of another process crosses too."""
+        owner = self._owner[message.target]
+        more = [
+            Tile(tile.source, second, tile.box)
+            for first, second in plan.forwards
+            if owner[first] != owner[second]
+            for tile in plan.tiles
+            if tile.target == first
+        ]
+        return [tile for tile in (*plan.tiles, *more) if tile.num_elements]
+
+    def _assembly(
+        self, plan: TransferPlan, tiles: Sequence[Tile], want: BufferType
+    ) -> Callable[[Sequence[jax.Array]], jax.Array]:
+        """How an array is made of the tiles that came to this worker's devices; without elements, of nothing."""
+        if not math.prod(want.shape):
+            return lambda parts: self._zeros(want)
+        arriving = boxes(want.shape, plan.middle, want.mesh)
+        devices = dict(zip(self._seat.devices, self._places.devices(want), strict=True))
+        of_device: dict[int, list[int]] = {}
+        for k, tile in enumerate(tiles):
+            of_device.setdefault(tile.target, []).append(k)
+        joins = {
+            device: join_tiles(arriving[device], [tiles[k].box for k in own], want.dtype)
+            for device, own in of_device.items()
+        }
+        handed_on = [(a, b) for a, b in plan.forwards if a in devices and b in devices and b not in of_device]
+        wanted = self._places.sharding(want)
+        middle = jax.sharding.NamedSharding(wanted.mesh, plan.middle.partition_spec())
+        gather = None if middle.spec == wanted.spec else self._gather(middle, wanted, want.dtype)
+
+        def put(parts: Sequence[jax.Array]) -> jax.Array:
+            there = {device: joins[device]([parts[k] for k in own]) for device, own in of_device.items()}
+            for first, second in handed_on:
+                there[second] = jax.device_put(there[first], devices[second])
+            shards = [there[device] for device in self._seat.devices]
+            array = jax.make_array_from_single_device_arrays(want.shape, middle, shards)
+            return array if gather is None else gather(array)
+
+        return put
+
+    def _gather(
+        self, middle: jax.sharding.NamedSharding, wanted: jax.sharding.NamedSharding, dtype: np.dtype
+    ) -> Callable[[jax.Array], jax.Array]:
+        """Inside the target: from parts to copies."""
+        key = middle, wanted, dtype
+        if key not in self._gathers:
+            gather = jax.jit(lambda x: x, in_shardings=middle, out_shardings=wanted)
+            back = jax.jit(functools.partial(from_plain, dtype=dtype), out_shardings=wanted)
+            # XLA's collectives do not know all dtypes that share a byte: of two bits, its CPU client crashes.
+            self._gathers[key] = (lambda x: back(gather(as_plain(x)))) if is_narrow(dtype) else gather
+        return self._gathers[key]
+
+
+def _planned(have: BufferType, want: BufferType) -> TransferPlan:
+    return plan_transfer(have.shape, have.sharding, have.mesh, want.sharding, want.mesh)
+
+
+def _own(array: jax.Array) -> jax.Array:
+    """A copy, in memory that no one else looks at: programs that take memory over may have it."""
+    return jnp.array(array, copy=True)

@@ -1,0 +1,192 @@
+"""What each worker sends to which.
+
+In:     types of a message's values on both meshes, the seats of both.
+Out:    `Parcel`s: the tiles that go from one worker to another; the parts of a value that a worker holds.
+Method: a worker gets every part that its devices want once, also where several of them hold copies. Holders of equal parts
+        take turns, as in `streams/transfers.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.runtime.ray.job import BufferType, Job
+from autopar.runtime.ray.seats import Seat, by_mesh
+from autopar.streams.instructions import BufferId, MeshId, Recv, Run, Send
+from autopar.streams.transfers import Box, intersection
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A tile of one value.
+
+    Attributes:
+        value: Which value of the message.
+        device: Of the sending mesh, which holds it.
+        box: Where in the whole array it is.
+    """
+
+    value: int
+    device: int
+    box: Box
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What one worker sends to another for a message."""
+
+    source: int
+    target: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message, as sender and receiver know it.
+
+    Attributes:
+        number: Of the message.
+        source: The mesh that sends it.
+        target: The mesh that gets it.
+        turn: Its place among the messages from this mesh to that one, as they are sent.
+        sent: Types of its values where they come from.
+        received: Types where they go.
+        parcels: What goes from worker to worker.
+        overwritten: For each value, whether the sender's memory is taken over later in the step.
+        taken: Whether the receiver's memory is taken over, in this step or the next.
+    """
+
+    number: int
+    source: MeshId
+    target: MeshId
+    turn: int
+    sent: tuple[BufferType, ...]
+    received: tuple[BufferType, ...]
+    parcels: tuple[Parcel, ...]
+    overwritten: tuple[bool, ...]
+    taken: tuple[bool, ...]
+
+
+def messages_of(job: Job, seats: Sequence[Seat]) -> dict[int, Message]:
+    """All messages of a step by number."""
+    of_mesh = by_mesh(seats)
+    sends = {
+        i.message: (mesh, turn, i.buffers)
+        for mesh, stream in job.streams.items()
+        for turn, i in enumerate(stream)
+        if isinstance(i, Send)
+    }
+    over = _taken_over(job)
+    # A result that stays is taken over by the next step.
+    taken = over | {at for at in job.results if at is not None}
+    found = {}
+    for mesh, stream in job.streams.items():
+        for instruction in stream:
+            if isinstance(instruction, Recv):
+                source, turn, buffers = sends[instruction.message]
+                sent = tuple(job.types[at] for at in buffers)
+                received = tuple(job.types[at] for at in instruction.buffers)
+                found[instruction.message] = Message(
+                    instruction.message,
+                    source,
+                    mesh,
+                    turn,
+                    sent,
+                    received,
+                    parcels_of(sent, received, of_mesh[source], of_mesh[mesh]),
+                    tuple(at in over for at in buffers),
+                    tuple(at in taken for at in instruction.buffers),
+                )
+    return found
+
+
+def _taken_over(job: Job) -> set[BufferId]:
+    """Buffers whose memory a program takes."""
+    donated: Mapping[str, tuple[bool, ...]] = {p.name: p.donated for own in job.programs.values() for p in own}
+    return {
+        at
+        for stream in job.streams.values()
+        for instruction in stream
+        if isinstance(instruction, Run)
+        for at, over in zip(instruction.inputs, donated[instruction.program], strict=True)
+        if over
+    }
+
+
+def parcels_of(
+    sent: Sequence[BufferType], received: Sequence[BufferType], sources: Sequence[Seat], targets: Sequence[Seat]
+) -> tuple[Parcel, ...]:
+    """The parcels of one message.
+
+    Args:
+        sent: Types of its values where they are.
+        received: Types as they are wanted.
+        sources: Workers of the sending mesh.
+        targets: Workers of the receiving mesh.
+    """
+    seat_of = {device: seat.number for seat in sources for device in seat.devices}
+    load = dict.fromkeys(seat_of, 0)
+    pieces: dict[tuple[int, int], list[Piece]] = {}
+    for value, (have, want) in enumerate(zip(sent, received, strict=True)):
+        holders: dict[Box, list[int]] = {}
+        for device, box in enumerate(have.boxes()):
+            holders.setdefault(box, []).append(device)
+        for target in targets:
+            for box in own_boxes(want, target):
+                for part, devices in holders.items():
+                    common = intersection(part, box)
+                    if common is not None:
+                        device = min(devices, key=lambda d: (load[d], d))
+                        load[device] += math.prod(stop - start for start, stop in common)
+                        pieces.setdefault((seat_of[device], target.number), []).append(Piece(value, device, common))
+    return tuple(Parcel(source, target, tuple(own)) for (source, target), own in pieces.items())
+
+
+def own_boxes(kind: BufferType, seat: Seat) -> list[Box]:
+    """The different parts of an array that a worker's devices hold."""
+    held = kind.boxes()
+    return list(dict.fromkeys(held[device] for device in seat.devices))
+
+
+def holders_of(kind: BufferType, seats: Sequence[Seat]) -> dict[int, list[tuple[int, Box]]]:
+    """Which worker hands out which part when all of an array is asked for: (device, part) by worker."""
+    held, seen = kind.boxes(), dict[Box, None]()
+    found: dict[int, list[tuple[int, Box]]] = {}
+    for seat in seats:
+        for device in seat.devices:
+            if held[device] not in seen:
+                seen[held[device]] = None
+                found.setdefault(seat.number, []).append((device, held[device]))
+    return found
+
+
+def slices(box: Box, within: Box) -> tuple[slice, ...]:
+    """A part of an array as an index into another part that holds it."""
+    return tuple(slice(start - low, stop - low) for (start, stop), (low, _) in zip(box, within, strict=True))
+
+
+def pack(array: np.ndarray) -> np.ndarray:
+    """An array as bytes, which are sent without copies whatever the dtype; no copy if it is in one piece."""
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+
+
+def unpack(data: np.ndarray, shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """The array that was packed; no copy."""
+    return data.view(dtype).reshape(tuple(shape))
+
+
+def moved(box: Box, by: int, dim: int) -> Box:
+    """A part of a part that begins at this place of the whole along a dim."""
+    if not by:
+        return box
+    start, stop = box[dim]
+    return (*box[:dim], (start + by, stop + by), *box[dim + 1 :])
+
+
+def box_shape(box: Box) -> tuple[int, ...]:
+    """Shape of a part."""
+    return tuple(stop - start for start, stop in box)

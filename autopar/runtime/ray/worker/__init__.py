@@ -1,0 +1,1 @@
+"""What one worker does: it carries out its stream, and decides nothing."""

@@ -1,0 +1,447 @@
+"""A worker: carries out the stream of one mesh on the devices of one host.
+
+In:     its share of a job, once; then one call per step.
+Out:    new state, which stays here under keys; small results, which go back.
+Method: the stream is turned into calls of compiled programs, as in `runtime/pipeline.py`, and of its transport. One
+        thread dispatches. Where it stands can be asked at any time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.errors import DeviceCountError, WorkerError
+from autopar.runtime.digest import Digest
+from autopar.runtime.ray.functions import HostCalls, portable, unpacked_calls
+from autopar.runtime.ray.job import BufferType, ProgramCode
+from autopar.runtime.ray.seats import Seat
+from autopar.runtime.ray.share import Key, Position, Report, Share, StepCall, Tiles
+from autopar.runtime.ray.transport.direct import Channel, Direct, Pair
+from autopar.runtime.ray.transport.nccl import NcclChannel, can_use_nccl, new_id
+from autopar.runtime.ray.transport.parcels import Message, box_shape, moved, own_boxes, pack, unpack
+from autopar.runtime.ray.transport.sockets import Listener, Post, make_post
+from autopar.runtime.ray.transport.transport import Mailbox, ObjectStore, Receive, Transport, WaitError
+from autopar.runtime.ray.transport.transport import Send as SendTo
+from autopar.runtime.ray.worker.acts import Held, act, compiled
+from autopar.runtime.ray.worker.disk import Disk, OnDisk, read_tiles, unseen
+from autopar.runtime.ray.worker.places import Places, on_devices
+from autopar.streams.instructions import BufferId, MeshId, Recv, Run, Send, writes
+from autopar.streams.transfers import Box
+
+
+@dataclass(slots=True)
+class _Loaded:
+    share: Share
+    acts: list[Callable[[int, Held], None]]
+    numbers: Held
+    place: list[Callable[[Sequence[np.ndarray]], jax.Array]]
+    boxes: list[list[Box]]
+    calls: HostCalls
+
+
+@dataclass(slots=True)
+class _Step:
+    """A step that is being carried out; `before` is what its arguments were, where it may yet be left."""
+
+    call: StepCall
+    held: Held
+    before: dict[Key, jax.Array]
+    spans: dict[int, tuple[float, float]]
+
+
+class Worker:
+    """One process of a job; an actor in `workers.py`."""
+
+    def __init__(self, seat: Seat, wait_seconds: float):
+        self.seat, self._wait_seconds = seat, wait_seconds
+        self.position, self._since = Position(0, None), time.monotonic()
+        self.places = Places(seat)
+        self.arrays: dict[Key, jax.Array] = {}
+        self.loaded: dict[int, _Loaded] = {}
+        self._given: dict[int, tuple[Share, dict[str, jax.stages.Compiled], HostCalls]] = {}
+        self._step: _Step | None = None
+        self._mailbox = Mailbox()
+        self._disk = Disk()
+        self._store: ObjectStore
+        self._direct: Direct | None = None
+        self._channels: dict[Pair, Channel] = {}
+
+    # Asked at any time, by other threads.
+
+    def where(self) -> Position:
+        """Where it stands; that it answers says that it lives."""
+        return dataclasses.replace(self.position, seconds=time.monotonic() - self._since)
+
+    def pid(self) -> int:
+        """Its process."""
+        return os.getpid()
+
+    def clock(self) -> float:
+        """What its host's clock shows: seconds since any time."""
+        return time.perf_counter()
+
+    def deliver(self, step: int, message: int, source: int, tiles: Tiles) -> None:
+        """A parcel of another worker."""
+        self._mailbox.put((step, message, source), tiles)
+
+    # Before the first step.
+
+    def coordinator(self, host: str) -> str:
+        """Where the workers of its mesh can meet: its host has this address."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        return f"{host}:{port}"
+
+    def join(self, coordinator: str, count: int) -> None:
+        """Form one group of processes with the other workers of its mesh."""
+        # Told all of it: under Slurm and others JAX would ask their variables, which are of another job than this one.
+        jax.distributed.initialize(
+            coordinator,
+            count,
+            self.seat.rank,
+            local_device_ids=range(self.seat.count),
+            cluster_detection_method="deactivate",
+        )
+
+    def can_go_direct(self) -> bool:
+        """Whether it can send from GPU to GPU."""
+        return jax.default_backend() == "gpu" and can_use_nccl()
+
+    def listen(self, host: str, word: bytes) -> int:
+        """Take in parcels of others, who must know the word; its host has this address. Returns the port."""
+        return Listener(host, word, self.deliver).port
+
+    def connect(
+        self,
+        peers: Mapping[int, Any],
+        addresses: Mapping[int, tuple[str, int]],
+        word: bytes,
+        owner: Mapping[MeshId, Mapping[int, int]],
+        direct: bool,
+    ) -> None:
+        """Get to know the other workers.
+
+        Args:
+            peers: Their actors, by number.
+            addresses: Where they listen.
+            word: What they want to hear.
+            owner: For each mesh, the worker of each device.
+            direct: Whether all can send from GPU to GPU.
+
+        Raises:
+            DeviceCountError: JAX found other devices than this worker was to have.
+        """
+        if jax.local_device_count() != self.seat.count:
+            raise DeviceCountError(
+                "a worker has other devices than were given to it.",
+                given=f"{self.seat}, {self.seat.count} devices; environment {_variables()}",
+                wrong=f"its JAX has {jax.local_devices()}.",
+                do="install JAX for these devices on every node, and set none of these variables there.",
+                wanted=self.seat.count,
+                available=jax.local_device_count(),
+            )
+        posts = {number: make_post(addresses[number], word, _through_ray(peer)) for number, peer in peers.items()}
+        self._store = ObjectStore(self.seat, self.places, self._mailbox, posts, self._wait_seconds)
+        if direct:
+            self._direct = Direct(self.seat, self.places, self._channels, owner, self._wait_seconds)
+
+    def new_channel(self) -> tuple[int, ...]:
+        """An id for a channel of which it has the first rank."""
+        return new_id()
+
+    def open(self, pair: Pair, unique_id: tuple[int, ...], num_sources: int, num_targets: int) -> None:
+        """Open a channel from one mesh to another, together with all workers of both."""
+        first = self.seat.first + (0 if self.seat.mesh == pair[0] else num_sources)
+        own = {first + k: device for k, device in enumerate(jax.local_devices())}
+        self._channels[pair] = NcclChannel(unique_id, num_sources, num_sources + num_targets, own)
+
+    def compile(self, number: int, share: Share) -> None:
+        """Take a share of a job, and compile its programs."""
+        calls = unpacked_calls(share.callbacks)
+        programs = {}
+        for program in share.programs:
+            self._stand(0)
+            programs[program.name] = compiled(program, self.places, calls.of.get(program.name))
+        self._given[number] = share, programs, calls
+
+    def load(self, number: int) -> None:
+        """Prepare the stream of a job that all have compiled, together with the other workers."""
+        self._stand(0)
+        share, programs, calls = self._given.pop(number)
+        sends, receives = self._ways(share)
+        watched = {program.name for program in share.programs if program.is_watched}
+        self.loaded[number] = _Loaded(
+            share,
+            [act(at, i, programs, watched, sends, receives) for at, i in enumerate(share.stream)],
+            {at: self._placed(share.types[at], np.int32(number)) for at, number in share.numbers.items()},
+            [on_devices(share.types[at], self.places, taken) for at, taken in share.entries],
+            [own_boxes(share.types[at], self.seat) for at, _ in share.entries],
+            calls,
+        )
+
+    def _ways(self, share: Share) -> tuple[dict[int, SendTo], dict[int, Receive]]:
+        """How each message is sent or received: from GPU to GPU, or through Ray; within a mesh always the latter."""
+        sends: dict[int, SendTo] = {}
+        receives: dict[int, Receive] = {}
+        for transport in self._transports():
+            own = [m for m in share.messages.values() if self._transport_of(m) is transport]
+            for message in own:
+                if message.source == self.seat.mesh:
+                    sends[message.number] = transport.sender(message)
+                    self._stand(0)
+            coming = [m for m in own if m.target == self.seat.mesh]
+            for source in dict.fromkeys(m.source for m in coming):
+                receives.update(transport.receivers([m for m in coming if m.source == source]))
+                self._stand(0)
+        return sends, receives
+
+    def _transports(self) -> list[Transport]:
+        return [self._store] if self._direct is None else [self._store, self._direct]
+
+    def _transport_of(self, message: Message) -> Transport:
+        return self._store if self._direct is None or message.source == message.target else self._direct
+
+    # Steps.
+
+    def run(self, call: StepCall) -> tuple[list[list[np.ndarray]], Report | None]:
+        """Carry out one step, or what of it lies before the pause.
+
+        Returns:
+            For each result that it hands out, its parts, packed; and what else there is to tell.
+
+        Raises:
+            WorkerError: Something went wrong; says at which instruction.
+        """
+        loaded = self.loaded[call.job]
+        self._stand(0)
+        try:
+            step = self._begin(loaded, call)
+            if loaded.share.pause is None:
+                return self._end(loaded, step, 0)
+            self._step = step
+            self._carry_out(loaded, step, 0, loaded.share.pause)
+            self._stand(loaded.share.pause)
+            return [], self._report(loaded, step)
+        except Exception as error:
+            raise self._failure(error, loaded.share, call.step) from error
+
+    def go_on(self) -> tuple[list[list[np.ndarray]], Report | None]:
+        """Carry out the rest of a step; as of `run`."""
+        step, self._step = self._step, None
+        assert step is not None, "no step is at its pause"
+        loaded = self.loaded[step.call.job]
+        assert loaded.share.pause is not None
+        try:
+            return self._end(loaded, step, loaded.share.pause)
+        except Exception as error:
+            raise self._failure(error, loaded.share, step.call.step) from error
+
+    def leave(self) -> None:
+        """Do not carry out the rest of a step: its arguments are here as they were."""
+        step, self._step = self._step, None
+        assert step is not None, "no step is at its pause"
+        for transport in self._transports():
+            transport.flush(lambda: self._stand(0))
+        self.arrays |= step.before
+        self._mailbox.leave(step.call.step)
+
+    def _carry_out(self, loaded: _Loaded, step: _Step, start: int, stop: int) -> None:
+        """A part of the stream; what callbacks its programs made have ended."""
+        call, held, stream = step.call, step.held, loaded.share.stream
+        for at in range(start, stop):
+            instruction = stream[at]
+            self._stand(at, instruction.message if isinstance(instruction, Recv) else None)
+            begun = time.perf_counter()
+            loaded.acts[at](call.step, held)
+            if call.is_measured:
+                jax.block_until_ready([held[b] for b in writes(instruction)])
+                step.spans[at] = begun, time.perf_counter()
+        for at in range(start, stop) if loaded.calls.of else ():
+            if -1 - at in held:
+                self._stand(at)
+                held.pop(-1 - at).block_until_ready()
+
+    def _report(self, loaded: _Loaded, step: _Step) -> Report | None:
+        if not step.call.is_measured and not loaded.calls.of:
+            return None
+        raised = [dataclasses.replace(r, error=portable(r.error)) for r in loaded.calls.watch.take()]
+        arrivals: dict[int, float] = {}
+        for (_, message, _), when in self._mailbox.came.items():
+            arrivals[message] = max(when, arrivals.get(message, 0.0))
+        return Report(tuple(raised), step.spans, arrivals)
+
+    def _end(self, loaded: _Loaded, step: _Step, start: int) -> tuple[list[list[np.ndarray]], Report | None]:
+        """The rest of the stream, and what comes of it."""
+        share, call, held = loaded.share, step.call, step.held
+        self._carry_out(loaded, step, start, len(share.stream))
+        self._stand(len(share.stream))
+        for transport in self._transports():
+            transport.flush(lambda: self._stand(len(share.stream)))
+        for key, at in zip(call.keep, share.kept, strict=True):
+            self.arrays[key] = held[at]
+        results = [self._parts(held[at], share.types[at], devices) for at, devices in share.fetched]
+        for at in share.kept:
+            jax.block_until_ready(held[at])
+            self._stand(len(share.stream))
+        return results, self._report(loaded, step)
+
+    def _stand(self, at: int, awaited: int | None = None) -> None:
+        self.position, self._since = Position(at, awaited), time.monotonic()
+
+    def _begin(self, loaded: _Loaded, call: StepCall) -> _Step:
+        self._mailbox.came.clear()
+        held = dict(loaded.numbers)
+        values = iter(call.values)
+        for number, ((at, _), key) in enumerate(zip(loaded.share.entries, call.given, strict=True)):
+            if key is not None:
+                held[at] = self.arrays[key]
+                continue
+            dtype = loaded.share.types[at].dtype
+            parts = zip(next(values), loaded.boxes[number], strict=True)
+            held[at] = loaded.place[number]([unpack(data, box_shape(box), dtype) for data, box in parts])
+        given = () if loaded.share.pause is None else call.given
+        before = {key: self.arrays[key] for key in given if key is not None}
+        self.drop(call.dropped)
+        self._part_from_others(loaded.share.entries, held)
+        return _Step(call, held, before, {})
+
+    def _part_from_others(self, entries: Sequence[tuple[BufferId, bool]], held: Held) -> None:
+        """What programs take over must be no one else's: state that a step only passes on is one array under two keys."""
+        users = Counter(map(id, self.arrays.values())) + Counter(id(held[at]) for at, _ in entries)
+        for at, taken in entries:
+            if taken and users[id(held[at])] > 1:
+                users[id(held[at])] -= 1
+                held[at] = jnp.array(held[at], copy=True)
+
+    def _parts(self, array: jax.Array, kind: BufferType, devices: Sequence[int]) -> list[np.ndarray]:
+        return [pack(tile) for tile in self._tiles(array, kind, devices)]
+
+    def _tiles(self, array: jax.Array, kind: BufferType, devices: Sequence[int]) -> list[np.ndarray]:
+        data = {shard.device: shard.data for shard in array.addressable_shards}
+        own = self.places.devices(kind)
+        # A copy: what is handed out must outlive the array, whose memory the next step may take.
+        return [np.array(data[own[device - self.seat.first]]) for device in devices]
+
+    def _failure(self, error: Exception, share: Share, step: int) -> WorkerError:
+        at = min(self.position.at, len(share.stream) - 1)
+        if isinstance(error, WaitError) and error.message is not None:
+            at = next(
+                k for k, i in enumerate(share.stream) if isinstance(i, Send | Recv) and i.message == error.message
+            )
+        instruction, microbatch = share.stream[at], share.microbatches[at]
+        stage = instruction.stage if isinstance(instruction, Run) else self.seat.mesh
+        name = f"{self.seat}, process {os.getpid()} on {socket.gethostname()}"
+        wrong = f"{error}." if isinstance(error, WaitError) else f"{type(error).__name__}: {error}"
+        text = f", microbatch {microbatch}" if microbatch >= 0 and not isinstance(instruction, Run) else ""
+        return WorkerError(
+            "a worker failed.",
+            given=f"{name}, step {step}: {instruction}{text}",
+            wrong=wrong,
+            worker=name,
+            stage=stage,
+            instruction=str(instruction),
+            microbatch=microbatch,
+            waited_for=error.peer if isinstance(error, WaitError) else None,
+        )
+
+    # State.
+
+    def put(self, key: Key, kind: BufferType, tiles: Tiles) -> None:
+        """Hold an array; `tiles` are its different parts on this worker's devices, packed."""
+        boxes = own_boxes(kind, self.seat)
+        parts = [unpack(data, box_shape(box), kind.dtype) for data, box in zip(tiles, boxes, strict=True)]
+        self.arrays[key] = on_devices(kind, self.places, True)(parts)
+
+    def create(self, code: bytes, keys: Sequence[Key], kinds: Sequence[BufferType]) -> None:
+        """Run a program without operands and hold its results."""
+        program = ProgramCode("create", code, (), tuple(kinds), ())
+        self.arrays.update(zip(keys, compiled(program, self.places)(), strict=True))
+
+    def fetch(self, key: Key, kind: BufferType, devices: Sequence[int]) -> list[np.ndarray]:
+        """Parts of an array, packed."""
+        found = []
+        for device in devices:
+            self._stand(0)
+            found += self._parts(self.arrays[key], kind, [device])
+        return found
+
+    def drop(self, keys: Sequence[Key]) -> None:
+        """Let go of arrays."""
+        for key in keys:
+            self.arrays.pop(key, None)
+
+    def counts(self) -> dict[str, int]:
+        """What it sent so far, how much of it was copied on the way, and how many arrays it holds."""
+        ways = self._transports()
+        sent, copied = sum(w.sent_bytes for w in ways), sum(w.copied_bytes for w in ways)
+        return {"sent_bytes": sent, "copied_bytes": copied, "arrays": len(self.arrays)}
+
+    # Checkpoints: copies on the dispatching thread, between two steps; files on a thread of their own.
+
+    def unseen(self, token: str, word: str, writing: bool) -> str:
+        """Why it cannot read, or write, beside a file; empty: it can."""
+        return unseen(token, word, writing)
+
+    def read(self, folder: str, arrays: Sequence[tuple[Key, BufferType, str, tuple[int, int]]]) -> None:
+        """Hold arrays of a checkpoint, of each the parts for this worker's devices.
+
+        Args:
+            folder: Of the checkpoint.
+            arrays: Key, type, the name on the disk, and where in the array there it begins, along which dim.
+        """
+        boxes = [own_boxes(kind, self.seat) for _, kind, _, _ in arrays]
+        there = [(name, [moved(box, *at) for box in own]) for (_, _, name, at), own in zip(arrays, boxes, strict=True)]
+        for (key, kind, _, _), tiles in zip(arrays, read_tiles(folder, there), strict=True):
+            self.arrays[key] = on_devices(kind, self.places, True)([tile.view(kind.dtype) for tile in tiles])
+            self._stand(0)
+
+    def take(self, save: int, places: Sequence[tuple[Key, BufferType, int]]) -> None:
+        """Copy parts of arrays: what a device of the mesh holds of each."""
+        tiles = []
+        for key, kind, device in places:
+            tiles += self._tiles(self.arrays[key], kind, (device,))
+            self._stand(0)
+        self._disk.take(save, tiles)
+
+    def write(
+        self, save: int, folder: str, arrays: Sequence[OnDisk], boxes: Sequence[tuple[int, int, Box]]
+    ) -> dict[str, Digest]:
+        """Write what was copied; arguments as of `Disk.write`."""
+        return self._disk.write(save, folder, arrays, boxes)
+
+    def writing(self) -> Position:
+        """How long it has stood where it is in writing."""
+        return Position(0, None, self._disk.standing_seconds())
+
+    def forget(self, save: int) -> None:
+        """Let go of what was copied, also while it is being written."""
+        self._disk.forget(save)
+
+    def _placed(self, kind: BufferType, value: Any) -> jax.Array:
+        return on_devices(kind, self.places, True)([np.asarray(value)] * len(own_boxes(kind, self.seat)))
+
+
+def _through_ray(peer: Any) -> Post:
+    deliver = peer.deliver.options(concurrency_group="mail", num_returns=0)
+
+    def post(step: int, message: int, source: int, tiles: Tiles) -> None:
+        deliver.remote(step, message, source, tiles)
+
+    return post
+
+
+def _variables() -> dict[str, str]:
+    names = ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS", "XLA_FLAGS")
+    return {name: os.environ[name] for name in names if name in os.environ}

@@ -1,0 +1,150 @@
+"""The pipeline of a step that takes another step's state as it lies: an eval or inference step behind a training step.
+
+In:     a traced step, the plan it follows, which of its arguments are whose of that step.
+Out:    `PipelinePlan` on the same submeshes and logical meshes.
+Method: scans over layers are taken apart into as many parts as there. A segment of the step belongs where the parameters
+        lie that it reads: borders are chosen by dynamic programming for the fewest bytes of state read on another stage,
+        among equals for the fewest bytes that cross. Each stage is sharded with its state pinned as it lies. Without a
+        backward pass the schedule is "inference".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+
+from autopar._jax import Var
+from autopar.errors import BatchError, MicrobatchError, PipelineError
+from autopar.inter_op.cut import CutStep, cut_step
+from autopar.inter_op.stage_program import stage_program
+from autopar.inter_op.tasks import make_tasks
+from autopar.ir.program import Program
+from autopar.ir.structure import inputs_of
+from autopar.ir.trace.state import Roles
+from autopar.ir.work import num_bytes
+from autopar.mesh import Cluster, Sharding
+from autopar.search.methods import Follow
+from autopar.search.pins import restrict_stages
+from autopar.search.pipeline import check_budget
+from autopar.search.solve_stages import Solved, pinned, solve_stage
+from autopar.streams.assemble import PipelinePlan, assemble
+from autopar.streams.schedules import SCHEDULES, num_chunks, splits_backward
+
+Lies = Mapping[Var, tuple[int, Sharding]]
+"""Of an argument that the other step keeps: stage and sharding."""
+
+
+def pipeline_behind(
+    program: Program, roles: Roles, cluster: Cluster, method: Follow, report: Callable[[str], None] = lambda text: None
+) -> PipelinePlan:
+    """Plan a step behind another's pipeline.
+
+    Raises:
+        PipelineError: The step has fewer places to cut than there are stages.
+        InfeasibleError: A stage does not fit.
+    """
+    lead = method.plan.origin.pipeline
+    there = {path: k for k, path in enumerate(method.plan.origin.program.in_paths)}
+    found = {k: there[method.paths[path]] for k, path in enumerate(program.in_paths) if path in method.paths}
+    num_stages = len(lead.stages)
+    cut = _cut(program, roles, method, found)
+    if num_stages > cut.chain.num_segments:
+        raise PipelineError(
+            "the step cannot follow so many stages.",
+            given=f"`{program.name}` behind a pipeline of {num_stages} stages",
+            wrong=f"its forward pass has {cut.chain.num_segments} operations that a stage could begin with.",
+            do="parallelize it by itself: its state is moved to where it wants it.",
+            num_stages=num_stages,
+        )
+    lies = _lies(cut, method, found)
+    borders = aligned_borders(cut, lies, num_stages)
+    report(f"sharding {program.name} behind {method.plan.name}, {num_stages} stages")
+    forward_only = not any(cut.chain.backward) and num_chunks(lead.schedule) == 1
+    schedule = SCHEDULES["inference"] if forward_only else lead.schedule
+    tasks = make_tasks(
+        cut.program.jaxpr, cut.split, cut.chain, borders, splits_backward(schedule), (), cut.roles.aliases
+    )
+    stages, options, solved = [], method.options(), Solved()
+    keep_keys = restrict_stages(cut, {})
+    for number, like in enumerate(lead.stages):
+        stage = stage_program(tasks, number, cut.roles.aliases, cut.batch.dims)
+        pins = {at: lies[var][1] for at, var in stage.arguments.items() if var in lies and lies[var][0] == number}
+        further, key = keep_keys(stage, like.mesh)
+        restrict = pinned(pins, further, f"`{method.plan.name}` keeps it so")
+        stages.append(solve_stage(stage, like.mesh, cluster, options, solved, restrict, (tuple(pins.items()), key)))
+    planned = assemble(cut, borders, tasks, stages, cluster, schedule)
+    check_budget(planned, options.memory_budget_bytes or cluster.device.memory_bytes)
+    return planned
+
+
+def _cut(program: Program, roles: Roles, method: Follow, found: Mapping[int, int]) -> CutStep:
+    """The step taken apart as the other is: its stacks, and its microbatches if it can be worked through in such."""
+    lead = method.plan.origin.pipeline
+    kept = dataclasses.replace(roles, state=tuple(sorted({*roles.state, *found})))
+    sizes = [program.in_avals[k].shape[0] for k in roles.batch]
+    count = next((m for m in range(lead.cut.split.count, 0, -1) if all(size % m == 0 for size in sizes)), 1)
+    stacks, semantics = lead.cut.stacks, method.microbatch_semantics
+    in_parts = {here: there for here, there in found.items() if len(stacks.inputs[there]) > 1}
+    lying = stacks.count, {here: stacks.input_dims[there] for here, there in in_parts.items()}
+    if count > 1 and sizes:
+        try:
+            return cut_step(program, kept, len(lead.stages), count, semantics, lying)
+        except (BatchError, MicrobatchError):  # such as a metric over pairs of samples: the whole batch at once
+            pass
+    return cut_step(program, kept, len(lead.stages), 1, semantics, lying)
+
+
+def _lies(cut: CutStep, method: Follow, found: Mapping[int, int]) -> dict[Var, tuple[int, Sharding]]:
+    lead, values = method.plan.origin.pipeline.cut, method.plan.values
+    lies = {}
+    for here, there in found.items():
+        mine, theirs = cut.stacks.inputs[here], lead.stacks.inputs[there]
+        if len(mine) == len(theirs):  # else a stack that this step does not take layer by layer: it is put together
+            for a, b in zip(mine, theirs, strict=True):
+                lies[cut.program.jaxpr.invars[a]] = values[b].stage, values[b].sharding
+    return lies
+
+
+def aligned_borders(cut: CutStep, lies: Lies, num_stages: int) -> tuple[int, ...]:
+    """First segment of each stage: the fewest bytes of state on another stage, then the fewest that cross."""
+    chain = cut.chain
+    away = _bytes_away(cut, lies, num_stages)
+    worst = (float("inf"), float("inf"))
+    best = [[worst] * num_stages for _ in range(chain.num_segments)]
+    begins = [[False] * num_stages for _ in range(chain.num_segments)]
+    best[0][0] = float(away[0][0]), 0.0
+    for segment in range(1, chain.num_segments):
+        for stage in range(num_stages):
+            stay = best[segment - 1][stage]
+            cross = worst
+            if stage:
+                before = best[segment - 1][stage - 1]
+                cross = before[0], before[1] + float(chain.cut_bytes[segment])
+            begins[segment][stage] = cross < stay
+            first = min(cross, stay)
+            best[segment][stage] = first[0] + away[segment][stage], first[1]
+    borders, stage = [], num_stages - 1
+    for segment in range(chain.num_segments - 1, 0, -1):
+        if begins[segment][stage]:
+            borders.append(segment)
+            stage -= 1
+    assert stage == 0, "fewer segments than stages"
+    return (0, *reversed(borders))
+
+
+def _bytes_away(cut: CutStep, lies: Lies, num_stages: int) -> list[list[int]]:
+    """Per segment and stage: bytes of the state that the segment reads and that lies on other stages."""
+    split, chain = cut.split, cut.chain
+    made_by = {var: eqn for eqn in split.before for var in eqn.outvars}
+    read: list[dict[Var, None]] = [{} for _ in range(chain.num_segments)]
+    for eqn, segment in zip(chain.loop.eqns, chain.segment, strict=True):
+        waiting = [*split.read_outside([eqn])] if segment >= 0 else []
+        while waiting:
+            var = waiting.pop()
+            if var in made_by:
+                waiting += inputs_of(made_by[var])
+            elif var in lies:
+                read[segment][var] = None
+    return [
+        [sum(num_bytes(var) for var in own if lies[var][0] != stage) for stage in range(num_stages)] for own in read
+    ]

@@ -1,0 +1,199 @@
+"""What each layer costs on each mesh of each submesh.
+
+In:     a step that can be cut into layers for any number of microbatches, the cluster, options.
+Out:    `LayerCosts`: for a submesh and a number of microbatches, a `LayerCost` per logical mesh and layer.
+Method: each layer that differs from the others is sharded once on every logical mesh of every submesh (Alpa's stage
+        table, filled without compiling anything and without solving equal layers twice), for one number of microbatches;
+        for others it is scaled. That holds while the samples of a microbatch divide over the devices alike; where they do
+        not, it is a guess until `solve` is asked for it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from autopar.cost import collective_seconds
+from autopar.errors import AutoparError, ConstraintError, InfeasibleError
+from autopar.inter_op.cut import CutStep
+from autopar.inter_op.residuals import ALL, CHEAP
+from autopar.inter_op.stage_plan import StagePlan, lower_stage
+from autopar.inter_op.stage_program import StageProgram, stage_program, with_tasks
+from autopar.inter_op.tasks import Tasks, make_tasks
+from autopar.ir.canonical import canonical_key
+from autopar.mesh import Cluster, LogicalMesh, logical_meshes
+from autopar.options import Options
+from autopar.search.pins import RestrictStage, restrict_stages
+from autopar.search.recompute import kept_bytes
+from autopar.search.solve_stages import Solved, solve_stage
+
+Report = Callable[[str], None]
+
+LAYER_GAP = 1e-2
+"""Layers are sharded to this part of their cost: they only choose stages."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """What one layer costs on one mesh, with the microbatch of one size.
+
+    Attributes:
+        work_seconds: Of one microbatch: what shrinks with it.
+        fixed_seconds: Of one microbatch: latencies, and operations on no samples, such as adding up gradients.
+        once_seconds: Once per step: preparation and update.
+        held_bytes: On one device, all through the step: parameters, optimizer state, sums.
+        kept_bytes: For each microbatch in flight.
+        working_bytes: While it runs.
+    """
+
+    work_seconds: float
+    fixed_seconds: float
+    once_seconds: float
+    held_bytes: float
+    kept_bytes: float
+    working_bytes: float
+
+
+class LayerCosts:
+    """Costs of all layers on all meshes, for any number of microbatches.
+
+    Attributes:
+        num_layers: How many layers.
+        levels: Of recomputation, that are tried.
+        meshes: Per submesh size, the logical meshes.
+    """
+
+    def __init__(
+        self,
+        cut_for: Callable[[int], CutStep],
+        borders: Sequence[int],
+        batch_sizes: Sequence[int],
+        counts: Sequence[int],
+        cluster: Cluster,
+        options: Options,
+        solved: Solved,
+        report: Report,
+    ):
+        """Shard every layer on every mesh; equal layers once.
+
+        Args:
+            cut_for: The step in phases, for a number of microbatches.
+            borders: First segment of each layer.
+            batch_sizes: Samples of the batch, of each argument that has some.
+            counts: Numbers of microbatches, one of which each mesh is solved for.
+            cluster: The machine.
+            options: Solver, time limit, memory budget, levels of recomputation.
+            solved: Stages solved before; extended.
+            report: Called with a line of progress before each mesh is tried.
+        """
+        self.num_layers, self._borders = len(borders), borders
+        self.levels = (options.recompute_levels(1) or (CHEAP,)) + ((ALL,) if options.recompute == "auto" else ())
+        self.meshes = {size: logical_meshes(cluster, size, max_axes=2) for size in submesh_sizes(cluster)}
+        self._cut_for, self._cluster, self._options = cut_for, cluster, options
+        self._solved, self._report = solved, report
+        self._kinds: list[int] = []
+        self._layers: dict[int, dict[int, tuple[StageProgram, list[Tasks]]]] = {}
+        self._known: dict[int, dict[int, list[list[tuple[LayerCost, ...] | None]]]] = {}
+        self._batch_sizes = batch_sizes
+        middle = len(counts) // 2
+        for size in self.meshes:
+            best = max(range(len(counts)), key=lambda k: (sum(self._ways(size, counts[k])), -abs(k - middle)))
+            self.solve(size, counts[best])
+
+    def _ways(self, size: int, count: int) -> tuple[int, ...]:
+        """Over how many of so many devices the samples of a microbatch divide."""
+        return tuple(math.gcd(samples // count, size) for samples in self._batch_sizes)
+
+    def of(self, size: int, count: int) -> tuple[int, list[list[tuple[LayerCost, ...] | None]]]:
+        """The number of microbatches that was solved for, and `[mesh][layer]` costs, at each level; None: does not fit."""
+        known = self._known[size]
+        alike = [c for c in known if self._ways(size, c) == self._ways(size, count)]
+        solved_for = min(alike or known, key=lambda c: (abs(math.log(c / count)), c))
+        return solved_for, known[solved_for]
+
+    def is_guess(self, size: int, count: int) -> bool:
+        """Whether what is said of a submesh is scaled from samples that divide over its devices otherwise."""
+        return self._ways(size, self.of(size, count)[0]) != self._ways(size, count)
+
+    def solve(self, size: int, count: int) -> None:
+        """Shard every layer on every mesh of a submesh, for a number of microbatches."""
+        try:
+            layers = self._layers_for(count)
+            restrict = restrict_stages(self._cut_for(count), self._options.constraints)
+        except AutoparError:
+            self._known.setdefault(size, {})[count] = [[None] * self.num_layers for _ in self.meshes[size]]
+            return
+        found: list[list[tuple[LayerCost, ...] | None]] = []
+        for mesh in self.meshes[size]:
+            self._report(f"sharding {len(layers)} kinds of layers on {mesh}, {count} microbatches")
+            costs = {kind: self._cost(program, tasks, mesh, restrict) for kind, (program, tasks) in layers.items()}
+            found.append([costs[kind] for kind in self._kinds])
+        self._known.setdefault(size, {})[count] = found
+
+    def _cost(
+        self, program: StageProgram, tasks: Sequence[Tasks], mesh: LogicalMesh, restrict: RestrictStage
+    ) -> tuple[LayerCost, ...] | None:
+        further, key = restrict(program, mesh)
+        try:
+            made = solve_stage(program, mesh, self._cluster, self._options, self._solved, further, key, gap=LAYER_GAP)
+        except (InfeasibleError, ConstraintError):
+            return None
+        others = [lower_stage(with_tasks(program, t), mesh, self._cluster.device, made.sharded) for t in tasks[1:]]
+        return tuple(_cost(stage, t) for stage, t in zip((made, *others), tasks, strict=True))
+
+    def _layers_for(self, count: int) -> dict[int, tuple[StageProgram, list[Tasks]]]:
+        """Of each kind of layers the first one: its program, and the tasks at each level."""
+        if count not in self._layers:
+            cut = self._cut_for(count)
+            levels = [self.levels[0]] * self.num_layers
+            tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, self._borders, False, levels, cut.roles.aliases)
+
+            def program(layer: int) -> StageProgram:
+                return stage_program(tasks, layer, cut.roles.aliases, cut.batch.dims)
+
+            # What is equal for one number of microbatches is so for another.
+            restrict = restrict_stages(cut, self._options.constraints)
+            layers = [program(layer) for layer in range(self.num_layers)] if not self._kinds else []
+            self._kinds = self._kinds or _first_alike(layers, restrict)
+            self._layers[count] = {
+                kind: (program(kind), [tasks, *(tasks.at_level(kind, level) for level in self.levels[1:])])
+                for kind in dict.fromkeys(self._kinds)
+            }
+        return self._layers[count]
+
+
+def _first_alike(programs: Sequence[StageProgram], restrict: RestrictStage) -> list[int]:
+    """For each program the first that is equal, and pinned alike."""
+    first: dict[Hashable, int] = {}
+    anywhere = LogicalMesh((1,))
+    keys = [(canonical_key(program.jaxpr), restrict(program, anywhere)[1]) for program in programs]
+    return [first.setdefault(key, k) for k, key in enumerate(keys)]
+
+
+def _cost(stage: StagePlan, tasks: Tasks) -> LayerCost:
+    work = fixed = once = 0.0
+    kept, working = kept_bytes(tasks, stage), 0
+    held: dict[object, int] = {}
+    for task in stage.tasks:
+        # What is read beside that and comes from other stages is there for one microbatch.
+        read = sum(b.num_bytes for b in task.inputs if b.slot.kind == "loop")
+        working = max(working, task.working_bytes + max(0, read - kept))
+        for border in (*task.inputs, *task.outputs):
+            if border.slot.kind in ("argument", "const", "piece", "sum", "rows"):
+                held[border.slot.kind, border.slot.key] = border.num_bytes
+        if task.task.is_in_loop:
+            latency = sum(c.times * collective_seconds(c.kind, 0, c.axes, stage.mesh) for c in task.collectives)
+            same = min(latency, task.communication_seconds) + task.batchless_seconds
+            fixed += same
+            work += task.seconds - same
+        else:
+            once += task.seconds
+    return LayerCost(work, fixed, once, float(sum(held.values())), float(kept), float(working))
+
+
+def submesh_sizes(cluster: Cluster) -> list[int]:
+    """Devices that one stage may have: a divisor of a host's, or whole hosts whose number divides theirs; not all."""
+    inside = [n for n in range(1, cluster.devices_per_host + 1) if cluster.devices_per_host % n == 0]
+    hosts = [n * cluster.devices_per_host for n in range(2, cluster.hosts + 1) if cluster.hosts % n == 0]
+    return [n for n in (*inside, *hosts) if n < cluster.num_devices]

@@ -1,0 +1,254 @@
+"""What the user may ask for: plan everything, or fix a known method.
+
+In:     `@autopar.parallelize(method=...)`.
+Out:    one frozen dataclass per method; `Method` is their closed union.
+Method: a hand method only forbids choices (`intra_op/restrict.py`), so all methods share one planner and one cost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.errors import AutoparError
+from autopar.mesh import LogicalMesh
+from autopar.options import MicrobatchSemantics, Options, Recompute, Solver
+from autopar.streams.schedules import find_schedule
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Settings:
+    """What every method takes.
+
+    Attributes:
+        memory_budget_bytes: Bytes one device may use; None: the device's own memory.
+        constraints: Pins `{path glob: PartitionSpec}` over argument paths such as `"state/params/*/kernel"`.
+        solver: `"highs"` or `"cbc"`.
+        solver_seconds: How long the solver may work on one mesh, or on one stage on its mesh.
+        microbatch_semantics: `"exact"`: microbatches that would compute something else are refused;
+            `"per_microbatch"`: batch statistics are those of each microbatch.
+    """
+
+    memory_budget_bytes: int | None = None
+    constraints: Mapping[str, Any] = field(default_factory=dict, hash=False)
+    solver: Solver = "highs"
+    solver_seconds: float = 60.0
+    microbatch_semantics: MicrobatchSemantics = "exact"
+
+    def __post_init__(self) -> None:
+        self.options()  # a mistake in it is told at once
+
+    def options(self) -> Options:
+        """The planner's options."""
+        return Options(
+            memory_budget_bytes=self.memory_budget_bytes,
+            constraints=self.constraints,
+            solver=self.solver,
+            solver_seconds=self.solver_seconds,
+            microbatch_semantics=self.microbatch_semantics,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _StageSettings(_Settings):
+    """What every method takes that may cut the step into pipeline stages.
+
+    Attributes:
+        recompute: What the backward pass of a stage runs again: `"auto"`, as much as memory demands; `"cheap"`, `"all"`,
+            operations per byte saved, or a tuple of these for the stages.
+    """
+
+    recompute: Recompute = "auto"
+
+    def options(self) -> Options:
+        """The planner's options."""
+        return dataclasses.replace(super().options(), recompute=self.recompute)
+
+
+@dataclass(frozen=True)
+class ShardParallel(_Settings):
+    """Shard every operation as the ILP finds best, on one mesh of all devices.
+
+    Attributes:
+        mesh_shape: A tuple, a `LogicalMesh` whose links then hold, or `"auto"`: every shape is tried.
+        num_microbatches: The batch is worked through in so many parts, which takes less memory; gradients are added up
+            and communicated once per step.
+    """
+
+    mesh_shape: Any = "auto"
+    num_microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_count("ShardParallel", "num_microbatches", self.num_microbatches)
+        shape = self.mesh_shape
+        if not (
+            (isinstance(shape, str) and shape == "auto")
+            or isinstance(shape, LogicalMesh)
+            or (isinstance(shape, tuple) and all(isinstance(n, int) and n > 0 for n in shape))
+        ):
+            raise AutoparError(
+                "unknown mesh shape.",
+                given=f"mesh_shape={shape!r}",
+                wrong="it is no shape of a mesh.",
+                do='pass "auto", a tuple such as (2, 4), or a LogicalMesh.',
+            )
+
+
+@dataclass(frozen=True)
+class DataParallel(_Settings):
+    """Split the batch over all devices; ZeRO stage `zero` (0 to 3) says what of the state is stored split.
+
+    Stages 1 and 2 are the same plan: gradients are reduce-scattered in both. With microbatches they are so once per
+    step, after all of them.
+    """
+
+    zero: int = 0
+    num_microbatches: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_count("DataParallel", "num_microbatches", self.num_microbatches)
+        if self.zero not in (0, 1, 2, 3):
+            raise AutoparError(
+                "unknown ZeRO stage.",
+                given=f"DataParallel(zero={self.zero!r})",
+                wrong="there is no such stage.",
+                do="pass 0, 1, 2 or 3.",
+            )
+
+
+@dataclass(frozen=True)
+class Auto(_StageSettings):
+    """Decide everything: the mesh and every sharding; and on several hosts, or where nothing else fits, whether to cut
+    the step into pipeline stages, which, on which submeshes, in how many microbatches and by which schedule."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.recompute, tuple):
+            raise AutoparError(
+                "how much each stage runs again cannot be said before the stages are known.",
+                given=f"Auto(recompute={self.recompute!r})",
+                wrong="Auto decides how many stages there are.",
+                do="pass one level for all stages, or fix the stages: PipelineParallel(num_stages=...).",
+            )
+
+
+@dataclass(frozen=True)
+class PipelineParallel(_StageSettings):
+    """Cut the step into pipeline stages on equal submeshes; how each stage is sharded on its own is found.
+
+    Attributes:
+        num_stages: How many; None: one more than the `mark_stage`s in the step.
+        schedule: `"gpipe"`, `"1f1b"`, `"interleaved"`, `"zb-h1"`, `"inference"`, or an object with `name` and
+            `order(num_stages, num_microbatches)`.
+        num_microbatches: None: four for each stage, or what divides the batch below that.
+        submeshes: Devices of each stage, such as (1, 1, 2, 4); None: equally many.
+    """
+
+    num_stages: int | None = None
+    schedule: Any = "1f1b"
+    num_microbatches: int | None = None
+    submeshes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("num_stages", "num_microbatches"):
+            if getattr(self, name) is not None:
+                _check_count("PipelineParallel", name, getattr(self, name))
+        find_schedule(self.schedule)
+        if self.submeshes is not None:
+            if not isinstance(self.submeshes, tuple | list) or not self.submeshes:
+                raise AutoparError(
+                    "submeshes are counts of devices.",
+                    given=f"PipelineParallel(submeshes={self.submeshes!r})",
+                    wrong="it is no tuple with one for each stage.",
+                    do="pass a tuple such as (1, 1, 2), or leave it out for equal ones.",
+                )
+            for count in self.submeshes:
+                _check_count("PipelineParallel", "submeshes", count)
+            if self.num_stages not in (None, len(self.submeshes)):
+                raise AutoparError(
+                    "stages and submeshes differ in number.",
+                    given=f"PipelineParallel(num_stages={self.num_stages}, submeshes={self.submeshes})",
+                    wrong=f"there are {len(self.submeshes)} submeshes.",
+                    do="leave num_stages out, or give one submesh for each stage.",
+                )
+
+
+@dataclass(frozen=True)
+class ThreeD(_StageSettings):
+    """Data x tensor x pipeline degrees, as in Megatron-LM.
+
+    Attributes:
+        data: Each stage's samples are split over so many devices.
+        tensor: Each stage's operations are split over so many devices otherwise.
+        pipeline: Number of stages.
+        num_microbatches: None: four for each stage, or what divides the batch below that.
+        schedule: As of `PipelineParallel`.
+    """
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    num_microbatches: int | None = None
+    schedule: Any = "1f1b"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("data", "tensor", "pipeline"):
+            _check_count("ThreeD", name, getattr(self, name))
+        if self.num_microbatches is not None:
+            _check_count("ThreeD", "num_microbatches", self.num_microbatches)
+        find_schedule(self.schedule)
+
+
+@dataclass(frozen=True)
+class Follow(_Settings):
+    """Run on the stages of another step's pipeline, its state where it lies; `autopar.follow` makes it.
+
+    Attributes:
+        plan: The other step's.
+        paths: Arguments that are state of the other step: path here -> path there.
+    """
+
+    plan: Any = field(repr=False, hash=False)
+    paths: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
+def _check_count(method: str, name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise AutoparError(
+            f"`{name}` must be a whole number, at least 1.",
+            given=f"{method}({name}={value!r})",
+            wrong="there is no such number of parts.",
+            do="pass 1 for the whole batch at once, or a number that divides the batch size."
+            if name == "num_microbatches"
+            else "pass an int that is more than 0.",
+        )
+
+
+Method = Auto | ShardParallel | DataParallel | PipelineParallel | ThreeD | Follow
+
+
+def method_text(method: Method) -> str:
+    """The method as one writes it: what is left at its default is left out."""
+    if isinstance(method, Follow):
+        return f"follow `{method.plan.name}`, {method.plan.method}"
+    stated = []
+    for setting in dataclasses.fields(method):
+        value = getattr(method, setting.name)
+        default = {} if setting.default is dataclasses.MISSING else setting.default
+        if value != default:
+            stated.append(f"{setting.name}={_setting_text(value)}")
+    return f"{type(method).__name__}({', '.join(stated)})"
+
+
+def _setting_text(value: object) -> str:
+    if isinstance(value, LogicalMesh):
+        return f"LogicalMesh({value.shape}, {value.axis_names})"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {item}" for key, item in value.items()) + "}"
+    return repr(value)

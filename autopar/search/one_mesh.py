@@ -1,0 +1,165 @@
+"""Sharding a whole step on one mesh, as a method wants it.
+
+In:     `Program`, its roles, cluster, method, a logical mesh.
+Out:    `Sharded`.
+Method: what the method forbids and the user pins becomes restrictions of choices; well-known plans are compared with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from functools import partial
+
+from autopar.debug import dump
+from autopar.errors import (
+    BatchError,
+    InfeasibleError,
+)
+from autopar.intra_op.graph import Graph
+from autopar.intra_op.restrict import (
+    Allowed,
+    Restrict,
+    keep_keys_whole,
+    pin_inputs,
+    restrict_to_data_parallel,
+)
+from autopar.intra_op.shard import Sharded, shard
+from autopar.ir.program import Program
+from autopar.ir.rewrite.branches_in_two import branches_in_two
+from autopar.ir.split.accumulate import accumulate
+from autopar.ir.split.microbatch import split_microbatches
+from autopar.ir.trace.state import Roles
+from autopar.mesh import Cluster, LogicalMesh
+from autopar.plan.words import mesh_text
+from autopar.search.methods import DataParallel, Method
+from autopar.search.pins import find_pins
+
+
+def count_of(method: Method) -> int:
+    """Number of microbatches that a method asks for."""
+    return getattr(method, "num_microbatches", None) or 1
+
+
+def in_microbatches(program: Program, roles: Roles, count: int, semantics: str) -> Program:
+    """The program that works through its batch in `count` microbatches, one after the other.
+
+    Raises:
+        BatchError: The batch does not divide.
+        MicrobatchError: That would compute something else.
+    """
+    if count == 1:
+        return program
+    names = ", ".join(dict.fromkeys(program.in_paths[k].split("/")[0] for k in roles.batch))
+    program = dataclasses.replace(program, jaxpr=branches_in_two(program.jaxpr))
+    split = split_microbatches(program.jaxpr, count, roles.batch, semantics == "per_microbatch", names)
+    accumulated = dataclasses.replace(program, jaxpr=accumulate(program.jaxpr, split))
+    dump("microbatches", str(accumulated))
+    return accumulated
+
+
+def shard_on(
+    program: Program,
+    roles: Roles,
+    cluster: Cluster,
+    method: Method,
+    mesh: LogicalMesh,
+    compare: bool = True,
+    beat: float = math.inf,
+) -> Sharded:
+    """Shard the program on one mesh under the method's restrictions; `compare` with data parallelism too.
+
+    `beat` is the objective of the best plan known on other meshes.
+    """
+
+    def restrict(graph: Graph, allowed: Allowed) -> None:
+        restrict_plan(program, roles, method, mesh, graph, allowed)
+
+    return shard(
+        program.jaxpr,
+        roles.aliases,
+        mesh,
+        cluster.device,
+        method.options(),
+        restrict,
+        roles.donated,
+        roles.batch,
+        _known_plans(program, roles, mesh) if compare and not isinstance(method, DataParallel) else (),
+        beat,
+    )
+
+
+def _known_plans(program: Program, roles: Roles, mesh: LogicalMesh) -> list[Restrict]:
+    """Data parallelism of every ZeRO stage, where the batch divides."""
+    try:
+        check_batch(program, roles, mesh)
+    except BatchError:
+        return []
+    return [
+        partial(restrict_to_data_parallel, program.jaxpr, batch_inputs=roles.batch, state_inputs=roles.state, zero=zero)
+        for zero in (0, 1, 3)
+    ]
+
+
+def restrict_plan(
+    program: Program, roles: Roles, method: Method, mesh: LogicalMesh, graph: Graph, allowed: Allowed
+) -> None:
+    """Forbid what the method, its constraints and the program's keys forbid."""
+    into, out_of = ([k for k, key in enumerate(of) if key] for of in (program.key_inputs, program.key_outputs))
+    keep_keys_whole(graph, into, out_of, allowed)
+    if isinstance(method, DataParallel):
+        check_batch(program, roles, mesh)
+        restrict_to_data_parallel(program.jaxpr, graph, allowed, roles.batch, roles.state, method.zero)
+    for pins in find_pins(program.in_paths, method.options().constraints):
+        pin_inputs(graph, pins, program.in_paths, allowed)
+    _check_pinned(program, method, mesh, graph, allowed)
+
+
+def check_batch(program: Program, roles: Roles, mesh: LogicalMesh) -> None:
+    """The batch must divide over the devices of a data-parallel mesh.
+
+    Raises:
+        BatchError: It does not, or there is none.
+    """
+    if not roles.batch:
+        raise BatchError(
+            "there is no batch to split.",
+            given=", ".join(program.in_paths[:8]),
+            wrong="every argument is state, or has no dims.",
+            do="pass batch_argnums=...; for a step without one (it draws its own samples, or holds them in its state), use "
+            "ShardParallel() or Auto(): they split what pays, whatever it is.",
+            candidates={},
+        )
+    for leaf in roles.batch:
+        size = program.in_avals[leaf].shape[0]
+        if size % mesh.num_devices:
+            raise BatchError(
+                "the batch does not divide over the devices.",
+                given=f"{program.in_paths[leaf]} with {size} samples, {mesh.num_devices} devices",
+                wrong=f"{size} is no multiple of {mesh.num_devices}.",
+                do="change the batch size, or use Auto(), which splits other dims where the batch does not divide.",
+                size=size,
+            )
+
+
+def _check_pinned(program: Program, method: Method, mesh: LogicalMesh, graph: Graph, allowed: Allowed) -> None:
+    """Every argument must have a sharding left.
+
+    Raises:
+        InfeasibleError: Names the pins on one argument that contradict each other or the method.
+    """
+    for k, path in enumerate(program.in_paths):
+        mask = allowed.masks.get(graph.inputs[k])
+        if mask is not None and not mask.any():
+            reasons = list(allowed.reasons.get(graph.inputs[k], ()))
+            if isinstance(method, DataParallel):
+                reasons.append(f"method=DataParallel(zero={method.zero})")
+            raise InfeasibleError(
+                "the pins on an argument contradict each other or the method.",
+                given="\n".join(reasons),
+                wrong=f"no sharding of {path}, of shape {tuple(program.in_avals[k].shape)} on the mesh "
+                f"{mesh_text(mesh)}, keeps all of them.",
+                do="drop one of them, or choose another method or mesh.",
+                constraint=reasons[0],
+                path=path,
+            )

@@ -1,0 +1,173 @@
+"""Planning a pipeline: from a traced step, a number of stages and a schedule to stages, streams and a prediction.
+
+In:     `Program`, its roles, the cluster, what is fixed (borders, submeshes, logical meshes, microbatches, schedule).
+Out:    the `PipelinePlan` that is fastest among those that fit.
+Method: phases, segments, tasks, one program per stage, each sharded on its own logical mesh (equal stages once). First as
+        if memory were without end. Where that does not fit, the stages concerned run more of their forward pass again,
+        the least that makes them fit; or they are sharded to need less; or both.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from autopar.errors import InfeasibleError
+from autopar.inter_op.backward import find_levels
+from autopar.inter_op.cut import CutStep
+from autopar.inter_op.placement import place_stages
+from autopar.inter_op.residuals import CHEAP
+from autopar.inter_op.stage_plan import StagePlan
+from autopar.inter_op.stage_program import StageProgram, stage_program
+from autopar.inter_op.tasks import make_tasks
+from autopar.mesh import Cluster, LogicalMesh
+from autopar.options import Options
+from autopar.search.pins import RestrictStage, restrict_stages, unrestricted
+from autopar.search.solve_stages import SameStacks, Solved, best_stage, pinned, solve_stage
+from autopar.streams.assemble import PipelinePlan, assemble, at_levels
+from autopar.streams.schedules import Schedule, num_chunks, splits_backward
+
+NEAR = 0.05
+"""What cannot be faster than what is known by more than this part is not worth solving under a memory budget."""
+
+
+def plan_pipeline(
+    cut: CutStep,
+    borders: Sequence[int],
+    meshes: Sequence[Sequence[LogicalMesh]],
+    cluster: Cluster,
+    schedule: Schedule,
+    options: Options,
+    solved: Solved,
+    restrict: RestrictStage = unrestricted,
+    beat: float = math.inf,
+) -> PipelinePlan:
+    """Plan a pipeline whose borders and submeshes are given.
+
+    Args:
+        cut: The step in phases.
+        borders: First segment of each stage.
+        meshes: Per stage, the logical meshes to try; the cheapest is taken.
+        cluster: The machine; stages take its devices in order.
+        schedule: In which order stages work.
+        options: Solver, time limit, memory budget, recomputation.
+        solved: Stages solved before; extended.
+        restrict: Forbids choices of a stage on a mesh, beside what the user's constraints do.
+        beat: Seconds of the best pipeline known. One that takes as long even if memory were without end is returned as it
+            is then, whether it fits or not.
+
+    Raises:
+        InfeasibleError: A stage does not fit; says which and by how much.
+        ConstraintError: A constraint cannot be kept on any mesh of a stage.
+        PipelineError: The stages cannot be placed on the hosts.
+    """
+    num_meshes = len(borders) // num_chunks(schedule)
+    place_stages([candidates[0].num_devices for candidates in meshes[:num_meshes]], cluster)  # fails before solving
+    levels = options.recompute_levels(len(borders))
+    aliases, splits = cut.roles.aliases, splits_backward(schedule)
+    tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits, levels or (), aliases)
+    programs = [stage_program(tasks, k, aliases, cut.batch.dims) for k in range(len(borders))]
+    restrict = restrict_stages(cut, options.constraints, restrict)
+    budget = options.memory_budget_bytes or cluster.device.memory_bytes
+    fitting: list[PipelinePlan] = []
+    failures: list[InfeasibleError] = []
+    fastest = 0.0
+    for memory, all_again in _ways(options, budget):
+        try:
+            stages = _shard_stages(cut, programs, meshes, cluster, memory, solved, restrict, all_again)
+            planned = assemble(cut, tuple(borders), tasks, stages, cluster, schedule)
+            fastest = fastest or planned.seconds
+            if fastest >= beat:
+                return planned
+            planned = planned if levels else _run_again_what_does_not_fit(planned, cluster, budget)
+            check_budget(planned, budget)
+        except InfeasibleError as error:
+            failures.append(error)
+        else:
+            fitting.append(planned)
+        if min([beat, *(p.seconds for p in fitting)]) * (1 - NEAR) <= fastest:
+            break
+    if not fitting:
+        raise min(failures, key=lambda error: getattr(error, "needed_bytes", math.inf))
+    return min(fitting, key=lambda p: p.seconds)
+
+
+def _ways(options: Options, budget: float) -> Iterator[tuple[Options, bool]]:
+    """Ways to shard the stages: options with the memory of a device, and whether what could run again counts."""
+    yield dataclasses.replace(options, memory_budget_bytes=math.inf), False
+    if math.isfinite(budget):
+        yield options, False
+        if options.recompute != "cheap":
+            yield options, True
+
+
+def _shard_stages(
+    cut: CutStep,
+    programs: Sequence[StageProgram],
+    meshes: Sequence[Sequence[LogicalMesh]],
+    cluster: Cluster,
+    options: Options,
+    solved: Solved,
+    restrict: RestrictStage,
+    all_again: bool,
+) -> list[StagePlan]:
+    """Each stage on the best of its meshes; the parts of one stack alike."""
+    stages: list[StagePlan] = []
+    same = SameStacks(cut)
+    for program, candidates in zip(programs, meshes, strict=True):
+        made = best_stage(program, candidates, cluster, options, solved, restrict, all_again)
+        pins = same.pins(program, made)
+        if pins:
+            further, key = restrict(program, made.mesh)
+            both, key = pinned(pins, further), (tuple(pins.items()), key)
+            made = solve_stage(program, made.mesh, cluster, options, solved, both, key, all_again)
+        same.add(program, made)
+        stages.append(made)
+    return stages
+
+
+def _run_again_what_does_not_fit(planned: PipelinePlan, cluster: Cluster, budget: float) -> PipelinePlan:
+    """Levels of recomputation are raised where the microbatches in flight do not fit, until they do.
+
+    Returns:
+        The pipeline that fits; where none does, that in which the largest peak is least.
+    """
+    num_meshes, least = len(planned.streams.instructions), planned
+    ladders: dict[int, list[float]] = {}
+    while True:
+        raised: dict[int, float] = {}
+        for mesh, peak in planned.simulation.peak_bytes.items():
+            own = range(mesh, len(planned.stages), num_meshes)
+            if peak > budget:
+                ladders |= {s: list(find_levels(planned.tasks.passes[s])[1:]) for s in own if s not in ladders}
+                left = [s for s in own if ladders[s]]
+                if not left:
+                    return least
+                stage = min(left, key=lambda s: (planned.tasks.levels[s], s))
+                raised[stage] = ladders[stage].pop(0)
+        if not raised:
+            return planned
+        planned = at_levels(planned, raised, cluster)
+        least = min(least, planned, key=lambda p: p.peak_bytes)
+
+
+def check_budget(planned: PipelinePlan, budget: float) -> None:
+    """No device may hold more bytes at once.
+
+    Raises:
+        InfeasibleError: One does; names the stage.
+    """
+    mesh, peak = max(planned.simulation.peak_bytes.items(), key=lambda item: item[1])
+    if peak > budget:
+        count, levels = len(planned.stages), set(planned.tasks.levels)
+        again = "" if levels == {CHEAP} else ", however much of its forward pass the backward runs again"
+        raise InfeasibleError(
+            "a stage does not fit the memory budget.",
+            given=f"stage {mesh} of {count} on {planned.stages[mesh].mesh}, schedule {planned.schedule.name!r}, "
+            f"{planned.cut.split.count} microbatches, {budget:.0f} bytes on each device",
+            wrong=f"{peak} bytes are alive on a device at once{again}.",
+            do="use more stages or devices, more microbatches, or the schedule '1f1b'.",
+            budget_bytes=int(budget),
+            needed_bytes=int(peak),
+        )

@@ -1,0 +1,205 @@
+"""Planning: from a traced step and a machine to a plan.
+
+In:     `Program`, its roles, cluster, method.
+Out:    `Plan`, and the sharded program that carries it out.
+Method: every logical mesh that the method allows is solved; the cheapest wins, ties go to fewer axes. The thin order of
+        the passes can be read here; each lives in a file of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+from autopar.debug import dump
+from autopar.errors import (
+    AutoparError,
+    BatchError,
+    DeviceCountError,
+    NotBuiltYetError,
+)
+from autopar.intra_op.shard import Sharded
+from autopar.ir.program import Program
+from autopar.ir.trace.state import Roles
+from autopar.mesh import Cluster, LogicalMesh, logical_mesh, logical_meshes
+from autopar.report.plan import Plan
+from autopar.search.describe import body_text, describe
+from autopar.search.describe_stages import describe_pipeline
+from autopar.search.followed import pipeline_behind
+from autopar.search.methods import Auto, DataParallel, Follow, Method, PipelineParallel, ShardParallel, ThreeD
+from autopar.search.one_mesh import count_of, in_microbatches, shard_on
+from autopar.search.pins import find_pins
+from autopar.search.pipeline import PipelinePlan
+from autopar.search.stage_planner import pipeline_of
+from autopar.search.stage_search import search_pipelines
+
+Report = Callable[[str], None]
+WORTH_STAGES, WORTH_SECONDS = 0.1, 1e-2
+"""Within one host, stages are tried if this part of the best plan without them, and so many seconds, can be won: less is
+eaten up by their bubble, and to search for it takes many steps' time."""
+
+THIRD_AXIS = 5e-3
+"""A large problem on a mesh of three axes is solved if it may win so much over fewer: it takes many times as long as those."""
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    """No search for garbage in circles: planning makes millions of small objects, and that takes a sixth of its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@_without_collection()
+def make_plan(
+    program: Program, roles: Roles, cluster: Cluster, method: Method, report: Report = lambda text: None
+) -> Plan:
+    """Plan one step.
+
+    Args:
+        program: The traced step.
+        roles: Which inputs are state, batch, donated.
+        cluster: The machine.
+        method: What was asked for.
+        report: Called with a line of progress before each mesh is tried.
+
+    Raises:
+        AutoparError: No mesh allows a plan; the message of the last one tried says why.
+        BatchError: The batch has no rows.
+        ConstraintError: A constraint names no argument, or cannot be kept.
+        NotBuiltYetError: The cluster has several kinds of devices.
+    """
+    started = time.perf_counter()
+    dump("program", str(program))
+    _check_one_kind(cluster)
+    _check_rows(program, roles)
+    find_pins(program.in_paths, method.options().constraints)  # a mistake in them is told before any work
+    if isinstance(method, PipelineParallel | ThreeD):
+        pipeline = pipeline_of(program, roles, cluster, method, report)
+        return _plan_of_pipeline(program, roles, cluster, method, pipeline, started, ())
+    if isinstance(method, Follow):
+        pipeline = pipeline_behind(program, roles, cluster, method, report)
+        return _plan_of_pipeline(program, roles, cluster, method, pipeline, started, ())
+    step, program = program, in_microbatches(program, roles, count_of(method), method.options().microbatch_semantics)
+    results: list[tuple[LogicalMesh, Sharded]] = []
+    tried: list[tuple[str, str]] = []
+    failure: AutoparError | None = None
+    meshes = candidate_meshes(cluster, method)
+    searches = isinstance(method, Auto) and cluster.hosts > 1
+    if searches:
+        # Stages are there to take what a third axis would, at a fraction of the time it takes to plan that.
+        meshes = [mesh for mesh in meshes if len(mesh.shape) <= 2] or meshes
+    for mesh in meshes:
+        report(f"sharding {program.name} on mesh {mesh}")
+        try:
+            # Data parallelism over all axes is the same on every mesh: compared with once.
+            beat = min((sharded.solution.objective for _, sharded in results), default=math.inf)
+            beat *= 1 - THIRD_AXIS if len(mesh.shape) > 2 else 1
+            sharded = shard_on(program, roles, cluster, method, mesh, compare=not results, beat=beat)
+            if sharded.solution.status == "beaten":
+                tried.append((str(mesh), f"at least {sharded.solution.bound:.3e} s"))
+                continue
+            results.append((mesh, sharded))
+            tried.append((str(mesh), f"{sharded.step_seconds:.3e} s"))
+        except AutoparError as error:
+            failure = error
+            tried.append((str(mesh), error.summary))
+    if searches or (isinstance(method, Auto) and _can_gain(results)):
+        found, outcomes = search_pipelines(step, roles, cluster, method.options(), report)
+        tried += outcomes
+        least = min((sharded.step_seconds for _, sharded in results), default=math.inf)
+        if found is not None and found.seconds < least:
+            return _plan_of_pipeline(step, roles, cluster, method, found, started, tried)
+    if not results:
+        assert failure is not None, "there is always one mesh to try"
+        raise failure
+    mesh, best = min(results, key=lambda pair: (pair[1].step_seconds, len(pair[0].shape)))
+    dump("sharded", body_text(best.body))
+    plan = describe(step, program, roles, cluster, method, mesh, best, time.perf_counter() - started)
+    return dataclasses.replace(plan, alternatives=tuple(pair for pair in tried if pair[0] != str(mesh)))
+
+
+def _can_gain(results: Sequence[tuple[LogicalMesh, Sharded]]) -> bool:
+    """Whether stages can be worth their bubble: nothing else fits, or the best that does falls short of even shares."""
+    if not results:
+        return True
+    best = min((sharded for _, sharded in results), key=lambda sharded: sharded.step_seconds)
+    # Every operation by itself is fastest when all devices share it and no one communicates.
+    shared = sum(float(costs.min()) for costs in best.problem.costs)
+    return best.step_seconds - shared > max(WORTH_STAGES * best.step_seconds, WORTH_SECONDS)
+
+
+def _plan_of_pipeline(
+    program: Program,
+    roles: Roles,
+    cluster: Cluster,
+    method: Method,
+    pipeline: PipelinePlan,
+    started: float,
+    tried: Sequence[tuple[str, str]],
+) -> Plan:
+    plan = describe_pipeline(program, roles, cluster, method, pipeline, time.perf_counter() - started)
+    return dataclasses.replace(plan, alternatives=tuple(tried))
+
+
+def _check_one_kind(cluster: Cluster) -> None:
+    if cluster.groups:
+        raise NotBuiltYetError(
+            "planning for several kinds of devices at once is not built yet.",
+            given=str(cluster),
+            wrong="one mesh is made of equal devices, and this version gives every stage devices of one kind.",
+            do="plan for one of the kinds: " + ", ".join(f'Cluster.of("{group}")' for group in cluster.groups) + ".",
+            feature="heterogeneous clusters",
+        )
+
+
+def _check_rows(program: Program, roles: Roles) -> None:
+    for leaf in roles.batch:
+        if not program.in_avals[leaf].shape[0]:
+            raise BatchError(
+                "the batch has no rows.",
+                given=f"{program.in_paths[leaf]}: {program.in_avals[leaf].str_short()}",
+                wrong="there is no sample in it to split.",
+                do="pass one sample or more; if this argument is not the batch, name those that are in batch_argnums.",
+                size=0,
+            )
+
+
+def candidate_meshes(cluster: Cluster, method: Method) -> list[LogicalMesh]:
+    """Logical meshes to try.
+
+    Raises:
+        DeviceCountError: The method's mesh has another number of devices than the cluster.
+    """
+    match method:
+        case ShardParallel(mesh_shape=LogicalMesh() as mesh):
+            chosen = [mesh]
+        case ShardParallel(mesh_shape=tuple() as shape):
+            chosen = [logical_mesh(cluster, shape)]
+        case DataParallel():
+            # Hosts and devices in a host: the slow links then carry what the fast ones have added up.
+            both = cluster.hosts > 1 and cluster.devices_per_host > 1
+            chosen = [
+                logical_mesh(cluster, (cluster.hosts, cluster.devices_per_host) if both else (cluster.num_devices,))
+            ]
+        case ShardParallel() | Auto():
+            chosen = logical_meshes(cluster)
+    for mesh in chosen:
+        if mesh.num_devices != cluster.num_devices:
+            raise DeviceCountError(
+                "the mesh does not fit the cluster.",
+                given=f"{mesh} for {cluster.num_devices} devices",
+                wrong=f"it has {mesh.num_devices} places.",
+                do=f"choose a shape whose product is {cluster.num_devices}, or pass cluster=Cluster.local(devices=...).",
+                wanted=mesh.num_devices,
+                available=cluster.num_devices,
+            )
+    return chosen

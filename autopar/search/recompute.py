@@ -1,0 +1,55 @@
+"""What the backward pass of a stage runs again, told for the plan.
+
+In:     a pipeline.
+Out:    `Recomputed`: how many operations, how many seconds, how many bytes.
+Method: the stage is compared with itself, sharded alike, running again only what is cheap.
+"""
+
+from __future__ import annotations
+
+from autopar.inter_op.residuals import CHEAP
+from autopar.inter_op.stage_plan import StagePlan, lower_stage
+from autopar.inter_op.stage_program import with_tasks
+from autopar.inter_op.tasks import Tasks
+from autopar.mesh import Device
+from autopar.plan.decision import Recomputed
+from autopar.streams.assemble import PipelinePlan
+
+
+def recomputed_by(pipeline: PipelinePlan, stage: int, device: Device) -> Recomputed:
+    """What one stage of a pipeline runs again.
+
+    Args:
+        pipeline: The pipeline.
+        stage: Number of the stage.
+        device: Its devices.
+    """
+    tasks, planned = pipeline.tasks, pipeline.stages[stage]
+    kept, level = kept_bytes(tasks, planned), tasks.levels[stage]
+    if level == CHEAP:
+        return Recomputed(kept_bytes=kept)
+    cheap = tasks.at_level(stage, CHEAP)
+    other = lower_stage(with_tasks(planned.program, cheap), planned.mesh, device, planned.sharded)
+    return Recomputed(
+        level,
+        len(tasks.kept[stage].heavy),
+        float(max(0.0, _backward_seconds(planned) - _backward_seconds(other))) * planned.program.count,
+        kept,
+        max(0, kept_bytes(cheap, other) - kept),
+    )
+
+
+def kept_bytes(tasks: Tasks, stage: StagePlan) -> int:
+    """Bytes on one device of what a microbatch keeps from forward to backward.
+
+    Args:
+        tasks: The step cut into stages.
+        stage: One of them on its mesh.
+    """
+    values = set(tasks.kept[stage.program.stage].values)
+    read = [border for kind in ("B", "W") if (task := stage.task(kind)) for border in task.inputs]
+    return sum({border.slot.key: border.num_bytes for border in read if border.slot.key in values}.values())
+
+
+def _backward_seconds(stage: StagePlan) -> float:
+    return sum(task.seconds for kind in ("B", "W") if (task := stage.task(kind)))

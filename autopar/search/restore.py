@@ -1,0 +1,185 @@
+"""A plan read from a file, attached to the step it was made for: its choices are lowered, nothing is solved.
+
+In:     `Program`, its roles, cluster, method, `Plan`.
+Out:    `Plan` with its origin: it can be compiled, and explained.
+Method: what the choices give now must be what the file lists.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from autopar.errors import (
+    PlanFileError,
+)
+from autopar.inter_op.cut import cut_step
+from autopar.inter_op.stage_plan import lower_stage
+from autopar.inter_op.stage_program import stage_program
+from autopar.inter_op.tasks import make_tasks
+from autopar.intra_op.costs import build_problem
+from autopar.intra_op.graph import Graph, build_graph
+from autopar.intra_op.problem import Solution
+from autopar.intra_op.restrict import (
+    Allowed,
+    pin_constraints,
+)
+from autopar.intra_op.shard import read_off
+from autopar.intra_op.sharded import Collective
+from autopar.intra_op.tying import tie_nodes
+from autopar.ir.program import Program
+from autopar.ir.trace.state import Roles
+from autopar.mesh import Cluster
+from autopar.plan.decision import Value
+from autopar.report.plan import Plan
+from autopar.search.describe import describe
+from autopar.search.describe_stages import describe_pipeline
+from autopar.search.methods import Method, method_text
+from autopar.search.one_mesh import in_microbatches, restrict_plan
+from autopar.search.solve_stages import given_choices
+from autopar.streams.assemble import PipelinePlan, assemble
+from autopar.streams.schedules import find_schedule, splits_backward
+
+
+def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, plan: Plan) -> Plan:
+    """Attach a plan read from a file to the program it was made for: lower its choices, solve nothing.
+
+    Args:
+        program: The traced step; its fingerprint is the plan's (`stale.py`).
+        roles: Which inputs are state, batch, donated.
+        cluster: The machine.
+        method: The step's method. The plan's choices hold; the method says what `explain` calls forbidden, if the plan
+            was made by it.
+        plan: From `Plan.load`.
+
+    Raises:
+        PlanFileError: The plan's choices do not give what the plan says: the file was edited.
+    """
+    if plan.schedule != "none":
+        return _restore_stages(program, roles, cluster, method, plan)
+    mesh = plan.mesh
+    step, program = program, in_microbatches(program, roles, plan.num_microbatches, plan.microbatch_semantics)
+    graph = build_graph(program.jaxpr, mesh, roles.aliases, roles.batch)
+    if len(graph.nodes) != len(plan.choices) or any(
+        k >= node.num_choices for k, node in zip(plan.choices, graph.nodes, strict=True)
+    ):
+        raise _not_these_choices(
+            plan, f"{len(plan.choices)} choices for {len(graph.nodes)} decisions, or one out of range"
+        )
+    allowed = Allowed()
+    if method_text(method) == plan.method:
+        pin_constraints(program.jaxpr, graph, allowed)
+        restrict_plan(program, roles, method, mesh, graph, allowed)
+    class_of = tie_nodes(graph, allowed.keys)
+    by_class = dict(zip(class_of, plan.choices, strict=True))
+    if any(by_class[c] != k for c, k in zip(class_of, plan.choices, strict=True)):
+        class_of = list(range(len(graph.nodes)))  # made under other ties, such as other pins
+        by_class = dict(enumerate(plan.choices))
+    problem = build_problem(graph, cluster.device, class_of, allowed.masks)
+    seconds = plan.cost.step_seconds
+    solution = Solution(
+        tuple(by_class[c] for c in range(len(by_class))),
+        seconds,
+        seconds * (1 - plan.cost.optimality_gap),
+        plan.cost.solver_status,
+        "file",
+    )
+    try:
+        sharded = read_off(
+            program.jaxpr, graph, plan.choices, class_of, problem, solution, allowed, cluster.device, roles.donated
+        )
+    except AssertionError as error:
+        raise _not_these_choices(plan, f"they fit no program: {error}") from error
+    fresh = describe(step, program, roles, cluster, method, mesh, sharded, plan.cost.planning_seconds)
+    for what, now, was in (
+        ("shardings", fresh.values, plan.values),
+        ("collectives", fresh.cost.collectives, plan.cost.collectives),
+    ):
+        if _unnamed(now) != _unnamed(was):
+            raise _not_these_choices(plan, f"they give other {what} than it lists")
+    # Names hold source lines, which may have moved since; everything else is as it was planned.
+    return dataclasses.replace(
+        plan,
+        shardings=fresh.shardings,
+        values=fresh.values,
+        origin=fresh.origin,
+        cost=dataclasses.replace(plan.cost, collectives=fresh.cost.collectives),
+    )
+
+
+def _restore_stages(program: Program, roles: Roles, cluster: Cluster, method: Method, plan: Plan) -> Plan:
+    try:
+        pipeline = _pipeline_of_choices(program, roles, cluster, method, plan)
+    except AssertionError as error:
+        raise _not_these_choices(plan, f"they fit no program: {error}") from error
+    fresh = describe_pipeline(program, roles, cluster, method, pipeline, 0.0)
+    for what, now, was in (
+        ("shardings", _unnamed(fresh.values), _unnamed(plan.values)),
+        ("collectives", _unnamed(fresh.cost.collectives), _unnamed(plan.cost.collectives)),
+        ("instructions", list(fresh.streams.items()), list(plan.streams.items())),
+    ):
+        if now != was:
+            raise _not_these_choices(plan, f"they give other {what} than it lists")
+    return dataclasses.replace(plan, shardings=fresh.shardings, values=fresh.values, origin=fresh.origin)
+
+
+def plan_of_choices(
+    step: Program,
+    program: Program,
+    roles: Roles,
+    cluster: Cluster,
+    method: Method,
+    graph: Graph,
+    choices: Sequence[int],
+) -> Plan:
+    """The plan of given choices, one per node of `graph`; nothing is solved, and nothing is known of its optimality.
+
+    The graph is that of `program`, the step in the method's number of microbatches (`in_microbatches`).
+    """
+    class_of = list(range(len(graph.nodes)))
+    problem = build_problem(graph, cluster.device, class_of)
+    solution = Solution(tuple(choices), problem.cost(choices), 0.0, "feasible", "given")
+    sharded = read_off(
+        program.jaxpr, graph, choices, class_of, problem, solution, Allowed(), cluster.device, roles.donated
+    )
+    return describe(step, program, roles, cluster, method, graph.mesh, sharded, 0.0)
+
+
+def _unnamed(entries: Sequence[Value | Collective]) -> list[Value | Collective]:
+    return [
+        dataclasses.replace(e, name="") if isinstance(e, Value) else dataclasses.replace(e, operation="")
+        for e in entries
+    ]
+
+
+def _not_these_choices(plan: Plan, wrong: str) -> PlanFileError:
+    return PlanFileError(
+        "the plan's choices are not those of its step.",
+        given=f"a plan of `{plan.name}` on {plan.mesh}",
+        wrong=f"{wrong}: its file was edited, or written by another autopar.",
+        do="plan again, step.plan(...), and save that.",
+        path="",
+    )
+
+
+def _pipeline_of_choices(program: Program, roles: Roles, cluster: Cluster, method: Method, plan: Plan) -> PipelinePlan:
+    """The pipeline of a plan read from a file: its borders and choices, nothing is solved.
+
+    Raises:
+        AssertionError: The choices are not those of this step.
+    """
+    schedule = getattr(method, "schedule", None)
+    named = schedule if not isinstance(schedule, str | None) and schedule.name == plan.schedule else plan.schedule
+    cut = cut_step(program, roles, plan.parts, plan.num_microbatches, plan.microbatch_semantics)
+    borders = tuple(stage.layers[0] for stage in plan.stages)
+    assert borders == tuple(sorted(set(borders))) and borders[0] == 0, "stages overlap"
+    assert plan.stages[-1].layers[-1] < cut.chain.num_segments, "there are fewer layers"
+    levels = [stage.recomputed.level for stage in plan.stages]
+    splits = splits_backward(find_schedule(named))
+    tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits, levels, cut.roles.aliases)
+    stages = []
+    for number, stage in enumerate(plan.stages):
+        made = stage_program(tasks, number, cut.roles.aliases, cut.batch.dims)
+        sharded = given_choices(made, stage.logical_mesh, cluster, stage.choices, plan.cost)
+        stages.append(lower_stage(made, stage.logical_mesh, cluster.device, sharded))
+    return assemble(cut, borders, tasks, stages, cluster, find_schedule(named))

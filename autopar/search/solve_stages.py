@@ -1,0 +1,197 @@
+"""Stages on their meshes: each sharded once, equal ones not again, parts of one stack alike.
+
+In:     stage programs, logical meshes.
+Out:    `StagePlan`s.
+Method: equal programs have equal keys (`ir/canonical.py`) and share their choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autopar.errors import AutoparError, ConstraintError, InfeasibleError
+from autopar.inter_op.cut import CutStep
+from autopar.inter_op.stage_plan import STAGE_GAP, StagePlan, lower_stage, plan_stage
+from autopar.inter_op.stage_program import StageProgram
+from autopar.intra_op.costs import build_problem
+from autopar.intra_op.graph import Graph, build_graph
+from autopar.intra_op.problem import Solution
+from autopar.intra_op.restrict import Allowed, Restrict
+from autopar.intra_op.shard import Sharded, read_off
+from autopar.ir.canonical import canonical_key
+from autopar.mesh import Cluster, LogicalMesh, Sharding
+from autopar.options import Options
+from autopar.search.pins import RestrictStage, unrestricted
+
+
+@dataclass(slots=True)
+class Solved:
+    """Stages that have been sharded, so that equal ones are solved once: key -> the stage that was."""
+
+    known: dict[Hashable, StagePlan] = field(default_factory=dict)
+
+
+def best_stage(
+    program: StageProgram,
+    candidates: Sequence[LogicalMesh],
+    cluster: Cluster,
+    options: Options,
+    solved: Solved,
+    restrict: RestrictStage = unrestricted,
+    all_again: bool = False,
+) -> StagePlan:
+    """A stage on the logical mesh on which it is fastest; `all_again` as of `solve_stage`.
+
+    Raises:
+        InfeasibleError: It fits on none.
+        ConstraintError: None has the axes that the user's constraints name.
+    """
+    found: list[StagePlan] = []
+    failure: AutoparError | None = None
+    for mesh in candidates:
+        try:
+            further, key = restrict(program, mesh)
+            found.append(solve_stage(program, mesh, cluster, options, solved, further, key, all_again))
+        except (InfeasibleError, ConstraintError) as error:
+            failure = error
+    if not found:
+        assert failure is not None, "a stage has at least one mesh to try"
+        raise failure
+    return min(found, key=lambda s: (stage_seconds(s), len(s.mesh.shape)))
+
+
+def solve_stage(
+    program: StageProgram,
+    mesh: LogicalMesh,
+    cluster: Cluster,
+    options: Options,
+    solved: Solved,
+    restrict: Restrict | None = None,
+    pins: Hashable = (),
+    all_again: bool = False,
+    gap: float = STAGE_GAP,
+) -> StagePlan:
+    """Shard a stage, or take over the choices of an equal one.
+
+    Args:
+        program: The stage.
+        mesh: Its logical mesh.
+        cluster: The machine.
+        options: Solver, time limit, memory budget.
+        solved: Stages solved before; extended.
+        restrict: Forbids choices.
+        pins: Tells restrictions apart.
+        all_again: Whether what its forward pass makes is not to count as memory, for it may run again.
+        gap: Part of its cost by which it may miss the least.
+
+    Raises:
+        InfeasibleError: It does not fit.
+    """
+    key = (
+        canonical_key(program.jaxpr),
+        tuple(sorted(program.aliases.items())),
+        tuple(sorted((k, tuple(sorted(d))) for k, d in program.batch.items())),
+        len(program.stacked),
+        mesh,
+        restrict is None,
+        pins,
+        gap,
+        options.memory_budget_bytes,
+        all_again,
+    )
+    if key in solved.known:
+        return take_over(program, solved.known[key], cluster)
+    made = plan_stage(program, mesh, cluster.device, options, restrict, all_again, gap)
+    solved.known[key] = made
+    return made
+
+
+def take_over(program: StageProgram, like: StagePlan, cluster: Cluster) -> StagePlan:
+    """An equal stage under the same choices; nothing is solved."""
+    if like.program is program:
+        return like
+    old = like.sharded
+    sharded = read_choices(program, like.mesh, cluster, old.choices, old)
+    return lower_stage(program, like.mesh, cluster.device, sharded)
+
+
+def read_choices(
+    program: StageProgram, mesh: LogicalMesh, cluster: Cluster, choices: Sequence[int], like: Sharded
+) -> Sharded:
+    """A stage's joint program under given choices."""
+    graph = build_graph(program.jaxpr, mesh, program.aliases, dict(program.batch))
+    assert len(graph.nodes) == len(choices), "the stages are not equal"
+    problem = build_problem(graph, cluster.device, like.class_of, like.allowed.masks)
+    donated = [k in program.aliases.values() for k in range(len(program.jaxpr.invars))]
+    return read_off(
+        program.jaxpr, graph, choices, like.class_of, problem, like.solution, like.allowed, cluster.device, donated
+    )
+
+
+def given_choices(
+    program: StageProgram, mesh: LogicalMesh, cluster: Cluster, choices: Sequence[int], cost: Any
+) -> Sharded:
+    """A stage's joint program under choices from elsewhere, of which nothing more is known.
+
+    Raises:
+        AssertionError: They are not choices of this program.
+    """
+    graph = build_graph(program.jaxpr, mesh, program.aliases, dict(program.batch))
+    fitting = len(graph.nodes) == len(choices) and all(
+        k < node.num_choices for k, node in zip(choices, graph.nodes, strict=True)
+    )
+    assert fitting, f"{len(choices)} choices for {len(graph.nodes)} decisions, or one out of range"
+    class_of = list(range(len(graph.nodes)))
+    problem = build_problem(graph, cluster.device, class_of)
+    seconds = problem.cost(choices)
+    solution = Solution(tuple(choices), seconds, seconds * (1 - cost.optimality_gap), cost.solver_status, "file")
+    donated = [k in program.aliases.values() for k in range(len(program.jaxpr.invars))]
+    return read_off(program.jaxpr, graph, choices, class_of, problem, solution, Allowed(), cluster.device, donated)
+
+
+def stage_seconds(stage: StagePlan) -> float:
+    """Time of all runs of a stage in one step."""
+    return sum(t.seconds * (stage.program.count if t.task.is_in_loop else 1) for t in stage.tasks)
+
+
+class SameStacks:
+    """The parts of one stack shall lie alike on their stages: then they are one array to the user."""
+
+    def __init__(self, cut: CutStep):
+        arguments = cut.program.jaxpr.invars
+        self.stack_of = {
+            arguments[at]: k for k, parts in enumerate(cut.stacks.inputs) if len(parts) > 1 for at in parts
+        }
+        self.chosen: dict[int, tuple[LogicalMesh, Sharding]] = {}
+
+    def pins(self, program: StageProgram, stage: StagePlan) -> dict[int, Sharding]:
+        """Of a stage with an argument that lies otherwise than the parts before it: position -> how those lie."""
+        known = {
+            at: self.chosen[self.stack_of[var]]
+            for at, var in program.arguments.items()
+            if self.stack_of.get(var, -1) in self.chosen
+        }
+        same_mesh = all(mesh == stage.mesh for mesh, _ in known.values())
+        differs = any(sharding != stage.sharded.input_sharding(at) for at, (_, sharding) in known.items())
+        return {at: sharding for at, (_, sharding) in known.items()} if same_mesh and differs else {}
+
+    def add(self, program: StageProgram, stage: StagePlan) -> None:
+        """Remember how the parts of a stage lie."""
+        for at, var in program.arguments.items():
+            if var in self.stack_of and at in program.aliases.values():
+                self.chosen.setdefault(self.stack_of[var], (stage.mesh, stage.sharded.input_sharding(at)))
+
+
+def pinned(pins: Mapping[int, Sharding], further: Restrict | None, reason: str = "its stack lies so") -> Restrict:
+    """A restriction that lays arguments, by position, out as given, and what is `further` restricted."""
+
+    def restrict(graph: Graph, allowed: Allowed) -> None:
+        for at, sharding in pins.items():
+            node = graph.nodes[graph.inputs[at]]
+            allowed.only(node, [s == sharding for s in node.shardings], ("pinned", sharding), reason)
+        if further is not None:
+            further(graph, allowed)
+
+    return restrict

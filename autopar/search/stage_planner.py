@@ -1,0 +1,219 @@
+"""The pipelines that a method asks for, and the plan of one.
+
+In:     a traced step, a method that fixes stages.
+Out:    `Plan`.
+Method: `PipelineParallel` and `ThreeD` fix the number of stages and their submeshes; borders are where the work is
+        balanced and little is sent, or where the user's `mark_stage` stands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Hashable, Sequence
+
+import jax
+
+from autopar.errors import DeviceCountError, InfeasibleError, PipelineError, warn
+from autopar.inter_op.chain import balanced_borders
+from autopar.inter_op.cut import CutStep, check_stage_count, cut_step
+from autopar.inter_op.stage_program import StageProgram
+from autopar.intra_op.graph import Graph
+from autopar.intra_op.restrict import Allowed, Restrict, restrict_to_axes
+from autopar.ir.program import Program
+from autopar.ir.source import is_backward
+from autopar.ir.trace.flatten import is_recomputed
+from autopar.ir.trace.state import Roles
+from autopar.mesh import Cluster, LogicalMesh, logical_meshes
+from autopar.search.methods import PipelineParallel, ThreeD
+from autopar.search.parts import even_parts, parts_apart
+from autopar.search.pipeline import plan_pipeline
+from autopar.search.solve_stages import Solved
+from autopar.search.uneven import uneven_text
+from autopar.streams.assemble import PipelinePlan
+from autopar.streams.schedules import find_schedule, num_chunks
+
+Report = Callable[[str], None]
+MICROBATCHES_PER_STAGE = 4
+
+
+def pipeline_of(
+    program: Program,
+    roles: Roles,
+    cluster: Cluster,
+    method: PipelineParallel | ThreeD,
+    report: Report = lambda text: None,
+) -> PipelinePlan:
+    """Plan the pipeline that a method asks for.
+
+    Raises:
+        DeviceCountError: The devices do not divide into the stages.
+        PipelineError: The step has fewer places to cut.
+        InfeasibleError: A stage does not fit.
+    """
+    options = method.options()
+    schedule = find_schedule(method.schedule)
+    if isinstance(method, PipelineParallel):
+        marked = _marked_stages(program, num_chunks(schedule))
+        num_stages = method.num_stages or (len(method.submeshes) if method.submeshes else marked) or 0
+        if num_stages == 0:
+            raise PipelineError(
+                "how many stages is not said.",
+                given="PipelineParallel() and no autopar.mark_stage in the step",
+                wrong="neither says where to cut.",
+                do="pass num_stages=....",
+                num_stages=0,
+            )
+    else:
+        num_stages = method.pipeline
+    num_stages *= num_chunks(schedule)
+    sizes = _submesh_sizes(method, num_stages // num_chunks(schedule), cluster) * num_chunks(schedule)
+    count = method.num_microbatches or default_microbatches(program, roles, num_stages // num_chunks(schedule))
+    meshes = [_meshes(method, cluster, size) for size in sizes]
+    solved = Solved()
+
+    def restrict(stage: StageProgram, mesh: LogicalMesh) -> tuple[Restrict | None, Hashable]:
+        return (_three_d(stage) if isinstance(method, ThreeD) else None), ()
+
+    def cut_in(parts: int) -> CutStep:
+        cut = cut_step(program, roles, parts, count, options.microbatch_semantics)
+        check_stage_count(cut, num_stages)
+        return cut
+
+    def plan(cut: CutStep, beat: float) -> PipelinePlan:
+        borders = balanced_borders(cut.chain, num_stages)
+        return plan_pipeline(cut, borders, meshes, cluster, schedule, options, solved, restrict, beat)
+
+    report(f"cutting {program.name} into {num_stages} stages, {count} microbatches")
+    cut = cut_in(num_stages)
+    parts = even_parts(cut, num_stages)
+    cut = cut if parts == cut.stacks.count else cut_in(parts)
+    if isinstance(method, PipelineParallel) and not (method.num_stages or method.submeshes):
+        _check_marks(cut, num_stages)
+    planned = _best_in_memory(program, roles, cut, cut_in, plan, report)
+    text = uneven_text(planned.cut, planned.borders, num_stages // num_chunks(schedule))
+    if text:
+        warn(f"{program.name}: {text}")
+    return planned
+
+
+def _best_in_memory(
+    program: Program,
+    roles: Roles,
+    cut: CutStep,
+    cut_in: Callable[[int], CutStep],
+    plan: Callable[[CutStep, float], PipelinePlan],
+    report: Report,
+) -> PipelinePlan:
+    """The plan of a cut; or of one whose layers are in no loop, if memory demands that some run again, and that is faster.
+
+    Raises:
+        InfeasibleError: Neither fits.
+    """
+    planned = failure = None
+    try:
+        planned = plan(cut, math.inf)
+    except InfeasibleError as error:
+        failure = error
+    parts = parts_apart(program, roles, planned)
+    finer = cut_in(parts) if parts not in (0, cut.stacks.count) else cut
+    if finer is not cut and finer.stacks.count == parts:
+        report(f"cutting {program.name} into {parts} layers, each by itself: memory demands that some run again")
+        beat = planned.seconds if planned is not None else math.inf
+        with contextlib.suppress(InfeasibleError):
+            other = plan(finer, beat)
+            planned = other if other.seconds < beat else planned
+    if planned is None:
+        assert failure is not None, "what was not planned does not fit"
+        raise failure
+    return planned
+
+
+def default_microbatches(program: Program, roles: Roles, num_stages: int) -> int:
+    """Four for each stage, or the most below that which divide the batch."""
+    sizes = [program.in_avals[k].shape[0] for k in roles.batch]
+    wanted = MICROBATCHES_PER_STAGE * num_stages if num_stages > 1 else 1
+    return next((m for m in range(wanted, 0, -1) if all(size % m == 0 for size in sizes)), 1)
+
+
+def _marked_stages(program: Program, chunks: int) -> int:
+    """How many stages, of so many chunks each, the marks make; 0: there are none.
+
+    Raises:
+        PipelineError: The chunks do not make whole stages.
+    """
+    marks = sum(
+        eqn.primitive.name == "mark_stage" and not is_backward(eqn) and not is_recomputed(eqn)
+        for eqn in program.jaxpr.eqns
+    )
+    if marks and (marks + 1) % chunks:
+        raise PipelineError(
+            "the marks do not make whole stages.",
+            given=f"{marks} autopar.mark_stage in the step, a schedule with {chunks} chunks on each stage",
+            wrong=f"{marks + 1} chunks do not divide into stages of {chunks}.",
+            do="add or drop a mark, or use another number of chunks.",
+            num_stages=0,
+        )
+    return (marks + 1) // chunks if marks else 0
+
+
+def _check_marks(cut: CutStep, num_stages: int) -> None:
+    """Every mark must be a place between stages.
+
+    Raises:
+        PipelineError: One is not.
+    """
+    found = len(cut.chain.marks) + 1
+    if found != num_stages:
+        raise PipelineError(
+            "not every mark stands between two stages.",
+            given=f"{num_stages - 1} autopar.mark_stage in the step",
+            wrong=f"only {found - 1} of them mark a value that one layer hands to the next: a mark on a parameter, on the "
+            "last value, or twice at one place is none.",
+            do="mark the activations between layers, or pass num_stages=....",
+            num_stages=num_stages,
+        )
+
+
+def _submesh_sizes(method: PipelineParallel | ThreeD, num_stages: int, cluster: Cluster) -> list[int]:
+    if isinstance(method, ThreeD):
+        sizes = [method.data * method.tensor] * num_stages
+        text = f"ThreeD(data={method.data}, tensor={method.tensor}, pipeline={method.pipeline})"
+    else:
+        sizes = list(method.submeshes or [cluster.num_devices // num_stages] * num_stages)
+        text = f"PipelineParallel(num_stages={num_stages}, submeshes={method.submeshes})"
+    if sum(sizes) != cluster.num_devices or min(sizes) < 1:
+        raise DeviceCountError(
+            "the stages do not fit the cluster.",
+            given=f"{text} for {cluster.num_devices} devices",
+            wrong=f"they take {sum(sizes)} devices.",
+            do="choose numbers whose product (or sum, of submeshes) is the number of devices.",
+            wanted=sum(sizes),
+            available=cluster.num_devices,
+        )
+    return sizes
+
+
+def _meshes(method: PipelineParallel | ThreeD, cluster: Cluster, size: int) -> list[LogicalMesh]:
+    if isinstance(method, ThreeD):
+        inner = cluster.intra
+        outer = cluster.intra if method.data * method.tensor <= cluster.devices_per_host else cluster.inter
+        if method.tensor > cluster.devices_per_host:
+            inner = cluster.inter
+        return [LogicalMesh((method.data, method.tensor), axis_names=("data", "tensor"), links=(outer, inner))]
+    return logical_meshes(cluster, size)
+
+
+def _three_d(stage: StageProgram) -> Restrict:
+    def restrict(graph: Graph, allowed: Allowed) -> None:
+        restrict_to_axes(graph, allowed, "data", list(stage.aliases.values()))
+
+    return restrict
+
+
+def stage_devices(pipeline: PipelinePlan, devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
+    """The devices of each stage."""
+    return [
+        list(devices[first : first + stage.mesh.num_devices])
+        for stage, first in zip(pipeline.stages, pipeline.first_device, strict=True)
+    ]

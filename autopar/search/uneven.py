@@ -1,0 +1,74 @@
+"""Pipelines that are none: one stage has most of the work, because the step could not be cut where that would be.
+
+In:     a step that is cut, its borders.
+Out:    what to tell the user: which stage, which operation of it, and why that one stays whole; "" where all is well.
+Method: work is counted in operations, as borders were chosen by (`inter_op/chain.py`). What makes an uneven stage large is
+        its largest operation; loops are known to stay whole for the reasons that `ir/split/unstack.py` has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar._jax import JaxprEqn
+from autopar.inter_op.cut import CutStep
+from autopar.intra_op.sharded import describe
+from autopar.ir.structure import scan_parts, trip_count
+from autopar.ir.work import Work
+
+UNEVEN = 1.5
+"""Equal shares of the work that one stage may have."""
+
+
+def uneven_text(cut: CutStep, borders: Sequence[int], num_meshes: int) -> str:
+    """What is too large for the stages to be even; "": nothing, or the user's marks want it so.
+
+    Args:
+        cut: The step.
+        borders: First segment of each stage.
+        num_meshes: How many meshes there are: stage s works on mesh s modulo so many.
+    """
+    chain = cut.chain
+    if set(borders[1:]) <= set(chain.marks):
+        return ""
+    of_stage = np.add.reduceat(chain.work, borders)
+    of_mesh = np.array([of_stage[mesh::num_meshes].sum() for mesh in range(num_meshes)])
+    whole = float(of_mesh.sum())
+    mesh = int(of_mesh.argmax())
+    if of_mesh[mesh] * num_meshes <= UNEVEN * whole:
+        return ""
+    stage = mesh + num_meshes * int(of_stage[mesh::num_meshes].argmax())
+    last = borders[stage + 1] if stage + 1 < len(borders) else chain.num_segments
+    eqn, work = _largest(cut, borders[stage], last)
+    reason = _why_whole(cut, eqn)
+    return (
+        f"the stages are far from even: stage {stage} of {len(borders)} has {of_stage[stage] / whole:.0%} of the work, and the "
+        f"others wait for it. The largest operation of its forward pass, {work / whole:.0%} of the work, is one piece: "
+        + describe(eqn)
+        + (f"; {reason}." if reason else ".")
+    )
+
+
+def _largest(cut: CutStep, first: int, last: int) -> tuple[JaxprEqn, float]:
+    """The forward operation of most work in these segments (if there is none, the backward one), and its work."""
+    chain = cut.chain
+    works = Work().of_equations(chain.loop.eqns)
+    inside = [k for k, segment in enumerate(chain.segment) if first <= segment < last]
+    largest = max(inside, key=lambda k: (not chain.backward[k], works[k], -k))
+    return chain.loop.eqns[largest], float(works[largest])
+
+
+def _why_whole(cut: CutStep, eqn: JaxprEqn) -> str:
+    """Why a loop is not taken apart between layers; "": it is none, or it was."""
+    name = eqn.primitive.name
+    if name == "while":
+        return "how many turns a while loop takes is known only when it runs"
+    if name != "scan" or trip_count(eqn) < 2:
+        return ""
+    if not scan_parts(eqn).xs:
+        return "it runs over no stack of layers, such as weights that lax.scan takes as `xs`"
+    if cut.stacks.count < 2:
+        return "no weights are stacked that it alone reads, layer by layer: its turns share them, or they are also read whole"
+    return f"only scans over as many layers as another one are taken apart ({trip_count(eqn)} turns here)"

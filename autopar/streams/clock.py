@@ -1,0 +1,215 @@
+"""A pipeline on the clock: the simulator fed with the cost model, or with measured times; and what streams must keep.
+
+In:     streams, stages, the cluster.
+Out:    `Simulation`, `Timeline`, `Contract`; `check_order` judges a schedule before streams are written.
+Method: `simulate.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autopar.cost.transfer import transfer_seconds
+from autopar.errors import PipelineError
+from autopar.inter_op.stage_plan import StagePlan
+from autopar.inter_op.tasks import Tasks
+from autopar.mesh import Cluster, Link
+from autopar.streams.check import Contract
+from autopar.streams.emit import Streams
+from autopar.streams.instructions import Instruction, Run, Send
+from autopar.streams.schedules import Schedule, Step, num_chunks
+from autopar.streams.schedules.schedule import clocks
+from autopar.streams.simulate import Simulation, simulate
+from autopar.streams.timeline import Event, Timeline
+
+
+def check_order(order: Sequence[Sequence[Step]], schedule: Schedule, tasks: Tasks, num_stages: int) -> None:
+    """A schedule must do every step of every stage once, in an order in which no stage waits for ever.
+
+    Raises:
+        PipelineError: It does not; names the first step that is missing, done twice, or waited for in a circle.
+    """
+    num_meshes, count = len(order), tasks.split.count
+    wanted = {
+        (kind, k, stage)
+        for stage in range(num_stages)
+        for kind, eqns in (("F", tasks.forward), ("B", tasks.backward), ("W", tasks.weight))
+        if eqns[stage]
+        for k in range(count)
+    }
+    done: set[tuple[str, int, int]] = set()
+    wrong = ""
+    for mesh, steps in enumerate(order):
+        for step in steps:
+            key = (step.kind, step.microbatch, step.chunk * num_meshes + mesh)
+            if key in done:
+                wrong = wrong or f"mesh {mesh} does {step} twice."
+            if not 0 <= step.microbatch < count:
+                wrong = wrong or f"mesh {mesh} does {step}, and there are {count} microbatches."
+            done.add(key)
+    missing = sorted(wanted - done)
+    if missing:
+        kind, k, stage = missing[0]
+        wrong = wrong or f"stage {stage} never does {kind}{k}, microbatch {k} {_MEANING[kind]}."
+    if num_meshes * num_chunks(schedule) != num_stages:
+        wrong = f"its order is for {num_meshes} meshes, there are {num_stages // num_chunks(schedule)}."
+    if not wrong:
+        try:
+            clocks(order)
+        except ValueError as error:
+            wrong = str(error)
+    if wrong:
+        raise PipelineError(
+            "the schedule does not carry out the step.",
+            given=f"schedule {schedule.name!r}, {num_stages} stages, {count} microbatches",
+            wrong=wrong,
+            do='use "1f1b" (a step without gradients: "inference"), or mend order(num_stages, num_microbatches).',
+            num_stages=num_stages,
+        )
+
+
+_MEANING = {"F": "forward", "B": "backward", "W": "backward, the weights' half"}
+
+
+def contract_of(streams: Streams, num_microbatches: int) -> Contract:
+    """What the streams must keep, told from the programs and not from the streams."""
+    number = next(iter(streams.numbers.values()), None)
+    number_key = streams.buffers[number].key if number is not None else None
+
+    def operands(name: str) -> list[tuple[str, object]]:
+        plan = streams.programs[name]
+        found = [(b.slot.kind, b.slot.key) for b in (*plan.inputs, *plan.written_rows)]
+        return found + [("number", number_key)] * plan.needs_number
+
+    given: dict[int, list[int]] = {mesh: [] for mesh in streams.instructions}
+    for at in (*streams.arguments.values(), *streams.pieces.values(), *streams.numbers.values()):
+        given[streams.buffers[at].mesh].append(at)
+    runs = [
+        (name, k)
+        for name, plan in streams.programs.items()
+        for k in range(num_microbatches if plan.task.is_in_loop else 1)
+    ]
+    return Contract(
+        given,
+        [at for at in streams.results if at is not None],
+        {name: operands(name) for name in streams.programs},
+        {name: [(b.slot.kind, b.slot.key) for b in plan.outputs] for name, plan in streams.programs.items()},
+        [(b.kind, b.key, b.microbatch) for b in streams.buffers],
+        [b.mesh for b in streams.buffers],
+        runs,
+        [b.num_bytes for b in streams.buffers],
+    )
+
+
+def simulate_streams(
+    streams: Streams,
+    stages: Sequence[StagePlan],
+    first_device: Sequence[int],
+    cluster: Cluster,
+) -> Simulation:
+    """The streams on the clock of the cost model."""
+
+    def message_seconds(mesh: int, send: Send) -> float:
+        link = link_between(first_device, stages, mesh, send.peer, cluster)
+        total = sum(streams.buffers[b].total_bytes for b in send.buffers)
+        return transfer_seconds(total, stages[mesh].mesh.num_devices, stages[send.peer].mesh.num_devices, link)
+
+    held: dict[int, list[int]] = {mesh: [] for mesh in streams.instructions}
+    for at in (*streams.arguments.values(), *streams.pieces.values()):
+        held[streams.buffers[at].mesh].append(at)
+    return simulate(
+        streams.instructions,
+        lambda run: streams.programs[run.program].seconds,
+        message_seconds,
+        [b.num_bytes for b in streams.buffers],
+        lambda run: streams.programs[run.program].working_bytes,
+        held,
+        lambda run: [run.inputs[k] for k in streams.overwritten[run.program]],
+    )
+
+
+def measured(streams: Streams, stages: Sequence[StagePlan], seconds: Mapping[tuple[int, int], float]) -> Timeline:
+    """The streams on the clock of measured times.
+
+    Args:
+        streams: What the meshes do.
+        stages: Each on its mesh.
+        seconds: Of each instruction, by (mesh, position), run alone.
+    """
+    of_run = {
+        (i.program, i.microbatch): seconds[mesh, at]
+        for mesh, stream in streams.instructions.items()
+        for at, i in enumerate(stream)
+        if isinstance(i, Run)
+    }
+    of_message = {
+        i.message: seconds[mesh, at]
+        for mesh, stream in streams.instructions.items()
+        for at, i in enumerate(stream)
+        if isinstance(i, Send)
+    }
+    simulation = simulate(
+        streams.instructions,
+        lambda run: of_run[run.program, run.microbatch],
+        lambda mesh, send: of_message[send.message],
+        [b.num_bytes for b in streams.buffers],
+        lambda run: streams.programs[run.program].working_bytes,
+    )
+    return timeline_of(streams, simulation)
+
+
+def recorded(
+    streams: Streams,
+    runs: Mapping[tuple[int, int], tuple[float, float]],
+    messages: Mapping[int, tuple[float, float]],
+) -> Timeline:
+    """A step as it was: when each program ran, and each message was under way.
+
+    Args:
+        streams: What the meshes do.
+        runs: When it began and ended, by (mesh, position in its stream); any clock, the same for all.
+        messages: When it was sent and had come, by number.
+    """
+    first = min((begin for begin, _ in (*runs.values(), *messages.values())), default=0.0)
+    events = []
+    for mesh, stream in streams.instructions.items():
+        for at, instruction in enumerate(stream):
+            span = runs.get((mesh, at))
+            if isinstance(instruction, Send):
+                span = messages.get(instruction.message)
+            if span is not None:
+                events += _events(streams, mesh, instruction, span[0] - first, span[1] - first)
+    return Timeline(tuple(sorted(events, key=lambda event: event.start)))
+
+
+def link_between(
+    first_device: Sequence[int], stages: Sequence[StagePlan], source: int, target: int, cluster: Cluster
+) -> Link:
+    """The link over which two stages' meshes are connected."""
+
+    def hosts(stage: int) -> set[int]:
+        first = first_device[stage]
+        return {d // cluster.devices_per_host for d in range(first, first + stages[stage].mesh.num_devices)}
+
+    same = hosts(source) == hosts(target) and len(hosts(source)) == 1
+    return cluster.intra if same else cluster.inter
+
+
+def timeline_of(streams: Streams, simulation: Simulation) -> Timeline:
+    """The simulated step as a timeline."""
+    events: list[Event] = []
+    for interval in simulation.intervals:
+        events += _events(streams, interval.mesh, interval.instruction, interval.start, interval.end)
+    return Timeline(tuple(events))
+
+
+def _events(streams: Streams, mesh: int, instruction: Instruction, start: float, end: float) -> list[Event]:
+    """An instruction's bar; of one that takes no time, none."""
+    match instruction:
+        case Run(program, stage, microbatch):
+            kind = streams.programs[program].task.kind
+            return [Event(program, "U" if kind == "init" else kind, stage, microbatch, mesh, start, end)]
+        case Send(buffers, peer):
+            microbatch = max(streams.buffers[buffers[0]].microbatch, 0) if buffers else 0
+            return [Event(f"to mesh {peer}", "transfer", mesh, microbatch, mesh, start, end)]
+    return []

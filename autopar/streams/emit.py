@@ -1,0 +1,368 @@
+"""From stages and a schedule to instruction streams.
+
+In:     the stages' tasks on their meshes, the order of their steps.
+Out:    `Streams`: per mesh its instructions, and what every buffer is.
+Method: each mesh runs its tasks in the schedule's order. After a task everything that another mesh reads of it is sent
+        there in one message, which the reader receives before its first task that reads any of it. A buffer is let go
+        of after its last reader.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar._jax import Var
+from autopar.inter_op.stage_plan import Border, StagePlan, TaskPlan, new_border
+from autopar.inter_op.stage_tasks import Slot
+from autopar.inter_op.tasks import Tasks
+from autopar.mesh import Sharding
+from autopar.streams.instructions import BufferId, Free, Instruction, MeshId, Recv, Run, Send, reads, writes
+from autopar.streams.schedules import Step
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffer:
+    """What a buffer holds.
+
+    Attributes:
+        border: The value, its type and how it lies on the mesh.
+        mesh: Where it is.
+        stage: Whose it is.
+        microbatch: Of which; -1: of none.
+    """
+
+    border: Border
+    mesh: MeshId
+    stage: int
+    microbatch: int
+
+    @property
+    def key(self) -> Var:
+        """The value's variable."""
+        return self.border.slot.key
+
+    @property
+    def kind(self) -> str:
+        """As of `Slot`."""
+        return self.border.slot.kind
+
+    @property
+    def num_bytes(self) -> int:
+        """On one device."""
+        return self.border.num_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """Of the whole array."""
+        return math.prod(self.border.shape) * np.dtype(self.border.dtype).itemsize
+
+
+@dataclass(frozen=True, eq=False)
+class Streams:
+    """A step as instructions.
+
+    Attributes:
+        instructions: Per mesh.
+        buffers: What each buffer is.
+        arguments: Buffers that hold arguments when the step begins: (argument's variable, stage) -> buffer.
+        pieces: The same for batch arguments in pieces.
+        numbers: (stage, microbatch) -> buffer of the microbatch's number.
+        results: For each result of the step its buffer; None: it is a constant.
+        programs: Program name -> its task.
+        overwritten: Program name -> positions of the operands whose memory its results take.
+    """
+
+    instructions: Mapping[MeshId, tuple[Instruction, ...]]
+    buffers: tuple[Buffer, ...]
+    arguments: Mapping[tuple[Var, int], BufferId]
+    pieces: Mapping[tuple[Var, int], BufferId]
+    numbers: Mapping[tuple[int, int], BufferId]
+    results: tuple[BufferId | None, ...]
+    programs: Mapping[str, TaskPlan]
+    overwritten: Mapping[str, tuple[int, ...]]
+
+
+def emit_instructions(
+    tasks: Tasks,
+    stages: Sequence[StagePlan],
+    order: Sequence[Sequence[Step]],
+    state: Sequence[Var],
+    donated: Collection[Var] = (),
+) -> Streams:
+    """Write the streams.
+
+    Args:
+        tasks: The step cut into stages.
+        stages: Each on its mesh; stage s is on mesh s modulo the number of meshes.
+        order: Steps per mesh; chunk c of mesh i is stage c times the number of meshes plus i.
+        state: Arguments that come back: they live at one stage, which sends them to the others that read them.
+        donated: Arguments whose memory new values may take.
+    """
+    return _Emitter(tasks, stages, order, state).emit(donated)
+
+
+@dataclass(frozen=True, slots=True)
+class _Event:
+    """A run to be emitted."""
+
+    stage: int
+    task: TaskPlan
+    microbatch: int
+
+
+_Channel = tuple[MeshId, int, int]
+"""Who sends (mesh and place among its runs) to which stage."""
+
+
+class _Emitter:
+    def __init__(
+        self, tasks: Tasks, stages: Sequence[StagePlan], order: Sequence[Sequence[Step]], state: Sequence[Var]
+    ):
+        self.tasks, self.stages, self.order, self.state = tasks, stages, order, dict.fromkeys(state)
+        self.num_meshes = len(order)
+        self.buffers: list[Buffer] = []
+        self.held: dict[tuple[int, str, Any, int], BufferId] = {}
+        self.streams: dict[MeshId, list[Instruction]] = {mesh: [] for mesh in range(self.num_meshes)}
+        self.arguments: dict[tuple[Var, int], BufferId] = {}
+        self.pieces: dict[tuple[Var, int], BufferId] = {}
+        self.numbers: dict[tuple[int, int], BufferId] = {}
+        self.message = 0
+
+    def mesh_of(self, stage: int) -> MeshId:
+        return stage % self.num_meshes
+
+    def emit(self, donated: Collection[Var]) -> Streams:
+        events = [self.events(mesh) for mesh in range(self.num_meshes)]
+        # Who makes what, and who reads it: messages are known before anything is written.
+        maker: dict[tuple[str, Any, int], tuple[MeshId, int]] = {}
+        own_values: list[set[tuple[str, Any, int]]] = [set() for _ in self.stages]
+        for mesh, own in enumerate(events):
+            for at, event in enumerate(own):
+                for border in event.task.outputs:
+                    if border.slot.kind in ("loop", "value"):
+                        name = self.name(border.slot, event.microbatch)
+                        own_values[event.stage].add(name)
+                        maker.setdefault(name, (mesh, at))
+        wanted: dict[_Channel, dict[tuple[str, Any, int], Border]] = {}
+        first_read: dict[_Channel, int] = {}
+        for own in events:
+            for at, event in enumerate(own):
+                for border in event.task.inputs:
+                    name = self.name(border.slot, event.microbatch)
+                    if border.slot.kind in ("loop", "value") and name not in own_values[event.stage]:
+                        channel = (*maker[name], event.stage)
+                        wanted.setdefault(channel, {}).setdefault(name, border)
+                        first_read[channel] = min(first_read.get(channel, at), at)
+        self.send_arguments(events)
+        numbers: dict[_Channel, int] = {}
+        for channel in wanted:
+            numbers[channel] = self.message
+            self.message += 1
+        for mesh, own in enumerate(events):
+            arriving: dict[int, list[_Channel]] = {}
+            for channel, at in first_read.items():
+                if self.mesh_of(channel[2]) == mesh:
+                    arriving.setdefault(at, []).append(channel)
+            leaving: dict[int, list[_Channel]] = {}
+            for channel in wanted:
+                if channel[0] == mesh:
+                    leaving.setdefault(channel[1], []).append(channel)
+            for at, event in enumerate(own):
+                for channel in arriving.get(at, ()):
+                    received = [self.new(border, channel[2], name[2]) for name, border in wanted[channel].items()]
+                    self.streams[mesh].append(Recv(tuple(received), channel[0], numbers[channel]))
+                self.run(event, mesh)
+                for channel in leaving.get(at, ()):
+                    buffers = tuple(self.held[(event.stage, *name)] for name in wanted[channel])
+                    self.streams[mesh].append(Send(buffers, self.mesh_of(channel[2]), numbers[channel]))
+        self.unread_state()
+        results = self.results()
+        kept = {b for b in results if b is not None}
+        programs = {t.task.name: t for stage in self.stages for t in stage.tasks}
+        return Streams(
+            {mesh: tuple(_with_frees(stream, kept)) for mesh, stream in self.streams.items()},
+            tuple(self.buffers),
+            self.arguments,
+            self.pieces,
+            self.numbers,
+            results,
+            programs,
+            {name: tuple(over) for name, over in self.overwritten(programs, kept, donated)},
+        )
+
+    def overwritten(
+        self, programs: Mapping[str, TaskPlan], kept: Collection[BufferId], donated: Collection[Var]
+    ) -> Iterator[tuple[str, list[int]]]:
+        """Operands whose memory a result of the same type takes: sums, rows, and in the update the state it replaces."""
+        for stream in self.streams.values():
+            last = {at: k for k, instruction in enumerate(stream) for at in reads(instruction)}
+            seen = set()
+            for k, instruction in enumerate(stream):
+                if not isinstance(instruction, Run) or instruction.program in seen:
+                    continue
+                seen.add(instruction.program)
+                kind, operands = programs[instruction.program].task.kind, instruction.inputs
+                free = [_type(self.buffers[at].border) for at in instruction.outputs]
+                found = []
+                for position, at in enumerate(operands):
+                    buffer = self.buffers[at]
+                    in_place = kind != "U" and buffer.kind in ("sum", "rows")
+                    replaced = kind == "U" and buffer.kind == "argument" and buffer.key in donated
+                    replaced = replaced and last[at] == k and at not in kept
+                    if (in_place or replaced) and _type(buffer.border) in free:
+                        free.remove(_type(buffer.border))
+                        found.append(position)
+                yield instruction.program, found
+
+    def events(self, mesh: MeshId) -> list[_Event]:
+        """The runs of a mesh, in order."""
+        own = range(mesh, len(self.stages), self.num_meshes)
+        found = []
+        for stage in own:
+            task = self.stages[stage].task("init")
+            if task is not None:
+                found.append(_Event(stage, task, -1))
+        for step in self.order[mesh]:
+            stage = step.chunk * self.num_meshes + mesh
+            task = self.stages[stage].task(step.kind)
+            if task is not None:
+                found.append(_Event(stage, task, step.microbatch))
+        updates = [(t.task.round, stage, t) for stage in own for t in self.stages[stage].tasks if t.task.kind == "U"]
+        return found + [_Event(stage, t, -1) for _, stage, t in sorted(updates, key=lambda u: u[:2])]
+
+    def name(self, slot: Slot, microbatch: int) -> tuple[str, Any, int]:
+        return slot.kind, slot.key, microbatch if slot.kind in ("loop", "number") else -1
+
+    def new(self, border: Border, stage: int, microbatch: int) -> BufferId:
+        """A new buffer, which holds the value from now on."""
+        slot = border.slot
+        self.buffers.append(Buffer(border, self.mesh_of(stage), stage, microbatch))
+        at = len(self.buffers) - 1
+        self.held[(stage, *self.name(slot, microbatch))] = at
+        return at
+
+    def run(self, event: _Event, mesh: MeshId) -> None:
+        task, microbatch, stage = event.task, event.microbatch, event.stage
+        inputs = [self.operand(border, stage, microbatch) for border in task.inputs]
+        # Rows are written in place: the task reads them too.
+        inputs += [self.held[(stage, *self.name(b.slot, microbatch))] for b in task.written_rows]
+        if task.needs_number:
+            inputs.append(self.number(stage, microbatch))
+        outputs = [self.new(border, stage, microbatch) for border in task.outputs]
+        self.streams[mesh].append(Run(task.task.name, stage, max(microbatch, 0), tuple(inputs), tuple(outputs)))
+
+    def number(self, stage: int, microbatch: int) -> BufferId:
+        """The buffer that holds the number of a microbatch."""
+        var = self.tasks.split.loop.invars[0]
+        key = (stage, "number", var, microbatch)
+        if key not in self.held:
+            at = self.new(self.untouched(Slot("number", var, var), stage), stage, microbatch)
+            self.numbers[stage, microbatch] = at
+        return self.held[key]
+
+    def operand(self, border: Border, stage: int, microbatch: int) -> BufferId:
+        key = (stage, *self.name(border.slot, microbatch))
+        if key not in self.held:
+            at = self.new(border, stage, key[3])
+            match border.slot.kind:
+                case "argument":
+                    self.arguments[border.slot.key, stage] = at
+                case "piece":
+                    outer = {inner: var for var, inner in self.stages[stage].program.stacks.values()}
+                    self.pieces[outer[border.slot.key], stage] = at
+                case "number":
+                    self.numbers[stage, microbatch] = at
+                case kind:
+                    raise AssertionError(f"{kind} {border.slot.key} is read by stage {stage} before it is there")
+        return self.held[key]
+
+    def send_arguments(self, events: Sequence[Sequence[_Event]]) -> None:
+        """State that several stages read is sent from where it lives, one message for each reader."""
+        home = self.tasks.update.home
+        wanted: dict[tuple[int, int], dict[Var, Border]] = {}
+        for own in events:
+            for event in own:
+                for border in event.task.inputs:
+                    var = border.slot.key
+                    if border.slot.kind == "argument" and var in self.state and home[var] != event.stage:
+                        wanted.setdefault((home[var], event.stage), {})[var] = border
+        for (source, stage), values in wanted.items():
+            sent = []
+            for var, border in values.items():
+                if (source, "argument", var, -1) not in self.held:
+                    self.arguments[var, source] = self.new(self.border_at_home(var, source) or border, source, -1)
+                sent.append(self.held[source, "argument", var, -1])
+            self.streams[self.mesh_of(source)].append(Send(tuple(sent), self.mesh_of(stage), self.message))
+            received = [self.new(border, stage, -1) for border in values.values()]
+            self.streams[self.mesh_of(stage)].append(Recv(tuple(received), self.mesh_of(source), self.message))
+            self.message += 1
+
+    def untouched(self, slot: Slot, stage: int) -> Border:
+        """A border of a value that no equation reads."""
+        aval = slot.key.aval
+        sharding = Sharding.replicated(len(aval.shape))
+        return new_border(slot, sharding, tuple(aval.shape), aval.dtype, self.stages[stage].mesh)
+
+    def border_at_home(self, var: Var, stage: int) -> Border | None:
+        """How an argument lies at a stage; None: the stage does not know it."""
+        plan = self.stages[stage]
+        at = next((at for at, argument in plan.program.arguments.items() if argument is var), None)
+        if at is None:
+            return None
+        sharding = plan.sharded.input_sharding(at)
+        return new_border(Slot("argument", var, var), sharding, tuple(var.aval.shape), var.aval.dtype, plan.mesh)
+
+    def unread_state(self) -> None:
+        """Old state that its stage does not read lies there all the same, as the new does."""
+        for stage, plan in enumerate(self.stages):
+            for at in plan.program.aliases.values():
+                var = plan.program.arguments[at]
+                border = self.border_at_home(var, stage)
+                if border is not None and (stage, "argument", var, -1) not in self.held:
+                    self.arguments[var, stage] = self.new(border, stage, -1)
+
+    def results(self) -> tuple[BufferId | None, ...]:
+        found: list[BufferId | None] = []
+        update = self.tasks.update
+        for k, atom in enumerate(self.tasks.jaxpr.outvars):
+            stage = update.outputs[k]
+            if hasattr(atom, "val"):
+                found.append(None)
+                continue
+            at = self.held.get((stage, "value", atom, -1))
+            if at is None:
+                at = self.arguments.get((atom, stage))
+            if at is None and (stage, "argument", atom, -1) not in self.held:
+                # An argument that no one reads is handed back as it came.
+                at = self.new(self.untouched(Slot("argument", atom, atom), stage), stage, -1)
+                self.arguments[atom, stage] = at
+            found.append(at)
+        return tuple(found)
+
+
+def _type(border: Border) -> tuple[Any, ...]:
+    """What two arrays have in common if one can take the other's memory."""
+    return border.shape, np.dtype(border.dtype), border.sharding
+
+
+def _with_frees(stream: Sequence[Instruction], kept: set[BufferId]) -> list[Instruction]:
+    """The stream, with every buffer let go of after its last reader."""
+    last: dict[BufferId, int] = {}
+    for k, instruction in enumerate(stream):
+        for buffer in (*writes(instruction), *reads(instruction)):
+            last[buffer] = k
+    ending: dict[int, list[BufferId]] = {}
+    for buffer, k in last.items():
+        if buffer not in kept:
+            ending.setdefault(k, []).append(buffer)
+    found: list[Instruction] = []
+    for k, instruction in enumerate(stream):
+        found.append(instruction)
+        if k in ending:
+            found.append(Free(tuple(sorted(ending[k]))))
+    return found

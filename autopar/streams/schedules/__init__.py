@@ -1,0 +1,58 @@
+"""Schedules: in which order the stages of a pipeline work through their microbatches, one file each.
+
+`SCHEDULES` names them. A schedule of one's own is a class with the two members of `Schedule`.
+"""
+
+from __future__ import annotations
+
+from autopar.errors import AutoparError
+from autopar.streams.schedules.gpipe import GPipe
+from autopar.streams.schedules.inference import Inference
+from autopar.streams.schedules.interleaved import Interleaved
+from autopar.streams.schedules.one_f_one_b import OneFOneB
+from autopar.streams.schedules.schedule import Schedule, Step, num_chunks, splits_backward
+from autopar.streams.schedules.zero_bubble import ZeroBubbleH1
+
+SCHEDULES: dict[str, Schedule] = {s.name: s for s in (GPipe(), OneFOneB(), Interleaved(), ZeroBubbleH1(), Inference())}
+
+
+def find_schedule(schedule: str | Schedule) -> Schedule:
+    """A schedule by name, or the user's own as it is.
+
+    Raises:
+        AutoparError: There is none of this name, or it is no schedule.
+    """
+    if isinstance(schedule, str):
+        if schedule not in SCHEDULES:
+            raise AutoparError(
+                "unknown schedule.",
+                given=f"schedule={schedule!r}",
+                wrong=f"autopar knows {', '.join(map(repr, SCHEDULES))}.",
+                do="name one of them, or pass an object with `name` and `order(num_stages, num_microbatches)`.",
+            )
+        return SCHEDULES[schedule]
+    if isinstance(schedule, type) or not hasattr(schedule, "name") or not hasattr(schedule, "order"):
+        raise AutoparError(
+            "this is no schedule.",
+            given=f"schedule={schedule!r}",
+            wrong="it is a class, not an object of it."
+            if isinstance(schedule, type)
+            else f"a {type(schedule).__name__} has no `name` and `order(num_stages, num_microbatches)`.",
+            do=f"name one of {', '.join(map(repr, SCHEDULES))}, or pass an object that has both.",
+        )
+    return schedule
+
+
+__all__ = [
+    "SCHEDULES",
+    "GPipe",
+    "Inference",
+    "Interleaved",
+    "OneFOneB",
+    "Schedule",
+    "Step",
+    "ZeroBubbleH1",
+    "find_schedule",
+    "num_chunks",
+    "splits_backward",
+]

@@ -1,0 +1,34 @@
+"""ZB-H1: the backward in two halves, of which the second waits for no one and fills the bubble.
+
+    stage 0  F0 F1 .  B0 W0 F2 B1 W1 F3 B2 W2 B3 W3             B: cotangents of what came in; W: of the weights
+    stage 1  .  F0 B0 F1 B1 W0 F2 B2 W1 F3 B3 W2 W3             4 microbatches, 2 stages
+
+Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, sec. 2.3. 1F1B, in which stage i does the weight half of a
+microbatch i microbatches later, so that every stage holds as many as the first one does under 1F1B. With F, B and W of
+equal length the bubble is a third of 1F1B's: (s - 1) (F + B - W) instead of (s - 1) (F + B + W).
+"""
+
+from __future__ import annotations
+
+from autopar.streams.schedules.one_f_one_b import OneFOneB
+from autopar.streams.schedules.schedule import Step
+
+
+class ZeroBubbleH1:
+    """1F1B with W put off by as many microbatches as the stage's number."""
+
+    name = "zb-h1"
+    splits_backward = True
+
+    def order(self, num_stages: int, num_microbatches: int) -> list[list[Step]]:
+        """1F1B's steps; behind backward k stands the weight half of microbatch k - i."""
+        found = []
+        for stage, steps in enumerate(OneFOneB().order(num_stages, num_microbatches)):
+            own = []
+            for step in steps:
+                own.append(step)
+                if step.kind == "B" and step.microbatch >= stage:
+                    own.append(Step("W", step.microbatch - stage))
+            own += [Step("W", k) for k in range(max(0, num_microbatches - stage), num_microbatches)]
+            found.append(own)
+        return found

@@ -1,0 +1,202 @@
+"""A simulator: the streams on a clock, and the bytes that each mesh holds at every moment.
+
+In:     streams, seconds per program, seconds per message, bytes per buffer, bytes a program works with.
+Out:    `Simulation`: every run and message with start and end, the length of the step, the peak per mesh.
+Method: each mesh does its instructions in order; a run takes its time, sending takes none of the mesh's, a message
+        arrives after its time and messages between two meshes go one after the other; receiving waits for the arrival.
+        A buffer is there from its run's start (or its message's sending) until it is let go of; one that is sent at
+        least until its message has arrived, however long that waits for those before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.streams.instructions import BufferId, Free, Instruction, MeshId, Recv, Run, Send
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Something that takes time.
+
+    Attributes:
+        mesh: Where; of a message the sender.
+        start: Seconds from the beginning of the step.
+        end: Likewise.
+        instruction: The `Run` or `Send`.
+    """
+
+    mesh: MeshId
+    start: float
+    end: float
+    instruction: Run | Send
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Simulation:
+    """A step on the clock.
+
+    Attributes:
+        seconds: Its length.
+        intervals: Runs and messages, by start.
+        peak_bytes: Per mesh, most bytes on one device.
+        busy_seconds: Per mesh, time spent in runs.
+    """
+
+    seconds: float
+    intervals: tuple[Interval, ...]
+    peak_bytes: Mapping[MeshId, int]
+    busy_seconds: Mapping[MeshId, float]
+
+
+def simulate(
+    streams: Mapping[MeshId, Sequence[Instruction]],
+    run_seconds: Callable[[Run], float],
+    message_seconds: Callable[[MeshId, Send], float],
+    buffer_bytes: Sequence[int],
+    working_bytes: Callable[[Run], int],
+    held: Mapping[MeshId, Sequence[BufferId]] | None = None,
+    overwritten: Callable[[Run], Sequence[BufferId]] = lambda run: (),
+) -> Simulation:
+    """Run the streams on a clock.
+
+    Args:
+        streams: Per mesh.
+        run_seconds: Length of a run.
+        message_seconds: Length of a message of a mesh.
+        buffer_bytes: Bytes of each buffer on one device.
+        working_bytes: Bytes that a run needs at most, its operands left out.
+        held: Per mesh, buffers that are there when the step begins.
+        overwritten: Operands of a run whose memory its results take.
+
+    Raises:
+        AssertionError: The streams wait for each other.
+    """
+    memory = {mesh: _Memory(buffer_bytes, (held or {}).get(mesh, ())) for mesh in streams}
+    return _Simulator(streams, run_seconds, message_seconds, working_bytes, overwritten, memory).simulation()
+
+
+class _Memory:
+    """What one mesh holds: bytes on one device, now and at most so far."""
+
+    def __init__(self, num_bytes: Sequence[int], held: Sequence[BufferId]):
+        self.num_bytes = num_bytes
+        self.alive = dict.fromkeys(held)
+        self.now = self.peak = self.sum(self.alive)
+        self.sent_until: dict[BufferId, float] = {}
+        self.leaving: dict[BufferId, None] = {}
+
+    def sum(self, buffers: Iterable[BufferId]) -> int:
+        return sum(self.num_bytes[b] for b in buffers)
+
+    def hold(self, buffers: Sequence[BufferId]) -> None:
+        new = dict.fromkeys(b for b in buffers if b not in self.alive)
+        self.alive |= new
+        self.now += self.sum(new)
+        self.touch(0)
+
+    def touch(self, further_bytes: int) -> None:
+        """So much more is there for a moment."""
+        self.peak = max(self.peak, self.now + further_bytes)
+
+    def drop(self, buffers: Iterable[BufferId]) -> None:
+        gone = [b for b in buffers if b in self.alive]
+        for b in gone:
+            del self.alive[b]
+        self.now -= self.sum(gone)
+
+    def send(self, buffers: Sequence[BufferId], until: float) -> None:
+        for b in buffers:
+            self.sent_until[b] = max(until, self.sent_until.get(b, 0.0))
+
+    def free(self, buffers: Sequence[BufferId], time: float) -> None:
+        """Let go of buffers: at once, or when what is sent of them has arrived."""
+        self.leaving |= dict.fromkeys(buffers)
+        self.pass_to(time)
+
+    def pass_to(self, time: float) -> None:
+        """Let go of what has been waiting for its message, and need not any longer."""
+        gone = [b for b in self.leaving if self.sent_until.get(b, 0.0) <= time]
+        for b in gone:
+            del self.leaving[b]
+        self.drop(gone)
+
+
+class _Simulator:
+    """The streams on their way through a step."""
+
+    def __init__(
+        self,
+        streams: Mapping[MeshId, Sequence[Instruction]],
+        run_seconds: Callable[[Run], float],
+        message_seconds: Callable[[MeshId, Send], float],
+        working_bytes: Callable[[Run], int],
+        overwritten: Callable[[Run], Sequence[BufferId]],
+        memory: Mapping[MeshId, _Memory],
+    ):
+        self.streams, self.memory, self.overwritten = streams, memory, overwritten
+        self.run_seconds, self.message_seconds, self.working_bytes = run_seconds, message_seconds, working_bytes
+        self.at, self.clock = dict.fromkeys(streams, 0), dict.fromkeys(streams, 0.0)
+        self.busy = dict.fromkeys(streams, 0.0)
+        self.arrived: dict[int, float] = {}
+        self.lanes: dict[tuple[MeshId, MeshId], float] = {}
+        self.intervals: list[Interval] = []
+        self.receiving = {
+            i.message: (mesh, i.buffers) for mesh, stream in streams.items() for i in stream if isinstance(i, Recv)
+        }
+
+    def simulation(self) -> Simulation:
+        for _ in range(sum(map(len, self.streams.values()))):
+            times = [(t, mesh) for mesh in self.streams if (t := self.ready(mesh)) is not None]
+            assert times, "the streams wait for each other"
+            self.advance(*min(times))
+        seconds = max([0.0, *(i.end for i in self.intervals)])
+        self.intervals.sort(key=lambda i: (i.start, i.mesh))
+        peaks = {mesh: memory.peak for mesh, memory in self.memory.items()}
+        return Simulation(seconds, tuple(self.intervals), peaks, self.busy)
+
+    def ready(self, mesh: MeshId) -> float | None:
+        """When the next instruction of a mesh can begin; None: not known yet, or none is left."""
+        if self.at[mesh] == len(self.streams[mesh]):
+            return None
+        instruction = self.streams[mesh][self.at[mesh]]
+        if isinstance(instruction, Recv):
+            arrived = self.arrived.get(instruction.message)
+            return None if arrived is None else max(self.clock[mesh], arrived)
+        return self.clock[mesh]
+
+    def advance(self, start: float, mesh: MeshId) -> None:
+        """Carry out the next instruction of a mesh. No later one of any mesh begins before it."""
+        for memory in self.memory.values():
+            memory.pass_to(start)
+        instruction = self.streams[mesh][self.at[mesh]]
+        self.at[mesh] += 1
+        match instruction:
+            case Run():
+                self.run(mesh, start, instruction)
+            case Send():
+                self.send(mesh, start, instruction)
+            case Recv():
+                self.clock[mesh] = start
+            case Free(buffers):
+                self.memory[mesh].free(buffers, start)
+
+    def run(self, mesh: MeshId, start: float, run: Run) -> None:
+        seconds, memory, gone = self.run_seconds(run), self.memory[mesh], self.overwritten(run)
+        self.intervals.append(Interval(mesh, start, start + seconds, run))
+        self.clock[mesh] = start + seconds
+        self.busy[mesh] += seconds
+        memory.drop(gone)
+        memory.touch(max(self.working_bytes(run), memory.sum(gone)))
+        memory.hold(run.outputs)
+
+    def send(self, mesh: MeshId, start: float, send: Send) -> None:
+        begin = max(start, self.lanes.get((mesh, send.peer), 0.0))
+        end = begin + self.message_seconds(mesh, send)
+        self.lanes[mesh, send.peer] = self.arrived[send.message] = end
+        self.intervals.append(Interval(mesh, begin, end, send))
+        self.memory[mesh].send(send.buffers, end)
+        if send.message in self.receiving:
+            peer, buffers = self.receiving[send.message]
+            self.memory[peer].hold(buffers)

@@ -1,0 +1,130 @@
+"""State, batch and what is donated."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopar.errors import BatchError
+from autopar.ir.trace.state import find_batch, find_roles
+from autopar.ir.trace.trace import trace_step
+
+
+def array(*shape, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+PARAMS = {"w": array(8, 8)}
+BATCH = {"x": array(16, 8)}
+SAMPLES = array(16, 8)
+KEY = array(2, dtype=jnp.uint32)
+
+
+def shrunk(params):
+    return jax.tree.map(lambda p: p * 0.9, params)
+
+
+def step(state, batch, n=1):
+    return shrunk(state), jnp.mean(batch["x"]) * n
+
+
+def autoencoder(params, x):
+    return shrunk(params), x @ params["w"], jnp.mean(x)
+
+
+def names(program, leaves):
+    return [program.in_paths[k] for k in leaves]
+
+
+def roles_of(fn, args, kwargs=None, batch="auto", donate="auto", **static):
+    program = trace_step(fn, args, kwargs, **static)
+    roles = find_roles(program, batch, donate)
+    donated = [k for k, gone in enumerate(roles.donated[: program.num_args]) if gone]
+    return names(program, roles.state), names(program, roles.batch), names(program, donated)
+
+
+@pytest.mark.parametrize("kwargs", [{}, {"batch": BATCH}, {"state": PARAMS, "batch": BATCH}])
+def test_positions_are_the_signatures(kwargs):
+    args = (PARAMS, BATCH)[: 2 - len(kwargs)]
+    assert roles_of(step, args, kwargs, 1, 0) == (["state/w"], ["batch/x"], ["state/w"])
+    assert roles_of(step, args, kwargs, 1, 1) == (["state/w"], ["batch/x"], ["batch/x"])
+
+
+def test_static_arguments_count():
+    found = roles_of(lambda mode, s, b: step(s, b, len(mode)), ("a", PARAMS, BATCH), None, 2, 1, static_argnums=0)
+    assert found == (["s/w"], ["b/x"], ["s/w"])
+
+
+def test_a_parameter_with_a_default_may_be_left_out():
+    assert roles_of(step, (PARAMS, BATCH), None, (1, 2)) == (["state/w"], ["batch/x"], ["state/w"])
+    with pytest.raises(BatchError, match="(?s)0 \\(args/0\\), 1 \\(args/1\\).*there is no argument 2"):
+        roles_of(lambda *args: step(*args), (PARAMS, BATCH), None, (1, 2))
+
+
+def test_the_batch_is_not_state():
+    """Its reconstruction has its shape; it was donated, and gone after the first step."""
+    for batch in ("auto", 1):
+        assert roles_of(autoencoder, (PARAMS, SAMPLES), None, batch) == (["params/w"], ["x"], ["params/w"])
+    denoise = roles_of(lambda p, x, y: (*autoencoder(p, x), y.mean()), (PARAMS, SAMPLES, array(16, 3)))
+    assert denoise == (["p/w"], ["x", "y"], ["p/w"])
+    tree = roles_of(lambda p, b: (shrunk(p), shrunk(b)), (PARAMS, BATCH), None, 1)
+    assert tree == (["p/w"], ["b/x"], ["p/w"])
+
+
+def test_an_array_after_state_is_state_beside_a_batch():
+    """Raw random keys, momentum: another leading dim than the batch's."""
+
+    def train(params, key, batch):
+        return shrunk(params), jax.random.split(key)[0], jnp.mean(batch["x"])
+
+    state = ["params/w", "key"]
+    assert roles_of(train, (PARAMS, KEY, BATCH)) == (state, ["batch/x"], state)
+    assert roles_of(train, (PARAMS, jax.random.key(0), BATCH)) == (state, ["batch/x"], state)
+    momentum = lambda w, m, b: (w * m, m * 0.9, jnp.mean(b["x"]))  # noqa: E731
+    assert roles_of(momentum, (array(8, 8), array(8, 8), BATCH)) == (["w", "m"], ["b/x"], ["w", "m"])
+
+
+def test_two_that_may_be_the_batch():
+    fn = lambda p, pair, x: (shrunk(p), pair * 2, x * 2)  # noqa: E731
+    with pytest.raises(
+        BatchError, match="argument 1 \\(pair\\): leading dim 2; argument 2 \\(x\\): leading dim 16"
+    ) as e:
+        roles_of(fn, (PARAMS, array(2), SAMPLES))
+    assert e.value.candidates == {1: 2, 2: 16}
+    assert roles_of(fn, (PARAMS, array(2), SAMPLES), None, 2) == (["p/w", "pair"], ["x"], ["p/w", "pair"])
+
+
+def noise(key, p):
+    return jax.random.normal(jax.random.wrap_key_data(key), p.shape)
+
+
+def in_a_jit(key, p):
+    return jax.jit(noise)(key, p)
+
+
+def in_a_scan(key, p):
+    one = jax.checkpoint(lambda x, k: (x + noise(jax.random.key_data(jax.random.fold_in(key, k)), p), None))
+    return jax.lax.scan(one, p, jnp.arange(3))[0]
+
+
+def in_a_cond(key, p):
+    return jax.lax.cond(p[0, 0] > 0, lambda: noise(key, p), lambda: p)
+
+
+@pytest.mark.parametrize("random", [noise, in_a_jit, in_a_scan, in_a_cond])
+def test_a_key_of_integers_is_no_batch(random):
+    """`train_step(params, batch, rng)` with `jax.random.PRNGKey`, which has a leading dim of 2 and no samples."""
+    fn = lambda p, b, rng: (jax.tree.map(lambda w: w + random(rng, w), p), jnp.mean(b["x"]))  # noqa: E731
+    assert roles_of(fn, (PARAMS, BATCH, KEY)) == (["p/w"], ["b/x"], ["p/w"])
+    assert roles_of(lambda p, b, rng: fn(p, b, rng[0]), (PARAMS, BATCH, array(16, 2, dtype=jnp.uint32)))[1] == [
+        "b/x",
+        "rng",
+    ]
+
+
+def test_the_batch_of_what_is_known_not_to_be_state():
+    program = trace_step(lambda p, b: jnp.mean(b["x"] @ p["w"]), (PARAMS, BATCH))
+    assert find_batch(program, {0}) == (1,)
+    with pytest.raises(BatchError, match=r"0 \(p\): leading dim 8; argument 1 \(b\)"):
+        find_batch(program, ())

@@ -1,0 +1,91 @@
+"""The page of a plan: as a whole, and what is said once of what repeats."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+import jax
+import pytest
+from autopar.plan.words import bytes_text, seconds_text
+
+from autopar.report.page import collapse_paths, numbers_text, page_of, solver_text
+
+
+@pytest.mark.skipif(
+    not jax.__version__.startswith("0.10"), reason="of equal plans another solver release takes another"
+)
+def test_golden(plan, golden):
+    golden("plan_mlp", re.sub(r"(planning +).*", r"\1(masked)", str(plan)))
+
+
+def test_no_line_is_wider_than_the_page(plan):
+    assert all(len(line) <= 120 and line == line.rstrip() for line in str(plan).splitlines())
+
+
+def test_every_argument_is_on_the_page(plan):
+    arguments = page_of(plan).tables[0]
+    assert sum(int(row[4]) for row in arguments.rows) == sum(v.role != "activation" for v in plan.values)
+
+
+def test_collectives_add_up(plan):
+    rows = page_of(plan).tables[2].rows
+    assert sum(int(row[2]) for row in rows) == sum(c.times for c in plan.cost.collectives)
+
+
+def test_long_tables_show_their_largest_rows(plan):
+    value = next(v for v in plan.values if v.role == "state")
+    many = tuple(dataclasses.replace(value, name=f"state/{'abcdefg'[k % 7]}{'x' * k}") for k in range(60))
+    table = page_of(dataclasses.replace(plan, values=many)).tables[0]
+    assert len(table.rows) == 32 and table.note.startswith("and 28 smaller")
+
+
+def test_html_is_escaped_and_whole(plan):
+    html = dataclasses.replace(plan, name="<step>")._repr_html_()
+    assert "&lt;step&gt;" in html and "<step>" not in html
+    assert html.count("<table>") == html.count("</table>") == 4 and "all-" in html
+
+
+@pytest.mark.parametrize(
+    "paths, merged",
+    [
+        (["a/0/w", "a/1/w", "a/2/w"], ["a/{0..2}/w"]),
+        (["a/0/w", "b/1/w"], ["a/0/w", "b/1/w"]),
+        (["Dense_0/w", "Dense_3/w", "Conv_1/w"], ["Dense_{0,3}/w", "Conv_1/w"]),
+        (["m/0/l/0", "m/0/l/1", "m/1/l/0", "m/1/l/1"], ["m/{0,1}/l/{0,1}"]),
+        (["x", "y"], ["x", "y"]),
+        (["l/01", "l/02"], ["l/01", "l/02"]),
+    ],
+)
+def test_collapse_paths(paths, merged):
+    found = collapse_paths([(path, "same") for path in paths])
+    assert [path for path, _, _ in found] == merged
+    assert sum(count for _, _, count in found) == len(paths)
+
+
+def test_collapse_keeps_what_differs_apart():
+    assert [p for p, _, _ in collapse_paths([("l/0", "a"), ("l/1", "b"), ("l/2", "a")])] == ["l/{0,2}", "l/1"]
+
+
+def test_numbers():
+    assert numbers_text([5, 1, 2, 3, 8, 9]) == "1..3,5,8,9"
+
+
+@pytest.mark.parametrize(
+    "number, text", [(0, "0 B"), (999, "999 B"), (1024, "1.02 kB"), (80e9, "80.0 GB"), (999_999, "1.00 MB")]
+)
+def test_bytes(number, text):
+    assert bytes_text(number) == text
+
+
+@pytest.mark.parametrize(
+    "seconds, text", [(0, "0 s"), (1e-6, "1.00 us"), (0.0123, "12.3 ms"), (61, "61.0 s"), (-2e-3, "-2.00 ms")]
+)
+def test_seconds(seconds, text):
+    assert seconds_text(seconds) == text
+
+
+def test_the_solver_is_quoted_honestly():
+    assert "optimal" in solver_text("optimal", 0.0)
+    assert solver_text("feasible", 0.031) == "feasible: at most 3.10% above the cheapest on this mesh"
+    assert "no bound" in solver_text("feasible", float("inf"))

@@ -1,0 +1,214 @@
+"""Recomputation as a planned choice: only where memory demands it, only as much, seen, fixed, saved, and kept to."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import numpy as np
+import pytest
+
+import autopar
+from autopar import PipelineParallel
+from autopar.errors import AutoparError, InfeasibleError, PipelineError
+from autopar.report.page import page_of
+from tests.small_transformer import arguments, train_step
+from tests.sweep import QUICK, SLOW
+
+NUM_STAGES, NUM_LAYERS, COUNT = 4, 4, 8
+ARGUMENTS = {kind: arguments(kind, NUM_LAYERS, batch=32) for kind in ("unrolled", "scan")}
+LEVELS = {"cheap": 0.0, "all": math.inf}
+
+
+def make_step(num_stages=NUM_STAGES, cluster=None, **method):
+    cluster = cluster or autopar.Cluster(1, num_stages, SLOW, QUICK)
+    method = PipelineParallel(num_stages=num_stages, num_microbatches=COUNT, **method)
+    return autopar.parallelize(train_step, cluster=cluster, method=method, batch_argnums=(1,))
+
+
+@functools.cache
+def planned(kind, schedule="1f1b", recompute="auto", budget=None):
+    step = make_step(schedule=schedule, recompute=recompute, memory_budget_bytes=budget)
+    return step.plan(*ARGUMENTS[kind])
+
+
+def levels(plan):
+    return tuple(stage.recomputed.level for stage in plan.stages)
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_without_need_nothing_heavy_runs_again(kind):
+    plan, plenty = planned(kind), planned(kind, budget=10**9)
+    assert levels(plan) == levels(plenty) == (0.0,) * NUM_STAGES
+    assert plan.cost.step_seconds == plenty.cost.step_seconds and plan.streams == plenty.streams
+    assert plan.stages == planned(kind, recompute="cheap").stages
+    assert not any(stage.recomputed.operations or stage.recomputed.seconds for stage in plan.stages)
+    assert "recompute" not in str(plan) and all(stage.recomputed.kept_bytes > 0 for stage in plan.stages)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_only_stages_that_do_not_fit_run_more_again(kind, schedule):
+    """Under 1F1B the first holds the most microbatches; under GPipe all hold the same."""
+    plenty = planned(kind, schedule)
+    peaks = sorted(set(plenty.cost.peak_bytes))
+    for budget in [peaks[-1] - 1, *((a + b) // 2 for a, b in zip(peaks, peaks[1:], strict=False))]:
+        plan = planned(kind, schedule, budget=budget)
+        assert max(plan.cost.peak_bytes) <= budget
+        needs = [peak > budget for peak in plenty.cost.peak_bytes]
+        assert [level > 0 for level in levels(plan)] == needs
+        assert [stage.recomputed.seconds > 0 for stage in plan.stages] == needs
+        assert plan.cost.step_seconds >= plenty.cost.step_seconds
+        for stage, before in zip(plan.stages, plenty.stages, strict=True):
+            kept = stage.recomputed.kept_bytes + stage.recomputed.saved_bytes
+            assert kept == before.recomputed.kept_bytes
+    if schedule == "1f1b":
+        assert levels(planned(kind, budget=peaks[-1] - 1))[1:] == (0.0,) * (NUM_STAGES - 1)
+
+
+def test_the_least_level_that_fits():
+    """Less is kept at each lower budget, and never more run again than that needs."""
+    first = planned("unrolled").cost.peak_bytes[0]
+    seen = {}
+    for part in (0.95, 0.85, 0.75, 0.67):
+        plan = planned("unrolled", budget=int(part * first))
+        seen[levels(plan)[0]] = plan.stages[0].recomputed
+    assert len(seen) > 1 and list(seen) == sorted(seen)
+    kept = [recomputed.kept_bytes for recomputed in seen.values()]
+    operations = [recomputed.operations for recomputed in seen.values()]
+    assert kept == sorted(kept, reverse=True) and operations == sorted(operations)
+
+
+@pytest.mark.parametrize("recompute", ["auto", "cheap", "all"])
+def test_what_fits_in_no_way(recompute):
+    budget = 100_000
+    with pytest.raises(InfeasibleError, match="memory budget(.*\n)*.*alive") as caught:
+        planned("unrolled", recompute=recompute, budget=budget)
+    assert caught.value.needed_bytes > budget == caught.value.budget_bytes
+
+
+def test_cheap_forbids_more():
+    budget = max(planned("scan").cost.peak_bytes) - 1
+    assert max(planned("scan", budget=budget).cost.peak_bytes) <= budget
+    with pytest.raises(InfeasibleError, match="memory budget"):
+        planned("scan", recompute="cheap", budget=budget)
+
+
+@pytest.mark.parametrize("recompute", ["all", ("all", "cheap", 40.0, "cheap")])
+def test_levels_can_be_fixed(recompute):
+    plan = planned("unrolled", recompute=recompute)
+    wanted = recompute if isinstance(recompute, tuple) else (recompute,) * NUM_STAGES
+    assert levels(plan) == tuple(LEVELS.get(level, level) for level in wanted)
+
+
+def test_what_the_planner_found_can_be_fixed():
+    found = planned("unrolled", budget=int(0.7 * planned("unrolled").cost.peak_bytes[0]))
+    fixed = planned("unrolled", recompute=levels(found))
+    assert any(levels(found)) and fixed.stages == found.stages and fixed.streams == found.streams
+
+
+def test_mistakes():
+    with pytest.raises(AutoparError, match="unknown level(.*\n)*.*'most' is no level"):
+        PipelineParallel(num_stages=2, recompute="most")
+    with pytest.raises(AutoparError, match="unknown level"):
+        autopar.ThreeD(recompute=("all", -1.0))
+    with pytest.raises(AutoparError, match="before the stages are known"):
+        autopar.Auto(recompute=("all", "cheap"))
+    with pytest.raises(PipelineError, match="another number of stages") as caught:
+        planned("unrolled", recompute=("all", "cheap"))
+    assert caught.value.num_stages == NUM_STAGES
+
+
+def test_the_page_tells():
+    plan = planned("unrolled", recompute=("all", "cheap", 40.0, "cheap"))
+    facts = dict(page_of(plan).facts)
+    assert facts["recomputed"].startswith("recompute=('all', 'cheap', 40, 'cheap'); ")
+    table = page_of(plan).tables[0]
+    kept, again = table.columns.index("kept in flight"), table.columns.index("run again")
+    assert [row[again] == "what is cheap" for row in table.rows] == [False, True, False, True]
+    assert table.rows[0][kept].startswith("0 B, not ") and "operations" in table.rows[0][again]
+    assert "recomputed" in plan.diff(planned("unrolled"))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_plan_file(tmp_path, schedule):
+    """Nothing is lost, and the same programs come of it."""
+    plan = planned("unrolled", schedule, ("all", "cheap", 40.0, "all"))
+    plan.save(tmp_path / "plan.json")
+    loaded = autopar.Plan.load(tmp_path / "plan.json")
+    assert loaded.stages == plan.stages and str(loaded) == str(plan)
+    cluster = autopar.Cluster.local(jax.devices()[:NUM_STAGES], device=SLOW, intra=QUICK)
+    step = make_step(cluster=cluster, schedule=schedule, recompute=("all", "cheap", 40.0, "all"))
+    made = step.plan(*ARGUMENTS["unrolled"])
+    made.save(tmp_path / "local.json")
+    loaded = autopar.Plan.load(tmp_path / "local.json")
+    again = make_step(cluster=cluster, schedule=schedule).compile(*ARGUMENTS["unrolled"], plan=loaded)
+    assert again.plan == made and again.plan.origin.pipeline.tasks.levels == levels(made)
+
+
+@pytest.mark.parametrize("kind", ARGUMENTS)
+def test_live_bytes_stay_below_the_predicted_peak(kind):
+    """Bytes of live arrays per device, looked at after every instruction."""
+    budget = int(0.7 * planned(kind).cost.peak_bytes[0])
+    cluster = autopar.Cluster.local(jax.devices()[:NUM_STAGES], device=SLOW, intra=QUICK)
+    compiled = make_step(cluster=cluster, memory_budget_bytes=budget).compile(*ARGUMENTS[kind])
+    assert any(levels(compiled.plan)) and max(compiled.plan.cost.peak_bytes) <= budget
+    pipeline = compiled.executable
+    arrays = [np.zeros(a.shape, a.dtype) for a in jax.tree.leaves(ARGUMENTS[kind])]
+    held = pipeline._begin(pipeline._split(arrays))
+    mesh_of = [b.mesh for b in compiled.plan.origin.pipeline.streams.buffers]
+    most = [0] * NUM_STAGES
+    for call in pipeline._calls:
+        call(held)
+        now = [0] * NUM_STAGES
+        for at, array in held.items():
+            if not array.is_deleted():
+                now[mesh_of[at]] += array.addressable_shards[0].data.nbytes
+        most = [max(a, b) for a, b in zip(most, now, strict=True)]
+    numbers = COUNT * 4  # the numbers of the microbatches, which live on from step to step
+    assert all(a <= b + numbers for a, b in zip(most, compiled.plan.cost.peak_bytes, strict=True))
+
+
+def test_compilers_keep_what_runs_again_late():
+    """Where layer inputs are kept the compiled backward pass holds one layer's values at a time, as predicted."""
+    cluster = autopar.Cluster.local(jax.devices()[:1], device=SLOW, intra=QUICK)
+
+    def compiled(recompute):
+        method = PipelineParallel(num_stages=1, num_microbatches=1, recompute=recompute)
+        step = autopar.parallelize(train_step, cluster=cluster, method=method, batch_argnums=(1,))
+        made = step.compile(*arguments("unrolled", 8, batch=64))
+        predicted = made.plan.origin.pipeline.streams.programs["stage0/B"].working_bytes
+        return predicted, made.programs["stage0/B"].memory_analysis().temp_size_in_bytes
+
+    of_layer, of_all = compiled(30.0), compiled("all")
+    assert of_layer[0] < of_all[0] / 3
+    assert of_layer[1] < of_all[1] / 2
+
+
+def test_three_d_takes_part():
+    def plan(**settings):
+        method = autopar.ThreeD(data=2, pipeline=2, num_microbatches=4, **settings)
+        cluster = autopar.Cluster(1, 4, SLOW, QUICK)
+        return autopar.parallelize(train_step, cluster=cluster, method=method, batch_argnums=(1,)).plan(
+            *ARGUMENTS["unrolled"]
+        )
+
+    peaks = plan().cost.peak_bytes
+    fitting = plan(memory_budget_bytes=max(peaks) - 1)
+    assert max(fitting.cost.peak_bytes) < max(peaks) and any(levels(fitting))
+
+
+def test_auto_finds_a_pipeline_where_none_fits_without():
+    cluster = autopar.Cluster(4, 1, SLOW, intra=QUICK, inter=autopar.Link(1e-5, 1e7))
+
+    def plan(recompute, budget):
+        method = autopar.Auto(memory_budget_bytes=budget, recompute=recompute)
+        step = autopar.parallelize(train_step, cluster=cluster, method=method, batch_argnums=(1,))
+        return step.plan(*arguments("unrolled", 8, batch=16))
+
+    budget = 450_000
+    with pytest.raises(InfeasibleError):
+        plan("cheap", budget)
+    found = plan("auto", budget)
+    assert len(found.stages) > 1 and any(levels(found)) and max(found.cost.peak_bytes) <= budget

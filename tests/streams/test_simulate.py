@@ -1,0 +1,330 @@
+"""The simulator: times and bytes of small streams by hand, of planned ones by the formulas; timelines and their traces."""
+
+from __future__ import annotations
+
+import functools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import autopar
+from autopar.streams.check import check_streams
+from autopar.streams.clock import contract_of, simulate_streams
+from autopar.streams.emit import emit_instructions
+from autopar.streams.instructions import Free, Recv, Run, Send
+from autopar.streams.schedules import find_schedule
+from autopar.streams.simulate import simulate
+from tests.small_mlp import train_step
+from tests.sweep import QUICK, SLOW
+
+SECONDS = {"a": 2.0, "b": 3.0, "c": 1.0, "d": 0.0}
+"""How long the programs of the streams below run."""
+
+
+def run(program, inputs=(), outputs=(), microbatch=0, stage=0):
+    return Run(program, stage, microbatch, inputs, outputs)
+
+
+def simulated(streams, num_bytes=(), working=0, message=1.0, held=None, overwritten=lambda run: ()):
+    num_buffers = 1 + max(b for s in streams.values() for i in s for b in _all_buffers(i))
+    return simulate(
+        streams,
+        lambda run: SECONDS[run.program],
+        lambda mesh, send: message if isinstance(message, float) else message[send.message],
+        num_bytes or [1] * num_buffers,
+        lambda run: working if isinstance(working, int) else working[run.program],
+        held,
+        overwritten,
+    )
+
+
+def _all_buffers(instruction):
+    return (*instruction.inputs, *instruction.outputs) if isinstance(instruction, Run) else instruction.buffers
+
+
+def spans(simulation):
+    """(mesh, what, start, end): a program by its name, a message by its number."""
+    return [
+        (i.mesh, getattr(i.instruction, "program", None) or i.instruction.message, i.start, i.end)
+        for i in simulation.intervals
+    ]
+
+
+# Times.
+
+
+def test_one_message():
+    streams = {
+        0: [run("a", (), (0,)), Send((0,), 1, 7), run("b", (0,), (1,)), Free((0, 1))],
+        1: [Recv((2,), 0, 7), run("b", (2,), (3,)), Free((2, 3))],
+    }
+    found = simulated(streams, message=0.5)
+    assert spans(found) == [(0, "a", 0, 2), (0, 7, 2, 2.5), (0, "b", 2, 5), (1, "b", 2.5, 5.5)]
+    assert found.seconds == 5.5 and found.busy_seconds == {0: 5, 1: 3}
+
+
+def test_receiving_waits_and_sending_does_not():
+    streams = {
+        0: [run("a", (), (0,)), Send((0,), 1, 0), run("c", (0,), (1,)), Send((1,), 1, 1), run("c", (1,), (2,))],
+        1: [run("b", (), (3,)), Recv((4,), 0, 0), run("c", (4,), (5,)), Recv((6,), 0, 1), run("c", (6,), (7,))],
+    }
+    quick, slow = simulated(streams, message=0.25), simulated(streams, message=10.0)
+    assert [s for s in spans(quick) if s[0] == 1] == [(1, "b", 0, 3), (1, "c", 3, 4), (1, "c", 4, 5)]
+    assert [s for s in spans(slow) if s[0] == 1] == [(1, "b", 0, 3), (1, "c", 12, 13), (1, "c", 22, 23)]
+    assert quick.busy_seconds == slow.busy_seconds == {0: 4, 1: 5}
+
+
+def test_messages_between_two_meshes_go_one_after_the_other():
+    streams = {
+        0: [run("d", (), (0, 1, 2)), Send((0,), 1, 0), Send((1,), 1, 1), Send((2,), 2, 2)],
+        1: [Recv((3,), 0, 0), Recv((4,), 0, 1), run("c", (3, 4), (5,)), Send((5,), 0, 3)],
+        2: [Recv((6,), 0, 2), run("c", (6,), (7,)), Send((7,), 1, 4)],
+    }
+    streams[0] += [Recv((8,), 1, 3), run("c", (8,), (9,))]
+    streams[1] += [Recv((10,), 2, 4), run("c", (10,), (11,))]
+    found = simulated(streams, message={0: 4.0, 1: 3.0, 2: 2.0, 3: 1.0, 4: 1.0})
+    messages = {what: (start, end) for _, what, start, end in spans(found) if isinstance(what, int)}
+    assert messages == {0: (0, 4), 1: (4, 7), 2: (0, 2), 3: (8, 9), 4: (3, 4)}
+    assert found.seconds == 10
+
+
+def test_received_in_another_order_than_sent():
+    streams = {
+        0: [run("c", (), (0, 1)), Send((0,), 1, 0), Send((1,), 1, 1)],
+        1: [Recv((2,), 0, 1), run("c", (2,), (3,)), Recv((4,), 0, 0), run("c", (4,), (5,))],
+    }
+    assert [s for s in spans(simulated(streams, message=2.0)) if s[0] == 1] == [(1, "c", 5, 6), (1, "c", 6, 7)]
+
+
+def test_streams_that_wait_for_each_other():
+    streams = {
+        0: [Recv((0,), 1, 1), run("a", (0,), (1,)), Send((1,), 1, 0)],
+        1: [Recv((2,), 0, 0), run("a", (2,), (3,)), Send((3,), 0, 1)],
+    }
+    with pytest.raises(AssertionError, match="wait for each other"):
+        simulated(streams)
+
+
+# Bytes.
+
+
+def test_bytes_by_hand():
+    streams = {
+        0: [
+            run("a", (0,), (1,)),  # 100 + 10
+            run("a", (1,), (2,)),  # 100 + 10 + 20
+            Free((1,)),
+            run("a", (0, 2), (3,)),  # 100 + 20 + 5
+            Free((2, 3)),
+        ]
+    }
+    num_bytes = [100, 10, 20, 5]
+    assert simulated(streams, num_bytes, held={0: (0,)}).peak_bytes == {0: 130}
+    assert simulated(streams, num_bytes, working={"a": 50}, held={0: (0,)}).peak_bytes == {0: 170}, "third: 120 + 50"
+    assert simulated({0: [run("a", (), (0,))]}, [7]).peak_bytes == {0: 7}
+    assert simulated({0: [], 1: [run("a", (), (0,))]}, [7], held={0: ()}).peak_bytes == {0: 0, 1: 7}
+
+
+def test_what_is_written_in_place_takes_no_more():
+    streams = {0: [run("a", (0,), (1,), 0), Free((0,)), run("a", (1,), (2,), 1), Free((1,)), run("c", (2,), (3,))]}
+    num_bytes = [40, 40, 40, 8]
+    assert simulated(streams, num_bytes, held={0: (0,)}).peak_bytes == {0: 80}
+
+    def in_place(run):
+        return run.inputs if run.program == "a" else ()
+
+    assert simulated(streams, num_bytes, held={0: (0,)}, overwritten=in_place).peak_bytes == {0: 48}
+    # The sum itself is part of what the program works with, and is counted once.
+    found = simulated(streams, num_bytes, {"a": 45, "c": 0}, held={0: (0,)}, overwritten=in_place)
+    assert found.peak_bytes == {0: 48}
+    found = simulated(streams, num_bytes, {"a": 60, "c": 0}, held={0: (0,)}, overwritten=in_place)
+    assert found.peak_bytes == {0: 60}
+
+
+def test_a_message_takes_room_from_its_sending():
+    streams = {
+        0: [run("c", (), (0,)), Send((0,), 1, 0), Free((0,)), run("b", (), (1,))],
+        1: [run("b", (), (2,)), Free((2,)), Recv((3,), 0, 0), run("c", (3,), (4,)), Free((3, 4))],
+    }
+    assert simulated(streams, [30, 1, 10, 30, 5]).peak_bytes == {0: 31, 1: 40}
+    later = {**streams, 1: [run("c", (), (2,)), Free((2,)), *streams[1][2:]]}
+    later[0] = [run("b", (), (1,)), *streams[0][:3]]
+    assert simulated(later, [30, 1, 10, 30, 5]).peak_bytes == {0: 31, 1: 35}
+
+
+def test_what_is_sent_stays_until_it_has_arrived():
+    """The second message waits for the first: its sender still has it while it goes on."""
+    streams = {
+        0: [run("c", (), (0,)), Send((0,), 1, 0), Free((0,)), run("c", (), (1,)), Send((1,), 1, 1), Free((1,))],
+        1: [Recv((3,), 0, 0), Free((3,)), Recv((4,), 0, 1), Free((4,))],
+    }
+    streams[0] += [run("b", (), (2,)), Free((2,))]  # from second 2 on
+    num_bytes = [30, 20, 10, 30, 20]
+    assert simulated(streams, num_bytes, message=0.0).peak_bytes == {0: 30, 1: 30}
+    assert simulated(streams, num_bytes, message=1.0).peak_bytes == {0: 50, 1: 50}, "0 until 2, 1 from 1 on"
+    assert simulated(streams, num_bytes, message=1.5).peak_bytes == {0: 60, 1: 50}, "0 until 2.5, 1 until 4"
+    assert simulated(streams, num_bytes, message={0: 0.5, 1: 9.0}).peak_bytes == {0: 50, 1: 30}, "0 until 1.5"
+
+
+def test_what_is_sent_twice_stays_until_both_have_arrived():
+    streams = {
+        0: [run("c", (), (0,)), Send((0,), 1, 0), Send((0,), 2, 1), Free((0,)), run("c", (), (1,)), run("c", (), (2,))],
+        1: [Recv((3,), 0, 0), Free((3,))],
+        2: [Recv((4,), 0, 1), Free((4,))],
+    }
+    num_bytes = [30, 1, 10, 30, 30]
+    assert simulated(streams, num_bytes, message={0: 3.0, 1: 0.5}).peak_bytes[0] == 41
+    assert simulated(streams, num_bytes, message={0: 0.5, 1: 1.0}).peak_bytes[0] == 31
+
+
+# Planned pipelines.
+
+
+@functools.cache
+def planned(num_stages, num_microbatches):
+    array = jax.ShapeDtypeStruct((64, 72), np.float32)
+    return autopar.parallelize(
+        train_step,
+        cluster=autopar.Cluster(1, num_stages, SLOW, QUICK),
+        method=autopar.PipelineParallel(num_stages=num_stages, num_microbatches=num_microbatches),
+        batch_argnums=(1,),
+    ).plan([jax.ShapeDtypeStruct((72, 72), np.float32)] * (2 * num_stages), {"x": array, "y": array})
+
+
+def under(plan, schedule):
+    """The streams of the same stages under another schedule, and their simulation."""
+    origin, pipeline = plan.origin, plan.origin.pipeline
+    order = find_schedule(schedule).order(len(plan.stages), plan.num_microbatches)
+    state = [origin.program.jaxpr.invars[k] for k in origin.roles.state]
+    donated = {v for v, d in zip(origin.program.jaxpr.invars, origin.roles.donated, strict=True) if d}
+    streams = emit_instructions(pipeline.tasks, pipeline.stages, order, state, donated)
+    return streams, simulate_streams(streams, pipeline.stages, pipeline.first_device, origin.cluster)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("s, m", [(2, 1), (2, 4), (2, 8), (3, 4), (4, 8)])
+def test_clocks_of_planned_streams(s, m, schedule):
+    streams, _ = under(planned(s, m), schedule)
+    found = simulate(
+        streams.instructions,
+        lambda run: float(run.program.endswith(("/F", "/B"))),
+        lambda mesh, send: 0.0,
+        [b.num_bytes for b in streams.buffers],
+        lambda run: 0,
+    )
+    assert found.seconds == 2 * (m + s - 1)
+    assert found.busy_seconds == dict.fromkeys(range(s), 2.0 * m)
+
+
+def test_peaks_of_schedules():
+    plan = planned(2, 8)
+    one, all_forward = under(plan, "1f1b")[1].peak_bytes, under(plan, "gpipe")[1].peak_bytes
+    assert one[0] < all_forward[0] and one[1] < all_forward[1]
+    assert plan.cost.peak_bytes == (one[0], one[1])
+
+
+@pytest.mark.parametrize("schedule, in_flight", [("gpipe", 8), ("1f1b", 2)])
+def test_residuals_in_flight(schedule, in_flight):
+    plan = planned(2, 8)
+    streams, _ = under(plan, schedule)
+    backward = plan.origin.pipeline.stages[0].task("B")
+    residuals = {b.slot.key: b.num_bytes for b in backward.inputs if b.slot.kind == "loop"}
+    from_forward = {b.slot.key for b in plan.origin.pipeline.stages[0].task("F").outputs} & set(residuals)
+    assert from_forward
+    found = simulate(
+        streams.instructions,
+        lambda run: 1.0,
+        lambda mesh, send: 0.0,
+        [b.num_bytes * (b.stage == 0 and b.key in from_forward) for b in streams.buffers],
+        lambda run: 0,
+    )
+    assert found.peak_bytes[0] == in_flight * sum(residuals[key] for key in from_forward)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("s, m", [(2, 4), (3, 4), (4, 8)])
+def test_peaks_equal_the_checkers_accounting(s, m, schedule):
+    """Under 1F1B a message may wait for its receiver: it is there from when it was sent, which the checker cannot know."""
+    streams, _ = under(planned(s, m), schedule)
+    contract = contract_of(streams, m)
+    accounted = check_streams(streams.instructions, contract)
+    num_bytes = [b.num_bytes for b in streams.buffers]
+    found = simulate(
+        streams.instructions,
+        lambda run: float(run.program.endswith(("/F", "/B"))),
+        lambda mesh, send: 0.0,
+        num_bytes,
+        lambda run: 0,
+        contract.given,
+    )
+    for mesh, stream in streams.instructions.items():
+        messages = [sum(num_bytes[b] for b in i.buffers) for i in stream if isinstance(i, Recv)]
+        waiting = max(messages) if schedule == "1f1b" and mesh > 0 else 0
+        assert accounted[mesh] <= found.peak_bytes[mesh] <= accounted[mesh] + waiting
+
+
+def test_simulated_step_is_the_plans():
+    plan = planned(2, 4)
+    simulation = under(plan, "1f1b")[1]
+    assert plan.cost.step_seconds == plan.timeline().seconds == simulation.seconds
+    assert plan.cost.bubble_seconds > 0
+    tasks = [t for stage in plan.origin.pipeline.stages for t in stage.tasks]
+    busy = sum(t.seconds * (4 if t.task.kind in "FB" else 1) for t in tasks)
+    assert sum(simulation.busy_seconds.values()) == pytest.approx(busy)
+
+
+# Timelines.
+
+
+@pytest.mark.parametrize("s, m", [(2, 4), (4, 8)])
+def test_timeline(s, m):
+    events = planned(s, m).timeline().events
+    assert {e.kind for e in events} == {"F", "B", "U", "transfer"}
+    assert [e.start for e in events] == sorted(e.start for e in events)
+    for stage in range(s):
+        for kind in "FB":
+            found = [e for e in events if (e.stage, e.kind) == (stage, kind)]
+            assert [e.microbatch for e in found] == list(range(m)) and {e.mesh for e in found} == {stage}
+    for stage in range(1, s):
+        for k in range(m):
+            done, begun = (
+                next(e for e in events if (e.kind, e.stage, e.microbatch) == ("F", n, k)) for n in (stage - 1, stage)
+            )
+            assert done.end < begun.start, "a microbatch is sent in between"
+    transfers = [e for e in events if e.kind == "transfer"]
+    assert {e.microbatch for e in transfers} == set(range(m)) and all(e.start < e.end for e in transfers)
+
+
+def test_trace(tmp_path):
+    timeline = planned(2, 4).timeline()
+    trace = json.loads(timeline.json())
+    assert trace == json.loads(json.dumps(timeline.trace()))
+    names = [e for e in trace["traceEvents"] if e["ph"] == "M"]
+    bars = [e for e in trace["traceEvents"] if e["ph"] == "X"]
+    assert len(names) + len(bars) == len(trace["traceEvents"]) and len(bars) == len(timeline.events)
+    assert {e["args"]["name"] for e in names} == {"mesh 0 runs", "mesh 0 sends", "mesh 1 runs", "mesh 1 sends"}
+    assert {(e["pid"], e["tid"]) for e in bars} <= {(e["pid"], e["tid"]) for e in names}
+    for bar, event in zip(bars, timeline.events, strict=True):
+        assert set(bar["args"]) == {"kind", "stage", "microbatch", "mesh"}
+        assert bar["args"]["kind"] in {"F", "B", "W", "U", "transfer"}
+        assert all(isinstance(bar["args"][name], int) for name in ("stage", "microbatch", "mesh"))
+        assert bar["ts"] == pytest.approx(event.start * 1e6) and bar["dur"] == pytest.approx(
+            1e6 * (event.end - event.start)
+        )
+        assert bar["ts"] >= 0 and bar["dur"] >= 0
+    for tid in {e["tid"] for e in bars}:
+        row = sorted((e["ts"], e["ts"] + e["dur"]) for e in bars if e["tid"] == tid)
+        if tid % 2 == 0:
+            assert all(a[1] <= b[0] + 1e-6 for a, b in zip(row, row[1:], strict=False)), (
+                "a mesh does one thing at a time"
+            )
+    timeline.save(tmp_path / "trace.json")
+    assert json.loads((tmp_path / "trace.json").read_text()) == trace
+
+
+def test_timeline_as_text():
+    lines = str(planned(2, 4).timeline()).splitlines()
+    assert [line[:8] for line in lines] == ["mesh 0  ", "mesh 1  "]
+    assert all(f"{kind}{k}" in line for line in lines for kind in "FB" for k in range(4))

@@ -1,0 +1,97 @@
+"""Transfers between meshes: every element arrives, each byte crosses once, holders of copies take turns."""
+
+from __future__ import annotations
+
+import itertools
+
+import jax
+import numpy as np
+import pytest
+
+from autopar.mesh import Link, LogicalMesh, Sharding
+from autopar.partition.task import ArrayType, partition_spec
+from autopar.runtime.transfer import make_transfer
+from autopar.streams.transfers import boxes, plan_transfer
+
+LINK = Link(1e-6, 1e9)
+SHAPE = (12, 24)
+
+
+def mesh(*shape):
+    return LogicalMesh(shape, links=(LINK,) * len(shape))
+
+
+def shardings(of):
+    """Every sharding of a matrix on a mesh."""
+    axes = list(of.axis_sizes)
+    for places in itertools.product((None, 0, 1), repeat=len(axes)):
+        dims = tuple(tuple(a for a, p in zip(axes, places, strict=True) if p == d) for d in range(2))
+        sharding = Sharding(dims)
+        if sharding.is_valid(SHAPE, of):
+            yield sharding
+
+
+MESHES = [mesh(1), mesh(2), mesh(3), mesh(4), mesh(2, 2)]
+PAIRS = [(a, b, s, t) for a, b in itertools.product(MESHES, repeat=2) for s in shardings(a) for t in shardings(b)]
+
+
+def test_each_byte_crosses_once():
+    assert len(PAIRS) > 400
+    for source_mesh, target_mesh, source, target in PAIRS:
+        plan = plan_transfer(SHAPE, source, source_mesh, target, target_mesh)
+        assert plan.num_elements == SHAPE[0] * SHAPE[1], (source_mesh, source, target_mesh, target)
+        assert not plan.forwards
+        held, arriving = boxes(SHAPE, source, source_mesh), boxes(SHAPE, plan.middle, target_mesh)
+        whole = np.arange(SHAPE[0] * SHAPE[1]).reshape(SHAPE)
+        got = [np.full(SHAPE, -1) for _ in arriving]
+        for tile in plan.tiles:
+            at = tuple(slice(*b) for b in tile.box)
+            assert all(h[0] <= b[0] and b[1] <= h[1] for h, b in zip(held[tile.source], tile.box, strict=True))
+            got[tile.target][at] = whole[at]
+        for device, box in enumerate(arriving):
+            at = tuple(slice(*b) for b in box)
+            np.testing.assert_array_equal(got[device][at], whole[at])
+
+
+def test_holders_of_copies_take_turns():
+    plan = plan_transfer(SHAPE, Sharding.replicated(2), mesh(4), Sharding((("x",), ())), mesh(4))
+    assert sorted(tile.source for tile in plan.tiles) == [0, 1, 2, 3]
+
+
+def test_a_scalar_crosses_once_and_is_handed_on():
+    plan = plan_transfer((), Sharding(()), mesh(2), Sharding(()), mesh(3))
+    assert plan.num_elements == 1 and plan.forwards == ((0, 1), (0, 2))
+
+
+def array_type(of, sharding, devices, shape=SHAPE):
+    places = jax.sharding.Mesh(np.array(devices[: of.num_devices]).reshape(of.shape), of.axis_names)
+    return ArrayType(shape, np.dtype(np.float32), jax.sharding.NamedSharding(places, partition_spec(sharding)))
+
+
+@pytest.mark.parametrize("source_mesh, target_mesh", itertools.product([mesh(4), mesh(2, 2)], repeat=2))
+def test_an_array_between_two_stages_of_the_same_devices_is_another(source_mesh, target_mesh):
+    """The sender's program may take its memory over."""
+    copied = Sharding.replicated(2)
+    kinds = [array_type(of, copied, jax.devices()) for of in (source_mesh, target_mesh)]
+    sent = jax.device_put(np.ones(SHAPE, np.float32), kinds[0].sharding)
+    got = make_transfer(kinds[0], copied, source_mesh, copied, target_mesh, kinds[1])(sent)
+    sent.delete()
+    np.testing.assert_array_equal(np.asarray(got), 1)
+
+
+@pytest.mark.parametrize("seed, shape", [*((seed, SHAPE) for seed in range(6)), (6, (0, 24)), (7, (0, 24))])
+def test_arrays_arrive(seed, shape):
+    rng = np.random.default_rng(seed)
+    devices = jax.devices()
+    small = [pair for pair in PAIRS if pair[0].num_devices + pair[1].num_devices <= 8]
+    value = rng.normal(size=shape).astype(np.float32)
+    for k in rng.choice(len(small), 6, replace=False):
+        source_mesh, target_mesh, source, target = small[k]
+        kinds = [
+            array_type(source_mesh, source, devices, shape),
+            array_type(target_mesh, target, devices[source_mesh.num_devices :], shape),
+        ]
+        move = make_transfer(kinds[0], source, source_mesh, target, target_mesh, kinds[1])
+        got = move(jax.device_put(value, kinds[0].sharding))
+        assert got.sharding.is_equivalent_to(kinds[1].sharding, 2)
+        np.testing.assert_array_equal(np.asarray(got), value)
