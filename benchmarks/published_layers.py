@@ -105,7 +105,13 @@ def ends_step(sizes: Sizes) -> Step:
         return jax.value_and_grad(loss_of)(params)
 
     tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
-    pins = {"params/embed": P(AXIS, None), "params/head": P(None, AXIS), "params/norm*": P(), "tokens": P(), "labels": P()}
+    pins = {
+        "params/embed": P(AXIS, None),
+        "params/head": P(None, AXIS),
+        "params/norm*": P(),
+        "tokens": P(),
+        "labels": P(),
+    }
     return Step(step, (params, tokens, tokens), pins if sizes.tensor > 1 else {})
 
 

@@ -34,6 +34,7 @@ class Run:
     """
 
     source: str
+    framework: str
     line: int
     model: str
     gated: bool
@@ -79,7 +80,9 @@ class Run:
         """Model FLOPs of one step, recomputation left out and masked attention counted in half."""
         size = self.width // self.heads
         weights = self.width * size * (2 * self.heads + 2 * self.kv_heads) + self.width * self.hidden * (2 + self.gated)
-        per_token = 6 * (self.layers * weights + self.width * self.vocabulary) + 6 * self.layers * self.tokens * self.width
+        per_token = (
+            6 * (self.layers * weights + self.width * self.vocabulary) + 6 * self.layers * self.tokens * self.width
+        )
         return per_token * self.batch * self.tokens
 
 
@@ -128,6 +131,7 @@ def _run(row: dict[str, str], line: int) -> Run:
         raise ValueError("no time is published")
     return Run(
         source=row["source"],
+        framework=row["framework"],
         line=line,
         model=row["model"],
         gated=gated,

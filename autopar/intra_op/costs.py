@@ -9,6 +9,7 @@ Method: an operation costs its kernel's time on one device's share (`kernels.py`
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -22,7 +23,7 @@ from autopar.intra_op.kernels import is_contraction, kernel_of
 from autopar.intra_op.problem import Problem
 from autopar.intra_op.traffic import Traffic, find_traffic, is_pointwise
 from autopar.ir.rules.rule import num_elements
-from autopar.mesh import Device, Link, LogicalMesh
+from autopar.mesh import Device, LogicalMesh
 
 FUSED_SHARE = 0.1
 """Part of its latency that a small collective bears where others like it are ready too: parameters, gradients and
@@ -78,7 +79,7 @@ def build_problem(
 def _sent_together(mesh: LogicalMesh, num_bytes: float) -> LogicalMesh:
     """The mesh as a small collective sees it that is sent with others: it bears a part of the latency."""
     share = max(FUSED_SHARE, num_bytes / BUCKET_BYTES)
-    links = tuple(Link(link.latency_seconds * share, link.bytes_per_second) for link in mesh.links)
+    links = tuple(dataclasses.replace(link, latency_seconds=link.latency_seconds * share) for link in mesh.links)
     return LogicalMesh(mesh.shape, mesh.axis_names, links)
 
 

@@ -51,6 +51,17 @@ def find_traffic(graph: Graph) -> dict[int, Traffic]:
     return _Finder(graph).all_traffic()
 
 
+def find_reads(graph: Graph) -> dict[int, tuple[Var, ...]]:
+    """The stored values that each operation needs, its operands or what they are made again from, by its node."""
+    finder = _Finder(graph)
+    return {
+        node.index: tuple(
+            dict.fromkeys(leaf for var in finder.operands(node.eqn) for leaf in finder.leaves_of(finder.origin(var)))
+        )
+        for node in finder.ops
+    }
+
+
 def is_pointwise(rule: ShardingRule) -> bool:
     """Whether each element of the result needs one element of each operand."""
     return not (rule.summed or rule.reduced or rule.whole)

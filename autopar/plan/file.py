@@ -28,7 +28,7 @@ from autopar.streams.instructions import Free, Instruction, Recv, Run, Send
 from autopar.streams.timeline import Event, Timeline
 
 FORMAT = "autopar plan"
-VERSION = 4
+VERSION = 5
 """Raised with every change that an older reader cannot take, or that gives choices another meaning."""
 _ROLES = (*ARGUMENT_ROLES, "result", "activation")
 _T = TypeVar("_T")
@@ -117,7 +117,7 @@ def _record(plan: Decision) -> dict[str, Any]:
                 "first_device": s.submesh.first,
                 "shape": s.logical_mesh.shape,
                 "axis_names": s.logical_mesh.axis_names,
-                "links": [[l.latency_seconds, _number(l.bytes_per_second)] for l in s.logical_mesh.links],
+                "links": [_link_record(link) for link in s.logical_mesh.links],
                 "layers": s.layers,
                 "choices": s.choices,
                 "operations": s.operations,
@@ -352,10 +352,20 @@ def _pair(entry: _Entry) -> tuple[str, str]:
     return first, second
 
 
+def _link_record(link: Link) -> list[Any]:
+    rates = _number(link.bytes_per_second), _number(link.switch_bytes_per_second)
+    return [link.latency_seconds, *rates, int(link.has_short_messages)]
+
+
+def _link(entry: _Entry) -> Link:
+    latency, rate, switch, has_short_messages = entry.items(_Entry.number, 4)
+    return Link(latency, rate, switch, bool(has_short_messages))
+
+
 def _stage(entry: _Entry) -> Stage:
     shape = entry["shape"].items(_Entry.count)
     names = entry["axis_names"].items(_Entry.text, len(shape))
-    links = entry["links"].items(lambda e: Link(*e.items(_Entry.number, 2)), len(shape))
+    links = entry["links"].items(_link, len(shape))
     try:
         mesh = LogicalMesh(shape, names, links)
     except AutoparError as error:
