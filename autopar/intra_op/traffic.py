@@ -147,7 +147,7 @@ class _Finder:
             read = dict.fromkeys(leaf for var in self.operands(node.eqn) for leaf in self.leaves_of(var))
             again = sum(map(_bytes_of, read))
             for var in node.eqn.outvars:
-                if var in late and var not in self.floating and _bytes_of(var) <= again or len(read) > MOST_LEAVES:
+                if var in late and var not in self.floating and _bytes_of(var) < again or len(read) > MOST_LEAVES:
                     self.stored.add(var)
                 self.leaves[var] = tuple(read)
 
