@@ -177,6 +177,8 @@ class _Finder:
     def all_traffic(self) -> dict[int, Traffic]:
         paid: set[tuple[int, Var]] = set()
         launched: set[int] = set()
+        # A kernel that leaves nothing behind is not run: whoever reads what it makes makes it again.
+        leaving = {self.find(node.index) for node in self.ops if any(var in self.stored for var in node.eqn.outvars)}
         found = {}
         for node in self.ops:
             eqn = node.eqn
@@ -184,6 +186,7 @@ class _Finder:
             counts, touched = [0.0] * (num_operands + len(eqn.outvars)), list(range(num_operands + len(eqn.outvars)))
             is_free = _is_view(eqn) or (self.fused[node.index] and self.level_of[node.index] is None)
             kernel = self.find(node.index) if self.fused[node.index] else node.index
+            is_free = is_free or (self.fused[node.index] and kernel not in leaving)
             for k, atom in enumerate(() if is_free else eqn.invars):
                 if isinstance(atom, Literal):
                     continue
