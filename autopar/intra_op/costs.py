@@ -15,8 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from autopar._jax import Literal, Var
+from autopar._jax import JaxprEqn, Literal, Var
 from autopar.cost import collective_seconds, kernel_seconds, reshard_seconds
+from autopar.cost.kernels import Pass
 from autopar.intra_op.fuse import BUCKET_BYTES, small_bytes
 from autopar.intra_op.graph import Graph, Node, Shardings
 from autopar.intra_op.kernels import is_contraction, kernel_of
@@ -74,6 +75,28 @@ def build_problem(
         if matrix.any():
             problem.add_edge(u, v, matrix * weight)
     return problem
+
+
+class OperationSeconds:
+    """Seconds of one run of each plain equation under its choice on one device, reductions at once left out."""
+
+    def __init__(self, graph: Graph, choices: Sequence[int], device: Device):
+        self.graph, self.choices, self.device = graph, choices, device
+        self.traffic = find_traffic(graph)
+        self.known: dict[object, float] = {}
+
+    def of(self, eqn: JaxprEqn) -> float:
+        """Seconds of an equation of the graph; of one that is not in it, none."""
+        index = self.graph.op_node.get(id(eqn))
+        if index is None:
+            return 0.0
+        node, choice, traffic = self.graph.nodes[index], self.choices[index], self.traffic[index]
+        key = (node.signature, choice, traffic)
+        if key not in self.known:
+            kernel = kernel_of(node, node.strategies[choice], traffic, self.graph.mesh)
+            idle = isinstance(kernel, Pass) and not kernel.num_bytes
+            self.known[key] = 0.0 if idle else kernel_seconds(kernel, self.device)
+        return self.known[key]
 
 
 def _sent_together(mesh: LogicalMesh, num_bytes: float) -> LogicalMesh:

@@ -2,9 +2,9 @@
 
 In:     `Body`, seconds of each operation, the mesh, the part of a collective that leaves the kernels alone.
 Out:    `Lanes`: seconds of the program, and of each collective how many of its seconds nothing hides.
-Method: kernels run one after the other, in the order of the program. A collective starts when its operand is made and the
-        lane is free, of several that which is read first; what reads its result waits for it. So XLA's latency-hiding
-        scheduler orders a program, given memory enough. In a loop what does not wait for the turn before, such as gathering
+Method: each lane does one thing after the other: of what could start the first in the program, kernels that a collective
+        waits for before others. What reads a collective's result waits for it. So XLA's latency-hiding scheduler orders a
+        program, given memory enough. In a loop what does not wait for the turn before, such as gathering
         the parameters of the next layer, runs behind it (pipelined collectives). Seconds are those of the kernels and those
         exposed: when the kernels' lane waits, or is stopped, it is for the collective that then runs.
 """
@@ -83,21 +83,19 @@ class _Build:
         self.tasks: list[_Task] = []
         self.count = 0
 
-    def add(self, body: Body, given: Mapping[Copy, int]) -> dict[Copy, int]:
-        """Append a body's tasks; returns the task that makes each of its copies."""
+    def add(self, body: Body, given: Mapping[Copy, tuple[int, ...]]) -> dict[Copy, tuple[int, ...]]:
+        """Append a body's tasks; returns the tasks that each of its copies waits for."""
         maker, place = dict(given), 0
         for instruction in body.instructions:
-            needs = tuple(dict.fromkeys(maker[copy] for copy in copies_read(instruction) if copy in maker))
+            needs = tuple(dict.fromkeys(n for copy in copies_read(instruction) for n in maker.get(copy, ())))
             task = self.region(instruction, needs, place) if isinstance(instruction, Region) else None
             task = task or self.plain(instruction, needs, place)
             if task is not None:
                 self.tasks.append(task)
                 place += len(task.places)
-            # A slice or a mask is made where it is read: whoever reads it waits for what it is made of.
-            at = len(self.tasks) - 1 if task is not None else max(needs, default=None)
+            # A view or a slice is made where it is read: whoever reads it waits for what it is made of.
             for copy in copies_made(instruction):
-                if at is not None:
-                    maker.setdefault(copy, at)
+                maker.setdefault(copy, (len(self.tasks) - 1,) if task is not None else needs)
         self.count = place
         return maker
 
@@ -105,7 +103,7 @@ class _Build:
         own = list(collectives_of(Body((), (instruction,), ()), self.mesh))
         sent = sum(collective_seconds(c.kind, c.bytes, c.axes, self.mesh) for c in own)
         kernel = self.seconds_of(instruction.eqn) if isinstance(instruction, Compute) else None
-        if kernel is None and not own:
+        if not kernel and not own:
             return None
         return _Task(kernel, sent, needs, tuple(range(place, place + len(own))))
 
@@ -123,7 +121,7 @@ class _Build:
         """Seconds and what is exposed of all turns of a loop: the first few are simulated."""
         build = _Build(self.seconds_of, self.mesh, self.overlap)
         ends: list[tuple[float, tuple[float, ...]]] = []
-        given: dict[Copy, int] = {}
+        given: dict[Copy, tuple[int, ...]] = {}
         for _ in range(min(TURNS, trips)):
             maker = build.add(inner, given)
             if region.eqn.primitive.name == "scan":
@@ -141,6 +139,29 @@ class _Build:
         return seconds + rest * (seconds - before), [a + rest * b for a, b in zip(exposed, more, strict=True)]
 
 
+class _Lane:
+    """What a lane does next: of the tasks whose operands are there the first by rank, else the one that can start first."""
+
+    def __init__(self, ranks: Sequence[tuple[int, int]]):
+        self.ranks = ranks
+        self.coming: list[tuple[float, int]] = []
+        self.waiting: list[tuple[tuple[int, int], int]] = []
+        self.free = 0.0
+
+    def add(self, number: int, when: float) -> None:
+        heapq.heappush(self.coming, (when, number))
+
+    def start(self) -> float:
+        """When the lane can go on; inf: it has nothing to do yet."""
+        while self.coming and self.coming[0][0] <= self.free:
+            number = heapq.heappop(self.coming)[1]
+            heapq.heappush(self.waiting, (self.ranks[number], number))
+        return self.free if self.waiting else self.coming[0][0] if self.coming else math.inf
+
+    def take(self) -> int:
+        return heapq.heappop(self.waiting)[1] if self.waiting else heapq.heappop(self.coming)[1]
+
+
 def _run(tasks: Sequence[_Task], count: int, overlap: float) -> tuple[float, tuple[float, ...]]:
     """Event by event: the end of the last task, and what is exposed of each collective."""
     done = [0.0] * len(tasks)
@@ -149,17 +170,17 @@ def _run(tasks: Sequence[_Task], count: int, overlap: float) -> tuple[float, tup
     for number, task in enumerate(tasks):
         for need in task.needs:
             readers[need].append(number)
+    # A kernel that a collective waits for goes before others: that is what hides it.
+    feeds = [any(tasks[reader].kernel is None for reader in those) for those in readers]
+    ranks = [(int(task.kernel is not None and not feeds[number]), number) for number, task in enumerate(tasks)]
+    kernels, sending = _Lane(ranks), _Lane(ranks)
     exposed = [0.0] * count
-    kernels = [number for number, task in enumerate(tasks) if task.kernel is not None]
-    coming: list[tuple[float, int]] = []  # collectives whose operands are, or will be, there: (when, number)
-    waiting: list[int] = []  # those whose operands are there: the first to be read goes first
     spans: list[tuple[float, float, tuple[int, ...]]] = []  # of collectives: begin, end, which
-    free_kernel = free_sent = 0.0
-    at = 0
 
     def announce(number: int) -> None:
-        if tasks[number].kernel is None and not missing[number]:
-            heapq.heappush(coming, (max((done[need] for need in tasks[number].needs), default=0.0), number))
+        if not missing[number]:
+            lane = sending if tasks[number].kernel is None else kernels
+            lane.add(number, max((done[need] for need in tasks[number].needs), default=0.0))
 
     def finish(number: int, when: float) -> None:
         done[number] = when
@@ -170,50 +191,43 @@ def _run(tasks: Sequence[_Task], count: int, overlap: float) -> tuple[float, tup
     def wait(until: float) -> None:
         """The kernels' lane does nothing from now on: whichever collectives run then are exposed."""
         for begin, end, places in reversed(spans):
-            if end <= free_kernel:
+            if end <= kernels.free:
                 break
-            _spread(exposed, places, max(0.0, min(end, until) - max(begin, free_kernel)))
+            _spread(exposed, places, max(0.0, min(end, until) - max(begin, kernels.free)))
+        kernels.free = max(kernels.free, until)
 
     for number in range(len(tasks)):
         announce(number)
-    while at < len(kernels) or coming or waiting:
-        while coming and coming[0][0] <= free_sent:
-            heapq.heappush(waiting, heapq.heappop(coming)[1])
-        start_sent = free_sent if waiting else coming[0][0] if coming else math.inf
-        start_kernel = math.inf
-        if at < len(kernels) and not missing[kernels[at]]:
-            needed = max((done[need] for need in tasks[kernels[at]].needs), default=0.0)
-            start_kernel = max(free_kernel, needed, free_sent if tasks[kernels[at]].inner else 0.0)
-        assert min(start_kernel, start_sent) < math.inf, "the program waits for itself"
-        if start_sent <= start_kernel:
-            number = heapq.heappop(waiting) if waiting else heapq.heappop(coming)[1]
+    for _ in tasks:
+        start, start_sent = kernels.start(), sending.start()
+        assert min(start, start_sent) < math.inf, "the program waits for itself"
+        if start_sent <= start:
+            number = sending.take()
             task = tasks[number]
             stopping = (1 - overlap) * task.sent
-            if start_sent > free_kernel:
-                wait(start_sent)
-            free_kernel = max(free_kernel, start_sent) + stopping
+            wait(start_sent)
+            kernels.free += stopping
             _spread(exposed, task.places, stopping)
-            free_sent = start_sent + task.sent
-            spans.append((start_sent + stopping, free_sent, task.places))
-            finish(number, free_sent)
+            sending.free = start_sent + task.sent
+            spans.append((start_sent + stopping, sending.free, task.places))
+            finish(number, sending.free)
             continue
-        number = kernels[at]
+        number = kernels.take()
         task = tasks[number]
-        at += 1
-        wait(start_kernel)
-        free_kernel = start_kernel + (task.kernel or 0.0)
+        wait(max(start, sending.free) if task.inner else start)
+        kernels.free += task.kernel or 0.0
         for place, seconds in zip(task.places, task.inner, strict=False):
             exposed[place] += seconds
         if task.inner:
-            free_sent = free_kernel
+            sending.free = kernels.free
         if task.sent:  # it reduces at once
-            begin = max(free_kernel, free_sent)
-            wait(begin)
-            free_kernel = free_sent = begin + task.sent
+            wait(max(kernels.free, sending.free))
+            kernels.free += task.sent
+            sending.free = kernels.free
             _spread(exposed, task.places, task.sent)
-        finish(number, free_kernel)
-    wait(max(free_kernel, free_sent))
-    return max(free_kernel, free_sent), tuple(exposed)
+        finish(number, kernels.free)
+    wait(max(kernels.free, sending.free))
+    return kernels.free, tuple(exposed)
 
 
 def _spread(exposed: list[float], places: Sequence[int], seconds: float) -> None:

@@ -47,8 +47,10 @@ class Traffic:
 
 
 def find_traffic(graph: Graph) -> dict[int, Traffic]:
-    """The traffic of each operation, by the index of its node."""
-    return _Finder(graph).all_traffic()
+    """The traffic of each operation, by the index of its node; found once for a graph."""
+    if graph.traffic is None:
+        graph.traffic = _Finder(graph).all_traffic()
+    return graph.traffic
 
 
 def find_reads(graph: Graph) -> dict[int, tuple[Var, ...]]:

@@ -46,6 +46,7 @@ class Achieved:
         tile: Rows and columns of the largest tile of a product that one core works at.
         tile_seconds: To fill a core's pipeline with a tile, and to write the tile when it is done.
         balance: A tile whose 2 / (1 / rows + 1 / columns) is this takes as long to load as to multiply.
+        overlap: Part of a collective that leaves kernels alone which run meanwhile; 0: kernels wait for collectives.
 
     Raises:
         ClusterError: A share that is not between 0 and 1, or something negative.
@@ -59,6 +60,7 @@ class Achieved:
     tile: tuple[int, int] = (128, 256)
     tile_seconds: float = 0.0
     balance: float = 0.0
+    overlap: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("product", "memory", "fused"):
@@ -69,6 +71,13 @@ class Achieved:
                     wrong="it is no part: more than 0, at most 1.",
                     do="divide what was measured by what the datasheet says.",
                 )
+        if not 0 <= self.overlap <= 1:
+            raise ClusterError(
+                "a collective leaves kernels alone for a part of its time.",
+                given=f"Achieved(overlap={self.overlap!r})",
+                wrong="it is no part: at least 0, at most 1.",
+                do="pass 0 where nothing runs at once, 1 where nothing is in the other's way.",
+            )
         for name in ("launch_seconds", "cores", "tile_seconds", "balance"):
             if getattr(self, name) < 0:
                 raise ClusterError(

@@ -16,7 +16,7 @@ def device(overlap):
     return Device("d", 1e12, memory_bytes_per_second=1e12, achieved=Achieved(overlap=overlap))
 
 
-def plan_of(scanned, zero, rate, overlap, layers=8, width=256, batch=256):
+def plan_of(scanned, zero, rate, overlap, layers=8, width=256, batch=256, budget=None):
     """A stack of layers under data parallelism."""
 
     def loss_of(params, x):
@@ -36,7 +36,7 @@ def plan_of(scanned, zero, rate, overlap, layers=8, width=256, batch=256):
     params = stack if scanned else [shape] * layers
     x = jax.ShapeDtypeStruct((batch, width), jnp.float32)
     cluster = Cluster(1, 4, device(overlap), Link(1e-7, rate), Link(1e-7, rate))
-    method = DataParallel(zero=zero)
+    method = DataParallel(zero=zero, memory_budget_bytes=budget)
     return autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,)).plan(params, x)
 
 
@@ -62,20 +62,19 @@ def test_bounds(scanned, zero, overlap):
 
 
 def test_a_loop_gathers_the_next_layer_behind_this_one():
-    plan = plan_of(True, 3, 1e11, 1.0, batch=4096)
-    inside = [
-        (c, e) for c, e in zip(plan.cost.collectives, plan.cost.exposed_seconds, strict=True) if c.times > 1
-    ]
+    # No room for the whole stack of 16.8 MB at once.
+    plan = plan_of(True, 3, 1e11, 1.0, layers=64, batch=256, budget=38_500_000)
+    inside = [(c, e) for c, e in zip(plan.cost.collectives, plan.cost.exposed_seconds, strict=True) if c.times > 1]
     assert inside, "parameters are gathered layer by layer"
     total = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, plan.mesh) for c, _ in inside)
     assert sum(e for _, e in inside) < 0.3 * total
 
 
 def test_gradients_are_reduced_behind_the_backward_pass():
-    quick = plan_of(False, 0, 2e10, 1.0, batch=4096)
+    quick = plan_of(False, 0, 2e11, 1.0, width=2048, batch=4096)
     exposed, total = sum(quick.cost.exposed_seconds), quick.cost.communication_seconds
     assert exposed < 0.5 * total
-    assert plan_of(False, 0, 2e10, 0.0, batch=4096).cost.step_seconds > quick.cost.step_seconds
+    assert plan_of(False, 0, 2e11, 0.0, width=2048, batch=4096).cost.step_seconds > quick.cost.step_seconds
 
 
 def test_the_same_program_twice_is_the_same():
