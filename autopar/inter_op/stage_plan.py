@@ -22,8 +22,9 @@ from autopar.cost import collective_seconds
 from autopar.inter_op.stage_program import StageProgram
 from autopar.inter_op.stage_tasks import Slot, Task
 from autopar.intra_op.batch import batch_factors
-from autopar.intra_op.costs import held_values
+from autopar.intra_op.costs import OperationSeconds, held_values
 from autopar.intra_op.graph import Graph, stacked
+from autopar.intra_op.lanes import run_lanes
 from autopar.intra_op.liveness import measure_liveness
 from autopar.intra_op.lower import lower_part
 from autopar.intra_op.restrict import Allowed, Restrict
@@ -75,8 +76,9 @@ class TaskPlan:
         body: What each device does.
         inputs: Its operands, in order.
         outputs: Its results, in order; of `init` first those of the body, then sums and rows that begin empty.
-        seconds: Predicted time of one run.
-        communication_seconds: Part of it.
+        seconds: Predicted time of one run: kernels, and what is exposed of collectives.
+        communication_seconds: Of its collectives, hidden or not.
+        exposed_seconds: Of each of `collectives`, the seconds that no kernel hides.
         batchless_seconds: Part of it: operations on no samples, which smaller microbatches do not shorten.
         working_bytes: Most bytes alive on one device during a run, its operands left out.
         collectives: Of one run.
@@ -88,6 +90,7 @@ class TaskPlan:
     outputs: tuple[Border, ...]
     seconds: float
     communication_seconds: float
+    exposed_seconds: tuple[float, ...]
     batchless_seconds: float
     working_bytes: int
     collectives: tuple[Collective, ...]
@@ -185,7 +188,7 @@ def plan_stage(
 
 def lower_stage(program: StageProgram, mesh: LogicalMesh, device: Device, sharded: Sharded) -> StagePlan:
     """The tasks of a stage under the choices of `sharded`."""
-    return StagePlan(program, mesh, sharded, tuple(_Lowering(program, mesh, sharded).tasks()))
+    return StagePlan(program, mesh, sharded, tuple(_Lowering(program, mesh, device, sharded).tasks()))
 
 
 def _keep_stacks_whole(program: StageProgram, graph: Graph, allowed: Allowed) -> None:
@@ -199,7 +202,7 @@ def _keep_stacks_whole(program: StageProgram, graph: Graph, allowed: Allowed) ->
 
 
 class _Lowering:
-    def __init__(self, program: StageProgram, mesh: LogicalMesh, sharded: Sharded):
+    def __init__(self, program: StageProgram, mesh: LogicalMesh, device: Device, sharded: Sharded):
         self.program, self.mesh, self.sharded = program, mesh, sharded
         self.graph, self.choices = sharded.graph, sharded.choices
         self.stored = held_values(self.graph)
@@ -213,7 +216,8 @@ class _Lowering:
         self.output_at = {a: k for k, a in reversed(list(enumerate(outvars))) if not isinstance(a, Literal)}
         self.input_at = {var: k for k, var in enumerate(program.jaxpr.invars)}
         self.made_by = {var: t.kind for t in program.tasks for eqn in t.jaxpr.eqns for var in eqn.outvars}
-        self.seconds_of = _operation_seconds(sharded)
+        self.operations = OperationSeconds(self.graph, self.choices, device)
+        self.overlap = device.achieved.overlap
 
     def chosen(self, node: int) -> Sharding:
         return self.graph.nodes[node].shardings[self.choices[node]]
@@ -282,15 +286,16 @@ class _Lowering:
         collectives = tuple(collectives_of(body, self.mesh))
         communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, self.mesh) for c in collectives)
         liveness = measure_liveness(body, self.mesh, self.stored)
-        seconds, batchless = self.compute(body)
+        lanes = run_lanes(body, self.operations.of, self.mesh, self.overlap)
         return TaskPlan(
             task,
             body,
             inputs,
             outputs,
-            communication + seconds,
+            lanes.seconds,
             communication,
-            batchless,
+            lanes.exposed,
+            self.batchless(body),
             max(0, liveness.peak_bytes - liveness.argument_bytes),
             collectives,
         )
@@ -303,39 +308,15 @@ class _Lowering:
                 return stacked(border.sharding)
         return border.sharding
 
-    def compute(self, body: Body, times: float = 1.0) -> tuple[float, float]:
-        """Seconds of all operations, and of those on no samples."""
-        total = batchless = 0.0
+    def batchless(self, body: Body) -> float:
+        """Seconds of operations on no samples."""
+        total = 0.0
         for instruction in body.instructions:
             match instruction:
                 case Compute(eqn, rule):
-                    seconds = times * self.seconds_of.get(id(eqn), 0.0)
-                    total += seconds
                     if not batch_factors(eqn, rule, self.graph.batch):
-                        batchless += seconds
+                        total += self.operations.of(eqn)
                 case Region(eqn, _, _, bodies):
                     trips = trip_count(eqn)
-                    for inner in bodies:
-                        of_body = self.compute(inner, times * trips)
-                        total, batchless = total + of_body[0], batchless + of_body[1]
-        return total, batchless
-
-
-def _operation_seconds(sharded: Sharded) -> dict[int, float]:
-    """Seconds of one run of each plain equation under its choice, reductions at once left out."""
-    graph, problem = sharded.graph, sharded.problem
-    members = np.bincount(np.array(sharded.class_of), minlength=len(problem.costs))
-    found = {}
-    for node in graph.nodes:
-        if node.kind == "op":
-            c = sharded.class_of[node.index]
-            cost = float(problem.costs[c][sharded.choices[node.index]]) / members[c] / node.weight
-            reductions = node.strategies[sharded.choices[node.index]].reductions
-            for _, axes in reductions:
-                for var, sharding in zip(
-                    node.eqn.outvars, node.strategies[sharded.choices[node.index]].results, strict=True
-                ):
-                    size = math.prod(sharding.local_shape(tuple(var.aval.shape), graph.mesh)) * var.aval.dtype.itemsize
-                    cost -= collective_seconds("all-reduce", size, axes, graph.mesh)
-            found[id(node.eqn)] = max(0.0, cost)
-    return found
+                    total += trips * sum(map(self.batchless, bodies))
+        return total

@@ -142,6 +142,7 @@ class Graph:
         inputs: Port of each program input.
         outputs: Port of each program output.
         batch: Which dims run over samples.
+        traffic: What each operation brings through memory, once that is known (`traffic.py`).
     """
 
     mesh: LogicalMesh
@@ -157,6 +158,7 @@ class Graph:
     inputs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     batch: BatchDims = field(default_factory=BatchDims)
+    traffic: Any = None
 
 
 @dataclass(frozen=True, slots=True)

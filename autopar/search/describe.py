@@ -73,6 +73,7 @@ def describe(
         sharded.gap_of(sharded.step_seconds),
         sharded.solution.status,
         seconds,
+        sharded.exposed_seconds,
     )
     return Plan(
         name=program.name,
