@@ -62,6 +62,7 @@ body.autopar {{ margin:0; background:#fff }}
 .autopar-plan h2 {{ font-size:15px; margin:30px 0 8px; font-weight:650 }}
 .autopar-plan h3 {{ font-size:13px; margin:0 0 4px; font-weight:600 }}
 .autopar-plan p {{ margin:4px 0 }}
+.autopar-plan h1, .autopar-plan p, .autopar-plan td {{ overflow-wrap:anywhere }}
 .autopar-plan section {{ break-inside:avoid-page }}
 .autopar-plan svg {{ display:block; width:100%; height:auto }}
 .autopar-plan td svg {{ display:inline-block; width:auto; vertical-align:middle; overflow:visible }}
