@@ -9,6 +9,7 @@ from autopar.ir.rules.mark import mark_stage
 from autopar.ir.rules.opaque import sharding_rule
 from autopar.mesh import Achieved, Cluster, Device, Link, LogicalMesh
 from autopar.report.plan import Plan
+from autopar.report.show import show
 from autopar.search.methods import Auto, DataParallel, PipelineParallel, ShardParallel, ThreeD
 
 __version__ = "0.1.0"
@@ -33,4 +34,5 @@ __all__ = [
     "mark_stage",
     "parallelize",
     "sharding_rule",
+    "show",
 ]

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from autopar._jax import JaxprEqn
 from autopar.cost import collective_seconds
 from autopar.intra_op.sharded import Body, Compute, Copy, Instruction, Region, collectives_of, copies_made, copies_read
-from autopar.ir.structure import scan_parts, trip_count
+from autopar.ir.region import region_of, trip_count
 from autopar.mesh import LogicalMesh
 
 TURNS = 3
@@ -109,7 +109,7 @@ class _Build:
 
     def region(self, region: Region, needs: tuple[int, ...], place: int) -> _Task:
         """A loop, or branches: one task."""
-        trips = trip_count(region.eqn) if region.eqn.primitive.name == "scan" else 1
+        trips = trip_count(region.eqn)
         seconds, exposed = 0.0, []
         for inner in region.bodies:
             of_body, of_each = self.turns(region, inner, trips)
@@ -125,8 +125,8 @@ class _Build:
         for _ in range(min(TURNS, trips)):
             maker = build.add(inner, given)
             if region.eqn.primitive.name == "scan":
-                parts = scan_parts(region.eqn)
-                first, last = len(parts.consts), len(parts.consts) + len(parts.carries)
+                loop = region_of(region.eqn)
+                first, last = len(loop.consts), len(loop.consts) + len(loop.carries)
                 carried = zip(inner.inputs[first:last], inner.outputs[: last - first], strict=True)
                 given = {copy: maker[out] for copy, out in carried if out in maker}  # type: ignore[index]
             ends.append(_run(build.tasks, build.count, self.overlap))
