@@ -1,6 +1,6 @@
 """autopar: automatic parallel training in JAX. One line, `@autopar.parallelize`, runs a training step on many devices."""
 
-from autopar import checkpoint, errors
+from autopar import checkpoint, errors, loggers
 from autopar.api import CompiledStep, ParallelStep, parallelize
 from autopar.fit import fit
 from autopar.follow import follow
@@ -28,6 +28,7 @@ __all__ = [
     "errors",
     "fit",
     "follow",
+    "loggers",
     "mark_stage",
     "parallelize",
     "sharding_rule",

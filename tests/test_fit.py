@@ -16,8 +16,8 @@ import pytest
 
 import autopar
 from autopar import PipelineParallel, ShardParallel, checkpoint
-from autopar.batches import Batches, EndOfBatches
 from autopar.errors import CheckpointError, NodeLostError, StructureChangedError, TraceError, WorkerError
+from autopar.fit.batches import Batches, EndOfBatches
 from tests.checkpoint_model import batches, create_state, step_on, train_step
 from tests.patience import PATIENCE_SECONDS
 
@@ -244,7 +244,7 @@ class Broken(Failing):
 @pytest.fixture
 def sleeps(monkeypatch):
     found = []
-    monkeypatch.setattr(sys.modules["autopar.fit"], "time", SimpleNamespace(sleep=found.append))
+    monkeypatch.setattr(sys.modules["autopar.fit.loop"], "time", SimpleNamespace(sleep=found.append))
     return found
 
 
