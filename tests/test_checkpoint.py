@@ -10,6 +10,7 @@ import warnings
 import equinox as eqx
 import jax
 import jax.numpy as jnp
+import jmp
 import ml_dtypes
 import numpy as np
 import optax
@@ -19,7 +20,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import PipelineParallel, ShardParallel, checkpoint
-from autopar.errors import CheckpointError
+from autopar.errors import CheckpointError, DonatedError
 from autopar.runtime.stacks import StackedArray
 from tests.checkpoint_model import batches, create_state, step_on, there
 from tests.patience import PATIENCE_SECONDS
@@ -475,3 +476,19 @@ def test_nothing_warns(tmp_path):
         warnings.simplefilter("error")
         checkpoint.save(tmp_path, {"a": jnp.ones(3)}, 0).wait()
         checkpoint.restore(tmp_path, {"a": jnp.ones(3)})
+
+
+def test_classes_that_check_their_fields(tmp_path):
+    """orbax maps its own options over the state, which such a class does not take."""
+    state = {"scale": jmp.DynamicLossScale(jnp.float32(16.0), jnp.int32(3)), "w": jnp.arange(4.0)}
+    checkpoint.save(tmp_path, state).wait()
+    found = checkpoint.restore(tmp_path, state)
+    assert jax.tree.structure(found) == jax.tree.structure(state)
+    assert [float(jnp.sum(x)) for x in jax.tree.leaves(found)] == [16.0, 3.0, 6.0]
+
+
+def test_a_state_that_was_donated_is_not_saved(tmp_path):
+    state = {"w": jnp.arange(4.0)}
+    jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(state)
+    with pytest.raises(DonatedError, match="(?s)given:  w\n.*save what the last call returned"):
+        checkpoint.save(tmp_path, state)

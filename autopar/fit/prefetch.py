@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from autopar.api import ParallelStep
+from autopar.ir.trace.state import argument_slices
 from autopar.runtime.ray.driver.step import RayStep
 
 
@@ -28,10 +29,14 @@ def placed_for(step: Any, last: Any) -> Callable[[Any], Any]:
     compiled = step.latest() if isinstance(step, ParallelStep) else None
     if compiled is None or isinstance(compiled.executable, RayStep):
         return lambda batch: batch
-    donated = jax.tree.leaves(jax.tree.unflatten(compiled.program.in_tree, compiled.plan.origin.roles.donated)[0][-1])
-    if any(donated):  # what is put there may share memory with the user's own
+    program, tree = compiled.program, jax.tree.structure(last)
+    arguments = program.in_tree.children()[0].children()
+    if not arguments or arguments[-1] != tree:
         return lambda batch: batch
-    shardings, tree = jax.tree.flatten(compiled.in_shardings[0][-1], is_leaf=lambda sharding: sharding is None)
+    first, stop = argument_slices(program)[len(arguments) - 1]
+    if any(compiled.plan.origin.roles.donated[first:stop]):  # what is put there may share memory with the user's own
+        return lambda batch: batch
+    shardings = jax.tree.leaves(compiled.in_shardings, is_leaf=lambda sharding: sharding is None)[first:stop]
     types = [_type_of(leaf) for leaf in jax.tree.leaves(last)]
 
     def place(batch: Any) -> Any:

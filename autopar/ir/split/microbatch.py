@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
 from autopar._jax import (
@@ -149,7 +150,8 @@ def check_divides(jaxpr: Jaxpr, count: int, batch: Sequence[int], name: str = "t
                 "the batch does not divide into microbatches.",
                 given=f"{name} of {size} samples, num_microbatches={count}",
                 wrong=f"{size} is no multiple of {count}.",
-                do="choose a number of microbatches that divides the batch size.",
+                do="choose a number of microbatches that divides the batch size; where the last batch of an epoch is "
+                "smaller, drop it, or pad it and leave the padding out of the loss by a mask.",
                 size=size,
             )
 
@@ -159,7 +161,7 @@ class _Writer:
 
     def __init__(self, jaxpr: Jaxpr, shares: Shares):
         self.jaxpr, self.shares, self.count = jaxpr, shares, shares.count
-        self.number = new_var(shaped(0).update(weak_type=False))
+        self.number = new_var(shaped(jax.ShapeDtypeStruct((), jnp.int32)))
         self.inputs = set(jaxpr.invars)
         self.views = views_of_arguments(jaxpr)
         self.invariants: dict[Var, Var] = {}

@@ -1,0 +1,205 @@
+"""Casts to 16 bits leave loops and branches: what is added up over samples is narrowed when it has been added up.
+
+In:     a flat program in which the gradient of a 16-bit parameter is computed in 32 bits and cast down inside a `scan` or a
+        branch, as `jax.grad` writes it.
+Out:    the same function, with the cast behind the loop; a sum over the trips of a loop is kept in 32 bits until then.
+Method: a microbatch makes a part of a gradient, and a part must not be narrowed (`rules/linearity.py`). The cast is looked
+        for behind what merely moves and adds up values, which is done in 32 bits instead. Only in what is differentiated:
+        activations that are stacked in 16 bits stay so.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopar._jax import (
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    bind_eqn,
+    close_jaxpr,
+    make_jaxpr,
+    new_var,
+    replace_eqn,
+    scan_params,
+    shaped,
+)
+from autopar.ir.rewrite.dead_code import remove_dead_code
+from autopar.ir.rules import rule_for
+from autopar.ir.rules.linearity import sums_survive
+from autopar.ir.rules.registry import has_rule
+from autopar.ir.source import is_backward
+from autopar.ir.structure import ScanParts, body_jaxprs, is_structured, scan_parts, variables
+from autopar.ir.trace.flatten import inline_function
+
+
+def narrow_late(jaxpr: Jaxpr) -> Jaxpr:
+    """The program with such casts behind its loops and branches; over the same inputs and results."""
+    eqns: list[JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        match eqn.primitive.name:
+            case "scan":
+                eqns += _scan(eqn)
+            case "cond":
+                eqns += _cond(eqn)
+            case _:
+                eqns.append(eqn)
+    unchanged = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
+    return jaxpr if unchanged else remove_dead_code(make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns))
+
+
+def _scan(eqn: JaxprEqn) -> list[JaxprEqn]:
+    """Its sums over trips, and if it is part of a backward pass its stacks, in the dtype they are computed in."""
+    parts = scan_parts(eqn)
+    body = narrow_late(parts.body)
+    inside = _Wide(body)
+    operands, outvars = list(eqn.invars), list(eqn.outvars)
+    invars, results = list(body.invars), list(body.outvars)
+    before: list[JaxprEqn] = []
+    after: list[JaxprEqn] = []
+    for k, (outer, var, _, result) in enumerate(parts.carries):
+        at = len(parts.consts) + k
+        dtype = inside.dtype_behind(results[k])
+        if dtype is None or not inside.is_sum_of(var, results[k]):
+            continue
+        invars[at] = new_var(_of_dtype(var, dtype))
+        results[k] = inside.widened(results[k], dtype, {var: invars[at]})
+        more, (operands[at],) = inline_function(lambda x, dtype=dtype: lax.convert_element_type(x, dtype), [outer])
+        before += more
+        outvars[k] = new_var(_of_dtype(result, dtype))
+        after += _narrowed(outvars[k], result, eqn)
+    if is_backward(eqn):
+        for k, (_, result) in enumerate(parts.ys, start=len(parts.carries)):
+            dtype = inside.dtype_behind(results[k])
+            if dtype is not None:
+                results[k] = inside.widened(results[k], dtype, {})
+                outvars[k] = new_var(_of_dtype(result, dtype))
+                after += _narrowed(outvars[k], result, eqn)
+    if not after and body is parts.body:
+        return [eqn]
+    return [*before, _scan_of(eqn, parts, operands, outvars, inside.body(invars, results)), *after]
+
+
+def _scan_of(eqn: JaxprEqn, parts: ScanParts, operands: Sequence[Any], outvars: Sequence[Var], body: Jaxpr) -> JaxprEqn:
+    params = scan_params(eqn.params, body, len(parts.consts), len(parts.carries))
+    return replace_eqn(eqn, invars=operands, outvars=outvars, params=params)
+
+
+def _cond(eqn: JaxprEqn) -> list[JaxprEqn]:
+    """Its results, if it is part of a backward pass, in the widest dtype that a branch computes them in."""
+    branches = body_jaxprs(eqn)
+    bodies = [narrow_late(branch) for branch in branches]
+    inside = [_Wide(body) for body in bodies]
+    results = [list(body.outvars) for body in bodies]
+    outvars, after = list(eqn.outvars), []
+    for k, result in enumerate(eqn.outvars) if is_backward(eqn) else ():
+        found = [wide.dtype_behind(own[k]) for wide, own in zip(inside, results, strict=True)]
+        dtypes = [dtype for dtype in found if dtype is not None]
+        if dtypes:
+            dtype = max(dtypes, key=lambda d: d.itemsize)
+            for wide, own in zip(inside, results, strict=True):
+                own[k] = wide.widened(own[k], dtype, {})
+            outvars[k] = new_var(_of_dtype(result, dtype))
+            after += _narrowed(outvars[k], result, eqn)
+    if not after and all(a is b for a, b in zip(bodies, branches, strict=True)):
+        return [eqn]
+    closed = tuple(
+        close_jaxpr(wide.body(body.invars, own)) for wide, body, own in zip(inside, bodies, results, strict=True)
+    )
+    return [replace_eqn(eqn, outvars=outvars, params={**eqn.params, "branches": closed}), *after]
+
+
+def _of_dtype(var: Var, dtype: Any) -> Any:
+    return shaped(jax.ShapeDtypeStruct(var.aval.shape, dtype))
+
+
+def _narrowed(wide: Var, result: Var, eqn: JaxprEqn) -> list[JaxprEqn]:
+    """The equation that makes `result` of its wide form."""
+    made, _ = inline_function(lambda x: lax.convert_element_type(x, result.aval.dtype), [wide], eqn.source_info)
+    (cast,) = made
+    return [replace_eqn(cast, outvars=[result])]
+
+
+class _Wide:
+    """A body in which values are made again in a wider dtype, behind the equations that are there."""
+
+    def __init__(self, body: Jaxpr):
+        self.eqns = list(body.eqns)
+        self.made_by = {var: eqn for eqn in body.eqns for var in eqn.outvars}
+        self.num_readers = Counter([*variables(body.outvars), *(a for eqn in body.eqns for a in variables(eqn.invars))])
+
+    def body(self, invars: Sequence[Var], outvars: Sequence[Any]) -> Jaxpr:
+        return remove_dead_code(make_jaxpr(invars, outvars, self.eqns))
+
+    def dtype_behind(self, atom: Any) -> Any:
+        """The widest dtype of which a 16-bit float is a cast, behind moves and additions; None: it is none."""
+        if isinstance(atom, Literal) or atom not in self.made_by:
+            return None
+        eqn = self.made_by[atom]
+        if _narrows(eqn):
+            return eqn.invars[0].aval.dtype
+        found = [self.dtype_behind(a) for a in eqn.invars] if self.passes_on(eqn) else []
+        return max((d for d in found if d is not None), key=lambda d: d.itemsize, default=None)
+
+    def passes_on(self, eqn: JaxprEqn) -> bool:
+        """Whether it only moves or adds up its operands, for one reader."""
+        var, *others = eqn.outvars
+        alike = all(a.aval.dtype == var.aval.dtype for a in eqn.invars)
+        if others or not alike or self.num_readers[var] > 1 or is_structured(eqn) or "new_dtype" in eqn.params:
+            return False
+        return has_rule(eqn.primitive) and tuple(range(len(eqn.invars))) in rule_for(eqn).linear
+
+    def is_sum_of(self, var: Var, atom: Any) -> bool:
+        """Whether `atom` is `var` with something added, and `var` stands nowhere else."""
+        if self.num_readers[var] != 1 or isinstance(atom, Literal):
+            return False
+        while atom in self.made_by:
+            eqn = self.made_by[atom]
+            if len(eqn.invars) != 2 or not self.passes_on(eqn):
+                return False
+            if var in variables(eqn.invars):
+                return eqn.primitive.name in ("add", "add_any")
+            atom = next((a for a in variables(eqn.invars) if self.leads_to(var, a)), None)
+        return False
+
+    def leads_to(self, var: Var, atom: Any) -> bool:
+        eqn = self.made_by.get(atom)
+        return atom is var or (
+            eqn is not None and self.passes_on(eqn) and any(self.leads_to(var, a) for a in variables(eqn.invars))
+        )
+
+    def widened(self, atom: Any, dtype: Any, wide: Mapping[Var, Var]) -> Any:
+        """`atom` in a wider dtype, where `wide` are some values in it."""
+        if not isinstance(atom, Literal):
+            if atom in wide:
+                return wide[atom]
+            eqn = self.made_by.get(atom)
+            if eqn is not None and _narrows(eqn):
+                atom = eqn.invars[0]
+                if atom.aval.dtype == dtype:
+                    return atom
+            elif eqn is not None and self.dtype_behind(atom) is not None:
+                operands = [self.widened(a, dtype, wide) for a in eqn.invars]
+                return self.add(lambda *xs: bind_eqn(eqn, *xs)[0], operands, eqn.source_info)
+        return self.add(lambda x: lax.convert_element_type(x, dtype), [atom])
+
+    def add(self, function: Any, operands: Sequence[Any], source: Any = None) -> Any:
+        made, (result,) = inline_function(function, operands, source)
+        self.eqns += made
+        return result
+
+
+def _narrows(eqn: JaxprEqn) -> bool:
+    """Whether it casts floats to 16-bit floats in which their sums do not survive."""
+    if eqn.primitive.name != "convert_element_type":
+        return False
+    source, target = eqn.invars[0].aval.dtype, eqn.outvars[0].aval.dtype
+    floats = jnp.issubdtype(source, jnp.floating) and jnp.issubdtype(target, jnp.floating)
+    return floats and source.itemsize > target.itemsize == 2 and not sums_survive(source, target)
