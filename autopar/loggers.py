@@ -8,7 +8,9 @@ Method: a run that goes on after a break does some steps again: what was logged 
 from __future__ import annotations
 
 import csv
+import itertools
 import os
+import secrets
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from typing import Any
 from autopar.errors import AutoparError
 
 Logger = Callable[[int, Mapping[str, float]], Any]
-"""`logger(number, values)`; if it has a method `resume(number)`, that is told first how many steps are done already."""
+"""`logger(number, values)`. If it has a method `resume(number)`, that is told first how many steps are done already, before
+the first call and after each failure that was mended; and if it has one, `close()` is called when the run ends."""
 
 
 class CSV:
@@ -27,10 +30,13 @@ class CSV:
         self.path = Path(path)
 
     def resume(self, number: int) -> None:
-        """Take back the rows of steps that will be done again; with 0, all of them."""
+        """Take back the rows of steps that will be done again; where a run begins anew, put the table of the last aside."""
         columns, rows = self._read()
-        if rows:
-            self._write(columns, [row for row in rows if int(row["step"]) <= number and number > 0])
+        if rows and number == 0:
+            aside = (self.path.with_suffix(f".{k}{self.path.suffix}") for k in itertools.count(1))
+            os.replace(self.path, next(path for path in aside if not path.exists()))
+        elif rows:
+            self._write(columns, [row for row in rows if int(row["step"]) <= number])
 
     def __call__(self, number: int, values: Mapping[str, float]) -> None:
         """Add a row."""
@@ -79,19 +85,25 @@ class TensorBoard:
                 wrong=f"{error.name} is not installed.",
                 do="pip install 'autopar[tensorboard]', or log with CSV(path).",
             ) from error
-        self._make = lambda **more: SummaryWriter(os.fspath(directory), **{**options, **more})
+        self._writer_class, self._directory, self._options = SummaryWriter, os.fspath(directory), options
         self._writer: Any = None
 
     def resume(self, number: int) -> None:
         """Have TensorBoard leave out what was logged of steps that will be done again."""
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = self._make(purge_step=number + 1)
+        self.close()
+        # Its files are named by the second: one begun in the same second would overwrite the other.
+        options: dict[str, Any] = {"filename_suffix": f".{secrets.token_hex(4)}", "flush_secs": 10, **self._options}
+        self._writer = self._writer_class(self._directory, **{**options, "purge_step": number + 1})
 
     def __call__(self, number: int, values: Mapping[str, float]) -> None:
         """Add a point to each curve."""
         if self._writer is None:
-            self._writer = self._make()
+            self.resume(number - 1)
         for name, value in values.items():
             self._writer.add_scalar(name, value, number)
-        self._writer.flush()
+
+    def close(self) -> None:
+        """See all of it to the disk; what comes later begins another file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None

@@ -74,6 +74,9 @@ class Reports:
         if not failed and self._told < self._done:
             self._tell_step()
         self._flush()
+        for logger in self._loggers:
+            if hasattr(logger, "close"):
+                logger.close()
         self._bar.stop(self._done, scalars_of(self._metrics), failed)
 
     def paused(self) -> None:

@@ -132,7 +132,7 @@ def test_a_table(tmp_path):
 
 
 def test_a_table_of_a_run_that_goes_on(tmp_path):
-    """Steps that are done again are in it once; a run that begins again begins the table again."""
+    """Steps that are done again are in it once; a run that begins anew begins a table."""
     path = tmp_path / "run.csv"
 
     def run(num_steps, directory, on_step=None):
@@ -151,27 +151,34 @@ def test_a_table_of_a_run_that_goes_on(tmp_path):
     assert [float(row["loss"]) for row in read(path)] == [10, 9, 7, 4, 0, -5]
     run(2, "b")
     assert [row["step"] for row in read(path)] == ["1", "2"]
+    assert [row["step"] for row in read(tmp_path / "run.1.csv")] == list("123456"), "nothing is lost"
 
 
 def test_tensorboard(tmp_path):
     pytest.importorskip("tensorboardX")
     from tensorboardX.proto.event_pb2 import Event
-    from tensorboardX.record_writer import crc32c  # noqa: F401, what writes the records
 
     log = TensorBoard(tmp_path)
     for number in (1, 2):
         log(number, {"loss": 0.5 * number})
     log.resume(1)
     log(2, {"loss": 3.0})
+    log.close()
     found = []
-    for path in sorted(tmp_path.iterdir(), key=lambda path: (path.stat().st_mtime, path.name)):
+    for path in sorted(tmp_path.iterdir(), key=lambda path: path.stat().st_mtime_ns):
         data = path.read_bytes()
         while data:
             length = int.from_bytes(data[:8], "little")
             event, data = Event.FromString(data[12 : 12 + length]), data[16 + length :]
             found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
             found += [(event.step, "restart", 0)] if event.session_log.status == 1 else []
-    assert found == [(1, "loss", 0.5), (2, "loss", 1.0), (2, "restart", 0), (2, "loss", 3.0)]
+    assert found == [
+        (1, "restart", 0),
+        (1, "loss", 0.5),
+        (2, "loss", 1.0),
+        (2, "restart", 0),
+        (2, "loss", 3.0),
+    ], "TensorBoard leaves out what a file before a restart has of that step and later ones"
 
 
 def test_without_tensorboard(tmp_path, monkeypatch):
