@@ -27,9 +27,9 @@ from autopar.intra_op.lower import lower_part
 from autopar.intra_op.restrict import Allowed, Restrict
 from autopar.intra_op.shard import Sharded, shard
 from autopar.intra_op.sharded import Body, Collective, Compute, Region, calls_host, collectives_of
+from autopar.ir.region import trip_count
 from autopar.ir.split.accumulate import accumulator_type
-from autopar.ir.split.pieces import Cut
-from autopar.ir.structure import trip_count
+from autopar.ir.split.placement import Split
 from autopar.mesh import Device, LogicalMesh, Sharding
 from autopar.options import Options
 
@@ -245,10 +245,10 @@ class _Lowering:
 
     def border(self, slot: Slot) -> Border:
         shape, dtype = tuple(slot.key.aval.shape), slot.key.aval.dtype
-        if slot.kind == "sum" and slot.share is not None:
-            dtype = accumulator_type(slot.key.aval, slot.share).dtype
-        if isinstance(slot.share, Cut):
-            shape = tuple(n // self.program.count if d == slot.share.dim else n for d, n in enumerate(shape))
+        if slot.kind == "sum" and slot.placement is not None:
+            dtype = accumulator_type(slot.key.aval, slot.placement).dtype
+        if isinstance(slot.placement, Split):
+            shape = tuple(n // self.program.count if d == slot.placement.dim else n for d, n in enumerate(shape))
         leading = (self.program.count,) if slot.kind in ("piece", "rows") else ()
         return new_border(slot, self.sharding(slot), shape, dtype, self.mesh, leading)
 
@@ -296,7 +296,7 @@ class _Lowering:
                     if not batch_factors(eqn, rule, self.graph.batch):
                         batchless += seconds
                 case Region(eqn, _, _, bodies):
-                    trips = trip_count(eqn) if eqn.primitive.name == "scan" else 1
+                    trips = trip_count(eqn)
                     for inner in bodies:
                         of_body = self.compute(inner, times * trips)
                         total, batchless = total + of_body[0], batchless + of_body[1]

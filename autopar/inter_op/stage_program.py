@@ -18,9 +18,9 @@ from typing import Any
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr, new_var
 from autopar.inter_op.stage_tasks import StageParts, Task, stage_tasks
 from autopar.inter_op.tasks import Tasks
+from autopar.ir.dataflow import inputs_of, variables
 from autopar.ir.split.accumulate import AccumulatingScan, accumulating_scan, stack_type
 from autopar.ir.split.microbatch import Result
-from autopar.ir.structure import inputs_of, variables
 
 Dims = frozenset[int]
 

@@ -19,8 +19,8 @@ from autopar.inter_op.backward import Backward, Passes, backward_at
 from autopar.inter_op.chain import Chain
 from autopar.inter_op.residuals import CHEAP, Kept
 from autopar.inter_op.update import Update, place_update
+from autopar.ir.dataflow import inputs_of, needed, variables
 from autopar.ir.split.microbatch import Microbatches
-from autopar.ir.structure import inputs_of, needed, variables
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,14 +19,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
 from autopar.intra_op.batch import BatchDims, Dims, between_samples, follow_batch
 from autopar.intra_op.strategies import Strategy, enumerate_strategies
+from autopar.ir.region import Binding, Region, is_region, region_of
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.rules.linearity import may_be_partial
 from autopar.ir.signature import equation_signature
 from autopar.ir.source import is_backward
-from autopar.ir.structure import body_jaxprs, is_structured, scan_parts, trip_count, while_parts
 from autopar.mesh import LogicalMesh, Sharding
 
 Shardings = tuple[Sharding, ...]
@@ -136,11 +136,23 @@ class Graph:
 
 
 @dataclass(frozen=True, slots=True)
-class _Region:
+class _Place:
     """Where an equation stands: how often it runs, and whether it may communicate."""
 
     weight: float = 1.0
     communicates: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A value that a node reads, in one sharding for each choice of the node."""
+
+    atom: Atom
+    node: Node
+    slot: int
+    wanted: Shardings
+    weight: float
+    backward: bool
 
 
 def build_graph(
@@ -176,66 +188,63 @@ class _Builder:
         self.rules: dict[object, tuple[ShardingRule, tuple[Strategy, ...], list[Shardings], list[Shardings]]] = {}
         self.port_lists: dict[tuple[tuple[int, ...], bool], Shardings] = {}
         # Readers of each open body, innermost last: they wait until all are known, for a value with several gets a hub.
-        self.pending: list[list[tuple[object, Node, int, Shardings, float, bool]]] = []
+        self.pending: list[list[_Read]] = []
 
     def build(self, aliases: Mapping[int, int]) -> Graph:
         graph = self.graph
-        region = _Region()
+        place = _Place()
         for position, var in enumerate(self.jaxpr.invars):
-            node = self.port(f"input {position}", var, region, partial=False)
+            node = self.port(f"input {position}", var, place, partial=False)
             graph.inputs.append(node.index)
             graph.produced[var] = Produced(node.index, node.shardings)
-        self.body(self.jaxpr, region)
+        self.body(self.jaxpr, place)
         for position, atom in enumerate(self.jaxpr.outvars):
             if position in aliases:
                 node = graph.nodes[graph.inputs[aliases[position]]]
             else:
-                node = self.port(f"output {position}", atom, region, partial=False)
+                node = self.port(f"output {position}", atom, place, partial=False)
             graph.outputs.append(node.index)
         readers = [
-            (atom, graph.nodes[index], -1 - k, graph.nodes[index].shardings, 1.0)
+            _Read(atom, graph.nodes[index], -1 - k, graph.nodes[index].shardings, 1.0, backward=True)
             for k, (atom, index) in enumerate(zip(self.jaxpr.outvars, graph.outputs, strict=True))
         ]
-        self.connect(self.pending.pop(), readers, region)
+        self.connect([*self.pending.pop(), *readers], place)
         return graph
 
-    def body(self, jaxpr: Jaxpr, region: _Region) -> None:
+    def body(self, jaxpr: Jaxpr, place: _Place) -> None:
         """Nodes of all equations of one body; `connect` its readers afterwards."""
         self.pending.append([])
         for eqn in jaxpr.eqns:
-            if is_structured(eqn):
-                self.structured(eqn, region)
+            if is_region(eqn):
+                self.region(eqn, place)
             else:
-                self.operation(eqn, region)
+                self.operation(eqn, place)
 
-    def read(self, atom: Any, node: Node, slot: int, wanted: Shardings, backward: bool, weight: float = 1.0) -> None:
-        self.pending[-1].append((atom, node, slot, wanted, weight, backward))
+    def read(self, atom: Atom, node: Node, slot: int, wanted: Shardings, backward: bool, weight: float = 1.0) -> None:
+        self.pending[-1].append(_Read(atom, node, slot, wanted, weight, backward))
 
-    def connect(self, reads: list, outputs: list, region: _Region) -> None:
+    def connect(self, reads: Sequence[_Read], place: _Place) -> None:
         """Edges of one body: straight where a value has one reader in its phase, through a hub where it has several."""
-        by_value: dict[tuple[Var, bool], list] = {}
-        for atom, node, slot, wanted, weight, backward in reads:
-            if not isinstance(atom, Literal):
-                by_value.setdefault((atom, backward), []).append((node, slot, wanted, weight))
-        for atom, node, slot, wanted, weight in outputs:
-            if not isinstance(atom, Literal):
-                by_value.setdefault((atom, True), []).append((node, slot, wanted, weight))
+        by_value: dict[tuple[Var, bool], list[_Read]] = {}
+        for read in reads:
+            if not isinstance(read.atom, Literal):
+                by_value.setdefault((read.atom, read.backward), []).append(read)
         for (var, backward), readers in by_value.items():
             made = self.graph.produced[var]
             if len(readers) > 1:
-                hub = self.port(f"hub {'b' if backward else 'f'}", var, region, partial=True, kind="hub")
+                hub = self.port(f"hub {'b' if backward else 'f'}", var, place, partial=True, kind="hub")
                 hub.signature = ("hub", backward, tuple(var.aval.shape), str(var.aval.dtype))
                 self.graph.hubs[var, backward] = hub.index
-                self.edge(made, hub, 0, hub.shardings, var, region.weight, region)
+                self.edge(made, hub, 0, hub.shardings, var, place.weight, place)
                 made = Produced(hub.index, hub.shardings)
-            for node, slot, wanted, weight in readers:
-                self.edge(made, node, slot, wanted, var, region.weight * weight, region)
+            for read in readers:
+                self.edge(made, read.node, read.slot, read.wanted, var, place.weight * read.weight, place)
 
     def edge(
-        self, made: Produced, node: Node, slot: int, wanted: Shardings, var: Var, weight: float, region: _Region
+        self, made: Produced, node: Node, slot: int, wanted: Shardings, var: Var, weight: float, place: _Place
     ) -> None:
         self.graph.edges.append(
-            Edge(made.node, node.index, slot, made.shardings, wanted, var, weight, region.communicates)
+            Edge(made.node, node.index, slot, made.shardings, wanted, var, weight, place.communicates)
         )
 
     # Nodes
@@ -246,7 +255,7 @@ class _Builder:
         return node
 
     def port(
-        self, name: str, atom: Any, region: _Region, partial: bool, kind: str = "port", only: Shardings | None = None
+        self, name: str, atom: Atom, place: _Place, partial: bool, kind: str = "port", only: Shardings | None = None
     ) -> Node:
         shape, dtype = tuple(atom.aval.shape), atom.aval.dtype
         partial = partial and may_be_partial(dtype)
@@ -255,9 +264,9 @@ class _Builder:
             kind=kind,
             name=name,
             shardings=shardings,
-            weight=region.weight,
+            weight=place.weight,
             var=None if isinstance(atom, Literal) else atom,
-            communicates=region.communicates,
+            communicates=place.communicates,
             signature=(kind, name.rstrip("0123456789"), shape, str(dtype)),
         )
 
@@ -271,7 +280,7 @@ class _Builder:
         key = tuple(shardings)
         return self.lists.setdefault(key, key)
 
-    def operation(self, eqn: JaxprEqn, region: _Region) -> None:
+    def operation(self, eqn: JaxprEqn, place: _Place) -> None:
         signature = equation_signature(eqn)
         if signature not in self.rules:
             rule = rule_for(eqn)
@@ -284,10 +293,10 @@ class _Builder:
             kind="op",
             name=eqn.primitive.name,
             strategies=strategies,
-            weight=region.weight,
+            weight=place.weight,
             eqn=eqn,
             rule=rule,
-            communicates=region.communicates,
+            communicates=place.communicates,
             signature=signature,
         )
         self.graph.op_node[id(eqn)] = node.index
@@ -297,124 +306,41 @@ class _Builder:
         for k, var in enumerate(eqn.outvars):
             self.graph.produced[var] = Produced(node.index, given[k], k)
 
-    # Structured equations
+    # Regions
 
-    def structured(self, eqn: JaxprEqn, region: _Region) -> None:
-        match eqn.primitive.name:
-            case "scan":
-                self.scan(eqn, region)
-            case "while":
-                self.while_loop(eqn, region)
-            case "cond":
-                self.cond(eqn, region)
-            case "optimization_barrier":
-                self.barrier(eqn, region)
-            case name:
-                raise AssertionError(f"`{name}` is called structured, but the graph cannot take it apart.")
+    def region(self, eqn: JaxprEqn, around: _Place) -> None:
+        """A port for each value at the border; the bodies are part of the graph."""
+        region, backward = region_of(eqn), is_backward(eqn)
+        within = _Place(around.weight * region.trips, around.communicates and region.kind != "while")
+        leaving: list[list[_Read]] = [[] for _ in region.bodies]
+        for (role, k), b in region.named():
+            node = self.border(eqn, region, role, k, b, around if b.role != "test" else within)
+            outside = self.shared([stacked(s) for s in node.shardings]) if b.is_stacked else node.shardings
+            if b.outer is not None:
+                self.read(b.outer, node, 0, outside, backward)
+            for var in b.variables:
+                self.graph.produced[var] = Produced(node.index, node.shardings)
+            if b.result is not None:
+                self.graph.produced[b.result] = Produced(node.index, outside)
+            slots = itertools.count(0 if b.outer is None else 1)
+            for reads, atom in zip(leaving, b.inside, strict=False):
+                if atom is not None:
+                    reads.append(_Read(atom, node, next(slots), node.shardings, 1.0, backward=True))
+        for body, reads in zip(region.bodies, leaving, strict=True):
+            self.body(body, within)
+            self.connect([*self.pending.pop(), *reads], within)
 
-    def border(
-        self,
-        eqn: JaxprEqn,
-        role: str,
-        k: int,
-        atom: Any,
-        region: _Region,
-        partial: bool,
-        only: Shardings | None = None,
-    ) -> Node:
-        node = self.port(f"{eqn.primitive.name} {role} {k}", atom, region, partial, only=only)
+    def border(self, eqn: JaxprEqn, region: Region, role: str, k: int, b: Binding, place: _Place) -> Node:
+        """The port of a value at the border; in a loop of known length, what leaves it may be partial."""
+        # What a branch reads is the operand itself; what a loop reads is there for all of its trips.
+        entering = [b.outer] if region.kind == "cond" else b.variables
+        known = (*entering, None if b.is_stacked else b.result, *b.values, b.outer)
+        atom = next(a for a in known if a is not None)
+        partial = b.result is not None and region.kind in ("scan", "barrier")
+        whole = self.shared([Sharding.replicated(0)]) if b.role == "test" else None
+        node = self.port(f"{region.kind} {role} {k}", atom, place, partial, only=whole)
         self.graph.ports[id(eqn), role, k] = node.index
         return node
-
-    def close_body(self, outputs: list, region: _Region) -> None:
-        self.connect(self.pending.pop(), outputs, region)
-
-    def scan(self, eqn: JaxprEqn, region: _Region) -> None:
-        graph, parts, backward = self.graph, scan_parts(eqn), is_backward(eqn)
-        inner = _Region(region.weight * trip_count(eqn), region.communicates)
-        for k, (outer, var) in enumerate(parts.consts):
-            node = self.border(eqn, "const", k, var, region, partial=False)
-            self.read(outer, node, 0, node.shardings, backward)
-            graph.produced[var] = Produced(node.index, node.shardings)
-        carries = []
-        for k, (outer, var, _, result) in enumerate(parts.carries):
-            node = self.border(eqn, "carry", k, var, region, partial=True)
-            carries.append(node)
-            self.read(outer, node, 0, node.shardings, backward)
-            graph.produced[var] = graph.produced[result] = Produced(node.index, node.shardings)
-        for k, (outer, var) in enumerate(parts.xs):
-            node = self.border(eqn, "xs", k, var, region, partial=False)
-            self.read(outer, node, 0, self.shared([stacked(s) for s in node.shardings]), backward)
-            graph.produced[var] = Produced(node.index, node.shardings)
-        self.body(parts.body, inner)
-        outputs = [
-            (inside, node, 1, node.shardings, 1.0)
-            for (_, _, inside, _), node in zip(parts.carries, carries, strict=True)
-        ]
-        for k, (inside, result) in enumerate(parts.ys):
-            node = self.border(eqn, "ys", k, inside, region, partial=True)
-            outputs.append((inside, node, 0, node.shardings, 1.0))
-            graph.produced[result] = Produced(node.index, self.shared([stacked(s) for s in node.shardings]))
-        self.close_body(outputs, inner)
-
-    def while_loop(self, eqn: JaxprEqn, region: _Region) -> None:
-        graph, parts, backward = self.graph, while_parts(eqn), is_backward(eqn)
-        inner = _Region(region.weight, communicates=False)
-        for role, consts in (("cond const", parts.cond_consts), ("body const", parts.body_consts)):
-            for k, (outer, var) in enumerate(consts):
-                node = self.border(eqn, role, k, var, region, partial=False)
-                self.read(outer, node, 0, node.shardings, backward)
-                graph.produced[var] = Produced(node.index, node.shardings)
-        carries = []
-        for k, (outer, cond_var, var, _, result) in enumerate(parts.carries):
-            node = self.border(eqn, "carry", k, var, region, partial=False)
-            carries.append(node)
-            self.read(outer, node, 0, node.shardings, backward)
-            for seen in (cond_var, var, result):
-                graph.produced[seen] = Produced(node.index, node.shardings)
-        self.body(parts.cond_body, inner)
-        predicate = self.border(
-            eqn, "predicate", 0, parts.predicate, inner, partial=False, only=self.shared([Sharding.replicated(0)])
-        )
-        self.close_body([(parts.predicate, predicate, 0, predicate.shardings, 1.0)], inner)
-        self.body(parts.body, inner)
-        self.close_body(
-            [
-                (inside, node, 1, node.shardings, 1.0)
-                for (_, _, _, inside, _), node in zip(parts.carries, carries, strict=True)
-            ],
-            inner,
-        )
-
-    def cond(self, eqn: JaxprEqn, region: _Region) -> None:
-        graph, backward = self.graph, is_backward(eqn)
-        branches = body_jaxprs(eqn)
-        index = self.border(
-            eqn, "index", 0, eqn.invars[0], region, partial=False, only=self.shared([Sharding.replicated(0)])
-        )
-        self.read(eqn.invars[0], index, 0, index.shardings, backward)
-        operands = [
-            self.border(eqn, "operand", k, atom, region, partial=False) for k, atom in enumerate(eqn.invars[1:])
-        ]
-        for atom, node in zip(eqn.invars[1:], operands, strict=True):
-            self.read(atom, node, 0, node.shardings, backward)
-        results = [self.border(eqn, "result", k, var, region, partial=False) for k, var in enumerate(eqn.outvars)]
-        for var, node in zip(eqn.outvars, results, strict=True):
-            graph.produced[var] = Produced(node.index, node.shardings)
-        for number, branch in enumerate(branches):
-            for var, node in zip(branch.invars, operands, strict=True):
-                graph.produced[var] = Produced(node.index, node.shardings)
-            self.body(branch, region)
-            self.close_body(
-                [(atom, node, number, node.shardings, 1.0) for atom, node in zip(branch.outvars, results, strict=True)],
-                region,
-            )
-
-    def barrier(self, eqn: JaxprEqn, region: _Region) -> None:
-        for k, (atom, var) in enumerate(zip(eqn.invars, eqn.outvars, strict=True)):
-            node = self.border(eqn, "through", k, var, region, partial=True)
-            self.read(atom, node, 0, node.shardings, is_backward(eqn))
-            self.graph.produced[var] = Produced(node.index, node.shardings)
 
 
 def stacked(sharding: Sharding) -> Sharding:

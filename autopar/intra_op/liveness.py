@@ -27,6 +27,7 @@ from autopar.intra_op.sharded import (
     copies_read,
     local_bytes,
 )
+from autopar.ir.region import kind_of
 from autopar.mesh import LogicalMesh
 
 _FALLEN = 0.99
@@ -176,7 +177,7 @@ def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: AbstractSet
     most = _Peak(0, 0, {})
     if not isinstance(instruction, Region):
         return most
-    is_scan = instruction.eqn.primitive.name == "scan"
+    is_scan = kind_of(instruction.eqn) == "scan"
     num_shared = len(instruction.eqn.invars)
     for body in instruction.bodies:
         num_whole = (

@@ -18,8 +18,8 @@ from autopar.intra_op.fuse import fuse_collectives
 from autopar.intra_op.graph import Graph, stacked
 from autopar.intra_op.sharded import Body, Compute, Gate, Instruction, Move, Region, describe
 from autopar.intra_op.strategies import Strategy
+from autopar.ir.region import is_region, region_of
 from autopar.ir.source import is_backward
-from autopar.ir.structure import body_jaxprs, is_structured, scan_parts, while_parts
 from autopar.mesh import Sharding
 
 
@@ -80,7 +80,7 @@ class _Lowering:
                 earlier, *gated = self.gates[id(eqn)]
                 copies = tuple((var, s) for var in gated for s in self.copies[var])
                 self.emit(Gate((earlier, self.copies[earlier][0]), copies))
-            if is_structured(eqn):
+            if is_region(eqn):
                 self.region(eqn)
             else:
                 self.compute(eqn)
@@ -132,45 +132,15 @@ class _Lowering:
             self.copies[var] = [sharding]
 
     def region(self, eqn: JaxprEqn) -> None:
-        operands, results, inside = self.border(eqn)
+        region = region_of(eqn)
+        inside = [self.port(eqn, role, k) for (role, k), _ in region.named()]
+        outside = [stacked(s) if b.is_stacked else s for b, s in zip(region.bindings, inside, strict=True)]
+        operands, results = region.of_operands(outside), region.of_results(outside)
         for atom, sharding in zip(eqn.invars, operands, strict=True):
             self.need(atom, sharding, eqn)
         bodies = tuple(
-            self.body(jaxpr, inputs, outputs) for jaxpr, (inputs, outputs) in zip(body_jaxprs(eqn), inside, strict=True)
+            self.body(body, region.entering(k, inside), region.leaving(k, inside))
+            for k, body in enumerate(region.bodies)
         )
         self.emit(Region(eqn, tuple(operands), tuple(results), bodies))
         self.define(eqn.outvars, results)
-
-    def border(
-        self, eqn: JaxprEqn
-    ) -> tuple[list[Sharding], list[Sharding], list[tuple[list[Sharding], list[Sharding]]]]:
-        """Shardings of a structured equation's operands and results, and of each body's inputs and outputs."""
-
-        def ports(role: str, count: int) -> list[Sharding]:
-            return [self.port(eqn, role, k) for k in range(count)]
-
-        match eqn.primitive.name:
-            case "scan":
-                parts = scan_parts(eqn)
-                consts, carries = ports("const", len(parts.consts)), ports("carry", len(parts.carries))
-                xs, ys = ports("xs", len(parts.xs)), ports("ys", len(parts.ys))
-                return (
-                    consts + carries + [stacked(s) for s in xs],
-                    carries + [stacked(s) for s in ys],
-                    [(consts + carries + xs, carries + ys)],
-                )
-            case "while":
-                loop = while_parts(eqn)
-                cond, body = ports("cond const", len(loop.cond_consts)), ports("body const", len(loop.body_consts))
-                carries = ports("carry", len(loop.carries))
-                return (
-                    cond + body + carries,
-                    carries,
-                    [(cond + carries, ports("predicate", 1)), (body + carries, carries)],
-                )
-            case "cond":
-                operands, results = ports("operand", len(eqn.invars) - 1), ports("result", len(eqn.outvars))
-                return (ports("index", 1) + operands, results, [(operands, results)] * len(body_jaxprs(eqn)))
-            case _:
-                through = ports("through", len(eqn.invars))
-                return through, through, []

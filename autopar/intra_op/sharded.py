@@ -17,9 +17,9 @@ from typing import assert_never
 from autopar._jax import JaxprEqn, Literal, Var
 from autopar.cost.steps import AllGather, Step, step_kind
 from autopar.intra_op.strategies import Strategy
+from autopar.ir.region import trip_count
 from autopar.ir.rules import ShardingRule
 from autopar.ir.source import source_line
-from autopar.ir.structure import trip_count
 from autopar.mesh import LogicalMesh, Sharding
 
 Copy = tuple[Var, Sharding]
@@ -187,7 +187,7 @@ def collectives_of(
                     for var, sharding in zip(eqn.outvars, strategy.results, strict=True):
                         yield Collective("all-reduce", axes, local_bytes(var, sharding, mesh), times, describe(eqn))
             case Region(eqn, _, _, bodies):
-                trips = trip_count(eqn) if eqn.primitive.name == "scan" else 1
+                trips = trip_count(eqn)
                 for inner in bodies:
                     yield from collectives_of(inner, mesh, times * trips, only_reductions=only_reductions)
             case _:

@@ -15,24 +15,24 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopar._jax import Jaxpr, JaxprEqn, Var, close_jaxpr, make_jaxpr, new_var, replace_eqn
+from autopar.ir.build import inline_function, renamed
+from autopar.ir.dataflow import feeds_backward, inputs_of, variables
+from autopar.ir.region import bodies_of, kind_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.source import is_backward
-from autopar.ir.split.share_analysis import feeds_backward
-from autopar.ir.structure import body_jaxprs, inputs_of, variables
-from autopar.ir.trace.flatten import inline_from, inline_function
 
 
 def branches_in_two(jaxpr: Jaxpr) -> Jaxpr:
     """The program with such conditions split; over the same inputs and results."""
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        eqns += _in_two(eqn) if eqn.primitive.name == "cond" and not eqn.effects and not is_backward(eqn) else [eqn]
+        eqns += _in_two(eqn) if kind_of(eqn) == "cond" and not eqn.effects and not is_backward(eqn) else [eqn]
     return jaxpr if len(eqns) == len(jaxpr.eqns) else remove_dead_code(make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns))
 
 
 def _in_two(eqn: JaxprEqn) -> list[JaxprEqn]:
     index, *operands = eqn.invars
-    branches = body_jaxprs(eqn)
+    branches = bodies_of(eqn)
     halves = [_halves(branch) for branch in branches]
     if not any(second for _, second in halves):
         return [eqn]
@@ -85,16 +85,9 @@ def _first(branch: Jaxpr, eqns: Sequence[JaxprEqn], passed: Sequence[Var], own: 
         zeros, (result,) = inline_function(lambda aval=var.aval: jnp.zeros(aval.shape, aval.dtype), [], source)
         made += zeros
         results.append(result)
-    return _fresh(make_jaxpr(branch.invars, results, made))
+    return renamed(make_jaxpr(branch.invars, results, made))
 
 
 def _second(branch: Jaxpr, eqns: Sequence[JaxprEqn], passed: Sequence[Var], own: set[Var]) -> Jaxpr:
     arriving = [var if var in own else new_var(var.aval) for var in passed]
-    return _fresh(make_jaxpr([*branch.invars, *arriving], branch.outvars, eqns))
-
-
-def _fresh(body: Jaxpr) -> Jaxpr:
-    """A body over variables of its own."""
-    invars = [new_var(var.aval) for var in body.invars]
-    eqns, outvars = inline_from(body, invars)
-    return make_jaxpr(invars, outvars, eqns)
+    return renamed(make_jaxpr([*branch.invars, *arriving], branch.outvars, eqns))

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar._jax import Jaxpr, JaxprEqn, make_jaxpr, replace_eqn
-from autopar.ir.structure import body_jaxprs, is_structured
-from autopar.ir.trace.flatten import inline_from, inline_function
+from autopar.ir.build import inline_function, substitute
+from autopar.ir.region import bodies_of, is_region, kind_of
 from autopar.ir.work import Work, num_elements_of
 
 OPERATIONS = 16
@@ -41,12 +41,12 @@ def _selected(eqns: Sequence[JaxprEqn], work: Work) -> list[JaxprEqn]:
 def _is_cheap_condition(eqn: JaxprEqn, work: Work) -> bool:
     if eqn.primitive.name != "cond" or eqn.effects:
         return False
-    return all(_is_cheap(inner, work) for branch in body_jaxprs(eqn) for inner in branch.eqns)
+    return all(_is_cheap(inner, work) for branch in bodies_of(eqn) for inner in branch.eqns)
 
 
 def _is_cheap(eqn: JaxprEqn, work: Work) -> bool:
-    if is_structured(eqn):
-        return eqn.primitive.name == "optimization_barrier" or _is_cheap_condition(eqn, work)
+    if is_region(eqn):
+        return kind_of(eqn) == "barrier" or _is_cheap_condition(eqn, work)
     elements = sum(num_elements_of(atom) for atom in (*eqn.invars, *eqn.outvars))
     return not eqn.effects and work.of(eqn) <= OPERATIONS * elements
 
@@ -54,11 +54,11 @@ def _is_cheap(eqn: JaxprEqn, work: Work) -> bool:
 def _as_selections(eqn: JaxprEqn) -> list[JaxprEqn]:
     """The equations of all branches, and a selection for each result."""
     index, *operands = eqn.invars
-    branches = body_jaxprs(eqn)
+    branches = bodies_of(eqn)
     made: list[JaxprEqn] = []
     results: list[list[Any]] = []
     for branch in branches:
-        eqns, outvars = inline_from(branch, operands)
+        eqns, outvars = substitute(branch, operands)
         made += eqns
         results.append(outvars)
     # `cond` takes the nearest branch where there is none of the number; of two, a selection is told by a flag.

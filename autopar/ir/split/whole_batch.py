@@ -14,13 +14,12 @@ import jax
 import jax.numpy as jnp
 
 from autopar._jax import Jaxpr, Literal, Var, make_jaxpr, new_var, shaped
+from autopar.ir.build import substitute
+from autopar.ir.dataflow import feeds_backward, inputs_of, needed
 from autopar.ir.rewrite.views import views_of_arguments
 from autopar.ir.source import is_backward
 from autopar.ir.split.microbatch import Microbatches, Result, for_the_loop
-from autopar.ir.split.pieces import SAME
-from autopar.ir.split.share_analysis import feeds_backward
-from autopar.ir.structure import inputs_of, needed
-from autopar.ir.trace.flatten import inline_from
+from autopar.ir.split.placement import BY_EACH
 
 
 def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
@@ -62,7 +61,7 @@ def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
     invariants = [var for var in read if var not in pieces]
     number = new_var(shaped(jax.ShapeDtypeStruct((), jnp.int32)))
     inside = [new_var(var.aval) for var in (*invariants, *pieces)]
-    eqns, outvars = inline_from(make_jaxpr([*invariants, *pieces], results, loop), inside)
+    eqns, outvars = substitute(make_jaxpr([*invariants, *pieces], results, loop), inside)
     early, after = for_the_loop(jaxpr, before, after, invariants)
     return Microbatches(
         1,
@@ -70,6 +69,6 @@ def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
         make_jaxpr([number, *inside], outvars, eqns),
         tuple(invariants),
         tuple(pieces),
-        tuple(Result(var, SAME) for var in results),
+        tuple(Result(var, BY_EACH) for var in results),
         tuple(after),
     )

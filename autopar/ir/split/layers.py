@@ -10,16 +10,19 @@ Method: the dim of layers is worked through in pieces (`pieces.py`), as the batc
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import itertools
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
-from autopar._jax import Jaxpr, Var, make_jaxpr, new_var, shaped
+from autopar._jax import Jaxpr, make_jaxpr
+from autopar.ir.region import trip_count
 from autopar.ir.rewrite.dead_code import remove_dead_code
-from autopar.ir.split.part_shares import WORTH, PartShares, is_over_stacks, work_of_passes
-from autopar.ir.split.part_writer import PartWriter
-from autopar.ir.split.pieces import Cut, piece_aval
-from autopar.ir.structure import trip_count
+from autopar.ir.split.layer_placements import WORTH, LayerPlacements, is_over_stacks, work_of_passes
+from autopar.ir.split.layer_writer import LayerWriter
+from autopar.ir.split.placement import Split
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +81,7 @@ def layer_count(
     if len(worth) < 2:
         return next(iter(worth), 0)
     for length in sorted(worth, key=lambda length: (-of_length[length], -length)):
-        if not PartShares(jaxpr, length, length, aliases, lying).find_borders()[0].keys().isdisjoint(state):
+        if not LayerPlacements(jaxpr, length, length, aliases, lying).find_borders()[0].keys().isdisjoint(state):
             return length
     return 0
 
@@ -96,35 +99,29 @@ def unstack(
         lying: Inputs that lie in parts, and along which dim: they are such also where they are read whole, and are put
             together for that.
     """
-    shares = PartShares(jaxpr, length, count, aliases, lying)
-    split_in, split_out = shares.find_borders()
-    writer = PartWriter(shares)
-    invars: list[Var] = []
-    inputs = []
-    for k, var in enumerate(jaxpr.invars):
-        if k in split_in:
-            share = Cut(split_in[k])
-            parts = [new_var(shaped(piece_aval(var.aval, share, count))) for _ in range(count)]
-            writer.parts[var, share] = parts
-        else:
-            parts = [new_var(var.aval)]
-            writer.whole[var] = parts[0]
-        inputs.append(tuple(range(len(invars), len(invars) + len(parts))))
-        invars += parts
+    layers = LayerPlacements(jaxpr, length, count, aliases, lying)
+    split_in, split_out = layers.find_borders()
+    writer = LayerWriter(layers)
+    invars, inputs = _listed([writer.input(var, split_in.get(k)) for k, var in enumerate(jaxpr.invars)])
     for eqn in jaxpr.eqns:
         writer.equation(eqn)
-    outvars: list[Any] = []
-    outputs = []
-    for k, atom in enumerate(jaxpr.outvars):
-        made = writer.in_parts(atom, Cut(split_out[k]), None) if k in split_out else [writer.value(atom, None)]
-        outputs.append(tuple(range(len(outvars), len(outvars) + len(made))))
-        outvars += made
-    jaxpr = remove_dead_code(make_jaxpr(invars, outvars, writer.eqns))
+    made = [
+        writer.in_parts(atom, Split(split_out[k])) if k in split_out else [writer.value(atom)]
+        for k, atom in enumerate(jaxpr.outvars)
+    ]
+    outvars, outputs = _listed(made)
     return Unstacked(
-        jaxpr,
+        remove_dead_code(make_jaxpr(invars, outvars, writer.eqns)),
         count,
-        tuple(inputs),
-        tuple(outputs),
+        inputs,
+        outputs,
         tuple(split_in.get(k, 0) for k in range(len(inputs))),
         tuple(split_out.get(k, 0) for k in range(len(outputs))),
     )
+
+
+def _listed(groups: Sequence[Sequence[_T]]) -> tuple[list[_T], tuple[tuple[int, ...], ...]]:
+    """All that is in groups, and where each group then stands."""
+    ends = list(itertools.accumulate(map(len, groups), initial=0))
+    places = tuple(tuple(range(first, end)) for first, end in itertools.pairwise(ends))
+    return [value for group in groups for value in group], places

@@ -1,6 +1,6 @@
 """What else is a microbatch's own where one sum over the batch is: the loss that is returned is the one that is differentiated.
 
-In:     a program, the shares found so far (`share_analysis.py`), and a value that samples wait for.
+In:     a program, the placements found so far (`phases.py`), and a value that samples wait for.
 Out:    the sums over samples that it is made of, as often as they are computed.
 Method: backwards through what is linear in sums; a sum that `remat` computes again in the backward pass is that of the
         forward pass, found by equal equations on equal operands.
@@ -10,19 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
-from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
+from autopar.ir.dataflow import variables
+from autopar.ir.region import is_region, kind_of
 from autopar.ir.signature import equation_signature
-from autopar.ir.split.pieces import SUM
-from autopar.ir.split.shares import Shares
-from autopar.ir.structure import Atom, is_structured, variables
+from autopar.ir.split.placement import SUM
+from autopar.ir.split.solution import Solution
 
 
-def sums_behind(jaxpr: Jaxpr, shares: Shares, var: Var) -> list[Var]:
+def sums_behind(jaxpr: Jaxpr, solution: Solution, var: Var) -> list[Var]:
     """The sums over samples that a value is linear in, or the value itself; and those that are computed alike.
 
     Args:
         jaxpr: The step.
-        shares: Of its equations, up to the one that waits for the value.
+        solution: Of its equations, up to the one that waits for the value.
         var: The value, a sum or an extreme of all samples; of a body, or of the step itself.
     """
     made_by = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
@@ -31,12 +32,12 @@ def sums_behind(jaxpr: Jaxpr, shares: Shares, var: Var) -> list[Var]:
     while waiting:
         var = waiting.pop()
         eqn = made_by.get(var)
-        way = shares.way_of.get(id(eqn))
-        if eqn is not None and eqn.primitive.name == "optimization_barrier":
+        strategy = solution.strategy_of.get(id(eqn))
+        if eqn is not None and kind_of(eqn) == "barrier":
             waiting.append(eqn.invars[eqn.outvars.index(var)])
-        elif eqn is not None and way is not None and way.factor is None:
-            pairs = zip(eqn.invars, way.operands, strict=True)
-            waiting += variables(a for a, want in pairs if want == SUM and shares.share(a) == SUM)
+        elif eqn is not None and strategy is not None and strategy.factor is None:
+            pairs = zip(eqn.invars, strategy.operands, strict=True)
+            waiting += variables(a for a, want in pairs if want == SUM and solution.of(a) == SUM)
         else:
             roots[var] = None
     return _with_twins(jaxpr, roots)
@@ -54,9 +55,9 @@ def _with_twins(jaxpr: Jaxpr, wanted: dict[Var, None]) -> list[Var]:
         return equation_signature(eqn), tuple(map(name, eqn.invars))
 
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "optimization_barrier":
+        if kind_of(eqn) == "barrier":
             number.update(zip(eqn.outvars, map(name, eqn.invars), strict=True))
-        elif not is_structured(eqn) and not eqn.effects:
+        elif not is_region(eqn) and not eqn.effects:
             first = known.setdefault(key(eqn), len(known))
             number.update((var, (first, k)) for k, var in enumerate(eqn.outvars))
     meant = {name(var) for var in wanted}

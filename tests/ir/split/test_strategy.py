@@ -1,4 +1,4 @@
-"""Operations in pieces: the ways as text, and every way against the whole operation."""
+"""Operations in pieces: the ways as text, and every strategy against the whole operation."""
 
 from __future__ import annotations
 
@@ -15,23 +15,16 @@ from jax import lax
 from autopar._jax import JaxprEqn, Literal, bind_eqn, eval_jaxpr, open_jaxpr
 from autopar.ir.check import check_program
 from autopar.ir.rules import rule_for
-from autopar.ir.split.pieces import (
-    OWN,
-    SAME,
-    SUM,
-    WHOLE,
-    Cut,
-    Extreme,
-    Share,
-    Sum,
-    Way,
-    Whole,
+from autopar.ir.split.placement import BY_EACH, OWN, REPLICATED, SUM, Partial, Placement, Replicated, Split, local_aval
+from autopar.ir.split.strategy import (
+    AxisStrategy,
+    join_parts,
     mask_program,
-    piece_aval,
-    piece_program,
+    part_of,
     scale_program,
+    shard_program,
     slice_program,
-    ways,
+    strategies,
 )
 from autopar.ir.trace.flatten import flatten
 from tests.ir.rules.harness import eqn_of, flat_eqns
@@ -44,89 +37,91 @@ FLAGS = jnp.arange(32).reshape(4, 8) % 3 == 0
 NUMBERS = jnp.arange(32).reshape(4, 8) - 7
 
 
-def text(way: Way) -> str:
-    """Such as "a: cut along dim 0, whole -> cut along dim 0"; `+` is a linear group."""
-    return f"{way.factor or '+'}: {', '.join(map(str, way.operands))} -> {', '.join(map(str, way.results))}"
+def text(strategy: AxisStrategy) -> str:
+    """Such as "a: split along dim 0, whole -> split along dim 0"; `+` is a linear group."""
+    return (
+        f"{strategy.factor or '+'}: {', '.join(map(str, strategy.operands))} -> {', '.join(map(str, strategy.results))}"
+    )
 
 
 TABLE = {
     "dot_general": (jnp.matmul, [(4, 8), (8, 6)], [
-        "a: cut along dim 0, whole -> cut along dim 0",
-        "b: cut along dim 1, cut along dim 0 -> sum over pieces",
-        "c: whole, cut along dim 1 -> cut along dim 1",
-        "+: sum over pieces, whole -> sum over pieces",
-        "+: whole, sum over pieces -> sum over pieces",
+        "a: split along dim 0, whole -> split along dim 0",
+        "b: split along dim 1, split along dim 0 -> partial sum",
+        "c: whole, split along dim 1 -> split along dim 1",
+        "+: partial sum, whole -> partial sum",
+        "+: whole, partial sum -> partial sum",
     ]),
     "dot_general of a batch": (jax.vmap(jnp.matmul), [(4, 2, 3), (4, 3, 6)], [
-        "a: cut along dim 0, cut along dim 0 -> cut along dim 0",
-        "b: cut along dim 1, whole -> cut along dim 1",
-        "d: whole, cut along dim 2 -> cut along dim 2",
-        "+: sum over pieces, whole -> sum over pieces",
-        "+: whole, sum over pieces -> sum over pieces",
+        "a: split along dim 0, split along dim 0 -> split along dim 0",
+        "b: split along dim 1, whole -> split along dim 1",
+        "d: whole, split along dim 2 -> split along dim 2",
+        "+: partial sum, whole -> partial sum",
+        "+: whole, partial sum -> partial sum",
     ]),
     "add": (lax.add, [(4, 3), (4, 3)], [
-        "a: cut along dim 0, cut along dim 0 -> cut along dim 0",
-        "+: sum over pieces, sum over pieces -> sum over pieces",
+        "a: split along dim 0, split along dim 0 -> split along dim 0",
+        "+: partial sum, partial sum -> partial sum",
     ]),
     "mul": (lax.mul, [(4, 3), (4, 3)], [
-        "a: cut along dim 0, cut along dim 0 -> cut along dim 0",
-        "+: sum over pieces, whole -> sum over pieces",
-        "+: whole, sum over pieces -> sum over pieces",
+        "a: split along dim 0, split along dim 0 -> split along dim 0",
+        "+: partial sum, whole -> partial sum",
+        "+: whole, partial sum -> partial sum",
     ]),
     "div": (lax.div, [(4, 3), (4, 3)], [
-        "a: cut along dim 0, cut along dim 0 -> cut along dim 0",
-        "+: sum over pieces, whole -> sum over pieces",
+        "a: split along dim 0, split along dim 0 -> split along dim 0",
+        "+: partial sum, whole -> partial sum",
     ]),
-    "exp": (lax.exp, [(4, 3)], ["a: cut along dim 0 -> cut along dim 0"]),
+    "exp": (lax.exp, [(4, 3)], ["a: split along dim 0 -> split along dim 0"]),
     "reduce_sum": (lambda x: x.sum(0), [(4, 3)], [
-        "a: cut along dim 0 -> sum over pieces",
-        "+: sum over pieces -> sum over pieces",
+        "a: split along dim 0 -> partial sum",
+        "+: partial sum -> partial sum",
     ]),
     "reduce_max": (lambda x: x.max(0), [(4, 2)], [
-        "a: cut along dim 0 -> max over pieces",
-        "b: cut along dim 1 -> cut along dim 0",
+        "a: split along dim 0 -> partial max",
+        "b: split along dim 1 -> split along dim 0",
     ]),
-    "reduce_min": (lambda x: x.min(0), [(4, 3)], ["a: cut along dim 0 -> min over pieces"]),
-    "reduce_and": (lambda x: x.all(0), [FLAGS[:, :3]], ["a: cut along dim 0 -> min over pieces"]),
+    "reduce_min": (lambda x: x.min(0), [(4, 3)], ["a: split along dim 0 -> partial min"]),
+    "reduce_and": (lambda x: x.all(0), [FLAGS[:, :3]], ["a: split along dim 0 -> partial min"]),
     "reshape that merges": (lambda x: x.reshape(8, 3), [(4, 2, 3)], [
-        "a: cut along dim 0 -> cut along dim 0",
-        "+: sum over pieces -> sum over pieces",
+        "a: split along dim 0 -> split along dim 0",
+        "+: partial sum -> partial sum",
     ]),
     "reshape that splits": (lambda x: x.reshape(4, 2, 3), [(8, 3)], [
-        "a: cut along dim 0 -> cut along dim 0",
-        "+: sum over pieces -> sum over pieces",
+        "a: split along dim 0 -> split along dim 0",
+        "+: partial sum -> partial sum",
     ]),
     "broadcast_in_dim": (lambda x: lax.broadcast_in_dim(x, (4, 3), (1,)), [(3,)], [
-        "a: whole -> cut along dim 0",
-        "+: sum over pieces -> sum over pieces",
+        "a: whole -> split along dim 0",
+        "+: partial sum -> partial sum",
     ]),
     "transpose": (lambda x: x.T, [(4, 3)], [
-        "a: cut along dim 0 -> cut along dim 1",
-        "+: sum over pieces -> sum over pieces",
+        "a: split along dim 0 -> split along dim 1",
+        "+: partial sum -> partial sum",
     ]),
     "gather": (lambda t: t.at[IDS].get(mode="clip"), [(9, 6)], [
-        "d: cut along dim 1, whole -> cut along dim 2",
-        "a: whole, cut along dim 0 -> cut along dim 0",
-        "+: sum over pieces, whole -> sum over pieces",
+        "d: split along dim 1, whole -> split along dim 2",
+        "a: whole, split along dim 0 -> split along dim 0",
+        "+: partial sum, whole -> partial sum",
     ]),
     "gather of a table cut by rows": (lambda t: t.at[IDS].get(mode="clip"), [(8, 3)], [
-        "c: cut along dim 0, whole -> sum over pieces",
-        "a: whole, cut along dim 0 -> cut along dim 0",
-        "+: sum over pieces, whole -> sum over pieces",
+        "c: split along dim 0, whole -> partial sum",
+        "a: whole, split along dim 0 -> split along dim 0",
+        "+: partial sum, whole -> partial sum",
     ]),
     "scatter-add": (lambda t, u: t.at[IDS].add(u), [(9, 5), (2, 3, 5)], [
-        "a: sum over pieces, cut along dim 0, cut along dim 0 -> sum over pieces",
-        "+: sum over pieces, whole, sum over pieces -> sum over pieces",
+        "a: partial sum, split along dim 0, split along dim 0 -> partial sum",
+        "+: partial sum, whole, partial sum -> partial sum",
     ]),
     "scatter": (lambda t, u: t.at[ROWS].set(u), [(9, 3), (8, 3)], []),
-    "iota": (lambda: lax.iota(jnp.int32, 8), [], ["a:  -> cut along dim 0"]),
+    "iota": (lambda: lax.iota(jnp.int32, 8), [], ["a:  -> split along dim 0"]),
     "iota of two dims": (lambda: lax.broadcasted_iota(jnp.int32, (8, 6), 0), [], [
-        "a:  -> cut along dim 0",
-        "b:  -> cut along dim 1",
+        "a:  -> split along dim 0",
+        "b:  -> split along dim 1",
     ]),
     "cumsum": (lambda x: lax.cumsum(x, 0), [(4, 2)], [
-        "b: cut along dim 1 -> cut along dim 1",
-        "+: sum over pieces -> sum over pieces",
+        "b: split along dim 1 -> split along dim 1",
+        "+: partial sum -> partial sum",
     ]),
     "sort": (lambda x: lax.sort(x, dimension=0), [(4, 3)], []),
     "dims that do not divide": (lax.exp, [(3, 5)], []),
@@ -134,8 +129,8 @@ TABLE = {
 
 
 @pytest.mark.parametrize("fun, args, expected", TABLE.values(), ids=TABLE)
-def test_ways(fun, args, expected):
-    assert [text(way) for way in ways(rule_for(_last(fun, args)), 2)] == expected
+def test_strategies(fun, args, expected):
+    assert [text(strategy) for strategy in strategies(rule_for(_last(fun, args)), 2)] == expected
 
 
 def _last(fun: Any, args: Sequence[Any]) -> JaxprEqn:
@@ -145,11 +140,13 @@ def _last(fun: Any, args: Sequence[Any]) -> JaxprEqn:
 
 def test_only_factors_that_divide():
     rule = rule_for(_last(jnp.matmul, [(4, 6), (6, 8)]))
-    found = {count: [way.factor for way in ways(rule, count) if way.factor] for count in (2, 3, 4, 5)}
+    found = {
+        count: [strategy.factor for strategy in strategies(rule, count) if strategy.factor] for count in (2, 3, 4, 5)
+    }
     assert found == {2: ["a", "b", "c"], 3: ["b"], 4: ["a", "c"], 5: []}
 
 
-# Every way of an operation against the operation.
+# Every strategy of an operation against the operation.
 
 
 def _take(t: Any) -> Any:
@@ -217,27 +214,27 @@ def test_pieces_make_the_whole(primitive, fun, args, count=4):
     rule = rule_for(eqn)
     operands = _operands(eqn, fun, args, rng)
     expected = [np.asarray(r) for r in jax.jit(functools.partial(bind_eqn, eqn))(*operands)]
-    found = ways(rule, count)
+    found = strategies(rule, count)
     programs = []
-    for way in found:
-        pairs = zip(eqn.invars, way.operands, strict=True)
-        avals = {k: piece_aval(atom.aval, share, count) for k, (atom, share) in enumerate(pairs)}
-        program = piece_program(eqn, rule, way, count, avals)
+    for strategy in found:
+        program = shard_program(eqn, rule, strategy, count)
         check_program(program)
-        for var, made, share in zip(program.outvars, eqn.outvars, way.results, strict=True):
-            piece = piece_aval(made.aval, share, count)
-            assert (var.aval.shape, var.aval.dtype) == (piece.shape, piece.dtype), text(way)
+        for var, made, placement in zip(program.outvars, eqn.outvars, strategy.results, strict=True):
+            piece = local_aval(made.aval, placement, count)
+            assert (var.aval.shape, var.aval.dtype) == (piece.shape, piece.dtype), text(strategy)
         programs.append(program)
 
-    def every_way(number: jax.Array, parts: Any) -> list[Any]:
+    def every_strategy(number: jax.Array, parts: Any) -> list[Any]:
         return [eval_jaxpr(p, (), number, *each) for p, each in zip(programs, parts, strict=True)]
 
-    run = jax.jit(every_way)
-    parts = [[_parts(v, s, count, rng) for v, s in zip(operands, way.operands, strict=True)] for way in found]
-    pieces = [run(jnp.int32(k), [[each[k] for each in way_parts] for way_parts in parts]) for k in range(count)]
-    for number, way in enumerate(found):
-        for r, share in enumerate(way.results):
-            _assert_joined([np.asarray(piece[number][r]) for piece in pieces], share, expected[r], text(way))
+    run = jax.jit(every_strategy)
+    parts = [[_parts(v, s, count, rng) for v, s in zip(operands, strategy.operands, strict=True)] for strategy in found]
+    pieces = [
+        run(jnp.int32(k), [[each[k] for each in strategy_parts] for strategy_parts in parts]) for k in range(count)
+    ]
+    for number, strategy in enumerate(found):
+        for r, placement in enumerate(strategy.results):
+            _assert_joined([np.asarray(piece[number][r]) for piece in pieces], placement, expected[r], text(strategy))
 
 
 def _operands(wanted: JaxprEqn, fun: Any, args: Sequence[Any], rng: np.random.Generator) -> list[np.ndarray]:
@@ -253,33 +250,33 @@ def _operands(wanted: JaxprEqn, fun: Any, args: Sequence[Any], rng: np.random.Ge
     raise AssertionError(f"no {wanted.primitive}")
 
 
-def _parts(value: np.ndarray, share: Share, count: int, rng: np.random.Generator) -> list[np.ndarray]:
+def _parts(value: np.ndarray, placement: Placement, count: int, rng: np.random.Generator) -> list[np.ndarray]:
     """What each piece is given of an operand: of a sum, random parts that add up to it."""
-    match share:
-        case Whole():
+    match placement:
+        case Replicated():
             return [value] * count
-        case Cut(dim):
+        case Split(dim):
             return np.split(value, count, dim)
-        case Sum():
+        case Partial("sum"):
             others = [(3 * rng.normal(size=value.shape)).astype(value.dtype) for _ in range(count - 1)]
             return [value - sum(others), *others]
-    raise AssertionError(f"no operand is wanted as {share}")
+    raise AssertionError(f"no operand is wanted as {placement}")
 
 
-def _assert_joined(parts: Sequence[np.ndarray], share: Share, whole: np.ndarray, name: str) -> None:
-    match share:
-        case Cut(dim):
+def _assert_joined(parts: Sequence[np.ndarray], placement: Placement, whole: np.ndarray, name: str) -> None:
+    match placement:
+        case Split(dim):
             joined = np.concatenate(parts, dim)
-        case Sum():
+        case Partial("sum"):
             joined = sum(parts[1:], parts[0])
-        case Extreme(kind):
+        case Partial(kind):
             joined = functools.reduce(np.maximum if kind == "max" else np.minimum, parts)
-        case Whole():
+        case Replicated():
             for part in parts:
                 np.testing.assert_allclose(part, whole, rtol=1e-6, atol=1e-6, err_msg=name)
             return
         case _:
-            raise AssertionError(f"no result is {share}")
+            raise AssertionError(f"no result is {placement}")
     assert (joined.shape, joined.dtype) == (whole.shape, whole.dtype), name
     if whole.dtype.kind == "f":
         scale = np.abs(whole).max(initial=1.0)
@@ -288,7 +285,7 @@ def _assert_joined(parts: Sequence[np.ndarray], share: Share, whole: np.ndarray,
         np.testing.assert_array_equal(joined, whole, err_msg=name)
 
 
-# Between shares.
+# Between placements.
 
 
 def _run(program: Any, number: int, value: np.ndarray) -> np.ndarray:
@@ -299,16 +296,16 @@ def _run(program: Any, number: int, value: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("dim", [0, 1])
 def test_slice(dim):
     value = np.arange(32, dtype=np.float32).reshape(4, 8)
-    program = slice_program((4, 8), value.dtype, Cut(dim), 4)
+    program = slice_program((4, 8), value.dtype, Split(dim), 4)
     check_program(program)
-    assert program is slice_program((4, 8), value.dtype, Cut(dim), 4)
+    assert program is slice_program((4, 8), value.dtype, Split(dim), 4)
     np.testing.assert_array_equal(np.concatenate([_run(program, k, value) for k in range(4)], dim), value)
 
 
 def test_slice_of_blocks():
-    """Piece k has columns 2k and 2k + 1 of each half."""
+    """Shard k has columns 2k and 2k + 1 of each half."""
     value = np.arange(32, dtype=np.float32).reshape(4, 8)
-    program = slice_program((4, 8), value.dtype, Cut(1, blocks=2), 2)
+    program = slice_program((4, 8), value.dtype, Split(1, blocks=2), 2)
     check_program(program)
     for k in range(2):
         np.testing.assert_array_equal(_run(program, k, value), value[:, [2 * k, 2 * k + 1, 4 + 2 * k, 5 + 2 * k]])
@@ -336,8 +333,19 @@ def test_scale(dtype):
     assert scaled.dtype == dtype
 
 
-def test_type_of_a_piece():
+@pytest.mark.parametrize("placement", [Split(0), Split(1), Split(1, blocks=2)])
+def test_parts_whose_number_is_known(placement):
+    """They are what the program of a counted number makes, and joined they are the whole."""
+    value = jnp.arange(32, dtype=jnp.float32).reshape(4, 8)
+    parts = [part_of(value, placement, k, 2) for k in range(2)]
+    program = slice_program((4, 8), value.dtype, placement, 2)
+    for k, part in enumerate(parts):
+        np.testing.assert_array_equal(part, _run(program, k, value))
+    np.testing.assert_array_equal(join_parts(parts, placement), value)
+
+
+def test_type_of_a_shard():
     aval = jax.ShapeDtypeStruct((4, 8), jnp.float32)
-    shares = [WHOLE, SUM, SAME, OWN, Extreme("max"), Cut(0), Cut(1)]
-    assert [piece_aval(aval, share, 2).shape for share in shares] == [(4, 8)] * 5 + [(2, 8), (4, 4)]
-    assert {piece_aval(aval, share, 2).dtype for share in shares} == {np.dtype(np.float32)}
+    shares = [REPLICATED, SUM, BY_EACH, OWN, Partial("max"), Split(0), Split(1)]
+    assert [local_aval(aval, placement, 2).shape for placement in shares] == [(4, 8)] * 5 + [(2, 8), (4, 4)]
+    assert {local_aval(aval, placement, 2).dtype for placement in shares} == {np.dtype(np.float32)}
