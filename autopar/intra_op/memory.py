@@ -20,9 +20,9 @@ from autopar.intra_op.graph import Graph, Shardings
 from autopar.intra_op.liveness import Liveness, fullest_moments, packed_bytes
 from autopar.intra_op.problem import MemoryRow
 from autopar.intra_op.sharded import Body, Compute, Fused, Gate, Instruction, Move, Region, describe
+from autopar.ir.region import bodies_of
 from autopar.ir.rules.rule import num_elements
 from autopar.ir.source import UNKNOWN, source_line
-from autopar.ir.structure import body_jaxprs, is_structured
 from autopar.mesh import Sharding
 
 MAX_ROWS = 8
@@ -74,7 +74,7 @@ def _place(at: Instruction | None) -> str:
 
 def _named(eqn: JaxprEqn) -> str:
     """An equation by its line; a loop of our own, which has none, by the first in it that has."""
-    inner = [e for body in body_jaxprs(eqn) for e in body.eqns] if is_structured(eqn) else []
+    inner = [e for body in bodies_of(eqn) for e in body.eqns]
     known = [e for e in inner if source_line(e) != UNKNOWN]
     if source_line(eqn) != UNKNOWN or not known:
         return describe(eqn)

@@ -7,7 +7,6 @@ Method: the passes of DESIGN section 5, "Sharding", in order.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -23,10 +22,10 @@ from autopar.intra_op.graph import Graph, build_graph
 from autopar.intra_op.liveness import Liveness, measure_liveness
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import broken_memory_rows
-from autopar.intra_op.problem import MemoryRow, Problem, Solution
+from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution
 from autopar.intra_op.restrict import Allowed, Restrict, pin_constraints
 from autopar.intra_op.sharded import Body, Collective, collectives_of
-from autopar.intra_op.solve import PROVED, solve
+from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit
 from autopar.intra_op.tying import tie_nodes
 from autopar.intra_op.within import solve_within
@@ -150,9 +149,7 @@ def shard(
         narrowed = _narrowed(problem, graph, class_of, other)
         answer = solved(narrowed) if narrowed is not None else None
         if answer is not None and answer.choices:
-            status = solution.status if best else "feasible"
-            proved = dataclasses.replace(answer, bound=min(solution.bound, answer.objective), status=status)
-            candidate = read(problem, proved)
+            candidate = read(problem, answer.bounded(solution.bound if best else 0.0))
             if best is None or candidate.step_seconds < best.step_seconds * (1 - 1e-9):
                 best = candidate
     if best is None:

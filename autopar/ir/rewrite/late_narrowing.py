@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -24,20 +25,19 @@ from autopar._jax import (
     Literal,
     Var,
     bind_eqn,
-    close_jaxpr,
     make_jaxpr,
     new_var,
     replace_eqn,
-    scan_params,
     shaped,
 )
+from autopar.ir.build import inline_function
+from autopar.ir.dataflow import variables
+from autopar.ir.region import is_region, region_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.linearity import sums_survive
 from autopar.ir.rules.registry import has_rule
 from autopar.ir.source import is_backward
-from autopar.ir.structure import ScanParts, body_jaxprs, is_structured, scan_parts, variables
-from autopar.ir.trace.flatten import inline_function
 
 
 def narrow_late(jaxpr: Jaxpr) -> Jaxpr:
@@ -57,63 +57,53 @@ def narrow_late(jaxpr: Jaxpr) -> Jaxpr:
 
 def _scan(eqn: JaxprEqn) -> list[JaxprEqn]:
     """Its sums over trips, and if it is part of a backward pass its stacks, in the dtype they are computed in."""
-    parts = scan_parts(eqn)
-    body = narrow_late(parts.body)
+    region = region_of(eqn)
+    (plain,) = region.bodies
+    body = narrow_late(plain)
     inside = _Wide(body)
-    operands, outvars = list(eqn.invars), list(eqn.outvars)
-    invars, results = list(body.invars), list(body.outvars)
+    bindings = region.rebound(inputs=[body.invars], outputs=[body.outvars])
     before: list[JaxprEqn] = []
     after: list[JaxprEqn] = []
-    for k, (outer, var, _, result) in enumerate(parts.carries):
-        at = len(parts.consts) + k
-        dtype = inside.dtype_behind(results[k])
-        if dtype is None or not inside.is_sum_of(var, results[k]):
+    for k, b in enumerate(bindings):
+        dtype = inside.dtype_behind(b.value) if b.result is not None else None
+        if dtype is None or not (inside.is_sum_of(b.var, b.value) if b.role == "carry" else is_backward(eqn)):
             continue
-        invars[at] = new_var(_of_dtype(var, dtype))
-        results[k] = inside.widened(results[k], dtype, {var: invars[at]})
-        more, (operands[at],) = inline_function(lambda x, dtype=dtype: lax.convert_element_type(x, dtype), [outer])
+        assert b.result is not None, "what has no result is not cast"
+        wide = new_var(_of_dtype(b.result, dtype))
+        after += _narrowed(wide, b.result, eqn)
+        if b.role == "ys":
+            bindings[k] = replace(b, inside=(inside.widened(b.value, dtype, {}),), result=wide)
+            continue
+        var = new_var(_of_dtype(b.var, dtype))
+        more, (start,) = inline_function(lambda x, dtype=dtype: lax.convert_element_type(x, dtype), [b.outer])
         before += more
-        outvars[k] = new_var(_of_dtype(result, dtype))
-        after += _narrowed(outvars[k], result, eqn)
-    if is_backward(eqn):
-        for k, (_, result) in enumerate(parts.ys, start=len(parts.carries)):
-            dtype = inside.dtype_behind(results[k])
-            if dtype is not None:
-                results[k] = inside.widened(results[k], dtype, {})
-                outvars[k] = new_var(_of_dtype(result, dtype))
-                after += _narrowed(outvars[k], result, eqn)
-    if not after and body is parts.body:
+        value = inside.widened(b.value, dtype, {b.var: var})
+        bindings[k] = replace(b, outer=start, inner=(var,), inside=(value,), result=wide)
+    if not after and body is plain:
         return [eqn]
-    return [*before, _scan_of(eqn, parts, operands, outvars, inside.body(invars, results)), *after]
-
-
-def _scan_of(eqn: JaxprEqn, parts: ScanParts, operands: Sequence[Any], outvars: Sequence[Var], body: Jaxpr) -> JaxprEqn:
-    params = scan_params(eqn.params, body, len(parts.consts), len(parts.carries))
-    return replace_eqn(eqn, invars=operands, outvars=outvars, params=params)
+    return [*before, region.rebuild(bindings, [inside.eqns]), *after]
 
 
 def _cond(eqn: JaxprEqn) -> list[JaxprEqn]:
     """Its results, if it is part of a backward pass, in the widest dtype that a branch computes them in."""
-    branches = body_jaxprs(eqn)
-    bodies = [narrow_late(branch) for branch in branches]
+    region = region_of(eqn)
+    bodies = [narrow_late(branch) for branch in region.bodies]
     inside = [_Wide(body) for body in bodies]
-    results = [list(body.outvars) for body in bodies]
-    outvars, after = list(eqn.outvars), []
-    for k, result in enumerate(eqn.outvars) if is_backward(eqn) else ():
-        found = [wide.dtype_behind(own[k]) for wide, own in zip(inside, results, strict=True)]
+    bindings = region.rebound(inputs=[b.invars for b in bodies], outputs=[b.outvars for b in bodies])
+    after: list[JaxprEqn] = []
+    for k, b in enumerate(bindings):
+        if b.result is None or not is_backward(eqn):
+            continue
+        found = [wide.dtype_behind(own) for wide, own in zip(inside, b.inside, strict=True)]
         dtypes = [dtype for dtype in found if dtype is not None]
         if dtypes:
             dtype = max(dtypes, key=lambda d: d.itemsize)
-            for wide, own in zip(inside, results, strict=True):
-                own[k] = wide.widened(own[k], dtype, {})
-            outvars[k] = new_var(_of_dtype(result, dtype))
-            after += _narrowed(outvars[k], result, eqn)
-    if not after and all(a is b for a, b in zip(bodies, branches, strict=True)):
+            values = tuple(wide.widened(own, dtype, {}) for wide, own in zip(inside, b.inside, strict=True))
+            bindings[k] = replace(b, inside=values, result=new_var(_of_dtype(b.result, dtype)))
+            after += _narrowed(bindings[k].result, b.result, eqn)
+    if not after and all(a is b for a, b in zip(bodies, region.bodies, strict=True)):
         return [eqn]
-    closed = tuple(
-        close_jaxpr(wide.body(body.invars, own)) for wide, body, own in zip(inside, bodies, results, strict=True)
-    )
-    return [replace_eqn(eqn, outvars=outvars, params={**eqn.params, "branches": closed}), *after]
+    return [region.rebuild(bindings, [wide.eqns for wide in inside]), *after]
 
 
 def _of_dtype(var: Var, dtype: Any) -> Any:
@@ -135,9 +125,6 @@ class _Wide:
         self.made_by = {var: eqn for eqn in body.eqns for var in eqn.outvars}
         self.num_readers = Counter([*variables(body.outvars), *(a for eqn in body.eqns for a in variables(eqn.invars))])
 
-    def body(self, invars: Sequence[Var], outvars: Sequence[Any]) -> Jaxpr:
-        return remove_dead_code(make_jaxpr(invars, outvars, self.eqns))
-
     def dtype_behind(self, atom: Any) -> Any:
         """The widest dtype of which a 16-bit float is a cast, behind moves and additions; None: it is none."""
         if isinstance(atom, Literal) or atom not in self.made_by:
@@ -152,7 +139,7 @@ class _Wide:
         """Whether it only moves or adds up its operands, for one reader."""
         var, *others = eqn.outvars
         alike = all(a.aval.dtype == var.aval.dtype for a in eqn.invars)
-        if others or not alike or self.num_readers[var] > 1 or is_structured(eqn) or "new_dtype" in eqn.params:
+        if others or not alike or self.num_readers[var] > 1 or is_region(eqn) or "new_dtype" in eqn.params:
             return False
         return has_rule(eqn.primitive) and tuple(range(len(eqn.invars))) in rule_for(eqn).linear
 
