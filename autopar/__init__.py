@@ -1,7 +1,7 @@
 """autopar: automatic parallel training in JAX. One line, `@autopar.parallelize`, runs a training step on many devices."""
 
 import autopar.adapters  # noqa: F401  (registers them)
-from autopar import checkpoint, errors
+from autopar import checkpoint, errors, loggers
 from autopar.api import CompiledStep, ParallelStep, parallelize
 from autopar.fit import fit
 from autopar.follow import follow
@@ -31,6 +31,7 @@ __all__ = [
     "errors",
     "fit",
     "follow",
+    "loggers",
     "mark_stage",
     "parallelize",
     "sharding_rule",
