@@ -19,6 +19,7 @@ from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr, new_var
 from autopar.inter_op.stage_tasks import StageParts, Task, stage_tasks
 from autopar.inter_op.tasks import Tasks
 from autopar.ir.dataflow import inputs_of, variables
+from autopar.ir.rewrite.fission import merge_conditions
 from autopar.ir.split.accumulate import AccumulatingScan, accumulating_scan, stack_type
 from autopar.ir.split.microbatch import Result
 
@@ -98,7 +99,7 @@ class _Builder:
 
     def build(self) -> StageProgram:
         scan = self.scan()
-        rounds = [list(eqns) for eqns in self.update.rounds[self.stage]]
+        rounds = [merge_conditions(eqns) for eqns in self.update.rounds[self.stage]]
         if scan is not None and scan.after:
             rounds = rounds or [[]]
             rounds[0] = [*scan.after, *rounds[0]]
