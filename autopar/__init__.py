@@ -1,5 +1,6 @@
 """autopar: automatic parallel training in JAX. One line, `@autopar.parallelize`, runs a training step on many devices."""
 
+import autopar.adapters  # noqa: F401  (registers them)
 from autopar import checkpoint, errors
 from autopar.api import CompiledStep, ParallelStep, parallelize
 from autopar.fit import fit

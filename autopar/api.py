@@ -16,11 +16,14 @@ from typing import Any
 import jax
 
 from autopar._jax import as_key, key_data, shaped, trace_context, weakly_typed, without_mesh
-from autopar.errors import AutoparError, ClusterError, PipelineError, StepError, StructureChangedError
+from autopar.errors import AutoparError, BatchError, ClusterError, PipelineError, StepError, StructureChangedError
+from autopar.frameworks import Adapter, Apart, adapter_of, on_arrays
 from autopar.ir.program import Program
+from autopar.ir.trace.containers import accepts
 from autopar.ir.trace.parameters import check_hashable, chosen, parameters_of, static_of
 from autopar.ir.trace.state import Roles, argument_slices, find_roles
 from autopar.ir.trace.trace import name_of, trace_step
+from autopar.ir.trace.untrained import check_trains
 from autopar.mesh import Cluster
 from autopar.plan.arguments import check_arguments, find_argument
 from autopar.plan.stale import check_fresh
@@ -29,7 +32,6 @@ from autopar.runtime.local import Executable, compile_program
 from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.ray.driver.driver import RayStep
 from autopar.runtime.ray.driver.step import make_ray_step
-from autopar.runtime.stacks import StackedArray
 from autopar.search.describe_stages import PipelineOrigin
 from autopar.search.methods import Auto, Method
 from autopar.search.planner import make_plan
@@ -100,19 +102,25 @@ class CompiledStep:
         in_shardings: Sharding per argument leaf, in the arguments' tree `(args, kwargs)`.
     """
 
-    def __init__(self, program: Program, plan: Plan, executable: Executable | Pipeline | RayStep):
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        executable: Executable | Pipeline | RayStep,
+        adapter: Adapter | None = None,
+        static: Any = None,
+    ):
         self.program, self.plan, self.executable = program, plan, executable
+        self._adapter, self._static = adapter, static
         self.programs: dict[str, Any] = (
             {program.name: executable.compiled} if isinstance(executable, Executable) else dict(executable.programs)
         )
         self.functions = executable.functions if isinstance(executable, Pipeline) else {}
-        self.in_shardings = jax.tree.unflatten(
-            program.in_tree,
-            [
-                jax.sharding.NamedSharding(sharding.mesh, program.spec_of(k, sharding.spec)) if key else sharding
-                for k, (sharding, key) in enumerate(zip(executable.in_shardings, program.key_inputs, strict=False))
-            ],
-        )
+        self._shardings = [
+            jax.sharding.NamedSharding(sharding.mesh, program.spec_of(k, sharding.spec)) if key else sharding
+            for k, (sharding, key) in enumerate(zip(executable.in_shardings, program.key_inputs, strict=False))
+        ]
+        self.in_shardings = program.in_containers(self._shardings)
         self._consts = (
             executable.hold(program.consts, program.num_args)
             if isinstance(executable, RayStep)
@@ -127,7 +135,27 @@ class CompiledStep:
         Raises:
             StructureChangedError: These are not arguments it was compiled for.
         """
-        return self.run(check_arguments(self.program, args, kwargs))
+        apart, leaves = self._arguments(args, kwargs)
+        return self._put_together(apart, self.run(leaves))
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Apart | None, list[Any]]:
+        """Objects taken apart, and flat leaves."""
+        if self._adapter is None:
+            return None, check_arguments(self.program, args, kwargs)
+        apart = self._adapter.take_apart(args, kwargs)
+        leaves = check_arguments(self.program, apart.args, apart.kwargs)
+        if apart.static != self._static:
+            raise StructureChangedError(
+                f"the objects are not those `{self.program.name}` was compiled for.",
+                given="objects with the same arrays",
+                wrong="what is no array in them (a flag, a function, who is shared with whom) has changed.",
+                do="call the step itself, which plans and compiles for new ones.",
+                path="",
+            )
+        return apart, leaves
+
+    def _put_together(self, apart: Apart | None, returned: Any) -> Any:
+        return returned if apart is None or self._adapter is None else self._adapter.put_together(apart, returned)
 
     @property
     def has_ended(self) -> bool:
@@ -135,7 +163,7 @@ class CompiledStep:
         return isinstance(self.executable, RayStep) and self.executable.closed
 
     def run(self, leaves: list[Any]) -> Any:
-        """Run one step on flat argument leaves."""
+        """Run one step on flat argument leaves; of objects, what the program returns for them."""
         with without_mesh():
             return self._as_returned(self._carry_out(self.executable, leaves))
 
@@ -167,19 +195,20 @@ class CompiledStep:
             args: Arguments of `init_fn`.
         """
         program, (first, stop) = self.program, argument_slices(self.program)[argument]
-        shardings = [
-            tree for half in self.in_shardings for tree in (half if isinstance(half, tuple) else half.values())
-        ]
+        tree = [child for half in program.in_tree.children() for child in half.children()][argument]
+
+        def flat(*args: Any) -> list[Any]:
+            return jax.tree.leaves(init_fn(*args))
+
         if isinstance(self.executable, Executable):
-            return jax.jit(init_fn, out_shardings=shardings[argument])(*args)
+            return jax.tree.unflatten(tree, jax.jit(flat, out_shardings=self._shardings[first:stop])(*args))
         keys = program.key_inputs[first:stop]
 
         def init(*args: Any) -> list[Any]:
-            return [key_data(x) if k else x for x, k in zip(jax.tree.leaves(init_fn(*args)), keys, strict=True)]
+            return [key_data(x) if k else x for x, k in zip(flat(*args), keys, strict=True)]
 
         made = self.executable.create(init, args, first, stop - first)
-        leaves = [as_key(x, key) if key else x for x, key in zip(made, keys, strict=True)]
-        return jax.tree.unflatten(jax.tree.structure(shardings[argument]), leaves)
+        return jax.tree.unflatten(tree, [as_key(x, key) if key else x for x, key in zip(made, keys, strict=True)])
 
     def measure(self, *args: Any, **kwargs: Any) -> tuple[Any, Timeline]:
         """Run one step of a pipeline and see how long each program takes.
@@ -203,10 +232,10 @@ class CompiledStep:
                 num_stages=1,
             )
         assert not isinstance(self.executable, Executable), "a pipeline is no single program"
-        leaves = check_arguments(self.program, args, kwargs)
+        apart, leaves = self._arguments(args, kwargs)
         with without_mesh():
             results, timeline = self._carry_out(self.executable.measure, leaves)
-            return self._as_returned(results), timeline
+            return self._put_together(apart, self._as_returned(results)), timeline
 
 
 @dataclass(slots=True, eq=False)
@@ -217,6 +246,7 @@ class _Made:
     planned: dict[Any, tuple[Program, Roles, Plan]] = field(default_factory=dict)
     compiled: dict[Any, CompiledStep] = field(default_factory=dict)
     latest: CompiledStep | None = None
+    takes_objects: bool = False
 
 
 class ParallelStep:
@@ -259,11 +289,12 @@ class ParallelStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step; plan and compile at the first call for these shapes."""
-        key, leaves = self._key(args, kwargs)
+        key, leaves, apart = self._key(args, kwargs)
         compiled = self._made.compiled.get(key)
         if compiled is None or compiled.has_ended:
             compiled = self.compile(*args, **kwargs)
-        return compiled.run(leaves)
+        returned = compiled.run(leaves)
+        return returned if apart is None else apart.adapter.put_together(apart, returned)
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments, which may be `jax.ShapeDtypeStruct`s; touches no device."""
@@ -287,11 +318,13 @@ class ParallelStep:
         else:
             program, roles = self._roles(args, kwargs)
             plan = self._attach(program, roles, given)
+        key, _, apart = self._key(args, kwargs)
+        objects = (None, None) if apart is None else (apart.adapter, apart.static)
         with without_mesh():
-            latest = CompiledStep(program, plan, _compile(self.cluster, program, roles, plan))
+            latest = CompiledStep(program, plan, _compile(self.cluster, program, roles, plan), *objects)
         self._made.latest = latest
         if given is None:
-            self._made.compiled[self._key(args, kwargs)[0]] = latest
+            self._made.compiled[key] = latest
         return latest
 
     def attach(self, *args: Any, plan: Plan, **kwargs: Any) -> Plan:
@@ -316,7 +349,7 @@ class ParallelStep:
         Raises:
             StructureChangedError: The result is no argument of the step: another structure, shape or dtype.
         """
-        made = jax.eval_shape(init_fn, *args)
+        made = _types_made(init_fn, args)
         compiled: CompiledStep | None
         if example is not None:
             compiled = self.compiled(made, *example)
@@ -335,7 +368,7 @@ class ParallelStep:
 
     def compiled(self, *args: Any) -> CompiledStep:
         """What a call with these arguments runs; compiled now if it is not. They may be types."""
-        key, _ = self._key(args, {})
+        key, _, _ = self._key(args, {})
         compiled = self._made.compiled.get(key)
         return self.compile(*args) if compiled is None or compiled.has_ended else compiled
 
@@ -359,19 +392,26 @@ class ParallelStep:
         """The traced step, flat; plans nothing."""
         return self._trace(args, kwargs)
 
-    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any]]:
-        """What a plan depends on, and the leaves of the dynamic arguments."""
+    def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any], Apart | None]:
+        """What a plan depends on, the leaves of the dynamic arguments, and objects among them taken apart."""
         dynamic, static = self._split(args, kwargs)
-        leaves, tree = jax.tree.flatten(dynamic)
-        try:
-            types = tuple([(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves])
-        except AttributeError:  # Python numbers among the leaves
-            types = tuple([_type_of(x) for x in leaves])
-        return (tree, static, types, trace_context()), leaves
+        if not self._made.takes_objects:
+            try:
+                key, leaves = _key_of(dynamic, static)
+                if key in self._made.planned:
+                    return key, leaves, None
+            except (TypeError, ValueError):  # objects that are no pytrees, or have no hash
+                key = None
+        adapter = adapter_of(*dynamic)
+        self._made.takes_objects = adapter is not None
+        if adapter is None:
+            return *_key_of(dynamic, static), None
+        apart = adapter.take_apart(*dynamic)
+        return *_key_of((apart.args, apart.kwargs), (static, apart.static)), apart
 
     def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Roles, Plan]:
         """Trace and plan, once for these shapes."""
-        key, _ = self._key(args, kwargs)
+        key, _, _ = self._key(args, kwargs)
         planned = self._made.planned
         if key not in planned:
             program, roles = self._roles(args, kwargs)
@@ -389,13 +429,29 @@ class ParallelStep:
         return (call.args, call.kwargs), tuple((name, type(value), value) for name, value in call.static)
 
     def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
-        args, kwargs = jax.tree.map(_abstract, ((*self._bound, *args), kwargs))
-        return trace_step(self._fn, args, kwargs, static=self._static)
+        args = (*self._bound, *args)
+        call = self._static.split(args, kwargs)
+        adapter = adapter_of(call.args, call.kwargs)
+        if adapter is None:
+            return trace_step(self._fn, args, kwargs, static=self._static)
+        apart = adapter.take_apart(call.args, call.kwargs)
+        args, kwargs = call.joined(apart.args, apart.kwargs)
+        return trace_step(on_arrays(self._fn, self._static, apart), args, kwargs, static=self._static)
 
     def _roles(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Roles]:
         """Trace, and tell state from batch."""
         program = self._trace(args, kwargs)
-        return program, find_roles(program, self._batch_argnums, self._donate_argnums)
+        try:
+            roles = find_roles(program, self._batch_argnums, self._donate_argnums)
+        except BatchError:
+            self._check_trains(program, ())  # of state that is forgotten one cannot tell the batch
+            raise
+        self._check_trains(program, roles.batch)
+        return program, roles
+
+    def _check_trains(self, program: Program, batch: tuple[int, ...]) -> None:
+        if self._donate_argnums == "auto":
+            check_trains(program, batch)
 
     def _attach(self, program: Program, roles: Roles, plan: Plan) -> Plan:
         """A plan made elsewhere, checked against the step as it is now."""
@@ -436,6 +492,15 @@ def compile_pipeline(origin: PipelineOrigin, devices: Sequence[Any]) -> Pipeline
     )
 
 
+def _key_of(dynamic: Any, static: Any) -> tuple[Any, list[Any]]:
+    leaves, tree = jax.tree.flatten(dynamic)
+    try:
+        types = tuple([(x.shape, x.dtype, getattr(x, "weak_type", False)) for x in leaves])
+    except AttributeError:  # Python numbers among the leaves
+        types = tuple([_type_of(x) for x in leaves])
+    return (tree, static, types, trace_context()), leaves
+
+
 def _type_of(leaf: Any) -> Any:
     """What of a leaf the program depends on; of a leaf that is no array its class, tracing then says what is wrong."""
     try:
@@ -452,12 +517,25 @@ def _weakly_typed(result: Any) -> Any:
     return result
 
 
-def _abstract(leaf: Any) -> Any:
-    """Tracing needs no more of an array than its type: it cannot read a `StackedArray`, nor is it to see where one lies."""
-    if not isinstance(leaf, jax.Array | StackedArray) or isinstance(leaf, jax.core.Tracer):
-        return leaf
-    weak = getattr(leaf, "weak_type", False)  # an array of keys has none
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=weak)
+def _types_made(init_fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """What `init_fn` makes, types for arrays."""
+    structures = []
+
+    def flat(*args: Any) -> list[Any]:
+        leaves, tree = jax.tree.flatten(init_fn(*args))
+        structures.append(tree)
+        return leaves
+
+    types = jax.eval_shape(flat, *args)
+    if not accepts(structures[-1], types):
+        raise StructureChangedError(
+            "a class in the new state takes nothing but arrays.",
+            given=f"create_state({name_of(init_fn)}, ...), which makes {structures[-1]}",
+            wrong="to plan before there are arrays, it is to hold `jax.ShapeDtypeStruct`s, and it does not take them.",
+            do=f"call the step with what {name_of(init_fn)}() makes: it is put in its place. Or check arrays elsewhere.",
+            path="",
+        )
+    return jax.tree.unflatten(structures[-1], types)
 
 
 def _check_function(fn: Any) -> None:

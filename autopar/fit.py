@@ -23,6 +23,7 @@ import numpy as np
 from autopar._jax import is_key
 from autopar.batches import Batches, EndOfBatches, Source
 from autopar.checkpoint.folder import steps
+from autopar.checkpoint.owner import hold
 from autopar.checkpoint.restore import find_checkpoint, read_state
 from autopar.checkpoint.save import Saving, save
 from autopar.errors import AutoparError, CheckpointError, NodeLostError, StructureChangedError, WorkerError, warn
@@ -73,12 +74,21 @@ def fit(
 
     Raises:
         AutoparError: A setting is none that there is.
-        CheckpointError: There are checkpoints and none is whole, or they are of another state; or one cannot be written.
+        CheckpointError: There are checkpoints and none is whole, or they are of another state; or one cannot be written;
+            or another run, which has not ended, has its checkpoints in this directory.
         WorkerError: The machine failed, and that was not to be mended.
         NodeLostError: The same, before the workers had started.
     """
     _check_settings(on_failure, save_every, keep)
     run = _Run(step, state, Batches(batches), checkpoint_dir, save_every, keep, num_steps, on_step)
+    with hold(checkpoint_dir) if checkpoint_dir is not None else contextlib.nullcontext():
+        return _survive(run, state, on_failure, cluster, max_failures)
+
+
+def _survive(
+    run: _Run, state: Any, on_failure: str, cluster: Callable[[], Cluster] | None, max_failures: int
+) -> tuple[Any, dict[int, Any]]:
+    """The run to its end, through the failures that are to be mended."""
     failures, num_saved, failed = 0, -1, ""
     try:
         while True:
@@ -95,7 +105,7 @@ def fit(
             except (WorkerError, NodeLostError) as error:
                 with contextlib.suppress(AutoparError):  # what counts is which checkpoints are whole
                     run.settle()
-                if on_failure == "raise" or checkpoint_dir is None or not hasattr(run.step, "replan"):
+                if on_failure == "raise" or run.directory is None or not hasattr(run.step, "replan"):
                     raise
                 failures = failures + 1 if run.num_saved == num_saved else 1
                 num_saved = run.num_saved

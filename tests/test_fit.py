@@ -19,6 +19,7 @@ from autopar import PipelineParallel, ShardParallel, checkpoint
 from autopar.batches import Batches, EndOfBatches
 from autopar.errors import CheckpointError, NodeLostError, StructureChangedError, TraceError, WorkerError
 from tests.checkpoint_model import batches, create_state, step_on, train_step
+from tests.patience import PATIENCE_SECONDS
 
 NUM_STEPS = 9
 
@@ -143,7 +144,9 @@ def test_killed_and_started_again(undisturbed, tmp_path):
     for where, at in killed:
         known = len(log.read_text().splitlines()) if log.exists() else 0
         words = [sys.executable, "-c", SCRIPT, str(tmp_path / "run"), str(log), where, at]
-        done = subprocess.run(words, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            words, cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+        )
         assert done.returncode == (0 if where == "nowhere" else -9), done.stderr
         lines = [json.loads(line) for line in log.read_text().splitlines()]
         resumed.append(lines[known][0])

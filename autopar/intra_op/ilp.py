@@ -21,6 +21,7 @@ import pulp
 
 from autopar.errors import SolverError
 from autopar.intra_op.problem import MemoryRow, Problem, Solution
+from autopar.intra_op.stoppable import StoppableHiGHS
 from autopar.options import SOLVERS
 
 
@@ -99,7 +100,7 @@ def make_solver(name: str, seconds: float, gap: float) -> Any:
         case "highs":
             # HiGHS looks for symmetry by the clock: on a busy machine ties would end otherwise.
             calm = {"random_seed": 0, "parallel": "off", "mip_detect_symmetry": False}
-            solver = pulp.HiGHS(msg=False, timeLimit=seconds, gapRel=gap, threads=1, **calm)
+            solver = StoppableHiGHS(msg=False, timeLimit=seconds, gapRel=gap, threads=1, **calm)
         case "cbc":
             solver = _cbc(msg=False, timeLimit=seconds, gapRel=gap, threads=1, options=["randomSeed 1"])
         case _:

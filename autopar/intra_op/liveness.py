@@ -45,6 +45,7 @@ class Liveness:
         moment: Index of the top-level instruction at the peak.
         alive: Copies alive at the peak with their bytes, outermost body first; inner copies weighted once.
         packed: Moves that are being sent as one at the peak, packed into an array of their own.
+        at: The innermost instruction at the peak; None: the beginning.
     """
 
     argument_bytes: int
@@ -53,6 +54,7 @@ class Liveness:
     moment: int
     alive: tuple[tuple[Copy, int], ...]
     packed: tuple[Move, ...] = ()
+    at: Instruction | None = None
 
 
 def measure_liveness(body: Body, mesh: LogicalMesh, stored: AbstractSet[Var], donated: Sequence[bool] = ()) -> Liveness:
@@ -85,7 +87,15 @@ def fullest_moments(
     pinned = {copy for copy, freed in zip(body.inputs, donated or [False] * len(arguments), strict=True) if not freed}
     peaks = sorted(_peaks(body, mesh, stored, pinned, elsewhere=elsewhere), key=lambda peak: -peak.bytes)[:count]
     return tuple(
-        Liveness(sum(arguments), sum(outputs.values()), peak.bytes, peak.moment, tuple(peak.alive.items()), peak.packed)
+        Liveness(
+            sum(arguments),
+            sum(outputs.values()),
+            peak.bytes,
+            peak.moment,
+            tuple(peak.alive.items()),
+            peak.packed,
+            peak.at,
+        )
         for peak in peaks
     )
 
@@ -98,6 +108,7 @@ class _Peak:
     moment: int
     alive: Mapping[Copy, int]
     packed: tuple[Move, ...] = ()
+    at: Instruction | None = None
 
 
 def _peaks(
@@ -143,7 +154,8 @@ def _peaks(
             peaks.append(most)
             most = _Peak(0, position, {})
         if total + inner.bytes > most.bytes:
-            most = _Peak(total + inner.bytes, position, {**alive, **inner.alive}, inner.packed)
+            at = inner.at or instruction
+            most = _Peak(total + inner.bytes, position, {**alive, **inner.alive}, inner.packed, at)
         for copy in dying.get(position, ()):
             total -= alive.pop(copy, 0)
         for copy in copies_made(instruction):

@@ -14,13 +14,15 @@ from collections.abc import Set as AbstractSet
 
 import numpy as np
 
-from autopar._jax import Var
+from autopar._jax import JaxprEqn, Var
 from autopar.intra_op.costs import held_values
 from autopar.intra_op.graph import Graph, Shardings
 from autopar.intra_op.liveness import Liveness, fullest_moments, packed_bytes
 from autopar.intra_op.problem import MemoryRow
-from autopar.intra_op.sharded import Body, Compute, Fused, Gate, Move, Region, describe
+from autopar.intra_op.sharded import Body, Compute, Fused, Gate, Instruction, Move, Region, describe
+from autopar.ir.region import bodies_of
 from autopar.ir.rules.rule import num_elements
+from autopar.ir.source import UNKNOWN, source_line
 from autopar.mesh import Sharding
 
 MAX_ROWS = 8
@@ -49,25 +51,34 @@ def broken_memory_rows(
     """
     moments = fullest_moments(body, graph.mesh, held_values(graph), donated, MAX_ROWS, elsewhere)
     return [
-        _row(graph, class_of, moment, choices, budget, _place(body, moment.moment))
+        _row(graph, class_of, moment, choices, budget, _place(moment.at))
         for moment in moments
         if moment.peak_bytes > budget
     ]
 
 
-def _place(body: Body, moment: int) -> str:
+def _place(at: Instruction | None) -> str:
     """A moment of a program for people: what it computes then, or for whom it communicates."""
-    if moment < 0:
-        return "the start"
-    match body.instructions[moment]:
-        case Compute() | Region() as instruction:
-            return describe(instruction.eqn)
+    match at:
+        case None:
+            return "the start"
+        case Compute() | Region():
+            return _named(at.eqn)
         case Gate():
             return "a wait"
-        case Move() as move:
-            return f"the {move.step} before {move.reader}"
-        case Fused() as fused:
-            return f"the {fused.moves[0].step} of {len(fused.moves)} arrays before {fused.moves[0].reader}"
+        case Move():
+            return f"the {at.step} before {at.reader}"
+        case Fused():
+            return f"the {at.moves[0].step} of {len(at.moves)} arrays before {at.moves[0].reader}"
+
+
+def _named(eqn: JaxprEqn) -> str:
+    """An equation by its line; a loop of our own, which has none, by the first in it that has."""
+    inner = [e for body in bodies_of(eqn) for e in body.eqns]
+    known = [e for e in inner if source_line(e) != UNKNOWN]
+    if source_line(eqn) != UNKNOWN or not known:
+        return describe(eqn)
+    return f"the loop over microbatches, which begins with {describe(known[0])},"
 
 
 def _row(

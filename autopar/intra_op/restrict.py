@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from autopar._jax import Jaxpr, Var
-from autopar.errors import ConstraintError
+from autopar.errors import ConstraintError, warn
 from autopar.intra_op.batch import BatchDims, batch_factors
 from autopar.intra_op.graph import Graph, Node
 from autopar.ir.region import bodies_of, is_region, region_of
@@ -120,6 +120,8 @@ def pin_constraints(jaxpr: Jaxpr, graph: Graph, allowed: Allowed) -> None:
 def read_spec(spec: Any, shape: tuple[int, ...], mesh: LogicalMesh, what: str) -> tuple[Sharding, tuple[bool, ...]]:
     """A PartitionSpec as a sharding, and for each dim whether it is left open (`PartitionSpec.UNCONSTRAINED`).
 
+    The axes of a dim are taken in mesh order; one that names them in another is warned of.
+
     Raises:
         ConstraintError: It does not fit the shape or the mesh.
     """
@@ -141,7 +143,14 @@ def read_spec(spec: Any, shape: tuple[int, ...], mesh: LogicalMesh, what: str) -
             parts = int(np.prod([mesh.axis_sizes[a] for a in axes]))
             if shape[dim] % parts:
                 problem = problem or f"dim {dim} has length {shape[dim]}, which {parts} devices do not divide."
-            axes = tuple(a for a in mesh.axis_sizes if a in axes)
+            ordered = tuple(a for a in mesh.axis_sizes if a in axes)
+            if ordered != axes and not problem:
+                warn(
+                    f"{what}: {spec} lays dim {dim} out over {axes}, and the axes of the mesh are in the order "
+                    f"{tuple(mesh.axis_sizes)}. It is split over {ordered}: the same parts, on other devices. Results are the "
+                    "same; for that order give the mesh its axes so, mesh_shape=LogicalMesh(shape, axis_names)."
+                )
+            axes = ordered
         dims.append(axes)
         free.append(open_dim)
     if problem:

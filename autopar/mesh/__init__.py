@@ -1,7 +1,7 @@
 """The machine: devices, links, clusters, logical meshes, and how a tensor lies on one."""
 
 from autopar.mesh.catalog import MODELS, Model, find_device
-from autopar.mesh.cluster import Cluster
+from autopar.mesh.cluster import Cluster, more_devices_text
 from autopar.mesh.device import Device
 from autopar.mesh.link import Link
 from autopar.mesh.logical_mesh import LogicalMesh, logical_mesh, logical_meshes
@@ -18,4 +18,5 @@ __all__ = [
     "find_device",
     "logical_mesh",
     "logical_meshes",
+    "more_devices_text",
 ]

@@ -203,6 +203,15 @@ class Cluster:
         )
 
 
+def more_devices_text(cluster: Cluster, wanted: int) -> str:
+    """What to type for more virtual devices, where a cluster is this process's CPU and has too few; else ""."""
+    first = cluster.devices[0] if cluster.devices else None
+    if getattr(first, "platform", "") != "cpu" or wanted <= cluster.num_devices:
+        return ""
+    flags = f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted} PJRT_NPROC={max(32, wanted)}"
+    return f" For {wanted} virtual CPU devices start Python so: {flags} python ..."
+
+
 def _parse_group(part: str, text: str) -> Cluster:
     found = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*x?\s+(\S.*?)\s*", part, re.IGNORECASE)
     if not found:

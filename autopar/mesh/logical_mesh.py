@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from autopar.errors import DeviceCountError, MeshError
-from autopar.mesh.cluster import Cluster
+from autopar.mesh.cluster import Cluster, more_devices_text
 from autopar.mesh.link import Link
 
 _NEUTRAL = Link(1e-6, 1e10)
@@ -105,7 +105,8 @@ def logical_mesh(cluster: Cluster, shape: tuple[int, ...]) -> LogicalMesh:
             "the mesh does not fit the cluster.",
             given=f"mesh_shape={tuple(shape)} for {cluster.num_devices} devices",
             wrong=f"it has {math.prod(shape)} places.",
-            do=f"choose a shape whose product is {cluster.num_devices}, or pass cluster=Cluster.local(devices=...).",
+            do=f"choose a shape whose product is {cluster.num_devices}, or pass cluster=Cluster.local(devices=...)."
+            + more_devices_text(cluster, math.prod(shape)),
             wanted=math.prod(shape),
             available=cluster.num_devices,
         )

@@ -40,7 +40,7 @@ def diff_text(this: Decision, other: Decision) -> str:
             _values(this, other, True),
             _collectives(this, other),
         )
-        if table.rows
+        if table.rows or table.note
     ]
     if not tables:
         return ""
@@ -76,6 +76,10 @@ def _fact_pairs(plan: Decision) -> Iterator[tuple[str, str]]:
 
 def _values(this: Decision, other: Decision, activations: bool) -> Table:
     a, b = _by_name(this, activations), _by_name(other, activations)
+    if activations and this.values and other.values and bool(a) != bool(b):
+        which = "this" if not a else "other"
+        note = f"{which} is cut into stages, whose activations are not listed"
+        return Table("Activations", (), (), (), note)
     changed = [
         (name, (a.get(name, ABSENT), b.get(name, ABSENT)))
         for name in dict.fromkeys((*a, *b))

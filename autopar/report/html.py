@@ -27,7 +27,8 @@ def plan_html(plan: Decision) -> str:
     facts = "\n".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in page.facts)
     tables = "\n".join(_table(table, is_open=k == 0) for k, table in enumerate(page.tables))
     head = f"<b>{escape(page.title)}</b>\n<table>\n{facts}\n</table>"
-    return f'{_STYLE}\n<div class="autopar-plan">\n{head}\n{tables}\n</div>'
+    drawing = f"\n<pre>{escape(page.drawing)}</pre>" if page.drawing else ""
+    return f'{_STYLE}\n<div class="autopar-plan">\n{head}{drawing}\n{tables}\n</div>'
 
 
 def document(plan: Decision) -> str:

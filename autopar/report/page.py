@@ -63,11 +63,13 @@ def _facts(plan: Decision) -> Iterable[tuple[str, str]]:
         yield "mesh", mesh_text(plan.mesh)
         idle = "(no overlap assumed)"
     else:
-        yield "pipeline", f"{count_text(len(plan.stages), 'stage')}, schedule {plan.schedule}"
+        yield "pipeline", f"{_stages_text(plan)}, schedule {plan.schedule}"
         share = cost.bubble_seconds / cost.step_seconds if cost.step_seconds else 0.0
         idle = f"+ {seconds_text(cost.bubble_seconds)} waiting ({share:.0%}; simulated, on average over the devices)"
     if plan.num_microbatches > 1:
         yield "microbatches", _microbatches(plan)
+    if _nothing_is_split(plan):
+        yield "split", f"nothing: this step is too small, all {plan.mesh.num_devices} devices compute the same"
     if any(stage.recomputed.level for stage in plan.stages):
         more = sum(stage.recomputed.seconds for stage in plan.stages)
         yield "recomputed", f"{levels_text(plan)}; {seconds_text(more)} of work, all stages together"
@@ -92,6 +94,19 @@ def _facts(plan: Decision) -> Iterable[tuple[str, str]]:
     yield "planning", seconds_text(cost.planning_seconds)
     for k, text in enumerate(_also_tried(plan)):
         yield "" if k else "also tried", text
+
+
+def _nothing_is_split(plan: Decision) -> bool:
+    """Whether every device holds all of every value, where there are several on one mesh."""
+    is_one_mesh = plan.schedule == "none" and plan.mesh.num_devices > 1
+    return is_one_mesh and not plan.cost.collectives and not any(any(v.sharding.dims) for v in plan.values)
+
+
+def _stages_text(plan: Decision) -> str:
+    """How many stages, and how many of them share a mesh where they do."""
+    num_stages, num_meshes = len(plan.stages), len({stage.submesh for stage in plan.stages})
+    text = count_text(num_stages, "stage")
+    return text if num_meshes == num_stages else f"{text} on {num_meshes} meshes, {num_stages // num_meshes} on each"
 
 
 def _limited_by(plan: Decision) -> Iterable[tuple[str, str]]:
@@ -137,7 +152,7 @@ def _also_tried(plan: Decision) -> list[str]:
     return lines + [f"{what}: {outcome}" for what, outcome in failed.items()]
 
 
-_SECONDS = re.compile(r"([0-9.]+e[+-]?[0-9]+) s")
+_SECONDS = re.compile(r"([0-9]+(?:\.[0-9]+)?e[+-]?[0-9]+) s")
 """An outcome that is a time, as the planner writes it."""
 
 
@@ -181,8 +196,8 @@ def _stages(plan: Decision) -> Table:
         mesh = ", ".join(
             f"{a}={n}" for a, n in zip(stage.logical_mesh.axis_names, stage.logical_mesh.shape, strict=True)
         )
-        busy = sum(e.end - e.start for e in plan.events.events if e.mesh == number and e.kind != "transfer")
-        sends = sum(e.end - e.start for e in plan.events.events if e.mesh == number and e.kind == "transfer")
+        busy = sum(e.end - e.start for e in plan.events.events if e.stage == number and e.kind != "transfer")
+        sends = sum(e.end - e.start for e in plan.events.events if e.stage == number and e.kind == "transfer")
         peak = bytes_text(plan.cost.peak_bytes[number])
         again = _recomputed(stage.recomputed) if recomputes else ()
         rows.append(

@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-import jax
-
 from autopar.intra_op.sharded import Collective, describe
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
@@ -80,7 +78,7 @@ def describe_pipeline(
         stages=stages,
         num_microbatches=pipeline.cut.split.count,
         schedule=pipeline.schedule.name,
-        shardings=jax.tree.unflatten(program.in_tree, specs),
+        shardings=program.in_containers(specs),
         cost=cost_of(pipeline, planning_seconds),
         values=values,
         streams=pipeline.streams.instructions,

@@ -25,7 +25,7 @@ from autopar.errors import (
 from autopar.intra_op.shard import Sharded
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
-from autopar.mesh import Cluster, LogicalMesh, logical_mesh, logical_meshes
+from autopar.mesh import Cluster, LogicalMesh, logical_mesh, logical_meshes, more_devices_text
 from autopar.report.plan import Plan
 from autopar.search.describe import body_text, describe
 from autopar.search.describe_stages import describe_pipeline
@@ -198,7 +198,8 @@ def candidate_meshes(cluster: Cluster, method: Method) -> list[LogicalMesh]:
                 "the mesh does not fit the cluster.",
                 given=f"{mesh} for {cluster.num_devices} devices",
                 wrong=f"it has {mesh.num_devices} places.",
-                do=f"choose a shape whose product is {cluster.num_devices}, or pass cluster=Cluster.local(devices=...).",
+                do=f"choose a shape whose product is {cluster.num_devices}, or pass cluster=Cluster.local(devices=...)."
+                + more_devices_text(cluster, mesh.num_devices),
                 wanted=mesh.num_devices,
                 available=cluster.num_devices,
             )

@@ -208,8 +208,11 @@ def _events(streams: Streams, mesh: int, instruction: Instruction, start: float,
     match instruction:
         case Run(program, stage, microbatch):
             kind = streams.programs[program].task.kind
-            return [Event(program, "U" if kind == "init" else kind, stage, microbatch, mesh, start, end)]
+            if kind == "W" and f"stage{stage}/B" not in streams.programs:
+                kind = "B"  # nothing is handed back: its weights' gradients are its whole backward pass
+            return [Event(program, kind, stage, microbatch, mesh, start, end)]
         case Send(buffers, peer):
-            microbatch = max(streams.buffers[buffers[0]].microbatch, 0) if buffers else 0
-            return [Event(f"to mesh {peer}", "transfer", mesh, microbatch, mesh, start, end)]
+            first = streams.buffers[buffers[0]] if buffers else None
+            stage, microbatch = (first.stage, max(first.microbatch, 0)) if first else (mesh, 0)
+            return [Event(f"to mesh {peer}", "transfer", stage, microbatch, mesh, start, end)]
     return []

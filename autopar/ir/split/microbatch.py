@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
+import jax
 import jax.numpy as jnp
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, SourceInfo, Var, make_jaxpr, new_var, replace_eqn, shaped
@@ -110,7 +111,8 @@ def check_divides(jaxpr: Jaxpr, count: int, batch: Sequence[int], name: str = "t
                 "the batch does not divide into microbatches.",
                 given=f"{name} of {size} samples, num_microbatches={count}",
                 wrong=f"{size} is no multiple of {count}.",
-                do="choose a number of microbatches that divides the batch size.",
+                do="choose a number of microbatches that divides the batch size; where the last batch of an epoch is "
+                "smaller, drop it, or pad it and leave the padding out of the loss by a mask.",
                 size=size,
             )
 
@@ -119,7 +121,7 @@ class _Loop(ShardWriter):
     """Writes one microbatch: what is made outside of the loop is read whole, or the microbatch's part of it."""
 
     def __init__(self, jaxpr: Jaxpr, solution: LoopSolution):
-        super().__init__(Programs(solution), number := new_var(shaped(0).update(weak_type=False)))
+        super().__init__(Programs(solution), number := new_var(shaped(jax.ShapeDtypeStruct((), jnp.int32))))
         self.jaxpr, self.phases, self.first = jaxpr, solution, number
         self.inputs = set(jaxpr.invars)
         self.views = views_of_arguments(jaxpr)

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
+
 from autopar._jax import Jaxpr, Literal, Var, make_jaxpr, new_var, shaped
 from autopar.ir.build import substitute
 from autopar.ir.dataflow import feeds_backward, inputs_of, needed
@@ -56,7 +59,7 @@ def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
     read = dict.fromkeys(a for eqn in loop for a in eqn.invars if not isinstance(a, Literal) and a not in made)
     pieces = [var for var in read if var in {jaxpr.invars[k] for k in batch}]
     invariants = [var for var in read if var not in pieces]
-    number = new_var(shaped(0).update(weak_type=False))
+    number = new_var(shaped(jax.ShapeDtypeStruct((), jnp.int32)))
     inside = [new_var(var.aval) for var in (*invariants, *pieces)]
     eqns, outvars = substitute(make_jaxpr([*invariants, *pieces], results, loop), inside)
     early, after = for_the_loop(jaxpr, before, after, invariants)
