@@ -82,7 +82,15 @@ def solve(
     return whole if core.status == "beaten" else whole.bounded(whole.bound)
 
 
-def _solve_core(core: Problem, solver: str, limit: TimeLimit, gap: float, known: float, constant: float) -> Solution:
+def _solve_core(
+    core: Problem,
+    solver: str,
+    limit: TimeLimit,
+    gap: float,
+    known: float,
+    constant: float,
+    start: Sequence[int],
+) -> Solution:
     """The least assignment of a core without rows; gaps are parts of the whole cost, `constant` included."""
     if not core.edges:
         return _solve_whole(core, solver, limit, gap)

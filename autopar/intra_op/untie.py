@@ -66,5 +66,3 @@ def untie(
 def _untied_pairs(sharded: Sharded) -> int:
     nodes = sharded.graph.nodes
     return sum(nodes[edge.source].num_choices * nodes[edge.target].num_choices for edge in sharded.graph.edges)
-
-
