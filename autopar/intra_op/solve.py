@@ -89,9 +89,9 @@ def _solve_core(
     gap: float,
     known: float,
     constant: float,
-    start: Sequence[int],
+    start: Sequence[int] = (),
 ) -> Solution:
-    """The least assignment of a core without rows; gaps are parts of the whole cost, `constant` included."""
+    """The least assignment of a core without rows, begun at `start`; gaps are parts of the whole cost, with `constant`."""
     if not core.edges:
         return _solve_whole(core, solver, limit, gap)
     pairs = num_pairs(core)

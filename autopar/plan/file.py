@@ -29,7 +29,7 @@ from autopar.streams.instructions import Free, Instruction, Recv, Run, Send
 from autopar.streams.timeline import KINDS, Event, Timeline
 
 FORMAT = "autopar plan"
-VERSION = 4
+VERSION = 5
 """Raised with every change that an older reader cannot take, or that gives choices another meaning."""
 _ROLES = (*ARGUMENT_ROLES, "result", "activation")
 
@@ -117,7 +117,7 @@ def _record(plan: Decision) -> dict[str, Any]:
                 "first_device": s.submesh.first,
                 "shape": s.logical_mesh.shape,
                 "axis_names": s.logical_mesh.axis_names,
-                "links": [[l.latency_seconds, _number(l.bytes_per_second)] for l in s.logical_mesh.links],
+                "links": [_link_record(link) for link in s.logical_mesh.links],
                 "layers": s.layers,
                 "choices": s.choices,
                 "operations": s.operations,
@@ -159,6 +159,7 @@ def _record(plan: Decision) -> dict[str, Any]:
             "optimality_gap": _number(cost.optimality_gap),
             "solver_status": cost.solver_status,
             "planning_seconds": cost.planning_seconds,
+            "exposed_seconds": list(cost.exposed_seconds),
         },
         "collectives": [
             {
@@ -319,6 +320,11 @@ def _pair(entry: Entry) -> tuple[str, str]:
     return first, second
 
 
+def _link_record(link: Link) -> list[Any]:
+    rates = _number(link.bytes_per_second), _number(link.switch_bytes_per_second)
+    return [link.latency_seconds, *rates, int(link.has_short_messages)]
+
+
 def _stage(entry: Entry) -> Stage:
     shape = entry["shape"].items(Entry.count)
     names = entry["axis_names"].items(Entry.text, len(shape))
@@ -344,10 +350,11 @@ def _stage(entry: Entry) -> Stage:
 
 
 def _link(entry: Entry) -> Link:
-    if not isinstance(entry.value, list) or len(entry.value) != 2:
-        raise entry.wrong("a list of 2")
-    latency, rate = (Entry(value, f"{entry.where}[{k}]") for k, value in enumerate(entry.value))
-    return Link(latency.number(), rate.number(or_infinite=True))
+    if not isinstance(entry.value, list) or len(entry.value) != 4:
+        raise entry.wrong("a list of 4")
+    latency, rate, switch, short = (Entry(value, f"{entry.where}[{k}]") for k, value in enumerate(entry.value))
+    rates = rate.number(or_infinite=True), switch.number(or_infinite=True)
+    return Link(latency.number(), *rates, bool(short.count()))
 
 
 def _recomputed(entry: Entry) -> Recomputed:
@@ -415,4 +422,5 @@ def _cost(entry: Entry, collectives: tuple[Collective, ...], num_stages: int) ->
         optimality_gap=entry["optimality_gap"].number(or_infinite=True),
         solver_status=entry["solver_status"].text(),
         planning_seconds=entry["planning_seconds"].number(),
+        exposed_seconds=entry["exposed_seconds"].items(Entry.number, len(collectives)),
     )

@@ -70,9 +70,10 @@ def describe(
         (sharded.liveness.peak_bytes,),
         sharded.liveness.argument_bytes,
         sharded.collectives,
-        sharded.solution.gap,
+        sharded.gap_of(sharded.step_seconds),
         sharded.solution.status,
         seconds,
+        sharded.exposed_seconds,
     )
     return Plan(
         name=program.name,

@@ -24,96 +24,56 @@ from autopar._jax import (
     Literal,
     Var,
     bind_eqn,
-    close_jaxpr,
     make_jaxpr,
     new_var,
     replace_eqn,
-    scan_params,
     shaped,
 )
+from autopar.ir.build import inline_function
+from autopar.ir.dataflow import variables
+from autopar.ir.region import Binding, Region, is_region, kind_of, region_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.linearity import sums_survive
 from autopar.ir.rules.registry import has_rule
 from autopar.ir.source import is_backward
-from autopar.ir.structure import ScanParts, body_jaxprs, is_structured, scan_parts, variables
-from autopar.ir.trace.flatten import inline_function
 
 
 def narrow_late(jaxpr: Jaxpr) -> Jaxpr:
     """The program with such casts behind its loops and branches; over the same inputs and results."""
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        match eqn.primitive.name:
-            case "scan":
-                eqns += _scan(eqn)
-            case "cond":
-                eqns += _cond(eqn)
-            case _:
-                eqns.append(eqn)
+        eqns += _region(region_of(eqn)) if kind_of(eqn) in ("scan", "cond") else [eqn]
     unchanged = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
     return jaxpr if unchanged else remove_dead_code(make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns))
 
 
-def _scan(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """Its sums over trips, and if it is part of a backward pass its stacks, in the dtype they are computed in."""
-    parts = scan_parts(eqn)
-    body = narrow_late(parts.body)
-    inside = _Wide(body)
-    operands, outvars = list(eqn.invars), list(eqn.outvars)
-    invars, results = list(body.invars), list(body.outvars)
+def _region(region: Region) -> list[JaxprEqn]:
+    """Its sums over trips, and if it is part of a backward pass its stacks and results, in the dtype they are computed in."""
+    eqn, bodies = region.eqn, [narrow_late(body) for body in region.bodies]
+    inside = [_Wide(body) for body in bodies]
+    bindings: list[Binding] = []
     before: list[JaxprEqn] = []
     after: list[JaxprEqn] = []
-    for k, (outer, var, _, result) in enumerate(parts.carries):
-        at = len(parts.consts) + k
-        dtype = inside.dtype_behind(results[k])
-        if dtype is None or not inside.is_sum_of(var, results[k]):
+    for b in region.bindings:
+        found = [wide.dtype_behind(atom) for wide, atom in zip(inside, b.inside, strict=True)]
+        dtype = max((dtype for dtype in found if dtype is not None), key=lambda d: d.itemsize, default=None)
+        moves = inside[0].is_sum_of(b.var, b.value) if b.role == "carry" else is_backward(eqn)
+        if dtype is None or b.result is None or not moves:
+            bindings.append(b)
             continue
-        invars[at] = new_var(_of_dtype(var, dtype))
-        results[k] = inside.widened(results[k], dtype, {var: invars[at]})
-        more, (operands[at],) = inline_function(lambda x, dtype=dtype: lax.convert_element_type(x, dtype), [outer])
-        before += more
-        outvars[k] = new_var(_of_dtype(result, dtype))
-        after += _narrowed(outvars[k], result, eqn)
-    if is_backward(eqn):
-        for k, (_, result) in enumerate(parts.ys, start=len(parts.carries)):
-            dtype = inside.dtype_behind(results[k])
-            if dtype is not None:
-                results[k] = inside.widened(results[k], dtype, {})
-                outvars[k] = new_var(_of_dtype(result, dtype))
-                after += _narrowed(outvars[k], result, eqn)
-    if not after and body is parts.body:
+        entering = {var: new_var(_of_dtype(var, dtype)) for var in b.variables}
+        leaving = [wide.widened(atom, dtype, entering) for wide, atom in zip(inside, b.inside, strict=True)]
+        outer, result = b.outer, new_var(_of_dtype(b.result, dtype))
+        if outer is not None:
+            more, (outer,) = inline_function(lambda x, dtype=dtype: lax.convert_element_type(x, dtype), [outer])
+            before += more
+        inner = tuple(None if var is None else entering[var] for var in b.inner)
+        bindings.append(Binding(b.role, outer, inner, tuple(leaving), result))
+        after += _narrowed(result, b.result, eqn)
+    if not after and all(a is b for a, b in zip(bodies, region.bodies, strict=True)):
         return [eqn]
-    return [*before, _scan_of(eqn, parts, operands, outvars, inside.body(invars, results)), *after]
-
-
-def _scan_of(eqn: JaxprEqn, parts: ScanParts, operands: Sequence[Any], outvars: Sequence[Var], body: Jaxpr) -> JaxprEqn:
-    params = scan_params(eqn.params, body, len(parts.consts), len(parts.carries))
-    return replace_eqn(eqn, invars=operands, outvars=outvars, params=params)
-
-
-def _cond(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """Its results, if it is part of a backward pass, in the widest dtype that a branch computes them in."""
-    branches = body_jaxprs(eqn)
-    bodies = [narrow_late(branch) for branch in branches]
-    inside = [_Wide(body) for body in bodies]
-    results = [list(body.outvars) for body in bodies]
-    outvars, after = list(eqn.outvars), []
-    for k, result in enumerate(eqn.outvars) if is_backward(eqn) else ():
-        found = [wide.dtype_behind(own[k]) for wide, own in zip(inside, results, strict=True)]
-        dtypes = [dtype for dtype in found if dtype is not None]
-        if dtypes:
-            dtype = max(dtypes, key=lambda d: d.itemsize)
-            for wide, own in zip(inside, results, strict=True):
-                own[k] = wide.widened(own[k], dtype, {})
-            outvars[k] = new_var(_of_dtype(result, dtype))
-            after += _narrowed(outvars[k], result, eqn)
-    if not after and all(a is b for a, b in zip(bodies, branches, strict=True)):
-        return [eqn]
-    closed = tuple(
-        close_jaxpr(wide.body(body.invars, own)) for wide, body, own in zip(inside, bodies, results, strict=True)
-    )
-    return [replace_eqn(eqn, outvars=outvars, params={**eqn.params, "branches": closed}), *after]
+    return [*before, region.rebuild(bindings, [wide.eqns for wide in inside]), *after]
 
 
 def _of_dtype(var: Var, dtype: Any) -> Any:
@@ -135,12 +95,9 @@ class _Wide:
         self.made_by = {var: eqn for eqn in body.eqns for var in eqn.outvars}
         self.num_readers = Counter([*variables(body.outvars), *(a for eqn in body.eqns for a in variables(eqn.invars))])
 
-    def body(self, invars: Sequence[Var], outvars: Sequence[Any]) -> Jaxpr:
-        return remove_dead_code(make_jaxpr(invars, outvars, self.eqns))
-
     def dtype_behind(self, atom: Any) -> Any:
         """The widest dtype of which a 16-bit float is a cast, behind moves and additions; None: it is none."""
-        if isinstance(atom, Literal) or atom not in self.made_by:
+        if not isinstance(atom, Var) or atom not in self.made_by:
             return None
         eqn = self.made_by[atom]
         if _narrows(eqn):
@@ -152,7 +109,7 @@ class _Wide:
         """Whether it only moves or adds up its operands, for one reader."""
         var, *others = eqn.outvars
         alike = all(a.aval.dtype == var.aval.dtype for a in eqn.invars)
-        if others or not alike or self.num_readers[var] > 1 or is_structured(eqn) or "new_dtype" in eqn.params:
+        if others or not alike or self.num_readers[var] > 1 or is_region(eqn) or "new_dtype" in eqn.params:
             return False
         return has_rule(eqn.primitive) and tuple(range(len(eqn.invars))) in rule_for(eqn).linear
 
