@@ -112,6 +112,14 @@ def fullest_moments(
     )
 
 
+def memory_curve(body: Body, mesh: LogicalMesh, stored: AbstractSet[Var], donated: Sequence[bool] = ()) -> list[int]:
+    """Bytes alive at each instruction, those inside it at their most; arguments as of `measure_liveness`."""
+    pinned = {copy for copy, freed in zip(body.inputs, donated or [False] * len(body.inputs), strict=True) if not freed}
+    curve: list[int] = []
+    _peaks(body, mesh, stored, pinned, curve=curve)
+    return curve
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Peak:
     """The fullest moment of a body: who is alive, and which moves are packed."""
@@ -130,8 +138,12 @@ def _peaks(
     pinned: AbstractSet[Copy],
     free: AbstractSet[Copy] = frozenset(),
     elsewhere: AbstractSet[Var] = frozenset(),
+    curve: list[int] | None = None,
 ) -> list[_Peak]:
-    """The fullest moments of the body's parts; copies in `free` are counted by the caller, values `elsewhere` by no one."""
+    """The fullest moments of the body's parts; copies in `free` are counted by the caller, values `elsewhere` by no one.
+
+    What is alive at each instruction is added to `curve`.
+    """
     last = _lifetimes(body, pinned)
     alive: dict[_Version, int] = {
         (copy, -1): 0 if copy in free or copy[0] in elsewhere else local_bytes(*copy, mesh) for copy in body.inputs
@@ -152,6 +164,8 @@ def _peaks(
             alive[copy, position] = local_bytes(*copy, mesh) if is_stored else 0
             total += alive[copy, position]
         inner = _inner_peak(instruction, mesh, stored)
+        if curve is not None:
+            curve.append(total + inner.bytes)
         if total + inner.bytes < _FALLEN * most.bytes:
             peaks.append(most)
             most = _Peak(0, position, ())

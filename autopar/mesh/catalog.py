@@ -377,6 +377,34 @@ _ALIASES = {
 }
 
 
+_CORES_PER_CHIP = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2}
+"""Of TPUs that are sold by cores; the others are by chips."""
+
+
+def slice_chips(text: str) -> tuple[int, Model] | None:
+    """The chips of a slice of TPUs under the name that it is sold by, such as `v5p-64` or `v5litepod-16`; None: it is none.
+
+    Raises:
+        ClusterError: There is no such slice, or no such TPU in the catalog.
+    """
+    found = re.fullmatch(r"\s*(?:tpu[\s_-]*)?(v\d+[a-z]*?)(?:lite)?(?:pod)?[\s_-]+(\d+)\s*", text, re.IGNORECASE)
+    if found is None or (found[1].lower() == "v100"):
+        return None
+    kind, number = found[1].lower(), int(found[2])
+    kind = {"v5": "v5e", "v5l": "v5e"}.get(kind, kind)
+    model = find_device(kind)
+    chips, rest = divmod(number, _CORES_PER_CHIP.get(kind, 1))
+    if rest or chips < 1 or (chips > model.devices_per_host and chips % model.devices_per_host):
+        what = f"{chips} chips" + (" and a half" if rest else "")
+        raise ClusterError(
+            "no such slice.",
+            given=repr(text.strip()),
+            wrong=f"that would be {what}, and hosts have {model.devices_per_host} each.",
+            do=f'write a slice that there is, or hosts and chips: "2x{model.devices_per_host} {kind}".',
+        )
+    return chips, model
+
+
 def find_device(name: str) -> Model:
     """The model of this name; case, spaces, vendor, form factor and "GB" do not matter.
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from autopar.intra_op.sharded import Collective
 from autopar.mesh import LogicalMesh, Sharding
+from autopar.plan.profile import Profile
 from autopar.streams.instructions import Instruction, Run
 from autopar.streams.timeline import Timeline
 
@@ -148,6 +149,7 @@ class Decision:
         budget_bytes: What one device could use; inf: as much as it wanted.
         microbatch_semantics: `"exact"`, or `"per_microbatch"` where the user allowed it.
         parts: Into how many parts scans over layers are taken, which stages are made of; 1: there are none.
+        profile: What the step does with its time and memory.
     """
 
     name: str
@@ -167,6 +169,7 @@ class Decision:
     microbatch_semantics: str = "exact"
     parts: int = 1
     budget_bytes: float = math.inf
+    profile: Profile = field(default=Profile(), repr=False, compare=False)
     origin: Any = field(default=None, compare=False, repr=False, hash=False)
     """The planning problem in memory, for `explain`; absent in a plan read from a file until it is compiled."""
 

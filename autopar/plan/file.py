@@ -8,6 +8,7 @@ Method: everything is checked when it is read, so that damage is a `PlanFileErro
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from autopar.mesh import Link, LogicalMesh, Sharding
 from autopar.options import SEMANTICS
 from autopar.plan.decision import Cost, Decision, Recomputed, Stage, Submesh, Value
 from autopar.plan.entry import LARGEST, DamageError, Entry, read_json
+from autopar.plan.profile import Crossing, Memory, Profile, Work
 from autopar.plan.words import ARGUMENT_ROLES
 from autopar.streams.instructions import Free, Instruction, Recv, Run, Send
 from autopar.streams.timeline import KINDS, Event, Timeline
@@ -148,6 +150,19 @@ def _record(plan: Decision) -> dict[str, Any]:
             }
             for e in plan.events.events
         ],
+        "work": [{"stage": w.stage, "kind": w.kind, "seconds": w.seconds} for w in plan.profile.work],
+        "memory": [{"mesh": m.mesh, "unit": m.unit, "curve": m.curve, "peak": m.peak} for m in plan.profile.memory],
+        "crossings": [
+            {
+                "source": c.source,
+                "target": c.target,
+                "kind": c.kind,
+                "bytes": c.bytes,
+                "messages": c.messages,
+                "largest": c.largest,
+            }
+            for c in plan.profile.crossings
+        ],
         "alternatives": [list(pair) for pair in plan.alternatives],
         "cost": {
             "step_seconds": cost.step_seconds,
@@ -250,6 +265,7 @@ def _plan(entry: Entry) -> Decision:
         values=values,
         streams={index: tuple(stream) for index, stream in streams.items()},
         events=Timeline(entry["events"].items(lambda e: _event(e, bounds))),
+        profile=_profile(entry, bounds),
         alternatives=entry["alternatives"].items(_pair),
         choices=entry["choices"].items(Entry.count),
         fingerprints={key: fingerprints[key].text() for key in ("program", "cluster", "jax")},
@@ -315,9 +331,37 @@ def _event(entry: Entry, bounds: _Bounds) -> Event:
     )
 
 
+def _profile(entry: Entry, bounds: _Bounds) -> Profile:
+    return Profile(
+        entry["work"].items(lambda e: Work(bounds.stage(e["stage"]), e["kind"].one_of(KINDS), e["seconds"].number())),
+        entry["memory"].items(lambda e: _memory(e, bounds)),
+        entry["crossings"].items(
+            lambda e: Crossing(
+                bounds.stage(e["source"]),
+                bounds.stage(e["target"]),
+                e["kind"].one_of(("forward", "backward", "update")),
+                e["bytes"].count(),
+                e["messages"].count(1),
+                e["largest"].text(),
+            )
+        ),
+    )
+
+
+def _memory(entry: Entry, bounds: _Bounds) -> Memory:
+    curve = entry["curve"].items(lambda e: e.pair(Entry.number, Entry.count))
+    if any(later < earlier for (earlier, _), (later, _) in itertools.pairwise(curve)):
+        raise entry["curve"].wrong("a curve")
+    return Memory(
+        bounds.mesh(entry["mesh"]),
+        entry["unit"].one_of(("seconds", "operations")),
+        curve,
+        entry["peak"].items(lambda e: e.pair(Entry.text, Entry.count)),
+    )
+
+
 def _pair(entry: Entry) -> tuple[str, str]:
-    first, second = entry.items(Entry.text, 2)
-    return first, second
+    return entry.pair(Entry.text, Entry.text)
 
 
 def _link_record(link: Link) -> list[Any]:

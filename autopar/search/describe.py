@@ -25,6 +25,7 @@ from autopar.report.plan import Plan
 from autopar.report.uses import describe_phase
 from autopar.search.methods import Method, method_text
 from autopar.search.one_mesh import count_of
+from autopar.search.profile import profile_of_mesh
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,6 +92,7 @@ def describe(
         fingerprints=fingerprints(step, cluster),
         machine=machine_text(cluster),
         budget_bytes=method.options().memory_budget_bytes or cluster.device.memory_bytes,
+        profile=profile_of_mesh(program, roles, sharded),
         origin=Origin(program, roles, cluster, method, sharded),
     )
 

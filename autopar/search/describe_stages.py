@@ -20,6 +20,7 @@ from autopar.plan.words import machine_text
 from autopar.report.plan import Plan
 from autopar.search.describe import role_of
 from autopar.search.methods import Method, method_text
+from autopar.search.profile import profile_of_pipeline
 from autopar.search.recompute import recomputed_by
 from autopar.streams.assemble import PipelinePlan
 from autopar.streams.clock import timeline_of
@@ -90,6 +91,7 @@ def describe_pipeline(
         parts=pipeline.cut.stacks.count,
         events=timeline_of(pipeline.streams, pipeline.simulation),
         budget_bytes=method.options().memory_budget_bytes or cluster.device.memory_bytes,
+        profile=profile_of_pipeline(pipeline.cut.program, pipeline.cut.roles, cluster, pipeline),
         origin=PipelineOrigin(program, roles, cluster, method, pipeline),
     )
 
