@@ -27,8 +27,8 @@ from autopar.intra_op.batch import BatchDims, batch_factors
 from autopar.intra_op.graph import Graph, Node, Shardings
 from autopar.intra_op.restrict import Allowed
 from autopar.intra_op.strategies import IDLE
+from autopar.ir.region import is_region, region_of
 from autopar.ir.rules import ShardingRule
-from autopar.ir.structure import body_jaxprs, is_structured
 from autopar.mesh import Sharding
 
 REPLICATED, PARTIAL = -1, -2
@@ -232,15 +232,14 @@ def _made_of(jaxpr: Jaxpr, read: Iterable[Var], batch: BatchDims) -> dict[Var, N
 
 def _collect(jaxpr: Jaxpr, batch: BatchDims, found: dict[Var, None]) -> None:
     for eqn in reversed(jaxpr.eqns):
-        pairs: list[tuple[object, Var]] = []
-        if is_structured(eqn):
-            for body in body_jaxprs(eqn):
+        pairs: list[tuple[object, Var | None]] = []
+        if is_region(eqn):
+            region = region_of(eqn)
+            for body in region.bodies:
                 _collect(body, batch, found)
-                pairs += list(zip(reversed(eqn.invars), reversed(body.invars), strict=False))
-            if not body_jaxprs(eqn):
-                pairs = [(a, v) for a, v in zip(eqn.invars, eqn.outvars, strict=True)]
+            pairs = [(b.outer, var) for b in region.bindings for var in b.variables or [b.result]]
         elif not any(batch.dims(a) for a in eqn.invars):
             pairs = [(a, v) for v in eqn.outvars for a in eqn.invars]
         for atom, var in pairs:
-            if var in found and not isinstance(atom, Literal):
+            if var in found and isinstance(atom, Var):
                 found[atom] = None

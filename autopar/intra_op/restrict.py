@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from autopar._jax import Jaxpr
-from autopar.errors import ConstraintError
+from autopar.errors import ConstraintError, warn
 from autopar.intra_op.graph import Graph, Node
+from autopar.ir.region import bodies_of, is_region
 from autopar.ir.source import source_line
-from autopar.ir.structure import body_jaxprs, is_structured
 from autopar.mesh import LogicalMesh, Sharding
 
 
@@ -94,8 +94,8 @@ def pin_node(
 def pin_constraints(jaxpr: Jaxpr, graph: Graph, allowed: Allowed) -> None:
     """Obey every `jax.lax.with_sharding_constraint` in the user's code."""
     for eqn in jaxpr.eqns:
-        if is_structured(eqn):
-            for body in body_jaxprs(eqn):
+        if is_region(eqn):
+            for body in bodies_of(eqn):
                 pin_constraints(body, graph, allowed)
         elif eqn.primitive.name == "sharding_constraint":
             node = graph.nodes[graph.op_node[id(eqn)]]
@@ -118,6 +118,8 @@ def pin_constraints(jaxpr: Jaxpr, graph: Graph, allowed: Allowed) -> None:
 def read_spec(spec: Any, shape: tuple[int, ...], mesh: LogicalMesh, what: str) -> tuple[Sharding, tuple[bool, ...]]:
     """A PartitionSpec as a sharding, and for each dim whether it is left open (`PartitionSpec.UNCONSTRAINED`).
 
+    The axes of a dim are taken in mesh order; one that names them in another is warned of.
+
     Raises:
         ConstraintError: It does not fit the shape or the mesh.
     """
@@ -139,7 +141,14 @@ def read_spec(spec: Any, shape: tuple[int, ...], mesh: LogicalMesh, what: str) -
             parts = int(np.prod([mesh.axis_sizes[a] for a in axes]))
             if shape[dim] % parts:
                 problem = problem or f"dim {dim} has length {shape[dim]}, which {parts} devices do not divide."
-            axes = tuple(a for a in mesh.axis_sizes if a in axes)
+            ordered = tuple(a for a in mesh.axis_sizes if a in axes)
+            if ordered != axes and not problem:
+                warn(
+                    f"{what}: {spec} lays dim {dim} out over {axes}, and the axes of the mesh are in the order "
+                    f"{tuple(mesh.axis_sizes)}. It is split over {ordered}: the same parts, on other devices. Results are the "
+                    "same; for that order give the mesh its axes so, mesh_shape=LogicalMesh(shape, axis_names)."
+                )
+            axes = ordered
         dims.append(axes)
         free.append(open_dim)
     if problem:

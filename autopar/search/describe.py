@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from autopar._jax import Literal
 from autopar.intra_op.costs import stored_values
 from autopar.intra_op.shard import Sharded
@@ -27,6 +25,7 @@ from autopar.report.plan import Plan
 from autopar.report.uses import describe_phase
 from autopar.search.methods import Method, method_text
 from autopar.search.one_mesh import count_of
+from autopar.search.profile import profile_of_mesh
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -72,9 +71,10 @@ def describe(
         (sharded.liveness.peak_bytes,),
         sharded.liveness.argument_bytes,
         sharded.collectives,
-        sharded.solution.gap,
+        sharded.gap_of(sharded.step_seconds),
         sharded.solution.status,
         seconds,
+        sharded.exposed_seconds,
     )
     return Plan(
         name=program.name,
@@ -83,7 +83,7 @@ def describe(
         num_microbatches=count_of(method),
         microbatch_semantics=method.options().microbatch_semantics,
         schedule="none",
-        shardings=jax.tree.unflatten(program.in_tree, specs),
+        shardings=program.in_containers(specs),
         cost=cost,
         values=tuple(_values(program, roles, sharded)),
         streams={0: (Run(program.name, 0, 0),)},
@@ -92,6 +92,7 @@ def describe(
         fingerprints=fingerprints(step, cluster),
         machine=machine_text(cluster),
         budget_bytes=method.options().memory_budget_bytes or cluster.device.memory_bytes,
+        profile=profile_of_mesh(program, roles, sharded),
         origin=Origin(program, roles, cluster, method, sharded),
     )
 
