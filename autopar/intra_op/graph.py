@@ -373,6 +373,8 @@ class _Builder:
         self.graph.op_node[id(eqn)] = node.index
         for slot, atom in enumerate(eqn.invars):
             self.read(atom, node, slot, wanted[slot], eqn)
+            if id(eqn) in self.twice:
+                self.pending[-1].append(_Read(atom, node, slot, wanted[slot], "b"))
         for k, var in enumerate(eqn.outvars):
             self.graph.produced[var] = Produced(node.index, given[k], k)
 
