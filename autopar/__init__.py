@@ -3,6 +3,7 @@
 import autopar.adapters  # noqa: F401  (registers them)
 from autopar import checkpoint, errors, loggers
 from autopar.api import CompiledStep, ParallelStep, parallelize
+from autopar.compare import Comparison, compare
 from autopar.fit import fit
 from autopar.follow import follow
 from autopar.ir.rules.mark import mark_stage
@@ -15,6 +16,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Auto",
     "Cluster",
+    "Comparison",
     "CompiledStep",
     "DataParallel",
     "Device",
@@ -26,6 +28,7 @@ __all__ = [
     "ShardParallel",
     "ThreeD",
     "checkpoint",
+    "compare",
     "errors",
     "fit",
     "follow",

@@ -117,7 +117,12 @@ class Comparison:
             )
 
         def place(row: Row) -> tuple[bool, float]:
-            value = {"step": row.step_seconds, "rate": -row.rate, "price": row.price_per_million, "energy": row.kwh_per_million}
+            value = {
+                "step": row.step_seconds,
+                "rate": -row.rate,
+                "price": row.price_per_million,
+                "energy": row.kwh_per_million,
+            }
             found = value[key]
             return row.plan is None or found is None, math.inf if found is None else found
 
@@ -174,7 +179,9 @@ def compare(
     chosen = [method_of(m) if isinstance(m, str) else m for m in (methods or [step.method])]
     machines = [(c, Cluster.of(c)) if isinstance(c, str) else (str(c), c) for c in clusters]
     if not machines:
-        raise ClusterError("there is nothing to compare.", given="clusters=[]", do='name some: ["8 h100", "16 a100-80"].')
+        raise ClusterError(
+            "there is nothing to compare.", given="clusters=[]", do='name some: ["8 h100", "16 a100-80"].'
+        )
     stated, currency = _prices(prices)
     rows = [
         _row(step.replan(cluster, method), tuple(args), name, cluster, method_text(method), stated)
