@@ -8,12 +8,14 @@ from autopar.fit import fit
 from autopar.follow import follow
 from autopar.ir.rules.mark import mark_stage
 from autopar.ir.rules.opaque import sharding_rule
-from autopar.mesh import Cluster, Device, Link, LogicalMesh
+from autopar.mesh import Achieved, Cluster, Device, Link, LogicalMesh
 from autopar.report.plan import Plan
+from autopar.report.show import show
 from autopar.search.methods import Auto, DataParallel, PipelineParallel, ShardParallel, ThreeD
 
 __version__ = "0.1.0"
 __all__ = [
+    "Achieved",
     "Auto",
     "Cluster",
     "Comparison",
@@ -36,4 +38,5 @@ __all__ = [
     "mark_stage",
     "parallelize",
     "sharding_rule",
+    "show",
 ]

@@ -17,8 +17,9 @@ import numpy as np
 from autopar._jax import Jaxpr, Var
 from autopar.cost import collective_seconds
 from autopar.errors import InfeasibleError
-from autopar.intra_op.costs import build_problem, held_values
+from autopar.intra_op.costs import OperationSeconds, build_problem, held_values
 from autopar.intra_op.graph import Graph, build_graph
+from autopar.intra_op.lanes import run_lanes
 from autopar.intra_op.liveness import Liveness, measure_liveness
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import broken_memory_rows
@@ -50,8 +51,9 @@ class Sharded:
         body: The sharded program.
         liveness: Its memory on one device.
         collectives: All it communicates in one step.
-        compute_seconds: Roofline time of its operations.
+        compute_seconds: Time of its kernels.
         communication_seconds: Time of its collectives.
+        exposed_seconds: Of each collective, the seconds that no kernel hides.
     """
 
     graph: Graph
@@ -65,11 +67,16 @@ class Sharded:
     collectives: tuple[Collective, ...]
     compute_seconds: float
     communication_seconds: float
+    exposed_seconds: tuple[float, ...]
 
     @property
     def step_seconds(self) -> float:
-        """Predicted time of one step: nothing is assumed to overlap."""
-        return self.compute_seconds + self.communication_seconds
+        """Predicted time of one step: kernels, and what is exposed of collectives."""
+        return self.compute_seconds + sum(self.exposed_seconds)
+
+    def gap_of(self, seconds: float) -> float:
+        """The part of these seconds, which the program takes, by which a better choice might take less, at most."""
+        return max(0.0, 1 - self.solution.bound / seconds) if seconds > 0 else 0.0
 
     def input_sharding(self, position: int) -> Sharding:
         """How an input lies on the mesh."""
@@ -90,6 +97,8 @@ def shard(
     beat: float = np.inf,
     gap: float = PROVED,
     elsewhere: AbstractSet[Var] = frozenset(),
+    anew: AbstractSet[Var] = frozenset(),
+    twice: AbstractSet[int] = frozenset(),
 ) -> Sharded:
     """Find the cheapest sharding of a program on one mesh.
 
@@ -108,12 +117,14 @@ def shard(
             early with the status `"beaten"`.
         gap: Part of the cost by which the answer may miss the least.
         elsewhere: Values that take no memory on these devices, such as stacks of what passes by one at a time.
+        anew: As of `build_graph`.
+        twice: As of `build_graph`.
 
     Raises:
         InfeasibleError: A pin or the memory budget cannot be kept; says which and by how much.
         ConstraintError: A pin does not fit.
     """
-    graph = build_graph(jaxpr, mesh, aliases, batch)
+    graph = build_graph(jaxpr, mesh, aliases, batch, anew, twice)
     allowed = Allowed()
     pin_constraints(jaxpr, graph, allowed)
     if restrict is not None:
@@ -184,11 +195,7 @@ def read_off(
     body = lower(jaxpr, graph, choices)
     collectives = tuple(collectives_of(body, graph.mesh))
     communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, graph.mesh) for c in collectives)
-    at_once = sum(
-        c.times * collective_seconds(c.kind, c.bytes, c.axes, graph.mesh)
-        for c in collectives_of(body, graph.mesh, only_reductions=True)
-    )
-    operations = build_problem_costs(problem, solution)
+    lanes = run_lanes(body, OperationSeconds(graph, choices, device).of, graph.mesh, device.achieved.overlap)
     return Sharded(
         graph,
         tuple(choices),
@@ -199,14 +206,10 @@ def read_off(
         body,
         measure_liveness(body, graph.mesh, held_values(graph), donated),
         collectives,
-        max(0.0, operations - at_once),
+        lanes.compute_seconds,
         communication,
+        lanes.exposed,
     )
-
-
-def build_problem_costs(problem: Problem, solution: Solution) -> float:
-    """Seconds of all operations under a solution, the reductions they do at once included."""
-    return sum(float(c[k]) for c, k in zip(problem.costs, solution.choices, strict=True))
 
 
 def _check_pins(graph: Graph, allowed: Allowed) -> None:

@@ -82,8 +82,16 @@ def solve(
     return whole if core.status == "beaten" else whole.bounded(whole.bound)
 
 
-def _solve_core(core: Problem, solver: str, limit: TimeLimit, gap: float, known: float, constant: float) -> Solution:
-    """The least assignment of a core without rows; gaps are parts of the whole cost, `constant` included."""
+def _solve_core(
+    core: Problem,
+    solver: str,
+    limit: TimeLimit,
+    gap: float,
+    known: float,
+    constant: float,
+    start: Sequence[int] = (),
+) -> Solution:
+    """The least assignment of a core without rows, begun at `start`; gaps are parts of the whole cost, with `constant`."""
     if not core.edges:
         return _solve_whole(core, solver, limit, gap)
     pairs = num_pairs(core)
