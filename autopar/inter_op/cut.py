@@ -21,9 +21,8 @@ from autopar.intra_op.batch import BatchDims, follow_batch
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.program import Program
 from autopar.ir.region import bodies_of, is_region
-from autopar.ir.rewrite.branches_in_two import branches_in_two
+from autopar.ir.rewrite.fission import fission
 from autopar.ir.rewrite.late_narrowing import narrow_late
-from autopar.ir.rewrite.selections import branches_as_selections
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.split.layers import Unstacked, layer_count, unstack, whole_stacks
 from autopar.ir.split.microbatch import Microbatches, split_microbatches
@@ -152,7 +151,7 @@ def cut_step(
         MicrobatchError: Microbatches would compute something else.
     """
     paths = program.in_paths
-    program = dataclasses.replace(program, jaxpr=branches_as_selections(branches_in_two(program.jaxpr)))
+    program = dataclasses.replace(program, jaxpr=fission(program.jaxpr))
     if num_microbatches > 1:
         program = dataclasses.replace(program, jaxpr=narrow_late(program.jaxpr))
     program, roles, stacks = in_parts(program, roles, num_parts, lying)

@@ -21,6 +21,7 @@ from autopar.inter_op.stage_tasks import StageParts, Task, stage_tasks
 from autopar.inter_op.tasks import Tasks
 from autopar.ir.dataflow import inputs_of, variables
 from autopar.ir.region import bodies_of
+from autopar.ir.rewrite.fission import merge_conditions
 from autopar.ir.split.accumulate import AccumulatingScan, accumulating_scan, stack_type
 from autopar.ir.split.microbatch import Result
 
@@ -104,7 +105,7 @@ class _Builder:
 
     def build(self) -> StageProgram:
         scan = self.scan()
-        rounds = [list(eqns) for eqns in self.update.rounds[self.stage]]
+        rounds = [merge_conditions(eqns) for eqns in self.update.rounds[self.stage]]
         if scan is not None and scan.after:
             rounds = rounds or [[]]
             rounds[0] = [*scan.after, *rounds[0]]

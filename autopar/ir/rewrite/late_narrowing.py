@@ -12,17 +12,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, bind_eqn, make_jaxpr, new_var, replace_eqn, shaped
+from autopar._jax import (
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    bind_eqn,
+    make_jaxpr,
+    new_var,
+    replace_eqn,
+    shaped,
+)
 from autopar.ir.build import inline_function
 from autopar.ir.dataflow import variables
-from autopar.ir.region import Binding, kind_of, region_of
+from autopar.ir.region import Binding, Region, is_region, kind_of, region_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.linearity import sums_survive
@@ -34,68 +43,44 @@ def narrow_late(jaxpr: Jaxpr) -> Jaxpr:
     """The program with such casts behind its loops and branches; over the same inputs and results."""
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        eqns += _region(eqn) if kind_of(eqn) in ("scan", "cond") else [eqn]
+        eqns += _region(region_of(eqn)) if kind_of(eqn) in ("scan", "cond") else [eqn]
     unchanged = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
     return jaxpr if unchanged else remove_dead_code(make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns))
 
 
-def _region(eqn: JaxprEqn) -> list[JaxprEqn]:
-    """Sums over its trips, and if it is part of a backward pass its results, in the dtype they are computed in."""
-    region, backward = region_of(eqn), is_backward(eqn)
-    bodies = [narrow_late(body) for body in region.bodies]
+def _region(region: Region) -> list[JaxprEqn]:
+    """Its sums over trips, and if it is part of a backward pass its stacks and results, in the dtype they are computed in."""
+    eqn, bodies = region.eqn, [narrow_late(body) for body in region.bodies]
     inside = [_Wide(body) for body in bodies]
-    bindings = region.rebound(inputs=[b.invars for b in bodies], outputs=[b.outvars for b in bodies])
+    bindings: list[Binding] = []
     before: list[JaxprEqn] = []
     after: list[JaxprEqn] = []
-    for k, b in enumerate(bindings):
-        found = [wide.dtype_behind(value) for wide, value in zip(inside, b.values, strict=False)]
-        dtypes = [dtype for dtype in found if dtype is not None]
-        if not dtypes or b.result is None:
+    for b in region.bindings:
+        found = [wide.dtype_behind(atom) for wide, atom in zip(inside, b.inside, strict=True)]
+        dtype = max((dtype for dtype in found if dtype is not None), key=lambda d: d.itemsize, default=None)
+        moves = inside[0].is_sum_of(b.var, b.value) if b.role == "carry" else is_backward(eqn)
+        if dtype is None or b.result is None or not moves:
+            bindings.append(b)
             continue
-        if b.role == "carry":
-            wanted = inside[0].is_sum_of(b.var, b.value)
-        else:
-            wanted = backward and b.role in ("ys", "result")
-        if wanted:
-            dtype = max(dtypes, key=lambda d: d.itemsize)
-            bindings[k] = _widened(b, inside, dtype, before)
-            after += _narrowed(bindings[k].result, b.result, eqn)
+        entering = {var: new_var(_of_dtype(var, dtype)) for var in b.variables}
+        leaving = [wide.widened(atom, dtype, entering) for wide, atom in zip(inside, b.inside, strict=True)]
+        outer, result = b.outer, new_var(_of_dtype(b.result, dtype))
+        if outer is not None:
+            more, (outer,) = inline_function(lambda x, dtype=dtype: lax.convert_element_type(x, dtype), [outer])
+            before += more
+        inner = tuple(None if var is None else entering[var] for var in b.inner)
+        bindings.append(Binding(b.role, outer, inner, tuple(leaving), result))
+        after += _narrowed(result, b.result, eqn)
     if not after and all(a is b for a, b in zip(bodies, region.bodies, strict=True)):
         return [eqn]
-    ends = replace(region, bindings=tuple(bindings))
-    alive = [
-        remove_dead_code(
-            make_jaxpr(
-                ends.entering(n, [b.inner[n] if b.inner else None for b in bindings]),  # type: ignore[arg-type]
-                ends.leaving(n, [b.inside[n] if b.inside else None for b in bindings]),  # type: ignore[arg-type]
-                wide.eqns,
-            )
-        ).eqns
-        for n, wide in enumerate(inside)
-    ]
-    return [*before, region.rebuild(bindings, alive), *after]
-
-
-def _widened(b: Binding, inside: list[_Wide], dtype: Any, before: list[JaxprEqn]) -> Binding:
-    """A result, or a carry that is a sum, in a wider dtype; what a carry begins with is cast `before`."""
-    assert b.result is not None
-    result = new_var(_of_dtype(b.result, dtype))
-    if b.role != "carry":
-        values = [wide.widened(value, dtype, {}) for wide, value in zip(inside, b.values, strict=True)]
-        return replace(b, inside=tuple(values), result=result)
-    var = new_var(_of_dtype(b.var, dtype))
-    more, (outer,) = inline_function(lambda x: lax.convert_element_type(x, dtype), [b.outer])
-    before += more
-    return replace(
-        b, outer=outer, inner=(var,), inside=(inside[0].widened(b.value, dtype, {b.var: var}),), result=result
-    )
+    return [*before, region.rebuild(bindings, [wide.eqns for wide in inside]), *after]
 
 
 def _of_dtype(var: Var, dtype: Any) -> Any:
     return shaped(jax.ShapeDtypeStruct(var.aval.shape, dtype))
 
 
-def _narrowed(wide: Any, result: Var, eqn: JaxprEqn) -> list[JaxprEqn]:
+def _narrowed(wide: Var, result: Var, eqn: JaxprEqn) -> list[JaxprEqn]:
     """The equation that makes `result` of its wide form."""
     made, _ = inline_function(lambda x: lax.convert_element_type(x, result.aval.dtype), [wide], eqn.source_info)
     (cast,) = made
@@ -112,7 +97,7 @@ class _Wide:
 
     def dtype_behind(self, atom: Any) -> Any:
         """The widest dtype of which a 16-bit float is a cast, behind moves and additions; None: it is none."""
-        if isinstance(atom, Literal) or atom not in self.made_by:
+        if not isinstance(atom, Var) or atom not in self.made_by:
             return None
         eqn = self.made_by[atom]
         if _narrows(eqn):
@@ -124,7 +109,7 @@ class _Wide:
         """Whether it only moves or adds up its operands, for one reader."""
         var, *others = eqn.outvars
         alike = all(a.aval.dtype == var.aval.dtype for a in eqn.invars)
-        if others or not alike or self.num_readers[var] > 1 or kind_of(eqn) or "new_dtype" in eqn.params:
+        if others or not alike or self.num_readers[var] > 1 or is_region(eqn) or "new_dtype" in eqn.params:
             return False
         return has_rule(eqn.primitive) and tuple(range(len(eqn.invars))) in rule_for(eqn).linear
 

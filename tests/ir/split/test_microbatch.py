@@ -28,7 +28,7 @@ from autopar.ir.check import check_program
 from autopar.ir.printer import print_jaxpr
 from autopar.ir.program import Program
 from autopar.ir.region import bodies_of, is_region
-from autopar.ir.rewrite.branches_in_two import branches_in_two
+from autopar.ir.rewrite.fission import behind_gradients
 from autopar.ir.split.accumulate import accumulate
 from autopar.ir.split.microbatch import Microbatches, split_microbatches
 from autopar.ir.split.placement import SUM, Split
@@ -396,7 +396,7 @@ def test_update_in_a_branch(step, count):
     program, batch = traced(case)
     with pytest.raises(MicrobatchError, match="cond"):
         split_microbatches(program.jaxpr, count, batch)
-    program = dataclasses.replace(program, jaxpr=branches_in_two(program.jaxpr))
+    program = dataclasses.replace(program, jaxpr=behind_gradients(program.jaxpr))
     check_program(program.jaxpr)
     split = split_microbatches(program.jaxpr, count, batch)
     assert_is_worked_through(split)
