@@ -131,11 +131,8 @@ def _plan(options: argparse.Namespace) -> int:
     from autopar.mesh import Cluster
     from autopar.report.html import document
     from autopar.report.plan import Plan
-<<<<<<< HEAD
-    from autopar.search.method_names import method_of
-=======
     from autopar.report.show import write_page
->>>>>>> main
+    from autopar.search.method_names import method_of
 
     if (options.file is None) == (options.step is None):
         raise AutoparError(
@@ -165,19 +162,6 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
-<<<<<<< HEAD
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise AutoparError(
-            "the file cannot be written.",
-            given=path,
-            wrong=f"{error.strerror or error}.",
-            do="name a file in a directory that exists and may be written to.",
-        ) from error
-
-
 def _compare(options: argparse.Namespace) -> int:
     from autopar.compare import compare
 
@@ -186,8 +170,6 @@ def _compare(options: argparse.Namespace) -> int:
     return 0
 
 
-=======
->>>>>>> main
 def _diff(options: argparse.Namespace) -> int:
     from autopar.report.pair import pair_document
     from autopar.report.plan import Plan
