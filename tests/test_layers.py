@@ -26,7 +26,7 @@ LAYERS = (
     ("partition",),
     ("runtime",),
     ("frameworks",),
-    ("api", "follow"),
+    ("compiled", "create", "api", "follow"),
     ("adapters",),
     ("checkpoint",),
     ("loggers", "fit", "compare", "doctor"),

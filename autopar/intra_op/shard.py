@@ -84,6 +84,14 @@ class Sharded:
         return self.graph.nodes[node].shardings[self.choices[node]]
 
 
+class Beaten(Exception):
+    """A mesh was given up: no plan on it takes less than `seconds`, and a better one is known elsewhere."""
+
+    def __init__(self, seconds: float):
+        super().__init__(f"no plan takes less than {seconds} s")
+        self.seconds = seconds
+
+
 def shard(
     jaxpr: Jaxpr,
     aliases: Mapping[int, int],
@@ -113,8 +121,7 @@ def shard(
         batch: Inputs whose leading dim runs over samples; or, by input, the dims that do.
         known: Well-known ways to shard, as restrictions; the best plan under each is compared with the one found, after
             small collectives have been put together.
-        beat: Objective of the best plan on another mesh; where this mesh cannot have a better one, the search may end
-            early with the status `"beaten"`.
+        beat: Objective of the best plan on another mesh.
         gap: Part of the cost by which the answer may miss the least.
         elsewhere: Values that take no memory on these devices, such as stacks of what passes by one at a time.
         anew: As of `build_graph`.
@@ -123,6 +130,7 @@ def shard(
     Raises:
         InfeasibleError: A pin or the memory budget cannot be kept; says which and by how much.
         ConstraintError: A pin does not fit.
+        Beaten: Nothing here is better than `beat`.
     """
     graph = build_graph(jaxpr, mesh, aliases, batch, anew, twice)
     allowed = Allowed()
@@ -134,8 +142,16 @@ def shard(
     problem = build_problem(graph, device, class_of, allowed.masks)
     budget = options.memory_budget_bytes or device.memory_bytes
 
+    lowered: dict[tuple[int, ...], Body] = {}
+
+    def body_of(choices: tuple[int, ...]) -> Body:
+        if choices not in lowered:
+            lowered.clear()
+            lowered[choices] = lower(jaxpr, graph, choices)
+        return lowered[choices]
+
     def broken_rows(class_choices: Sequence[int]) -> list[MemoryRow]:
-        body = lower(jaxpr, graph, [class_choices[c] for c in class_of])
+        body = body_of(tuple(class_choices[c] for c in class_of))
         return broken_memory_rows(graph, class_of, class_choices, body, donated, budget, elsewhere)
 
     # One limit for all: where the first takes it all, the others are only looked at.
@@ -148,9 +164,11 @@ def shard(
 
     def read(problem: Problem, solution: Solution) -> Sharded:
         choices = tuple(solution.choices[c] for c in class_of)
-        return read_off(jaxpr, graph, choices, class_of, problem, solution, allowed, device, donated)
+        return read_off(jaxpr, graph, choices, class_of, problem, solution, allowed, device, donated, body_of(choices))
 
     solution = solved(problem)
+    if solution.status == "beaten":
+        raise Beaten(solution.bound)
     best = read(problem, solution) if solution.choices else None
     if best is None and (not problem.rows or any(r.least(problem.costs) > r.budget_bytes for r in problem.rows)):
         _explain_infeasible(problem, budget, mesh)
@@ -190,9 +208,10 @@ def read_off(
     allowed: Allowed,
     device: Device,
     donated: Sequence[bool],
+    body: Body | None = None,
 ) -> Sharded:
-    """Lower given choices and predict what they cost."""
-    body = lower(jaxpr, graph, choices)
+    """Lower given choices, unless that has been done, and predict what they cost."""
+    body = lower(jaxpr, graph, choices) if body is None else body
     collectives = tuple(collectives_of(body, graph.mesh))
     communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, graph.mesh) for c in collectives)
     lanes = run_lanes(body, OperationSeconds(graph, choices, device).of, graph.mesh, device.achieved.overlap)
