@@ -188,7 +188,7 @@ def compare(
         for name, cluster in machines
         for method in chosen
     ]
-    return Comparison(step.__name__, tuple(rows), currency).sorted_by(sort)
+    return Comparison(getattr(step, "__name__", "step"), tuple(rows), currency).sorted_by(sort)
 
 
 def _row(
