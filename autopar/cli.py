@@ -64,6 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--cluster", nargs="+", required=True, help=CLUSTER_HELP)
     command.add_argument("--method", nargs="+", help=METHOD_HELP)
     command.add_argument("--price", metavar="FILE", help=PRICE_HELP)
+    command.add_argument("--html", metavar="FILE", help="write a page with bars, too")
     command.add_argument("--sort", choices=("step", "rate", "price", "energy"), default="step", help="(step)")
     command.set_defaults(run=_compare)
 
@@ -166,7 +167,10 @@ def _compare(options: argparse.Namespace) -> int:
     from autopar.compare import compare
 
     step, args = _step_and_args(options)
-    print(compare(step, args, options.cluster, options.method, prices=options.price, sort=options.sort))
+    found = compare(step, args, options.cluster, options.method, prices=options.price, sort=options.sort)
+    print(found)
+    if options.html:
+        found.save_html(options.html)
     return 0
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import autopar
 from autopar import Cluster, DataParallel, Device, Link, PipelineParallel, ShardParallel
-from autopar.compare import least_seconds
+from autopar.compare.compare import least_seconds
 from autopar.errors import AutoparError, ClusterError
 from autopar.search.method_names import method_of
 
@@ -72,6 +72,17 @@ def test_prices_and_energy():
     assert "EUR per million" in str(found) and "EUR" not in str(autopar.compare(train_step, arguments(), [cluster(2)]))
     both = autopar.compare(train_step, arguments(), ["4 h100 + 4 l4"], ["ddp"], prices=prices).rows[0]
     assert both.price_per_million is None, "a part of the cluster has none"
+
+
+def test_a_page(tmp_path):
+    """Bars of what a step consists of, and the same figures; no file is loaded."""
+    found = autopar.compare(train_step, arguments(), [cluster(2), cluster(4)], ["ddp", PipelineParallel(num_stages=9)])
+    page = found.save_html(tmp_path / "page.html").read_text()
+    assert found._repr_html_() in page and page.startswith("<!DOCTYPE html>")
+    for row in found.rows[:2]:
+        assert f"{row.cluster}, {row.method}" in page and f'<td class="number">{row.rate:,.0f}</td>' in page
+    assert page.count("<rect") == 4, "kernels and exposed communication, of two plans"
+    assert "no plan" in page and found.rows[2].problem.split("'")[0] in page
 
 
 def test_tokens():
