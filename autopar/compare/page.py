@@ -51,12 +51,10 @@ def comparison_text(title: str, rows: Sequence[Row], currency: str) -> str:
 
 def comparison_html(title: str, rows: Sequence[Row], currency: str) -> str:
     """The same as a page, with bars."""
-    parts = [
-        tag("h1", escape(title)),
-        section("Where the time goes", _bars(rows)),
-        table_html(table_of(rows, currency)),
-    ]
-    return wrapped("\n".join(parts))
+    figures = table_html(table_of(rows, currency)).replace(
+        "<details>", "<details open>", 1
+    )  # they are what one asks for
+    return wrapped("\n".join([tag("h1", escape(title)), section("Where the time goes", _bars(rows)), figures]))
 
 
 def problems_text(rows: Sequence[Row]) -> str:
