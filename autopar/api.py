@@ -129,6 +129,11 @@ class ParallelStep:
         return bound
 
     @property
+    def method(self) -> Method:
+        """How it is to be split."""
+        return self._method
+
+    @property
     def cluster(self) -> Cluster:
         """The machine planned for."""
         if self._made.cluster is None:

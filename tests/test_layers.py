@@ -29,7 +29,7 @@ LAYERS = (
     ("compiled", "create", "api", "follow"),
     ("adapters",),
     ("checkpoint",),
-    ("loggers", "fit", "doctor"),
+    ("loggers", "fit", "compare", "doctor"),
     ("cli", "__init__", "__main__"),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
