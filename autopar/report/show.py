@@ -73,7 +73,7 @@ def write_page(path: str | Path, text: str) -> Path:
             wrong=f"{error.strerror or error}.",
             do="name a file in a directory that exists and may be written to.",
         ) from error
-    return Path(path)
+    return Path(path).resolve()
 
 
 def _in_notebook() -> bool:

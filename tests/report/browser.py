@@ -44,7 +44,7 @@ def screenshot(page: Path, image: Path, *flags: str, width: int = 1010, height: 
 def evaluate(page: Path, script: str, *flags: str, width: int = 1010, height: int = 1400) -> Any:
     """What a script, the body of a function, returns when the page is loaded."""
     probe = page.with_suffix(".probe.html")
-    write = "out.textContent = JSON.stringify((() => {%s})())" % script
+    write = f"out.textContent = JSON.stringify((() => {{{script}}})())"
     element = '<script id="probe" type="text/plain"></script>'
     probe.write_text(
         page.read_text(encoding="utf-8").replace(
