@@ -90,7 +90,7 @@ def trace_function(
 
     Returns:
         The closed jaxpr, the tracers of other traces that the function captured (they are the first invars then), and
-        the pytree of what the function returns.
+        the structure of what the function returns.
     """
     try:
         hash(function), weakref.ref(function)
@@ -99,7 +99,7 @@ def trace_function(
     jitted = jax.jit(function, static_argnums=tuple(static_argnums), static_argnames=tuple(static_argnames))
     with with_automatic_axes():
         traced = jitted.trace(*args, **kwargs)
-    return traced.jaxpr, list(getattr(traced, "_consts", ())), traced.out_info
+    return traced.jaxpr, list(getattr(traced, "_consts", ())), traced.out_tree
 
 
 def trace_context() -> Any:
@@ -445,6 +445,17 @@ def put_shards(kind: jax.ShapeDtypeStruct, parts: Sequence[np.ndarray], devices:
     """
     aval = _core.ShapedArray(kind.shape, kind.dtype)
     return _pxla.batched_device_put(aval, kind.sharding, parts, devices)
+
+
+# Pytrees.
+
+
+def outermost_node(tree: Any) -> Any:
+    """The structure that is the outermost node of `tree`, with a leaf for each child."""
+    leaf = jax.tree.structure(0)
+    return type(tree).from_node_data_and_children(
+        jax.tree_util.default_registry, tree.node_data(), [leaf] * len(tree.children())
+    )
 
 
 # Types of ours among JAX's.

@@ -68,6 +68,10 @@ class BatchError(AutoparError):
     """Which arguments are the batch cannot be told, or the batch does not divide. Facts: `candidates` or `size`."""
 
 
+class StateError(AutoparError):
+    """A step takes a gradient, and nothing that it is passed comes back changed. Facts: `paths`, of what is lost."""
+
+
 class MicrobatchError(AutoparError):
     """The step computes something else when it is worked through in microbatches. Facts: `operation`, `source`."""
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 
 import jax
 import jax.numpy as jnp
+import jmp
 import numpy as np
 import pytest
 
 import autopar
-from autopar.errors import AutoparError, TraceError
+from autopar.errors import AutoparError, StructureChangedError, TraceError
 
 METHOD = autopar.ShardParallel((2, 4))
 BATCH = {"x": np.arange(16 * 8, dtype=np.float32).reshape(16, 8) % 7}
@@ -187,3 +189,68 @@ def test_the_functions_attributes_hide_nothing():
 def test_what_is_no_step(given):
     with pytest.raises(AutoparError, match="(?s)no step to parallelize.*method="):
         autopar.parallelize(given)
+
+
+# Classes of the user's
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Checked:
+    """Takes nothing but arrays: neither types nor shardings."""
+
+    w: jax.Array
+    b: jax.Array
+
+    def __post_init__(self):
+        if not all(isinstance(x, jax.Array | np.ndarray) for x in (self.w, self.b)):
+            raise TypeError("no arrays")
+
+
+def of_checked():
+    return {"p": Checked(jnp.eye(8), jnp.zeros(8)), "scale": jmp.DynamicLossScale(jnp.float32(16.0))}
+
+
+def train_checked(state, batch):
+    def loss_fn(p):
+        hidden = jnp.tanh(batch["x"] @ p.w + p.b)
+        return state["scale"].scale(jnp.mean((hidden @ p.w - 1) ** 2))
+
+    loss, grads = jax.value_and_grad(loss_fn)(state["p"])
+    grads = state["scale"].unscale(grads)
+    params = jax.tree.map(lambda p, g: p - 0.1 * g, state["p"], grads)
+    return {"p": params, "scale": state["scale"].adjust(jnp.isfinite(loss))}, loss
+
+
+@pytest.mark.parametrize(
+    "method", [autopar.DataParallel(zero=3), autopar.PipelineParallel(num_stages=2, num_microbatches=2)]
+)
+def test_classes_that_check_their_fields(method):
+    """What is known of their arrays is shown in containers of ours; state of theirs is what comes back."""
+    ours, jitted = autopar.parallelize(train_checked, method=method), jax.jit(train_checked)
+    plan = ours.plan(of_checked(), BATCH)
+    shown = plan.shardings[0][0]
+    assert list(shown["p"]) == ["w", "b"] and isinstance(shown["p"]["w"], jax.P) and list(shown["scale"]) == ["0", "1"]
+    assert isinstance(plan.shardings[0][1]["x"], jax.P) and len(jax.tree.leaves(plan.shardings)) == 5
+    got, expected = of_checked(), of_checked()
+    for _ in range(2):
+        got, expected = ours(got, BATCH)[0], jitted(expected, BATCH)[0]
+    check(got, expected)
+    with pytest.raises(StructureChangedError, match="takes nothing but arrays"):
+        ours.create_state(of_checked, example=(BATCH,))
+
+
+def test_state_that_is_cast_is_split_all_the_same():
+    """Parameters in bfloat16 that come back in float32: ZeRO-3 splits them, and the results are those of `jax.jit`."""
+
+    def train(state, batch):
+        loss, grads = jax.value_and_grad(lambda w: jnp.mean((batch["x"] @ w).astype(jnp.float32) ** 2))(state["w"])
+        return {"w": state["w"].astype(jnp.float32) - 0.1 * grads.astype(jnp.float32)}, loss
+
+    ours, jitted = autopar.parallelize(train, method=autopar.DataParallel(zero=3)), jax.jit(train)
+    got = expected = {"w": jnp.eye(8, dtype=jnp.bfloat16)}
+    with pytest.warns(UserWarning, match="state/w goes in as bfloat16 and comes out as float32"):
+        assert any(ours.plan(got, BATCH).shardings[0][0]["w"])
+        for _ in range(2):
+            got, expected = ours(got, BATCH)[0], jitted(expected, BATCH)[0]
+    np.testing.assert_allclose(got["w"], expected["w"], rtol=1e-2)

@@ -33,6 +33,7 @@ from autopar.checkpoint.leaves import (
 from autopar.checkpoint.manifest import Manifest
 from autopar.checkpoint.places import UNCOMMITTED, OnWorkers, Place, places_by_like, places_by_plan
 from autopar.errors import CheckpointError, warn
+from autopar.ir.trace.containers import plain_containers
 from autopar.runtime.stacks import Stack
 
 
@@ -91,7 +92,8 @@ def read_state(
     request: list[Any] = [None] * len(leaves)
     for k, kind in zip(positions, kinds, strict=True):
         request[k] = None if k in remote else _request(kind, places[k])
-    found = tree.flatten_up_to(storage.read(folder, tree.unflatten(request)))
+    plain = plain_containers(like)
+    found = plain.flatten_up_to(storage.read(folder, plain.unflatten(request)))
     for k, kind, (_, _, asked) in zip(positions, kinds, wanted, strict=True):
         leaves[k] = remote[k] if k in remote else _placed(_value(found[k], kind), kind, asked, places[k])
     return tree.unflatten(leaves)

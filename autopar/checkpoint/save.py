@@ -10,6 +10,7 @@ Method: orbax writes into a folder of another name, and so do workers what they 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import threading
@@ -24,9 +25,11 @@ import jax
 import autopar.checkpoint.storage as storage
 from autopar.checkpoint.apart import discard, take_apart
 from autopar.checkpoint.folder import commit, open_workplace, prune, step_folder, step_number, steps
-from autopar.checkpoint.leaves import LeafType, is_function, leaf_type, paths, storable
-from autopar.checkpoint.manifest import write_manifest
-from autopar.errors import AutoparError, CheckpointError, WorkerError
+from autopar.checkpoint.leaves import LeafType, is_function, leaf_type, paths, spelled, storable
+from autopar.checkpoint.manifest import NOTE, write_manifest
+from autopar.errors import AutoparError, CheckpointError, DonatedError, WorkerError
+from autopar.ir.trace.containers import plain_containers
+from autopar.runtime.failure import is_gone
 from autopar.runtime.ray.driver.saves import Taken
 
 
@@ -54,10 +57,25 @@ def save(
         `Saving`. Wait for the last one before the program ends: Python 3.11 does so by itself, later ones cannot.
 
     Raises:
-        CheckpointError: There is a checkpoint of this number; a leaf cannot be written; orbax is not installed; an
-            earlier save into this directory failed, and nobody has waited for it.
+        DonatedError: A step has taken over the memory of an array.
+        CheckpointError: There is a checkpoint of this number; a leaf cannot be written; orbax is not installed; another
+            process that lives has saved into this directory (it is its own until it ends or calls `release`); an earlier
+            save into it failed, and nobody has waited for it.
         WorkerError: Workers that hold arrays have failed before they had copied them.
     """
+    return begin_save(directory, state, step, keep=keep, overwrite=overwrite)
+
+
+def begin_save(
+    directory: str | os.PathLike,
+    state: Any,
+    step: int | None = None,
+    *,
+    keep: int | None = None,
+    overwrite: bool = False,
+    note: Mapping[str, Any] | None = None,
+) -> Saving:
+    """`save`, with a note beside the state: what a run wants to know when it goes on, as JSON."""
     number = max(steps(directory), default=-1) + 1 if step is None else step_number(step)
     folder = step_folder(directory, number)
     _raise_failure(folder.parent)
@@ -73,6 +91,7 @@ def save(
             do="save under another number or in another directory, or pass overwrite=True.",
             path=str(folder),
         )
+    _check_there(state)
     types = {path: leaf_type(path, leaf) for path, leaf in paths(state)}
     workplace = open_workplace(directory)
     taken: dict[int, Taken] = {}
@@ -87,6 +106,8 @@ def save(
     def work() -> None:
         try:
             known = finish()
+            if note is not None:
+                (workplace / "made" / NOTE).write_text(json.dumps(note), encoding="utf-8")
             write_manifest(workplace / "made", number, types, known)
             commit(workplace, folder)
             if keep is not None:
@@ -98,13 +119,25 @@ def save(
     return Saving(number, folder, work)
 
 
+def _check_there(state: Any) -> None:
+    gone = [spelled(path) for path, leaf in paths(state) if is_gone(leaf)]
+    if gone:
+        raise DonatedError(
+            "an array of the state is no more.",
+            given=", ".join(gone[:4]) + (f" and {len(gone) - 4} more" if len(gone) > 4 else ""),
+            wrong="a step was given it and has taken its memory over for its results.",
+            do="save what the last call returned.",
+            paths=tuple(gone),
+        )
+
+
 def _storable_tree(state: Any, types: Mapping[tuple[str, ...], LeafType], taken: Mapping[int, Taken]) -> Any:
     kinds = iter(types.values())
 
     def written(leaf: Any) -> Any:
         return None if is_function(leaf) else storable(taken.get(id(leaf), leaf), next(kinds), storage.knows_dtype)
 
-    return jax.tree.map(written, state)
+    return jax.tree.unflatten(plain_containers(state), map(written, jax.tree.leaves(state)))
 
 
 def _raise_failure(directory: Path) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from autopar._jax import Jaxpr, Literal, Var
+from autopar._jax import Jaxpr, Var
 from autopar.errors import ConstraintError, warn
 from autopar.intra_op.batch import BatchDims, batch_factors
 from autopar.intra_op.graph import Graph, Node
+from autopar.ir.region import bodies_of, is_region, region_of
 from autopar.ir.source import source_line
-from autopar.ir.structure import body_jaxprs, is_structured
 from autopar.mesh import LogicalMesh, Sharding
 
 
@@ -96,8 +96,8 @@ def pin_node(
 def pin_constraints(jaxpr: Jaxpr, graph: Graph, allowed: Allowed) -> None:
     """Obey every `jax.lax.with_sharding_constraint` in the user's code."""
     for eqn in jaxpr.eqns:
-        if is_structured(eqn):
-            for body in body_jaxprs(eqn):
+        if is_region(eqn):
+            for body in bodies_of(eqn):
                 pin_constraints(body, graph, allowed)
         elif eqn.primitive.name == "sharding_constraint":
             node = graph.nodes[graph.op_node[id(eqn)]]
@@ -262,17 +262,16 @@ def _ancestors(jaxpr: Jaxpr, batch: BatchDims) -> dict[Var, None]:
 
 def _collect(jaxpr: Jaxpr, batch: BatchDims, found: dict[Var, None]) -> None:
     for eqn in reversed(jaxpr.eqns):
-        pairs: list[tuple[object, Var]] = []
-        if is_structured(eqn):
-            for body in body_jaxprs(eqn):
+        pairs: list[tuple[object, Var | None]] = []
+        if is_region(eqn):
+            region = region_of(eqn)
+            for body in region.bodies:
                 _collect(body, batch, found)
-                pairs += list(zip(reversed(eqn.invars), reversed(body.invars), strict=False))
-            if not body_jaxprs(eqn):
-                pairs = [(a, v) for a, v in zip(eqn.invars, eqn.outvars, strict=True)]
+            pairs = [(b.outer, var) for b in region.bindings for var in b.variables or [b.result]]
         elif not any(batch.dims(a) for a in eqn.invars):
             pairs = [(a, v) for v in eqn.outvars for a in eqn.invars]
         for atom, var in pairs:
-            if var in found and not isinstance(atom, Literal):
+            if var in found and isinstance(atom, Var):
                 found[atom] = None
 
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from autopar._jax import Jaxpr, as_key, key_data
 from autopar.ir.printer import Names, equations_text
+from autopar.ir.trace.containers import in_containers
 from autopar.ir.trace.parameters import Argument
 
 
@@ -29,12 +30,14 @@ class Program:
         in_tree: Tree of `(args, kwargs)`, static ones left out.
         out_tree: Tree of the result.
         in_paths: Readable path of each argument leaf: "state/params/layers/0/kernel".
+        in_keys: The same path in JAX's keys, those of `(args, kwargs)` first.
         out_paths: Readable path of each result leaf: "result/0/params/layers/0/kernel".
         in_avals: What the user passes per argument leaf; a typed key is a typed key here.
         out_avals: What the user gets back per result leaf.
         key_inputs: Per argument leaf, the name of the key's generator, or None if it is no typed key.
         key_outputs: The same per result leaf.
         raw_keys: Argument leaves that are random keys all the same: integers, as `jax.random.PRNGKey` makes them.
+        gradient: The user's line that the step takes the gradient of; "" if it takes none.
         num_args: How many argument leaves there are.
         static: Each static argument by name, and its `repr`.
         arguments: What the children of the halves of `in_tree` are.
@@ -47,6 +50,7 @@ class Program:
     in_tree: Any
     out_tree: Any
     in_paths: tuple[str, ...]
+    in_keys: tuple[tuple[Any, ...], ...]
     out_paths: tuple[str, ...]
     in_avals: tuple[Any, ...]
     out_avals: tuple[Any, ...]
@@ -57,6 +61,7 @@ class Program:
     arguments: tuple[Argument, ...] = ()
     left_out: tuple[int, ...] = ()
     raw_keys: tuple[int, ...] = ()
+    gradient: str = ""
 
     def __str__(self) -> str:
         return print_program(self)
@@ -70,6 +75,10 @@ class Program:
     def spec_of(self, leaf: int, spec: PartitionSpec) -> PartitionSpec:
         """How an argument leaf lies, of how the program's variable does: an array of keys lacks the dim of their integers."""
         return PartitionSpec(*tuple(spec)[: self.in_avals[leaf].ndim]) if self.key_inputs[leaf] else spec
+
+    def in_containers(self, values: Sequence[Any]) -> Any:
+        """What is known of each argument leaf (its `PartitionSpec`, its sharding) in the arguments' tree `(args, kwargs)`."""
+        return in_containers(self.in_tree, values, self.in_keys)
 
     def unflatten_outputs(self, values: Sequence[Any]) -> Any:
         """The user's result from values of the jaxpr's outvars."""

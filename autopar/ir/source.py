@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from autopar._jax import Jaxpr, JaxprEqn, function_file, function_name, line_of, raw_frames
+from autopar._jax import Jaxpr, JaxprEqn, all_equations, function_file, function_name, line_of, raw_frames
 
 UNKNOWN = "unknown line"
 
@@ -121,3 +121,22 @@ def is_backward(eqn: JaxprEqn) -> bool:
 def _is_transposed(name_stack: Any) -> bool:
     outermost = re.search(r"\b(transpose|jvp)\(", str(name_stack))
     return outermost is not None and outermost[1] == "transpose"
+
+
+def gradient_line(jaxpr: Jaxpr) -> str:
+    """The user's line that a program, as it was traced, takes the gradient of; "" if it takes none."""
+    return next((source_line(eqn) for eqn in all_equations(jaxpr) if is_backward(eqn)), "")
+
+
+def host_lines(jaxpr: Jaxpr) -> list[str]:
+    """The user's lines that move values to the host's memory: `jax.device_put`, and offloading checkpoint policies."""
+    lines = [
+        source_line(eqn)
+        for eqn in all_equations(jaxpr)
+        if eqn.primitive.name == "device_put" and any(_is_on_host(var.aval) for var in eqn.outvars)
+    ]
+    return list(dict.fromkeys(lines))
+
+
+def _is_on_host(aval: Any) -> bool:
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host

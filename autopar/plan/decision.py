@@ -25,9 +25,9 @@ class Cost:
     """What one step is predicted to cost.
 
     Attributes:
-        step_seconds: Compute plus communication; nothing is assumed to overlap.
-        compute_seconds: Roofline time of the operations on one device.
-        communication_seconds: Time of all collectives.
+        step_seconds: Kernels, what is exposed of collectives, and waiting.
+        compute_seconds: Time of the kernels on one device.
+        communication_seconds: Time of all collectives, hidden behind kernels or not.
         bubble_seconds: Idle time of pipeline stages; 0 without a pipeline.
         peak_bytes: Per stage, most bytes alive on one device.
         argument_bytes: Bytes of all arguments on one device.
@@ -35,6 +35,8 @@ class Cost:
         optimality_gap: (cost - proven lower bound) / cost; 0: no plan on this mesh is cheaper.
         solver_status: `"optimal"` or `"feasible"` (the time limit came first).
         planning_seconds: From trace to plan.
+        exposed_seconds: Of each of `collectives`, the seconds of a step in which it runs and no kernel does, all its times
+            together; the others are hidden.
     """
 
     step_seconds: float
@@ -47,6 +49,12 @@ class Cost:
     optimality_gap: float
     solver_status: str
     planning_seconds: float
+    exposed_seconds: tuple[float, ...] = ()
+
+    @property
+    def exposed_communication_seconds(self) -> float:
+        """Part of the step in which a device waits for collectives, on average over all devices."""
+        return max(0.0, self.step_seconds - self.compute_seconds - self.bubble_seconds)
 
 
 @dataclass(frozen=True, slots=True)

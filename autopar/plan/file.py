@@ -119,7 +119,7 @@ def _record(plan: Decision) -> dict[str, Any]:
                 "first_device": s.submesh.first,
                 "shape": s.logical_mesh.shape,
                 "axis_names": s.logical_mesh.axis_names,
-                "links": [[l.latency_seconds, _number(l.bytes_per_second)] for l in s.logical_mesh.links],
+                "links": [_link_record(link) for link in s.logical_mesh.links],
                 "layers": s.layers,
                 "choices": s.choices,
                 "operations": s.operations,
@@ -174,6 +174,7 @@ def _record(plan: Decision) -> dict[str, Any]:
             "optimality_gap": _number(cost.optimality_gap),
             "solver_status": cost.solver_status,
             "planning_seconds": cost.planning_seconds,
+            "exposed_seconds": list(cost.exposed_seconds),
         },
         "collectives": [
             {
@@ -363,6 +364,11 @@ def _pair(entry: Entry) -> tuple[str, str]:
     return entry.pair(Entry.text, Entry.text)
 
 
+def _link_record(link: Link) -> list[Any]:
+    rates = _number(link.bytes_per_second), _number(link.switch_bytes_per_second)
+    return [link.latency_seconds, *rates, int(link.has_short_messages)]
+
+
 def _stage(entry: Entry) -> Stage:
     shape = entry["shape"].items(Entry.count)
     names = entry["axis_names"].items(Entry.text, len(shape))
@@ -388,7 +394,11 @@ def _stage(entry: Entry) -> Stage:
 
 
 def _link(entry: Entry) -> Link:
-    return Link(*entry.pair(Entry.number, lambda e: e.number(or_infinite=True)))
+    if not isinstance(entry.value, list) or len(entry.value) != 4:
+        raise entry.wrong("a list of 4")
+    latency, rate, switch, short = (Entry(value, f"{entry.where}[{k}]") for k, value in enumerate(entry.value))
+    rates = rate.number(or_infinite=True), switch.number(or_infinite=True)
+    return Link(latency.number(), *rates, bool(short.count()))
 
 
 def _recomputed(entry: Entry) -> Recomputed:
@@ -456,4 +466,5 @@ def _cost(entry: Entry, collectives: tuple[Collective, ...], num_stages: int) ->
         optimality_gap=entry["optimality_gap"].number(or_infinite=True),
         solver_status=entry["solver_status"].text(),
         planning_seconds=entry["planning_seconds"].number(),
+        exposed_seconds=entry["exposed_seconds"].items(Entry.number, len(collectives)),
     )

@@ -23,7 +23,7 @@ from autopar.mesh import LogicalMesh
 from autopar.partition.host_calls import Watch, watched
 from autopar.partition.program import global_program
 from autopar.runtime.failure import CallbacksRaised, Place, cause_of, donated_error, is_gone, lines_of, step_error
-from autopar.runtime.memory import Ownership
+from autopar.runtime.memory import Ownership, let_go
 from autopar.runtime.nans import check_results
 
 
@@ -41,6 +41,7 @@ class Executable:
             step has ended.
         lines: The user's lines that it covers.
         ownership: Which arrays it may overwrite without asking.
+        devices: It runs on.
     """
 
     compiled: jax.stages.Compiled
@@ -51,6 +52,7 @@ class Executable:
     watch: Watch | None
     lines: str
     ownership: Ownership
+    devices: tuple[jax.Device, ...]
     _seen: list[Any]
     """For each input, the sharding object last found equal to what is wanted: comparing takes longer than looking."""
 
@@ -103,6 +105,9 @@ class Executable:
         except Exception as error:
             failure, cause = self._failure(error, arrays)
             raise failure from cause
+        finally:
+            if len(self.devices) > 1:
+                let_go(placed, self.donated)
 
     def _watched(self, results: list[jax.Array], watch: Watch) -> list[jax.Array]:
         *results, end = results
@@ -189,4 +194,15 @@ def compile_program(
     lines = lines_of([i.eqn for i in body.instructions if isinstance(i, Compute | Region)])
     types = [(s.shard_shape(a.shape), a.dtype) for a, s in zip(avals, shardings, strict=True)]
     ownership = Ownership(types, donated)
-    return Executable(compiled, shardings, tuple(donated), name, tuple(paths), watch, lines, ownership, list(shardings))
+    return Executable(
+        compiled,
+        shardings,
+        tuple(donated),
+        name,
+        tuple(paths),
+        watch,
+        lines,
+        ownership,
+        tuple(devices),
+        list(shardings),
+    )

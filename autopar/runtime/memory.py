@@ -18,6 +18,18 @@ import jax
 from autopar._jax import buffer_addresses
 
 
+def let_go(arrays: Iterable[Any], donated: Iterable[bool]) -> None:
+    """Arrays whose memory a program has taken over hold nothing any more.
+
+    JAX calls them deleted either way. But a function that was compiled for such an array before it was donated reads it
+    all the same where it lies on several devices, and the process ends (jaxlib 0.10); of an array that is deleted by
+    name it raises JAX's error.
+    """
+    for array, gone in zip(arrays, donated, strict=False):
+        if gone and isinstance(array, jax.Array) and array.is_deleted():
+            array.delete()
+
+
 class Ownership:
     """Remembers which arrays are known to share no memory that is overwritten."""
 

@@ -23,7 +23,7 @@ from autopar._jax import Jaxpr, Var
 from autopar.errors import StepError
 from autopar.inter_op.stage_plan import StagePlan
 from autopar.intra_op.sharded import calls_host
-from autopar.ir.split.unstack import Unstacked
+from autopar.ir.split.layers import Unstacked
 from autopar.ir.trace.state import Roles
 from autopar.partition.host_calls import Watch
 from autopar.partition.task import ArrayType, TaskFunction, array_type, task_function
@@ -39,7 +39,7 @@ from autopar.runtime.failure import (
     step_error,
 )
 from autopar.runtime.local import copied, device_mesh
-from autopar.runtime.memory import Ownership
+from autopar.runtime.memory import Ownership, let_go
 from autopar.runtime.nans import check_results, find_nan
 from autopar.runtime.order import merged
 from autopar.runtime.stacks import Stack, joined_shape, part_of
@@ -91,6 +91,7 @@ class Pipeline:
         self._name, self._paths, self._watch = name, list(paths), Watch()
         self._streams, self._arguments, self._results = streams, list(jaxpr.invars), list(jaxpr.outvars)
         self._places = [device_mesh(s.mesh, d) for s, d in zip(stages, devices, strict=True)]
+        self._is_donated = roles.donated
         self._donated = {v for v, d in zip(jaxpr.invars, roles.donated, strict=True) if d}
         self._home, self._unstacked, self._stages = home, stacks, list(stages)
         self._types = [array_type(b.border, self._places[b.stage]) for b in streams.buffers]
@@ -284,6 +285,8 @@ class Pipeline:
         except Exception as error:
             failure, cause = self._failure(error, done, parts, held)
             raise failure from cause
+        finally:
+            let_go(parts, self._is_donated)
         return self._end(held)
 
     def measure(self, arrays: Sequence[Any]) -> tuple[list[Any], Timeline]:
@@ -315,6 +318,8 @@ class Pipeline:
         except Exception as error:
             failure, cause = self._failure(error, done, parts, held)
             raise failure from cause
+        finally:
+            let_go(parts, self._is_donated)
         return self._end(held), measured(self._streams, self._stages, seconds)
 
     def _split(self, arrays: Sequence[Any]) -> list[Any]:

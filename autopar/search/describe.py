@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from autopar._jax import Literal
 from autopar.intra_op.costs import stored_values
 from autopar.intra_op.shard import Sharded
@@ -73,9 +71,10 @@ def describe(
         (sharded.liveness.peak_bytes,),
         sharded.liveness.argument_bytes,
         sharded.collectives,
-        sharded.solution.gap,
+        sharded.gap_of(sharded.step_seconds),
         sharded.solution.status,
         seconds,
+        sharded.exposed_seconds,
     )
     return Plan(
         name=program.name,
@@ -84,7 +83,7 @@ def describe(
         num_microbatches=count_of(method),
         microbatch_semantics=method.options().microbatch_semantics,
         schedule="none",
-        shardings=jax.tree.unflatten(program.in_tree, specs),
+        shardings=program.in_containers(specs),
         cost=cost,
         values=tuple(_values(program, roles, sharded)),
         streams={0: (Run(program.name, 0, 0),)},

@@ -10,8 +10,6 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-import jax
-
 from autopar.intra_op.sharded import Collective, describe
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
@@ -81,7 +79,7 @@ def describe_pipeline(
         stages=stages,
         num_microbatches=pipeline.cut.split.count,
         schedule=pipeline.schedule.name,
-        shardings=jax.tree.unflatten(program.in_tree, specs),
+        shardings=program.in_containers(specs),
         cost=cost_of(pipeline, planning_seconds),
         values=values,
         streams=pipeline.streams.instructions,
@@ -113,27 +111,31 @@ def cost_of(pipeline: PipelinePlan, planning_seconds: float) -> Cost:
     stages, count = pipeline.stages, pipeline.cut.split.count
     num_meshes = len(pipeline.streams.instructions)
     devices = sum(s.mesh.num_devices for s in stages[:num_meshes])
-    compute = communication = 0.0
+    compute = communication = shown = 0.0
+    exposed: list[float] = []
     collectives: list[Collective] = []
     for number, stage in enumerate(stages):
         for task in stage.tasks:
             times = count if task.task.is_in_loop else 1
             share = times * stage.mesh.num_devices / devices
             communication += share * task.communication_seconds
-            compute += share * (task.seconds - task.communication_seconds)
+            shown += share * sum(task.exposed_seconds)
+            compute += share * (task.seconds - sum(task.exposed_seconds))
+            exposed += [times * e for e in task.exposed_seconds]
             collectives += [dataclasses.replace(c, times=c.times * times, stage=number) for c in task.collectives]
     seconds = pipeline.seconds
     return Cost(
         seconds,
         compute,
         communication,
-        max(0.0, seconds - compute - communication),
+        max(0.0, seconds - compute - shown),
         tuple(pipeline.simulation.peak_bytes[number % num_meshes] for number in range(len(stages))),
         max(_argument_bytes(pipeline, mesh) for mesh in range(num_meshes)),
         tuple(collectives),
-        max(s.sharded.solution.gap for s in stages),
+        max(s.sharded.gap_of(s.seconds) for s in stages),
         "optimal" if all(s.sharded.solution.status == "optimal" for s in stages) else "feasible",
         planning_seconds,
+        tuple(exposed),
     )
 
 

@@ -106,9 +106,9 @@ def _parts_of_mesh(program: Program, sharded: Sharded, phases: Mapping[int, str]
             for var, _ in copies_made(i):
                 maker.setdefault(var, names[phases[id(i.eqn)]])
     totals: dict[str, int] = {}
-    for (var, _), size in sharded.liveness.alive:
-        name = maker.get(var, "inside a loop")
-        totals[name] = totals.get(name, 0) + size
+    for value in sharded.liveness.alive:
+        name = maker.get(value.copy[0], "inside a loop")
+        totals[name] = totals.get(name, 0) + value.num_bytes
     return _largest_parts(totals, sharded.liveness.peak_bytes)
 
 

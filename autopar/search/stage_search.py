@@ -20,7 +20,7 @@ from autopar.inter_op.chain import balanced_borders
 from autopar.inter_op.cut import CutStep, check_stage_count, cut_step
 from autopar.inter_op.slicing import slice_stages
 from autopar.ir.program import Program
-from autopar.ir.split.unstack import layer_count
+from autopar.ir.split.layers import layer_count
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Options

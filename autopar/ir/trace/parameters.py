@@ -112,12 +112,21 @@ class Split:
         kwargs: By name, without static ones.
         arguments: What they are, in the order of the leaves of `(args, kwargs)`.
         static: Name and value of each static one.
+        positions: Of the static ones passed by position.
     """
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     arguments: tuple[Argument, ...]
     static: tuple[tuple[str, Any], ...]
+    positions: tuple[int, ...] = ()
+
+    def joined(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the whole call, with these for those that are not static."""
+        rest, values = iter(args), [value for _, value in self.static]
+        at = dict(zip(self.positions, values, strict=False))
+        by_position = tuple(at[n] if n in at else next(rest) for n in range(len(args) + len(at)))
+        return by_position, {**kwargs, **dict(self.static[len(at) :])}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +158,7 @@ class Static:
                 *((self.parameters.name_of(n), args[n]) for n in apart),
                 *((name, kwargs[name]) for name in sorted(kwargs) if name in self.names),
             ),
+            tuple(apart),
         )
 
     def positions(self, num_args: int) -> list[int]:

@@ -3,24 +3,27 @@
 In:     the traced program: trees and types of arguments and outputs.
 Out:    for each output leaf the input leaf it replaces; which argument leaves are batch.
 Method: an argument is state if a subtree of the outputs has its structure, shapes and dtypes; arguments are matched in
-        order. The batch is what is not state and whose leaves share their leading dim. An array by itself may also be the
-        batch of which the step returns a reconstruction: after other state it is taken for the batch if nothing else
-        can be, or if the batch has its leading dim. A random key, typed or of integers, has no samples. What the user names as
-        the batch is not state.
+        order. One whose floating leaves come back in another dtype is state too, with a warning, but for an array by
+        itself. The batch is what is not state and whose leaves share their leading dim. An array by itself may also be
+        the batch of which the step returns a reconstruction: after other state it is taken for the batch if nothing else
+        can be, or if the batch has its leading dim. A random key, typed or of integers, has no samples, and what the
+        step does not read decides nothing. What the user names as the batch is not state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from autopar._jax import is_key
-from autopar.errors import BatchError
+from autopar._jax import Var, is_key
+from autopar.errors import BatchError, warn
 from autopar.ir.program import Program
 from autopar.ir.trace.parameters import Argument, integers
+from autopar.ir.trace.returned import num_updated, objects_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class Roles:
     """Roles of the program's inputs.
 
     Attributes:
-        aliases: Output leaf -> input leaf whose new value it is.
+        aliases: Output leaf -> input leaf whose new value it is, of the same dtype.
         state: Input leaves that come back.
         batch: Input leaves that hold samples along dim 0.
         donated: Per input leaf.
@@ -54,20 +57,29 @@ def find_roles(program: Program, batch_argnums: Any = "auto", donate_argnums: An
         BatchError: Which arguments are the batch cannot be told, or none has that number.
     """
     arguments = argument_slices(program)
+    found: dict[int, tuple[int, ...]] = dict.fromkeys(objects_in(program.out_tree).arguments, ())
     if batch_argnums == "auto":
-        found = _returned(program, arguments, ())
+        found |= _returned(program, arguments, found)
+        found |= _returned_cast(program, arguments, found, _candidates(program, arguments, found))
         batch = _find_batch(program, arguments, found)
         found = {number: span for number, span in found.items() if number not in batch}
     else:
         batch = _chosen(program, "batch_argnums", batch_argnums)
-        found = _returned(program, arguments, batch)
-    aliases = {out: arguments[number][0] + k for number, span in found.items() for k, out in enumerate(span)}
+        found |= _returned(program, arguments, {*found, *batch})
+        found |= _returned_cast(program, arguments, {**found, **dict.fromkeys(batch, ())}, ())
+    pairs = {out: arguments[number][0] + k for number, span in found.items() for k, out in enumerate(span)}
+    pairs |= _updated(program, arguments)
+    cast = {out: k for out, k in pairs.items() if program.out_avals[out].dtype != program.in_avals[k].dtype}
+    _warn_of_casts(program, cast)
+    aliases = {out: k for out, k in pairs.items() if out not in cast}
+    state = tuple(sorted(pairs.values()))
+    changed = tuple(n for n in found if not set(state).isdisjoint(range(*arguments[n])))
     donated = [False] * len(program.jaxpr.invars)
-    for number in found if donate_argnums == "auto" else _chosen(program, "donate_argnums", donate_argnums):
+    for number in changed if donate_argnums == "auto" else _chosen(program, "donate_argnums", donate_argnums):
         for leaf in range(*arguments[number]):
-            donated[leaf] = True
+            donated[leaf] = leaf not in cast.values() and (donate_argnums != "auto" or leaf in state)
     samples = tuple(k for n in batch for k in range(*arguments[n]) if program.in_avals[k].shape)
-    return Roles(aliases, tuple(sorted(aliases.values())), samples, tuple(donated), tuple(found))
+    return Roles(aliases, state, samples, tuple(donated), changed)
 
 
 def find_batch(program: Program, state: Iterable[int]) -> tuple[int, ...]:
@@ -103,41 +115,107 @@ def _find_batch(
 
 
 def _candidates(program: Program, arguments: Sequence[tuple[int, int]], state: Iterable[int]) -> dict[int, int]:
-    """Arguments outside of `state` whose leaves share their leading dim, and that dim."""
+    """Arguments outside of `state` whose leaves share their leading dim, and that dim.
+
+    One that the step does not read (a random key passed to a net without dropout) is among them only beside another.
+    """
     found = {}
+    read = _read_inputs(program)
     for number, (start, stop) in enumerate(arguments):
         keys = [k for k in range(start, stop) if is_key(program.in_avals[k]) or k in program.raw_keys]
         shapes = [tuple(program.in_avals[k].shape) for k in range(start, stop) if k not in keys]
         leading = {shape[0] for shape in shapes if shape}
         if number not in state and len(leading) == 1:
             found[number] = leading.pop()
-    return found
+    for number in objects_in(program.out_tree).arguments:
+        found.pop(number, None)
+    sizes = {size for number, size in found.items() if not read.isdisjoint(range(*arguments[number]))}
+    return {number: size for number, size in found.items() if size in sizes}
+
+
+def _read_inputs(program: Program) -> set[int]:
+    """Input leaves that an equation or a result of the program reads."""
+    jaxpr = program.jaxpr
+    atoms = {a for eqn in jaxpr.eqns for a in eqn.invars if isinstance(a, Var)}
+    atoms.update(a for a in jaxpr.outvars if isinstance(a, Var))
+    return {k for k, var in enumerate(jaxpr.invars) if var in atoms}
 
 
 def _returned(
     program: Program, arguments: Sequence[tuple[int, int]], batch: Iterable[int]
 ) -> dict[int, tuple[int, ...]]:
-    """For each argument that comes back, the batch apart, the output leaves that are its next value."""
+    """For each argument that comes back, those in `batch` apart, the output leaves that are its next value."""
     found: dict[int, tuple[int, ...]] = {}
-    outputs = _subtrees(program)
     used: set[int] = set()
-    trees = _trees(program)
     for number, (start, stop) in enumerate(arguments):
         if start == stop or number in batch:
             continue
-        wanted = tuple(_type(a) for a in program.in_avals[start:stop])
-        for tree, first, last in outputs:
-            span = range(first, last)
-            if (
-                last - first == stop - start
-                and not used.intersection(span)
-                and tree == trees[number]
-                and tuple(_type(a) for a in program.out_avals[first:last]) == wanted
-            ):
-                found[number] = tuple(span)
-                used.update(span)
-                break
+        span = _place(program, number, (start, stop), used, _type)
+        if span is not None:
+            found[number] = span
+            used.update(span)
     return found
+
+
+def _returned_cast(
+    program: Program,
+    arguments: Sequence[tuple[int, int]],
+    found: Mapping[int, tuple[int, ...]],
+    candidates: Collection[int],
+) -> dict[int, tuple[int, ...]]:
+    """The same of arguments of which floating leaves come back in another dtype; the last candidate for the batch is none."""
+    cast: dict[int, tuple[int, ...]] = {}
+    used = {leaf for span in found.values() for leaf in span}
+    trees = _trees(program)
+    for number, (start, stop) in enumerate(arguments):
+        others = [n for n in candidates if n not in cast]
+        if start == stop or number in found or others == [number] or jax.tree_util.treedef_is_leaf(trees[number]):
+            continue
+        span = _place(program, number, (start, stop), used, _cast_type)
+        if span is not None:
+            cast[number] = span
+            used.update(span)
+    return cast
+
+
+def _updated(program: Program, arguments: Sequence[tuple[int, int]]) -> dict[int, int]:
+    """Output leaves that are new arrays of objects, and the input leaves of the same paths."""
+    found, start = {}, 0
+    updated = objects_in(program.out_tree).updated
+    for number, tree in zip(updated, program.out_tree.children()[: len(updated)], strict=True):
+        place = {program.in_paths[k]: k for k in range(*arguments[number])}
+        for out in range(start, start + tree.num_leaves):
+            k = place.get(program.out_paths[out])
+            if k is not None and _cast_type(program.in_avals[k]) == _cast_type(program.out_avals[out]):
+                found[out] = k
+        start += tree.num_leaves
+    return found
+
+
+def _place(
+    program: Program, number: int, leaves: tuple[int, int], used: Collection[int], type_of: Callable[[Any], Any]
+) -> tuple[int, ...] | None:
+    """The first output leaves, not used yet, that are together of an argument's structure and types."""
+    result_begins = num_updated(program.out_tree)
+    wanted, structure = [type_of(a) for a in program.in_avals[slice(*leaves)]], _trees(program)[number]
+    for tree, first, last in subtrees(program.out_tree):
+        span = range(first, last)
+        if tree == structure and first >= result_begins and not any(k in used for k in span):
+            if [type_of(a) for a in program.out_avals[first:last]] == wanted:
+                return tuple(span)
+    return None
+
+
+def _warn_of_casts(program: Program, cast: Mapping[int, int]) -> None:
+    if cast:
+        out, k = next(iter(cast.items()))
+        more = f" (and {len(cast) - 1} more)" if len(cast) > 1 else ""
+        was, now = program.in_avals[k].dtype, program.out_avals[out].dtype
+        warn(
+            f"`{program.name}` returns state of another dtype than it is passed: {program.in_paths[k]} goes in as {was} "
+            f"and comes out as {now}{more}. The memory that it is passed in cannot be reused, and the next call is planned "
+            f"and compiled anew. Cast it back in the step (`new.astype(old.dtype)`), or begin with {now}."
+        )
 
 
 def _chosen(program: Program, option: str, argnums: Any) -> tuple[int, ...]:
@@ -172,9 +250,14 @@ def _type(aval: Any) -> tuple[Any, ...]:
     return tuple(aval.shape), aval.dtype
 
 
-def _subtrees(program: Program) -> list[tuple[Any, int, int]]:
-    """Every subtree of the outputs with its range of leaves, outermost first, then in order."""
-    found, level = [], [(program.out_tree, 0, program.out_tree.num_leaves)]
+def _cast_type(aval: Any) -> tuple[Any, ...]:
+    """Equal for leaves of which one may be the other in another dtype."""
+    return tuple(aval.shape), jnp.floating if jnp.issubdtype(aval.dtype, jnp.floating) else aval.dtype
+
+
+def subtrees(tree: Any) -> list[tuple[Any, int, int]]:
+    """Every subtree of a tree with its range of leaves, outermost first, then in order."""
+    found, level = [], [(tree, 0, tree.num_leaves)]
     while level:
         found += level
         following = []

@@ -13,15 +13,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
+from jax.tree_util import GetAttrKey
 
 from autopar._jax import is_key, key_impl_name, open_jaxpr, shaped, trace_function
-from autopar.errors import TraceError
+from autopar.errors import TraceError, warn
 from autopar.ir.program import Program
 from autopar.ir.rewrite.scan_slices import scan_slices
+from autopar.ir.source import gradient_line, host_lines
+from autopar.ir.trace.containers import accepts, in_containers
 from autopar.ir.trace.flatten import flatten
-from autopar.ir.trace.parameters import Static, check_hashable, parameters_of, static_of
+from autopar.ir.trace.key_text import key_text
+from autopar.ir.trace.parameters import Split, Static, check_hashable, parameters_of, static_of
 from autopar.ir.trace.random import raw_keys
+from autopar.ir.trace.returned import is_of_objects, objects_in
 
 
 def trace_step(
@@ -65,7 +69,11 @@ def trace_step(
     in_avals = tuple(_aval_of(leaf, path, name) for path, (_, leaf) in zip(in_paths, paths_and_leaves, strict=True))
 
     try:
-        closed, captured, out_info = trace_function(fn, args, kwargs, static_positions, static_names)
+        if accepts(in_tree, types := [_type_of(aval) for aval in in_avals]):
+            args, kwargs = call.joined(*jax.tree.unflatten(in_tree, types))
+            closed, captured, out_tree = trace_function(fn, args, kwargs, static_positions, static_names)
+        else:  # a class takes nothing but arrays, and only while JAX traces there are any
+            closed, captured, out_tree = trace_function(functools.partial(_call_flat, fn, call, in_tree), types, {})
     except jax.errors.UnexpectedTracerError as error:
         raise TraceError(
             f"`{name}` uses a value that was left over from another trace.",
@@ -79,8 +87,10 @@ def trace_step(
         raise _closed_over_tracer(name, foreign[0])
     flat, values = flatten(jaxpr, consts)
     flat = scan_slices(flat)
-    out_leaves, out_tree = jax.tree_util.tree_flatten_with_path(out_info)
+    _warn_of_host_memory(name, host_lines(jaxpr))
     out_avals = tuple(var.aval for var in jaxpr.outvars)
+    out = in_containers(out_tree, [_type_of(aval) for aval in out_avals], ())
+    out_paths = jax.tree_util.tree_flatten_with_path(out)[0]
     assert len(jaxpr.invars) == len(in_avals), f"{len(jaxpr.invars)} invars for {len(in_avals)} argument leaves"
     return Program(
         name=name,
@@ -89,8 +99,9 @@ def trace_step(
         in_tree=in_tree,
         out_tree=out_tree,
         in_paths=in_paths,
+        in_keys=tuple(path for path, _ in paths_and_leaves),
         out_paths=_shortened(
-            [("/".join(("result", *map(_key_text, path))), path[-1] if path else None) for path, _ in out_leaves]
+            [(_result_path(path, out_tree, dynamic_names), path[-1] if path else None) for path, _ in out_paths]
         ),
         in_avals=in_avals,
         out_avals=out_avals,
@@ -101,7 +112,28 @@ def trace_step(
         arguments=call.arguments,
         raw_keys=_positions(jaxpr.invars, raw_keys(jaxpr)),
         left_out=tuple(n for n in static.parameters.optional if n not in passed),
+        gradient=gradient_line(jaxpr),
     )
+
+
+def _call_flat(fn: Callable[..., Any], call: Split, tree: Any, *leaves: Any) -> Any:
+    args, kwargs = call.joined(*jax.tree.unflatten(tree, leaves))
+    return fn(*args, **kwargs)
+
+
+def _type_of(aval: Any) -> jax.ShapeDtypeStruct:
+    """A type in the place of an array, so that nobody sees where one lies."""
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
+
+
+def _warn_of_host_memory(name: str, lines: Sequence[str]) -> None:
+    if lines:
+        more = f" and {len(lines) - 3} more lines" if len(lines) > 3 else ""
+        warn(
+            f"`{name}` moves values to the host's memory at {', '.join(lines[:3])}{more}. That has no effect yet: they stay "
+            f"in the devices' memory, and the plan counts them there. Where they do not fit, `recompute` of a method "
+            f"keeps fewer of them."
+        )
 
 
 def _positions(invars: Sequence[Any], chosen: Mapping[Any, None]) -> tuple[int, ...]:
@@ -119,7 +151,17 @@ def _argument_path(path: tuple[Any, ...], names: Sequence[str]) -> str:
     """Path of a leaf of `(args, kwargs)`."""
     in_kwargs, argument, *rest = path
     first = argument.key if in_kwargs.idx == 1 else names[argument.idx]
-    return "/".join((first, *map(_key_text, rest)))
+    return "/".join((first, *map(key_text, rest)))
+
+
+def _result_path(path: tuple[Any, ...], tree: Any, names: Sequence[str]) -> str:
+    """Path of a leaf of the result; a new array of an object has that of the argument."""
+    updated = objects_in(tree).updated
+    if is_of_objects(tree):
+        first, path = path[0], path[1:]
+        if first.idx < len(updated):
+            return "/".join((names[updated[first.idx]], *map(key_text, path)))
+    return "/".join(("result", *map(key_text, path)))
 
 
 def _shortened(paths: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
@@ -131,17 +173,6 @@ def _shortened(paths: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
         else path
         for path, last in paths
     )
-
-
-def _key_text(key: Any) -> str:
-    match key:
-        case DictKey() | FlattenedIndexKey():
-            return str(key.key)
-        case SequenceKey():
-            return str(key.idx)
-        case GetAttrKey():
-            return key.name
-    return str(key).strip(".[]'\"")
 
 
 def _aval_of(leaf: Any, path: str, name: str) -> Any:

@@ -123,6 +123,36 @@ def test_a_key_of_integers_is_no_batch(random):
     ]
 
 
+def test_what_is_not_read_is_no_batch():
+    """A raw key passed to a net without dropout (Haiku's `apply`) has a leading dim of 2; unread labels go with the batch."""
+    train = lambda p, b, other: (shrunk(p), jnp.mean(b["x"]))  # noqa: E731
+    assert roles_of(train, (PARAMS, BATCH, KEY)) == (["p/w"], ["b/x"], ["p/w"])
+    assert roles_of(train, (PARAMS, BATCH, array(16)))[1] == ["b/x", "other"]
+    assert roles_of(lambda p, rng: shrunk(p), (PARAMS, KEY))[1] == []
+
+
+def cast_up(tree):
+    return jax.tree.map(lambda x: (x * 0.9).astype(jnp.float32), tree)
+
+
+LOW = {"b": array(8), "w": array(8, 8, dtype=jnp.bfloat16)}
+
+
+def test_state_that_comes_back_in_another_dtype():
+    """It is state, its memory is not reused, and the warning names path and dtypes. What may be the batch alone is none."""
+    match = "(?s)p/w goes in as bfloat16 and comes out as float32.*next call is planned"
+    with pytest.warns(UserWarning, match=match):
+        assert roles_of(lambda p, b: (cast_up(p), jnp.mean(b["x"])), (LOW, BATCH)) == (["p/b", "p/w"], ["b/x"], ["p/b"])
+    with pytest.warns(UserWarning, match="p/w goes in as bfloat16"):
+        one_leaf = {"w": array(8, 8, dtype=jnp.bfloat16)}
+        assert roles_of(lambda p, b: (cast_up(p), jnp.mean(b["x"])), (one_leaf, BATCH))[0] == ["p/w"]
+    half = {"x": array(16, 8, dtype=jnp.bfloat16)}
+    assert roles_of(lambda p, b: (shrunk(p), cast_up(b)), (PARAMS, half)) == (["p/w"], ["b/x"], ["p/w"])
+    assert roles_of(lambda p, x: (shrunk(p), cast_up(x)), (PARAMS, half["x"])) == (["p/w"], ["x"], ["p/w"])
+    labels = {"y": array(16, dtype=jnp.int32)}
+    assert roles_of(lambda p, b: (shrunk(p), cast_up(b)), (PARAMS, labels))[1] == ["b/y"]
+
+
 def test_the_batch_of_what_is_known_not_to_be_state():
     program = trace_step(lambda p, b: jnp.mean(b["x"] @ p["w"]), (PARAMS, BATCH))
     assert find_batch(program, {0}) == (1,)

@@ -1,0 +1,214 @@
+"""Steps on Flax NNX objects (models, optimizers, metrics, random streams), as under `nnx.jit`.
+
+In:     a call that passes graph nodes, alone or in containers, which may share what they refer to.
+Out:    their arrays under the user's paths ("model/layers/0/kernel"); after the step the same objects, updated in place.
+Method: NNX's own four moves (`nnx.update_context`): flatten the nodes outside, build them again inside of the trace,
+        flatten them there with the numbers that they had outside, and build what comes out into the objects that bear
+        these numbers. All nodes of a call are flattened together, so that what is shared is one array. An argument in which
+        no array has changed is no result of the program: it is read, not trained.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+from flax.nnx import graph
+
+from autopar.errors import TraceError
+from autopar.frameworks import Apart
+from autopar.ir.trace.returned import Objects, Returned
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    """A graph node without its arrays.
+
+    Attributes:
+        definition: NNX's: structure, attributes that are no arrays, who is shared with whom.
+        paths: Of its arrays.
+    """
+
+    definition: Any
+    paths: tuple[tuple[Any, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """A pytree without the arrays of the graph nodes in it.
+
+    Attributes:
+        outer: Its structure, nodes being leaves.
+        nodes: One per leaf; None: it is none.
+    """
+
+    outer: Any
+    nodes: tuple[_Node | None, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _After:
+    """What has become of the nodes of a call, and its result."""
+
+    arguments: tuple[_Tree, ...]
+    result: _Tree
+
+
+class NnxAdapter:
+    """The adapter of `flax.nnx`."""
+
+    def claims(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether there is a graph node; variables and states by themselves are pytrees as they are."""
+        values = [*args, *kwargs.values()]
+        return any(map(graph.is_graph_node, values)) or any(
+            map(graph.is_graph_node, jax.tree.leaves(values, is_leaf=graph.is_graph_node))
+        )
+
+    def take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Apart:
+        """The arrays of all nodes of a call, each once."""
+        numbers = graph.RefMap()
+        trees, arrays = [], []
+        for value in (*args, *(kwargs[name] for name in sorted(kwargs))):
+            leaves, outer = jax.tree.flatten(value, is_leaf=graph.is_graph_node)
+            tree, own = _flatten(leaves, outer, numbers, None)
+            trees.append(tree)
+            arrays.append(own)
+        named = dict(zip(sorted(kwargs), arrays[len(args) :], strict=True))
+        return Apart(self, tuple(arrays[: len(args)]), named, tuple(trees), graph.IndexMap.from_refmap(numbers))
+
+    def rebuild(self, static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """New nodes around these arrays."""
+        return _rebuild(static, args, kwargs, graph.IndexMap())
+
+    def run(self, fn: Callable[..., Any], static: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned:
+        """Call the function on new nodes, and flatten what they have become."""
+        found = graph.IndexMap()
+        made_args, made_kwargs = _rebuild(static, args, kwargs, found)
+        result = fn(*made_args, **made_kwargs)
+        known, numbers = graph.RefMap.from_indexmap(found), graph.RefMap()
+
+        def is_ours(value: Any) -> bool:
+            return graph.is_graph_node(value) or (isinstance(value, nnx.Variable) and value in known)
+
+        trees, updated, updates, holders = [], [], [], []
+        before = [*args, *(kwargs[name] for name in sorted(kwargs))]
+        after = [*made_args, *(made_kwargs[name] for name in sorted(kwargs))]
+        for number, (was, value, tree) in enumerate(zip(before, after, static, strict=True)):
+            nodes = [x if node else None for x, node in zip(tree.outer.flatten_up_to(value), tree.nodes, strict=True)]
+            now, arrays = _flatten(nodes, tree.outer, numbers, known)
+            trees.append(now)
+            if any(tree.nodes):
+                holders.append(number)
+                if _has_changed(tree, was, now, arrays):
+                    updated.append(number)
+                    updates.append(arrays)
+        leaves, outer = jax.tree.flatten(result, is_leaf=is_ours)
+        result_tree, result = _flatten(leaves, outer, numbers, known)
+        objects = Objects(tuple(holders), tuple(updated), _After(tuple(trees), result_tree))
+        return Returned(tuple(updates), result, objects)
+
+    def put_together(self, apart: Apart, returned: Returned) -> Any:
+        """The result; the nodes that were passed hold the new arrays, and are in the result where they were returned."""
+        after, made = returned.objects.static, graph.IndexMap()
+        updates = dict(zip(returned.objects.updated, returned.updates, strict=True))
+        before = [*apart.args, *(apart.kwargs[name] for name in sorted(apart.kwargs))]
+        for number, tree in enumerate(after.arguments):
+            if any(tree.nodes):
+                _unflatten(tree, updates.get(number, before[number]), made, apart.objects)
+        return _unflatten(after.result, returned.result, made, apart.objects)
+
+
+def _flatten(leaves: Sequence[Any], outer: Any, numbers: Any, outside: Any) -> tuple[_Tree, Any]:
+    """A pytree, and the same with arrays in the place of nodes.
+
+    Args:
+        leaves: Of the pytree: nodes, variables of nodes, and others.
+        outer: Its structure.
+        numbers: The numbers of the nodes that were seen before; those seen here are added.
+        outside: The numbers that nodes had outside of the trace; None: it is outside.
+    """
+    nodes: list[_Node | None] = []
+    arrays: list[Any] = []
+    for leaf in leaves:
+        if not graph.is_graph_node(leaf) and not isinstance(leaf, nnx.Variable):
+            nodes.append(None)
+            arrays.append(leaf)
+            continue
+        definition, state = graph.flatten(leaf, ref_index=numbers, ref_outer_index=outside, graph=True)
+        paths = tuple(state.paths)
+        nodes.append(_Node(definition, paths))
+        arrays.append(_nested(paths, [_array(path, x) for path, x in zip(paths, state.leaves, strict=True)]))
+    return _Tree(outer, tuple(nodes)), outer.unflatten(arrays)
+
+
+def _array(path: tuple[Any, ...], leaf: Any) -> Any:
+    value = leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+    if isinstance(value, jax.Ref):
+        name = "/".join(map(str, path))
+        raise TraceError(
+            "a variable holds a mutable array.",
+            given=f"{name}, a {type(leaf).__name__} around {value}",
+            wrong="autopar writes programs without references: what is written into one would be lost.",
+            do="make the model without `ref=True`: variables are updated in place all the same.",
+            path=name,
+        )
+    return value
+
+
+def _nested(paths: Sequence[tuple[Any, ...]], values: Sequence[Any]) -> Any:
+    """Values in dicts by the parts of their paths, in their order; a node that is one variable is its value."""
+    if paths == ((),):
+        return values[0]
+    root: OrderedDict[Any, Any] = OrderedDict()
+    for path, value in zip(paths, values, strict=True):
+        place = root
+        for key in path[:-1]:
+            place = place.setdefault(key, OrderedDict())
+        place[path[-1]] = value
+    return root
+
+
+def _values(paths: Sequence[tuple[Any, ...]], nested: Any) -> Iterator[Any]:
+    for path in paths:
+        value = nested
+        for key in path:
+            value = value[key]
+        yield value
+
+
+def _unflatten(tree: _Tree, arrays: Any, made: Any, outside: Any) -> Any:
+    """A pytree of nodes around these arrays; with `outside`, in the objects that bear their numbers."""
+    leaves = [
+        leaf
+        if node is None
+        else graph.unflatten(
+            node.definition, list(_values(node.paths, leaf)), index_ref=made, outer_index_outer_ref=outside
+        )
+        for node, leaf in zip(tree.nodes, tree.outer.flatten_up_to(arrays), strict=True)
+    ]
+    return tree.outer.unflatten(leaves)
+
+
+def _rebuild(
+    trees: Sequence[_Tree], args: tuple[Any, ...], kwargs: dict[str, Any], made: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    values = [*args, *(kwargs[name] for name in sorted(kwargs))]
+    objects = [_unflatten(tree, value, made, None) for tree, value in zip(trees, values, strict=True)]
+    return tuple(objects[: len(args)]), dict(zip(sorted(kwargs), objects[len(args) :], strict=True))
+
+
+def _has_changed(was: _Tree, before: Any, now: _Tree, after: Any) -> bool:
+    """Whether an array of a node is another than before, or has another place."""
+    pairs = zip(was.nodes, was.outer.flatten_up_to(before), now.nodes, now.outer.flatten_up_to(after), strict=True)
+    for node, old, new_node, new in pairs:
+        if node is not None:
+            assert new_node is not None, "a node stays a node"
+            if node.paths != new_node.paths:
+                return True
+            if any(a is not b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)):
+                return True
+    return False

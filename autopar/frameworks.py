@@ -1,0 +1,135 @@
+"""The seam to frameworks whose steps take objects: who takes a call apart into arrays, and puts its result together.
+
+In:     the arguments of a call.
+Out:    the `Adapter` that claims them; None where they are pytrees of arrays, as `jax.jit` takes them.
+Method: adapters stand to the right of what calls them, so they are registered, by the name of the module that a program
+        imports to have such objects (`adapters/__init__.py`, at import): where that module is not loaded there are none of
+        its objects, and the adapter's file is not loaded either.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from autopar.errors import TraceError
+from autopar.ir.trace.parameters import Static
+from autopar.ir.trace.returned import Returned
+from autopar.ir.trace.trace import name_of
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """A call taken apart.
+
+    Attributes:
+        adapter: By whom.
+        args: By position, arrays in the place of objects.
+        kwargs: By name.
+        static: What is no array in them, which the program depends on; has a hash.
+        objects: What the adapter needs to update them.
+    """
+
+    adapter: Adapter
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    static: Hashable
+    objects: Any = None
+
+
+class StaticKey:
+    """What is no array in a call, to be looked up by; its hash is computed once.
+
+    Raises:
+        TraceError: It has none.
+    """
+
+    __slots__ = ("_hash", "value")
+
+    def __init__(self, value: Any, step: str):
+        self.value = value
+        try:
+            self._hash = hash(value)
+        except TypeError as error:
+            raise TraceError(
+                f"what is no array in the arguments of `{step}` cannot be hashed.",
+                given=f"{value!r:.200}",
+                wrong=f"a program is made for each value of it, and found again by its hash: {error}.",
+                do="keep tuples for lists and frozen dataclasses for mutable ones in what you pass, or arrays.",
+            ) from None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StaticKey) and self.value == other.value
+
+
+class Adapter(Protocol):
+    """What objects of a framework are to a step that is traced, planned, and run on arrays."""
+
+    def claims(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a call passes objects that `jax.jit` would not know what to do with."""
+
+    def take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Apart:
+        """The arrays of a call, or their types, in containers whose paths are the user's."""
+
+    def rebuild(self, static: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Arguments as the user passes them, new objects around these arrays (or types, or tracers)."""
+
+    def run(self, fn: Callable[..., Any], static: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Returned:
+        """Call the user's function on objects around these tracers; what has become of them, and what it returns."""
+
+    def put_together(self, apart: Apart, returned: Returned) -> Any:
+        """The user's result; objects that were passed are updated in place, if the framework's own `jit` does so."""
+
+
+_ADAPTERS: dict[str, Callable[[], Adapter]] = {}  # written at import only
+
+
+def register(module: str, load: Callable[[], Adapter]) -> None:
+    """Make `load()` the adapter of the objects that `module` makes.
+
+    Args:
+        module: Without which there are no such objects.
+        load: Imports the adapter; called only where `module` is loaded.
+    """
+    if module in _ADAPTERS:
+        raise ValueError(f"`{module}` already has an adapter.")
+    _ADAPTERS[module] = load
+
+
+def on_arrays(fn: Callable[..., Any], static: Static, apart: Apart) -> Callable[..., Returned]:
+    """The user's function as one that is passed arrays for objects.
+
+    Args:
+        fn: It.
+        static: Its static arguments, which are passed as they are.
+        apart: A call of it, of whose objects the arrays will be.
+    """
+
+    @functools.wraps(fn, updated=())
+    def step(*args: Any, **kwargs: Any) -> Returned:
+        call = static.split(args, kwargs)
+
+        def on_objects(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = call.joined(args, kwargs)
+            return fn(*args, **kwargs)
+
+        return apart.adapter.run(on_objects, apart.static, call.args, call.kwargs)
+
+    step.__name__ = name_of(fn)
+    return step
+
+
+def adapter_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Adapter | None:
+    """Who takes a call apart; None: it passes pytrees of arrays."""
+    for module, load in _ADAPTERS.items():
+        if module in sys.modules:
+            adapter = load()
+            if adapter.claims(args, kwargs):
+                return adapter
+    return None

@@ -1,0 +1,70 @@
+"""What is known of each array, in the containers that the user keeps the arrays in.
+
+In:     a tree of arrays, and one value per leaf that is no array: a `PartitionSpec`, a sharding.
+Out:    the same containers around the values; an ordered dict, by the keys of the paths, where a class takes nothing but
+        arrays. Leaves stay in their order.
+Method: classes are tried from the outside in: one that raises, or that does not hold what it was given, becomes such a dict.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from autopar._jax import outermost_node
+from autopar.ir.trace.key_text import key_text
+
+
+def in_containers(tree: Any, values: Sequence[Any], keys: Sequence[tuple[Any, ...]]) -> Any:
+    """Values in the containers of `tree`.
+
+    Args:
+        tree: Structure of a tree of arrays.
+        values: One per leaf, no pytrees themselves.
+        keys: Path of each leaf, empty where it is not known; then children are numbered.
+    """
+    return _filled(tree, list(values), list(keys) or [()] * len(values), 0)
+
+
+def accepts(tree: Any, values: Sequence[Any]) -> bool:
+    """Whether all classes in `tree` take these values for the arrays they usually hold."""
+    return _unflattened(tree, values) is not None
+
+
+class _Anything:
+    """No array, and no `object()` either, which some classes know as JAX's own placeholder."""
+
+
+def plain_containers(value: Any) -> Any:
+    """The structure of a tree, with containers of ours for those of its classes that do not take anything."""
+    paths, tree = jax.tree_util.tree_flatten_with_path(value)
+    return jax.tree.structure(in_containers(tree, [_Anything() for _ in paths], [keys for keys, _ in paths]))
+
+
+def _filled(tree: Any, values: list[Any], keys: list[tuple[Any, ...]], depth: int) -> Any:
+    made = _unflattened(tree, values)
+    if made is not None:
+        return made[0]
+    assert not jax.tree_util.treedef_is_leaf(tree), "a leaf is what it is"
+    children, names, start = [], [], 0
+    for number, child in enumerate(tree.children()):
+        span = slice(start, start + child.num_leaves)
+        children.append(_filled(child, values[span], keys[span], depth + 1))
+        known = child.num_leaves and len(keys[start]) > depth
+        names.append(key_text(keys[start][depth]) if known else str(number))
+        start += child.num_leaves
+    made = _unflattened(outermost_node(tree), children)
+    return made[0] if made is not None else OrderedDict(zip(names, children, strict=True))
+
+
+def _unflattened(tree: Any, values: Sequence[Any]) -> tuple[Any] | None:
+    """The tree of these values, in a tuple; None: one of its classes refuses them, or makes something else of them."""
+    try:
+        made = jax.tree.unflatten(tree, values)
+        held = tree.flatten_up_to(made)
+    except Exception:  # whatever a class of the user's raises when it is given no arrays
+        return None
+    return (made,) if all(a is b for a, b in zip(held, values, strict=True)) else None

@@ -1,0 +1,85 @@
+"""A step that trains nothing: it takes a gradient, and nothing that it is passed comes back.
+
+In:     the traced program, and which of its inputs hold samples.
+Out:    nothing, or `StateError` with the paths of what was forgotten.
+Method: the name stacks of `jax.grad` in the program as it was traced, for what nothing needs is dropped from it later. An
+        argument comes back if all of its floating arrays, or a subtree of it with several, are among the results, in
+        whatever containers and dtype. Of arguments that are one array only the first counts: others may be samples of which
+        the step returns a reconstruction, or a learning rate as scalar as the loss.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from autopar.errors import StateError
+from autopar.ir.program import Program
+from autopar.ir.trace.state import argument_slices, subtrees
+
+MAX_PATHS = 4
+
+
+def check_trains(program: Program, batch: Collection[int]) -> None:
+    """Raise if the step takes a gradient that changes nothing.
+
+    Args:
+        program: The traced step.
+        batch: Input leaves that hold samples, as far as that is known.
+
+    Raises:
+        StateError: No argument comes back.
+    """
+    if not program.gradient:
+        return
+    spans = [span for span in argument_slices(program) if _num_floating(program, span)]
+    spans = [(a, b) for a, b in spans if b - a > 1 or (a == spans[0][0] and program.in_avals[a].ndim)] or spans
+    if not spans or any(_comes_back(program, span) for span in spans):
+        return
+    if spans[0][0] not in batch:  # else it was taken for the batch because nothing comes back
+        spans = [span for span in spans if span[0] not in batch]
+    paths = tuple(program.in_paths[k] for a, b in spans for k in range(a, b) if _is_floating(program.in_avals[k]))
+    raise StateError(
+        f"`{program.name}` trains nothing: it takes a gradient, and no argument comes back.",
+        given=f"{_listed(paths)} go in; {_listed(program.out_paths) or 'nothing'} comes out. The gradient is that of "
+        f"{program.gradient}.",
+        wrong="a step changes nothing in place: what it does not return is lost, and the next call begins where this one "
+        "did.",
+        do="return what was updated, parameters and optimizer state, in the structure in which it was passed. If the "
+        "gradient itself is the result and nothing is to be trained, say so with donate_argnums=().",
+        paths=paths,
+    )
+
+
+def _listed(paths: Sequence[str]) -> str:
+    more = f" and {len(paths) - MAX_PATHS} more" if len(paths) > MAX_PATHS else ""
+    return ", ".join(paths[:MAX_PATHS]) + more
+
+
+def _is_floating(aval: Any) -> bool:
+    return jnp.issubdtype(aval.dtype, jnp.inexact)
+
+
+def _num_floating(program: Program, span: tuple[int, int]) -> int:
+    return sum(map(_is_floating, program.in_avals[slice(*span)]))
+
+
+def _comes_back(program: Program, span: tuple[int, int]) -> bool:
+    """Whether an argument, or a part of it, is among the results."""
+    wanted = _shapes(program.in_avals[slice(*span)])
+    if not wanted - _shapes(program.out_avals):
+        return True
+    returned = {(tree, _types(program.out_avals[a:b])) for tree, a, b in subtrees(program.out_tree) if b - a > 1}
+    inside = [(tree, a, b) for tree, a, b in subtrees(program.in_tree) if b - a > 1 and span[0] <= a and b <= span[1]]
+    return any((tree, _types(program.in_avals[a:b])) in returned for tree, a, b in inside)
+
+
+def _shapes(avals: Sequence[Any]) -> Counter[tuple[int, ...]]:
+    return Counter(tuple(a.shape) for a in avals if _is_floating(a))
+
+
+def _types(avals: Sequence[Any]) -> tuple[Any, ...]:
+    return tuple((tuple(a.shape), a.dtype) for a in avals)
