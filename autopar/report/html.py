@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from html import escape
 
+from autopar.markup import tag
 from autopar.plan.decision import Decision
 from autopar.plan.words import bytes_text, count_text, seconds_text
 from autopar.report.page import Table, page_of
@@ -21,7 +22,6 @@ from autopar.report.pictures.tensors import tensor_table
 from autopar.report.pictures.time import time_picture
 from autopar.report.pictures.timetable import timetable_picture
 from autopar.report.style import SCRIPT, STYLE
-from autopar.report.svg import tag
 
 
 def plan_html(plan: Decision) -> str:

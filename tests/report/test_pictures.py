@@ -6,12 +6,14 @@ import re
 
 import pytest
 
-from autopar import LogicalMesh
+import autopar
+from autopar import LogicalMesh, PipelineParallel
+from autopar.errors import AutoparError
+from autopar.markup import ticks
 from autopar.mesh import Sharding
 from autopar.report.pictures.model import parameter_root
 from autopar.report.pictures.tensors import device_grid
 from autopar.report.pictures.timetable import timetable_picture
-from autopar.report.svg import ticks
 from autopar.streams.timeline import Event
 
 MESH = LogicalMesh((2, 4))
@@ -78,3 +80,31 @@ def test_what_a_run_has_waited_for():
 def test_ticks_are_round():
     assert [*ticks(1.0)] == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0])
     assert [*ticks(0.0)] == [] == [*ticks(float("inf"))]
+
+
+def test_show_writes_a_page(plan, make_step, types, tmp_path):
+    pipeline = make_step(PipelineParallel(num_stages=2, num_microbatches=2)).plan(*types())
+    for other, title in ((None, "Plan of `train_step`"), (plan, "Two plans of"), (pipeline.timeline(), "measured: ")):
+        written = autopar.show(pipeline, other, path=tmp_path / "page.html")
+        assert written == tmp_path / "page.html" and title in written.read_text(encoding="utf-8")
+
+
+def test_show_opens_the_browser(plan, monkeypatch):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    written = autopar.show(plan)
+    assert opened == [written.as_uri()] and "</html>" in written.read_text(encoding="utf-8")
+    written.unlink()
+
+
+@pytest.mark.parametrize("arguments", [(7,), ("plan.json",)])
+def test_only_plans_are_shown(plan, arguments):
+    with pytest.raises(AutoparError, match="only plans can be shown"):
+        autopar.show(*arguments)
+    with pytest.raises(AutoparError, match="only plans can be shown"):
+        autopar.show(plan, *arguments)
+
+
+def test_show_says_where_it_cannot_write(plan, tmp_path):
+    with pytest.raises(AutoparError, match="cannot be written"):
+        autopar.show(plan, path=tmp_path / "absent" / "page.html")

@@ -13,10 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.cost import collective_seconds
+from autopar.markup import FONT, WIDTH, box, line, picture, room_for, tag, text, ticks
 from autopar.plan.decision import Decision
 from autopar.plan.words import seconds_text
 from autopar.report.pictures.legend import KIND_NAMES, kinds_legend
-from autopar.report.svg import FONT, WIDTH, box, line, picture, room_for, tag, text, ticks
 
 LEFT, RIGHT, TOP, ROW, BAR, THIN = 92, 14, 24, 34, 22, 4
 
