@@ -30,12 +30,12 @@ from autopar.mesh import Cluster, LogicalMesh, logical_meshes, more_devices_text
 from autopar.search.methods import PipelineParallel, ThreeD, method_text
 from autopar.search.parts import even_parts, parts_apart
 from autopar.search.pipeline import plan_pipeline
+from autopar.search.progress import Report, silent
 from autopar.search.solve_stages import Solved
 from autopar.search.uneven import uneven_text
 from autopar.streams.assemble import PipelinePlan
 from autopar.streams.schedules import find_schedule, num_chunks
 
-Report = Callable[[str], None]
 MICROBATCHES_PER_STAGE = 4
 HAND_GAP = 1e-5
 """A method of the papers is to be that of the papers: no collective more or less, however little it costs."""
@@ -46,7 +46,7 @@ def pipeline_of(
     roles: Roles,
     cluster: Cluster,
     method: PipelineParallel | ThreeD,
-    report: Report = lambda text: None,
+    report: Report = silent,
 ) -> PipelinePlan:
     """Plan the pipeline that a method asks for.
 
@@ -89,7 +89,7 @@ def pipeline_of(
         gap = HAND_GAP if isinstance(method, ThreeD) else STAGE_GAP
         return plan_pipeline(cut, borders, meshes, cluster, schedule, options, solved, restrict, beat, gap)
 
-    report(f"cutting {program.name} into {num_stages} stages, {count} microbatches")
+    report(f"cutting {program.name} into {num_stages} stages, {count} microbatches", 0.0)
     cut = cut_in(num_stages)
     parts = even_parts(cut, num_stages)
     cut = cut if parts == cut.stacks.count else cut_in(parts)
