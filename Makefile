@@ -27,10 +27,12 @@ bench: $(STAMP)
 	@for script in benchmarks/[a-z]*.py; do \
 	  [ -f "$$script" ] || continue; echo "== $$script"; $(RUN) "$$script" || exit 1; done
 
-# Every model of tests/models under every mesh and method, and as every pipeline, as tables. `make test` runs a sample.
+# Every model of tests/models under every mesh and method, and as every pipeline, as tables; then a thousand random small
+# programs under random plans. `make test` runs a sample of each.
 sweep: $(STAMP)
 	$(RUN) -m tests.sweep
 	$(RUN) -m tests.pipeline_sweep
+	$(RUN) -m tests.random_sweep
 
 clean:
 	rm -rf $(VENV) .venv-3.11-jax0.10 .venv-3.12-jax0.11

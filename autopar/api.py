@@ -28,6 +28,7 @@ from autopar.ir.trace.untrained import check_trains
 from autopar.mesh import Cluster
 from autopar.plan.stale import check_fresh
 from autopar.report.plan import Plan
+from autopar.search.method_names import method_of
 from autopar.search.methods import Auto, Method
 from autopar.search.planner import make_plan
 from autopar.search.progress import planning_progress
@@ -38,7 +39,7 @@ def parallelize(
     fn: Callable[..., Any] | None = None,
     *,
     cluster: Cluster | None = None,
-    method: Method | None = None,
+    method: Method | str | None = None,
     batch_argnums: Any = "auto",
     donate_argnums: Any = "auto",
     static_argnums: int | Iterable[int] | None = (),
@@ -50,7 +51,7 @@ def parallelize(
     Args:
         fn: The step: arrays and pytrees in, pytrees out, differentiated by plain `jax.grad`. Absent: a decorator.
         cluster: The machine; None: all devices of this process.
-        method: How to split; None: `Auto()`, decide everything.
+        method: How to split; None: `Auto()`, decide everything. Names that are used elsewhere (`"fsdp"`, `"ddp"`) do, too.
         batch_argnums: Positions of the arguments that hold samples, counted as in `jax.jit`; they are not state.
             `"auto"`: what is not state and shares its leading dim; state is what comes back in the outputs with the same
             structure and shapes. An array by itself, after other state, may be a batch that is reconstructed: it is
@@ -79,6 +80,7 @@ def parallelize(
             runtime=runtime,
         )
     _check_function(fn)
+    method = method_of(method) if isinstance(method, str) else method
     _check_method(method, cluster)
     _check_runtime(runtime, cluster)
     return ParallelStep(fn, cluster, method or Auto(), batch_argnums, donate_argnums, static_argnums, static_argnames)
@@ -214,14 +216,16 @@ class ParallelStep:
         compiled = self._made.compiled.get(key)
         return self.compile(*args) if compiled is None or compiled.has_ended else compiled
 
-    def replan(self, cluster: Cluster | None = None) -> ParallelStep:
+    def replan(self, cluster: Cluster | None = None, method: Method | None = None) -> ParallelStep:
         """The same step, to be planned anew.
 
         Args:
             cluster: The machine as it is now; None: the one that the step was made for, and if it was made for none in
                 particular, the devices that this process has now.
+            method: How to split; None: as before.
         """
         anew = copy.copy(self)
+        anew._method = method or self._method
         anew._given_cluster = cluster or self._given_cluster
         anew._made = _Made(anew._given_cluster)
         return anew

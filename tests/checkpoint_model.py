@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 import autopar
+from autopar.checkpoint.owner import PREFIX
 
 OPTIMIZER = optax.adamw(1e-2)
 
@@ -47,3 +48,8 @@ def step_on(num_devices, method):
     """The step under a plan on the first devices."""
     cluster = autopar.Cluster.local(jax.devices()[:num_devices])
     return autopar.parallelize(train_step, cluster=cluster, method=method)
+
+
+def there(directory):
+    """Names in a directory of checkpoints, but for the mark of this process, which owns it."""
+    return sorted(path.name for path in directory.iterdir() if not path.name.startswith(PREFIX))

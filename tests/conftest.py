@@ -5,9 +5,12 @@ XLA reads its flags when JAX makes its first backend, so they are set here, befo
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import importlib.util
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from pathlib import Path
 
@@ -50,6 +53,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for mark, reason in missing.items():
             if item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Between modules, programs and whatever else a module has cached are dropped: else a process grows to gigabytes."""
+    yield
+    for made in list(vars(request.module).values()):
+        if hasattr(made, "cache_clear") and getattr(made, "__module__", "") == request.module.__name__:
+            made.cache_clear()
+    jax = sys.modules.get("jax")
+    if jax is not None:
+        jax.clear_caches()
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)  # what is free goes back to the system
 
 
 @pytest.fixture

@@ -101,7 +101,7 @@ def largest_error(case: Case, compiled: autopar.CompiledStep, expected: list[Any
 
 
 def relative_error(got: np.ndarray, want: np.ndarray) -> float:
-    """Largest difference over the leaf's scale, its largest magnitude (at least 1e-6)."""
+    """Largest difference over the leaf's scale, its largest magnitude (at least 1e-6); infinite if NaN or infinities differ."""
     assert got.shape == want.shape and got.dtype == want.dtype, (
         f"{got.dtype}{got.shape} instead of {want.dtype}{want.shape}"
     )
@@ -111,8 +111,12 @@ def relative_error(got: np.ndarray, want: np.ndarray) -> float:
         return 0.0 if np.array_equal(got, want) else float("inf")
     wide = np.complex128 if want.dtype.kind == "c" else np.float64
     got, want = got.astype(wide), want.astype(wide)
-    scale = max(float(np.max(np.abs(want))), 1e-6)
-    return float(np.max(np.abs(got - want))) / scale
+    finite = np.isfinite(want)
+    if not np.array_equal(got[~finite], want[~finite], equal_nan=True):
+        return float("inf")
+    got, want = got[finite], want[finite]
+    scale = max(float(np.max(np.abs(want), initial=0.0)), 1e-6)
+    return float(np.max(np.abs(got - want), initial=0.0)) / scale
 
 
 def compile_case(case: Case, shape: tuple[int, ...], method: str, num_microbatches: int = 1) -> autopar.CompiledStep:

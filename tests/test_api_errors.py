@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import autopar
-from autopar import Auto, Cluster, DataParallel, Device, LogicalMesh, Plan, ShardParallel
+from autopar import Auto, Cluster, DataParallel, Device, LogicalMesh, PipelineParallel, Plan, ShardParallel, ThreeD
 from autopar.errors import (
     AutoparError,
     BatchError,
@@ -27,6 +27,7 @@ from autopar.errors import (
     StructureChangedError,
     TraceError,
 )
+from autopar.report.page import page_of
 from autopar.streams.schedules import GPipe
 from tests import small_mlp
 
@@ -103,6 +104,46 @@ def test_the_mesh_has_another_number_of_devices(shape):
     assert caught.value.available == 8 and caught.value.wanted == np.prod(getattr(shape, "shape", shape))
 
 
+@pytest.mark.parametrize(
+    "method, wanted",
+    [
+        (PipelineParallel(num_stages=16), 16),
+        (PipelineParallel(num_stages=4, submeshes=(4, 4, 4, 4)), 16),
+        (ThreeD(data=2, tensor=2, pipeline=4), 16),
+        (ShardParallel(mesh_shape=(4, 4)), 16),
+    ],
+)
+def test_more_devices_than_there_are(method, wanted):
+    with raises(
+        DeviceCountError, "8 devices", f"--xla_force_host_platform_device_count={wanted} PJRT_NPROC=32"
+    ) as caught:
+        planned(method)
+    assert (caught.value.available, caught.value.wanted) == (8, wanted)
+    with pytest.raises(DeviceCountError) as caught:
+        planned(method, cluster=Cluster.of("8 h100"))
+    assert "XLA_FLAGS" not in str(caught.value), "virtual devices are no way to more GPUs"
+
+
+def test_stages_that_do_not_share_evenly():
+    with raises(DeviceCountError, "there are 8 devices, and 3 stages do not get equally many", "submeshes=(1, 2, ...)"):
+        planned(PipelineParallel(num_stages=3))
+
+
+def test_interleaved_counts_meshes():
+    with raises(PipelineError, "num_stages=8, a schedule that makes 2 stages of each: 16"):
+        planned(PipelineParallel(num_stages=8, schedule="interleaved", num_microbatches=8))
+    plan = planned(PipelineParallel(num_stages=2, schedule="interleaved", num_microbatches=2))
+    assert "4 stages on 2 meshes, 2 on each, schedule interleaved" in str(plan)
+    busy = [row[3] for row in page_of(plan).tables[0].rows]
+    assert len(busy) == 4 and "0 s" not in busy
+
+
+@pytest.mark.parametrize("method", [DataParallel(), ShardParallel(num_microbatches=4)])
+def test_a_smaller_last_batch(method):
+    with raises(BatchError, "drop it, or pad it"):
+        planned(method, arguments=(state(), batch(31)))
+
+
 def test_a_cluster_larger_than_this_process():
     cluster = Cluster(hosts=2, devices_per_host=8, device=Device("toy", 1e9, 1e9, 1e9))
     step = autopar.parallelize(train_step, cluster=cluster, method=ShardParallel(mesh_shape=(16,)))
@@ -112,6 +153,26 @@ def test_a_cluster_larger_than_this_process():
 
 
 # Constraints and budgets
+
+
+@pytest.mark.parametrize("in_the_step", [False, True])
+def test_axes_of_a_dim_in_another_order_than_the_mesh(in_the_step):
+    spec = P(("y", "x"))
+
+    def constrained(state, batch):
+        if in_the_step:
+            axes = jax.make_mesh((2, 4), ("x", "y"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+            batch = batch | {"x": jax.lax.with_sharding_constraint(batch["x"], jax.NamedSharding(axes, spec))}
+        return train_step(state, batch)
+
+    with pytest.warns(UserWarning, match=r"lays dim 0 out over \('y', 'x'\).*It is split over \('x', 'y'\)"):
+        planned(mesh(constraints={} if in_the_step else {"batch/x": spec}), constrained)
+
+
+def test_what_a_stage_cannot_hold_is_named():
+    with raises(InfeasibleError, "stage 0 of 2", "test_api_errors.py:") as caught:
+        planned(PipelineParallel(num_stages=2, num_microbatches=2, memory_budget_bytes=500))
+    assert "unknown line" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar import PipelineParallel, ShardParallel, checkpoint
 from autopar.errors import CheckpointError, DonatedError
 from autopar.runtime.stacks import StackedArray
-from tests.checkpoint_model import batches, create_state, step_on
+from tests.checkpoint_model import batches, create_state, step_on, there
+from tests.patience import PATIENCE_SECONDS
 
 PLANS = {
     "one device": lambda: step_on(1, ShardParallel()),
@@ -69,12 +70,12 @@ def test_any_plan_reads_any_plans(tmp_path, plans, source):
         like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), example)
         restored = checkpoint.restore(tmp_path, like, compiled=step)
         assert_same(host(restored), wanted)
-        for got, there in zip(jax.tree.leaves(restored), jax.tree.leaves(example), strict=True):
-            assert type(got) is type(there)
+        for got, before in zip(jax.tree.leaves(restored), jax.tree.leaves(example), strict=True):
+            assert type(got) is type(before)
             if isinstance(got, StackedArray):
-                assert [p.sharding for p in got.parts] == [p.sharding for p in there.parts]
+                assert [p.sharding for p in got.parts] == [p.sharding for p in before.parts]
             else:
-                assert got.sharding.is_equivalent_to(there.sharding, got.ndim)
+                assert got.sharding.is_equivalent_to(before.sharding, got.ndim)
         np.testing.assert_allclose(step(restored, batches(3)[2])[1], _next_loss(plans), rtol=1e-5)
     assert_same(checkpoint.restore(tmp_path, wanted), wanted)
     assert_same(host(checkpoint.restore(tmp_path, state)), wanted)
@@ -126,7 +127,9 @@ def test_orbax_alone_reads_them_on_other_devices(tmp_path, plans):
         "print(found['params']['layers']['w'].shape, float(found['params']['layers']['w'].sum()))"
     )
     environment = {"JAX_PLATFORMS": "cpu", "PATH": "/usr/bin"}
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert done.returncode == 0, done.stderr
     shape, total = done.stdout.rsplit(maxsplit=1)
     assert shape == "(4, 16, 16)"
@@ -201,7 +204,7 @@ def test_what_is_saved_may_be_overwritten_at_once(tmp_path):
 
 
 def run_script(script):
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
     return done
 
@@ -213,7 +216,7 @@ def test_a_program_that_ends_waits_for_its_checkpoint(tmp_path):
     )
     done = run_script(script)
     if sys.version_info < (3, 12):
-        assert checkpoint.latest(tmp_path) == 5 and [p.name for p in tmp_path.iterdir()] == ["5"]
+        assert checkpoint.latest(tmp_path) == 5 and there(tmp_path) == ["5"]
     else:  # no thread starts while the program ends: written in time, or told
         assert checkpoint.latest(tmp_path) == 5 or "was NOT written" in done.stderr
 
@@ -284,7 +287,7 @@ def test_steps_are_kept_and_replaced(tmp_path):
     assert checkpoint.steps(tmp_path) == [10, 15], "a later one stays"
     assert checkpoint.restore(tmp_path, {"a": np.zeros(2, int)}, 10)["a"][0] == 11
     assert checkpoint.save(tmp_path, {"a": np.zeros(2)}).wait().name == "16"
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["10", "15", "16"]
+    assert there(tmp_path) == ["10", "15", "16"]
 
 
 def test_what_a_killed_process_left_is_removed(tmp_path):
@@ -298,7 +301,7 @@ def test_what_a_killed_process_left_is_removed(tmp_path):
     (tmp_path / "5").rename(left / "made")
     (tmp_path / "4").rename(left / "replaced-4")
     checkpoint.save(tmp_path, {"a": np.zeros(2)}, 6).wait()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["4", "6"]
+    assert there(tmp_path) == ["4", "6"]
 
 
 def test_a_failed_save_says_so(tmp_path, monkeypatch):
@@ -313,7 +316,7 @@ def test_a_failed_save_says_so(tmp_path, monkeypatch):
         with pytest.raises(CheckpointError, match="No space left") as caught:
             saving.wait()
     assert len(warned) == 1 and "see to the disk" in caught.value.do
-    assert list(tmp_path.iterdir()) == []
+    assert there(tmp_path) == []
     monkeypatch.undo()
     assert checkpoint.save(tmp_path, {"a": np.ones(3)}, 0).wait().name == "0", "the error has been raised"
 
@@ -358,7 +361,7 @@ def test_a_step_is_a_whole_number(tmp_path, step):
     for door in (checkpoint.save, checkpoint.restore):
         with pytest.raises(CheckpointError, match="no whole number, 0 or more"):
             door(tmp_path, {"a": 1}, step)
-    assert [p.name for p in tmp_path.iterdir()] == ["500"]
+    assert there(tmp_path) == ["500"]
 
 
 @pytest.mark.parametrize("step", [np.int64(5), jnp.int32(5)], ids=lambda step: type(step).__name__)
@@ -423,7 +426,7 @@ def test_what_cannot_be_saved(tmp_path):
     ):
         with pytest.raises(CheckpointError, match=words):
             checkpoint.save(tmp_path, state, 0)
-    assert list(tmp_path.iterdir()) == []
+    assert there(tmp_path) == []
 
 
 @pytest.mark.parametrize("state", [{}, (), None, {"a": {}}, {"f": max}, np.zeros((0, 3))], ids=str)
@@ -465,7 +468,7 @@ def test_without_orbax(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "orbax.checkpoint", None)
     with pytest.raises(CheckpointError, match=r"pip install 'autopar\[checkpoint\]'"):
         checkpoint.save(tmp_path, {"a": 1}, 0)
-    assert list(tmp_path.iterdir()) == []
+    assert there(tmp_path) == []
 
 
 def test_nothing_warns(tmp_path):

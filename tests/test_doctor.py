@@ -6,13 +6,13 @@ import json
 import os
 import subprocess
 import sys
-import time
 
 import pytest
 
 from autopar.cli import main
 from autopar.doctor import child, findings
 from autopar.doctor.child import MARK, Answer, ask
+from tests.patience import PATIENCE_SECONDS, several_times, wait_until
 
 DEVICES = [{"id": k, "kind": "H100", "memory_bytes": 80 * 2**30} for k in range(2)]
 COMPUTED = {"backend": "gpu", "processes": 1, "devices": DEVICES, "computed": True}
@@ -44,7 +44,7 @@ def doctor(monkeypatch, capsys):
 
 
 def test_this_machine(capsys):
-    status = main(["doctor", "--json", "--timeout", "100"])
+    status = main(["doctor", "--json", "--timeout", str(PATIENCE_SECONDS)])
     found = {f["part"]: f for f in json.loads(capsys.readouterr().out)["findings"]}
     assert status == 0, found
     for part in ("JAX", "devices", "all-reduce", "transfers", "HiGHS", "CBC", "orbax"):
@@ -122,17 +122,13 @@ def test_ray_without_a_cluster(doctor):
 def test_a_probe_that_hangs_is_ended_with_all_it_started(tmp_path):
     script = (
         "import subprocess, sys, time\n"
-        "other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(6000)'])\n"
         f"print({MARK!r} + '{{\"pid\": %d}}' % other.pid, flush=True)\n"
-        "time.sleep(600)"
     )
-    answer = ask([sys.executable, "-c", script], 3.0)
-    assert answer.timed_out and answer.error == "no answer within 3 s"
-    for _ in range(100):
-        if not _runs(answer.reports["pid"]):
-            return
-        time.sleep(0.1)
-    raise AssertionError("the probe's own process still runs")
+    limit = several_times(lambda: ask([sys.executable, "-c", script + "other.kill()"], PATIENCE_SECONDS), 1.0)
+    answer = ask([sys.executable, "-c", script + "time.sleep(6000)"], limit)
+    assert answer.timed_out and answer.error == f"no answer within {limit:g} s"
+    wait_until(lambda: not _runs(answer.reports["pid"]), "the end of the probe's own process")
 
 
 def _runs(pid):
@@ -145,7 +141,7 @@ def _runs(pid):
 
 
 def test_a_probe_that_breaks():
-    answer = ask([sys.executable, "-c", "print('noise'); raise SystemExit('it is broken')"], 30.0)
+    answer = ask([sys.executable, "-c", "print('noise'); raise SystemExit('it is broken')"], PATIENCE_SECONDS)
     assert answer.error == "it is broken" and not answer.timed_out
-    assert "No such file" in ask(["/not/there"], 30.0).error
-    assert child.ask_probe("not a probe", 60.0).error == "KeyError: 'not a probe'"
+    assert "No such file" in ask(["/not/there"], PATIENCE_SECONDS).error
+    assert child.ask_probe("not a probe", PATIENCE_SECONDS).error == "KeyError: 'not a probe'"

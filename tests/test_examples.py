@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_SECONDS
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -16,7 +18,9 @@ def run_example(name: str, folder: Path, num_steps: int) -> str:
     """What `examples/<name>.py --steps <num_steps>` prints, run in `folder`."""
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
     command = [sys.executable, str(EXAMPLES / f"{name}.py"), "--steps", str(num_steps)]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=500)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS
+    )
     assert done.returncode == 0, done.stderr[-5000:]
     return done.stdout
 

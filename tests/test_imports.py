@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+from tests.patience import PATIENCE_SECONDS
+
 SCRIPT = """
 import os, sys
 import jax
@@ -20,5 +22,5 @@ for name in ("ray", "cupy", "orbax", "tensorstore", "flax", "optax", "matplotlib
 
 
 def test_importing_autopar_starts_nothing():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr

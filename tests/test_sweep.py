@@ -59,6 +59,10 @@ def test_model(name):
         ("moe_top2_capacity", "2x4", "auto"),
         ("matrix_factorization", "2x2x2", "random1"),
         ("mamba_like_associative", "8", "random0"),  # its associative scan has empty slices
+        ("one_place_written", "8", "auto"),
+        ("half_means_that_cancel", "8", "zero3"),
+        ("no_numbers", "8", "zero3"),
+        ("no_numbers", "2x4", "random0"),
         ("gaussian_process", "2x2x2", "random0"),  # transforms beside collectives, whose layouts XLA:CPU mixes up
     ],
 )

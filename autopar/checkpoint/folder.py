@@ -3,21 +3,22 @@
 In:     the directory.
 Out:    the steps in it; a finished folder put in its place; old ones taken away.
 Method: a checkpoint is made in a folder with another name and appears by one rename; it disappears by one too, before
-        its files are deleted. A process that is killed leaves such a folder behind; the next one on its host removes it.
+        its files are deleted. A process that is killed leaves such a folder behind; the next owner (`owner.py`) removes it.
 """
 
 from __future__ import annotations
 
+import json
 import operator
 import os
 import re
 import shutil
-import socket
 import uuid
 from pathlib import Path
 from typing import Any
 
-from autopar.checkpoint.manifest import Manifest, damage, read_manifest, sync_folder
+from autopar.checkpoint.manifest import NOTE, Manifest, damage, read_manifest, sync_folder
+from autopar.checkpoint.owner import claim, this_process
 from autopar.errors import CheckpointError
 
 _UNFINISHED = ".autopar-"
@@ -46,6 +47,12 @@ def check(directory: str | os.PathLike, step: int) -> Manifest | str:
     if manifest.step != step:
         return f"it is the checkpoint of step {manifest.step}, under another name"
     return damage(folder, manifest) or manifest
+
+
+def read_note(directory: str | os.PathLike, step: int) -> dict[str, Any]:
+    """What a run wrote down beside its state, in a checkpoint that is known to be whole; nothing, if it wrote nothing."""
+    place = step_folder(directory, step) / NOTE
+    return json.loads(place.read_text(encoding="utf-8")) if place.exists() else {}
 
 
 def step_number(step: Any) -> int:
@@ -78,13 +85,14 @@ def open_workplace(directory: str | os.PathLike) -> Path:
     """A folder to make a checkpoint in, with a name that no one takes for one.
 
     Raises:
-        CheckpointError: The directory cannot be written.
+        CheckpointError: The directory cannot be written, or is another process's.
     """
+    claim(directory)
     root = Path(directory).absolute()
     try:
-        root.mkdir(parents=True, exist_ok=True)
         _remove_abandoned(root)
-        place = root / f"{_UNFINISHED}{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        own = this_process()
+        place = root / f"{_UNFINISHED}{own.host}-{own.pid}-{own.key}{uuid.uuid4().hex[:8]}"
         place.mkdir()
     except OSError as error:
         raise CheckpointError(
@@ -98,7 +106,12 @@ def open_workplace(directory: str | os.PathLike) -> Path:
 
 
 def commit(workplace: Path, folder: Path) -> None:
-    """Put a finished checkpoint in its place; one of that number that is there already gives way."""
+    """Put a finished checkpoint in its place; one of that number that is there already gives way.
+
+    Raises:
+        CheckpointError: The directory is another process's by now, which took this one for dead.
+    """
+    claim(folder.parent)
     if folder.exists():
         os.rename(folder, workplace / f"replaced-{folder.name}")
     os.rename(workplace / "made", folder)
@@ -122,22 +135,13 @@ def _is_step(name: str) -> bool:
 
 
 def _remove_abandoned(root: Path) -> None:
-    """Delete what processes of this host that are no more have left."""
+    """Delete what other processes have left: none of them lives, or this one would not own the directory."""
+    own = this_process().key
     for place in root.glob(f"{_UNFINISHED}*"):
-        maker = re.fullmatch(r"(.+)-(\d+)-[0-9a-f]+", place.name.removeprefix(_UNFINISHED), re.ASCII)
-        if maker and maker[1] == socket.gethostname() and not _is_alive(int(maker[2])):
+        maker = re.fullmatch(r".+-\d+-([0-9a-f]+)", place.name.removeprefix(_UNFINISHED), re.ASCII)
+        if maker and not maker[1].startswith(own):
             for old in place.glob("replaced-*"):  # killed between the two renames: the second is made up for
                 folder = root / old.name.removeprefix("replaced-")
                 if not folder.exists() and (place / "made").exists():
                     os.rename(place / "made", folder)
             shutil.rmtree(place, ignore_errors=True)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except PermissionError:
-        pass
-    return True

@@ -34,7 +34,7 @@ def print_report(findings: Sequence[Finding], as_json: bool) -> int:
     for finding in findings:
         # Texts may hold brackets, which rich would read as markup.
         table.add_row(finding.part, _MARKS[finding.status], *(_plain(t) for t in (finding.found, finding.fix)))
-    console = Console()
+    console = Console(force_jupyter=False)
     console.print(table)
     console.print(f"\nautopar cannot work here: {', '.join(broken)}" if broken else "\neverything necessary works")
     return 1 if broken else 0

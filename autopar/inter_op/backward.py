@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from autopar._jax import JaxprEqn, Var, new_var
 from autopar.inter_op.residuals import ALL, CHEAP, Kept, can_run_again, choose_residuals
-from autopar.ir.structure import inputs_of, needed
+from autopar.ir.dataflow import inputs_of, needed
 from autopar.ir.work import Work
 
 Gates = dict[int, tuple[Var, ...]]

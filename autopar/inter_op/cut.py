@@ -18,14 +18,15 @@ from autopar.errors import PipelineError
 from autopar.inter_op.chain import Chain, make_chain
 from autopar.inter_op.lean_scans import lean_scans
 from autopar.intra_op.batch import BatchDims, follow_batch
+from autopar.ir.dataflow import inputs_of
 from autopar.ir.program import Program
-from autopar.ir.rewrite.branches_in_two import branches_in_two
-from autopar.ir.rewrite.selections import branches_as_selections
+from autopar.ir.region import bodies_of, is_region
+from autopar.ir.rewrite.fission import fission
+from autopar.ir.rewrite.late_narrowing import narrow_late
 from autopar.ir.rules import ShardingRule, rule_for
+from autopar.ir.split.layers import Unstacked, layer_count, unstack, whole_stacks
 from autopar.ir.split.microbatch import Microbatches, split_microbatches
-from autopar.ir.split.unstack import Unstacked, layer_count, unstack, whole_stacks
 from autopar.ir.split.whole_batch import whole_batch
-from autopar.ir.structure import body_jaxprs, inputs_of, is_structured
 from autopar.ir.trace.state import Roles
 
 
@@ -150,7 +151,9 @@ def cut_step(
         MicrobatchError: Microbatches would compute something else.
     """
     paths = program.in_paths
-    program = dataclasses.replace(program, jaxpr=branches_as_selections(branches_in_two(program.jaxpr)))
+    program = dataclasses.replace(program, jaxpr=fission(program.jaxpr))
+    if num_microbatches > 1:
+        program = dataclasses.replace(program, jaxpr=narrow_late(program.jaxpr))
     program, roles, stacks = in_parts(program, roles, num_parts, lying)
     program = dataclasses.replace(program, jaxpr=lean_scans(program.jaxpr))
     names = ", ".join(dict.fromkeys(program.in_paths[k].split("/")[0] for k in roles.batch))
@@ -178,16 +181,16 @@ def _of_arguments(jaxpr: Jaxpr, split: Microbatches) -> list[Var]:
 
 def _rules(jaxpr: Jaxpr, found: dict[int, ShardingRule]) -> dict[int, ShardingRule]:
     for eqn in jaxpr.eqns:
-        if is_structured(eqn):
-            for body in body_jaxprs(eqn):
+        if is_region(eqn):
+            for body in bodies_of(eqn):
                 _rules(body, found)
         else:
             found[id(eqn)] = rule_for(eqn)
     return found
 
 
-def check_stage_count(cut: CutStep, num_stages: int) -> None:
-    """There must be as many places to cut.
+def check_stage_count(cut: CutStep, num_stages: int, chunks: int = 1) -> None:
+    """There must be as many places to cut; `chunks` of the stages are on one mesh.
 
     Raises:
         PipelineError: The program has fewer segments than stages are wanted.
@@ -195,7 +198,8 @@ def check_stage_count(cut: CutStep, num_stages: int) -> None:
     if num_stages > cut.chain.num_segments:
         raise PipelineError(
             "the step cannot be cut into so many stages.",
-            given=f"num_stages={num_stages}",
+            given=f"num_stages={num_stages // chunks}"
+            + (f", a schedule that makes {chunks} stages of each: {num_stages}" if chunks > 1 else ""),
             wrong=f"its forward pass has {cut.chain.num_segments} operations that a stage could begin with.",
             do="use fewer stages.",
             num_stages=num_stages,

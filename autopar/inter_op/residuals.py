@@ -23,8 +23,9 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
 from autopar._jax import JaxprEqn, Var
+from autopar.ir.dataflow import inputs_of, needed
+from autopar.ir.region import bodies_of, is_region, kind_of
 from autopar.ir.rules import has_rule, rule_for
-from autopar.ir.structure import body_jaxprs, inputs_of, is_structured, needed
 from autopar.ir.work import Work, num_bytes, num_elements_of
 
 CHEAP, ALL = 0.0, math.inf
@@ -96,8 +97,8 @@ def can_run_again(eqn: JaxprEqn) -> bool:
     """Whether an operation is cheap enough to be done twice: its time is that of reading and writing."""
     if not is_repeatable(eqn):
         return False
-    if is_structured(eqn):
-        return eqn.primitive.name == "optimization_barrier"
+    if is_region(eqn):
+        return kind_of(eqn) == "barrier"
     if not has_rule(eqn.primitive) or eqn.primitive.name in _BY_INDEX:  # without a rule of its own nothing is known
         return False
     rule = rule_for(eqn)
@@ -113,8 +114,8 @@ def is_repeatable(eqn: JaxprEqn) -> bool:
     """Whether a second run makes the same values and does nothing else."""
     if eqn.effects or eqn.primitive.name in _DRAWS:
         return False
-    if is_structured(eqn):
-        return all(is_repeatable(inner) for body in body_jaxprs(eqn) for inner in body.eqns)
+    if is_region(eqn):
+        return all(is_repeatable(inner) for body in bodies_of(eqn) for inner in body.eqns)
     return has_rule(eqn.primitive) or not rule_for(eqn).once
 
 
@@ -137,7 +138,7 @@ class _Costs:
         if self.level == CHEAP or not is_repeatable(eqn):
             return math.inf
         # How often a loop of unknown length runs is not known; it does so again only where everything does.
-        unknown = eqn.primitive.name == "while" and self.level < ALL
+        unknown = kind_of(eqn) == "while" and self.level < ALL
         return math.inf if unknown else self.work.of(eqn) / self.level
 
 

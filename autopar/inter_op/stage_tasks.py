@@ -13,10 +13,10 @@ from typing import Any
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr
 from autopar.inter_op.tasks import Tasks
+from autopar.ir.dataflow import inputs_of, variables
 from autopar.ir.split.accumulate import AccumulatingScan
 from autopar.ir.split.microbatch import Result
-from autopar.ir.split.pieces import Share
-from autopar.ir.structure import inputs_of, variables
+from autopar.ir.split.placement import Placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,13 +30,13 @@ class Slot:
             `"rows"`: stacked over them.
         key: The variable that names it to all tasks.
         var: The variable in the task's own program; of what begins empty, None.
-        share: Of sums and rows: how the microbatches' parts make the whole.
+        placement: Of sums and rows: how the microbatches' parts make the whole.
     """
 
     kind: str
     key: Var
     var: Any
-    share: Share | None = None
+    placement: Placement | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,8 +192,8 @@ class _Builder:
 
 
 def _sum(result: Result, var: Any) -> Slot:
-    return Slot("sum", result.var, var, result.share)
+    return Slot("sum", result.var, var, result.placement)
 
 
 def _rows(result: Result, var: Any) -> Slot:
-    return Slot("rows", result.var, var, result.share)
+    return Slot("rows", result.var, var, result.placement)

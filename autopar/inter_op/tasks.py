@@ -19,8 +19,8 @@ from autopar.inter_op.backward import Backward, Passes, backward_at
 from autopar.inter_op.chain import Chain
 from autopar.inter_op.residuals import CHEAP, Kept
 from autopar.inter_op.update import Update, place_update
+from autopar.ir.dataflow import inputs_of, needed, variables
 from autopar.ir.split.microbatch import Microbatches
-from autopar.ir.structure import inputs_of, needed, variables
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +71,8 @@ class Tasks:
 
     def at_level(self, stage: int, level: float) -> Tasks:
         """The same tasks, but for how much one stage runs again."""
+        if self.behind[stage].level == level:
+            return self
         changed = backward_at(self.passes[stage], level)
         return dataclasses.replace(self, behind=(*self.behind[:stage], changed, *self.behind[stage + 1 :]))
 

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, new_var, replace_eqn
+from autopar.ir.dataflow import inputs_of, needed
 from autopar.ir.split.microbatch import Microbatches
-from autopar.ir.structure import inputs_of, needed
 from autopar.ir.work import num_bytes, num_elements_of
 
 SCALAR_ELEMENTS = 16

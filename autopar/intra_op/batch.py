@@ -12,8 +12,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
+from autopar.ir.dataflow import inputs_of, variables
+from autopar.ir.region import is_region, region_of
 from autopar.ir.rules import ShardingRule
-from autopar.ir.structure import body_jaxprs, is_structured, scan_parts, while_parts
 
 Dims = frozenset[int]
 
@@ -32,8 +33,8 @@ class BatchDims:
     readers: dict[Var, None] = field(default_factory=dict)
 
     def dims(self, atom: object) -> Dims:
-        """Batch dims of a value; none for a literal."""
-        return frozenset() if isinstance(atom, Literal) else self.of.get(atom, frozenset())
+        """Batch dims of a value; none for a literal, or where there is no value."""
+        return self.of.get(atom, frozenset()) if isinstance(atom, Var) else frozenset()
 
     def add(self, var: Var, dims: Dims) -> bool:
         """Record further batch dims; whether that was news."""
@@ -80,7 +81,7 @@ def follow_batch(jaxpr: Jaxpr, rule_of: Mapping[int, ShardingRule], inputs: Mapp
 
 def _follow(jaxpr: Jaxpr, rule_of: Mapping[int, ShardingRule], batch: BatchDims) -> None:
     for eqn in jaxpr.eqns:
-        if is_structured(eqn):
+        if is_region(eqn):
             _follow_region(eqn, rule_of, batch)
             continue
         rule = rule_of[id(eqn)]
@@ -98,49 +99,24 @@ def _follow(jaxpr: Jaxpr, rule_of: Mapping[int, ShardingRule], batch: BatchDims)
 
 
 def _follow_region(eqn: JaxprEqn, rule_of: Mapping[int, ShardingRule], batch: BatchDims) -> None:
-    match eqn.primitive.name:
-        case "scan":
-            parts = scan_parts(eqn)
-            for outer, var in parts.consts:
-                batch.add(var, batch.dims(outer))
-            for outer, var in parts.xs:
-                batch.add(var, frozenset(d - 1 for d in batch.dims(outer) if d > 0))
-            loops = [(outer, (var,), inside, result) for outer, var, inside, result in parts.carries]
-            _follow_carries(parts.body, loops, rule_of, batch)
-            for inside, result in parts.ys:
-                batch.add(result, frozenset(d + 1 for d in batch.dims(inside)))
-        case "while":
-            loop = while_parts(eqn)
-            for outer, var in (*loop.cond_consts, *loop.body_consts):
-                batch.add(var, batch.dims(outer))
-            both = [(outer, (seen, var), inside, result) for outer, seen, var, inside, result in loop.carries]
-            _follow_carries(loop.body, both, rule_of, batch)
-            _follow(loop.cond_body, rule_of, batch)
-        case "cond":
-            for branch in body_jaxprs(eqn):
-                for outer, var in zip(eqn.invars[1:], branch.invars, strict=True):
-                    batch.add(var, batch.dims(outer))
-                _follow(branch, rule_of, batch)
-                for inside, result in zip(branch.outvars, eqn.outvars, strict=True):
-                    batch.add(result, batch.dims(inside))
-        case _:
-            for outer, result in zip(eqn.invars, eqn.outvars, strict=True):
-                batch.add(result, batch.dims(outer))
-
-
-def _follow_carries(body: Jaxpr, loops: list, rule_of: Mapping[int, ShardingRule], batch: BatchDims) -> None:
-    for outer, variables, _, _ in loops:
-        for var in variables:
-            batch.add(var, batch.dims(outer))
+    """Through the bodies, to a fixed point: what is carried has the dims of any trip."""
+    region = region_of(eqn)
+    for b in region.bindings:
+        dims = frozenset(d - 1 for d in batch.dims(b.outer) if d > 0) if b.is_stacked else batch.dims(b.outer)
+        for var in b.variables:
+            batch.add(var, dims)
     changed = True
     while changed:
-        _follow(body, rule_of, batch)
+        for body in region.bodies:
+            _follow(body, rule_of, batch)
         changed = False
-        for _, variables, inside, _ in loops:
-            for var in variables:
-                changed |= batch.add(var, batch.dims(inside))
-    for _, variables, _, result in loops:
-        batch.add(result, batch.dims(variables[-1]))
+        for b in region.carries:
+            for var in b.variables:
+                changed |= batch.add(var, batch.dims(b.value))
+    for b in region.bindings:
+        if b.result is not None:
+            inside = batch.dims(b.outer).union(*map(batch.dims, (*b.variables, *b.values)))
+            batch.add(b.result, frozenset(d + 1 for d in inside) if b.is_stacked else inside)
 
 
 def between_samples(jaxpr: Jaxpr, batch: BatchDims) -> set[Var]:
@@ -158,24 +134,28 @@ def between_samples(jaxpr: Jaxpr, batch: BatchDims) -> set[Var]:
 
 def _mark_after(jaxpr: Jaxpr, batch: BatchDims, after: set[Var]) -> None:
     for eqn in jaxpr.eqns:
-        marked = [not isinstance(a, Literal) and (a in after or bool(batch.dims(a))) for a in eqn.invars]
-        if not any(marked):
+        marked = [a for a in inputs_of(eqn) if a in after or batch.dims(a)]
+        if not marked:
             continue
         after.update(eqn.outvars)
-        for body in body_jaxprs(eqn) if is_structured(eqn) else ():
-            by_place = eqn.primitive.name in ("scan", "cond")
-            pairs = zip(reversed(body.invars), reversed(marked), strict=False)
-            after.update(var for var, mark in pairs if mark or not by_place)
-            _mark_after(body, batch, after)
+        if is_region(eqn):
+            region = region_of(eqn)
+            anyway = region.kind == "while"
+            for b in region.bindings:
+                after.update(var for var in b.variables if anyway or any(b.outer is a for a in marked))
+            for body in region.bodies:
+                _mark_after(body, batch, after)
 
 
 def _mark_before(jaxpr: Jaxpr, batch: BatchDims, before: set[Var]) -> None:
     for eqn in reversed(jaxpr.eqns):
-        marked = [var in before or bool(batch.dims(var)) for var in eqn.outvars]
-        if not any(marked):
+        marked = {var: var in before or bool(batch.dims(var)) for var in eqn.outvars}
+        if not any(marked.values()):
             continue
-        before.update(a for a in eqn.invars if not isinstance(a, Literal))
-        for body in body_jaxprs(eqn) if is_structured(eqn) else ():
-            pairs = zip(body.outvars, marked, strict=False)
-            before.update(a for a, mark in pairs if mark and not isinstance(a, Literal))
-            _mark_before(body, batch, before)
+        before.update(inputs_of(eqn))
+        if is_region(eqn):
+            region = region_of(eqn)
+            for b in region.bindings:
+                before.update(variables(b.values) if marked.get(b.result, b.role == "test") else ())
+            for body in region.bodies:
+                _mark_before(body, batch, before)

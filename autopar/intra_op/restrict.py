@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from autopar._jax import Jaxpr, Literal, Var
-from autopar.errors import ConstraintError
+from autopar._jax import Jaxpr, Var
+from autopar.errors import ConstraintError, warn
 from autopar.intra_op.batch import BatchDims, batch_factors
 from autopar.intra_op.graph import Graph, Node
+from autopar.ir.region import bodies_of, is_region, region_of
 from autopar.ir.source import source_line
-from autopar.ir.structure import body_jaxprs, is_structured
 from autopar.mesh import LogicalMesh, Sharding
 
 
@@ -96,8 +96,8 @@ def pin_node(
 def pin_constraints(jaxpr: Jaxpr, graph: Graph, allowed: Allowed) -> None:
     """Obey every `jax.lax.with_sharding_constraint` in the user's code."""
     for eqn in jaxpr.eqns:
-        if is_structured(eqn):
-            for body in body_jaxprs(eqn):
+        if is_region(eqn):
+            for body in bodies_of(eqn):
                 pin_constraints(body, graph, allowed)
         elif eqn.primitive.name == "sharding_constraint":
             node = graph.nodes[graph.op_node[id(eqn)]]
@@ -120,6 +120,8 @@ def pin_constraints(jaxpr: Jaxpr, graph: Graph, allowed: Allowed) -> None:
 def read_spec(spec: Any, shape: tuple[int, ...], mesh: LogicalMesh, what: str) -> tuple[Sharding, tuple[bool, ...]]:
     """A PartitionSpec as a sharding, and for each dim whether it is left open (`PartitionSpec.UNCONSTRAINED`).
 
+    The axes of a dim are taken in mesh order; one that names them in another is warned of.
+
     Raises:
         ConstraintError: It does not fit the shape or the mesh.
     """
@@ -141,7 +143,14 @@ def read_spec(spec: Any, shape: tuple[int, ...], mesh: LogicalMesh, what: str) -
             parts = int(np.prod([mesh.axis_sizes[a] for a in axes]))
             if shape[dim] % parts:
                 problem = problem or f"dim {dim} has length {shape[dim]}, which {parts} devices do not divide."
-            axes = tuple(a for a in mesh.axis_sizes if a in axes)
+            ordered = tuple(a for a in mesh.axis_sizes if a in axes)
+            if ordered != axes and not problem:
+                warn(
+                    f"{what}: {spec} lays dim {dim} out over {axes}, and the axes of the mesh are in the order "
+                    f"{tuple(mesh.axis_sizes)}. It is split over {ordered}: the same parts, on other devices. Results are the "
+                    "same; for that order give the mesh its axes so, mesh_shape=LogicalMesh(shape, axis_names)."
+                )
+            axes = ordered
         dims.append(axes)
         free.append(open_dim)
     if problem:
@@ -253,17 +262,16 @@ def _ancestors(jaxpr: Jaxpr, batch: BatchDims) -> dict[Var, None]:
 
 def _collect(jaxpr: Jaxpr, batch: BatchDims, found: dict[Var, None]) -> None:
     for eqn in reversed(jaxpr.eqns):
-        pairs: list[tuple[object, Var]] = []
-        if is_structured(eqn):
-            for body in body_jaxprs(eqn):
+        pairs: list[tuple[object, Var | None]] = []
+        if is_region(eqn):
+            region = region_of(eqn)
+            for body in region.bodies:
                 _collect(body, batch, found)
-                pairs += list(zip(reversed(eqn.invars), reversed(body.invars), strict=False))
-            if not body_jaxprs(eqn):
-                pairs = [(a, v) for a, v in zip(eqn.invars, eqn.outvars, strict=True)]
+            pairs = [(b.outer, var) for b in region.bindings for var in b.variables or [b.result]]
         elif not any(batch.dims(a) for a in eqn.invars):
             pairs = [(a, v) for v in eqn.outvars for a in eqn.invars]
         for atom, var in pairs:
-            if var in found and not isinstance(atom, Literal):
+            if var in found and isinstance(atom, Var):
                 found[atom] = None
 
 

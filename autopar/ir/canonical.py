@@ -12,9 +12,9 @@ from collections.abc import Hashable
 from typing import Any
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
+from autopar.ir.region import is_region, region_of
 from autopar.ir.signature import equation_signature
 from autopar.ir.source import is_backward
-from autopar.ir.structure import body_jaxprs, is_structured, trip_count
 
 
 def canonical_key(jaxpr: Jaxpr) -> Hashable:
@@ -37,8 +37,8 @@ def _key(jaxpr: Jaxpr, number: dict[Var, int]) -> Hashable:
 
 
 def _what(eqn: JaxprEqn, number: dict[Var, int]) -> Hashable:
-    if not is_structured(eqn):
+    if not is_region(eqn):
         return equation_signature(eqn)
-    trips = trip_count(eqn) if eqn.primitive.name == "scan" else 0
-    reverse = eqn.params.get("reverse", False)
-    return eqn.primitive.name, trips, reverse, tuple(_key(body, number) for body in body_jaxprs(eqn))
+    region, reverse = region_of(eqn), eqn.params.get("reverse", False)
+    roles = tuple(b.role for b in region.bindings)
+    return region.kind, region.trips, reverse, roles, tuple(_key(body, number) for body in region.bodies)

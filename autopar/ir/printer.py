@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from autopar._jax import Atom, ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var, open_jaxpr
+from autopar._jax import Atom, ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
+from autopar.ir.region import REGIONS, is_region, region_of
 from autopar.ir.source import name_scope, source_line
 
 _SOURCE_COLUMN = 100
@@ -75,22 +76,11 @@ def equations_text(jaxpr: Jaxpr, names: Names, indent: str, source: bool) -> Ite
             scope = name_scope(eqn)
             line = f"{line:{_SOURCE_COLUMN}}  # {source_line(eqn)}{f' {scope}' if scope else ''}"
         yield line
-        for label, body in _bodies(eqn):
+        region = region_of(eqn) if is_region(eqn) else None
+        for label, body in zip(region.labels, region.bodies, strict=True) if region else ():
             yield f"{indent}  {label} {', '.join(map(names.define, body.invars))}:".replace(" :", ":")
             yield from equations_text(body, names, indent + "    ", source)
             yield f"{indent}    -> {' '.join(map(names.use, body.outvars))}"
-
-
-def _bodies(eqn: JaxprEqn) -> list[tuple[str, Jaxpr]]:
-    match eqn.primitive.name:
-        case "scan":
-            return [("body", open_jaxpr(eqn.params["jaxpr"])[0])]
-        case "while":
-            bodies = {"test": eqn.params["cond_jaxpr"], "body": eqn.params["body_jaxpr"]}
-            return [(label, open_jaxpr(body)[0]) for label, body in bodies.items()]
-        case "cond":
-            return [(f"branch {i}", open_jaxpr(body)[0]) for i, body in enumerate(eqn.params["branches"])]
-    return []
 
 
 _BODIES = frozenset(
@@ -109,7 +99,7 @@ def _params(eqn: JaxprEqn) -> str:
 def _shown_params(primitive: str, params: Mapping[str, Any]) -> list[tuple[str, str]]:
     if primitive in ("jit", "pjit"):
         return [("name", params["name"])]
-    hidden = _SILENT | _BODIES if primitive in ("scan", "while", "cond") else _SILENT
+    hidden = _SILENT | _BODIES if primitive in REGIONS else _SILENT
     shown = []
     for name, value in params.items():
         unset = any(value is unset or (isinstance(value, tuple) and value == ()) for unset in _ONLY_IF_SET)

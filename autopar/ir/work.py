@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar._jax import JaxprEqn
+from autopar.ir.region import bodies_of, is_region, trip_count
 from autopar.ir.rules import rule_for
 from autopar.ir.signature import equation_signature
-from autopar.ir.structure import body_jaxprs, is_structured, trip_count
 
 
 class Work:
@@ -25,9 +25,8 @@ class Work:
 
     def of(self, eqn: JaxprEqn) -> float:
         """Operations of an equation, or elements that it makes, whichever is more."""
-        if is_structured(eqn):
-            trips = trip_count(eqn) if eqn.primitive.name == "scan" else 1
-            return trips * sum(sum(self.of_equations(body.eqns)) for body in body_jaxprs(eqn))
+        if is_region(eqn):
+            return trip_count(eqn) * sum(sum(self.of_equations(body.eqns)) for body in bodies_of(eqn))
         signature = equation_signature(eqn)
         if signature not in self._known:
             self._known[signature] = max(rule_for(eqn).flops, float(sum(map(num_elements_of, eqn.outvars))))

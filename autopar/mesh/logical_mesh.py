@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from autopar.errors import DeviceCountError, MeshError
-from autopar.mesh.cluster import Cluster
+from autopar.mesh.cluster import Cluster, more_devices_text
 from autopar.mesh.link import Link
 
 _NEUTRAL = Link(1e-6, 1e10)
@@ -105,14 +105,15 @@ def logical_mesh(cluster: Cluster, shape: tuple[int, ...]) -> LogicalMesh:
             "the mesh does not fit the cluster.",
             given=f"mesh_shape={tuple(shape)} for {cluster.num_devices} devices",
             wrong=f"it has {math.prod(shape)} places.",
-            do=f"choose a shape whose product is {cluster.num_devices}, or pass cluster=Cluster.local(devices=...).",
+            do=f"choose a shape whose product is {cluster.num_devices}, or pass cluster=Cluster.local(devices=...)."
+            + more_devices_text(cluster, math.prod(shape)),
             wanted=math.prod(shape),
             available=cluster.num_devices,
         )
     links, inside = [], 1
     for size in reversed(shape):
         inside *= size
-        links.append(cluster.intra if cluster.devices_per_host % inside == 0 else cluster.inter)
+        links.append((cluster.intra if cluster.devices_per_host % inside == 0 else cluster.inter).within(size))
     return LogicalMesh(tuple(shape), links=tuple(reversed(links)))
 
 
@@ -143,14 +144,17 @@ def logical_meshes(cluster: Cluster, num_devices: int | None = None, max_axes: i
     found = [
         LogicalMesh(
             (*outer, *inner) or (1,),
-            links=(cluster.inter,) * len(outer) + (cluster.intra,) * max(len(inner), not outer),
+            links=(
+                *(cluster.inter.within(size) for size in outer),
+                *(cluster.intra.within(size) for size in inner or (1,) * (not outer)),
+            ),
         )
         for outer in _factorizations(hosts)
         for inner in _factorizations(inside)
         if len(outer) + len(inner) <= max_axes
     ]
     if not found:
-        found = [LogicalMesh((count,), links=(cluster.inter,))]
+        found = [LogicalMesh((count,), links=(cluster.inter.within(count),))]
     return sorted(found, key=lambda mesh: len(mesh.shape))
 
 

@@ -7,7 +7,7 @@ Out:    the local array in its new sharding. One step emits exactly one collecti
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, assert_never
 
 import jax
@@ -43,16 +43,43 @@ def apply_step(array: jax.Array, step: Step, axis_sizes: Mapping[str, int]) -> j
 
 
 def reduce_at_once(arrays: Sequence[jax.Array], kind: str, axes: tuple[str, ...]) -> list[jax.Array]:
-    """All-reduce the results of an operation that may not stay partial, over `axes`; booleans travel as int8."""
+    """All-reduce the results of an operation that may not stay partial, over `axes`.
+
+    Booleans travel as int8, and floats of which the largest or smallest is wanted as integers of their own width.
+    """
     return [_REDUCTIONS[kind](array, axes) for array in arrays]
 
 
 def _all_of(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    return lax.pmin(array.astype(jnp.int8), axes).astype(bool) if array.dtype == bool else lax.pmin(array, axes)
+    if array.dtype == bool:
+        return lax.pmin(array.astype(jnp.int8), axes).astype(bool)
+    return _extreme(array, lambda x: lax.pmin(x, axes), nan_is_last=False)
 
 
 def _any_of(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    return lax.pmax(array.astype(jnp.int8), axes).astype(bool) if array.dtype == bool else lax.pmax(array, axes)
+    if array.dtype == bool:
+        return lax.pmax(array.astype(jnp.int8), axes).astype(bool)
+    return _extreme(array, lambda x: lax.pmax(x, axes), nan_is_last=True)
+
+
+def _extreme(array: jax.Array, reduce: Callable[[jax.Array], jax.Array], nan_is_last: bool) -> jax.Array:
+    """A largest or smallest number of all devices, NaN if one has NaN, which backends may lose (XLA:CPU, NCCL do).
+
+    Floats travel as integers of their width in the same order: the bits, of negative numbers all but the sign turned
+    round. NaN becomes the last integer or the first, which turned back is NaN again.
+    """
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return reduce(array)
+    width = jnp.dtype(f"int{8 * array.dtype.itemsize}")
+    limits = jnp.iinfo(width)
+    ordered = _turned(lax.bitcast_convert_type(array, width))
+    ordered = jnp.where(jnp.isnan(array), jnp.asarray(limits.max if nan_is_last else limits.min, width), ordered)
+    return lax.bitcast_convert_type(_turned(reduce(ordered)), array.dtype)
+
+
+def _turned(bits: jax.Array) -> jax.Array:
+    """Negative integers with all bits but the sign turned round; its own inverse."""
+    return jnp.where(bits < 0, bits ^ jnp.asarray(jnp.iinfo(bits.dtype).max, bits.dtype), bits)
 
 
 def _sum_of(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:

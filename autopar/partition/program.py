@@ -18,7 +18,7 @@ from jax import lax
 from autopar._jax import Literal, Var
 from autopar.cost.steps import Mask
 from autopar.intra_op.sharded import Body, Compute, Fused, Gate, Instruction, Move, Region
-from autopar.ir.structure import scan_parts, while_parts
+from autopar.ir.region import region_of
 from autopar.mesh import Sharding
 from autopar.partition.collectives import apply_fused, apply_step
 from autopar.partition.equation import run_equation
@@ -86,9 +86,10 @@ def _run_instruction(
     """The copies that an instruction makes; its operands wait for `earlier`."""
     match instruction:
         case Move(var, source, target, step):
-            return {(var, target): apply_step(after(copies[var, source], earlier), step, axis_sizes)}
+            array = after(copies[var, source], copies[instruction.earlier] if instruction.earlier else None)
+            return {(var, target): apply_step(after(array, earlier), step, axis_sizes)}
         case Fused(moves):
-            arrays = [copies[move.var, move.source] for move in moves]
+            arrays = [after(copies[m.var, m.source], copies[m.earlier] if m.earlier else None) for m in moves]
             arrays[0] = after(arrays[0], earlier)
             results = apply_fused(arrays, [move.step for move in moves], axis_sizes)
             return {(move.var, move.target): array for move, array in zip(moves, results, strict=True)}
@@ -128,42 +129,31 @@ def _read(copies: Copies, atom: Var | Literal, sharding: Sharding, axis_sizes: M
 def _run_region(
     region: Region, operands: Sequence[jax.Array], axis_sizes: Mapping[str, int], in_order: bool
 ) -> Sequence[jax.Array]:
-    eqn, bodies = region.eqn, region.bodies
-    match eqn.primitive.name:
+    params, parts = region.eqn.params, region_of(region.eqn)
+    runs = [lambda *arrays, body=body: tuple(_run_body(body, arrays, axis_sizes, in_order)) for body in region.bodies]
+    of_role: dict[str, list[jax.Array]] = {role: [] for role in ("test", "const", "carry", "xs", "through")}
+    entering = [b for b in parts.bindings if b.outer is not None]
+    for b, array in zip(entering, operands, strict=True):
+        of_role[b.role].append(array)
+    consts, carries = of_role["const"], tuple(of_role["carry"])
+    match parts.kind:
         case "scan":
-            parts = scan_parts(eqn)
-            num_consts, num_carry = len(parts.consts), len(parts.carries)
-            consts, carry = operands[:num_consts], operands[num_consts : num_consts + num_carry]
 
-            def step(carried, scanned):
-                made = _run_body(bodies[0], (*consts, *carried, *scanned), axis_sizes, in_order)
-                return tuple(made[:num_carry]), tuple(made[num_carry:])
+            def step(carried, rows):
+                made = runs[0](*consts, *carried, *rows)
+                return made[: len(carried)], made[len(carried) :]
 
-            last, stacks = lax.scan(
-                step,
-                tuple(carry),
-                tuple(operands[num_consts + num_carry :]),
-                length=eqn.params["length"],
-                reverse=eqn.params["reverse"],
-                unroll=eqn.params["unroll"],
-            )
+            how = {name: params[name] for name in ("length", "reverse", "unroll")}
+            last, stacks = lax.scan(step, carries, tuple(of_role["xs"]), **how)
             return [*last, *stacks]
         case "while":
-            loop = while_parts(eqn)
-            num_cond, num_body = len(loop.cond_consts), len(loop.body_consts)
-            cond_consts, body_consts = operands[:num_cond], operands[num_cond : num_cond + num_body]
+            num_tests = sum(b.inner[0] is not None for b in parts.consts)
             return lax.while_loop(
-                lambda carried: _run_body(bodies[0], (*cond_consts, *carried), axis_sizes, in_order)[0],
-                lambda carried: tuple(_run_body(bodies[1], (*body_consts, *carried), axis_sizes, in_order)),
-                tuple(operands[num_cond + num_body :]),
+                lambda carried: runs[0](*consts[:num_tests], *carried)[0],
+                lambda carried: runs[1](*consts[num_tests:], *carried),
+                carries,
             )
         case "cond":
-            branches = [
-                lambda *arrays, branch=branch: tuple(_run_body(branch, arrays, axis_sizes, in_order))
-                for branch in bodies
-            ]
-            return lax.switch(operands[0], branches, *operands[1:])
-        case "optimization_barrier":
+            return lax.switch(of_role["test"][0], runs, *consts)
+        case "barrier":
             return lax.optimization_barrier(tuple(operands))
-        case name:
-            raise AssertionError(f"`{name}` has no per-device program.")

@@ -114,9 +114,9 @@ def task_function(
                 array = lax.dynamic_update_index_in_dim(next(stacks), array.astype(border.dtype), number, 0)
             results.append(array[None] if border.sharding.partial else array)
         for border, begun in zip(plan.outputs[num_body:], outputs[num_body:], strict=True):
-            assert border.slot.share is not None, "only sums and rows begin empty"
+            assert border.slot.placement is not None, "only sums and rows begin empty"
             shape = begun.sharding.shard_shape(begun.shape)
-            results.append(first_value(jax.ShapeDtypeStruct(shape, begun.dtype), border.slot.share))
+            results.append(first_value(jax.ShapeDtypeStruct(shape, begun.dtype), border.slot.placement))
         return results
 
     if needs_number:

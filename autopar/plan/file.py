@@ -8,30 +8,32 @@ Method: everything is checked when it is read, so that damage is a `PlanFileErro
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import tempfile
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-import numpy as np
 
 from autopar.errors import AutoparError, PlanFileError
 from autopar.intra_op.sharded import Collective
 from autopar.mesh import Link, LogicalMesh, Sharding
+from autopar.options import SEMANTICS
 from autopar.plan.decision import Cost, Decision, Recomputed, Stage, Submesh, Value
+from autopar.plan.entry import LARGEST, DamageError, Entry, read_json
+from autopar.plan.profile import Crossing, Memory, Profile, Work
 from autopar.plan.words import ARGUMENT_ROLES
 from autopar.streams.instructions import Free, Instruction, Recv, Run, Send
-from autopar.streams.timeline import Event, Timeline
+from autopar.streams.timeline import KINDS, Event, Timeline
 
 FORMAT = "autopar plan"
-VERSION = 4
+VERSION = 5
 """Raised with every change that an older reader cannot take, or that gives choices another meaning."""
 _ROLES = (*ARGUMENT_ROLES, "result", "activation")
-_T = TypeVar("_T")
 
 
 def save_decision(plan: Decision, path: str | Path) -> None:
@@ -74,16 +76,16 @@ def load_decision(path: str | Path) -> Decision:
             path, f"{error.strerror}." if isinstance(error, OSError) and error.strerror else "it is not text."
         ) from error
     try:
-        record = json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise _error(path, f"it is not whole JSON: {error}.") from error
+        record = read_json(text)
+    except DamageError as error:
+        raise _error(path, str(error)) from error
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise _error(path, f'it is JSON, but no plan: "format" is not "{FORMAT}".')
     if record.get("version") != VERSION:
         raise _error(path, f"it is of version {record.get('version')!r}; this autopar reads version {VERSION}.")
     try:
-        return _plan(_Entry(record, ""))
-    except _DamageError as error:
+        return _plan(Entry(record, ""))
+    except DamageError as error:
         raise _error(path, str(error)) from error
 
 
@@ -117,7 +119,7 @@ def _record(plan: Decision) -> dict[str, Any]:
                 "first_device": s.submesh.first,
                 "shape": s.logical_mesh.shape,
                 "axis_names": s.logical_mesh.axis_names,
-                "links": [[l.latency_seconds, _number(l.bytes_per_second)] for l in s.logical_mesh.links],
+                "links": [_link_record(link) for link in s.logical_mesh.links],
                 "layers": s.layers,
                 "choices": s.choices,
                 "operations": s.operations,
@@ -148,6 +150,19 @@ def _record(plan: Decision) -> dict[str, Any]:
             }
             for e in plan.events.events
         ],
+        "work": [{"stage": w.stage, "kind": w.kind, "seconds": w.seconds} for w in plan.profile.work],
+        "memory": [{"mesh": m.mesh, "unit": m.unit, "curve": m.curve, "peak": m.peak} for m in plan.profile.memory],
+        "crossings": [
+            {
+                "source": c.source,
+                "target": c.target,
+                "kind": c.kind,
+                "bytes": c.bytes,
+                "messages": c.messages,
+                "largest": c.largest,
+            }
+            for c in plan.profile.crossings
+        ],
         "alternatives": [list(pair) for pair in plan.alternatives],
         "cost": {
             "step_seconds": cost.step_seconds,
@@ -159,6 +174,7 @@ def _record(plan: Decision) -> dict[str, Any]:
             "optimality_gap": _number(cost.optimality_gap),
             "solver_status": cost.solver_status,
             "planning_seconds": cost.planning_seconds,
+            "exposed_seconds": list(cost.exposed_seconds),
         },
         "collectives": [
             {
@@ -221,166 +237,173 @@ def _dumps(record: dict[str, Any]) -> str:
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-class _DamageError(Exception):
-    """An entry of the file is not what it should be."""
-
-
-class _Entry:
-    """A part of the file and where it stands; reading it checks its type."""
-
-    def __init__(self, value: Any, where: str):
-        self.value, self.where = value, where
-
-    def __getitem__(self, key: str) -> _Entry:
-        where = f"{self.where}.{key}" if self.where else key
-        if not isinstance(self.value, dict):
-            raise _DamageError(f'"{self.where}" is {_short(self.value)}, not an object.')
-        if key not in self.value:
-            raise _DamageError(f'"{where}" is missing.')
-        return _Entry(self.value[key], where)
-
-    def wrong(self, wanted: str) -> _DamageError:
-        return _DamageError(f'"{self.where}" is {_short(self.value)}, not {wanted}.')
-
-    def text(self) -> str:
-        if not isinstance(self.value, str):
-            raise self.wrong("text")
-        return self.value
-
-    def count(self) -> int:
-        if isinstance(self.value, bool) or not isinstance(self.value, int) or self.value < 0:
-            raise self.wrong("a whole number of 0 or more")
-        return self.value
-
-    def number(self) -> float:
-        if self.value == "inf":
-            return math.inf
-        if isinstance(self.value, bool) or not isinstance(self.value, int | float) or not self.value >= 0:
-            raise self.wrong("a number of 0 or more")
-        return self.value
-
-    def one_of(self, known: tuple[str, ...]) -> str:
-        if self.value not in known:
-            raise self.wrong(f"one of {', '.join(known)}")
-        return self.value
-
-    def items(self, read: Callable[[_Entry], _T], length: int | None = None) -> tuple[_T, ...]:
-        if not isinstance(self.value, list) or length not in (None, len(self.value)):
-            raise self.wrong("a list" if length is None else f"a list of {length}")
-        return tuple([read(_Entry(value, f"{self.where}[{k}]")) for k, value in enumerate(self.value)])
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _plan(entry: _Entry) -> Decision:
+def _plan(entry: Entry) -> Decision:
     stages = entry["stages"].items(_stage)
     if not stages:
         raise entry["stages"].wrong("a list of stages")
+    count, schedule = entry["num_microbatches"].count(1), entry["schedule"].text()
+    if schedule == "none" and len(stages) > 1:
+        raise entry["schedule"].wrong(f"the schedule of {len(stages)} stages")
+    bounds = _Bounds(len(stages), count)
     values = entry["values"].items(lambda e: _value(e, _mesh_of(e, stages)))
     streams: dict[int, list[Instruction]] = {}
-    for index, instruction in entry["streams"].items(lambda e: (e["mesh"].count(), _instruction(e))):
+    for index, instruction in entry["streams"].items(lambda e: (bounds.mesh(e["mesh"]), _instruction(e, bounds))):
         streams.setdefault(index, []).append(instruction)
     fingerprints = entry["fingerprints"]
-    if not isinstance(fingerprints.value, dict):
-        raise fingerprints.wrong("an object")
     return Decision(
         name=entry["name"].text(),
         method=entry["method"].text(),
         stages=stages,
-        num_microbatches=entry["num_microbatches"].count(),
-        microbatch_semantics=entry["microbatch_semantics"].text(),
-        schedule=entry["schedule"].text(),
-        parts=entry["parts"].count(),
+        num_microbatches=count,
+        microbatch_semantics=entry["microbatch_semantics"].one_of(SEMANTICS),
+        schedule=schedule,
+        parts=entry["parts"].count(1),
         shardings={v.name: v.sharding.partition_spec() for v in values if v.role in ARGUMENT_ROLES},
-        cost=_cost(entry["cost"], entry["collectives"].items(lambda e: _collective(e, _mesh_of(e, stages)))),
+        cost=_cost(
+            entry["cost"], entry["collectives"].items(lambda e: _collective(e, _mesh_of(e, stages))), len(stages)
+        ),
         values=values,
         streams={index: tuple(stream) for index, stream in streams.items()},
-        events=Timeline(entry["events"].items(_event)),
+        events=Timeline(entry["events"].items(lambda e: _event(e, bounds))),
+        profile=_profile(entry, bounds),
         alternatives=entry["alternatives"].items(_pair),
-        choices=entry["choices"].items(_Entry.count),
-        fingerprints={key: fingerprints[key].text() for key in fingerprints.value},
+        choices=entry["choices"].items(Entry.count),
+        fingerprints={key: fingerprints[key].text() for key in ("program", "cluster", "jax")},
         machine=entry["machine"].text(),
-        budget_bytes=entry["budget_bytes"].number(),
+        budget_bytes=entry["budget_bytes"].number(or_infinite=True),
     )
 
 
-def _mesh_of(entry: _Entry, stages: tuple[Stage, ...]) -> LogicalMesh:
-    stage = entry["stage"].count()
-    if stage >= len(stages):
-        raise entry["stage"].wrong("the number of a stage")
-    return stages[stage].logical_mesh
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """Numbers of a plan that others may not exceed."""
+
+    num_stages: int
+    num_microbatches: int
+
+    def stage(self, entry: Entry) -> int:
+        return entry.below(self.num_stages, "the number of a stage")
+
+    mesh = stage
+    """There are as many meshes as stages, or fewer."""
+
+    def microbatch(self, entry: Entry) -> int:
+        return entry.below(self.num_microbatches, "the number of a microbatch")
 
 
-def _instruction(entry: _Entry) -> Instruction:
+def _mesh_of(entry: Entry, stages: tuple[Stage, ...]) -> LogicalMesh:
+    return stages[entry["stage"].below(len(stages), "the number of a stage")].logical_mesh
+
+
+def _instruction(entry: Entry, bounds: _Bounds) -> Instruction:
     def counts(key: str) -> tuple[int, ...]:
-        return entry[key].items(_Entry.count)
+        return entry[key].items(Entry.count)
 
     match entry["do"].one_of(("run", "send", "receive", "free")):
         case "run":
             return Run(
                 entry["program"].text(),
-                entry["stage"].count(),
-                entry["microbatch"].count(),
+                bounds.stage(entry["stage"]),
+                bounds.microbatch(entry["microbatch"]),
                 counts("inputs"),
                 counts("outputs"),
             )
         case "send":
-            return Send(counts("buffers"), entry["peer"].count(), entry["message"].count())
+            return Send(counts("buffers"), bounds.mesh(entry["peer"]), entry["message"].count())
         case "receive":
-            return Recv(counts("buffers"), entry["peer"].count(), entry["message"].count())
+            return Recv(counts("buffers"), bounds.mesh(entry["peer"]), entry["message"].count())
         case _:
             return Free(counts("buffers"))
 
 
-def _event(entry: _Entry) -> Event:
+def _event(entry: Entry, bounds: _Bounds) -> Event:
+    start, end = entry["start"].number(), entry["end"].number()
+    if end < start:
+        raise entry["end"].wrong("a time after its start")
     return Event(
         entry["name"].text(),
-        entry["kind"].text(),
-        entry["stage"].count(),
-        entry["microbatch"].count(),
-        entry["mesh"].count(),
-        entry["start"].number(),
-        entry["end"].number(),
+        entry["kind"].one_of(KINDS),
+        bounds.stage(entry["stage"]),
+        bounds.microbatch(entry["microbatch"]),
+        bounds.mesh(entry["mesh"]),
+        start,
+        end,
     )
 
 
-def _pair(entry: _Entry) -> tuple[str, str]:
-    first, second = entry.items(_Entry.text, 2)
-    return first, second
+def _profile(entry: Entry, bounds: _Bounds) -> Profile:
+    return Profile(
+        entry["work"].items(lambda e: Work(bounds.stage(e["stage"]), e["kind"].one_of(KINDS), e["seconds"].number())),
+        entry["memory"].items(lambda e: _memory(e, bounds)),
+        entry["crossings"].items(
+            lambda e: Crossing(
+                bounds.stage(e["source"]),
+                bounds.stage(e["target"]),
+                e["kind"].one_of(("forward", "backward", "update")),
+                e["bytes"].count(),
+                e["messages"].count(1),
+                e["largest"].text(),
+            )
+        ),
+    )
 
 
-def _stage(entry: _Entry) -> Stage:
-    shape = entry["shape"].items(_Entry.count)
-    names = entry["axis_names"].items(_Entry.text, len(shape))
-    links = entry["links"].items(lambda e: Link(*e.items(_Entry.number, 2)), len(shape))
+def _memory(entry: Entry, bounds: _Bounds) -> Memory:
+    curve = entry["curve"].items(lambda e: e.pair(Entry.number, Entry.count))
+    if any(later < earlier for (earlier, _), (later, _) in itertools.pairwise(curve)):
+        raise entry["curve"].wrong("a curve")
+    return Memory(
+        bounds.mesh(entry["mesh"]),
+        entry["unit"].one_of(("seconds", "operations")),
+        curve,
+        entry["peak"].items(lambda e: e.pair(Entry.text, Entry.count)),
+    )
+
+
+def _pair(entry: Entry) -> tuple[str, str]:
+    return entry.pair(Entry.text, Entry.text)
+
+
+def _link_record(link: Link) -> list[Any]:
+    rates = _number(link.bytes_per_second), _number(link.switch_bytes_per_second)
+    return [link.latency_seconds, *rates, int(link.has_short_messages)]
+
+
+def _stage(entry: Entry) -> Stage:
+    shape = entry["shape"].items(Entry.count)
+    names = entry["axis_names"].items(Entry.text, len(shape))
     try:
+        links = entry["links"].items(_link, len(shape))
         mesh = LogicalMesh(shape, names, links)
     except AutoparError as error:
         raise entry.wrong(f"a mesh: {error.wrong or error.summary}") from error
-    if (
-        not shape
-        or math.prod(shape) != entry["num_devices"].count()
-        or len(set(names)) < len(names)
-        or not math.prod(shape)
-    ):
+    if mesh.num_devices != entry["num_devices"].count(1):
         raise entry["shape"].wrong("the shape of a mesh of num_devices devices")
-    first, last = entry["operations"].items(_Entry.text, 2)
+    layers = entry["layers"].items(Entry.count)
+    if not layers:
+        raise entry["layers"].wrong("a list of layers")
+    first, last = entry["operations"].items(Entry.text, 2)
     return Stage(
         Submesh(mesh.num_devices, entry["first_device"].count()),
         mesh,
-        entry["layers"].items(_Entry.count),
-        entry["choices"].items(_Entry.count),
+        layers,
+        entry["choices"].items(Entry.count),
         (first, last),
         _recomputed(entry["recomputed"]),
     )
 
 
-def _recomputed(entry: _Entry) -> Recomputed:
+def _link(entry: Entry) -> Link:
+    if not isinstance(entry.value, list) or len(entry.value) != 4:
+        raise entry.wrong("a list of 4")
+    latency, rate, switch, short = (Entry(value, f"{entry.where}[{k}]") for k, value in enumerate(entry.value))
+    rates = rate.number(or_infinite=True), switch.number(or_infinite=True)
+    return Link(latency.number(), *rates, bool(short.count()))
+
+
+def _recomputed(entry: Entry) -> Recomputed:
     return Recomputed(
-        entry["level"].number(),
+        entry["level"].number(or_infinite=True),
         entry["operations"].count(),
         entry["seconds"].number(),
         entry["kept_bytes"].count(),
@@ -388,13 +411,11 @@ def _recomputed(entry: _Entry) -> Recomputed:
     )
 
 
-def _value(entry: _Entry, mesh: LogicalMesh) -> Value:
-    shape = entry["shape"].items(_Entry.count)
-    dtype = entry["dtype"].text()
-    try:
-        np.dtype(jax.numpy.dtype(dtype))
-    except TypeError as error:
-        raise entry["dtype"].wrong("an element type") from error
+def _value(entry: Entry, mesh: LogicalMesh) -> Value:
+    shape = entry["shape"].items(Entry.count)
+    if math.prod(shape) > LARGEST:
+        raise entry["shape"].wrong("the shape of an array")
+    dtype = _dtype(entry["dtype"])
     sharding = Sharding(entry["dims"].items(lambda e: _axes(e, mesh), len(shape)), _axes(entry["partial"], mesh))
     used = [axis for axes in (*sharding.dims, sharding.partial) for axis in axes]
     if len(set(used)) < len(used) or not sharding.is_valid(shape, mesh):
@@ -402,11 +423,23 @@ def _value(entry: _Entry, mesh: LogicalMesh) -> Value:
     return Value(entry["name"].text(), entry["role"].one_of(_ROLES), shape, dtype, sharding, entry["stage"].count())
 
 
-def _axes(entry: _Entry, mesh: LogicalMesh) -> tuple[str, ...]:
+def _dtype(entry: Entry) -> str:
+    """The name of an element type, as JAX writes it."""
+    name = entry.text()
+    try:
+        is_one = str(jax.numpy.dtype(name)) == name and jax.numpy.dtype(name).itemsize > 0
+    except (TypeError, ValueError, SyntaxError):
+        is_one = False
+    if not is_one:
+        raise entry.wrong("an element type")
+    return name
+
+
+def _axes(entry: Entry, mesh: LogicalMesh) -> tuple[str, ...]:
     return entry.items(lambda e: e.one_of(mesh.axis_names))
 
 
-def _collective(entry: _Entry, mesh: LogicalMesh) -> Collective:
+def _collective(entry: Entry, mesh: LogicalMesh) -> Collective:
     kind = entry["kind"].one_of(("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"))
     return Collective(
         kind,
@@ -418,9 +451,9 @@ def _collective(entry: _Entry, mesh: LogicalMesh) -> Collective:
     )
 
 
-def _cost(entry: _Entry, collectives: tuple[Collective, ...]) -> Cost:
-    peak_bytes = entry["peak_bytes"].items(_Entry.count)
-    if not peak_bytes:
+def _cost(entry: Entry, collectives: tuple[Collective, ...], num_stages: int) -> Cost:
+    peak_bytes = entry["peak_bytes"].items(Entry.count)
+    if len(peak_bytes) != num_stages:
         raise entry["peak_bytes"].wrong("a list of bytes per stage")
     return Cost(
         step_seconds=entry["step_seconds"].number(),
@@ -430,7 +463,8 @@ def _cost(entry: _Entry, collectives: tuple[Collective, ...]) -> Cost:
         peak_bytes=peak_bytes,
         argument_bytes=entry["argument_bytes"].count(),
         collectives=collectives,
-        optimality_gap=entry["optimality_gap"].number(),
+        optimality_gap=entry["optimality_gap"].number(or_infinite=True),
         solver_status=entry["solver_status"].text(),
         planning_seconds=entry["planning_seconds"].number(),
+        exposed_seconds=entry["exposed_seconds"].items(Entry.number, len(collectives)),
     )

@@ -27,7 +27,7 @@ def machine_text(cluster: Cluster) -> str:
 def mesh_text(mesh: LogicalMesh) -> str:
     """Axes with their sizes and links."""
     return ", ".join(
-        f"{axis}={size} ({seconds_text(link.latency_seconds)}, {bytes_text(link.bytes_per_second)}/s)"
+        f"{axis}={size} ({seconds_text(link.latency_seconds)}, {rate_text(link.bytes_per_second)})"
         for axis, size, link in zip(mesh.axis_names, mesh.shape, mesh.links, strict=True)
     )
 
@@ -49,7 +49,14 @@ def type_text(shape: Sequence[int], dtype: str) -> str:
 
 def bytes_text(num_bytes: float) -> str:
     """Such as "4.1 kB", decimal prefixes."""
+    if num_bytes == math.inf:
+        return "unlimited"
     return f"{num_bytes:.0f} B" if num_bytes < 999.5 else _with_prefix(num_bytes / 1000, ("kB", "MB", "GB", "TB", "PB"))
+
+
+def rate_text(bytes_per_second: float) -> str:
+    """Such as "450 GB/s"."""
+    return "unlimited" if bytes_per_second == math.inf else f"{bytes_text(bytes_per_second)}/s"
 
 
 def seconds_text(seconds: float) -> str:

@@ -52,7 +52,7 @@ def find_limit(events: Sequence[Event]) -> Limit | None:
     busy = {mesh: sum(e.end - e.start for e in of_mesh) for mesh, of_mesh in runs.items()}
     mesh = max(busy, key=lambda m: (busy[m], -m))
     own = runs[mesh]
-    looped = [e for e in own if e.kind != "U"] or own
+    looped = [e for e in own if e.kind in ("F", "B", "W")] or own
     first, last = min(e.start for e in looped), max(e.end for e in looped)
     end = max(e.end for e in events)
 

@@ -61,13 +61,17 @@ def _facts(plan: Decision) -> Iterable[tuple[str, str]]:
         yield "machine", plan.machine
     if plan.schedule == "none":
         yield "mesh", mesh_text(plan.mesh)
-        idle = "(no overlap assumed)"
+        hidden = cost.communication_seconds - cost.exposed_communication_seconds
+        is_some = hidden > 1e-3 * cost.communication_seconds
+        idle = f"({seconds_text(hidden)} more hidden behind it)" if is_some else "(none of it hidden)"
     else:
-        yield "pipeline", f"{count_text(len(plan.stages), 'stage')}, schedule {plan.schedule}"
+        yield "pipeline", f"{_stages_text(plan)}, schedule {plan.schedule}"
         share = cost.bubble_seconds / cost.step_seconds if cost.step_seconds else 0.0
         idle = f"+ {seconds_text(cost.bubble_seconds)} waiting ({share:.0%}; simulated, on average over the devices)"
     if plan.num_microbatches > 1:
         yield "microbatches", _microbatches(plan)
+    if _nothing_is_split(plan):
+        yield "split", f"nothing: this step is too small, all {plan.mesh.num_devices} devices compute the same"
     if any(stage.recomputed.level for stage in plan.stages):
         more = sum(stage.recomputed.seconds for stage in plan.stages)
         yield "recomputed", f"{levels_text(plan)}; {seconds_text(more)} of work, all stages together"
@@ -75,7 +79,7 @@ def _facts(plan: Decision) -> Iterable[tuple[str, str]]:
         "step time",
         (
             f"{seconds_text(cost.step_seconds)} predicted = {seconds_text(cost.compute_seconds)} compute + "
-            f"{seconds_text(cost.communication_seconds)} communication {idle}"
+            f"{seconds_text(cost.exposed_communication_seconds)} communication {idle}"
         ),
     )
     if plan.schedule != "none":
@@ -92,6 +96,19 @@ def _facts(plan: Decision) -> Iterable[tuple[str, str]]:
     yield "planning", seconds_text(cost.planning_seconds)
     for k, text in enumerate(_also_tried(plan)):
         yield "" if k else "also tried", text
+
+
+def _nothing_is_split(plan: Decision) -> bool:
+    """Whether every device holds all of every value, where there are several on one mesh."""
+    is_one_mesh = plan.schedule == "none" and plan.mesh.num_devices > 1
+    return is_one_mesh and not plan.cost.collectives and not any(any(v.sharding.dims) for v in plan.values)
+
+
+def _stages_text(plan: Decision) -> str:
+    """How many stages, and how many of them share a mesh where they do."""
+    num_stages, num_meshes = len(plan.stages), len({stage.submesh for stage in plan.stages})
+    text = count_text(num_stages, "stage")
+    return text if num_meshes == num_stages else f"{text} on {num_meshes} meshes, {num_stages // num_meshes} on each"
 
 
 def _limited_by(plan: Decision) -> Iterable[tuple[str, str]]:
@@ -137,7 +154,7 @@ def _also_tried(plan: Decision) -> list[str]:
     return lines + [f"{what}: {outcome}" for what, outcome in failed.items()]
 
 
-_SECONDS = re.compile(r"([0-9.]+e[+-]?[0-9]+) s")
+_SECONDS = re.compile(r"([0-9]+(?:\.[0-9]+)?e[+-]?[0-9]+) s")
 """An outcome that is a time, as the planner writes it."""
 
 
@@ -181,8 +198,8 @@ def _stages(plan: Decision) -> Table:
         mesh = ", ".join(
             f"{a}={n}" for a, n in zip(stage.logical_mesh.axis_names, stage.logical_mesh.shape, strict=True)
         )
-        busy = sum(e.end - e.start for e in plan.events.events if e.mesh == number and e.kind != "transfer")
-        sends = sum(e.end - e.start for e in plan.events.events if e.mesh == number and e.kind == "transfer")
+        busy = sum(e.end - e.start for e in plan.events.events if e.stage == number and e.kind != "transfer")
+        sends = sum(e.end - e.start for e in plan.events.events if e.stage == number and e.kind == "transfer")
         peak = bytes_text(plan.cost.peak_bytes[number])
         again = _recomputed(stage.recomputed) if recomputes else ()
         rows.append(
@@ -245,25 +262,34 @@ def _activations(plan: Decision) -> Table:
 
 def _collectives(plan: Decision) -> Table:
     totals: dict[tuple[str, tuple[str, ...], str], list[float]] = {}
-    for c in plan.cost.collectives:
-        total = totals.setdefault((c.kind, c.axes, c.operation), [0, 0, 0.0])
+    for c, exposed in zip(plan.cost.collectives, plan.cost.exposed_seconds, strict=True):
+        total = totals.setdefault((c.kind, c.axes, c.operation), [0, 0, 0.0, 0.0])
+        total[3] += exposed
         total[0] += c.times
         total[1] += c.times * c.bytes
         total[2] += c.times * collective_seconds(c.kind, c.bytes, c.axes, plan.stages[c.stage].logical_mesh)
     order = sorted(totals.items(), key=lambda item: -item[1][2])
     rows = [
-        (kind, ",".join(axes), str(times), bytes_text(num_bytes), seconds_text(seconds), operation)
-        for (kind, axes, operation), (times, num_bytes, seconds) in order
+        (
+            kind,
+            ",".join(axes),
+            str(times),
+            bytes_text(num_bytes),
+            seconds_text(seconds),
+            seconds_text(exposed),
+            operation,
+        )
+        for (kind, axes, operation), (times, num_bytes, seconds, exposed) in order
     ]
     note = "none: no device waits for another" if not rows else ""
     if len(rows) > MAX_ROWS:
-        rest = sum(seconds for _, (_, _, seconds) in order[MAX_ROWS:])
+        rest = sum(total[2] for _, total in order[MAX_ROWS:])
         note = f"and {len(rows) - MAX_ROWS} more, {seconds_text(rest)} together: plan.cost.collectives has them all"
     return Table(
         "Communication in one step",
-        ("collective", "axes", "times", "bytes", "seconds", "for"),
+        ("collective", "axes", "times", "bytes", "seconds", "exposed", "for"),
         tuple(rows[:MAX_ROWS]),
-        (2, 3, 4),
+        (2, 3, 4, 5),
         note,
     )
 

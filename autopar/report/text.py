@@ -33,6 +33,7 @@ def page_text(page: Page) -> str:
         width=WIDTH,
         color_system=None,
         force_terminal=False,
+        force_jupyter=False,  # there rich displays what it is asked to write
         legacy_windows=False,
         markup=False,
         highlight=False,

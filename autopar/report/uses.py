@@ -12,8 +12,8 @@ from autopar._jax import JaxprEqn, Var
 from autopar.cost import collective_seconds
 from autopar.cost.steps import step_kind
 from autopar.intra_op.sharded import Body, Compute, Fused, Move, Region, describe, move_bytes
+from autopar.ir.region import kind_of, trip_count
 from autopar.ir.source import is_backward
-from autopar.ir.structure import trip_count
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.plan.words import bytes_text, seconds_text
 
@@ -27,7 +27,7 @@ def readers(body: Body, var: Var, times: int = 1) -> Iterator[tuple[str, Shardin
                     if atom is var:
                         yield describe_phase(eqn), sharding, times
             case Region(eqn, operands, _, bodies):
-                is_scan = eqn.primitive.name == "scan"
+                is_scan = kind_of(eqn) == "scan"
                 for k, (atom, sharding) in enumerate(zip(eqn.invars, operands, strict=True)):
                     if atom is var and is_scan:
                         yield from readers(bodies[0], bodies[0].inputs[k][0], times * trip_count(eqn))
@@ -44,7 +44,7 @@ def conversions(body: Body, var: Var, mesh: LogicalMesh, times: int = 1) -> Iter
                     yield _move_text(instruction, mesh, times, 0)
             case Fused(moves):
                 yield from (_move_text(m, mesh, times, len(moves) - 1) for m in moves if m.var is var)
-            case Region(eqn, _, _, bodies) if eqn.primitive.name == "scan":
+            case Region(eqn, _, _, bodies) if kind_of(eqn) == "scan":
                 for k, atom in enumerate(eqn.invars):
                     if atom is var:
                         yield from conversions(bodies[0], bodies[0].inputs[k][0], mesh, times * trip_count(eqn))

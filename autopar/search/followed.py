@@ -18,8 +18,8 @@ from autopar.errors import BatchError, MicrobatchError, PipelineError
 from autopar.inter_op.cut import CutStep, cut_step
 from autopar.inter_op.stage_program import stage_program
 from autopar.inter_op.tasks import make_tasks
+from autopar.ir.dataflow import inputs_of
 from autopar.ir.program import Program
-from autopar.ir.structure import inputs_of
 from autopar.ir.trace.state import Roles
 from autopar.ir.work import num_bytes
 from autopar.mesh import Cluster, Sharding

@@ -141,7 +141,8 @@ class PipelineParallel(_StageSettings):
     """Cut the step into pipeline stages on equal submeshes; how each stage is sharded on its own is found.
 
     Attributes:
-        num_stages: How many; None: one more than the `mark_stage`s in the step.
+        num_stages: How many; None: one more than the `mark_stage`s in the step. With `"interleaved"`, how many meshes:
+            each of them holds two stages.
         schedule: `"gpipe"`, `"1f1b"`, `"interleaved"`, `"zb-h1"`, `"inference"`, or an object with `name` and
             `order(num_stages, num_microbatches)`.
         num_microbatches: None: four for each stage, or what divides the batch below that.
@@ -185,7 +186,7 @@ class ThreeD(_StageSettings):
     Attributes:
         data: Each stage's samples are split over so many devices.
         tensor: Each stage's operations are split over so many devices otherwise.
-        pipeline: Number of stages.
+        pipeline: Number of stages; with `"interleaved"`, of meshes, which hold two stages each.
         num_microbatches: None: four for each stage, or what divides the batch below that.
         schedule: As of `PipelineParallel`.
     """

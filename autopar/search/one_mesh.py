@@ -26,7 +26,8 @@ from autopar.intra_op.restrict import (
 )
 from autopar.intra_op.shard import Sharded, shard
 from autopar.ir.program import Program
-from autopar.ir.rewrite.branches_in_two import branches_in_two
+from autopar.ir.rewrite.fission import behind_gradients
+from autopar.ir.rewrite.late_narrowing import narrow_late
 from autopar.ir.split.accumulate import accumulate
 from autopar.ir.split.microbatch import split_microbatches
 from autopar.ir.trace.state import Roles
@@ -51,7 +52,7 @@ def in_microbatches(program: Program, roles: Roles, count: int, semantics: str) 
     if count == 1:
         return program
     names = ", ".join(dict.fromkeys(program.in_paths[k].split("/")[0] for k in roles.batch))
-    program = dataclasses.replace(program, jaxpr=branches_in_two(program.jaxpr))
+    program = dataclasses.replace(program, jaxpr=narrow_late(behind_gradients(program.jaxpr)))
     split = split_microbatches(program.jaxpr, count, roles.batch, semantics == "per_microbatch", names)
     accumulated = dataclasses.replace(program, jaxpr=accumulate(program.jaxpr, split))
     dump("microbatches", str(accumulated))
@@ -137,7 +138,9 @@ def check_batch(program: Program, roles: Roles, mesh: LogicalMesh) -> None:
                 "the batch does not divide over the devices.",
                 given=f"{program.in_paths[leaf]} with {size} samples, {mesh.num_devices} devices",
                 wrong=f"{size} is no multiple of {mesh.num_devices}.",
-                do="change the batch size, or use Auto(), which splits other dims where the batch does not divide.",
+                do=f"pass batches of a multiple of {mesh.num_devices} samples: where the last one of an epoch is smaller, "
+                "drop it, or pad it and leave the padding out of the loss by a mask. Or use Auto(), which splits other dims "
+                "where the batch does not divide.",
                 size=size,
             )
 

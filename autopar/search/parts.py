@@ -17,8 +17,8 @@ from autopar.inter_op.chain import MAX_SEGMENTS, least_largest
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.residuals import CHEAP
 from autopar.ir.program import Program
-from autopar.ir.split.unstack import layer_count
-from autopar.ir.structure import trip_count
+from autopar.ir.region import kind_of, trip_count
+from autopar.ir.split.layers import layer_count
 from autopar.ir.trace.state import Roles
 from autopar.streams.assemble import PipelinePlan
 
@@ -37,7 +37,7 @@ def even_parts(cut: CutStep, num_stages: int) -> int:
     count, chain = cut.stacks.count, cut.chain
     of_length: dict[int, list[int]] = {}
     for eqn, segment, is_behind in zip(chain.loop.eqns, chain.segment, chain.backward, strict=True):
-        if eqn.primitive.name == "scan" and not is_behind and segment >= 0:
+        if kind_of(eqn) == "scan" and not is_behind and segment >= 0:
             of_length.setdefault(trip_count(eqn), []).append(segment)
     if count < 2 or chain.marks or not of_length or num_stages > chain.num_segments:
         return count

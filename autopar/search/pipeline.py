@@ -9,6 +9,7 @@ Method: phases, segments, tasks, one program per stage, each sharded on its own 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
@@ -115,8 +116,9 @@ def _shard_stages(
     """Each stage on the best of its meshes; the parts of one stack alike."""
     stages: list[StagePlan] = []
     same = SameStacks(cut)
-    for program, candidates in zip(programs, meshes, strict=True):
-        made = best_stage(program, candidates, cluster, options, solved, restrict, all_again)
+    for number, (program, candidates) in enumerate(zip(programs, meshes, strict=True)):
+        with _naming(f"stage {number} of {len(programs)}"):
+            made = best_stage(program, candidates, cluster, options, solved, restrict, all_again)
         pins = same.pins(program, made)
         if pins:
             further, key = restrict(program, made.mesh)
@@ -125,6 +127,16 @@ def _shard_stages(
         same.add(program, made)
         stages.append(made)
     return stages
+
+
+@contextlib.contextmanager
+def _naming(stage: str) -> Iterator[None]:
+    """What is infeasible says of which stage."""
+    try:
+        yield
+    except InfeasibleError as error:
+        given = f"{stage}, {error.given}"
+        raise InfeasibleError(error.summary, given=given, wrong=error.wrong, do=error.do, **error.facts) from error
 
 
 def _run_again_what_does_not_fit(planned: PipelinePlan, cluster: Cluster, budget: float) -> PipelinePlan:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from autopar.errors import (
-    PlanFileError,
-)
+from autopar.errors import AutoparError, PlanFileError
 from autopar.inter_op.cut import cut_step
 from autopar.inter_op.stage_plan import lower_stage
 from autopar.inter_op.stage_program import stage_program
@@ -55,8 +53,27 @@ def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, pl
     Raises:
         PlanFileError: The plan's choices do not give what the plan says: the file was edited.
     """
-    if plan.schedule != "none":
-        return _restore_stages(program, roles, cluster, method, plan)
+    _check_devices(cluster, plan)
+    attach = _attach_one_mesh if plan.schedule == "none" else _attach_stages
+    try:
+        return attach(program, roles, cluster, method, plan)
+    except PlanFileError:
+        raise
+    except AutoparError as error:  # the program is the plan's, so that what cannot be done with it was edited
+        raise _not_these_choices(plan, f"{error.summary.rstrip('.')} ({error.wrong.rstrip('.')})") from error
+    except AssertionError as error:
+        raise _not_these_choices(plan, f"they fit no program: {error}") from error
+
+
+def _check_devices(cluster: Cluster, plan: Plan) -> None:
+    """Stages must be on devices that there are."""
+    for number, stage in enumerate(plan.stages):
+        if stage.submesh.first + stage.submesh.num_devices > cluster.num_devices:
+            where = f"stage {number} is on {stage.submesh.num_devices} devices from {stage.submesh.first}"
+            raise _not_these_choices(plan, f"{where}, and there are {cluster.num_devices}")
+
+
+def _attach_one_mesh(program: Program, roles: Roles, cluster: Cluster, method: Method, plan: Plan) -> Plan:
     mesh = plan.mesh
     step, program = program, in_microbatches(program, roles, plan.num_microbatches, plan.microbatch_semantics)
     graph = build_graph(program.jaxpr, mesh, roles.aliases, roles.batch)
@@ -84,19 +101,11 @@ def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, pl
         plan.cost.solver_status,
         "file",
     )
-    try:
-        sharded = read_off(
-            program.jaxpr, graph, plan.choices, class_of, problem, solution, allowed, cluster.device, roles.donated
-        )
-    except AssertionError as error:
-        raise _not_these_choices(plan, f"they fit no program: {error}") from error
+    sharded = read_off(
+        program.jaxpr, graph, plan.choices, class_of, problem, solution, allowed, cluster.device, roles.donated
+    )
     fresh = describe(step, program, roles, cluster, method, mesh, sharded, plan.cost.planning_seconds)
-    for what, now, was in (
-        ("shardings", fresh.values, plan.values),
-        ("collectives", fresh.cost.collectives, plan.cost.collectives),
-    ):
-        if _unnamed(now) != _unnamed(was):
-            raise _not_these_choices(plan, f"they give other {what} than it lists")
+    _check_same(plan, fresh)
     # Names hold source lines, which may have moved since; everything else is as it was planned.
     return dataclasses.replace(
         plan,
@@ -107,20 +116,24 @@ def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, pl
     )
 
 
-def _restore_stages(program: Program, roles: Roles, cluster: Cluster, method: Method, plan: Plan) -> Plan:
-    try:
-        pipeline = _pipeline_of_choices(program, roles, cluster, method, plan)
-    except AssertionError as error:
-        raise _not_these_choices(plan, f"they fit no program: {error}") from error
+def _attach_stages(program: Program, roles: Roles, cluster: Cluster, method: Method, plan: Plan) -> Plan:
+    pipeline = _pipeline_of_choices(program, roles, cluster, method, plan)
     fresh = describe_pipeline(program, roles, cluster, method, pipeline, 0.0)
+    _check_same(plan, fresh)
+    return dataclasses.replace(plan, shardings=fresh.shardings, values=fresh.values, origin=fresh.origin)
+
+
+def _check_same(plan: Plan, fresh: Plan) -> None:
+    """What the choices give now is what the file lists."""
     for what, now, was in (
         ("shardings", _unnamed(fresh.values), _unnamed(plan.values)),
         ("collectives", _unnamed(fresh.cost.collectives), _unnamed(plan.cost.collectives)),
         ("instructions", list(fresh.streams.items()), list(plan.streams.items())),
+        ("stages", [s.submesh for s in fresh.stages], [s.submesh for s in plan.stages]),
+        ("layers", [s.layers for s in fresh.stages], [s.layers for s in plan.stages]),
     ):
         if now != was:
             raise _not_these_choices(plan, f"they give other {what} than it lists")
-    return dataclasses.replace(plan, shardings=fresh.shardings, values=fresh.values, origin=fresh.origin)
 
 
 def plan_of_choices(

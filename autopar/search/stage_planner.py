@@ -24,8 +24,8 @@ from autopar.ir.program import Program
 from autopar.ir.source import is_backward
 from autopar.ir.trace.flatten import is_recomputed
 from autopar.ir.trace.state import Roles
-from autopar.mesh import Cluster, LogicalMesh, logical_meshes
-from autopar.search.methods import PipelineParallel, ThreeD
+from autopar.mesh import Cluster, LogicalMesh, logical_meshes, more_devices_text
+from autopar.search.methods import PipelineParallel, ThreeD, method_text
 from autopar.search.parts import even_parts, parts_apart
 from autopar.search.pipeline import plan_pipeline
 from autopar.search.solve_stages import Solved
@@ -77,7 +77,7 @@ def pipeline_of(
 
     def cut_in(parts: int) -> CutStep:
         cut = cut_step(program, roles, parts, count, options.microbatch_semantics)
-        check_stage_count(cut, num_stages)
+        check_stage_count(cut, num_stages, num_chunks(schedule))
         return cut
 
     def plan(cut: CutStep, beat: float) -> PipelinePlan:
@@ -176,20 +176,34 @@ def _check_marks(cut: CutStep, num_stages: int) -> None:
 
 
 def _submesh_sizes(method: PipelineParallel | ThreeD, num_stages: int, cluster: Cluster) -> list[int]:
+    """Devices of each stage; of a schedule with several chunks on each mesh, of each mesh.
+
+    Raises:
+        DeviceCountError: There are more or fewer devices.
+    """
+    available = cluster.num_devices
     if isinstance(method, ThreeD):
         sizes = [method.data * method.tensor] * num_stages
-        text = f"ThreeD(data={method.data}, tensor={method.tensor}, pipeline={method.pipeline})"
+        taken = f"{num_stages} stages of {sizes[0]} devices take {sum(sizes)}"
+    elif method.submeshes:
+        sizes = list(method.submeshes)
+        taken = f"the submeshes take {sum(sizes)}"
     else:
-        sizes = list(method.submeshes or [cluster.num_devices // num_stages] * num_stages)
-        text = f"PipelineParallel(num_stages={num_stages}, submeshes={method.submeshes})"
-    if sum(sizes) != cluster.num_devices or min(sizes) < 1:
+        sizes = [available // num_stages] * num_stages
+        taken = f"{num_stages} stages take at least {num_stages}"
+        if available >= num_stages:
+            taken = f"{num_stages} stages do not get equally many of them"
+    if sum(sizes) != available or min(sizes) < 1:
+        wanted = max(sum(sizes), num_stages)
+        own = ", or give each stage its own number, submeshes=(1, 2, ...)" if wanted < available else ""
         raise DeviceCountError(
             "the stages do not fit the cluster.",
-            given=f"{text} for {cluster.num_devices} devices",
-            wrong=f"they take {sum(sizes)} devices.",
-            do="choose numbers whose product (or sum, of submeshes) is the number of devices.",
-            wanted=sum(sizes),
-            available=cluster.num_devices,
+            given=f"{method_text(method)} on {cluster}",
+            wrong=f"there {'is 1 device' if available == 1 else f'are {available} devices'}, and {taken}.",
+            do=f"choose numbers whose product (or sum, of submeshes) is the number of devices{own}."
+            + more_devices_text(cluster, wanted),
+            wanted=wanted,
+            available=available,
         )
     return sizes
 

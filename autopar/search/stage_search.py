@@ -20,7 +20,7 @@ from autopar.inter_op.chain import balanced_borders
 from autopar.inter_op.cut import CutStep, check_stage_count, cut_step
 from autopar.inter_op.slicing import slice_stages
 from autopar.ir.program import Program
-from autopar.ir.split.unstack import layer_count
+from autopar.ir.split.layers import layer_count
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Options
@@ -285,7 +285,7 @@ def _plan(
     num_stages = len(candidate.sizes) * chunks
     anew = firsts is None or chunks > 1
     cut = cut_for(candidate.count, candidate.parts or num_stages if anew else MAX_LAYERS)
-    check_stage_count(cut, num_stages)
+    check_stage_count(cut, num_stages, chunks)
     borders = balanced_borders(cut.chain, num_stages) if anew else tuple(layers[first] for first in firsts or ())
     return plan_pipeline(cut, borders, candidate.meshes * chunks, cluster, schedule, options, solved, beat=beat)
 

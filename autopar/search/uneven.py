@@ -15,7 +15,7 @@ import numpy as np
 from autopar._jax import JaxprEqn
 from autopar.inter_op.cut import CutStep
 from autopar.intra_op.sharded import describe
-from autopar.ir.structure import scan_parts, trip_count
+from autopar.ir.region import kind_of, region_of, trip_count
 from autopar.ir.work import Work
 
 UNEVEN = 1.5
@@ -62,12 +62,11 @@ def _largest(cut: CutStep, first: int, last: int) -> tuple[JaxprEqn, float]:
 
 def _why_whole(cut: CutStep, eqn: JaxprEqn) -> str:
     """Why a loop is not taken apart between layers; "": it is none, or it was."""
-    name = eqn.primitive.name
-    if name == "while":
+    if kind_of(eqn) == "while":
         return "how many turns a while loop takes is known only when it runs"
-    if name != "scan" or trip_count(eqn) < 2:
+    if trip_count(eqn) < 2:
         return ""
-    if not scan_parts(eqn).xs:
+    if not region_of(eqn).xs:
         return "it runs over no stack of layers, such as weights that lax.scan takes as `xs`"
     if cut.stacks.count < 2:
         return "no weights are stacked that it alone reads, layer by layer: its turns share them, or they are also read whole"

@@ -13,10 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+KINDS = ("F", "B", "W", "U", "init", "transfer")
+"""Forward, backward, weight gradients, update; what a stage makes before its first microbatch; messages."""
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One bar of the timeline; times in seconds from the beginning of the step."""
+    """One bar of the timeline, of a kind of `KINDS`; times in seconds from the beginning of the step."""
 
     name: str
     kind: str
@@ -96,7 +99,7 @@ def timetable_text(events: Sequence[Event], width: int = 100) -> str:
             if e.mesh == mesh:
                 first = min(width - 1, int(e.start / total * width))
                 last = max(first + 1, min(width, round(e.end / total * width)))
-                label = f"{e.kind}{e.microbatch}" if e.kind in "FBW" else e.kind
+                label = f"{e.kind}{e.microbatch}" if e.kind in "FBW" else "I" if e.kind == "init" else e.kind
                 text = (label + "=" * width)[: last - first]
                 row[first:last] = list(text)
         lines.append(f"mesh {mesh}  " + "".join(row))

@@ -20,6 +20,7 @@ from autopar.runtime.ray.driver.handles import Copy, Part, RemoteArray
 from autopar.runtime.ray.job import BufferType
 from autopar.runtime.ray.seats import by_mesh, seats_of
 from autopar.runtime.ray.worker.disk import Disk, unseen
+from tests.checkpoint_model import there
 
 MESH = LogicalMesh((2, 2))
 ROWS, COLUMNS, BOTH = Sharding((("x",), ())), Sharding(((), ("y",))), Sharding((("x",), ("y",)))
@@ -176,7 +177,7 @@ def test_copies_go_if_writing_does_not_begin(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "start_writing", broken)
     with pytest.raises(OSError, match="no space"):
         checkpoint.save(tmp_path, {"a": workers.hold((layers(4), 0, ROWS))}, 0)
-    assert not any(disk._tiles for disk in workers.disks) and list(tmp_path.iterdir()) == []
+    assert not any(disk._tiles for disk in workers.disks) and there(tmp_path) == []
 
 
 @pytest.mark.parametrize("harm", ["gone", "longer"])
@@ -197,4 +198,4 @@ def test_a_file_that_is_other_here_than_where_it_was_written(tmp_path, monkeypat
         saving = checkpoint.save(tmp_path, {"a": workers.hold((layers(4), 0, ROWS))}, 0)
         saving._thread.join()
         saving.wait()
-    assert list(tmp_path.iterdir()) == []
+    assert there(tmp_path) == []

@@ -11,7 +11,7 @@ from autopar.inter_op.chain import balanced_borders
 from autopar.inter_op.cut import cut_step
 from autopar.inter_op.residuals import ALL, CHEAP
 from autopar.inter_op.tasks import make_tasks
-from autopar.ir.structure import inputs_of
+from autopar.ir.dataflow import inputs_of
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 from autopar.ir.work import num_bytes

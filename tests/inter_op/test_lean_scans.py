@@ -11,7 +11,8 @@ from jax import lax
 from autopar._jax import eval_jaxpr
 from autopar.inter_op.lean_scans import lean_scans
 from autopar.ir.check import check_program
-from autopar.ir.structure import body_jaxprs, inputs_of, scan_parts, trip_count
+from autopar.ir.dataflow import inputs_of
+from autopar.ir.region import bodies_of, region_of, trip_count
 from autopar.ir.trace.trace import trace_step
 from autopar.ir.work import num_bytes
 from tests.inter_op.test_residuals import BATCH, LENGTH, WIDTH, bytes_that_jax_saves, layer, layer_types
@@ -29,12 +30,12 @@ def scans(jaxpr):
 def stacked_bytes(jaxpr):
     """Of what scans stack for other scans."""
     read = {var for eqn in scans(jaxpr) for var in inputs_of(eqn)}
-    return sum(num_bytes(stack) for eqn in scans(jaxpr) for _, stack in scan_parts(eqn).ys if stack in read)
+    return sum(num_bytes(b.result) for eqn in scans(jaxpr) for b in region_of(eqn).ys if b.result in read)
 
 
 def num_heavy(jaxpr):
     """Products in the bodies of scans, each as often as it runs."""
-    names = [e.primitive.name for eqn in scans(jaxpr) for body in body_jaxprs(eqn) for e in body.eqns]
+    names = [e.primitive.name for eqn in scans(jaxpr) for body in bodies_of(eqn) for e in body.eqns]
     return names.count("dot_general")
 
 
@@ -104,8 +105,8 @@ def test_what_is_read_elsewhere_stays():
     program = trace_step(jax.value_and_grad(loss_fn, has_aux=True), (KERNELS, X))
     lean = made_lean(jax.value_and_grad(loss_fn, has_aux=True), KERNELS, X)[1]
     assert len(lean.outvars) == len(program.jaxpr.outvars)
-    (backward,) = (eqn for eqn in scans(lean) if scan_parts(eqn).ys and eqn.params["reverse"])
-    names = [eqn.primitive.name for body in body_jaxprs(backward) for eqn in body.eqns]
+    (backward,) = (eqn for eqn in scans(lean) if region_of(eqn).ys and eqn.params["reverse"])
+    names = [eqn.primitive.name for body in bodies_of(backward) for eqn in body.eqns]
     assert "tanh" not in names
 
 
@@ -148,5 +149,5 @@ def test_random_bits_are_kept():
     before, lean = made_lean(gradient(loss_fn), KERNELS, X)
     assert stacked_bytes(lean) <= stacked_bytes(before)
     backward = [eqn for eqn in scans(lean) if eqn.params["reverse"]]
-    names = [e.primitive.name for eqn in backward for body in body_jaxprs(eqn) for e in body.eqns]
+    names = [e.primitive.name for eqn in backward for body in bodies_of(eqn) for e in body.eqns]
     assert not any("random" in name or "threefry" in name for name in names)

@@ -22,6 +22,7 @@ FILES = (
     "recurrent",
     "generative",
     "optimizers",
+    "edges",
 )
 CASES: dict[str, Callable[[], Case]] = {}
 

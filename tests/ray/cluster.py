@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import autopar
+from tests.patience import PATIENCE_SECONDS
 from tests.sweep import QUICK, SLOW
 
 
@@ -31,6 +32,7 @@ def start_two_nodes() -> tuple[Any, Any]:
 
 
 def make_cluster(hosts: int, devices_per_host: int, **options: Any) -> autopar.Cluster:
-    """So many hosts on this machine, slow enough that small models are split."""
-    options = {"device": SLOW, "intra": QUICK, "inter": QUICK, "wait_seconds": 60.0, **options}
+    """So many hosts on this machine, slow enough that small models are split; no limit is hit that a test does not set."""
+    limits = dict.fromkeys(("wait_seconds", "silence_seconds", "start_seconds"), PATIENCE_SECONDS)
+    options = {"device": SLOW, "intra": QUICK, "inter": QUICK, **limits, **options}
     return autopar.Cluster.ray(hosts=hosts, devices_per_host=devices_per_host, **options)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import autopar
+from tests.patience import wait_until
 from tests.ray.cluster import make_cluster, start_ray
-
-GONE_SECONDS = 15.0
-"""A process that was ended has this long to go."""
 
 
 def children(of: int) -> set[int]:
@@ -33,14 +30,9 @@ def children(of: int) -> set[int]:
     return found - {of}
 
 
-def wait_until_gone(pids: set[int]) -> set[int]:
-    """Those that are still there after a while."""
-    deadline = time.monotonic() + GONE_SECONDS
-    while True:
-        left = {pid for pid in pids if Path(f"/proc/{pid}").exists()}
-        if not left or time.monotonic() > deadline:
-            return left
-        time.sleep(0.1)
+def wait_until_gone(pids: set[int]) -> None:
+    """Return when none of these processes is left."""
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), f"the end of processes {sorted(pids)}")
 
 
 @pytest.fixture(scope="package")
@@ -52,7 +44,7 @@ def ray_started() -> Iterator[None]:
     yield
     started = children(os.getpid()) - before
     ray.shutdown()
-    assert not wait_until_gone(started), "Ray left processes behind"
+    wait_until_gone(started)
 
 
 @pytest.fixture(scope="module")

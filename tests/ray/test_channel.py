@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import threading
-import time
 import warnings
 from types import SimpleNamespace
 
@@ -13,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.errors import WorkerError
+from autopar.errors import ClusterError, WorkerError
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.mesh.ray_nodes import RayHost
 from autopar.runtime.ray.driver.workers import Workers
@@ -22,7 +20,7 @@ from autopar.runtime.ray.seats import by_mesh, environment, seats_of
 from autopar.runtime.ray.share import Share
 from autopar.runtime.ray.transport.direct import AHEAD, Begun, Direct, Wanted
 from autopar.runtime.ray.transport.nccl import NcclChannel, can_use_nccl, new_id
-from autopar.runtime.ray.transport.transport import WaitError
+from autopar.runtime.ray.transport.transport import WaitError, nccl
 from autopar.runtime.ray.worker.worker import Worker
 from autopar.streams.instructions import Recv, Run, Send
 from tests.ray import fake_cupy
@@ -164,18 +162,22 @@ def test_the_first_that_is_late_is_told(wire):
     assert error.waited_for == 1
 
 
-def test_each_has_its_time_after_the_one_before(wire):
+def test_each_has_its_time_after_the_one_before(wire, monkeypatch):
     """A step may be long; what counts is that it comes on."""
     sender, _ = two_ends()
     wire.stopped = True
     for number in range(3):
         sender.send(number, [(jnp.ones(3), 0, 0)])
-    for number, held in enumerate(sender._begun):
-        threading.Timer(0.4 * (number + 1), lambda event=held.events[0]: setattr(event, "stopped", False)).start()
-    progress = []
-    started = time.monotonic()
+    clock, events, progress = [0.0], [held.events[0] for held in sender._begun], []
+
+    def sleep(seconds):
+        clock[0] += seconds
+        for number, event in enumerate(events):
+            event.stopped = clock[0] < 0.4 * (number + 1)
+
+    monkeypatch.setattr(nccl, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
     assert sender.wait(1.0, lambda: progress.append(1)) is None
-    assert time.monotonic() - started > 1.0 and len(progress) == 3
+    assert clock[0] > 1.0 and len(progress) == 3
 
 
 def test_receiving_waits_for_what_is_far_behind(wire):
@@ -198,7 +200,17 @@ def test_a_worker_joins_as_it_is_told(monkeypatch):
     seat = seats_of(((0, 8),), 4)[1]
     Worker(seat, 1.0).join("10.0.0.1:5000", 2)
     options = {"local_device_ids": range(4), "cluster_detection_method": "deactivate"}
+    options["coordinator_bind_address"] = "10.0.0.1:5000"
     assert told == [(("10.0.0.1:5000", 2, 1), options)]
+
+
+def test_workers_meet_at_the_address_that_they_are_told():
+    """And nowhere else: a node that does not have it is an error."""
+    worker = Worker(seats_of(((0, 8),), 4)[0], 1.0)
+    host, port = worker.coordinator("127.0.0.1").split(":")
+    assert host == "127.0.0.1" and int(port) > 0
+    with pytest.raises(ClusterError, match="(?s)192.0.2.1.*node-ip-address"):
+        worker.coordinator("192.0.2.1")
 
 
 @pytest.mark.parametrize("layout, warns", [(((0, 2), (2, 2)), True), (((0, 4),), False)])

@@ -18,7 +18,8 @@ from autopar import checkpoint
 from autopar.errors import CheckpointError, DonatedError, WorkerError
 from autopar.runtime.ray.driver.handles import RemoteArray
 from autopar.runtime.ray.driver.workers import Workers
-from tests.checkpoint_model import batches, create_state, step_on, train_step
+from tests.checkpoint_model import batches, create_state, step_on, there, train_step
+from tests.patience import PATIENCE_SECONDS, several_times
 from tests.ray.cluster import make_cluster
 from tests.sweep import _host
 
@@ -116,7 +117,7 @@ def test_workers_write_what_they_hold(step, tmp_path, fetched):
     writers = {p.name for p in (tmp_path / "2").glob("ocdbt.process_*")}
     assert writers == {f"ocdbt.process_g0w{n}" for n in range(4)}
     assert checkpoint.latest(tmp_path) == 2
-    assert [p.name for p in tmp_path.iterdir()] == ["2"]
+    assert there(tmp_path) == ["2"]
 
     plain = ocp.StandardCheckpointer().restore(tmp_path / "2")
     assert_same(plain["params"], wanted["params"])
@@ -152,7 +153,7 @@ def test_state_may_be_donated_while_it_is_written(step, tmp_path):
     gate = tmp_path.with_name(f"{tmp_path.name}-open")
 
     def until_it_is_open(disk, save):
-        end = time.monotonic() + 60
+        end = time.monotonic() + PATIENCE_SECONDS
         while not gate.exists():
             assert time.monotonic() < end, "no one has opened the gate"
             time.sleep(0.01)
@@ -174,7 +175,7 @@ def test_state_may_be_donated_while_it_is_written(step, tmp_path):
     in_workers(step, no_copies_left())
     with pytest.raises(DonatedError):
         checkpoint.save(tmp_path, state, 2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "other"]
+    assert there(tmp_path) == ["1", "other"]
 
 
 def test_who_does_not_see_the_folder_sends_its_arrays(step, tmp_path, fetched):
@@ -230,7 +231,7 @@ def test_a_checkpoint_of_workers_cut_off_anywhere_is_never_good(step, tmp_path):
 @pytest.fixture(scope="module")
 def ours(ray_started):
     """Two workers of this module's own, which may be ended."""
-    cluster = make_cluster(1, 4, wait_seconds=8.0, silence_seconds=3.0)
+    cluster = make_cluster(1, 4)
     step = autopar.parallelize(train_step, cluster=cluster, method=TWO_STAGES)
     yield step
     cluster.machine.close()
@@ -248,7 +249,7 @@ def fails(saving, words):
     with pytest.warns(UserWarning, match="NOT written"), pytest.raises(CheckpointError, match=words) as caught:
         saving.wait()
         saving._thread.join()
-    assert time.monotonic() - started < 12.0
+    assert time.monotonic() - started < PATIENCE_SECONDS, "no limit was waited for but one that the test has set"
     return caught.value
 
 
@@ -315,7 +316,7 @@ def test_a_worker_cannot_write(ours, tmp_path):
     saving = checkpoint.save(tmp_path, state, 2)
     error = fails(saving, r"worker 1 \(mesh 1, host 0\): OSError: .*No space left")
     assert "see to the disk" in error.do and error.path == str(tmp_path / "2")
-    assert [p.name for p in tmp_path.iterdir()] == ["1"]
+    assert there(tmp_path) == ["1"]
     in_workers(ours, no_copies_left())
     in_workers(ours, as_before())
     wanted = host(state)
@@ -332,12 +333,13 @@ def test_a_worker_does_not_come_on(ours, tmp_path, monkeypatch):
             time.sleep(0.05)
 
     state = begin(ours, tmp_path)
+    limit = several_times(lambda: checkpoint.save(tmp_path / "other", state, 1).wait(), 0.5)
     in_workers(ours, before_writing(hang), [0])
-    monkeypatch.setattr(ours.latest().executable.workers._machine, "wait_seconds", 0.5)
+    monkeypatch.setattr(ours.latest().executable.workers._machine, "wait_seconds", limit)
     saving = checkpoint.save(tmp_path, state, 2)
     error = fails(saving, r"worker 0 \(mesh 0, host 0\), for which the driver waited(.*\n)*.*does not come on")
     assert isinstance(error.__cause__, WorkerError) and error.__cause__.waited_for == 0
-    assert [p.name for p in tmp_path.iterdir()] == ["1"]
+    assert there(tmp_path) == ["1", "other"]
     monkeypatch.undo()
     in_workers(ours, as_before())
     state, _ = ours(state, batches(1)[0])
@@ -351,12 +353,12 @@ def test_a_worker_is_killed_while_it_writes(ours, tmp_path):
     saving = checkpoint.save(tmp_path, state, 2)
     error = fails(saving, r"worker 1 \(mesh 1, host 0\).*(.*\n)*.*process has ended")
     assert "restore" in error.do and isinstance(error.__cause__, WorkerError)
-    assert [p.name for p in tmp_path.iterdir()] == ["1"], "nothing is left of it"
+    assert there(tmp_path) == ["1"], "nothing is left of it"
     with pytest.raises(WorkerError, match="process has ended"):
         checkpoint.save(tmp_path, state, 2)
     with pytest.raises(WorkerError, match="have ended"):
         ours(state, batches(1)[0])
-    assert [p.name for p in tmp_path.iterdir()] == ["1"]
+    assert there(tmp_path) == ["1"]
     assert_same(checkpoint.restore(tmp_path, wanted), wanted)
 
 

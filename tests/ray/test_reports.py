@@ -7,7 +7,6 @@ import json
 import os
 import re
 import threading
-import time
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +19,7 @@ from autopar.runtime.ray.driver.callbacks import Programs, callback_error
 from autopar.runtime.ray.driver.clocks import clock_offset
 from autopar.runtime.ray.functions import portable
 from autopar.streams.instructions import Run, Send
+from tests.patience import wait_until
 from tests.small_mlp import make_batch, make_params, train_step
 
 pytestmark = pytest.mark.ray
@@ -168,12 +168,7 @@ def test_what_is_printed(clusters):
     params, batch = arguments()
     parallel(clusters[1, 4], step)(params, batch)
     logs = os.path.join(ray._private.worker._global_node.get_logs_dir_path(), "worker-*.out")
-    deadline = time.monotonic() + 10.0
-    while time.monotonic() < deadline:
-        if any("the marks are 8.0" in open(path).read() for path in glob.glob(logs)):
-            return
-        time.sleep(0.1)
-    raise AssertionError("it was not printed")
+    wait_until(lambda: any("the marks are 8.0" in open(path).read() for path in glob.glob(logs)), "what is printed")
 
 
 # What cannot be sent

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import jax
@@ -17,6 +16,7 @@ import autopar
 from autopar import checkpoint
 from autopar.errors import WorkerError
 from tests.models.registry import CASES
+from tests.patience import PATIENCE_SECONDS, wait_until
 from tests.ray.cluster import make_cluster
 from tests.sweep import _host
 
@@ -50,7 +50,7 @@ def batches(case):
 @pytest.fixture(scope="module")
 def undisturbed(ray_started, case, batches, tmp_path_factory):
     """State and metrics of a run on workers that live."""
-    cluster = make_cluster(1, 4, wait_seconds=8.0, silence_seconds=5.0)
+    cluster = make_cluster(1, 4)
     directory = tmp_path_factory.mktemp("undisturbed")
     found = autopar.fit(make_step(case, cluster), case.state, batches, checkpoint_dir=directory, save_every=2)
     found = jax.tree.map(_host, found)
@@ -60,7 +60,7 @@ def undisturbed(ray_started, case, batches, tmp_path_factory):
 
 @pytest.mark.parametrize("at", [1, 3])
 def test_a_killed_worker_changes_nothing(case, batches, undisturbed, tmp_path, at):
-    cluster = make_cluster(1, 4, wait_seconds=8.0, silence_seconds=5.0)
+    cluster = make_cluster(1, 4)
     step, killed = make_step(case, cluster), []
 
     def on_step(number, metrics):
@@ -80,13 +80,14 @@ def test_a_killed_worker_changes_nothing(case, batches, undisturbed, tmp_path, a
 
 
 def test_the_user_may_want_to_know(case, batches, ray_started, tmp_path):
-    cluster = make_cluster(1, 4, wait_seconds=8.0, silence_seconds=5.0)
+    cluster = make_cluster(1, 4)
     step = make_step(case, cluster)
 
     def on_step(number, metrics):
         if number == 2:
-            while checkpoint.latest(tmp_path) != 2:  # the workers write it, beside this step
-                time.sleep(0.05)
+            wait_until(
+                lambda: checkpoint.latest(tmp_path) == 2, "a checkpoint, which the workers write beside this step"
+            )
             kill_one(step)
 
     with pytest.raises(WorkerError):
@@ -105,7 +106,7 @@ def test_the_user_may_want_to_know(case, batches, ray_started, tmp_path):
 
 def test_any_plan_reads_what_workers_hold(case, batches, undisturbed, ray_started, tmp_path):
     """Saved from workers, restored in this process."""
-    cluster = make_cluster(1, 4, wait_seconds=8.0, silence_seconds=5.0)
+    cluster = make_cluster(1, 4)
     state, _ = autopar.fit(make_step(case, cluster), case.state, batches, checkpoint_dir=tmp_path, save_every=2)
     restored = checkpoint.restore(tmp_path, case.state)
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(_host, state), jax.tree.map(_host, restored))
@@ -158,6 +159,6 @@ def test_a_lost_node_is_survived(tmp_path):
     """Ray takes a while to see it: clusters that still have the node fail to start, and are tried again without it."""
     pytest.importorskip("ray")
     script = LOST.format(root=str(Path(__file__).parents[2]), folder=str(tmp_path))
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=500)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
     assert done.returncode == 0, done.stderr
     assert "1] steps: [0, 1, 2, 3, 4]" in done.stdout

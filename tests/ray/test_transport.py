@@ -20,10 +20,29 @@ from autopar.runtime.ray.seats import seats_of
 from autopar.runtime.ray.transport.direct import AHEAD, Begun, Direct
 from autopar.runtime.ray.transport.parcels import Message, box_shape, parcels_of, slices
 from autopar.runtime.ray.transport.sockets import LARGE_BYTES, Listener, make_post
-from autopar.runtime.ray.transport.transport import Mailbox, ObjectStore, WaitError
+from autopar.runtime.ray.transport.transport import Mailbox, ObjectStore, WaitError, sockets
 from autopar.runtime.ray.worker.places import Places, aligned, on_devices
 from autopar.streams.transfers import plan_transfer
+from tests.patience import PATIENCE_SECONDS
 from tests.ray.kinds import DTYPES, EMPTY, SHAPE, kinds
+
+LISTENERS: list[Listener] = []
+
+
+@pytest.fixture(autouse=True)
+def nobody_listens_afterwards(monkeypatch):
+    """No thread outlives its test; and what greets in time does so however busy this machine is."""
+    monkeypatch.setattr(sockets, "GREET_SECONDS", PATIENCE_SECONDS)
+    yield
+    while LISTENERS:
+        LISTENERS.pop().close()
+    assert not [thread for thread in threading.enumerate() if thread.name in ("listener", "inbox")]
+
+
+def listening(listener):
+    """To be closed at the end of the test."""
+    LISTENERS.append(listener)
+    return listener
 
 
 class Here(Places):
@@ -83,7 +102,7 @@ def sides_of(source, target, devices_per_host):
     return seats, sides, [Here(sides[seat.mesh], seat) for seat in seats]
 
 
-def direct(source, target, wait_seconds=20.0, devices_per_host=8):
+def direct(source, target, wait_seconds=PATIENCE_SECONDS, devices_per_host=8):
     """The transport of GPUs, over a channel that is none of NCCL's."""
     seats, sides, places = sides_of(source, target, devices_per_host)
     owner = {mesh: {d: s.number for s in seats if s.mesh == mesh for d in s.devices} for mesh in (0, 1)}
@@ -92,7 +111,7 @@ def direct(source, target, wait_seconds=20.0, devices_per_host=8):
     return seats, places, made
 
 
-def through_store(source, target, wait_seconds=20.0, devices_per_host=8):
+def through_store(source, target, wait_seconds=PATIENCE_SECONDS, devices_per_host=8):
     """The transport through Ray's object store, without Ray."""
     seats, _, places = sides_of(source, target, devices_per_host)
     boxes = [Mailbox() for _ in seats]
@@ -108,7 +127,7 @@ def through_store(source, target, wait_seconds=20.0, devices_per_host=8):
     return seats, places, made
 
 
-def through_sockets(source, target, wait_seconds=20.0, devices_per_host=8):
+def through_sockets(source, target, wait_seconds=PATIENCE_SECONDS, devices_per_host=8):
     """The same, over sockets."""
     seats, _, places = sides_of(source, target, devices_per_host)
     boxes = [Mailbox() for _ in seats]
@@ -116,7 +135,7 @@ def through_sockets(source, target, wait_seconds=20.0, devices_per_host=8):
     def put(box):
         return lambda step, message, sender, tiles: box.put((step, message, sender), tiles)
 
-    listeners = [Listener("127.0.0.1", b"word", put(box)) for box in boxes]
+    listeners = [listening(Listener("127.0.0.1", b"word", put(box))) for box in boxes]
     posts = {n: make_post(("127.0.0.1", listener.port), b"word", None) for n, listener in enumerate(listeners)}
     made = [
         ObjectStore(seat, place, box, posts, wait_seconds)
@@ -251,7 +270,7 @@ def test_messages_that_are_wanted_in_another_order():
             np.testing.assert_array_equal(receives[number](step)[0], np.full(SHAPE, 10 * step + number))
         receiver.flush(lambda: None)
     sends[0](2, [jax.device_put(np.zeros(SHAPE, np.float32), places[0].sharding(kind))])
-    with pytest.raises(WaitError, match="waited 20 s for worker 1 to receive a message") as info:
+    with pytest.raises(WaitError, match="waited 600 s for worker 1 to receive a message") as info:
         sender.flush(lambda: None)
     assert (info.value.peer, info.value.message) == (1, 0)
 
@@ -286,7 +305,7 @@ def test_a_message_that_does_not_leave():
     mesh = LogicalMesh((2,))
     seats, places, (sender, _) = through_store(mesh, mesh, wait_seconds=0.2)
     taken_in = threading.Event()
-    sender._peers = {1: lambda *parcel: taken_in.wait(20.0)}
+    sender._peers = {1: lambda *parcel: taken_in.wait(PATIENCE_SECONDS)}
     kind = kinds(mesh, shape=LARGE)[0]
     message = dataclasses.replace(message_of([kind], [kind], seats), number=5)
     sender.sender(message)(0, [jax.device_put(np.zeros(LARGE, np.float32), places[0].sharding(kind))])
@@ -311,34 +330,33 @@ def test_an_error_of_the_sending_thread_is_told():
 def test_parcels_go_through_ray_where_sockets_do_not_serve():
     """What is large, what is for a worker that is not reached or has gone; a stranger is not heard."""
     box, other_way = Mailbox(), []
-    listener = Listener("127.0.0.1", b"word", lambda step, message, source, tiles: box.put((step, message), tiles))
+    listener = listening(
+        Listener("127.0.0.1", b"word", lambda step, message, _, tiles: box.put((step, message), tiles))
+    )
 
     def post_to(port, word):
         return make_post(("127.0.0.1", port), word, lambda step, *more: other_way.append(step))
 
     post, tile = post_to(listener.port, b"word"), np.arange(100, dtype=np.uint8)
     post(0, 7, 1, [tile, tile[:0], tile[:3]])
-    for got, want in zip(box.take((0, 7), 5.0), [tile, tile[:0], tile[:3]], strict=True):
+    for got, want in zip(box.take((0, 7), PATIENCE_SECONDS), [tile, tile[:0], tile[:3]], strict=True):
         np.testing.assert_array_equal(got, want)
     assert not other_way
     post(1, 7, 1, [np.zeros(LARGE_BYTES + 1, np.uint8)])
     assert other_way == [1]
     post_to(listener.port, b"wort")(2, 7, 1, [tile])
-    assert box.take((2, 7), 0.3) is None
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     post_to(port, b"word")(3, 7, 1, [tile])
     nowhere = Listener("192.0.2.1", b"word", None)  # an address that is no one's
     post_to(nowhere.port, b"word")(4, 7, 1, [tile])
-    assert [step for step in other_way if step != 2] == [1, 3, 4] and nowhere.port == 0, (
-        "2 if it saw that it was not heard"
-    )
+    assert other_way == [1, 2, 3, 4] and nowhere.port == 0
 
 
 def test_mailbox_waits():
     box, key = Mailbox(), (7, 0, 1)
     threading.Timer(0.1, lambda: box.put(key, 1)).start()
-    assert box.take(key, 5.0) == 1 and box.take(key, 0.0) is None
+    assert box.take(key, PATIENCE_SECONDS) == 1 and box.take(key, 0.0) is None
 
 
 def test_a_step_that_is_left_leaves_nothing():

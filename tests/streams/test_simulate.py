@@ -183,12 +183,12 @@ def test_what_is_sent_twice_stays_until_both_have_arrived():
 
 
 @functools.cache
-def planned(num_stages, num_microbatches):
+def planned(num_stages, num_microbatches, schedule="1f1b"):
     array = jax.ShapeDtypeStruct((64, 72), np.float32)
     return autopar.parallelize(
         train_step,
         cluster=autopar.Cluster(1, num_stages, SLOW, QUICK),
-        method=autopar.PipelineParallel(num_stages=num_stages, num_microbatches=num_microbatches),
+        method=autopar.PipelineParallel(num_stages=num_stages, num_microbatches=num_microbatches, schedule=schedule),
         batch_argnums=(1,),
     ).plan([jax.ShapeDtypeStruct((72, 72), np.float32)] * (2 * num_stages), {"x": array, "y": array})
 
@@ -281,7 +281,7 @@ def test_simulated_step_is_the_plans():
 @pytest.mark.parametrize("s, m", [(2, 4), (4, 8)])
 def test_timeline(s, m):
     events = planned(s, m).timeline().events
-    assert {e.kind for e in events} == {"F", "B", "U", "transfer"}
+    assert {e.kind for e in events} - {"init"} == {"F", "B", "U", "transfer"}
     assert [e.start for e in events] == sorted(e.start for e in events)
     for stage in range(s):
         for kind in "FB":
@@ -308,7 +308,7 @@ def test_trace(tmp_path):
     assert {(e["pid"], e["tid"]) for e in bars} <= {(e["pid"], e["tid"]) for e in names}
     for bar, event in zip(bars, timeline.events, strict=True):
         assert set(bar["args"]) == {"kind", "stage", "microbatch", "mesh"}
-        assert bar["args"]["kind"] in {"F", "B", "W", "U", "transfer"}
+        assert bar["args"]["kind"] in {"F", "B", "W", "U", "init", "transfer"}
         assert all(isinstance(bar["args"][name], int) for name in ("stage", "microbatch", "mesh"))
         assert bar["ts"] == pytest.approx(event.start * 1e6) and bar["dur"] == pytest.approx(
             1e6 * (event.end - event.start)
@@ -328,3 +328,17 @@ def test_timeline_as_text():
     lines = str(planned(2, 4).timeline()).splitlines()
     assert [line[:8] for line in lines] == ["mesh 0  ", "mesh 1  "]
     assert all(f"{kind}{k}" in line for line in lines for kind in "FB" for k in range(4))
+
+
+def test_what_precedes_the_microbatches_is_no_update():
+    events = planned(2, 4).timeline().events
+    assert {e.kind for e in events if e.name.endswith("/init")} == {"init"}
+    assert all(
+        e.kind != "U" or e.start >= max(f.end for f in events if f.kind in "FB" and f.mesh == e.mesh) for e in events
+    )
+
+
+def test_a_first_stage_has_a_backward_pass_where_backward_is_split():
+    events = planned(2, 4, "zb-h1").timeline().events
+    assert [e.microbatch for e in events if (e.stage, e.kind) == (0, "B")] == [0, 1, 2, 3]
+    assert {e.kind for e in events if e.stage == 1} >= {"B", "W"}

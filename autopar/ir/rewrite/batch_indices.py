@@ -22,17 +22,15 @@ from autopar._jax import (
     JaxprEqn,
     Literal,
     Var,
-    close_jaxpr,
     find_primitives,
     make_jaxpr,
     new_eqn,
     new_var,
     primitives,
     replace_eqn,
-    scan_params,
     shaped,
 )
-from autopar.ir.structure import body_jaxprs, is_structured, scan_parts, while_parts
+from autopar.ir.region import is_region, region_of
 
 Position = tuple[int, int]
 """A dim, and a place along it: one column of an array."""
@@ -59,8 +57,8 @@ class _Walk:
     def body(self, jaxpr: Jaxpr) -> Jaxpr:
         eqns: list[JaxprEqn] = []
         for eqn in jaxpr.eqns:
-            if is_structured(eqn):
-                eqns.append(self.structured(eqn))
+            if is_region(eqn):
+                eqns.append(self.region(eqn))
             elif eqn.primitive in _INDEXING:
                 eqns += self.indexing(eqn)
             else:
@@ -68,25 +66,14 @@ class _Walk:
             self.origin.update(dict.fromkeys(eqns[-1].outvars, eqns[-1]))
         return make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns)
 
-    def structured(self, eqn: JaxprEqn) -> JaxprEqn:
-        params = eqn.params
-        match eqn.primitive.name:
-            case "scan":
-                parts = scan_parts(eqn)
-                self.same.update((inside, outer) for outer, inside in parts.consts)
-                params = scan_params(params, self.body(parts.body), len(parts.consts), len(parts.carries))
-            case "while":
-                loop = while_parts(eqn)
-                self.same.update((inside, outer) for outer, inside in (*loop.cond_consts, *loop.body_consts))
-                test, body = self.body(loop.cond_body), self.body(loop.body)
-                params = {**params, "cond_jaxpr": close_jaxpr(test), "body_jaxpr": close_jaxpr(body)}
-            case "cond":
-                for branch in body_jaxprs(eqn):
-                    self.same.update(zip(branch.invars, eqn.invars[1:], strict=True))
-                params = {**params, "branches": tuple(close_jaxpr(self.body(b)) for b in body_jaxprs(eqn))}
-            case _:
-                self.same.update(zip(eqn.outvars, eqn.invars, strict=True))
-        return replace_eqn(eqn, params=params)
+    def region(self, eqn: JaxprEqn) -> JaxprEqn:
+        region = region_of(eqn)
+        for b in region.bindings:
+            if b.role == "const":
+                self.same.update((inside, b.outer) for inside in b.variables)
+            elif b.role == "through" and b.result is not None:
+                self.same[b.result] = b.outer
+        return region.with_bodies(list(map(self.body, region.bodies)))
 
     # Reading and writing by index.
 

@@ -12,31 +12,31 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
 from autopar._jax import (
+    Atom,
     Jaxpr,
     JaxprEqn,
     Literal,
     Var,
-    close_jaxpr,
     make_jaxpr,
     new_var,
     replace_eqn,
-    scan_params,
 )
+from autopar.ir.build import inline_function
+from autopar.ir.dataflow import variables
+from autopar.ir.region import Binding, Region, is_region, region_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
-from autopar.ir.structure import Atom, ScanParts, body_jaxprs, is_structured, scan_parts, trip_count, variables
-from autopar.ir.trace.flatten import inline_function
 
 
 def scan_slices(jaxpr: Jaxpr) -> Jaxpr:
     """Scan over what loops read and write by the number of the trip."""
-    if not any(is_structured(eqn) for eqn in jaxpr.eqns):
+    if not any(is_region(eqn) for eqn in jaxpr.eqns):
         return jaxpr
     return remove_dead_code(_body(jaxpr))
 
@@ -53,25 +53,20 @@ def _body(jaxpr: Jaxpr) -> Jaxpr:
                 numbers.add(eqn.outvars[0])
             case "broadcast_in_dim" if _is_number(eqn.invars[0], 0):
                 zeros.add(eqn.outvars[0])
-            case "while":
-                test, body = map(_body, body_jaxprs(eqn))
-                eqn = replace_eqn(
-                    eqn, params={**eqn.params, "cond_jaxpr": close_jaxpr(test), "body_jaxpr": close_jaxpr(body)}
-                )
-            case "cond":
-                branches = tuple(close_jaxpr(_body(branch)) for branch in body_jaxprs(eqn))
-                eqn = replace_eqn(eqn, params={**eqn.params, "branches": branches})
             case "scan":
-                scan = _Scan(eqn, scan_parts(eqn), numbers, zeros)
+                scan = _Scan(region_of(eqn), numbers, zeros)
                 eqns += scan.rewritten()
                 same |= scan.passed
                 numbers |= scan.stacked_numbers
                 continue
+            case _ if is_region(eqn):
+                region = region_of(eqn)
+                eqn = region.with_bodies(list(map(_body, region.bodies)))
         eqns.append(eqn)
     return make_jaxpr(jaxpr.invars, [_known_as(a, same) for a in jaxpr.outvars], eqns)
 
 
-def _is_number(atom: Atom, number: int) -> bool:
+def _is_number(atom: Atom | None, number: int) -> bool:
     return isinstance(atom, Literal) and bool(atom.val == number)
 
 
@@ -84,8 +79,7 @@ class _Scan:
     """One scan.
 
     Attributes:
-        eqn: The scan as it was.
-        parts: Its parts.
+        scan: As it was.
         numbers: Values outside that count.
         zeros: Values outside that are zeros.
         counts: Values of the body that are the number of the trip.
@@ -94,8 +88,7 @@ class _Scan:
         stacked_numbers: Results that are stacks of the numbers of the trips.
     """
 
-    eqn: JaxprEqn
-    parts: ScanParts
+    scan: Region
     numbers: set[Var]
     zeros: set[Var]
     counts: set[Var] = field(default_factory=set)
@@ -105,25 +98,25 @@ class _Scan:
 
     def rewritten(self) -> list[JaxprEqn]:
         """The scan, and behind it what adds its stacks to what its sums began with."""
-        body = _body(self.parts.body)
+        body = _body(self.scan.bodies[0])
         self.find_counts(body)
         body = self.with_rows(body)
         return self.write(body, self.sums_of_rows(body))
 
     def find_counts(self, body: Jaxpr) -> None:
         made_by = {var: eqn for eqn in body.eqns for var in eqn.outvars}
-        self.counts.update(inside for outer, inside in self.parts.xs if _is_in(outer, self.numbers))
-        for (outer, inside, *_), result in zip(self.parts.carries, body.outvars, strict=False):
+        self.counts.update(b.var for b in self.scan.xs if _is_in(b.outer, self.numbers))
+        for b, result in zip(self.scan.carries, body.outvars, strict=False):
             step = made_by.get(result) if isinstance(result, Var) else None
-            from_zero = _is_number(outer, 0) and _holds(inside, trip_count(self.eqn))
-            if from_zero and step is not None and not self.eqn.params["reverse"]:
-                if step.primitive.name == "add" and step.invars[0] is inside and _is_number(step.invars[1], 1):
-                    self.counts.add(inside)
+            from_zero = _is_number(b.outer, 0) and _holds(b.var, self.scan.trips)
+            if from_zero and step is not None and not self.scan.eqn.params["reverse"]:
+                if step.primitive.name == "add" and step.invars[0] is b.var and _is_number(step.invars[1], 1):
+                    self.counts.add(b.var)
         negative: set[Var] = set()
         for eqn in body.eqns:
             match eqn.primitive.name, eqn.invars:
                 case "convert_element_type", [of] if _is_in(of, self.counts):
-                    if _holds(eqn.outvars[0], trip_count(self.eqn)):
+                    if _holds(eqn.outvars[0], self.scan.trips):
                         self.counts.add(eqn.outvars[0])
                 case "lt", [of, bound] if _is_in(of, self.counts) and _is_number(bound, 0):
                     negative.add(eqn.outvars[0])
@@ -135,7 +128,7 @@ class _Scan:
 
     def with_rows(self, body: Jaxpr) -> Jaxpr:
         """The body, with variables for the rows that it reads by number."""
-        stacks: dict[Any, Var] = {inside: inside for _, inside in self.parts.consts}
+        stacks = {b.var: b.var for b in self.scan.consts}
         wide: dict[Any, Var] = {}
         same: dict[Any, Atom] = {}
         eqns: list[JaxprEqn] = []
@@ -161,20 +154,21 @@ class _Scan:
     def is_row(self, stack: Atom, index: Atom, taken: Sequence[int]) -> bool:
         """Whether so much of a stack, from this index on, is the row of the trip."""
         length, *rest = stack.aval.shape
-        return length == trip_count(self.eqn) and list(taken) == [1, *rest] and _is_in(index, self.counts)
+        return length == self.scan.trips and list(taken) == [1, *rest] and _is_in(index, self.counts)
 
     def sums_of_rows(self, body: Jaxpr) -> dict[int, Atom]:
         """For each carry to whose row of the trip something is added and nothing else is done, what that is."""
         made_by = {var: eqn for eqn in body.eqns for var in eqn.outvars}
         times_read = Counter(a for eqn in body.eqns for a in variables(eqn.invars)) + Counter(variables(body.outvars))
-        zeros = {inside for outer, inside in self.parts.consts if _is_in(outer, self.zeros)}
+        zeros = {b.var for b in self.scan.consts if _is_in(b.outer, self.zeros)}
         zeros |= {
             eqn.outvars[0]
             for eqn in body.eqns
             if eqn.primitive.name == "broadcast_in_dim" and _is_number(eqn.invars[0], 0)
         }
         found: dict[int, Atom] = {}
-        for k, ((_, inside, *_), result) in enumerate(zip(self.parts.carries, body.outvars, strict=False)):
+        for k, (b, result) in enumerate(zip(self.scan.carries, body.outvars, strict=False)):
+            inside = b.var
             adding = made_by.get(result) if isinstance(result, Var) else None
             if adding is None or adding.primitive.name not in ("add", "add_any") or inside not in adding.invars:
                 continue
@@ -188,40 +182,34 @@ class _Scan:
         return found
 
     def write(self, body: Jaxpr, sums: Mapping[int, Atom]) -> list[JaxprEqn]:
-        parts, source, eqns = self.parts, self.eqn.source_info, list(body.eqns)
-        num_consts, num_carries = len(parts.consts), len(parts.carries)
-        outer_of = {inside: outer for outer, inside in parts.consts}
-        kept = [k for k in range(num_carries) if k not in sums]
-        first_x = num_consts + num_carries
-        inside = [*body.invars[:num_consts], *(body.invars[num_consts + k] for k in kept), *body.invars[first_x:]]
-        entering = [*(a for a, _ in parts.consts), *(parts.carries[k][0] for k in kept), *(a for a, _ in parts.xs)]
-        results = [body.outvars[k] for k in kept]
-        outvars = [self.eqn.outvars[k] for k in kept]
-        stack_of = {row: outer_of[stack] for stack, row in self.rows.items()}
-        for result, var in zip(body.outvars[num_carries:], self.eqn.outvars[num_carries:], strict=True):
-            if _is_in(result, self.counts):
-                self.stacked_numbers.add(var)
-            if _is_in(result, stack_of):
-                self.passed[var] = stack_of[result]
-            else:
-                results.append(result)
-                outvars.append(var)
+        scan, source, eqns = self.scan, self.scan.eqn.source_info, list(body.eqns)
+        bindings: list[Binding] = list(scan.consts)
         after: list[JaxprEqn] = []
-        for k, rows in sums.items():
-            more, (row,) = inline_function(lambda x: x[0], [rows], source)
+        results = iter(body.outvars)
+        for k, b in enumerate(scan.carries):
+            b = replace(b, inside=(next(results),))
+            if k not in sums:
+                bindings.append(b)
+                continue
+            more, row = inline_function(lambda x: x[0], [sums[k]], source)
             eqns += more
-            results.append(row)
-            begin, total = parts.carries[k][0], self.eqn.outvars[k]
-            if _is_in(begin, self.zeros):
-                outvars.append(total)
-            else:
-                outvars.append(new_var(total.aval))
-                more, (self.passed[total],) = inline_function(lax.add, [begin, outvars[-1]], source)
+            stack = b.result
+            if not _is_in(b.outer, self.zeros):
+                stack = new_var(b.var.aval)
+                more, (self.passed[b.result],) = inline_function(lax.add, [b.outer, stack], source)
                 after += more
-        inside += self.rows.values()
-        entering += stack_of.values()
-        params = scan_params(self.eqn.params, make_jaxpr(inside, results, eqns), num_consts, len(kept))
-        return [replace_eqn(self.eqn, invars=entering, outvars=outvars, params=params), *after]
+            bindings.append(Binding("ys", None, (None,), tuple(row), stack))
+        bindings += scan.xs
+        stack_of = {row: next(b.outer for b in scan.consts if b.var is stack) for stack, row in self.rows.items()}
+        for b, result in zip(scan.ys, results, strict=True):
+            if _is_in(result, self.counts):
+                self.stacked_numbers.add(b.result)
+            if _is_in(result, stack_of):
+                self.passed[b.result] = stack_of[result]
+            else:
+                bindings.append(replace(b, inside=(result,)))
+        bindings += [Binding("xs", outer, (row,), (None,)) for row, outer in stack_of.items()]
+        return [scan.rebuild(bindings, [eqns]), *after]
 
 
 def _holds(var: Var, number: int) -> bool:
@@ -229,5 +217,5 @@ def _holds(var: Var, number: int) -> bool:
     return jnp.issubdtype(var.aval.dtype, jnp.integer) and number <= jnp.iinfo(var.aval.dtype).max
 
 
-def _is_in(atom: Atom, found: Container[Var]) -> bool:
+def _is_in(atom: Atom | None, found: Container[Var]) -> bool:
     return isinstance(atom, Var) and atom in found

@@ -7,7 +7,7 @@ Out:    the equations that only reshape arguments, by what they make.
 from __future__ import annotations
 
 from autopar._jax import Jaxpr, JaxprEqn, Var
-from autopar.ir.structure import inputs_of
+from autopar.ir.dataflow import inputs_of
 from autopar.ir.work import num_elements_of
 
 _RESHAPING = ("reshape", "squeeze", "expand_dims", "broadcast_in_dim")

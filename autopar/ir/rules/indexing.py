@@ -9,7 +9,7 @@ Method: each device reads the elements that it holds and has zeros for the other
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from autopar._jax import JaxprEqn, bind_eqn, find_primitives
 from autopar.ir.rules.linearity import linear_groups, may_be_partial
 from autopar.ir.rules.locate import IndexTerms, clamp, index_terms, locate, locate_slice, signed
 from autopar.ir.rules.registry import register
-from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, factor_names
+from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, factor_names, num_elements
 from autopar.ir.rules.terms import new_term, sizes_of
 
 
@@ -65,21 +65,29 @@ def _gather_here(
     lengths = zip(table.shape, params["slice_sizes"], shape, strict=True)
     params = {**params, "slice_sizes": tuple(local if taken == size else taken for local, taken, size in lengths)}
     split = {d: factor for d, factor in terms.searched.items() if shard.num_shards(factor) > 1}
-    if not split:
+    fills = params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+    if not split and (fills or num_elements(indices.shape[:-1]) > 1):
         return bind_eqn(eqn, table, indices, params=params)
     indices = signed(indices)
     columns = {d: indices[..., k] for k, d in enumerate(numbers.start_index_map)}
-    if params["mode"] != lax.GatherScatterMode.FILL_OR_DROP:  # what is promised to be in bounds XLA clamps too
+    if not fills:  # what is promised to be in bounds XLA clamps too; but not where it joins a slice with another
         columns = {d: clamp(column, shape[d] - eqn.params["slice_sizes"][d]) for d, column in columns.items()}
+    if not split:
+        return bind_eqn(eqn, table, _joint(columns, indices), params=params)
     mine = jnp.ones(indices.shape[:-1], bool)
     for d, factor in split.items():
         place, here = locate(columns[d], factor, shard)
         # Out of range stays so, to be filled; what another device answers must only be a legal address.
         columns[d], mine = jnp.where(here, place, 0), mine & here
     params |= {"indices_are_sorted": False, "unique_indices": False}
-    (found,) = bind_eqn(eqn, table, jnp.stack(list(columns.values()), axis=-1), params=params)
+    (found,) = bind_eqn(eqn, table, _joint(columns, indices), params=params)
     places = [d for d in range(found.ndim) if d not in numbers.offset_dims]
     return [jnp.where(lax.broadcast_in_dim(mine, found.shape, places), found, jnp.zeros_like(found))]
+
+
+def _joint(columns: Mapping[int, jax.Array], like: jax.Array) -> jax.Array:
+    """The array of indices with these columns; there may be none."""
+    return jnp.stack(list(columns.values()), axis=-1) if columns else like
 
 
 @register(*find_primitives("dynamic_slice"))
@@ -107,9 +115,9 @@ def dynamic_slice(eqn: JaxprEqn) -> ShardingRule:
     def local(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
         array, *starts = operands
         params = {**eqn.params, "slice_sizes": tuple(shard.local_dim(dim) for dim in result)}
-        if all(shard.num_shards(factor) == 1 for factor in summed):
-            return bind_eqn(eqn, array, *starts, params=params)
         begin, mine = locate_slice(starts, slices, shape, operand, shard)
+        if all(shard.num_shards(factor) == 1 for factor in summed):
+            return bind_eqn(eqn, array, *begin, params=params)
         (found,) = bind_eqn(eqn, array, *begin, params=params)
         return [jnp.where(mine, found, jnp.zeros_like(found))]
 

@@ -3,9 +3,11 @@
 In:     an equation and the groups of operands in which its mathematics is linear.
 Out:    the groups through which partial sums may be carried.
 Method: a partial sum is an array whose sum over some mesh axes is the value. It passes `f` when `f(u) + f(v)` equals
-        `f(u + v)` for the numbers the machine has: never for booleans, keys or tokens; not from floats to integers
-        (rounding); not from integers to wider ones or from unsigned ones to floats, since parts may have wrapped around
-        where their sum has not; not for 8-bit floats, which have no range to spare.
+        `f(u + v)` for the numbers the machine has: never for booleans, keys or tokens; into another dtype only if it is
+        at least as wide in range and precision, for parts may be large where their sum is small (of integers, 24 bits
+        are enough: what is counted has no sign); not from floats to integers (rounding); not from integers to wider
+        ones or from unsigned ones to floats, since parts may have wrapped around where their sum has not; not for 8-bit
+        floats, which have no range to spare.
 """
 
 from __future__ import annotations
@@ -35,10 +37,13 @@ def sums_survive(source: np.dtype, target: np.dtype) -> bool:
     """Whether partial sums in `source` are still partial sums when each part is converted to `target`."""
     if not (may_be_partial(source) and may_be_partial(target)):
         return False
-    if jnp.issubdtype(source, jnp.inexact):
-        return jnp.issubdtype(target, jnp.inexact)
     if jnp.issubdtype(target, jnp.inexact):
-        return jnp.issubdtype(source, jnp.signedinteger)
+        to = jnp.finfo(target)
+        if jnp.issubdtype(source, jnp.inexact):
+            return to.nmant >= jnp.finfo(source).nmant and to.maxexp >= jnp.finfo(source).maxexp
+        return jnp.issubdtype(source, jnp.signedinteger) and to.nmant + 1 >= min(jnp.iinfo(source).bits - 1, 24)
+    if jnp.issubdtype(source, jnp.inexact):
+        return False
     return np.dtype(target).itemsize <= np.dtype(source).itemsize
 
 
@@ -47,3 +52,13 @@ def may_be_partial(dtype: np.dtype) -> bool:
     if jnp.issubdtype(dtype, jnp.inexact):
         return jnp.dtype(dtype).itemsize >= 2
     return jnp.issubdtype(dtype, jnp.integer)
+
+
+def may_be_extreme(dtype: np.dtype) -> bool:
+    """Whether the largest or smallest of such numbers can be found in parts: all but complex ones and 8-bit floats.
+
+    The formats of 8 bits do not agree on where NaN is, or have none.
+    """
+    if jnp.issubdtype(dtype, jnp.floating):
+        return jnp.dtype(dtype).itemsize >= 2
+    return dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer)

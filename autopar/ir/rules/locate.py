@@ -5,7 +5,9 @@ In:     the dimension numbers of a `gather`, or of a `scatter`, which are their 
 Out:    `IndexTerms`, the operation in factors; and on a device that holds one part of an indexed dim, local indices and
         which of them fall into this part.
 Method: JAX's modes are about global indices, so an index is clamped, or found out of range, before the part's offset is
-        taken off. An index that is out of range belongs to the first device, so that exactly one answers it.
+        taken off. An index that is out of range belongs to the first device, so that exactly one answers it. Where a
+        slice begins is always clamped here: XLA joins a slice of a slice into one without clamping either (jaxlib 0.10),
+        and arrays are sliced before and behind an operation when it is split.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ from jax.interpreters import ad, batching, mlir
 
 from autopar._jax import Jaxpr, JaxprEqn, Primitive, all_equations, open_jaxpr
 from autopar.errors import RuleError
-from autopar.ir.rules.linearity import linear_groups
+from autopar.ir.rules.linearity import linear_groups, may_be_extreme
 from autopar.ir.rules.registry import register
 from autopar.ir.rules.replicated import SIDE_EFFECTS
 from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, infer_sizes
@@ -246,6 +246,9 @@ def opaque(eqn: JaxprEqn) -> ShardingRule:
     everywhere = [set(factors_of(term)) for term in results]
     gone = [f for f in factors_of(*operands) if f not in noted and not all(f in term for term in everywhere)]
     made = [f for f in factors_of(*results) if f not in noted and f not in factors_of(*operands)]
+    if not all(may_be_extreme(var.aval.dtype) for var in eqn.outvars):
+        gone += [factor for factor, kind in noted.items() if kind in ("max", "min")]
+        noted = {factor: kind for factor, kind in noted.items() if kind not in ("max", "min")}
     flops = (2.0 if len(factors_of(*operands)) > len(factors_of(*results[:1])) else 1.0) * math.prod(sizes.values())
     return ShardingRule(
         operands,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 
 from autopar._jax import JaxprEqn, find_primitives
-from autopar.ir.rules.linearity import linear_groups, may_be_partial
+from autopar.ir.rules.linearity import linear_groups, may_be_extreme, may_be_partial
 from autopar.ir.rules.registry import register
 from autopar.ir.rules.rule import ShardingRule, factor_names, num_elements
 from autopar.ir.rules.terms import new_term, sizes_of
@@ -29,13 +29,13 @@ def reduce_sum(eqn: JaxprEqn) -> ShardingRule:
 @register(*find_primitives("reduce_max"))
 def reduce_max(eqn: JaxprEqn) -> ShardingRule:
     """`ab->a {max b}`."""
-    return _reduction(eqn, "max")
+    return _reduction(eqn, "max" if may_be_extreme(eqn.outvars[0].aval.dtype) else "whole")
 
 
 @register(*find_primitives("reduce_min"))
 def reduce_min(eqn: JaxprEqn) -> ShardingRule:
     """`ab->a {min b}`."""
-    return _reduction(eqn, "min")
+    return _reduction(eqn, "min" if may_be_extreme(eqn.outvars[0].aval.dtype) else "whole")
 
 
 @register(*find_primitives("reduce_or"))

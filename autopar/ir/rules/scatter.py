@@ -5,12 +5,14 @@ Out:    window dims and batching dims split freely; so does a dim into which sin
         writes those that it holds. The positions of what is added up split too: the result is a partial sum then, and
         the operand must come as one.
 Method: an index made local is out of range where it points into another device's part, and such writes are dropped.
+        Not so a single update: XLA makes slices of it, and joins a slice with the slice that its table was cut by
+        without clamping either. So its index is in range on every device, and what stands there is written again.
         The terms are those of the gather that reads what is written (`locate.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -52,6 +54,8 @@ def scatter(eqn: JaxprEqn) -> ShardingRule:
 
 
 def _writes_once(eqn: JaxprEqn) -> bool:
+    if eqn.params["update_jaxpr"] is not None:  # `x.at[i].apply(f)`: any function of what stands there
+        return False
     batching = eqn.params["dimension_numbers"].scatter_indices_batching_dims
     positions = [size for d, size in enumerate(eqn.invars[1].aval.shape[:-1]) if d not in batching]
     return bool(eqn.params["unique_indices"]) or num_elements(positions) == 1
@@ -100,21 +104,49 @@ def _mirrored(numbers: lax.ScatterDimensionNumbers) -> lax.GatherDimensionNumber
 def _scatter_here(
     eqn: JaxprEqn, terms: IndexTerms, taken: Sequence[int], shard: Shard, *operands: jax.Array
 ) -> Sequence[jax.Array]:
-    """The per-device program: drop what is written elsewhere."""
-    split = {d: factor for d, factor in terms.searched.items() if shard.num_shards(factor) > 1}
-    if not split:
-        return bind_eqn(eqn, *operands)
+    """The per-device program: what is written elsewhere is not written here."""
     table, indices, updates = operands
-    shape = eqn.invars[0].aval.shape
+    shape, index_map = eqn.invars[0].aval.shape, eqn.params["dimension_numbers"].scatter_dims_to_operand_dims
+    if all(table.shape[d] == shape[d] for d in index_map):
+        return bind_eqn(eqn, *operands)
     indices = signed(indices)
-    columns = {d: indices[..., k] for k, d in enumerate(eqn.params["dimension_numbers"].scatter_dims_to_operand_dims)}
+    columns = {d: indices[..., k] for k, d in enumerate(index_map)}
     if eqn.params["mode"] == lax.GatherScatterMode.CLIP:
         columns = {d: clamp(column, shape[d] - taken[d]) for d, column in columns.items()}
-    for d, factor in split.items():
-        columns[d], _ = locate(columns[d], factor, shard)  # in another device's part: out of range here
+    if num_elements(indices.shape[:-1]) == 1:
+        return [_write_once(eqn, terms, taken, shard, table, columns, indices, updates)]
+    for d, factor in terms.searched.items():
+        if shard.num_shards(factor) > 1:
+            columns[d], _ = locate(columns[d], factor, shard)  # in another device's part: out of range here
     drop = lax.GatherScatterMode.FILL_OR_DROP
     params = {**eqn.params, "indices_are_sorted": False, "unique_indices": False, "mode": drop}
     return bind_eqn(eqn, table, jnp.stack(list(columns.values()), axis=-1), updates, params=params)
+
+
+def _write_once(
+    eqn: JaxprEqn,
+    terms: IndexTerms,
+    taken: Sequence[int],
+    shard: Shard,
+    table: jax.Array,
+    columns: Mapping[int, jax.Array],
+    indices: jax.Array,
+    updates: jax.Array,
+) -> jax.Array:
+    """One update: the window that it meets is read, updated by itself, and written where it was read."""
+    shape = eqn.invars[0].aval.shape
+    window = [here if length == size else length for here, length, size in zip(table.shape, taken, shape, strict=True)]
+    begin, mine = [jnp.int32(0)] * len(shape), jnp.asarray(True)
+    for d, column in columns.items():
+        place = jnp.reshape(column, ())
+        here = (place >= 0) & (place <= shape[d] - taken[d])
+        if d in terms.searched:
+            place, found = locate(place, terms.searched[d], shard)
+            here &= found
+        begin[d], mine = jnp.where(here, place, 0).astype(jnp.int32), mine & here
+    old = lax.dynamic_slice(table, begin, window)
+    (new,) = bind_eqn(eqn, old, jnp.zeros_like(indices), updates)
+    return lax.dynamic_update_slice(table, jnp.where(mine, new, old), begin)
 
 
 @register(*find_primitives("dynamic_update_slice"))
@@ -137,9 +169,9 @@ def dynamic_update_slice(eqn: JaxprEqn) -> ShardingRule:
 
     def local(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
         array, new, *starts = operands
-        if all(shard.num_shards(factor) == 1 for factor in single):
-            return bind_eqn(eqn, array, new, *starts)
         begin, mine = locate_slice(starts, taken, shape, operand, shard)
+        if all(shard.num_shards(factor) == 1 for factor in single):
+            return bind_eqn(eqn, array, new, *begin)
         # Elsewhere, what stands at some place is written there again: the array can still be updated in place.
         new = jnp.where(mine, new, lax.dynamic_slice(array, begin, new.shape))
         return bind_eqn(eqn, array, new, *begin)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import jax
 
 from autopar._jax import JaxprEqn, find_primitives
-from autopar.ir.rules.linearity import linear_groups, may_be_partial
+from autopar.ir.rules.linearity import linear_groups, may_be_extreme, may_be_partial
 from autopar.ir.rules.registry import register
 from autopar.ir.rules.rule import Shard, ShardingRule, Term, factor_names, num_elements
 from autopar.ir.rules.window import Window, WindowFactors
@@ -28,13 +28,13 @@ def reduce_window_sum(eqn: JaxprEqn) -> ShardingRule:
 @register(*find_primitives("reduce_window_max"))
 def reduce_window_max(eqn: JaxprEqn) -> ShardingRule:
     """A dim that one window covers is reduced by max at once."""
-    return _reduce_window(eqn, "max")
+    return _reduce_window(eqn, "max" if may_be_extreme(eqn.outvars[0].aval.dtype) else "whole")
 
 
 @register(*find_primitives("reduce_window_min"))
 def reduce_window_min(eqn: JaxprEqn) -> ShardingRule:
     """A dim that one window covers is reduced by min at once."""
-    return _reduce_window(eqn, "min")
+    return _reduce_window(eqn, "min" if may_be_extreme(eqn.outvars[0].aval.dtype) else "whole")
 
 
 @register(*find_primitives("reduce_window"))

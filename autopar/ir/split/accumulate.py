@@ -18,10 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_eqn, new_scan_params, new_var, primitives, shaped
+from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_eqn, new_var, primitives, shaped
+from autopar.ir.build import flat_function, inline, inline_function
+from autopar.ir.region import Binding, new_scan
 from autopar.ir.split.microbatch import Microbatches, Result
-from autopar.ir.split.pieces import Cut, Extreme, Own, Share, Sum
-from autopar.ir.trace.flatten import flat_function, flatten, inline, inline_function
+from autopar.ir.split.placement import OWN, SUM, Partial, Placement, Replicated, Split
+from autopar.ir.trace.flatten import flatten
 
 
 def accumulate(jaxpr: Jaxpr, split: Microbatches) -> Jaxpr:
@@ -50,16 +52,16 @@ def accumulate(jaxpr: Jaxpr, split: Microbatches) -> Jaxpr:
     return flat
 
 
-def accumulator_type(aval: Any, share: Share) -> Any:
+def accumulator_type(aval: Any, placement: Placement) -> Any:
     """Type in which the parts of a value are joined: sums of 16-bit floats in 32 bits."""
-    wide = isinstance(share, Sum | Own) and jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize < 4
+    wide = placement in (SUM, OWN) and jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize < 4
     return jax.ShapeDtypeStruct(aval.shape, jnp.float32 if wide else aval.dtype)
 
 
-def first_value(aval: Any, share: Share) -> jax.Array:
+def first_value(aval: Any, placement: Placement) -> jax.Array:
     """What an accumulator of this type holds before the first microbatch."""
-    if isinstance(share, Extreme):
-        low = share.kind == "max"
+    if isinstance(placement, Partial) and placement != SUM:
+        low = placement.kind == "max"
         if aval.dtype == jnp.bool_:
             return jnp.full(aval.shape, not low)
         if jnp.issubdtype(aval.dtype, jnp.inexact):
@@ -69,23 +71,23 @@ def first_value(aval: Any, share: Share) -> jax.Array:
     return jnp.zeros(aval.shape, aval.dtype)
 
 
-def joined(share: Share, so_far: jax.Array, part: jax.Array, count: int) -> jax.Array:
+def joined(placement: Placement, so_far: jax.Array, part: jax.Array, count: int) -> jax.Array:
     """The accumulator after one more microbatch.
 
     Args:
-        share: How parts make the whole.
+        placement: How parts make the whole.
         so_far: The accumulator, of `accumulator_type`.
         part: What this microbatch made.
         count: Number of microbatches.
     """
-    match share:
-        case Sum():
+    match placement:
+        case Partial("sum"):
             return so_far + part.astype(so_far.dtype)
-        case Extreme(kind="max"):
+        case Partial("max"):
             return jnp.maximum(so_far, part)
-        case Extreme():
+        case Partial():
             return jnp.minimum(so_far, part)
-        case Own() if jnp.issubdtype(part.dtype, jnp.inexact):
+        case Replicated("own") if jnp.issubdtype(part.dtype, jnp.inexact):
             return so_far + part.astype(so_far.dtype) / count
         case _:
             return part
@@ -175,30 +177,26 @@ def accumulating_scan(
     before: list[JaxprEqn] = []
     sums, starts = [], []
     for result, part in results:
-        if isinstance(result.share, Cut):
+        if isinstance(result.placement, Split):
             continue
-        kind = accumulator_type(result.var.aval, result.share)
+        kind = accumulator_type(result.var.aval, result.placement)
         so_far, total = new_var(shaped(kind)), new_var(shaped(kind))
-        adding, (joint,) = inline(_adding(result.share, count, so_far.aval, part.aval), [so_far, part])
-        start, (first,) = inline(_beginning(so_far.aval, result.share), [])
+        adding, (joint,) = inline(_adding(result.placement, count, so_far.aval, part.aval), [so_far, part])
+        start, (first,) = inline(_beginning(so_far.aval, result.placement), [])
         before += start
         starts.append(first)
         sums.append(Added(result, part, so_far, tuple(adding), joint, total))
     counting, (numbers,) = inline_function(lambda: jnp.arange(count, dtype=jnp.int32), [])
-    of_rows = [(result, part) for result, part in results if isinstance(result.share, Cut)]
+    of_rows = [(result, part) for result, part in results if isinstance(result.placement, Split)]
     parts = [*(part for _, part in of_rows), *sent]
-    body = make_jaxpr(
-        [*consts, *(s.before for s in sums), number, *stacks],
-        [*(s.after for s in sums), *parts],
-        [*eqns, *(eqn for s in sums for eqn in s.eqns)],
-    )
     made = [new_var(stack_type(part.aval, count)) for part in parts]
-    scan = new_eqn(
-        primitives.scan_p,
-        [*consts.values(), *starts, numbers, *stacks.values()],
-        [*(s.total for s in sums), *made],
-        new_scan_params(count, body, len(consts), len(sums)),
-    )
+    bindings = [
+        *(Binding("const", outer, (var,), (None,)) for var, outer in consts.items()),
+        *(Binding("carry", first, (s.before,), (s.after,), s.total) for first, s in zip(starts, sums, strict=True)),
+        *(Binding("xs", stack, (var,), (None,)) for var, stack in {number: numbers, **stacks}.items()),
+        *(Binding("ys", None, (None,), (part,), stack) for part, stack in zip(parts, made, strict=True)),
+    ]
+    scan = new_scan(count, bindings, [*eqns, *(eqn for s in sums for eqn in s.eqns)])
     after: list[JaxprEqn] = []
     for added in sums:
         after += _named(_narrowing(added.total.aval, added.result.var.aval.dtype), added.total, added.result.var)
@@ -225,16 +223,16 @@ def stack_type(aval: Any, count: int) -> Any:
 
 def _in_order(result: Result) -> Callable[[jax.Array], jax.Array]:
     """Rows put back where the samples were."""
-    share, shape = result.share, result.var.aval.shape
-    assert isinstance(share, Cut)
-    if share.blocks == 1:
-        return lambda stack: jnp.reshape(jnp.moveaxis(stack, 0, share.dim), shape)
+    placement, shape = result.placement, result.var.aval.shape
+    assert isinstance(placement, Split)
+    if placement.blocks == 1:
+        return lambda stack: jnp.reshape(jnp.moveaxis(stack, 0, placement.dim), shape)
 
     def put_back(stack: jax.Array) -> jax.Array:
         """[count, ..., blocks * rows, ...] to [..., blocks * count * rows, ...]."""
-        size = stack.shape[share.dim + 1]
-        parts = (*stack.shape[: share.dim + 1], share.blocks, size // share.blocks, *stack.shape[share.dim + 2 :])
-        return jnp.reshape(jnp.moveaxis(jnp.reshape(stack, parts), 0, share.dim + 1), shape)
+        dim, blocks, size = placement.dim, placement.blocks, stack.shape[placement.dim + 1]
+        apart = (*stack.shape[: dim + 1], blocks, size // blocks, *stack.shape[dim + 2 :])
+        return jnp.reshape(jnp.moveaxis(jnp.reshape(stack, apart), 0, dim + 1), shape)
 
     return put_back
 
@@ -243,13 +241,13 @@ def _in_order(result: Result) -> Callable[[jax.Array], jax.Array]:
 
 
 @cache
-def _adding(share: Share, count: int, so_far: Any, part: Any) -> Jaxpr:
-    return flat_function(lambda a, b: joined(share, a, b, count), so_far, part)
+def _adding(placement: Placement, count: int, so_far: Any, part: Any) -> Jaxpr:
+    return flat_function(lambda a, b: joined(placement, a, b, count), so_far, part)
 
 
 @cache
-def _beginning(aval: Any, share: Share) -> Jaxpr:
-    return flat_function(partial(first_value, aval, share))
+def _beginning(aval: Any, placement: Placement) -> Jaxpr:
+    return flat_function(partial(first_value, aval, placement))
 
 
 @cache

@@ -1,11 +1,11 @@
-"""Samples behind samples: `concatenate([chosen, rejected])` over the batch, of which a piece has its part of each block.
+"""Samples behind samples: `concatenate([chosen, rejected])` over the batch, of which a shard has its part of each block.
 
-In:     an equation, its rule, the number of pieces, and shares of its operands or results.
-Out:    `block_ways`: the ways in which it takes or makes these, beyond those of `pieces.ways`: along a factor in blocks,
+In:     an equation, its rule, the number of shards, and placements of its operands or results.
+Out:    `block_strategies`: those in which it takes or makes these, beyond those of `strategy.py`: along a factor in blocks,
         along one that stands behind others in a dim (`abc->(ab)c`), or by moving whole blocks.
-Method: a dim cut in n blocks is a dim (n, rest) whose second factor is cut, and a piece holds (n, rest / count) as one
+Method: a dim split in n blocks is a dim (n, rest) whose second factor is split, and a shard holds (n, rest / count) as one
         dim. What treats all places alike does the same to it; what joins, picks or pads with whole blocks does so with
-        smaller ones; what counts places is made whole and cut; all else fits no way.
+        smaller ones; what counts places is made whole and split; all else fits no strategy.
 """
 
 from __future__ import annotations
@@ -20,46 +20,39 @@ import jax
 from autopar._jax import JaxprEqn, bind_eqn
 from autopar.ir.rules import ShardingRule
 from autopar.ir.rules.rule import Dim, Factor, Shard
-from autopar.ir.split.pieces import (
-    WHOLE,
-    Cut,
-    NoPositionError,
-    Share,
-    Way,
-    part_of,
-    piece_aval,
-    piece_program,
-    way_along,
-)
+from autopar.ir.split.placement import REPLICATED, Placement, Split
+from autopar.ir.split.strategy import AxisStrategy, NoPositionError, part_of, shard_program, split_along
 
 BLOCK = "block"
 """What stands for a factor where whole blocks are moved."""
 
 
-def block_ways(eqn: JaxprEqn, rule: ShardingRule, count: int, shares: Sequence[Share | None]) -> list[Way]:
-    """Ways in which an operation can be done in pieces that are cut in blocks.
+def block_strategies(
+    eqn: JaxprEqn, rule: ShardingRule, count: int, placements: Sequence[Placement | None]
+) -> list[AxisStrategy]:
+    """Strategies for an operation on values that are split in blocks.
 
     Args:
         eqn: The operation.
         rule: Its rule.
-        count: Number of pieces.
-        shares: Of its operands, then of its results, as far as they are known; None: not known.
+        count: Number of shards.
+        placements: Of its operands, then of its results, as far as they are known; None: not known.
     """
-    found: dict[Way, None] = {}
+    found: dict[AxisStrategy, None] = {}
     known = rule.splittable()
-    for k, (term, share) in enumerate(zip((*rule.operands, *rule.results), shares, strict=False)):
-        place = _place(rule, term[share.dim], share.blocks, count) if isinstance(share, Cut) else None
-        if isinstance(share, Cut) and place is not None:
+    for k, (term, placement) in enumerate(zip((*rule.operands, *rule.results), placements, strict=False)):
+        place = _place(rule, term[placement.dim], placement.blocks, count) if isinstance(placement, Split) else None
+        if isinstance(placement, Split) and place is not None:
             factor, blocks = place
             if factor in rule.whole:
-                found.update(dict.fromkeys(_moving(eqn, k, share, count)))
+                found.update(dict.fromkeys(_moving(eqn, k, placement, count)))
             elif blocks > 1 or factor not in known:
                 found.update(dict.fromkeys(_along(eqn, rule, factor, blocks, count)))
     return list(found)
 
 
 def _place(rule: ShardingRule, dim: Dim, blocks: int, count: int) -> tuple[Factor, int] | None:
-    """The factor that is cut where a dim is cut in blocks, and the blocks of that factor."""
+    """The factor that is split where a dim is split in blocks, and the blocks of that factor."""
     for factor in dim:
         size = rule.sizes[factor]
         if size % (blocks * count) == 0:
@@ -70,38 +63,35 @@ def _place(rule: ShardingRule, dim: Dim, blocks: int, count: int) -> tuple[Facto
     return None
 
 
-def _along(eqn: JaxprEqn, rule: ShardingRule, factor: Factor, blocks: int, count: int) -> list[Way]:
-    """The way along a factor, unless the operation asks where along it a piece stands."""
-    way = way_along(rule, factor, blocks)
-    shapes = {
-        k: piece_aval(a.aval, want, count) for k, (a, want) in enumerate(zip(eqn.invars, way.operands, strict=True))
-    }
+def _along(eqn: JaxprEqn, rule: ShardingRule, factor: Factor, blocks: int, count: int) -> list[AxisStrategy]:
+    """The strategy along a factor, unless the operation asks where along it a shard stands."""
+    strategy = split_along(rule, factor, blocks)
     try:
-        piece_program(eqn, rule, way, count, shapes)
+        shard_program(eqn, rule, strategy, count)
     except NoPositionError:
-        return [] if eqn.invars else [_made_whole(way)]
-    return [way]
+        return [] if eqn.invars else [_made_whole(strategy)]
+    return [strategy]
 
 
-def _made_whole(way: Way) -> Way:
-    """The same of an operation without operands, such as `iota`: it is cheap, and each piece takes its part of it."""
+def _made_whole(strategy: AxisStrategy) -> AxisStrategy:
+    """The same of an operation without operands, such as `iota`: it is cheap, and each shard takes its part of it."""
 
     def local(eqn: JaxprEqn, shard: Shard) -> list[jax.Array]:
-        assert way.factor is not None
-        number, count = shard.index(way.factor), shard.num_shards(way.factor)
-        wholes = zip(bind_eqn(eqn), way.results, strict=True)
-        return [part_of(whole, share, number, count) for whole, share in wholes if isinstance(share, Cut)]
+        assert strategy.factor is not None
+        number, count = shard.index(strategy.factor), shard.num_shards(strategy.factor)
+        wholes = zip(bind_eqn(eqn), strategy.results, strict=True)
+        return [part_of(whole, placement, number, count) for whole, placement in wholes if isinstance(placement, Split)]
 
-    return dataclasses.replace(way, blocks=1, local=local)
+    return dataclasses.replace(strategy, blocks=1, local=local)
 
 
 # Whole blocks.
 
 
-def _moving(eqn: JaxprEqn, place: int, share: Cut, count: int) -> list[Way]:
-    """The way in which whole blocks are moved, as large as those of the operand or result at `place`."""
-    dim, arrays = share.dim, (*eqn.invars, *eqn.outvars)
-    rows = arrays[place].aval.shape[dim] // share.blocks
+def _moving(eqn: JaxprEqn, place: int, placement: Split, count: int) -> list[AxisStrategy]:
+    """The strategy in which whole blocks are moved, as large as those of the operand or result at `place`."""
+    dim, arrays = placement.dim, (*eqn.invars, *eqn.outvars)
+    rows = arrays[place].aval.shape[dim] // placement.blocks
     move = _MOVES.get(eqn.primitive.name, lambda *_: None)(eqn.params, dim, count)
     if move is None:
         return []
@@ -112,13 +102,15 @@ def _moving(eqn: JaxprEqn, place: int, share: Cut, count: int) -> list[Way]:
     def local(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> list[jax.Array]:
         return bind_eqn(eqn, *operands, params={**eqn.params, **move.params})
 
-    shares = [Cut(dim, v.aval.shape[dim] // rows) if v.aval.ndim else WHOLE for v in arrays]
-    return [Way(BLOCK, tuple(shares[: len(eqn.invars)]), tuple(shares[len(eqn.invars) :]), local=local)]
+    placements = [Split(dim, v.aval.shape[dim] // rows) if v.aval.ndim else REPLICATED for v in arrays]
+    return [
+        AxisStrategy(BLOCK, tuple(placements[: len(eqn.invars)]), tuple(placements[len(eqn.invars) :]), local=local)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
 class _Move:
-    """Where along a dim an operation has its borders, and its parameters for pieces."""
+    """Where along a dim an operation has its borders, and its parameters for shards."""
 
     borders: Sequence[int]
     params: Mapping[str, Any]
@@ -128,7 +120,7 @@ def _concatenate(params: Mapping[str, Any], dim: int, count: int) -> _Move:
     return _Move((), {})
 
 
-def _split(params: Mapping[str, Any], dim: int, count: int) -> _Move:
+def _splits(params: Mapping[str, Any], dim: int, count: int) -> _Move:
     return _Move((), {"sizes": tuple(size // count for size in params["sizes"])})
 
 
@@ -156,5 +148,5 @@ _MOVES: dict[str, Callable[[Mapping[str, Any], int, int], _Move | None]] = {
     "concatenate": _concatenate,
     "pad": _pad,
     "slice": _slice,
-    "split": _split,
+    "split": _splits,
 }

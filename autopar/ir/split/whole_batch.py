@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import jax
+import jax.numpy as jnp
+
 from autopar._jax import Jaxpr, Literal, Var, make_jaxpr, new_var, shaped
+from autopar.ir.build import substitute
+from autopar.ir.dataflow import feeds_backward, inputs_of, needed
 from autopar.ir.rewrite.views import views_of_arguments
 from autopar.ir.source import is_backward
 from autopar.ir.split.microbatch import Microbatches, Result, for_the_loop
-from autopar.ir.split.pieces import SAME
-from autopar.ir.split.share_analysis import feeds_backward
-from autopar.ir.structure import inputs_of, needed
-from autopar.ir.trace.flatten import inline_from
+from autopar.ir.split.placement import BY_EACH
 
 
 def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
@@ -57,9 +59,9 @@ def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
     read = dict.fromkeys(a for eqn in loop for a in eqn.invars if not isinstance(a, Literal) and a not in made)
     pieces = [var for var in read if var in {jaxpr.invars[k] for k in batch}]
     invariants = [var for var in read if var not in pieces]
-    number = new_var(shaped(0).update(weak_type=False))
+    number = new_var(shaped(jax.ShapeDtypeStruct((), jnp.int32)))
     inside = [new_var(var.aval) for var in (*invariants, *pieces)]
-    eqns, outvars = inline_from(make_jaxpr([*invariants, *pieces], results, loop), inside)
+    eqns, outvars = substitute(make_jaxpr([*invariants, *pieces], results, loop), inside)
     early, after = for_the_loop(jaxpr, before, after, invariants)
     return Microbatches(
         1,
@@ -67,6 +69,6 @@ def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
         make_jaxpr([number, *inside], outvars, eqns),
         tuple(invariants),
         tuple(pieces),
-        tuple(Result(var, SAME) for var in results),
+        tuple(Result(var, BY_EACH) for var in results),
         tuple(after),
     )

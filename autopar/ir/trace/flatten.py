@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -30,7 +30,6 @@ from autopar._jax import (
     Literal,
     NameStack,
     Var,
-    close_jaxpr,
     high_primitive_jaxpr,
     is_key,
     key_data,
@@ -42,12 +41,11 @@ from autopar._jax import (
     optimization_barrier_p,
     physical_aval,
     replace_eqn,
-    scan_counts,
-    scan_params,
     shaped,
     trace,
     without_context_mesh,
 )
+from autopar.ir.region import Binding, closed_bodies, region_of
 from autopar.ir.rewrite.batch_indices import batch_indices
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.source import caller_traceback
@@ -70,9 +68,9 @@ def flatten(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> tuple[Jaxpr, tuple[Any,
     Returns:
         The flat jaxpr, without constvars, and the arrays for its last invars, one per distinct constant.
     """
-    block = _Block()
+    block = Block()
     invars = [_fresh(var.aval) for var in jaxpr.invars]
-    outvars = _inline(_Walk(block, NameStack()), jaxpr, consts, invars)
+    outvars = append_flat(Walk(block, NameStack()), jaxpr, consts, invars)
     invars += block.captured.values()
     constants = dict(zip(block.captured.values(), block.values.values(), strict=True))
     flat = batch_indices(make_jaxpr(invars, outvars, block.eqns), constants)
@@ -81,53 +79,13 @@ def flatten(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> tuple[Jaxpr, tuple[Any,
     return flat, tuple(value for var, value in constants.items() if var in kept)
 
 
-def flat_function(function: Callable[..., Any], *avals: Any) -> Jaxpr:
-    """A small function of ours, at these types, as a flat program. It may hold no arrays."""
-    flat, consts = flatten(*open_jaxpr(trace(function, *avals)))
-    assert not consts, f"{len(consts)} arrays are held by a function of ours"
-    return flat
-
-
-def inline_function(
-    function: Callable[..., Any], operands: Sequence[Atom], source: Any = None
-) -> tuple[list[JaxprEqn], list[Atom]]:
-    """The equations of a small function of ours on these operands, and what its results are."""
-    return inline(flat_function(function, *(a.aval for a in operands)), operands, source)
-
-
-def inline(jaxpr: Jaxpr, operands: Sequence[Atom], source: Any = None) -> tuple[list[JaxprEqn], list[Atom]]:
-    """A copy of a flat program's equations, over fresh variables, with `operands` for its invars.
-
-    Args:
-        jaxpr: Flat program.
-        operands: One per invar.
-        source: Source information that all of the equations get; None: none.
-
-    Returns:
-        The equations, and what the program's results are.
-    """
-    block = _Block()
-    traceback, scope = (source.traceback, source.name_stack) if source is not None else (None, NameStack())
-    outvars = _inline(_Walk(block, scope, lambda _: traceback), jaxpr, (), list(operands))
-    assert not block.captured, "a flat program has no constants"
-    return block.eqns, outvars
-
-
-def inline_from(jaxpr: Jaxpr, operands: Sequence[Atom]) -> tuple[list[JaxprEqn], list[Atom]]:
-    """A copy of a flat program's equations over fresh variables; each keeps its own source."""
-    block = _Block()
-    outvars = _inline(_Walk(block, NameStack()), jaxpr, (), list(operands))
-    assert not block.captured, "a flat program has no constants"
-    return block.eqns, outvars
-
-
 def is_recomputed(eqn: JaxprEqn) -> bool:
     """Whether `eqn` belongs to the second run of a `remat` body."""
     return any(getattr(scope, "name", None) == RECOMPUTED for scope in eqn.source_info.name_stack.stack)
 
 
 @dataclass
-class _Block:
+class Block:
     """The equations of one body under construction, and the constants it uses, by identity."""
 
     eqns: list[JaxprEqn] = field(default_factory=list)
@@ -146,15 +104,15 @@ class _Block:
 
 
 @dataclass(frozen=True, slots=True)
-class _Walk:
+class Walk:
     """Where equations go, and what the calls above them add to their source."""
 
-    block: _Block
+    block: Block
     scope: NameStack
     place: Callable[[Any], Any] = lambda traceback: traceback
     shared: dict[Any, tuple[Jaxpr, tuple[Any, ...]]] = field(default_factory=dict)
 
-    def into(self, block: _Block, callee: Jaxpr, eqn: JaxprEqn, extra_scope: str | None = None) -> _Walk:
+    def into(self, block: Block, callee: Jaxpr, eqn: JaxprEqn, extra_scope: str | None = None) -> Walk:
         """The walk through `callee`, called by `eqn` (already placed)."""
         caller = eqn.source_info.traceback
         scope = eqn.source_info.name_stack
@@ -162,15 +120,36 @@ class _Walk:
             scope = scope.extend(extra_scope)
         is_jit = eqn.primitive.name in _JITS
         place = functools.partial(caller_traceback, callee, caller=caller, is_jit=is_jit)
-        return _Walk(block, scope, place, self.shared)
+        return Walk(block, scope, place, self.shared)
+
+    def instead_of(self, eqn: JaxprEqn) -> Walk:
+        """The walk through a program of ours that stands for `eqn` (already placed)."""
+        traceback = eqn.source_info.traceback
+        return Walk(self.block, eqn.source_info.name_stack, lambda _: traceback, self.shared)
+
+
+def append_function(walk: Walk, function: Callable[..., Any], operands: Sequence[Atom]) -> list[Atom]:
+    """The same of a small function of ours."""
+    jaxpr, consts = open_jaxpr(trace(function, *(a.aval for a in operands)))
+    return append_flat(walk, jaxpr, consts, operands)
 
 
 def _fresh(aval: Any) -> Var:
     return new_var(physical_aval(aval) if is_key(aval) else aval)
 
 
-def _inline(walk: _Walk, jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Atom]) -> list[Atom]:
-    """Append the flat equations of `jaxpr` to the walk's block; returns what its outvars are."""
+def append_flat(walk: Walk, jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Atom]) -> list[Atom]:
+    """Append the flat equations of a program to the walk's block.
+
+    Args:
+        walk: Where to.
+        jaxpr: Flat or not.
+        consts: Values of its `constvars`.
+        operands: One per invar.
+
+    Returns:
+        What its results are.
+    """
     block = walk.block
     env: dict[Var, Atom] = dict(zip(jaxpr.constvars, map(block.constant, consts), strict=True))
     env.update(zip(jaxpr.invars, operands, strict=True))
@@ -189,7 +168,7 @@ def _inline(walk: _Walk, jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence
     return [read(atom) for atom in jaxpr.outvars]
 
 
-def _step(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+def _step(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     """Append what one equation flattens to; its own invars are only looked at, `operands` stand for them."""
     name = eqn.primitive.name
     if name in _HANDLERS:
@@ -206,7 +185,7 @@ def _step(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     return _keep(walk, eqn, operands)
 
 
-def _keep(walk: _Walk, eqn: JaxprEqn, operands: Sequence[Atom], params: dict[str, Any] | None = None) -> list[Atom]:
+def _keep(walk: Walk, eqn: JaxprEqn, operands: Sequence[Atom], params: dict[str, Any] | None = None) -> list[Atom]:
     outvars = [_fresh(var.aval) for var in eqn.outvars]
     walk.block.eqns.append(replace_eqn(eqn, invars=operands, outvars=outvars, params=params))
     return list(outvars)
@@ -234,9 +213,9 @@ _MAYBE_IDENTITY = frozenset(
 # Calls.
 
 
-def _call(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+def _call(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     body, consts = open_jaxpr(_callee(eqn))
-    return _inline(walk.into(walk.block, body, eqn), body, consts, operands)
+    return append_flat(walk.into(walk.block, body, eqn), body, consts, operands)
 
 
 def _callee(eqn: JaxprEqn) -> Jaxpr | ClosedJaxpr:
@@ -246,14 +225,12 @@ def _callee(eqn: JaxprEqn) -> Jaxpr | ClosedJaxpr:
     raise AssertionError(f"`{eqn.primitive}` holds no program among {list(eqn.params)}")
 
 
-def _high(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+def _high(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     body, consts = open_jaxpr(high_primitive_jaxpr(eqn))
-    traceback = eqn.source_info.traceback
-    inside = _Walk(walk.block, eqn.source_info.name_stack, lambda _: traceback, walk.shared)
-    return _inline(inside, body, consts, operands)
+    return append_flat(walk.instead_of(eqn), body, consts, operands)
 
 
-def _of_mapped(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+def _of_mapped(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     """What `jax.vmap(..., axis_name=...)` leaves of a `psum` over its axis: over dims of its operands, which have no name."""
     axes = eqn.params["axes"]
     if not all(isinstance(axis, int) for axis in axes):
@@ -261,24 +238,22 @@ def _of_mapped(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     if not axes:
         return operands
     reduce = _REDUCTIONS[eqn.primitive.name]
-    eqns, results = inline_function(lambda *arrays: [reduce(a, axes) for a in arrays], operands, eqn.source_info)
-    walk.block.eqns += eqns
-    return results
+    return append_function(walk.instead_of(eqn), lambda *arrays: [reduce(a, axes) for a in arrays], operands)
 
 
 _REDUCTIONS: dict[str, Callable[..., Any]] = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
 
 
-def _linear_solve(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+def _linear_solve(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     """`custom_linear_solve` only differs from its solve function when it is differentiated."""
     lengths = eqn.params["const_lengths"]
     first = lengths.matvec + lengths.vecmat
     solve_operands = operands[first : first + lengths.solve] + operands[sum(lengths) :]
     body, consts = open_jaxpr(eqn.params["jaxprs"].solve)
-    return _inline(walk.into(walk.block, body, eqn), body, consts, solve_operands)
+    return append_flat(walk.into(walk.block, body, eqn), body, consts, solve_operands)
 
 
-def _remat(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+def _remat(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     """Inlined; in the backward pass behind one barrier on the inputs that are not to be shared with the forward."""
     body, consts = open_jaxpr(eqn.params["jaxpr"])
     prevent_cse = eqn.params["prevent_cse"]
@@ -292,132 +267,87 @@ def _remat(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
         walk.block.eqns.append(new_eqn(optimization_barrier_p, entering, fresh, {}, source_info=source))
         passed = iter(fresh)
         operands = [next(passed) if wanted else atom for atom, wanted in zip(operands, behind, strict=True)]
-    return _inline(walk.into(walk.block, body, eqn, "checkpoint"), body, consts, operands)
+    return append_flat(walk.into(walk.block, body, eqn, "checkpoint"), body, consts, operands)
 
 
-def _keys(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+def _keys(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     key = cache_key(eqn)
     if key not in walk.shared:
         jaxpr, consts = open_jaxpr(physical_jaxpr(eqn))
         walk.shared[key] = flatten(jaxpr, consts)
     flat, values = walk.shared[key] if key is not None else walk.shared.pop(key)
-    traceback = eqn.source_info.traceback
-    inside = _Walk(walk.block, eqn.source_info.name_stack, lambda _: traceback, walk.shared)
-    return _inline(inside, flat, (), [*operands, *map(walk.block.constant, values)])
+    return append_flat(walk.instead_of(eqn), flat, (), [*operands, *map(walk.block.constant, values)])
 
 
 # Loops and branches.
 
 
-def _flat_body(walk: _Walk, eqn: JaxprEqn, closed: ClosedJaxpr) -> tuple[Jaxpr, _Block]:
-    """The flat body of a structured equation, and its block: constants are still to be made operands."""
-    body, consts = open_jaxpr(closed)
-    block = _Block()
-    invars = [_fresh(var.aval) for var in body.invars]
-    outvars = _inline(walk.into(block, body, eqn), body, consts, invars)
-    return make_jaxpr(invars, outvars, block.eqns), block
+def _region(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    """A region with flat bodies; the constants that they hold become operands."""
+    region = region_of(eqn)
+    blocks = [Block() for _ in region.bodies]
+    inputs = [[_fresh(var.aval) for var in body.invars] for body in region.bodies]
+    outputs = []
+    for block, closed, invars in zip(blocks, closed_bodies(eqn), inputs, strict=True):
+        body, consts = open_jaxpr(closed)
+        outputs.append(append_flat(walk.into(block, body, eqn), body, consts, invars))
+    outvars = [_fresh(var.aval) for var in eqn.outvars]
+    values = {identity: value for block in blocks for identity, value in block.values.items()}
+    nowhere = (None,) * len(blocks)
+    captured = [
+        Binding("const", walk.block.capture(key, value), tuple(block.captured.get(key) for block in blocks), nowhere)
+        for key, value in values.items()
+    ]
+    bindings = [*captured, *region.rebound(operands, inputs, outputs, outvars)]
+    flat = region.rebuild(bindings, [block.eqns for block in blocks])
+    if region.kind == "while" and outputs[0][0].aval.shape:
+        return _while_of_each(walk, flat)
+    walk.block.eqns.append(flat)
+    return list(outvars)
 
 
-def _with_captures(body: Jaxpr, own: _Block, all_of: _Block) -> Jaxpr:
-    """`body` with one more leading invar per constant of `all_of`, its own or not."""
-    invars = [own.captured.get(key) or new_var(var.aval) for key, var in all_of.captured.items()]
-    return make_jaxpr([*invars, *body.invars], body.outvars, body.eqns)
-
-
-def _capture(block: _Block, inner: _Block) -> list[Atom]:
-    """The variables of the enclosing block for the constants of an inner one."""
-    return [block.capture(identity, value) for identity, value in inner.values.items()]
-
-
-def _scan(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
-    body, block = _flat_body(walk, eqn, eqn.params["jaxpr"])
-    num_consts, num_carry = scan_counts(eqn.params)
-    body = _with_captures(body, block, block)
-    params = scan_params(eqn.params, body, num_consts + len(block.captured), num_carry)
-    return _keep(walk, eqn, [*_capture(walk.block, block), *operands], params)
-
-
-def _while(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
-    test, test_block = _flat_body(walk, eqn, eqn.params["cond_jaxpr"])
-    body, body_block = _flat_body(walk, eqn, eqn.params["body_jaxpr"])
-    test, body = _with_captures(test, test_block, test_block), _with_captures(body, body_block, body_block)
-    num_test, num_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-    tests = [*_capture(walk.block, test_block), *operands[:num_test]]
-    consts = [*_capture(walk.block, body_block), *operands[num_test : num_test + num_body]]
-    carries = operands[num_test + num_body :]
-    if test.outvars[0].aval.shape:
-        return _while_of_each(walk, eqn, (test, tests), (body, consts), carries)
-    return _keep(walk, eqn, [*tests, *consts, *carries], _while_params(eqn, test, len(tests), body, len(consts)))
-
-
-def _while_params(eqn: JaxprEqn, test: Jaxpr, num_tests: int, body: Jaxpr, num_consts: int) -> dict[str, Any]:
-    return {
-        **eqn.params,
-        "cond_jaxpr": close_jaxpr(test),
-        "body_jaxpr": close_jaxpr(body),
-        "cond_nconsts": num_tests,
-        "body_nconsts": num_consts,
-    }
-
-
-def _while_of_each(
-    walk: _Walk,
-    eqn: JaxprEqn,
-    test: tuple[Jaxpr, Sequence[Atom]],
-    body: tuple[Jaxpr, Sequence[Atom]],
-    carries: Sequence[Atom],
-) -> list[Atom]:
+def _while_of_each(walk: Walk, eqn: JaxprEqn) -> list[Atom]:
     """A loop that ends for each sample in its own time (`vmap` of a `while`): what is done is kept as it is.
 
     As in JAX's lowering, but for what goes on, which is carried along instead of being computed in test and body both.
     """
-    first, (going,) = inline_from(test[0], [*test[1], *carries])
-    walk.block.eqns += first
-    entering = [*test[1], *body[1], *carries, going]
-    inside = [new_var(a.aval) for a in entering]
-    num_consts = len(entering) - len(carries) - 1
-    old, go = inside[num_consts:-1], inside[-1]
-    eqns, new = inline_from(body[0], [*inside[len(test[1]) : num_consts], *old])
-    kept = []
-    for before, after in zip(old, new, strict=True):
-        more, results = inline_function(_where, [go, after, before])
-        eqns += more
-        kept += results
-    again, (still,) = inline_from(test[0], [*inside[: len(test[1])], *kept])
-    more, still_going = inline_function(jnp.logical_and, [go, still])
-    loop = make_jaxpr(inside, [*kept, *still_going], [*eqns, *again, *more])
-    params = _while_params(eqn, _any_of_last(loop.invars[num_consts:]), 0, loop, num_consts)
-    outvars = [new_var(a.aval) for a in (*old, go)]
-    walk.block.eqns.append(replace_eqn(eqn, invars=entering, outvars=outvars, params=params))
-    return list(outvars[:-1])
+    region = region_of(eqn)
+    (test, body), consts, carries = region.bodies, region.consts, region.carries
+    around, inside, testing = Walk(walk.block, NameStack()), Walk(Block(), NameStack()), Block()
+    (going,) = append_flat(around, test, (), region.entering(0, [b.outer for b in region.bindings]))
+    held, old, go = [new_var(b.var.aval) for b in consts], [new_var(b.var.aval) for b in carries], new_var(going.aval)
+    of_test, of_body = ([var for var, b in zip(held, consts, strict=True) if b.inner[k] is not None] for k in (0, 1))
+    new = append_flat(inside, body, (), [*of_body, *old])
+    ours = replace(walk.instead_of(eqn), block=inside.block)
+    kept = [append_function(ours, _where, [go, *both])[0] for both in zip(new, old, strict=True)]
+    (still,) = append_flat(inside, test, (), [*of_test, *kept])
+    (still_going,) = append_function(ours, jnp.logical_and, [go, still])
+    tested = new_var(go.aval)
+    (any_goes,) = append_function(replace(ours, block=testing), jnp.any, [tested])
+    nowhere, outvars = (None, None), [new_var(var.aval) for var in old]
+    bindings = [
+        Binding("test", None, nowhere, (any_goes, None)),
+        *(Binding("const", b.outer, (None, var), nowhere) for b, var in zip(consts, held, strict=True)),
+        *(
+            Binding("carry", b.outer, (new_var(var.aval), var), (None, value), result)
+            for b, var, value, result in zip(carries, old, kept, outvars, strict=True)
+        ),
+        Binding("carry", going, (tested, go), (None, still_going), new_var(go.aval)),
+    ]
+    walk.block.eqns.append(region.rebuild(bindings, [testing.eqns, inside.block.eqns]))
+    return list(outvars)
 
 
 def _where(go: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
     return lax.select(lax.broadcast_in_dim(go, old.shape, range(go.ndim)), new, old)
 
 
-def _any_of_last(like: Sequence[Var]) -> Jaxpr:
-    """The test whether the last value has a true element."""
-    inside = [new_var(var.aval) for var in like]
-    eqns, outvars = inline_function(jnp.any, inside[-1:])
-    return make_jaxpr(inside, outvars, eqns)
-
-
-def _cond(walk: _Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+def _cond(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     only = _only_branch(eqn, operands[0])
     if only is not None:
         body, consts = open_jaxpr(only)
-        return _inline(walk.into(walk.block, body, eqn), body, consts, operands[1:])
-    branches = [_flat_body(walk, eqn, branch) for branch in eqn.params["branches"]]
-    union = _Block()
-    for _, block in branches:
-        union.captured.update(block.captured)
-        union.values.update(block.values)
-    params = {
-        **eqn.params,
-        "branches": tuple(close_jaxpr(_with_captures(body, block, union)) for body, block in branches),
-    }
-    return _keep(walk, eqn, [operands[0], *_capture(walk.block, union), *operands[1:]], params)
+        return append_flat(walk.into(walk.block, body, eqn), body, consts, operands[1:])
+    return _region(walk, eqn, operands)
 
 
 def _only_branch(eqn: JaxprEqn, index: Atom) -> ClosedJaxpr | None:
@@ -437,14 +367,14 @@ _CALLS = (
     "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call", "eval_jaxpr", "jit", "linear_call", "pjit",
     "remat_opt", "xla_metadata_call",
 )  # fmt: skip
-_HANDLERS: dict[str, Callable[[_Walk, JaxprEqn, list[Atom]], list[Atom]]] = {
+_HANDLERS: dict[str, Callable[[Walk, JaxprEqn, list[Atom]], list[Atom]]] = {
     **dict.fromkeys(_CALLS, _call),
     **dict.fromkeys(("checkpoint", "remat", "remat2"), _remat),
     "call_hi_primitive": _high,
     "call_hi_primitive_linearized": _high,
     "custom_linear_solve": _linear_solve,
     **dict.fromkeys(_REDUCTIONS, _of_mapped),
-    "scan": _scan,
-    "while": _while,
+    "scan": _region,
+    "while": _region,
     "cond": _cond,
 }

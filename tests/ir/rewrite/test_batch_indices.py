@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 import autopar
-from autopar.ir.structure import body_jaxprs
+from autopar.ir.region import bodies_of
 from tests.ir.traced import traced
 
 ROWS, LENGTH, WIDTH = 8, 4, 16
@@ -28,7 +28,7 @@ def indexed(eqns):
             yield numbers.operand_batching_dims, numbers.start_indices_batching_dims
         elif "scatter" in eqn.primitive.name:
             yield numbers.operand_batching_dims, numbers.scatter_indices_batching_dims
-        for body in body_jaxprs(eqn):
+        for body in bodies_of(eqn):
             yield from indexed(body.eqns)
 
 

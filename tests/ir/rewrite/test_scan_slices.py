@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax import lax
 
+from autopar.ir.region import bodies_of, region_of
+from autopar.ir.split.layers import layer_count
 from autopar.ir.split.microbatch import split_microbatches
-from autopar.ir.split.unstack import layer_count
-from autopar.ir.structure import body_jaxprs, scan_parts
 from tests.ir.traced import traced
 
 LAYERS, WIDTH, BATCH = 6, 8, 4
@@ -30,7 +30,7 @@ def trained(run):
 def primitives_in(jaxpr):
     for eqn in jaxpr.eqns:
         yield eqn.primitive.name
-        for body in body_jaxprs(eqn):
+        for body in bodies_of(eqn):
             yield from primitives_in(body)
 
 
@@ -61,7 +61,7 @@ def test_layers_by_number_are_scanned(name):
     assert not {"dynamic_slice", "dynamic_update_slice"} & set(primitives_in(jaxpr))
     plain = traced(trained(lambda w, x: lax.scan(lambda x, w: (layer(x, w), None), x, w)[0]), KERNELS, X)
     assert layer_count(jaxpr, (0,), {}) == LAYERS
-    of_scans = [[len(scan_parts(eqn).xs) for eqn in scans(j)] for j in (jaxpr, plain)]
+    of_scans = [[len(region_of(eqn).xs) for eqn in scans(j)] for j in (jaxpr, plain)]
     assert of_scans[0] == of_scans[1] or name == "checkpointed"
 
 
@@ -76,7 +76,7 @@ def test_loops_in_loops():
 def test_what_is_read_twice_is_scanned_once():
     jaxpr = traced(reading_twice, KERNELS, X)
     (scan,) = scans(jaxpr)
-    assert len(scan_parts(scan).xs) == 1 and not scan_parts(scan).consts
+    assert len(region_of(scan).xs) == 1 and not region_of(scan).consts
 
 
 OTHERS = {

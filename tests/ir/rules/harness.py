@@ -3,8 +3,10 @@
 In:     an equation, or a function whose flat program, gradient included, is taken equation by equation.
 Out:    nothing, or an AssertionError that names the primitive, the rule and the strategy.
 Method: `run_equation` under `shard_map` on 8 virtual devices, against the primitive on one. Operands come in as the
-        strategy asks; one that is asked for as a partial sum comes in as random parts with that sum. Many strategies
-        of one equation are compiled as one program, for compiling is what these tests spend their time on.
+        strategy asks; one that is asked for as a partial sum comes in as random parts with that sum. Half of them come
+        in whole and are sliced there, and so are results, as programs do it: XLA joins such slices with an operation's
+        own. Many strategies of one equation are compiled as one program, for compiling is what these tests spend their
+        time on.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,11 +25,13 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from autopar._jax import JaxprEqn, Literal, Var, bind_eqn, open_jaxpr
+from autopar.cost.steps import Slice
 from autopar.intra_op.strategies import Strategy, enumerate_strategies
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.rules.replicated import list_of
 from autopar.ir.trace.flatten import flatten
 from autopar.mesh import Sharding
+from autopar.partition.collectives import apply_step
 from autopar.partition.equation import run_equation
 
 MESH_SHAPES = ((8,), (2, 4), (2, 2, 2))
@@ -145,7 +149,7 @@ def check_equation(
         [_parts(value, sharding, axis_sizes, rng) for value, sharding in zip(operands, each.operands, strict=True)]
         for each in strategies
     ]
-    actual = _on_devices(eqn, rule, strategies, mesh, parts)
+    actual = _on_devices(eqn, rule, strategies, mesh, parts, rng)
     for strategy, results in zip(strategies, actual, strict=True):
         for result, wanted in zip(results, expected, strict=True):
             problem = _difference(np.asarray(result), np.asarray(wanted), _tolerance(eqn))
@@ -161,23 +165,65 @@ def _check_shapes(eqn: JaxprEqn, rule: ShardingRule) -> None:
 
 
 def _on_devices(
-    eqn: JaxprEqn, rule: ShardingRule, strategies: Sequence[Strategy], mesh: Mesh, parts: Sequence[Sequence[Any]]
+    eqn: JaxprEqn,
+    rule: ShardingRule,
+    strategies: Sequence[Strategy],
+    mesh: Mesh,
+    parts: Sequence[Sequence[Any]],
+    rng: np.random.Generator,
 ) -> list[list[Any]]:
     """Results of each strategy, whole."""
+    entering = [[_whole_or_not(s, rng) for s in each.operands] for each in strategies]
+    leaving = [
+        [_split_further(s, v.aval.shape, mesh.shape, rng) for s, v in zip(each.results, eqn.outvars, strict=True)]
+        for each in strategies
+    ]
 
     def program(parts: Sequence[Sequence[jax.Array]]) -> list[list[jax.Array]]:
         outcome = []
-        for strategy, operands in zip(strategies, parts, strict=True):
-            local = [operand[0] for operand in operands]
+        for strategy, operands, have, want in zip(strategies, parts, entering, leaving, strict=True):
+            local = [
+                _sliced(operand[0], before, after, mesh.shape)
+                for operand, before, after in zip(operands, have, strategy.operands, strict=True)
+            ]
             results = run_equation(eqn, rule, strategy, mesh.shape, local)
-            pairs = zip(results, strategy.results, strict=True)
-            outcome.append([lax.psum(r, s.partial) if s.partial else r for r, s in pairs])
+            whole = [lax.psum(r, s.partial) if s.partial else r for r, s in zip(results, strategy.results, strict=True)]
+            outcome.append(
+                [_sliced(r, s, w, mesh.shape) for r, s, w in zip(whole, strategy.results, want, strict=True)]
+            )
         return outcome
 
-    in_specs = [[PartitionSpec(s.partial or None, *_spec(s)) for s in each.operands] for each in strategies]
-    out_specs = [[PartitionSpec(*_spec(s)) for s in each.results] for each in strategies]
+    in_specs = [[PartitionSpec(s.partial or None, *_spec(s)) for s in have] for have in entering]
+    out_specs = [[PartitionSpec(*_spec(s)) for s in want] for want in leaving]
     mapped = jax.shard_map(program, mesh=mesh, in_specs=(in_specs,), out_specs=out_specs, check_vma=False)
     return jax.jit(mapped)(parts)
+
+
+def _whole_or_not(sharding: Sharding, rng: np.random.Generator) -> Sharding:
+    """The same, or with no dim split."""
+    return sharding if rng.random() < 0.5 else Sharding(((),) * len(sharding.dims), sharding.partial)
+
+
+def _split_further(
+    sharding: Sharding, shape: Sequence[int], axis_sizes: Mapping[str, int], rng: np.random.Generator
+) -> Sharding:
+    """The same, or with the axes that split nothing, nor held partial sums, on some dim that they divide."""
+    used = {axis for axes in (*sharding.dims, sharding.partial) for axis in axes}
+    free = tuple(axis for axis in axis_sizes if axis not in used)
+    parts = [math.prod(axis_sizes[axis] for axis in (*axes, *free)) for axes in sharding.dims]
+    fitting = [d for d, (size, count) in enumerate(zip(shape, parts, strict=True)) if size and size % count == 0]
+    if not free or not fitting or rng.random() < 0.5:
+        return sharding
+    at = int(rng.choice(fitting))
+    return Sharding(tuple((*axes, *free) if d == at else axes for d, axes in enumerate(sharding.dims)))
+
+
+def _sliced(array: jax.Array, have: Sharding, want: Sharding, axis_sizes: Mapping[str, int]) -> jax.Array:
+    """This device's part of what is split in `want` and not in `have`."""
+    for dim, (before, after) in enumerate(zip(have.dims, want.dims, strict=True)):
+        if before != after:
+            array = apply_step(array, Slice(after[len(before) :], dim), axis_sizes)
+    return array
 
 
 def _spec(sharding: Sharding) -> list[tuple[str, ...] | None]:
@@ -225,5 +271,5 @@ def _difference(actual: np.ndarray, expected: np.ndarray, tolerance: float) -> s
     if not np.array_equal(np.where(finite, 0, actual), np.where(finite, 0, expected), equal_nan=True):
         return "differs where it is not finite"
     scale = max(1.0, np.abs(expected[finite]).max(initial=0.0))
-    error = np.abs(np.where(finite, actual - expected, 0)).max(initial=0.0) / scale
+    error = np.abs(np.where(finite, actual, 0) - np.where(finite, expected, 0)).max(initial=0.0) / scale
     return "" if error <= tolerance else f"off by {error:.1e} of its scale"

@@ -134,3 +134,23 @@ def test_any_gather(case, mode, dtype, fill, mesh_shape):
     eqn = only_eqn(read, jnp.asarray(table), jnp.asarray(case.indices))
     assert eqn.outvars[0].aval.shape == case.slices
     assert check_equation(eqn, mesh_shape=mesh_shape, operands=[table, case.indices], limit=6) > 0
+
+
+@pytest.mark.parametrize("mesh_shape, mode, k", zip(MESH_SHAPES, MODES, (8, -1, 7), strict=True))
+def test_a_single_lookup(mesh_shape, mode, k):
+    """XLA makes a slice of it: of a table that is sliced before, and of a result that is sliced behind."""
+
+    def fun(t, k):
+        row, column = lax.GatherDimensionNumbers((0,), (0,), (0,)), lax.GatherDimensionNumbers((0,), (1,), (0, 1))
+        window = lax.GatherDimensionNumbers((0, 1), (), (0,))
+        return [
+            lax.gather(t, k[None], row, (1, 8), mode=mode),
+            lax.gather(t, jnp.stack([k, k - 7]), column, (8, 1), mode=mode),
+            lax.gather(t, k[None], window, (8, 8), mode=mode),
+            lax.gather(t, k[None], window, (4, 8), mode=mode),
+            lax.dynamic_slice(t, (k, k - 7), (1, 8)),
+            lax.dynamic_slice(t, (k, k - 7), (4, 8)),
+        ]
+
+    args = [(8, 8), np.int32(k)]
+    assert check_function(fun, *args, mesh_shape=mesh_shape, only=ONLY, limit=8, seed=k + 1) > 20

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -94,3 +95,19 @@ def test_gradients():
         return jax.nn.softmax(x) * x.var(0) + lax.cumsum(x, 1) + jax.nn.logsumexp(x, 1, keepdims=True)
 
     assert check_function(gradient_of(fun), (8, 4), only=OWN, limit=6) > 20
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e5m2"])
+def test_what_is_no_number_is_not_lost(dtype):
+    """NaN in one part and not in another, infinities, zeros with a sign."""
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 8)), dtype)
+    x = x.at[0, 3].set(jnp.nan).at[1, 5].set(-jnp.nan).at[2, 0].set(jnp.inf).at[3].set(-jnp.inf).at[4].set(-0.0)
+    x = x.at[5, 1].set(jnp.nan).at[5, 2].set(-jnp.inf).at[6].set(-0.0).at[6, 7].set(0.0)
+
+    def fun(x):
+        window = lax.reduce_window(x, -jnp.inf, lax.max, (1, 8), (1, 1), "valid")
+        return x.max(), x.min(), x.max(1), x.min(1), x.max(0), jnp.abs(x).max(1), window
+
+    for mesh_shape in ((8,), (2, 4)):
+        only = {"reduce_max", "reduce_min", "reduce_window_max"}
+        assert check_function(fun, x, mesh_shape=mesh_shape, only=only, limit=6) > 6

@@ -137,3 +137,34 @@ def test_any_scatter(case, mode, dtype, kind, mesh_shape):
     operands = [table, case.indices, updates]
     eqn = only_eqn(write, *map(jnp.asarray, operands))
     assert check_equation(eqn, mesh_shape=mesh_shape, operands=operands, limit=6) > 0
+
+
+@pytest.mark.parametrize("mesh_shape, mode, k", zip(MESH_SHAPES, MODES, (8, -1, 7), strict=True))
+def test_a_single_update(mesh_shape, mode, k):
+    """XLA makes slices of it: of a table that is whole and then sliced, every other element stays what it was."""
+
+    def fun(t, row, window, k):
+        writes = [getattr(t.at[k], name)(row, mode=mode) for name in ("set", "add", "multiply", "min", "max")]
+        writes += [t.at[5, 3].set(row[0]), t.at[:, -1].multiply(2.0), t.at[3].apply(jnp.exp)]
+        writes += [t.at[k, 2].add(row[1], mode=mode), t[:1].at[0, k].min(row[2], mode=mode)]
+        numbers = lax.ScatterDimensionNumbers((0, 1), (), (0, 1))  # a whole window of columns, at a place in them
+        writes += [lax.scatter(t, jnp.stack([k, k - 7]), row[None], numbers, mode=mode)]
+        writes += [lax.scatter_add(t, jnp.stack([k]), window, lax.ScatterDimensionNumbers((0, 1), (), (0,)), mode=mode)]
+        return writes
+
+    args = [(8, 8), (8,), (3, 8), np.int32(k)]
+    assert check_function(fun, *args, mesh_shape=mesh_shape, only=WRITES, limit=5, seed=k + 1) > 30
+
+
+@pytest.mark.parametrize("mesh_shape", MESH_SHAPES)
+def test_one_place_of_what_is_ordered(mesh_shape):
+    """An amax history, running sums: one place written behind a roll, a sort, a sum."""
+
+    def fun(h, x):
+        return [jnp.roll(h, 1).at[0].set(jnp.abs(x).max()), jnp.sort(h).at[5].add(1.0), jnp.cumsum(h).at[9].add(x[0])]
+
+    assert check_function(fun, (16,), (8,), mesh_shape=mesh_shape, only=WRITES, seed=3) >= 9
+
+
+def test_a_function_of_what_stands_there_is_not_linear():
+    assert rule_for(eqn_of("scatter", lambda t: t.at[3].apply(jnp.exp), (8, 4))).linear == ()

@@ -27,11 +27,11 @@ from autopar.errors import AutoparError, BatchError, MicrobatchError
 from autopar.ir.check import check_program
 from autopar.ir.printer import print_jaxpr
 from autopar.ir.program import Program
-from autopar.ir.rewrite.branches_in_two import branches_in_two
+from autopar.ir.region import bodies_of, is_region
+from autopar.ir.rewrite.fission import behind_gradients
 from autopar.ir.split.accumulate import accumulate
 from autopar.ir.split.microbatch import Microbatches, split_microbatches
-from autopar.ir.split.pieces import Cut, Sum
-from autopar.ir.structure import body_jaxprs, is_structured
+from autopar.ir.split.placement import SUM, Split
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 
@@ -184,8 +184,8 @@ def equations(eqns: Any) -> Iterator[JaxprEqn]:
     """Equations with those in bodies of loops and branches."""
     for eqn in eqns:
         yield eqn
-        if is_structured(eqn):
-            for body in body_jaxprs(eqn):
+        if is_region(eqn):
+            for body in bodies_of(eqn):
                 yield from equations(body.eqns)
 
 
@@ -396,7 +396,7 @@ def test_update_in_a_branch(step, count):
     program, batch = traced(case)
     with pytest.raises(MicrobatchError, match="cond"):
         split_microbatches(program.jaxpr, count, batch)
-    program = dataclasses.replace(program, jaxpr=branches_in_two(program.jaxpr))
+    program = dataclasses.replace(program, jaxpr=behind_gradients(program.jaxpr))
     check_program(program.jaxpr)
     split = split_microbatches(program.jaxpr, count, batch)
     assert_is_worked_through(split)
@@ -1011,8 +1011,10 @@ def test_samples_behind_samples(case, count):
 def test_rows_are_cut_in_blocks():
     """A microbatch has its rows of each block, and the rest of the program knows which they are."""
     _, split = split_case(Case(blocks_step), 4)
-    shares = {str(result.var.aval.shape): result.share for result in split.results if isinstance(result.share, Cut)}
-    assert shares[str((2 * BATCH, CLASSES))] == Cut(0, blocks=2)
+    shares = {
+        str(result.var.aval.shape): result.placement for result in split.results if isinstance(result.placement, Split)
+    }
+    assert shares[str((2 * BATCH, CLASSES))] == Split(0, blocks=2)
 
 
 # 3. Metrics.
@@ -1367,7 +1369,7 @@ def test_what_the_loop_reads_and_makes():
 
 def test_gradients_of_each_layer_are_sums():
     _, split = split_case(PLAIN, 4)
-    assert {r.share for r in split.results} == {Sum()}
+    assert {r.placement for r in split.results} == {SUM}
     sizes = sorted(r.var.aval.size for r in split.results)
     assert sizes == [1, *sorted(p.size for p in mlp_params().values())]  # the loss, and every parameter's gradient
 
@@ -1375,8 +1377,8 @@ def test_gradients_of_each_layer_are_sums():
 def test_samples_are_results_in_parts():
     case = METRIC_CASES["samples"]
     _, split = split_case(case, 4)
-    shares = {r.var.aval.shape: r.share for r in split.results}
-    assert shares[(BATCH,)] == Cut(0) and shares[(CLASSES, BATCH)] == Cut(1)
+    shares = {r.var.aval.shape: r.placement for r in split.results}
+    assert shares[(BATCH,)] == Split(0) and shares[(CLASSES, BATCH)] == Split(1)
 
 
 @pytest.mark.parametrize("name", ["dropout", "dropout, old key"])

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.errors import StepError
-from autopar.ir.split.unstack import Unstacked
+from autopar.ir.split.layers import Unstacked
 from autopar.mesh import Sharding
 from autopar.mesh.ray_nodes import RayMachine
 from autopar.partition.host_calls import Raised

@@ -9,7 +9,7 @@ Method: pipelines and steps without stages both become a `Job`; new state stays 
 from __future__ import annotations
 
 from autopar.ir.program import Program
-from autopar.ir.split.unstack import whole_stacks
+from autopar.ir.split.layers import whole_stacks
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster
 from autopar.report.plan import Plan

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.errors import DeviceCountError, WorkerError
+from autopar.errors import ClusterError, DeviceCountError, WorkerError
 from autopar.runtime.digest import Digest
 from autopar.runtime.ray.functions import HostCalls, portable, unpacked_calls
 from autopar.runtime.ray.job import BufferType, ProgramCode
@@ -73,6 +73,7 @@ class Worker:
         self._step: _Step | None = None
         self._mailbox = Mailbox()
         self._disk = Disk()
+        self._listener: Listener
         self._store: ObjectStore
         self._direct: Direct | None = None
         self._channels: dict[Pair, Channel] = {}
@@ -98,11 +99,23 @@ class Worker:
     # Before the first step.
 
     def coordinator(self, host: str) -> str:
-        """Where the workers of its mesh can meet: its host has this address."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = probe.getsockname()[1]
-        return f"{host}:{port}"
+        """Where the workers of its mesh can meet: its host has this address.
+
+        Raises:
+            ClusterError: It has not: to listen at every address instead would let in anyone, for JAX asks for no secret.
+        """
+        try:
+            with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+                port = probe.getsockname()[1]
+        except OSError as error:
+            raise ClusterError(
+                "the workers of a stage over several hosts cannot meet.",
+                given=f"{self.seat}, on the node that Ray knows by {host}",
+                wrong=f"that is no address of an interface of this node ({error}).",
+                do="start Ray there with `ray start --node-ip-address=` and the address of an interface which the other "
+                "nodes reach.",
+            ) from error
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
     def join(self, coordinator: str, count: int) -> None:
         """Form one group of processes with the other workers of its mesh."""
@@ -113,6 +126,7 @@ class Worker:
             self.seat.rank,
             local_device_ids=range(self.seat.count),
             cluster_detection_method="deactivate",
+            coordinator_bind_address=coordinator,  # JAX's own choice is every interface, and it asks for no secret
         )
 
     def can_go_direct(self) -> bool:
@@ -121,7 +135,8 @@ class Worker:
 
     def listen(self, host: str, word: bytes) -> int:
         """Take in parcels of others, who must know the word; its host has this address. Returns the port."""
-        return Listener(host, word, self.deliver).port
+        self._listener = Listener(host, word, self.deliver)
+        return self._listener.port
 
     def connect(
         self,

@@ -1,0 +1,296 @@
+"""The owner of a directory of checkpoints: one process writes there, and another is told which one it is.
+
+In:     the directory.
+Out:    a mark in it that names this process; or an error that names the one that is there.
+Method: a process makes its mark first and looks for others then, so of two that come at once at least one sees the other; the
+        one with the lesser name stays. A mark is worth what its process is. On the same machine (kernel and process
+        namespace) that is seen: a process of that number that was started at that time; a number that is used again is
+        another process. Of another machine only the time of the mark is seen: its process renews it every
+        `BEAT_SECONDS`, and one that has not done so for `DEAD_SECONDS`, by the clock of the disk, is dead.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import hashlib
+import json
+import os
+import socket
+import subprocess
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from autopar.errors import CheckpointError, warn
+
+BEAT_SECONDS = 10.0
+DEAD_SECONDS = 60.0
+"""A process of another machine that has not renewed its mark for so long is taken for dead."""
+TOGETHER_SECONDS = 2.0
+"""How long one of two that come at once waits for the other to go."""
+LOOK_SECONDS = 0.1
+PREFIX = ".autopar-owner-"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Who has made a mark.
+
+    Attributes:
+        host: Its name, for people.
+        machine: Kernel and process namespace: where `pid` means this process.
+        pid: Its number there.
+        started: When it was started, as the system counts.
+        since: When it made the mark, for people.
+    """
+
+    host: str
+    machine: str
+    pid: int
+    started: str
+    since: str
+
+    @property
+    def key(self) -> str:
+        """No other process has the same."""
+        return hashlib.sha256(f"{self.machine}/{self.pid}/{self.started}".encode()).hexdigest()[:16]
+
+    @property
+    def mark(self) -> str:
+        """Name of its mark."""
+        return PREFIX + self.key
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}, there since {self.since}"
+
+
+def claim(directory: str | os.PathLike) -> None:
+    """Make this process the owner of a directory, until it ends or calls `release`; nothing to do if it is already.
+
+    Raises:
+        CheckpointError: Another process is, and lives; or the directory cannot be written.
+    """
+    root, own = Path(directory).absolute(), this_process()
+    mark = root / own.mark
+    with _ONE_AT_A_TIME:
+        try:
+            if mark in _BEATS.marks and mark.exists():
+                return
+            root.mkdir(parents=True, exist_ok=True)
+            _write(mark, own)
+            try:
+                _outlive_the_dead(mark, own)
+            except BaseException:
+                mark.unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            raise CheckpointError(
+                "checkpoints cannot be written here.",
+                given=str(root),
+                wrong=f"{error}.",
+                do="pass a directory that this process may write to.",
+                path=str(root),
+            ) from error
+        _BEATS.add(mark)
+
+
+def release(directory: str | os.PathLike) -> None:
+    """Let other processes write into a directory of checkpoints that this one has written into.
+
+    A process that ends does so by itself. Wait for checkpoints that are being written first.
+    """
+    mark = Path(directory).absolute() / this_process().mark
+    _BEATS.remove(mark)
+    with contextlib.suppress(OSError):
+        mark.unlink()
+
+
+@contextlib.contextmanager
+def hold(directory: str | os.PathLike) -> Iterator[None]:
+    """Make one run of this process the owner of a directory, as long as the run lasts.
+
+    Raises:
+        CheckpointError: As of `claim`; or another run of this process is.
+    """
+    root = Path(directory).absolute()
+    if root in _RUNS:
+        raise _taken(root, "another run of this process, in another thread, has not ended.")
+    _RUNS.append(root)
+    try:
+        was_owner = root / this_process().mark in _BEATS.marks
+        claim(root)
+        try:
+            yield
+        finally:
+            if not was_owner:
+                release(root)
+    finally:
+        _RUNS.remove(root)
+
+
+def this_process() -> Owner:
+    """Whom a mark of this process names."""
+    since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+    return Owner(socket.gethostname(), _machine(), os.getpid(), start_of(os.getpid()) or "", since)
+
+
+def start_of(pid: int) -> str | None:
+    """When a process of this machine was started, as the system counts; empty: there is none; None: hidden."""
+    if Path("/proc/self/stat").exists():
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            return "" if fields[0] in "ZX" else fields[19]  # a zombie writes nothing any more
+        except OSError:
+            pass
+    else:
+        told = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True).stdout.strip()
+        if told:
+            return told
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return ""
+    except PermissionError:
+        pass
+    return None
+
+
+def _machine() -> str:
+    """Containers may share a host's name and even its kernel, and each have a process 1."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{socket.gethostname()} {uuid.getnode():x}"
+
+
+def _write(mark: Path, owner: Owner) -> None:
+    """All of it appears at once."""
+    made = mark.with_name(f".autopar-{uuid.uuid4().hex}")
+    made.write_text(json.dumps(asdict(owner)), encoding="utf-8")
+    os.rename(made, mark)
+
+
+def _read(mark: Path) -> Owner | None:
+    """None: it is none of ours, or of another version."""
+    text = mark.read_text(encoding="utf-8")
+    try:
+        return Owner(**json.loads(text))
+    except (ValueError, TypeError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Other:
+    """Another process's mark, and whether that lives; None: that is not known yet."""
+
+    mark: Path
+    name: str
+    age_seconds: float
+    lives: bool | None
+
+
+def _outlive_the_dead(mark: Path, own: Owner) -> None:
+    """Wait until no other mark is there, removing those of the dead.
+
+    Raises:
+        CheckpointError: The process of another lives.
+    """
+    seen: dict[Path, float] = {}
+    give_way, is_told = time.monotonic() + TOGETHER_SECONDS, False
+    while True:
+        others = _others(mark, own, seen)
+        for other in others:
+            if other.lives is False:
+                other.mark.unlink(missing_ok=True)
+        alive = [other for other in others if other.lives]
+        if alive and (mark > alive[0].mark or time.monotonic() > give_way):
+            age = f"its last sign of life is {max(0.0, alive[0].age_seconds):.0f} s old"
+            raise _taken(mark.parent, f"{alive[0].name}, has not ended; {age}.")
+        unknown = [other for other in others if other.lives is None]
+        if not alive and not unknown:
+            return
+        if unknown and not is_told:
+            is_told = True
+            told = f"waiting up to {DEAD_SECONDS:.0f} s for a sign that it lives"
+            warn(f"the checkpoints in {mark.parent} are of {unknown[0].name}: {told}.")
+        time.sleep(LOOK_SECONDS)
+
+
+def _others(mark: Path, own: Owner, seen: dict[Path, float]) -> list[_Other]:
+    """The other marks, by name; `seen` is when each had been renewed when it was seen first."""
+    os.utime(mark)
+    now = mark.stat().st_mtime  # what the disk's clock shows
+    found = []
+    for other in sorted(mark.parent.glob(PREFIX + "*")):
+        try:
+            owner, beat = _read(other), other.stat().st_mtime
+        except FileNotFoundError:
+            continue
+        if other == mark:
+            continue
+        age = now - beat
+        started = start_of(owner.pid) if owner is not None and owner.machine == own.machine else None
+        if owner is not None and started is not None:
+            lives: bool | None = started == owner.started
+        else:
+            lives = True if beat != seen.setdefault(other, beat) else False if age > DEAD_SECONDS else None
+        found.append(_Other(other, str(owner or other.name), age, lives))
+    return found
+
+
+def _taken(root: Path, wrong: str) -> CheckpointError:
+    return CheckpointError(
+        "another run has its checkpoints in this directory.",
+        given=str(root),
+        wrong=wrong,
+        do="end that one, or pass a directory of its own to each: two would remove and read each other's checkpoints.\n"
+        "A process that only saves there now and then lets go of it by checkpoint.release(directory).",
+        path=str(root),
+    )
+
+
+class _Beats:
+    """Owns the thread that renews the marks of this process."""
+
+    def __init__(self) -> None:
+        self.marks: dict[Path, None] = {}
+        self._thread: threading.Thread | None = None
+
+    def add(self, mark: Path) -> None:
+        """Renew this one from now on."""
+        if self._thread is None or not self._thread.is_alive():  # a fork has none
+            self.marks.clear()
+            self._thread = threading.Thread(target=self._run, daemon=True, name="autopar-owner")
+            self.marks[mark] = None
+            self._thread.start()
+        self.marks[mark] = None
+
+    def remove(self, mark: Path) -> None:
+        """Do not renew this one any more."""
+        self.marks.pop(mark, None)
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(BEAT_SECONDS)
+            for mark in list(self.marks):
+                with contextlib.suppress(OSError):  # taken away: the next `claim` sees it
+                    os.utime(mark)
+
+
+_BEATS = _Beats()
+_RUNS: list[Path] = []
+_ONE_AT_A_TIME = threading.RLock()
+"""State of the module: what this process owns, whoever in it asks."""
+
+
+@atexit.register
+def _release_all() -> None:
+    own = this_process().mark
+    for mark in list(_BEATS.marks):
+        if mark.name == own:
+            release(mark.parent)

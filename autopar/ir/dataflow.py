@@ -1,0 +1,55 @@
+"""What equations read, and which of them a value needs.
+
+In:     equations, in order.
+Out:    the variables among atoms; the equations behind wanted values.
+Method: one walk backwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
+from autopar.ir.source import is_backward
+
+
+def variables(atoms: Iterable[Atom]) -> list[Var]:
+    """Those of the atoms that are no literals, in order."""
+    return [a for a in atoms if not isinstance(a, Literal)]
+
+
+def inputs_of(eqn: JaxprEqn) -> list[Var]:
+    """The variables that an equation reads."""
+    return variables(eqn.invars)
+
+
+def needed(
+    eqns: Sequence[JaxprEqn], wanted: Iterable[Var], effects: bool = True, given: Collection[Var] = ()
+) -> list[JaxprEqn]:
+    """Those equations that wanted values need, in order.
+
+    Args:
+        eqns: In order.
+        wanted: Values.
+        effects: Whether what does something beside is needed too.
+        given: Values that are at hand.
+    """
+    alive = {var for var in wanted if var not in given}
+    kept = []
+    for eqn in reversed(eqns):
+        if (effects and eqn.effects) or any(var in alive for var in eqn.outvars):
+            kept.append(eqn)
+            alive.update(a for a in inputs_of(eqn) if a not in given)
+    return kept[::-1]
+
+
+def feeds_backward(jaxpr: Jaxpr) -> list[bool]:
+    """For each equation, whether it is of the backward pass or something of that waits for it."""
+    waited: dict[Var, None] = {}
+    found = []
+    for eqn in reversed(jaxpr.eqns):
+        matters = is_backward(eqn) or any(var in waited for var in eqn.outvars)
+        if matters:
+            waited.update(dict.fromkeys(inputs_of(eqn)))
+        found.append(matters)
+    return found[::-1]

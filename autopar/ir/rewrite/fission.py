@@ -1,0 +1,254 @@
+"""Fission of conditions: results that share no work get a condition of their own, and a condition is cut behind a gradient.
+
+In:     a flat program. A `cond` is one piece: all that its branches read and make is in one place, on one pipeline stage, and
+        in one phase of the step.
+Out:    the same function. `behind_gradients`: a branch that takes a gradient and uses it is two, up to the gradients and
+        from there on, so that microbatches add up gradients in the first and run the second once. `fission`: then a
+        condition around an update (`optax.apply_if_finite`, a loss scale that was too large) is one for each parameter and
+        its moments, and a step counter's.
+Method: results belong together if equations on arrays serve both. What they share besides are numbers (a norm, a bias
+        correction): such a number that is cheap to have is made always, in front. Where a condition is cut, other branches
+        hand over zeros for what only one of them makes. Loops are left as they are: what they carry is their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import jax.numpy as jnp
+
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, new_var
+from autopar.ir.build import inline_function, renamed, substitute
+from autopar.ir.dataflow import feeds_backward, inputs_of, needed, variables
+from autopar.ir.region import Binding, Region, bodies_of, is_region, kind_of, region_of
+from autopar.ir.rewrite.dead_code import remove_dead_code
+from autopar.ir.source import is_backward
+from autopar.ir.work import Work, num_bytes, num_elements_of
+
+OPERATIONS = 16
+"""So many operations for each element that an equation reads or makes are few."""
+
+ROOM = 1.25
+"""Conditions are merged as long as together they make so much of what the largest makes."""
+
+
+def fission(jaxpr: Jaxpr) -> Jaxpr:
+    """The program with its conditions behind gradients and for results apart, over the same inputs and results."""
+    work = Work()
+    jaxpr = behind_gradients(jaxpr)
+    return _rewritten(jaxpr, [_results_apart(eqn, work) if _is_pure_cond(eqn) else [eqn] for eqn in jaxpr.eqns])
+
+
+def behind_gradients(jaxpr: Jaxpr) -> Jaxpr:
+    """The program with conditions cut behind the gradients that they take; over the same inputs and results."""
+    return _rewritten(
+        jaxpr,
+        [_in_two(eqn) if _is_pure_cond(eqn) and not is_backward(eqn) else [eqn] for eqn in jaxpr.eqns],
+    )
+
+
+def _is_pure_cond(eqn: JaxprEqn) -> bool:
+    return kind_of(eqn) == "cond" and not eqn.effects
+
+
+def _rewritten(jaxpr: Jaxpr, pieces: Sequence[Sequence[JaxprEqn]]) -> Jaxpr:
+    if all(len(eqns) == 1 for eqns in pieces):
+        return jaxpr
+    return remove_dead_code(make_jaxpr(jaxpr.invars, jaxpr.outvars, [eqn for eqns in pieces for eqn in eqns]))
+
+
+def _with_bodies(region: Region, bindings: Sequence[Binding], equations: Sequence[Sequence[JaxprEqn]]) -> JaxprEqn:
+    """A condition with these bindings, whose bodies have variables of their own."""
+    made = region_of(region.rebuild(bindings, equations))
+    return made.with_bodies([renamed(body) for body in made.bodies])
+
+
+# Behind gradients.
+
+
+def _in_two(eqn: JaxprEqn) -> list[JaxprEqn]:
+    region = region_of(eqn)
+    halves = [_halves(branch) for branch in region.bodies]
+    if not any(second for _, second in halves):
+        return [eqn]
+    firsts: list[list[JaxprEqn]] = [list(first) for first, _ in halves]
+    before: list[Binding] = [b for b in region.bindings if b.role != "result"]
+    between: list[Binding] = []
+    for k, (branch, (first, second)) in enumerate(zip(region.bodies, halves, strict=True)):
+        for var in _read_of(first, second, branch):
+            passed = new_var(var.aval)
+            made: list[Atom | None] = [var if at == k else _zeros(var, eqns, eqn) for at, eqns in enumerate(firsts)]
+            arriving = tuple(var if at == k else None for at in range(len(firsts)))
+            before.append(Binding("result", None, (None,) * len(firsts), tuple(made), passed))
+            between.append(Binding("const", passed, arriving, (None,) * len(firsts)))
+    return [
+        _with_bodies(region, before, firsts),
+        _with_bodies(region, [*region.bindings, *between], [second for _, second in halves]),
+    ]
+
+
+def _halves(branch: Jaxpr) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
+    """Equations up to the gradients, and those that read them for something else."""
+    first, second = [], []
+    behind: dict[Var, None] = {}
+    for eqn, matters in zip(branch.eqns, feeds_backward(branch), strict=True):
+        if not matters and any(a in behind for a in inputs_of(eqn)):
+            second.append(eqn)
+            behind.update(dict.fromkeys(eqn.outvars))
+        else:
+            first.append(eqn)
+            if is_backward(eqn):
+                behind.update(dict.fromkeys(eqn.outvars))
+    return first, second
+
+
+def _read_of(first: Sequence[JaxprEqn], second: Sequence[JaxprEqn], branch: Jaxpr) -> list[Var]:
+    """What the first half makes for the second, and for the branch's results."""
+    made = {var for eqn in first for var in eqn.outvars}
+    read = [*(a for eqn in second for a in inputs_of(eqn)), *variables(branch.outvars)]
+    return [var for var in dict.fromkeys(read) if var in made]
+
+
+def _zeros(var: Var, eqns: list[JaxprEqn], cond: JaxprEqn) -> Atom:
+    """Zeros of a variable's type, made by equations that are added to these."""
+    shape, dtype = var.aval.shape, var.aval.dtype
+    more, (zeros,) = inline_function(lambda: jnp.zeros(shape, dtype), [], cond.source_info)
+    eqns += more
+    return zeros
+
+
+# Results apart.
+
+
+def _results_apart(eqn: JaxprEqn, work: Work) -> list[JaxprEqn]:
+    """A condition for each group of results that belong together; before them, the numbers that several groups read."""
+    region = region_of(eqn)
+    branches = [_Branch(body, work) for body in region.bodies]
+    groups = _groups(region, branches)
+    if len(groups) < 2:
+        return [eqn]
+    hoisted: list[JaxprEqn] = []
+    entering = [b for b in region.bindings if b.role != "result"]
+    for k, branch in enumerate(branches):
+        readers: dict[Var, dict[int, None]] = {}
+        for number, group in enumerate(groups):
+            for var in branch.numbers_of(branch.body.outvars[at] for at in group):
+                readers.setdefault(var, {})[number] = None
+        shared = [var for var, of in readers.items() if len(of) > 1]
+        operands = [b.outer for b in entering if b.role == "const"]
+        alone = make_jaxpr(branch.body.invars, shared, needed(branch.body.eqns, shared))
+        eqns, made = substitute(alone, operands)
+        hoisted += eqns
+        branch.given = set(shared)
+        for var, outer in zip(shared, made, strict=True):
+            inner = tuple(var if at == k else None for at in range(len(branches)))
+            entering.append(Binding("const", outer, inner, (None,) * len(branches)))
+    results = region.of_role("result")
+    return hoisted + [
+        _with_bodies(region, [*entering, *(results[at] for at in group)], [branch.rest() for branch in branches])
+        for group in groups
+    ]
+
+
+class _Branch:
+    """One branch: which equations make what, and which numbers of it are cheap.
+
+    Attributes:
+        given: Values that are made in front.
+    """
+
+    def __init__(self, body: Jaxpr, work: Work):
+        self.body, self.given = body, set[Var]()
+        self.made_by = {var: eqn for eqn in body.eqns for var in eqn.outvars}
+        dear: set[Var] = set()
+        for eqn in body.eqns:
+            if not _is_cheap(eqn, work) or any(var in dear for var in inputs_of(eqn)):
+                dear.update(eqn.outvars)
+        single = {eqn.outvars[0] for eqn in body.eqns if len(eqn.outvars) == 1}
+        self.numbers = {var for var in single if num_elements_of(var) <= 1 and var not in dear}
+
+    def behind(self, results: Iterable[Atom]) -> tuple[dict[int, None], dict[Var, None]]:
+        """Equations, by identity, that results need, up to cheap numbers; and those numbers."""
+        eqns: dict[int, None] = {}
+        numbers: dict[Var, None] = {}
+        waiting = variables(results)
+        while waiting:
+            var = waiting.pop()
+            eqn = self.made_by.get(var)
+            if var in self.numbers:
+                numbers[var] = None
+            elif eqn is not None and id(eqn) not in eqns:
+                eqns[id(eqn)] = None
+                waiting += inputs_of(eqn)
+        return eqns, numbers
+
+    def numbers_of(self, results: Iterable[Atom]) -> dict[Var, None]:
+        """Cheap numbers that results read."""
+        return self.behind(results)[1]
+
+    def rest(self) -> list[JaxprEqn]:
+        """Equations but those that make what is given."""
+        return [eqn for eqn in self.body.eqns if not any(var in self.given for var in eqn.outvars)]
+
+
+def _groups(region: Region, branches: Sequence[_Branch]) -> list[list[int]]:
+    """Results that belong together, by their places: those that share equations on arrays; and all cheap numbers."""
+    group_of = list(range(len(region.eqn.outvars)))
+    first: dict[object, int] = {}
+    for branch in branches:
+        for at, atom in enumerate(branch.body.outvars):
+            eqns, _ = branch.behind([atom])
+            is_number = num_elements_of(region.eqn.outvars[at]) <= 1 and not eqns
+            for key in [*eqns, *(["number"] if is_number else [])]:
+                other = group_of[first.setdefault(key, at)]
+                group_of = [group_of[at] if group == other else group for group in group_of]
+    members: dict[int, list[int]] = {}
+    for at, group in enumerate(group_of):
+        members.setdefault(group, []).append(at)
+    return list(members.values())
+
+
+def _is_cheap(eqn: JaxprEqn, work: Work) -> bool:
+    if eqn.effects:
+        return False
+    if is_region(eqn):
+        inner = [inner for body in bodies_of(eqn) for inner in body.eqns]
+        return kind_of(eqn) in ("cond", "barrier") and all(_is_cheap(e, work) for e in inner)
+    elements = sum(num_elements_of(atom) for atom in (*eqn.invars, *eqn.outvars))
+    return work.of(eqn) <= OPERATIONS * elements
+
+
+# Together again.
+
+
+def merge_conditions(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """Equations in order, in which small conditions on one index that can be done at once are one.
+
+    What a condition makes is there beside what it reads: together they make little more than the largest of them alone.
+    """
+    place = {var: k for k, eqn in enumerate(eqns) for var in eqn.outvars}
+    conditions = [eqn for eqn in eqns if _is_pure_cond(eqn)]
+    most = ROOM * max(map(_made_bytes, conditions), default=0)
+    made: list[JaxprEqn] = []
+    open_at: dict[Var, list[tuple[int, int]]] = {}
+    for k, eqn in enumerate(eqns):
+        before = open_at.setdefault(eqn.invars[0], []) if _is_pure_cond(eqn) and isinstance(eqn.invars[0], Var) else []
+        for at, number in before:
+            is_there = all(place.get(var, -1) < at for var in inputs_of(eqn))
+            if is_there and _made_bytes(made[number]) + _made_bytes(eqn) <= most:
+                made[number] = _merged(region_of(made[number]), region_of(eqn))
+                break
+        else:
+            before.append((k, len(made)))
+            made.append(eqn)
+    return made
+
+
+def _made_bytes(eqn: JaxprEqn) -> int:
+    return sum(map(num_bytes, eqn.outvars))
+
+
+def _merged(one: Region, other: Region) -> JaxprEqn:
+    """Both conditions as one; an operand of both enters once."""
+    equations = [[*a.eqns, *b.eqns] for a, b in zip(one.bodies, other.bodies, strict=True)]
+    return _with_bodies(one, [*one.bindings, *(b for b in other.bindings if b.role != "test")], equations)

@@ -1,0 +1,81 @@
+"""What loops carry: sums over their trips, and samples that each end in their own time.
+
+In:     a `scan`, or a `while`.
+Out:    which carries are sums; whether a loop may go on for what has ended.
+Method: the form of the body.
+"""
+
+from __future__ import annotations
+
+from autopar._jax import Atom, JaxprEqn, Var
+from autopar.ir.dataflow import inputs_of, variables
+from autopar.ir.region import Region, kind_of
+
+
+def sum_carries(scan: Region) -> list[bool | None]:
+    """For each carry of a scan whether it is a sum over the trips (True), does not change (False), or neither (None).
+
+    A sum may stand nowhere else: what reads it waits for the trips before.
+    """
+    eqns, carries = scan.bodies[0].eqns, scan.carries
+    entered = {b.var: b.var for b in carries}
+    for eqn in eqns:
+        entered.update((var, entered[a]) for a, var in _passed_on(eqn) if isinstance(a, Var) and a in entered)
+    stays = [isinstance(b.value, Var) and entered.get(b.value) is b.var for b in carries]
+    sum_of: dict[Var, int | None] = {b.var: k for k, b in enumerate(carries) if not stays[k]}
+    for eqn in eqns:
+        read = [a for a in inputs_of(eqn) if a in sum_of]
+        passed = _passed_on(eqn)
+        if passed:
+            sum_of.update((var, sum_of[a]) for a, var in passed if isinstance(a, Var) and a in sum_of)
+        elif read:
+            adds = eqn.primitive.name in ("add", "add_any") and len(read) == 1 and read[0].aval == eqn.outvars[0].aval
+            sum_of.update(dict.fromkeys(eqn.outvars, sum_of[read[0]] if adds else None))
+    broken = any(sum_of.get(a, -1) is None for a in variables(scan.bodies[0].outvars))
+    broken = broken or any(a in sum_of for a in variables(b.value for b in scan.ys))
+    kinds: list[bool | None] = []
+    for k, b in enumerate(carries):
+        is_sum = not broken and isinstance(b.value, Var) and sum_of.get(b.value) == k
+        kinds.append(False if stays[k] else True if is_sum else None)
+    return kinds
+
+
+def _passed_on(eqn: JaxprEqn) -> list[tuple[Atom, Var]]:
+    """Operands that come out as they went in: through a barrier, or less weakly typed (a sum that begins as `0.0`)."""
+    pairs = list(zip(eqn.invars, eqn.outvars, strict=False))
+    if kind_of(eqn) == "barrier":
+        return pairs
+    if eqn.primitive.name == "convert_element_type" and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype:
+        return pairs
+    return []
+
+
+def is_done_apart(loop: Region) -> bool:
+    """Whether each sample of a loop ends in its own time: it goes on while any does, and keeps what does not go on.
+
+    Then the loop may end earlier for some of the samples: the rounds that are left change nothing of them.
+    """
+    made_by = {var: eqn for body in loop.bodies for eqn in body.eqns for var in eqn.outvars}
+    (predicate,) = loop.of_role("test")
+    test = made_by.get(predicate.value) if isinstance(predicate.value, Var) else None
+    if test is None or test.primitive.name != "reduce_or":
+        return False
+    going = next((b.var for b in loop.carries if b.inner[0] is test.invars[0]), None)
+
+    def stays(old: Var, result: Atom) -> bool:
+        """Whether what does not go on is as before."""
+        eqn = made_by.get(result) if isinstance(result, Var) else None
+        if eqn is None or result is old:
+            return result is old
+        if old is going:
+            return eqn.primitive.name == "and" and going in eqn.invars
+        if eqn.primitive.name != "select_n" or eqn.invars[1] is not old:
+            return False
+        choice = eqn.invars[0]
+        wide = made_by.get(choice) if isinstance(choice, Var) else None
+        if wide is not None and wide.primitive.name == "broadcast_in_dim":
+            leading = list(wide.params["broadcast_dimensions"]) == list(range(wide.invars[0].aval.ndim))
+            choice = wide.invars[0] if leading else choice
+        return choice is going
+
+    return going is not None and all(stays(b.var, b.value) for b in loop.carries)

@@ -1,0 +1,112 @@
+"""What is done of the whole batch before the loop over microbatches, because it is cheap and no part of it would do.
+
+In:     equations that fit no strategy, with the placements of their operands so far.
+Out:    the solution, changed: a mask's denominator is summed up front and read whole; samples that are shuffled, rolled,
+        mixed or split in halves are put in their new order up front, and each microbatch reads its part of that order.
+Method: the equations behind an operand, back to the step's inputs, against the work of the whole step. Any equal parts of
+        a value along a dim will do for the loop, whichever samples they once were, as long as all that is made of them
+        is split at the same places; so a new order of samples is split like the old one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
+from autopar.ir.dataflow import inputs_of
+from autopar.ir.split.placement import REPLICATED, Partial, Split
+from autopar.ir.split.solution import LoopSolution
+from autopar.ir.split.solver import Cause
+
+CHEAP = 0.02
+"""What is needed of the whole batch is computed up front if it takes at most this part of the step's work."""
+
+
+class Hoist:
+    """Moves equations of one step before its loop.
+
+    Attributes:
+        gathered: The first equation that all samples were brought together for; None: there was none.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, solution: LoopSolution, cost: Sequence[float], late: Mapping[Var, Cause]):
+        """`cost` is the work of each equation; `late` fills with what is made after the loop."""
+        self.eqns, self.solution, self.cost, self.late = jaxpr.eqns, solution, cost, late
+        self.number = {id(eqn): k for k, eqn in enumerate(jaxpr.eqns)}
+        self.origin = {var: k for k, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+        self.limit = CHEAP * sum(cost)
+        self.gathered: Cause | None = None
+        self._rearranged: dict[Var, int] = {}
+
+    def take_whole(self, eqn: JaxprEqn) -> bool:
+        """Compute operands up front, of the whole batch, if that is cheap; whether any was."""
+        for kind in (Partial, Split):
+            cones = {var: self._cone([var]) for var in inputs_of(eqn) if isinstance(self.solution.of(var), kind)}
+            cheap = {var: cone for var, cone in cones.items() if cone is not None}
+            for var, cone in cheap.items():
+                if kind is Split:
+                    self.gathered = self.gathered or Cause(eqn, var)
+                self.solution.early.update(dict.fromkeys(cone))
+                self.solution.taken_whole[var] = None
+            if cheap:
+                return True
+        return False
+
+    def rearrange(self, eqn: JaxprEqn, all_split: bool = False) -> bool:
+        """Do an equation up front that has nothing but samples of, and split its results anew; whether that is cheap.
+
+        Args:
+            eqn: The equation.
+            all_split: Only if every result can be split.
+        """
+        solution = self.solution
+        samples = {var: p for var in inputs_of(eqn) if (p := solution.of(var)) != REPLICATED}
+        dims = [p.dim for p in samples.values() if isinstance(p, Split)]
+        if not dims or len(dims) < len(samples) or eqn.effects:
+            return False
+        if all_split and not all(self._divides(var, dims[0]) for var in eqn.outvars):
+            return False
+        cone = self._cone(samples, self.cost[self.number[id(eqn)]])
+        if cone is None:
+            return False
+        self.gathered = self.gathered or Cause(eqn, next(iter(samples)))
+        solution.early.update(dict.fromkeys(cone))
+        solution.strategy_of.pop(id(eqn), None)
+        solution.phase[id(eqn)] = "before"
+        self._split_anew(eqn.outvars, dims[0])
+        return True
+
+    def follow(self, eqn: JaxprEqn) -> None:
+        """An equation before the loop makes samples if it is made of them."""
+        dims = [self._rearranged[var] for var in inputs_of(eqn) if var in self._rearranged]
+        if dims:
+            self._split_anew(eqn.outvars, dims[0])
+
+    def _split_anew(self, made: Sequence[Var], dim: int) -> None:
+        for var in made:
+            self._rearranged[var] = dim
+            if self._divides(var, dim):
+                self.solution.made[var] = Split(dim)
+
+    def _divides(self, var: Var, dim: int) -> bool:
+        shape = var.aval.shape
+        return dim < len(shape) and shape[dim] > 0 and shape[dim] % self.solution.count == 0
+
+    def _cone(self, wanted: Iterable[Var], cost: float = 0.0) -> list[int] | None:
+        """Equations, by identity, that make values from the step's inputs; None: they and `cost` are too much work."""
+        found: dict[int, None] = {}
+        total, waiting = cost, list(wanted)
+        while waiting:
+            at = self.origin.get(waiting.pop())
+            if at is None or at in found:
+                continue
+            eqn = self.eqns[at]
+            found[at] = None
+            if self.solution.phase[id(eqn)] != "before" and id(eqn) not in self.solution.early:
+                total += self.cost[at]
+            if total > self.limit or any(not isinstance(a, Literal) and a in self.late for a in eqn.invars):
+                return None
+            waiting += inputs_of(eqn)
+        if total > self.limit:
+            return None
+        return [id(self.eqns[at]) for at in sorted(found)]

@@ -1,0 +1,172 @@
+"""Which values of a program are in parts, when the scans over its layers are split: the policy for the axis of layers.
+
+In:     a flat program, the length of its scans over layers, the number of parts.
+Out:    `LayerPlacements`: the solution on that axis, and the inputs and outputs that become parts.
+Method: placements are followed forwards from what scans stack (`solver.py`): such a scan does its own trips in each part,
+        its carries go from one part to the next. An equation that fits no strategy is done whole, on all parts joined; so
+        is a loop in which parts meet. Then demand is carried backwards: what is whole, and only read in parts, is made in
+        parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autopar._jax import Jaxpr, JaxprEqn
+from autopar.ir.dataflow import feeds_backward, inputs_of, variables
+from autopar.ir.region import is_region, kind_of, region_of, trip_count
+from autopar.ir.split.demand import Demand, Uses
+from autopar.ir.split.layer_rows import part_padded, part_read
+from autopar.ir.split.placement import REPLICATED, Placement, Split, Unrolled
+from autopar.ir.split.solution import Solution
+from autopar.ir.split.solver import Solver, StuckError
+from autopar.ir.work import Work
+
+WORTH = 0.2
+"""Scans of one length are split if they do at least this part of the forward and backward passes' work."""
+
+
+class LayerPlacements:
+    """The solution for one program, and its borders; arguments as of `split_layers`.
+
+    Attributes:
+        chains: Scans over layers, by identity: each part does its trips, and hands its carries to the next.
+        regions: Other regions, by identity, that each part does by itself.
+        part_of: Slices and pads of single parts, by identity, and which part.
+    """
+
+    def __init__(
+        self, jaxpr: Jaxpr, length: int, count: int, aliases: Mapping[int, int], stacked: Mapping[int, int] | None
+    ):
+        self.jaxpr, self.length, self.count, self.aliases = jaxpr, length, count, aliases
+        self.stacked = dict(stacked or {})
+        self.solution = Solution(Unrolled(count))
+        self.solution.made.update((jaxpr.invars[k], Split(dim)) for k, dim in self.stacked.items())
+        self.solver = Solver(self.solution)
+        self.regions: dict[int, None] = {}
+        self.part_of: dict[int, int] = {}
+        costs, whole = work_of_passes(jaxpr)
+        self.chains = {
+            id(eqn): None
+            for eqn, cost in zip(jaxpr.eqns, costs, strict=True)
+            if is_over_stacks(eqn) and trip_count(eqn) == length and cost >= WORTH / 4 * whole
+        }
+
+    def find_borders(self) -> tuple[dict[int, int], dict[int, int]]:
+        """Decide what is in parts; the inputs and outputs that are, and along which dim."""
+        for eqn in self.jaxpr.eqns:
+            self.follow(eqn)
+        invars = set(self.jaxpr.invars)
+        uses: Uses = {var: {REPLICATED: None} for var in variables(self.jaxpr.outvars) if var not in invars}
+        _LayerDemand(self).program(uses)
+        return self.split_borders(uses)
+
+    def follow(self, eqn: JaxprEqn) -> None:
+        """Placements of an equation's results."""
+        solution = self.solution
+        if trip_count(eqn) == self.length:
+            scan = region_of(eqn)
+            if id(eqn) in self.chains or any(solution.of(b.outer) == Split(0) for b in scan.xs):
+                self.chains[id(eqn)] = None
+                solution.made.update((b.result, Split(0)) for b in scan.ys if b.result is not None)
+                return
+        if eqn.effects or not any(isinstance(solution.of(a), Split) for a in inputs_of(eqn)):
+            return
+        try:
+            results = self.solver.equation(eqn, inside=False)
+        except StuckError:
+            results = []
+        is_loop = is_region(eqn) and kind_of(eqn) != "barrier"
+        if not results or (is_loop and not any(isinstance(p, Split) for p in results)):
+            solution.forget(eqn)
+            return
+        if is_loop:
+            self.regions[id(eqn)] = None
+        for var, placement in zip(eqn.outvars, results, strict=True):
+            if placement != REPLICATED:
+                solution.made[var] = placement
+            if not isinstance(placement, Split):
+                solution.taken_whole[var] = None  # parts are joined at once
+
+    def split_borders(self, uses: Uses) -> tuple[dict[int, int], dict[int, int]]:
+        """Inputs and outputs that become parts, and along which dim."""
+        invars, outvars = self.jaxpr.invars, self.jaxpr.outvars
+        replaced_by = {into: out for out, into in self.aliases.items()}
+        split_in: dict[int, int] = {}
+        split_out: dict[int, int] = {}
+        for k, var in enumerate(invars):
+            wants = uses.get(var, {})
+            dim = self.stacked.get(k, _only_dim(wants))
+            if not wants or dim is None:
+                continue
+            out = replaced_by.get(k)
+            if out is None:
+                if not any(a is var for a in outvars):
+                    split_in[k] = dim
+            elif outvars[out] is var or self.solution.of(outvars[out]) == Split(dim):
+                split_in[k] = split_out[out] = dim
+        # An input that also leaves as another output stays whole.
+        for k in sorted(split_in):
+            if any(a is invars[k] and out not in split_out for out, a in enumerate(outvars)):
+                del split_in[k]
+                split_out.pop(replaced_by.get(k, -1), None)
+        return split_in, split_out
+
+
+class _LayerDemand(Demand):
+    """Demand in a program whose layers are split: single layers are read from the part that holds them."""
+
+    def __init__(self, of: LayerPlacements):
+        super().__init__(of.solution, of.solver.strategies)
+        self.layers = of
+
+    def program(self, uses: Uses) -> None:
+        """Through the program; `uses` are those of its results."""
+        layers, solution = self.layers, self.solution
+        slices: list[tuple[JaxprEqn, int]] = []
+        for eqn in reversed(layers.jaxpr.eqns):  # all readers of what it makes have been asked by then
+            part = part_read(eqn, layers.length, layers.count)
+            if part is not None and id(eqn) not in solution.strategy_of:
+                slices.append((eqn, part))  # as the others read it
+            else:
+                self.read(eqn.invars, self.wants(eqn, uses), uses)
+        for eqn, part in slices:
+            atom = eqn.invars[0]
+            if solution.of(atom) == Split(0) or list(uses.get(atom, ())) == [Split(0)]:
+                layers.part_of[id(eqn)] = part
+            self.read([atom], [Split(0) if id(eqn) in layers.part_of else REPLICATED], uses)
+
+    def wants(self, eqn: JaxprEqn, uses: Uses) -> Sequence[Placement]:
+        layers = self.layers
+        if id(eqn) in layers.chains:
+            return [Split(0) if b.role == "xs" else REPLICATED for b in region_of(eqn).bindings if b.outer is not None]
+        if is_region(eqn) and kind_of(eqn) != "barrier" and id(eqn) not in layers.regions:
+            return [REPLICATED] * len(eqn.invars)
+        part = part_padded(eqn, layers.length, layers.count)
+        wants = super().wants(eqn, uses)
+        if part is not None and id(eqn) not in self.solution.strategy_of:
+            if list(uses.get(eqn.outvars[0], ())) == [Split(0)]:
+                layers.part_of[id(eqn)] = part
+                self.solution.made[eqn.outvars[0]] = Split(0)
+        return wants
+
+
+def _only_dim(wants: Mapping[Placement, None]) -> int | None:
+    """The dim that all readers read in parts; None: there is no such."""
+    match list(wants):
+        case [Split(dim, 1)]:
+            return dim
+        case _:
+            return None
+
+
+def work_of_passes(jaxpr: Jaxpr) -> tuple[list[float], float]:
+    """The work of each equation, and of all forward and backward passes; where there is no backward pass, of all."""
+    costs = Work().of_equations(jaxpr.eqns)
+    of_passes = sum(cost for cost, matters in zip(costs, feeds_backward(jaxpr), strict=True) if matters)
+    return costs, of_passes or sum(costs)
+
+
+def is_over_stacks(eqn: JaxprEqn) -> bool:
+    """Whether an equation is a scan of several trips that reads something row by row."""
+    return trip_count(eqn) > 1 and bool(region_of(eqn).xs)

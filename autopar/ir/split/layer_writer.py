@@ -1,0 +1,159 @@
+"""The program over parts of stacks, written out.
+
+In:     a flat program, and which of its values are in parts (`layer_placements.py`).
+Out:    equations that make every value's parts, or it whole: parts are joined where all are needed, and cut where one is.
+Method: each equation once for each part (`writer.py`), with the number of the part written in; a scan over layers as one
+        scan after the other, or as layers where a part is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar._jax import Atom, JaxprEqn, Literal, SourceInfo, Var, make_jaxpr, new_var, replace_eqn, shaped
+from autopar.ir.build import inline_function, substitute
+from autopar.ir.dataflow import inputs_of
+from autopar.ir.region import Region, kind_of, region_of
+from autopar.ir.split.layer_placements import LayerPlacements
+from autopar.ir.split.layer_rows import part_of_padded, slice_of_part
+from autopar.ir.split.placement import REPLICATED, Partial, Placement, Replicated, Split, local_aval
+from autopar.ir.split.strategy import join_parts
+from autopar.ir.split.writer import Programs, ShardWriter
+
+
+class LayerWriter:
+    """Writes the program over parts: for each value its parts, or it whole, whichever was made first."""
+
+    def __init__(self, layers: LayerPlacements):
+        self.layers, self.solution = layers, layers.solution
+        self.eqns: list[JaxprEqn] = []
+        self.whole: dict[Var, Atom] = {}
+        programs = Programs(self.solution)
+        rows: dict[Atom, Atom] = {}
+        self.parts = [_Part(self, programs, k, rows) for k in range(layers.count)]
+
+    def input(self, var: Var, dim: int | None) -> list[Var]:
+        """The variables that stand for an input: its parts along a dim, or it whole."""
+        if dim is None:
+            self.whole[var] = made = new_var(var.aval)
+            return [made]
+        aval = local_aval(var.aval, Split(dim), self.layers.count)
+        parts = [new_var(aval) for _ in self.parts]
+        self.define(var, Split(dim), parts)
+        return parts
+
+    def define(self, var: Var, placement: Placement, atoms: Sequence[Atom]) -> None:
+        """Say which atoms are the parts of a value."""
+        for part, atom in zip(self.parts, atoms, strict=True):
+            part.define(var, placement, atom)
+
+    def value(self, atom: Atom, source: SourceInfo | None = None) -> Atom:
+        """A value whole; parts are joined once."""
+        if isinstance(atom, Literal):
+            return atom
+        if atom not in self.whole:
+            placements = [placement for var, placement in self.parts[0].values if var is atom]
+            parts = [part.values[atom, placements[0]] for part in self.parts]
+            self.whole[atom] = self.joined(placements[0], parts, source)
+        return self.whole[atom]
+
+    def joined(self, placement: Placement, parts: Sequence[Atom], source: SourceInfo | None) -> Atom:
+        """What parts are together."""
+        match placement:
+            case Replicated():
+                return parts[0]
+            case Split():
+                return self.add(lambda *xs: join_parts(xs, placement), parts, source)
+            case Partial(kind):
+                join = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}[kind]
+                so_far = parts[0]
+                for part in parts[1:]:
+                    so_far = self.add(lambda a, b: join(a, b), [so_far, part], source)
+                return so_far
+
+    def in_parts(self, atom: Atom, want: Placement, source: SourceInfo | None = None) -> list[Atom]:
+        """The parts of a value."""
+        return [part.value(atom, want, source) for part in self.parts]
+
+    def add(self, function: object, operands: Sequence[Atom], source: SourceInfo | None) -> Atom:
+        """The result of a function, whose equations are written here."""
+        eqns, (result,) = inline_function(function, operands, source)  # type: ignore[arg-type]
+        self.eqns += eqns
+        return result
+
+    # Equations.
+
+    def equation(self, eqn: JaxprEqn) -> None:
+        """Write one equation: for each part, or once."""
+        layers = self.layers
+        if id(eqn) in layers.chains:
+            self.chain(region_of(eqn))
+        elif id(eqn) in layers.part_of:
+            self.single_part(eqn, layers.part_of[id(eqn)])
+        elif kind_of(eqn) == "barrier":
+            split = [self.solution.of(var) != REPLICATED for var in eqn.outvars]
+            if not all(split):
+                pairs = [(a, var) for a, var, s in zip(eqn.invars, eqn.outvars, split, strict=True) if not s]
+                self.plain(replace_eqn(eqn, invars=[a for a, _ in pairs], outvars=[var for _, var in pairs]))
+            for part in self.parts if any(split) else ():
+                part.equation(eqn)
+        elif id(eqn) in self.solution.strategy_of or id(eqn) in layers.regions:
+            for part in self.parts:
+                part.equation(eqn)
+        else:
+            self.plain(eqn)
+
+    def plain(self, eqn: JaxprEqn) -> None:
+        """An equation on whole values; bodies of loops get variables of their own."""
+        outer = list(dict.fromkeys(inputs_of(eqn)))
+        alone = make_jaxpr(outer, list(eqn.outvars), [eqn])
+        eqns, results = substitute(alone, [self.value(a, eqn.source_info) for a in outer])
+        self.eqns += eqns
+        self.whole.update(zip(eqn.outvars, results, strict=True))
+
+    def single_part(self, eqn: JaxprEqn, part: int) -> None:
+        """A slice of one part, or a value that stands in one part."""
+        var, source, count = eqn.outvars[0], eqn.source_info, self.layers.count
+        if eqn.primitive.name == "slice":
+            rows = self.parts[part].value(eqn.invars[0], Split(0), source)
+            self.whole[var] = self.add(slice_of_part(eqn, part, count), [rows], source)
+            return
+        operands = [self.value(a, source) for a in eqn.invars]
+        made = [self.add(part_of_padded(eqn, part, k, count), operands, source) for k in range(count)]
+        self.define(var, Split(0), made)
+
+    def chain(self, scan: Region) -> None:
+        """A scan over layers: the trips of each part; the carries go from one to the next, in the order of the trips."""
+        source, count = scan.eqn.source_info, self.layers.count
+        consts = [self.value(b.outer, source) for b in scan.consts]
+        carries = [self.value(b.outer, source) for b in scan.carries]
+        xs = [self.in_parts(b.outer, Split(0), source) for b in scan.xs]
+        for k in reversed(range(count)) if scan.eqn.params["reverse"] else range(count):
+            operands = [*consts, *carries, *(x[k] for x in xs)]
+            made = self.parts[k].trips(scan, operands, scan.trips // count)
+            carries = made[: len(carries)]
+            for b, stack in zip(scan.ys, made[len(carries) :], strict=True):
+                self.parts[k].define(b.result, Split(0), stack)
+        self.whole.update(zip((b.result for b in scan.carries), carries, strict=True))
+
+
+class _Part(ShardWriter):
+    """One part; what is whole it has from all of them."""
+
+    def __init__(self, program: LayerWriter, programs: Programs, number: int, rows: dict[Atom, Atom]):
+        kind = shaped(jax.ShapeDtypeStruct((), jnp.int32))
+        super().__init__(programs, Literal(np.int32(number), kind), program.eqns)
+        self.program, self.rows = program, rows
+
+    @property
+    def is_top(self) -> bool:
+        """What is whole is made once for all parts."""
+        return True
+
+    def outside(self, var: Var, want: Placement, source: SourceInfo | None) -> Atom:
+        """A value that is not in such parts."""
+        return self.converted(var, self.program.value(var, source), want, source)

@@ -1,0 +1,127 @@
+"""Scans over layers, taken apart: a `scan` of L layers becomes n scans of L / n layers behind each other, or L layers.
+
+In:     a flat program whose scans run over stacked layers, and n.
+Out:    `Unstacked`: the same program over the parts of its stacks: weights, residuals, gradients and optimizer state of
+        each part are values of their own, so that the program can be cut between any two parts.
+Method: the dim of layers is worked through in pieces (`pieces.py`), as the batch is by microbatches, but all pieces stand
+        in the program at once. What is only read in parts is made in parts; what needs all parts gets them joined. A
+        stacked argument of which only parts are read becomes as many arguments, and so does its new value.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from autopar._jax import Jaxpr, make_jaxpr
+from autopar.ir.region import trip_count
+from autopar.ir.rewrite.dead_code import remove_dead_code
+from autopar.ir.split.layer_placements import WORTH, LayerPlacements, is_over_stacks, work_of_passes
+from autopar.ir.split.layer_writer import LayerWriter
+from autopar.ir.split.placement import Split
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Unstacked:
+    """A program over parts of its stacks.
+
+    Attributes:
+        jaxpr: The program.
+        count: Number of parts.
+        inputs: For each input of the original program its inputs here: one, or one for each part.
+        outputs: The same for results.
+        input_dims: For each input of the original program the dim of layers, along which its parts lie; 0 if it is whole.
+        output_dims: The same for results.
+    """
+
+    jaxpr: Jaxpr
+    count: int
+    inputs: tuple[tuple[int, ...], ...]
+    outputs: tuple[tuple[int, ...], ...]
+    input_dims: tuple[int, ...]
+    output_dims: tuple[int, ...]
+
+
+def whole_stacks(jaxpr: Jaxpr) -> Unstacked:
+    """A program as it is."""
+    return Unstacked(
+        jaxpr,
+        1,
+        tuple((k,) for k in range(len(jaxpr.invars))),
+        tuple((k,) for k in range(len(jaxpr.outvars))),
+        (0,) * len(jaxpr.invars),
+        (0,) * len(jaxpr.outvars),
+    )
+
+
+def layer_count(
+    jaxpr: Jaxpr, state: Collection[int], aliases: Mapping[int, int], lying: Mapping[int, int] | None = None
+) -> int:
+    """Length of the scans over layers: of those that do a good part of the work and have stacks of state for themselves.
+
+    Args:
+        jaxpr: Flat program.
+        state: Inputs that are state: a scan over chunks of samples, or over time, has none that it reads in parts.
+        aliases: As of `unstack`.
+        lying: As of `unstack`.
+
+    Returns:
+        Where there are several, that of the scans that do most; 0: there is none.
+    """
+    costs, whole = work_of_passes(jaxpr)
+    of_length: dict[int, float] = {}
+    for eqn, cost in zip(jaxpr.eqns, costs, strict=True):
+        if is_over_stacks(eqn):
+            of_length[trip_count(eqn)] = of_length.get(trip_count(eqn), 0.0) + cost
+    worth = [length for length, cost in of_length.items() if cost >= WORTH * whole]
+    if len(worth) < 2:
+        return next(iter(worth), 0)
+    for length in sorted(worth, key=lambda length: (-of_length[length], -length)):
+        if not LayerPlacements(jaxpr, length, length, aliases, lying).find_borders()[0].keys().isdisjoint(state):
+            return length
+    return 0
+
+
+def unstack(
+    jaxpr: Jaxpr, length: int, count: int, aliases: Mapping[int, int], lying: Mapping[int, int] | None = None
+) -> Unstacked:
+    """Take the scans of `length` layers apart.
+
+    Args:
+        jaxpr: Flat program.
+        length: Which scans: those with so many trips over stacked values.
+        count: Number of parts; divides `length`.
+        aliases: Output -> input whose new value it is: both become parts, or neither.
+        lying: Inputs that lie in parts, and along which dim: they are such also where they are read whole, and are put
+            together for that.
+    """
+    layers = LayerPlacements(jaxpr, length, count, aliases, lying)
+    split_in, split_out = layers.find_borders()
+    writer = LayerWriter(layers)
+    invars, inputs = _listed([writer.input(var, split_in.get(k)) for k, var in enumerate(jaxpr.invars)])
+    for eqn in jaxpr.eqns:
+        writer.equation(eqn)
+    made = [
+        writer.in_parts(atom, Split(split_out[k])) if k in split_out else [writer.value(atom)]
+        for k, atom in enumerate(jaxpr.outvars)
+    ]
+    outvars, outputs = _listed(made)
+    return Unstacked(
+        remove_dead_code(make_jaxpr(invars, outvars, writer.eqns)),
+        count,
+        inputs,
+        outputs,
+        tuple(split_in.get(k, 0) for k in range(len(inputs))),
+        tuple(split_out.get(k, 0) for k in range(len(outputs))),
+    )
+
+
+def _listed(groups: Sequence[Sequence[_T]]) -> tuple[list[_T], tuple[tuple[int, ...], ...]]:
+    """All that is in groups, and where each group then stands."""
+    ends = list(itertools.accumulate(map(len, groups), initial=0))
+    places = tuple(tuple(range(first, end)) for first, end in itertools.pairwise(ends))
+    return [value for group in groups for value in group], places

@@ -1,0 +1,225 @@
+"""The phases of a step in microbatches: the policy by which the solver's answer becomes a loop.
+
+In:     a flat program, the inputs that are the batch, the number of microbatches.
+Out:    `LoopSolution`: for each equation whether it runs *before* the loop over microbatches (it needs no sample, or is cheap
+        and needed of the whole batch, such as a mask's denominator or shuffled samples), *in* it, and by which strategy, or
+        *after* it (it needs a sum over all samples).
+Method: placements are followed forwards (`solver.py`). An equation that fits no strategy ends the loop: it needs what all
+        microbatches make together. That is right for the update and for metrics. If the gradient of single samples
+        waits for it (batch statistics, a contrastive loss), the program cannot be split exactly: an error names the
+        operation, or, if the user has said so, each microbatch takes its own value for that of the whole batch: in all
+        that reads it, so that what is returned is the mean of the microbatches' losses, of which the gradient is taken.
+        Then demand is carried backwards, and what is done on sums alone is done once, after the loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from autopar._jax import Jaxpr, JaxprEqn, Var
+from autopar.errors import MicrobatchError
+from autopar.ir.dataflow import feeds_backward, inputs_of, variables
+from autopar.ir.region import is_region
+from autopar.ir.source import is_backward
+from autopar.ir.split.demand import Demand, Uses
+from autopar.ir.split.hoist import CHEAP, Hoist
+from autopar.ir.split.local_statistics import sums_behind
+from autopar.ir.split.placement import OWN, REPLICATED, SUM, Loop, Partial, Placement, Split
+from autopar.ir.split.refusal import refusal
+from autopar.ir.split.solution import LoopSolution
+from autopar.ir.split.solver import Cause, Solver, StuckError
+from autopar.ir.work import Work, num_bytes
+
+
+def find_phases(
+    jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False, apart: bool = False
+) -> LoopSolution:
+    """Decide how a program is worked through in `count` microbatches.
+
+    Args:
+        jaxpr: Flat program.
+        count: Number of microbatches, at least 2; it divides the batch.
+        batch: Inputs whose leading dim runs over samples.
+        per_microbatch: Where samples wait for a sum over the batch, let each microbatch take its own.
+        apart: Add up the parts of a gradient (of a tied weight) one by one, and join them after the loop.
+
+    Raises:
+        MicrobatchError: Samples wait for what all of them make together; names the operation and the user's line.
+    """
+    policy = _Phases(jaxpr, count, per_microbatch)
+    policy.run(batch)
+    solution = policy.solution
+    uses: Uses = {var: {REPLICATED: None} for var in variables(jaxpr.outvars) if var not in solution.made}
+    _LoopDemand(solution, policy.solver.strategies).program(jaxpr, uses)
+    _sink(jaxpr, solution, apart)
+    return solution
+
+
+class _Phases:
+    def __init__(self, jaxpr: Jaxpr, count: int, per_microbatch: bool):
+        self.jaxpr, self.per_microbatch = jaxpr, per_microbatch
+        self.solution = LoopSolution(Loop(count))
+        self.solver = Solver(self.solution, self.take_own)
+        self.late: dict[Var, Cause] = {}
+        self.first_reader: dict[Var, int] = {}
+        for k, eqn in enumerate(jaxpr.eqns):
+            for var in inputs_of(eqn):
+                self.first_reader.setdefault(var, k)
+        self.position = {id(eqn): k for k, eqn in enumerate(jaxpr.eqns)}
+        self.cost = Work().of_equations(jaxpr.eqns)
+        self.hoist = Hoist(jaxpr, self.solution, self.cost, self.late)
+
+    def run(self, batch: Sequence[int]) -> None:
+        for position in batch:
+            self.solution.made[self.jaxpr.invars[position]] = Split(0)
+        matters = feeds_backward(self.jaxpr)
+        at = 0
+        while at < len(self.jaxpr.eqns):
+            at = self.visit(at, matters[at])
+        self.check_early_work()
+        self.check_late_work()
+
+    def visit(self, at: int, matters: bool) -> int:
+        """Decide equation number `at`; returns the number of the equation to go on with."""
+        eqn, solution = self.jaxpr.eqns[at], self.solution
+        self.forget(eqn)
+        late = [a for a in inputs_of(eqn) if a in self.late]
+        if late:
+            return self.end_loop(at, matters, self.late[late[0]])
+        if all(solution.of(a) == REPLICATED for a in eqn.invars):
+            solution.phase[id(eqn)] = "before"
+            self.hoist.follow(eqn)
+            if not is_region(eqn):
+                self.solver.equation(eqn, inside=False)
+            return at + 1
+        if not matters and self.asks_own(eqn):
+            return self.end_loop(at, False, Cause(eqn, inputs_of(eqn)[0]))
+        try:
+            made = self.solver.equation(eqn, inside=False)
+        except StuckError as stuck:
+            if self.hoist.rearrange(eqn):
+                return at + 1
+            if self.hoist.take_whole(eqn):
+                return self.visit(at, matters)
+            return self.end_loop(at, matters, stuck.cause)
+        strategy = solution.strategy_of.get(id(eqn))
+        if strategy is not None and strategy.picks and self.hoist.rearrange(eqn, all_split=True):
+            return at + 1
+        solution.phase[id(eqn)] = "loop"
+        solution.made.update(zip(eqn.outvars, made, strict=True))
+        return at + 1
+
+    def forget(self, eqn: JaxprEqn) -> None:
+        self.solution.forget(eqn)
+        for var in eqn.outvars:
+            self.late.pop(var, None)
+            self.solver.uneven.pop(var, None)
+
+    def end_loop(self, at: int, matters: bool, cause: Cause) -> int:
+        """The equation runs after the loop, unless samples wait for it."""
+        eqn, solution = self.jaxpr.eqns[at], self.solution
+        has_samples = any(isinstance(solution.of(a), Split) for a in eqn.invars)
+        # A sum that samples wait for, or that is part of what is differentiated: its gradient would need a second pass.
+        if matters and (has_samples or not is_backward(eqn)):
+            if not self.per_microbatch or not self.has_own(cause.operand):
+                raise self.refusal(cause, eqn)
+            # All that is made of the sums over samples reads a microbatch's own: the loss is the one whose gradient is taken.
+            sums = sums_behind(self.jaxpr, solution, cause.operand)
+            solution.own.update(dict.fromkeys(sums))
+            return min(self.position.get(id(cause.eqn), at), *(self.first_reader.get(var, at) for var in sums))
+        solution.phase[id(eqn)] = "after"
+        self.late.update(dict.fromkeys(eqn.outvars, cause))
+        return at + 1
+
+    def has_own(self, var: Var) -> bool:
+        """Whether a microbatch has something like the value: part of a sum over samples, not of what single ones are."""
+        return isinstance(self.solution.of(var), Partial) and var not in self.solver.uneven
+
+    def take_own(self, cause: Cause) -> bool:
+        """In a body, a microbatch takes its own value for that of the whole batch, if the user has said so."""
+        if not self.per_microbatch or not self.has_own(cause.operand):
+            return False
+        self.solution.own[cause.operand] = None
+        return True
+
+    def refusal(self, cause: Cause, eqn: JaxprEqn) -> MicrobatchError:
+        placement, count = self.solution.of(cause.operand), self.solution.count
+        return refusal(cause, eqn, placement, count, self.has_own(cause.operand))
+
+    def asks_own(self, eqn: JaxprEqn) -> bool:
+        """Whether it makes a flag or a number of values that each microbatch has of its own: it is asked of their mean."""
+        placements = [self.solution.of(a) for a in eqn.invars]
+        has_samples = any(isinstance(p, Split) for p in placements)
+        of_numbers = any(jnp.issubdtype(v.aval.dtype, jnp.inexact) for v in eqn.outvars)
+        return OWN in placements and not has_samples and not of_numbers
+
+    # Work.
+
+    def check_early_work(self) -> None:
+        """Where inputs are taken whole, so may be all that is made of them: then nothing is left to work through."""
+        cause = self.hoist.gathered
+        if cause is not None:
+            of_phase = dict.fromkeys(("before", "loop", "after"), 0.0)
+            for eqn, cost in zip(self.jaxpr.eqns, self.cost, strict=True):
+                of_phase[self.solution.phase[id(eqn)]] += cost
+            if of_phase["before"] > of_phase["loop"]:
+                self.solution.taken_whole.pop(cause.operand, None)
+                raise self.refusal(cause, cause.eqn)
+
+    def check_late_work(self) -> None:
+        """After the loop, little is done on single samples: all of them are in memory then."""
+        limit = CHEAP * sum(self.cost)
+        late: dict[Var, None] = {}
+        total = 0.0
+        for eqn, cost in zip(self.jaxpr.eqns, self.cost, strict=True):
+            gathers = any(a in late or isinstance(self.solution.of(a), Split) for a in inputs_of(eqn))
+            if gathers and self.solution.phase[id(eqn)] == "after":
+                late.update(dict.fromkeys(eqn.outvars))
+                total += cost
+                if total > limit and cost > limit / 2:
+                    raise self.refusal(self.late[eqn.outvars[0]], eqn)
+
+
+class _LoopDemand(Demand):
+    """Demand in a step: what runs before the loop or after it, or early as well, is asked for whole."""
+
+    solution: LoopSolution
+
+    def program(self, jaxpr: Jaxpr, uses: Uses) -> None:
+        """Through the step; `uses` are those of its results."""
+        phase = self.solution.phase
+        for eqn in reversed(jaxpr.eqns):
+            outside = phase[id(eqn)] == "after" or (phase[id(eqn)] == "before" and is_region(eqn))
+            wants: Sequence[Placement] = [REPLICATED] * len(eqn.invars)
+            if not outside:
+                wants = self.wants(eqn, uses)
+            if id(eqn) in self.solution.strategy_of and not outside:
+                phase[id(eqn)] = "loop"
+            self.read(eqn.invars, wants, uses)
+            if id(eqn) in self.solution.early:
+                self.read(eqn.invars, [REPLICATED] * len(eqn.invars), uses)
+
+
+def _sink(jaxpr: Jaxpr, solution: LoopSolution, apart: bool) -> None:
+    """What is done on sums alone, and does not make them smaller, is done once, after the loop.
+
+    Args:
+        jaxpr: The step.
+        solution: Changed.
+        apart: Sums are added up one by one and joined after the loop, though that keeps more of them.
+    """
+    needed: dict[Var, bool] = {}
+    for eqn in reversed(jaxpr.eqns):
+        if solution.phase[id(eqn)] == "loop" and not is_region(eqn) and not eqn.effects:
+            sums = [a for a in inputs_of(eqn) if solution.of(a) == SUM]
+            only_sums = sums and all(solution.of(a) in (SUM, REPLICATED) for a in eqn.invars)
+            is_join = apart and eqn.primitive.name in ("add", "add_any")
+            smaller = is_join or sum(map(num_bytes, dict.fromkeys(sums))) <= sum(map(num_bytes, eqn.outvars))
+            if only_sums and smaller and not any(needed.get(var) for var in eqn.outvars):
+                solution.phase[id(eqn)] = "after"
+                for var in eqn.outvars:
+                    solution.made.pop(var, None)
+        if solution.phase[id(eqn)] == "loop":
+            needed.update(dict.fromkeys(inputs_of(eqn), True))

@@ -1,0 +1,90 @@
+"""How a value lies on one axis: replicated, split along a dim, or a partial result.
+
+In:     (types only.)
+Out:    `Placement`, and `Axis`: the loop over microbatches, or the parts of a scan that all stand in the program. (A mesh
+        axis is the third kind: `intra_op/strategies.py` reads the same strategies for it, and writes collectives.)
+Method: what a mesh axis is in space, the loop is in time and the parts are in the program: what one shard of a value is
+        does not depend on it. What does is which number a shard has (a device asks for it, the loop counts, of a part it
+        is known), and whether shards can be put together again where they are made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import jax
+
+from autopar._jax import shaped
+
+Made: TypeAlias = Literal["once", "each", "own"]
+Reduction: TypeAlias = Literal["sum", "max", "min"]
+
+
+@dataclass(frozen=True, slots=True)
+class Replicated:
+    """Every shard has the same, whole value.
+
+    Attributes:
+        made: `"once"`, outside of the axis; by `"each"` shard anew; or of each shard its `"own"`, which stands for that
+            of all (its statistics).
+    """
+
+    made: Made = "once"
+
+    def __str__(self) -> str:
+        return {"once": "whole", "each": "made whole by each", "own": "of each its own"}[self.made]
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Shard k has the k-th of equal parts along `dim`, or of each of equal blocks that stand behind each other there."""
+
+    dim: int
+    blocks: int = 1
+
+    def moved(self, by: int) -> Split:
+        """The same where `by` dims have come in front."""
+        return Split(self.dim + by, self.blocks)
+
+    def __str__(self) -> str:
+        return f"split along dim {self.dim}" + (f" in {self.blocks} blocks" if self.blocks > 1 else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """The value is the sum (or the largest, the smallest) of what all shards have."""
+
+    kind: Reduction = "sum"
+
+    def __str__(self) -> str:
+        return f"partial {self.kind}"
+
+
+Placement: TypeAlias = Replicated | Split | Partial
+REPLICATED, BY_EACH, OWN, SUM = Replicated(), Replicated("each"), Replicated("own"), Partial()
+
+
+@dataclass(frozen=True, slots=True)
+class Loop:
+    """Shards are done one after the other, by one program that is given their number: microbatches."""
+
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unrolled:
+    """Shards stand in the program side by side, each with its number written in: parts of a scan over layers."""
+
+    count: int
+
+
+Axis: TypeAlias = Loop | Unrolled
+
+
+def local_aval(aval: Any, placement: Placement, count: int) -> Any:
+    """Type of one shard of a value."""
+    shape = list(aval.shape)
+    if isinstance(placement, Split):
+        shape[placement.dim] //= count
+    return shaped(jax.ShapeDtypeStruct(tuple(shape), aval.dtype))

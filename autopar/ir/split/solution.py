@@ -1,0 +1,132 @@
+"""How a program is done on an axis: the placement of every value, the strategy of every equation.
+
+In:     (types only; `solver.py` and `demand.py` fill them.)
+Out:    `Solution`; `Strategies`: those of each equation, looked up once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias
+
+from autopar._jax import Atom, JaxprEqn, Var
+from autopar.ir.dataflow import inputs_of
+from autopar.ir.region import Binding, Region, bodies_of
+from autopar.ir.rules import rule_for
+from autopar.ir.signature import equation_signature
+from autopar.ir.split.blocks import block_strategies
+from autopar.ir.split.placement import OWN, REPLICATED, Axis, Placement, Split
+from autopar.ir.split.strategy import AxisStrategy, strategies
+
+
+@dataclass(eq=False, slots=True)
+class Solution:
+    """How a program is done on one axis.
+
+    Attributes:
+        axis: Which.
+        made: For each value that shards make, or have, its placement; others are whole.
+        strategy_of: How each plain equation is done, by identity; absent: as it stands.
+        own_trips: Scans over what is split, by identity, of which each shard does its own trips: its placement.
+        taken_whole: Values that are made in shards and read whole, from where they are made once.
+        own: Values of which each shard takes its own for that of all (local statistics).
+    """
+
+    axis: Axis
+    made: dict[Var, Placement] = field(default_factory=dict)
+    strategy_of: dict[int, AxisStrategy] = field(default_factory=dict)
+    own_trips: dict[int, Split] = field(default_factory=dict)
+    taken_whole: dict[Var, None] = field(default_factory=dict)
+    own: dict[Var, None] = field(default_factory=dict)
+
+    @property
+    def count(self) -> int:
+        """Number of shards."""
+        return self.axis.count
+
+    def of(self, atom: Atom | None) -> Placement:
+        """The placement in which a reader finds a value."""
+        if not isinstance(atom, Var) or atom in self.taken_whole:
+            return REPLICATED
+        return OWN if atom in self.own else self.made.get(atom, REPLICATED)
+
+    def made_as(self, var: Var) -> Placement:
+        """The placement in which shards make a value."""
+        return self.made.get(var, REPLICATED)
+
+    def crossing(self, region: Region) -> list[tuple[Placement, Placement]]:
+        """For each binding of a region its placement inside, and outside."""
+        own = self.own_trips.get(id(region.eqn))
+        return [self._crossing(b, own) for b in region.bindings]
+
+    def _crossing(self, b: Binding, own_trips: Split | None) -> tuple[Placement, Placement]:
+        if b.role == "test":
+            return OWN, OWN
+        inside = self.made_as(b.variables[0]) if b.variables else REPLICATED
+        if b.role in ("ys", "result", "through") and b.result is not None:
+            inside = self.made_as(b.result)
+            return (inside.moved(-1) if b.is_stacked and isinstance(inside, Split) else inside), inside
+        if b.is_stacked:
+            return inside, inside.moved(1) if isinstance(inside, Split) else own_trips or inside
+        return inside, inside
+
+    def forget(self, eqn: JaxprEqn) -> None:
+        """The equation, and what is in it, as if it had not been looked at."""
+        self.strategy_of.pop(id(eqn), None)
+        self.own_trips.pop(id(eqn), None)
+        for var in eqn.outvars:
+            self.made.pop(var, None)
+        for body in bodies_of(eqn):
+            for var in body.invars:
+                self.made.pop(var, None)
+            for inner in body.eqns:
+                self.forget(inner)
+
+    def touches(self, eqn: JaxprEqn) -> bool:
+        """Whether something that an equation reads or makes is not whole."""
+        return any(self.of(a) != REPLICATED for a in (*inputs_of(eqn), *eqn.outvars))
+
+
+Phase: TypeAlias = Literal["before", "loop", "after"]
+
+
+@dataclass(eq=False, slots=True)
+class LoopSolution(Solution):
+    """The same for a step whose shards are the turns of a loop.
+
+    Attributes:
+        phase: Of each top-level equation, by identity: what needs no sample, what each turn does, what needs all turns.
+        early: Top-level equations, by identity, that run before the loop on the whole batch, whatever else they do.
+    """
+
+    phase: dict[int, Phase] = field(default_factory=dict)
+    early: dict[int, None] = field(default_factory=dict)
+
+
+class Strategies:
+    """The strategies of equations on an axis; those of equal equations are looked up once."""
+
+    def __init__(self, axis: Axis):
+        self.count = axis.count
+        self.signatures: dict[int, object] = {}
+        self.plain: dict[object, list[AxisStrategy]] = {}
+        self.in_blocks: dict[object, list[AxisStrategy]] = {}
+
+    def of(self, eqn: JaxprEqn, placements: Sequence[Placement | None]) -> list[AxisStrategy]:
+        """The strategies of a plain equation.
+
+        Args:
+            eqn: The equation.
+            placements: Of its operands, then of its results, as far as they are known: they may be split in blocks.
+        """
+        signature = self.signatures.get(id(eqn))
+        if signature is None:
+            signature = self.signatures[id(eqn)] = equation_signature(eqn)
+        if signature not in self.plain:
+            self.plain[signature] = strategies(rule_for(eqn), self.count)
+        known = tuple(p if isinstance(p, Split) else None for p in placements)
+        if (signature, known) not in self.in_blocks:
+            found = block_strategies(eqn, rule_for(eqn), self.count, known) if any(known) else []
+            self.in_blocks[signature, known] = found
+        return self.plain[signature] + self.in_blocks[signature, known]

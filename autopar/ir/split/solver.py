@@ -1,0 +1,269 @@
+"""The solver: placements followed forwards through a program, loops and branches to a fixed point.
+
+In:     a `Solution` in which the placements of some values are known, and equations in order.
+Out:    the placements of their results, and the strategies; or `StuckError`: an equation fits none.
+Method: the transfer function of an equation is the cheapest of its strategies that its operands can be converted to: a
+        whole value to a part of it, or to one term of a sum. Across the border of a region a value keeps its placement;
+        what a loop carries is joined over its turns. What to do with an equation that fits no strategy is the policy of
+        who asks (`microbatches.py`, `layers.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
+from autopar.ir.dataflow import inputs_of, variables
+from autopar.ir.region import Binding, Region, is_region, region_of
+from autopar.ir.split.carries import is_done_apart, sum_carries
+from autopar.ir.split.placement import BY_EACH, OWN, REPLICATED, SUM, Partial, Placement, Replicated, Split
+from autopar.ir.split.solution import Solution, Strategies
+from autopar.ir.split.strategy import AxisStrategy
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why an equation cannot be done in shards: `eqn` needs `operand` of all of them."""
+
+    eqn: JaxprEqn
+    operand: Var
+
+
+class StuckError(Exception):
+    """An equation that fits no strategy."""
+
+    def __init__(self, eqn: JaxprEqn, operand: Atom):
+        super().__init__()
+        assert isinstance(operand, Var), "a literal is whole"
+        self.cause = Cause(eqn, operand)
+
+
+class Solver:
+    """Follows placements.
+
+    Attributes:
+        solution: Changed.
+        strategies: Of equations on its axis.
+        zeros: Values that are known to be zeros.
+        uneven: Sums to which one shard gives what others do not: of elements by index, with what is added once.
+    """
+
+    def __init__(self, solution: Solution, give_way: Callable[[Cause], bool] = lambda _: False):
+        """`give_way` may change the solution so that an equation of a body fits after all; whether it did."""
+        self.solution, self.give_way = solution, give_way
+        self.strategies = Strategies(solution.axis)
+        self.zeros: dict[Var, None] = {}
+        self.uneven: dict[Var, None] = {}
+
+    # One equation, anywhere.
+
+    def equation(self, eqn: JaxprEqn, inside: bool) -> list[Placement]:
+        """Placements of an equation's results.
+
+        Args:
+            eqn: The equation; its operands' placements are known.
+            inside: Whether it stands in a body.
+
+        Raises:
+            StuckError: It fits no strategy.
+        """
+        if is_region(eqn):
+            return self.region(eqn)
+        solution = self.solution
+        placements = [solution.of(a) for a in eqn.invars]
+        if all(isinstance(p, Replicated) for p in placements):
+            solution.strategy_of.pop(id(eqn), None)
+            whole = all(p == REPLICATED for p in placements)
+            if whole and _is_zero(eqn):
+                self.zeros.update(dict.fromkeys(eqn.outvars))
+            return [REPLICATED if whole else OWN if OWN in placements else BY_EACH] * len(eqn.outvars)
+        best = self.best_strategy(eqn, placements, inside)
+        if best is None:
+            raise StuckError(eqn, _blamed(eqn, placements))
+        solution.strategy_of[id(eqn)] = best
+        self.mark_uneven(eqn, best, placements)
+        return list(best.results)
+
+    def best_strategy(self, eqn: JaxprEqn, placements: Sequence[Placement], inside: bool) -> AxisStrategy | None:
+        """The strategy with the fewest conversions, the first of equals."""
+        best: tuple[int, AxisStrategy] | None = None
+        for strategy in self.strategies.of(eqn, placements):
+            triples = zip(eqn.invars, placements, strategy.operands, strict=True)
+            costs = [self.conversion(a, have, want, inside) for a, have, want in triples]
+            total = sum(cost or 0 for cost in costs)
+            if None not in costs and (best is None or total < best[0]):
+                best = total, strategy
+        return best[1] if best is not None else None
+
+    def conversion(self, atom: Atom, have: Placement, want: Placement, inside: bool) -> int | None:
+        """How many conversions, 0 or 1, make one placement the other; None: none does."""
+        match have, want:
+            case _ if have == want:
+                return 0
+            case Replicated(), Replicated():
+                return 0 if have != REPLICATED else None
+            case Replicated(), Split():
+                return 1
+            case Replicated(made), Partial("sum") if made != "own":
+                if self.is_zero(atom):
+                    return 0
+                return 1 if inside or made == "each" else None
+        return None
+
+    def is_zero(self, atom: Atom) -> bool:
+        """Whether a value is known to be zeros."""
+        return bool(atom.val == 0) if isinstance(atom, Literal) else atom in self.zeros
+
+    def mark_uneven(self, eqn: JaxprEqn, strategy: AxisStrategy, placements: Sequence[Placement]) -> None:
+        parts = zip(eqn.invars, placements, strategy.operands, strict=True)
+        added_once = any(want == SUM != have and not self.is_zero(a) for a, have, want in parts)
+        if strategy.picks or added_once or any(a in self.uneven for a in inputs_of(eqn)):
+            self.uneven.update(dict.fromkeys(eqn.outvars))
+
+    # Regions.
+
+    def body(self, jaxpr: Jaxpr) -> list[Placement]:
+        """Placements of a body's results; those of its inputs are known."""
+        for eqn in jaxpr.eqns:
+            while True:
+                try:
+                    results = self.equation(eqn, inside=True)
+                    break
+                except StuckError as stuck:
+                    if not self.give_way(stuck.cause):
+                        raise
+            self.solution.made.update(zip(eqn.outvars, results, strict=True))
+        return [self.solution.of(a) for a in jaxpr.outvars]
+
+    def region(self, eqn: JaxprEqn) -> list[Placement]:
+        """Placements of a region's results."""
+        region = region_of(eqn)
+        if any(a in self.uneven for a in inputs_of(eqn)):
+            self.uneven.update(dict.fromkeys(var for b in region.bindings for var in b.variables))
+        outside = [self.solution.of(b.outer) for b in region.bindings]
+        of_xs = [p for b, p in zip(region.bindings, outside, strict=True) if b.role == "xs"]
+        trips = [p for p in of_xs if isinstance(p, Split) and p.dim == 0]
+        if region.kind == "barrier":
+            results = outside
+        elif trips:
+            results = self.own_trips(region, trips[0])
+        else:
+            pairs = zip(region.bindings, outside, strict=True)
+            results = self.turns(region, [self.entering(eqn, b, p) for b, p in pairs])
+        if any(a in self.uneven for b in region.bindings for a in variables(b.values)):
+            self.uneven.update(dict.fromkeys(eqn.outvars))
+        return region.of_results(results)
+
+    def entering(self, eqn: JaxprEqn, b: Binding, placement: Placement) -> Placement:
+        """The placement in which a value enters bodies; the largest of all shards' enters none, and one branch is taken."""
+        if isinstance(placement, Partial) and placement != SUM:
+            raise StuckError(eqn, b.outer)
+        if b.role == "test" and not isinstance(placement, Replicated):
+            raise StuckError(eqn, b.outer)
+        return placement.moved(-1) if b.is_stacked and isinstance(placement, Split) else placement
+
+    def turns(self, region: Region, held: list[Placement]) -> list[Placement]:
+        """What each binding is outside, after as many turns as it takes until what is carried changes no more."""
+        runs = [k for k in range(len(region.bodies)) if region.kind != "while" or k == 1]
+        while True:
+            for b, placement in zip(region.bindings, held, strict=True):
+                self.solution.made.update(dict.fromkeys(b.variables, placement))
+            made = {k: iter(self.body(region.bodies[k])) for k in runs}
+            left = [[next(made[k]) for k in runs if b.inside[k] is not None] for b in region.bindings]
+            grown = [
+                self.joined(region, b, p, left_b) for b, p, left_b in zip(region.bindings, held, left, strict=True)
+            ]
+            settled = all(a == p for b, a, p in zip(region.bindings, grown, held, strict=True) if b.role == "carry")
+            held = grown
+            if settled:
+                break
+        if region.kind == "while":
+            self.check_test(region)
+        return [_leaving(b, placement) for b, placement in zip(region.bindings, held, strict=True)]
+
+    def joined(self, region: Region, b: Binding, held: Placement, left: Sequence[Placement]) -> Placement:
+        """What a binding is after a turn, from what it was and how bodies left it."""
+        if b.role == "ys":
+            (held,) = left
+            if isinstance(held, Partial) and held != SUM:
+                raise StuckError(region.eqn, b.value)
+            return held
+        for placement, atom in zip(left, b.values, strict=False):
+            held = _join(region.eqn, held, placement, atom)
+        return held
+
+    def check_test(self, loop: Region) -> None:
+        """All shards go on, or none; unless each sample of a loop ends by itself."""
+        (test,) = self.body(loop.bodies[0])
+        (b,) = loop.of_role("test")
+        if isinstance(test, Partial) and test != SUM and is_done_apart(loop) and isinstance(b.value, Var):
+            self.solution.own[b.value] = None
+        elif not isinstance(test, Replicated):
+            raise StuckError(loop.eqn, b.value)
+
+    def own_trips(self, scan: Region, trips: Split) -> list[Placement]:
+        """A shard does the trips of its own part, if nothing but sums goes from trip to trip."""
+        of, made = self.solution.of, self.solution.made
+        is_sum = dict(zip((b.result for b in scan.carries), sum_carries(scan), strict=True))
+        for b in scan.carries:
+            if is_sum[b.result] is None:
+                raise StuckError(scan.eqn, b.var)
+        results: list[Placement] = []
+        for b in scan.bindings:
+            have = of(b.outer)
+            result: Placement = REPLICATED
+            match b.role:
+                case "const":
+                    fits = isinstance(have, Replicated)
+                case "xs":
+                    fits = have == trips or (isinstance(have, Replicated) and have != OWN)
+                case "carry":
+                    result = SUM if is_sum[b.result] else BY_EACH
+                    fits = have == SUM if isinstance(have, Partial) and result == SUM else isinstance(have, Replicated)
+                    fits = fits and not (result == SUM and have == OWN)
+                case _:
+                    result, fits = trips, True
+            if not fits:
+                raise StuckError(scan.eqn, b.outer)
+            results.append(result)
+        if scan.trips % (self.solution.count * trips.blocks):
+            raise StuckError(scan.eqn, next(b.outer for b in scan.xs if of(b.outer) == trips))
+        self.solution.own_trips[id(scan.eqn)] = trips
+        for b in scan.carries:
+            if is_sum[b.result]:
+                made[b.var] = SUM
+                if of(b.outer) != SUM and not self.is_zero(b.outer):
+                    self.uneven[b.result] = None
+        return results
+
+
+def _leaving(b: Binding, placement: Placement) -> Placement:
+    """What is whole inside of a region is made anew by each shard."""
+    if isinstance(placement, Split):
+        return placement.moved(1) if b.is_stacked else placement
+    return BY_EACH if placement == REPLICATED else placement
+
+
+def _join(eqn: JaxprEqn, a: Placement, b: Placement, inside: Atom) -> Placement:
+    """The placement that can be made of either."""
+    of_all = REPLICATED, BY_EACH
+    if a == b or (b in of_all and a != REPLICATED):
+        return a
+    if a in of_all and not (isinstance(b, Partial) and b != SUM):
+        return a if b == REPLICATED else b
+    raise StuckError(eqn, inside)
+
+
+def _blamed(eqn: JaxprEqn, placements: Sequence[Placement]) -> Atom:
+    """The operand that keeps an equation from being done in shards: a partial result before a part."""
+    order = {Partial: 0, Split: 1}
+    ranked = [(order[type(p)], k) for k, p in enumerate(placements) if type(p) in order]
+    return eqn.invars[min(ranked)[1]]
+
+
+def _is_zero(eqn: JaxprEqn) -> bool:
+    if eqn.primitive.name not in ("broadcast_in_dim", "convert_element_type"):
+        return False
+    value = eqn.invars[0]
+    return isinstance(value, Literal) and bool(value.val == 0)

@@ -1,0 +1,184 @@
+"""One operation on one axis: what a shard of it needs, and what its results then are.
+
+In:     an equation's rule and the number of shards. A rule says of every axis the same: of devices side by side, of
+        microbatches one after the other, of parts of a scan.
+Out:    `strategies(rule, count)`: for each factor that can be split, and each linear group, the placement that every
+        operand needs and every result gets; `shard_program`: what shard k does, as a flat program.
+Method: the operation on local operands, with the number of the shard, an input of the program, where a device would ask
+        for its own position.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from autopar._jax import Jaxpr, JaxprEqn, bind_eqn
+from autopar.ir.build import flat_function
+from autopar.ir.rules import ShardingRule
+from autopar.ir.rules.rule import Factor, LocalProgram, Shard, Term
+from autopar.ir.split.placement import REPLICATED, SUM, Partial, Placement, Reduction, Split, local_aval
+
+AXIS = "axis"
+
+
+@dataclass(frozen=True, slots=True)
+class AxisStrategy:
+    """One way to do an operation on an axis.
+
+    Attributes:
+        factor: The factor that is split; None: the operation is linear, and done on partial sums.
+        operands: The placement that a shard needs of each operand.
+        results: The placement of each result.
+        group: Which of the rule's linear groups is partial, where no factor is split.
+        picks: The sums that it makes are of single elements: a shard has zeros for what others find.
+        blocks: Of the factor: of each of so many parts of it that stand behind each other a shard has its part.
+        local: The program of a shard where it is not that of the rule.
+    """
+
+    factor: Factor | None
+    operands: tuple[Placement, ...]
+    results: tuple[Placement, ...]
+    group: int = 0
+    picks: bool = False
+    blocks: int = 1
+    local: LocalProgram | None = field(default=None, compare=False)
+
+
+def strategies(rule: ShardingRule, count: int) -> list[AxisStrategy]:
+    """All ways to do an operation on an axis of `count` shards, those that split a factor first."""
+    along = [split_along(rule, factor) for factor in rule.splittable() if rule.sizes[factor] % count == 0]
+    return along + [_linear_in(rule, k) for k in range(len(rule.linear))]
+
+
+def _linear_in(rule: ShardingRule, group: int) -> AxisStrategy:
+    """Partial sums pass through a group of operands."""
+    operands = tuple(SUM if k in rule.linear[group] else REPLICATED for k in range(len(rule.operands)))
+    return AxisStrategy(None, operands, (SUM,) * len(rule.results), group)
+
+
+def split_along(rule: ShardingRule, factor: Factor, blocks: int = 1) -> AxisStrategy:
+    """The strategy that splits a factor, or each of `blocks` equal parts of it that stand behind each other."""
+
+    def placement(term: Term, absent: Placement) -> Placement:
+        for d, dim in enumerate(term):
+            if factor in dim:
+                return Split(d, blocks * math.prod(rule.sizes[f] for f in dim[: dim.index(factor)]))
+        return absent
+
+    sums = rule.joined.get(factor, ())
+    operands = tuple(SUM if k in sums else placement(term, REPLICATED) for k, term in enumerate(rule.operands))
+    lost: Placement = SUM if factor in rule.summed else REPLICATED
+    if factor in rule.reduced:
+        lost = Partial(cast(Reduction, rule.reduced[factor]))
+    results = tuple(placement(term, lost) for term in rule.results)
+    return AxisStrategy(factor, operands, results, picks=factor in rule.picked, blocks=blocks)
+
+
+class NoPositionError(Exception):
+    """A local program asked where its part begins, and it has several."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbered(Shard):
+    """Where a shard stands, as a device stands on a mesh."""
+
+    number: Any = 0
+    blocks: int = 1
+
+    def index(self, factor: Factor) -> Any:
+        """The number of the shard; 0 for a factor that is not split.
+
+        Raises:
+            NoPositionError: The shard has its part of each of several blocks.
+        """
+        if not self.axes_of.get(factor):
+            return 0
+        if self.blocks > 1:
+            raise NoPositionError(factor)
+        return self.number
+
+
+def shard_program(eqn: JaxprEqn, rule: ShardingRule, strategy: AxisStrategy, count: int) -> Jaxpr:
+    """The flat program of one shard: (its number, int32; local operands) to results.
+
+    Args:
+        eqn: The operation.
+        rule: Its rule.
+        strategy: How it is done.
+        count: Number of shards.
+
+    Raises:
+        NoPositionError: The operation depends on places along what is split in blocks.
+    """
+    local = strategy.local or rule.local
+
+    def program(number: jax.Array, *operands: jax.Array) -> Sequence[jax.Array]:
+        axes = {strategy.factor: (AXIS,)} if strategy.factor is not None else {}
+        shard = _Numbered(axes, {AXIS: count}, rule.sizes, number, strategy.blocks)
+        return bind_eqn(eqn, *operands) if local is None else list(local(eqn, shard, *operands))
+
+    avals = [local_aval(a.aval, want, count) for a, want in zip(eqn.invars, strategy.operands, strict=True)]
+    return flat_function(program, jax.ShapeDtypeStruct((), jnp.int32), *avals)
+
+
+# From one placement to another.
+
+
+def part_of(whole: jax.Array, placement: Split, number: jax.Array | int, count: int) -> jax.Array:
+    """What of a whole value the number-th of `count` shards has."""
+    dim, size = placement.dim, whole.shape[placement.dim] // (placement.blocks * count)
+    before, behind = whole.shape[:dim], whole.shape[dim + 1 :]
+    if placement.blocks > 1:
+        whole, dim = jnp.reshape(whole, (*before, placement.blocks, size * count, *behind)), dim + 1
+    if isinstance(number, int):
+        part = jax.lax.slice_in_dim(whole, number * size, (number + 1) * size, axis=dim)
+    else:
+        part = jax.lax.dynamic_slice_in_dim(whole, number * size, size, dim)
+    return part if placement.blocks == 1 else jnp.reshape(part, (*before, placement.blocks * size, *behind))
+
+
+def join_parts(parts: Sequence[jax.Array], placement: Split) -> jax.Array:
+    """The whole value, of all shards in order."""
+    dim, blocks = placement.dim, placement.blocks
+    if blocks == 1:
+        return jax.lax.concatenate(parts, dim)
+    shape = parts[0].shape
+    apart = [jnp.reshape(x, (*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])) for x in parts]
+    return jnp.reshape(jax.lax.concatenate(apart, dim + 1), (*shape[:dim], len(parts) * shape[dim], *shape[dim + 1 :]))
+
+
+@functools.cache
+def slice_program(shape: tuple[int, ...], dtype: Any, placement: Split, count: int) -> Jaxpr:
+    """(number, whole value) to the number-th of `count` shards, as a flat program."""
+
+    def program(number: jax.Array, whole: jax.Array) -> jax.Array:
+        return part_of(whole, placement, number, count)
+
+    return flat_function(program, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(shape, dtype))
+
+
+@functools.cache
+def mask_program(shape: tuple[int, ...], dtype: Any) -> Jaxpr:
+    """(number, whole value) to the value in shard 0 and zeros in the others, whose sum it is."""
+
+    def program(number: jax.Array, whole: jax.Array) -> jax.Array:
+        return jnp.where(number == 0, whole, jnp.zeros_like(whole))
+
+    return flat_function(program, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(shape, dtype))
+
+
+@functools.cache
+def scale_program(shape: tuple[int, ...], dtype: Any, count: int) -> Jaxpr:
+    """(number, one shard's part of a sum) to what the sum would be if all shards were like this one."""
+
+    def program(number: jax.Array, part: jax.Array) -> jax.Array:
+        return part * jnp.asarray(count, dtype)
+
+    return flat_function(program, jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct(shape, dtype))

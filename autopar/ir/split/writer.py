@@ -1,0 +1,227 @@
+"""The writer: what one shard of a program does, as equations.
+
+In:     a `Solution`, and the number of the shard: a variable (the loop counts it) or a literal (the shard is one of those
+        that stand in the program).
+Out:    equations on shards of values.
+Method: each operand is converted to the placement that the equation's strategy needs, once; loops and branches are written
+        anew, their bodies by the same writer. Where a value is that no shard has made, the one who writes says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+from jax import lax
+
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, SourceInfo, Var, new_var, replace_eqn
+from autopar.ir.build import inline, inline_function, substitute
+from autopar.ir.region import Binding, Region, is_region, region_of
+from autopar.ir.rules import rule_for
+from autopar.ir.signature import equation_signature
+from autopar.ir.split.placement import REPLICATED, SUM, Partial, Placement, Replicated, Split, local_aval
+from autopar.ir.split.solution import Solution
+from autopar.ir.split.strategy import mask_program, part_of, scale_program, shard_program, slice_program
+
+
+class Programs:
+    """What a shard does for an equation under its strategy; the same program for equal equations."""
+
+    def __init__(self, solution: Solution):
+        self.solution = solution
+        self.known: dict[object, Jaxpr] = {}
+
+    def of(self, eqn: JaxprEqn) -> Jaxpr:
+        """(Number of the shard, local operands) to local results."""
+        strategy = self.solution.strategy_of[id(eqn)]
+        key = equation_signature(eqn), strategy
+        if key not in self.known:
+            self.known[key] = shard_program(eqn, rule_for(eqn), strategy, self.solution.count)
+        return self.known[key]
+
+
+class ShardWriter:
+    """Writes one body, as one shard does it.
+
+    Attributes:
+        number: Of the shard, int32.
+        values: For each value and placement, the atom that the shard has for it.
+        eqns: Written so far.
+        rows: Of stacks of a single row that a trip made, the row.
+    """
+
+    def __init__(self, programs: Programs, number: Atom, eqns: list[JaxprEqn] | None = None):
+        self.programs, self.solution, self.number = programs, programs.solution, number
+        self.values: dict[tuple[Var, Placement], Atom] = {}
+        self.eqns: list[JaxprEqn] = [] if eqns is None else eqns
+        self.rows: dict[Atom, Atom] = {}
+
+    # Values.
+
+    def value(self, atom: Atom, want: Placement, source: SourceInfo | None = None) -> Atom:
+        """The atom that holds a value in a placement."""
+        if isinstance(atom, Literal):
+            return self.converted(atom, atom, want, source)
+        key = atom, REPLICATED if isinstance(want, Replicated) else want
+        if key not in self.values:
+            self.values[key] = self.made(*key, source)
+        return self.values[key]
+
+    def made(self, var: Var, want: Placement, source: SourceInfo | None) -> Atom:
+        """A value in another placement than the one that it was made in."""
+        if var in self.solution.own:
+            if isinstance(want, Replicated):
+                return self.own_value(var, source)
+            return self.converted(var, self.value(var, REPLICATED, source), want, source)
+        if (var, REPLICATED) in self.values:
+            return self.converted(var, self.values[var, REPLICATED], want, source)
+        return self.outside(var, want, source)
+
+    def own_value(self, var: Var, source: SourceInfo | None) -> Atom:
+        """What the value would be if all shards were like this one."""
+        placement = self.solution.made_as(var)
+        part = self.values[var, placement]
+        if isinstance(placement, Partial) and placement != SUM:
+            return part
+        program = scale_program(tuple(var.aval.shape), var.aval.dtype, self.solution.count)
+        return self.inlined(program, [self.number, part], source)[0]
+
+    def outside(self, var: Var, want: Placement, source: SourceInfo | None) -> Atom:
+        """A value that is made outside of what is written here: in bodies there is none."""
+        raise AssertionError(f"{var} is {self.solution.made_as(var)}, and wanted {want}")
+
+    @property
+    def is_top(self) -> bool:
+        """Whether what is whole is made elsewhere."""
+        return False
+
+    def converted(self, atom: Atom, local: Atom, want: Placement, source: SourceInfo | None) -> Atom:
+        """A whole value, as `want`; `local` is what holds it here."""
+        shape, dtype, count = tuple(atom.aval.shape), atom.aval.dtype, self.solution.count
+        match want:
+            case Split() if isinstance(self.number, Literal):
+                number = int(self.number.val)
+                return self.traced(lambda whole: part_of(whole, want, number, count), [local], source)
+            case Split():
+                return self.inlined(slice_program(shape, dtype, want, count), [self.number, local], source)[0]
+            case Partial() if not (isinstance(atom, Literal) and atom.val == 0):
+                return self.inlined(mask_program(shape, dtype), [self.number, local], source)[0]
+        return local
+
+    def inlined(self, program: Jaxpr, operands: Sequence[Atom], source: SourceInfo | None) -> list[Atom]:
+        """The results of a flat program, whose equations are written here."""
+        eqns, results = inline(program, operands, source)
+        self.eqns += eqns
+        return results
+
+    def traced(self, function: object, operands: Sequence[Atom], source: SourceInfo | None) -> Atom:
+        """The same of a function of one result."""
+        eqns, (result,) = inline_function(function, operands, source)  # type: ignore[arg-type]
+        self.eqns += eqns
+        return result
+
+    def define(self, var: Var, placement: Placement, atom: Atom) -> None:
+        """Say which atom holds a value."""
+        self.values[var, REPLICATED if isinstance(placement, Replicated) else placement] = atom
+
+    # Equations.
+
+    def equation(self, eqn: JaxprEqn) -> None:
+        """Write one equation, on shards."""
+        if is_region(eqn):
+            self.region(region_of(eqn))
+            return
+        solution, source = self.solution, eqn.source_info
+        strategy = solution.strategy_of.get(id(eqn))
+        wants = strategy.operands if strategy is not None else (REPLICATED,) * len(eqn.invars)
+        made = strategy.results if strategy is not None else [solution.made_as(var) for var in eqn.outvars]
+        operands = [self.value(a, want, source) for a, want in zip(eqn.invars, wants, strict=True)]
+        constrains = eqn.primitive.name == "sharding_constraint"  # nothing to compute, but the planner reads it
+        if strategy is None or strategy.factor is None or constrains:
+            pairs = zip(eqn.outvars, made, strict=True)
+            results: Sequence[Atom] = [
+                new_var(local_aval(var.aval, p, solution.count) if constrains else var.aval) for var, p in pairs
+            ]
+            self.eqns.append(replace_eqn(eqn, invars=operands, outvars=cast(list[Var], results)))
+        else:
+            results = self.inlined(self.programs.of(eqn), [self.number, *operands], source)
+        for var, placement, atom in zip(eqn.outvars, made, results, strict=True):
+            self.define(var, placement, atom)
+
+    def region(self, region: Region) -> None:
+        """Write a loop, a branch or a barrier; what is whole passes a barrier where it is made."""
+        solution, eqn, count = self.solution, region.eqn, self.solution.count
+        crossing = solution.crossing(region)
+        if region.kind == "barrier" and self.is_top:
+            kept = [b for b in region.bindings if b.result is not None and solution.made_as(b.result) != REPLICATED]
+            if not kept:
+                return
+            eqn = replace_eqn(eqn, invars=[b.outer for b in kept], outvars=[b.result for b in kept])  # type: ignore[misc]
+            region = region_of(eqn)
+            crossing = solution.crossing(region)
+        pairs = zip(eqn.invars, region.of_operands([outside for _, outside in crossing]), strict=True)
+        operands = [self.value(a, want, eqn.source_info) for a, want in pairs]
+        if id(eqn) in solution.own_trips:
+            results = self.trips(region, operands, region.trips // count)
+        else:
+            results = [
+                new_var(local_aval(var.aval, outside, count))
+                for var, outside in zip(eqn.outvars, region.of_results([o for _, o in crossing]), strict=True)
+            ]
+            inside = [placement for placement, _ in crossing]
+            bodies = [self.body(region, k, inside) for k in range(len(region.bodies))]
+            bindings = region.rebound(operands, [b.inputs for b in bodies], [b.outputs for b in bodies], results)
+            if isinstance(self.number, Var) and bodies:
+                numbers = tuple(cast(Var, b.writer.number) for b in bodies)
+                bindings = [Binding("const", self.number, numbers, (None,) * len(bodies)), *bindings]
+            self.eqns.append(region.rebuild(bindings, [b.writer.eqns for b in bodies]))
+        for var, (_, placement), atom in zip(eqn.outvars, region.of_results(crossing), results, strict=True):
+            self.define(var, placement, atom)
+
+    def body(self, region: Region, k: int, inside: Sequence[Placement]) -> WrittenBody:
+        """A body on shards; the number of the shard enters it, where it is a variable."""
+        body, count = region.bodies[k], self.solution.count
+        number = new_var(self.number.aval) if isinstance(self.number, Var) else self.number
+        writer = ShardWriter(self.programs, number)
+        inputs = []
+        for var, placement in zip(body.invars, region.entering(k, inside), strict=True):
+            inputs.append(new_var(local_aval(var.aval, placement, count)))
+            writer.define(var, placement, inputs[-1])
+        for eqn in body.eqns:
+            writer.equation(eqn)
+        outputs = [writer.value(a, want) for a, want in zip(body.outvars, region.leaving(k, inside), strict=True)]
+        return WrittenBody(writer, inputs, outputs)
+
+    # A scan whose trips are divided among the shards.
+
+    def trips(self, scan: Region, operands: Sequence[Atom], trips: int) -> list[Atom]:
+        """So many trips of a scan; a single one is no loop, so that a program can be cut in it."""
+        return self.single_trip(scan, operands) if trips == 1 else self.shorter_scan(scan, operands, trips)
+
+    def single_trip(self, scan: Region, operands: Sequence[Atom]) -> list[Atom]:
+        source, first = scan.eqn.source_info, len(operands) - len(scan.xs)
+        rows = [self.rows.get(x) or self.traced(lambda x: lax.squeeze(x, (0,)), [x], source) for x in operands[first:]]
+        eqns, made = substitute(scan.bodies[0], [*operands[:first], *rows])
+        self.eqns += eqns
+        for k in range(len(scan.carries), len(made)):
+            row = made[k]
+            made[k] = self.traced(lambda y: lax.expand_dims(y, (0,)), [row], source)
+            self.rows[made[k]] = row
+        return made
+
+    def shorter_scan(self, scan: Region, operands: Sequence[Atom], trips: int) -> list[Atom]:
+        (body,) = scan.bodies
+        inputs = [new_var(var.aval) for var in body.invars]
+        eqns, outputs = substitute(body, inputs)
+        stacks = [local_aval(b.result.aval, Split(0), scan.trips // trips) for b in scan.ys]  # type: ignore[union-attr]
+        results = [new_var(aval) for aval in (*(b.var.aval for b in scan.carries), *stacks)]
+        bindings = scan.rebound(operands, [inputs], [outputs], results)
+        self.eqns.append(scan.rebuild(bindings, [eqns], length=trips, unroll=min(scan.eqn.params["unroll"], trips)))
+        return list(results)
+
+
+class WrittenBody:
+    """A body that has been written."""
+
+    def __init__(self, writer: ShardWriter, inputs: Sequence[Var], outputs: Sequence[Atom]):
+        self.writer, self.inputs, self.outputs = writer, inputs, outputs

@@ -1,0 +1,121 @@
+"""Reading JSON that may be damaged: each entry knows where it stands, and is what it should be or says that it is not.
+
+In:     text.
+Out:    `Entry`: `entry["cost"]["step_seconds"].number()`; whatever is wrong is a `DamageError` that names the entry.
+Method: what is accepted can be computed with: numbers are finite and of a size that a plan may have, text can be printed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
+
+LARGEST = 2**62
+"""No count in a plan is larger, and no array has more elements."""
+LONGEST = 1e30
+"""No number is larger, nor is a rate."""
+_T = TypeVar("_T")
+_U = TypeVar("_U")
+
+
+class DamageError(Exception):
+    """An entry of the file is not what it should be."""
+
+
+def read_json(text: str) -> Any:
+    """JSON as it is defined: without NaN, and no name twice in an object.
+
+    Raises:
+        DamageError: It is not that.
+    """
+    try:
+        return json.loads(text, parse_constant=_no_number, object_pairs_hook=_object)
+    except (ValueError, RecursionError) as error:
+        raise DamageError(f"it is not whole JSON: {error}.") from error
+
+
+def _no_number(name: str) -> NoReturn:
+    raise DamageError(f"it is not whole JSON: {name} is no number.")
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for k, name in enumerate(names) if name in names[:k])
+        raise DamageError(f"{_short(twice)} stands twice in one object.")
+    return found
+
+
+class Entry:
+    """A part of the file and where it stands; reading it checks its type."""
+
+    def __init__(self, value: Any, where: str):
+        self.value, self.where = value, where
+
+    def __getitem__(self, key: str) -> Entry:
+        where = f"{self.where}.{key}" if self.where else key
+        if not isinstance(self.value, dict):
+            raise DamageError(f'"{self.where}" is {_short(self.value)}, not an object.')
+        if key not in self.value:
+            raise DamageError(f'"{where}" is missing.')
+        return Entry(self.value[key], where)
+
+    def wrong(self, wanted: str) -> DamageError:
+        """What to raise where it is not what is `wanted`."""
+        return DamageError(f'"{self.where}" is {_short(self.value)}, not {wanted}.')
+
+    def text(self) -> str:
+        """Text that can be printed."""
+        try:
+            self.value.encode()
+        except (AttributeError, UnicodeEncodeError):
+            raise self.wrong("text") from None
+        return self.value
+
+    def count(self, least: int = 0) -> int:
+        """A whole number, not below `least`."""
+        value = self.value
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= LARGEST:
+            raise self.wrong(f"a whole number of {least} or more")
+        return value
+
+    def below(self, end: int, wanted: str) -> int:
+        """A whole number less than `end`."""
+        if self.count() >= end:
+            raise self.wrong(wanted)
+        return self.value
+
+    def number(self, or_infinite: bool = False) -> float:
+        """A number of 0 or more."""
+        if or_infinite and self.value == "inf":
+            return math.inf
+        if isinstance(self.value, bool) or not isinstance(self.value, int | float) or not 0 <= self.value <= LONGEST:
+            raise self.wrong("a number of 0 or more")
+        return self.value
+
+    def one_of(self, known: tuple[str, ...]) -> str:
+        """One of some words."""
+        if self.value not in known:
+            raise self.wrong(f"one of {', '.join(known)}")
+        return self.value
+
+    def pair(self, first: Callable[[Entry], _T], second: Callable[[Entry], _U]) -> tuple[_T, _U]:
+        """A list of two."""
+        if not isinstance(self.value, list) or len(self.value) != 2:
+            raise self.wrong("a list of 2")
+        one, other = (Entry(value, f"{self.where}[{k}]") for k, value in enumerate(self.value))
+        return first(one), second(other)
+
+    def items(self, read: Callable[[Entry], _T], length: int | None = None) -> tuple[_T, ...]:
+        """A list, each item of it read."""
+        if not isinstance(self.value, list) or length not in (None, len(self.value)):
+            raise self.wrong("a list" if length is None else f"a list of {length}")
+        return tuple([read(Entry(value, f"{self.where}[{k}]")) for k, value in enumerate(self.value)])
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
