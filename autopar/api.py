@@ -19,7 +19,7 @@ from autopar._jax import shaped, trace_context, without_mesh
 from autopar.compiled import CompiledStep, compile_plan
 from autopar.create import Unborn
 from autopar.errors import AutoparError, BatchError, ClusterError, StructureChangedError
-from autopar.frameworks import Apart, StaticKey, adapter_of, on_arrays
+from autopar.frameworks import Apart, Shell, StaticKey, adapter_of, on_arrays
 from autopar.ir.program import Program
 from autopar.ir.trace.parameters import check_hashable, chosen, parameters_of, static_of
 from autopar.ir.trace.state import Roles, find_roles
@@ -276,6 +276,12 @@ class ParallelStep(Generic[P, R]):
         anew._method = method or self._method
         anew._given_cluster = cluster or self._given_cluster
         anew._made = _Made(anew._given_cluster)
+        return anew
+
+    def on_arrays(self, state: Shell, *, updates: bool) -> ParallelStep[..., Any]:
+        """The same step on the arrays of its first argument's objects; what comes back says `Shell.of_step`."""
+        anew: ParallelStep[..., Any] = copy.copy(self)
+        anew._fn, anew._made = state.of_step(self._fn, updates=updates), _Made(self._given_cluster)
         return anew
 
     def latest(self) -> CompiledStep | None:
