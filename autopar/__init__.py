@@ -1,18 +1,20 @@
 """autopar: automatic parallel training in JAX. One line, `@autopar.parallelize`, runs a training step on many devices."""
 
 import autopar.adapters  # noqa: F401  (registers them)
-from autopar import checkpoint, errors
+from autopar import checkpoint, errors, loggers
 from autopar.api import CompiledStep, ParallelStep, parallelize
 from autopar.fit import fit
 from autopar.follow import follow
 from autopar.ir.rules.mark import mark_stage
 from autopar.ir.rules.opaque import sharding_rule
-from autopar.mesh import Cluster, Device, Link, LogicalMesh
+from autopar.mesh import Achieved, Cluster, Device, Link, LogicalMesh
 from autopar.report.plan import Plan
+from autopar.report.show import show
 from autopar.search.methods import Auto, DataParallel, PipelineParallel, ShardParallel, ThreeD
 
 __version__ = "0.1.0"
 __all__ = [
+    "Achieved",
     "Auto",
     "Cluster",
     "CompiledStep",
@@ -29,7 +31,9 @@ __all__ = [
     "errors",
     "fit",
     "follow",
+    "loggers",
     "mark_stage",
     "parallelize",
     "sharding_rule",
+    "show",
 ]

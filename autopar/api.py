@@ -9,43 +9,37 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 
-from autopar._jax import as_key, key_data, shaped, trace_context, weakly_typed, without_mesh
-from autopar.errors import AutoparError, BatchError, ClusterError, PipelineError, StepError, StructureChangedError
-from autopar.frameworks import Adapter, Apart, adapter_of, on_arrays
+from autopar._jax import shaped, trace_context, without_mesh
+from autopar.compiled import CompiledStep, compile_plan
+from autopar.create import Unborn
+from autopar.errors import AutoparError, BatchError, ClusterError, StructureChangedError
+from autopar.frameworks import Apart, StaticKey, adapter_of, on_arrays
 from autopar.ir.program import Program
-from autopar.ir.trace.containers import accepts
 from autopar.ir.trace.parameters import check_hashable, chosen, parameters_of, static_of
-from autopar.ir.trace.state import Roles, argument_slices, find_roles
+from autopar.ir.trace.state import Roles, find_roles
 from autopar.ir.trace.trace import name_of, trace_step
 from autopar.ir.trace.untrained import check_trains
 from autopar.mesh import Cluster
-from autopar.plan.arguments import check_arguments, find_argument
 from autopar.plan.stale import check_fresh
 from autopar.report.plan import Plan
-from autopar.runtime.local import Executable, compile_program
-from autopar.runtime.pipeline import Pipeline
-from autopar.runtime.ray.driver.driver import RayStep
-from autopar.runtime.ray.driver.step import make_ray_step
-from autopar.search.describe_stages import PipelineOrigin
+from autopar.search.method_names import method_of
 from autopar.search.methods import Auto, Method
 from autopar.search.planner import make_plan
 from autopar.search.progress import planning_progress
 from autopar.search.restore import restore
-from autopar.search.stage_planner import stage_devices
-from autopar.streams.timeline import Timeline
 
 
 def parallelize(
     fn: Callable[..., Any] | None = None,
     *,
     cluster: Cluster | None = None,
-    method: Method | None = None,
+    method: Method | str | None = None,
     batch_argnums: Any = "auto",
     donate_argnums: Any = "auto",
     static_argnums: int | Iterable[int] | None = (),
@@ -57,7 +51,7 @@ def parallelize(
     Args:
         fn: The step: arrays and pytrees in, pytrees out, differentiated by plain `jax.grad`. Absent: a decorator.
         cluster: The machine; None: all devices of this process.
-        method: How to split; None: `Auto()`, decide everything.
+        method: How to split; None: `Auto()`, decide everything. Names that are used elsewhere (`"fsdp"`, `"ddp"`) do, too.
         batch_argnums: Positions of the arguments that hold samples, counted as in `jax.jit`; they are not state.
             `"auto"`: what is not state and shares its leading dim; state is what comes back in the outputs with the same
             structure and shapes. An array by itself, after other state, may be a batch that is reconstructed: it is
@@ -86,156 +80,10 @@ def parallelize(
             runtime=runtime,
         )
     _check_function(fn)
+    method = method_of(method) if isinstance(method, str) else method
     _check_method(method, cluster)
     _check_runtime(runtime, cluster)
     return ParallelStep(fn, cluster, method or Auto(), batch_argnums, donate_argnums, static_argnums, static_argnames)
-
-
-class CompiledStep:
-    """A step planned and compiled for one set of shapes.
-
-    Attributes:
-        plan: The plan it carries out.
-        programs: XLA's executables by name; on a Ray cluster, what its workers compile.
-        executable: What carries the plan out.
-        functions: Of a pipeline, what its programs were compiled from, by name.
-        in_shardings: Sharding per argument leaf, in the arguments' tree `(args, kwargs)`.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        plan: Plan,
-        executable: Executable | Pipeline | RayStep,
-        adapter: Adapter | None = None,
-        static: Any = None,
-    ):
-        self.program, self.plan, self.executable = program, plan, executable
-        self._adapter, self._static = adapter, static
-        self.programs: dict[str, Any] = (
-            {program.name: executable.compiled} if isinstance(executable, Executable) else dict(executable.programs)
-        )
-        self.functions = executable.functions if isinstance(executable, Pipeline) else {}
-        self._shardings = [
-            jax.sharding.NamedSharding(sharding.mesh, program.spec_of(k, sharding.spec)) if key else sharding
-            for k, (sharding, key) in enumerate(zip(executable.in_shardings, program.key_inputs, strict=False))
-        ]
-        self.in_shardings = program.in_containers(self._shardings)
-        self._consts = (
-            executable.hold(program.consts, program.num_args)
-            if isinstance(executable, RayStep)
-            else jax.device_put(list(program.consts), list(executable.in_shardings[program.num_args :]))
-        )
-        self._has_keys = any(program.key_inputs) or any(program.key_outputs)
-        self._weak = [k for k, aval in enumerate(program.out_avals) if aval.weak_type]
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one step. Static arguments are left out, as with `jax.stages.Compiled`.
-
-        Raises:
-            StructureChangedError: These are not arguments it was compiled for.
-        """
-        apart, leaves = self._arguments(args, kwargs)
-        return self._put_together(apart, self.run(leaves))
-
-    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Apart | None, list[Any]]:
-        """Objects taken apart, and flat leaves."""
-        if self._adapter is None:
-            return None, check_arguments(self.program, args, kwargs)
-        apart = self._adapter.take_apart(args, kwargs)
-        leaves = check_arguments(self.program, apart.args, apart.kwargs)
-        if apart.static != self._static:
-            raise StructureChangedError(
-                f"the objects are not those `{self.program.name}` was compiled for.",
-                given="objects with the same arrays",
-                wrong="what is no array in them (a flag, a function, who is shared with whom) has changed.",
-                do="call the step itself, which plans and compiles for new ones.",
-                path="",
-            )
-        return apart, leaves
-
-    def _put_together(self, apart: Apart | None, returned: Any) -> Any:
-        return returned if apart is None or self._adapter is None else self._adapter.put_together(apart, returned)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the workers that would run it have ended."""
-        return isinstance(self.executable, RayStep) and self.executable.closed
-
-    def run(self, leaves: list[Any]) -> Any:
-        """Run one step on flat argument leaves; of objects, what the program returns for them."""
-        with without_mesh():
-            return self._as_returned(self._carry_out(self.executable, leaves))
-
-    def _carry_out(self, how: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
-        """What the executable makes of flat argument leaves; results that an error carries are as the step returns them."""
-        if self._has_keys:
-            leaves = self.program.flatten_inputs(leaves)[: self.program.num_args]
-        try:
-            return how([*leaves, *self._consts])
-        except StepError as error:
-            if error.results is not None:
-                error.facts["results"] = error.results = self._as_returned(error.results)
-            raise
-
-    def _as_returned(self, results: list[Any]) -> Any:
-        """Flat results in the structure that the step returns, those weakly typed that `jax.jit` returns so."""
-        for k in self._weak:
-            results[k] = _weakly_typed(results[k])
-        if self._has_keys:
-            return self.program.unflatten_outputs(results)
-        return jax.tree.unflatten(self.program.out_tree, results)
-
-    def create(self, argument: int, init_fn: Callable[..., Any], args: Sequence[Any]) -> Any:
-        """An argument of the step, born in its place.
-
-        Args:
-            argument: Which, the positional ones first.
-            init_fn: Makes it.
-            args: Arguments of `init_fn`.
-        """
-        program, (first, stop) = self.program, argument_slices(self.program)[argument]
-        tree = [child for half in program.in_tree.children() for child in half.children()][argument]
-
-        def flat(*args: Any) -> list[Any]:
-            return jax.tree.leaves(init_fn(*args))
-
-        if isinstance(self.executable, Executable):
-            return jax.tree.unflatten(tree, jax.jit(flat, out_shardings=self._shardings[first:stop])(*args))
-        keys = program.key_inputs[first:stop]
-
-        def init(*args: Any) -> list[Any]:
-            return [key_data(x) if k else x for x, k in zip(flat(*args), keys, strict=True)]
-
-        made = self.executable.create(init, args, first, stop - first)
-        return jax.tree.unflatten(tree, [as_key(x, key) if key else x for x, key in zip(made, keys, strict=True)])
-
-    def measure(self, *args: Any, **kwargs: Any) -> tuple[Any, Timeline]:
-        """Run one step of a pipeline and see how long each program takes.
-
-        In one process each runs by itself, and the timeline is that of the schedule with the measured times, as
-        `plan.timeline()` is that with the predicted ones. On a Ray cluster, where meshes are processes, it is the step as
-        it was, by the clocks of the hosts: of two hosts they are aligned to within half of a call's way there and back.
-
-        Returns:
-            The step's result and the timeline.
-
-        Raises:
-            PipelineError: The plan has no stages: one program is the whole step.
-        """
-        if not isinstance(self.plan.origin, PipelineOrigin):
-            raise PipelineError(
-                "there is no timeline of a step without stages.",
-                given=f"the plan of `{self.plan.name}` by {self.plan.method}",
-                wrong="its only program is the whole step.",
-                do="time calls of the step, or plan with PipelineParallel(...).",
-                num_stages=1,
-            )
-        assert not isinstance(self.executable, Executable), "a pipeline is no single program"
-        apart, leaves = self._arguments(args, kwargs)
-        with without_mesh():
-            results, timeline = self._carry_out(self.executable.measure, leaves)
-            return self._put_together(apart, self._as_returned(results)), timeline
 
 
 @dataclass(slots=True, eq=False)
@@ -321,7 +169,7 @@ class ParallelStep:
         key, _, apart = self._key(args, kwargs)
         objects = (None, None) if apart is None else (apart.adapter, apart.static)
         with without_mesh():
-            latest = CompiledStep(program, plan, _compile(self.cluster, program, roles, plan), *objects)
+            latest = CompiledStep(program, plan, compile_plan(self.cluster, program, roles, plan), *objects)
         self._made.latest = latest
         if given is None:
             self._made.compiled[key] = latest
@@ -341,7 +189,7 @@ class ParallelStep:
         """Run `init_fn(*args)` so that every array is born in the sharding the plan wants.
 
         Args:
-            init_fn: Makes the step's state: its result is one of the step's state arguments.
+            init_fn: Makes the step's state: its result is one of the step's state arguments, or a tuple of the first ones.
             *args: Arguments of `init_fn`.
             example: The step's arguments after the state (arrays or types), to plan with; None: for the step as it was
                 compiled last.
@@ -349,12 +197,8 @@ class ParallelStep:
         Raises:
             StructureChangedError: The result is no argument of the step: another structure, shape or dtype.
         """
-        made = _types_made(init_fn, args)
-        compiled: CompiledStep | None
-        if example is not None:
-            compiled = self.compiled(made, *example)
-        else:
-            compiled = self.latest()
+        made = Unborn(init_fn, args, None if example is None else len(example), self._static.parameters)
+        compiled = self.latest() if example is None else self.compiled(*made.arguments(), *example)
         if compiled is None:
             raise StructureChangedError(
                 "the step has no plan yet.",
@@ -364,7 +208,7 @@ class ParallelStep:
                 path="",
             )
         with without_mesh():
-            return compiled.create(find_argument(compiled.program, made), init_fn, args)
+            return made.born(compiled)
 
     def compiled(self, *args: Any) -> CompiledStep:
         """What a call with these arguments runs; compiled now if it is not. They may be types."""
@@ -372,14 +216,16 @@ class ParallelStep:
         compiled = self._made.compiled.get(key)
         return self.compile(*args) if compiled is None or compiled.has_ended else compiled
 
-    def replan(self, cluster: Cluster | None = None) -> ParallelStep:
+    def replan(self, cluster: Cluster | None = None, method: Method | None = None) -> ParallelStep:
         """The same step, to be planned anew.
 
         Args:
             cluster: The machine as it is now; None: the one that the step was made for, and if it was made for none in
                 particular, the devices that this process has now.
+            method: How to split; None: as before.
         """
         anew = copy.copy(self)
+        anew._method = method or self._method
         anew._given_cluster = cluster or self._given_cluster
         anew._made = _Made(anew._given_cluster)
         return anew
@@ -407,7 +253,7 @@ class ParallelStep:
         if adapter is None:
             return *_key_of(dynamic, static), None
         apart = adapter.take_apart(*dynamic)
-        return *_key_of((apart.args, apart.kwargs), (static, apart.static)), apart
+        return *_key_of((apart.args, apart.kwargs), (static, StaticKey(apart.static, name_of(self._fn)))), apart
 
     def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Roles, Plan]:
         """Trace and plan, once for these shapes."""
@@ -462,36 +308,6 @@ class ParallelStep:
         return plan
 
 
-def _compile(cluster: Cluster, program: Program, roles: Roles, plan: Plan) -> Executable | Pipeline | RayStep:
-    """What carries a plan out on a cluster."""
-    if cluster.machine is not None:
-        return make_ray_step(cluster, program, roles, plan)
-    devices = cluster.devices or jax.devices()
-    if isinstance(plan.origin, PipelineOrigin):
-        return compile_pipeline(plan.origin, devices)
-    avals = [var.aval for var in program.jaxpr.invars]
-    return compile_program(
-        plan.origin.sharded.body, plan.mesh, devices, avals, roles.donated, program.name, program.in_paths
-    )
-
-
-def compile_pipeline(origin: PipelineOrigin, devices: Sequence[Any]) -> Pipeline:
-    """Compile all programs of a pipeline for real devices."""
-    pipeline = origin.pipeline
-    cut = pipeline.cut
-    return Pipeline(
-        pipeline.stages,
-        pipeline.streams,
-        stage_devices(pipeline, devices),
-        cut.program.jaxpr,
-        cut.roles,
-        cut.stacks,
-        pipeline.tasks.update.home,
-        origin.program.name,
-        cut.program.in_paths,
-    )
-
-
 def _key_of(dynamic: Any, static: Any) -> tuple[Any, list[Any]]:
     leaves, tree = jax.tree.flatten(dynamic)
     try:
@@ -508,34 +324,6 @@ def _type_of(leaf: Any) -> Any:
     except (TypeError, ValueError, OverflowError):
         return type(leaf)
     return aval.shape, aval.dtype, aval.weak_type
-
-
-def _weakly_typed(result: Any) -> Any:
-    if isinstance(result, jax.Array):
-        return weakly_typed(result)
-    result.weak_type = True  # a handle of ours
-    return result
-
-
-def _types_made(init_fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """What `init_fn` makes, types for arrays."""
-    structures = []
-
-    def flat(*args: Any) -> list[Any]:
-        leaves, tree = jax.tree.flatten(init_fn(*args))
-        structures.append(tree)
-        return leaves
-
-    types = jax.eval_shape(flat, *args)
-    if not accepts(structures[-1], types):
-        raise StructureChangedError(
-            "a class in the new state takes nothing but arrays.",
-            given=f"create_state({name_of(init_fn)}, ...), which makes {structures[-1]}",
-            wrong="to plan before there are arrays, it is to hold `jax.ShapeDtypeStruct`s, and it does not take them.",
-            do=f"call the step with what {name_of(init_fn)}() makes: it is put in its place. Or check arrays elsewhere.",
-            path="",
-        )
-    return jax.tree.unflatten(structures[-1], types)
 
 
 def _check_function(fn: Any) -> None:

@@ -36,12 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--step", help=STEP_HELP)
     command.add_argument("--args", help=ARGS_HELP)
     command.add_argument("--save", metavar="FILE", help="write the plan")
-    command.add_argument("--html", metavar="FILE", help="write the page as HTML too")
+    command.add_argument("--html", metavar="FILE", help="write a page of pictures, for a browser")
     command.set_defaults(run=_plan)
 
     command = commands.add_parser("diff", help="what differs between two plan files; exit status 1 if anything does")
     command.add_argument("this")
     command.add_argument("other")
+    command.add_argument("--html", metavar="FILE", help="write both, beside each other, as a page of pictures")
     command.set_defaults(run=_diff)
 
     command = commands.add_parser("explain", help="why an argument or operation is sharded as it is")
@@ -85,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _plan(options: argparse.Namespace) -> int:
     from autopar.report.html import document
     from autopar.report.plan import Plan
+    from autopar.report.show import write_page
 
     if (options.file is None) == (options.step is None):
         raise AutoparError(
@@ -102,27 +104,20 @@ def _plan(options: argparse.Namespace) -> int:
     if options.save:
         plan.save(options.save)
     if options.html:
-        _write(options.html, document(plan))
+        write_page(options.html, document(plan))
     return 0
 
 
-def _write(path: str, text: str) -> None:
-    try:
-        Path(path).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise AutoparError(
-            "the file cannot be written.",
-            given=path,
-            wrong=f"{error.strerror or error}.",
-            do="name a file in a directory that exists and may be written to.",
-        ) from error
-
-
 def _diff(options: argparse.Namespace) -> int:
+    from autopar.report.pair import pair_document
     from autopar.report.plan import Plan
+    from autopar.report.show import write_page
 
-    text = Plan.load(options.this).diff(Plan.load(options.other))
+    this, other = Plan.load(options.this), Plan.load(options.other)
+    text = this.diff(other)
     print(text or "the plans are equal")
+    if options.html:
+        write_page(options.html, pair_document(this, other))
     return 1 if text else 0
 
 
@@ -161,6 +156,7 @@ def _verify(options: argparse.Namespace) -> int:
 def _simulate(options: argparse.Namespace) -> int:
     from autopar.plan.words import seconds_text
     from autopar.report.plan import Plan
+    from autopar.report.show import write_page
 
     plan = Plan.load(options.file)
     timeline = plan.timeline()
@@ -169,7 +165,7 @@ def _simulate(options: argparse.Namespace) -> int:
     else:
         print(f"{timeline}\n\n{seconds_text(timeline.seconds)} a step, by {plan.schedule}")
     if options.trace:
-        _write(options.trace, timeline.json())
+        write_page(options.trace, timeline.json())
     return 0
 
 
@@ -187,17 +183,18 @@ def _contradictions(plan: Any) -> list[str]:
 
     cost = plan.cost
     if plan.schedule != "none":
-        parts = cost.compute_seconds + cost.communication_seconds + cost.bubble_seconds
-        return [
-            f"{what} take {seconds:.6g} s; it says {cost.step_seconds:.6g} s."
-            for what, seconds in (("its parts", parts), ("its events", plan.events.seconds))
-            if not math.isclose(seconds, cost.step_seconds, rel_tol=1e-6, abs_tol=1e-12)
-        ]
+        problems = []
+        seconds, parts = plan.events.seconds, cost.compute_seconds + cost.bubble_seconds
+        if not math.isclose(seconds, cost.step_seconds, rel_tol=1e-6, abs_tol=1e-12):
+            problems.append(f"its events take {seconds:.6g} s; it says {cost.step_seconds:.6g} s.")
+        if parts > cost.step_seconds * (1 + 1e-6):
+            problems.append(f"its parts take {parts:.6g} s; it says {cost.step_seconds:.6g} s.")
+        return problems
     arguments = sum(
         local_bytes(v.shape, v.dtype, v.sharding, plan.mesh) for v in plan.values if v.role in ARGUMENT_ROLES
     )
     communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, plan.mesh) for c in cost.collectives)
-    step = cost.compute_seconds + cost.communication_seconds + cost.bubble_seconds
+    step = cost.compute_seconds + sum(cost.exposed_seconds)
     problems = []
     if arguments != cost.argument_bytes:
         problems.append(f"its arguments take {arguments} bytes on a device; it says {cost.argument_bytes}.")

@@ -84,6 +84,10 @@ class Following:
         """The plan for these arguments."""
         return self.parallel(*args, **kwargs).plan(*args, **kwargs)
 
+    def behind(self, step: ParallelStep) -> Following:
+        """The same step behind another train step: the one it follows, planned anew."""
+        return Following(self._fn, step, self._batch_argnums, self._donate_argnums, *self._static)
+
     def parallel(self, *args: Any, **kwargs: Any) -> ParallelStep:
         """The parallel step, made for the first arguments.
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from autopar.errors import TraceError
 from autopar.ir.trace.parameters import Static
 from autopar.ir.trace.returned import Returned
 from autopar.ir.trace.trace import name_of
@@ -37,6 +38,34 @@ class Apart:
     kwargs: dict[str, Any]
     static: Hashable
     objects: Any = None
+
+
+class StaticKey:
+    """What is no array in a call, to be looked up by; its hash is computed once.
+
+    Raises:
+        TraceError: It has none.
+    """
+
+    __slots__ = ("_hash", "value")
+
+    def __init__(self, value: Any, step: str):
+        self.value = value
+        try:
+            self._hash = hash(value)
+        except TypeError as error:
+            raise TraceError(
+                f"what is no array in the arguments of `{step}` cannot be hashed.",
+                given=f"{value!r:.200}",
+                wrong=f"a program is made for each value of it, and found again by its hash: {error}.",
+                do="keep tuples for lists and frozen dataclasses for mutable ones in what you pass, or arrays.",
+            ) from None
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, StaticKey) and self.value == other.value
 
 
 class Adapter(Protocol):

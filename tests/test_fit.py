@@ -16,8 +16,9 @@ import pytest
 
 import autopar
 from autopar import PipelineParallel, ShardParallel, checkpoint
-from autopar.batches import Batches, EndOfBatches
 from autopar.errors import CheckpointError, NodeLostError, StructureChangedError, TraceError, WorkerError
+from autopar.fit.batches import Batches, EndOfBatches
+from autopar.fit.prefetch import placed_for
 from tests.checkpoint_model import batches, create_state, step_on, train_step
 from tests.patience import PATIENCE_SECONDS
 
@@ -49,6 +50,7 @@ def test_it_is_the_loop_one_would_write(step, undisturbed):
     assert as_list(metrics) == undisturbed and isinstance(metrics[0], np.ndarray) and state["step"] == NUM_STEPS
 
 
+@pytest.mark.filterwarnings("ignore:the run in .* is finished")
 @pytest.mark.parametrize(
     "source",
     [batches, lambda n: iter(batches(n)), lambda n: lambda start: iter(batches(n)[start:])],
@@ -244,7 +246,7 @@ class Broken(Failing):
 @pytest.fixture
 def sleeps(monkeypatch):
     found = []
-    monkeypatch.setattr(sys.modules["autopar.fit"], "time", SimpleNamespace(sleep=found.append))
+    monkeypatch.setattr(sys.modules["autopar.fit.loop"], "time", SimpleNamespace(sleep=found.append))
     return found
 
 
@@ -346,3 +348,128 @@ def test_batches_by_number():
     for source in (again, Batches([0, 1, 2]), Batches(lambda start: iter(range(start, 3)))):
         with pytest.raises(EndOfBatches):
             source.at(3)
+
+
+# Batches of all kinds.
+
+
+class Loader:
+    """Knows its position, as torchdata's loaders do, and counts what it reads."""
+
+    def __init__(self):
+        self.place, self.read = 0, 0
+
+    def state_dict(self):
+        return {"place": self.place}
+
+    def load_state_dict(self, state):
+        self.place = state["place"]
+
+    def __iter__(self):
+        for batch in batches(NUM_STEPS)[self.place :]:
+            self.place += 1
+            self.read += 1
+            yield batch
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_loader_goes_where_it_was(step, undisturbed, tmp_path, prefetch):
+    """Its position is in the checkpoint: a run that goes on reads nothing that was used before."""
+    losses, read = [], []
+    for stop in (5, NUM_STEPS):
+        loader = Loader()
+        options = {"checkpoint_dir": tmp_path, "save_every": 3, "prefetch": prefetch}
+        _, metrics = autopar.fit(step, create_state(), loader, num_steps=stop, **options)
+        losses += as_list(metrics)
+        read.append(loader.read)
+    assert losses == undisturbed and read == [5, NUM_STEPS - 5]
+    (tmp_path / "9" / "manifest.ocdbt").write_bytes(b"")
+    loader = Loader()
+    with pytest.warns(UserWarning, match="is damaged"):
+        _, metrics = autopar.fit(step, create_state(), loader, num_steps=NUM_STEPS, **options)
+    assert as_list(metrics) == undisturbed[6:] and loader.read == NUM_STEPS - 6
+
+
+def test_a_loader_after_a_failure(step, undisturbed, tmp_path):
+    """It goes back to where it was at the checkpoint, in the same process."""
+    loader = Loader()
+    with pytest.warns(UserWarning, match=r"Going on from step 3"):
+        _, metrics = autopar.fit(
+            Failing(step, [4], [step]), create_state(), loader, checkpoint_dir=tmp_path, save_every=3, prefetch=2
+        )
+    assert as_list(metrics) == undisturbed
+
+
+@pytest.mark.parametrize("method", [ShardParallel(), PipelineParallel(num_stages=2, num_microbatches=2)], ids=str)
+def test_batches_are_placed_ahead(method):
+    """Where the step wants them; the numbers are the same."""
+    step = step_on(4, method)
+    found = [as_list(autopar.fit(step, create_state(), batches(4), prefetch=n)[1]) for n in (0, 2)]
+    assert found[0] == found[1]
+    compiled = step.latest()
+    batch = batches(1)[0] | {"more": np.zeros(3)}
+    place = placed_for(step, batches(1)[0])
+    assert place(batch) is batch, "of another structure: as it is"
+    wanted = jax.tree.leaves(compiled.in_shardings[0][1])
+    placed = jax.tree.leaves(place(batches(1)[0]))
+    assert wanted and [x.sharding for x in placed] == wanted
+    wide = {name: value.astype(np.float64) for name, value in batches(1)[0].items()}
+    assert placed_for(step, wide)(wide)["x"].dtype == np.float64, "the step's own types are found from the user's"
+    assert placed_for(train_step, batch)(batch) is batch
+
+
+def masked_step(state, batch):
+    def loss_fn(w):
+        errors = (jnp.tanh(batch["x"] @ w) - batch["y"]).mean(axis=1) ** 2
+        return jnp.sum(errors * batch["mask"]) / jnp.sum(batch["mask"])
+
+    loss, grad = jax.value_and_grad(loss_fn)(state)
+    return state - 0.1 * grad, loss
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_a_padded_batch_counts_as_what_it_was(parallel):
+    """Where the step weighs by the mask: as a step of fewer rows does, in one program."""
+    rows = [batch | {"mask": np.ones(len(batch["x"]), np.float32)} for batch in batches(3)]
+    rows[2] = {name: value[:3] for name, value in rows[2].items()}
+    cluster = autopar.Cluster.local(jax.devices()[:2])
+    step = autopar.parallelize(masked_step, cluster=cluster) if parallel else jax.jit(masked_step)
+    weights = np.random.default_rng(0).normal(size=(8, 4)).astype(np.float32)
+    want, expected = weights, []
+    for batch in rows:
+        want, loss = jax.jit(masked_step)(want, batch)
+        expected.append(float(loss))
+    got, metrics = autopar.fit(step, weights, rows, remainder="pad")
+    np.testing.assert_allclose(got, want, rtol=1e-5)
+    np.testing.assert_allclose(as_list(metrics), expected, rtol=1e-5)
+
+
+def test_an_eval_step_follows_a_step_that_is_planned_anew(undisturbed, tmp_path):
+    """It takes the state where it lies, before a failure and after it; the loss is that of the step."""
+    two = autopar.Cluster.local(jax.devices()[:2])
+    step, rows = autopar.parallelize(train_step, cluster=two), []
+    loss_of = lambda state, batch: jax.tree.map(lambda x: x, train_step(state, batch)[1])  # noqa: E731
+    fails = [True]
+
+    def on_step(number, _):
+        if number == 4 and fails:
+            fails.clear()
+            raise WorkerError("it died.")
+
+    with pytest.warns(UserWarning, match="Going on from step 3"):
+        _, metrics = autopar.fit(
+            step,
+            create_state(),
+            batches(NUM_STEPS),
+            checkpoint_dir=tmp_path,
+            save_every=3,
+            on_step=on_step,
+            cluster=lambda: autopar.Cluster.local(jax.devices()[:1]),
+            eval_step=autopar.follow(loss_of, step),
+            eval_batches=[batches(NUM_STEPS)[3], batches(NUM_STEPS)[3]],
+            loggers=lambda number, values: rows.append((number, values)),
+        )
+    measured = [(number, values["eval/loss"]) for number, values in rows if "eval/loss" in values]
+    assert [number for number, _ in measured] == [3, 6, 9]
+    np.testing.assert_allclose(measured[0][1], undisturbed[3], rtol=1e-5)
+    np.testing.assert_allclose(as_list(metrics), undisturbed, rtol=1e-5)

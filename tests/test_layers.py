@@ -26,10 +26,10 @@ LAYERS = (
     ("partition",),
     ("runtime",),
     ("frameworks",),
-    ("api", "follow"),
+    ("compiled", "create", "api", "follow"),
     ("adapters",),
     ("checkpoint",),
-    ("batches", "fit", "doctor"),
+    ("loggers", "fit", "doctor"),
     ("cli", "__init__", "__main__"),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
@@ -44,7 +44,7 @@ ONLY_IN = {
         "runtime/ray/functions.py",
     ),
 }
-NEVER_AT_IMPORT = ("ray", "cupy", "orbax", "tensorstore")
+NEVER_AT_IMPORT = ("ray", "cupy", "orbax", "tensorstore", "tensorboardX", "torch")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

@@ -73,7 +73,8 @@ class NnxAdapter:
         numbers = graph.RefMap()
         trees, arrays = [], []
         for value in (*args, *(kwargs[name] for name in sorted(kwargs))):
-            tree, own = _flatten(*jax.tree.flatten(value, is_leaf=graph.is_graph_node), numbers, None)
+            leaves, outer = jax.tree.flatten(value, is_leaf=graph.is_graph_node)
+            tree, own = _flatten(leaves, outer, numbers, None)
             trees.append(tree)
             arrays.append(own)
         named = dict(zip(sorted(kwargs), arrays[len(args) :], strict=True))
@@ -105,7 +106,8 @@ class NnxAdapter:
                 if _has_changed(tree, was, now, arrays):
                     updated.append(number)
                     updates.append(arrays)
-        result_tree, result = _flatten(*jax.tree.flatten(result, is_leaf=is_ours), numbers, known)
+        leaves, outer = jax.tree.flatten(result, is_leaf=is_ours)
+        result_tree, result = _flatten(leaves, outer, numbers, known)
         objects = Objects(tuple(holders), tuple(updated), _After(tuple(trees), result_tree))
         return Returned(tuple(updates), result, objects)
 
@@ -151,7 +153,7 @@ def _array(path: tuple[Any, ...], leaf: Any) -> Any:
             "a variable holds a mutable array.",
             given=f"{name}, a {type(leaf).__name__} around {value}",
             wrong="autopar writes programs without references: what is written into one would be lost.",
-            do="make the model without `use_ref`: variables are updated in place all the same.",
+            do="make the model without `ref=True`: variables are updated in place all the same.",
             path=name,
         )
     return value

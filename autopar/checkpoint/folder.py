@@ -8,6 +8,7 @@ Method: a checkpoint is made in a folder with another name and appears by one re
 
 from __future__ import annotations
 
+import json
 import operator
 import os
 import re
@@ -16,7 +17,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from autopar.checkpoint.manifest import Manifest, damage, read_manifest, sync_folder
+from autopar.checkpoint.manifest import NOTE, Manifest, damage, read_manifest, sync_folder
 from autopar.checkpoint.owner import claim, this_process
 from autopar.errors import CheckpointError
 
@@ -46,6 +47,12 @@ def check(directory: str | os.PathLike, step: int) -> Manifest | str:
     if manifest.step != step:
         return f"it is the checkpoint of step {manifest.step}, under another name"
     return damage(folder, manifest) or manifest
+
+
+def read_note(directory: str | os.PathLike, step: int) -> dict[str, Any]:
+    """What a run wrote down beside its state, in a checkpoint that is known to be whole; nothing, if it wrote nothing."""
+    place = step_folder(directory, step) / NOTE
+    return json.loads(place.read_text(encoding="utf-8")) if place.exists() else {}
 
 
 def step_number(step: Any) -> int:

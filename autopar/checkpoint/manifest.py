@@ -20,6 +20,8 @@ from autopar.checkpoint.leaves import LeafType
 from autopar.runtime.digest import Digest, digest
 
 NAME = "autopar.json"
+NOTE = "autopar-run.json"
+"""What a training run wrote down beside its state."""
 FORMAT = 1
 
 

@@ -10,6 +10,7 @@ Method: orbax writes into a folder of another name, and so do workers what they 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import threading
@@ -25,7 +26,7 @@ import autopar.checkpoint.storage as storage
 from autopar.checkpoint.apart import discard, take_apart
 from autopar.checkpoint.folder import commit, open_workplace, prune, step_folder, step_number, steps
 from autopar.checkpoint.leaves import LeafType, is_function, leaf_type, paths, spelled, storable
-from autopar.checkpoint.manifest import write_manifest
+from autopar.checkpoint.manifest import NOTE, write_manifest
 from autopar.errors import AutoparError, CheckpointError, DonatedError, WorkerError
 from autopar.ir.trace.containers import plain_containers
 from autopar.runtime.failure import is_gone
@@ -57,13 +58,24 @@ def save(
 
     Raises:
         DonatedError: A step has taken over the memory of an array.
-        CheckpointError: There is a checkpoint of this number; a leaf cannot be written; orbax is not installed; an
-            earlier save into this directory failed, and nobody has waited for it.
         CheckpointError: There is a checkpoint of this number; a leaf cannot be written; orbax is not installed; another
             process that lives has saved into this directory (it is its own until it ends or calls `release`); an earlier
             save into it failed, and nobody has waited for it.
         WorkerError: Workers that hold arrays have failed before they had copied them.
     """
+    return begin_save(directory, state, step, keep=keep, overwrite=overwrite)
+
+
+def begin_save(
+    directory: str | os.PathLike,
+    state: Any,
+    step: int | None = None,
+    *,
+    keep: int | None = None,
+    overwrite: bool = False,
+    note: Mapping[str, Any] | None = None,
+) -> Saving:
+    """`save`, with a note beside the state: what a run wants to know when it goes on, as JSON."""
     number = max(steps(directory), default=-1) + 1 if step is None else step_number(step)
     folder = step_folder(directory, number)
     _raise_failure(folder.parent)
@@ -94,6 +106,8 @@ def save(
     def work() -> None:
         try:
             known = finish()
+            if note is not None:
+                (workplace / "made" / NOTE).write_text(json.dumps(note), encoding="utf-8")
             write_manifest(workplace / "made", number, types, known)
             commit(workplace, folder)
             if keep is not None:

@@ -1,7 +1,7 @@
 """Seconds and bytes, as pure functions."""
 
 from autopar.cost.collectives import collective_seconds
-from autopar.cost.compute import compute_seconds
+from autopar.cost.kernels import kernel_seconds
 from autopar.cost.reshard import cheapest_reshard, reshard_seconds
 
-__all__ = ["cheapest_reshard", "collective_seconds", "compute_seconds", "reshard_seconds"]
+__all__ = ["cheapest_reshard", "collective_seconds", "kernel_seconds", "reshard_seconds"]

@@ -2,7 +2,8 @@
 
 In:     bytes on one device, the size of the group, the link.
 Out:    seconds of one collective over one axis; `collective_seconds` for several axes at once.
-Method: ring algorithms, and a tree where a small all-reduce is faster so. Over several axes a collective goes axis by
+Method: ring algorithms, and a tree where a small all-reduce is faster so, or the switch where it adds up. Short messages
+        may take a protocol of less latency and a lower rate, as NCCL has them. Over several axes a collective goes axis by
         axis, so that the slow links carry what is left after the fast ones; the best order counts. Each cost is affine
         in the bytes, so a collective over given axes is the least of a few lines, which are computed once.
 """
@@ -12,12 +13,15 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from autopar.mesh import Link, LogicalMesh
 
 _Line = tuple[float, float]
 """Seconds = first + second * bytes."""
+_PROTOCOLS = ((1.0, 1.0), (0.56, 0.92), (0.14, 0.25))
+"""Share of the latency of a hop and share of the rate, of NCCL's protocols Simple, LL128 and LL on a ring; from the figures
+with which it chooses between them (`src/graph/tuning.cc`: 3.4, 1.9 and 0.47 us over NVLink)."""
 
 
 def all_reduce_seconds(num_bytes: float, group_size: int, link: Link) -> float:
@@ -70,6 +74,14 @@ def all_to_all_seconds(num_bytes: float, group_size: int, link: Link) -> float:
     return (group_size - 1) * (link.latency_seconds + num_bytes / group_size / link.bytes_per_second)
 
 
+def switch_all_reduce_seconds(num_bytes: float, link: Link) -> float:
+    """Time of one all-reduce in the switch: everything goes there and back once, at the rate at which it adds up.
+
+    Graham et al., "Scalable hierarchical aggregation protocol (SHArP)", COMHPC 2016.
+    """
+    return 2 * link.latency_seconds + num_bytes / link.switch_bytes_per_second
+
+
 def collective_permute_seconds(num_bytes: float, group_size: int, link: Link) -> float:
     """Time of one permute: every device sends its operand of `num_bytes` to one other."""
     return link.latency_seconds + num_bytes / link.bytes_per_second if group_size > 1 else 0.0
@@ -98,9 +110,22 @@ def _lines(kind: str, axes: tuple[str, ...], mesh: LogicalMesh) -> tuple[_Line, 
     if not groups:
         return ()
     launch = max(link.latency_seconds for _, link in groups)
-    found = [(launch + fixed, rate) for order in itertools.permutations(groups) for fixed, rate in _orders(kind, order)]
+    found = [
+        (launch + fixed, rate)
+        for ways in _protocols(groups)
+        for order in itertools.permutations(ways)
+        for fixed, rate in _orders(kind, order)
+    ]
     # A line that starts higher and rises at least as fast is never the least.
     return tuple(line for line in dict.fromkeys(sorted(found)) if not any(o < line and o[1] <= line[1] for o in found))
+
+
+def _protocols(groups: Sequence[tuple[int, Link]]) -> Iterator[list[tuple[int, Link]]]:
+    """The axes with the links of each protocol that all of them have."""
+    yield list(groups)
+    if all(link.has_short_messages for _, link in groups):
+        for latency, rate in _PROTOCOLS[1:]:
+            yield [(size, Link(link.latency_seconds * latency, link.bytes_per_second * rate)) for size, link in groups]
 
 
 def _orders(kind: str, groups: tuple[tuple[int, Link], ...]) -> Iterator[_Line]:
@@ -115,6 +140,10 @@ def _orders(kind: str, groups: tuple[tuple[int, Link], ...]) -> Iterator[_Line]:
             for last in (all_reduce_seconds, tree_all_reduce_seconds):
                 yield _sum_of([*zip(steps, shares, strict=True), (lambda n, last=last: last(n, size, link), share)])
             yield _sum_of([((lambda n, p=p, a=a: tree_all_reduce_seconds(n, p, a)), 1.0) for p, a in groups])
+            if link.switch_bytes_per_second:
+                yield _sum_of(
+                    [*zip(steps, shares, strict=True), ((lambda n: switch_all_reduce_seconds(n, link)), share)]
+                )
         case "all-gather" | "reduce-scatter":
             shares = [1.0 / math.prod(p for p, _ in groups[:k]) for k in range(len(groups))]
             yield _sum_of(

@@ -4,7 +4,9 @@ In:     `StageProgram`, a logical mesh, the device.
 Out:    `StagePlan`: for each task its sharded body and, at its borders, how every value lies on the mesh; seconds,
         bytes and collectives of each.
 Method: the joint program is sharded as a whole (`intra_op/shard.py`); each task is then lowered from the same choices.
-        A value passes between tasks as it was made, what is read by every microbatch as the loop wants it.
+        A value passes between tasks in the sharding in which its keep (`intra_op/graph.py`) has it wait, or where it has
+        none as the task that made it works with it; what is read by every microbatch as the loop wants it. Of what the
+        tasks of both passes have anyway, or make again, no copy waits, so that what is priced is what they do.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from autopar.cost import collective_seconds
 from autopar.inter_op.stage_program import StageProgram
 from autopar.inter_op.stage_tasks import Slot, Task
 from autopar.intra_op.batch import batch_factors
-from autopar.intra_op.costs import held_values
+from autopar.intra_op.costs import OperationSeconds, held_values
 from autopar.intra_op.graph import Graph, stacked
+from autopar.intra_op.lanes import run_lanes
 from autopar.intra_op.liveness import measure_liveness
 from autopar.intra_op.lower import lower_part
 from autopar.intra_op.restrict import Allowed, Restrict
@@ -73,8 +76,9 @@ class TaskPlan:
         body: What each device does.
         inputs: Its operands, in order.
         outputs: Its results, in order; of `init` first those of the body, then sums and rows that begin empty.
-        seconds: Predicted time of one run.
-        communication_seconds: Part of it.
+        seconds: Predicted time of one run: kernels, and what is exposed of collectives.
+        communication_seconds: Of its collectives, hidden or not.
+        exposed_seconds: Of each of `collectives`, the seconds that no kernel hides.
         batchless_seconds: Part of it: operations on no samples, which smaller microbatches do not shorten.
         working_bytes: Most bytes alive on one device during a run, its operands left out.
         collectives: Of one run.
@@ -86,6 +90,7 @@ class TaskPlan:
     outputs: tuple[Border, ...]
     seconds: float
     communication_seconds: float
+    exposed_seconds: tuple[float, ...]
     batchless_seconds: float
     working_bytes: int
     collectives: tuple[Collective, ...]
@@ -118,6 +123,11 @@ class StagePlan:
     mesh: LogicalMesh
     sharded: Sharded
     tasks: tuple[TaskPlan, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of all tasks in one step."""
+        return sum(t.seconds * (self.program.count if t.task.is_in_loop else 1) for t in self.tasks)
 
     def task(self, kind: str) -> TaskPlan | None:
         """The first task of a kind."""
@@ -170,13 +180,15 @@ def plan_stage(
         dict(program.batch),
         gap=gap,
         elsewhere=uncounted,
+        anew=program.anew,
+        twice=program.twice,
     )
     return lower_stage(program, mesh, device, sharded)
 
 
 def lower_stage(program: StageProgram, mesh: LogicalMesh, device: Device, sharded: Sharded) -> StagePlan:
     """The tasks of a stage under the choices of `sharded`."""
-    return StagePlan(program, mesh, sharded, tuple(_Lowering(program, mesh, sharded).tasks()))
+    return StagePlan(program, mesh, sharded, tuple(_Lowering(program, mesh, device, sharded).tasks()))
 
 
 def _keep_stacks_whole(program: StageProgram, graph: Graph, allowed: Allowed) -> None:
@@ -190,7 +202,7 @@ def _keep_stacks_whole(program: StageProgram, graph: Graph, allowed: Allowed) ->
 
 
 class _Lowering:
-    def __init__(self, program: StageProgram, mesh: LogicalMesh, sharded: Sharded):
+    def __init__(self, program: StageProgram, mesh: LogicalMesh, device: Device, sharded: Sharded):
         self.program, self.mesh, self.sharded = program, mesh, sharded
         self.graph, self.choices = sharded.graph, sharded.choices
         self.stored = held_values(self.graph)
@@ -203,7 +215,9 @@ class _Lowering:
         outvars = program.jaxpr.outvars
         self.output_at = {a: k for k, a in reversed(list(enumerate(outvars))) if not isinstance(a, Literal)}
         self.input_at = {var: k for k, var in enumerate(program.jaxpr.invars)}
-        self.seconds_of = _operation_seconds(sharded)
+        self.made_by = {var: t.kind for t in program.tasks for eqn in t.jaxpr.eqns for var in eqn.outvars}
+        self.operations = OperationSeconds(self.graph, self.choices, device)
+        self.overlap = device.achieved.overlap
 
     def chosen(self, node: int) -> Sharding:
         return self.graph.nodes[node].shardings[self.choices[node]]
@@ -236,12 +250,20 @@ class _Lowering:
                     return self.port("xs", self.xs_at[slot.var])
                 if slot.var in self.ys_at:
                     return self.port("ys", self.ys_at[slot.var])
-                return self.produced(slot.var)
+                return self.waiting(slot.var)
         if slot.key in self.output_at:
             return self.chosen(self.graph.outputs[self.output_at[slot.key]])
         if slot.key in self.input_at:
             return self.chosen(self.graph.inputs[self.input_at[slot.key]])
         return self.produced(slot.key)
+
+    def waiting(self, var: Var) -> Sharding:
+        """How a value of the loop waits for the tasks that read it later: as the task that makes it works with it."""
+        keep = self.graph.keeps.get((var, "b"))
+        if keep is not None:
+            return self.chosen(keep.node)
+        used = self.graph.used.get((var, "b" if self.made_by.get(var) == "B" else "f"))
+        return used.shardings[self.choices[used.node]] if used is not None else self.produced(var)
 
     def border(self, slot: Slot) -> Border:
         shape, dtype = tuple(slot.key.aval.shape), slot.key.aval.dtype
@@ -264,15 +286,16 @@ class _Lowering:
         collectives = tuple(collectives_of(body, self.mesh))
         communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, self.mesh) for c in collectives)
         liveness = measure_liveness(body, self.mesh, self.stored)
-        seconds, batchless = self.compute(body)
+        lanes = run_lanes(body, self.operations.of, self.mesh, self.overlap)
         return TaskPlan(
             task,
             body,
             inputs,
             outputs,
-            communication + seconds,
+            lanes.seconds,
             communication,
-            batchless,
+            lanes.exposed,
+            self.batchless(body),
             max(0, liveness.peak_bytes - liveness.argument_bytes),
             collectives,
         )
@@ -285,39 +308,15 @@ class _Lowering:
                 return stacked(border.sharding)
         return border.sharding
 
-    def compute(self, body: Body, times: float = 1.0) -> tuple[float, float]:
-        """Seconds of all operations, and of those on no samples."""
-        total = batchless = 0.0
+    def batchless(self, body: Body) -> float:
+        """Seconds of operations on no samples."""
+        total = 0.0
         for instruction in body.instructions:
             match instruction:
                 case Compute(eqn, rule):
-                    seconds = times * self.seconds_of.get(id(eqn), 0.0)
-                    total += seconds
                     if not batch_factors(eqn, rule, self.graph.batch):
-                        batchless += seconds
+                        total += self.operations.of(eqn)
                 case Region(eqn, _, _, bodies):
                     trips = trip_count(eqn)
-                    for inner in bodies:
-                        of_body = self.compute(inner, times * trips)
-                        total, batchless = total + of_body[0], batchless + of_body[1]
-        return total, batchless
-
-
-def _operation_seconds(sharded: Sharded) -> dict[int, float]:
-    """Seconds of one run of each plain equation under its choice, reductions at once left out."""
-    graph, problem = sharded.graph, sharded.problem
-    members = np.bincount(np.array(sharded.class_of), minlength=len(problem.costs))
-    found = {}
-    for node in graph.nodes:
-        if node.kind == "op":
-            c = sharded.class_of[node.index]
-            cost = float(problem.costs[c][sharded.choices[node.index]]) / members[c] / node.weight
-            reductions = node.strategies[sharded.choices[node.index]].reductions
-            for _, axes in reductions:
-                for var, sharding in zip(
-                    node.eqn.outvars, node.strategies[sharded.choices[node.index]].results, strict=True
-                ):
-                    size = math.prod(sharding.local_shape(tuple(var.aval.shape), graph.mesh)) * var.aval.dtype.itemsize
-                    cost -= collective_seconds("all-reduce", size, axes, graph.mesh)
-            found[id(node.eqn)] = max(0.0, cost)
-    return found
+                    total += trips * sum(map(self.batchless, bodies))
+        return total

@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr, new_var
+from autopar.inter_op.residuals import CHEAP
 from autopar.inter_op.stage_tasks import StageParts, Task, stage_tasks
 from autopar.inter_op.tasks import Tasks
 from autopar.ir.dataflow import inputs_of, variables
+from autopar.ir.region import bodies_of
 from autopar.ir.rewrite.fission import merge_conditions
 from autopar.ir.split.accumulate import AccumulatingScan, accumulating_scan, stack_type
 from autopar.ir.split.microbatch import Result
@@ -44,6 +46,8 @@ class StageProgram:
         batch: Dims of inputs that run over samples.
         parts: What it is made of.
         tasks: In order of a step.
+        anew: Values that the tasks of both passes have, or make, for themselves.
+        twice: Equations, by identity, that both passes run.
     """
 
     stage: int
@@ -59,6 +63,8 @@ class StageProgram:
     batch: Mapping[int, Dims]
     parts: StageParts
     tasks: tuple[Task, ...]
+    anew: frozenset[Var]
+    twice: frozenset[int]
 
     @property
     def stacked(self) -> tuple[Var, ...]:
@@ -133,7 +139,20 @@ class _Builder:
             },
             parts,
             stage_tasks(self.tasks, self.stage, parts),
+            frozenset((*self.entering(scan), *(var for eqn in self.twice() for var in eqn.outvars))),
+            frozenset(map(id, self.twice())),
         )
+
+    def entering(self, scan: AccumulatingScan | None) -> Sequence[Var]:
+        """What enters the loop."""
+        return bodies_of(scan.eqn)[0].invars if scan else ()
+
+    def twice(self) -> list[JaxprEqn]:
+        """Equations of the loop that the forward and the backward pass both run."""
+        # At whatever level the stage is run later: the same program has the same decisions.
+        cheap = self.tasks.at_level(self.stage, CHEAP).behind[self.stage]
+        behind = {id(eqn) for eqn in (*cheap.eqns, *cheap.weight)}
+        return [eqn for eqn in self.tasks.forward[self.stage] if id(eqn) in behind]
 
     def scan(self) -> AccumulatingScan | None:
         """The stage's part of the loop, in the loop's order."""

@@ -71,6 +71,8 @@ class Tasks:
 
     def at_level(self, stage: int, level: float) -> Tasks:
         """The same tasks, but for how much one stage runs again."""
+        if self.behind[stage].level == level:
+            return self
         changed = backward_at(self.passes[stage], level)
         return dataclasses.replace(self, behind=(*self.behind[:stage], changed, *self.behind[stage + 1 :]))
 

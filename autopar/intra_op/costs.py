@@ -2,28 +2,29 @@
 
 In:     `Graph`, the device, which choices are allowed, which nodes are tied.
 Out:    `Problem`, one node per class of tied nodes.
-Method: an operation costs its roofline time on one device's share, plus the reductions it does at once; an edge costs
-        the cheapest reshard from the sharding given to the one wanted. Values that live only inside chains of pointwise
-        operations are not counted as memory traffic: compilers fuse those. Small values that no sample owns are sent
-        together (`fuse.py`) and bear a part of the latency each.
+Method: an operation costs its kernel's time on one device's share (`kernels.py`), plus the reductions it does at once; an
+        edge costs the cheapest reshard from the sharding given to the one wanted. Small values that no sample owns are
+        sent together (`fuse.py`) and bear a part of the latency each.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from autopar._jax import Literal, Var
-from autopar.cost import collective_seconds, compute_seconds, reshard_seconds
+from autopar._jax import JaxprEqn, Literal, Var
+from autopar.cost import collective_seconds, kernel_seconds, reshard_seconds
+from autopar.cost.kernels import Pass
 from autopar.intra_op.fuse import BUCKET_BYTES, small_bytes
 from autopar.intra_op.graph import Graph, Node, Shardings
+from autopar.intra_op.kernels import is_contraction, kernel_of
 from autopar.intra_op.problem import Problem
-from autopar.intra_op.strategies import split_fraction
-from autopar.ir.rules import ShardingRule
+from autopar.intra_op.traffic import Traffic, find_traffic, is_pointwise
 from autopar.ir.rules.rule import num_elements
-from autopar.mesh import Device, Link, LogicalMesh
+from autopar.mesh import Device, LogicalMesh
 
 FUSED_SHARE = 0.1
 """Part of its latency that a small collective bears where others like it are ready too: parameters, gradients and
@@ -76,10 +77,32 @@ def build_problem(
     return problem
 
 
+class OperationSeconds:
+    """Seconds of one run of each plain equation under its choice on one device, reductions at once left out."""
+
+    def __init__(self, graph: Graph, choices: Sequence[int], device: Device):
+        self.graph, self.choices, self.device = graph, choices, device
+        self.traffic = find_traffic(graph)
+        self.known: dict[object, float] = {}
+
+    def of(self, eqn: JaxprEqn) -> float:
+        """Seconds of an equation of the graph; of one that is not in it, none."""
+        index = self.graph.op_node.get(id(eqn))
+        if index is None:
+            return 0.0
+        node, choice, traffic = self.graph.nodes[index], self.choices[index], self.traffic[index]
+        key = (node.signature, choice, traffic)
+        if key not in self.known:
+            kernel = kernel_of(node, node.strategies[choice], traffic, self.graph.mesh)
+            idle = isinstance(kernel, Pass) and not kernel.num_bytes
+            self.known[key] = 0.0 if idle else kernel_seconds(kernel, self.device)
+        return self.known[key]
+
+
 def _sent_together(mesh: LogicalMesh, num_bytes: float) -> LogicalMesh:
     """The mesh as a small collective sees it that is sent with others: it bears a part of the latency."""
     share = max(FUSED_SHARE, num_bytes / BUCKET_BYTES)
-    links = tuple(Link(link.latency_seconds * share, link.bytes_per_second) for link in mesh.links)
+    links = tuple(dataclasses.replace(link, latency_seconds=link.latency_seconds * share) for link in mesh.links)
     return LogicalMesh(mesh.shape, mesh.axis_names, links)
 
 
@@ -100,64 +123,33 @@ class _NodeCosts:
 
     def __init__(self, graph: Graph, device: Device):
         self.graph, self.device, self.mesh = graph, device, graph.mesh
-        self.stored = stored_values(graph)
-        self.bytes_per_choice: dict[tuple[object, ...], np.ndarray] = {}
+        self.traffic = find_traffic(graph)
         self.known: dict[object, np.ndarray] = {}
 
     def of(self, node: Node) -> np.ndarray:
         if node.kind != "op":
             return np.zeros(node.num_choices)
-        eqn = node.eqn
-        stored = (
-            *(isinstance(v, Var) and v in self.stored for v in eqn.invars),
-            *(v in self.stored for v in eqn.outvars),
-        )
-        key = (node.signature, node.weight, stored, node.communicates)
+        traffic = self.traffic[node.index]
+        key = (node.signature, node.weight, traffic, node.communicates)
         if key not in self.known:
-            self.known[key] = node.weight * self.operation(node, stored)
+            self.known[key] = node.weight * self.operation(node, traffic)
         return self.known[key]
 
-    def operation(self, node: Node, stored: Sequence[bool]) -> np.ndarray:
-        eqn, rule = node.eqn, node.rule
-        atoms = (*eqn.invars, *eqn.outvars)
-        num_operands = len(eqn.invars)
-        flops = rule.flops if is_contraction(rule) else 0.0
-        dtype = next((v.aval.dtype for v in eqn.outvars), np.dtype(np.float32))
-        traffic = np.zeros(node.num_choices)
-        for k, (atom, counts) in enumerate(zip(atoms, stored, strict=True)):
-            if counts:
-                lists = [s.operands[k] if k < num_operands else s.results[k - num_operands] for s in node.strategies]
-                traffic += self.local_bytes(tuple(atom.aval.shape), atom.aval.dtype.itemsize, lists)
-        seconds = np.array(
-            [
-                compute_seconds(flops * split_fraction(s, self.mesh.axis_sizes), traffic[k], self.device, dtype)
-                for k, s in enumerate(node.strategies)
-            ]
-        )
+    def operation(self, node: Node, traffic: Traffic) -> np.ndarray:
+        if not any(traffic.counts) and not is_contraction(node.rule):
+            seconds = np.zeros(node.num_choices)
+        else:
+            kernels = [kernel_of(node, strategy, traffic, self.mesh) for strategy in node.strategies]
+            seconds = np.array([kernel_seconds(kernel, self.device) for kernel in kernels])
         for k, strategy in enumerate(node.strategies):
             for _, axes in strategy.reductions:
-                for var, sharding in zip(eqn.outvars, strategy.results, strict=True):
-                    num_bytes = self.local_bytes(tuple(var.aval.shape), var.aval.dtype.itemsize, [sharding])[0]
+                for var, sharding in zip(node.eqn.outvars, strategy.results, strict=True):
+                    num_bytes = num_elements(tuple(var.aval.shape)) * var.aval.dtype.itemsize
+                    num_bytes /= sharding.num_shards(self.mesh)
                     seconds[k] += (
                         collective_seconds("all-reduce", num_bytes, axes, self.mesh) if node.communicates else np.inf
                     )
         return seconds
-
-    def local_bytes(self, shape: tuple[int, ...], itemsize: int, shardings) -> np.ndarray:
-        size = num_elements(shape) * itemsize
-        return np.array([size / s.num_shards(self.mesh) for s in shardings])
-
-
-def is_pointwise(rule: ShardingRule) -> bool:
-    """Whether compilers fuse the operation with its neighbours: each result element needs one of each operand."""
-    return not (rule.summed or rule.reduced or rule.whole)
-
-
-def is_contraction(rule: ShardingRule) -> bool:
-    """Whether its FLOPs count: everything else is bound by memory."""
-    results = sum(num_elements([rule.sizes[f] for dim in term for f in dim]) for term in rule.results)
-    operands = sum(num_elements([rule.sizes[f] for dim in term for f in dim]) for term in rule.operands)
-    return rule.flops > 4 * (results + operands) or len([o for o in rule.operands if o]) > 1 and bool(rule.summed)
 
 
 def stored_values(graph: Graph) -> set[Var]:

@@ -1,11 +1,14 @@
-"""Bounds for a choice problem: from below by message passing, from above by what the messages suggest.
+"""Bounds for a choice problem: from below by message passing, and how promising each choice is.
 
 In:     `Problem` without memory rows, usually what `elimination.py` left.
-Out:    `Bounds`: a number that no assignment beats, the best assignment seen, and what each choice costs beyond the bound.
+Out:    `Bounds`: a number that no assignment beats, an assignment read from the messages, and what each choice costs
+        beyond the bound.
 Method: sequential tree-reweighted message passing (Kolmogorov, "Convergent tree-reweighted message passing for energy
         minimization", PAMI 2006): a block-coordinate ascent on the dual of the linear program that `ilp.py` relaxes to.
         Messages rewrite the costs without changing any assignment's total, so that the least entry of every table adds
         up to a lower bound, and how far a choice's entries exceed the least ones says how promising it is.
+        Nodes of one level (longest way from a node without earlier neighbours) have no edge between them, so that all
+        of a level is done at once, tables of like shape in one array (`batches.py`).
 """
 
 from __future__ import annotations
@@ -15,12 +18,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.intra_op.batches import Layout
 from autopar.intra_op.problem import Problem
 
 _FORBIDDEN = 1e3
 """Stands for infinity, in units of the problem's scale: messages must stay finite."""
-_DECODE_EVERY = 20
-"""Rounds between attempts to read an assignment from the messages."""
+_STALLED = 0.02
+"""Where ten rounds raise the bound by less than this part of what is missing, more rounds are not worth their time."""
+_LOOK_EVERY = 10
+"""Rounds between looks at how far the ascent has come."""
+_SWEEPS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,126 +49,101 @@ class Bounds:
 
 
 class Ascent:
-    """Messages of one problem, which get better from run to run. Edge k joins an earlier and a later node."""
+    """Messages of one problem, which get better from run to run.
+
+    Attributes:
+        lower: No assignment costs less.
+        upper: Cost of the best assignment seen.
+        best: That assignment; () if none.
+    """
 
     def __init__(self, problem: Problem):
         self.problem = problem
         finite = [c[np.isfinite(c)] for c in problem.costs] + [m[np.isfinite(m)] for m in problem.edges.values()]
-        self.forbidden = _FORBIDDEN * max(float(np.concatenate([f.ravel() for f in finite]).max(initial=0.0)), 1e-30)
-        self.costs = [self.finite(c) for c in problem.costs]
-        self.ends = list(problem.edges)
-        self.tables = [self.finite(m) for m in problem.edges.values()]
-        self.down = [np.zeros(t.shape[1]) for t in self.tables]  # to the later node
-        self.up = [np.zeros(t.shape[0]) for t in self.tables]  # to the earlier node
-        count = len(self.costs)
-        self.later: list[list[int]] = [[] for _ in range(count)]  # edges to later nodes
-        self.earlier: list[list[int]] = [[] for _ in range(count)]
-        for k, (u, v) in enumerate(self.ends):
-            self.later[u].append(k)
-            self.earlier[v].append(k)
-        self.share = [1.0 / max(len(a), len(b), 1) for a, b in zip(self.later, self.earlier, strict=True)]
+        largest = max((float(f.max()) for f in finite if f.size), default=0.0)
+        self.layout = Layout(problem, _FORBIDDEN * max(largest, 1e-30))
+        self.messages = np.zeros(self.layout.num_messages)
         self.lower, self.upper = -np.inf, np.inf
         self.best: tuple[int, ...] = ()
 
-    def run(self, rounds: int, upper: float = np.inf, gap: float = 1e-6) -> Bounds:
+    def run(self, rounds: int, upper: float = np.inf, gap: float = 1e-6, enough: float = np.inf) -> Bounds:
         """Pass messages forward and back.
 
         Args:
             rounds: So often at most.
             upper: Cost of the best assignment known from elsewhere.
             gap: Stop when the bounds are relatively so close.
+            enough: Stop when the lower bound is at least this.
         """
         self.upper = min(self.upper, upper)
-        for number in range(rounds):
-            self.forward()
-            self.lower = max(self.lower, self.backward())
-            if number % _DECODE_EVERY == 0:
-                choices = self.improve(self.decode())
-                cost = self.problem.cost(choices)
-                if cost < self.upper or not self.best:
-                    self.best = tuple(choices)
-                    self.upper = min(self.upper, cost)
-            if self.upper - self.lower <= gap * abs(self.upper):
+        before = self.lower
+        for number in range(1, rounds + 1):
+            self._forward()
+            self.lower = max(self.lower, self._backward())
+            if self.lower >= min(enough, self.upper - gap * abs(self.upper) if self.best else enough):
                 break
-        return Bounds(self.lower, self.upper, self.best, tuple(self.excess()))
+            if number % _LOOK_EVERY == 0:
+                missing = min(self.upper, 1.1 * abs(self.lower)) - self.lower
+                if self.lower - before <= _STALLED * min(missing, 0.01 * abs(self.lower)):
+                    break
+                before = self.lower
+        self._read()
+        return Bounds(self.lower, self.upper, self.best, self._excess())
 
-    def finite(self, values: np.ndarray) -> np.ndarray:
-        return np.where(np.isfinite(values), values, self.forbidden).astype(np.float64)
+    def offer(self, choices: Sequence[int]) -> None:
+        """An assignment from elsewhere."""
+        cost = self.problem.cost(choices)
+        if cost < self.upper or not self.best:
+            self.best, self.upper = tuple(choices), min(self.upper, cost)
 
-    def unary(self, node: int) -> np.ndarray:
-        """A node's costs with all messages to it."""
-        total = self.costs[node].copy()
-        for k in self.earlier[node]:
-            total += self.down[k]
-        for k in self.later[node]:
-            total += self.up[k]
-        return total
+    def _read(self) -> None:
+        """An assignment: level by level what is best given the earlier ones' choices and the later ones' messages."""
+        choices = np.zeros(self.layout.num_nodes, np.int64)
+        for level in self.layout.levels:
+            level.choose(choices, level.costs + level.heard_later @ self.messages, level.into)
+        best = self.problem.cost(self.layout.in_order(choices))
+        for _ in range(_SWEEPS):
+            for level in self.layout.levels:
+                level.choose(choices, level.costs.copy(), (*level.into, *level.out))
+            cost = self.problem.cost(self.layout.in_order(choices))
+            if not cost < best:
+                break
+            best = cost
+        self.offer(self.layout.in_order(choices))
 
-    def forward(self) -> None:
-        for node in range(len(self.costs)):
-            if not self.later[node]:
-                continue
-            part = self.unary(node) * self.share[node]
-            for k in self.later[node]:
-                message = (self.tables[k] + (part - self.up[k])[:, None]).min(axis=0)
-                self.down[k] = message - message.min()
+    def _forward(self) -> None:
+        for level in self.layout.levels:
+            if level.out:
+                part = (level.costs + level.heard @ self.messages) * level.share
+                for batch in level.out:
+                    batch.send(self.messages, part)
 
-    def backward(self) -> float:
-        """One pass towards the first node; the lower bound after it."""
+    def _backward(self) -> float:
+        """One pass towards the first level; the lower bound after it."""
         lower = 0.0
-        for node in reversed(range(len(self.costs))):
-            total = self.unary(node)
-            least = total.min()
-            lower += least
-            part = (total - least) * self.share[node]
-            for k in self.earlier[node]:
-                message = (self.tables[k] + (part - self.down[k])[None, :]).min(axis=1)
-                least = message.min()
-                lower += least
-                self.up[k] = message - least
-        return float(lower)
+        for level in reversed(self.layout.levels):
+            total = level.costs + level.heard @ self.messages
+            least = np.minimum.reduceat(total, level.starts)
+            lower += float(least.sum())
+            part = (total - np.repeat(least, level.lengths)) * level.share
+            for batch in level.into:
+                lower += batch.send(self.messages, part)
+        return lower
 
-    def decode(self) -> list[int]:
-        """Node by node the best choice, given the earlier ones' choices and the later ones' messages."""
-        choices: list[int] = []
-        for node in range(len(self.costs)):
-            total = self.costs[node].copy()
-            for k in self.earlier[node]:
-                total += self.tables[k][choices[self.ends[k][0]]]
-            for k in self.later[node]:
-                total += self.up[k]
-            choices.append(int(total.argmin()))
-        return choices
-
-    def improve(self, choices: list[int], sweeps: int = 20) -> list[int]:
-        """Change single choices while that helps."""
-        for _ in range(sweeps):
-            changed = False
-            for node in range(len(self.costs)):
-                total = self.costs[node].copy()
-                for k in self.earlier[node]:
-                    total += self.tables[k][choices[self.ends[k][0]]]
-                for k in self.later[node]:
-                    total += self.tables[k][:, choices[self.ends[k][1]]]
-                best = int(total.argmin())
-                if total[best] < total[choices[node]] * (1 - 1e-12):
-                    choices[node], changed = best, True
-            if not changed:
-                break
-        return choices
-
-    def excess(self) -> Sequence[np.ndarray]:
+    def _excess(self) -> tuple[np.ndarray, ...]:
         """What each choice costs beyond the lower bound.
 
         Each node's costs are handed to the edges towards earlier nodes, as the backward pass does; then every table's
         least entry is part of the bound, and what a choice costs beyond those entries is added to it.
         """
-        totals = [self.unary(node) for node in range(len(self.costs))]
-        own = [t * (1.0 - self.share[n] * len(self.earlier[n])) for n, t in enumerate(totals)]
-        excess = [costs - costs.min() for costs in own]
-        for k, (u, v) in enumerate(self.ends):
-            table = self.tables[k] - self.up[k][:, None] + (totals[v] * self.share[v] - self.down[k])[None, :]
-            least = table.min()
-            excess[u] = excess[u] + (table.min(axis=1) - least)
-            excess[v] = excess[v] + (table.min(axis=0) - least)
-        return excess
+        parts = {}
+        excess = np.zeros(self.layout.num_entries)
+        for level in self.layout.levels:
+            total = level.costs + level.heard @ self.messages
+            parts[level.number] = total * level.share
+            own = total - parts[level.number] * level.num_into
+            excess[level.entries] += own - np.repeat(np.minimum.reduceat(own, level.starts), level.lengths)
+        for level in self.layout.levels:
+            for batch in level.into:
+                batch.add_excess(excess, self.messages, parts[level.number])
+        return self.layout.by_node(excess)

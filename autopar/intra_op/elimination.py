@@ -12,8 +12,9 @@ Method: a node with one choice is settled, a node with one neighbour is folded i
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -21,6 +22,10 @@ from autopar.intra_op.problem import Problem
 
 _MAX_FOLD_ELEMENTS = 40_000_000
 """Largest table [u, node, v] built to fold a node with two neighbours: 320 MB of float64."""
+_MANY = 300
+"""Edges from which on equal tables are looked for."""
+_MAX_COMPARED = 400_000
+"""Comparisons of a node's choices with each other, beside all choices of its neighbours, at most."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,6 +60,13 @@ class Reduced:
         """Original choices that a core node still has."""
         return self._alive[self.kept.index(node)]
 
+    def narrow(self, choices: Sequence[int]) -> tuple[int, ...]:
+        """Choices of the core's nodes from those of all original nodes; where one is gone, the next that is left."""
+        return tuple(
+            min(int(np.searchsorted(alive, choices[node])), len(alive) - 1)
+            for node, alive in zip(self.kept, self._alive, strict=True)
+        )
+
     def expand(self, core_choices: tuple[int, ...]) -> tuple[int, ...]:
         """Choices of all original nodes from those of the core."""
         choices = [0] * self._num_nodes
@@ -78,9 +90,6 @@ def eliminate(problem: Problem, keep: Iterable[int] = ()) -> Reduced:
     """
     state = _State(problem)
     kept = set(keep)
-    for node in range(len(problem.costs)):
-        if node not in kept:
-            state.drop_dominated(node)
     queue = [(len(state.edges[n]), n) for n in range(len(problem.costs)) if n not in kept]
     heapq.heapify(queue)
     folded: list[_Folded] = []
@@ -115,42 +124,42 @@ def eliminate(problem: Problem, keep: Iterable[int] = ()) -> Reduced:
 
 
 class _State:
-    """The shrinking problem: cost vectors, and for each node its neighbours with matrices oriented outwards."""
+    """The shrinking problem: cost vectors, and for each node its neighbours with matrices oriented outwards.
+
+    Arrays are never changed, and what is computed of the same arrays is computed once (`_Once`): layers that are alike
+    are eliminated at the price of one.
+    """
 
     def __init__(self, problem: Problem):
-        self.costs = [np.asarray(c, dtype=np.float64) for c in problem.costs]
-        self.alive = [np.arange(len(c)) for c in self.costs]
+        self.once = _Once.of(problem)
+        self.costs = [self.once.same(np.asarray(c, dtype=np.float64)) for c in problem.costs]
+        self.alive = [self.once.same(np.arange(len(c))) for c in self.costs]
         self.edges: list[dict[int, np.ndarray]] = [{} for _ in self.costs]
         self.constant = 0.0
         for (u, v), matrix in problem.edges.items():
-            self.edges[u][v], self.edges[v][u] = matrix, matrix.T
+            self.join(u, v, self.once.same(matrix))
         for node, cost in enumerate(self.costs):
-            if np.isinf(cost).any() and np.isfinite(cost).any():
-                self.restrict(node, np.isfinite(cost))
+            allowed = self.once(_allowed, cost)
+            if allowed is not None:
+                self.restrict(node, allowed)
+
+    def join(self, u: int, v: int, matrix: np.ndarray) -> None:
+        self.edges[u][v], self.edges[v][u] = matrix, self.once(np.transpose, matrix)
 
     def restrict(self, node: int, which: np.ndarray) -> None:
-        self.costs[node], self.alive[node] = self.costs[node][which], self.alive[node][which]
+        self.costs[node], self.alive[node] = (
+            self.once(_taken, values, which) for values in (self.costs[node], self.alive[node])
+        )
         for other, matrix in self.edges[node].items():
-            self.edges[node][other] = matrix[which]
-            self.edges[other][node] = self.edges[node][other].T
+            self.join(node, other, self.once(_taken, matrix, which))
 
     def drop_dominated(self, node: int) -> bool:
         """Drop choices that another choice beats for every choice of the neighbours; whether any went."""
         cost = self.costs[node]
-        if len(cost) == 1 or any(len(self.costs[n]) * len(cost) ** 2 > 1_000_000 for n in self.edges[node]):
+        if len(cost) == 1 or sum(len(self.costs[n]) for n in self.edges[node]) * len(cost) ** 2 > _MAX_COMPARED:
             return False
-        with np.errstate(invalid="ignore"):
-            worst = cost[:, None] - cost[None, :]  # worst[j, i]: how much j may cost more than i
-            for matrix in self.edges[node].values():
-                excess = matrix[:, None, :] - matrix[None, :, :]
-                # inf - inf: both are forbidden there, so the difference says nothing.
-                worst = worst + np.where(np.isnan(excess), -np.inf, excess).max(axis=2)
-        beaten = worst <= 0
-        order = np.arange(len(cost))
-        strictly = beaten & ~(beaten.T & (order[:, None] > order[None, :]))
-        np.fill_diagonal(strictly, False)
-        keep = np.asarray(~strictly.any(axis=0))
-        if keep.all():
+        keep = self.once(_undominated, cost, *self.edges[node].values())
+        if keep is None:
             return False
         self.restrict(node, keep)
         return True
@@ -165,11 +174,11 @@ class _State:
         """Remove a node with one choice: what it costs beside each choice of a neighbour is the neighbour's cost."""
         self.constant += float(self.costs[node][0])
         for other in sorted(self.edges[node]):
-            self.costs[other] = self.costs[other] + self.edges[node][other][0]
+            self.costs[other] = self.once(_plus, self.costs[other], self.once(_first_row, self.edges[node][other]))
             del self.edges[other][node]
-            finite = np.isfinite(self.costs[other])
-            if finite.any() and not finite.all():
-                self.restrict(other, finite)
+            allowed = self.once(_allowed, self.costs[other])
+            if allowed is not None:
+                self.restrict(other, allowed)
         self.edges[node] = {}
         return _Folded(node, (), np.array(0), self.alive[node], ())
 
@@ -183,14 +192,12 @@ class _State:
                 best = np.array(int(cost.argmin()))
                 self.constant += float(cost.min())
             case (u,):
-                table = self.edges[u][node] + cost[None, :]
-                best = table.argmin(axis=1)
-                self.costs[u] = self.costs[u] + table.min(axis=1)
+                least, best = self.once(_least_of, self.edges[u][node], cost)
+                self.costs[u] = self.once(_plus, self.costs[u], least)
             case (u, v):
-                matrix, best = _least_between(self.edges[u][node], self.edges[v][node] + cost[None, :])
+                matrix, best = self.once(_least_between, self.edges[u][node], self.edges[v][node], cost)
                 known = self.edges[u].get(v)
-                self.edges[u][v] = matrix if known is None else known + matrix
-                self.edges[v][u] = self.edges[u][v].T
+                self.join(u, v, matrix if known is None else self.once(_plus, known, matrix))
             case _:
                 raise AssertionError("only nodes of degree two or less, or with one choice, are folded")
         for other in neighbours:
@@ -199,12 +206,86 @@ class _State:
         return _Folded(node, neighbours, best, self.alive[node], tuple(self.alive[n] for n in neighbours))
 
 
-def _least_between(left: np.ndarray, right: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each pair (i, j) the least `left[i, k] + right[j, k]`, and the first k that has it.
+class _Once:
+    """Calls functions of arrays, those of the same arrays once, and gives equal arrays as one object.
+
+    That pays where many tables are equal, and keeps all results alive: elsewhere it only calls.
+    """
+
+    def __init__(self, arrays: dict[Hashable, np.ndarray] | None):
+        self._arrays = arrays
+        self._known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+
+    @staticmethod
+    def of(problem: Problem) -> _Once:
+        size = sum(matrix.size for matrix in problem.edges.values())
+        if len(problem.edges) < _MANY or size > _MAX_FOLD_ELEMENTS:
+            return _Once(None)
+        once = _Once({})
+        distinct = {id(once.same(matrix)) for matrix in problem.edges.values()}
+        return once if 2 * len(distinct) < len(problem.edges) else _Once(None)
+
+    def same(self, array: np.ndarray) -> np.ndarray:
+        """The first array that is equal to this one."""
+        return array if self._arrays is None else self._arrays.setdefault((array.shape, array.tobytes()), array)
+
+    def __call__(self, function: Callable[..., Any], *arrays: np.ndarray) -> Any:
+        if self._arrays is None:
+            return function(*arrays)
+        key = (function, *map(id, arrays))
+        found = self._known.get(key)
+        if found is None:
+            # The arrays stay with the result, so that their ids stay theirs.
+            found = self._known[key] = arrays, function(*arrays)
+        return found[1]
+
+
+def _plus(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    return left + right
+
+
+def _taken(values: np.ndarray, which: np.ndarray) -> np.ndarray:
+    return values[which]
+
+
+def _first_row(matrix: np.ndarray) -> np.ndarray:
+    return matrix[0]
+
+
+def _allowed(cost: np.ndarray) -> np.ndarray | None:
+    """Which choices are not forbidden; None where that says nothing: all are, or none is."""
+    finite = np.isfinite(cost)
+    return finite if finite.any() and not finite.all() else None
+
+
+def _undominated(cost: np.ndarray, *matrices: np.ndarray) -> np.ndarray | None:
+    """Which choices no other choice beats; None: all."""
+    with np.errstate(invalid="ignore"):
+        worst = cost[:, None] - cost[None, :]  # worst[j, i]: how much j may cost more than i
+        for matrix in matrices:
+            excess = matrix[:, None, :] - matrix[None, :, :]
+            # inf - inf: both are forbidden there, so the difference says nothing.
+            worst = worst + np.where(np.isnan(excess), -np.inf, excess).max(axis=2)
+    beaten = worst <= 0
+    order = np.arange(len(cost))
+    strictly = beaten & ~(beaten.T & (order[:, None] > order[None, :]))
+    np.fill_diagonal(strictly, False)
+    keep = np.asarray(~strictly.any(axis=0))
+    return None if keep.all() else keep
+
+
+def _least_of(table: np.ndarray, cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each row the least of the table and the costs of its columns, and the first column that has it."""
+    total = table + cost[None, :]
+    return total.min(axis=1), total.argmin(axis=1)
+
+
+def _least_between(left: np.ndarray, right: np.ndarray, cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """For each pair (i, j) the least `left[i, k] + right[j, k] + cost[k]`, and the first k that has it.
 
     One k after another: three times as fast as one table of all, whose last dim is short.
     """
-    right = np.ascontiguousarray(right.T)
+    right = np.ascontiguousarray((right + cost[None, :]).T)
     least = left[:, :1] + right[0]
     first = np.zeros(least.shape, np.intp)
     for k in range(1, left.shape[1]):

@@ -14,7 +14,16 @@ import heapq
 from collections.abc import Sequence
 
 from autopar.cost.steps import AllGather, AllReduce, ReduceScatter
-from autopar.intra_op.sharded import Copy, Fused, Instruction, Move, copies_made, copies_read, move_bytes
+from autopar.intra_op.sharded import (
+    Copy,
+    Fused,
+    Instruction,
+    Move,
+    copies_awaited,
+    copies_made,
+    copies_read,
+    move_bytes,
+)
 from autopar.mesh import LogicalMesh
 
 SMALL_BYTES = 4 << 20
@@ -64,13 +73,22 @@ def _key(instruction: Instruction, mesh: LogicalMesh, small: float) -> object:
 
 
 def _dependencies(instructions: Sequence[Instruction]) -> list[list[int]]:
-    """For each instruction, those that make what it reads."""
+    """For each instruction, those that come before it: the makers of what it reads; of what it makes again, the readers
+    of what was there."""
     maker: dict[Copy, int] = {}
+    readers: dict[Copy, list[int]] = {}
     needs: list[list[int]] = []
     for position, instruction in enumerate(instructions):
-        needs.append(list(dict.fromkeys(maker[copy] for copy in copies_read(instruction) if copy in maker)))
-        for copy in copies_made(instruction):
-            maker.setdefault(copy, position)
+        read = [copy for copy in (*copies_read(instruction), *copies_awaited(instruction)) if copy in maker]
+        made = list(copies_made(instruction))
+        before = [maker[copy] for copy in read]
+        for copy in made:
+            before += readers.pop(copy, ())
+        needs.append([k for k in dict.fromkeys(before) if k != position])
+        for copy in read:
+            readers.setdefault(copy, []).append(position)
+        for copy in made:
+            maker[copy] = position
     return needs
 
 

@@ -5,8 +5,10 @@ Out:    `Graph`: nodes with their choices, edges on which one choice's sharding 
 Method: three kinds of node. An *operation* chooses a strategy of its rule. A *port* chooses the sharding of a value at a
         border: an argument, an output, what enters and leaves a `scan`, `while` or `cond`; loop bodies are part of the
         same graph, their edges weighted by the trip count. A *hub* stands behind a value with several readers and
-        chooses the sharding they share, so that one gather that serves q, k and v is paid once; forward and backward
-        readers have a hub each, so that gathering again may be preferred to keeping.
+        chooses the sharding they share, so that one gather that serves q, k and v is paid once; forward pass, backward
+        pass and update have a hub each. A *keep* stands between the readers of the forward pass and those of the
+        backward pass, or the results of a loop's body: it chooses the sharding in which the value waits, which is made
+        of the copy that the forward pass worked with. So a gather is kept or made again, whichever is better.
         New state has the old state's port: a port with two roles is one choice (the alias rows).
 """
 
@@ -15,14 +17,16 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import typing
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from typing import Any
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
 from autopar.intra_op.batch import BatchDims, Dims, between_samples, follow_batch
 from autopar.intra_op.strategies import Strategy, enumerate_strategies
-from autopar.ir.region import Binding, Region, is_region, region_of
+from autopar.ir.region import Binding, Region, bodies_of, is_region, region_of
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.rules.linearity import may_be_partial
 from autopar.ir.signature import equation_signature
@@ -31,6 +35,9 @@ from autopar.mesh import LogicalMesh, Sharding
 
 Shardings = tuple[Sharding, ...]
 """One sharding per choice of a node; equal lists are the same object, so that costs are computed once."""
+Phase = typing.Literal["f", "b", "u", "o"]
+PHASES: tuple[Phase, ...] = ("f", "b", "u", "o")
+"""Who reads a value: the forward pass, the backward pass, what follows it, or a border as result of its body."""
 
 
 @dataclass(eq=False, slots=True)
@@ -39,14 +46,14 @@ class Node:
 
     Attributes:
         index: Position in `Graph.nodes`.
-        kind: `"op"`, `"port"` or `"hub"`.
+        kind: `"op"`, `"port"`, `"hub"` or `"keep"`.
         name: For people and for tests: the equation, or the border and the value.
-        strategies: Choices of an operation (empty for ports and hubs).
-        shardings: Choices of a port or hub.
+        strategies: Choices of an operation (empty for all others).
+        shardings: Choices of a port, hub or keep.
         weight: Executions in one step.
         eqn: The operation's equation.
         rule: The operation's rule.
-        var: The value of a port or hub.
+        var: The value of a port, hub or keep.
         communicates: Whether conversions and reductions here may communicate (not inside a loop of unknown length).
         signature: Equal for nodes that have the same choices for the same reasons.
     """
@@ -73,7 +80,8 @@ class Node:
 class Edge:
     """The value `shape` made by `source` in `given[choice]` must reach `target` in `wanted[choice]`.
 
-    `is_sample` is False for what no sample owns or waits for: parameters, gradients, optimizer state.
+    `is_sample` is False for what no sample owns or waits for: parameters, gradients, optimizer state. `phase` is that of
+    the readers behind `target`.
     """
 
     source: int
@@ -85,6 +93,7 @@ class Edge:
     weight: float
     communicates: bool = True
     is_sample: bool = True
+    phase: Phase = "f"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -106,6 +115,15 @@ class Produced:
     result: int = 0
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Keep:
+    """How a value waits for the readers of a later phase: `node` chooses the sharding, and the copy is made of `used`,
+    which the readers of the earlier phase share."""
+
+    node: int
+    used: Produced
+
+
 @dataclass(eq=False, slots=True)
 class Graph:
     """All decisions of one program on one mesh.
@@ -117,10 +135,14 @@ class Graph:
         produced: Origin of each value.
         op_node: Node of each plain equation, by identity.
         ports: Nodes of a structured equation's border, by (equation identity, role, index).
-        hubs: Node of (value, backward) with several readers.
+        hubs: Node of (value, phase) with several readers.
+        keeps: Of (value, phase) whose readers get the value as it waited since an earlier phase.
+        used: The copy of a value that the readers of a phase share: the hub's, or that of the only one.
+        phases: Phase of each equation, by identity.
         inputs: Port of each program input.
         outputs: Port of each program output.
         batch: Which dims run over samples.
+        traffic: What each operation brings through memory, once that is known (`traffic.py`).
     """
 
     mesh: LogicalMesh
@@ -129,10 +151,14 @@ class Graph:
     produced: dict[Var, Produced] = field(default_factory=dict)
     op_node: dict[int, int] = field(default_factory=dict)
     ports: dict[tuple[int, str, int], int] = field(default_factory=dict)
-    hubs: dict[tuple[Var, bool], int] = field(default_factory=dict)
+    hubs: dict[tuple[Var, Phase], int] = field(default_factory=dict)
+    keeps: dict[tuple[Var, Phase], Keep] = field(default_factory=dict)
+    used: dict[tuple[Var, Phase], Produced] = field(default_factory=dict)
+    phases: dict[int, Phase] = field(default_factory=dict)
     inputs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     batch: BatchDims = field(default_factory=BatchDims)
+    traffic: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +167,7 @@ class _Place:
 
     weight: float = 1.0
     communicates: bool = True
+    is_scan: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,12 +178,16 @@ class _Read:
     node: Node
     slot: int
     wanted: Shardings
-    weight: float
-    backward: bool
+    phase: Phase
 
 
 def build_graph(
-    jaxpr: Jaxpr, mesh: LogicalMesh, aliases: Mapping[int, int], batch: Sequence[int] | Mapping[int, Dims] = ()
+    jaxpr: Jaxpr,
+    mesh: LogicalMesh,
+    aliases: Mapping[int, int],
+    batch: Sequence[int] | Mapping[int, Dims] = (),
+    anew: AbstractSet[Var] = frozenset(),
+    twice: AbstractSet[int] = frozenset(),
 ) -> Graph:
     """The decision graph of a flat program.
 
@@ -165,8 +196,10 @@ def build_graph(
         mesh: Logical mesh.
         aliases: Output index -> input index of the state it replaces; both get one port.
         batch: Inputs whose leading dim runs over samples; or, by input, the dims that do.
+        anew: Values of which no copy waits: each phase begins with them as they were made.
+        twice: Equations, by identity, that both passes run.
     """
-    graph = _Builder(jaxpr, mesh).build(aliases)
+    graph = _Builder(jaxpr, mesh, anew, twice).build(aliases)
     rule_of = {id(node.eqn): node.rule for node in graph.nodes if node.kind == "op"}
     graph.batch = follow_batch(
         jaxpr, rule_of, batch if isinstance(batch, Mapping) else {k: frozenset({0}) for k in batch}
@@ -180,8 +213,8 @@ def build_graph(
 
 
 class _Builder:
-    def __init__(self, jaxpr: Jaxpr, mesh: LogicalMesh):
-        self.jaxpr, self.mesh = jaxpr, mesh
+    def __init__(self, jaxpr: Jaxpr, mesh: LogicalMesh, anew: AbstractSet[Var], twice: AbstractSet[int]):
+        self.jaxpr, self.mesh, self.anew, self.twice = jaxpr, mesh, anew, twice
         self.graph = Graph(mesh)
         self.axis_sizes = mesh.axis_sizes
         self.lists: dict[Shardings, Shardings] = {}
@@ -189,6 +222,7 @@ class _Builder:
         self.port_lists: dict[tuple[tuple[int, ...], bool], Shardings] = {}
         # Readers of each open body, innermost last: they wait until all are known, for a value with several gets a hub.
         self.pending: list[list[_Read]] = []
+        self.is_behind: list[bool] = []  # of each open body, whether its backward pass has begun
 
     def build(self, aliases: Mapping[int, int]) -> Graph:
         graph = self.graph
@@ -205,7 +239,7 @@ class _Builder:
                 node = self.port(f"output {position}", atom, place, partial=False)
             graph.outputs.append(node.index)
         readers = [
-            _Read(atom, graph.nodes[index], -1 - k, graph.nodes[index].shardings, 1.0, backward=True)
+            _Read(atom, graph.nodes[index], -1 - k, graph.nodes[index].shardings, "o")
             for k, (atom, index) in enumerate(zip(self.jaxpr.outvars, graph.outputs, strict=True))
         ]
         self.connect([*self.pending.pop(), *readers], place)
@@ -214,37 +248,63 @@ class _Builder:
     def body(self, jaxpr: Jaxpr, place: _Place) -> None:
         """Nodes of all equations of one body; `connect` its readers afterwards."""
         self.pending.append([])
+        self.is_behind.append(False)
         for eqn in jaxpr.eqns:
+            backward = is_backward(eqn)
+            self.graph.phases[id(eqn)] = "b" if backward else "u" if self.is_behind[-1] else "f"
+            self.is_behind[-1] |= backward
             if is_region(eqn):
                 self.region(eqn, place)
+                # Behind a loop over microbatches, which holds both passes, is the update.
+                inner = (e for body in bodies_of(eqn) for e in body.eqns)
+                self.is_behind[-1] |= any(self.graph.phases[id(e)] == "b" for e in inner)
             else:
                 self.operation(eqn, place)
+        self.is_behind.pop()
 
-    def read(self, atom: Atom, node: Node, slot: int, wanted: Shardings, backward: bool, weight: float = 1.0) -> None:
-        self.pending[-1].append(_Read(atom, node, slot, wanted, weight, backward))
+    def read(self, atom: Atom, node: Node, slot: int, wanted: Shardings, eqn: JaxprEqn) -> None:
+        self.pending[-1].append(_Read(atom, node, slot, wanted, self.graph.phases[id(eqn)]))
 
     def connect(self, reads: Sequence[_Read], place: _Place) -> None:
-        """Edges of one body: straight where a value has one reader in its phase, through a hub where it has several."""
-        by_value: dict[tuple[Var, bool], list[_Read]] = {}
+        """Edges of one body: straight where a value has one reader in a phase, through a hub where it has several."""
+        by_value: dict[Var, dict[Phase, list[_Read]]] = {}
         for read in reads:
             if not isinstance(read.atom, Literal):
-                by_value.setdefault((read.atom, read.backward), []).append(read)
-        for (var, backward), readers in by_value.items():
+                by_value.setdefault(read.atom, {}).setdefault(read.phase, []).append(read)
+        for var, readers_of in by_value.items():
             made = self.graph.produced[var]
-            if len(readers) > 1:
-                hub = self.port(f"hub {'b' if backward else 'f'}", var, place, partial=True, kind="hub")
-                hub.signature = ("hub", backward, tuple(var.aval.shape), str(var.aval.dtype))
-                self.graph.hubs[var, backward] = hub.index
-                self.edge(made, hub, 0, hub.shardings, var, place.weight, place)
-                made = Produced(hub.index, hub.shardings)
-            for read in readers:
-                self.edge(made, read.node, read.slot, read.wanted, var, place.weight * read.weight, place)
+            for phase, readers in sorted(readers_of.items(), key=lambda pair: PHASES.index(pair[0])):
+                source = self.kept(var, phase, made, place)
+                shared = Produced(readers[0].node.index, readers[0].wanted)
+                if len(readers) > 1:
+                    hub = self.port(f"hub {phase}", var, place, partial=True, kind="hub")
+                    self.graph.hubs[var, phase] = hub.index
+                    self.edge(source, hub, 0, hub.shardings, var, place, phase)
+                    source = shared = Produced(hub.index, hub.shardings)
+                for read in readers:
+                    self.edge(source, read.node, read.slot, read.wanted, var, place, phase)
+                self.graph.used[var, phase] = shared
+
+    def kept(self, var: Var, phase: Phase, made: Produced, place: _Place) -> Produced:
+        """The copy that a phase begins with: as the value was made, or as it waited since the phase before."""
+        earlier = self.graph.used.get((var, "f")) or self.graph.used.get((var, "b"))
+        waits = phase == "b" or (phase == "o" and place.is_scan)
+        if earlier is None or not waits or var in self.anew or not place.communicates:
+            return made
+        shardings = self.all_shardings(tuple(var.aval.shape), may_be_partial(var.aval.dtype))
+        if len(shardings) == 1:
+            return made
+        node = self.port(f"keep {phase}", var, place, partial=True, kind="keep", only=shardings)
+        self.graph.keeps[var, phase] = Keep(node.index, earlier)
+        self.edge(earlier, node, 0, shardings, var, place, phase)
+        return Produced(node.index, shardings)
 
     def edge(
-        self, made: Produced, node: Node, slot: int, wanted: Shardings, var: Var, weight: float, place: _Place
+        self, made: Produced, node: Node, slot: int, wanted: Shardings, var: Var, place: _Place, phase: Phase
     ) -> None:
+        weight, communicates = place.weight, place.communicates
         self.graph.edges.append(
-            Edge(made.node, node.index, slot, made.shardings, wanted, var, weight, place.communicates)
+            Edge(made.node, node.index, slot, made.shardings, wanted, var, weight, communicates, phase=phase)
         )
 
     # Nodes
@@ -293,16 +353,15 @@ class _Builder:
             kind="op",
             name=eqn.primitive.name,
             strategies=strategies,
-            weight=place.weight,
+            weight=place.weight * (2 if id(eqn) in self.twice else 1),
             eqn=eqn,
             rule=rule,
             communicates=place.communicates,
             signature=signature,
         )
         self.graph.op_node[id(eqn)] = node.index
-        backward = is_backward(eqn)
         for slot, atom in enumerate(eqn.invars):
-            self.read(atom, node, slot, wanted[slot], backward)
+            self.read(atom, node, slot, wanted[slot], eqn)
         for k, var in enumerate(eqn.outvars):
             self.graph.produced[var] = Produced(node.index, given[k], k)
 
@@ -310,14 +369,16 @@ class _Builder:
 
     def region(self, eqn: JaxprEqn, around: _Place) -> None:
         """A port for each value at the border; the bodies are part of the graph."""
-        region, backward = region_of(eqn), is_backward(eqn)
-        within = _Place(around.weight * region.trips, around.communicates and region.kind != "while")
+        region = region_of(eqn)
+        within = _Place(
+            around.weight * region.trips, around.communicates and region.kind != "while", region.kind == "scan"
+        )
         leaving: list[list[_Read]] = [[] for _ in region.bodies]
         for (role, k), b in region.named():
             node = self.border(eqn, region, role, k, b, around if b.role != "test" else within)
             outside = self.shared([stacked(s) for s in node.shardings]) if b.is_stacked else node.shardings
             if b.outer is not None:
-                self.read(b.outer, node, 0, outside, backward)
+                self.read(b.outer, node, 0, outside, eqn)
             for var in b.variables:
                 self.graph.produced[var] = Produced(node.index, node.shardings)
             if b.result is not None:
@@ -325,7 +386,7 @@ class _Builder:
             slots = itertools.count(0 if b.outer is None else 1)
             for reads, atom in zip(leaving, b.inside, strict=False):
                 if atom is not None:
-                    reads.append(_Read(atom, node, next(slots), node.shardings, 1.0, backward=True))
+                    reads.append(_Read(atom, node, next(slots), node.shardings, "o"))
         for body, reads in zip(region.bodies, leaving, strict=True):
             self.body(body, within)
             self.connect([*self.pending.pop(), *reads], within)

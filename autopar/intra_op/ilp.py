@@ -20,9 +20,12 @@ import numpy as np
 import pulp
 
 from autopar.errors import SolverError
-from autopar.intra_op.problem import MemoryRow, Problem, Solution
+from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution
 from autopar.intra_op.stoppable import StoppableHiGHS
 from autopar.options import SOLVERS
+
+_TIES = 1e-7
+"""Part of the cost by which choices are told apart that cost the same: less than counts as a gap."""
 
 
 def solve_ilp(problem: Problem, solver: str = "highs", seconds: float = 60.0, gap: float = 1e-6) -> Solution:
@@ -42,8 +45,10 @@ def solve_ilp(problem: Problem, solver: str = "highs", seconds: float = 60.0, ga
     finite = np.concatenate(
         [c[np.isfinite(c)] for c in problem.costs] + [m[np.isfinite(m)].ravel() for m in problem.edges.values()]
     )
-    # Solvers' tolerances are absolute, about 1e-6: seconds are scaled so that the largest cost is 1e4.
-    scale = 1e4 / max(float(finite.max(initial=0.0)), 1e-30)
+    # Solvers' tolerances are absolute, about 1e-6: seconds are scaled so that the objective is about 1e5.
+    about = _about(problem)
+    scale = min(1e5 / about, 1e8 / max(float(finite.max(initial=0.0)), about))
+    costs = _without_ties(problem, about)
     model = pulp.LpProblem("sharding", pulp.LpMinimize)
     chosen = [
         [model.add_variable(f"x{n}_{k}", cat=pulp.LpBinary) if np.isfinite(cost[k]) else None for k in range(len(cost))]
@@ -51,7 +56,7 @@ def solve_ilp(problem: Problem, solver: str = "highs", seconds: float = 60.0, ga
     ]
     objective = [
         (x, float(c) * scale)
-        for xs, cost in zip(chosen, problem.costs, strict=True)
+        for xs, cost in zip(chosen, costs, strict=True)
         for x, c in zip(xs, cost, strict=True)
         if x is not None and c
     ]
@@ -62,7 +67,7 @@ def solve_ilp(problem: Problem, solver: str = "highs", seconds: float = 60.0, ga
     for row in problem.rows:
         for u, v in row.pairs:
             edges.setdefault((u, v), np.zeros((len(problem.costs[u]), len(problem.costs[v]))))
-    for number, ((u, v), matrix) in enumerate(edges.items()):
+    for number, ((u, v), matrix) in enumerate(sorted(edges.items())):
         holders = [k for k, row in enumerate(problem.rows) if (u, v) in row.pairs]
         tables = [matrix * scale, *(problem.rows[k].pairs[u, v] / _unit(problem.rows[k]) for k in holders)]
         pairs, merged = _edge_variables(model, number, chosen[u], chosen[v], np.stack(tables, axis=-1))
@@ -79,9 +84,30 @@ def solve_ilp(problem: Problem, solver: str = "highs", seconds: float = 60.0, ga
         ]
         model += _expression(terms) <= (row.budget_bytes - row.constant_bytes) / unit, f"memory_{number}"
     model.setObjective(_expression(objective))
-    ended = _ended(model, model.solve(make_solver(solver, seconds, gap)))
+    # Where nothing may be left, not even ties are.
+    left = gap / 2 if gap > PROVED else 0.0
+    ended = _ended(model, model.solve(make_solver(solver, seconds, left)))
     size = f"{solver} on {len(problem.costs)} nodes, {model.numVariables()} variables, {model.numConstraints()} rows"
     return _read_solution(problem, chosen, ended, size, scale, gap)
+
+
+def _about(problem: Problem) -> float:
+    """What an assignment costs, roughly: each node by itself takes its least choice; the largest cost if that is forbidden."""
+    cost = problem.cost([int(np.argmin(cost)) for cost in problem.costs])
+    if np.isfinite(cost) and cost > 0:
+        return cost
+    finite = [values[np.isfinite(values)] for values in (*problem.costs, *problem.edges.values())]
+    return max([1e-30, *(float(values.max(initial=0.0)) for values in finite)])
+
+
+def _without_ties(problem: Problem, about: float) -> list[np.ndarray]:
+    """Costs that differ a little by the numbers of node and choice, so that of equal assignments one is the least.
+
+    Solvers take whichever of them they see first, which may depend on how they are run.
+    """
+    step = _TIES * about / len(problem.costs)
+    random = np.random.default_rng(0)
+    return [cost + step * random.random(len(cost)) for cost in problem.costs]
 
 
 def _expression(terms: Sequence[tuple[Any, float]]) -> pulp.LpAffineExpression:
@@ -210,5 +236,5 @@ def _read_solution(
     objective = problem.cost(choices)
     if not (np.isfinite(objective) and problem.fits(choices)):
         return Solution((), float("inf"), float("inf"), "infeasible", size)
-    lower = objective * (1 - gap) if ended.proved else max(0.0, ended.bound / scale)
-    return Solution(choices, objective, min(lower, objective), "optimal" if ended.proved else "feasible", size)
+    lower = objective * (1 - gap / 2) if ended.proved else 0.0
+    return Solution(choices, objective, objective, "feasible", size).bounded(max(lower, ended.bound / scale))

@@ -9,7 +9,6 @@ Method: a copy lives from the instruction that makes it to its last reader. Inpu
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -34,6 +33,27 @@ _FALLEN = 0.99
 """Where memory has fallen to this share of a peak, the next peak is another one."""
 
 
+_Version = tuple[Copy, int]
+"""A copy, and the place of the instruction that made it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Alive:
+    """A copy that is alive at some moment.
+
+    Attributes:
+        copy: The value and its sharding.
+        num_bytes: On one device.
+        body: Where it is: the program, or the body of a loop or branch.
+        position: The moment: index of an instruction there.
+    """
+
+    copy: Copy
+    num_bytes: int
+    body: Body
+    position: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Liveness:
     """Memory of one device, in bytes.
@@ -43,7 +63,7 @@ class Liveness:
         output_bytes: All program outputs.
         peak_bytes: Most bytes alive at once, arguments included.
         moment: Index of the top-level instruction at the peak.
-        alive: Copies alive at the peak with their bytes, outermost body first; inner copies weighted once.
+        alive: Copies alive at the peak, outermost body first; inner copies weighted once.
         packed: Moves that are being sent as one at the peak, packed into an array of their own.
         at: The innermost instruction at the peak; None: the beginning.
     """
@@ -52,7 +72,7 @@ class Liveness:
     output_bytes: int
     peak_bytes: int
     moment: int
-    alive: tuple[tuple[Copy, int], ...]
+    alive: tuple[Alive, ...]
     packed: tuple[Move, ...] = ()
     at: Instruction | None = None
 
@@ -87,17 +107,17 @@ def fullest_moments(
     pinned = {copy for copy, freed in zip(body.inputs, donated or [False] * len(arguments), strict=True) if not freed}
     peaks = sorted(_peaks(body, mesh, stored, pinned, elsewhere=elsewhere), key=lambda peak: -peak.bytes)[:count]
     return tuple(
-        Liveness(
-            sum(arguments),
-            sum(outputs.values()),
-            peak.bytes,
-            peak.moment,
-            tuple(peak.alive.items()),
-            peak.packed,
-            peak.at,
-        )
+        Liveness(sum(arguments), sum(outputs.values()), peak.bytes, peak.moment, peak.alive, peak.packed, peak.at)
         for peak in peaks
     )
+
+
+def memory_curve(body: Body, mesh: LogicalMesh, stored: AbstractSet[Var], donated: Sequence[bool] = ()) -> list[int]:
+    """Bytes alive at each instruction, those inside it at their most; arguments as of `measure_liveness`."""
+    pinned = {copy for copy, freed in zip(body.inputs, donated or [False] * len(body.inputs), strict=True) if not freed}
+    curve: list[int] = []
+    _peaks(body, mesh, stored, pinned, curve=curve)
+    return curve
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,7 +126,7 @@ class _Peak:
 
     bytes: int
     moment: int
-    alive: Mapping[Copy, int]
+    alive: tuple[Alive, ...]
     packed: tuple[Move, ...] = ()
     at: Instruction | None = None
 
@@ -118,51 +138,65 @@ def _peaks(
     pinned: AbstractSet[Copy],
     free: AbstractSet[Copy] = frozenset(),
     elsewhere: AbstractSet[Var] = frozenset(),
+    curve: list[int] | None = None,
 ) -> list[_Peak]:
-    """The fullest moments of the body's parts; copies in `free` are counted by the caller, values `elsewhere` by no one."""
-    last: dict[Copy, int] = {}
-    for position, instruction in enumerate(body.instructions):
-        for copy in copies_read(instruction):
-            last[copy] = position
-    end = len(body.instructions)
-    for atom, sharding in body.outputs:
-        if not isinstance(atom, Literal):
-            last[atom, sharding] = end
-    for copy in pinned:
-        last[copy] = end
-    size = {copy: 0 if copy in free or copy[0] in elsewhere else local_bytes(*copy, mesh) for copy in body.inputs}
-    alive = dict(size)
+    """The fullest moments of the body's parts; copies in `free` are counted by the caller, values `elsewhere` by no one.
+
+    What is alive at each instruction is added to `curve`.
+    """
+    last = _lifetimes(body, pinned)
+    alive: dict[_Version, int] = {
+        (copy, -1): 0 if copy in free or copy[0] in elsewhere else local_bytes(*copy, mesh) for copy in body.inputs
+    }
     total = sum(alive.values())
     peaks: list[_Peak] = []
-    most = _Peak(total, -1, dict(alive))
-    dying: dict[int, list[Copy]] = {}
-    for copy, position in last.items():
-        dying.setdefault(position, []).append(copy)
+    most = _Peak(total, -1, _at(body, -1, alive))
+    dying: dict[int, list[_Version]] = {}
+    for made, position in last.items():
+        dying.setdefault(position, []).append(made)
     for copy in body.inputs:
-        if copy not in last:
-            total -= alive.pop(copy)
+        if (copy, -1) not in last:
+            total -= alive.pop((copy, -1))
     for position, instruction in enumerate(body.instructions):
         for copy in copies_made(instruction):
             var = copy[0]
             is_stored = (var in stored or not isinstance(instruction, Compute)) and var not in elsewhere
-            takes = local_bytes(*copy, mesh) if is_stored else 0
-            if copy not in alive:
-                alive[copy] = takes
-                total += takes
+            alive[copy, position] = local_bytes(*copy, mesh) if is_stored else 0
+            total += alive[copy, position]
         inner = _inner_peak(instruction, mesh, stored)
+        if curve is not None:
+            curve.append(total + inner.bytes)
         if total + inner.bytes < _FALLEN * most.bytes:
             peaks.append(most)
-            most = _Peak(0, position, {})
+            most = _Peak(0, position, ())
         if total + inner.bytes > most.bytes:
-            at = inner.at or instruction
-            most = _Peak(total + inner.bytes, position, {**alive, **inner.alive}, inner.packed, at)
-        for copy in dying.get(position, ()):
-            total -= alive.pop(copy, 0)
+            everyone = (*_at(body, position, alive), *inner.alive)
+            most = _Peak(total + inner.bytes, position, everyone, inner.packed, inner.at or instruction)
+        for made in dying.get(position, ()):
+            total -= alive.pop(made, 0)
         for copy in copies_made(instruction):
-            if copy not in last:
-                total -= alive.pop(copy, 0)
+            if (copy, position) not in last:
+                total -= alive.pop((copy, position), 0)
     peaks.append(most)
-    return [dataclasses.replace(p, alive={copy: size for copy, size in p.alive.items() if size}) for p in peaks]
+    return peaks
+
+
+def _at(body: Body, position: int, alive: Mapping[_Version, int]) -> tuple[Alive, ...]:
+    return tuple(Alive(copy, num_bytes, body, position) for (copy, _), num_bytes in alive.items() if num_bytes)
+
+
+def _lifetimes(body: Body, pinned: AbstractSet[Copy]) -> dict[_Version, int]:
+    """Where each copy is read last; one that is made again is another."""
+    start = dict.fromkeys(body.inputs, -1)
+    last: dict[_Version, int] = {(copy, -1): len(body.instructions) for copy in pinned}
+    for position, instruction in enumerate(body.instructions):
+        for copy in copies_read(instruction):
+            last[copy, start[copy]] = max(position, last.get((copy, start[copy]), 0))
+        start.update(dict.fromkeys(copies_made(instruction), position))
+    for atom, sharding in body.outputs:
+        if not isinstance(atom, Literal):
+            last[(atom, sharding), start[atom, sharding]] = len(body.instructions)
+    return last
 
 
 def packed_bytes(move: Move, mesh: LogicalMesh) -> int:
@@ -173,8 +207,8 @@ def packed_bytes(move: Move, mesh: LogicalMesh) -> int:
 def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: AbstractSet[Var]) -> _Peak:
     """What the bodies of a region need beyond its operands and results; branches take turns, so the largest counts."""
     if isinstance(instruction, Fused):
-        return _Peak(sum(packed_bytes(move, mesh) for move in instruction.moves), 0, {}, instruction.moves)
-    most = _Peak(0, 0, {})
+        return _Peak(sum(packed_bytes(move, mesh) for move in instruction.moves), 0, (), instruction.moves)
+    most = _Peak(0, 0, ())
     if not isinstance(instruction, Region):
         return most
     is_scan = kind_of(instruction.eqn) == "scan"

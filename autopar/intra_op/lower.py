@@ -1,10 +1,12 @@
-"""Lower a solved graph to the sharded program: every conversion in its place, none made twice.
+"""Lower a solved graph to the sharded program: every conversion in its place, those that were chosen and no others.
 
 In:     the flat program, the decision graph, one choice per node.
 Out:    `Body` (`sharded.py`).
-Method: values are converted when first needed, from whichever copy is cheapest, through the hub's sharding where the
-        value has one; all copies made on the way may be used again. Small collectives of one kind over the same axes
-        whose operands are ready together are sent as one (`fuse.py`).
+Method: values are converted when first needed, through the hub's sharding where the value has one; within one phase all
+        copies made on the way may be used again. Between two phases a value waits in the sharding that its keep chose,
+        and is converted to it after its last reader of the earlier phase; the later phase has that copy alone. What is
+        made again waits for what the gather before the last was made for: one at a time is ahead. Small collectives of
+        one kind over the same axes whose operands are ready together are sent as one (`fuse.py`).
 """
 
 from __future__ import annotations
@@ -13,13 +15,13 @@ from collections.abc import Mapping, Sequence
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
 from autopar.cost.reshard import cheapest_reshard
-from autopar.cost.steps import apply_to_sharding
+from autopar.cost.steps import apply_to_sharding, step_kind
 from autopar.intra_op.fuse import fuse_collectives
-from autopar.intra_op.graph import Graph, stacked
-from autopar.intra_op.sharded import Body, Compute, Gate, Instruction, Move, Region, describe
+from autopar.intra_op.graph import PHASES, Graph, Keep, Phase, stacked
+from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Move, Region, describe
 from autopar.intra_op.strategies import Strategy
+from autopar.ir.dataflow import inputs_of
 from autopar.ir.region import is_region, region_of
-from autopar.ir.source import is_backward
 from autopar.mesh import Sharding
 
 
@@ -46,22 +48,32 @@ def lower_part(
         outputs: The sharding in which each outvar leaves.
         gates: Equations, by identity, from which on the readers of some values wait for another: that one first.
     """
-    return _Lowering(graph, choices, gates or {}).body(jaxpr, inputs, outputs)
+    return _Lowering(graph, choices, gates or {}).part(jaxpr, inputs, outputs)
 
 
 class _Lowering:
     def __init__(self, graph: Graph, choices: Sequence[int], gates: Mapping[int, Sequence[Var]]):
         self.graph, self.choices, self.mesh, self.gates = graph, choices, graph.mesh, gates
-        self.copies: dict[Var, list[Sharding]] = {}
+        self.made: dict[Var, Sharding] = {}
+        self.arrived: dict[Var, Sharding] = {}  # what a part has from elsewhere, in which no keep has a say any more
+        self.copies: dict[tuple[Var, Phase], list[Sharding]] = {}  # at hand in each phase
+        self.ever: dict[Copy, None] = {}
         self.emitted: list[list[Instruction]] = []
+        self.last: Copy | None = None
+        self.pace: list[list[Copy]] = []  # of each open body, what was computed from copies made again, in order
+        self.is_again = False
 
     def program(self, jaxpr: Jaxpr) -> Body:
         inputs = [self.chosen(node) for node in self.graph.inputs]
         outputs = [self.chosen(node) for node in self.graph.outputs]
         return self.body(jaxpr, inputs, outputs)
 
+    def part(self, jaxpr: Jaxpr, inputs: Sequence[Sharding], outputs: Sequence[Sharding]) -> Body:
+        self.arrived.update(zip(jaxpr.invars, inputs, strict=True))
+        return self.body(jaxpr, inputs, outputs)
+
     def chosen(self, node: int) -> Sharding:
-        """The chosen sharding of a port or hub."""
+        """The chosen sharding of a port, hub or keep."""
         return self.graph.nodes[node].shardings[self.choices[node]]
 
     def port(self, eqn: JaxprEqn, role: str, k: int) -> Sharding:
@@ -73,39 +85,95 @@ class _Lowering:
 
     def body(self, jaxpr: Jaxpr, inputs: Sequence[Sharding], outputs: Sequence[Sharding]) -> Body:
         self.emitted.append([])
-        for var, sharding in zip(jaxpr.invars, inputs, strict=True):
-            self.copies[var] = [sharding]
-        for eqn in jaxpr.eqns:
+        self.pace.append([])
+        self.made.update(zip(jaxpr.invars, inputs, strict=True))
+        leaving = self.leaving(jaxpr, outputs)
+        for position, eqn in enumerate(jaxpr.eqns):
             if id(eqn) in self.gates:
-                earlier, *gated = self.gates[id(eqn)]
-                copies = tuple((var, s) for var in gated for s in self.copies[var])
-                self.emit(Gate((earlier, self.copies[earlier][0]), copies))
+                self.gate(*self.gates[id(eqn)])
             if is_region(eqn):
                 self.region(eqn)
             else:
                 self.compute(eqn)
+            for var, phase in leaving.get(position, ()):
+                self.at_hand(var, phase, describe(eqn))
         for atom, sharding in zip(jaxpr.outvars, outputs, strict=True):
             self.need(atom, sharding)
+        self.pace.pop()
         instructions = fuse_collectives(self.emitted.pop(), self.mesh)
         return Body(
             tuple(zip(jaxpr.invars, inputs, strict=True)), instructions, tuple(zip(jaxpr.outvars, outputs, strict=True))
         )
+
+    def leaving(self, jaxpr: Jaxpr, outputs: Sequence[Sharding]) -> dict[int, list[tuple[Var, Phase]]]:
+        """By the place of its last reader of the earlier phase, each value that then waits for a later one."""
+        reads: dict[tuple[Var, Phase], int] = {}
+        for position, eqn in enumerate(jaxpr.eqns):
+            phase = self.graph.phases.get(id(eqn), "f")
+            reads.update(((var, phase), position) for var in inputs_of(eqn))
+        wanted = dict.fromkeys(reads)
+        for atom, sharding in zip(jaxpr.outvars, outputs, strict=True):
+            if not isinstance(atom, Literal):
+                keep = self.graph.keeps.get((atom, "b"))
+                wanted[atom, "b" if keep is not None and self.chosen(keep.node) == sharding else "o"] = None
+        found: dict[int, list[tuple[Var, Phase]]] = {}
+        for var, phase in wanted:
+            if (var, phase) in self.graph.keeps:
+                last = reads.get((var, "f"), reads.get((var, "b")) if phase == "o" else None)
+                if last is not None:
+                    found.setdefault(last, []).append((var, phase))
+        return found
+
+    def gate(self, earlier: Var, *gated: Var) -> None:
+        """Whoever reads `gated` values from here on waits for another."""
+        copies = [(var, s) for (var, _), found in self.copies.items() if var in gated for s in found]
+        copies += [(var, self.made[var]) for var in gated]
+        self.emit(Gate((earlier, self.made[earlier]), tuple(dict.fromkeys(copies))))
 
     def emit(self, instruction: Instruction) -> None:
         self.emitted[-1].append(instruction)
 
     def need(self, atom: Var | Literal, sharding: Sharding, eqn: JaxprEqn | None = None) -> None:
         """Have the copy of `atom` in `sharding` that `eqn` reads (None: it is a result), converting it now if there is none."""
-        if isinstance(atom, Literal) or sharding in self.copies[atom]:
+        if isinstance(atom, Literal):
             return
-        backward, reader = (True, "result") if eqn is None else (is_backward(eqn), describe(eqn))
-        hub = self.graph.hubs.get((atom, backward))
+        phase: Phase = "o" if eqn is None else self.graph.phases.get(id(eqn), "f")
+        reader = "result" if eqn is None else describe(eqn)
+        if eqn is None and (sharding == self.made[atom] or self.was_made(atom, sharding)):
+            return
+        copies = self.at_hand(atom, phase, reader)
+        if sharding in copies:
+            return
+        hub = self.graph.hubs.get((atom, phase))
         if hub is not None:
-            self.convert(atom, self.chosen(hub), reader)
-        self.convert(atom, sharding, reader)
+            self.convert(atom, self.chosen(hub), copies, reader)
+        self.convert(atom, sharding, copies, reader)
 
-    def convert(self, var: Var, target: Sharding, reader: str) -> None:
-        copies = self.copies[var]
+    def was_made(self, var: Var, sharding: Sharding) -> bool:
+        """Whether any phase of this body had this copy."""
+        return any(sharding in self.copies.get((var, phase), ()) for phase in PHASES)
+
+    def at_hand(self, var: Var, phase: Phase, reader: str) -> list[Sharding]:
+        """The copies of a value that a phase may begin with."""
+        if (var, phase) not in self.copies:
+            keep = self.graph.keeps.get((var, phase))
+            if keep is None or var in self.arrived:
+                self.copies[var, phase] = [self.made[var]]
+            else:
+                self.copies[var, phase] = [self.kept(var, keep, reader)]
+        return self.copies[var, phase]
+
+    def kept(self, var: Var, keep: Keep, reader: str) -> Sharding:
+        """Have the copy in which a value waits."""
+        target = self.chosen(keep.node)
+        copies = self.copies.get((var, "f")) or self.copies.get((var, "b")) or [self.made[var]]
+        if target not in (self.made[var], *copies):
+            self.convert(var, keep.used.shardings[self.choices[keep.used.node]], copies, reader)
+            self.convert(var, target, copies, reader)
+        return target
+
+    def convert(self, var: Var, target: Sharding, copies: list[Sharding], reader: str) -> None:
+        """Have one more of the copies at hand."""
         if target in copies:
             return
         shape, itemsize = tuple(var.aval.shape), var.aval.dtype.itemsize
@@ -114,10 +182,20 @@ class _Lowering:
         for step in route.steps:
             following = apply_to_sharding(step, at, self.mesh)
             if following not in copies:
-                self.emit(Move(var, at, following, step, reader))
+                again = (var, following) in self.ever and step_kind(step) is not None
+                self.emit(Move(var, at, following, step, reader, self.hold_back() if again else None))
+                self.ever[var, following] = None
                 copies.append(following)
             at = following
         assert at == target, f"reshard of {var} ended in {at}, not {target}"
+
+    def hold_back(self) -> Copy | None:
+        """What a copy that is made again waits for: what was computed from the one before the last."""
+        pace = self.pace[-1]
+        if not pace and self.last is not None:
+            pace.append(self.last)
+        self.is_again = True
+        return pace[max(0, len(pace) - 2)] if pace else None
 
     def compute(self, eqn: JaxprEqn) -> None:
         strategy = self.strategy(eqn)
@@ -128,8 +206,12 @@ class _Lowering:
         self.define(eqn.outvars, strategy.results)
 
     def define(self, variables: Sequence[Var], shardings: Sequence[Sharding]) -> None:
-        for var, sharding in zip(variables, shardings, strict=True):
-            self.copies[var] = [sharding]
+        self.made.update(zip(variables, shardings, strict=True))
+        if variables:
+            self.last = (variables[0], shardings[0])
+            if self.is_again:
+                self.pace[-1].append(self.last)
+        self.is_again = False
 
     def region(self, eqn: JaxprEqn) -> None:
         region = region_of(eqn)
@@ -138,9 +220,11 @@ class _Lowering:
         operands, results = region.of_operands(outside), region.of_results(outside)
         for atom, sharding in zip(eqn.invars, operands, strict=True):
             self.need(atom, sharding, eqn)
-        bodies = tuple(
-            self.body(body, region.entering(k, inside), region.leaving(k, inside))
-            for k, body in enumerate(region.bodies)
-        )
-        self.emit(Region(eqn, tuple(operands), tuple(results), bodies))
+        is_again, self.is_again = self.is_again, False
+        bodies = []
+        for k, body in enumerate(region.bodies):
+            self.last = None
+            bodies.append(self.body(body, region.entering(k, inside), region.leaving(k, inside)))
+        self.is_again = is_again
+        self.emit(Region(eqn, tuple(operands), tuple(results), tuple(bodies)))
         self.define(eqn.outvars, results)

@@ -2,13 +2,15 @@
 
 In:     who is alive at the fullest moments of a lowered program.
 Out:    `MemoryRow` over the classes of nodes that decide how large these values are.
-Method: a copy belongs to the port, hub or operation that chose its sharding; for every other choice of that node the
-        row says how large its copy would be. A second copy of a value is there only where its owner wants another
-        sharding than the owner of the first.
+Method: a copy belongs to the node that chose its sharding: of those whose readers are still to come, the first; for every
+        other choice of that node the row says how large its copy would be. A second copy of a value is there only where
+        its owner wants another sharding than the owner of the first. What is there only on the way to another copy
+        belongs to that one's owner, and to no other choice of it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
@@ -16,10 +18,11 @@ import numpy as np
 
 from autopar._jax import JaxprEqn, Var
 from autopar.intra_op.costs import held_values
-from autopar.intra_op.graph import Graph, Shardings
-from autopar.intra_op.liveness import Liveness, fullest_moments, packed_bytes
+from autopar.intra_op.graph import PHASES, Graph, Phase, Shardings
+from autopar.intra_op.liveness import Alive, Liveness, fullest_moments, packed_bytes
 from autopar.intra_op.problem import MemoryRow
 from autopar.intra_op.sharded import Body, Compute, Fused, Gate, Instruction, Move, Region, describe
+from autopar.ir.dataflow import inputs_of
 from autopar.ir.region import bodies_of
 from autopar.ir.rules.rule import num_elements
 from autopar.ir.source import UNKNOWN, source_line
@@ -85,20 +88,21 @@ def _row(
     graph: Graph, class_of: Sequence[int], liveness: Liveness, choices: Sequence[int], budget: float, place: str
 ) -> MemoryRow:
     """The row that says: what is alive at this moment fits, whatever is chosen for it."""
-    owners = _owners(graph)
+    owners = _Owners(graph, class_of, choices)
     row = _Row(graph, class_of)
-    copies = [
-        (*copy, size, _owner(owners.get(copy[0], []), copy[1], class_of, choices)) for copy, size in liveness.alive
-    ]
+    found = [(owners.of(alive), alive) for alive in liveness.alive]
     first_of: dict[Var, _Owner] = {}
-    # Makers come first, then hubs, then readers, as in `owners`.
-    for var, _, size, (_, owner) in sorted(copies, key=lambda entry: entry[3][0]):
+    # Makers come first, then who waits, then hubs, then readers, as in `_Owners`.
+    for (_, owner, is_there), alive in sorted(found, key=lambda entry: entry[0][0]):
+        var = alive.copy[0]
         if owner is None:
-            row.constant += size
+            row.constant += alive.num_bytes
+        elif not is_there:
+            row.add_here(owner, choices, alive.num_bytes)
         else:
             row.add(var, first_of.setdefault(var, owner), owner)
     for move in liveness.packed:
-        ends = [_owner(owners.get(move.var, []), end, class_of, choices)[1] for end in (move.source, move.target)]
+        ends = [owners.who_wants(move.var, end, "fbuo")[1] for end in (move.source, move.target)]
         if ends[0] is None or ends[1] is None:
             row.constant += packed_bytes(move, graph.mesh)
         else:
@@ -137,32 +141,76 @@ class _Row:
             numbers, matrix = numbers[::-1], matrix.T
         self.pairs[numbers] = self.pairs.get(numbers, 0.0) + matrix
 
+    def add_here(self, owner: _Owner, choices: Sequence[int], num_bytes: int) -> None:
+        """What is there under the owner's present choice alone."""
+        node, shardings = owner
+        number = self.class_of[node]
+        here = np.arange(len(shardings)) == choices[number]
+        self.bytes_of[number] = self.bytes_of.get(number, 0.0) + here * float(num_bytes)
+
     def _bytes(self, var: Var, shardings: Shardings) -> np.ndarray:
         whole = num_elements(var.aval.shape) * var.aval.dtype.itemsize
         return np.array([whole / sharding.num_shards(self.mesh) for sharding in shardings])
 
 
-def _owners(graph: Graph) -> Mapping[Var, list[_Owner]]:
-    """For each value, the nodes that choose a sharding for it, its maker first."""
-    owners: dict[Var, list[_Owner]] = {v: [(p.node, p.shardings)] for v, p in graph.produced.items()}
-    for (var, _), hub in graph.hubs.items():
-        owners[var].append((hub, graph.nodes[hub].shardings))
-    for node in graph.nodes:
-        if node.kind == "op":
-            for k, atom in enumerate(node.eqn.invars):
+class _Owners:
+    """Whose a copy is."""
+
+    def __init__(self, graph: Graph, class_of: Sequence[int], choices: Sequence[int]):
+        self.graph, self.class_of, self.choices = graph, class_of, choices
+        self.readers: dict[tuple[Var, Phase], list[_Owner]] = {}
+        hubs = set(graph.hubs.values())
+        for edge in sorted(graph.edges, key=lambda edge: edge.target not in hubs):
+            if graph.nodes[edge.target].kind != "keep":
+                self.readers.setdefault((edge.var, edge.phase), []).append((edge.target, edge.wanted))
+        self.reads_of: dict[int, dict[Var, list[tuple[int, Phase]]]] = {}
+
+    def of(self, alive: Alive) -> tuple[int, _Owner | None, bool]:
+        """The place in line of a copy's owner, the owner, and whether the copy is there because of its choice."""
+        var, sharding = alive.copy
+        phases = "".join(phase for at, phase in self._reads(alive.body).get(var, ()) if at >= alive.position)
+        for among in (phases, "fbuo"):
+            rank, owner = self.who_wants(var, sharding, among)
+            if owner is not None:
+                return rank, owner, True
+        for instruction in alive.body.instructions[max(0, alive.position) :]:
+            for move in instruction.moves if isinstance(instruction, Fused) else (instruction,):
+                if isinstance(move, Move) and (move.var, move.source) == alive.copy:
+                    rank, owner, _ = self.of(dataclasses.replace(alive, copy=(var, move.target)))
+                    return rank, owner, False
+        return rank, None, False
+
+    def who_wants(self, var: Var, sharding: Sharding, phases: str) -> tuple[int, _Owner | None]:
+        """The first of those who serve these phases and choose this sharding, and the place in line."""
+        line = self._line(var, phases)
+        for rank, (node, shardings) in enumerate(line):
+            if shardings[self.choices[self.class_of[node]]] == sharding:
+                return rank, (node, shardings)
+        return len(line), None
+
+    def _line(self, var: Var, phases: str) -> list[_Owner]:
+        """Who chooses a sharding for a value that readers of these phases wait for."""
+        there = [phase for phase in PHASES if phase in phases]
+        waits = [keep for phase in there if (keep := self.graph.keeps.get((var, phase))) is not None]
+        made = self.graph.produced.get(var)
+        line: list[_Owner] = []
+        if made is not None and len(waits) < max(1, len(there)):
+            line.append((made.node, made.shardings))
+        line += [(keep.node, self.graph.nodes[keep.node].shardings) for keep in waits]
+        for phase in there:
+            line += self.readers.get((var, phase), ())
+        return line
+
+    def _reads(self, body: Body) -> Mapping[Var, list[tuple[int, Phase]]]:
+        """Where each value of a body is read by operations, and in which phase."""
+        if id(body) not in self.reads_of:
+            reads = self.reads_of[id(body)] = {}
+            for position, instruction in enumerate(body.instructions):
+                if isinstance(instruction, Compute | Region):
+                    phase = self.graph.phases.get(id(instruction.eqn), "f")
+                    for var in inputs_of(instruction.eqn):
+                        reads.setdefault(var, []).append((position, phase))
+            for atom, _ in body.outputs:
                 if isinstance(atom, Var):
-                    owners[atom].append((node.index, tuple(s.operands[k] for s in node.strategies)))
-    for node in graph.nodes:
-        if node.kind == "port" and node.var is not None:
-            owners[node.var].append((node.index, node.shardings))
-    return owners
-
-
-def _owner(
-    candidates: list[_Owner], sharding: Sharding, class_of: Sequence[int], choices: Sequence[int]
-) -> tuple[int, _Owner | None]:
-    """The first who wants this sharding, and the place in line."""
-    for rank, (node, shardings) in enumerate(candidates):
-        if shardings[choices[class_of[node]]] == sharding:
-            return rank, (node, shardings)
-    return len(candidates), None
+                    reads.setdefault(atom, []).append((len(body.instructions), "o"))
+        return self.reads_of[id(body)]

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+PROVED = 1e-6
+"""A gap of one part in a million counts as none: "optimal" is said of no more."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryRow:
@@ -95,6 +98,11 @@ class Problem:
         return all(row.used(choices) <= row.budget_bytes for row in self.rows)
 
 
+def num_pairs(problem: Problem) -> int:
+    """Pairs of choices that meet on an edge: the size of a problem."""
+    return sum(matrix.size for matrix in problem.edges.values())
+
+
 @dataclass(frozen=True, slots=True)
 class Solution:
     """An assignment and what is known about it.
@@ -103,8 +111,8 @@ class Solution:
         choices: One choice per node.
         objective: Its cost in seconds.
         bound: No assignment costs less than this.
-        status: `"optimal"`, `"feasible"` (the time limit came first), `"beaten"` (no assignment is better than one
-            known from elsewhere, and the search was ended there) or `"infeasible"`.
+        status: `"optimal"` (its gap is at most `PROVED`), `"feasible"` (the search ended first), `"beaten"` (no
+            assignment is better than one known from elsewhere, and the search was ended there) or `"infeasible"`.
         solver: Which solver, and on what was left for it.
     """
 
@@ -113,6 +121,11 @@ class Solution:
     bound: float
     status: str
     solver: str
+
+    def bounded(self, bound: float) -> Solution:
+        """This assignment in a wider problem, of which no more is known than that nothing costs less than `bound`."""
+        known = dataclasses.replace(self, bound=min(bound, self.objective), status="feasible")
+        return dataclasses.replace(known, bound=self.objective, status="optimal") if known.gap <= PROVED else known
 
     @property
     def gap(self) -> float:

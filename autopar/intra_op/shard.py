@@ -7,7 +7,6 @@ Method: the passes of DESIGN section 5, "Sharding", in order.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -18,15 +17,16 @@ import numpy as np
 from autopar._jax import Jaxpr, Var
 from autopar.cost import collective_seconds
 from autopar.errors import InfeasibleError
-from autopar.intra_op.costs import build_problem, held_values
+from autopar.intra_op.costs import OperationSeconds, build_problem, held_values
 from autopar.intra_op.graph import Graph, build_graph
+from autopar.intra_op.lanes import run_lanes
 from autopar.intra_op.liveness import Liveness, measure_liveness
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import broken_memory_rows
-from autopar.intra_op.problem import MemoryRow, Problem, Solution
+from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution
 from autopar.intra_op.restrict import Allowed, Restrict, pin_constraints
 from autopar.intra_op.sharded import Body, Collective, collectives_of
-from autopar.intra_op.solve import PROVED, solve
+from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit
 from autopar.intra_op.tying import tie_nodes
 from autopar.intra_op.within import solve_within
@@ -51,8 +51,9 @@ class Sharded:
         body: The sharded program.
         liveness: Its memory on one device.
         collectives: All it communicates in one step.
-        compute_seconds: Roofline time of its operations.
+        compute_seconds: Time of its kernels.
         communication_seconds: Time of its collectives.
+        exposed_seconds: Of each collective, the seconds that no kernel hides.
     """
 
     graph: Graph
@@ -66,16 +67,29 @@ class Sharded:
     collectives: tuple[Collective, ...]
     compute_seconds: float
     communication_seconds: float
+    exposed_seconds: tuple[float, ...]
 
     @property
     def step_seconds(self) -> float:
-        """Predicted time of one step: nothing is assumed to overlap."""
-        return self.compute_seconds + self.communication_seconds
+        """Predicted time of one step: kernels, and what is exposed of collectives."""
+        return self.compute_seconds + sum(self.exposed_seconds)
+
+    def gap_of(self, seconds: float) -> float:
+        """The part of these seconds, which the program takes, by which a better choice might take less, at most."""
+        return max(0.0, 1 - self.solution.bound / seconds) if seconds > 0 else 0.0
 
     def input_sharding(self, position: int) -> Sharding:
         """How an input lies on the mesh."""
         node = self.graph.inputs[position]
         return self.graph.nodes[node].shardings[self.choices[node]]
+
+
+class Beaten(Exception):
+    """A mesh was given up: no plan on it takes less than `seconds`, and a better one is known elsewhere."""
+
+    def __init__(self, seconds: float):
+        super().__init__(f"no plan takes less than {seconds} s")
+        self.seconds = seconds
 
 
 def shard(
@@ -91,6 +105,8 @@ def shard(
     beat: float = np.inf,
     gap: float = PROVED,
     elsewhere: AbstractSet[Var] = frozenset(),
+    anew: AbstractSet[Var] = frozenset(),
+    twice: AbstractSet[int] = frozenset(),
 ) -> Sharded:
     """Find the cheapest sharding of a program on one mesh.
 
@@ -105,16 +121,18 @@ def shard(
         batch: Inputs whose leading dim runs over samples; or, by input, the dims that do.
         known: Well-known ways to shard, as restrictions; the best plan under each is compared with the one found, after
             small collectives have been put together.
-        beat: Objective of the best plan on another mesh; where this mesh cannot have a better one, the search may end
-            early with the status `"beaten"`.
+        beat: Objective of the best plan on another mesh.
         gap: Part of the cost by which the answer may miss the least.
         elsewhere: Values that take no memory on these devices, such as stacks of what passes by one at a time.
+        anew: As of `build_graph`.
+        twice: As of `build_graph`.
 
     Raises:
         InfeasibleError: A pin or the memory budget cannot be kept; says which and by how much.
         ConstraintError: A pin does not fit.
+        Beaten: Nothing here is better than `beat`.
     """
-    graph = build_graph(jaxpr, mesh, aliases, batch)
+    graph = build_graph(jaxpr, mesh, aliases, batch, anew, twice)
     allowed = Allowed()
     pin_constraints(jaxpr, graph, allowed)
     if restrict is not None:
@@ -124,8 +142,16 @@ def shard(
     problem = build_problem(graph, device, class_of, allowed.masks)
     budget = options.memory_budget_bytes or device.memory_bytes
 
+    lowered: dict[tuple[int, ...], Body] = {}
+
+    def body_of(choices: tuple[int, ...]) -> Body:
+        if choices not in lowered:
+            lowered.clear()
+            lowered[choices] = lower(jaxpr, graph, choices)
+        return lowered[choices]
+
     def broken_rows(class_choices: Sequence[int]) -> list[MemoryRow]:
-        body = lower(jaxpr, graph, [class_choices[c] for c in class_of])
+        body = body_of(tuple(class_choices[c] for c in class_of))
         return broken_memory_rows(graph, class_of, class_choices, body, donated, budget, elsewhere)
 
     # One limit for all: where the first takes it all, the others are only looked at.
@@ -138,9 +164,11 @@ def shard(
 
     def read(problem: Problem, solution: Solution) -> Sharded:
         choices = tuple(solution.choices[c] for c in class_of)
-        return read_off(jaxpr, graph, choices, class_of, problem, solution, allowed, device, donated)
+        return read_off(jaxpr, graph, choices, class_of, problem, solution, allowed, device, donated, body_of(choices))
 
     solution = solved(problem)
+    if solution.status == "beaten":
+        raise Beaten(solution.bound)
     best = read(problem, solution) if solution.choices else None
     if best is None and (not problem.rows or any(r.least(problem.costs) > r.budget_bytes for r in problem.rows)):
         _explain_infeasible(problem, budget, mesh)
@@ -150,9 +178,7 @@ def shard(
         narrowed = _narrowed(problem, graph, class_of, other)
         answer = solved(narrowed) if narrowed is not None else None
         if answer is not None and answer.choices:
-            status = solution.status if best else "feasible"
-            proved = dataclasses.replace(answer, bound=min(solution.bound, answer.objective), status=status)
-            candidate = read(problem, proved)
+            candidate = read(problem, answer.bounded(solution.bound if best else 0.0))
             if best is None or candidate.step_seconds < best.step_seconds * (1 - 1e-9):
                 best = candidate
     if best is None:
@@ -182,16 +208,13 @@ def read_off(
     allowed: Allowed,
     device: Device,
     donated: Sequence[bool],
+    body: Body | None = None,
 ) -> Sharded:
-    """Lower given choices and predict what they cost."""
-    body = lower(jaxpr, graph, choices)
+    """Lower given choices, unless that has been done, and predict what they cost."""
+    body = lower(jaxpr, graph, choices) if body is None else body
     collectives = tuple(collectives_of(body, graph.mesh))
     communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, graph.mesh) for c in collectives)
-    at_once = sum(
-        c.times * collective_seconds(c.kind, c.bytes, c.axes, graph.mesh)
-        for c in collectives_of(body, graph.mesh, only_reductions=True)
-    )
-    operations = build_problem_costs(problem, solution)
+    lanes = run_lanes(body, OperationSeconds(graph, choices, device).of, graph.mesh, device.achieved.overlap)
     return Sharded(
         graph,
         tuple(choices),
@@ -202,14 +225,10 @@ def read_off(
         body,
         measure_liveness(body, graph.mesh, held_values(graph), donated),
         collectives,
-        max(0.0, operations - at_once),
+        lanes.compute_seconds,
         communication,
+        lanes.exposed,
     )
-
-
-def build_problem_costs(problem: Problem, solution: Solution) -> float:
-    """Seconds of all operations under a solution, the reductions they do at once included."""
-    return sum(float(c[k]) for c, k in zip(problem.costs, solution.choices, strict=True))
 
 
 def _check_pins(graph: Graph, allowed: Allowed) -> None:

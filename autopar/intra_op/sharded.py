@@ -3,8 +3,9 @@
 In:     (types only; `lower.py` makes it.)
 Out:    `Body`, a list of `Move | Fused | Compute | Region`; `collectives_of` lists what it communicates, `calls_host` tells
         whether it calls the user's functions.
-Method: a *copy* is a value in one sharding, `(var, sharding)`; an instruction makes copies from copies. The plan's
-        predictions (`plan/`) and the per-device program (`partition/`) are both read off this one list, so they agree.
+Method: a *copy* is a value in one sharding, `(var, sharding)`; an instruction makes copies from copies. A copy may be
+        made again: who reads it from there on reads the new one. The plan's predictions (`plan/`) and the per-device
+        program (`partition/`) are both read off this one list, so they agree.
 """
 
 from __future__ import annotations
@@ -27,13 +28,19 @@ Copy = tuple[Var, Sharding]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """Make the copy of `var` in `target` from the one in `source` by one step."""
+    """Make the copy of `var` in `target` from the one in `source` by one step.
+
+    Attributes:
+        reader: For whom, for people.
+        earlier: A copy that the move waits for: what is made again is not made too early.
+    """
 
     var: Var
     source: Sharding
     target: Sharding
     step: Step
     reader: str = ""
+    earlier: Copy | None = None
 
     def __str__(self) -> str:
         return f"{self.var}: {self.source} => {self.target} by {self.step}"
@@ -101,6 +108,13 @@ class Body:
     inputs: tuple[Copy, ...]
     instructions: tuple[Instruction, ...]
     outputs: tuple[tuple[Var | Literal, Sharding], ...]
+
+
+def copies_awaited(instruction: Instruction) -> Iterator[Copy]:
+    """Copies that must be there before an instruction begins, though it does not need what is in them."""
+    for move in instruction.moves if isinstance(instruction, Fused) else (instruction,):
+        if isinstance(move, Move) and move.earlier is not None:
+            yield move.earlier
 
 
 def copies_read(instruction: Instruction) -> Iterator[Copy]:

@@ -2,41 +2,44 @@
 
 In:     `Problem`.
 Out:    `Solution` for all nodes.
-Method: elimination is exact, so the whole is as optimal as the core. A small core goes to the ILP as it is, unless a
-        gap may be left, for which message passing mostly does. Of a large one message passing gives a lower bound and says
-        how promising each choice is; the ILP gets the best few of each node, then those that are best beside what it
-        found, until that helps no more; what is left between its answer and the bound is the gap. Nodes in a memory row
-        are kept from elimination.
+Method: elimination is exact, so the whole is as optimal as the core. Of a core without memory rows, message passing gives
+        a lower bound, an assignment, and for each choice how much it costs beyond the bound at least: what exceeds the
+        room between the two is in no better assignment and goes, which mostly leaves little, to be eliminated again. What
+        is left goes to the ILP, at once where it is small; where it is large, first the best few choices of each node,
+        whose answer narrows the room. Nodes in a memory row are kept from elimination; such cores go to the ILP, large
+        ones with their promising choices only, and what it finds is polished (`polish.py`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.intra_op.dual import Ascent
-from autopar.intra_op.elimination import eliminate
+from autopar.intra_op.dual import Ascent, Bounds
+from autopar.intra_op.elimination import Reduced, eliminate
 from autopar.intra_op.ilp import solve_ilp
-from autopar.intra_op.problem import Problem, Solution
+from autopar.intra_op.polish import polish
+from autopar.intra_op.problem import PROVED, Problem, Solution, num_pairs
 from autopar.intra_op.time_limit import TimeLimit, time_limit
 
-PROVED = 1e-6
-"""A gap of one part in a million counts as none."""
 ROUGH = 1e-2
 """Where so much may be left, what message passing has found at its first attempt is taken, whatever it has proved."""
 SMALL_CORE = 60_000
 """Pairs of choices that meet on an edge: up to so many the ILP gets them all, and proves its answer least."""
+EARLY_CORE = 5_000
+"""Where more rounds of message passing can still narrow it, the ILP gets no more than so many."""
 LARGE_CORE = 500_000
 """Beyond so many (meshes of three axes, large models without equal layers) a small gap is left as it is."""
 LARGE_GAP = 1e-3
 """So small."""
-_EARLY_ROUNDS = 10
-"""Rounds after which a large problem may be given up for an answer known from elsewhere."""
+_FEWER = (8, 4, 2)
+"""Choices of a node that are taken, where more would be too many for the ILP."""
 PROMISING = 8
 """Choices of a node, at most, that the ILP gets of a larger core, beside those around the best answer known."""
-ROUNDS = (120, 150, 200)
+_PARTS = (1 / 32, 1 / 8, 1)
+"""Parts of the room between the bounds: first the choices that exceed the bound least, whose best narrows the room."""
+ROUNDS = (60, 120, 200)
 """Rounds of message passing before each attempt of the ILP."""
 
 
@@ -46,6 +49,7 @@ def solve(
     seconds: float | TimeLimit = 60.0,
     gap: float = PROVED,
     known: float = np.inf,
+    start: Sequence[int] = (),
 ) -> Solution:
     """Least assignment of `problem`, its memory rows kept.
 
@@ -54,84 +58,143 @@ def solve(
         solver: `"highs"` or `"cbc"`.
         seconds: Time limit of the ILP solver, in all. Where none is left, what message passing has found is taken.
         gap: Relative gap at which the search may stop; where it is more than `PROVED`, message passing alone may do.
-        known: Cost of an answer to the same question in another form (another mesh): where a large problem is proved to
-            have none better, to the gap that is left there anyway, the search ends with the status `"beaten"`.
+        known: Cost of an answer to the same question in another form (another mesh): where a problem is proved to have
+            none better, to the gap that is left there anyway, the search ends with the status `"beaten"`.
+        start: An assignment that is known already; of problems with rows it is not looked at.
     """
     reduced = eliminate(problem, {node for row in problem.rows for node in row.nodes})
     position = {node: k for k, node in enumerate(reduced.kept)}
     # Elimination may have dropped forbidden choices of kept nodes: rows follow.
     reduced.problem.rows.extend(row.narrowed(position, reduced.alive_of) for row in problem.rows)
-    core = _solve_core(reduced.problem, solver, time_limit(seconds), gap, known - reduced.constant)
+    limit, constant = time_limit(seconds), reduced.constant
+    if reduced.problem.rows:
+        core = _solve_with_rows(reduced.problem, solver, limit, gap, constant)
+    else:
+        begun = reduced.narrow(start) if start else ()
+        core = _solve_core(reduced.problem, solver, limit, gap, known - constant, constant, begun)
     if core.status == "infeasible":
         return core
     choices = reduced.expand(core.choices)
     objective = problem.cost(choices)
     if objective == float("inf") and core.status != "beaten":
         return Solution((), objective, objective, "infeasible", core.solver)
-    # "optimal" means within `PROVED`.
-    lower = objective if core.status == "optimal" else min(objective, core.bound + reduced.constant)
-    return Solution(choices, objective, lower, core.status, core.solver)
+    whole = Solution(choices, objective, core.bound + constant, core.status, core.solver)
+    return whole if core.status == "beaten" else whole.bounded(whole.bound)
 
 
-def _solve_core(core: Problem, solver: str, limit: TimeLimit, gap: float, known: float) -> Solution:
-    pairs = sum(matrix.size for matrix in core.edges.values())
-    must = bool(core.rows) or not pairs
-    if pairs <= SMALL_CORE and (must or (gap <= PROVED and not limit.is_spent)):
-        answer = _solve_whole(core, solver, limit, gap)
-        return answer if must or answer.status == "optimal" else _better(core, answer, gap)
-    # By size and not by the clock, so that the same problem always has the same answer.
-    attempts = ROUNDS[: 3 - (pairs > LARGE_CORE) - (pairs > 4 * LARGE_CORE)]
-    enough = gap if pairs <= LARGE_CORE else max(gap, LARGE_GAP)
-    promising = max(3, min(PROMISING, int((SMALL_CORE / max(len(core.edges), 1)) ** 0.5)))
+def _solve_core(
+    core: Problem,
+    solver: str,
+    limit: TimeLimit,
+    gap: float,
+    known: float,
+    constant: float,
+    start: Sequence[int] = (),
+) -> Solution:
+    """The least assignment of a core without rows, begun at `start`; gaps are parts of the whole cost, with `constant`."""
+    if not core.edges:
+        return _solve_whole(core, solver, limit, gap)
+    pairs = num_pairs(core)
+    gap = gap if pairs <= LARGE_CORE else max(gap, LARGE_GAP)
     ascent = Ascent(core)
-    if pairs > LARGE_CORE and np.isfinite(known):
-        early = ascent.run(_EARLY_ROUNDS, gap=gap)
-        if early.lower >= known - enough * abs(known):
-            return Solution(early.choices, early.upper, early.lower, "beaten", "message passing")
+    if start:
+        ascent.offer(start)
+    how = "message passing"
+    # By size and not by the clock, so that the same problem always has the same answer.
+    stages = ROUNDS[: 3 - (pairs > LARGE_CORE) - (pairs > 4 * LARGE_CORE)]
+    for stage, rounds in enumerate(stages, 1):
+        bounds = ascent.run(rounds if gap < ROUGH else rounds // 2, gap=gap, enough=known * (1 - PROVED))
+        if bounds.lower + constant >= (known + constant) * (1 - gap):
+            return Solution(bounds.choices, bounds.upper, bounds.lower, "beaten", how)
+        room = bounds.upper - bounds.lower
+        allowed = gap * abs(bounds.upper + constant)
+        if np.isfinite(bounds.upper) and (room <= allowed or gap >= ROUGH or limit.is_spent):
+            break
+        for part in _PARTS:
+            room = ascent.upper - bounds.lower
+            if room <= allowed:
+                break
+            narrowed = _promising(core, bounds, ascent.best, part * room, part == 1, stage == len(stages))
+            if narrowed is None:
+                break
+            answer = _solve_whole(narrowed.problem, solver, limit, gap)
+            if answer.choices or not narrowed.kept:
+                ascent.offer(narrowed.expand(answer.choices))
+                how = _told(answer.solver, core) if narrowed.kept else "message passing and elimination"
+            if part == 1 and answer.status == "optimal":
+                return Solution(ascent.best, ascent.upper, ascent.upper * (1 - 0.5 * PROVED), "optimal", how)
+        if ascent.upper - bounds.lower <= allowed:
+            break
+    if not np.isfinite(ascent.upper):
+        return _solve_whole(core, solver, limit, gap)
+    found = Solution(ascent.best, ascent.upper, min(ascent.lower, ascent.upper), "feasible", how)
+    done = gap >= ROUGH or found.objective - found.bound <= allowed
+    return found if done else polish(core, found, limit, solver)
+
+
+def _promising(
+    core: Problem, bounds: Bounds, best: Sequence[int], room: float, must: bool, is_last: bool
+) -> Reduced | None:
+    """What is left of a core of the choices that exceed the bound by no more than `room`.
+
+    It is to be small enough for the ILP: where it is not, None is the answer, for more rounds may make it so; or if these
+    were the last ones, and it need not (`must`) be all of them, the best few of each node and those around `best`.
+    """
+    masks = [excess <= room * (1 + 1e-9) for excess in bounds.excess]
+    narrowed = eliminate(_narrowed(core, masks))
+    if num_pairs(narrowed.problem) <= (SMALL_CORE if is_last and must else SMALL_CORE // 4 if is_last else EARLY_CORE):
+        return narrowed
+    around = _around(core, best) if is_last and not must else []
+    for count in _FEWER if around else ():
+        few = [near | (m & _least(e, count)) for m, e, near in zip(masks, bounds.excess, around, strict=True)]
+        narrowed = eliminate(_narrowed(core, few))
+        if num_pairs(narrowed.problem) <= SMALL_CORE // 2:
+            return narrowed
+    return None
+
+
+def _solve_with_rows(core: Problem, solver: str, limit: TimeLimit, gap: float, constant: float) -> Solution:
+    """The least assignment of a core within its memory rows."""
+    pairs = num_pairs(core)
+    if pairs <= SMALL_CORE:
+        return _solve_whole(core, solver, limit, gap)
+    ascent = Ascent(Problem(core.costs, core.edges))
     best: Solution | None = None
-    lower = 0.0
-    for rounds in attempts:
-        bounds = ascent.run(rounds if gap < ROUGH else rounds // 2, best.objective if best else np.inf, gap)
-        lower = max(lower, bounds.lower)
-        is_near = gap >= ROUGH or bounds.upper - lower <= enough * abs(bounds.upper)
-        will_do = limit.is_spent or (gap > PROVED and is_near)
-        if best is None and not core.rows and will_do and np.isfinite(bounds.upper):
-            return Solution(bounds.choices, bounds.upper, lower, "feasible", "message passing")
-        room = bounds.upper - bounds.lower + gap * abs(bounds.upper)
-        masks = [_least(excess, promising) & (core.rows != [] or excess <= room) for excess in bounds.excess]
-        near = best.choices if best else bounds.choices
-        masks = [mask | around for mask, around in zip(masks, _around(core, near), strict=True)]
-        if core.rows:
-            masks = [mask | thrifty for mask, thrifty in zip(masks, _thrifty(core), strict=True)]
+    for rounds in ROUNDS[: 3 - (pairs > LARGE_CORE) - (pairs > 4 * LARGE_CORE)]:
+        bounds = ascent.run(rounds, gap=gap)
+        masks = _masks_with_rows(core, bounds, best)
         answer = _solve_restricted(core, masks, solver, limit, gap)
         if answer.status != "infeasible" and (best is None or answer.objective < best.objective):
             best = answer
-        if best is not None and (limit.is_spent or best.objective - lower <= enough * abs(best.objective)):
+        room = gap if pairs <= LARGE_CORE else max(gap, LARGE_GAP)
+        if best is not None and (
+            limit.is_spent or best.objective - ascent.lower <= room * abs(best.objective + constant)
+        ):
             break
     if best is None:
         return _solve_whole(core, solver, limit, gap)
-    proved = best.objective - lower <= gap * abs(best.objective)
-    return Solution(
-        best.choices,
-        best.objective,
-        min(lower, best.objective),
-        "optimal" if proved else "feasible",
-        f"{best.solver}, the promising ones of {sum(map(len, core.costs))} choices",
+    found = Solution(
+        best.choices, best.objective, min(ascent.lower, best.objective), "feasible", _told(best.solver, core)
     )
+    return polish(core, found, limit, solver)
+
+
+def _told(solver: str, core: Problem) -> str:
+    return f"{solver}, the promising ones of {sum(map(len, core.costs))} choices"
+
+
+def _masks_with_rows(core: Problem, bounds: Bounds, best: Solution | None) -> list[np.ndarray]:
+    """The promising choices, those around the best answer, and those that take least memory."""
+    count = max(3, min(PROMISING, int((SMALL_CORE / max(len(core.edges), 1)) ** 0.5)))
+    masks = [_least(excess, count) for excess in bounds.excess]
+    near = best.choices if best else bounds.choices
+    others = zip(_around(core, near), _thrifty(core), strict=True)
+    return [mask | around | thrifty for mask, (around, thrifty) in zip(masks, others, strict=True)]
 
 
 def _solve_whole(core: Problem, solver: str, limit: TimeLimit, gap: float) -> Solution:
     with limit.running() as seconds:
         return solve_ilp(core, solver, seconds, gap)
-
-
-def _better(core: Problem, answer: Solution, gap: float) -> Solution:
-    """What the solver found when its time was up, or what message passing finds in a moment."""
-    bounds = Ascent(core).run(ROUNDS[0], gap=gap)
-    lower = max(bounds.lower, answer.bound if answer.choices else 0.0)
-    if answer.objective <= bounds.upper:
-        return dataclasses.replace(answer, bound=min(lower, answer.objective))
-    return Solution(bounds.choices, bounds.upper, min(lower, bounds.upper), "feasible", "message passing")
 
 
 def _around(core: Problem, choices: Sequence[int]) -> list[np.ndarray]:
@@ -161,16 +224,22 @@ def _least(values: np.ndarray, count: int) -> np.ndarray:
     return mask
 
 
+def _narrowed(core: Problem, masks: Sequence[np.ndarray]) -> Problem:
+    """The problem without the choices that the masks leave out."""
+    return Problem([np.where(m, c, np.inf) for m, c in zip(masks, core.costs, strict=True)], core.edges)
+
+
 def _solve_restricted(
     core: Problem, masks: Sequence[np.ndarray], solver: str, limit: TimeLimit, gap: float
 ) -> Solution:
     """The least assignment that takes of each node one of the choices that its mask names."""
-    kept = [np.flatnonzero(mask & np.isfinite(cost)) for mask, cost in zip(masks, core.costs, strict=True)]
-    same = dict(enumerate(range(len(kept))))
-    small = Problem(
-        [cost[alive] for cost, alive in zip(core.costs, kept, strict=True)],
-        {(u, v): matrix[np.ix_(kept[u], kept[v])] for (u, v), matrix in core.edges.items()},
-        [row.narrowed(same, kept.__getitem__) for row in core.rows],
-    )
-    answer = _solve_whole(small, solver, limit, gap)
-    return dataclasses.replace(answer, choices=tuple(int(kept[n][k]) for n, k in enumerate(answer.choices)))
+    narrowed = _narrowed(core, masks)
+    narrowed.rows.extend(core.rows)
+    reduced = eliminate(narrowed, {node for row in core.rows for node in row.nodes})
+    position = {node: k for k, node in enumerate(reduced.kept)}
+    reduced.problem.rows.extend(row.narrowed(position, reduced.alive_of) for row in core.rows)
+    answer = _solve_whole(reduced.problem, solver, limit, gap)
+    if not answer.choices and reduced.kept:
+        return answer
+    choices = reduced.expand(answer.choices)
+    return Solution(choices, core.cost(choices), answer.bound + reduced.constant, answer.status, answer.solver)

@@ -3,8 +3,10 @@
 In:     `Graph`.
 Out:    the class of each node; nodes of one class take the same choice.
 Method: a run of the program that repeats with a period is one layer several times: equations at the same place of the
-        period get the same name. What is not in such a run is told apart by its surroundings (a few rounds of colour
-        refinement; Weisfeiler and Leman, 1968). Small graphs are not tied, so that their plans are proved optimal.
+        period get the same name. Then all are told apart by their surroundings (a few rounds of colour refinement;
+        Weisfeiler and Leman, 1968): the updates of two weights of one shape are tied only where their gradients come
+        from the same place of a layer, and the first and the last layer are free to differ from those between them.
+        Small graphs are not tied; of large ones the answer is untied in the end (`untie.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from autopar.intra_op.graph import Graph
 UNTIED_NODES = 700
 """Graphs up to this size are solved as they are."""
 MIN_REPEATS = 3
-ROUNDS = 16
+ROUNDS = 4
+"""So far the surroundings of two nodes are compared: farther away, what differs does not change what is best here."""
 _STRETCH = 8
 """Equations that must be equal in a row before a distance between them is looked at."""
 
@@ -45,16 +48,14 @@ def tie_nodes(graph: Graph, pins: Mapping[int, object], untied_nodes: int = UNTI
     )
     places = repeated_places(graph, signatures)
     colours = _mix(signatures.astype(np.uint64) * np.uint64(1_000_003) + places.astype(np.uint64) + np.uint64(1))
-    fixed = places >= 0
     source = np.array([e.source for e in graph.edges])
     target = np.array([e.target for e in graph.edges])
     slot = np.array([max(e.slot, -1) + 1 for e in graph.edges], dtype=np.uint64)  # all outputs alike
-    initial = colours.copy()
     for _ in range(ROUNDS):
         heard = np.zeros_like(colours)
         np.add.at(heard, target, _mix(colours[source] * np.uint64(31) + slot))
         np.add.at(heard, source, _mix(colours[target] * np.uint64(37) + slot * np.uint64(7) + np.uint64(5)))
-        colours = np.where(fixed, initial, _mix(colours * np.uint64(3) + heard))
+        colours = _mix(colours * np.uint64(3) + heard)
     # The colour of a hash alone might collide; with the kind beside it, equal classes have equal choices for certain.
     classes: dict[tuple[int, int], int] = {}
     return [classes.setdefault((int(k), int(c)), len(classes)) for k, c in zip(signatures, colours, strict=True)]

@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autopar.intra_op.problem import MemoryRow, Problem, Solution
-from autopar.intra_op.solve import PROVED, solve
+from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution, num_pairs
+from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit, time_limit
 
 SMALL_WITH_ROWS = 10_000
@@ -50,7 +50,7 @@ def solve_within(
     problem.rows.extend(rows)
     if any(row.least(problem.costs) > row.budget_bytes for row in problem.rows):
         return dataclasses.replace(base, choices=(), status="infeasible")
-    if sum(matrix.size for matrix in problem.edges.values()) <= SMALL_WITH_ROWS:
+    if num_pairs(problem) <= SMALL_WITH_ROWS:
         exact = _cut(problem, broken_rows, solver, limit, max_rounds)
         if exact.status != "infeasible":
             return exact

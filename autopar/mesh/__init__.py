@@ -2,13 +2,14 @@
 
 from autopar.mesh.catalog import MODELS, Model, find_device
 from autopar.mesh.cluster import Cluster, more_devices_text
-from autopar.mesh.device import Device
+from autopar.mesh.device import Achieved, Device
 from autopar.mesh.link import Link
 from autopar.mesh.logical_mesh import LogicalMesh, logical_mesh, logical_meshes
 from autopar.mesh.sharding import Sharding
 
 __all__ = [
     "MODELS",
+    "Achieved",
     "Cluster",
     "Device",
     "Link",

@@ -1,11 +1,13 @@
-"""The accelerators that people use: rates, memory, and how they are usually connected.
+"""The accelerators that people use: rates, memory, what kernels reach of them, and how they are usually connected.
 
 In:     a name, such as `"h100"`.
 Out:    `Model`: the device, the devices of a usual host, the link within it and that between hosts.
-Method: peak rates are dense, without sparsity, as the vendors' datasheets state them. A link's rate is what one device
-        sends in one direction: half of the bidirectional figure on the datasheet. The rate between hosts is one network
-        card per device where such hosts have one. Latencies are of the order that vendors' collective libraries reach
-        per hop. `Cluster(...)` takes measured figures instead.
+Method: peak rates are dense, without sparsity, as the vendors' datasheets state them; beside them stands what is reached.
+        Products: what the best of many shapes reaches for seconds (Bekman, "Machine Learning Engineering", table of
+        maximum achievable matmul FLOPS), times `SUSTAINED`, the part of it that a device holds all through a step.
+        A link's rate is what one device sends in one direction (half of the datasheet's figure), times what large
+        collectives reach of it. The rate between hosts is one network card per device where such hosts have one.
+        Latencies are those of a hop with which NCCL chooses its algorithms. `Cluster(...)` takes measured figures instead.
 """
 
 from __future__ import annotations
@@ -16,8 +18,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.errors import ClusterError
-from autopar.mesh.device import Device
+from autopar.mesh.device import Achieved, Device
 from autopar.mesh.link import Link
+
+SUSTAINED = 0.9
+"""Part of the best product's rate that training holds: fitted to published steps on A100, H100 and V100, one number for all."""
+_MEMORY = 0.88
+"""Part of the memory's rate that long streams reach; BabelStream's triad: 0.87 on V100 and A100, 0.90 on H100."""
+_LAUNCH, _TILE = 4e-6, 1.9e-6
+"""Seconds of a launch, and to fill and empty a tile's pipeline: fitted, with the balance of Hopper's tiles, to the products
+that OpenXLA's cost model lists as measured on an H100 (`matmul_interpolator_data.h`, 70 shapes, mean error 4 %)."""
+_NVLINK, _NETWORK = 0.8, 0.92
+"""Parts of their rates that NCCL's rings reach: 235 of 300 GB/s between A100s and 360 of 450 between H100s, 23 of 25 GB/s
+over InfiniBand HDR (nccl-tests)."""
+_OVERLAP = 0.85
+"""Part of a collective that leaves the kernels beside it alone: NCCL's own kernels hold 16 to 24 of 132 multiprocessors."""
+_HOPS = 3.4e-6, 9.6e-6
+"""Latency of a hop over NVLink and over a network, NCCL's protocol for long messages (`src/graph/tuning.cc`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,10 +42,12 @@ class Model:
     """A device as it is sold.
 
     Attributes:
-        device: Rates and memory.
+        device: Rates and memory, and what is reached.
         devices_per_host: In a usual host.
-        intra: Link between devices of a host.
-        inter: Link between hosts, per device.
+        intra: Link between devices of a host, as reached.
+        inter: Link between hosts, per device, as reached.
+        intra_peak: Bytes per second of the former as the datasheet has it, one device in one direction.
+        inter_peak: The same of the latter.
         source: Where the figures are from.
     """
 
@@ -36,31 +55,73 @@ class Model:
     devices_per_host: int
     intra: Link
     inter: Link
+    intra_peak: float
+    inter_peak: float
     source: str
 
 
-def _model(
+def _gpu(
+    name: str,
+    tflops: Mapping[str, float],
+    gigabytes: float,
+    memory_gb_per_second: float,
+    intra_gb_per_second: float,
+    inter_gb_per_second: float,
+    achieved: Achieved,
+    source: str,
+    per_host: int = 8,
+    hops: tuple[float, float] = _HOPS,
+    switch_gb_per_second: float = 0.0,
+    groups: tuple[tuple[int, float], ...] = (),
+) -> Model:
+    rates = {k: v * 1e12 for k, v in tflops.items()}
+    device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved)
+    intra, inter = intra_gb_per_second * 1e9, inter_gb_per_second * 1e9
+    return Model(
+        device,
+        per_host,
+        Link(hops[0], intra * _NVLINK, switch_gb_per_second * 1e9, True, groups),
+        Link(hops[1], inter * _NETWORK, 0.0, True),
+        intra,
+        inter,
+        source,
+    )
+
+
+def _tpu(
     name: str,
     tflops: Mapping[str, float],
     gigabytes: float,
     memory_gb_per_second: float,
     per_host: int,
-    intra_gb_per_second: float,
-    inter_gb_per_second: float,
+    torus_gb_per_second: float,
     source: str,
-    intra_latency: float = 3e-6,
-    inter_latency: float = 1e-5,
 ) -> Model:
-    device = Device(name, {k: v * 1e12 for k, v in tflops.items()}, gigabytes * 1e9, memory_gb_per_second * 1e9)
-    return Model(
-        device,
-        per_host,
-        Link(intra_latency, intra_gb_per_second * 1e9),
-        Link(inter_latency, inter_gb_per_second * 1e9),
-        source,
+    """A chip of a torus: the links between hosts are those inside one, and a ring along an axis has a link each way."""
+    rates = {k: v * 1e12 for k, v in tflops.items()}
+    # Programs are compiled whole, so nothing is launched; the units take tiles of 128 or 256 one after the other.
+    achieved = Achieved(product=0.85, memory=_MEMORY, fused=0.5, overlap=0.95)
+    device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved)
+    rate = torus_gb_per_second * 1e9
+    return Model(device, per_host, Link(1e-6, rate * 0.9), Link(1e-6, rate * 0.9), rate, rate, source)
+
+
+def _reached(best: float, cores: int, fused: float = 0.45, balance: float = 137.0) -> Achieved:
+    """What a GPU reaches: the best product as a part of the peak, its multiprocessors, the part fused attention reaches."""
+    return Achieved(
+        product=SUSTAINED * best,
+        memory=_MEMORY,
+        fused=fused,
+        launch_seconds=_LAUNCH,
+        cores=cores,
+        tile_seconds=_TILE,
+        balance=balance,
+        overlap=_OVERLAP,
     )
 
 
+_OLD_TILES = 80.0
+"""Balance of tiles before Hopper: a core multiplies 0.6 times as fast and loads as fast."""
 _VOLTA = {"float16": 125, "float32": 15.7, "float64": 7.8}
 _AMPERE = {"bfloat16": 312, "float16": 312, "tfloat32": 156, "float32": 19.5, "float64": 19.5, "int8": 624}
 _HOPPER = {
@@ -72,6 +133,15 @@ _HOPPER = {
     "float32": 67,
     "float64": 67,
 }
+_HOPPER_PCIE = {
+    "float8": 1513,
+    "int8": 1513,
+    "bfloat16": 756.5,
+    "float16": 756.5,
+    "tfloat32": 378,
+    "float32": 51,
+    "float64": 51,
+}
 _BLACKWELL = {
     "float8": 4500,
     "int8": 4500,
@@ -81,47 +151,165 @@ _BLACKWELL = {
     "float32": 75,
     "float64": 37,
 }
-_PCIE4, _ICI = 32.0, 1e-6
+_GRACE_BLACKWELL = {
+    "float8": 5000,
+    "int8": 5000,
+    "bfloat16": 2500,
+    "float16": 2500,
+    "tfloat32": 1250,
+    "float32": 80,
+    "float64": 40,
+}
+_V100 = _reached(0.755, 80, 0.35, _OLD_TILES)
+_A100 = _reached(0.869, 108, 0.5, _OLD_TILES)
+_H100 = _reached(0.803, 132)
+_B200 = _reached(0.776, 148)
+_CUBE = ((2, 1 / 3), (4, 2 / 3))
+"""A hybrid cube of V100s: of the six links of each, two go to one neighbour and four into its group of four."""
+_PCIE4, _PCIE5 = 32.0, 64.0
+_PCIE_HOPS = 5.7e-6, 9.6e-6
 
 MODELS: dict[str, Model] = {
-    "v100-16": _model(
-        "V100-16GB", _VOLTA, 16, 900, 8, 150, 3.125, "NVIDIA V100 datasheet (SXM2); DGX-1: 4 x 100 Gb/s / 8, halved"
+    "v100-16": _gpu(
+        "V100-16GB",
+        _VOLTA,
+        16,
+        900,
+        150,
+        3.125,
+        _V100,
+        "NVIDIA V100 datasheet (SXM2); DGX-1: 4 x 100 Gb/s / 8, halved",
+        groups=_CUBE,
     ),
-    "v100-32": _model(
-        "V100-32GB", _VOLTA, 32, 900, 8, 150, 6.25, "NVIDIA V100 datasheet (SXM2); DGX-1: 4 x 100 Gb/s / 8"
+    "v100-32": _gpu(
+        "V100-32GB",
+        _VOLTA,
+        32,
+        900,
+        150,
+        6.25,
+        _V100,
+        "NVIDIA V100 datasheet (SXM2); DGX-1: 4 x 100 Gb/s / 8",
+        groups=_CUBE,
     ),
-    "a100-40": _model(
-        "A100-40GB", _AMPERE, 40, 1555, 8, 300, 25, "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s"
+    "a100-40": _gpu(
+        "A100-40GB", _AMPERE, 40, 1555, 300, 25, _A100, "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s"
     ),
-    "a100-80": _model(
-        "A100-80GB", _AMPERE, 80, 2039, 8, 300, 25, "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s"
+    "a100-80": _gpu(
+        "A100-80GB", _AMPERE, 80, 2039, 300, 25, _A100, "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s"
     ),
-    "h100": _model("H100", _HOPPER, 80, 3350, 8, 450, 50, "NVIDIA H100 datasheet (SXM5); DGX H100: 8 x 400 Gb/s"),
-    "h200": _model("H200", _HOPPER, 141, 4800, 8, 450, 50, "NVIDIA H200 datasheet (SXM); DGX H200: 8 x 400 Gb/s"),
-    "b200": _model("B200", _BLACKWELL, 180, 8000, 8, 900, 50, "NVIDIA DGX B200 datasheet, one of eight"),
-    "l4": _model(
+    "h100": _gpu(
+        "H100",
+        _HOPPER,
+        80,
+        3350,
+        450,
+        50,
+        _H100,
+        "NVIDIA H100 datasheet (SXM5); DGX H100: 8 x 400 Gb/s; NVLink SHARP: 480 GB/s of bus bandwidth (nccl-tests)",
+        switch_gb_per_second=274,
+    ),
+    "h100-500w": _gpu(
+        "H100-500W",
+        _HOPPER,
+        96,
+        2400,
+        450,
+        50,
+        _reached(0.62, 132, 0.35),
+        "H100 with HBM2e and a limit of 500 W, as torchtitan's reports describe theirs",
+    ),
+    "h100-pcie": _gpu(
+        "H100-PCIe",
+        _HOPPER_PCIE,
+        80,
+        2000,
+        _PCIE5,
+        25,
+        _reached(0.7, 114),
+        "NVIDIA H100 datasheet (PCIe, 350 W); PCIe 5.0 x16",
+        hops=_PCIE_HOPS,
+    ),
+    "h200": _gpu(
+        "H200",
+        _HOPPER,
+        141,
+        4800,
+        450,
+        50,
+        _H100,
+        "NVIDIA H200 datasheet (SXM); DGX H200: 8 x 400 Gb/s",
+        switch_gb_per_second=274,
+    ),
+    "b200": _gpu(
+        "B200",
+        _BLACKWELL,
+        180,
+        8000,
+        900,
+        50,
+        _B200,
+        "NVIDIA DGX B200 datasheet, one of eight",
+        switch_gb_per_second=480,
+    ),
+    "b300": _gpu(
+        "B300",
+        _BLACKWELL,
+        288,
+        8000,
+        900,
+        100,
+        _reached(0.786, 148),
+        "NVIDIA DGX B300 datasheet, one of eight; 8 x 800 Gb/s",
+        switch_gb_per_second=480,
+    ),
+    "gb200": _gpu(
+        "GB200",
+        _GRACE_BLACKWELL,
+        186,
+        8000,
+        900,
+        50,
+        _reached(0.729, 148),
+        "NVIDIA GB200 NVL72 datasheet, one of 72; 400 Gb/s each",
+        per_host=72,
+        switch_gb_per_second=480,
+    ),
+    "gb300": _gpu(
+        "GB300",
+        _GRACE_BLACKWELL,
+        288,
+        8000,
+        900,
+        100,
+        _reached(0.74, 148),
+        "NVIDIA GB300 NVL72 datasheet, one of 72; 800 Gb/s each",
+        per_host=72,
+        switch_gb_per_second=480,
+    ),
+    "l4": _gpu(
         "L4",
         {"float8": 242, "int8": 242, "bfloat16": 121, "float16": 121, "tfloat32": 60, "float32": 30.3},
         24,
         300,
-        8,
         _PCIE4,
         12.5,
+        _reached(0.7, 58, 0.4, _OLD_TILES),
         "NVIDIA L4 datasheet; PCIe 4.0 x16",
-        5e-6,
+        hops=_PCIE_HOPS,
     ),
-    "l40s": _model(
+    "l40s": _gpu(
         "L40S",
         {"float8": 733, "int8": 733, "bfloat16": 362, "float16": 362, "tfloat32": 183, "float32": 91.6},
         48,
         864,
-        8,
         _PCIE4,
         25,
+        _reached(0.7, 142, 0.4, _OLD_TILES),
         "NVIDIA L40S datasheet; PCIe 4.0 x16",
-        5e-6,
+        hops=_PCIE_HOPS,
     ),
-    "mi300x": _model(
+    "mi300x": _gpu(
         "MI300X",
         {
             "float8": 2615,
@@ -134,58 +322,46 @@ MODELS: dict[str, Model] = {
         },
         192,
         5300,
-        8,
         448,
         50,
+        _reached(0.514, 304, 0.3),
         "AMD Instinct MI300X datasheet; 7 Infinity Fabric links of 128 GB/s",
     ),
-    "tpu-v4": _model(
+    "tpu-v4": _tpu(
         "TPU v4",
         {"bfloat16": 275, "int8": 275},
         32,
         1200,
         4,
         100,
-        100,
         "Google Cloud TPU v4 documentation; 6 links of 50 GB/s on 3 axes, two each",
-        _ICI,
-        _ICI,
     ),
-    "tpu-v5e": _model(
+    "tpu-v5e": _tpu(
         "TPU v5e",
         {"bfloat16": 197, "int8": 394},
         16,
         819,
         8,
         100,
-        100,
         "Google Cloud TPU v5e documentation; 1600 Gb/s on 2 axes",
-        _ICI,
-        _ICI,
     ),
-    "tpu-v5p": _model(
+    "tpu-v5p": _tpu(
         "TPU v5p",
         {"bfloat16": 459, "int8": 918},
         95,
         2765,
         4,
         200,
-        200,
         "Google Cloud TPU v5p documentation; 4800 Gb/s on 3 axes",
-        _ICI,
-        _ICI,
     ),
-    "tpu-v6e": _model(
+    "tpu-v6e": _tpu(
         "TPU v6e",
         {"bfloat16": 918, "int8": 1836},
         32,
         1640,
         8,
         224,
-        224,
         "Google Cloud TPU v6e documentation; 3584 Gb/s on 2 axes",
-        _ICI,
-        _ICI,
     ),
 }
 _ALIASES = {
@@ -195,9 +371,38 @@ _ALIASES = {
     "v5e": "tpu-v5e",
     "v5p": "tpu-v5p",
     "v6e": "tpu-v6e",
+    "h100pcie80": "h100-pcie",
     "v5lite": "tpu-v5e",
     "v6lite": "tpu-v6e",
 }
+
+
+_CORES_PER_CHIP = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2}
+"""Of TPUs that are sold by cores; the others are by chips."""
+
+
+def slice_chips(text: str) -> tuple[int, Model] | None:
+    """The chips of a slice of TPUs under the name that it is sold by, such as `v5p-64` or `v5litepod-16`; None: it is none.
+
+    Raises:
+        ClusterError: There is no such slice, or no such TPU in the catalog.
+    """
+    found = re.fullmatch(r"\s*(?:tpu[\s_-]*)?(v\d+[a-z]*?)(?:lite)?(?:pod)?[\s_-]+(\d+)\s*", text, re.IGNORECASE)
+    if found is None or (found[1].lower() == "v100"):
+        return None
+    kind, number = found[1].lower(), int(found[2])
+    kind = {"v5": "v5e", "v5l": "v5e"}.get(kind, kind)
+    model = find_device(kind)
+    chips, rest = divmod(number, _CORES_PER_CHIP.get(kind, 1))
+    if rest or chips < 1 or (chips > model.devices_per_host and chips % model.devices_per_host):
+        what = f"{chips} chips" + (" and a half" if rest else "")
+        raise ClusterError(
+            "no such slice.",
+            given=repr(text.strip()),
+            wrong=f"that would be {what}, and hosts have {model.devices_per_host} each.",
+            do=f'write a slice that there is, or hosts and chips: "2x{model.devices_per_host} {kind}".',
+        )
+    return chips, model
 
 
 def find_device(name: str) -> Model:
@@ -208,10 +413,11 @@ def find_device(name: str) -> Model:
     """
     plain = re.sub(r"[\s_\-]+", "", name.lower())
     plain = re.sub(r"^(nvidia|amd|google|instinct|tesla|cloud)+", "", plain)
-    plain = re.sub(r"(sxm\d?|pcie|hbm3e?|hbm2e?|gb|g)", "", plain)
+    plain = re.sub(r"(sxm\d?|hbm3e?|hbm2e?|(?<=\d)gb?)", "", plain)
     known = {re.sub(r"-", "", key): model for key, model in MODELS.items()}
     known.update({alias: MODELS[key] for alias, key in _ALIASES.items()})
-    for text in (plain, re.sub(r"(80|141|180|192|24|48)$", "", plain), plain.replace("tpu", "")):
+    without = re.sub(r"(80|141|180|192|288|24|48)$", "", plain)
+    for text in (plain, without, plain.replace("tpu", ""), re.sub(r"(80|40)?(pcie)(80|40)?$", r"\1\3", plain)):
         if text in known:
             return known[text]
     near = difflib.get_close_matches(plain, list(known), n=3)

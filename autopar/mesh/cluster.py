@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from autopar.errors import ClusterError
-from autopar.mesh.catalog import find_device
+from autopar.mesh.catalog import find_device, slice_chips
 from autopar.mesh.device import Device
 from autopar.mesh.link import Link
 from autopar.mesh.ray_nodes import RayMachine, find_hosts
@@ -135,7 +135,8 @@ class Cluster:
     def of(cls, text: str) -> Cluster:
         """A cluster described in a line: `"8x8 h100"` is 8 hosts with 8 H100 each, `"4 a100"` one host with 4.
 
-        Several kinds are joined with `+`: `"2x8 h100 + 4x8 a100-40"`.
+        Several kinds are joined with `+`: `"2x8 h100 + 4x8 a100-40"`. `"8xh100"` is `"8 h100"`, and slices of TPUs have
+        the names that they are sold under: `"v5p-64"` is 32 chips, for there the number is that of cores.
 
         Raises:
             ClusterError: The text cannot be read, or names no known device.
@@ -213,17 +214,34 @@ def more_devices_text(cluster: Cluster, wanted: int) -> str:
 
 
 def _parse_group(part: str, text: str) -> Cluster:
-    found = re.fullmatch(r"\s*(?:(\d+)\s*x\s*)?(\d+)\s*x?\s+(\S.*?)\s*", part, re.IGNORECASE)
+    chips = slice_chips(part)
+    if chips is not None:
+        count, model = chips
+        hosts = max(1, count // model.devices_per_host)
+        return Cluster(hosts, count // hosts, model.device, model.intra, model.inter)
+    found = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\d+)\s*[x*]?\s*([a-z].*?)\s*", part, re.IGNORECASE)
     if not found:
         raise ClusterError(
             "unreadable cluster.",
             given=repr(text),
             wrong=f"{part.strip()!r} is not hosts x devices and a name.",
-            do='write "8x8 h100", "4 a100-40", or "2x8 h100 + 4x8 a100".',
+            do=_meant(part) + 'write "8x8 h100", "4 a100-40", or "2x8 h100 + 4x8 a100".',
         )
     hosts, count, name = int(found[1] or 1), int(found[2]), found[3]
     model = find_device(name)
     return Cluster(hosts, count, model.device, model.intra, model.inter)
+
+
+def _meant(part: str) -> str:
+    """`h100 x 8` and `h100:8` are counts behind the name; a name alone has none."""
+    found = re.fullmatch(r"\s*([a-z].*?)\s*(?:[x*:,]\s*(\d+))?\s*", part, re.IGNORECASE)
+    if found is None:
+        return ""
+    try:
+        find_device(found[1])
+    except ClusterError:
+        return ""
+    return f'did you mean "{found[2] or 8} {found[1]}"? Or '
 
 
 def _known_model(device: Any) -> tuple[Device, Link, Link]:

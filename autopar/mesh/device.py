@@ -1,13 +1,13 @@
 """One accelerator: how fast it computes and reads memory, and how much of that it has.
 
 In:     numbers from a datasheet, or measured.
-Out:    `Device`; `catalog.py` holds those that people use.
+Out:    `Device`, with what its kernels reach of it (`Achieved`); `catalog.py` holds those that people use.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from types import MappingProxyType
@@ -31,6 +31,63 @@ _STAND_INS: Mapping[str, tuple[str, ...]] = {
 """Whose rate counts for a dtype that has none of its own; at the end the slowest one."""
 
 
+@dataclass(frozen=True, slots=True)
+class Achieved:
+    """What kernels reach of a device's datasheet: a few numbers, each of which can be measured by itself.
+
+    The defaults are a device that always reaches it. `cost/kernels.py` says how the numbers are used.
+
+    Attributes:
+        product: Part of its peak that large products keep up, at the clock that its power allows.
+        memory: Part of its memory's rate that long streams reach.
+        fused: Part of its peak that kernels of several products reach, such as attention that never writes its scores.
+        launch_seconds: From the end of a kernel to the beginning of the next.
+        cores: Cores among which the tiles of a product are dealt out; 0: products of every size take their share.
+        tile: Rows and columns of the largest tile of a product that one core works at.
+        tile_seconds: To fill a core's pipeline with a tile, and to write the tile when it is done.
+        balance: A tile whose 2 / (1 / rows + 1 / columns) is this takes as long to load as to multiply.
+        overlap: Part of a collective that leaves kernels alone which run meanwhile; 0: kernels wait for collectives.
+
+    Raises:
+        ClusterError: A share that is not between 0 and 1, or something negative.
+    """
+
+    product: float = 1.0
+    memory: float = 1.0
+    fused: float = 1.0
+    launch_seconds: float = 0.0
+    cores: int = 0
+    tile: tuple[int, int] = (128, 256)
+    tile_seconds: float = 0.0
+    balance: float = 0.0
+    overlap: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("product", "memory", "fused"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ClusterError(
+                    "a device reaches a part of its peak.",
+                    given=f"Achieved({name}={getattr(self, name)!r})",
+                    wrong="it is no part: more than 0, at most 1.",
+                    do="divide what was measured by what the datasheet says.",
+                )
+        if not 0 <= self.overlap <= 1:
+            raise ClusterError(
+                "a collective leaves kernels alone for a part of its time.",
+                given=f"Achieved(overlap={self.overlap!r})",
+                wrong="it is no part: at least 0, at most 1.",
+                do="pass 0 where nothing runs at once, 1 where nothing is in the other's way.",
+            )
+        for name in ("launch_seconds", "cores", "tile_seconds", "balance"):
+            if getattr(self, name) < 0:
+                raise ClusterError(
+                    "nothing about a device is negative.",
+                    given=f"Achieved({name}={getattr(self, name)!r})",
+                    wrong="it is less than 0.",
+                    do="pass 0 where it does not matter.",
+                )
+
+
 @dataclass(frozen=True)
 class Device:
     """Rates and memory of one accelerator.
@@ -40,6 +97,7 @@ class Device:
         peak_flops: FLOP/s: one number for every dtype, or a mapping from dtype names (`"bfloat16"`, `"float32"`).
         memory_bytes: Bytes of memory.
         memory_bytes_per_second: Rate of reading or writing it.
+        achieved: What its kernels reach of these rates.
 
     Raises:
         ClusterError: A rate or size is no positive number.
@@ -49,6 +107,7 @@ class Device:
     peak_flops: float | Mapping[str, float] = 1e12
     memory_bytes: float = math.inf
     memory_bytes_per_second: float = math.inf
+    achieved: Achieved = Achieved()
 
     def __post_init__(self) -> None:
         for field, value in (
@@ -83,12 +142,31 @@ class Device:
             return self.peak_flops.get("float8", self.flops_per_second(jnp.bfloat16))
         return min(self.peak_flops.values())
 
+    def product_flops_per_second(self, dtypes: Sequence[Any], highest: bool = False) -> float:
+        """Peak FLOP/s of a product of operands of these dtypes, whatever it is added up in.
+
+        Args:
+            dtypes: Of the operands.
+            highest: Whether the program asks for all digits of float32; JAX multiplies those rounded unless it does, as
+                TF32 on GPUs that have it and as bfloat16 on TPUs.
+        """
+        return min(self._product_rate(jnp.dtype(dtype), highest) for dtype in dtypes)
+
+    def _product_rate(self, dtype: Any, highest: bool) -> float:
+        if not isinstance(self.peak_flops, Mapping) or dtype != jnp.float32:
+            return self.flops_per_second(dtype)
+        if highest:
+            # Six products of its parts make one where there is no rate for float32 itself.
+            return self.peak_flops.get("float32", self.flops_per_second(dtype) / 6)
+        return self.peak_flops.get("tfloat32", self.flops_per_second(dtype))
+
     def __hash__(self) -> int:
-        return hash((self.name, tuple(self._rates()), self.memory_bytes, self.memory_bytes_per_second))
+        rates = (tuple(self._rates()), self.memory_bytes, self.memory_bytes_per_second)
+        return hash((self.name, rates, self.achieved))
 
     def __reduce__(self) -> tuple[Any, ...]:
         peak = dict(self.peak_flops) if isinstance(self.peak_flops, Mapping) else self.peak_flops
-        return Device, (self.name, peak, self.memory_bytes, self.memory_bytes_per_second)
+        return Device, (self.name, peak, self.memory_bytes, self.memory_bytes_per_second, self.achieved)
 
     def __str__(self) -> str:
         return self.name

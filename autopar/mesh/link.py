@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from numbers import Real
 
@@ -14,7 +15,11 @@ class Link:
 
     Attributes:
         latency_seconds: Time before the first byte of a message arrives.
-        bytes_per_second: Rate in one direction, per device.
+        bytes_per_second: Rate in one direction, per device, that collectives reach.
+        switch_bytes_per_second: Rate at which a switch adds up what all devices send it and hands the sum out, such as
+            NVLink SHARP; 0: no switch does.
+        has_short_messages: Whether the library has protocols for short messages, of less latency and a lower rate, as NCCL.
+        groups: Where the links are no switch: (devices of a group, part of the rate that so many neighbours reach).
 
     Raises:
         ClusterError: A negative latency, or a rate that is not positive.
@@ -22,16 +27,28 @@ class Link:
 
     latency_seconds: float
     bytes_per_second: float
+    switch_bytes_per_second: float = 0.0
+    has_short_messages: bool = False
+    groups: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         numbers = isinstance(self.latency_seconds, Real) and isinstance(self.bytes_per_second, Real)
-        if not numbers or self.latency_seconds < 0 or not self.bytes_per_second > 0:
+        numbers = numbers and isinstance(self.switch_bytes_per_second, Real)
+        positive = numbers and self.bytes_per_second > 0 and self.switch_bytes_per_second >= 0
+        if not positive or self.latency_seconds < 0:
             raise ClusterError(
                 "a link needs a latency and a rate.",
                 given=f"Link({self.latency_seconds!r}, {self.bytes_per_second!r})",
                 wrong="both are numbers; the latency may not be negative, and the rate must be more than 0.",
                 do="pass Link(latency_seconds, bytes_per_second), such as Link(2e-6, 300e9).",
             )
+
+    def within(self, num_devices: int) -> Link:
+        """The link as a group of so many neighbours has it."""
+        if not self.groups:
+            return self
+        part = next((part for size, part in sorted(self.groups) if num_devices <= size), 1.0)
+        return dataclasses.replace(self, bytes_per_second=self.bytes_per_second * part, groups=())
 
     def __str__(self) -> str:
         return f"{self.bytes_per_second / 1e9:g} GB/s, {self.latency_seconds * 1e6:g} us"

@@ -113,7 +113,7 @@ def logical_mesh(cluster: Cluster, shape: tuple[int, ...]) -> LogicalMesh:
     links, inside = [], 1
     for size in reversed(shape):
         inside *= size
-        links.append(cluster.intra if cluster.devices_per_host % inside == 0 else cluster.inter)
+        links.append((cluster.intra if cluster.devices_per_host % inside == 0 else cluster.inter).within(size))
     return LogicalMesh(tuple(shape), links=tuple(reversed(links)))
 
 
@@ -144,14 +144,17 @@ def logical_meshes(cluster: Cluster, num_devices: int | None = None, max_axes: i
     found = [
         LogicalMesh(
             (*outer, *inner) or (1,),
-            links=(cluster.inter,) * len(outer) + (cluster.intra,) * max(len(inner), not outer),
+            links=(
+                *(cluster.inter.within(size) for size in outer),
+                *(cluster.intra.within(size) for size in inner or (1,) * (not outer)),
+            ),
         )
         for outer in _factorizations(hosts)
         for inner in _factorizations(inside)
         if len(outer) + len(inner) <= max_axes
     ]
     if not found:
-        found = [LogicalMesh((count,), links=(cluster.inter,))]
+        found = [LogicalMesh((count,), links=(cluster.inter.within(count),))]
     return sorted(found, key=lambda mesh: len(mesh.shape))
 
 

@@ -86,9 +86,10 @@ def _run_instruction(
     """The copies that an instruction makes; its operands wait for `earlier`."""
     match instruction:
         case Move(var, source, target, step):
-            return {(var, target): apply_step(after(copies[var, source], earlier), step, axis_sizes)}
+            array = after(copies[var, source], copies[instruction.earlier] if instruction.earlier else None)
+            return {(var, target): apply_step(after(array, earlier), step, axis_sizes)}
         case Fused(moves):
-            arrays = [copies[move.var, move.source] for move in moves]
+            arrays = [after(copies[m.var, m.source], copies[m.earlier] if m.earlier else None) for m in moves]
             arrays[0] = after(arrays[0], earlier)
             results = apply_fused(arrays, [move.step for move in moves], axis_sizes)
             return {(move.var, move.target): array for move, array in zip(moves, results, strict=True)}

@@ -56,6 +56,16 @@ def find_argument(program: Program, made: Any) -> int:
     )
 
 
+def is_argument(program: Program, number: int, made: Any) -> bool:
+    """Whether the argument of this number has the structure, shapes and dtypes of `made`."""
+    leaves, tree = jax.tree.flatten(made)
+    trees = [child for half in program.in_tree.children() for child in half.children()]
+    if number >= len(trees) or trees[number] != tree:
+        return False
+    avals = program.in_avals[slice(*argument_slices(program)[number])]
+    return all(_has_type(leaf, aval) for leaf, aval in zip(leaves, avals, strict=True))
+
+
 def _differences(paths: Sequence[str], avals: Sequence[Any], leaves: Sequence[Any]) -> Iterator[tuple[str, str]]:
     for path, aval, leaf in zip(paths, avals, leaves, strict=True):
         if not _has_type(leaf, aval):

@@ -15,6 +15,7 @@ from typing import Any
 
 from autopar.intra_op.sharded import Collective
 from autopar.mesh import LogicalMesh, Sharding
+from autopar.plan.profile import Profile
 from autopar.streams.instructions import Instruction, Run
 from autopar.streams.timeline import Timeline
 
@@ -24,9 +25,9 @@ class Cost:
     """What one step is predicted to cost.
 
     Attributes:
-        step_seconds: Compute plus communication; nothing is assumed to overlap.
-        compute_seconds: Roofline time of the operations on one device.
-        communication_seconds: Time of all collectives.
+        step_seconds: Kernels, what is exposed of collectives, and waiting.
+        compute_seconds: Time of the kernels on one device.
+        communication_seconds: Time of all collectives, hidden behind kernels or not.
         bubble_seconds: Idle time of pipeline stages; 0 without a pipeline.
         peak_bytes: Per stage, most bytes alive on one device.
         argument_bytes: Bytes of all arguments on one device.
@@ -34,6 +35,8 @@ class Cost:
         optimality_gap: (cost - proven lower bound) / cost; 0: no plan on this mesh is cheaper.
         solver_status: `"optimal"` or `"feasible"` (the time limit came first).
         planning_seconds: From trace to plan.
+        exposed_seconds: Of each of `collectives`, the seconds of a step in which it runs and no kernel does, all its times
+            together; the others are hidden.
     """
 
     step_seconds: float
@@ -46,6 +49,12 @@ class Cost:
     optimality_gap: float
     solver_status: str
     planning_seconds: float
+    exposed_seconds: tuple[float, ...] = ()
+
+    @property
+    def exposed_communication_seconds(self) -> float:
+        """Part of the step in which a device waits for collectives, on average over all devices."""
+        return max(0.0, self.step_seconds - self.compute_seconds - self.bubble_seconds)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +149,7 @@ class Decision:
         budget_bytes: What one device could use; inf: as much as it wanted.
         microbatch_semantics: `"exact"`, or `"per_microbatch"` where the user allowed it.
         parts: Into how many parts scans over layers are taken, which stages are made of; 1: there are none.
+        profile: What the step does with its time and memory.
     """
 
     name: str
@@ -159,6 +169,7 @@ class Decision:
     microbatch_semantics: str = "exact"
     parts: int = 1
     budget_bytes: float = math.inf
+    profile: Profile = field(default=Profile(), repr=False, compare=False)
     origin: Any = field(default=None, compare=False, repr=False, hash=False)
     """The planning problem in memory, for `explain`; absent in a plan read from a file until it is compiled."""
 

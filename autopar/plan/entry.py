@@ -17,6 +17,7 @@ LARGEST = 2**62
 LONGEST = 1e30
 """No number is larger, nor is a rate."""
 _T = TypeVar("_T")
+_U = TypeVar("_U")
 
 
 class DamageError(Exception):
@@ -100,6 +101,13 @@ class Entry:
         if self.value not in known:
             raise self.wrong(f"one of {', '.join(known)}")
         return self.value
+
+    def pair(self, first: Callable[[Entry], _T], second: Callable[[Entry], _U]) -> tuple[_T, _U]:
+        """A list of two."""
+        if not isinstance(self.value, list) or len(self.value) != 2:
+            raise self.wrong("a list of 2")
+        one, other = (Entry(value, f"{self.where}[{k}]") for k, value in enumerate(self.value))
+        return first(one), second(other)
 
     def items(self, read: Callable[[Entry], _T], length: int | None = None) -> tuple[_T, ...]:
         """A list, each item of it read."""

@@ -8,6 +8,7 @@ Method: everything is checked when it is read, so that damage is a `PlanFileErro
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -24,12 +25,13 @@ from autopar.mesh import Link, LogicalMesh, Sharding
 from autopar.options import SEMANTICS
 from autopar.plan.decision import Cost, Decision, Recomputed, Stage, Submesh, Value
 from autopar.plan.entry import LARGEST, DamageError, Entry, read_json
+from autopar.plan.profile import Crossing, Memory, Profile, Work
 from autopar.plan.words import ARGUMENT_ROLES
 from autopar.streams.instructions import Free, Instruction, Recv, Run, Send
 from autopar.streams.timeline import KINDS, Event, Timeline
 
 FORMAT = "autopar plan"
-VERSION = 4
+VERSION = 5
 """Raised with every change that an older reader cannot take, or that gives choices another meaning."""
 _ROLES = (*ARGUMENT_ROLES, "result", "activation")
 
@@ -117,7 +119,7 @@ def _record(plan: Decision) -> dict[str, Any]:
                 "first_device": s.submesh.first,
                 "shape": s.logical_mesh.shape,
                 "axis_names": s.logical_mesh.axis_names,
-                "links": [[l.latency_seconds, _number(l.bytes_per_second)] for l in s.logical_mesh.links],
+                "links": [_link_record(link) for link in s.logical_mesh.links],
                 "layers": s.layers,
                 "choices": s.choices,
                 "operations": s.operations,
@@ -148,6 +150,19 @@ def _record(plan: Decision) -> dict[str, Any]:
             }
             for e in plan.events.events
         ],
+        "work": [{"stage": w.stage, "kind": w.kind, "seconds": w.seconds} for w in plan.profile.work],
+        "memory": [{"mesh": m.mesh, "unit": m.unit, "curve": m.curve, "peak": m.peak} for m in plan.profile.memory],
+        "crossings": [
+            {
+                "source": c.source,
+                "target": c.target,
+                "kind": c.kind,
+                "bytes": c.bytes,
+                "messages": c.messages,
+                "largest": c.largest,
+            }
+            for c in plan.profile.crossings
+        ],
         "alternatives": [list(pair) for pair in plan.alternatives],
         "cost": {
             "step_seconds": cost.step_seconds,
@@ -159,6 +174,7 @@ def _record(plan: Decision) -> dict[str, Any]:
             "optimality_gap": _number(cost.optimality_gap),
             "solver_status": cost.solver_status,
             "planning_seconds": cost.planning_seconds,
+            "exposed_seconds": list(cost.exposed_seconds),
         },
         "collectives": [
             {
@@ -249,6 +265,7 @@ def _plan(entry: Entry) -> Decision:
         values=values,
         streams={index: tuple(stream) for index, stream in streams.items()},
         events=Timeline(entry["events"].items(lambda e: _event(e, bounds))),
+        profile=_profile(entry, bounds),
         alternatives=entry["alternatives"].items(_pair),
         choices=entry["choices"].items(Entry.count),
         fingerprints={key: fingerprints[key].text() for key in ("program", "cluster", "jax")},
@@ -314,9 +331,42 @@ def _event(entry: Entry, bounds: _Bounds) -> Event:
     )
 
 
+def _profile(entry: Entry, bounds: _Bounds) -> Profile:
+    return Profile(
+        entry["work"].items(lambda e: Work(bounds.stage(e["stage"]), e["kind"].one_of(KINDS), e["seconds"].number())),
+        entry["memory"].items(lambda e: _memory(e, bounds)),
+        entry["crossings"].items(
+            lambda e: Crossing(
+                bounds.stage(e["source"]),
+                bounds.stage(e["target"]),
+                e["kind"].one_of(("forward", "backward", "update")),
+                e["bytes"].count(),
+                e["messages"].count(1),
+                e["largest"].text(),
+            )
+        ),
+    )
+
+
+def _memory(entry: Entry, bounds: _Bounds) -> Memory:
+    curve = entry["curve"].items(lambda e: e.pair(Entry.number, Entry.count))
+    if any(later < earlier for (earlier, _), (later, _) in itertools.pairwise(curve)):
+        raise entry["curve"].wrong("a curve")
+    return Memory(
+        bounds.mesh(entry["mesh"]),
+        entry["unit"].one_of(("seconds", "operations")),
+        curve,
+        entry["peak"].items(lambda e: e.pair(Entry.text, Entry.count)),
+    )
+
+
 def _pair(entry: Entry) -> tuple[str, str]:
-    first, second = entry.items(Entry.text, 2)
-    return first, second
+    return entry.pair(Entry.text, Entry.text)
+
+
+def _link_record(link: Link) -> list[Any]:
+    rates = _number(link.bytes_per_second), _number(link.switch_bytes_per_second)
+    return [link.latency_seconds, *rates, int(link.has_short_messages)]
 
 
 def _stage(entry: Entry) -> Stage:
@@ -344,10 +394,11 @@ def _stage(entry: Entry) -> Stage:
 
 
 def _link(entry: Entry) -> Link:
-    if not isinstance(entry.value, list) or len(entry.value) != 2:
-        raise entry.wrong("a list of 2")
-    latency, rate = (Entry(value, f"{entry.where}[{k}]") for k, value in enumerate(entry.value))
-    return Link(latency.number(), rate.number(or_infinite=True))
+    if not isinstance(entry.value, list) or len(entry.value) != 4:
+        raise entry.wrong("a list of 4")
+    latency, rate, switch, short = (Entry(value, f"{entry.where}[{k}]") for k, value in enumerate(entry.value))
+    rates = rate.number(or_infinite=True), switch.number(or_infinite=True)
+    return Link(latency.number(), *rates, bool(short.count()))
 
 
 def _recomputed(entry: Entry) -> Recomputed:
@@ -415,4 +466,5 @@ def _cost(entry: Entry, collectives: tuple[Collective, ...], num_stages: int) ->
         optimality_gap=entry["optimality_gap"].number(or_infinite=True),
         solver_status=entry["solver_status"].text(),
         planning_seconds=entry["planning_seconds"].number(),
+        exposed_seconds=entry["exposed_seconds"].items(Entry.number, len(collectives)),
     )

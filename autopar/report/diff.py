@@ -32,20 +32,17 @@ def diff_text(this: Decision, other: Decision) -> str:
             wrong=f"it is of type {type(other).__name__}.",
             do="pass what step.plan(...) returns, or Plan.load(path).",
         )
-    tables = [
-        table
-        for table in (
-            _facts(this, other),
-            _values(this, other, False),
-            _values(this, other, True),
-            _collectives(this, other),
-        )
-        if table.rows or table.note
-    ]
+    tables = diff_tables(this, other)
     if not tables:
         return ""
     names = f"`{this.name}`" if this.name == other.name else f"`{this.name}` and `{other.name}`"
     return page_text(Page(f"Two plans of {names}: what differs", (), tuple(tables)))
+
+
+def diff_tables(this: Decision, other: Decision) -> list[Table]:
+    """What differs, as tables; those without a difference are left out."""
+    tables = (_facts(this, other), _values(this, other, False), _values(this, other, True), _collectives(this, other))
+    return [table for table in tables if table.rows or table.note]
 
 
 def _facts(this: Decision, other: Decision) -> Table:

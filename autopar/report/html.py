@@ -1,44 +1,116 @@
-"""A plan as a piece of HTML, for notebooks.
+"""A plan as one page of HTML: pictures, then the tables of its text.
 
-In:     the plan, a `Decision`.
-Out:    one `<div>` that needs nothing else: no scripts, no files; the same page as the text.
+In:     `Decision`, or two.
+Out:    a piece for a notebook (`plan_html`), or a whole file (`document`, `pair_document`); neither needs anything else, and
+        both can be printed.
+Method: each picture is a file of `pictures/`; a picture that has nothing to show is left out.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from html import escape
 
 from autopar.plan.decision import Decision
+from autopar.plan.words import bytes_text, count_text, seconds_text
 from autopar.report.page import Table, page_of
-
-_STYLE = """<style>
-.autopar-plan { font-family: sans-serif; font-size: 13px; }
-.autopar-plan table { border-collapse: collapse; margin: 4px 0 8px 12px; }
-.autopar-plan th, .autopar-plan td { text-align: left; padding: 1px 14px 1px 0; }
-.autopar-plan thead th { border-bottom: 1px solid currentColor; }
-.autopar-plan .number { text-align: right; }
-.autopar-plan td.code { font-family: monospace; }
-</style>"""
+from autopar.report.pictures.memory import memory_pictures
+from autopar.report.pictures.model import model_picture
+from autopar.report.pictures.tensors import tensor_table
+from autopar.report.pictures.time import time_picture
+from autopar.report.pictures.timetable import timetable_picture
+from autopar.report.style import SCRIPT, STYLE
+from autopar.report.svg import tag
 
 
 def plan_html(plan: Decision) -> str:
-    """The page of a plan as HTML."""
+    """The page of a plan, as a piece of HTML."""
     page = page_of(plan)
-    facts = "\n".join(f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in page.facts)
-    tables = "\n".join(_table(table, is_open=k == 0) for k, table in enumerate(page.tables))
-    head = f"<b>{escape(page.title)}</b>\n<table>\n{facts}\n</table>"
-    drawing = f"\n<pre>{escape(page.drawing)}</pre>" if page.drawing else ""
-    return f'{_STYLE}\n<div class="autopar-plan">\n{head}{drawing}\n{tables}\n</div>'
+    facts = tag("table", *(tag("tr", tag("th", escape(n)), tag("td", escape(t))) for n, t in page.facts))
+    tables = "\n".join(table_html(table) for table in page.tables)
+    body = [
+        tag("h1", escape(page.title)),
+        tag("p", escape(", ".join(filter(None, (plan.method, plan.machine)))), class_="soft"),
+        tag("div", *_cards(plan), class_="cards"),
+        *_pictures(plan),
+        tag("section", tag("h2", "In words"), facts, tables),
+    ]
+    return wrapped("\n".join(body))
+
+
+def wrapped(body: str) -> str:
+    """A page's body with its style and script."""
+    return f'{STYLE}\n<div class="autopar-plan">\n{body}\n</div>\n{SCRIPT}'
 
 
 def document(plan: Decision) -> str:
     """A whole HTML file."""
-    title = escape(page_of(plan).title)
-    head = f'<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{title}</title>'
-    return f"{head}\n{plan_html(plan)}\n</html>\n"
+    return whole_file(page_of(plan).title, plan_html(plan))
 
 
-def _table(table: Table, is_open: bool) -> str:
+def whole_file(title: str, body: str) -> str:
+    """A whole HTML file of a page."""
+    head = (
+        '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<title>{escape(title)}</title>'
+    )
+    return f'{head}\n<body class="autopar">\n{body}\n</body>\n</html>\n'
+
+
+def _cards(plan: Decision) -> Iterator[str]:
+    """The figures that one asks for first."""
+    cost = plan.cost
+    step = cost.step_seconds or math.inf
+    yield _card(seconds_text(cost.step_seconds), "a step, predicted")
+    yield _card(f"{cost.compute_seconds / step:.0%}", "of it computing")
+    if cost.communication_seconds:
+        yield _card(f"{cost.communication_seconds / step:.0%}", "of it in collectives")
+    if plan.schedule != "none":
+        yield _card(f"{cost.bubble_seconds / step:.0%}", "of it waiting")
+    most = max(cost.peak_bytes)
+    budget = f" of {bytes_text(plan.budget_bytes)}" if math.isfinite(plan.budget_bytes) else ""
+    yield _card(bytes_text(most), f"at the peak{budget}, each device")
+    yield _card(str(sum(s.num_devices for s in {s.submesh for s in plan.stages})), _shape(plan))
+
+
+def _shape(plan: Decision) -> str:
+    stages = f"{count_text(len(plan.stages), 'stage')}, {plan.schedule}" if plan.schedule != "none" else str(plan.mesh)
+    return f"devices, {stages}"
+
+
+def _card(figure: str, words: str) -> str:
+    return tag("div", tag("b", escape(figure)), tag("span", escape(words), class_="soft"), class_="card")
+
+
+def _pictures(plan: Decision) -> Iterator[str]:
+    for title, picture in (
+        ("Where the time goes", time_picture(plan)),
+        ("The pipeline's timetable", timetable_picture(plan.events.events, device_places(plan))),
+        ("Memory over the step", memory_pictures(plan)),
+        ("The model, and where it is cut" if len(plan.stages) > 1 else "The model", model_picture(plan)),
+        ("How each tensor lies", tensor_table(plan)),
+    ):
+        if picture:
+            yield section(title, picture)
+
+
+def section(title: str, picture: str) -> str:
+    """A picture under its title."""
+    return tag("section", tag("h2", escape(title)), picture)
+
+
+def device_places(plan: Decision) -> dict[int, str]:
+    """Per mesh, its devices in words."""
+    found = {}
+    for mesh, submesh in enumerate(dict.fromkeys(stage.submesh for stage in plan.stages)):
+        first, last = submesh.first, submesh.first + submesh.num_devices - 1
+        found[mesh] = f"device {first}" if first == last else f"devices {first}-{last}"
+    return found
+
+
+def table_html(table: Table) -> str:
+    """A table that opens."""
     head = "".join(f"<th{_class(table, k)}>{escape(name)}</th>" for k, name in enumerate(table.columns))
     body = "\n".join(
         "<tr>" + "".join(f"<td{_class(table, k)}>{escape(cell)}</td>" for k, cell in enumerate(row)) + "</tr>"
@@ -46,8 +118,8 @@ def _table(table: Table, is_open: bool) -> str:
     )
     note = f"<p>{escape(table.note)}</p>" if table.note else ""
     return (
-        f"<details{' open' if is_open else ''}><summary>{escape(table.title)} ({len(table.rows)} rows)</summary>\n"
-        f"<table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table>{note}</details>"
+        f"<details><summary>{escape(table.title)} ({count_text(len(table.rows), 'row')})</summary>\n"
+        f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>{note}</details>'
     )
 
 

@@ -61,7 +61,9 @@ def _facts(plan: Decision) -> Iterable[tuple[str, str]]:
         yield "machine", plan.machine
     if plan.schedule == "none":
         yield "mesh", mesh_text(plan.mesh)
-        idle = "(no overlap assumed)"
+        hidden = cost.communication_seconds - cost.exposed_communication_seconds
+        is_some = hidden > 1e-3 * cost.communication_seconds
+        idle = f"({seconds_text(hidden)} more hidden behind it)" if is_some else "(none of it hidden)"
     else:
         yield "pipeline", f"{_stages_text(plan)}, schedule {plan.schedule}"
         share = cost.bubble_seconds / cost.step_seconds if cost.step_seconds else 0.0
@@ -77,7 +79,7 @@ def _facts(plan: Decision) -> Iterable[tuple[str, str]]:
         "step time",
         (
             f"{seconds_text(cost.step_seconds)} predicted = {seconds_text(cost.compute_seconds)} compute + "
-            f"{seconds_text(cost.communication_seconds)} communication {idle}"
+            f"{seconds_text(cost.exposed_communication_seconds)} communication {idle}"
         ),
     )
     if plan.schedule != "none":
@@ -260,25 +262,34 @@ def _activations(plan: Decision) -> Table:
 
 def _collectives(plan: Decision) -> Table:
     totals: dict[tuple[str, tuple[str, ...], str], list[float]] = {}
-    for c in plan.cost.collectives:
-        total = totals.setdefault((c.kind, c.axes, c.operation), [0, 0, 0.0])
+    for c, exposed in zip(plan.cost.collectives, plan.cost.exposed_seconds, strict=True):
+        total = totals.setdefault((c.kind, c.axes, c.operation), [0, 0, 0.0, 0.0])
+        total[3] += exposed
         total[0] += c.times
         total[1] += c.times * c.bytes
         total[2] += c.times * collective_seconds(c.kind, c.bytes, c.axes, plan.stages[c.stage].logical_mesh)
     order = sorted(totals.items(), key=lambda item: -item[1][2])
     rows = [
-        (kind, ",".join(axes), str(times), bytes_text(num_bytes), seconds_text(seconds), operation)
-        for (kind, axes, operation), (times, num_bytes, seconds) in order
+        (
+            kind,
+            ",".join(axes),
+            str(times),
+            bytes_text(num_bytes),
+            seconds_text(seconds),
+            seconds_text(exposed),
+            operation,
+        )
+        for (kind, axes, operation), (times, num_bytes, seconds, exposed) in order
     ]
     note = "none: no device waits for another" if not rows else ""
     if len(rows) > MAX_ROWS:
-        rest = sum(seconds for _, (_, _, seconds) in order[MAX_ROWS:])
+        rest = sum(total[2] for _, total in order[MAX_ROWS:])
         note = f"and {len(rows) - MAX_ROWS} more, {seconds_text(rest)} together: plan.cost.collectives has them all"
     return Table(
         "Communication in one step",
-        ("collective", "axes", "times", "bytes", "seconds", "for"),
+        ("collective", "axes", "times", "bytes", "seconds", "exposed", "for"),
         tuple(rows[:MAX_ROWS]),
-        (2, 3, 4),
+        (2, 3, 4, 5),
         note,
     )
 

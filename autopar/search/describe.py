@@ -25,6 +25,7 @@ from autopar.report.plan import Plan
 from autopar.report.uses import describe_phase
 from autopar.search.methods import Method, method_text
 from autopar.search.one_mesh import count_of
+from autopar.search.profile import profile_of_mesh
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,9 +71,10 @@ def describe(
         (sharded.liveness.peak_bytes,),
         sharded.liveness.argument_bytes,
         sharded.collectives,
-        sharded.solution.gap,
+        sharded.gap_of(sharded.step_seconds),
         sharded.solution.status,
         seconds,
+        sharded.exposed_seconds,
     )
     return Plan(
         name=program.name,
@@ -90,6 +92,7 @@ def describe(
         fingerprints=fingerprints(step, cluster),
         machine=machine_text(cluster),
         budget_bytes=method.options().memory_budget_bytes or cluster.device.memory_bytes,
+        profile=profile_of_mesh(program, roles, sharded),
         origin=Origin(program, roles, cluster, method, sharded),
     )
 

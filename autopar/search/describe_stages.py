@@ -20,6 +20,7 @@ from autopar.plan.words import machine_text
 from autopar.report.plan import Plan
 from autopar.search.describe import role_of
 from autopar.search.methods import Method, method_text
+from autopar.search.profile import profile_of_pipeline
 from autopar.search.recompute import recomputed_by
 from autopar.streams.assemble import PipelinePlan
 from autopar.streams.clock import timeline_of
@@ -90,6 +91,7 @@ def describe_pipeline(
         parts=pipeline.cut.stacks.count,
         events=timeline_of(pipeline.streams, pipeline.simulation),
         budget_bytes=method.options().memory_budget_bytes or cluster.device.memory_bytes,
+        profile=profile_of_pipeline(pipeline.cut.program, pipeline.cut.roles, cluster, pipeline),
         origin=PipelineOrigin(program, roles, cluster, method, pipeline),
     )
 
@@ -109,27 +111,31 @@ def cost_of(pipeline: PipelinePlan, planning_seconds: float) -> Cost:
     stages, count = pipeline.stages, pipeline.cut.split.count
     num_meshes = len(pipeline.streams.instructions)
     devices = sum(s.mesh.num_devices for s in stages[:num_meshes])
-    compute = communication = 0.0
+    compute = communication = shown = 0.0
+    exposed: list[float] = []
     collectives: list[Collective] = []
     for number, stage in enumerate(stages):
         for task in stage.tasks:
             times = count if task.task.is_in_loop else 1
             share = times * stage.mesh.num_devices / devices
             communication += share * task.communication_seconds
-            compute += share * (task.seconds - task.communication_seconds)
+            shown += share * sum(task.exposed_seconds)
+            compute += share * (task.seconds - sum(task.exposed_seconds))
+            exposed += [times * e for e in task.exposed_seconds]
             collectives += [dataclasses.replace(c, times=c.times * times, stage=number) for c in task.collectives]
     seconds = pipeline.seconds
     return Cost(
         seconds,
         compute,
         communication,
-        max(0.0, seconds - compute - communication),
+        max(0.0, seconds - compute - shown),
         tuple(pipeline.simulation.peak_bytes[number % num_meshes] for number in range(len(stages))),
         max(_argument_bytes(pipeline, mesh) for mesh in range(num_meshes)),
         tuple(collectives),
-        max(s.sharded.solution.gap for s in stages),
+        max(s.sharded.gap_of(s.seconds) for s in stages),
         "optimal" if all(s.sharded.solution.status == "optimal" for s in stages) else "feasible",
         planning_seconds,
+        tuple(exposed),
     )
 
 

@@ -184,7 +184,7 @@ def _cost(stage: StagePlan, tasks: Tasks) -> LayerCost:
                 held[border.slot.kind, border.slot.key] = border.num_bytes
         if task.task.is_in_loop:
             latency = sum(c.times * collective_seconds(c.kind, 0, c.axes, stage.mesh) for c in task.collectives)
-            same = min(latency, task.communication_seconds) + task.batchless_seconds
+            same = min(latency, sum(task.exposed_seconds)) + task.batchless_seconds
             fixed += same
             work += task.seconds - same
         else:

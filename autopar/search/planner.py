@@ -17,12 +17,10 @@ from collections.abc import Callable, Iterator, Sequence
 
 from autopar.debug import dump
 from autopar.errors import (
-    AutoparError,
     BatchError,
     DeviceCountError,
     NotBuiltYetError,
 )
-from autopar.intra_op.shard import Sharded
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh, logical_mesh, logical_meshes, more_devices_text
@@ -30,8 +28,9 @@ from autopar.report.plan import Plan
 from autopar.search.describe import body_text, describe
 from autopar.search.describe_stages import describe_pipeline
 from autopar.search.followed import pipeline_behind
+from autopar.search.meshes import Searched, search_meshes, shared_seconds, untie_best
 from autopar.search.methods import Auto, DataParallel, Follow, Method, PipelineParallel, ShardParallel, ThreeD
-from autopar.search.one_mesh import count_of, in_microbatches, shard_on
+from autopar.search.one_mesh import count_of, in_microbatches
 from autopar.search.pins import find_pins
 from autopar.search.pipeline import PipelinePlan
 from autopar.search.stage_planner import pipeline_of
@@ -41,9 +40,6 @@ Report = Callable[[str], None]
 WORTH_STAGES, WORTH_SECONDS = 0.1, 1e-2
 """Within one host, stages are tried if this part of the best plan without them, and so many seconds, can be won: less is
 eaten up by their bubble, and to search for it takes many steps' time."""
-
-THIRD_AXIS = 5e-3
-"""A large problem on a mesh of three axes is solved if it may win so much over fewer: it takes many times as long as those."""
 
 
 @contextlib.contextmanager
@@ -89,52 +85,34 @@ def make_plan(
         pipeline = pipeline_behind(program, roles, cluster, method, report)
         return _plan_of_pipeline(program, roles, cluster, method, pipeline, started, ())
     step, program = program, in_microbatches(program, roles, count_of(method), method.options().microbatch_semantics)
-    results: list[tuple[LogicalMesh, Sharded]] = []
-    tried: list[tuple[str, str]] = []
-    failure: AutoparError | None = None
     meshes = candidate_meshes(cluster, method)
     searches = isinstance(method, Auto) and cluster.hosts > 1
     if searches:
         # Stages are there to take what a third axis would, at a fraction of the time it takes to plan that.
         meshes = [mesh for mesh in meshes if len(mesh.shape) <= 2] or meshes
-    for mesh in meshes:
-        report(f"sharding {program.name} on mesh {mesh}")
-        try:
-            # Data parallelism over all axes is the same on every mesh: compared with once.
-            beat = min((sharded.solution.objective for _, sharded in results), default=math.inf)
-            beat *= 1 - THIRD_AXIS if len(mesh.shape) > 2 else 1
-            sharded = shard_on(program, roles, cluster, method, mesh, compare=not results, beat=beat)
-            if sharded.solution.status == "beaten":
-                tried.append((str(mesh), f"at least {sharded.solution.bound:.3e} s"))
-                continue
-            results.append((mesh, sharded))
-            tried.append((str(mesh), f"{sharded.step_seconds:.3e} s"))
-        except AutoparError as error:
-            failure = error
-            tried.append((str(mesh), error.summary))
-    if searches or (isinstance(method, Auto) and _can_gain(results)):
+    searched = search_meshes(program, roles, cluster, method, meshes, report)
+    tried = searched.tried
+    if searches or (isinstance(method, Auto) and _can_gain(searched)):
         found, outcomes = search_pipelines(step, roles, cluster, method.options(), report)
-        tried += outcomes
-        least = min((sharded.step_seconds for _, sharded in results), default=math.inf)
+        tried = [*tried, *outcomes]
+        least = min((sharded.step_seconds for _, sharded in searched.results), default=math.inf)
         if found is not None and found.seconds < least:
             return _plan_of_pipeline(step, roles, cluster, method, found, started, tried)
-    if not results:
-        assert failure is not None, "there is always one mesh to try"
-        raise failure
-    mesh, best = min(results, key=lambda pair: (pair[1].step_seconds, len(pair[0].shape)))
+    if not searched.results:
+        assert searched.failure is not None, "there is always one mesh to try"
+        raise searched.failure
+    mesh, best = untie_best(program, roles, cluster, method, searched)
     dump("sharded", body_text(best.body))
     plan = describe(step, program, roles, cluster, method, mesh, best, time.perf_counter() - started)
     return dataclasses.replace(plan, alternatives=tuple(pair for pair in tried if pair[0] != str(mesh)))
 
 
-def _can_gain(results: Sequence[tuple[LogicalMesh, Sharded]]) -> bool:
+def _can_gain(searched: Searched) -> bool:
     """Whether stages can be worth their bubble: nothing else fits, or the best that does falls short of even shares."""
-    if not results:
+    if not searched.results:
         return True
-    best = min((sharded for _, sharded in results), key=lambda sharded: sharded.step_seconds)
-    # Every operation by itself is fastest when all devices share it and no one communicates.
-    shared = sum(float(costs.min()) for costs in best.problem.costs)
-    return best.step_seconds - shared > max(WORTH_STAGES * best.step_seconds, WORTH_SECONDS)
+    _, best = searched.best
+    return best.step_seconds - shared_seconds(best) > max(WORTH_STAGES * best.step_seconds, WORTH_SECONDS)
 
 
 def _plan_of_pipeline(

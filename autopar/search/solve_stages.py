@@ -121,7 +121,7 @@ def read_choices(
     program: StageProgram, mesh: LogicalMesh, cluster: Cluster, choices: Sequence[int], like: Sharded
 ) -> Sharded:
     """A stage's joint program under given choices."""
-    graph = build_graph(program.jaxpr, mesh, program.aliases, dict(program.batch))
+    graph = build_graph(program.jaxpr, mesh, program.aliases, dict(program.batch), program.anew, program.twice)
     assert len(graph.nodes) == len(choices), "the stages are not equal"
     problem = build_problem(graph, cluster.device, like.class_of, like.allowed.masks)
     donated = [k in program.aliases.values() for k in range(len(program.jaxpr.invars))]
@@ -138,7 +138,7 @@ def given_choices(
     Raises:
         AssertionError: They are not choices of this program.
     """
-    graph = build_graph(program.jaxpr, mesh, program.aliases, dict(program.batch))
+    graph = build_graph(program.jaxpr, mesh, program.aliases, dict(program.batch), program.anew, program.twice)
     fitting = len(graph.nodes) == len(choices) and all(
         k < node.num_choices for k, node in zip(choices, graph.nodes, strict=True)
     )

@@ -106,8 +106,9 @@ def simulate_streams(
     stages: Sequence[StagePlan],
     first_device: Sequence[int],
     cluster: Cluster,
+    watched: bool = False,
 ) -> Simulation:
-    """The streams on the clock of the cost model."""
+    """The streams on the clock of the cost model; `watched` as of `simulate`."""
 
     def message_seconds(mesh: int, send: Send) -> float:
         link = link_between(first_device, stages, mesh, send.peer, cluster)
@@ -125,6 +126,7 @@ def simulate_streams(
         lambda run: streams.programs[run.program].working_bytes,
         held,
         lambda run: [run.inputs[k] for k in streams.overwritten[run.program]],
+        watched,
     )
 
 
@@ -207,12 +209,15 @@ def _events(streams: Streams, mesh: int, instruction: Instruction, start: float,
     """An instruction's bar; of one that takes no time, none."""
     match instruction:
         case Run(program, stage, microbatch):
-            kind = streams.programs[program].task.kind
-            if kind == "W" and f"stage{stage}/B" not in streams.programs:
-                kind = "B"  # nothing is handed back: its weights' gradients are its whole backward pass
+            kind = kind_of(streams, stage, streams.programs[program].task.kind)
             return [Event(program, kind, stage, microbatch, mesh, start, end)]
         case Send(buffers, peer):
             first = streams.buffers[buffers[0]] if buffers else None
             stage, microbatch = (first.stage, max(first.microbatch, 0)) if first else (mesh, 0)
             return [Event(f"to mesh {peer}", "transfer", stage, microbatch, mesh, start, end)]
     return []
+
+
+def kind_of(streams: Streams, stage: int, kind: str) -> str:
+    """What a task is to people: where a stage hands nothing back, its weights' gradients are its whole backward pass."""
+    return "B" if kind == "W" and f"stage{stage}/B" not in streams.programs else kind

@@ -11,7 +11,7 @@ Method: each mesh does its instructions in order; a run takes its time, sending 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.streams.instructions import BufferId, Free, Instruction, MeshId, Recv, Run, Send
 
@@ -42,12 +42,31 @@ class Simulation:
         intervals: Runs and messages, by start.
         peak_bytes: Per mesh, most bytes on one device.
         busy_seconds: Per mesh, time spent in runs.
+        watch: Per mesh, its memory over the step, where it was watched.
     """
 
     seconds: float
     intervals: tuple[Interval, ...]
     peak_bytes: Mapping[MeshId, int]
     busy_seconds: Mapping[MeshId, float]
+    watch: Mapping[MeshId, Watch] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class Watch:
+    """The memory of a mesh while a step goes on.
+
+    Attributes:
+        levels: (time, bytes of buffers from then on).
+        runs: (start, end, bytes at most), of each run.
+        fullest: Buffers alive at the peak.
+        working_bytes: What is there besides them at the peak.
+    """
+
+    levels: list[tuple[float, int]] = field(default_factory=list)
+    runs: list[tuple[float, float, int]] = field(default_factory=list)
+    fullest: tuple[BufferId, ...] = ()
+    working_bytes: int = 0
 
 
 def simulate(
@@ -58,6 +77,7 @@ def simulate(
     working_bytes: Callable[[Run], int],
     held: Mapping[MeshId, Sequence[BufferId]] | None = None,
     overwritten: Callable[[Run], Sequence[BufferId]] = lambda run: (),
+    watched: bool = False,
 ) -> Simulation:
     """Run the streams on a clock.
 
@@ -69,19 +89,21 @@ def simulate(
         working_bytes: Bytes that a run needs at most, its operands left out.
         held: Per mesh, buffers that are there when the step begins.
         overwritten: Operands of a run whose memory its results take.
+        watched: Whether memory is written down over the whole step, and what it holds at its peak.
 
     Raises:
         AssertionError: The streams wait for each other.
     """
-    memory = {mesh: _Memory(buffer_bytes, (held or {}).get(mesh, ())) for mesh in streams}
+    memory = {mesh: _Memory(buffer_bytes, (held or {}).get(mesh, ()), watched) for mesh in streams}
     return _Simulator(streams, run_seconds, message_seconds, working_bytes, overwritten, memory).simulation()
 
 
 class _Memory:
     """What one mesh holds: bytes on one device, now and at most so far."""
 
-    def __init__(self, num_bytes: Sequence[int], held: Sequence[BufferId]):
+    def __init__(self, num_bytes: Sequence[int], held: Sequence[BufferId], watched: bool):
         self.num_bytes = num_bytes
+        self.watch = Watch() if watched else None
         self.alive = dict.fromkeys(held)
         self.now = self.peak = self.sum(self.alive)
         self.sent_until: dict[BufferId, float] = {}
@@ -98,6 +120,8 @@ class _Memory:
 
     def touch(self, further_bytes: int) -> None:
         """So much more is there for a moment."""
+        if self.watch is not None and self.now + further_bytes >= self.peak:
+            self.watch.fullest, self.watch.working_bytes = tuple(self.alive), further_bytes
         self.peak = max(self.peak, self.now + further_bytes)
 
     def drop(self, buffers: Iterable[BufferId]) -> None:
@@ -154,7 +178,8 @@ class _Simulator:
         seconds = max([0.0, *(i.end for i in self.intervals)])
         self.intervals.sort(key=lambda i: (i.start, i.mesh))
         peaks = {mesh: memory.peak for mesh, memory in self.memory.items()}
-        return Simulation(seconds, tuple(self.intervals), peaks, self.busy)
+        watch = {mesh: memory.watch for mesh, memory in self.memory.items() if memory.watch is not None}
+        return Simulation(seconds, tuple(self.intervals), peaks, self.busy, watch)
 
     def ready(self, mesh: MeshId) -> float | None:
         """When the next instruction of a mesh can begin; None: not known yet, or none is left."""
@@ -170,6 +195,8 @@ class _Simulator:
         """Carry out the next instruction of a mesh. No later one of any mesh begins before it."""
         for memory in self.memory.values():
             memory.pass_to(start)
+            if memory.watch is not None:
+                memory.watch.levels.append((start, memory.now))
         instruction = self.streams[mesh][self.at[mesh]]
         self.at[mesh] += 1
         match instruction:
@@ -188,7 +215,10 @@ class _Simulator:
         self.clock[mesh] = start + seconds
         self.busy[mesh] += seconds
         memory.drop(gone)
-        memory.touch(max(self.working_bytes(run), memory.sum(gone)))
+        working = max(self.working_bytes(run), memory.sum(gone))
+        memory.touch(working)
+        if memory.watch is not None:
+            memory.watch.runs.append((start, start + seconds, memory.now + working))
         memory.hold(run.outputs)
 
     def send(self, mesh: MeshId, start: float, send: Send) -> None:

@@ -17,9 +17,8 @@ from autopar.cost.collectives import (
     reduce_scatter_seconds,
     tree_all_reduce_seconds,
 )
-from autopar.cost.compute import compute_seconds
 from autopar.cost.transfer import transfer_seconds
-from autopar.mesh import Device, Link, LogicalMesh
+from autopar.mesh import Link, LogicalMesh
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -132,12 +131,29 @@ def test_unknown_kind():
         collective_seconds("broadcast", 1, ("x",), LogicalMesh((2,)))
 
 
-def test_roofline():
-    device = Device("d", 1e12, memory_bytes_per_second=1e9)
-    assert compute_seconds(1e12, 0, device, "float32") == 1.0
-    assert compute_seconds(1e6, 1e9, device, "float32") == 1.0
-
-
 def test_transfer():
     assert transfer_seconds(8e9, 4, 2, Link(1.0, 1e9)) == 1.0 + 4.0
     assert transfer_seconds(0, 4, 2, Link(1.0, 1e9)) == 0.0
+
+
+def test_a_switch_adds_up_faster_than_a_ring():
+    ring, switched = Link(3e-6, 360e9), Link(3e-6, 360e9, switch_bytes_per_second=274e9)
+    times = [
+        collective_seconds("all-reduce", 1e9, ("x",), LogicalMesh((8,), links=(link,))) for link in (ring, switched)
+    ]
+    assert times[1] == pytest.approx(1e9 / 274e9, rel=0.01)
+    assert times[1] < times[0]
+    for kind in ("all-gather", "reduce-scatter"):
+        assert collective_seconds(kind, 1e9, ("x",), LogicalMesh((8,), links=(ring,))) == collective_seconds(
+            kind, 1e9, ("x",), LogicalMesh((8,), links=(switched,))
+        )
+
+
+def test_short_messages_take_another_protocol():
+    plain, nccl = Link(3.4e-6, 360e9), Link(3.4e-6, 360e9, has_short_messages=True)
+
+    def seconds(num_bytes, link):
+        return collective_seconds("all-gather", num_bytes, ("x",), LogicalMesh((8,), links=(link,)))
+
+    assert seconds(1e3, nccl) < 0.5 * seconds(1e3, plain)
+    assert seconds(1e9, nccl) == seconds(1e9, plain)

@@ -1,16 +1,18 @@
 """Solvers against brute force, on small problems drawn at random."""
 
 import itertools
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 
 from autopar.errors import SolverError
+from autopar.intra_op import ilp
 from autopar.intra_op import solve as solving
 from autopar.intra_op.dual import Ascent
 from autopar.intra_op.elimination import _least_between, eliminate
 from autopar.intra_op.ilp import solve_ilp
-from autopar.intra_op.problem import MemoryRow, Problem, brute_force
+from autopar.intra_op.problem import MemoryRow, Problem, Solution, brute_force
 from autopar.intra_op.solve import solve
 
 
@@ -34,6 +36,15 @@ def draw(seed, rows=False, forbidden=0.15, nodes=(2, 7), choices=(1, 5)):
             if random.random() < 0.3
         }
         problem.rows.append(MemoryRow("row", bytes_of, 5.0 * count, pairs=pairs))
+    return problem
+
+
+def frustrated(seed, nodes=6, choices=4):
+    """Every node wants something else of every other, in few different costs: many answers cost the same."""
+    random = np.random.default_rng(seed)
+    problem = Problem([np.ones(choices) for _ in range(nodes)])
+    for u, v in itertools.combinations(range(nodes), 2):
+        problem.add_edge(u, v, random.integers(0, 3, (choices, choices)).astype(float))
     return problem
 
 
@@ -124,8 +135,55 @@ def test_large_cores_are_solved_on_promising_choices(monkeypatch):
             assert found.objective == pytest.approx(wanted.objective)
 
 
-def test_same_problem_same_choices():
-    assert solve(draw(3)).choices == solve(draw(3)).choices
+@pytest.mark.parametrize("solver", ["highs", "cbc"])
+def test_equal_problems_have_equal_choices(solver):
+    """Of answers that cost the same one is taken, in whatever order the problem was put together."""
+    differ = 0
+    for seed in range(6):
+        problem = frustrated(seed)
+        turned = Problem(list(problem.costs), dict(reversed(problem.edges.items())))
+        found = [solve_ilp(p, solver) for p in (problem, turned)]
+        least = brute_force(problem)
+        assert found[0].choices == found[1].choices, seed
+        assert found[0].objective == pytest.approx(least.objective), "and it is a least one"
+        differ += found[0].choices != least.choices
+    assert differ, "there is more than one"
+
+
+def test_choices_do_not_depend_on_the_order_of_variables(monkeypatch):
+    """As when a solver's search goes another way: it finds the same answer."""
+    for seed in range(4):
+        problem = frustrated(seed)
+        order = np.random.default_rng(seed).permutation(len(problem.costs)).tolist()
+        place = np.argsort(order)
+        found = solve_ilp(problem).choices
+        costs = ilp._without_ties(problem, ilp._about(problem))
+        turned = Problem([problem.costs[n] for n in order])
+        for (u, v), matrix in problem.edges.items():
+            turned.add_edge(int(place[u]), int(place[v]), matrix)
+        with monkeypatch.context() as patch:
+            patch.setattr(ilp, "_without_ties", Mock(return_value=[costs[n] for n in order]))
+            other = solve_ilp(turned).choices
+        assert tuple(other[place[n]] for n in range(len(order))) == found
+
+
+def test_optimal_is_said_of_what_is_proved():
+    """A rough answer is feasible, with its gap, whatever the solver calls it."""
+    rough = 0
+    for seed in range(12):
+        found, least = solve_ilp(frustrated(seed), gap=0.3), brute_force(frustrated(seed)).objective
+        assert found.bound <= least * (1 + 1e-9)
+        assert (found.status == "optimal") == (found.gap == 0)
+        assert found.status == "feasible" or found.objective == pytest.approx(least)
+        rough += found.status == "feasible"
+    assert rough
+
+
+def test_another_problems_bound_is_kept():
+    """An answer under further restrictions is as far from the bound as it is, and optimal only where it meets it."""
+    found = Solution((0,), 2.0, 2.0, "optimal", "any")
+    assert found.bounded(1.5).status == "feasible" and found.bounded(1.5).gap == 0.25
+    assert found.bounded(2.0).status == "optimal" and found.bounded(3.0).gap == 0.0
 
 
 def test_time_is_up():
@@ -162,6 +220,7 @@ def test_folding_takes_the_first_of_the_least():
     random = np.random.default_rng(0)
     for _ in range(20):
         left, right = (random.integers(0, 4, (count, 5)).astype(float) for count in (3, 4))
-        least, first = _least_between(left, right)
-        table = left[:, None, :] + right[None, :, :]
+        cost = random.integers(0, 4, 5).astype(float)
+        least, first = _least_between(left, right, cost)
+        table = left[:, None, :] + right[None, :, :] + cost
         assert (least == table.min(axis=2)).all() and (first == table.argmin(axis=2)).all()

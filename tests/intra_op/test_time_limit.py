@@ -15,7 +15,7 @@ from autopar.intra_op import time_limit
 from autopar.intra_op.problem import Solution, brute_force
 from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit
-from tests.intra_op.test_solve import draw
+from tests.intra_op.test_solve import draw, frustrated
 from tests.small_mlp import train_step
 from tests.sweep import QUICK, SLOW
 
@@ -35,8 +35,8 @@ def limits(monkeypatch):
 
 
 def hard(seed):
-    """A problem that elimination does not solve."""
-    return draw(seed, forbidden=0.0, nodes=(7, 8), choices=(4, 6))
+    """A problem that neither elimination nor message passing solves: its linear relaxation costs less than any answer."""
+    return frustrated(seed)
 
 
 def test_what_is_left_is_for_the_next(limits):
@@ -78,11 +78,14 @@ def test_what_the_solver_had_no_time_for_message_passing_finds(monkeypatch, answ
         return Solution(worst, problem.cost(worst), 0.0, "feasible", solver)
 
     monkeypatch.setattr(solving, "solve_ilp", solve_ilp)
+    feasible = 0
     for seed in range(10):
         problem = hard(seed)
         found, least = solve(problem), brute_force(problem)
-        assert found.status == "feasible" and found.objective <= 1.5 * least.objective
-        assert 0 < found.bound <= least.objective + 1e-9
+        assert found.objective <= 1.5 * least.objective and 0 < found.bound <= least.objective + 1e-9
+        assert found.status == "feasible" or found.objective == pytest.approx(least.objective)
+        feasible += found.status == "feasible"
+    assert feasible > 5
 
 
 def test_known_plans_share_the_limit(limits, monkeypatch):

@@ -62,6 +62,12 @@ def test_of_unreadable(text, wrong):
         ("TPU v5 lite", "TPU v5e"),
         ("AMD Instinct MI300X", "MI300X"),
         ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA H100 PCIe", "H100-PCIe"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
+        ("NVIDIA A100 80GB PCIe", "A100-80GB"),
+        ("h100-500w", "H100-500W"),
     ],
 )
 def test_names_as_jax_reports_them(kind, name):
@@ -69,7 +75,7 @@ def test_names_as_jax_reports_them(kind, name):
 
 
 def test_catalog():
-    assert len(MODELS) == 14
+    assert len(MODELS) == 19
     for model in MODELS.values():
         device = model.device
         assert model.source
@@ -179,3 +185,12 @@ def test_sharding():
     assert str(sharding) == "[xy, -]"
     assert str(Sharding(((), ("y",)), ("x",))) == "[-, y] partial x"
     assert sharding.partition_spec() == jax.sharding.PartitionSpec(("x", "y"), None)
+
+
+def test_neighbours_of_a_hybrid_cube_have_a_part_of_its_links():
+    cluster = Cluster.of("1x8 v100")
+    whole, pair, four = (logical_mesh(cluster, shape).links[-1].bytes_per_second for shape in ((8,), (4, 2), (2, 4)))
+    assert pair == pytest.approx(whole / 3)
+    assert four == pytest.approx(2 * whole / 3)
+    switched = Cluster.of("1x8 a100")
+    assert {link for shape in ((8,), (4, 2)) for link in logical_mesh(switched, shape).links} == {switched.intra}

@@ -63,8 +63,8 @@ def test_a_loaded_plan_runs(file, make_step, types):
         ('{"format": "autopar plan", "version": 2,', "not whole JSON"),
         ("[1, 2]", "no plan"),
         ('{"version": 2}', "no plan"),
-        ('{"format": "autopar plan", "version": 99}', "version 99; this autopar reads version 4"),
-        ('{"format": "autopar plan", "version": 4}', '"stages" is missing'),
+        ('{"format": "autopar plan", "version": 99}', "version 99; this autopar reads version 5"),
+        ('{"format": "autopar plan", "version": 5}', '"stages" is missing'),
         ("\x00\x01", "not whole JSON"),
     ],
 )
@@ -140,7 +140,7 @@ def test_every_entry_is_checked(file):
         (lambda r: r["choices"].pop(), "choices for"),
         (lambda r: r["choices"].__setitem__(0, 10**6), "out of range"),
         (lambda r: r["choices"].__setitem__(0, (r["choices"][0] + 1) % 2), "edited|fit no program"),
-        (lambda r: r["collectives"].pop(), "other collectives"),
+        (lambda r: (r["collectives"].pop(), r["cost"]["exposed_seconds"].pop()), "other collectives"),
     ],
 )
 def test_choices_of_another_program(file, make_step, types, change, wrong):

@@ -45,7 +45,8 @@ def test_long_tables_show_their_largest_rows(plan):
 def test_html_is_escaped_and_whole(plan):
     html = dataclasses.replace(plan, name="<step>")._repr_html_()
     assert "&lt;step&gt;" in html and "<step>" not in html
-    assert html.count("<table>") == html.count("</table>") == 4 and "all-" in html
+    assert html.count("<table") == html.count("</table>") and "all-" in html
+    assert not re.search("(src|href)=|@import|url\\(", html), "nothing is loaded from elsewhere"
 
 
 def test_what_is_too_small_to_split_says_so(plan, make_step, types):
@@ -58,7 +59,7 @@ def test_html_holds_the_timetable(plan):
     pipeline = dataclasses.replace(
         plan, schedule="gpipe", events=Timeline((Event("stage0/F", "F", 0, 3, 0, 0.0, 1.0),))
     )
-    assert "F3=" in pipeline._repr_html_() and "F3=" in str(pipeline)
+    assert "forward of microbatch 3" in pipeline._repr_html_() and "F3=" in str(pipeline)
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,7 @@ def _result_path(path: tuple[Any, ...], tree: Any, names: Sequence[str]) -> str:
     """Path of a leaf of the result; a new array of an object has that of the argument."""
     updated = objects_in(tree).updated
     if is_of_objects(tree):
-        first, *path = path
+        first, path = path[0], path[1:]
         if first.idx < len(updated):
             return "/".join((names[updated[first.idx]], *map(key_text, path)))
     return "/".join(("result", *map(key_text, path)))

@@ -126,8 +126,8 @@ class Listener:
                     is_stranger = False
                     self._num_strangers -= 1
                 while True:
-                    head = _HEAD.unpack(_read(connection, _HEAD.size).data)
-                    self._put(*head[:3], _tiles(connection, head[3]))
+                    step, message, source, count = _HEAD.unpack(_read(connection, _HEAD.size).data)
+                    self._put(step, message, source, _tiles(connection, count))
         finally:
             self._forget(connection, was_stranger=is_stranger)
 

@@ -1,10 +1,10 @@
 """`autopar.fit`: a training loop that survives: it saves as it goes, and goes on where it was.
 
-In:     a step, the state to begin with, the batches; a directory for checkpoints.
+In:     a step, the state to begin with, the batches; a directory for checkpoints; what is to be measured and told.
 Out:    the state after the last step, and what each step returned besides.
-Method: checkpoint n is the state after n steps, and step n takes batch n: the number is all there is to remember. When
-        a part of the machine fails, the step is planned anew for what is left, and the newest whole checkpoint is read
-        straight to where that plan wants it.
+Method: checkpoint n is the state after n steps, and step n takes batch n: the number is all there is to remember, and where
+        a loader is that knows its place. When a part of the machine fails, the step is planned anew for what is left, and
+        the newest whole checkpoint is read straight to where that plan wants it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any, Literal
 
@@ -21,12 +21,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar._jax import is_key
-from autopar.batches import Batches, EndOfBatches, Source
-from autopar.checkpoint.folder import steps
+from autopar.checkpoint.folder import read_note, steps
 from autopar.checkpoint.owner import hold
 from autopar.checkpoint.restore import find_checkpoint, read_state
-from autopar.checkpoint.save import Saving, save
+from autopar.checkpoint.save import Saving, begin_save
 from autopar.errors import AutoparError, CheckpointError, NodeLostError, StructureChangedError, WorkerError, warn
+from autopar.fit.batches import Batches, EndOfBatches, Source
+from autopar.fit.evaluate import Evaluation
+from autopar.fit.prefetch import placed_for
+from autopar.fit.progress import Bar
+from autopar.fit.remainder import Remainder, check_remainder
+from autopar.fit.reports import Reports
+from autopar.loggers import Logger
 from autopar.mesh import Cluster
 
 BACK_OFF_SECONDS, MOST_SECONDS = 1.0, 60.0
@@ -46,8 +52,16 @@ def fit(
     cluster: Callable[[], Cluster] | None = None,
     max_failures: int = 3,
     on_step: Callable[[int, Any], None] | None = None,
+    eval_step: Callable[..., Any] | None = None,
+    eval_batches: Source | None = None,
+    eval_every: int | None = None,
+    loggers: Logger | Sequence[Logger] = (),
+    log_every: int = 1,
+    progress: bool | None = None,
+    prefetch: int = 1,
+    remainder: Remainder = "keep",
 ) -> tuple[Any, dict[int, Any]]:
-    """Run a step over batches; save, and resume.
+    """Run a step over batches; save, and resume; measure, and tell.
 
     Called again with the same directory, also after the process was killed, it goes on from the newest whole
     checkpoint, and every step gives what it would have given without the break.
@@ -56,8 +70,10 @@ def fit(
         step: `step(state, batch)` returns the new state, or a tuple of it and metrics. Made by `parallelize`; any other
             function will do, but cannot be planned anew.
         state: To begin with; not used if there is a checkpoint.
-        batches: A list or dataset, whose first n batches are dropped when the run resumes after n steps; or a function
-            from n to an iterator over the batches from there on. Must be the same each time.
+        batches: A list or dataset, whose first n batches are dropped when the run resumes after n steps; a loader that
+            knows its position (`state_dict` and `load_state_dict`, as torchdata's, or `get_state` and `set_state`, as
+            grain's), which is saved with each checkpoint; or a function from n to an iterator over the batches from
+            there on. Must be the same each time. Tensors of torch and TensorFlow become NumPy arrays.
         num_steps: How many steps in all, those before a break counted; None: until the batches end.
         checkpoint_dir: Where checkpoints are and go; None: none are.
         save_every: Steps between checkpoints; there is one of the beginning and one of the end too.
@@ -68,6 +84,20 @@ def fit(
         max_failures: Failures in a row, without a new checkpoint between them, that are mended; the next is passed on. One
             while another is being mended counts too.
         on_step: Called after each step with its number, from 0, and its metrics, perhaps still being computed.
+        eval_step: `eval_step(state, batch)` returns metrics, and leaves the state as it is; a step made by
+            `autopar.follow(..., step)` takes it where it lies, also after a failure. Its scalars are averaged over the
+            eval batches, each weighed by its rows, or by the sum of its array `mask`, if it has one.
+        eval_batches: As `batches`, but no iterator: they are gone through again each time.
+        eval_every: Steps between evaluations; None: `save_every`. There is one at the end, too.
+        loggers: Functions of the number of steps done and a dict of floats: the scalars that the last of these steps
+            returned, its time and rate, and `eval/...`. `autopar.loggers` has some.
+        log_every: Steps between calls of the loggers.
+        progress: Show a bar, or lines where stderr is no terminal; None: only on a terminal.
+        prefetch: How many batches to draw ahead and begin to move to the devices while they work.
+        remainder: What becomes of a batch with fewer rows than the first. `"keep"`: the step is planned for it, too.
+            `"drop"`: it is left out; one in the middle, too, but for a function's, where it is the last. `"pad"`: its
+            last row is repeated, and its array `mask` is 0 there: the same as without, if the step weighs by the mask.
+            `"error"`: it is refused.
 
     Returns:
         The state, and the metrics of each step that ran here, by its number, as NumPy arrays.
@@ -79,8 +109,13 @@ def fit(
         WorkerError: The machine failed, and that was not to be mended.
         NodeLostError: The same, before the workers had started.
     """
-    _check_settings(on_failure, save_every, keep)
-    run = _Run(step, state, Batches(batches), checkpoint_dir, save_every, keep, num_steps, on_step)
+    _check_settings(on_failure, save_every=save_every, keep=keep, eval_every=eval_every, log_every=log_every)
+    check_remainder(remainder)
+    feed = Batches(batches, stop=num_steps, remainder=remainder, every=save_every)
+    bar = Bar(getattr(step, "__name__", "fit"), num_steps, progress)
+    reports = Reports([loggers] if callable(loggers) else list(loggers), log_every, bar)
+    evaluation = _evaluation(eval_step, eval_batches, eval_every or save_every, remainder)
+    run = _Run(step, state, feed, checkpoint_dir, save_every, keep, on_step, evaluation, reports, prefetch)
     with hold(checkpoint_dir) if checkpoint_dir is not None else contextlib.nullcontext():
         return _survive(run, state, on_failure, cluster, max_failures)
 
@@ -95,7 +130,7 @@ def _survive(
             try:
                 if failed:
                     _back_off(failures)
-                    run.step = run.step.replan(cluster() if cluster is not None else None)
+                    run.replan(cluster() if cluster is not None else None)
                 run.resume(state)
                 if failed:
                     warn(f"{failed}\nGoing on from step {run.number}.")
@@ -113,6 +148,7 @@ def _survive(
                     raise
                 failed = f"{failed}\nGoing on failed: {error}" if failed else f"step {run.number} failed: {error}"
     except BaseException as error:
+        run.reports.ended(failed=True)
         try:
             run.settle()
         except AutoparError as second:
@@ -120,7 +156,7 @@ def _survive(
         raise
 
 
-def _check_settings(on_failure: Any, save_every: Any, keep: Any) -> None:
+def _check_settings(on_failure: Any, **counts: Any) -> None:
     if on_failure not in ("replan", "raise"):
         raise AutoparError(
             "fit does not know what to do on a failure.",
@@ -128,14 +164,27 @@ def _check_settings(on_failure: Any, save_every: Any, keep: Any) -> None:
             wrong="it is neither 'replan' nor 'raise'.",
             do="leave it out to plan anew for what is left, or pass 'raise'.",
         )
-    for name, value in (("save_every", save_every), ("keep", keep)):
-        if not (isinstance(value, Integral) and int(value) >= 1) and not (name == "keep" and value is None):
+    for name, value in counts.items():
+        may_be_none = name in ("keep", "eval_every")
+        if not (isinstance(value, Integral) and int(value) >= 1) and not (may_be_none and value is None):
             raise AutoparError(
                 f"`{name}` must be a whole number, 1 or more.",
                 given=f"fit({name}={value!r})",
-                wrong="there is no such number of " + ("steps." if name == "save_every" else "checkpoints."),
+                wrong="there is no such number of " + ("checkpoints." if name == "keep" else "steps."),
                 do="pass such a number, or leave it out. Without checkpoint_dir nothing is saved.",
             )
+
+
+def _evaluation(step: Any, batches: Any, every: int, remainder: str) -> Evaluation | None:
+    if (step is None) != (batches is None):
+        missing = "eval_step" if step is None else "eval_batches"
+        raise AutoparError(
+            "there is nothing to evaluate with.",
+            given="fit(eval_batches=...)" if step is None else "fit(eval_step=...)",
+            wrong=f"without {missing} it has no meaning.",
+            do=f"pass {missing}, too.",
+        )
+    return None if step is None else Evaluation(step, batches, every, remainder)
 
 
 def _back_off(failures: int) -> None:
@@ -159,58 +208,89 @@ class _Run:
         directory: str | os.PathLike | None,
         save_every: int,
         keep: int | None,
-        num_steps: int | None,
         on_step: Callable[[int, Any], None] | None,
+        evaluation: Evaluation | None,
+        reports: Reports,
+        prefetch: int,
     ):
         self.step: Any = step
         self.batches, self.directory = batches, directory
-        self.save_every, self.keep, self.num_steps, self.on_step = save_every, keep, num_steps, on_step
+        self.save_every, self.keep, self.on_step = save_every, keep, on_step
+        self.evaluation, self.reports, self.prefetch = evaluation, reports, prefetch
         self.state: Any = None
         self.number = 0
         self.metrics: dict[int, Any] = {}
         self._like = jax.tree.map(_type_of, state)
         self._saving: Saving | None = None
         self._saved = -1
+        self._came = 0
         self._has_begun = False
         self.num_saved = 0
 
+    def replan(self, cluster: Cluster | None) -> None:
+        """Plan the step anew; an eval step that follows it, too."""
+        self.step = self.step.replan(cluster)
+        if self.evaluation is not None:
+            self.evaluation.follow(self.step)
+
     def resume(self, state: Any) -> None:
         """Go to the newest whole checkpoint; if there was none when it began, to the beginning, with this state."""
+        self.reports.paused()
         if self.directory is None or (not self._has_begun and not steps(self.directory)):
             # Numbers become arrays here, as they would in the first step: else it alone would be planned for numbers.
             self.state, self.number = jax.tree.map(_as_array, state), 0
             self._save()
             self._has_begun = True
-            return
-        manifest = find_checkpoint(self.directory)
-        self.number, self._has_begun = manifest.step, True
-        compiled = None
-        if hasattr(self.step, "compiled"):
-            with contextlib.suppress(EndOfBatches):  # nothing is left to do
-                compiled = self.step.compiled(self._like, self._batch(manifest.step))
-        state = read_state(self.directory, manifest, self._like, compiled)
-        self.state = jax.tree.map(_weak_as, state, self._like)
-        self._saved = manifest.step
-        self.metrics = {number: m for number, m in self.metrics.items() if number < self.number}
+        else:
+            manifest = find_checkpoint(self.directory)
+            self.number, self._has_begun = manifest.step, True
+            note = read_note(self.directory, manifest.step)
+            self.batches.go_to(manifest.step, note.get("position"), note.get("rows"))
+            compiled = None
+            if hasattr(self.step, "compiled"):
+                with contextlib.suppress(EndOfBatches):  # nothing is left to do
+                    batch = self.batches.at(manifest.step)
+                    self.batches.put_back(manifest.step, batch)
+                    compiled = self.step.compiled(self._like, batch)
+            state = read_state(self.directory, manifest, self._like, compiled)
+            self.state = jax.tree.map(_weak_as, state, self._like)
+            self._saved = manifest.step
+            self.metrics = {number: m for number, m in self.metrics.items() if number < self.number}
+        self._came = self.number
+        self.reports.resumed(self.number)
 
     def train(self) -> None:
         """Run to the end, and wait until its checkpoint is there."""
+        first = self.number
         while True:
             try:
-                batch = self._batch(self.number)
+                batch = self.batches.at(self.number)
             except EndOfBatches:
                 break
             self.state, metrics = _parts(self.step(self.state, batch), self._like)
-            # One step may be under way while the next is dispatched, not more: XLA's CPU client would starve.
-            self._collect(self.number - 1)
             self.metrics[self.number] = metrics
+            self.reports.dispatched(self.number, batch)
+            ahead = range(self.number + 1, self.number + 1 + self.prefetch)
+            self.batches.fetch_ahead(ahead, placed_for(self.step, batch))
+            # One step may be under way while the next is dispatched, not more: XLA's CPU client would starve.
+            self._collect(self.number)
             if self.on_step is not None:
                 self.on_step(self.number, metrics)
             self.number += 1
             if self.number % self.save_every == 0:
                 self._save()
+            if self.evaluation is not None and self.evaluation.is_due(self.number):
+                self._evaluate(self.evaluation)
         self._save()
+        if self.evaluation is not None and self.number > first and not self.evaluation.is_due(self.number):
+            self._evaluate(self.evaluation)
         self.settle()
+        if self.number == first and self.directory is not None and first:
+            warn(
+                f"the run in {os.fspath(self.directory)} is finished: all its {first} steps are done, and none was done now. "
+                "Pass more batches, or a larger num_steps, to go on; another directory to begin anew."
+            )
+        self.reports.ended()
 
     def settle(self) -> None:
         """Wait for the checkpoint that is being written.
@@ -229,24 +309,31 @@ class _Run:
             self.num_saved += 1
             self.batches.forget(saving.step)
 
-    def _batch(self, number: int) -> Any:
-        if self.num_steps is not None and number >= self.num_steps:
-            raise EndOfBatches
-        return self.batches.at(number)
-
     def _save(self) -> None:
-        self._collect(self.number - 1)
+        self._collect(self.number)
         if self.directory is None or self._saved == self.number:
             return
-        self.settle()
-        # A checkpoint of this number that is there is damaged, or of steps that have been done again.
-        self._saving = save(self.directory, self.state, self.number, keep=self.keep, overwrite=True)
+        with self.reports.aside():
+            self.settle()
+            # A checkpoint of this number that is there is damaged, or of steps that have been done again.
+            note = {"position": self.batches.position(self.number), "rows": self.batches.rows}
+            self._saving = begin_save(
+                self.directory, self.state, self.number, keep=self.keep, overwrite=True, note=note
+            )
         self._saved = self.number
 
-    def _collect(self, number: int) -> None:
-        """Wait for a step, and bring its metrics to the host."""
-        if number in self.metrics:
+    def _evaluate(self, evaluation: Evaluation) -> None:
+        self._collect(self.number)
+        with self.reports.aside():
+            self.reports.measured(evaluation.measure(self.state))
+
+    def _collect(self, stop: int) -> None:
+        """Wait for the steps before this one, and bring their metrics to the host."""
+        while self._came < stop:
+            number = self._came
             self.metrics[number] = jax.tree.map(_on_host, self.metrics[number])
+            self.reports.came(number, self.metrics[number])
+            self._came += 1
 
 
 def _parts(result: Any, like: Any) -> tuple[Any, Any]:

@@ -1,0 +1,208 @@
+"""A step planned and compiled for one set of shapes.
+
+In:     a traced program, its roles and plan, the cluster; how objects among its arguments are taken apart.
+Out:    `CompiledStep`, called like the step itself.
+Method: the plan's executable takes flat arrays; around it, arguments are checked and results put into the user's pytrees.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from autopar._jax import as_key, key_data, weakly_typed, without_mesh
+from autopar.errors import PipelineError, StepError, StructureChangedError
+from autopar.frameworks import Adapter, Apart
+from autopar.ir.program import Program
+from autopar.ir.trace.state import Roles
+from autopar.mesh import Cluster
+from autopar.plan.arguments import check_arguments
+from autopar.report.plan import Plan
+from autopar.runtime.local import Executable, compile_program
+from autopar.runtime.pipeline import Pipeline
+from autopar.runtime.ray.driver.driver import RayStep
+from autopar.runtime.ray.driver.step import make_ray_step
+from autopar.search.describe_stages import PipelineOrigin
+from autopar.search.stage_planner import stage_devices
+from autopar.streams.timeline import Timeline
+
+
+class CompiledStep:
+    """A step planned and compiled for one set of shapes.
+
+    Attributes:
+        plan: The plan it carries out.
+        programs: XLA's executables by name; on a Ray cluster, what its workers compile.
+        executable: What carries the plan out.
+        functions: Of a pipeline, what its programs were compiled from, by name.
+        in_shardings: Sharding per argument leaf, in the arguments' tree `(args, kwargs)`.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        plan: Plan,
+        executable: Executable | Pipeline | RayStep,
+        adapter: Adapter | None = None,
+        static: Any = None,
+    ):
+        self.program, self.plan, self.executable = program, plan, executable
+        self._adapter, self._static = adapter, static
+        self.programs: dict[str, Any] = (
+            {program.name: executable.compiled} if isinstance(executable, Executable) else dict(executable.programs)
+        )
+        self.functions = executable.functions if isinstance(executable, Pipeline) else {}
+        self._shardings = [
+            jax.sharding.NamedSharding(sharding.mesh, program.spec_of(k, sharding.spec)) if key else sharding
+            for k, (sharding, key) in enumerate(zip(executable.in_shardings, program.key_inputs, strict=False))
+        ]
+        self.in_shardings = program.in_containers(self._shardings)
+        self._consts = (
+            executable.hold(program.consts, program.num_args)
+            if isinstance(executable, RayStep)
+            else jax.device_put(list(program.consts), list(executable.in_shardings[program.num_args :]))
+        )
+        self._has_keys = any(program.key_inputs) or any(program.key_outputs)
+        self._weak = [k for k, aval in enumerate(program.out_avals) if aval.weak_type]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one step. Static arguments are left out, as with `jax.stages.Compiled`.
+
+        Raises:
+            StructureChangedError: These are not arguments it was compiled for.
+        """
+        apart, leaves = self._arguments(args, kwargs)
+        return self._put_together(apart, self.run(leaves))
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Apart | None, list[Any]]:
+        """Objects taken apart, and flat leaves."""
+        if self._adapter is None:
+            return None, check_arguments(self.program, args, kwargs)
+        apart = self._adapter.take_apart(args, kwargs)
+        leaves = check_arguments(self.program, apart.args, apart.kwargs)
+        if apart.static != self._static:
+            raise StructureChangedError(
+                f"the objects are not those `{self.program.name}` was compiled for.",
+                given="objects with the same arrays",
+                wrong="what is no array in them (a flag, a function, who is shared with whom) has changed.",
+                do="call the step itself, which plans and compiles for new ones.",
+                path="",
+            )
+        return apart, leaves
+
+    def _put_together(self, apart: Apart | None, returned: Any) -> Any:
+        return returned if apart is None or self._adapter is None else self._adapter.put_together(apart, returned)
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the workers that would run it have ended."""
+        return isinstance(self.executable, RayStep) and self.executable.closed
+
+    def run(self, leaves: list[Any]) -> Any:
+        """Run one step on flat argument leaves; of objects, what the program returns for them."""
+        with without_mesh():
+            return self._as_returned(self._carry_out(self.executable, leaves))
+
+    def _carry_out(self, how: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
+        """What the executable makes of flat argument leaves; results that an error carries are as the step returns them."""
+        if self._has_keys:
+            leaves = self.program.flatten_inputs(leaves)[: self.program.num_args]
+        try:
+            return how([*leaves, *self._consts])
+        except StepError as error:
+            if error.results is not None:
+                error.facts["results"] = error.results = self._as_returned(error.results)
+            raise
+
+    def _as_returned(self, results: list[Any]) -> Any:
+        """Flat results in the structure that the step returns, those weakly typed that `jax.jit` returns so."""
+        for k in self._weak:
+            results[k] = _weakly_typed(results[k])
+        if self._has_keys:
+            return self.program.unflatten_outputs(results)
+        return jax.tree.unflatten(self.program.out_tree, results)
+
+    def create(self, first: int, stop: int, init: Callable[..., list[Any]], args: Sequence[Any]) -> list[Any]:
+        """Argument leaves of the step, born in their places.
+
+        Args:
+            first: The first of them.
+            stop: After the last of them.
+            init: Makes them, flat.
+            args: Arguments of `init`.
+        """
+        if isinstance(self.executable, Executable):
+            return jax.jit(init, out_shardings=self._shardings[first:stop])(*args)
+        keys = self.program.key_inputs[first:stop]
+
+        def of_integers(*args: Any) -> list[Any]:
+            return [key_data(x) if k else x for x, k in zip(init(*args), keys, strict=True)]
+
+        made = self.executable.create(of_integers, args, first, stop - first)
+        return [as_key(x, key) if key else x for x, key in zip(made, keys, strict=True)]
+
+    def measure(self, *args: Any, **kwargs: Any) -> tuple[Any, Timeline]:
+        """Run one step of a pipeline and see how long each program takes.
+
+        In one process each runs by itself, and the timeline is that of the schedule with the measured times, as
+        `plan.timeline()` is that with the predicted ones. On a Ray cluster, where meshes are processes, it is the step as
+        it was, by the clocks of the hosts: of two hosts they are aligned to within half of a call's way there and back.
+
+        Returns:
+            The step's result and the timeline.
+
+        Raises:
+            PipelineError: The plan has no stages: one program is the whole step.
+        """
+        if not isinstance(self.plan.origin, PipelineOrigin):
+            raise PipelineError(
+                "there is no timeline of a step without stages.",
+                given=f"the plan of `{self.plan.name}` by {self.plan.method}",
+                wrong="its only program is the whole step.",
+                do="time calls of the step, or plan with PipelineParallel(...).",
+                num_stages=1,
+            )
+        assert not isinstance(self.executable, Executable), "a pipeline is no single program"
+        apart, leaves = self._arguments(args, kwargs)
+        with without_mesh():
+            results, timeline = self._carry_out(self.executable.measure, leaves)
+            return self._put_together(apart, self._as_returned(results)), timeline
+
+
+def _weakly_typed(result: Any) -> Any:
+    if isinstance(result, jax.Array):
+        return weakly_typed(result)
+    result.weak_type = True  # a handle of ours
+    return result
+
+
+def compile_plan(cluster: Cluster, program: Program, roles: Roles, plan: Plan) -> Executable | Pipeline | RayStep:
+    """What carries a plan out on a cluster."""
+    if cluster.machine is not None:
+        return make_ray_step(cluster, program, roles, plan)
+    devices = cluster.devices or jax.devices()
+    if isinstance(plan.origin, PipelineOrigin):
+        return compile_pipeline(plan.origin, devices)
+    avals = [var.aval for var in program.jaxpr.invars]
+    return compile_program(
+        plan.origin.sharded.body, plan.mesh, devices, avals, roles.donated, program.name, program.in_paths
+    )
+
+
+def compile_pipeline(origin: PipelineOrigin, devices: Sequence[Any]) -> Pipeline:
+    """Compile all programs of a pipeline for real devices."""
+    pipeline = origin.pipeline
+    cut = pipeline.cut
+    return Pipeline(
+        pipeline.stages,
+        pipeline.streams,
+        stage_devices(pipeline, devices),
+        cut.program.jaxpr,
+        cut.roles,
+        cut.stacks,
+        pipeline.tasks.update.home,
+        origin.program.name,
+        cut.program.in_paths,
+    )

@@ -1,0 +1,112 @@
+"""Seconds of one kernel on one device.
+
+In:     what a kernel does (`Product`, `FusedProducts`, `Pass`), the device.
+Out:    seconds.
+Method: a kernel is launched, then it computes and moves bytes at once, and the longer of the two counts (the roofline:
+        Williams, Waterman & Patterson, CACM 2009). How fast a product computes depends on its shape: it is cut into tiles,
+        the tiles are dealt out to the cores in waves, and a wave takes the time of a tile (NVIDIA, "Matrix multiplication
+        background user's guide": tile and wave quantization). A tile is loaded while it is multiplied, which costs small
+        tiles more, and a core needs a moment to begin with one and to write it. Of the tiles that a library has, the best.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.mesh import Device
+
+SMALLEST_TILE = 32
+"""No side of a tile is shorter: fewer rows do not fill the units that multiply."""
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """Products of matrices, `[rows, depth] x [depth, columns]`, so many at once.
+
+    Attributes:
+        count: How many.
+        rows: Of the first operand and the result.
+        columns: Of the second and the result.
+        depth: What is summed over.
+        num_bytes: Read and written.
+        dtypes: Names of the operands' element types.
+        highest: Whether all digits of float32 are asked for.
+        work: FLOPs of one multiplication with its addition; complex ones have more.
+    """
+
+    count: int
+    rows: int
+    columns: int
+    depth: int
+    num_bytes: float
+    dtypes: tuple[str, ...]
+    highest: bool = False
+    work: float = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class FusedProducts:
+    """A kernel of several products whose intermediate results stay inside, or any other that computes much."""
+
+    flops: float
+    num_bytes: float
+    dtypes: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """Elementwise work and sums: bytes that go through; `launches` kernels, or parts of one."""
+
+    num_bytes: float
+    launches: float = 1.0
+
+
+Kernel = Product | FusedProducts | Pass
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def kernel_seconds(kernel: Kernel, device: Device) -> float:
+    """Time of a kernel, its launch included."""
+    reached = device.achieved
+    moving = kernel.num_bytes / (device.memory_bytes_per_second * reached.memory)
+    match kernel:
+        case Product():
+            return reached.launch_seconds + max(product_seconds(kernel, device), moving)
+        case FusedProducts(flops, _, dtypes):
+            rate = device.product_flops_per_second(dtypes) * reached.fused
+            return reached.launch_seconds + max(flops / rate, moving)
+        case Pass(_, launches):
+            return reached.launch_seconds * launches + moving
+
+
+def product_seconds(kernel: Product, device: Device) -> float:
+    """Time to multiply, the operands at hand: waves of tiles, on the tile that is best for this shape."""
+    reached = device.achieved
+    rate = device.product_flops_per_second(kernel.dtypes, kernel.highest) * reached.product
+    if not reached.cores:
+        return kernel.work * kernel.count * kernel.rows * kernel.columns * kernel.depth / rate
+    largest = reached.balance * (1 / reached.tile[0] + 1 / reached.tile[1]) / 2
+    best = math.inf
+    for rows, columns in _tiles(*reached.tile):
+        tiles = kernel.count * math.ceil(kernel.rows / rows) * math.ceil(kernel.columns / columns)
+        waves = math.ceil(tiles / reached.cores)
+        loading = (1 + reached.balance * (1 / rows + 1 / columns) / 2) / (1 + largest)
+        tile = kernel.work * rows * columns * kernel.depth * loading / (rate / reached.cores)
+        best = min(best, waves * (tile + reached.tile_seconds))
+    return best
+
+
+@functools.cache
+def _tiles(rows: int, columns: int) -> tuple[tuple[int, int], ...]:
+    """Tiles that a library has: the largest, either way round, and halves of it."""
+
+    def halves(side: int) -> Iterator[int]:
+        while side >= SMALLEST_TILE:
+            yield side
+            side //= 2
+
+    pairs = [(a, b) for a in halves(rows) for b in halves(columns)]
+    return tuple(dict.fromkeys([*pairs, *((b, a) for a, b in pairs)]))

@@ -1,0 +1,164 @@
+"""Batches by number, so that a run that begins again in the middle sees what an undisturbed one would have seen.
+
+In:     a list; anything that can be iterated over again; an iterator; or a function from a number to an iterator that
+        begins there.
+Out:    the batch of a step; before it is asked for, if it is to be fetched ahead.
+Method: a function is asked for the place, a loader that knows its position is sent back there (`positions.py`); of
+        everything else that is no list, the batches before it are drawn and dropped. An iterator cannot be begun again,
+        so what it gave is kept until no one can want it any more. Whatever is drawn ahead is drawn by the thread that
+        trains, while the devices work: a loader sees the context that the user's program has set.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from autopar.errors import CheckpointError
+from autopar.fit.positions import as_arrays, has_position, iterator_after, iterator_at, position_of
+from autopar.fit.remainder import rows_of, whole
+
+Source = Iterable[Any] | Callable[[int], Iterator[Any]]
+
+
+class EndOfBatches(Exception):
+    """There is no batch of this number."""
+
+
+class Batches:
+    """Batches by number; owns the iterator over them."""
+
+    def __init__(self, source: Source, *, stop: int | None = None, remainder: str = "keep", every: int = 1):
+        """Draws nothing.
+
+        Args:
+            source: Where they come from.
+            stop: How many are wanted; None: all.
+            remainder: What becomes of one with fewer rows than the first.
+            every: At which numbers the source is to be asked where it is.
+        """
+        self._source, self._stop, self._remainder, self._every = source, stop, remainder, every
+        self._by_index = isinstance(source, Sequence) and remainder != "drop"
+        self._once = not callable(source) and iter(source) is source and not has_position(source)
+        self._iterator: Iterator[Any] | None = None
+        self._next = 0
+        self._end: int | None = None
+        self._kept: deque[Any] = deque()
+        self._ahead: dict[int, Any] = {}
+        self._positions: dict[int, Any] = {}
+        self.rows: int | None = None
+
+    def at(self, number: int) -> Any:
+        """The batch of step `number`, counted from 0.
+
+        Raises:
+            EndOfBatches: There are not so many.
+            CheckpointError: It has been given out already, by an iterator, and is not kept any more.
+            BatchError: It has other rows than the first, and that is not wanted.
+        """
+        if number in self._ahead:
+            return self._ahead.pop(number)
+        return self._found(number)
+
+    def fetch_ahead(self, numbers: Iterable[int], place: Callable[[Any], Any]) -> None:
+        """Draw batches that will be asked for next, as far as there are any, and let `place` begin to move them."""
+        for number in numbers:
+            if number not in self._ahead:
+                try:
+                    self._ahead[number] = place(self._found(number))
+                except EndOfBatches:
+                    return
+
+    def put_back(self, number: int, batch: Any) -> None:
+        """A batch that was only looked at."""
+        self._ahead[number] = batch
+
+    def position(self, number: int) -> Any | None:
+        """Where the source is when batch `number` is the next, for `go_to`; None: it cannot tell, or has ended."""
+        if number == self._next and self._iterator is not None and self._end is None and not callable(self._source):
+            return position_of(self._source, self._iterator)
+        return self._positions.get(number)
+
+    def go_to(self, number: int, position: Any | None = None, rows: int | None = None) -> None:
+        """The next batch that is asked for is this one.
+
+        Args:
+            number: Of the batch.
+            position: Where the source was then, as `position` told; None: it did not.
+            rows: Of a whole batch; None: as many as the first that is drawn has.
+        """
+        self._ahead.clear()
+        self.rows = self.rows or rows
+        if position is not None and number != self._next and not callable(self._source):
+            iterator = iterator_at(self._source, position)
+            if iterator is not None:
+                self._iterator, self._next, self._end = iterator, number, None
+
+    def forget(self, number: int) -> None:
+        """Batches before this one will not be asked for again."""
+        while self._kept and self._next - len(self._kept) < number:
+            self._kept.popleft()
+        self._positions = {n: position for n, position in self._positions.items() if n >= number}
+
+    def _found(self, number: int) -> Any:
+        if self._stop is not None and number >= self._stop:
+            raise EndOfBatches
+        if self._by_index:
+            assert isinstance(self._source, Sequence)
+            if number >= len(self._source):
+                raise EndOfBatches
+            if self.rows is None:
+                self.rows = rows_of(self._source[0])
+            return whole(as_arrays(self._source[number]), self.rows, self._remainder, number)
+        first = self._next - len(self._kept)
+        if first <= number < self._next:
+            return self._kept[number - first]
+        if number < self._next and self._once:
+            raise CheckpointError(
+                "batches that are gone are needed again.",
+                given=f"an iterator, {self._next} batches drawn",
+                wrong=f"the run goes on from step {number}, and an iterator cannot be begun again.",
+                do="pass a list, a dataset that can be iterated over again, a loader that knows its position, or a function "
+                "from a step's number to an iterator.",
+                path="",
+            )
+        if self._iterator is None or number < self._next:
+            self._begin(number)
+        while True:
+            batch = self._draw()
+            if self._next > number:
+                return batch
+
+    def _begin(self, number: int) -> None:
+        self._end = None
+        if callable(self._source):
+            self._iterator, self._next = iter(self._source(number)), number
+        else:
+            self._iterator, self._next = iterator_after(self._source, number if self._remainder != "drop" else 0)
+
+    def _draw(self) -> Any:
+        assert self._iterator is not None
+        if self._end is not None:
+            raise EndOfBatches
+        if self._next % self._every == 0 and not callable(self._source):
+            self._positions[self._next] = position_of(self._source, self._iterator)
+        made = None
+        while made is None:
+            try:
+                batch = as_arrays(next(self._iterator))
+            except StopIteration:
+                self._end = self._next  # which is no place to go on from: a loader would begin again
+                self._positions.pop(self._next, None)
+                raise EndOfBatches from None
+            self.rows = self.rows or rows_of(batch)
+            made = whole(batch, self.rows, self._remainder, self._next)
+            if made is None and callable(
+                self._source
+            ):  # which counts it: were it left out, others would have its number
+                self._end = self._next
+                raise EndOfBatches
+        self._next += 1
+        if self._once:
+            self._kept.append(made)
+        return made

@@ -1,0 +1,64 @@
+"""The eval step over its batches: one number for each thing that it measures.
+
+In:     an eval step, its batches, a state.
+Out:    means of its scalars over the batches, by name.
+Method: each batch counts by its rows, or what its mask lets through of them: a mean over each becomes the mean over all.
+        One step at a time is under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from autopar.errors import AutoparError
+from autopar.fit.batches import Batches, EndOfBatches, Source
+from autopar.fit.remainder import weight_of
+from autopar.fit.values import scalars_of
+from autopar.follow import Following
+
+
+class Evaluation:
+    """When the state is measured, and how."""
+
+    def __init__(self, step: Callable[..., Any], batches: Source, every: int | None, remainder: str):
+        """Raises `AutoparError` if the batches can be gone through only once."""
+        if not callable(batches) and iter(batches) is batches:
+            raise AutoparError(
+                "eval batches are needed more than once.",
+                given=f"fit(eval_batches={type(batches).__name__})",
+                wrong="an iterator can be gone through only once.",
+                do="pass a list, a dataset that can be iterated over again, or a function from a number to an iterator.",
+            )
+        self._step, self._source, self._every, self._remainder = step, batches, every, remainder
+
+    def is_due(self, number: int) -> bool:
+        """Whether the state after so many steps is to be measured, besides at the end."""
+        return self._every is not None and number > 0 and number % self._every == 0
+
+    def follow(self, step: Any) -> None:
+        """The train step has been planned anew: an eval step that follows it is, too."""
+        if isinstance(self._step, Following):
+            self._step = self._step.behind(step)
+
+    def measure(self, state: Any) -> dict[str, float]:
+        """Means over all eval batches, by name."""
+        sums: dict[str, float] = {}
+        total = 0.0
+        for batch in self._batches():
+            weight = weight_of(batch)
+            total += weight
+            for name, value in scalars_of(self._step(state, batch)).items():
+                sums[name] = sums.get(name, 0.0) + weight * value
+        return {name: value / total for name, value in sums.items()}
+
+    def _batches(self) -> Iterator[Any]:
+        source = Batches(self._source, remainder=self._remainder)
+        number = 0
+        while True:
+            try:
+                batch = source.at(number)
+            except EndOfBatches:
+                return
+            yield batch
+            number += 1

@@ -1,0 +1,118 @@
+"""Where a loader is, for those that can tell and go there: so that nothing is drawn to be dropped.
+
+In:     a source of batches and the iterator over it.
+Out:    its position, as JSON; later, the iterator at that position.
+Method: `state_dict` and `load_state_dict` are those of torchdata's loaders, `get_state` and `set_state` those of grain's
+        iterators, `skip` that of tf.data's datasets, which have a place and no position. Bytes, arrays and tensors are
+        written as base64.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from autopar.errors import warn
+
+_WAYS = (("state_dict", "load_state_dict"), ("get_state", "set_state"))
+
+
+def position_of(source: Any, iterator: Iterator[Any]) -> Any | None:
+    """Where it is, to be written as JSON; None: it cannot tell, or not in what can be written."""
+    found = _holder(source, iterator)
+    if found is None:
+        return None
+    holder, (tell, _) = found
+    try:
+        return _encoded(getattr(holder, tell)())
+    except TypeError as error:
+        warn(f"the position of {type(holder).__name__} cannot be saved ({error}): a run that resumes draws and drops.")
+        return None
+
+
+def iterator_at(source: Any, position: Any) -> Iterator[Any] | None:
+    """An iterator that goes on from a position; None: the source has no such thing any more."""
+    state = _decoded(position)
+    tell, go = _WAYS[0]
+    if hasattr(source, tell) and hasattr(source, go):
+        getattr(source, go)(state)
+        return iter(source)
+    iterator = iter(source)
+    found = _holder(source, iterator)
+    if found is None:
+        return None
+    getattr(found[0], found[1][1])(state)
+    return iterator
+
+
+def has_position(source: Any) -> bool:
+    """Whether it can go back to where it was."""
+    return any(all(hasattr(source, name) for name in way) for way in _WAYS)
+
+
+def iterator_after(source: Any, number: int) -> tuple[Iterator[Any], int]:
+    """An iterator, and how many batches it has left behind: as many as asked for where the source can skip, else none."""
+    if number and type(source).__module__.partition(".")[0] == "tensorflow" and hasattr(source, "skip"):
+        return iter(source.skip(number)), number
+    return iter(source), 0
+
+
+def as_arrays(batch: Any) -> Any:
+    """Tensors of torch and TensorFlow as NumPy arrays; what else there is stays as it is."""
+    import jax
+
+    def as_array(leaf: Any) -> Any:
+        library = type(leaf).__module__.partition(".")[0]
+        return leaf.numpy() if library in ("torch", "tensorflow") and hasattr(leaf, "numpy") else leaf
+
+    return jax.tree.map(as_array, batch)
+
+
+def _holder(source: Any, iterator: Iterator[Any]) -> tuple[Any, tuple[str, str]] | None:
+    for holder in (source, iterator):
+        for way in _WAYS:
+            if all(hasattr(holder, name) for name in way):
+                return holder, way
+    return None
+
+
+def _encoded(state: Any) -> Any:
+    match state:
+        case None | bool() | int() | float() | str():
+            return state
+        case bytes():
+            return {"~": "bytes", "data": base64.b64encode(state).decode()}
+        case dict():
+            return {"~": "dict", "items": [[_encoded(key), _encoded(value)] for key, value in state.items()]}
+        case list() | tuple() if type(state) in (list, tuple):
+            return {"~": type(state).__name__, "items": [_encoded(value) for value in state]}
+        case np.ndarray() | np.generic():
+            data = base64.b64encode(np.ascontiguousarray(state).tobytes()).decode()
+            return {"~": "array", "dtype": state.dtype.str, "shape": list(state.shape), "data": data}
+    if type(state).__module__.partition(".")[0] == "torch" and hasattr(state, "numpy"):
+        return _encoded(state.numpy()) | {"~": "tensor"}
+    raise TypeError(f"it holds {type(state).__name__}")
+
+
+def _decoded(found: Any) -> Any:
+    if not isinstance(found, dict):
+        return found
+    match found["~"]:
+        case "bytes":
+            return base64.b64decode(found["data"])
+        case "dict":
+            return {_decoded(key): _decoded(value) for key, value in found["items"]}
+        case "list":
+            return [_decoded(value) for value in found["items"]]
+        case "tuple":
+            return tuple(_decoded(value) for value in found["items"])
+        case kind:
+            data = np.frombuffer(base64.b64decode(found["data"]), found["dtype"]).reshape(found["shape"]).copy()
+            if kind == "array":
+                return data
+            import torch
+
+            return torch.from_numpy(data)

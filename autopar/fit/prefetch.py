@@ -1,0 +1,62 @@
+"""Batches on their way to the devices while these still work on the one before.
+
+In:     the step, as it was last compiled; a batch of the host.
+Out:    the same batch, its arrays where the step wants them, perhaps still on the way.
+Method: a batch like the last one is put where that was wanted. What would become another type on the way, what is no NumPy
+        array, what is for workers elsewhere, and what the step takes the memory of stays as it is: the step moves it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.api import ParallelStep
+from autopar.ir.trace.state import argument_slices
+from autopar.runtime.ray.driver.step import RayStep
+
+
+def placed_for(step: Any, last: Any) -> Callable[[Any], Any]:
+    """What begins to move a batch to where the step wants it.
+
+    Args:
+        step: As `fit` was given it; only one made by `parallelize` tells.
+        last: The batch that it was called with.
+    """
+    compiled = step.latest() if isinstance(step, ParallelStep) else None
+    if compiled is None or isinstance(compiled.executable, RayStep):
+        return lambda batch: batch
+    program, tree = compiled.program, jax.tree.structure(last)
+    arguments = program.in_tree.children()[0].children()
+    if not arguments or arguments[-1] != tree:
+        return lambda batch: batch
+    first, stop = argument_slices(program)[len(arguments) - 1]
+    if any(compiled.plan.origin.roles.donated[first:stop]):  # what is put there may share memory with the user's own
+        return lambda batch: batch
+    shardings = jax.tree.leaves(compiled.in_shardings, is_leaf=lambda sharding: sharding is None)[first:stop]
+    types = [_type_of(leaf) for leaf in jax.tree.leaves(last)]
+
+    def place(batch: Any) -> Any:
+        leaves, found = jax.tree.flatten(batch)
+        if found != tree or [_type_of(leaf) for leaf in leaves] != types:
+            return batch
+        moved = [
+            k
+            for k, (leaf, sharding) in enumerate(zip(leaves, shardings, strict=True))
+            if isinstance(leaf, np.ndarray)
+            and isinstance(sharding, jax.sharding.Sharding)
+            and jax.dtypes.canonicalize_dtype(leaf.dtype) == leaf.dtype
+        ]
+        arrays = jax.device_put([leaves[k] for k in moved], [shardings[k] for k in moved])
+        for k, array in zip(moved, arrays, strict=True):
+            leaves[k] = array
+        return tree.unflatten(leaves)
+
+    return place
+
+
+def _type_of(leaf: Any) -> Any:
+    return np.shape(leaf), getattr(leaf, "dtype", type(leaf))

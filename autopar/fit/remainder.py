@@ -1,0 +1,110 @@
+"""A batch with fewer rows than the others: dropped, padded, or refused.
+
+In:     a batch, the rows of a whole one, what is wanted.
+Out:    the batch, or one of as many rows as the others have, or none.
+Method: rows are the leading dim that all arrays of a batch share. Padding repeats the last row, so that nothing in it is
+        out of the ordinary, and is false in the batch's own mask; a batch without a mask cannot be padded, for the step
+        would count the copies.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from autopar.errors import AutoparError, BatchError
+
+Remainder = Literal["keep", "drop", "pad", "error"]
+CHOICES = ("keep", "drop", "pad", "error")
+MASK = "mask"
+
+
+def check_remainder(remainder: Any) -> None:
+    """Raises `AutoparError` if there is no such choice."""
+    if remainder not in CHOICES:
+        raise AutoparError(
+            "fit does not know what to do with a partial batch.",
+            given=f"fit(remainder={remainder!r})",
+            wrong=f"it is none of {', '.join(map(repr, CHOICES))}.",
+            do="drop it, pad it (the batch needs a mask), refuse it, or leave it out to plan the step for it, too.",
+        )
+
+
+def rows_of(batch: Any) -> int | None:
+    """The leading dim of its arrays; None: they have none in common."""
+    lengths = {np.shape(leaf)[0]: None for leaf in jax.tree.leaves(batch) if np.ndim(leaf)}
+    return next(iter(lengths)) if len(lengths) == 1 else None
+
+
+def weight_of(batch: Any) -> float:
+    """What a batch counts for in a mean over several: what its mask lets through, else its rows."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if _is_mask(path):
+            return float(np.sum(leaf))
+    return float(rows_of(batch) or 1)
+
+
+def whole(batch: Any, rows: int | None, remainder: str, number: int) -> Any | None:
+    """A batch as the step is to have it.
+
+    Args:
+        batch: As it was drawn.
+        rows: Of a whole one; None: that is not known, or batches have none.
+        remainder: What becomes of one with fewer.
+        number: Of the step that it is for.
+
+    Returns:
+        The batch; None: it is left out.
+
+    Raises:
+        BatchError: It is refused, or cannot be padded.
+    """
+    found = rows_of(batch)
+    if remainder == "keep" or rows is None or found == rows:
+        return batch
+    if found is None or found > rows or remainder == "error":
+        raise BatchError(
+            "a batch has another number of rows than the first.",
+            given=f"the batch of step {number}: {_shapes(batch)}",
+            wrong=f"whole batches have {rows} rows.",
+            do='let fit leave it out, remainder="drop"; or fill it up, remainder="pad", where the batch has a mask that '
+            "the step weighs its rows by.",
+            candidates=None,
+            size=found,
+        )
+    return None if remainder == "drop" else _padded(batch, found, rows, number)
+
+
+def _padded(batch: Any, found: int, rows: int, number: int) -> Any:
+    leaves, tree = jax.tree_util.tree_flatten_with_path(batch)
+    if not any(_is_mask(path) for path, _ in leaves):
+        raise BatchError(
+            "a partial batch cannot be padded without a mask.",
+            given=f"the batch of step {number}: {_shapes(batch)}; whole ones have {rows} rows",
+            wrong=f"no array in it is named {MASK!r}, so that the step would count the rows that are made up.",
+            do=f'give every batch an array "{MASK}" of [rows, ...], true or 1 where it counts, and let the step weigh by it: '
+            'jnp.sum(losses * mask) / jnp.sum(mask). Or remainder="drop".',
+            candidates=None,
+            size=found,
+        )
+
+    def padded(path: Any, leaf: Any) -> Any:
+        if not np.ndim(leaf):
+            return leaf
+        leaf = np.asarray(leaf)
+        more = np.zeros_like(leaf[:1]) if _is_mask(path) else leaf[-1:]
+        return np.concatenate([leaf, np.repeat(more, rows - found, axis=0)])
+
+    return tree.unflatten([padded(path, leaf) for path, leaf in leaves])
+
+
+def _is_mask(path: Any) -> bool:
+    key = path[-1] if path else None
+    return MASK in (getattr(key, "key", None), getattr(key, "name", None))
+
+
+def _shapes(batch: Any) -> str:
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    return ", ".join(f"{jax.tree_util.keystr(path)} {list(np.shape(leaf))}" for path, leaf in leaves[:6])

@@ -1,0 +1,143 @@
+"""What is told of a run while it goes on: to loggers every so many steps, to people all the time.
+
+In:     each batch when its step is dispatched, each step's metrics when they have come, what was measured besides.
+Out:    calls of the loggers, each with all values of one number of steps; the bar.
+Method: rates are those since the last call: what was in the batches, by the time that has passed, that for checkpoints and
+        eval steps left out. A row waits for the next, so that what is measured at the same step is in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from autopar.fit.progress import Bar
+from autopar.fit.values import amount_of, scalars_of
+from autopar.loggers import Logger
+
+
+class Reports:
+    """Owns the bar and what has not been told yet."""
+
+    def __init__(self, loggers: Sequence[Logger], log_every: int, bar: Bar):
+        self._loggers, self._every, self._bar = loggers, log_every, bar
+        self._amounts: dict[int, tuple[int, str]] = {}
+        self._row: tuple[int, dict[str, float]] | None = None
+        self._metrics: Any = None
+        self._unit = "samples"
+        self._done, self._told, self._clock = 0, 0, _Clock()
+
+    def resumed(self, number: int) -> None:
+        """The run goes on from here."""
+        self._row, self._metrics, self._done, self._told = None, None, number, number
+        self._amounts.clear()
+        self._clock = _Clock()
+        for logger in self._loggers:
+            if hasattr(logger, "resume"):
+                logger.resume(number)
+        self._bar.go_to(number)
+
+    def dispatched(self, number: int, batch: Any) -> None:
+        """The step of this batch, counted from 0, has been handed to the devices."""
+        if self._bar.is_shown or self._loggers:
+            self._amounts[number] = amount_of(batch)
+
+    def came(self, number: int, metrics: Any) -> None:
+        """What the step of this number returned is there."""
+        self._done = number + 1
+        if not self._bar.is_shown and not self._loggers:
+            return
+        amount, unit = self._amounts.pop(number, (0, "samples"))
+        self._clock.count(amount)
+        self._metrics, self._unit = metrics, unit
+        if self._bar.is_shown:
+            self._bar.show(self._done, scalars_of(metrics), self._clock.rate(), unit)
+        if self._done % self._every == 0:
+            self._tell_step()
+
+    def measured(self, values: dict[str, float]) -> None:
+        """What the eval step says of the state after the steps that are done."""
+        named = {f"eval/{name}": value for name, value in values.items()}
+        self._tell(named)
+        self._bar.note(self._done, named)
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """The time that this takes is none of the steps'."""
+        with self._clock.stopped():
+            yield
+
+    def ended(self, failed: bool = False) -> None:
+        """Tell what is left to tell."""
+        if not failed and self._told < self._done:
+            self._tell_step()
+        self._flush()
+        for logger in self._loggers:
+            if hasattr(logger, "close"):
+                logger.close()
+        self._bar.stop(self._done, scalars_of(self._metrics), failed)
+
+    def paused(self) -> None:
+        """Something else is shown for a while: a plan in the making."""
+        self._bar.pause()
+
+    def _tell_step(self) -> None:
+        self._told = self._done
+        self._tell({**scalars_of(self._metrics), **self._clock.since_last(self._unit)})
+
+    def _tell(self, values: dict[str, float]) -> None:
+        if self._row is not None and self._row[0] == self._done:
+            self._row[1].update(values)
+            return
+        self._flush()
+        self._row = self._done, dict(values)
+
+    def _flush(self) -> None:
+        row, self._row = self._row, None
+        if row is not None:
+            for logger in self._loggers:
+                logger(*row)
+
+
+class _Clock:
+    """How much was done in how much time, since the start and since it was asked last; the first step starts it."""
+
+    def __init__(self) -> None:
+        self._begun: float | None = None
+        self._mark = (0.0, 0, 0)
+        self._steps, self._amount = 0, 0
+
+    def count(self, amount: int) -> None:
+        """A step is done; the first one, in which all is planned and compiled, does not count."""
+        if self._begun is None:
+            self._begun = time.monotonic()
+            self._mark = self._begun, 0, 0
+            return
+        self._steps += 1
+        self._amount += amount
+
+    def rate(self) -> float:
+        """Of what is counted, per second, from the start."""
+        return 0.0 if self._begun is None else self._amount / max(time.monotonic() - self._begun, 1e-9)
+
+    def since_last(self, unit: str) -> dict[str, float]:
+        """Seconds of a step, and what is counted per second, since this was asked last; nothing if nothing was counted."""
+        if self._begun is None or self._steps == self._mark[1]:
+            return {}
+        now = time.monotonic()
+        seconds, steps, amount = now - self._mark[0], self._steps - self._mark[1], self._amount - self._mark[2]
+        self._mark = now, self._steps, self._amount
+        found = {"step_seconds": seconds / steps}
+        return found | ({f"{unit}_per_second": amount / max(seconds, 1e-9)} if amount else {})
+
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """Time that does not count."""
+        begun = time.monotonic()
+        yield
+        if self._begun is not None:
+            left_out = time.monotonic() - begun
+            self._begun += left_out
+            self._mark = self._mark[0] + left_out, self._mark[1], self._mark[2]

@@ -1,0 +1,93 @@
+"""What an operation is as a kernel on one device, under each of its strategies.
+
+In:     an operation of the graph, what it pays for (`traffic.py`), the shapes that a strategy leaves to one device.
+Out:    `Kernel` (`cost/kernels.py`).
+Method: a product is told by its dimension numbers; a convolution is one over the elements under its window (the implicit
+        product of Chetlur et al., "cuDNN", 2014); what else computes much is a kernel of several products.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import jax.lax
+import numpy as np
+
+from autopar._jax import JaxprEqn
+from autopar.cost.kernels import FusedProducts, Kernel, Pass, Product
+from autopar.intra_op.graph import Node
+from autopar.intra_op.strategies import Strategy, split_fraction
+from autopar.intra_op.traffic import Traffic, is_indexing
+from autopar.ir.rules import ShardingRule
+from autopar.ir.rules.rule import num_elements
+from autopar.mesh import LogicalMesh
+
+Shape = tuple[int, ...]
+
+
+def kernel_of(node: Node, strategy: Strategy, traffic: Traffic, mesh: LogicalMesh) -> Kernel:
+    """The kernel that one device runs for an operation under a strategy."""
+    eqn = node.eqn
+    atoms, shardings = (*eqn.invars, *eqn.outvars), (*strategy.operands, *strategy.results)
+    shapes = [s.local_shape(tuple(a.aval.shape), mesh) for a, s in zip(atoms, shardings, strict=True)]
+    sizes = [num_elements(shape) * atom.aval.dtype.itemsize for shape, atom in zip(shapes, atoms, strict=True)]
+    num_bytes = sum(count * sizes[at] for count, at in zip(traffic.counts, traffic.touched, strict=True) if count)
+    if not is_contraction(node.rule) or is_indexing(node):
+        return Pass(num_bytes, traffic.launches)
+    flops = node.rule.flops * split_fraction(strategy, mesh.axis_sizes)
+    dtypes = tuple(
+        np.dtype(atom.aval.dtype).name for atom in eqn.invars if jax.dtypes.issubdtype(atom.aval.dtype, np.number)
+    )
+    match eqn.primitive.name:
+        case "dot_general":
+            return _product(eqn, shapes, flops, num_bytes, dtypes)
+        case "conv_general_dilated":
+            return _convolution(eqn, shapes, flops, num_bytes, dtypes)
+        case "ragged_dot_general" if len(shapes[0]) == 2 and len(shapes[1]) == 3:
+            groups, depth, columns = shapes[1]
+            return Product(groups, math.ceil(shapes[0][0] / groups), columns, depth, num_bytes, dtypes[:2])
+    return FusedProducts(flops, num_bytes, dtypes)
+
+
+def _product(
+    eqn: JaxprEqn, shapes: Sequence[Shape], flops: float, num_bytes: float, dtypes: tuple[str, ...]
+) -> Product:
+    (lhs_depth, rhs_depth), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
+    lhs, rhs = shapes[0], shapes[1]
+    count = math.prod(lhs[d] for d in lhs_batch)
+    depth = math.prod(lhs[d] for d in lhs_depth)
+    rows = num_elements(lhs) // max(1, count * depth)
+    columns = num_elements(rhs) // max(1, count * depth)
+    return Product(count, rows, columns, depth, num_bytes, dtypes, _is_highest(eqn), _work(eqn))
+
+
+def _convolution(
+    eqn: JaxprEqn, shapes: Sequence[Shape], flops: float, num_bytes: float, dtypes: tuple[str, ...]
+) -> Product:
+    """An image's pixels are the rows, output channels the columns, what lies under a window the depth."""
+    params = eqn.params
+    _, rhs_spec, out_spec = params["dimension_numbers"]
+    groups = max(1, min(max(params["feature_group_count"], params["batch_group_count"]), shapes[1][rhs_spec[0]]))
+    columns = max(1, shapes[1][rhs_spec[0]] // groups)
+    rows = max(1, num_elements(shapes[2]) // max(1, shapes[2][out_spec[1]]))
+    depth = max(1, round(flops / (_work(eqn) * groups * rows * columns)))
+    return Product(groups, rows, columns, depth, num_bytes, dtypes, _is_highest(eqn), _work(eqn))
+
+
+def _work(eqn: JaxprEqn) -> float:
+    return 8.0 if jax.dtypes.issubdtype(eqn.outvars[0].aval.dtype, np.complexfloating) else 2.0
+
+
+def _is_highest(eqn: JaxprEqn) -> bool:
+    """Whether all digits of float32 are asked for; by default JAX does not."""
+    precision = eqn.params.get("precision")
+    every = precision if isinstance(precision, tuple) else (precision,)
+    return any(p in (jax.lax.Precision.HIGHEST, jax.lax.DotAlgorithmPreset.F32_F32_F32) for p in every)
+
+
+def is_contraction(rule: ShardingRule) -> bool:
+    """Whether its FLOPs count: everything else is bound by memory."""
+    results = sum(num_elements([rule.sizes[f] for dim in term for f in dim]) for term in rule.results)
+    operands = sum(num_elements([rule.sizes[f] for dim in term for f in dim]) for term in rule.operands)
+    return rule.flops > 4 * (results + operands) or len([o for o in rule.operands if o]) > 1 and bool(rule.summed)

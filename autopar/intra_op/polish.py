@@ -1,0 +1,139 @@
+"""Make an assignment better where nothing was proved: large-neighbourhood search.
+
+In:     `Problem`, with memory rows or without, an assignment of it, a time limit.
+Out:    the assignment, or a better one; its bound stays.
+Method: all nodes but those of a neighbourhood stay as they are, which are then chosen anew, together and exactly;
+        neighbourhoods cover the problem, one after another, until none helps or the time is up
+        (Shaw, "Using constraint programming and local search methods to solve vehicle routing problems", CP 1998).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from autopar.intra_op.elimination import eliminate
+from autopar.intra_op.ilp import solve_ilp
+from autopar.intra_op.problem import MemoryRow, Problem, Solution
+from autopar.intra_op.time_limit import TimeLimit
+
+_SIZES = (24, 80)
+"""Nodes of a neighbourhood, in one round after the other."""
+_ROUNDS = 3
+_ENOUGH = 1e-4
+"""A round that wins less than this part of the cost is the last."""
+_MAX_PAIRS = 40_000
+"""Pairs of choices of a neighbourhood: beyond so many its nodes keep their best few choices only."""
+
+
+def polish(problem: Problem, found: Solution, limit: TimeLimit, solver: str = "highs") -> Solution:
+    """Choose neighbourhood after neighbourhood anew.
+
+    Args:
+        problem: Costs in seconds; where it has rows, `found` keeps them and so does the answer.
+        found: Where to begin.
+        limit: What solvers may use of time.
+        solver: Of what elimination leaves.
+    """
+    if not found.choices or found.objective <= found.bound:
+        return found
+    around: list[list[int]] = [[] for _ in problem.costs]
+    for u, v in problem.edges:
+        around[u].append(v)
+        around[v].append(u)
+    choices, before = list(found.choices), found.objective
+    for size in _SIZES:
+        for _ in range(_ROUNDS):
+            for free in _neighbourhoods(around, size):
+                if limit.is_spent:
+                    break
+                _choose_anew(problem, choices, free, around, limit, solver)
+            cost = problem.cost(choices)
+            if limit.is_spent or before - cost <= _ENOUGH * abs(before):
+                break
+            before = cost
+        before = problem.cost(choices)
+    cost = problem.cost(choices)
+    if not cost < found.objective:
+        return found
+    return dataclasses.replace(found, choices=tuple(choices), objective=cost, bound=min(found.bound, cost))
+
+
+def _neighbourhoods(around: Sequence[Sequence[int]], size: int) -> Iterator[list[int]]:
+    """Connected sets of about `size` nodes which together hold all."""
+    seen: set[int] = set()
+    for start in range(len(around)):
+        if start in seen:
+            continue
+        found, queue = {start: None}, [start]
+        for node in queue:
+            if len(found) >= size:
+                break
+            for other in around[node]:
+                if other not in found and len(found) < size:
+                    found[other] = None
+                    queue.append(other)
+        seen.update(found)
+        yield sorted(found)
+
+
+def _choose_anew(
+    problem: Problem,
+    choices: list[int],
+    free: Sequence[int],
+    around: Sequence[Sequence[int]],
+    limit: TimeLimit,
+    solver: str,
+) -> None:
+    """Give the nodes of `free` their best choices while the others keep theirs; `choices` is changed if that is better."""
+    number = {node: k for k, node in enumerate(free)}
+    costs, edges = [np.array(problem.costs[node], dtype=float) for node in free], {}
+    for node in free:
+        for other in around[node]:
+            u, v = (node, other) if node < other else (other, node)
+            matrix = problem.edges[u, v]
+            if other not in number:
+                costs[number[node]] += matrix[:, choices[v]] if node == u else matrix[choices[u]]
+            elif node == u:
+                edges[number[u], number[v]] = matrix
+    small = Problem(costs, edges, [_row_of(row, choices, number) for row in problem.rows])
+    now = [choices[node] for node in free]
+    if sum(matrix.size for matrix in edges.values()) > _MAX_PAIRS:
+        return
+    rows = small.rows
+    reduced = eliminate(small, range(len(free)) if rows else ())
+    position = {node: k for k, node in enumerate(reduced.kept)}
+    reduced.problem.rows.extend(row.narrowed(position, reduced.alive_of) for row in rows)
+    with limit.running() as seconds:
+        answer = solve_ilp(reduced.problem, solver, seconds)
+    if not answer.choices and reduced.kept:
+        return
+    better = reduced.expand(answer.choices)
+    if small.cost(better) < small.cost(now) * (1 - 1e-9):
+        for node, choice in zip(free, better, strict=True):
+            choices[node] = choice
+
+
+def _row_of(row: MemoryRow, choices: Sequence[int], number: dict[int, int]) -> MemoryRow:
+    """A row as the free nodes see it: what the others take is constant."""
+    constant = row.constant_bytes
+    bytes_of: dict[int, np.ndarray] = {}
+    pairs: dict[tuple[int, int], np.ndarray] = {}
+    for node, num_bytes in row.bytes_of.items():
+        if node in number:
+            bytes_of[number[node]] = bytes_of.get(number[node], 0.0) + num_bytes
+        else:
+            constant += float(num_bytes[choices[node]])
+    for (u, v), matrix in row.pairs.items():
+        match u in number, v in number:
+            case True, True:
+                pairs[number[u], number[v]] = matrix
+            case True, False:
+                bytes_of[number[u]] = bytes_of.get(number[u], 0.0) + matrix[:, choices[v]]
+            case False, True:
+                bytes_of[number[v]] = bytes_of.get(number[v], 0.0) + matrix[choices[u]]
+            case _:
+                constant += float(matrix[choices[u], choices[v]])
+    return dataclasses.replace(row, bytes_of=bytes_of, pairs=pairs, constant_bytes=constant)

@@ -1,0 +1,239 @@
+"""Which values each operation brings through memory: elementwise work between products is one pass.
+
+In:     `Graph`.
+Out:    `Traffic` of each operation: how often it pays for each of its operands and results, and its kernel launches.
+Method: compilers make one kernel of elementwise operations and sums that are ready together and connected: it reads what
+        enters and writes what leaves, whatever is in between. Ready together is what has equally many products and other
+        kernels of their own before it. A value is stored if such a kernel reads it, if it crosses the border of a body,
+        or if what reads it is only ready later and it is smaller than what it is made of: otherwise it is made again, as
+        views are, and what is larger than its operands. Of a kernel, the first operation that reads a value pays for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autopar._jax import JaxprEqn, Literal, Var
+from autopar.intra_op.graph import Graph, Node
+from autopar.ir.rules import ShardingRule
+from autopar.ir.rules.rule import num_elements
+
+_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "copy", "sharding_constraint", "copy_p"})
+_PICKING = frozenset({"gather", "dynamic_slice", "slice"})
+"""Of their first operand they read as much as they return."""
+_WRITING = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"})
+"""They change as much of their first operand, in place, as they are given."""
+_SORTING = frozenset({"sort", "top_k", "approx_top_k"})
+MOST_LEAVES = 8
+"""What is made of more values than these is stored rather than made again."""
+SORT_PASSES = 4.0
+"""A radix sort of 32 bits in digits of 8 reads and writes everything so often; Merrill & Grimshaw, 2011."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What one operation pays for.
+
+    Attributes:
+        counts: For each operand and then each result, how often its bytes on one device are moved.
+        touched: For each of these, an index of another operand or result whose bytes count instead; its own where none.
+        launches: Kernels that it launches.
+    """
+
+    counts: tuple[float, ...]
+    touched: tuple[int, ...]
+    launches: float
+
+
+def find_traffic(graph: Graph) -> dict[int, Traffic]:
+    """The traffic of each operation, by the index of its node; found once for a graph."""
+    if graph.traffic is None:
+        graph.traffic = _Finder(graph).all_traffic()
+    return graph.traffic
+
+
+def find_reads(graph: Graph) -> dict[int, tuple[Var, ...]]:
+    """The stored values that each operation needs, its operands or what they are made again from, by its node."""
+    finder = _Finder(graph)
+    return {
+        node.index: tuple(
+            dict.fromkeys(leaf for var in finder.operands(node.eqn) for leaf in finder.leaves_of(finder.origin(var)))
+        )
+        for node in finder.ops
+    }
+
+
+def is_pointwise(rule: ShardingRule) -> bool:
+    """Whether each element of the result needs one element of each operand."""
+    return not (rule.summed or rule.reduced or rule.whole)
+
+
+def is_indexing(node: Node) -> bool:
+    """Whether an operation picks, places or sorts elements: bound by memory whatever its rule counts."""
+    return node.eqn.primitive.name in _PICKING | _WRITING | _SORTING
+
+
+def is_fused(node: Node) -> bool:
+    """Whether compilers put the operation into one kernel with its neighbours: elementwise work, sums of one operand."""
+    rule, name = node.rule, node.eqn.primitive.name
+    if name in _SORTING or name in _WRITING or name == "gather":
+        return False
+    if name in ("slice", "dynamic_slice", "concatenate", "pad", "rev") or is_pointwise(rule):
+        return True
+    return len([o for o in rule.operands if o]) <= 1 and name.startswith(("reduce_", "arg"))
+
+
+class _Finder:
+    def __init__(self, graph: Graph):
+        self.ops = [node for node in graph.nodes if node.kind == "op"]
+        self.root: dict[Var, Var] = {}
+        self.floating: set[Var] = set()
+        self.level: dict[Var, int] = {}
+        self.level_of: dict[int, int | None] = {}
+        self.parent: dict[int, int] = {}
+        self.fused = {node.index: is_fused(node) for node in self.ops}
+        self.made_by = {var: node for node in self.ops for var in node.eqn.outvars}
+        ports = [graph.nodes[edge.target].kind == "port" for edge in graph.edges]
+        crossing = [edge.var for edge, is_port in zip(graph.edges, ports, strict=True) if is_port]
+        self.find_levels()
+        self.stored = {self.origin(var) for var in crossing}
+        self.leaves: dict[Var, tuple[Var, ...]] = {}
+        self.find_stored()
+        self.join()
+
+    def origin(self, var: Var) -> Var:
+        """The value that a chain of views shows."""
+        return self.root.get(var, var)
+
+    def operands(self, eqn: JaxprEqn) -> list[Var]:
+        return [self.origin(atom) for atom in eqn.invars if not isinstance(atom, Literal)]
+
+    def find_levels(self) -> None:
+        """How many kernels of their own stand before each operation; views and what is made again are told apart."""
+        for node in self.ops:
+            eqn = node.eqn
+            read = self.operands(eqn)
+            solid = [var for var in read if var not in self.floating]
+            self.level_of[node.index] = None
+            if _is_view(eqn):
+                self.root[eqn.outvars[0]] = read[0]
+                continue
+            level = max((self.level.get(var, 0) for var in solid), default=0)
+            fused = self.fused[node.index]
+            if fused and (not solid or _is_larger(eqn)):
+                self.floating.update(eqn.outvars)
+            else:
+                self.level_of[node.index] = level
+            for var in eqn.outvars:
+                self.level[var] = level if fused else level + 1
+
+    def find_stored(self) -> None:
+        """Values that go through memory; of the others, the stored ones that they are made of."""
+        late: set[Var] = set()
+        for node in self.ops:
+            for var in self.operands(node.eqn):
+                maker = self.made_by.get(var)
+                if maker is None or not self.fused[maker.index]:
+                    self.stored.add(var)
+                elif not self.fused[node.index]:
+                    if not (var in self.floating and _is_larger(maker.eqn)):
+                        self.stored.add(var)
+                elif self.level_of[node.index] not in (None, self.level_of[maker.index]):
+                    late.add(var)
+            if not self.fused[node.index]:
+                self.stored.update(node.eqn.outvars)
+        for node in self.ops:
+            if not self.fused[node.index] or _is_view(node.eqn):
+                continue
+            read = dict.fromkeys(leaf for var in self.operands(node.eqn) for leaf in self.leaves_of(var))
+            again = sum(map(_bytes_of, read))
+            for var in node.eqn.outvars:
+                if var in late and var not in self.floating and _bytes_of(var) < again or len(read) > MOST_LEAVES:
+                    self.stored.add(var)
+                self.leaves[var] = tuple(read)
+
+    def leaves_of(self, var: Var) -> tuple[Var, ...]:
+        """What a kernel that reads a value brings from memory for it."""
+        return (var,) if var in self.stored else self.leaves.get(var, ())
+
+    def join(self) -> None:
+        """Operations that make one kernel."""
+        for node in self.ops:
+            for var in self.operands(node.eqn) if self.fused[node.index] else ():
+                maker = self.made_by.get(var)
+                if maker is not None and var not in self.stored and self.is_one_kernel(maker, node):
+                    self.parent[self.find(node.index)] = self.find(maker.index)
+
+    def is_one_kernel(self, maker: Node, reader: Node) -> bool:
+        level = self.level_of[maker.index]
+        return self.fused[maker.index] and level is not None and level == self.level_of[reader.index]
+
+    def find(self, index: int) -> int:
+        """The first operation of the kernel that an operation is in."""
+        while self.parent.setdefault(index, index) != index:
+            self.parent[index] = self.parent[self.parent[index]]
+            index = self.parent[index]
+        return index
+
+    def all_traffic(self) -> dict[int, Traffic]:
+        paid: set[tuple[int, Var]] = set()
+        launched: set[int] = set()
+        # A kernel that leaves nothing behind is not run: whoever reads what it makes makes it again.
+        leaving = {self.find(node.index) for node in self.ops if any(var in self.stored for var in node.eqn.outvars)}
+        found = {}
+        for node in self.ops:
+            eqn = node.eqn
+            num_operands = len(eqn.invars)
+            counts, touched = [0.0] * (num_operands + len(eqn.outvars)), list(range(num_operands + len(eqn.outvars)))
+            is_free = _is_view(eqn) or (self.fused[node.index] and self.level_of[node.index] is None)
+            kernel = self.find(node.index) if self.fused[node.index] else node.index
+            is_free = is_free or (self.fused[node.index] and kernel not in leaving)
+            for k, atom in enumerate(() if is_free else eqn.invars):
+                if isinstance(atom, Literal):
+                    continue
+                leaves = [leaf for leaf in self.leaves_of(self.origin(atom)) if (kernel, leaf) not in paid]
+                paid.update((kernel, leaf) for leaf in leaves)
+                if leaves:
+                    counts[k] = sum(map(_bytes_of, leaves)) / max(1, _bytes_of(atom))
+            for k, var in enumerate(eqn.outvars):
+                counts[num_operands + k] = float(var in self.stored)
+            _touch(eqn, counts, touched)
+            launches = 0.0
+            if any(counts) and kernel not in launched:
+                launched.add(kernel)
+                launches = 1.0
+            found[node.index] = Traffic(tuple(counts), tuple(touched), launches)
+        return found
+
+
+def _bytes_of(atom: Any) -> int:
+    return num_elements(tuple(atom.aval.shape)) * atom.aval.dtype.itemsize
+
+
+def _is_view(eqn: JaxprEqn) -> bool:
+    return (
+        eqn.primitive.name in _VIEWS
+        and len(eqn.invars) == 1
+        and not isinstance(eqn.invars[0], Literal)
+        and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype
+    )
+
+
+def _is_larger(eqn: JaxprEqn) -> bool:
+    """Whether an operation makes much of little, such as a bias for every row."""
+    most = max((num_elements(tuple(v.aval.shape)) for v in eqn.invars), default=1)
+    return num_elements(tuple(eqn.outvars[0].aval.shape)) > most
+
+
+def _touch(eqn: JaxprEqn, counts: list[float], touched: list[int]) -> None:
+    """Operations that do not go through all of what they are given."""
+    name, result = eqn.primitive.name, len(eqn.invars)
+    if name in _PICKING:
+        touched[0] = result
+    elif name in _WRITING:
+        updates = 2 if name.startswith("scatter") else 1
+        counts[0], touched[0] = counts[0] and 1.0, updates
+        touched[result] = updates
+    elif name in _SORTING:
+        counts[:] = [count * SORT_PASSES for count in counts]

@@ -1,0 +1,68 @@
+"""The answer of a tied problem, made that of the problem as it stands.
+
+In:     `Sharded`, whose equal parts share their choices.
+Out:    `Sharded`, each node by itself: its answer costs no more, and its gap is that of all ways to choose.
+Method: every node begins with its class's choice. Message passing bounds the untied problem from below; what exceeds the
+        room between the bounds is in no better answer, and in the rest a better one is looked for (`solve.py`). Layers
+        that are alike are eliminated at the price of one, so that this takes little more than the tied problem did.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from autopar._jax import Jaxpr
+from autopar.intra_op.costs import build_problem
+from autopar.intra_op.problem import Solution
+from autopar.intra_op.shard import Sharded, read_off
+from autopar.intra_op.solve import LARGE_GAP, solve
+from autopar.intra_op.time_limit import TimeLimit
+from autopar.mesh import Device
+
+MAX_PAIRS = 30_000_000
+"""Pairs of choices that meet on an edge, of the untied problem: beyond so many its tables take gigabytes."""
+
+
+def untie(
+    jaxpr: Jaxpr,
+    sharded: Sharded,
+    device: Device,
+    donated: Sequence[bool],
+    fits: Callable[[Sharded], bool],
+    solver: str,
+    limit: TimeLimit,
+) -> Sharded:
+    """Let every node choose for itself.
+
+    Args:
+        jaxpr: The program.
+        sharded: It, on its mesh.
+        device: Rates of one device.
+        donated: For each input, whether its memory may be reused.
+        fits: Whether a sharded program keeps the memory budget.
+        solver: Of the ILP.
+        limit: What it may use of time.
+
+    Returns:
+        The better one; the same choices where none is, with the bound of the untied problem.
+    """
+    graph, count = sharded.graph, len(sharded.graph.nodes)
+    alone = list(range(count))
+    # Of rows only those of the tied problem are known: the answer within them stays.
+    if len(sharded.problem.costs) == count or sharded.problem.rows or _untied_pairs(sharded) > MAX_PAIRS:
+        return sharded
+    problem = build_problem(graph, device, alone, sharded.allowed.masks)
+    answer = solve(problem, solver, limit, LARGE_GAP, start=sharded.choices)
+    before = problem.cost(sharded.choices)
+    same = Solution(sharded.choices, before, before, "feasible", sharded.solution.solver).bounded(answer.bound)
+    kept = dataclasses.replace(sharded, problem=problem, class_of=tuple(alone), solution=same)
+    if not answer.choices or answer.objective >= before * (1 - 1e-6):
+        return kept
+    better = read_off(jaxpr, graph, answer.choices, alone, problem, answer, sharded.allowed, device, donated)
+    return better if fits(better) and better.step_seconds <= sharded.step_seconds else kept
+
+
+def _untied_pairs(sharded: Sharded) -> int:
+    nodes = sharded.graph.nodes
+    return sum(nodes[edge.source].num_choices * nodes[edge.target].num_choices for edge in sharded.graph.edges)

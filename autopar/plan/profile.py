@@ -1,0 +1,71 @@
+"""What a step does with its time and memory, as pictures show it: facts beside the decision.
+
+In:     (types only; `search/profile.py` makes them of a plan, `file.py` saves them.)
+Out:    `Profile`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a stage computes in one step.
+
+    Attributes:
+        stage: Which.
+        kind: `"F"`, `"B"`, `"W"`, `"U"` or `"init"`, as of a timeline.
+        seconds: Of all microbatches, without communication.
+    """
+
+    stage: int
+    kind: str
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What one device of a mesh holds over a step.
+
+    Attributes:
+        mesh: Which mesh.
+        unit: Along what: `"seconds"`, or `"operations"` of the program.
+        curve: (when, bytes from then on), ascending.
+        peak: What it consists of at its highest point: (what, bytes), largest first.
+    """
+
+    mesh: int
+    unit: str
+    curve: tuple[tuple[float, int], ...]
+    peak: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """What one stage hands to another in one step.
+
+    Attributes:
+        source: Stage.
+        target: Stage.
+        kind: `"forward"`, `"backward"`, or `"update"`: once per step.
+        bytes: Of all microbatches.
+        messages: In how many messages.
+        largest: Type of the largest array.
+    """
+
+    source: int
+    target: int
+    kind: str
+    bytes: int
+    messages: int
+    largest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Time, memory and borders of a step."""
+
+    work: tuple[Work, ...] = ()
+    memory: tuple[Memory, ...] = ()
+    crossings: tuple[Crossing, ...] = ()

@@ -1,0 +1,143 @@
+"""How each tensor lies on its mesh: a grid of devices, each in the colour of the piece that it holds.
+
+In:     a plan's values.
+Out:    a table that can be searched by path; a row opens and says in words what its grid shows.
+Method: devices that hold the same piece have the same colour; a partial sum is hatched, for every device holds a part of
+        each number. What repeats is said once (`page.collapse_paths`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator, Sequence
+from html import escape
+
+from autopar.mesh import LogicalMesh, Sharding
+from autopar.plan.decision import Decision, Value
+from autopar.plan.words import bytes_text, local_bytes, type_text
+from autopar.report.page import collapse_paths
+from autopar.report.svg import picture, tag
+
+MAX_ROWS = 400
+MAX_DEVICES = 256
+"""Larger meshes are told in words."""
+MAX_TIPS = 64
+"""On larger ones no cell says which part it holds."""
+NUM_COLOURS = 12
+
+
+def tensor_table(plan: Decision) -> str:
+    """All arguments and results, and the activations that go through memory."""
+    rows = [*_rows(plan)]
+    sizes = sorted((-size, k) for k, (size, _) in enumerate(rows))
+    kept = sorted(k for _, k in sizes[:MAX_ROWS])
+    find = tag("input", type="search", placeholder="search by path, type or sharding", class_="find")
+    more = f"and {len(rows) - len(kept)} smaller ones" if len(rows) > len(kept) else ""
+    head = tag(
+        "tr", *(tag("th", words) for words in ("on the mesh", "path", "type", "sharding", "arrays", "per device"))
+    )
+    table = tag("table", tag("thead", head), tag("tbody", *(rows[k][1] for k in kept)), class_="tensors")
+    return find + tag("div", table, class_="wide") + (tag("p", more, class_="soft") if more else "")
+
+
+def _rows(plan: Decision) -> Iterator[tuple[int, str]]:
+    """(bytes on a device, the row) of each."""
+    arguments = [v for v in plan.values if v.role != "activation"]
+    merged = collapse_paths([(v.name, (v.role, v.shape, v.dtype, v.sharding, v.stage)) for v in arguments])
+    for path, key, count in merged:
+        yield _row(plan, Value(path, *key), count)
+    counts: dict[Value, int] = {}
+    for value in plan.values:
+        if value.role == "activation":
+            counts[value] = counts.get(value, 0) + 1
+    for value, count in counts.items():
+        yield _row(plan, value, count)
+
+
+def _row(plan: Decision, value: Value, count: int) -> tuple[int, str]:
+    mesh = plan.stages[value.stage].logical_mesh
+    each = local_bytes(value.shape, value.dtype, value.sharding, mesh)
+    words = _in_words(value, mesh, plan)
+    cells = (
+        tag("td", device_grid(value.shape, value.sharding, mesh)),
+        tag("td", tag("details", tag("summary", escape(value.name)), words), class_="code"),
+        tag("td", escape(type_text(value.shape, value.dtype)), class_="code"),
+        tag("td", escape(str(value.sharding)), class_="code"),
+        tag("td", str(count), class_="number"),
+        tag("td", bytes_text(each * count), class_="number"),
+    )
+    return each * count, tag("tr", *cells)
+
+
+def _in_words(value: Value, mesh: LogicalMesh, plan: Decision) -> str:
+    """What a row says when it is opened."""
+    split = [
+        f"dim {dim} of {size} is in {math.prod(map(mesh.size_of, axes))} parts over {', '.join(axes)}"
+        for dim, (size, axes) in enumerate(zip(value.shape, value.sharding.dims, strict=True))
+        if axes
+    ]
+    lines = ["; ".join(split) + "." if split else "Whole on every device."]
+    copies = mesh.num_devices // max(1, value.sharding.num_shards(mesh))
+    if split and copies > 1 and not value.sharding.partial:
+        lines.append(f"Each part is on {copies} devices.")
+    if value.sharding.partial:
+        lines.append(
+            f"A sum not yet added up over {', '.join(value.sharding.partial)}: each holds a part of every number."
+        )
+    whole = local_bytes(value.shape, value.dtype, Sharding.replicated(len(value.shape)), mesh)
+    each = local_bytes(value.shape, value.dtype, value.sharding, mesh)
+    lines.append(
+        f"{bytes_text(each)} of {bytes_text(whole)} on each device, {value.role}" + _stage_text(value, plan) + "."
+    )
+    asked = re.sub(r"\{[^}]*\}", "*", value.name)
+    why = tag("code", escape(f"plan.explain({asked!r})"))
+    return tag("p", *(escape(line + " ") for line in lines), "Why: ", why)
+
+
+def _stage_text(value: Value, plan: Decision) -> str:
+    return f" of stage {value.stage}" if len(plan.stages) > 1 else ""
+
+
+def device_grid(shape: Sequence[int], sharding: Sharding, mesh: LogicalMesh) -> str:
+    """The devices of a mesh, its last axis across; each in the colour of its piece."""
+    if mesh.num_devices > MAX_DEVICES:
+        return tag("span", f"1/{sharding.num_shards(mesh)} on each", class_="soft")
+    across = mesh.shape[-1] if mesh.num_devices > 1 else 1
+    down = mesh.num_devices // across
+    size = 13 if across <= 16 else 7
+    cells = []
+    for number, place in enumerate(itertools.product(*map(range, mesh.shape))):
+        index = dict(zip(mesh.axis_names, place, strict=True))
+        row, column = divmod(number, across)
+        colour = f"p{_piece(sharding, mesh, index) % NUM_COLOURS}" if any(sharding.dims) else "whole"
+        tip: tuple[str, ...] = ()
+        if mesh.num_devices <= MAX_TIPS:
+            tip = (tag("title", escape(f"device {number}: {_part_text(shape, sharding, mesh, index)}")),)
+        frame = {"x": column * size, "y": row * size, "width": size - 1.5, "height": size - 1.5, "rx": 1.5}
+        cells.append(tag("rect", *tip, class_=colour, **frame))
+        if sharding.partial:
+            d = f"M{column * size + 2:g} {row * size + size - 4:g}l{size - 6:g} -{size - 6:g}"
+            cells.append(tag("path", d=d, class_="hatch"))
+    svg = picture(down * size, *cells, label=f"{sharding} on {mesh}", width=across * size)
+    return svg.replace("<svg ", f'<svg width="{across * size}" height="{down * size}" ', 1)
+
+
+def _piece(sharding: Sharding, mesh: LogicalMesh, index: dict[str, int]) -> int:
+    """The number of the piece that a device holds."""
+    number = 0
+    for axis in (axis for axes in sharding.dims for axis in axes):
+        number = number * mesh.size_of(axis) + index[axis]
+    return number
+
+
+def _part_text(shape: Sequence[int], sharding: Sharding, mesh: LogicalMesh, index: dict[str, int]) -> str:
+    """The part of the array that a device holds, as one indexes it."""
+    parts = []
+    for size, axes in zip(shape, sharding.dims, strict=True):
+        number, count = 0, 1
+        for axis in axes:
+            number, count = number * mesh.size_of(axis) + index[axis], count * mesh.size_of(axis)
+        parts.append(f"{number * size // count}:{(number + 1) * size // count}" if count > 1 else ":")
+    return f"[{', '.join(parts)}]" + (", a part of the sum" if sharding.partial else "")

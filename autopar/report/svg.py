@@ -1,0 +1,71 @@
+"""Writing SVG and HTML: tags, numbers, axes, and how much room a text takes.
+
+In:     names, attributes, children.
+Out:    text. Colours are classes, so that one style sheet paints light, dark and paper.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from html import escape
+
+WIDTH = 960
+"""Of every picture, in its own units; a page scales it."""
+FONT = 12
+"""Size of letters, in the same units."""
+
+
+def tag(name: str, *children: str, **attributes: object) -> str:
+    """An element; `class_` is `class`, other underscores are dashes, None is left out. Children are markup already."""
+    words = [name]
+    for key, value in attributes.items():
+        if value is not None:
+            text = f"{value:.2f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+            words.append(f'{key.rstrip("_").replace("_", "-")}="{escape(text)}"')
+    return f"<{' '.join(words)}>{''.join(children)}</{name}>"
+
+
+def picture(height: float, *children: str, label: str, width: float = WIDTH) -> str:
+    """A whole SVG, as wide as its place allows."""
+    return tag(
+        "svg",
+        tag("title", escape(label)),
+        *children,
+        viewBox=f"0 0 {width:g} {height:g}",
+        role="img",
+        xmlns="http://www.w3.org/2000/svg",
+        style=f"max-width:{width:g}px",
+    )
+
+
+def box(x: float, y: float, width: float, height: float, class_: str, tip: str = "", **attributes: object) -> str:
+    """A rectangle; `tip` is shown where one points at it."""
+    inner = (tag("title", escape(tip)),) if tip else ()
+    return tag("rect", *inner, x=x, y=y, width=max(width, 0.4), height=height, class_=class_, **attributes)
+
+
+def text(x: float, y: float, words: str, class_: str = "", anchor: str | None = None) -> str:
+    """Text whose baseline begins at (x, y); `anchor` is `"middle"` or `"end"`."""
+    return tag("text", escape(words), x=x, y=y, class_=class_ or None, text_anchor=anchor)
+
+
+def line(x1: float, y1: float, x2: float, y2: float, class_: str) -> str:
+    """A straight line."""
+    return tag("line", x1=x1, y1=y1, x2=x2, y2=y2, class_=class_)
+
+
+def room_for(words: str, size: float = FONT) -> float:
+    """How wide a text is at most, in a plain font."""
+    return len(words) * size * 0.62
+
+
+def ticks(end: float, count: int = 6) -> Iterator[float]:
+    """Round numbers from 0 to `end`, about so many."""
+    if not end > 0 or not math.isfinite(end):
+        return
+    rough = end / count
+    unit = 10.0 ** math.floor(math.log10(rough))
+    step = next(unit * m for m in (1, 2, 5, 10) if unit * m >= rough * (1 - 1e-9))
+    for k in range(int(end / step * (1 + 1e-9)) + 1):
+        yield k * step

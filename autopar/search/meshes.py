@@ -1,0 +1,137 @@
+"""The step as a whole on every logical mesh that may be worth it; the best one, every node of it by itself.
+
+In:     a step (in microbatches), the meshes that the method allows, fewer axes first.
+Out:    `Searched`: what was found on each mesh, and what was tried or left out, and why.
+Method: what is known of one mesh bounds the next: a mesh that cannot beat the best so far ends early, and one of three
+        axes, which takes many times as long to plan as others, is begun only where it can win as much as that costs.
+        Equal layers share their choices in all of this; the best answer is then untied (`intra_op/untie.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar.errors import AutoparError
+from autopar.intra_op.shard import Beaten, Sharded
+from autopar.intra_op.time_limit import TimeLimit
+from autopar.intra_op.untie import untie
+from autopar.ir.program import Program
+from autopar.ir.trace.state import Roles
+from autopar.mesh import Cluster, LogicalMesh
+from autopar.search.methods import Method
+from autopar.search.one_mesh import shard_on
+
+Report = Callable[[str], None]
+
+THIRD_AXIS = 5e-3
+"""A mesh of three axes is of use if it wins so much over fewer: it takes many times as long as those."""
+PAIRS_PER_SECOND = 2e6
+"""Pairs of choices that planning gets through, roughly."""
+STEPS = 1000
+"""Planning may take as long as what it may win in so many steps of training."""
+LARGE = 1_000_000
+"""Pairs of choices: meshes with no more of them are planned whatever they may win."""
+
+
+@dataclass(slots=True)
+class Searched:
+    """What became of the meshes.
+
+    Attributes:
+        results: Each mesh with a plan, and that plan.
+        tried: What was tried or left out: its time, or why.
+        failure: Why the last mesh without a plan has none.
+    """
+
+    results: list[tuple[LogicalMesh, Sharded]]
+    tried: list[tuple[str, str]]
+    failure: AutoparError | None = None
+
+    @property
+    def best(self) -> tuple[LogicalMesh, Sharded]:
+        """The fastest; ties go to fewer axes."""
+        return min(self.results, key=lambda pair: (pair[1].step_seconds, len(pair[0].shape)))
+
+
+def search_meshes(
+    program: Program,
+    roles: Roles,
+    cluster: Cluster,
+    method: Method,
+    meshes: Sequence[LogicalMesh],
+    report: Report,
+) -> Searched:
+    """Shard the step on the meshes, one after the other."""
+    searched = Searched([], [])
+    for mesh in meshes:
+        reason = _not_worth_it(searched, mesh) if len(meshes) > 1 else ""
+        if reason:
+            searched.tried.append((str(mesh), reason))
+            continue
+        report(f"sharding {program.name} on mesh {mesh}")
+        # Data parallelism over all axes is the same on every mesh: compared with once.
+        beat = min((sharded.solution.objective for _, sharded in searched.results), default=math.inf)
+        beat *= 1 - THIRD_AXIS if len(mesh.shape) > 2 else 1
+        try:
+            sharded = shard_on(program, roles, cluster, method, mesh, compare=not searched.results, beat=beat)
+        except Beaten as beaten:
+            searched.tried.append((str(mesh), f"at least {beaten.seconds:.3e} s"))
+        except AutoparError as error:
+            searched.failure = error
+            searched.tried.append((str(mesh), error.summary))
+        else:
+            searched.results.append((mesh, sharded))
+            searched.tried.append((str(mesh), f"{sharded.step_seconds:.3e} s"))
+    return searched
+
+
+def untie_best(
+    program: Program, roles: Roles, cluster: Cluster, method: Method, searched: Searched
+) -> tuple[LogicalMesh, Sharded]:
+    """The best plan with every node by itself."""
+    mesh, best = searched.best
+    options = method.options()
+    budget = options.memory_budget_bytes or cluster.device.memory_bytes
+    untied = untie(
+        program.jaxpr,
+        best,
+        cluster.device,
+        roles.donated,
+        lambda sharded: sharded.liveness.peak_bytes <= budget,
+        options.solver,
+        TimeLimit(options.solver_seconds),
+    )
+    return mesh, untied
+
+
+def shared_seconds(sharded: Sharded) -> float:
+    """The step if all devices shared every operation and no one communicated: no plan takes less."""
+    return sum(float(costs.min()) for costs in sharded.problem.costs)
+
+
+def _not_worth_it(searched: Searched, mesh: LogicalMesh) -> str:
+    """Why a mesh is left out; "": it is not."""
+    if len(mesh.shape) < 3 or not searched.results:
+        return ""
+    by_axes: dict[int, float] = {}
+    for known, sharded in searched.results:
+        by_axes[len(known.shape)] = min(by_axes.get(len(known.shape), math.inf), sharded.solution.objective)
+    widest, best = max(searched.results, key=lambda pair: len(pair[0].shape))[1], searched.best[1]
+    if len(by_axes) < 2 and 1 in by_axes:
+        return ""
+    # A third axis multiplies the choices of a node as the second did.
+    pairs = sum(float(np.sqrt(matrix.size)) ** 3 for matrix in widest.problem.edges.values())
+    won = best.step_seconds - shared_seconds(best)
+    if pairs <= LARGE:
+        return ""
+    if won <= THIRD_AXIS * best.step_seconds:
+        return f"left out: no plan takes less than {shared_seconds(best):.3e} s"
+    if by_axes.get(2, math.inf) > (1 - THIRD_AXIS) * by_axes.get(1, math.inf):
+        return "left out: the second axis won next to nothing"
+    if pairs / PAIRS_PER_SECOND > STEPS * won:
+        return f"left out: it would take longer to plan than {STEPS} steps can win"
+    return ""

@@ -1,0 +1,98 @@
+"""Methods by name: what people call them elsewhere, and calls as one writes them in Python.
+
+In:     `"fsdp"`, or `"PipelineParallel(num_stages=4, num_microbatches=8)"`.
+Out:    the method.
+Method: a table of names; what is not in it is read as a call with literal arguments. Nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import re
+from typing import Any
+
+from autopar.errors import AutoparError
+from autopar.search.methods import Auto, DataParallel, Method, PipelineParallel, ShardParallel, ThreeD
+
+CLASSES: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (Auto, DataParallel, PipelineParallel, ShardParallel, ThreeD)
+}
+NAMES: dict[str, Method] = {
+    "auto": Auto(),
+    "dp": DataParallel(),
+    "ddp": DataParallel(),
+    "dataparallel": DataParallel(),
+    "zero1": DataParallel(zero=1),
+    "zero2": DataParallel(zero=2),
+    "zero3": DataParallel(zero=3),
+    "fsdp": DataParallel(zero=3),
+    "spmd": ShardParallel(),
+    "gspmd": ShardParallel(),
+    "alpa": Auto(),
+}
+"""What needs no numbers, without spaces, dashes and underscores."""
+MEANT = {
+    "zero": "zero1, zero2 or zero3: DataParallel(zero=...)",
+    "tp": "ThreeD(tensor=8), or ShardParallel(), which finds out",
+    "tensorparallel": "ThreeD(tensor=8), or ShardParallel(), which finds out",
+    "megatron": "ThreeD(data=..., tensor=..., pipeline=...)",
+    "3d": "ThreeD(data=..., tensor=..., pipeline=...)",
+    "pp": "PipelineParallel(num_stages=...)",
+    "pipeline": "PipelineParallel(num_stages=...)",
+    "gpipe": 'PipelineParallel(num_stages=..., schedule="gpipe")',
+    "1f1b": 'PipelineParallel(num_stages=..., schedule="1f1b")',
+    "hsdp": "ShardParallel(mesh_shape=(hosts, devices_per_host)), which finds out",
+}
+"""What needs to say more."""
+
+
+def method_of(text: str) -> Method:
+    """The method of this name, or that this call makes.
+
+    Raises:
+        AutoparError: There is none; says what may have been meant. Or its settings are not right.
+    """
+    plain = re.sub(r"[\s_\-.]+", "", text.lower())
+    if plain in NAMES:
+        return NAMES[plain]
+    called = _called(text)
+    if called is not None:
+        return called
+    near = difflib.get_close_matches(plain, [*NAMES, *MEANT, *(name.lower() for name in CLASSES)], n=1)
+    meant = MEANT.get(plain) or (f"{near[0]}{': ' + MEANT[near[0]] if near[0] in MEANT else ''}" if near else "")
+    raise AutoparError(
+        "unknown method.",
+        given=f"method={text!r}",
+        wrong="it is neither a name that autopar knows nor one of its methods."
+        if plain not in MEANT
+        else "it does not say how much of it.",
+        do=(f"did you mean {meant}? " if meant else "")
+        + f"Names are {', '.join(NAMES)}; methods are {', '.join(f'{name}(...)' for name in CLASSES)}.",
+    )
+
+
+def _called(text: str) -> Method | None:
+    """What a call with literal arguments makes; None: it is no call of a method."""
+    try:
+        call = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError:
+        return None
+    if isinstance(call, ast.Name | ast.Attribute):
+        call = ast.Call(call, [], [])
+    if not isinstance(call, ast.Call):
+        return None
+    name = call.func.id if isinstance(call.func, ast.Name) else getattr(call.func, "attr", "")
+    if name not in CLASSES:
+        return None
+    try:
+        positional = [ast.literal_eval(value) for value in call.args]
+        named = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+        return CLASSES[name](*positional, **named)
+    except (TypeError, ValueError) as error:
+        raise AutoparError(
+            "these are no settings of this method.",
+            given=f"method={text!r}",
+            wrong=f"{error}.",
+            do=f"write numbers and texts only, as in {name}(): see help(autopar.{name}).",
+        ) from error

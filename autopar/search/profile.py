@@ -1,0 +1,229 @@
+"""What a plan does with its time and memory: read off the sharded program, or off the simulated pipeline.
+
+In:     a step that is planned, on one mesh or as stages.
+Out:    `Profile`.
+Method: of one mesh, seconds by phase are those of its operations and memory is told along the program, for what XLA makes
+        of its order is not ours to say; a pipeline is simulated once more, its memory watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from autopar._jax import Var
+from autopar.intra_op.costs import held_values
+from autopar.intra_op.liveness import memory_curve
+from autopar.intra_op.shard import Sharded
+from autopar.intra_op.sharded import Body, Compute, Region, copies_made
+from autopar.ir.program import Program
+from autopar.ir.source import is_backward
+from autopar.ir.trace.state import Roles
+from autopar.mesh import Cluster
+from autopar.plan.profile import Crossing, Memory, Profile, Work
+from autopar.plan.words import type_text
+from autopar.streams.assemble import PipelinePlan
+from autopar.streams.clock import kind_of, simulate_streams
+from autopar.streams.emit import Streams
+from autopar.streams.instructions import Recv, Send
+from autopar.streams.simulate import Watch
+
+MAX_POINTS = 400
+"""A curve with more is drawn by the highest of neighbours."""
+MAX_PARTS = 8
+"""What a peak consists of is told in so many parts."""
+
+
+def profile_of_mesh(program: Program, roles: Roles, sharded: Sharded) -> Profile:
+    """The profile of a step on one mesh."""
+    phases = _phases(sharded.body)
+    seconds = {"F": 0.0, "B": 0.0, "U": 0.0}
+    members: dict[int, int] = {}
+    for number in sharded.class_of:
+        members[number] = members.get(number, 0) + 1
+    for node in sharded.graph.nodes:
+        if node.kind == "op":
+            number = sharded.class_of[node.index]
+            cost = float(sharded.problem.costs[number][sharded.choices[node.index]]) / members[number]
+            seconds[phases.get(id(node.eqn), "F")] += cost
+    # The operations' costs hold the reductions that they do at once; the rest is shared alike.
+    scale = sharded.compute_seconds / (sum(seconds.values()) or 1.0)
+    curve = memory_curve(sharded.body, sharded.graph.mesh, held_values(sharded.graph), roles.donated)
+    parts = _parts_of_mesh(program, sharded, phases)
+    return Profile(
+        tuple(Work(0, kind, time * scale) for kind, time in seconds.items() if time),
+        (Memory(0, "operations", _thinned([(float(k), size) for k, size in enumerate(curve)]), parts),),
+    )
+
+
+def _phases(body: Body) -> dict[int, str]:
+    """Of each equation, by identity, to which phase it belongs."""
+    eqns = [i.eqn for i in body.instructions if isinstance(i, Compute | Region)]
+    behind = [k for k, eqn in enumerate(eqns) if _holds_backward(eqn)]
+    found: dict[int, str] = {}
+
+    def note(body: Body, phase: str) -> None:
+        for i in body.instructions:
+            if isinstance(i, Compute | Region):
+                own = "B" if phase == "B" or is_backward(i.eqn) else phase
+                found[id(i.eqn)] = own
+                for inner in i.bodies if isinstance(i, Region) else ():
+                    note(inner, own)
+
+    note(body, "F")
+    for eqn in eqns[behind[-1] + 1 :] if behind else ():
+        found[id(eqn)] = "U"
+    for i in body.instructions if behind else ():
+        if isinstance(i, Region) and found[id(i.eqn)] == "U":
+            for inner in i.bodies:
+                for eqn_id in _eqn_ids(inner):
+                    found[eqn_id] = "U"
+    return found
+
+
+def _eqn_ids(body: Body) -> Iterable[int]:
+    for i in body.instructions:
+        if isinstance(i, Compute | Region):
+            yield id(i.eqn)
+            for inner in i.bodies if isinstance(i, Region) else ():
+                yield from _eqn_ids(inner)
+
+
+def _holds_backward(eqn: Any) -> bool:
+    """Whether an equation is of the backward pass, or a loop over microbatches that holds one."""
+    inner = [value for value in eqn.params.values() if hasattr(value, "jaxpr") or hasattr(value, "eqns")]
+    bodies = [getattr(value, "jaxpr", value) for value in inner]
+    return is_backward(eqn) or any(_holds_backward(e) for body in bodies for e in getattr(body, "eqns", ()))
+
+
+def _parts_of_mesh(program: Program, sharded: Sharded, phases: Mapping[int, str]) -> tuple[tuple[str, int], ...]:
+    maker: dict[Var, str] = {}
+    for k, (var, _) in enumerate(sharded.body.inputs):
+        maker[var] = argument_group(program.in_paths[k]) if k < program.num_args else "constants"
+    names = {"F": "kept for the backward pass", "B": "gradients", "U": "the update"}
+    for i in sharded.body.instructions:
+        if isinstance(i, Compute | Region):
+            for var, _ in copies_made(i):
+                maker.setdefault(var, names[phases[id(i.eqn)]])
+    totals: dict[str, int] = {}
+    for value in sharded.liveness.alive:
+        name = maker.get(value.copy[0], "inside a loop")
+        totals[name] = totals.get(name, 0) + value.num_bytes
+    return _largest_parts(totals, sharded.liveness.peak_bytes)
+
+
+def argument_group(path: str) -> str:
+    """What an argument counts to: the first two parts of its path."""
+    return "/".join(path.split("[")[0].split("/")[:2])
+
+
+def _largest_parts(totals: Mapping[str, int], peak: int) -> tuple[tuple[str, int], ...]:
+    """The largest parts of a peak; what is left is told as one."""
+    order = sorted(((name, size) for name, size in totals.items() if size), key=lambda part: -part[1])
+    kept = order[: MAX_PARTS - 1] if len(order) > MAX_PARTS else order
+    rest = peak - sum(size for _, size in kept)
+    return tuple(kept) + ((("other values", rest),) if rest > 0 else ())
+
+
+def _thinned(points: Sequence[tuple[float, int]]) -> tuple[tuple[float, int], ...]:
+    """At most `MAX_POINTS` points, the peak among them; what does not change is told once."""
+    step = -(-len(points) // MAX_POINTS) if points else 1
+    found: list[tuple[float, int]] = []
+    for first in range(0, len(points), step):
+        group = points[first : first + step]
+        level = max(size for _, size in group)
+        if not found or found[-1][1] != level or first + step >= len(points):
+            found.append((group[0][0], level))
+    return tuple(found)
+
+
+def profile_of_pipeline(program: Program, roles: Roles, cluster: Cluster, pipeline: PipelinePlan) -> Profile:
+    """The profile of a pipeline.
+
+    Args:
+        program: The step as it was cut, its stacks in parts.
+        roles: Of its inputs.
+        cluster: The machine.
+        pipeline: What was planned.
+    """
+    streams = pipeline.streams
+    simulation = simulate_streams(streams, pipeline.stages, pipeline.first_device, cluster, watched=True)
+    position = {var: k for k, var in enumerate(program.jaxpr.invars)}
+
+    def name_of(buffer: int) -> str:
+        at = streams.buffers[buffer]
+        k = position.get(at.key)
+        if at.kind in ("argument", "piece") and k is not None:
+            return argument_group(program.in_paths[k]) if k < program.num_args else "constants"
+        return _KINDS.get(at.kind, "other values")
+
+    memory = []
+    for mesh, watch in simulation.watch.items():
+        totals: dict[str, int] = {"inside the task that runs": watch.working_bytes}
+        for buffer in watch.fullest:
+            totals[name_of(buffer)] = totals.get(name_of(buffer), 0) + streams.buffers[buffer].num_bytes
+        parts = _largest_parts(totals, simulation.peak_bytes[mesh])
+        memory.append(Memory(mesh, "seconds", _thinned(_levels(watch)), parts))
+    return Profile(tuple(_work(pipeline)), tuple(memory), tuple(_crossings(streams)))
+
+
+_KINDS = {
+    "loop": "activations of microbatches",
+    "sum": "gradients, added up",
+    "rows": "results of microbatches",
+    "const": "made once per step",
+    "value": "the update",
+}
+"""What a buffer of a kind holds, for people."""
+
+
+def _levels(watch: Watch) -> list[tuple[float, int]]:
+    """Bytes over time: what buffers take, and while a program runs what it needs at most."""
+    changes = sorted([(time, 0, size) for time, size in watch.levels])
+    changes += [(start, 1, size) for start, _, size in watch.runs] + [(end, -1, size) for _, end, size in watch.runs]
+    found: list[tuple[float, int]] = []
+    base, running = 0, 0
+    for time, what, size in sorted(changes, key=lambda change: (change[0], change[1])):
+        base, running = (size, running) if what == 0 else (base, size if what == 1 else 0)
+        level = max(base, running)
+        if found and found[-1][0] == time:
+            found[-1] = time, level
+        else:
+            found.append((time, level))
+    return found
+
+
+def _work(pipeline: PipelinePlan) -> Iterable[Work]:
+    count = pipeline.cut.split.count
+    for number, stage in enumerate(pipeline.stages):
+        totals: dict[str, float] = {}
+        for task in stage.tasks:
+            kind = kind_of(pipeline.streams, number, task.task.kind)
+            times = count if task.task.is_in_loop else 1
+            totals[kind] = totals.get(kind, 0.0) + times * (task.seconds - task.communication_seconds)
+        yield from (Work(number, kind, float(seconds)) for kind, seconds in totals.items() if seconds > 0)
+
+
+def _crossings(streams: Streams) -> Iterable[Crossing]:
+    target = {
+        i.message: streams.buffers[i.buffers[0]].stage
+        for stream in streams.instructions.values()
+        for i in stream
+        if isinstance(i, Recv) and i.buffers
+    }
+    found: dict[tuple[int, int, str], list[Any]] = {}
+    for stream in streams.instructions.values():
+        for i in stream:
+            if not (isinstance(i, Send) and i.buffers and i.message in target):
+                continue
+            sent = [streams.buffers[b] for b in i.buffers]
+            source, to = sent[0].stage, target[i.message]
+            kind = "update" if sent[0].microbatch < 0 else "forward" if source < to else "backward"
+            largest = max(sent, key=lambda b: b.total_bytes)
+            entry = found.setdefault((source, to, kind), [0, 0, largest])
+            entry[0] += sum(b.total_bytes for b in sent)
+            entry[1] += 1
+            entry[2] = max(entry[2], largest, key=lambda b: b.total_bytes)
+    for (source, to, kind), (num_bytes, messages, largest) in sorted(found.items(), key=lambda item: item[0]):
+        text = type_text(largest.border.shape, str(largest.border.dtype))
+        yield Crossing(source, to, kind, num_bytes, messages, text)

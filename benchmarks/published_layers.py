@@ -1,0 +1,267 @@
+"""The layers of published models as JAX: what one microbatch does on the devices of one tensor-parallel group.
+
+In:     sizes (`Sizes`).
+Out:    `layer_step` and `ends_step`: functions with their arguments' types and Megatron's shardings of them.
+Method: one layer of GPT or Llama, forward and backward, as Megatron-LM and its like write it; and what stands around the
+        layers: embedding, last norm, logits, loss. Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., 2022.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import autopar
+
+AXIS = "x"
+CORE = "attention_core"
+"""Name scope of attention between its projections: what selective recomputation runs again."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What decides about the seconds of one microbatch in one tensor-parallel group."""
+
+    samples: int
+    tokens: int
+    width: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    vocabulary: int
+    gated: bool
+    flash: bool
+    dtype: str
+    tensor: int
+    sequence: bool
+    context: int = 1
+
+
+@dataclass(frozen=True)
+class Step:
+    """A function to plan: its arguments' types, and the PartitionSpec of each by path."""
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    pins: dict[str, P]
+
+
+def layer_step(sizes: Sizes) -> Step:
+    """One layer, forward and backward."""
+    width, hidden, kv = sizes.width, sizes.hidden, sizes.width // sizes.heads * sizes.kv_heads
+    dtype = storage(sizes)
+    shapes = {"q": (width, width), "k": (width, kv), "v": (width, kv), "o": (width, width)}
+    shapes |= {"up": (width, hidden), "down": (hidden, width)} | ({"gate": (width, hidden)} if sizes.gated else {})
+    params = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
+    norms = ("norm1", "norm2")
+    params |= {name: {"scale": jax.ShapeDtypeStruct((width,), dtype)} for name in norms}
+    if not sizes.gated:
+        for name in norms:
+            params[name]["bias"] = jax.ShapeDtypeStruct((width,), dtype)
+        params |= {f"{name}_bias": jax.ShapeDtypeStruct(shape[1:], dtype) for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((sizes.samples, sizes.tokens // sizes.context, width), dtype)
+
+    def step(params, x, dy):
+        y, backward = jax.vjp(functools.partial(layer, sizes), params, x)
+        dparams, dx = backward(dy)
+        return resident(sizes, y), dparams, resident(sizes, dx)
+
+    split = ("q", "k", "v", "up", "gate")
+    pins = {f"params/{name}": P(None, AXIS) if name in split else P(AXIS, None) for name in shapes}
+    pins |= {f"params/{name}_bias": P(AXIS) if name in split else P() for name in shapes if not sizes.gated}
+    pins |= {"params/norm*": P(), "x": spec(sizes), "dy": spec(sizes)}
+    return Step(step, (params, x, x), pins if sizes.tensor > 1 else {})
+
+
+def ends_step(sizes: Sizes) -> Step:
+    """Embedding, last norm, logits and loss, forward and backward."""
+    dtype, rows = storage(sizes), sizes.tensor * 128
+    vocabulary = -(-sizes.vocabulary // rows) * rows
+    params = {
+        "embed": jax.ShapeDtypeStruct((vocabulary, sizes.width), dtype),
+        "head": jax.ShapeDtypeStruct((sizes.width, vocabulary), dtype),
+        "norm": {"scale": jax.ShapeDtypeStruct((sizes.width,), dtype)},
+    }
+    shape = (sizes.samples, sizes.tokens // sizes.context)
+
+    def step(params, tokens, labels):
+        def loss_of(params):
+            x = resident(sizes, params["embed"][tokens])
+            x = norm(sizes, params["norm"], x)
+            logits = (x @ params["head"]).astype(jnp.float32)
+            peak = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
+            total = jnp.log(jnp.exp(logits - peak).sum(-1)) + peak[..., 0]
+            mine = jnp.where(labels[..., None] == jnp.arange(vocabulary), logits, 0.0).sum(-1)
+            return (total - mine).mean()
+
+        return jax.value_and_grad(loss_of)(params)
+
+    tokens = jax.ShapeDtypeStruct(shape, jnp.int32)
+    pins = {
+        "params/embed": P(AXIS, None),
+        "params/head": P(None, AXIS),
+        "params/norm*": P(),
+        "tokens": P(),
+        "labels": P(),
+    }
+    return Step(step, (params, tokens, tokens), pins if sizes.tensor > 1 else {})
+
+
+def storage(sizes: Sizes) -> Any:
+    """Type of activations and of weights as they are multiplied; eight bits are made of it on the way."""
+    return jnp.float32 if sizes.dtype == "float32" else jnp.bfloat16
+
+
+def spec(sizes: Sizes) -> P:
+    """How activations lie between the parts of a layer."""
+    return P(None, AXIS, None) if sizes.sequence else P(None, None, None)
+
+
+def resident(sizes: Sizes, x: jax.Array) -> jax.Array:
+    """Pin activations to how they lie between the parts of a layer."""
+    if sizes.tensor == 1:
+        return x
+    return jax.lax.with_sharding_constraint(x, NamedSharding(AbstractMesh((sizes.tensor,), (AXIS,)), spec(sizes)))
+
+
+def by_heads(sizes: Sizes, x: jax.Array) -> jax.Array:
+    """Pin heads to be split, where there are enough of them."""
+    if sizes.tensor == 1 or x.shape[2] % sizes.tensor:
+        return x
+    mesh = AbstractMesh((sizes.tensor,), (AXIS,))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, None, AXIS, None)))
+
+
+def layer(sizes: Sizes, params: Any, x: jax.Array) -> jax.Array:
+    """One transformer layer: norms first, the residual stream resident between."""
+    x = resident(sizes, x + attention(sizes, params, norm(sizes, params["norm1"], x)))
+    h = norm(sizes, params["norm2"], x)
+    if sizes.gated:
+        inside = jax.nn.silu(dense(sizes, params, "gate", h)) * dense(sizes, params, "up", h)
+    else:
+        inside = jax.nn.gelu(dense(sizes, params, "up", h))
+    return resident(sizes, x + dense(sizes, params, "down", inside))
+
+
+def norm(sizes: Sizes, params: Any, x: jax.Array) -> jax.Array:
+    """Layer norm, or RMS norm where there is no bias."""
+    wide = x.astype(jnp.float32)
+    if "bias" in params:
+        wide = wide - wide.mean(-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt((wide**2).mean(-1, keepdims=True) + 1e-5) * params["scale"].astype(jnp.float32)
+    return (wide + params["bias"].astype(jnp.float32) if "bias" in params else wide).astype(x.dtype)
+
+
+def dense(sizes: Sizes, params: Any, name: str, x: jax.Array) -> jax.Array:
+    """A dense layer in the run's precision."""
+    y = eight_bits(x, params[name]) if sizes.dtype == "float8" else x @ params[name]
+    return y + params[f"{name}_bias"] if f"{name}_bias" in params else y
+
+
+@jax.custom_vjp
+def eight_bits(x: jax.Array, w: jax.Array) -> jax.Array:
+    """A product of eight-bit floats, and its gradients."""
+    return _narrow(x, w, (((x.ndim - 1,), (0,)), ((), ())))
+
+
+def _narrow(a: jax.Array, b: jax.Array, numbers: Any) -> jax.Array:
+    a, b = a.astype(jnp.float8_e4m3fn), b.astype(jnp.float8_e4m3fn)
+    return jax.lax.dot_general(a, b, numbers, preferred_element_type=jnp.bfloat16)
+
+
+def _eight_bits_backward(saved: Any, dy: jax.Array) -> Any:
+    x, w = saved
+    dx = _narrow(dy, w, (((dy.ndim - 1,), (1,)), ((), ())))
+    lead = tuple(range(x.ndim - 1))
+    return dx, _narrow(x, dy, ((lead, lead), ((), ())))
+
+
+eight_bits.defvjp(lambda x, w: (eight_bits(x, w), (x, w)), _eight_bits_backward)
+
+
+def attention(sizes: Sizes, params: Any, x: jax.Array) -> jax.Array:
+    """Causal self-attention, fused or written out."""
+    samples, tokens, width = x.shape
+    size = width // sizes.heads
+    q, k, v = (dense(sizes, params, name, x) for name in ("q", "k", "v"))
+    q = q.reshape(samples, tokens, sizes.heads, size)
+    k, v = (t.reshape(samples, tokens, sizes.kv_heads, size) for t in (k, v))
+    if sizes.gated:
+        q, k = rotate(q), rotate(k)
+    q, k, v = (by_heads(sizes, t) for t in (q, k, v))
+    with jax.named_scope(CORE):
+        mixed = by_heads(sizes, flash(sizes.context, q, k, v) if sizes.flash else plain(q, k, v))
+    return dense(sizes, params, "o", mixed.reshape(samples, tokens, width))
+
+
+def rotate(x: jax.Array) -> jax.Array:
+    """Rotary positions."""
+    angles = jnp.arange(x.shape[1])[:, None] * 1e4 ** (-jnp.arange(x.shape[-1] // 2) / (x.shape[-1] // 2))
+    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
+    sine, cosine = jnp.sin(angles)[None, :, None], jnp.cos(angles)[None, :, None]
+    return jnp.concatenate([a * cosine - b * sine, a * sine + b * cosine], -1).astype(x.dtype)
+
+
+def plain(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Attention whose scores go through memory."""
+    groups = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(t, groups, 2) if groups > 1 else t for t in (k, v))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
+    seen = jnp.tril(jnp.ones((q.shape[1], k.shape[1]), bool))
+    weights = jax.nn.softmax(jnp.where(seen, scores, -1e4).astype(jnp.float32)).astype(q.dtype)
+    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
+
+
+def _causal_flops(products: int) -> Callable[..., float]:
+    """So many products over all pairs of tokens, half of which are masked and left out."""
+
+    def flops(q: Any, k: Any, *rest: Any) -> float:
+        samples, tokens, heads, size = q.shape
+        return products * samples * heads * tokens * rest[-1].shape[0] * k.shape[1] * size
+
+    return flops
+
+
+def flash(context: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Attention in one kernel, keys and values of as many parts of the sequence going round as there are."""
+    return _flash(q, k, v, jnp.zeros(context, q.dtype))
+
+
+@jax.custom_vjp
+def _flash(q: jax.Array, k: jax.Array, v: jax.Array, parts: jax.Array) -> jax.Array:
+    """Its backward pass computes the scores again (Dao, "FlashAttention-2", 2023)."""
+    return _flash_forward(q, k, v, parts)
+
+
+@autopar.sharding_rule("b s (g r) d, b t g d, b t g d, c -> b s (g r) d", flops=_causal_flops(2))
+def _flash_forward(q: jax.Array, k: jax.Array, v: jax.Array, parts: jax.Array) -> jax.Array:
+    return q + (k.sum() + v.sum() + parts.sum()).astype(q.dtype)
+
+
+@autopar.sharding_rule(
+    "b s (g r) d, b t g d, b t g d, b s (g r) d, b s (g r) d, c -> b s (g r) d, b t g d, b t g d",
+    flops=_causal_flops(5),
+)
+def _flash_backward(q: Any, k: Any, v: Any, y: Any, dy: Any, parts: Any) -> Any:
+    return q + (y + dy) + parts.sum().astype(q.dtype), k + v, v
+
+
+def _flash_saved(q: jax.Array, k: jax.Array, v: jax.Array, parts: jax.Array) -> Any:
+    y = _flash_forward(q, k, v, parts)
+    return y, (q, k, v, y, parts)
+
+
+def _flash_gradients(saved: Any, dy: jax.Array) -> Any:
+    *kept, parts = saved
+    return *_flash_backward(*kept, dy, parts), jnp.zeros_like(parts)
+
+
+_flash.defvjp(_flash_saved, _flash_gradients)

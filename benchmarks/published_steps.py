@@ -1,0 +1,305 @@
+"""Predict the step of a published run: one layer and the ends of the model are planned, and the step is put together.
+
+In:     `Run`.
+Out:    `Prediction`: seconds, where they go, and memory.
+Method: autopar plans one layer, forward and backward, and the embedding with the loss, for one microbatch on its
+        tensor-parallel group; costs of kernels and collectives are the planner's own. A model is that many equal layers in
+        equal stages: what planning it whole does too, and would take minutes for a thousand devices. What is not the
+        planner's is what the frameworks did that autopar's programs do not: `EAGER`, `OVERLAPPED`, `FIRST_FLASH`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from published_layers import CORE, Sizes, ends_step, layer_step
+from published_runs import Run
+
+import autopar
+from autopar.cost import collective_seconds, kernel_seconds
+from autopar.cost.kernels import Kernel, Pass
+from autopar.intra_op.kernels import kernel_of
+from autopar.intra_op.sharded import Collective, Compute, Fused, Move, collectives_of
+from autopar.intra_op.traffic import find_reads, find_traffic
+from autopar.ir.source import is_backward
+from autopar.mesh import Device, Link, LogicalMesh, find_device
+
+PHASES = ("forward", "core", "backward")
+EAGER = 2.0
+"""Passes over memory that frameworks without a compiler make where a compiled program makes one; fitted, one for all."""
+OVERLAPPED = 0.75
+"""Part of a tensor-parallel collective behind the product it feeds, where a run says so: it is cut in four, one of which
+has nothing to hide behind (Transformer Engine's user buffers)."""
+FIRST_FLASH = {"Ampere": 0.68, "Hopper": 0.36}
+"""Rate of the first FlashAttention's kernels over that of the device's own; fitted. Hopper's own multiply asynchronously."""
+ADAM_BYTES = 34
+"""Moved by an update for each parameter, in mixed precision: gradient read twice, once for its norm, weights of both
+widths and moments read and written."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device and its links: inside a host, and between hosts."""
+
+    device: Device
+    per_host: int
+    intra: Link
+    inter: Link
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one device of a tensor-parallel group does for one microbatch, in each phase.
+
+    Attributes:
+        kept_bytes: Made or read by the forward pass and read by the backward.
+        working_bytes: At the peak, arguments and what is kept left out.
+    """
+
+    kernels: dict[str, tuple[Kernel, ...]]
+    collectives: dict[str, tuple[Collective, ...]]
+    kept_bytes: int
+    working_bytes: int
+
+    def compute(self, phase: str, device: Device, passes: float = 1.0) -> float:
+        """Seconds of its kernels; elementwise work takes so many passes instead of one."""
+        return sum((passes if isinstance(k, Pass) else 1.0) * kernel_seconds(k, device) for k in self.kernels[phase])
+
+    def communication(self, phase: str, mesh: LogicalMesh) -> float:
+        """Seconds of its collectives."""
+        return sum(collective_seconds(c.kind, c.bytes, c.axes, mesh) for c in self.collectives[phase])
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A step.
+
+    Attributes:
+        seconds: Its length.
+        compute: Of the fullest stage, all microbatches.
+        tensor: Collectives within layers.
+        bubble: Waiting for the first microbatch to arrive and the last to come back.
+        data: Collectives of gradients and parameters that nothing hides.
+        update: The optimizer.
+        memory_bytes: On the fullest device.
+        capacity_bytes: Of a device.
+    """
+
+    seconds: float
+    compute: float
+    tensor: float
+    bubble: float
+    data: float
+    update: float
+    memory_bytes: float
+    capacity_bytes: float
+
+
+def machine_of(run: Run) -> Machine:
+    """The machine of a run: the catalog's device, the network that the table states.
+
+    Raises:
+        ClusterError: The catalog does not have the device.
+    """
+    power = re.search(r"(\d+) W\b", run.device)
+    limited = f"-{power[1]}w" if power and power[1] != "700" else ""
+    name = re.sub(r", chips|\(.*?\)", "", run.device).strip()
+    model = find_device(re.sub(r"-\d+GB$", "", name) + limited if limited else name)
+    intra, inter = model.intra, model.inter
+    links = re.search(r"NVLink (\d+) links", run.network)
+    if links:
+        share = int(links[1]) * 25e9 / model.intra_peak
+        intra = dataclasses.replace(intra, bytes_per_second=intra.bytes_per_second * share)
+    per_host = model.devices_per_host if "NVL72" in run.network else run.per_host or model.devices_per_host
+    rate = _network_rate(run.network, per_host)
+    if rate is not None:
+        reached = inter.bytes_per_second / model.inter_peak
+        inter = dataclasses.replace(inter, bytes_per_second=rate * reached)
+    device = model.device
+    if run.kernel == 1:
+        generation = "Hopper" if device.achieved.balance > 100 else "Ampere"
+        fused = device.achieved.fused * FIRST_FLASH[generation]
+        device = dataclasses.replace(device, achieved=dataclasses.replace(device.achieved, fused=fused))
+    return Machine(device, per_host, intra, inter)
+
+
+def _network_rate(text: str, per_host: int) -> float | None:
+    """Bytes per second of one device, out of words like "8x400 Gb/s IB" or "25 Gb/s Ethernet per host"."""
+    found = re.search(r"(?:(\d+)\s*(?:x|Omni-Path)\s*)?(\d+) Gb/s(.*)", text)
+    if not found:
+        return None
+    total = int(found[1] or 1) * int(found[2]) / 8 * 1e9
+    return total if "per GPU" in found[3] else total / per_host
+
+
+@functools.cache
+def work_of(part: str, sizes: Sizes, device: Device, link: Link) -> Work:
+    """Plan a layer, or the ends, of a microbatch on its tensor-parallel group."""
+    step = (layer_step if part == "layer" else ends_step)(sizes)
+    mesh = LogicalMesh((sizes.tensor,), links=(link,))
+    cluster = autopar.Cluster(1, sizes.tensor, device, link, link)
+    method = autopar.ShardParallel(mesh_shape=mesh, constraints=step.pins, memory_budget_bytes=1 << 50)
+    plan = autopar.parallelize(step.function, cluster=cluster, method=method, batch_argnums=()).plan(*step.arguments)
+    return _read(plan.origin.sharded, mesh)
+
+
+def _read(sharded: Any, mesh: LogicalMesh) -> Work:
+    """Kernels and collectives of a plan by phase."""
+    graph = sharded.graph
+    traffic, reads = find_traffic(graph), find_reads(graph)
+    kernels: dict[str, list[Kernel]] = {phase: [] for phase in PHASES}
+    moves: dict[str, list[Collective]] = {phase: [] for phase in PHASES}
+    made_in: dict[Any, str] = {var: "forward" for var, _ in sharded.body.inputs}
+    kept: dict[Any, int] = {}
+    waiting: list[Collective] = []
+    phase = "forward"
+    for instruction in sharded.body.instructions:
+        waiting += collectives_of(type(sharded.body)((), (instruction,), ()), mesh)
+        if isinstance(instruction, Compute):
+            eqn = instruction.eqn
+            core = CORE in str(eqn.source_info.name_stack)
+            phase = "backward" if is_backward(eqn) else "core" if core else "forward"
+            node = graph.nodes[graph.op_node[id(eqn)]]
+            kernel = kernel_of(node, instruction.strategy, traffic[node.index], mesh)
+            if kernel.num_bytes or not isinstance(kernel, Pass):
+                kernels[phase].append(kernel)
+            for var in reads[node.index] if phase == "backward" else ():
+                if made_in.get(var) != "backward" and var in graph.produced:
+                    made = graph.produced[var]
+                    sharding = made.shardings[sharded.choices[made.node]]
+                    size = math.prod(var.aval.shape) * var.aval.dtype.itemsize
+                    kept[var] = size // sharding.num_shards(mesh)
+            made_in.update(dict.fromkeys(eqn.outvars, phase))
+            moves[phase] += waiting
+            waiting = []
+        elif isinstance(instruction, Move | Fused):
+            first = instruction.moves[0] if isinstance(instruction, Fused) else instruction
+            if first.reader == "result":
+                moves[made_in.get(first.var, phase)] += waiting
+                waiting = []
+    moves[phase] += waiting
+    inputs = {var for var, _ in sharded.body.inputs}
+    activations = sum(size for var, size in kept.items() if var not in inputs or len(var.aval.shape) == 3)
+    working = sharded.liveness.peak_bytes - sharded.liveness.argument_bytes - activations
+    return Work(
+        {name: tuple(found) for name, found in kernels.items()},
+        {name: tuple(found) for name, found in moves.items()},
+        activations,
+        max(0, working),
+    )
+
+
+def sizes_of(run: Run) -> Sizes:
+    """What the seconds of one microbatch depend on."""
+    return Sizes(
+        samples=run.microbatch,
+        tokens=run.tokens,
+        width=run.width,
+        heads=run.heads,
+        kv_heads=run.kv_heads,
+        hidden=run.hidden,
+        vocabulary=run.vocabulary,
+        gated=run.gated,
+        flash=run.flash,
+        dtype=run.dtype if run.dtype in ("float32", "float8") else "bfloat16",
+        tensor=run.tensor,
+        sequence=run.sequence and run.tensor > 1,
+        context=run.context,
+    )
+
+
+def predict(run: Run) -> Prediction:
+    """Put the step of a run together."""
+    machine = machine_of(run)
+    link = (machine.intra if run.tensor <= machine.per_host else machine.inter).within(run.tensor)
+    mesh = LogicalMesh((run.tensor,), links=(link,))
+    layer, ends = (work_of(part, sizes_of(run), machine.device, link) for part in ("layer", "ends"))
+    return compose(run, machine, mesh, layer, ends)
+
+
+def compose(run: Run, machine: Machine, mesh: LogicalMesh, layer: Work, ends: Work) -> Prediction:
+    """The step from its layers: `count` microbatches through the fullest stage, and a bubble of the others."""
+    device, passes = machine.device, 1.0 if run.compiled else EAGER
+    again = {"full": ("forward", "core"), "selective": () if run.flash else ("core",)}.get(run.recompute, ())
+    forward = sum(layer.compute(phase, device, passes) for phase in ("forward", "core"))
+    work = sum(layer.compute(phase, device, passes) for phase in (*PHASES, *again))
+    tensor = sum(layer.communication(phase, mesh) for phase in (*PHASES, *again))
+    end = sum(ends.compute(phase, device, passes) for phase in PHASES)
+    end_tensor = sum(ends.communication(phase, mesh) for phase in PHASES)
+    tensor *= 1 - OVERLAPPED if run.overlaps else 1
+    layers = math.ceil(run.layers / run.pipeline)
+    params = params_of(run, layers)
+    # Gradients of a microbatch are added to those before it: two reads and a write.
+    adding = kernel_seconds(Pass(3 * 2 * params), device) if run.count > 1 else 0.0
+    middle = layers * (work + tensor) + adding
+    stage = middle + end + end_tensor
+    bubble = (run.pipeline - 1) / run.chunks * middle
+    once, with_each = data_seconds(run, machine, params, layers, forward, work + tensor)
+    update = kernel_seconds(Pass(ADAM_BYTES * params / (run.shards if run.zero else 1)), device)
+    return Prediction(
+        run.count * (stage + with_each) + bubble + once + update,
+        run.count * (layers * work + end + adding),
+        run.count * (layers * tensor + end_tensor),
+        bubble,
+        once + run.count * with_each,
+        update,
+        memory_of(run, params, layers, layer, ends),
+        device.memory_bytes,
+    )
+
+
+def params_of(run: Run, layers: int) -> float:
+    """Parameters on one device of a stage, replicas counted whole: of the first and last one, with the vocabulary."""
+    size = run.width // run.heads
+    per_layer = run.width * size * (2 * run.heads + 2 * run.kv_heads) + run.width * run.hidden * (2 + run.gated)
+    ends = 2 if run.pipeline == 1 and run.gated else 1
+    return (layers * per_layer + ends * run.width * run.vocabulary) / run.tensor
+
+
+def data_seconds(
+    run: Run, machine: Machine, params: float, layers: int, forward: float, whole: float
+) -> tuple[float, float]:
+    """Seconds of gradients and parameters that nothing hides: once per step, and with each microbatch.
+
+    Gradients are reduced once, after all microbatches. Parameters that are stored split are gathered a layer ahead, and
+    their gradients reduced a layer behind, while that is computed.
+    """
+    if run.data == 1:
+        return 0.0, 0.0
+    inside = math.gcd(run.data, max(1, machine.per_host // run.tensor))
+    links = machine.inter, machine.intra.within(inside * run.tensor)
+    mesh = LogicalMesh((run.data // inside, inside), links=links)
+
+    def seconds(kind: str, num_bytes: float) -> float:
+        return collective_seconds(kind, num_bytes, mesh.axis_names, mesh)
+
+    width = 4 if run.dtype == "float32" else 2
+    if run.zero == 0:
+        return seconds("all-reduce", params * width), 0.0
+    if run.zero < 3:
+        return seconds("reduce-scatter", params * width) + seconds("all-gather", params * width), 0.0
+    gather, scatter = (seconds(kind, params / layers * width) for kind in ("all-gather", "reduce-scatter"))
+    exposed = max(0.0, gather - forward) + max(0.0, gather + scatter - (whole - forward))
+    return gather + scatter, layers * exposed
+
+
+def memory_of(run: Run, params: float, layers: int, layer: Work, ends: Work) -> float:
+    """Bytes of the fullest device: weights, gradients, the optimizer's state, and what the backward passes wait for."""
+    width = 4 if run.dtype == "float32" else 2
+    parts = [run.shards if run.zero >= stage else 1 for stage in (3, 2, 1)]
+    state = params * (width / parts[0] + width / parts[1] + (8 if width == 4 else 12) / parts[2])
+    residual = 2 * run.microbatch * run.tokens // run.context * run.width // (run.tensor if run.sequence else 1)
+    kept = layer.kept_bytes if run.recompute in ("none", "dots", "selective") else residual
+    flight = min(run.pipeline, run.count)
+    more = layer.kept_bytes if run.recompute == "full" else 0
+    chunks = 1 + (run.pipeline - 1) / (run.pipeline * run.chunks) if run.chunks > 1 else 1
+    gathered = 2 * width * params / layers if run.zero == 3 else 0
+    waiting = flight * layers * kept * chunks + more
+    if run.pipeline > 1:
+        return state + waiting + layer.working_bytes + gathered
+    return state + waiting + max(layer.working_bytes, ends.kept_bytes + ends.working_bytes) + gathered

@@ -1,0 +1,77 @@
+"""Kernels: products against measured ones, shapes that fill the cores and shapes that do not, dtypes of operands."""
+
+import numpy as np
+import pytest
+
+from autopar.cost.kernels import FusedProducts, Pass, Product, kernel_seconds
+from autopar.mesh import Achieved, Device, find_device
+
+IDEAL = Device("d", 1e12, memory_bytes_per_second=1e9)
+# What one H100 reached, launches included, in TFLOP/s of bfloat16: (count, rows, columns, depth). From the table of
+# measured products in OpenXLA's cost model for sm_90 (matmul_interpolator_data.h).
+MEASURED = [
+    (1, 4096, 4096, 4096, 783.3),
+    (1, 2048, 2048, 2048, 632.0),
+    (1, 1024, 1024, 2048, 350.0),
+    (1, 4096, 512, 1024, 370.8),
+    (1, 1024, 2048, 256, 139.5),
+    (1, 256, 2048, 256, 41.8),
+    (1, 256, 1024, 4096, 172.3),
+    (1, 512, 4096, 1024, 373.3),
+    (2, 512, 512, 2048, 216.5),
+    (2, 4096, 4096, 2048, 763.0),
+    (4, 4096, 4096, 256, 503.9),
+    (4, 256, 256, 4096, 171.6),
+    (4, 1024, 256, 1024, 218.2),
+    (4, 1024, 1024, 2048, 626.1),
+]
+
+
+def product(count, rows, columns, depth, dtype="bfloat16", **fields):
+    size = {"bfloat16": 2, "float8_e4m3fn": 1, "float32": 4}[dtype]
+    num_bytes = size * count * (rows * depth + depth * columns + rows * columns)
+    return Product(count, rows, columns, depth, num_bytes, (dtype, dtype), **fields)
+
+
+def test_a_device_without_measurements_is_a_roofline():
+    assert kernel_seconds(Product(1, 1000, 1000, 500_000, 0, ("float32",)), IDEAL) == 1.0
+    assert kernel_seconds(Pass(1e9), IDEAL) == 1.0
+    assert kernel_seconds(FusedProducts(1e12, 1e6, ("float32",)), IDEAL) == 1.0
+
+
+def test_products_as_measured():
+    h100 = find_device("h100").device
+    # The measurement ran products one at a time, cool; training holds a part of that (`catalog.SUSTAINED`).
+    cool = Achieved(**{f: getattr(h100.achieved, f) for f in h100.achieved.__slots__} | {"product": 0.866})
+    device = Device("h", h100.peak_flops, 8e10, h100.memory_bytes_per_second, cool)
+    errors = []
+    for count, rows, columns, depth, tflops in MEASURED:
+        seconds = kernel_seconds(product(count, rows, columns, depth), device)
+        errors.append(abs(2 * count * rows * columns * depth / seconds / (tflops * 1e12) - 1))
+    assert np.mean(errors) < 0.08, errors
+    assert max(errors) < 0.25, errors
+
+
+def test_the_rate_is_that_of_the_operands():
+    h100 = find_device("h100").device
+    narrow, half, wide = (
+        kernel_seconds(product(1, 8192, 8192, 8192, dtype), h100) for dtype in ("float8_e4m3fn", "bfloat16", "float32")
+    )
+    assert 1.7 < half / narrow < 2.1
+    assert 1.8 < wide / half < 2.2, "float32 is multiplied as TF32, as JAX does by default"
+    assert kernel_seconds(product(1, 8192, 8192, 8192, "float32", highest=True), h100) > 5 * wide
+
+
+def test_one_tile_more_is_one_wave_more():
+    device = Device("d", 1e12, achieved=Achieved(cores=4, tile=(128, 128), balance=1000.0))
+    full, over = (kernel_seconds(Product(1, 128, columns, 512, 0, ("float32",)), device) for columns in (512, 520))
+    assert over > 1.3 * full
+    assert full == pytest.approx(2 * 128 * 512 * 512 / 1e12)
+
+
+def test_many_small_products_are_slow():
+    h100 = find_device("h100").device
+    whole = kernel_seconds(product(1, 4096, 4096, 4096), h100)
+    parts = kernel_seconds(product(64, 512, 512, 256), h100)
+    flops = 64 * 512 * 512 * 256 / 4096**3
+    assert parts / flops > 1.5 * whole

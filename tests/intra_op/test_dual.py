@@ -1,0 +1,89 @@
+"""Message passing by levels, against its definition one node and one edge at a time."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autopar.intra_op.batches import Layout, _padded
+from autopar.intra_op.dual import Ascent
+from autopar.intra_op.problem import Problem, brute_force
+from tests.intra_op.test_solve import draw
+
+
+class OneByOne:
+    """Kolmogorov 2006, fig. 4: a node after the other, each edge by itself."""
+
+    def __init__(self, problem):
+        self.costs, self.ends = problem.costs, list(problem.edges)
+        self.tables = list(problem.edges.values())
+        self.down = [np.zeros(t.shape[1]) for t in self.tables]
+        self.up = [np.zeros(t.shape[0]) for t in self.tables]
+        nodes = range(len(self.costs))
+        self.later = [[k for k, (u, _) in enumerate(self.ends) if u == n] for n in nodes]
+        self.earlier = [[k for k, (_, v) in enumerate(self.ends) if v == n] for n in nodes]
+
+    def total(self, node):
+        return (
+            self.costs[node] + sum(self.down[k] for k in self.earlier[node]) + sum(self.up[k] for k in self.later[node])
+        )
+
+    def round(self):
+        share = [1 / max(len(a), len(b), 1) for a, b in zip(self.later, self.earlier, strict=True)]
+        for node in range(len(self.costs)):
+            part = self.total(node) * share[node]
+            for k in self.later[node]:
+                message = (self.tables[k] + (part - self.up[k])[:, None]).min(axis=0)
+                self.down[k] = message - message.min()
+        lower = 0.0
+        for node in reversed(range(len(self.costs))):
+            total = self.total(node)
+            lower += total.min()
+            for k in self.earlier[node]:
+                part = (total - total.min()) * share[node]
+                message = (self.tables[k] + (part - self.down[k])[None, :]).min(axis=1)
+                lower += message.min()
+                self.up[k] = message - message.min()
+        return lower
+
+
+def test_levels_do_what_single_nodes_do():
+    for seed in range(20):
+        problem = draw(seed, forbidden=0.0, nodes=(4, 9), choices=(1, 6))
+        ascent, reference = Ascent(problem), OneByOne(problem)
+        for _ in range(5):
+            ascent._forward()
+            assert ascent._backward() == pytest.approx(reference.round(), abs=1e-9), seed
+
+
+def test_assignments_are_read_as_they_cost():
+    for seed in range(30):
+        problem = draw(seed, forbidden=0.0)
+        bounds = Ascent(problem).run(20)
+        assert problem.cost(bounds.choices) == pytest.approx(bounds.upper)
+        assert bounds.lower <= brute_force(problem).objective + 1e-9 <= bounds.upper + 2e-9
+
+
+def test_the_ascent_ends_where_it_is_told_to():
+    problem = draw(7, forbidden=0.0, nodes=(6, 7), choices=(4, 5))
+    full = Ascent(problem).run(100)
+    some = Ascent(problem).run(100, enough=0.5 * full.lower)
+    assert 0.5 * full.lower <= some.lower <= full.lower + 1e-9
+
+
+def test_a_level_has_no_edges_inside():
+    problem = draw(11, nodes=(6, 7))
+    layout = Layout(problem, 1e6)
+    level_of = {int(layout.order[n]): level.number for level in layout.levels for n in level.nodes}
+    assert all(level_of[u] < level_of[v] for u, v in problem.edges)
+    assert sum(len(b.tables) for level in layout.levels for b in level.out) == len(problem.edges)
+
+
+def test_nodes_without_edges():
+    problem = Problem([np.array([3.0, 1.0]), np.array([2.0])])
+    bounds = Ascent(problem).run(3)
+    assert bounds.choices == (1, 0) and bounds.lower == pytest.approx(3.0)
+
+
+def test_pads_are_few():
+    assert [_padded(k) for k in (1, 2, 3, 4, 5, 7, 9, 13, 17, 25)] == [1, 2, 3, 4, 6, 8, 12, 16, 24, 32]

@@ -1,0 +1,84 @@
+"""Overlap: a hand-made program's clock, loops that gather ahead, and what must hold of every program."""
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+
+import autopar
+from autopar import Achieved, Cluster, DataParallel, Device, Link
+from autopar.cost import collective_seconds
+from autopar.intra_op.lanes import run_lanes
+
+
+def device(overlap):
+    return Device("d", 1e12, memory_bytes_per_second=1e12, achieved=Achieved(overlap=overlap))
+
+
+def plan_of(scanned, zero, rate, overlap, layers=8, width=256, batch=256, budget=None):
+    """A stack of layers under data parallelism."""
+
+    def loss_of(params, x):
+        if scanned:
+            x, _ = lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, params)
+        else:
+            for k in range(layers):
+                x = jnp.tanh(x @ params[k])
+        return jnp.mean(x**2)
+
+    def step(params, x):
+        grads = jax.grad(loss_of)(params, x)
+        return optax.apply_updates(params, jax.tree.map(lambda g: -0.1 * g, grads))
+
+    shape = jax.ShapeDtypeStruct((width, width), jnp.float32)
+    stack = jax.ShapeDtypeStruct((layers, width, width), jnp.float32)
+    params = stack if scanned else [shape] * layers
+    x = jax.ShapeDtypeStruct((batch, width), jnp.float32)
+    cluster = Cluster(1, 4, device(overlap), Link(1e-7, rate), Link(1e-7, rate))
+    method = DataParallel(zero=zero, memory_budget_bytes=budget)
+    return autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,)).plan(params, x)
+
+
+def bounds(plan):
+    cost = plan.cost
+    return max(cost.compute_seconds, cost.communication_seconds), cost.compute_seconds + cost.communication_seconds
+
+
+@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("overlap", [0.0, 0.6, 1.0])
+def test_bounds(scanned, zero, overlap):
+    plan = plan_of(scanned, zero, 1e10, overlap)
+    least, most = bounds(plan)
+    assert least * (1 - 1e-9) <= plan.cost.step_seconds <= most * (1 + 1e-9)
+    exposed = sum(plan.cost.exposed_seconds)
+    assert plan.cost.step_seconds == pytest.approx(plan.cost.compute_seconds + exposed)
+    assert len(plan.cost.exposed_seconds) == len(plan.cost.collectives)
+    for seconds, c in zip(plan.cost.exposed_seconds, plan.cost.collectives, strict=True):
+        assert -1e-12 <= seconds <= c.times * collective_seconds(c.kind, c.bytes, c.axes, plan.mesh) * (1 + 1e-6)
+    if overlap == 0:
+        assert plan.cost.step_seconds == pytest.approx(most)
+
+
+def test_a_loop_gathers_the_next_layer_behind_this_one():
+    # No room for the whole stack of 16.8 MB at once.
+    plan = plan_of(True, 3, 1e11, 1.0, layers=64, batch=256, budget=38_500_000)
+    inside = [(c, e) for c, e in zip(plan.cost.collectives, plan.cost.exposed_seconds, strict=True) if c.times > 1]
+    assert inside, "parameters are gathered layer by layer"
+    total = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, plan.mesh) for c, _ in inside)
+    assert sum(e for _, e in inside) < 0.3 * total
+
+
+def test_gradients_are_reduced_behind_the_backward_pass():
+    quick = plan_of(False, 0, 2e11, 1.0, width=2048, batch=4096)
+    exposed, total = sum(quick.cost.exposed_seconds), quick.cost.communication_seconds
+    assert exposed < 0.5 * total
+    assert plan_of(False, 0, 2e11, 0.0, width=2048, batch=4096).cost.step_seconds > quick.cost.step_seconds
+
+
+def test_the_same_program_twice_is_the_same():
+    plan = plan_of(False, 3, 1e10, 1.0)
+    sharded = plan.origin.sharded
+    first, second = (run_lanes(sharded.body, lambda eqn: 1e-6, sharded.graph.mesh, 0.5) for _ in range(2))
+    assert first == second

@@ -1,0 +1,62 @@
+"""What operations bring through memory: elementwise work between products is one pass, indexing touches what it picks."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopar.intra_op.graph import build_graph
+from autopar.intra_op.kernels import kernel_of
+from autopar.intra_op.traffic import find_traffic
+from autopar.ir.trace.trace import trace_step
+from autopar.mesh import LogicalMesh
+
+MESH = LogicalMesh((1,))
+ROWS, WIDTH = 64, 32
+X = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+W = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+SIZE = ROWS * WIDTH * 4
+
+
+def passes(fun, *args):
+    """Bytes that all but products move, in arrays of X's size, and the kernels launched for them."""
+    graph = build_graph(trace_step(fun, args).jaxpr, MESH, {})
+    traffic = find_traffic(graph)
+    moved = launches = 0.0
+    for node in graph.nodes:
+        if node.kind == "op" and node.name != "dot_general":
+            kernel = kernel_of(node, node.strategies[0], traffic[node.index], MESH)
+            moved, launches = moved + kernel.num_bytes, launches + traffic[node.index].launches
+    return moved / SIZE, launches
+
+
+@pytest.mark.parametrize(
+    "fun, args, arrays, kernels",
+    [
+        # In and out, whatever is in between and however often it is read.
+        (lambda x: jnp.tanh(x * x + x) * x, (X,), 2, 1),
+        (lambda x, w: jax.nn.gelu(x @ w) @ w, (X, W), 2, 1),
+        # A residual is read where it is added.
+        (lambda x, w: x + jnp.tanh(x @ w), (X, W), 3, 1),
+        # What is made of one array is made again later rather than stored wide.
+        (lambda x, w: (jnp.sin(x) @ w) * jnp.sin(x), (X, W), 5, 2),
+        # A normalization and a softmax are one kernel each.
+        (lambda x, w: ((x - x.mean(-1, keepdims=True)) * 2) @ w, (X, W), 2, 1),
+        (lambda x, w: jax.nn.softmax(x @ w) @ w, (X, W), 2, 1),
+        # Views are nothing.
+        (lambda x, w: (x.reshape(8, 8, WIDTH).reshape(ROWS, WIDTH)) @ w, (X, W), 0, 0),
+    ],
+)
+def test_passes(fun, args, arrays, kernels):
+    moved, launches = passes(fun, *args)
+    assert moved == pytest.approx(arrays, rel=0.1)
+    assert launches == kernels
+
+
+def test_indexing_touches_what_it_picks():
+    table = jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32)
+    rows = jax.ShapeDtypeStruct((ROWS,), jnp.int32)
+    moved, _ = passes(lambda table, rows: table.at[rows].get(mode="promise_in_bounds"), table, rows)
+    assert moved == pytest.approx(2, rel=0.1), "not the table's 64 times as many"
+    start = jax.ShapeDtypeStruct((), jnp.int32)
+    moved, _ = passes(lambda table, x, k: jax.lax.dynamic_update_slice(table, x, (k, 0)), table, X, start)
+    assert moved < 4
