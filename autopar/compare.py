@@ -283,7 +283,7 @@ def _cells_of(row: Row, has_price: bool, has_watts: bool) -> list[str]:
         f"{row.rate:,.0f}",
         bytes_text(max(cost.peak_bytes)),
         bytes_text(row.left_bytes),
-        f"{cost.communication_seconds / cost.step_seconds:.0%}",
+        f"{cost.exposed_communication_seconds / cost.step_seconds:.0%}",
         f"{cost.bubble_seconds / cost.step_seconds:.0%}",
         *("?" if value is None else f"{value:.3g}" for value in more),
     ]

@@ -65,7 +65,7 @@ def _cards(plan: Decision) -> Iterator[str]:
     yield _card(seconds_text(cost.step_seconds), "a step, predicted")
     yield _card(f"{cost.compute_seconds / step:.0%}", "of it computing")
     if cost.communication_seconds:
-        yield _card(f"{cost.communication_seconds / step:.0%}", "of it in collectives")
+        yield _card(f"{cost.exposed_communication_seconds / step:.0%}", "of it in collectives that nothing hides")
     if plan.schedule != "none":
         yield _card(f"{cost.bubble_seconds / step:.0%}", "of it waiting")
     most = max(cost.peak_bytes)

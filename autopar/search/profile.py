@@ -200,7 +200,7 @@ def _work(pipeline: PipelinePlan) -> Iterable[Work]:
         for task in stage.tasks:
             kind = kind_of(pipeline.streams, number, task.task.kind)
             times = count if task.task.is_in_loop else 1
-            totals[kind] = totals.get(kind, 0.0) + times * (task.seconds - task.communication_seconds)
+            totals[kind] = totals.get(kind, 0.0) + times * (task.seconds - sum(task.exposed_seconds))
         yield from (Work(number, kind, float(seconds)) for kind, seconds in totals.items() if seconds > 0)
 
 
