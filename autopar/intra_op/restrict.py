@@ -36,7 +36,7 @@ class Allowed:
     keys: dict[int, object] = field(default_factory=dict)
     reasons: dict[int, list[str]] = field(default_factory=dict)
 
-    def only(self, node: Node, mask: Sequence[bool], key: object, reason: str = "") -> None:
+    def only(self, node: Node, mask: Sequence[bool] | np.ndarray, key: object, reason: str = "") -> None:
         """Allow only the choices of `node` where `mask` is True (on top of earlier restrictions)."""
         allowed = np.asarray(mask, dtype=bool)
         if node.index in self.masks:
