@@ -104,7 +104,8 @@ def _attach_one_mesh(program: Program, roles: Roles, cluster: Cluster, method: M
     sharded = read_off(
         program.jaxpr, graph, plan.choices, class_of, problem, solution, allowed, cluster.device, roles.donated
     )
-    fresh = describe(step, program, roles, cluster, method, mesh, sharded, plan.cost.planning_seconds)
+    taken, count = plan.cost.planning_seconds, plan.num_microbatches
+    fresh = describe(step, program, roles, cluster, method, mesh, sharded, taken, count)
     _check_same(plan, fresh)
     # Names hold source lines, which may have moved since; everything else is as it was planned.
     return dataclasses.replace(
