@@ -27,6 +27,7 @@ from autopar.checkpoint.folder import close_workplace, commit, open_workplace, p
 from autopar.checkpoint.leaves import LeafType, is_function, leaf_type, paths, spelled, storable
 from autopar.checkpoint.manifest import NOTE, write_manifest
 from autopar.errors import AutoparError, CheckpointError, DonatedError, WorkerError
+from autopar.frameworks import without_arrays
 from autopar.ir.trace.containers import plain_containers
 from autopar.runtime.failure import is_gone
 from autopar.runtime.ray.driver.saves import Taken
@@ -47,7 +48,8 @@ def save(
 
     Args:
         directory: Of all checkpoints of a training run; made if it is not there.
-        state: Any pytree of arrays, random keys and numbers. Functions among its leaves are not written.
+        state: Any pytree of arrays, random keys and numbers. Functions among its leaves are not written. NNX objects are
+            written as dicts of their arrays.
         step: Number of this one, 0 or more; None: one more than the newest there.
         keep: How many of the newest to keep, this one included; None: all.
         overwrite: Replace the checkpoint of this number, if there is one.
@@ -62,6 +64,9 @@ def save(
             save into it failed, and nobody has waited for it.
         WorkerError: Workers that hold arrays have failed before they had copied them.
     """
+    arrays, shell = without_arrays(state)
+    if shell is not None and shell.adapter.updates_in_place:  # other objects are pytrees
+        state = arrays
     return begin_save(directory, state, step, keep=keep, overwrite=overwrite)
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import jax
 
+from autopar.api import ParallelStep
 from autopar.checkpoint.folder import read_note, steps
 from autopar.checkpoint.owner import hold
 from autopar.checkpoint.restore import find_checkpoint, read_state
@@ -30,6 +31,8 @@ from autopar.fit.progress import Bar
 from autopar.fit.remainder import Remainder, check_remainder
 from autopar.fit.reports import Reports
 from autopar.fit.state import as_array, on_host, parts_of, type_of, weak_as
+from autopar.follow import Following
+from autopar.frameworks import Shell, without_arrays
 from autopar.loggers import Logger
 from autopar.mesh import Cluster
 
@@ -65,8 +68,8 @@ def fit(
     checkpoint, and every step gives what it would have given without the break.
 
     Args:
-        step: `step(state, batch)` returns the new state, or a tuple of it and metrics. Made by `parallelize`; any other
-            function will do, but cannot be planned anew.
+        step: `step(state, batch)` returns the new state, or a tuple of it and metrics; where NNX objects are updated in
+            place, metrics alone. Made by `parallelize`; any other function will do, but cannot be planned anew.
         state: To begin with; not used if there is a checkpoint.
         batches: A list or dataset, whose first n batches are dropped when the run resumes after n steps; a loader that
             knows its position (`state_dict` and `load_state_dict`, as torchdata's, or `get_state` and `set_state`, as
@@ -98,7 +101,7 @@ def fit(
             `"error"`: it is refused.
 
     Returns:
-        The state, and the metrics of each step that ran here, by its number, as NumPy arrays.
+        The state (of objects new ones), and the metrics of each step that ran here, by its number, as NumPy arrays.
 
     Raises:
         AutoparError: A setting is none that there is.
@@ -116,13 +119,17 @@ def fit(
             wrong="there is no such number of batches.",
             do="pass 0 to draw none ahead, or leave it out.",
         )
+    state, shell = without_arrays(state)
+    if shell is not None:
+        step, eval_step = _on_arrays(step, eval_step, shell)
     feed = Batches(batches, stop=num_steps, remainder=remainder, every=save_every)
     bar = Bar(getattr(step, "__name__", "fit"), num_steps, progress)
     reports = Reports([loggers] if callable(loggers) else list(loggers), log_every, bar)
     evaluation = _evaluation(eval_step, eval_batches, eval_every or save_every, remainder)
     run = _Run(step, state, feed, checkpoint_dir, save_every, keep, on_step, evaluation, reports, prefetch)
     with hold(checkpoint_dir) if checkpoint_dir is not None else contextlib.nullcontext():
-        return _survive(run, state, on_failure, cluster, max_failures)
+        final, metrics = _survive(run, state, on_failure, cluster, max_failures)
+    return final if shell is None else shell.around(final), metrics
 
 
 def _survive(
@@ -159,6 +166,20 @@ def _survive(
             except Exception as second:  # the first error is the one to raise
                 error.add_note(f"Besides, {second}")
         raise
+
+
+def _on_arrays(step: Any, eval_step: Any, shell: Shell) -> tuple[Any, Any]:
+    """Steps on objects as steps on their arrays: these are what a run moves, saves and reads back."""
+    on_arrays = getattr(step, "on_arrays", None)
+    step = on_arrays(shell, updates=True) if on_arrays is not None else shell.of_step(step, updates=True)
+    match eval_step:
+        case Following():
+            eval_step = eval_step.on_arrays(shell, step)
+        case ParallelStep():
+            eval_step = eval_step.on_arrays(shell, updates=False)
+        case _ if eval_step is not None:
+            eval_step = shell.of_step(eval_step, updates=False)
+    return step, eval_step
 
 
 def _check_settings(on_failure: Any, **counts: Any) -> None:
