@@ -54,7 +54,7 @@ def test_it_never_goes_back():
 
 def test_the_planner_tells_how_far_it_is(make_step, types):
     step = make_step(Auto(), Cluster.of("2x2 h100"))
-    program, roles = step._roles(types(), {})
+    program, roles = step._roles(types(num_layers=2, batch=64), {})
     told = []
     make_plan(program, roles, step.cluster, Auto(), lambda text, done=None, best=math.inf: told.append((done, best)))
     done = [share for share, _ in told if share is not None]
