@@ -71,7 +71,7 @@ def describe(
         (sharded.liveness.peak_bytes,),
         sharded.liveness.argument_bytes,
         sharded.collectives,
-        sharded.gap_of(sharded.step_seconds),
+        sharded.gap,
         sharded.solution.status,
         seconds,
         sharded.exposed_seconds,

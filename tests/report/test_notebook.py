@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_SECONDS
+
 pytest.importorskip("ipykernel", reason="no Jupyter kernel: pip install ipykernel")
 jupyter_client = pytest.importorskip("jupyter_client", reason="no Jupyter kernel: pip install ipykernel")
 
@@ -45,7 +47,7 @@ class Kernel:
                 shown.update(content["data"])
             assert message["msg_type"] != "error", "\n".join(content["traceback"])
 
-        self.client.execute_interactive(code, output_hook=hear, timeout=120)
+        self.client.execute_interactive(code, output_hook=hear, timeout=PATIENCE_SECONDS)
         return "".join(written), shown
 
 
