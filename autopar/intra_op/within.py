@@ -34,11 +34,22 @@ def solve_within(
     max_rounds: int = 30,
     known: float = np.inf,
     gap: float = PROVED,
+    is_hopeless: Callable[[], bool] = lambda: False,
 ) -> Solution:
     """Least assignment for which `broken_rows(choices)` is empty, adding the rows it names until it is.
 
+    Args:
+        problem: Costs; the rows found are added.
+        broken_rows: What an assignment breaks.
+        solver: As of `solve`.
+        seconds: As of `solve`.
+        max_rounds: Of cutting planes.
+        known: As of `solve`.
+        gap: As of `solve`.
+        is_hopeless: Asked when something is broken: whether it is proved that nothing will do.
+
     Returns:
-        The assignment; `"infeasible"` where the rows collected cannot hold together.
+        The assignment; `"infeasible"` where none was found.
     """
     limit = time_limit(seconds)
     base = solve(problem, solver, limit, gap, known)
@@ -48,7 +59,7 @@ def solve_within(
     if not rows:
         return base
     problem.rows.extend(rows)
-    if any(row.least(problem.costs) > row.budget_bytes for row in problem.rows):
+    if is_hopeless():
         return dataclasses.replace(base, choices=(), status="infeasible")
     if num_pairs(problem) <= SMALL_WITH_ROWS:
         exact = _cut(problem, broken_rows, solver, limit, max_rounds)
