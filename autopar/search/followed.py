@@ -11,7 +11,7 @@ Method: scans over layers are taken apart into as many parts as there. A segment
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from autopar._jax import Var
 from autopar.errors import BatchError, MicrobatchError, PipelineError
@@ -26,6 +26,7 @@ from autopar.mesh import Cluster, Sharding
 from autopar.search.methods import Follow
 from autopar.search.pins import restrict_stages
 from autopar.search.pipeline import check_budget
+from autopar.search.progress import Report, silent
 from autopar.search.solve_stages import Solved, pinned, solve_stage
 from autopar.streams.assemble import PipelinePlan, assemble
 from autopar.streams.schedules import SCHEDULES, num_chunks, splits_backward
@@ -35,7 +36,7 @@ Lies = Mapping[Var, tuple[int, Sharding]]
 
 
 def pipeline_behind(
-    program: Program, roles: Roles, cluster: Cluster, method: Follow, report: Callable[[str], None] = lambda text: None
+    program: Program, roles: Roles, cluster: Cluster, method: Follow, report: Report = silent
 ) -> PipelinePlan:
     """Plan a step behind another's pipeline.
 
