@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
@@ -25,11 +25,12 @@ from autopar.ir.trace.parameters import check_hashable, chosen, parameters_of, s
 from autopar.ir.trace.state import Roles, find_roles
 from autopar.ir.trace.trace import name_of, trace_step
 from autopar.ir.trace.untrained import check_trains
+from autopar.markup import facts
 from autopar.mesh import Cluster
 from autopar.plan.stale import check_fresh
 from autopar.report.plan import Plan
 from autopar.search.method_names import method_of
-from autopar.search.methods import Auto, Method
+from autopar.search.methods import Auto, Method, method_text
 from autopar.search.planner import make_plan
 from autopar.search.progress import planning_progress
 from autopar.search.restore import restore
@@ -152,6 +153,22 @@ class ParallelStep(Generic[P, R]):
         self._donate_argnums = chosen("donate_argnums", donate_argnums, self._static)
         self._bound: tuple[Any, ...] = ()
         self._made = _Made(cluster)
+
+    def __repr__(self) -> str:
+        return f"<parallel step {'; '.join(words for _, words in self._told())}>"
+
+    def _repr_html_(self) -> str:
+        return facts("Parallel step", self._told())
+
+    def _told(self) -> Iterator[tuple[str, str]]:
+        """(name, words) of what the step is, and what has become of it."""
+        yield "function", name_of(self._fn)
+        yield "method", method_text(self._method)
+        yield "cluster", str(self._made.cluster or "all devices of this process")
+        for _, _, plan in self._made.planned.values():
+            yield "planned", f"{plan.cost!r}"
+        if not self._made.planned:
+            yield "plan", "not planned yet"
 
     @overload
     def __get__(self, instance: None, owner: Any = None) -> ParallelStep[P, R]: ...

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "autopar"
 
 # Left to right: a layer imports itself and what stands before it.
 LAYERS = (
-    ("errors", "options", "_jax", "debug"),
+    ("errors", "options", "_jax", "debug", "markup"),
     ("ir",),
     ("mesh",),
     ("cost",),
@@ -29,7 +29,7 @@ LAYERS = (
     ("compiled", "create", "api", "follow"),
     ("adapters",),
     ("checkpoint",),
-    ("loggers", "fit", "doctor"),
+    ("loggers", "fit", "compare", "doctor"),
     ("cli", "__init__", "__main__"),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

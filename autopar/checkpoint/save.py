@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import threading
 import warnings
 import weakref
@@ -24,7 +23,7 @@ import jax
 
 import autopar.checkpoint.storage as storage
 from autopar.checkpoint.apart import discard, take_apart
-from autopar.checkpoint.folder import commit, open_workplace, prune, step_folder, step_number, steps
+from autopar.checkpoint.folder import close_workplace, commit, open_workplace, prune, step_folder, step_number, steps
 from autopar.checkpoint.leaves import LeafType, is_function, leaf_type, paths, spelled, storable
 from autopar.checkpoint.manifest import NOTE, write_manifest
 from autopar.errors import AutoparError, CheckpointError, DonatedError, WorkerError
@@ -105,7 +104,7 @@ def begin_save(
         finish = storage.start_writing(_storable_tree(state, types, taken), workplace / "made")
     except BaseException:
         discard(taken.values())
-        shutil.rmtree(workplace, ignore_errors=True)
+        close_workplace(workplace)
         raise
 
     def work() -> None:
@@ -118,7 +117,7 @@ def begin_save(
             if keep is not None:
                 prune(folder.parent, number, keep)
         except BaseException:
-            shutil.rmtree(workplace, ignore_errors=True)
+            close_workplace(workplace)
             raise
 
     return Saving(number, folder, work)

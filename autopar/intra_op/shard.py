@@ -75,8 +75,17 @@ class Sharded:
         return self.compute_seconds + sum(self.exposed_seconds)
 
     def gap_of(self, seconds: float) -> float:
-        """The part of these seconds, which the program takes, by which a better choice might take less, at most."""
+        """The part of these seconds, which a program of these choices takes, by which others might take less, at most.
+
+        Args:
+            seconds: Of all kernels and all collectives, one after the other, as choices are priced.
+        """
         return max(0.0, 1 - self.solution.bound / seconds) if seconds > 0 else 0.0
+
+    @property
+    def gap(self) -> float:
+        """The gap of the program as it was lowered, and not of its choices as they were priced alone."""
+        return self.gap_of(self.compute_seconds + self.communication_seconds)
 
     def input_sharding(self, position: int) -> Sharding:
         """How an input lies on the mesh."""

@@ -71,7 +71,7 @@ def describe(
         (sharded.liveness.peak_bytes,),
         sharded.liveness.argument_bytes,
         sharded.collectives,
-        sharded.gap_of(sharded.step_seconds),
+        sharded.gap,
         sharded.solution.status,
         seconds,
         sharded.exposed_seconds,
@@ -92,7 +92,7 @@ def describe(
         fingerprints=fingerprints(step, cluster),
         machine=machine_text(cluster),
         budget_bytes=method.options().memory_budget_bytes or cluster.device.memory_bytes,
-        profile=profile_of_mesh(program, roles, sharded),
+        profile=profile_of_mesh(program, roles, cluster.device, sharded),
         origin=Origin(program, roles, cluster, method, sharded),
     )
 

@@ -13,7 +13,7 @@ import dataclasses
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from autopar.debug import dump
 from autopar.errors import (
@@ -33,10 +33,12 @@ from autopar.search.methods import Auto, DataParallel, Follow, Method, PipelineP
 from autopar.search.one_mesh import count_of, in_microbatches
 from autopar.search.pins import find_pins
 from autopar.search.pipeline import PipelinePlan
+from autopar.search.progress import Report, part_of, silent
 from autopar.search.stage_planner import pipeline_of
 from autopar.search.stage_search import search_pipelines
 
-Report = Callable[[str], None]
+SHARE_OF_MESHES = 0.4
+"""Part of the time to plan everything that meshes without stages take, for progress."""
 WORTH_STAGES, WORTH_SECONDS = 0.1, 1e-2
 """Within one host, stages are tried if this part of the best plan without them, and so many seconds, can be won: less is
 eaten up by their bubble, and to search for it takes many steps' time."""
@@ -55,9 +57,7 @@ def _without_collection() -> Iterator[None]:
 
 
 @_without_collection()
-def make_plan(
-    program: Program, roles: Roles, cluster: Cluster, method: Method, report: Report = lambda text: None
-) -> Plan:
+def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, report: Report = silent) -> Plan:
     """Plan one step.
 
     Args:
@@ -90,10 +90,11 @@ def make_plan(
     if searches:
         # Stages are there to take what a third axis would, at a fraction of the time it takes to plan that.
         meshes = [mesh for mesh in meshes if len(mesh.shape) <= 2] or meshes
-    searched = search_meshes(program, roles, cluster, method, meshes, report)
+    part = SHARE_OF_MESHES if isinstance(method, Auto) else 1.0
+    searched = search_meshes(program, roles, cluster, method, meshes, part_of(report, 0.0, part))
     tried = searched.tried
     if searches or (isinstance(method, Auto) and _can_gain(searched)):
-        found, outcomes = search_pipelines(step, roles, cluster, method.options(), report)
+        found, outcomes = search_pipelines(step, roles, cluster, method.options(), part_of(report, part, 1.0))
         tried = [*tried, *outcomes]
         least = min((sharded.step_seconds for _, sharded in searched.results), default=math.inf)
         if found is not None and found.seconds < least:

@@ -10,7 +10,7 @@ import pytest
 
 from autopar._jax import eval_jaxpr
 from autopar.ir.check import check_program
-from autopar.ir.split.layers import layer_count, unstack
+from autopar.ir.split.layers import layer_count, split_layers
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 
@@ -56,7 +56,7 @@ def make_arguments():
 def run_in_parts(step, state, batch, count):
     program = trace_step(step, (state, batch))
     roles = find_roles(program)
-    parts = unstack(program.jaxpr, LAYERS, count, roles.aliases)
+    parts = split_layers(program.jaxpr, LAYERS, count, roles.aliases)
     check_program(parts.jaxpr)
     flat = []
     values = program.flatten_inputs(jax.tree.leaves((state, batch)))
