@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Table as TextTable
 
 from autopar.compare.row import Row
+from autopar.markup import WIDTH, box, line, picture, room_for, tag, text, ticks
 from autopar.plan.words import bytes_text, seconds_text
 from autopar.report.html import section, table_html, wrapped
 from autopar.report.page import Table
 from autopar.report.pictures.legend import legend
-from autopar.report.svg import WIDTH, box, line, picture, room_for, tag, text, ticks
 
 TOP, ROW, BAR, RIGHT = 24, 30, 20, 14
 PARTS = (("F", "kernels"), ("all-gather", "exposed communication"), ("wait", "bubbles"))
