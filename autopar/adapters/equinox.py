@@ -75,12 +75,13 @@ def _is_module_type(kind: type) -> bool:
     return issubclass(kind, eqx.Module)
 
 
-def _is_module(value: Any) -> bool:
+def _is_module(value: object) -> bool:
     return _is_module_type(type(value))
 
 
 def _is_array(leaf: Any) -> bool:
-    return hasattr(leaf, "shape") and hasattr(leaf, "dtype")  # NumPy's too, types, and handles of arrays elsewhere
+    """NumPy's too, types of arrays, and handles of arrays elsewhere; but no class, such as `np.float32`, which has both."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
 
 
 def _partition(value: Any) -> tuple[_Static, Any]:

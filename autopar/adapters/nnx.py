@@ -128,11 +128,11 @@ def _is_node_type(kind: type) -> bool:
     return kind in graph.GRAPH_REGISTRY or issubclass(kind, nnx.Variable)
 
 
-def _is_node(value: Any) -> bool:
+def _is_node(value: object) -> bool:
     return _is_node_type(type(value))
 
 
-def _is_leaf(value: Any) -> bool:
+def _is_leaf(value: object) -> bool:
     return _is_node_type(type(value)) or isinstance(value, nnx.State)
 
 
