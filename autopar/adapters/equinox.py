@@ -76,7 +76,8 @@ def _is_module_type(kind: type) -> bool:
 
 
 def _is_module(value: object) -> bool:
-    return _is_module_type(type(value))
+    kind: Any = type(value)
+    return _is_module_type(kind)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -129,11 +129,12 @@ def _is_node_type(kind: type) -> bool:
 
 
 def _is_node(value: object) -> bool:
-    return _is_node_type(type(value))
+    kind: Any = type(value)
+    return _is_node_type(kind)
 
 
 def _is_leaf(value: object) -> bool:
-    return _is_node_type(type(value)) or isinstance(value, nnx.State)
+    return _is_node(value) or isinstance(value, nnx.State)
 
 
 def _flatten(leaves: Sequence[Any], outer: Any, numbers: Any, outside: Any) -> tuple[_Tree, Any]:
