@@ -83,7 +83,8 @@ def parallelize(
     """Run a training step, written for one device, on many.
 
     Args:
-        fn: The step: arrays and pytrees in, pytrees out, differentiated by plain `jax.grad`. Absent: a decorator.
+        fn: The step: pytrees of arrays in and out as under `jax.jit`, or NNX objects as under `nnx.jit`, or Equinox
+            modules as under `eqx.filter_jit`; differentiated by plain `jax.grad`. Absent: a decorator.
         cluster: The machine; None: all devices of this process.
         method: How to split; None: `Auto()`, decide everything. Names that are used elsewhere (`"fsdp"`, `"ddp"`) do, too.
         batch_argnums: Positions of the arguments that hold samples, counted as in `jax.jit`; they are not state.
