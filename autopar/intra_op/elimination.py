@@ -227,9 +227,11 @@ class _Once:
 
     def same(self, array: np.ndarray) -> np.ndarray:
         """The first array that is equal to this one."""
-        if self._arrays is None:
-            return array
-        return self._arrays.setdefault((array.shape, array.dtype.char, array.tobytes()), array)
+        return (
+            array
+            if self._arrays is None
+            else self._arrays.setdefault((array.dtype, array.shape, array.tobytes()), array)
+        )
 
     def __call__(self, function: Callable[..., Any], *arrays: np.ndarray) -> Any:
         if self._arrays is None:
