@@ -6,6 +6,7 @@ Out:    numbered files, in the order of the passes: rewritten, microbatches, seg
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 
 from autopar._jax import JaxprEqn, make_jaxpr
@@ -26,7 +27,7 @@ def dump_pipeline(pipeline: PipelinePlan) -> None:
     dump("microbatches", lambda: "\n".join(_phases(cut.split)))
     dump("segments", lambda: "\n".join(_segments(cut.chain, pipeline.borders)))
     for number, stage in enumerate(pipeline.stages):
-        dump(f"stage{number}", lambda stage=stage: "\n".join(_tasks(stage)))
+        dump(f"stage{number}", functools.partial(_tasks, stage))
     dump("streams", lambda: "\n".join(_streams(pipeline)))
 
 
@@ -54,11 +55,12 @@ def _segments(chain: Chain, borders: tuple[int, ...]) -> Iterator[str]:
         yield f"{place}  {print_equation(eqn)}"
 
 
-def _tasks(stage: StagePlan) -> Iterator[str]:
-    yield f"on {stage.mesh}"
+def _tasks(stage: StagePlan) -> str:
+    lines = [f"on {stage.mesh}"]
     for task in stage.tasks:
-        yield f"{task.task.name}: {len(task.inputs)} operands, {len(task.outputs)} results"
-        yield body_text(task.body, "  ")
+        lines.append(f"{task.task.name}: {len(task.inputs)} operands, {len(task.outputs)} results")
+        lines += filter(None, [body_text(task.body, "  ")])
+    return "\n".join(lines)
 
 
 def _streams(pipeline: PipelinePlan) -> Iterator[str]:
