@@ -68,11 +68,12 @@ def test_plan(run, tmp_path):
     assert (tmp_path / "a.html").read_text().startswith("<!DOCTYPE html>")
 
 
-def test_diff(saved):
+def test_diff(saved, tmp_path):
     assert saved("diff", "a.json", "a.json")[:2] == (0, "the plans are equal\n")
     saved("plan", STEP, "--args=cli_example:other_arguments", "--save=b.json")
-    status, out, _ = saved("diff", "a.json", "b.json")
+    status, out, _ = saved("diff", "a.json", "b.json", "--html=both.html")
     assert status == 1 and "float32[32,16]" in out
+    assert "Two plans of" in (tmp_path / "both.html").read_text()
 
 
 def test_explain(saved):

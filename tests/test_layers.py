@@ -37,6 +37,9 @@ ONLY_IN = {
     "jax.extend": ("_jax.py",),
     "jax._src": ("_jax.py",),
     "orbax": ("checkpoint/storage.py",),
+    "flax": ("adapters/nnx.py",),
+    "equinox": ("adapters/equinox.py",),
+    "keras": ("adapters/keras.py",),
     "ray": (  # machines, actors, waiting for them, its pickler
         "mesh/ray_nodes.py",
         "runtime/ray/driver/actors.py",

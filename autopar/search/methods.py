@@ -116,8 +116,9 @@ class DataParallel(_Settings):
 
 @dataclass(frozen=True)
 class Auto(_StageSettings):
-    """Decide everything: the mesh and every sharding; and on several hosts, or where nothing else fits, whether to cut
-    the step into pipeline stages, which, on which submeshes, in how many microbatches and by which schedule."""
+    """Decide everything: the mesh and every sharding; where memory binds, in how many microbatches gradients are
+    accumulated; and on several hosts, or where nothing else fits, whether to cut the step into pipeline stages, which, on
+    which submeshes, in how many microbatches and by which schedule."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

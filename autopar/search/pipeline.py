@@ -25,6 +25,7 @@ from autopar.inter_op.tasks import make_tasks
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Options
 from autopar.search.pins import RestrictStage, restrict_stages, unrestricted
+from autopar.search.progress import Report, part_of, silent
 from autopar.search.solve_stages import SameStacks, Solved, best_stage, pinned, solve_stage
 from autopar.streams.assemble import PipelinePlan, assemble, at_levels
 from autopar.streams.schedules import Schedule, num_chunks, splits_backward
@@ -44,6 +45,7 @@ def plan_pipeline(
     restrict: RestrictStage = unrestricted,
     beat: float = math.inf,
     gap: float = STAGE_GAP,
+    report: Report = silent,
 ) -> PipelinePlan:
     """Plan a pipeline whose borders and submeshes are given.
 
@@ -76,9 +78,11 @@ def plan_pipeline(
     fitting: list[PipelinePlan] = []
     failures: list[InfeasibleError] = []
     fastest = 0.0
-    for memory, all_again in _ways(options, budget):
+    ways = [*_ways(options, budget)]
+    for number, (memory, all_again) in enumerate(ways):
+        part = part_of(report, number / len(ways), (number + 1) / len(ways))
         try:
-            stages = _shard_stages(cut, programs, meshes, cluster, memory, solved, restrict, all_again, gap)
+            stages = _shard_stages(cut, programs, meshes, cluster, memory, solved, restrict, all_again, gap, part)
             planned = assemble(cut, tuple(borders), tasks, stages, cluster, schedule)
             fastest = fastest or planned.seconds
             if fastest >= beat:
@@ -115,11 +119,13 @@ def _shard_stages(
     restrict: RestrictStage,
     all_again: bool,
     gap: float,
+    report: Report,
 ) -> list[StagePlan]:
     """Each stage on the best of its meshes; the parts of one stack alike."""
     stages: list[StagePlan] = []
     same = SameStacks(cut)
     for number, (program, candidates) in enumerate(zip(programs, meshes, strict=True)):
+        report(f"sharding stage {number} of {len(programs)}", number / len(programs))
         with _naming(f"stage {number} of {len(programs)}"):
             made = best_stage(program, candidates, cluster, options, solved, restrict, all_again, gap)
         pins = same.pins(program, made)

@@ -25,6 +25,7 @@ from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh, logical_mesh, logical_meshes, more_devices_text
 from autopar.report.plan import Plan
+from autopar.search.accumulation import search_accumulation
 from autopar.search.describe import body_text, describe
 from autopar.search.describe_stages import describe_pipeline
 from autopar.search.followed import pipeline_behind
@@ -84,7 +85,8 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
     if isinstance(method, Follow):
         pipeline = pipeline_behind(program, roles, cluster, method, report)
         return _plan_of_pipeline(program, roles, cluster, method, pipeline, started, ())
-    step, program = program, in_microbatches(program, roles, count_of(method), method.options().microbatch_semantics)
+    step, count = program, count_of(method)
+    program = in_microbatches(step, roles, count, method.options().microbatch_semantics)
     meshes = candidate_meshes(cluster, method)
     searches = isinstance(method, Auto) and cluster.hosts > 1
     if searches:
@@ -92,6 +94,12 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
         meshes = [mesh for mesh in meshes if len(mesh.shape) <= 2] or meshes
     part = SHARE_OF_MESHES if isinstance(method, Auto) else 1.0
     searched = search_meshes(program, roles, cluster, method, meshes, part_of(report, 0.0, part))
+    if isinstance(method, Auto):
+        silently = part_of(report, part, part)
+        accumulated = search_accumulation(step, roles, cluster, method, meshes, searched, silently)
+        if accumulated is not None:
+            accumulated.searched.tried = searched.tried
+            count, program, searched = accumulated.count, accumulated.program, accumulated.searched
     tried = searched.tried
     if searches or (isinstance(method, Auto) and _can_gain(searched)):
         found, outcomes = search_pipelines(step, roles, cluster, method.options(), part_of(report, part, 1.0))
@@ -104,7 +112,7 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
         raise searched.failure
     mesh, best = untie_best(program, roles, cluster, method, searched)
     dump("sharded", body_text(best.body))
-    plan = describe(step, program, roles, cluster, method, mesh, best, time.perf_counter() - started)
+    plan = describe(step, program, roles, cluster, method, mesh, best, time.perf_counter() - started, count)
     return dataclasses.replace(plan, alternatives=tuple(pair for pair in tried if pair[0] != str(mesh)))
 
 

@@ -87,7 +87,7 @@ def pipeline_of(
     def plan(cut: CutStep, beat: float) -> PipelinePlan:
         borders = balanced_borders(cut.chain, num_stages)
         gap = HAND_GAP if isinstance(method, ThreeD) else STAGE_GAP
-        return plan_pipeline(cut, borders, meshes, cluster, schedule, options, solved, restrict, beat, gap)
+        return plan_pipeline(cut, borders, meshes, cluster, schedule, options, solved, restrict, beat, gap, report)
 
     report(f"cutting {program.name} into {num_stages} stages, {count} microbatches", 0.0)
     cut = cut_in(num_stages)
