@@ -237,7 +237,7 @@ def _parse_group(part: str, text: str) -> Cluster:
         count, model = chips
         hosts = max(1, count // model.devices_per_host)
         return Cluster(hosts, count // hosts, model.device, model.intra, model.inter)
-    found = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\d+)\s*[x*]?\s*([a-z].*?)\s*", part, re.IGNORECASE)
+    found = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\d+)\s*[x*]?\s*([a-wyz].*?|x[a-z].*?)\s*", part, re.IGNORECASE)
     if not found:
         raise ClusterError(
             "unreadable cluster.",

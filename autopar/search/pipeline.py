@@ -26,10 +26,12 @@ from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Options
 from autopar.search.pins import RestrictStage, restrict_stages, unrestricted
 from autopar.search.progress import Report, part_of, silent
-from autopar.search.solve_stages import SameStacks, Solved, best_stage, pinned, solve_stage
+from autopar.search.solve_stages import SameStacks, Solved, best_stage, pinned, solve_stage, stage_seconds
 from autopar.streams.assemble import PipelinePlan, assemble, at_levels
 from autopar.streams.schedules import Schedule, num_chunks, splits_backward
 
+ONE_ARRAY = 0.02
+"""Part of its time that a stage may lose so that its part of a stack lies like the others: the user then has one array."""
 NEAR = 0.05
 """What cannot be faster than what is known by more than this part is not worth solving under a memory budget."""
 
@@ -128,6 +130,11 @@ def _shard_stages(
         report(f"sharding stage {number} of {len(programs)}", number / len(programs))
         with _naming(f"stage {number} of {len(programs)}"):
             made = best_stage(program, candidates, cluster, options, solved, restrict, all_again, gap)
+        there = same.mesh_of(program)
+        if there is not None and there != made.mesh and there in candidates:
+            with contextlib.suppress(InfeasibleError):
+                alike = best_stage(program, [there], cluster, options, solved, restrict, all_again, gap)
+                made = alike if stage_seconds(alike) <= (1 + ONE_ARRAY) * stage_seconds(made) else made
         pins = same.pins(program, made)
         if pins:
             further, key = restrict(program, made.mesh)

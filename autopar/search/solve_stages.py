@@ -178,6 +178,12 @@ class SameStacks:
         differs = any(sharding != stage.sharded.input_sharding(at) for at, (_, sharding) in known.items())
         return {at: sharding for at, (_, sharding) in known.items()} if same_mesh and differs else {}
 
+    def mesh_of(self, program: StageProgram) -> LogicalMesh | None:
+        """The mesh on which earlier parts of a stage's stacks lie, if it is one."""
+        stacks = [self.stack_of.get(var, -1) for var in program.arguments.values()]
+        meshes = [self.chosen[stack][0] for stack in stacks if stack in self.chosen]
+        return meshes[0] if meshes and all(mesh == meshes[0] for mesh in meshes) else None
+
     def add(self, program: StageProgram, stage: StagePlan) -> None:
         """Remember how the parts of a stage lie."""
         for at, var in program.arguments.items():
