@@ -60,6 +60,11 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
         yield from all_equations(inner)
 
 
+def bodies_in(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The bodies that an equation holds, not those inside them."""
+    return list(_core.jaxprs_in_params(eqn.params))
+
+
 def close_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
     """The closed jaxpr of `jaxpr` whose `constvars` have the values `consts`."""
     return ClosedJaxpr(jaxpr, list(consts))

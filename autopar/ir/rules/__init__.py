@@ -9,6 +9,7 @@ from autopar.ir.rules import (  # noqa: F401  (each registers its rules)
     movement,
     opaque,
     ordering,
+    pallas,
     reductions,
     reshape,
     scatter,
