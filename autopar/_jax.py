@@ -10,6 +10,7 @@ Method: imports and adapters, no ideas of its own. No other file of autopar impo
 # ruff: noqa: F401
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 import re
@@ -24,6 +25,7 @@ import numpy as np
 from jax._src import compiler as _compiler
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import custom_partitioning_sharding_rule as _sdy_rule
 from jax._src import dtypes as _dtypes
 from jax._src import source_info_util as _source_info_util
 from jax._src.api_util import InternalFloatingPointError as _InternalFloatingPointError
@@ -357,6 +359,32 @@ def find_primitives(*names: str) -> tuple[Primitive, ...]:
     Those outside `jax.extend.core.primitives` are found in JAX's modules as far as `import jax` has loaded them.
     """
     return tuple(primitive for name in names for primitive in _primitives_of_name().get(name, ()))
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorType:
+    """What a function that makes a Shardy rule may ask of the type of an array."""
+
+    shape: tuple[int, ...]
+    rank: int
+
+
+def shardy_rule(eqn: JaxprEqn) -> Any:
+    """The `sharding_rule` of a `custom_partitioning`, read; None where it has none.
+
+    Returns:
+        An object with the fields of `jax.experimental.custom_partitioning.SdyShardingRule`.
+
+    Raises:
+        Exception: What JAX or a function of the user's says of a rule that does not fit.
+    """
+    rule, notes = eqn.params.get("sharding_rule"), {}
+    if callable(rule):
+        types = [[TensorType(v.aval.shape, v.aval.ndim) for v in vs] for vs in (eqn.invars, eqn.outvars)]
+        rule = rule(*eqn.params["static_args"], jax.sharding.get_abstract_mesh(), *types)
+    if isinstance(rule, list | tuple) and len(rule) == 2:
+        rule, notes = rule
+    return _sdy_rule.str_to_sdy_sharding_rule(rule, **notes) if isinstance(rule, str) else rule
 
 
 def nan_error(error: BaseException) -> FloatingPointError | None:

@@ -2,6 +2,7 @@
 
 from autopar.ir.rules import (  # noqa: F401  (each registers its rules)
     convolution,
+    custom_partitioning,
     elementwise,
     indexing,
     linear_algebra,

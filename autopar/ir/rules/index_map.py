@@ -125,13 +125,17 @@ def split_steps(grid: Sequence[int | None], maps: Sequence[BlockNumbers]) -> lis
     One digit, the dim itself, where no map asks for more or where what they ask for does not fit together.
     """
     borders: list[set[int]] = [set() for _ in grid]
-    for each in maps:
-        for dim in sorted(each.grid_dims) if each.numbers is not None else ():
-            line = np.moveaxis(each.numbers, dim, 0).reshape(each.numbers.shape[dim], -1)[:, 0]
-            border = _first_border(line)
+    for numbers in (each.numbers for each in maps if each.numbers is not None):
+        for dim in range(numbers.ndim):
+            border = _first_border(_along(numbers, dim))
             if border is not None:
                 borders[dim].add(border)
     return [_digits(length, sorted(borders[dim])) for dim, length in enumerate(grid)]
+
+
+def _along(numbers: np.ndarray, dim: int) -> np.ndarray:
+    """The numbers along one grid dim, at the first step of the others."""
+    return numbers[tuple(slice(None) if d == dim else 0 for d in range(numbers.ndim))]
 
 
 def _first_border(line: np.ndarray) -> int | None:
@@ -162,7 +166,7 @@ def digits_in(each: BlockNumbers, num_blocks: int, lengths: Sequence[tuple[int, 
     for dim in range(numbers.ndim):
         if numbers.shape[dim] == 1:
             continue
-        line = np.moveaxis(numbers, dim, 0).reshape(numbers.shape[dim], -1)[:, 0]
+        line = _along(numbers, dim)
         place, values = 1, np.arange(len(line))
         for k, length in enumerate(lengths[dim]):
             step = int(line[place]) if length > 1 else 0

@@ -1,4 +1,4 @@
-"""FLOPs of a Pallas kernel.
+"""FLOPs of a Pallas kernel, and of what else is one operation with a program inside.
 
 In:     a `pallas_call`.
 Out:    `kernel_flops`: what its author says of it (`cost_estimate`), else those of its body at every step of the grid.
@@ -23,13 +23,14 @@ def kernel_flops(eqn: JaxprEqn) -> float:
         return float(cost.flops)
     grid = getattr(eqn.params.get("grid_mapping"), "grid", ())
     steps = math.prod(length for length in grid if isinstance(length, int))
-    return steps * _flops(open_jaxpr(eqn.params["jaxpr"])[0])
+    return steps * body_flops(open_jaxpr(eqn.params["jaxpr"])[0])
 
 
-def _flops(body: Jaxpr) -> float:
+def body_flops(body: Jaxpr) -> float:
+    """FLOPs of a program, as far as the operations in it have rules."""
     total = 0.0
     for eqn in body.eqns:
-        inside = [_flops(inner) for inner in bodies_in(eqn)]
+        inside = [body_flops(inner) for inner in bodies_in(eqn)]
         if eqn.primitive.name == "cond":
             total += max(inside, default=0.0)
         elif inside:

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas.ops.gpu import attention, layer_norm, rms_norm, softmax
+from jax.experimental.pallas.ops.gpu import attention, decode_attention, layer_norm, rms_norm, softmax
+from jax.experimental.pallas.ops.tpu import flash_attention, megablox
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
 import autopar
 from autopar.ir.rules import rule_for
@@ -249,6 +251,10 @@ LIBRARY = {
     ),
     "layer norm": (functools.partial(layer_norm.layer_norm, interpret=True), [(4, 8, 16), (16,), (16,)]),
     "rms norm": (functools.partial(rms_norm.rms_norm, interpret=True), [(4, 8, 16), (16,), (16,)]),
+    "decoding": (
+        functools.partial(decode_attention.gqa, interpret=True),
+        [(8, 4, 16), (8, 256, 2, 16), (8, 256, 2, 16)],
+    ),
     "softmax": (functools.partial(softmax.softmax, interpret=True), [(4, 8, 16)]),
 }
 
@@ -257,7 +263,7 @@ LIBRARY = {
 def test_library_kernels(name):
     """Forward and backward; sums over all rows, in the gradient of a norm's weights, stay whole."""
     fun, shapes = LIBRARY[name]
-    fun = gradient_of(fun) if name != "softmax" else fun
+    fun = fun if name in ("softmax", "decoding") else gradient_of(fun)
     kernels = [eqn for eqn in flat_eqns(fun, *shapes) if eqn.primitive.name == "pallas_call"]
     assert kernels
     with warnings.catch_warnings():
@@ -265,10 +271,40 @@ def test_library_kernels(name):
         split = [eqn for eqn in kernels if rule_for(eqn).splittable()]
     assert len(split) == len(kernels) - (1 if "norm" in name else 0)
     if "norm" in name:
-        assert all(check_equation(eqn, limit=4) > 1 for eqn in split)
+        assert all(check_equation(eqn, limit=2) > 1 for eqn in split)
     else:
-        assert check_function(fun, *shapes, only=["pallas_call"], limit=6) > 1
+        assert check_function(fun, *shapes, only=["pallas_call"], limit=3) > 1
     assert all(rule_for(eqn).flops > math.prod(eqn.outvars[0].aval.shape) for eqn in split)
+
+
+def test_attention_for_tpus_splits_by_batch_and_heads():
+    """Its scratch is begun anew for each block of queries; the interpreter does not run it on several devices."""
+    fun = gradient_of(functools.partial(flash_attention.flash_attention, causal=True))
+    kernels = [eqn for eqn in flat_eqns(fun, *[(4, 2, 256, 128)] * 3) if eqn.primitive.name == "pallas_call"]
+    assert len(kernels) == 3
+    assert all([rule_for(eqn).sizes[f] for f in rule_for(eqn).splittable()] == [4, 2] for eqn in kernels)
+
+
+def test_splash_attention_splits_by_batch():
+    """Of its heads it asks for the index, to look up which blocks the mask leaves."""
+    mask = splash_attention_mask.MultiHeadMask([splash_attention_mask.CausalMask((256, 256))] * 2)
+    kernel = splash_attention_kernel.make_splash_mha_single_device(mask, interpret=True)
+    fun = gradient_of(jax.vmap(kernel))
+    kernels = [eqn for eqn in flat_eqns(fun, *[(8, 2, 256, 128)] * 3) if eqn.primitive.name == "pallas_call"]
+    assert len(kernels) == 3
+    assert all([rule_for(eqn).sizes[f] for f in rule_for(eqn).splittable()] == [8] for eqn in kernels)
+    assert check_equation(kernels[0], limit=2) == 2
+
+
+def test_grouped_product_splits_by_columns():
+    """Which group a tile of rows is of is known only when it runs, and so is how many tiles there are."""
+    fun = functools.partial(megablox.gmm, preferred_element_type=jnp.float32, interpret=True)
+    sizes = np.array([64, 64, 100, 28], np.int32)
+    args = (256, 128), (4, 128, 1024), sizes
+    rule = rule_for(eqn_of("pallas_call", fun, *args))
+    assert [rule.sizes[factor] for factor in rule.splittable()] == [8]
+    assert rule.flops == 2 * 256 * 128 * 1024
+    assert check_function(fun, *args, only=["pallas_call"], limit=2) == 2
 
 
 def test_equal_kernels_are_one_operation():
