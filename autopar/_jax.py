@@ -17,7 +17,7 @@ import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import jax
@@ -31,6 +31,7 @@ from jax._src import source_info_util as _source_info_util
 from jax._src.api_util import InternalFloatingPointError as _InternalFloatingPointError
 from jax._src.array import ArrayImpl as _ArrayImpl
 from jax._src.core import eval_jaxpr as _eval_jaxpr
+from jax._src.cudnn import fused_attention_stablehlo as _cudnn_attention
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lax.lax import optimization_barrier_p
 from jax._src.random import prng as _prng
@@ -359,6 +360,42 @@ def find_primitives(*names: str) -> tuple[Primitive, ...]:
     Those outside `jax.extend.core.primitives` are found in JAX's modules as far as `import jax` has loaded them.
     """
     return tuple(primitive for name in names for primitive in _primitives_of_name().get(name, ()))
+
+
+@contextmanager
+def with_cudnn_of(capability: tuple[int, int] | None) -> Iterator[None]:
+    """Context manager: JAX traces cuDNN's attention for a GPU that is not here.
+
+    Tracing it JAX asks for the version of cuDNN, and which GPU there is; nothing of the answers is left in the program.
+
+    Args:
+        capability: Compute capability of the GPU; None, or where this process has CUDA: JAX finds out by itself.
+    """
+    module = _cudnn_attention
+    names = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
+    if capability is None or not all(hasattr(module, name) for name in names) or module.cuda_versions is not None:
+        yield
+        return
+
+    def as_numbers(text: str) -> tuple[int, ...]:
+        return tuple(map(int, text.split(".")))
+
+    answers = (
+        lambda: _CUDNN_VERSION,
+        lambda text: capability >= as_numbers(text),
+        lambda text: capability == as_numbers(text),
+    )
+    kept = [getattr(module, name) for name in names]
+    for name, answer in zip(names, answers, strict=True):
+        setattr(module, name, answer)
+    try:
+        yield
+    finally:
+        for name, function in zip(names, kept, strict=True):
+            setattr(module, name, function)
+
+
+_CUDNN_VERSION = 91100  # 9.11, the oldest that does everything that JAX 0.10 asks of it
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """Sharding rules: one per primitive, one file per family (see `registry.py`)."""
 
 from autopar.ir.rules import (  # noqa: F401  (each registers its rules)
+    attention,
     convolution,
     custom_partitioning,
     elementwise,
