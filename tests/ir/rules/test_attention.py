@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -115,8 +116,20 @@ def step(w, x):
 
 
 def test_planned_for_a_machine_that_has_cudnn():
-    """This one has not. Trained in data parallel with microbatches, and split by heads."""
+    """This one has not. Trained in data parallel with microbatches, and split by batch and heads."""
     types = jax.ShapeDtypeStruct((3, 64, 8, 64), np.float32), jax.ShapeDtypeStruct((16, 128, 64), np.float32)
-    for method in (autopar.DataParallel(num_microbatches=2), autopar.ShardParallel(mesh_shape=(2, 4))):
-        plan = autopar.parallelize(step, cluster=autopar.Cluster.of("1x8 h100"), method=method).plan(*types)
-        assert plan.cost.step_seconds > 0 and "all-gather" not in {each.kind for each in plan.cost.collectives}
+    cluster = autopar.Cluster.of("1x8 h100")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is computed whole
+        autopar.parallelize(step, cluster=cluster, method=autopar.DataParallel(num_microbatches=2)).plan(*types)
+        pinned = {"w": jax.sharding.PartitionSpec(None, None, "y")}
+        method = autopar.ShardParallel(mesh_shape=(2, 4), constraints=pinned)
+        plan = autopar.parallelize(step, cluster=cluster, method=method).plan(*types)
+    assert {each.kind for each in plan.cost.collectives} == {"all-reduce"}
+
+
+def test_without_cudnn_and_without_such_a_machine():
+    """JAX says so itself."""
+    w, x = np.ones((3, 8, 2, 8), np.float32), np.ones((4, 16, 8), np.float32)
+    with pytest.raises(RuntimeError, match="cuDNN is not detected"):
+        autopar.parallelize(step, cluster=autopar.Cluster.local(jax.devices()[:2])).plan(w, x)
