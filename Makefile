@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 
 .PHONY: demo test test-matrix lint bench sweep clean
 
-# The console shows the plan and a live loss; the curves are in train_gpt.png.
+# The console shows the plan and a live loss; the plan in pictures is train_gpt.html, the curves are train_gpt.png.
 demo: $(STAMP)
 	$(RUN) examples/train_gpt.py
 

@@ -3,6 +3,7 @@
 import autopar.adapters  # noqa: F401  (registers them)
 from autopar import checkpoint, errors, loggers
 from autopar.api import CompiledStep, ParallelStep, parallelize
+from autopar.compare import Comparison, compare
 from autopar.fit import fit
 from autopar.follow import follow
 from autopar.ir.rules.mark import mark_stage
@@ -17,6 +18,7 @@ __all__ = [
     "Achieved",
     "Auto",
     "Cluster",
+    "Comparison",
     "CompiledStep",
     "DataParallel",
     "Device",
@@ -28,6 +30,7 @@ __all__ = [
     "ShardParallel",
     "ThreeD",
     "checkpoint",
+    "compare",
     "errors",
     "fit",
     "follow",

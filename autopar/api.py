@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import jax
 
@@ -19,21 +19,55 @@ from autopar._jax import shaped, trace_context, with_cudnn_of, without_mesh
 from autopar.compiled import CompiledStep, compile_plan
 from autopar.create import Unborn
 from autopar.errors import AutoparError, BatchError, ClusterError, StructureChangedError
-from autopar.frameworks import Apart, StaticKey, adapter_of, on_arrays
+from autopar.frameworks import Apart, Shell, StaticKey, adapter_of, on_arrays
 from autopar.ir.program import Program
 from autopar.ir.trace.parameters import check_hashable, chosen, parameters_of, static_of
 from autopar.ir.trace.state import Roles, find_roles
 from autopar.ir.trace.trace import name_of, trace_step
 from autopar.ir.trace.untrained import check_trains
+from autopar.markup import facts
 from autopar.mesh import Cluster
 from autopar.mesh.catalog import compute_capability
 from autopar.plan.stale import check_fresh
 from autopar.report.plan import Plan
 from autopar.search.method_names import method_of
-from autopar.search.methods import Auto, Method
+from autopar.search.methods import Auto, Method, method_text
 from autopar.search.planner import make_plan
 from autopar.search.progress import planning_progress
 from autopar.search.restore import restore
+
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+S = TypeVar("S")
+
+
+@overload
+def parallelize(
+    fn: Callable[P, R],
+    *,
+    cluster: Cluster | None = ...,
+    method: Method | str | None = ...,
+    batch_argnums: Any = ...,
+    donate_argnums: Any = ...,
+    static_argnums: int | Iterable[int] | None = ...,
+    static_argnames: str | Iterable[str] | None = ...,
+    runtime: Any = ...,
+) -> ParallelStep[P, R]: ...
+
+
+@overload
+def parallelize(
+    fn: None = None,
+    *,
+    cluster: Cluster | None = ...,
+    method: Method | str | None = ...,
+    batch_argnums: Any = ...,
+    donate_argnums: Any = ...,
+    static_argnums: int | Iterable[int] | None = ...,
+    static_argnames: str | Iterable[str] | None = ...,
+    runtime: Any = ...,
+) -> Callable[[Callable[P, R]], ParallelStep[P, R]]: ...
 
 
 def parallelize(
@@ -98,12 +132,14 @@ class _Made:
     takes_objects: bool = False
 
 
-class ParallelStep:
+class ParallelStep(Generic[P, R]):
     """A step that runs on many devices; call it like the function it was made from."""
+
+    __name__: str
 
     def __init__(
         self,
-        fn: Callable[..., Any],
+        fn: Callable[P, R],
         cluster: Cluster | None,
         method: Method,
         batch_argnums: Any,
@@ -119,7 +155,29 @@ class ParallelStep:
         self._bound: tuple[Any, ...] = ()
         self._made = _Made(cluster)
 
-    def __get__(self, instance: Any, owner: Any = None) -> ParallelStep:
+    def __repr__(self) -> str:
+        return f"<parallel step {'; '.join(words for _, words in self._told())}>"
+
+    def _repr_html_(self) -> str:
+        return facts("Parallel step", self._told())
+
+    def _told(self) -> Iterator[tuple[str, str]]:
+        """(name, words) of what the step is, and what has become of it."""
+        yield "function", name_of(self._fn)
+        yield "method", method_text(self._method)
+        yield "cluster", str(self._made.cluster or "all devices of this process")
+        for _, _, plan in self._made.planned.values():
+            yield "planned", f"{plan.cost!r}"
+        if not self._made.planned:
+            yield "plan", "not planned yet"
+
+    @overload
+    def __get__(self, instance: None, owner: Any = None) -> ParallelStep[P, R]: ...
+
+    @overload
+    def __get__(self: ParallelStep[Concatenate[S, Q], R], instance: S, owner: Any = None) -> ParallelStep[Q, R]: ...
+
+    def __get__(self, instance: Any, owner: Any = None) -> Any:
         """As a method: the object is argument 0, as in `jax.jit`; unless it is a pytree, it is static."""
         if instance is None:
             return self
@@ -130,18 +188,23 @@ class ParallelStep:
         return bound
 
     @property
+    def method(self) -> Method:
+        """How it is to be split."""
+        return self._method
+
+    @property
     def cluster(self) -> Cluster:
         """The machine planned for."""
         if self._made.cluster is None:
             self._made.cluster = Cluster.local()
         return self._made.cluster
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run one step; plan and compile at the first call for these shapes."""
         key, leaves, apart = self._key(args, kwargs)
         compiled = self._made.compiled.get(key)
         if compiled is None or compiled.has_ended:
-            compiled = self.compile(*args, **kwargs)
+            compiled = self._compile(args, kwargs, None)
         returned = compiled.run(leaves)
         return returned if apart is None else apart.adapter.put_together(apart, returned)
 
@@ -161,7 +224,9 @@ class ParallelStep:
             StalePlanError: `plan` was made for another program or cluster; says what changed.
             PlanFileError: The choices in `plan` are not those of this step.
         """
-        given = plan
+        return self._compile(args, kwargs, plan)
+
+    def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Plan | None) -> CompiledStep:
         if given is None:
             program, roles, plan = self._plan(args, kwargs)
         else:
@@ -217,7 +282,7 @@ class ParallelStep:
         compiled = self._made.compiled.get(key)
         return self.compile(*args) if compiled is None or compiled.has_ended else compiled
 
-    def replan(self, cluster: Cluster | None = None, method: Method | None = None) -> ParallelStep:
+    def replan(self, cluster: Cluster | None = None, method: Method | None = None) -> ParallelStep[P, R]:
         """The same step, to be planned anew.
 
         Args:
@@ -229,6 +294,12 @@ class ParallelStep:
         anew._method = method or self._method
         anew._given_cluster = cluster or self._given_cluster
         anew._made = _Made(anew._given_cluster)
+        return anew
+
+    def on_arrays(self, state: Shell, *, updates: bool) -> ParallelStep[..., Any]:
+        """The same step on the arrays of its first argument's objects; what comes back says `Shell.of_step`."""
+        anew: ParallelStep[..., Any] = copy.copy(self)
+        anew._fn, anew._made = state.of_step(self._fn, updates=updates), _Made(self._given_cluster)
         return anew
 
     def latest(self) -> CompiledStep | None:

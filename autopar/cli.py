@@ -20,6 +20,17 @@ from autopar.errors import AutoparError, PlanFileError, StalePlanError
 
 STEP_HELP = "the parallelized step, as module:name"
 ARGS_HELP = "its arguments, as module:name: a tuple, or a function that returns one"
+CLUSTER_HELP = 'a machine, which need not be there: "8 h100", "8x8 h200", "v5p-64"'
+METHOD_HELP = 'how to split: "auto", "fsdp", "PipelineParallel(num_stages=4)"; else the step\'s own'
+PRICE_HELP = "a TOML file of the user's: for each device a table such as [h100] with per_hour = 2.5 and watts = 700"
+EXAMPLES = """examples, for `step` in train.py and the types of its arguments, `arguments`, there:
+  autopar doctor                                                       what this machine can do
+  autopar plan --step train:step --args train:arguments                how the step would be split here
+  autopar plan --step train:step --args train:arguments --cluster "8x8 h100" --method fsdp --save plan.json
+  autopar plan plan.json                                               read it
+  autopar explain plan.json "state/params/*" --step train:step --args train:arguments
+  autopar compare train:step --args train:arguments --cluster "8 h100" "16 a100-80" v5p-64 --method auto fsdp
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,16 +39,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Words after `autopar`; None: those of this process.
     """
-    parser = argparse.ArgumentParser(prog="autopar", description="Read, compare, explain and check parallel plans.")
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = argparse.ArgumentParser(
+        prog="autopar",
+        description="Make, read, compare, explain and check parallel plans.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="print the versions of autopar, JAX and Python")
+    commands = parser.add_subparsers(dest="command")
 
     command = commands.add_parser("plan", help="print a plan file; or plan a step and print, perhaps save, its plan")
     command.add_argument("file", nargs="?", help="a plan file")
     command.add_argument("--step", help=STEP_HELP)
     command.add_argument("--args", help=ARGS_HELP)
+    command.add_argument("--cluster", help=CLUSTER_HELP + "; else the step's own")
+    command.add_argument("--method", help=METHOD_HELP)
     command.add_argument("--save", metavar="FILE", help="write the plan")
     command.add_argument("--html", metavar="FILE", help="write a page of pictures, for a browser")
     command.set_defaults(run=_plan)
+
+    command = commands.add_parser("compare", help="plan a step for several clusters, and print one table")
+    command.add_argument("step", help=STEP_HELP)
+    command.add_argument("--args", required=True, help=ARGS_HELP)
+    command.add_argument("--cluster", nargs="+", required=True, help=CLUSTER_HELP)
+    command.add_argument("--method", nargs="+", help=METHOD_HELP)
+    command.add_argument("--price", metavar="FILE", help=PRICE_HELP)
+    command.add_argument("--html", metavar="FILE", help="write a page with bars, too")
+    command.add_argument("--sort", choices=("step", "rate", "price", "energy"), default="step", help="(step)")
+    command.set_defaults(run=_compare)
 
     command = commands.add_parser("diff", help="what differs between two plan files; exit status 1 if anything does")
     command.add_argument("this")
@@ -76,6 +105,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.set_defaults(run=_doctor)
 
     options = parser.parse_args(argv)
+    if options.version:
+        return _version()
+    if options.command is None:
+        parser.print_help()
+        return 0
     try:
         return options.run(options)
     except AutoparError as error:
@@ -83,10 +117,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+def _version() -> int:
+    import platform
+
+    import jax
+
+    from autopar import __version__
+
+    print(f"autopar {__version__}, JAX {jax.__version__}, Python {platform.python_version()}")
+    return 0
+
+
 def _plan(options: argparse.Namespace) -> int:
+    from autopar.mesh import Cluster
     from autopar.report.html import document
     from autopar.report.plan import Plan
     from autopar.report.show import write_page
+    from autopar.search.method_names import method_of
 
     if (options.file is None) == (options.step is None):
         raise AutoparError(
@@ -95,16 +142,35 @@ def _plan(options: argparse.Namespace) -> int:
             wrong="neither or both are named.",
             do="name a plan file, or --step and --args.",
         )
+    if options.file is not None and (options.cluster or options.method):
+        raise AutoparError(
+            "a plan in a file has its cluster and method.",
+            given=f"{options.file}, --cluster={options.cluster}, --method={options.method}",
+            wrong="a plan for others must be made anew.",
+            do="name --step and --args instead of the file.",
+        )
     if options.file is not None:
         plan = Plan.load(options.file)
     else:
         step, args = _step_and_args(options)
-        plan = step.plan(*args)
+        cluster = Cluster.of(options.cluster) if options.cluster else None
+        plan = step.replan(cluster, method_of(options.method) if options.method else None).plan(*args)
     print(plan)
     if options.save:
         plan.save(options.save)
     if options.html:
         write_page(options.html, document(plan))
+    return 0
+
+
+def _compare(options: argparse.Namespace) -> int:
+    from autopar.compare import compare
+
+    step, args = _step_and_args(options)
+    found = compare(step, args, options.cluster, options.method, prices=options.price, sort=options.sort)
+    print(found)
+    if options.html:
+        found.save_html(options.html)
     return 0
 
 

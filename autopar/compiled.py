@@ -20,6 +20,7 @@ from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster
 from autopar.plan.arguments import check_arguments
 from autopar.report.plan import Plan
+from autopar.report.shown import ShownTimeline
 from autopar.runtime.local import Executable, compile_program
 from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.ray.driver.driver import RayStep
@@ -168,7 +169,7 @@ class CompiledStep:
         apart, leaves = self._arguments(args, kwargs)
         with without_mesh():
             results, timeline = self._carry_out(self.executable.measure, leaves)
-            return self._put_together(apart, self._as_returned(results)), timeline
+            return self._put_together(apart, self._as_returned(results)), ShownTimeline(timeline.events)
 
 
 def _weakly_typed(result: Any) -> Any:

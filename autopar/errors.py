@@ -101,7 +101,12 @@ class ConstraintError(AutoparError):
 
 
 class InfeasibleError(AutoparError):
-    """No plan keeps within what was asked. Facts: `budget_bytes` and `needed_bytes`, or `constraint`."""
+    """No plan keeps within what was asked: that is proved. Facts: `budget_bytes` and `needed_bytes`, or `constraint`."""
+
+
+class NoPlanFoundError(InfeasibleError):
+    """No plan was found that keeps within the memory budget, though none is proved impossible. Facts: `budget_bytes`, and
+    `needed_bytes` of the smallest plan that was found."""
 
 
 class SolverError(AutoparError):

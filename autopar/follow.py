@@ -18,6 +18,7 @@ import jax
 
 from autopar.api import CompiledStep, ParallelStep
 from autopar.errors import AutoparError, StructureChangedError
+from autopar.frameworks import Shell
 from autopar.ir.program import Program
 from autopar.ir.trace.state import find_batch
 from autopar.search.methods import Follow, Method, ShardParallel
@@ -87,6 +88,11 @@ class Following:
     def behind(self, step: ParallelStep) -> Following:
         """The same step behind another train step: the one it follows, planned anew."""
         return Following(self._fn, step, self._batch_argnums, self._donate_argnums, *self._static)
+
+    def on_arrays(self, state: Shell, step: ParallelStep) -> Following:
+        """The same step on the arrays of its first argument's objects, behind a train step on these."""
+        fn = state.of_step(self._fn, updates=False)
+        return Following(fn, step, self._batch_argnums, self._donate_argnums, *self._static)
 
     def parallel(self, *args: Any, **kwargs: Any) -> ParallelStep:
         """The parallel step, made for the first arguments.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from autopar.errors import TraceError
+from autopar.errors import StructureChangedError, TraceError
 from autopar.ir.trace.parameters import Static
 from autopar.ir.trace.returned import Returned
 from autopar.ir.trace.trace import name_of
@@ -69,7 +69,13 @@ class StaticKey:
 
 
 class Adapter(Protocol):
-    """What objects of a framework are to a step that is traced, planned, and run on arrays."""
+    """What objects of a framework are to a step that is traced, planned, and run on arrays.
+
+    Attributes:
+        updates_in_place: Whether objects that are passed are what comes back; if not, they are pytrees, and are returned.
+    """
+
+    updates_in_place: bool
 
     def claims(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a call passes objects that `jax.jit` would not know what to do with."""
@@ -133,3 +139,70 @@ def adapter_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Adapter | None:
             if adapter.claims(args, kwargs):
                 return adapter
     return None
+
+
+@dataclass(frozen=True, slots=True)
+class Shell:
+    """What of a state of objects is no array.
+
+    Attributes:
+        adapter: Who took it apart.
+        static: What the adapter left.
+    """
+
+    adapter: Adapter
+    static: Hashable
+
+    def around(self, arrays: Any) -> Any:
+        """A state with these arrays."""
+        return self.adapter.rebuild(self.static, (arrays,), {})[0][0]
+
+    def arrays_of(self, state: Any) -> Any:
+        """The arrays of a state like this one.
+
+        Raises:
+            StructureChangedError: What is no array in it has changed.
+        """
+        apart = self.adapter.take_apart((state,), {})
+        if apart.static != self.static:
+            raise StructureChangedError(
+                "the step changes what is no array in the state.",
+                given="a flag, a function, a new variable, or who is shared with whom",
+                wrong="a run keeps the arrays of its state, and makes the objects of them as they were when it began.",
+                do="do it before the run, or in the step on a copy.",
+                path="",
+            )
+        return apart.args[0]
+
+    def of_step(self, fn: Callable[..., Any], *, updates: bool) -> Callable[..., Any]:
+        """A step on a state's objects as one on its arrays.
+
+        Args:
+            fn: `(state, ...)` to metrics if states are updated in place, else to the state, or a tuple of it and metrics.
+            updates: Whether the new state is to come back: `(arrays, metrics)`; else `fn` only reads it.
+        """
+
+        @functools.wraps(fn, updated=())
+        def step(arrays: Any, *args: Any, **kwargs: Any) -> Any:
+            state = self.around(arrays)
+            result = fn(state, *args, **kwargs)
+            if not updates:
+                return result
+            first, rest = result, None
+            if type(result) is tuple and len(result) > 1 and self.adapter.claims((result[0],), {}):
+                first, rest = result[0], result[1] if len(result) == 2 else result[1:]
+            elif self.adapter.updates_in_place and not self.adapter.claims((result,), {}):
+                first, rest = state, result
+            return self.arrays_of(state if self.adapter.updates_in_place else first), rest
+
+        step.__name__ = name_of(fn)
+        return step
+
+
+def without_arrays(state: Any) -> tuple[Any, Shell | None]:
+    """A state's arrays, and what else there is to it; None: it is a pytree of arrays."""
+    adapter = adapter_of((state,), {})
+    if adapter is None:
+        return state, None
+    apart = adapter.take_apart((state,), {})
+    return apart.args[0], Shell(adapter, apart.static)

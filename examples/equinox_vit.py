@@ -2,7 +2,7 @@
 
     python examples/equinox_vit.py
 
-An Equinox model is a pytree of arrays and functions: `eqx.partition` takes them apart, and the arrays are the state.
+The step is what one writes for `eqx.filter_jit`: a model of arrays and functions goes in and comes back.
 The sequence has 16 patches and one class token: 17, a length that no axis divides, and nothing breaks.
 """
 
@@ -83,34 +83,36 @@ class VisionTransformer(eqx.Module):
         return self.head(self.norm(x[0]))
 
 
-params, static = eqx.partition(VisionTransformer(jax.random.key(0)), eqx.is_inexact_array)
 optimizer = optax.adamw(learning_rate)
 
 
-def loss_fn(params, batch):
-    logits = jax.vmap(eqx.combine(params, static))(batch["image"])
+@eqx.filter_value_and_grad(has_aux=True)
+def loss_fn(model, batch):
+    logits = jax.vmap(model)(batch["image"])
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
     return loss, jnp.mean(jnp.argmax(logits, -1) == batch["label"])
 
 
-@autopar.parallelize
-def train_step(state, batch):
-    params, opt_state = state
-    (loss, accuracy), grads = jax.value_and_grad(loss_fn, has_aux=True)(params, batch)
-    updates, opt_state = optimizer.update(grads, opt_state, params)
-    return (eqx.apply_updates(params, updates), opt_state), {"loss": loss, "accuracy": accuracy}
+@autopar.parallelize  # was: @eqx.filter_jit
+def train_step(model, opt_state, batch):
+    (loss, accuracy), grads = loss_fn(model, batch)
+    updates, opt_state = optimizer.update(grads, opt_state, eqx.filter(model, eqx.is_inexact_array))
+    return eqx.apply_updates(model, updates), opt_state, {"loss": loss, "accuracy": accuracy}
 
 
-state = (params, optimizer.init(params))
+model = VisionTransformer(jax.random.key(0))
+opt_state = optimizer.init(eqx.filter(model, eqx.is_inexact_array))
 rng = np.random.default_rng(1)
 for i in range(num_steps):
     rows = rng.choice(train_rows, batch_size, replace=False)
     batch = {"image": images[rows], "label": labels[rows]}
     if i == 0:
-        print(train_step.plan(state, batch))
-    state, metrics = train_step(state, batch)
+        print(train_step.plan(model, opt_state, batch))
+    model, opt_state, metrics = train_step(model, opt_state, batch)
     if i % 10 == 0 or i == num_steps - 1:
         print(f"step {i:4d}  loss {metrics['loss']:.4f}  accuracy {metrics['accuracy']:.3f}")
 
-_, accuracy = loss_fn(jax.device_get(state[0]), {"image": images[test_rows], "label": labels[test_rows]})
+
+evaluate = autopar.follow(lambda model, batch: loss_fn(model, batch)[0][1], train_step)
+accuracy = evaluate(model, {"image": images[test_rows], "label": labels[test_rows]})
 print(f"accuracy on {len(test_rows)} images not trained on: {accuracy:.3f}")

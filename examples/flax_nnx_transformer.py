@@ -2,7 +2,7 @@
 
     python examples/flax_nnx_transformer.py
 
-An NNX model is an object; `nnx.split` gives its arrays, which are the state that the step takes and returns.
+The step is what one writes for `nnx.jit`: model, optimizer and metrics go in and are updated in place.
 """
 
 import os
@@ -55,34 +55,30 @@ class Transformer(nnx.Module):
         return self.head(self.norm(x))
 
 
-def init_objects():
-    model = Transformer(nnx.Rngs(0))
-    return model, nnx.Optimizer(model, optax.adamw(learning_rate), wrt=nnx.Param)
+def loss_fn(model, batch):
+    logits = model(batch["tokens"])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean(), logits
 
 
-graph, state = nnx.split(init_objects())
-
-
-@autopar.parallelize
-def train_step(state, batch):
-    model, optimizer = nnx.merge(graph, state)
-
-    def loss_fn(model):
-        logits = model(batch["tokens"])
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch["targets"]).mean()
-        return loss, jnp.mean(jnp.argmax(logits, -1) == batch["targets"])
-
-    (loss, accuracy), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model)
+@autopar.parallelize  # was: @nnx.jit
+def train_step(model, optimizer, metrics, batch):
+    (loss, logits), grads = nnx.value_and_grad(loss_fn, has_aux=True)(model, batch)
+    metrics.update(loss=loss, logits=logits, labels=batch["targets"])
     optimizer.update(model, grads)
-    return nnx.state((model, optimizer)), {"loss": loss, "accuracy": accuracy}
 
+
+model = Transformer(nnx.Rngs(0))
+optimizer = nnx.Optimizer(model, optax.adamw(learning_rate), wrt=nnx.Param)
+metrics = nnx.MultiMetric(loss=nnx.metrics.Average("loss"), accuracy=nnx.metrics.Accuracy())
 
 rng = np.random.default_rng(0)
 for i in range(num_steps):
     tokens = rng.integers(0, vocabulary, (batch_size, sequence_length), dtype=np.int32)
     batch = {"tokens": tokens, "targets": tokens[:, ::-1].copy()}
     if i == 0:
-        print(train_step.plan(state, batch))
-    state, metrics = train_step(state, batch)
+        print(train_step.plan(model, optimizer, metrics, batch))
+    train_step(model, optimizer, metrics, batch)
     if i % 10 == 0 or i == num_steps - 1:
-        print(f"step {i:4d}  loss {metrics['loss']:.4f}  accuracy {metrics['accuracy']:.3f}")
+        means = metrics.compute()
+        print(f"step {i:4d}  loss {means['loss']:.4f}  accuracy {means['accuracy']:.3f}")
+        metrics.reset()

@@ -2,8 +2,8 @@
 
     python examples/train_gpt.py            (or: make demo)
 
-Prints the plan and a live loss, trains again as a pipeline of 4 stages, whose timetable it prints, and with plain
-`jax.jit` on one device, and draws the losses in train_gpt.png: they are equal.
+Prints the plan and draws it in train_gpt.html. Trains with a live loss: sharded, as a pipeline of 4 stages, whose
+timetable it prints, and with plain `jax.jit` on one device; and draws the losses in train_gpt.png: they are equal.
 """
 
 import os
@@ -129,19 +129,19 @@ def train(step, title):
     return losses
 
 
+arguments = init_state(), next_batch(np.random.default_rng(0))
 with console.status("planning ..."):
-    plan = train_step.plan(init_state(), next_batch(np.random.default_rng(0)))
-print(plan)
+    plan, stages = train_step.plan(*arguments), pipelined_step.plan(*arguments)
+print(f"{plan}\n\nThe same in pictures: {autopar.show(plan, path='train_gpt.html')}\n")
 parallel = train(train_step, f"{len(jax.devices())} devices, autopar")
-plan = pipelined_step.plan(init_state(), next_batch(np.random.default_rng(0)))
-print(f"A pipeline of {len(plan.stages)} stages: F forward, B backward, U update, by microbatch\n{plan.timeline()}")
-pipelined = train(pipelined_step, f"{len(plan.stages)} stages, autopar")
+print(f"A pipeline of {len(stages.stages)} stages: F forward, B backward, U update, by microbatch\n{stages.timeline()}")
+pipelined = train(pipelined_step, f"{len(stages.stages)} stages, autopar")
 single = train(jax.jit(step_on_one_device), "one device, jax.jit")
 
 # --- both curves -----------------------------------------------------------------------------------------------------
 plt.plot(single, linewidth=5, alpha=0.4, label="jax.jit, one device")
 plt.plot(parallel, linewidth=1.5, label=f"autopar, {len(jax.devices())} devices")
-plt.plot(pipelined, linewidth=1.5, linestyle=":", label=f"autopar, {len(plan.stages)} stages")
+plt.plot(pipelined, linewidth=1.5, linestyle=":", label=f"autopar, {len(stages.stages)} stages")
 plt.xlabel("step"), plt.ylabel("loss (nats per byte)"), plt.legend()
 plt.savefig("train_gpt.png", dpi=150)
 difference = max(np.max(np.abs(np.subtract(losses, single))) for losses in (parallel, pipelined))

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 
 NUM_DEVICES = 8
+MUCH_BYTES = 700 * 2**20
 GOLDEN = Path(__file__).parent / "golden"
 XLA_FLAGS = (
     f"--xla_force_host_platform_device_count={NUM_DEVICES}",
@@ -62,13 +63,39 @@ def nothing_is_kept(request: pytest.FixtureRequest) -> Iterator[None]:
     for made in list(vars(request.module).values()):
         if hasattr(made, "cache_clear") and getattr(made, "__module__", "") == request.module.__name__:
             made.cache_clear()
+    drop_programs()
+
+
+@pytest.fixture(scope="session")
+def size_after() -> list[int]:
+    """How large this process was when programs were dropped last."""
+    return [resident_bytes()]
+
+
+@pytest.fixture(autouse=True)
+def little_is_kept(size_after: list[int]) -> Iterator[None]:
+    """Within a module of many programs they are dropped, too, when they have become much."""
+    yield
+    if resident_bytes() > size_after[0] + MUCH_BYTES:
+        drop_programs()
+        size_after[0] = resident_bytes()
+
+
+def drop_programs() -> None:
+    """What JAX has compiled, but for what something still holds; the memory goes back to the system."""
     jax = sys.modules.get("jax")
     if jax is not None:
         jax.clear_caches()
     gc.collect()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
-        trim(0)  # what is free goes back to the system
+        trim(0)
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds now; 0 where that cannot be seen."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar import PipelineParallel, ShardParallel, checkpoint
+from autopar.checkpoint.folder import close_workplace, open_workplace
 from autopar.errors import CheckpointError, DonatedError
 from autopar.runtime.stacks import StackedArray
 from tests.checkpoint_model import batches, create_state, step_on, there
@@ -492,3 +494,15 @@ def test_a_state_that_was_donated_is_not_saved(tmp_path):
     jax.jit(lambda s: jax.tree.map(lambda x: x + 1, s), donate_argnums=0)(state)
     with pytest.raises(DonatedError, match="(?s)given:  w\n.*save what the last call returned"):
         checkpoint.save(tmp_path, state)
+
+
+def test_what_comes_up_again_is_removed(tmp_path):
+    """Of a save that failed while another process was still writing; what is being written stays."""
+    left = tmp_path / f".autopar-{socket.gethostname()}-{os.getpid()}-0a"
+    left.mkdir()
+    being_written = open_workplace(tmp_path)
+    assert not left.exists()
+    checkpoint.save(tmp_path, {"a": 1}, 0).wait()
+    assert there(tmp_path) == [being_written.name, "0"]
+    close_workplace(being_written)
+    assert there(tmp_path) == ["0"]

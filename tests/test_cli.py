@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import sys
 
+import jax
 import pytest
 
+import autopar
 from autopar.cli import main
 
 MODULE = """
@@ -66,11 +68,12 @@ def test_plan(run, tmp_path):
     assert (tmp_path / "a.html").read_text().startswith("<!DOCTYPE html>")
 
 
-def test_diff(saved):
+def test_diff(saved, tmp_path):
     assert saved("diff", "a.json", "a.json")[:2] == (0, "the plans are equal\n")
     saved("plan", STEP, "--args=cli_example:other_arguments", "--save=b.json")
-    status, out, _ = saved("diff", "a.json", "b.json")
+    status, out, _ = saved("diff", "a.json", "b.json", "--html=both.html")
     assert status == 1 and "float32[32,16]" in out
+    assert "Two plans of" in (tmp_path / "both.html").read_text()
 
 
 def test_explain(saved):
@@ -143,3 +146,40 @@ def test_simulate(saved, tmp_path):
         "F",
         "B",
     }
+
+
+def test_alone_it_prints_help_with_examples(run):
+    status, out, _ = run()
+    assert status == 0 and "autopar compare train:step" in out and "doctor" in out
+    status, out, _ = run("--version")
+    assert status == 0 and out.startswith(f"autopar {autopar.__version__}, JAX {jax.__version__}, Python 3.")
+
+
+def test_plan_for_another_cluster(run):
+    status, out, _ = run("plan", STEP, ARGS, "--cluster=2xh100", "--method=fsdp")
+    assert status == 0 and "2 H100" in out and "DataParallel(zero=3)" in out
+    for words, message in (
+        (["plan", "a.json", "--cluster=2 h100"], "made anew"),
+        (["plan", STEP, ARGS, "--cluster=h100 x 2"], 'did you mean "2 h100"?'),
+        (["plan", STEP, ARGS, "--method=zero"], "did you mean zero1, zero2 or zero3"),
+    ):
+        status, _, err = run(*words)
+        assert status == 2 and message in err
+
+
+def test_compare(run, tmp_path):
+    (tmp_path / "prices.toml").write_text('currency = "EUR"\n[h100]\nper_hour = 2.0\nwatts = 700\n[l4]\nper_hour = 0.5')
+    words = ["compare", "cli_example:train_step", ARGS, "--method", "fsdp", "ddp", "--price=prices.toml"]
+    status, out, _ = run(*words, "--cluster", "4 h100", "2xl4")
+    lines = out.splitlines()
+    assert status == 0 and lines[0] == "train_step, one step" and "EUR per million" in lines[1] and "kWh" in lines[1]
+    assert sorted(line[:6] for line in lines[2:]) == ["2xl4  "] * 2 + ["4 h100"] * 2
+    assert all(line.endswith("?") == line.startswith("2xl4") for line in lines[2:]), "watts of one are not stated"
+    status, out, _ = run(*words, "--cluster", "4 h100", "2xl4", "--sort=price")
+    assert out.splitlines()[2].startswith("2xl4")
+    for words, message in (
+        (["--cluster", "4 h100", "--price=none.toml"], "No such file"),
+        (["--cluster", "four"], "unreadable cluster"),
+    ):
+        status, _, err = run("compare", "cli_example:train_step", ARGS, *words)
+        assert status == 2 and message in err

@@ -30,6 +30,10 @@ def test_train_gpt(tmp_path):
     printed = run_example("train_gpt", tmp_path, 3)
     assert "the runs differ by at most" in printed
     assert (tmp_path / "train_gpt.png").stat().st_size > 1000
+    assert (
+        str(tmp_path / "train_gpt.html") in printed
+        and "Where the time goes" in (tmp_path / "train_gpt.html").read_text()
+    )
 
 
 @pytest.mark.parametrize("name", ["digits_cnn", "flax_nnx_transformer", "equinox_vit"])

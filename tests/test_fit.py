@@ -19,7 +19,7 @@ from autopar import PipelineParallel, ShardParallel, checkpoint
 from autopar.errors import CheckpointError, NodeLostError, StructureChangedError, TraceError, WorkerError
 from autopar.fit.batches import Batches, EndOfBatches
 from autopar.fit.prefetch import placed_for
-from tests.checkpoint_model import batches, create_state, step_on, train_step
+from tests.checkpoint_model import batches, create_state, loss_fn, step_on, train_step
 from tests.patience import PATIENCE_SECONDS
 
 NUM_STEPS = 9
@@ -448,8 +448,10 @@ def test_an_eval_step_follows_a_step_that_is_planned_anew(undisturbed, tmp_path)
     """It takes the state where it lies, before a failure and after it; the loss is that of the step."""
     two = autopar.Cluster.local(jax.devices()[:2])
     step, rows = autopar.parallelize(train_step, cluster=two), []
-    loss_of = lambda state, batch: jax.tree.map(lambda x: x, train_step(state, batch)[1])  # noqa: E731
     fails = [True]
+
+    def loss_of(state, batch):
+        return loss_fn(state["params"], batch)
 
     def on_step(number, _):
         if number == 4 and fails:

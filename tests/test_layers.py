@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "autopar"
 
 # Left to right: a layer imports itself and what stands before it.
 LAYERS = (
-    ("errors", "options", "_jax", "debug"),
+    ("errors", "options", "_jax", "debug", "markup"),
     ("ir",),
     ("mesh",),
     ("cost",),
@@ -29,7 +29,7 @@ LAYERS = (
     ("compiled", "create", "api", "follow"),
     ("adapters",),
     ("checkpoint",),
-    ("loggers", "fit", "doctor"),
+    ("loggers", "fit", "compare", "doctor"),
     ("cli", "__init__", "__main__"),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}
@@ -37,6 +37,9 @@ ONLY_IN = {
     "jax.extend": ("_jax.py",),
     "jax._src": ("_jax.py",),
     "orbax": ("checkpoint/storage.py",),
+    "flax": ("adapters/nnx.py",),
+    "equinox": ("adapters/equinox.py",),
+    "keras": ("adapters/keras.py",),
     "ray": (  # machines, actors, waiting for them, its pickler
         "mesh/ray_nodes.py",
         "runtime/ray/driver/actors.py",

@@ -42,6 +42,8 @@ class _Static:
 class EquinoxAdapter:
     """The adapter of `equinox`."""
 
+    updates_in_place = False
+
     def claims(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether there is a module with a leaf that is no array."""
         values = jax.tree.leaves((args, kwargs), is_leaf=_is_module)

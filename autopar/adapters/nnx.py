@@ -61,6 +61,8 @@ class _After:
 class NnxAdapter:
     """The adapter of `flax.nnx`."""
 
+    updates_in_place = True
+
     def claims(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether there is a graph node; variables and states by themselves are pytrees as they are."""
         values = [*args, *kwargs.values()]

@@ -22,6 +22,8 @@ from autopar.checkpoint.owner import claim, this_process
 from autopar.errors import CheckpointError
 
 _UNFINISHED = ".autopar-"
+_OPEN: list[Path] = []
+"""Workplaces of this process. State of the module, as the directories are."""
 
 
 def steps(directory: str | os.PathLike) -> list[int]:
@@ -92,7 +94,8 @@ def open_workplace(directory: str | os.PathLike) -> Path:
     try:
         _remove_abandoned(root)
         own = this_process()
-        place = root / f"{_UNFINISHED}{own.host}-{own.pid}-{own.key}{uuid.uuid4().hex[:8]}"
+        place = root / f"{_UNFINISHED}{own.host}-{own.pid}-{uuid.uuid4().hex[:16]}"
+        _OPEN.append(place)
         place.mkdir()
     except OSError as error:
         raise CheckpointError(
@@ -103,6 +106,13 @@ def open_workplace(directory: str | os.PathLike) -> Path:
             path=str(root),
         ) from error
     return place
+
+
+def close_workplace(place: Path) -> None:
+    """Remove it with all that is in it. What comes up again, of one who was still writing, the next save removes."""
+    if place in _OPEN:
+        _OPEN.remove(place)
+    shutil.rmtree(place, ignore_errors=True)
 
 
 def commit(workplace: Path, folder: Path) -> None:
@@ -116,7 +126,7 @@ def commit(workplace: Path, folder: Path) -> None:
         os.rename(folder, workplace / f"replaced-{folder.name}")
     os.rename(workplace / "made", folder)
     sync_folder(folder.parent)
-    shutil.rmtree(workplace, ignore_errors=True)
+    close_workplace(workplace)
 
 
 def prune(directory: Path, newest: int, keep: int) -> None:
@@ -127,7 +137,7 @@ def prune(directory: Path, newest: int, keep: int) -> None:
     place = open_workplace(directory)
     for step in old:
         os.rename(step_folder(directory, step), place / str(step))
-    shutil.rmtree(place, ignore_errors=True)
+    close_workplace(place)
 
 
 def _is_step(name: str) -> bool:
@@ -135,11 +145,10 @@ def _is_step(name: str) -> bool:
 
 
 def _remove_abandoned(root: Path) -> None:
-    """Delete what other processes have left: none of them lives, or this one would not own the directory."""
-    own = this_process().key
+    """Delete what others have left: no other process lives that writes here, or this one would not own the directory."""
     for place in root.glob(f"{_UNFINISHED}*"):
-        maker = re.fullmatch(r".+-\d+-([0-9a-f]+)", place.name.removeprefix(_UNFINISHED), re.ASCII)
-        if maker and not maker[1].startswith(own):
+        is_ours = re.fullmatch(r".+-\d+-[0-9a-f]+", place.name.removeprefix(_UNFINISHED), re.ASCII)
+        if is_ours and place not in _OPEN:
             for old in place.glob("replaced-*"):  # killed between the two renames: the second is made up for
                 folder = root / old.name.removeprefix("replaced-")
                 if not folder.exists() and (place / "made").exists():

@@ -33,6 +33,7 @@ from autopar.checkpoint.leaves import (
 from autopar.checkpoint.manifest import Manifest
 from autopar.checkpoint.places import UNCOMMITTED, OnWorkers, Place, places_by_like, places_by_plan
 from autopar.errors import CheckpointError, warn
+from autopar.frameworks import without_arrays
 from autopar.ir.trace.containers import plain_containers
 from autopar.runtime.stacks import Stack
 
@@ -58,12 +59,15 @@ def restore(
         partial: `like` may be a part of what was saved: the parameters of a train state.
 
     Returns:
-        The state.
+        The state; of NNX objects new ones, `like` stays as it is.
 
     Raises:
         CheckpointError: There is no such checkpoint, it is damaged, or it holds other leaves than `like`.
     """
-    return read_state(directory, find_checkpoint(directory, step), like, compiled, partial=partial)
+    arrays, shell = without_arrays(like)
+    if shell is None or not shell.adapter.updates_in_place:
+        return read_state(directory, find_checkpoint(directory, step), like, compiled, partial=partial)
+    return shell.around(read_state(directory, find_checkpoint(directory, step), arrays, compiled, partial=partial))
 
 
 def read_state(
@@ -92,11 +96,21 @@ def read_state(
     request: list[Any] = [None] * len(leaves)
     for k, kind in zip(positions, kinds, strict=True):
         request[k] = None if k in remote else _request(kind, places[k])
-    plain = plain_containers(like)
-    found = plain.flatten_up_to(storage.read(folder, plain.unflatten(request)))
+    asked_for = _without_empty_nodes(plain_containers(like).unflatten(request))
+    read = [k for k, wish in enumerate(request) if wish is not None]
+    found = dict(zip(read, jax.tree.leaves(storage.read(folder, asked_for)), strict=True))
     for k, kind, (_, _, asked) in zip(positions, kinds, wanted, strict=True):
-        leaves[k] = remote[k] if k in remote else _placed(_value(found[k], kind), kind, asked, places[k])
+        leaves[k] = remote[k] if k in remote else _placed(_value(found.get(k), kind), kind, asked, places[k])
     return tree.unflatten(leaves)
+
+
+def _without_empty_nodes(tree: Any) -> Any:
+    """None for what holds no array, such as a module's record of its statistics: so orbax has written it."""
+
+    def is_empty(value: Any) -> bool:
+        return not isinstance(value, dict | list | tuple) and not jax.tree.leaves(value)
+
+    return jax.tree.map(lambda value: None if is_empty(value) else value, tree, is_leaf=is_empty)
 
 
 def find_checkpoint(directory: str | os.PathLike, step: int | None = None) -> Manifest:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import threading
 import warnings
 import weakref
@@ -24,10 +23,11 @@ import jax
 
 import autopar.checkpoint.storage as storage
 from autopar.checkpoint.apart import discard, take_apart
-from autopar.checkpoint.folder import commit, open_workplace, prune, step_folder, step_number, steps
+from autopar.checkpoint.folder import close_workplace, commit, open_workplace, prune, step_folder, step_number, steps
 from autopar.checkpoint.leaves import LeafType, is_function, leaf_type, paths, spelled, storable
 from autopar.checkpoint.manifest import NOTE, write_manifest
 from autopar.errors import AutoparError, CheckpointError, DonatedError, WorkerError
+from autopar.frameworks import without_arrays
 from autopar.ir.trace.containers import plain_containers
 from autopar.runtime.failure import is_gone
 from autopar.runtime.ray.driver.saves import Taken
@@ -48,7 +48,8 @@ def save(
 
     Args:
         directory: Of all checkpoints of a training run; made if it is not there.
-        state: Any pytree of arrays, random keys and numbers. Functions among its leaves are not written.
+        state: Any pytree of arrays, random keys and numbers. Functions among its leaves are not written. NNX objects are
+            written as dicts of their arrays.
         step: Number of this one, 0 or more; None: one more than the newest there.
         keep: How many of the newest to keep, this one included; None: all.
         overwrite: Replace the checkpoint of this number, if there is one.
@@ -63,6 +64,9 @@ def save(
             save into it failed, and nobody has waited for it.
         WorkerError: Workers that hold arrays have failed before they had copied them.
     """
+    arrays, shell = without_arrays(state)
+    if shell is not None and shell.adapter.updates_in_place:  # other objects are pytrees
+        state = arrays
     return begin_save(directory, state, step, keep=keep, overwrite=overwrite)
 
 
@@ -100,7 +104,7 @@ def begin_save(
         finish = storage.start_writing(_storable_tree(state, types, taken), workplace / "made")
     except BaseException:
         discard(taken.values())
-        shutil.rmtree(workplace, ignore_errors=True)
+        close_workplace(workplace)
         raise
 
     def work() -> None:
@@ -113,7 +117,7 @@ def begin_save(
             if keep is not None:
                 prune(folder.parent, number, keep)
         except BaseException:
-            shutil.rmtree(workplace, ignore_errors=True)
+            close_workplace(workplace)
             raise
 
     return Saving(number, folder, work)

@@ -17,21 +17,22 @@ from numbers import Integral
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from autopar._jax import is_key
+from autopar.api import ParallelStep
 from autopar.checkpoint.folder import read_note, steps
 from autopar.checkpoint.owner import hold
 from autopar.checkpoint.restore import find_checkpoint, read_state
 from autopar.checkpoint.save import Saving, begin_save
-from autopar.errors import AutoparError, CheckpointError, NodeLostError, StructureChangedError, WorkerError, warn
+from autopar.errors import AutoparError, CheckpointError, NodeLostError, WorkerError, warn
 from autopar.fit.batches import Batches, EndOfBatches, Source
 from autopar.fit.evaluate import Evaluation
 from autopar.fit.prefetch import placed_for
 from autopar.fit.progress import Bar
 from autopar.fit.remainder import Remainder, check_remainder
 from autopar.fit.reports import Reports
+from autopar.fit.state import as_array, on_host, parts_of, type_of, weak_as
+from autopar.follow import Following
+from autopar.frameworks import Shell, without_arrays
 from autopar.loggers import Logger
 from autopar.mesh import Cluster
 
@@ -67,8 +68,8 @@ def fit(
     checkpoint, and every step gives what it would have given without the break.
 
     Args:
-        step: `step(state, batch)` returns the new state, or a tuple of it and metrics. Made by `parallelize`; any other
-            function will do, but cannot be planned anew.
+        step: `step(state, batch)` returns the new state, or a tuple of it and metrics; where NNX objects are updated in
+            place, metrics alone. Made by `parallelize`; any other function will do, but cannot be planned anew.
         state: To begin with; not used if there is a checkpoint.
         batches: A list or dataset, whose first n batches are dropped when the run resumes after n steps; a loader that
             knows its position (`state_dict` and `load_state_dict`, as torchdata's, or `get_state` and `set_state`, as
@@ -100,7 +101,7 @@ def fit(
             `"error"`: it is refused.
 
     Returns:
-        The state, and the metrics of each step that ran here, by its number, as NumPy arrays.
+        The state (of objects new ones), and the metrics of each step that ran here, by its number, as NumPy arrays.
 
     Raises:
         AutoparError: A setting is none that there is.
@@ -111,13 +112,24 @@ def fit(
     """
     _check_settings(on_failure, save_every=save_every, keep=keep, eval_every=eval_every, log_every=log_every)
     check_remainder(remainder)
+    if not isinstance(prefetch, Integral) or prefetch < 0:
+        raise AutoparError(
+            "`prefetch` must be a whole number, 0 or more.",
+            given=f"fit(prefetch={prefetch!r})",
+            wrong="there is no such number of batches.",
+            do="pass 0 to draw none ahead, or leave it out.",
+        )
+    state, shell = without_arrays(state)
+    if shell is not None:
+        step, eval_step = _on_arrays(step, eval_step, shell)
     feed = Batches(batches, stop=num_steps, remainder=remainder, every=save_every)
     bar = Bar(getattr(step, "__name__", "fit"), num_steps, progress)
     reports = Reports([loggers] if callable(loggers) else list(loggers), log_every, bar)
     evaluation = _evaluation(eval_step, eval_batches, eval_every or save_every, remainder)
     run = _Run(step, state, feed, checkpoint_dir, save_every, keep, on_step, evaluation, reports, prefetch)
     with hold(checkpoint_dir) if checkpoint_dir is not None else contextlib.nullcontext():
-        return _survive(run, state, on_failure, cluster, max_failures)
+        final, metrics = _survive(run, state, on_failure, cluster, max_failures)
+    return final if shell is None else shell.around(final), metrics
 
 
 def _survive(
@@ -148,12 +160,26 @@ def _survive(
                     raise
                 failed = f"{failed}\nGoing on failed: {error}" if failed else f"step {run.number} failed: {error}"
     except BaseException as error:
-        run.reports.ended(failed=True)
-        try:
-            run.settle()
-        except AutoparError as second:
-            error.add_note(f"Besides, {second}")
+        for tidy_up in (lambda: run.reports.ended(failed=True), run.settle):
+            try:
+                tidy_up()
+            except Exception as second:  # the first error is the one to raise
+                error.add_note(f"Besides, {second}")
         raise
+
+
+def _on_arrays(step: Any, eval_step: Any, shell: Shell) -> tuple[Any, Any]:
+    """Steps on objects as steps on their arrays: these are what a run moves, saves and reads back."""
+    on_arrays = getattr(step, "on_arrays", None)
+    step = on_arrays(shell, updates=True) if on_arrays is not None else shell.of_step(step, updates=True)
+    match eval_step:
+        case Following():
+            eval_step = eval_step.on_arrays(shell, step)
+        case ParallelStep():
+            eval_step = eval_step.on_arrays(shell, updates=False)
+        case _ if eval_step is not None:
+            eval_step = shell.of_step(eval_step, updates=False)
+    return step, eval_step
 
 
 def _check_settings(on_failure: Any, **counts: Any) -> None:
@@ -220,7 +246,7 @@ class _Run:
         self.state: Any = None
         self.number = 0
         self.metrics: dict[int, Any] = {}
-        self._like = jax.tree.map(_type_of, state)
+        self._like = jax.tree.map(type_of, state)
         self._saving: Saving | None = None
         self._saved = -1
         self._came = 0
@@ -238,7 +264,7 @@ class _Run:
         self.reports.paused()
         if self.directory is None or (not self._has_begun and not steps(self.directory)):
             # Numbers become arrays here, as they would in the first step: else it alone would be planned for numbers.
-            self.state, self.number = jax.tree.map(_as_array, state), 0
+            self.state, self.number = jax.tree.map(as_array, state), 0
             self._save()
             self._has_begun = True
         else:
@@ -253,7 +279,7 @@ class _Run:
                     self.batches.put_back(manifest.step, batch)
                     compiled = self.step.compiled(self._like, batch)
             state = read_state(self.directory, manifest, self._like, compiled)
-            self.state = jax.tree.map(_weak_as, state, self._like)
+            self.state = jax.tree.map(weak_as, state, self._like)
             self._saved = manifest.step
             self.metrics = {number: m for number, m in self.metrics.items() if number < self.number}
         self._came = self.number
@@ -267,7 +293,7 @@ class _Run:
                 batch = self.batches.at(self.number)
             except EndOfBatches:
                 break
-            self.state, metrics = _parts(self.step(self.state, batch), self._like)
+            self.state, metrics = parts_of(self.step(self.state, batch), self._like)
             self.metrics[self.number] = metrics
             self.reports.dispatched(self.number, batch)
             ahead = range(self.number + 1, self.number + 1 + self.prefetch)
@@ -331,47 +357,6 @@ class _Run:
         """Wait for the steps before this one, and bring their metrics to the host."""
         while self._came < stop:
             number = self._came
-            self.metrics[number] = jax.tree.map(_on_host, self.metrics[number])
+            self.metrics[number] = jax.tree.map(on_host, self.metrics[number])
             self.reports.came(number, self.metrics[number])
             self._came += 1
-
-
-def _parts(result: Any, like: Any) -> tuple[Any, Any]:
-    """The state and the metrics in what a step returned."""
-    tree = jax.tree.structure(like)
-    if jax.tree.structure(result) == tree:
-        return result, None
-    if isinstance(result, tuple) and len(result) > 1 and jax.tree.structure(result[0]) == tree:
-        return result[0], result[1] if len(result) == 2 else result[1:]
-    raise StructureChangedError(
-        "fit cannot tell the state in what the step returned.",
-        given=f"{jax.tree.structure(result)}",
-        wrong=f"neither it nor the first of its parts has the structure of the state, {tree}.",
-        do="let the step take (state, batch) and return (state, metrics): put what is trained into one pytree.",
-        path="",
-    )
-
-
-def _type_of(leaf: Any) -> Any:
-    leaf = _as_array(leaf)
-    if not hasattr(leaf, "dtype"):
-        return leaf  # a function, part of the program; what else is no array, the step or the checkpoint refuses
-    sharding = leaf.sharding if isinstance(leaf, jax.Array) and leaf.committed else None
-    weak = getattr(leaf, "weak_type", False)
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
-
-
-def _weak_as(leaf: Any, like: Any) -> Any:
-    """A Python number that became an array stays as weakly typed as it was, or another program would be traced."""
-    if not getattr(like, "weak_type", False) or leaf.ndim:
-        return leaf
-    weak = jnp.asarray(np.asarray(leaf).item())
-    return jax.device_put(weak, leaf.sharding) if getattr(leaf, "committed", False) else weak
-
-
-def _as_array(leaf: Any) -> Any:
-    return jnp.asarray(leaf) if isinstance(leaf, bool | int | float | complex | np.ndarray | np.generic) else leaf
-
-
-def _on_host(leaf: Any) -> Any:
-    return leaf if is_key(leaf) else np.asarray(leaf)

@@ -38,6 +38,8 @@ def placed_for(step: Any, last: Any) -> Callable[[Any], Any]:
         return lambda batch: batch
     shardings = jax.tree.leaves(compiled.in_shardings, is_leaf=lambda sharding: sharding is None)[first:stop]
     types = [_type_of(leaf) for leaf in jax.tree.leaves(last)]
+    if [aval.shape for aval in program.in_avals[first:stop]] != [shape for shape, _ in types]:
+        return lambda batch: batch  # it was compiled last for others
 
     def place(batch: Any) -> Any:
         leaves, found = jax.tree.flatten(batch)

@@ -2,7 +2,7 @@
 
 In:     a traced step, how many parts and microbatches are wanted.
 Out:    `CutStep`: the step with its scans over layers taken apart, its phases, the segments of its loop.
-Method: in this order: `ir/split/unstack.py`, `lean_scans.py`, `ir/split/microbatch.py` (or `ir/split/whole_batch.py`),
+Method: in this order: `ir/split/layers.py`, `lean_scans.py`, `ir/split/microbatch.py` (or `ir/split/whole_batch.py`),
         `chain.py`.
 """
 
@@ -24,7 +24,7 @@ from autopar.ir.region import bodies_of, is_region
 from autopar.ir.rewrite.fission import fission
 from autopar.ir.rewrite.late_narrowing import narrow_late
 from autopar.ir.rules import ShardingRule, rule_for
-from autopar.ir.split.layers import Unstacked, layer_count, unstack, whole_stacks
+from autopar.ir.split.layers import LayerSplit, layer_count, split_layers, whole_stacks
 from autopar.ir.split.microbatch import Microbatches, split_microbatches
 from autopar.ir.split.whole_batch import whole_batch
 from autopar.ir.trace.state import Roles
@@ -46,7 +46,7 @@ class CutStep:
 
     program: Program
     roles: Roles
-    stacks: Unstacked
+    stacks: LayerSplit
     split: Microbatches
     chain: Chain
     batch: BatchDims
@@ -54,22 +54,22 @@ class CutStep:
 
 
 def in_parts(
-    program: Program, roles: Roles, num_parts: int, lying: tuple[int, Mapping[int, int]] | None = None
-) -> tuple[Program, Roles, Unstacked]:
+    program: Program, roles: Roles, num_parts: int, layout: tuple[int, Mapping[int, int]] | None = None
+) -> tuple[Program, Roles, LayerSplit]:
     """The step with its scans over layers taken apart, if it has any.
 
     Args:
         program: The step.
         roles: Its roles.
         num_parts: How many parts; the fewest more where these do not divide the layers.
-        lying: In how many parts stacks lie, and which inputs are such, along which dim; None: as `num_parts` says.
+        layout: In how many parts stacks lie, and which inputs are such, along which dim; None: as `num_parts` says.
     """
-    count, stacked = (0, {}) if lying is None else lying
+    count, stacked = (0, {}) if layout is None else layout
     length = layer_count(program.jaxpr, roles.state, roles.aliases, stacked)
     count = count or _part_count(length, num_parts)
-    if count < 2 or (lying is not None and not stacked):
+    if count < 2 or (layout is not None and not stacked):
         return program, roles, whole_stacks(program.jaxpr)
-    stacks = unstack(program.jaxpr, length if length % count == 0 else 0, count, roles.aliases, stacked)
+    stacks = split_layers(program.jaxpr, length if length % count == 0 else 0, count, roles.aliases, stacked)
     if not any(len(stacks.inputs[k]) > 1 for k in roles.state):
         return program, roles, whole_stacks(program.jaxpr)  # a scan over time, or over chunks: its weights are shared
     ins, outs = (stacks.inputs[: program.num_args], stacks.input_dims), (stacks.outputs, stacks.output_dims)
@@ -134,7 +134,7 @@ def cut_step(
     num_parts: int,
     num_microbatches: int,
     semantics: str = "exact",
-    lying: tuple[int, Mapping[int, int]] | None = None,
+    layout: tuple[int, Mapping[int, int]] | None = None,
 ) -> CutStep:
     """Take a step apart: its scans over layers, its phases, its segments.
 
@@ -144,7 +144,7 @@ def cut_step(
         num_parts: Into how many parts its scans over layers are to be taken, or the fewest more that divide them.
         num_microbatches: How many microbatches.
         semantics: `"exact"` or `"per_microbatch"`.
-        lying: In how many parts stacks lie, and which inputs are such, along which dim; None: as `num_parts` says.
+        layout: In how many parts stacks lie, and which inputs are such, along which dim; None: as `num_parts` says.
 
     Raises:
         BatchError: The batch does not divide.
@@ -154,7 +154,7 @@ def cut_step(
     program = dataclasses.replace(program, jaxpr=fission(program.jaxpr))
     if num_microbatches > 1:
         program = dataclasses.replace(program, jaxpr=narrow_late(program.jaxpr))
-    program, roles, stacks = in_parts(program, roles, num_parts, lying)
+    program, roles, stacks = in_parts(program, roles, num_parts, layout)
     program = dataclasses.replace(program, jaxpr=lean_scans(program.jaxpr))
     names = ", ".join(dict.fromkeys(program.in_paths[k].split("/")[0] for k in roles.batch))
     if num_microbatches > 1:

@@ -125,9 +125,13 @@ class StagePlan:
     tasks: tuple[TaskPlan, ...]
 
     @property
-    def seconds(self) -> float:
-        """Of all tasks in one step."""
-        return sum(t.seconds * (self.program.count if t.task.is_in_loop else 1) for t in self.tasks)
+    def gap(self) -> float:
+        """The gap of the tasks as they were lowered, and not of the joint program as it was priced alone."""
+        seconds = 0.0
+        for t in self.tasks:
+            kernels = t.seconds - sum(t.exposed_seconds)
+            seconds += (kernels + t.communication_seconds) * (self.program.count if t.task.is_in_loop else 1)
+        return self.sharded.gap_of(seconds)
 
     def task(self, kind: str) -> TaskPlan | None:
         """The first task of a kind."""

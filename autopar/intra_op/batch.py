@@ -8,7 +8,7 @@ Method: forward propagation: a factor is of the batch if it leads an operand's d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
@@ -26,11 +26,13 @@ class BatchDims:
     pure: Dims of each value that run over samples and nothing else: cut into two dims, both do.
     readers: Values that an equation with batch factors reads and that have no batch dim: what samples are
         multiplied with, that is parameters and what is made of them.
+    lent: Dims of values without samples that meet samples' dims in whoever reads them: of random bits, of a mask.
     """
 
     of: dict[Var, Dims] = field(default_factory=dict)
     pure: dict[Var, Dims] = field(default_factory=dict)
     readers: dict[Var, None] = field(default_factory=dict)
+    lent: dict[Var, Dims] = field(default_factory=dict)
 
     def dims(self, atom: object) -> Dims:
         """Batch dims of a value; none for a literal, or where there is no value."""
@@ -43,6 +45,18 @@ class BatchDims:
             return False
         self.of[var] = known | dims
         return True
+
+    def lent_factors(self, eqn: JaxprEqn, rule: ShardingRule) -> tuple[str, ...]:
+        """Factors of an equation on no samples whose results are read in the samples' parts."""
+        found: dict[str, None] = {}
+        for var, term in zip(eqn.outvars, rule.results, strict=True):
+            found.update(dict.fromkeys(term[d][0] for d in sorted(self.lent.get(var, ())) if term[d]))
+        return tuple(found)
+
+    def lend(self, atom: object, dims: Iterable[int]) -> None:
+        """Record dims of a value without samples that its reader wants in the samples' parts."""
+        if isinstance(atom, Var) and not self.dims(atom):
+            self.lent[atom] = self.lent.get(atom, frozenset()) | frozenset(dims)
 
 
 def batch_factors(eqn: JaxprEqn, rule: ShardingRule, batch: BatchDims) -> tuple[str, ...]:
@@ -76,7 +90,34 @@ def follow_batch(jaxpr: Jaxpr, rule_of: Mapping[int, ShardingRule], inputs: Mapp
         batch.add(jaxpr.invars[position], dims)
         batch.pure[jaxpr.invars[position]] = dims
     _follow(jaxpr, rule_of, batch)
+    _lend(jaxpr, rule_of, batch)
     return batch
+
+
+def _lend(jaxpr: Jaxpr, rule_of: Mapping[int, ShardingRule], batch: BatchDims) -> None:
+    """Follow the samples' factors backwards, to what is made for them; not around loops."""
+    for eqn in reversed(jaxpr.eqns):
+        if is_region(eqn):
+            _lend_region(eqn, rule_of, batch)
+            continue
+        rule = rule_of[id(eqn)]
+        factors = batch_factors(eqn, rule, batch) or batch.lent_factors(eqn, rule)
+        for atom, term in zip(eqn.invars, rule.operands, strict=True) if factors else ():
+            batch.lend(atom, (d for d, dim in enumerate(term) if dim and dim[0] in factors))
+
+
+def _lend_region(eqn: JaxprEqn, rule_of: Mapping[int, ShardingRule], batch: BatchDims) -> None:
+    region = region_of(eqn)
+    for b in region.bindings:
+        lent = batch.lent.get(b.result, frozenset()) if b.result is not None else frozenset()
+        for atom in b.values or ([b.outer] if b.role == "through" else []):
+            batch.lend(atom, {d - 1 for d in lent if d > 0} if b.is_stacked else lent)
+    for body in region.bodies:
+        _lend(body, rule_of, batch)
+    for b in region.bindings:
+        for var in b.variables:
+            lent = batch.lent.get(var, frozenset())
+            batch.lend(b.outer, {d + 1 for d in lent} if b.is_stacked else lent)
 
 
 def _follow(jaxpr: Jaxpr, rule_of: Mapping[int, ShardingRule], batch: BatchDims) -> None:

@@ -59,12 +59,13 @@ def build_problem(
     lists: dict[int, Shardings] = {}
     for edge in graph.edges:
         u, v = class_of[edge.source], class_of[edge.target]
-        key = (u, v, edge.shape, edge.itemsize, id(edge.given), id(edge.wanted), edge.communicates, edge.is_sample)
+        lists_of = (id(edge.given), id(edge.wanted))
+        key = (u, v, edge.shape, edge.itemsize, *lists_of, edge.communicates, edge.is_sample, edge.moves)
         weights[key] = weights.get(key, 0.0) + edge.weight
         lists[id(edge.given)], lists[id(edge.wanted)] = edge.given, edge.wanted
     matrices: dict[tuple[Any, ...], np.ndarray] = {}
     small = small_bytes(graph.mesh)
-    for (u, v, shape, itemsize, given, wanted, communicates, is_sample), weight in weights.items():
+    for (u, v, shape, itemsize, given, wanted, communicates, is_sample, moves), weight in weights.items():
         size = num_elements(shape) * itemsize
         joins = not is_sample and size <= small
         table = (shape, itemsize, given, wanted, joins)
@@ -72,6 +73,8 @@ def build_problem(
             mesh = _sent_together(graph.mesh, size) if joins else graph.mesh
             matrices[table] = _matrix(shape, itemsize, lists[given], lists[wanted], mesh)
         matrix = matrices[table] if communicates else np.where(matrices[table] > 0, np.inf, 0.0)
+        if moves is not None:
+            matrix = matrix * moves.price(lists[given], lists[wanted])
         if matrix.any():
             problem.add_edge(u, v, matrix * weight)
     return problem

@@ -227,7 +227,11 @@ class _Once:
 
     def same(self, array: np.ndarray) -> np.ndarray:
         """The first array that is equal to this one."""
-        return array if self._arrays is None else self._arrays.setdefault((array.shape, array.tobytes()), array)
+        return (
+            array
+            if self._arrays is None
+            else self._arrays.setdefault((array.dtype, array.shape, array.tobytes()), array)
+        )
 
     def __call__(self, function: Callable[..., Any], *arrays: np.ndarray) -> Any:
         if self._arrays is None:

@@ -21,7 +21,9 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
 from autopar.intra_op.batch import BatchDims, Dims, between_samples, follow_batch
@@ -38,6 +40,14 @@ Shardings = tuple[Sharding, ...]
 Phase = typing.Literal["f", "b", "u", "o"]
 PHASES: tuple[Phase, ...] = ("f", "b", "u", "o")
 """Who reads a value: the forward pass, the backward pass, what follows it, or a border as result of its body."""
+
+
+class Moves(Protocol):
+    """How a method wants values to get to their readers; equal ones want the same."""
+
+    def price(self, given: Shardings, wanted: Shardings) -> np.ndarray:
+        """`[choice of the source, choice of the target]`: how many times its seconds each conversion counts."""
+        ...
 
 
 @dataclass(eq=False, slots=True)
@@ -81,7 +91,7 @@ class Edge:
     """The value `shape` made by `source` in `given[choice]` must reach `target` in `wanted[choice]`.
 
     `is_sample` is False for what no sample owns or waits for: parameters, gradients, optimizer state. `phase` is that of
-    the readers behind `target`.
+    the readers behind `target`. `moves` makes some ways there dearer; None: all count as they are.
     """
 
     source: int
@@ -94,6 +104,7 @@ class Edge:
     communicates: bool = True
     is_sample: bool = True
     phase: Phase = "f"
+    moves: Moves | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -362,6 +373,8 @@ class _Builder:
         self.graph.op_node[id(eqn)] = node.index
         for slot, atom in enumerate(eqn.invars):
             self.read(atom, node, slot, wanted[slot], eqn)
+            if id(eqn) in self.twice:
+                self.pending[-1].append(_Read(atom, node, slot, wanted[slot], "b"))
         for k, var in enumerate(eqn.outvars):
             self.graph.produced[var] = Produced(node.index, given[k], k)
 

@@ -18,7 +18,17 @@ from dataclasses import dataclass
 
 from autopar._jax import JaxprEqn
 from autopar.cost import collective_seconds
-from autopar.intra_op.sharded import Body, Compute, Copy, Instruction, Region, collectives_of, copies_made, copies_read
+from autopar.intra_op.sharded import (
+    Body,
+    Compute,
+    Copy,
+    Instruction,
+    Region,
+    collectives_of,
+    copies_awaited,
+    copies_made,
+    copies_read,
+)
 from autopar.ir.region import region_of, trip_count
 from autopar.mesh import LogicalMesh
 
@@ -87,7 +97,8 @@ class _Build:
         """Append a body's tasks; returns the tasks that each of its copies waits for."""
         maker, place = dict(given), 0
         for instruction in body.instructions:
-            needs = tuple(dict.fromkeys(n for copy in copies_read(instruction) for n in maker.get(copy, ())))
+            waited = (*copies_read(instruction), *copies_awaited(instruction))
+            needs = tuple(dict.fromkeys(n for copy in waited for n in maker.get(copy, ())))
             task = self.region(instruction, needs, place) if isinstance(instruction, Region) else None
             task = task or self.plain(instruction, needs, place)
             if task is not None:
@@ -95,7 +106,7 @@ class _Build:
                 place += len(task.places)
             # A view or a slice is made where it is read: whoever reads it waits for what it is made of.
             for copy in copies_made(instruction):
-                maker.setdefault(copy, (len(self.tasks) - 1,) if task is not None else needs)
+                maker[copy] = (len(self.tasks) - 1,) if task is not None else needs
         self.count = place
         return maker
 

@@ -9,7 +9,8 @@ Method: a copy lives from the instruction that makes it to its last reader. Inpu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -105,7 +106,7 @@ def fullest_moments(
     arguments = [local_bytes(var, sharding, mesh) for var, sharding in body.inputs]
     outputs = {(a, s): local_bytes(a, s, mesh) for a, s in body.outputs if not isinstance(a, Literal)}
     pinned = {copy for copy, freed in zip(body.inputs, donated or [False] * len(arguments), strict=True) if not freed}
-    peaks = sorted(_peaks(body, mesh, stored, pinned, elsewhere=elsewhere), key=lambda peak: -peak.bytes)[:count]
+    peaks = _peaks(body, mesh, stored, pinned, count, elsewhere=elsewhere)
     return tuple(
         Liveness(sum(arguments), sum(outputs.values()), peak.bytes, peak.moment, peak.alive, peak.packed, peak.at)
         for peak in peaks
@@ -116,7 +117,7 @@ def memory_curve(body: Body, mesh: LogicalMesh, stored: AbstractSet[Var], donate
     """Bytes alive at each instruction, those inside it at their most; arguments as of `measure_liveness`."""
     pinned = {copy for copy, freed in zip(body.inputs, donated or [False] * len(body.inputs), strict=True) if not freed}
     curve: list[int] = []
-    _peaks(body, mesh, stored, pinned, curve=curve)
+    _peaks(body, mesh, stored, pinned, 1, curve=curve)
     return curve
 
 
@@ -136,21 +137,24 @@ def _peaks(
     mesh: LogicalMesh,
     stored: AbstractSet[Var],
     pinned: AbstractSet[Copy],
+    count: int,
     free: AbstractSet[Copy] = frozenset(),
     elsewhere: AbstractSet[Var] = frozenset(),
     curve: list[int] | None = None,
 ) -> list[_Peak]:
-    """The fullest moments of the body's parts; copies in `free` are counted by the caller, values `elsewhere` by no one.
+    """The `count` fullest moments, each of a part of the body, fullest first.
 
-    What is alive at each instruction is added to `curve`.
+    Copies in `free` are counted by the caller, values `elsewhere` by no one. What is alive at each instruction is added to
+    `curve`.
     """
     last = _lifetimes(body, pinned)
     alive: dict[_Version, int] = {
         (copy, -1): 0 if copy in free or copy[0] in elsewhere else local_bytes(*copy, mesh) for copy in body.inputs
     }
     total = sum(alive.values())
+    size = dict(alive)
     peaks: list[_Peak] = []
-    most = _Peak(total, -1, _at(body, -1, alive))
+    most = _Peak(total, -1, ())
     dying: dict[int, list[_Version]] = {}
     for made, position in last.items():
         dying.setdefault(position, []).append(made)
@@ -161,7 +165,7 @@ def _peaks(
         for copy in copies_made(instruction):
             var = copy[0]
             is_stored = (var in stored or not isinstance(instruction, Compute)) and var not in elsewhere
-            alive[copy, position] = local_bytes(*copy, mesh) if is_stored else 0
+            alive[copy, position] = size[copy, position] = local_bytes(*copy, mesh) if is_stored else 0
             total += alive[copy, position]
         inner = _inner_peak(instruction, mesh, stored)
         if curve is not None:
@@ -170,19 +174,23 @@ def _peaks(
             peaks.append(most)
             most = _Peak(0, position, ())
         if total + inner.bytes > most.bytes:
-            everyone = (*_at(body, position, alive), *inner.alive)
-            most = _Peak(total + inner.bytes, position, everyone, inner.packed, inner.at or instruction)
+            most = _Peak(total + inner.bytes, position, inner.alive, inner.packed, inner.at or instruction)
         for made in dying.get(position, ()):
             total -= alive.pop(made, 0)
         for copy in copies_made(instruction):
             if (copy, position) not in last:
                 total -= alive.pop((copy, position), 0)
-    peaks.append(most)
-    return peaks
+    # Who is alive is looked up in the end: most instructions of a step are fuller than all before them.
+    fullest = sorted((*peaks, most), key=lambda peak: -peak.bytes)[:count]
+    return [dataclasses.replace(p, alive=(*_at(body, p.moment, size, last), *p.alive)) for p in fullest]
 
 
-def _at(body: Body, position: int, alive: Mapping[_Version, int]) -> tuple[Alive, ...]:
-    return tuple(Alive(copy, num_bytes, body, position) for (copy, _), num_bytes in alive.items() if num_bytes)
+def _at(body: Body, moment: int, size: Mapping[_Version, int], last: Mapping[_Version, int]) -> Iterator[Alive]:
+    """Copies that are alive at a moment: made by then, and read there or later; or made there."""
+    for version, num_bytes in size.items():
+        copy, start = version
+        if num_bytes and start <= moment and (start == moment or last.get(version, -1) >= moment):
+            yield Alive(copy, num_bytes, body, moment)
 
 
 def _lifetimes(body: Body, pinned: AbstractSet[Copy]) -> dict[_Version, int]:
@@ -219,5 +227,5 @@ def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: AbstractSet
         )
         # A scan's constants and carries are the operands themselves; its scanned inputs arrive as slices of their own.
         shared = frozenset(body.inputs[:num_whole])
-        most = max(most, *_peaks(body, mesh, stored, frozenset(), shared), key=lambda peak: peak.bytes)
+        most = max(most, *_peaks(body, mesh, stored, frozenset(), 1, shared), key=lambda peak: peak.bytes)
     return most

@@ -1,10 +1,9 @@
-"""What may be chosen: pins and hand methods, as masks over choices.
+"""What may be chosen: pins, as masks over choices; `hand_plans.py` has the methods that a user may name.
 
-In:     the decision graph, pins on inputs, the user's `with_sharding_constraint`s, a data-parallel method.
+In:     the decision graph, pins on inputs, the user's `with_sharding_constraint`s.
 Out:    `Allowed`: for each restricted node a boolean per choice; a key per node, so that tying respects it.
 Method: a restriction only ever forbids choices: the ILP that plans freely is the same one that carries out a hand plan,
         under the same costs, so a hand plan can never beat the automatic one.
-        Data parallelism: Rajbhandari et al., "ZeRO", SC 2020.
 """
 
 from __future__ import annotations
@@ -15,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from autopar._jax import Jaxpr, Var
+from autopar._jax import Jaxpr
 from autopar.errors import ConstraintError, warn
-from autopar.intra_op.batch import BatchDims, batch_factors
 from autopar.intra_op.graph import Graph, Node
-from autopar.ir.region import bodies_of, is_region, region_of
+from autopar.ir.region import bodies_of, is_region
 from autopar.ir.source import source_line
 from autopar.mesh import LogicalMesh, Sharding
 
@@ -38,7 +36,7 @@ class Allowed:
     keys: dict[int, object] = field(default_factory=dict)
     reasons: dict[int, list[str]] = field(default_factory=dict)
 
-    def only(self, node: Node, mask: Sequence[bool], key: object, reason: str = "") -> None:
+    def only(self, node: Node, mask: Sequence[bool] | np.ndarray, key: object, reason: str = "") -> None:
         """Allow only the choices of `node` where `mask` is True (on top of earlier restrictions)."""
         allowed = np.asarray(mask, dtype=bool)
         if node.index in self.masks:
@@ -169,110 +167,6 @@ def read_spec(spec: Any, shape: tuple[int, ...], mesh: LogicalMesh, what: str) -
 def matches_spec(sharding: Sharding, wanted: Sharding, free: Sequence[bool]) -> bool:
     """Whether `sharding` is `wanted` in every dim that is not left open, and no partial sum."""
     return not sharding.partial and all(f or s == w for s, w, f in zip(sharding.dims, wanted.dims, free, strict=True))
-
-
-def restrict_to_data_parallel(
-    jaxpr: Jaxpr, graph: Graph, allowed: Allowed, batch_inputs: Sequence[int], state_inputs: Sequence[int], zero: int
-) -> None:
-    """Forbid everything but data parallelism of one ZeRO stage over all axes of the mesh.
-
-    Every operation on samples splits them and nothing else. Stage 0: state and update are whole on every device. 1 and
-    2: what is state but no parameter (optimizer moments) is stored split, so gradients are reduce-scattered and new
-    parameters gathered; without gradient accumulation both stages are one plan. 3: parameters are stored split too.
-
-    Args:
-        jaxpr: Flat program.
-        graph: Its decisions.
-        allowed: Extended.
-        batch_inputs: Inputs whose leading dim is the batch.
-        state_inputs: Inputs that come back as new state.
-        zero: ZeRO stage, 0 to 3.
-    """
-    batch = graph.batch
-    parameters = _ancestors(jaxpr, batch)
-    for node in graph.nodes:
-        if node.kind == "op":
-            factors = batch_factors(node.eqn, node.rule, batch)
-            if factors:
-                split = [_splits_only(s.choice, factors) for s in node.strategies]
-                some = [
-                    ok and any(c in factors for c in s.choice) for ok, s in zip(split, node.strategies, strict=True)
-                ]
-                # A loop of unknown length may not communicate: there samples are split only if that needs nothing.
-                allowed.only(node, some if any(some) and node.communicates else split, ("batch", factors))
-            elif zero == 0:
-                allowed.only(node, [_splits_only(s.choice, ()) for s in node.strategies], "whole")
-    # An axis of one device splits nothing.
-    axes = tuple(axis for axis, size in graph.mesh.axis_sizes.items() if size > 1)
-    for position in batch_inputs:
-        node = graph.nodes[graph.inputs[position]]
-        allowed.only(
-            node,
-            [all(s.dims[0] == axes if k == 0 else not d for k, d in enumerate(s.dims)) for s in node.shardings],
-            "batch",
-        )
-    for position in state_inputs:
-        node = graph.nodes[graph.inputs[position]]
-        stored_split = zero == 3 or (zero > 0 and node.var not in parameters)
-        whole = [not any(s.dims) for s in node.shardings]
-        most = max(s.num_shards(graph.mesh) for s in node.shardings)
-        split = [s.num_shards(graph.mesh) == most for s in node.shardings]
-        allowed.only(node, split if stored_split else whole, "split" if stored_split else "whole")
-
-
-def restrict_to_axes(graph: Graph, allowed: Allowed, data: str, state_inputs: Sequence[int]) -> None:
-    """Samples are split over one axis and nothing else is; the other axes split anything but samples.
-
-    Data parallelism times tensor parallelism, as Megatron-LM has it: Shoeybi et al., 2019.
-
-    Args:
-        graph: Decisions.
-        allowed: Extended.
-        data: Name of the axis that splits samples.
-        state_inputs: Inputs that are state: whole along that axis.
-    """
-    at = list(graph.mesh.axis_sizes).index(data)
-    for node in graph.nodes:
-        if node.kind == "op":
-            factors = batch_factors(node.eqn, node.rule, graph.batch)
-            fits = [
-                all((c in factors) == (k == at) or c[0] in "+-" for k, c in enumerate(s.choice))
-                for s in node.strategies
-            ]
-            best = [ok and s.choice[at] in factors for ok, s in zip(fits, node.strategies, strict=True)]
-            allowed.only(node, best if any(best) and node.communicates else fits, ("axes", factors))
-    reason = f"the method keeps state whole over axis {data!r}"
-    for position in state_inputs:
-        node = graph.nodes[graph.inputs[position]]
-        allowed.only(
-            node, [not any(data in axes for axes in s.dims) for s in node.shardings], "whole over data", reason
-        )
-
-
-def _splits_only(choice: Sequence[str], factors: Sequence[str]) -> bool:
-    return all(c in factors or c[0] in "+-" for c in choice)
-
-
-def _ancestors(jaxpr: Jaxpr, batch: BatchDims) -> dict[Var, None]:
-    """Values that samples meet, and all that these are made of without samples: the parameters are among them."""
-    found: dict[Var, None] = dict(batch.readers)
-    _collect(jaxpr, batch, found)
-    return found
-
-
-def _collect(jaxpr: Jaxpr, batch: BatchDims, found: dict[Var, None]) -> None:
-    for eqn in reversed(jaxpr.eqns):
-        pairs: list[tuple[object, Var | None]] = []
-        if is_region(eqn):
-            region = region_of(eqn)
-            for body in region.bodies:
-                _collect(body, batch, found)
-            pairs = [(b.outer, var) for b in region.bindings for var in b.variables or [b.result]]
-        elif not any(batch.dims(a) for a in eqn.invars):
-            pairs = [(a, v) for v in eqn.outvars for a in eqn.invars]
-        for atom, var in pairs:
-            if var in found and isinstance(atom, Var):
-                found[atom] = None
 
 
 Restrict = Callable[[Graph, Allowed], None]

@@ -10,14 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Never
 
 import numpy as np
 
 from autopar._jax import Jaxpr, Var
 from autopar.cost import collective_seconds
 from autopar.errors import InfeasibleError
+from autopar.intra_op.budget import BudgetSearch
 from autopar.intra_op.costs import OperationSeconds, build_problem, held_values
+from autopar.intra_op.floor import Floor, memory_floor
 from autopar.intra_op.graph import Graph, build_graph
 from autopar.intra_op.lanes import run_lanes
 from autopar.intra_op.liveness import Liveness, measure_liveness
@@ -75,8 +76,17 @@ class Sharded:
         return self.compute_seconds + sum(self.exposed_seconds)
 
     def gap_of(self, seconds: float) -> float:
-        """The part of these seconds, which the program takes, by which a better choice might take less, at most."""
+        """The part of these seconds, which a program of these choices takes, by which others might take less, at most.
+
+        Args:
+            seconds: Of all kernels and all collectives, one after the other, as choices are priced.
+        """
         return max(0.0, 1 - self.solution.bound / seconds) if seconds > 0 else 0.0
+
+    @property
+    def gap(self) -> float:
+        """The gap of the program as it was lowered, and not of its choices as they were priced alone."""
+        return self.gap_of(self.compute_seconds + self.communication_seconds)
 
     def input_sharding(self, position: int) -> Sharding:
         """How an input lies on the mesh."""
@@ -150,16 +160,22 @@ def shard(
             lowered[choices] = lower(jaxpr, graph, choices)
         return lowered[choices]
 
-    def broken_rows(class_choices: Sequence[int]) -> list[MemoryRow]:
-        body = body_of(tuple(class_choices[c] for c in class_of))
-        return broken_memory_rows(graph, class_of, class_choices, body, donated, budget, elsewhere)
+    def rows_at(choices: Sequence[int]) -> list[MemoryRow]:
+        body = body_of(tuple(choices[c] for c in class_of))
+        return broken_memory_rows(graph, class_of, choices, body, donated, budget, elsewhere)
+
+    def floor() -> Floor:
+        return memory_floor(jaxpr, graph, problem.costs, class_of, donated, elsewhere)
+
+    search = BudgetSearch(budget, mesh, rows_at, floor)
 
     # One limit for all: where the first takes it all, the others are only looked at.
     limit = TimeLimit(options.solver_seconds)
 
     def solved(problem: Problem) -> Solution:
         if np.isfinite(budget):
-            return solve_within(problem, broken_rows, options.solver, limit, known=beat, gap=gap)
+            hopeless = search.is_hopeless
+            return solve_within(problem, search.broken_rows, options.solver, limit, 30, beat, gap, hopeless)
         return solve(problem, options.solver, limit, gap, beat)
 
     def read(problem: Problem, solution: Solution) -> Sharded:
@@ -170,8 +186,8 @@ def shard(
     if solution.status == "beaten":
         raise Beaten(solution.bound)
     best = read(problem, solution) if solution.choices else None
-    if best is None and (not problem.rows or any(r.least(problem.costs) > r.budget_bytes for r in problem.rows)):
-        _explain_infeasible(problem, budget, mesh)
+    if best is None and (not problem.rows or search.is_hopeless()):
+        search.explain(problem)
     # Where putting collectives together changes the cost, the least of the ILP's objective may not be the least step.
     changes = best is None or abs(solution.objective - best.step_seconds) > _SAME * solution.objective
     for other in known if changes else ():
@@ -182,7 +198,7 @@ def shard(
             if best is None or candidate.step_seconds < best.step_seconds * (1 - 1e-9):
                 best = candidate
     if best is None:
-        _explain_infeasible(problem, budget, mesh)
+        search.explain(problem)
     return best
 
 
@@ -243,29 +259,3 @@ def _check_pins(graph: Graph, allowed: Allowed) -> None:
                 do="drop one of them, or choose another mesh.",
                 constraint=reasons[0],
             )
-
-
-def _explain_infeasible(problem: Problem, budget: float, mesh: LogicalMesh) -> Never:
-    if not problem.rows:
-        raise InfeasibleError(
-            "no sharding keeps all pins.",
-            given=f"the constraints, on {mesh}",
-            wrong="they cannot hold together: a loop of unknown length would have to communicate in every turn.",
-            do="drop one of them.",
-            constraint="pins",
-        )
-    row = max(reversed(problem.rows), key=lambda row: row.least(problem.costs))
-    least = row.least(problem.costs)
-    raise InfeasibleError(
-        "no sharding fits the memory budget.",
-        given=f"memory_budget_bytes={budget:.0f} on each device of {mesh}",
-        wrong=f"during {row.label}, at least {least:.0f} bytes are alive on a device"
-        + (
-            f", {least - budget:.0f} more than there are."
-            if least > budget
-            else "; each moment fits by itself, but no sharding fits at all of them."
-        ),
-        do="raise the budget, use more devices, wrap layers in jax.checkpoint, or use a smaller batch.",
-        budget_bytes=int(budget),
-        needed_bytes=int(least),
-    )

@@ -3,18 +3,21 @@
 In:     `ShardingRule` and the mesh's axes.
 Out:    `Strategy` for each assignment of mesh axes to factors: the sharding it asks of each operand, the sharding it
         gives each result, and the reductions it must do at once.
-Method: each axis independently splits one factor, or carries partial sums through one linear group of operands, or is
-        idle (the operation is repeated along it). Factors are split only where their length divides.
+Method: each axis independently does the operation in one of the ways that there are on any axis (`ir/split/strategy.py`):
+        it splits one factor, or carries partial sums through one linear group of operands; or it is idle (the operation
+        is repeated along it). Factors are split only where their length divides.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.rules.rule import Factor, ShardingRule, Term
+from autopar.ir.split.placement import REPLICATED, Partial, Placement, Split
+from autopar.ir.split.strategy import AxisStrategy, strategies
 from autopar.mesh import Sharding
 
 IDLE = "-"
@@ -50,59 +53,55 @@ def enumerate_strategies(rule: ShardingRule, axis_sizes: Mapping[str, int]) -> l
         rule: What the operation is.
         axis_sizes: Mesh axes and their sizes, in mesh order; axes of size 1 are always idle.
     """
-    splittable = rule.splittable()
-    groups = [f"+{k}" for k in range(len(rule.linear))]
-    options = []
-    for size in axis_sizes.values():
-        fitting = [f for f in splittable if rule.sizes[f] % size == 0]
-        options.append([*fitting, *groups, IDLE] if size > 1 else [IDLE])
+    idle = AxisStrategy(None, (REPLICATED,) * len(rule.operands), (REPLICATED,) * len(rule.results))
+    on_axis = [
+        [*((s.factor or f"+{s.group}", s) for s in strategies(rule, size) if size > 1), (IDLE, idle)]
+        for size in axis_sizes.values()
+    ]
     found: dict[tuple[object, ...], Strategy] = {}
-    for choice in itertools.product(*options):
-        strategy = make_strategy(rule, axis_sizes, choice)
+    for chosen in itertools.product(*on_axis):
+        strategy = _together(rule, axis_sizes, chosen)
         if strategy is not None:
             key = (strategy.operands, strategy.results, strategy.reductions)
             found.setdefault(key, strategy)
     return list(found.values())
 
 
-def make_strategy(rule: ShardingRule, axis_sizes: Mapping[str, int], choice: tuple[str, ...]) -> Strategy | None:
-    """The strategy in which each mesh axis does what `choice` says; None where a factor does not divide."""
+def _together(
+    rule: ShardingRule, axis_sizes: Mapping[str, int], chosen: Sequence[tuple[str, AxisStrategy]]
+) -> Strategy | None:
+    """The strategy that does on each mesh axis what is chosen for it; None where a factor does not divide."""
     axes_of: dict[Factor, tuple[str, ...]] = {}
-    partial_operands: list[list[str]] = [[] for _ in rule.operands]
-    partial_results: list[str] = []
-    for axis, what in zip(axis_sizes, choice, strict=True):
-        if what == IDLE:
-            continue
-        if what.startswith("+"):
-            for operand in rule.linear[int(what[1:])]:
-                partial_operands[operand].append(axis)
-            partial_results.append(axis)
-        else:
-            axes_of[what] = (*axes_of.get(what, ()), axis)
-            for operand in rule.joined.get(what, ()):
-                partial_operands[operand].append(axis)
+    for axis, (_, on_axis) in zip(axis_sizes, chosen, strict=True):
+        if on_axis.factor is not None:
+            axes_of[on_axis.factor] = (*axes_of.get(on_axis.factor, ()), axis)
     for factor, axes in axes_of.items():
         if rule.sizes[factor] % math.prod(axis_sizes[axis] for axis in axes):
             return None
-    order = {axis: position for position, axis in enumerate(axis_sizes)}
+    at_work = [(axis, s) for axis, (name, s) in zip(axis_sizes, chosen, strict=True) if name != IDLE]
     operands = tuple(
-        Sharding(_split(term, axes_of), tuple(partial))
-        for term, partial in zip(rule.operands, partial_operands, strict=True)
+        _sharding(term, [(axis, s.operands[k]) for axis, s in at_work]) for k, term in enumerate(rule.operands)
     )
-    results = []
-    for term in rule.results:
-        present = {factor for dim in term for factor in dim}
-        lost = [axis for f in rule.summed if f not in present for axis in axes_of.get(f, ())]
-        results.append(Sharding(_split(term, axes_of), tuple(sorted(partial_results + lost, key=order.__getitem__))))
+    results = tuple(
+        _sharding(term, [(axis, s.results[k]) for axis, s in at_work]) for k, term in enumerate(rule.results)
+    )
     reductions = tuple((kind, axes_of[f]) for f, kind in rule.reduced.items() if f in axes_of)
     wide = tuple(axis for axis, size in axis_sizes.items() if size > 1)
     if rule.once and wide:
         reductions = (("sum", wide),)
-    return Strategy(choice, axes_of, operands, tuple(results), reductions)
+    return Strategy(tuple(name for name, _ in chosen), axes_of, operands, results, reductions)
 
 
-def _split(term: Term, axes_of: Mapping[Factor, tuple[str, ...]]) -> tuple[tuple[str, ...], ...]:
-    return tuple(axes_of.get(dim[0], ()) if dim else () for dim in term)
+def _sharding(term: Term, placements: Sequence[tuple[str, Placement]]) -> Sharding:
+    """How a value lies on the mesh, from how it lies on each axis; the largest and smallest are reduced at once."""
+    dims: list[tuple[str, ...]] = [()] * len(term)
+    partial: tuple[str, ...] = ()
+    for axis, placement in placements:
+        if isinstance(placement, Split):
+            dims[placement.dim] = (*dims[placement.dim], axis)
+        elif isinstance(placement, Partial) and placement.kind == "sum":
+            partial = (*partial, axis)
+    return Sharding(tuple(dims), partial)
 
 
 def split_fraction(strategy: Strategy, axis_sizes: Mapping[str, int]) -> float:

@@ -226,7 +226,7 @@ def _is_view(eqn: JaxprEqn) -> bool:
 def _is_larger(eqn: JaxprEqn) -> bool:
     """Whether an operation makes much of little, such as a bias for every row."""
     most = max((num_elements(tuple(v.aval.shape)) for v in eqn.invars), default=1)
-    return num_elements(tuple(eqn.outvars[0].aval.shape)) > most
+    return any(num_elements(tuple(v.aval.shape)) > most for v in eqn.outvars[:1])  # a callback has no result
 
 
 def _touch(eqn: JaxprEqn, counts: list[float], touched: list[int]) -> None:

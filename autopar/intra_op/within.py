@@ -24,6 +24,9 @@ SMALL_WITH_ROWS = 10_000
 _MAX_PRICES = 10
 _PRICE_STEP = 4.0
 _MAX_MIXES = 5
+_MAX_TRIES = 2
+_DEAR = 100.0
+"""Times all seconds: what the bytes over budget cost where any sharding that fits is welcome."""
 
 
 def solve_within(
@@ -34,11 +37,22 @@ def solve_within(
     max_rounds: int = 30,
     known: float = np.inf,
     gap: float = PROVED,
+    is_hopeless: Callable[[], bool] = lambda: False,
 ) -> Solution:
     """Least assignment for which `broken_rows(choices)` is empty, adding the rows it names until it is.
 
+    Args:
+        problem: Costs; the rows found are added.
+        broken_rows: What an assignment breaks.
+        solver: As of `solve`.
+        seconds: As of `solve`.
+        max_rounds: Of cutting planes.
+        known: As of `solve`.
+        gap: As of `solve`.
+        is_hopeless: Asked when something is broken: whether it is proved that nothing will do.
+
     Returns:
-        The assignment; `"infeasible"` where the rows collected cannot hold together.
+        The assignment; `"infeasible"` where none was found.
     """
     limit = time_limit(seconds)
     base = solve(problem, solver, limit, gap, known)
@@ -48,7 +62,8 @@ def solve_within(
     if not rows:
         return base
     problem.rows.extend(rows)
-    if any(row.least(problem.costs) > row.budget_bytes for row in problem.rows):
+    unlikely = any(row.least(problem.costs) > row.budget_bytes for row in problem.rows)
+    if is_hopeless() or (unlikely and not _fits_somehow(problem, base, broken_rows, solver, limit)):
         return dataclasses.replace(base, choices=(), status="infeasible")
     if num_pairs(problem) <= SMALL_WITH_ROWS:
         exact = _cut(problem, broken_rows, solver, limit, max_rounds)
@@ -56,6 +71,24 @@ def solve_within(
             return exact
     # A row says what is alive at its moment in one program; of another it may say too much.
     return _solve_priced(problem, base, broken_rows, solver, limit)
+
+
+def _fits_somehow(
+    problem: Problem,
+    base: Solution,
+    broken_rows: Callable[[Sequence[int]], list[MemoryRow]],
+    solver: str,
+    limit: TimeLimit,
+) -> bool:
+    """Whether anything is found that fits where the rows say that nothing does: bytes cost more than all seconds."""
+    for _ in range(_MAX_TRIES):
+        over = max(row.used(base.choices) - row.budget_bytes for row in problem.rows)
+        price = _DEAR * base.objective / max(over, 1.0)
+        broken = broken_rows(solve(problem.priced(problem.rows, price), solver, limit, 1e-2).choices)
+        if not broken:
+            return True
+        problem.rows.extend(broken)
+    return False
 
 
 def _cut(

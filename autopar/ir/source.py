@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import sys
 import sysconfig
 from typing import Any
 
@@ -34,7 +35,20 @@ def source_line(eqn: JaxprEqn) -> str:
     if frame is None:
         return UNKNOWN
     code, instruction = frame
-    return f"{os.path.basename(code.co_filename)}:{line_of(code, instruction)} ({code.co_qualname.split('.')[-1]})"
+    return f"{file_name(code.co_filename)}:{line_of(code, instruction)} ({code.co_qualname.split('.')[-1]})"
+
+
+def file_name(path: str) -> str:
+    """A source file as people call it: without its folders; of a notebook, the cell with the number that stands beside it."""
+    name = os.path.basename(path)
+    typed = re.match(r"<ipython-input-(\d+)-", name)
+    if typed:
+        return f"cell {typed[1]}"
+    if not re.search(r"ipykernel_\d+$", os.path.dirname(path)):
+        return name
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    number = getattr(getattr(shell, "compile", None), "_filename_map", {}).get(path)
+    return "a cell" if number is None else f"cell {number}"
 
 
 def name_scope(eqn: JaxprEqn) -> str:

@@ -395,7 +395,7 @@ def slice_chips(text: str) -> tuple[int, Model] | None:
     model = find_device(kind)
     chips, rest = divmod(number, _CORES_PER_CHIP.get(kind, 1))
     if rest or chips < 1 or (chips > model.devices_per_host and chips % model.devices_per_host):
-        what = f"{chips} chips" + (" and a half" if rest else "")
+        what = f"{number / _CORES_PER_CHIP.get(kind, 1):g} chips"
         raise ClusterError(
             "no such slice.",
             given=repr(text.strip()),

@@ -6,6 +6,7 @@ Out:    `Cluster`; it may describe a machine that one does not own, planning tou
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 
 from autopar.errors import ClusterError
+from autopar.markup import facts
 from autopar.mesh.catalog import find_device, slice_chips
 from autopar.mesh.device import Device
 from autopar.mesh.link import Link
@@ -24,7 +26,7 @@ CPU = Device("cpu", 5e10, memory_bytes_per_second=1e10)
 CPU_LINK = Link(2e-5, 2e9)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Cluster:
     """Equal hosts with equal devices; a cluster of several kinds holds one such group for each.
 
@@ -193,6 +195,22 @@ class Cluster:
         if accelerator is not None and not (device and intra and inter):
             known = _catalog_model(accelerator, f"a GPU that Ray calls {accelerator!r}", "ray")
         return cls(len(found), count, device or known[0], intra or known[1], inter or known[2], machine=machine)
+
+    def __repr__(self) -> str:
+        where = "a Ray cluster: " if self.machine else "this process: " if self.devices else ""
+        return f"Cluster({where}{self})"
+
+    def _repr_html_(self) -> str:
+        pairs = [("devices", f"{self.num_devices}: {self}")]
+        for group in self.groups or (self,):
+            name = f" of {group.device}" if self.groups else ""
+            pairs += [("within a host" + name, str(group.intra)), ("between hosts" + name, str(group.inter))]
+            memory = (
+                "" if math.isinf(group.device.memory_bytes) else f"{group.device.memory_bytes / 1e9:g} GB of memory, "
+            )
+            rate = group.device.memory_bytes_per_second
+            pairs.append(("each device" + name, memory + f"{rate / 1e9:g} GB/s to it"))
+        return facts("Cluster", pairs)
 
     def __str__(self) -> str:
         if self.groups:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from autopar.errors import DeviceCountError, MeshError
+from autopar.markup import facts
 from autopar.mesh.cluster import Cluster, more_devices_text
 from autopar.mesh.link import Link
 
@@ -21,7 +22,7 @@ _NEUTRAL = Link(1e-6, 1e10)
 _NAMES = "xyzwvu"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LogicalMesh:
     """Devices along named axes, row-major.
 
@@ -89,6 +90,15 @@ class LogicalMesh:
     def link_of(self, axis: str) -> Link:
         """Link of one axis."""
         return self.links[self.axis_names.index(axis)]
+
+    def __repr__(self) -> str:
+        return f"LogicalMesh{self}"
+
+    def _repr_html_(self) -> str:
+        axes = zip(self._sizes.items(), self.links, strict=True)
+        return facts(
+            f"Logical mesh of {self.num_devices} devices", [(f"{a} = {n}", str(link)) for (a, n), link in axes]
+        )
 
     def __str__(self) -> str:
         return "(" + ", ".join(f"{name}={size}" for name, size in self._sizes.items()) + ")"

@@ -9,18 +9,20 @@ Method: the plan holds the choice of every decision, so that loading it needs no
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.intra_op.sharded import Collective
+from autopar.markup import facts
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.plan.profile import Profile
+from autopar.plan.words import bytes_text, seconds_text
 from autopar.streams.instructions import Instruction, Run
 from autopar.streams.timeline import Timeline
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Cost:
     """What one step is predicted to cost.
 
@@ -50,6 +52,22 @@ class Cost:
     solver_status: str
     planning_seconds: float
     exposed_seconds: tuple[float, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Cost({'; '.join(f'{name} {words}' for name, words in self._told())})"
+
+    def _repr_html_(self) -> str:
+        return facts("Predicted cost of a step", self._told())
+
+    def _told(self) -> Iterator[tuple[str, str]]:
+        """(name, words) of what one asks for first."""
+        yield "step", seconds_text(self.step_seconds)
+        yield "compute", seconds_text(self.compute_seconds)
+        yield "waiting for collectives", seconds_text(self.exposed_communication_seconds)
+        if self.bubble_seconds:
+            yield "without work", seconds_text(self.bubble_seconds)
+        yield "peak", bytes_text(max(self.peak_bytes, default=0))
+        yield "solver", f"{self.solver_status}, gap {self.optimality_gap:.2%}"
 
     @property
     def exposed_communication_seconds(self) -> float:

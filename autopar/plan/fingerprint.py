@@ -6,6 +6,7 @@ Out:    short hex digests, equal in every process.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 
@@ -24,7 +25,16 @@ def program_fingerprint(program: Program) -> str:
 
 def cluster_fingerprint(cluster: Cluster) -> str:
     """Digest of the machine's description; which devices are meant does not count."""
-    return _digest(repr(cluster))
+    return _digest(_described(cluster))
+
+
+def _described(cluster: Cluster) -> str:
+    """All that tells one cluster from another."""
+    told = [(part.name, getattr(cluster, part.name)) for part in dataclasses.fields(cluster) if part.compare]
+    return ", ".join(
+        f"{name}=({'; '.join(map(_described, value))})" if name == "groups" else f"{name}={value!r}"
+        for name, value in told
+    )
 
 
 def _digest(text: str) -> str:

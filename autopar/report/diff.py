@@ -66,6 +66,7 @@ def _fact_pairs(plan: Decision) -> Iterator[tuple[str, str]]:
     yield "step time", seconds_text(cost.step_seconds)
     yield "  compute", seconds_text(cost.compute_seconds)
     yield "  communication", seconds_text(cost.communication_seconds)
+    yield "  of it exposed", seconds_text(cost.exposed_communication_seconds)
     yield "peak memory", ", ".join(map(bytes_text, cost.peak_bytes))
     yield "arguments", bytes_text(cost.argument_bytes)
     yield "solver", solver_text(cost.solver_status, cost.optimality_gap)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator
 from html import escape
 
+from autopar.markup import tag
 from autopar.plan.decision import Decision
 from autopar.plan.words import bytes_text, count_text, seconds_text
 from autopar.report.page import Table, page_of
@@ -21,7 +22,6 @@ from autopar.report.pictures.tensors import tensor_table
 from autopar.report.pictures.time import time_picture
 from autopar.report.pictures.timetable import timetable_picture
 from autopar.report.style import SCRIPT, STYLE
-from autopar.report.svg import tag
 
 
 def plan_html(plan: Decision) -> str:
@@ -65,9 +65,11 @@ def _cards(plan: Decision) -> Iterator[str]:
     yield _card(seconds_text(cost.step_seconds), "a step, predicted")
     yield _card(f"{cost.compute_seconds / step:.0%}", "of it computing")
     if cost.communication_seconds:
-        yield _card(f"{cost.communication_seconds / step:.0%}", "of it in collectives")
+        hidden = cost.communication_seconds > 1.001 * cost.exposed_communication_seconds
+        words = "of it waiting for collectives" if hidden else "of it in collectives"
+        yield _card(f"{cost.exposed_communication_seconds / step:.0%}", words)
     if plan.schedule != "none":
-        yield _card(f"{cost.bubble_seconds / step:.0%}", "of it waiting")
+        yield _card(f"{cost.bubble_seconds / step:.0%}", "of it without work")
     most = max(cost.peak_bytes)
     budget = f" of {bytes_text(plan.budget_bytes)}" if math.isfinite(plan.budget_bytes) else ""
     yield _card(bytes_text(most), f"at the peak{budget}, each device")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
+from autopar.markup import tag
 from autopar.plan.decision import Decision
 from autopar.plan.words import bytes_text, local_bytes, seconds_text, type_text
 from autopar.report.diff import diff_tables
@@ -19,7 +20,6 @@ from autopar.report.pictures.memory import memory_pictures, peak_bytes
 from autopar.report.pictures.tensors import device_grid
 from autopar.report.pictures.time import time_picture
 from autopar.report.pictures.timetable import timetable_picture
-from autopar.report.svg import tag
 from autopar.streams.timeline import Timeline
 
 MAX_ROWS = 200
@@ -27,10 +27,11 @@ MAX_ROWS = 200
 
 def pair_document(this: Decision, other: Decision) -> str:
     """A whole HTML file of two plans."""
-    return whole_file(_title(this, other), pair_html(this, other))
+    return whole_file(pair_title(this, other), pair_html(this, other))
 
 
-def _title(this: Decision, other: Decision) -> str:
+def pair_title(this: Decision, other: Decision) -> str:
+    """What the page is called."""
     names = f"`{this.name}`" if this.name == other.name else f"`{this.name}` and `{other.name}`"
     return f"Two plans of {names}"
 
@@ -40,7 +41,7 @@ def pair_html(this: Decision, other: Decision) -> str:
     plans = (this, other)
     seconds = max(plan.cost.step_seconds for plan in plans)
     most = max(map(peak_bytes, plans))
-    body = [tag("h1", escape(_title(this, other))), tag("p", _ratio(this, other), class_="soft")]
+    body = [tag("h1", escape(pair_title(this, other))), tag("p", _ratio(this, other), class_="soft")]
     for title, pictures in (
         ("Where the time goes", [time_picture(plan, seconds) for plan in plans]),
         ("Timetables", [timetable_picture(plan.events.events, device_places(plan), seconds) for plan in plans]),

@@ -12,13 +12,15 @@ from pathlib import Path
 
 from autopar.plan.decision import Decision
 from autopar.plan.file import load_decision, save_decision
+from autopar.plan.words import seconds_text
 from autopar.report.diff import diff_text
 from autopar.report.explain import explain
 from autopar.report.html import plan_html
+from autopar.report.shown import ShownTimeline
 from autopar.report.text import plan_text
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan(Decision):
     """A plan for one step on one cluster: its attributes are those of `Decision`."""
 
@@ -47,6 +49,14 @@ class Plan(Decision):
     def diff(self, other: Plan) -> str:
         """What differs between this plan and another, as text; "" where nothing does."""
         return diff_text(self, other)
+
+    def timeline(self) -> ShownTimeline:
+        """The simulated step as a `Timeline`: a Chrome trace (`.save(path)`, for ui.perfetto.dev), text (`str`), or HTML."""
+        return ShownTimeline(self.events.events)
+
+    def __repr__(self) -> str:
+        stages = f"{len(self.stages)} stages, {self.schedule}" if self.schedule != "none" else str(self.mesh)
+        return f"Plan({self.name} by {self.method}, on {stages}: {seconds_text(self.cost.step_seconds)} a step)"
 
     def __str__(self) -> str:
         return plan_text(self)

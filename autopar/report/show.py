@@ -15,16 +15,18 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.plan.decision import Decision
-from autopar.report.html import document, plan_html
-from autopar.report.pair import pair_document, pair_html
+from autopar.report.html import plan_html, whole_file
+from autopar.report.page import page_of
+from autopar.report.pair import measured_html, pair_html, pair_title
+from autopar.streams.timeline import Timeline
 
 
-def show(plan: Decision, other: Decision | None = None, *, path: str | Path | None = None) -> Path | None:
-    """Show a plan as a page of pictures; with a second one, both beside each other.
+def show(plan: Decision, other: Decision | Timeline | None = None, *, path: str | Path | None = None) -> Path | None:
+    """Show a plan as a page of pictures; with a second one, or a measured timeline, both beside each other.
 
     Args:
         plan: From `step.plan(...)` or `Plan.load(...)`.
-        other: Another, to compare it with.
+        other: Another, to compare it with; or of a pipeline's plan what `compiled.measure(...)` found.
         path: Where to write the page, which then is not opened; None: in a notebook it is shown there, elsewhere it is
             written to a temporary file and opened in the browser.
 
@@ -34,28 +36,39 @@ def show(plan: Decision, other: Decision | None = None, *, path: str | Path | No
     Raises:
         AutoparError: What is to be shown is no plan, or the file cannot be written.
     """
-    for each in (plan, *([] if other is None else [other])):
-        if not isinstance(each, Decision):
+    for each, kinds in ((plan, Decision), (other, Decision | Timeline | None)):
+        if not isinstance(each, kinds):
             raise AutoparError(
                 "only plans can be shown.",
                 given=f"show({each!r})",
                 wrong=f"it is of type {type(each).__name__}.",
                 do="pass what step.plan(...) returns, or Plan.load(path).",
             )
-    if path is None and _in_notebook():
-        notebook = import_module("IPython.display")
-        notebook.display(notebook.HTML(plan_html(plan) if other is None else pair_html(plan, other)))
-        return None
-    text = document(plan) if other is None else pair_document(plan, other)
+    title, body = _page(plan, other)
     if path is not None:
-        return write_page(path, text)
+        return write_page(path, whole_file(title, body))
+    if in_notebook():
+        notebook = import_module("IPython.display")
+        notebook.display(notebook.HTML(body))
+        return None
     with tempfile.NamedTemporaryFile(
         "w", prefix=f"{plan.name}.", suffix=".html", delete=False, encoding="utf-8"
     ) as file:
-        file.write(text)
+        file.write(whole_file(title, body))
     written = Path(file.name)
     webbrowser.open(written.as_uri())
     return written
+
+
+def _page(plan: Decision, other: Decision | Timeline | None) -> tuple[str, str]:
+    """Title and body."""
+    match other:
+        case None:
+            return page_of(plan).title, plan_html(plan)
+        case Timeline():
+            return f"A step of `{plan.name}`", measured_html(plan, other)
+        case _:
+            return pair_title(plan, other), pair_html(plan, other)
 
 
 def write_page(path: str | Path, text: str) -> Path:
@@ -73,10 +86,10 @@ def write_page(path: str | Path, text: str) -> Path:
             wrong=f"{error.strerror or error}.",
             do="name a file in a directory that exists and may be written to.",
         ) from error
-    return Path(path)
+    return Path(path).resolve()
 
 
-def _in_notebook() -> bool:
+def in_notebook() -> bool:
     """Whether this is a Jupyter kernel, which shows HTML."""
     shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return shell is not None and hasattr(shell, "kernel")

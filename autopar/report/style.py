@@ -96,6 +96,7 @@ body.autopar {{ margin:0; background:#fff }}
 .autopar-plan td.number, .autopar-plan th.number {{ text-align:right; white-space:nowrap }}
 .autopar-plan .code, .autopar-plan code {{ font-family:ui-monospace, "DejaVu Sans Mono", monospace; font-size:12px }}
 .autopar-plan .parts table {{ width:100% }}
+.autopar-plan .tensors {{ width:100% }}
 .autopar-plan .tensors td {{ border-bottom:1px solid var(--line); padding:5px 14px 5px 0; overflow-wrap:anywhere }}
 .autopar-plan .tensors td:first-child, .autopar-plan .tensors td:nth-child(4) {{ white-space:nowrap }}
 .autopar-plan .tensors details p {{ font-family:system-ui, sans-serif; max-width:46em }}

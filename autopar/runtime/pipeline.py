@@ -23,7 +23,7 @@ from autopar._jax import Jaxpr, Var
 from autopar.errors import StepError
 from autopar.inter_op.stage_plan import StagePlan
 from autopar.intra_op.sharded import calls_host
-from autopar.ir.split.layers import Unstacked
+from autopar.ir.split.layers import LayerSplit
 from autopar.ir.trace.state import Roles
 from autopar.partition.host_calls import Watch
 from autopar.partition.task import ArrayType, TaskFunction, array_type, task_function
@@ -70,7 +70,7 @@ class Pipeline:
         devices: Sequence[Sequence[jax.Device]],
         jaxpr: Jaxpr,
         roles: Roles,
-        stacks: Unstacked,
+        stacks: LayerSplit,
         home: Mapping[Var, int],
         name: str,
         paths: Sequence[str],

@@ -24,7 +24,6 @@ from autopar.plan.words import machine_text
 from autopar.report.plan import Plan
 from autopar.report.uses import describe_phase
 from autopar.search.methods import Method, method_text
-from autopar.search.one_mesh import count_of
 from autopar.search.profile import profile_of_mesh
 
 
@@ -48,6 +47,7 @@ def describe(
     mesh: LogicalMesh,
     sharded: Sharded,
     seconds: float,
+    num_microbatches: int,
 ) -> Plan:
     """The plan of a step on one mesh.
 
@@ -60,6 +60,7 @@ def describe(
         mesh: The logical mesh.
         sharded: The solution.
         seconds: How long planning took.
+        num_microbatches: Of `program`.
     """
     body = sharded.body
     specs = [program.spec_of(k, s.partition_spec()) for k, (_, s) in enumerate(body.inputs[: program.num_args])]
@@ -71,7 +72,7 @@ def describe(
         (sharded.liveness.peak_bytes,),
         sharded.liveness.argument_bytes,
         sharded.collectives,
-        sharded.gap_of(sharded.step_seconds),
+        sharded.gap,
         sharded.solution.status,
         seconds,
         sharded.exposed_seconds,
@@ -80,7 +81,7 @@ def describe(
         name=program.name,
         method=method_text(method),
         stages=(Stage(Submesh(mesh.num_devices), mesh, (0,)),),
-        num_microbatches=count_of(method),
+        num_microbatches=num_microbatches,
         microbatch_semantics=method.options().microbatch_semantics,
         schedule="none",
         shardings=program.in_containers(specs),
@@ -92,7 +93,7 @@ def describe(
         fingerprints=fingerprints(step, cluster),
         machine=machine_text(cluster),
         budget_bytes=method.options().memory_budget_bytes or cluster.device.memory_bytes,
-        profile=profile_of_mesh(program, roles, sharded),
+        profile=profile_of_mesh(program, roles, cluster.device, sharded),
         origin=Origin(program, roles, cluster, method, sharded),
     )
 

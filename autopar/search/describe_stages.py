@@ -132,7 +132,7 @@ def cost_of(pipeline: PipelinePlan, planning_seconds: float) -> Cost:
         tuple(pipeline.simulation.peak_bytes[number % num_meshes] for number in range(len(stages))),
         max(_argument_bytes(pipeline, mesh) for mesh in range(num_meshes)),
         tuple(collectives),
-        max(s.sharded.gap_of(s.seconds) for s in stages),
+        max(s.gap for s in stages),
         "optimal" if all(s.sharded.solution.status == "optimal" for s in stages) else "feasible",
         planning_seconds,
         tuple(exposed),

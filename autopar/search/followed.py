@@ -11,7 +11,7 @@ Method: scans over layers are taken apart into as many parts as there. A segment
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from autopar._jax import Var
 from autopar.errors import BatchError, MicrobatchError, PipelineError
@@ -26,6 +26,7 @@ from autopar.mesh import Cluster, Sharding
 from autopar.search.methods import Follow
 from autopar.search.pins import restrict_stages
 from autopar.search.pipeline import check_budget
+from autopar.search.progress import Report, silent
 from autopar.search.solve_stages import Solved, pinned, solve_stage
 from autopar.streams.assemble import PipelinePlan, assemble
 from autopar.streams.schedules import SCHEDULES, num_chunks, splits_backward
@@ -35,7 +36,7 @@ Lies = Mapping[Var, tuple[int, Sharding]]
 
 
 def pipeline_behind(
-    program: Program, roles: Roles, cluster: Cluster, method: Follow, report: Callable[[str], None] = lambda text: None
+    program: Program, roles: Roles, cluster: Cluster, method: Follow, report: Report = silent
 ) -> PipelinePlan:
     """Plan a step behind another's pipeline.
 
@@ -85,13 +86,13 @@ def _cut(program: Program, roles: Roles, method: Follow, found: Mapping[int, int
     count = next((m for m in range(lead.cut.split.count, 0, -1) if all(size % m == 0 for size in sizes)), 1)
     stacks, semantics = lead.cut.stacks, method.microbatch_semantics
     in_parts = {here: there for here, there in found.items() if len(stacks.inputs[there]) > 1}
-    lying = stacks.count, {here: stacks.input_dims[there] for here, there in in_parts.items()}
+    layout = stacks.count, {here: stacks.input_dims[there] for here, there in in_parts.items()}
     if count > 1 and sizes:
         try:
-            return cut_step(program, kept, len(lead.stages), count, semantics, lying)
+            return cut_step(program, kept, len(lead.stages), count, semantics, layout)
         except (BatchError, MicrobatchError):  # such as a metric over pairs of samples: the whole batch at once
             pass
-    return cut_step(program, kept, len(lead.stages), 1, semantics, lying)
+    return cut_step(program, kept, len(lead.stages), 1, semantics, layout)
 
 
 def _lies(cut: CutStep, method: Follow, found: Mapping[int, int]) -> dict[Var, tuple[int, Sharding]]:

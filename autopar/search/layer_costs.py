@@ -25,10 +25,9 @@ from autopar.ir.canonical import canonical_key
 from autopar.mesh import Cluster, LogicalMesh, logical_meshes
 from autopar.options import Options
 from autopar.search.pins import RestrictStage, restrict_stages
+from autopar.search.progress import Report
 from autopar.search.recompute import kept_bytes
 from autopar.search.solve_stages import Solved, solve_stage
-
-Report = Callable[[str], None]
 
 LAYER_GAP = 1e-2
 """Layers are sharded to this part of their cost: they only choose stages."""

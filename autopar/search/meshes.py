@@ -10,7 +10,7 @@ Method: what is known of one mesh bounds the next: a mesh that cannot beat the b
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,8 +24,7 @@ from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.search.methods import Method
 from autopar.search.one_mesh import shard_on
-
-Report = Callable[[str], None]
+from autopar.search.progress import Report
 
 THIRD_AXIS = 5e-3
 """A mesh of three axes is of use if it wins so much over fewer: it takes many times as long as those."""
@@ -67,12 +66,13 @@ def search_meshes(
 ) -> Searched:
     """Shard the step on the meshes, one after the other."""
     searched = Searched([], [])
-    for mesh in meshes:
+    for number, mesh in enumerate(meshes):
         reason = _not_worth_it(searched, mesh) if len(meshes) > 1 else ""
         if reason:
             searched.tried.append((str(mesh), reason))
             continue
-        report(f"sharding {program.name} on mesh {mesh}")
+        least = min((sharded.step_seconds for _, sharded in searched.results), default=math.inf)
+        report(f"sharding {program.name} on mesh {mesh}", number / len(meshes), least)
         # Data parallelism over all axes is the same on every mesh: compared with once.
         beat = min((sharded.solution.objective for _, sharded in searched.results), default=math.inf)
         beat *= 1 - THIRD_AXIS if len(mesh.shape) > 2 else 1

@@ -59,8 +59,8 @@ def method_of(text: str) -> Method:
     called = _called(text)
     if called is not None:
         return called
-    near = difflib.get_close_matches(plain, [*NAMES, *MEANT, *(name.lower() for name in CLASSES)], n=1)
-    meant = MEANT.get(plain) or (f"{near[0]}{': ' + MEANT[near[0]] if near[0] in MEANT else ''}" if near else "")
+    near = difflib.get_close_matches(plain, [*NAMES, *MEANT, *(name.lower() for name in CLASSES)], n=2)
+    meant = MEANT.get(plain) or " or ".join(MEANT.get(name, name) for name in near)
     raise AutoparError(
         "unknown method.",
         given=f"method={text!r}",
@@ -93,6 +93,6 @@ def _called(text: str) -> Method | None:
         raise AutoparError(
             "these are no settings of this method.",
             given=f"method={text!r}",
-            wrong=f"{error}.",
+            wrong=f"{error}." if isinstance(error, TypeError) else "one of them is neither a number nor a text.",
             do=f"write numbers and texts only, as in {name}(): see help(autopar.{name}).",
         ) from error

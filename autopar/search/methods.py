@@ -111,19 +111,14 @@ class DataParallel(_Settings):
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_count("DataParallel", "num_microbatches", self.num_microbatches)
-        if self.zero not in (0, 1, 2, 3):
-            raise AutoparError(
-                "unknown ZeRO stage.",
-                given=f"DataParallel(zero={self.zero!r})",
-                wrong="there is no such stage.",
-                do="pass 0, 1, 2 or 3.",
-            )
+        _check_zero("DataParallel", self.zero)
 
 
 @dataclass(frozen=True)
 class Auto(_StageSettings):
-    """Decide everything: the mesh and every sharding; and on several hosts, or where nothing else fits, whether to cut
-    the step into pipeline stages, which, on which submeshes, in how many microbatches and by which schedule."""
+    """Decide everything: the mesh and every sharding; where memory binds, in how many microbatches gradients are
+    accumulated; and on several hosts, or where nothing else fits, whether to cut the step into pipeline stages, which, on
+    which submeshes, in how many microbatches and by which schedule."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -185,10 +180,14 @@ class ThreeD(_StageSettings):
 
     Attributes:
         data: Each stage's samples are split over so many devices.
-        tensor: Each stage's operations are split over so many devices otherwise.
+        tensor: Each stage's weights are split over so many devices, by columns and rows, heads and vocabulary; none is
+            gathered.
         pipeline: Number of stages; with `"interleaved"`, of meshes, which hold two stages each.
         num_microbatches: None: four for each stage, or what divides the batch below that.
         schedule: As of `PipelineParallel`.
+        zero: What of the state is split over the data axis too, as of `DataParallel`.
+        sequence: Between products activations lie in parts over the tensor axis (sequence parallelism): sums are scattered
+            and gathered where they would be added up for all.
     """
 
     data: int = 1
@@ -196,6 +195,8 @@ class ThreeD(_StageSettings):
     pipeline: int = 1
     num_microbatches: int | None = None
     schedule: Any = "1f1b"
+    zero: int = 0
+    sequence: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -204,6 +205,7 @@ class ThreeD(_StageSettings):
         if self.num_microbatches is not None:
             _check_count("ThreeD", "num_microbatches", self.num_microbatches)
         find_schedule(self.schedule)
+        _check_zero("ThreeD", self.zero)
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,16 @@ class Follow(_Settings):
 
     plan: Any = field(repr=False, hash=False)
     paths: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
+def _check_zero(method: str, zero: object) -> None:
+    if zero not in (0, 1, 2, 3):
+        raise AutoparError(
+            "unknown ZeRO stage.",
+            given=f"{method}(zero={zero!r})",
+            wrong="there is no such stage.",
+            do="pass 0, 1, 2 or 3.",
+        )
 
 
 def _check_count(method: str, name: str, value: object) -> None:

@@ -17,12 +17,12 @@ from autopar.errors import (
     InfeasibleError,
 )
 from autopar.intra_op.graph import Graph
+from autopar.intra_op.hand_plans import restrict_to_data_parallel
 from autopar.intra_op.restrict import (
     Allowed,
     Restrict,
     keep_keys_whole,
     pin_inputs,
-    restrict_to_data_parallel,
 )
 from autopar.intra_op.shard import Sharded, shard
 from autopar.ir.program import Program

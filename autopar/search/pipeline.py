@@ -19,12 +19,13 @@ from autopar.inter_op.backward import find_levels
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.placement import place_stages
 from autopar.inter_op.residuals import CHEAP
-from autopar.inter_op.stage_plan import StagePlan
+from autopar.inter_op.stage_plan import STAGE_GAP, StagePlan
 from autopar.inter_op.stage_program import StageProgram, stage_program
 from autopar.inter_op.tasks import make_tasks
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Options
 from autopar.search.pins import RestrictStage, restrict_stages, unrestricted
+from autopar.search.progress import Report, part_of, silent
 from autopar.search.solve_stages import SameStacks, Solved, best_stage, pinned, solve_stage
 from autopar.streams.assemble import PipelinePlan, assemble, at_levels
 from autopar.streams.schedules import Schedule, num_chunks, splits_backward
@@ -43,6 +44,8 @@ def plan_pipeline(
     solved: Solved,
     restrict: RestrictStage = unrestricted,
     beat: float = math.inf,
+    gap: float = STAGE_GAP,
+    report: Report = silent,
 ) -> PipelinePlan:
     """Plan a pipeline whose borders and submeshes are given.
 
@@ -57,6 +60,7 @@ def plan_pipeline(
         restrict: Forbids choices of a stage on a mesh, beside what the user's constraints do.
         beat: Seconds of the best pipeline known. One that takes as long even if memory were without end is returned as it
             is then, whether it fits or not.
+        gap: Part of its cost by which a stage may miss the least.
 
     Raises:
         InfeasibleError: A stage does not fit; says which and by how much.
@@ -74,9 +78,11 @@ def plan_pipeline(
     fitting: list[PipelinePlan] = []
     failures: list[InfeasibleError] = []
     fastest = 0.0
-    for memory, all_again in _ways(options, budget):
+    ways = [*_ways(options, budget)]
+    for number, (memory, all_again) in enumerate(ways):
+        part = part_of(report, number / len(ways), (number + 1) / len(ways))
         try:
-            stages = _shard_stages(cut, programs, meshes, cluster, memory, solved, restrict, all_again)
+            stages = _shard_stages(cut, programs, meshes, cluster, memory, solved, restrict, all_again, gap, part)
             planned = assemble(cut, tuple(borders), tasks, stages, cluster, schedule)
             fastest = fastest or planned.seconds
             if fastest >= beat:
@@ -112,18 +118,21 @@ def _shard_stages(
     solved: Solved,
     restrict: RestrictStage,
     all_again: bool,
+    gap: float,
+    report: Report,
 ) -> list[StagePlan]:
     """Each stage on the best of its meshes; the parts of one stack alike."""
     stages: list[StagePlan] = []
     same = SameStacks(cut)
     for number, (program, candidates) in enumerate(zip(programs, meshes, strict=True)):
+        report(f"sharding stage {number} of {len(programs)}", number / len(programs))
         with _naming(f"stage {number} of {len(programs)}"):
-            made = best_stage(program, candidates, cluster, options, solved, restrict, all_again)
+            made = best_stage(program, candidates, cluster, options, solved, restrict, all_again, gap)
         pins = same.pins(program, made)
         if pins:
             further, key = restrict(program, made.mesh)
             both, key = pinned(pins, further), (tuple(pins.items()), key)
-            made = solve_stage(program, made.mesh, cluster, options, solved, both, key, all_again)
+            made = solve_stage(program, made.mesh, cluster, options, solved, both, key, all_again, gap)
         same.add(program, made)
         stages.append(made)
     return stages

@@ -13,7 +13,7 @@ import dataclasses
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from autopar.debug import dump
 from autopar.errors import (
@@ -25,6 +25,7 @@ from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh, logical_mesh, logical_meshes, more_devices_text
 from autopar.report.plan import Plan
+from autopar.search.accumulation import search_accumulation
 from autopar.search.describe import body_text, describe
 from autopar.search.describe_stages import describe_pipeline
 from autopar.search.followed import pipeline_behind
@@ -33,10 +34,12 @@ from autopar.search.methods import Auto, DataParallel, Follow, Method, PipelineP
 from autopar.search.one_mesh import count_of, in_microbatches
 from autopar.search.pins import find_pins
 from autopar.search.pipeline import PipelinePlan
+from autopar.search.progress import Report, part_of, silent
 from autopar.search.stage_planner import pipeline_of
 from autopar.search.stage_search import search_pipelines
 
-Report = Callable[[str], None]
+SHARE_OF_MESHES = 0.4
+"""Part of the time to plan everything that meshes without stages take, for progress."""
 WORTH_STAGES, WORTH_SECONDS = 0.1, 1e-2
 """Within one host, stages are tried if this part of the best plan without them, and so many seconds, can be won: less is
 eaten up by their bubble, and to search for it takes many steps' time."""
@@ -55,9 +58,7 @@ def _without_collection() -> Iterator[None]:
 
 
 @_without_collection()
-def make_plan(
-    program: Program, roles: Roles, cluster: Cluster, method: Method, report: Report = lambda text: None
-) -> Plan:
+def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, report: Report = silent) -> Plan:
     """Plan one step.
 
     Args:
@@ -84,16 +85,24 @@ def make_plan(
     if isinstance(method, Follow):
         pipeline = pipeline_behind(program, roles, cluster, method, report)
         return _plan_of_pipeline(program, roles, cluster, method, pipeline, started, ())
-    step, program = program, in_microbatches(program, roles, count_of(method), method.options().microbatch_semantics)
+    step, count = program, count_of(method)
+    program = in_microbatches(step, roles, count, method.options().microbatch_semantics)
     meshes = candidate_meshes(cluster, method)
     searches = isinstance(method, Auto) and cluster.hosts > 1
     if searches:
         # Stages are there to take what a third axis would, at a fraction of the time it takes to plan that.
         meshes = [mesh for mesh in meshes if len(mesh.shape) <= 2] or meshes
-    searched = search_meshes(program, roles, cluster, method, meshes, report)
+    part = SHARE_OF_MESHES if isinstance(method, Auto) else 1.0
+    searched = search_meshes(program, roles, cluster, method, meshes, part_of(report, 0.0, part))
+    if isinstance(method, Auto):
+        silently = part_of(report, part, part)
+        accumulated = search_accumulation(step, roles, cluster, method, meshes, searched, silently)
+        if accumulated is not None:
+            accumulated.searched.tried = searched.tried
+            count, program, searched = accumulated.count, accumulated.program, accumulated.searched
     tried = searched.tried
     if searches or (isinstance(method, Auto) and _can_gain(searched)):
-        found, outcomes = search_pipelines(step, roles, cluster, method.options(), report)
+        found, outcomes = search_pipelines(step, roles, cluster, method.options(), part_of(report, part, 1.0))
         tried = [*tried, *outcomes]
         least = min((sharded.step_seconds for _, sharded in searched.results), default=math.inf)
         if found is not None and found.seconds < least:
@@ -103,7 +112,7 @@ def make_plan(
         raise searched.failure
     mesh, best = untie_best(program, roles, cluster, method, searched)
     dump("sharded", body_text(best.body))
-    plan = describe(step, program, roles, cluster, method, mesh, best, time.perf_counter() - started)
+    plan = describe(step, program, roles, cluster, method, mesh, best, time.perf_counter() - started, count)
     return dataclasses.replace(plan, alternatives=tuple(pair for pair in tried if pair[0] != str(mesh)))
 
 

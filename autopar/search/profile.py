@@ -8,18 +8,19 @@ Method: of one mesh, seconds by phase are those of its operations and memory is 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from autopar._jax import Var
-from autopar.intra_op.costs import held_values
+from autopar._jax import JaxprEqn, Var
+from autopar.intra_op.costs import OperationSeconds, held_values
 from autopar.intra_op.liveness import memory_curve
 from autopar.intra_op.shard import Sharded
 from autopar.intra_op.sharded import Body, Compute, Region, copies_made
 from autopar.ir.program import Program
+from autopar.ir.region import trip_count
 from autopar.ir.source import is_backward
 from autopar.ir.trace.state import Roles
-from autopar.mesh import Cluster
+from autopar.mesh import Cluster, Device
 from autopar.plan.profile import Crossing, Memory, Profile, Work
 from autopar.plan.words import type_text
 from autopar.streams.assemble import PipelinePlan
@@ -34,26 +35,32 @@ MAX_PARTS = 8
 """What a peak consists of is told in so many parts."""
 
 
-def profile_of_mesh(program: Program, roles: Roles, sharded: Sharded) -> Profile:
+def profile_of_mesh(program: Program, roles: Roles, device: Device, sharded: Sharded) -> Profile:
     """The profile of a step on one mesh."""
     phases = _phases(sharded.body)
-    seconds = {"F": 0.0, "B": 0.0, "U": 0.0}
-    members: dict[int, int] = {}
-    for number in sharded.class_of:
-        members[number] = members.get(number, 0) + 1
-    for node in sharded.graph.nodes:
-        if node.kind == "op":
-            number = sharded.class_of[node.index]
-            cost = float(sharded.problem.costs[number][sharded.choices[node.index]]) / members[number]
-            seconds[phases.get(id(node.eqn), "F")] += cost
-    # The operations' costs hold the reductions that they do at once; the rest is shared alike.
+    seconds = dict.fromkeys(("F", "B", "U"), 0.0)
+    for eqn_id, time in _kernels(sharded.body, OperationSeconds(sharded.graph, sharded.choices, device).of):
+        seconds[phases[eqn_id]] += time
+    # Of branches the longest counts, so that these sum to at least what the step computes.
     scale = sharded.compute_seconds / (sum(seconds.values()) or 1.0)
     curve = memory_curve(sharded.body, sharded.graph.mesh, held_values(sharded.graph), roles.donated)
     parts = _parts_of_mesh(program, sharded, phases)
     return Profile(
-        tuple(Work(0, kind, time * scale) for kind, time in seconds.items() if time),
+        tuple(Work(0, kind, float(time * scale)) for kind, time in seconds.items() if time),
         (Memory(0, "operations", _thinned([(float(k), size) for k, size in enumerate(curve)]), parts),),
     )
+
+
+def _kernels(body: Body, seconds_of: Callable[[JaxprEqn], float], times: int = 1) -> Iterator[tuple[int, float]]:
+    """(identity of an equation, its seconds in one step)."""
+    for i in body.instructions:
+        match i:
+            case Compute(eqn):
+                yield id(eqn), times * seconds_of(eqn)
+            case Region(eqn, _, _, bodies):
+                trips = trip_count(eqn) if eqn.primitive.name == "scan" else 1
+                for inner in bodies:
+                    yield from _kernels(inner, seconds_of, times * trips)
 
 
 def _phases(body: Body) -> dict[int, str]:
@@ -106,9 +113,9 @@ def _parts_of_mesh(program: Program, sharded: Sharded, phases: Mapping[int, str]
             for var, _ in copies_made(i):
                 maker.setdefault(var, names[phases[id(i.eqn)]])
     totals: dict[str, int] = {}
-    for value in sharded.liveness.alive:
-        name = maker.get(value.copy[0], "inside a loop")
-        totals[name] = totals.get(name, 0) + value.num_bytes
+    for alive in sharded.liveness.alive:
+        name = maker.get(alive.copy[0], "inside a loop")
+        totals[name] = totals.get(name, 0) + alive.num_bytes
     return _largest_parts(totals, sharded.liveness.peak_bytes)
 
 
@@ -200,7 +207,7 @@ def _work(pipeline: PipelinePlan) -> Iterable[Work]:
         for task in stage.tasks:
             kind = kind_of(pipeline.streams, number, task.task.kind)
             times = count if task.task.is_in_loop else 1
-            totals[kind] = totals.get(kind, 0.0) + times * (task.seconds - task.communication_seconds)
+            totals[kind] = totals.get(kind, 0.0) + times * (task.seconds - sum(task.exposed_seconds))
         yield from (Work(number, kind, float(seconds)) for kind, seconds in totals.items() if seconds > 0)
 
 

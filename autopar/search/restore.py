@@ -33,7 +33,7 @@ from autopar.report.plan import Plan
 from autopar.search.describe import describe
 from autopar.search.describe_stages import describe_pipeline
 from autopar.search.methods import Method, method_text
-from autopar.search.one_mesh import in_microbatches, restrict_plan
+from autopar.search.one_mesh import count_of, in_microbatches, restrict_plan
 from autopar.search.solve_stages import given_choices
 from autopar.streams.assemble import PipelinePlan, assemble
 from autopar.streams.schedules import find_schedule, splits_backward
@@ -104,7 +104,8 @@ def _attach_one_mesh(program: Program, roles: Roles, cluster: Cluster, method: M
     sharded = read_off(
         program.jaxpr, graph, plan.choices, class_of, problem, solution, allowed, cluster.device, roles.donated
     )
-    fresh = describe(step, program, roles, cluster, method, mesh, sharded, plan.cost.planning_seconds)
+    taken, count = plan.cost.planning_seconds, plan.num_microbatches
+    fresh = describe(step, program, roles, cluster, method, mesh, sharded, taken, count)
     _check_same(plan, fresh)
     # Names hold source lines, which may have moved since; everything else is as it was planned.
     return dataclasses.replace(
@@ -155,7 +156,7 @@ def plan_of_choices(
     sharded = read_off(
         program.jaxpr, graph, choices, class_of, problem, solution, Allowed(), cluster.device, roles.donated
     )
-    return describe(step, program, roles, cluster, method, graph.mesh, sharded, 0.0)
+    return describe(step, program, roles, cluster, method, graph.mesh, sharded, 0.0, count_of(method))
 
 
 def _unnamed(entries: Sequence[Value | Collective]) -> list[Value | Collective]:

@@ -41,8 +41,9 @@ def best_stage(
     solved: Solved,
     restrict: RestrictStage = unrestricted,
     all_again: bool = False,
+    gap: float = STAGE_GAP,
 ) -> StagePlan:
-    """A stage on the logical mesh on which it is fastest; `all_again` as of `solve_stage`.
+    """A stage on the logical mesh on which it is fastest; `all_again` and `gap` as of `solve_stage`.
 
     Raises:
         InfeasibleError: It fits on none.
@@ -53,7 +54,7 @@ def best_stage(
     for mesh in candidates:
         try:
             further, key = restrict(program, mesh)
-            found.append(solve_stage(program, mesh, cluster, options, solved, further, key, all_again))
+            found.append(solve_stage(program, mesh, cluster, options, solved, further, key, all_again, gap))
         except (InfeasibleError, ConstraintError) as error:
             failure = error
     if not found:

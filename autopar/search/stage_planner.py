@@ -17,9 +17,11 @@ import jax
 from autopar.errors import DeviceCountError, InfeasibleError, PipelineError, warn
 from autopar.inter_op.chain import balanced_borders
 from autopar.inter_op.cut import CutStep, check_stage_count, cut_step
+from autopar.inter_op.stage_plan import STAGE_GAP
 from autopar.inter_op.stage_program import StageProgram
 from autopar.intra_op.graph import Graph
-from autopar.intra_op.restrict import Allowed, Restrict, restrict_to_axes
+from autopar.intra_op.hand_plans import restrict_to_axes
+from autopar.intra_op.restrict import Allowed, Restrict
 from autopar.ir.program import Program
 from autopar.ir.source import is_backward
 from autopar.ir.trace.flatten import is_recomputed
@@ -28,13 +30,15 @@ from autopar.mesh import Cluster, LogicalMesh, logical_meshes, more_devices_text
 from autopar.search.methods import PipelineParallel, ThreeD, method_text
 from autopar.search.parts import even_parts, parts_apart
 from autopar.search.pipeline import plan_pipeline
+from autopar.search.progress import Report, silent
 from autopar.search.solve_stages import Solved
 from autopar.search.uneven import uneven_text
 from autopar.streams.assemble import PipelinePlan
 from autopar.streams.schedules import find_schedule, num_chunks
 
-Report = Callable[[str], None]
 MICROBATCHES_PER_STAGE = 4
+HAND_GAP = 1e-5
+"""A method of the papers is to be that of the papers: no collective more or less, however little it costs."""
 
 
 def pipeline_of(
@@ -42,7 +46,7 @@ def pipeline_of(
     roles: Roles,
     cluster: Cluster,
     method: PipelineParallel | ThreeD,
-    report: Report = lambda text: None,
+    report: Report = silent,
 ) -> PipelinePlan:
     """Plan the pipeline that a method asks for.
 
@@ -73,7 +77,7 @@ def pipeline_of(
     solved = Solved()
 
     def restrict(stage: StageProgram, mesh: LogicalMesh) -> tuple[Restrict | None, Hashable]:
-        return (_three_d(stage) if isinstance(method, ThreeD) else None), ()
+        return (_three_d(stage, method) if isinstance(method, ThreeD) else None), ()
 
     def cut_in(parts: int) -> CutStep:
         cut = cut_step(program, roles, parts, count, options.microbatch_semantics)
@@ -82,9 +86,10 @@ def pipeline_of(
 
     def plan(cut: CutStep, beat: float) -> PipelinePlan:
         borders = balanced_borders(cut.chain, num_stages)
-        return plan_pipeline(cut, borders, meshes, cluster, schedule, options, solved, restrict, beat)
+        gap = HAND_GAP if isinstance(method, ThreeD) else STAGE_GAP
+        return plan_pipeline(cut, borders, meshes, cluster, schedule, options, solved, restrict, beat, gap, report)
 
-    report(f"cutting {program.name} into {num_stages} stages, {count} microbatches")
+    report(f"cutting {program.name} into {num_stages} stages, {count} microbatches", 0.0)
     cut = cut_in(num_stages)
     parts = even_parts(cut, num_stages)
     cut = cut if parts == cut.stacks.count else cut_in(parts)
@@ -218,9 +223,10 @@ def _meshes(method: PipelineParallel | ThreeD, cluster: Cluster, size: int) -> l
     return logical_meshes(cluster, size)
 
 
-def _three_d(stage: StageProgram) -> Restrict:
+def _three_d(stage: StageProgram, method: ThreeD) -> Restrict:
     def restrict(graph: Graph, allowed: Allowed) -> None:
-        restrict_to_axes(graph, allowed, "data", list(stage.aliases.values()))
+        state = list(stage.aliases.values())
+        restrict_to_axes(stage.jaxpr, graph, allowed, state, method.zero, method.sequence)
 
     return restrict
 

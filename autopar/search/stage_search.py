@@ -27,14 +27,15 @@ from autopar.options import Options
 from autopar.search.layer_costs import LayerCosts
 from autopar.search.parts import parts_apart
 from autopar.search.pipeline import plan_pipeline
+from autopar.search.progress import Report, part_of, silent
 from autopar.search.solve_stages import Solved
 from autopar.search.table import Kinds, kinds_of
 from autopar.streams.assemble import PipelinePlan
 from autopar.streams.schedules import SCHEDULES, Schedule, num_chunks
 
-Report = Callable[[str], None]
-
 MAX_LAYERS = 16
+LAYERS_SHARE = 0.3
+"""Part of the search that costs of layers take, for progress."""
 LAYER_SLACK = 0.35
 """Layers may be so uneven, that more of them are equal."""
 COUNTS = (4, 8, 16, 32, 64, 128)
@@ -72,7 +73,7 @@ class _Candidate:
 
 
 def search_pipelines(
-    program: Program, roles: Roles, cluster: Cluster, options: Options, report: Report = lambda text: None
+    program: Program, roles: Roles, cluster: Cluster, options: Options, report: Report = silent
 ) -> tuple[PipelinePlan | None, list[tuple[str, str]]]:
     """The best pipeline that the search finds.
 
@@ -105,7 +106,9 @@ def search_pipelines(
     solved = Solved()
     # The same segments make a layer for every number of microbatches: what they do does not depend on it.
     borders = balanced_borders(cut.chain, num_layers, LAYER_SLACK)
-    layers = LayerCosts(cut_for, borders, batch_sizes, counts, cluster, options, solved, report)
+    layers = LayerCosts(
+        cut_for, borders, batch_sizes, counts, cluster, options, solved, part_of(report, 0.0, LAYERS_SHARE)
+    )
     crossing = reference * _transfers([cut.chain.cut_bytes[k] for k in borders], cluster)
     finalists = max(FINALISTS, min(MOST, EFFORT // max(1, len(cut.program.jaxpr.eqns))))
     candidates = _without_guesses(layers, counts, crossing, cluster, options, finalists)
@@ -113,7 +116,10 @@ def search_pipelines(
     def plan(candidate: _Candidate, schedule: Schedule, beat: float) -> PipelinePlan:
         return _plan(cut_for, cluster, options, candidate, schedule, borders, solved, beat)
 
-    attempts = _Attempts(plan, options.memory_budget_bytes or cluster.device.memory_bytes, report, tried)
+    attempts = _Attempts(
+        plan, options.memory_budget_bytes or cluster.device.memory_bytes, part_of(report, LAYERS_SHARE, 1.0), tried
+    )
+    attempts.expected = min(finalists, len(candidates)) + max(1, finalists // 4) + 2
     for candidate in candidates[:finalists]:
         attempts.make(candidate, "1f1b")
     if attempts.best is None:
@@ -139,6 +145,7 @@ class _Attempts:
 
     Attributes:
         best: The fastest; None: none fits.
+        expected: About how many there will be.
     """
 
     def __init__(
@@ -151,12 +158,14 @@ class _Attempts:
         self._plan, self._budget, self._report, self._tried = plan, budget, report, tried
         self._seconds: dict[_Candidate, float] = {}
         self.best: PipelinePlan | None = None
+        self.expected, self._made = 1, 0
 
     def make(self, candidate: _Candidate, schedule: str) -> None:
         """Plan a candidate under a schedule; what became of it is noted."""
         text = _text(candidate, schedule)
-        self._report(f"planning {text}")
         beat = self.best.seconds if self.best is not None else np.inf
+        self._report(f"planning {text}", self._made / max(self.expected, self._made + 1), beat)
+        self._made += 1
         try:
             made = self._plan(candidate, SCHEDULES[schedule], beat)
         except AutoparError as error:

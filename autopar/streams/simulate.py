@@ -2,7 +2,8 @@
 
 In:     streams, seconds per program, seconds per message, bytes per buffer, bytes a program works with.
 Out:    `Simulation`: every run and message with start and end, the length of the step, the peak per mesh.
-Method: each mesh does its instructions in order; a run takes its time, sending takes none of the mesh's, a message
+Method: a queue of events, so that a step takes time as its instructions are many, however many meshes there are.
+        Each mesh does its instructions in order; a run takes its time, sending takes none of the mesh's, a message
         arrives after its time and messages between two meshes go one after the other; receiving waits for the arrival.
         A buffer is there from its run's start (or its message's sending) until it is let go of; one that is sent at
         least until its message has arrived, however long that waits for those before it.
@@ -10,6 +11,8 @@ Method: each mesh does its instructions in order; a run takes its time, sending 
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -107,7 +110,8 @@ class _Memory:
         self.alive = dict.fromkeys(held)
         self.now = self.peak = self.sum(self.alive)
         self.sent_until: dict[BufferId, float] = {}
-        self.leaving: dict[BufferId, None] = {}
+        self.leaving: list[tuple[float, BufferId]] = []
+        self.write_down(0.0)
 
     def sum(self, buffers: Iterable[BufferId]) -> int:
         return sum(self.num_bytes[b] for b in buffers)
@@ -136,15 +140,21 @@ class _Memory:
 
     def free(self, buffers: Sequence[BufferId], time: float) -> None:
         """Let go of buffers: at once, or when what is sent of them has arrived."""
-        self.leaving |= dict.fromkeys(buffers)
+        for b in buffers:
+            heapq.heappush(self.leaving, (max(time, self.sent_until.get(b, 0.0)), b))
         self.pass_to(time)
 
     def pass_to(self, time: float) -> None:
         """Let go of what has been waiting for its message, and need not any longer."""
-        gone = [b for b in self.leaving if self.sent_until.get(b, 0.0) <= time]
-        for b in gone:
-            del self.leaving[b]
-        self.drop(gone)
+        while self.leaving and self.leaving[0][0] <= time:
+            until, buffer = heapq.heappop(self.leaving)
+            self.drop((buffer,))
+            self.write_down(until)
+
+    def write_down(self, time: float) -> None:
+        """So much is there from this time on."""
+        if self.watch is not None:
+            self.watch.levels.append((time, self.now))
 
 
 class _Simulator:
@@ -166,37 +176,44 @@ class _Simulator:
         self.arrived: dict[int, float] = {}
         self.lanes: dict[tuple[MeshId, MeshId], float] = {}
         self.intervals: list[Interval] = []
+        self.queue: list[tuple[float, MeshId]] = []
+        self.waiting: dict[int, MeshId] = {}
         self.receiving = {
             i.message: (mesh, i.buffers) for mesh, stream in streams.items() for i in stream if isinstance(i, Recv)
         }
 
     def simulation(self) -> Simulation:
-        for _ in range(sum(map(len, self.streams.values()))):
-            times = [(t, mesh) for mesh in self.streams if (t := self.ready(mesh)) is not None]
-            assert times, "the streams wait for each other"
-            self.advance(*min(times))
+        for mesh in self.streams:
+            self.enqueue(mesh)
+        while self.queue:
+            time, mesh = heapq.heappop(self.queue)
+            self.advance(time, mesh)
+            self.enqueue(mesh)
+        left = [mesh for mesh, stream in self.streams.items() if self.at[mesh] < len(stream)]
+        assert not left, "the streams wait for each other"
+        for memory in self.memory.values():
+            memory.pass_to(math.inf)
         seconds = max([0.0, *(i.end for i in self.intervals)])
         self.intervals.sort(key=lambda i: (i.start, i.mesh))
         peaks = {mesh: memory.peak for mesh, memory in self.memory.items()}
         watch = {mesh: memory.watch for mesh, memory in self.memory.items() if memory.watch is not None}
         return Simulation(seconds, tuple(self.intervals), peaks, self.busy, watch)
 
-    def ready(self, mesh: MeshId) -> float | None:
-        """When the next instruction of a mesh can begin; None: not known yet, or none is left."""
+    def enqueue(self, mesh: MeshId) -> None:
+        """Put the next instruction of a mesh in the queue, unless it waits for a message that has not been sent."""
         if self.at[mesh] == len(self.streams[mesh]):
-            return None
-        instruction = self.streams[mesh][self.at[mesh]]
+            return
+        instruction, time = self.streams[mesh][self.at[mesh]], self.clock[mesh]
         if isinstance(instruction, Recv):
-            arrived = self.arrived.get(instruction.message)
-            return None if arrived is None else max(self.clock[mesh], arrived)
-        return self.clock[mesh]
+            if instruction.message not in self.arrived:
+                self.waiting[instruction.message] = mesh
+                return
+            time = max(time, self.arrived[instruction.message])
+        heapq.heappush(self.queue, (time, mesh))
 
     def advance(self, start: float, mesh: MeshId) -> None:
         """Carry out the next instruction of a mesh. No later one of any mesh begins before it."""
-        for memory in self.memory.values():
-            memory.pass_to(start)
-            if memory.watch is not None:
-                memory.watch.levels.append((start, memory.now))
+        self.memory[mesh].pass_to(start)
         instruction = self.streams[mesh][self.at[mesh]]
         self.at[mesh] += 1
         match instruction:
@@ -208,6 +225,7 @@ class _Simulator:
                 self.clock[mesh] = start
             case Free(buffers):
                 self.memory[mesh].free(buffers, start)
+        self.memory[mesh].write_down(start)
 
     def run(self, mesh: MeshId, start: float, run: Run) -> None:
         seconds, memory, gone = self.run_seconds(run), self.memory[mesh], self.overwritten(run)
@@ -229,4 +247,8 @@ class _Simulator:
         self.memory[mesh].send(send.buffers, end)
         if send.message in self.receiving:
             peer, buffers = self.receiving[send.message]
+            self.memory[peer].pass_to(start)
             self.memory[peer].hold(buffers)
+            self.memory[peer].write_down(start)
+        if send.message in self.waiting:
+            self.enqueue(self.waiting.pop(send.message))

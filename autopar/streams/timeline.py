@@ -30,7 +30,7 @@ class Event:
     end: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Timeline:
     """A step on a clock.
 
@@ -81,6 +81,10 @@ class Timeline:
     def save(self, path: str | Path) -> None:
         """Write the Chrome trace; open it at ui.perfetto.dev."""
         Path(path).write_text(self.json())
+
+    def __repr__(self) -> str:
+        runs = sum(e.kind != "transfer" for e in self.events)
+        return f"Timeline({runs} runs and {len(self.events) - runs} messages in {self.seconds * 1e3:.3g} ms)"
 
     def __str__(self) -> str:
         return timetable_text(self.events)

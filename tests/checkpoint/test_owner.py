@@ -18,6 +18,7 @@ from autopar import checkpoint
 from autopar.checkpoint import owner
 from autopar.checkpoint.owner import PREFIX, claim, hold, release, start_of, this_process
 from autopar.errors import CheckpointError
+from tests.patience import PATIENCE_SECONDS
 
 SCRIPT = """
 import sys
@@ -217,5 +218,5 @@ def test_marks_are_renewed(tmp_path, monkeypatch):
     os.utime(mark, (1e9, 1e9))
     monkeypatch.setattr(owner.os, "utime", lambda path: renewed.set())
     beats.add(mark)
-    assert renewed.wait(60.0)
+    assert renewed.wait(PATIENCE_SECONDS)
     beats.remove(mark)

@@ -245,3 +245,34 @@ def test_durations():
     bar = Bar("step", None, False)
     bar.show(1, {}, 0.0, "samples")
     bar.stop(1, {}, False)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 5])
+def test_a_loader_that_fails_ends_no_run_quietly(prefetch):
+    def failing():
+        yield from batches(3)
+        raise OSError("a file is gone")
+
+    log = Log()
+    with pytest.raises(OSError, match="gone"):
+        autopar.fit(step, jnp.float32(0), failing(), loggers=log, prefetch=prefetch)
+    with pytest.raises(AutoparError, match="`prefetch` must be"):
+        autopar.fit(step, jnp.float32(0), batches(), prefetch=-1)
+
+
+def test_the_first_error_is_the_one_that_is_raised():
+    """A logger that fails passes; one that fails because of another error does not hide that."""
+
+    def log(number, values):
+        raise ValueError("the disk is full")
+
+    with pytest.raises(ValueError, match="full"):
+        autopar.fit(step, jnp.float32(0), batches(), loggers=log)
+
+    def fail(number, _):
+        if number == 1:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        autopar.fit(step, jnp.float32(0), batches(), loggers=log, on_step=fail)
+    assert caught.value.__notes__ == ["Besides, the disk is full"]

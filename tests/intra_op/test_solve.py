@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from autopar.errors import SolverError
-from autopar.intra_op import ilp
+from autopar.intra_op import elimination, ilp
 from autopar.intra_op import solve as solving
 from autopar.intra_op.dual import Ascent
 from autopar.intra_op.elimination import _least_between, eliminate
@@ -95,6 +95,41 @@ def test_elimination_is_exact():
         assert core.objective + reduced.constant == pytest.approx(wanted.objective), seed
         if wanted.choices:
             assert problem.cost(reduced.expand(core.choices)) == pytest.approx(wanted.objective), seed
+
+
+def layered(seed, layers):
+    """Layers of equal tables one after the other, ends of their own: what is computed for one is taken for the others."""
+    random = np.random.default_rng(seed)
+    own = [random.integers(0, 6, k).astype(float) for k in (3, 1, 4)]
+    tables = [random.integers(0, 6, (len(own[a]), len(own[b]))).astype(float) for a, b in ((0, 1), (1, 2), (0, 2))]
+    onward = random.integers(0, 6, (4, 3)).astype(float)
+    problem = Problem([cost.copy() for _ in range(layers) for cost in own])
+    problem.costs[0] = problem.costs[0] + random.integers(0, 6, 3)
+    for layer in range(layers):
+        at = 3 * layer
+        for (a, b), table in zip(((0, 1), (1, 2), (0, 2)), tables, strict=True):
+            problem.add_edge(at + a, at + b, table.copy())
+        if layer:
+            problem.add_edge(at - 1, at, onward.copy())
+    return problem
+
+
+def test_equal_layers_are_eliminated_as_if_they_were_different(monkeypatch):
+    """Also where an array of costs has the bytes of one of numbers: zeros."""
+    for seed in range(30):
+        problem = layered(seed, 3)
+        problem.costs[1] = problem.costs[4] = np.zeros(1)
+        monkeypatch.setattr(elimination, "_MANY", 10**9)
+        plain = eliminate(problem, keep=(1,))
+        monkeypatch.setattr(elimination, "_MANY", 1)
+        shared = eliminate(problem, keep=(1,))
+        assert shared.constant == plain.constant and shared.kept == plain.kept
+        assert all((a == b).all() for a, b in zip(shared.problem.costs, plain.problem.costs, strict=True))
+        least = brute_force(plain.problem).choices
+        assert shared.expand(least) == plain.expand(least)
+        assert problem.cost(shared.expand(least)) == brute_force(problem).objective
+        for k in range(len(shared.kept)):
+            assert shared.alive_of(shared.kept[k]).dtype.kind == "i"
 
 
 def test_a_price_is_paid_for_every_byte():

@@ -60,3 +60,13 @@ def test_indexing_touches_what_it_picks():
     start = jax.ShapeDtypeStruct((), jnp.int32)
     moved, _ = passes(lambda table, x, k: jax.lax.dynamic_update_slice(table, x, (k, 0)), table, X, start)
     assert moved < 4
+
+
+def test_an_operation_without_results():
+    """A callback that is only called."""
+
+    def step(x):
+        jax.debug.callback(lambda total: None, x.sum())
+        return jnp.tanh(x)
+
+    assert passes(step, X)[0] >= 2

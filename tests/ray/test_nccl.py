@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.patience import PATIENCE_SECONDS
+
 pytestmark = pytest.mark.gpu
 
 DTYPES = ("float32", "bfloat16", "float16", "bool", "int32", "uint8", "float8_e4m3fn", "complex64")
@@ -52,7 +54,7 @@ def rank_process(rank: int, num_sources: int, num_ranks: int, unique_id: Any, er
                     expected = value(want.source, number, want.shape, want.dtype.name)
                     assert got.dtype == expected.dtype
                     np.testing.assert_array_equal(*(np.asarray(x).astype(np.complex64) for x in (got, expected)))
-            assert channel.wait(60.0, lambda: None) is None
+            assert channel.wait(PATIENCE_SECONDS, lambda: None) is None
     except BaseException as error:
         errors.put(f"rank {rank}: {error!r}")
         raise
@@ -70,7 +72,7 @@ def test_between_processes(num_sources, num_targets):
     for process in ranks:
         process.start()
     for process in ranks:
-        process.join(300)
+        process.join(PATIENCE_SECONDS)
     left = [process for process in ranks if process.is_alive()]
     for process in left:
         process.kill()

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.runtime.ray.transport import sockets
 from autopar.runtime.ray.transport.sockets import LARGE_BYTES, MOST_TILES, Listener, _connected, _greet, make_post
-from autopar.runtime.ray.transport.transport import Mailbox, sockets
+from autopar.runtime.ray.transport.transport import Mailbox
 from tests.patience import PATIENCE_SECONDS
 from tests.ray.cluster import make_cluster
 from tests.small_mlp import make_batch, make_params, train_step

@@ -17,10 +17,11 @@ import pytest
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.runtime.ray.job import BufferType
 from autopar.runtime.ray.seats import seats_of
+from autopar.runtime.ray.transport import sockets
 from autopar.runtime.ray.transport.direct import AHEAD, Begun, Direct
 from autopar.runtime.ray.transport.parcels import Message, box_shape, parcels_of, slices
 from autopar.runtime.ray.transport.sockets import LARGE_BYTES, Listener, make_post
-from autopar.runtime.ray.transport.transport import Mailbox, ObjectStore, WaitError, sockets
+from autopar.runtime.ray.transport.transport import Mailbox, ObjectStore, WaitError
 from autopar.runtime.ray.worker.places import Places, aligned, on_devices
 from autopar.streams.transfers import plan_transfer
 from tests.patience import PATIENCE_SECONDS

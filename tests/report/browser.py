@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from tests.patience import PATIENCE_SECONDS
+
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = (
     *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars"),
@@ -32,7 +34,9 @@ def _run(page: Path, *flags: str, width: int, height: int) -> str:
             f"--window-size={width},{height}",
             *flags,
         ]
-        done = subprocess.run([*command, page.as_uri()], capture_output=True, text=True, timeout=120, check=True)
+        done = subprocess.run(
+            [*command, page.as_uri()], capture_output=True, text=True, timeout=PATIENCE_SECONDS, check=True
+        )
     return done.stdout
 
 

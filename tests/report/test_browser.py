@@ -8,9 +8,9 @@ import struct
 import pytest
 
 from autopar import Auto, Cluster, DataParallel, PipelineParallel
+from autopar.markup import picture, tag, text
 from autopar.report.html import document, whole_file, wrapped
 from autopar.report.pair import pair_document
-from autopar.report.svg import picture, tag, text
 from tests.report.browser import evaluate, find_browser, screenshot
 
 pytestmark = pytest.mark.skipif(find_browser() is None, reason="no browser: apt-get install chromium")

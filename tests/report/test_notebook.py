@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import PATIENCE_SECONDS
+
 pytest.importorskip("ipykernel", reason="no Jupyter kernel: pip install ipykernel")
 jupyter_client = pytest.importorskip("jupyter_client", reason="no Jupyter kernel: pip install ipykernel")
 
@@ -45,7 +47,7 @@ class Kernel:
                 shown.update(content["data"])
             assert message["msg_type"] != "error", "\n".join(content["traceback"])
 
-        self.client.execute_interactive(code, output_hook=hear, timeout=120)
+        self.client.execute_interactive(code, output_hook=hear, timeout=PATIENCE_SECONDS)
         return "".join(written), shown
 
 
@@ -93,3 +95,33 @@ _ = print_report([Finding("JAX", "ok", "jax 0.10")], as_json=False)
 def test_a_plan_shows_itself(session):
     _, shown = session.run("plan")
     assert "Plan of" in shown["text/html"]
+    assert "Where the time goes" in shown["text/html"] and "<script>" in shown["text/html"]
+    _, shown = session.run("autopar.show(plan, other)")
+    assert "Two plans of" in shown["text/html"]
+
+
+@pytest.mark.parametrize(
+    "what, text, html",
+    [
+        ("plan.cost", "Cost(step ", "Predicted cost"),
+        ("plan.mesh", "LogicalMesh(x=2, y=2)", "Logical mesh of 4 devices"),
+        ("autopar.Cluster.of('4 h100')", "Cluster(4 H100)", "between hosts"),
+        ("plan.timeline()", "Timeline(0 runs", "nothing runs"),
+        ("autopar.parallelize(train_step)", "<parallel step train_step; Auto()", "not planned yet"),
+    ],
+)
+def test_what_else_shows_itself(session, what, text, html):
+    _, shown = session.run(what)
+    assert shown["text/plain"].startswith(text) and html in shown["text/html"]
+
+
+def test_cells_are_named_as_cells(session):
+    written, _ = session.run("print(plan)")
+    assert "at cell 1:" in written and "ipykernel" not in written
+
+
+def test_progress_in_a_cell(session):
+    _, shown = session.run(
+        "import autopar.search.progress as progress; progress.SILENT_SECONDS = 0.0; _ = planned(autopar.Auto())"
+    )
+    assert "<progress" in shown["text/html"] and "sharding train_step on mesh" in shown["text/html"]

@@ -7,7 +7,8 @@ Out:    the same function. `behind_gradients`: a branch that takes a gradient an
         condition around an update (`optax.apply_if_finite`, a loss scale that was too large) is one for each parameter and
         its moments, and a step counter's.
 Method: results belong together if equations on arrays serve both. What they share besides are numbers (a norm, a bias
-        correction): such a number that is cheap to have is made always, in front. Where a condition is cut, other branches
+        correction): such a number that is cheap to have is made always, in front; so is one that is made of arrays, which
+        then may lie apart. Where a condition is cut, other branches
         hand over zeros for what only one of them makes. Loops are left as they are: what they carry is their own.
 """
 
@@ -125,8 +126,6 @@ def _results_apart(eqn: JaxprEqn, work: Work) -> list[JaxprEqn]:
     region = region_of(eqn)
     branches = [_Branch(body, work) for body in region.bodies]
     groups = _groups(region, branches)
-    if len(groups) < 2:
-        return [eqn]
     hoisted: list[JaxprEqn] = []
     entering = [b for b in region.bindings if b.role != "result"]
     for k, branch in enumerate(branches):
@@ -134,7 +133,7 @@ def _results_apart(eqn: JaxprEqn, work: Work) -> list[JaxprEqn]:
         for number, group in enumerate(groups):
             for var in branch.numbers_of(branch.body.outvars[at] for at in group):
                 readers.setdefault(var, {})[number] = None
-        shared = [var for var, of in readers.items() if len(of) > 1]
+        shared = [var for var, of in readers.items() if len(of) > 1 or branch.is_of_arrays(var)]
         operands = [b.outer for b in entering if b.role == "const"]
         alone = make_jaxpr(branch.body.invars, shared, needed(branch.body.eqns, shared))
         eqns, made = substitute(alone, operands)
@@ -143,6 +142,8 @@ def _results_apart(eqn: JaxprEqn, work: Work) -> list[JaxprEqn]:
         for var, outer in zip(shared, made, strict=True):
             inner = tuple(var if at == k else None for at in range(len(branches)))
             entering.append(Binding("const", outer, inner, (None,) * len(branches)))
+    if len(groups) < 2 and not hoisted:
+        return [eqn]
     results = region.of_role("result")
     return hoisted + [
         _with_bodies(region, [*entering, *(results[at] for at in group)], [branch.rest() for branch in branches])
@@ -185,6 +186,10 @@ class _Branch:
     def numbers_of(self, results: Iterable[Atom]) -> dict[Var, None]:
         """Cheap numbers that results read."""
         return self.behind(results)[1]
+
+    def is_of_arrays(self, number: Var) -> bool:
+        """Whether a number is made of arrays, which would all be where it is read."""
+        return any(num_elements_of(a) > 1 for eqn in needed(self.body.eqns, [number]) for a in eqn.invars)
 
     def rest(self) -> list[JaxprEqn]:
         """Equations but those that make what is given."""

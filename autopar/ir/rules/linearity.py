@@ -15,7 +15,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from autopar._jax import JaxprEqn
+from autopar._jax import JaxprEqn, Literal
 
 
 def linear_groups(eqn: JaxprEqn, *groups: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -29,7 +29,8 @@ def linear_groups(eqn: JaxprEqn, *groups: tuple[int, ...]) -> tuple[tuple[int, .
     return tuple(
         tuple(group)
         for group in groups
-        if all(sums_survive(eqn.invars[operand].aval.dtype, result) for operand in group for result in results)
+        if not all(isinstance(eqn.invars[operand], Literal) for operand in group)  # a number is no sum worth keeping
+        and all(sums_survive(eqn.invars[operand].aval.dtype, result) for operand in group for result in results)
     )
 
 

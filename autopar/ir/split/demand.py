@@ -65,20 +65,19 @@ class Demand:
         if id(eqn) not in solution.own_trips:
             for b in region.bindings:
                 if b.result is not None and b.role in ("ys", "through"):
-                    self.narrow(b.result, uses, lowest=1 if b.is_stacked else 0)
+                    self.narrow([b.result], uses, lowest=1 if b.is_stacked else 0)
             leaving = [inside for inside, _ in solution.crossing(region)]
+            inner: Uses = {}
             for k, body in enumerate(region.bodies):
-                inner: Uses = {}
                 self.read(body.outvars, region.leaving(k, leaving), inner)
                 self.body(body, inner)
-                for b in region.of_role("const", "xs"):
-                    if region.kind != "cond" and b.inner[k] is not None:  # all branches have their own
-                        self.narrow(b.var, inner)
+            for b in region.of_role("const", "xs"):
+                self.narrow(b.variables, inner)
         return region.of_operands([outside for _, outside in solution.crossing(region)])
 
-    def narrow(self, var: Var, uses: Uses, lowest: int = 0) -> None:
-        """A value that passes a border whole, and of which each shard reads its part, passes in parts."""
-        wants = list(uses.get(var, ()))
-        if self.solution.of(var) in (REPLICATED, BY_EACH) and len(wants) == 1:
+    def narrow(self, names: Sequence[Var], uses: Uses, lowest: int = 0) -> None:
+        """A value that passes a border whole, under names of which each shard reads its part, passes in parts."""
+        wants = list(dict.fromkeys(want for var in names for want in uses.get(var, ())))
+        if self.solution.of(names[0]) in (REPLICATED, BY_EACH) and len(wants) == 1:
             if isinstance(wants[0], Split) and wants[0].dim >= lowest:
-                self.solution.made[var] = wants[0]
+                self.solution.made.update(dict.fromkeys(names, wants[0]))

@@ -1,10 +1,10 @@
 """Scans over layers, taken apart: a `scan` of L layers becomes n scans of L / n layers behind each other, or L layers.
 
 In:     a flat program whose scans run over stacked layers, and n.
-Out:    `Unstacked`: the same program over the parts of its stacks: weights, residuals, gradients and optimizer state of
+Out:    `LayerSplit`: the same program over the parts of its stacks: weights, residuals, gradients and optimizer state of
         each part are values of their own, so that the program can be cut between any two parts.
-Method: the dim of layers is worked through in pieces (`pieces.py`), as the batch is by microbatches, but all pieces stand
-        in the program at once. What is only read in parts is made in parts; what needs all parts gets them joined. A
+Method: layers are an axis as microbatches are (`solver.py`, `demand.py`, `writer.py`), but all of its shards, the parts,
+        stand in the program at once. What is only read in parts is made in parts; what needs all parts gets them joined. A
         stacked argument of which only parts are read becomes as many arguments, and so does its new value.
 """
 
@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Unstacked:
+class LayerSplit:
     """A program over parts of its stacks.
 
     Attributes:
@@ -46,9 +46,9 @@ class Unstacked:
     output_dims: tuple[int, ...]
 
 
-def whole_stacks(jaxpr: Jaxpr) -> Unstacked:
+def whole_stacks(jaxpr: Jaxpr) -> LayerSplit:
     """A program as it is."""
-    return Unstacked(
+    return LayerSplit(
         jaxpr,
         1,
         tuple((k,) for k in range(len(jaxpr.invars))),
@@ -59,15 +59,15 @@ def whole_stacks(jaxpr: Jaxpr) -> Unstacked:
 
 
 def layer_count(
-    jaxpr: Jaxpr, state: Collection[int], aliases: Mapping[int, int], lying: Mapping[int, int] | None = None
+    jaxpr: Jaxpr, state: Collection[int], aliases: Mapping[int, int], stacked: Mapping[int, int] | None = None
 ) -> int:
     """Length of the scans over layers: of those that do a good part of the work and have stacks of state for themselves.
 
     Args:
         jaxpr: Flat program.
         state: Inputs that are state: a scan over chunks of samples, or over time, has none that it reads in parts.
-        aliases: As of `unstack`.
-        lying: As of `unstack`.
+        aliases: as of `split_layers`.
+        stacked: as of `split_layers`.
 
     Returns:
         Where there are several, that of the scans that do most; 0: there is none.
@@ -81,14 +81,14 @@ def layer_count(
     if len(worth) < 2:
         return next(iter(worth), 0)
     for length in sorted(worth, key=lambda length: (-of_length[length], -length)):
-        if not LayerPlacements(jaxpr, length, length, aliases, lying).find_borders()[0].keys().isdisjoint(state):
+        if not LayerPlacements(jaxpr, length, length, aliases, stacked).find_borders()[0].keys().isdisjoint(state):
             return length
     return 0
 
 
-def unstack(
-    jaxpr: Jaxpr, length: int, count: int, aliases: Mapping[int, int], lying: Mapping[int, int] | None = None
-) -> Unstacked:
+def split_layers(
+    jaxpr: Jaxpr, length: int, count: int, aliases: Mapping[int, int], stacked: Mapping[int, int] | None = None
+) -> LayerSplit:
     """Take the scans of `length` layers apart.
 
     Args:
@@ -96,10 +96,10 @@ def unstack(
         length: Which scans: those with so many trips over stacked values.
         count: Number of parts; divides `length`.
         aliases: Output -> input whose new value it is: both become parts, or neither.
-        lying: Inputs that lie in parts, and along which dim: they are such also where they are read whole, and are put
+        stacked: Inputs that lie in parts, and along which dim: they are such also where they are read whole, and are put
             together for that.
     """
-    layers = LayerPlacements(jaxpr, length, count, aliases, lying)
+    layers = LayerPlacements(jaxpr, length, count, aliases, stacked)
     split_in, split_out = layers.find_borders()
     writer = LayerWriter(layers)
     invars, inputs = _listed([writer.input(var, split_in.get(k)) for k, var in enumerate(jaxpr.invars)])
@@ -110,7 +110,7 @@ def unstack(
         for k, atom in enumerate(jaxpr.outvars)
     ]
     outvars, outputs = _listed(made)
-    return Unstacked(
+    return LayerSplit(
         remove_dead_code(make_jaxpr(invars, outvars, writer.eqns)),
         count,
         inputs,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from html import escape
 
-from autopar.report.svg import tag
+from autopar.markup import tag
 
 KIND_NAMES = {
     "init": "before the first microbatch",

@@ -10,10 +10,10 @@ import math
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from autopar.markup import box, line, picture, room_for, tag, text, ticks
 from autopar.plan.decision import Decision
 from autopar.plan.profile import Memory
 from autopar.plan.words import bytes_text, seconds_text
-from autopar.report.svg import box, line, picture, room_for, tag, text, ticks
 
 WIDE, HIGH, LEFT, TOP, BOTTOM = 560, 150, 70, 14, 22
 MAX_MESHES = 8

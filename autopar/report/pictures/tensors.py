@@ -14,11 +14,11 @@ import re
 from collections.abc import Iterator, Sequence
 from html import escape
 
+from autopar.markup import picture, tag
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.plan.decision import Decision, Value
 from autopar.plan.words import bytes_text, local_bytes, type_text
 from autopar.report.page import collapse_paths
-from autopar.report.svg import picture, tag
 
 MAX_ROWS = 400
 MAX_DEVICES = 256

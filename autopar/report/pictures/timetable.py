@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
+from autopar.markup import FONT, WIDTH, box, line, picture, room_for, tag, text, ticks
 from autopar.plan.words import seconds_text
 from autopar.report.pictures.legend import KIND_NAMES, kinds_legend
-from autopar.report.svg import FONT, WIDTH, box, line, picture, room_for, tag, text, ticks
 from autopar.streams.timeline import Event
 
 LEFT, RIGHT, TOP = 92, 14, 24

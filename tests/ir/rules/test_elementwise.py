@@ -28,7 +28,7 @@ COMPLEX = jnp.ones((4, 8), jnp.complex64)
         (lax.exp, [(4, 1)], "a1->a1", ()),
         (lax.mul, [(4, 8), (4, 8)], "ab,ab->ab", ((0,), (1,))),
         (lax.mul, [INTEGERS, INTEGERS], "ab,ab->ab", ((0,), (1,))),
-        (lambda x: x * 2.0, [(4, 8)], "ab,->ab", ((0,), (1,))),
+        (lambda x: x * 2.0, [(4, 8)], "ab,->ab", ((0,),)),
         (lax.add, [(4, 8), (4, 8)], "ab,ab->ab", ((0, 1),)),
         (lax.sub, [(4, 8), (4, 8)], "ab,ab->ab", ((0, 1),)),
         (lax.div, [(4, 8), (4, 8)], "ab,ab->ab", ((0,),)),

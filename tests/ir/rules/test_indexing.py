@@ -136,7 +136,7 @@ def test_any_gather(case, mode, dtype, fill, mesh_shape):
     assert check_equation(eqn, mesh_shape=mesh_shape, operands=[table, case.indices], limit=6) > 0
 
 
-@pytest.mark.parametrize("mesh_shape, mode, k", zip(MESH_SHAPES, MODES, (8, -1, 7), strict=True))
+@pytest.mark.parametrize("mesh_shape, mode, k", list(zip(MESH_SHAPES, MODES, (8, -1, 7), strict=True)))
 def test_a_single_lookup(mesh_shape, mode, k):
     """XLA makes a slice of it: of a table that is sliced before, and of a result that is sliced behind."""
 

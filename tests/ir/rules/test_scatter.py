@@ -139,7 +139,7 @@ def test_any_scatter(case, mode, dtype, kind, mesh_shape):
     assert check_equation(eqn, mesh_shape=mesh_shape, operands=operands, limit=6) > 0
 
 
-@pytest.mark.parametrize("mesh_shape, mode, k", zip(MESH_SHAPES, MODES, (8, -1, 7), strict=True))
+@pytest.mark.parametrize("mesh_shape, mode, k", list(zip(MESH_SHAPES, MODES, (8, -1, 7), strict=True)))
 def test_a_single_update(mesh_shape, mode, k):
     """XLA makes slices of it: of a table that is whole and then sliced, every other element stays what it was."""
 

@@ -10,7 +10,7 @@ import pytest
 
 from autopar._jax import eval_jaxpr
 from autopar.ir.check import check_program
-from autopar.ir.split.layers import layer_count, unstack
+from autopar.ir.split.layers import layer_count, split_layers
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 
@@ -56,7 +56,7 @@ def make_arguments():
 def run_in_parts(step, state, batch, count):
     program = trace_step(step, (state, batch))
     roles = find_roles(program)
-    parts = unstack(program.jaxpr, LAYERS, count, roles.aliases)
+    parts = split_layers(program.jaxpr, LAYERS, count, roles.aliases)
     check_program(parts.jaxpr)
     flat = []
     values = program.flatten_inputs(jax.tree.leaves((state, batch)))
@@ -162,12 +162,21 @@ def history(grads):
     return x + grads + sums.sum(0)[..., None]
 
 
+def sum_over_layers(grads):
+    """What a loop adds up over all layers, and nothing in it waits for, is added up of the parts behind it."""
+    turned, total = jax.lax.fori_loop(0, 3, lambda _, c: (jnp.tanh(c[0]), c[1] + (c[0] ** 2).sum()), (grads, 0.0))
+    return turned / (1 + total)
+
+
 def over_all_layers(grads):
     """Layers meet in the loop: not done apart."""
     return jax.lax.fori_loop(0, 3, lambda _, x: x / jnp.sqrt((x**2).sum()), grads)
 
 
-@pytest.mark.parametrize("update", [newton_schulz, until_small, heavy_branch, history, over_all_layers])
+LOOPS = [newton_schulz, until_small, heavy_branch, history, sum_over_layers, over_all_layers]
+
+
+@pytest.mark.parametrize("update", LOOPS)
 @pytest.mark.parametrize("count", [2, 6])
 def test_loops_of_an_update(update, count):
     """What a loop or a branch does to each layer by itself is done to each part by itself."""
@@ -186,6 +195,30 @@ def test_loops_of_an_update(update, count):
     whole = update is over_all_layers
     assert [len(p) for p in parts.inputs] == ([1, 1] if whole else [count, 1])
     assert ("concatenate" in [eqn.primitive.name for eqn in parts.jaxpr.eqns]) == whole
+
+
+@pytest.mark.parametrize("count", [2, 6])
+def test_branch_around_an_update(count):
+    """Weights and moments that only a branch reads, part by part, lie in parts: so does what it makes of them."""
+
+    def step(state, batch):
+        def loss_fn(kernels):
+            return jnp.mean(jax.lax.scan(lambda x, k: (jnp.tanh(x @ k), None), batch, kernels)[0] ** 2)
+
+        def update(state):
+            moment = 0.9 * state[1] + grads
+            return state[0] - 0.1 * moment, moment
+
+        value, grads = jax.value_and_grad(loss_fn)(state[0])
+        return jax.lax.cond(value < 10.0, update, lambda state: state, state), value
+
+    kernels, batch = one_stack()
+    state = kernels, jnp.ones_like(kernels)
+    parts, got = run_in_parts(step, state, batch, count)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(jax.jit(step)(state, batch)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
+    assert [len(p) for p in parts.inputs] == [len(p) for p in parts.outputs] == [count, count, 1]
+    assert "concatenate" not in [eqn.primitive.name for eqn in parts.jaxpr.eqns]
 
 
 def count_layers(step, state, batch):

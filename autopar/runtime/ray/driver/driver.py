@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.errors import StepError
-from autopar.ir.split.layers import Unstacked
+from autopar.ir.split.layers import LayerSplit
 from autopar.mesh import Sharding
 from autopar.mesh.ray_nodes import RayMachine
 from autopar.partition.host_calls import Raised
@@ -51,7 +51,7 @@ class Interface:
         streams: What the meshes of a pipeline do; None: it is none.
     """
 
-    stacks: Unstacked
+    stacks: LayerSplit
     kept: frozenset[int]
     results: tuple[Any, ...]
     name: str

@@ -7,7 +7,7 @@ Out:    text. Colours are classes, so that one style sheet paints light, dark an
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from html import escape
 
 WIDTH = 960
@@ -69,3 +69,12 @@ def ticks(end: float, count: int = 6) -> Iterator[float]:
     step = next(unit * m for m in (1, 2, 5, 10) if unit * m >= rough * (1 - 1e-9))
     for k in range(int(end / step * (1 + 1e-9)) + 1):
         yield k * step
+
+
+def facts(title: str, pairs: Iterable[tuple[str, str]]) -> str:
+    """A small table of what is so, as notebooks show an object; in the notebook's own colours."""
+    cell = "text-align:left; padding:1px 14px 1px 0; vertical-align:top"
+    rows = (
+        tag("tr", tag("th", escape(name), style=cell), tag("td", escape(words), style=cell)) for name, words in pairs
+    )
+    return tag("div", tag("b", escape(title)), tag("table", *rows))

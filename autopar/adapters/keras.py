@@ -1,0 +1,114 @@
+"""Keras 3 on JAX: `model.fit` whose training step runs on many devices.
+
+In:     a compiled Keras model.
+Out:    the same model; its `fit` calls a parallel step, its `evaluate` one that takes the weights as they lie.
+Method: Keras' own hook: on JAX a model's `train_function` maps (state, iterator) to (logs, state), where the state is lists
+        of variables' values, and `fit` makes its own only where there is none. The lists become dicts by the variables'
+        paths, so that plans and constraints name them as Keras does.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+
+from autopar.api import ParallelStep, parallelize
+from autopar.errors import AutoparError
+from autopar.follow import follow
+from autopar.mesh import Cluster
+from autopar.search.methods import Method
+
+TRAINED = ("trainable", "non_trainable", "optimizer", "metrics")
+TESTED = ("trainable", "non_trainable", "metrics")
+
+
+def distribute(
+    model: keras.Model, *, cluster: Cluster | None = None, method: Method | str | None = None
+) -> ParallelStep:
+    """Make `model.fit` and `model.evaluate` run on many devices.
+
+    Call it after each `model.compile(...)`, which forgets it. The plan is made at the first batch.
+
+    Args:
+        model: On Keras' JAX backend, compiled.
+        cluster: As of `parallelize`.
+        method: As of `parallelize`.
+
+    Returns:
+        The training step, `(state, batch)` to `(state, logs)`: after a `fit`, `step.latest().plan` is its plan.
+
+    Raises:
+        AutoparError: Keras has another backend, or the model is not compiled, or works through several steps at once.
+    """
+    _check(model)
+    names: dict[str, list[str]] = {}  # read at the first batch: `fit` makes the variables that are not there
+
+    def values(state: dict[str, Any], groups: Sequence[str]) -> tuple[list[Any], ...]:
+        return tuple([state[group][name] for name in names[group]] for group in groups)
+
+    def named(lists: Sequence[Any], groups: Sequence[str]) -> dict[str, Any]:
+        return {group: dict(zip(names[group], own, strict=True)) for group, own in zip(groups, lists, strict=True)}
+
+    def train_step(state: dict[str, Any], batch: Any) -> tuple[Any, Any]:
+        logs, lists = model.train_step(values(state, TRAINED), batch)
+        return named(lists, TRAINED), logs
+
+    def test_step(trainable: Any, non_trainable: Any, metrics: Any, batch: Any) -> tuple[Any, Any]:
+        state = {"trainable": trainable, "non_trainable": non_trainable, "metrics": metrics}
+        logs, lists = model.test_step(values(state, TESTED), batch)
+        return named(lists, TESTED), logs
+
+    train_step.__name__, test_step.__name__ = f"{model.name}_train_step", f"{model.name}_test_step"
+    step = parallelize(train_step, cluster=cluster, method=method, batch_argnums=1)
+    test = follow(test_step, step, batch_argnums=3)
+
+    def train_function(lists: Sequence[Any], batches: Iterator[Any]) -> tuple[Any, Any]:
+        if not names:
+            names.update((group, _paths(variables)) for group, variables in _groups(model).items())
+        state, logs = step(named(lists, TRAINED), next(batches))
+        return logs, values(state, TRAINED)
+
+    def test_function(lists: Sequence[Any], batches: Iterator[Any]) -> tuple[Any, Any]:
+        if step.latest() is None:  # nothing has been trained: the weights lie where Keras has put them
+            logs, lists = model.test_step(lists, next(batches))
+            return logs, lists
+        state, logs = test(*named(lists, TESTED).values(), next(batches))
+        return logs, values(state, TESTED)
+
+    model.train_function, model.test_function = train_function, test_function
+    return step
+
+
+def _groups(model: Any) -> dict[str, Sequence[Any]]:
+    return {
+        "trainable": model.trainable_variables,
+        "non_trainable": model.non_trainable_variables,
+        "optimizer": model.optimizer.variables,
+        "metrics": model.metrics_variables,
+    }
+
+
+def _paths(variables: Sequence[Any]) -> list[str]:
+    """The variables' paths; those that several have are numbered."""
+    counts = Counter(v.path for v in variables)
+    return [v.path if counts[v.path] == 1 else f"{v.path}/{number}" for number, v in enumerate(variables)]
+
+
+def _check(model: Any) -> None:
+    if keras.backend.backend() != "jax":
+        raise AutoparError(
+            "Keras does not run on JAX.",
+            given=f"keras.backend.backend() == {keras.backend.backend()!r}",
+            wrong="autopar reads steps that JAX traces.",
+            do='set KERAS_BACKEND="jax" in the environment before Keras is imported.',
+        )
+    if not model.compiled or model.steps_per_execution != 1:
+        raise AutoparError(
+            "this model has no training step to distribute.",
+            given=f"`{model.name}`, " + ("several steps per execution" if model.compiled else "not compiled"),
+            wrong="a model has a loss and an optimizer once it is compiled, and one step is planned at a time.",
+            do="call model.compile(optimizer, loss) before, without steps_per_execution.",
+        )

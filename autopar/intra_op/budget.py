@@ -1,0 +1,95 @@
+"""The search for a sharding within a memory budget: what is learnt on the way, and what is said if none is found.
+
+In:     a function that names the memory rows an assignment breaks, a function that proves what every sharding needs.
+Out:    `BudgetSearch`, which `within.py` asks; an error that says what was proved, or else how near the search came.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Never
+
+import numpy as np
+
+from autopar.errors import InfeasibleError, NoPlanFoundError
+from autopar.intra_op.floor import Floor
+from autopar.intra_op.problem import MemoryRow, Problem
+from autopar.mesh import LogicalMesh
+
+
+class BudgetSearch:
+    """What is learnt of a program's memory while a sharding is looked for.
+
+    Attributes:
+        budget: Bytes.
+        mesh: On which mesh.
+        least: The least peak of the assignments that were tried and did not fit, and when it was.
+    """
+
+    def __init__(
+        self,
+        budget: float,
+        mesh: LogicalMesh,
+        rows_at: Callable[[Sequence[int]], list[MemoryRow]],
+        prove: Callable[[], Floor],
+    ):
+        self.budget, self.mesh = budget, mesh
+        self.least = Floor(np.inf, "")
+        self._rows_at, self._prove = rows_at, prove
+
+    def broken_rows(self, choices: Sequence[int]) -> list[MemoryRow]:
+        """As `solve_within` asks."""
+        rows = self._rows_at(choices)
+        if rows:
+            fullest = max((Floor(row.used(choices), row.label) for row in rows), key=lambda at: at.num_bytes)
+            self.least = min(self.least, fullest, key=lambda at: at.num_bytes)
+        return rows
+
+    @functools.cached_property
+    def floor(self) -> Floor:
+        """What every sharding needs."""
+        return self._prove()
+
+    def is_hopeless(self) -> bool:
+        """Whether it is proved that no sharding fits."""
+        return self.floor.num_bytes > self.budget
+
+    def explain(self, problem: Problem) -> Never:
+        """Say why there is no sharding.
+
+        Raises:
+            InfeasibleError: It is proved that there is none.
+            NoPlanFoundError: None was found.
+        """
+        if not problem.rows:
+            raise InfeasibleError(
+                "no sharding keeps all pins.",
+                given=f"the constraints, on {self.mesh}",
+                wrong="they cannot hold together: a loop of unknown length would have to communicate in every turn.",
+                do="drop one of them.",
+                constraint="pins",
+            )
+        budget, floor, least = self.budget, self.floor, self.least
+        given = f"memory_budget_bytes={budget:.0f} on each device of {self.mesh}"
+        do = "raise the budget, use more devices, wrap layers in jax.checkpoint, or use a smaller batch."
+        if floor.num_bytes > budget:
+            raise InfeasibleError(
+                "no sharding fits the memory budget.",
+                given=given,
+                wrong=f"during {floor.label}, at least {floor.num_bytes:.0f} bytes are alive on a device, "
+                f"{floor.num_bytes - budget:.0f} more than there are.",
+                do=do,
+                budget_bytes=int(budget),
+                needed_bytes=math.ceil(floor.num_bytes),
+            )
+        raise NoPlanFoundError(
+            "no sharding was found that fits the memory budget.",
+            given=given,
+            wrong=f"the smallest that was found has {least.num_bytes:.0f} bytes alive on a device during {least.label}, "
+            f"{least.num_bytes - budget:.0f} more than there are; proved is only that {floor.num_bytes:.0f} are needed.",
+            do=f"memory_budget_bytes={math.ceil(least.num_bytes)} will do; or {do}",
+            budget_bytes=int(budget),
+            needed_bytes=math.ceil(least.num_bytes),
+        )

@@ -1,0 +1,180 @@
+"""Bytes that every sharding of a program needs at some moment: what proves that a budget cannot be kept.
+
+In:     the flat program, its decision graph, which choices are allowed.
+Out:    `Floor`: bytes, and the moment.
+Method: at an equation are alive what it reads and makes, in one of its own strategies, and every value that it depends on
+        and that something depending on it reads: whatever the order of the rest, and whatever is converted, kept or made
+        again. Of each such value there is at least one copy, split as far as the mesh can. At the beginning are alive
+        all arguments, at the end all results. The moments that look fullest are tried.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar._jax import Jaxpr, JaxprEqn, Var
+from autopar.intra_op.costs import held_values
+from autopar.intra_op.graph import Graph, Shardings
+from autopar.intra_op.sharded import describe
+from autopar.ir.dataflow import inputs_of, variables
+from autopar.ir.region import is_region, region_of
+from autopar.ir.work import num_bytes
+
+TRIED = 4
+"""Moments of each body of which the bytes are proved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Floor:
+    """Bytes alive on one device at some moment, at least; and which."""
+
+    num_bytes: float
+    label: str
+
+
+def memory_floor(
+    jaxpr: Jaxpr,
+    graph: Graph,
+    costs: Sequence[np.ndarray],
+    class_of: Sequence[int],
+    donated: Sequence[bool] = (),
+    elsewhere: AbstractSet[Var] = frozenset(),
+) -> Floor:
+    """The most bytes that some moment is proved to need.
+
+    Args:
+        jaxpr: The program.
+        graph: Its decisions.
+        costs: Of each class of nodes, its choices' costs; inf forbids one.
+        class_of: Class of each node.
+        donated: For each input, whether its memory may be reused.
+        elsewhere: Values that take no memory here.
+    """
+    return _Floors(graph, costs, class_of, elsewhere).program(jaxpr, donated)
+
+
+class _Floors:
+    def __init__(self, graph: Graph, costs: Sequence[np.ndarray], class_of: Sequence[int], elsewhere: AbstractSet[Var]):
+        self.graph, self.elsewhere = graph, elsewhere
+        self.allowed = [np.isfinite(costs[c]) for c in class_of]
+        self.held = held_values(graph)
+        self.most: dict[tuple[int, ...], int] = {}
+
+    def program(self, jaxpr: Jaxpr, donated: Sequence[bool]) -> Floor:
+        graph = self.graph
+        given = [self.at_node(var, index) for var, index in zip(jaxpr.invars, graph.inputs, strict=True)]
+        freed = donated or [False] * len(given)
+        stays = {var: b for var, b, free in zip(jaxpr.invars, given, freed, strict=True) if not free}
+        pairs = zip(jaxpr.outvars, graph.outputs, strict=True)
+        results = {a: self.at_node(a, n) for a, n in pairs if _is_var(a) and a in self.held}
+        found = [Floor(sum(given), "the start"), Floor(sum({**stays, **results}.values()), "the end")]
+        found += self.moments(jaxpr, stays, frozenset())
+        return max(found, key=lambda floor: floor.num_bytes)
+
+    def moments(self, jaxpr: Jaxpr, stays: Mapping[Var, float], free: Collection[Var]) -> list[Floor]:
+        """The moments of a body that look fullest; values in `free` are counted by the caller."""
+        last = {var: k for k, eqn in enumerate(jaxpr.eqns) for var in inputs_of(eqn)}
+        last.update(dict.fromkeys(variables(jaxpr.outvars), len(jaxpr.eqns)))
+        last.update(dict.fromkeys(stays, len(jaxpr.eqns)))
+        size = {var: 0.0 if var in free else self.least(var) for var in dict.fromkeys((*jaxpr.invars, *last))}
+        size.update(stays)
+        change = np.zeros(len(jaxpr.eqns) + 1)
+        made = {var: k for k, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
+        for var, end in last.items():
+            change[made.get(var, 0)] += size[var]
+            change[end] -= size[var] if end < len(jaxpr.eqns) else 0.0
+        if not jaxpr.eqns:
+            return []
+        around = np.cumsum(change)[:-1] + [self.own(eqn) for eqn in jaxpr.eqns]
+        order = np.argsort(-around, kind="stable")[:TRIED]
+        return [self.moment(jaxpr, int(k), size, stays) for k in order]
+
+    def moment(self, jaxpr: Jaxpr, position: int, size: Mapping[Var, float], stays: Mapping[Var, float]) -> Floor:
+        """What is alive while one equation runs, whatever the order of the others."""
+        eqn = jaxpr.eqns[position]
+        before = set(inputs_of(eqn))
+        for earlier in reversed(jaxpr.eqns[:position]):
+            if not before.isdisjoint(earlier.outvars):
+                before.update(inputs_of(earlier))
+        behind = set(eqn.outvars)
+        read_later = set(variables(jaxpr.outvars))
+        for later in jaxpr.eqns[position + 1 :]:
+            if not behind.isdisjoint(inputs_of(later)):
+                behind.update(later.outvars)
+                read_later.update(inputs_of(later))
+        mine = set(inputs_of(eqn))
+        waiting = [var for var in size if var not in mine and (var in stays or (var in before and var in read_later))]
+        return Floor(self.own(eqn) + sum(size[var] for var in waiting), describe(eqn))
+
+    def own(self, eqn: JaxprEqn) -> float:
+        """What an equation reads and makes, at least, and what it needs inside."""
+        if not is_region(eqn):
+            return self.operation(eqn)
+        region, ports = region_of(eqn), self.graph.ports
+        stacks: dict[object, float] = {}
+        for (role, k), b in region.named():
+            row = next((a for a in (*b.variables, *b.values) if _is_var(a)), None)
+            if row is not None and b.is_stacked:
+                stack = b.result if b.outer is None else b.outer
+                size = 0.0 if stack in self.elsewhere else region.trips * self.at_node(row, ports[id(eqn), role, k])
+                stacks[stack] = min(size, stacks.get(stack, np.inf))
+        passed = [v for b in region.bindings if not b.is_stacked for v in b.variables]
+        inner = [floor.num_bytes for body in region.bodies for floor in self.moments(body, {}, passed)]
+        return sum(stacks.values()) + max(inner, default=0.0)
+
+    def operation(self, eqn: JaxprEqn) -> float:
+        node = self.graph.nodes[self.graph.op_node[id(eqn)]]
+        total = np.zeros(node.num_choices)
+        for k, var in _first(eqn.invars):
+            if var in self.held and var not in self.elsewhere:
+                total += self.bytes(var, tuple(s.operands[k] for s in node.strategies))
+        for k, var in enumerate(eqn.outvars):
+            if var in self.held and var not in self.elsewhere:
+                total += self.bytes(var, tuple(s.results[k] for s in node.strategies))
+        return float(total[self.allowed[node.index]].min(initial=np.inf))
+
+    def at_node(self, var: Var, index: int) -> float:
+        """A value in the least of the shardings that a node may choose."""
+        if var in self.elsewhere:
+            return 0.0
+        return float(self.bytes(var, self.graph.nodes[index].shardings)[self.allowed[index]].min(initial=np.inf))
+
+    def bytes(self, var: Var, shardings: Shardings) -> np.ndarray:
+        return num_bytes(var) / np.array([s.num_shards(self.graph.mesh) for s in shardings])
+
+    def least(self, var: Var) -> float:
+        """A copy of a value that is split as far as it can be; nothing where it is not held."""
+        if var in self.elsewhere or var not in self.held:
+            return 0.0
+        shape = tuple(var.aval.shape)
+        if shape not in self.most:
+            self.most[shape] = _most_shards(shape, self.graph.mesh.axis_sizes)
+        return num_bytes(var) / self.most[shape]
+
+
+def _first(atoms: Iterable[object]) -> list[tuple[int, Var]]:
+    """Each variable once, and where it stands first."""
+    seen: dict[Var, int] = {}
+    for k, atom in enumerate(atoms):
+        if isinstance(atom, Var):
+            seen.setdefault(atom, k)
+    return [(k, var) for var, k in seen.items()]
+
+
+def _is_var(atom: object) -> bool:
+    return isinstance(atom, Var)
+
+
+def _most_shards(shape: Sequence[int], axis_sizes: Mapping[str, int]) -> int:
+    """Into how many parts the axes of a mesh can split an array of this shape."""
+    found = {(tuple(shape), 1)}
+    for size in axis_sizes.values():
+        for dims, count in list(found):
+            for d, length in enumerate(dims):
+                if length % size == 0 and length:
+                    found.add(((*dims[:d], length // size, *dims[d + 1 :]), count * size))
+    return max(count for _, count in found)

@@ -1,0 +1,93 @@
+"""Gradient accumulation on one mesh: the batch in as many microbatches as make the step faster, or make it fit.
+
+In:     what was found of the step as a whole (`meshes.py`).
+Out:    `Accumulated`: the step in microbatches, how many, and what was found of it; or None: nothing better.
+Method: a microbatch holds less, and costs its collectives and its small operations once more. So it is tried where memory
+        binds: nothing fits, or what fits was chosen for that and is slower than it would be without. 2, 4, 8, ..., on
+        the meshes that were best before, until that is no faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autopar.errors import AutoparError
+from autopar.ir.program import Program
+from autopar.ir.trace.state import Roles
+from autopar.mesh import Cluster, LogicalMesh
+from autopar.search.meshes import Searched, search_meshes
+from autopar.search.methods import Auto
+from autopar.search.one_mesh import in_microbatches
+from autopar.search.progress import Report
+
+MAX_MESHES = 3
+"""Meshes that are tried in microbatches: the best of those that were tried without."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulated:
+    """A step in microbatches on one mesh.
+
+    Attributes:
+        count: How many.
+        program: The step that works through them.
+        searched: What was found of it.
+    """
+
+    count: int
+    program: Program
+    searched: Searched
+
+
+def search_accumulation(
+    program: Program,
+    roles: Roles,
+    cluster: Cluster,
+    method: Auto,
+    meshes: list[LogicalMesh],
+    whole: Searched,
+    report: Report,
+) -> Accumulated | None:
+    """The best number of microbatches beyond one, if any is better than the batch as a whole; extends `whole.tried`."""
+    if not memory_binds(whole):
+        return None
+    best: Accumulated | None = None
+    least = min((sharded.step_seconds for _, sharded in whole.results), default=math.inf)
+    for count in _counts(program, roles):
+        try:
+            split = in_microbatches(program, roles, count, method.options().microbatch_semantics)
+        except AutoparError as error:
+            whole.tried.append((f"{count} microbatches", error.summary))
+            break
+        searched = search_meshes(split, roles, cluster, method, _best_meshes(meshes, best or whole), report)
+        whole.tried += [(f"{name}, {count} microbatches", outcome) for name, outcome in searched.tried]
+        if not searched.results:
+            continue
+        seconds = searched.best[1].step_seconds
+        if seconds >= least:
+            break
+        best, least = Accumulated(count, split, searched), seconds
+        if not memory_binds(searched):
+            break
+    return best
+
+
+def memory_binds(searched: Searched) -> bool:
+    """Whether more memory would have given a faster plan, or any."""
+    return not searched.results or bool(searched.best[1].problem.rows)
+
+
+def _counts(program: Program, roles: Roles) -> Iterator[int]:
+    """2, 4, 8, ...: as far as they divide the batch."""
+    count = 2
+    while roles.batch and all(program.in_avals[leaf].shape[0] % count == 0 for leaf in roles.batch):
+        yield count
+        count *= 2
+
+
+def _best_meshes(meshes: list[LogicalMesh], known: Searched | Accumulated) -> list[LogicalMesh]:
+    searched = known.searched if isinstance(known, Accumulated) else known
+    order = sorted(searched.results, key=lambda pair: pair[1].step_seconds)
+    return [mesh for mesh, _ in order[:MAX_MESHES]] or meshes

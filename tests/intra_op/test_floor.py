@@ -1,0 +1,94 @@
+"""What is called impossible is: no plan needs less than the floor, and what a plan needs is a budget that can be kept."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import autopar
+from autopar import Cluster, DataParallel, Device, Link, ShardParallel
+from autopar.errors import InfeasibleError, NoPlanFoundError
+from autopar.intra_op.costs import build_problem, held_values
+from autopar.intra_op.draw import draw_choices
+from autopar.intra_op.floor import memory_floor
+from autopar.intra_op.graph import build_graph
+from autopar.intra_op.liveness import measure_liveness
+from autopar.intra_op.lower import lower
+from autopar.intra_op.restrict import Allowed
+from autopar.ir.trace.state import find_roles
+from autopar.ir.trace.trace import trace_step
+from autopar.mesh import logical_mesh
+from autopar.search.one_mesh import restrict_plan
+from tests.models.registry import CASES
+
+CLUSTER = Cluster(1, 4, Device("toy", 1e12, 80e9, 1e12), Link(1e-6, 1e10), Link(1e-6, 1e10))
+
+
+@pytest.mark.parametrize("method", [None, DataParallel(zero=0), DataParallel(zero=3)], ids=["any", "zero0", "zero3"])
+@pytest.mark.parametrize("name", ["gpt_scan", "mlp_multisteps", "haiku_lstm"])
+def test_no_plan_is_below_the_floor(name, method):
+    case = CASES[name]()
+    program = trace_step(case.step, (case.state, case.batches[0]))
+    roles, mesh = find_roles(program, (1,)), logical_mesh(CLUSTER, (2, 2))
+    graph, allowed = build_graph(program.jaxpr, mesh, roles.aliases, roles.batch), Allowed()
+    if method is not None:
+        restrict_plan(program, roles, method, mesh, graph, allowed)
+    classes = range(len(graph.nodes))
+    costs = build_problem(graph, CLUSTER.device, classes, allowed.masks).costs
+    floor = memory_floor(program.jaxpr, graph, costs, classes, roles.donated)
+    assert floor.num_bytes > 0
+    for seed in range(2):
+        body = lower(program.jaxpr, graph, draw_choices(graph, seed, allowed))
+        peak = measure_liveness(body, mesh, held_values(graph), roles.donated).peak_bytes
+        assert floor.num_bytes <= peak * (1 + 1e-9)
+
+
+def random_step(seed):
+    """A few layers of random kinds and widths, scanned or not, with or without remat."""
+    random = np.random.default_rng(seed)
+    width, layers = int(random.choice([16, 32])), int(random.integers(1, 4))
+    kind, scanned, remat = random.integers(3), bool(random.integers(2)), bool(random.integers(2))
+
+    def block(x, w):
+        h = jnp.tanh(x @ w)
+        return x * h.mean() if kind == 0 else x + h if kind == 1 else jax.nn.softmax(h) @ w.T
+
+    def loss_fn(params, x):
+        body = jax.checkpoint(block) if remat else block
+        if scanned:
+            x, _ = lax.scan(lambda x, w: (body(x, w), None), x, params["w"])
+        else:
+            for k in range(layers):
+                x = body(x, params["w"][k])
+        return jnp.mean((x @ params["head"]) ** 2)
+
+    def train_step(params, x):
+        loss, grads = jax.value_and_grad(loss_fn)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    return train_step, {"w": array(layers, width, width), "head": array(width, 8)}, array(16, width)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_what_a_plan_needs_can_be_kept(seed):
+    step, params, batch = random_step(seed)
+    shape = (4,) if seed % 2 else (2, 2)
+
+    def plan(method):
+        return autopar.parallelize(step, cluster=CLUSTER, method=method, batch_argnums=(1,)).plan(params, batch)
+
+    for known in (DataParallel(zero=0), DataParallel(zero=3), ShardParallel(shape)):
+        budget = plan(known).cost.peak_bytes[0]
+        assert plan(ShardParallel(shape, memory_budget_bytes=budget)).cost.peak_bytes[0] <= budget
+
+
+def test_the_error_says_what_was_proved():
+    step, params, batch = random_step(1)
+    planned = autopar.parallelize(step, cluster=CLUSTER, method=ShardParallel((4,), memory_budget_bytes=10))
+    with pytest.raises(InfeasibleError, match="at least") as caught:
+        planned.plan(params, batch)
+    assert not isinstance(caught.value, NoPlanFoundError) and caught.value.needed_bytes > 10

@@ -1,0 +1,137 @@
+"""The methods of the papers: what data parallelism, ZeRO and Megatron-LM's tensor parallelism do, read off their plans."""
+
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.intra_op.sharded import Compute
+
+LAYERS, BATCH, TOKENS, WIDTH, HEADS, WORDS = 3, 16, 32, 64, 8, 128
+CLUSTER = autopar.Cluster.of("1x8 h100")
+
+
+def step(weights, x):
+    loss, gradient = jax.value_and_grad(lambda w: ((x @ w) ** 2).mean())(weights)
+    return weights - 0.1 * gradient, loss
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_data_parallel_on_one_device(zero):
+    cluster = autopar.Cluster.local(jax.devices()[:1])
+    planned = autopar.parallelize(step, cluster=cluster, method=autopar.DataParallel(zero=zero))
+    weights, x = jnp.eye(4), jnp.arange(32.0).reshape(8, 4) / 32
+    expected, (new, loss) = jax.jit(step)(weights, x), planned(weights, x)
+    np.testing.assert_allclose(new, expected[0], rtol=1e-6)
+    np.testing.assert_allclose(loss, expected[1], rtol=1e-6)
+    assert not planned.plan(jnp.eye(4), x).cost.collectives
+
+
+def train_step(state, tokens):
+    """A GPT with momentum."""
+
+    def norm(x, scale):
+        return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5) * scale
+
+    def loss_fn(params):
+        x = params["embed"][tokens]
+        for layer in params["layers"]:
+            y = norm(x, layer["norm1"])
+            q, k, v = ((y @ layer[name]).reshape(*x.shape[:2], HEADS, -1) for name in "qkv")
+            scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k) / 3)
+            x = x + jnp.einsum("bhqk,bkhd->bqhd", scores, v).reshape(x.shape) @ layer["out"]
+            x = x + jax.nn.gelu(norm(x, layer["norm2"]) @ layer["up"]) @ layer["down"]
+        logits = x @ params["head"]
+        chosen = jnp.take_along_axis(logits, tokens[..., None], -1)[..., 0]
+        return (jax.nn.logsumexp(logits, -1) - chosen).mean()
+
+    loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+    moments = jax.tree.map(lambda m, g: 0.9 * m + g, state["moments"], grads)
+    params = jax.tree.map(lambda p, m: p - 0.1 * m, state["params"], moments)
+    return {"params": params, "moments": moments}, loss
+
+
+def new_state(make):
+    square = {name: make(WIDTH, WIDTH) for name in (*"qkv", "out")}
+    layer = square | {"norm1": make(WIDTH), "norm2": make(WIDTH), "up": make(WIDTH, 256), "down": make(256, WIDTH)}
+    params = {"embed": make(WORDS, WIDTH), "layers": [layer] * LAYERS, "head": make(WIDTH, WORDS)}
+    return {"params": params, "moments": params}
+
+
+def plan_of(tokens=TOKENS, **settings):
+    types = new_state(lambda *shape: jax.ShapeDtypeStruct(shape, jnp.float32))
+    method = autopar.ThreeD(**settings)
+    planned = autopar.parallelize(train_step, cluster=CLUSTER, method=method)
+    return planned.plan(types, jax.ShapeDtypeStruct((BATCH, tokens), jnp.int32))
+
+
+def large(plan, tokens=TOKENS):
+    """Collectives of whole activations over the tensor axis, by kind."""
+    found = Counter()
+    for c in plan.cost.collectives:
+        if c.axes == ("tensor",) and c.bytes >= BATCH * tokens * WIDTH * 4:
+            found[c.kind] += c.times
+    return found
+
+
+def test_tensor_parallelism_is_megatrons():
+    """Two all-reduces forward and two backward in a layer; one of the embedding, one of the head's gradient; no others."""
+    plan = plan_of(tensor=8)
+    assert large(plan) == {"all-reduce": 4 * LAYERS + 2}
+    assert {c.kind for c in plan.cost.collectives} == {"all-reduce"}
+    split = {v.name for v in plan.values if v.role == "state" and any(v.sharding.dims)}
+    assert split == {v.name for v in plan.values if v.role == "state" and "norm" not in v.name}
+
+
+def test_sequence_parallelism_leaves_sums_in_parts():
+    found = large(plan_of(tensor=8, sequence=True, tokens=2048), 2048)
+    assert found["reduce-scatter"] >= 4 * LAYERS
+    assert found["all-gather"] >= 4 * LAYERS
+    assert set(found) == {"reduce-scatter", "all-gather"}
+
+
+@pytest.mark.parametrize("zero, moments, parameters", [(0, 1, 1), (1, 4, 1), (2, 4, 1), (3, 4, 4)])
+def test_zero_splits_state_over_the_data_axis(zero, moments, parameters):
+    plan = plan_of(data=4, tensor=2, zero=zero)
+    for value in plan.values:
+        if value.role == "state":
+            parts = 4 if any("data" in axes for axes in value.sharding.dims) else 1
+            assert parts == (moments if "moments" in value.name else parameters), value.name
+            assert any("tensor" in axes for axes in value.sharding.dims) or "norm" in value.name, value.name
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"data": 2, "tensor": 4, "sequence": True}, {"data": 2, "tensor": 2, "pipeline": 2, "zero": 3, "sequence": True}],
+    ids=["one stage", "two stages"],
+)
+def test_equal_to_jit(settings):
+    keys = iter(jax.random.split(jax.random.key(0), 100))
+    state = new_state(lambda *shape: 0.2 * jax.random.normal(next(keys), shape))
+    tokens = jax.random.randint(next(keys), (BATCH, TOKENS), 0, WORDS)
+    wanted = jax.jit(train_step)(state, tokens)
+    planned = autopar.parallelize(train_step, method=autopar.ThreeD(**settings), donate_argnums=())
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5), planned(state, tokens), wanted)
+
+
+def test_random_bits_are_made_where_their_samples_are():
+    def dropped(weights, x, key):
+        def loss_fn(w):
+            return ((jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0) @ w) ** 2).mean()
+
+        loss, gradient = jax.value_and_grad(loss_fn)(weights)
+        return weights - 0.1 * gradient, loss
+
+    types = (jax.ShapeDtypeStruct((64, 64), jnp.float32), jax.ShapeDtypeStruct((256, 64), jnp.float32))
+    planned = autopar.parallelize(dropped, cluster=CLUSTER, method=autopar.DataParallel())
+    plan = planned.plan(*types, jax.eval_shape(lambda: jax.random.key(0)))
+    made = [
+        i
+        for i in plan.origin.sharded.body.instructions
+        if isinstance(i, Compute) and i.eqn.outvars[0].aval.size == 256 * 64
+    ]
+    whole = [str(i) for i in made if not any(any(s.dims) for s in i.strategy.results)]
+    assert made and not whole, "\n".join(whole)

@@ -1,0 +1,134 @@
+"""What cannot be worked through in microbatches is refused, with the user's line."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+from jax import lax
+
+from autopar.errors import BatchError, MicrobatchError
+from autopar.ir.split.microbatch import split_microbatches
+from tests.ir.split.cases import (
+    BATCH,
+    COUNTS,
+    HERE,
+    Case,
+    Tree,
+    cases,
+    mlp,
+    primitives_in,
+    sgd,
+    sgd_of_state,
+    split_case,
+    squares,
+    traced,
+    typed_key,
+)
+from tests.ir.split.losses import (
+    LOSS_CASES,
+    batch_norm_loss,
+    root_loss,
+    shuffled_loss,
+    softmax_over_batch_loss,
+    while_any_loss,
+)
+from tests.ir.split.models import accumulating_step
+
+
+def contrastive_loss(params: Tree, batch: Tree) -> jax.Array:
+    z = mlp(params, batch["x"])
+    return optax.softmax_cross_entropy_with_integer_labels(z @ z.T, jnp.arange(z.shape[0])).mean()
+
+
+def reversed_loss(params: Tree, batch: Tree) -> jax.Array:
+    return ((mlp(params, batch["x"])[::-1] - batch["y"]) ** 2).mean()
+
+
+def running_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Each sample meets what the samples before have left."""
+    body = lambda h, x: (jnp.tanh(x @ params["w1"] + h),) * 2  # noqa: E731
+    _, h = lax.scan(body, params["bias"], batch["x"])
+    return ((h @ params["w2"] - batch["y"]) ** 2).mean()
+
+
+def uneven_loss(params: Tree, batch: Tree) -> jax.Array:
+    """One row more than there are samples."""
+    return (mlp(params, jnp.concatenate([batch["x"], params["w1"][:1]])) ** 2).mean()
+
+
+def across_blocks_loss(params: Tree, batch: Tree) -> jax.Array:
+    """What is taken from the middle of two blocks is of no microbatch."""
+    z = mlp(params, jnp.concatenate([batch["x"], 2 * batch["x"]]))
+    return (z[BATCH // 2 : -BATCH // 2] ** 2).mean()
+
+
+def hardest_loss(params: Tree, batch: Tree) -> jax.Array:
+    return lax.top_k(squares(params, batch), BATCH // 2)[0].mean()
+
+
+REFUSED = {
+    "BatchNorm": (sgd(batch_norm_loss), "sub", "batch_norm"),
+    "root of the mean": (sgd(root_loss), "sqrt", "root_loss"),
+    "contrastive": (sgd(contrastive_loss), "dot_general", "contrastive_loss"),
+    "softmax over the batch": (sgd(softmax_over_batch_loss), "max", "softmax_over_batch_loss"),
+    "reversed": (sgd(reversed_loss), "rev", "reversed_loss"),
+    "shuffled": (sgd_of_state(shuffled_loss), "sub", "shuffled_loss"),
+    "scan that remembers samples": (sgd(running_loss), "scan", "running_loss"),
+    "uneven blocks": (sgd(uneven_loss), "concatenate", "uneven_loss"),
+    "slice across blocks": (sgd(across_blocks_loss), "slice", "across_blocks_loss"),
+    "while any": (sgd(while_any_loss), "while", "while_any_loss"),
+    "hardest samples": (sgd(hardest_loss), "top_k", "hardest_loss"),
+}
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@cases({name: Case(step, extra=typed_key) for name, (step, _, _) in REFUSED.items()})
+def test_refused(case, count, request):
+    operation, function = next((o, f) for step, o, f in REFUSED.values() if step is case.step)
+    with pytest.raises(MicrobatchError) as info:
+        split_case(case, count)
+    error = info.value
+    assert error.operation == operation
+    assert re.fullmatch(rf"{HERE}:\d+ \({function}\)", error.source)
+    message = str(error)
+    assert f"{count} microbatches" in message and f"`{operation}` at {error.source}" in message
+    assert "num_microbatches=1" in message
+    # These alone could take their own microbatch's value; of samples taken by index a microbatch has only some.
+    of_sums = operation in ("sub", "sqrt", "max", "while") and function != "shuffled_loss"
+    assert ('microbatch_semantics="per_microbatch"' in message) == of_sums
+
+
+def test_why_not():
+    """A scan over samples and a row behind samples are no batch statistics."""
+    cases = {running_loss: "more than sums", uneven_loss: "no whole number of batches"}
+    for loss, words in cases.items():
+        with pytest.raises(MicrobatchError, match=words) as info:
+            split_case(Case(sgd(loss)), 2)
+        assert "statistics" not in str(info.value)
+
+
+def test_a_single_trip_is_no_loop():
+    """Then forward and backward of the user's own accumulation are there to be cut between stages."""
+    case = Case(accumulating_step)
+    assert not primitives_in(split_case(case, 4)[1].loop.eqns)["scan"]
+    (scan,) = (eqn for eqn in split_case(case, 2)[1].loop.eqns if eqn.primitive.name == "scan")
+    assert scan.params["length"] == 2
+
+
+def test_batch_that_does_not_divide():
+    case = LOSS_CASES["mean"]
+    with pytest.raises(BatchError, match="does not divide") as info:
+        split_case(case, 3)
+    assert info.value.size == BATCH
+    assert re.search("(?s)8 samples, num_microbatches=3.*no multiple of 3.*divides the batch size", str(info.value))
+
+
+def test_no_batch():
+    case = LOSS_CASES["mean"]
+    program, _ = traced(case)
+    with pytest.raises(BatchError, match="(?s)there is no batch.*num_microbatches=2.*batch_argnums"):
+        split_microbatches(program.jaxpr, 2, ())

@@ -1,0 +1,72 @@
+"""`Auto` accumulates gradients where memory binds, and is then no worse than any method that a user could name."""
+
+import contextlib
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.errors import InfeasibleError
+from tests.planned_mlp import CLUSTER, arguments, train_step
+
+FAST = autopar.Link(1e-6, 1e9)
+QUICK = dataclasses.replace(CLUSTER, devices_per_host=4, intra=FAST, inter=FAST)  # stages can win nothing here
+
+BATCH, WIDTH, LAYERS = 512, 32, 3
+HANDS = [
+    *(
+        autopar.DataParallel(zero=z, num_microbatches=m, memory_budget_bytes=None)
+        for z in (0, 1, 3)
+        for m in (1, 2, 4, 8)
+    ),
+    *(autopar.ShardParallel(num_microbatches=m) for m in (1, 2)),
+]
+
+
+def planned(method, budget):
+    method = type(method)(**{**vars(method), "memory_budget_bytes": budget})
+    step = autopar.parallelize(train_step, cluster=QUICK, method=method)
+    return step.plan(*arguments(BATCH, WIDTH, LAYERS))
+
+
+@pytest.fixture(scope="module")
+def roomy():
+    """The plan without a limit."""
+    return planned(autopar.Auto(), 10**9)
+
+
+def test_not_where_memory_does_not_bind(roomy):
+    assert roomy.num_microbatches == 1
+    assert not any("microbatches" in what for what, _ in roomy.alternatives)
+
+
+@pytest.mark.parametrize("share", [0.6, 0.45])
+def test_no_method_is_better(roomy, share):
+    budget = int(share * roomy.cost.peak_bytes[0])
+    plan = planned(autopar.Auto(), budget)
+    assert plan.num_microbatches > 1 and max(plan.cost.peak_bytes) <= budget
+    for method in HANDS:
+        with contextlib.suppress(InfeasibleError):
+            assert plan.cost.step_seconds <= planned(method, budget).cost.step_seconds * (1 + 1e-6), method
+
+
+def test_runs_and_comes_back_from_a_file(roomy, tmp_path):
+    budget = int(0.6 * roomy.cost.peak_bytes[0])
+    local = autopar.Cluster.local(jax.devices()[:4], device=QUICK.device, intra=FAST)
+    step = autopar.parallelize(
+        train_step, cluster=local, method=autopar.Auto(memory_budget_bytes=budget), donate_argnums=()
+    )
+    rng = np.random.default_rng(0)
+    args = jax.tree.map(
+        lambda a: jnp.asarray(rng.normal(size=a.shape, scale=0.1), a.dtype), arguments(BATCH, WIDTH, LAYERS)
+    )
+    plan = step.plan(*args)
+    plan.save(tmp_path / "plan.json")
+    again = autopar.Plan.load(tmp_path / "plan.json")
+    assert again.num_microbatches == plan.num_microbatches > 1
+    wanted = jax.jit(train_step)(*args)
+    got = step.compile(*args, plan=again)(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-6), got, wanted)
