@@ -55,6 +55,8 @@ def _not_understood(eqn: JaxprEqn) -> str | None:
         return "it has effects besides its results"
     if len(mapping.block_mappings) != mapping.num_inputs + len(eqn.outvars) or mapping.local_grid_env is not None:
         return "it is written for a part of another kernel"
+    if any(getattr(each, "indexed_by", None) is not None for each in mapping.block_mappings):
+        return "one operand says which blocks of another are read"
     names = {inner.primitive.name for inner in all_equations(open_jaxpr(eqn.params["jaxpr"])[0])}
     if any(name.startswith("prng_") for name in names):
         return "it draws random numbers from one stream"
