@@ -78,3 +78,28 @@ def test_flash_attention(name):
         parallel = autopar.parallelize(step, cluster=autopar.Cluster.local(devices), method=method)
         results = parallel(*args)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), results, jax.jit(step)(*args))
+
+
+def test_heads_are_split_where_the_batch_cannot_be():
+    """One long sample on eight devices: Megatron's attention, one sum of what the heads contribute."""
+
+    def step(params, batch):
+        def loss(params):
+            q, k, v = jnp.einsum("bsd,ndhe->nbshe", batch["x"], params["qkv"])
+            heads = attention.mha(q, k, v, segment_ids=None, causal=True)
+            out = jnp.einsum("bshe,hed->bsd", heads, params["out"])
+            return jnp.mean((out - batch["y"]).astype(jnp.float32) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return jax.tree.map(jnp.subtract, params, gradients), value
+
+    def of(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    params = {"qkv": of(3, 4096, 32, 128), "out": of(32, 128, 4096)}
+    batch = {"x": of(1, 2048, 4096), "y": of(1, 2048, 4096)}
+    cluster, method = autopar.Cluster.of("1x8 h100"), autopar.ShardParallel(mesh_shape=(8,))
+    plan = autopar.parallelize(step, cluster=cluster, method=method).plan(params, batch)
+    specs = plan.shardings[0][0]
+    assert specs == {"qkv": PartitionSpec(None, None, "x", None), "out": PartitionSpec("x", None, None)}
+    assert [(each.kind, each.bytes) for each in plan.cost.collectives] == [("all-reduce", 2048 * 4096 * 2)]
