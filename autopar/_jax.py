@@ -44,6 +44,8 @@ from jax.extend.source_info_util import NameStack, SourceInfo
 DropVar = _core.DropVar
 iota_2x32_shape_p = _prng.iota_2x32_shape_p
 Atom: TypeAlias = Var | Literal
+Aval: TypeAlias = _core.ShapedArray
+"""The type of a value: its shape and dtype."""
 
 JAX_VERSION: tuple[int, ...] = jax.__version_info__
 

@@ -19,7 +19,7 @@ from autopar._jax import shaped, trace_context, with_cudnn_of, without_mesh
 from autopar.compiled import CompiledStep, compile_plan
 from autopar.create import Unborn
 from autopar.errors import AutoparError, BatchError, ClusterError, StructureChangedError
-from autopar.frameworks import Apart, Shell, StaticKey, adapter_of, on_arrays
+from autopar.frameworks import Adapter, Apart, Shell, StaticKey, adapter_of, on_arrays
 from autopar.ir.program import Program
 from autopar.ir.trace.parameters import check_hashable, chosen, parameters_of, static_of
 from autopar.ir.trace.state import Roles, find_roles
@@ -84,7 +84,8 @@ def parallelize(
     """Run a training step, written for one device, on many.
 
     Args:
-        fn: The step: arrays and pytrees in, pytrees out, differentiated by plain `jax.grad`. Absent: a decorator.
+        fn: The step: pytrees of arrays in and out as under `jax.jit`, or NNX objects as under `nnx.jit`, or Equinox
+            modules as under `eqx.filter_jit`; differentiated by plain `jax.grad`. Absent: a decorator.
         cluster: The machine; None: all devices of this process.
         method: How to split; None: `Auto()`, decide everything. Names that are used elsewhere (`"fsdp"`, `"ddp"`) do, too.
         batch_argnums: Positions of the arguments that hold samples, counted as in `jax.jit`; they are not state.
@@ -129,7 +130,7 @@ class _Made:
     planned: dict[Any, tuple[Program, Roles, Plan]] = field(default_factory=dict)
     compiled: dict[Any, CompiledStep] = field(default_factory=dict)
     latest: CompiledStep | None = None
-    takes_objects: bool = False
+    adapter: Adapter | None = None
 
 
 class ParallelStep(Generic[P, R]):
@@ -313,15 +314,16 @@ class ParallelStep(Generic[P, R]):
     def _key(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, list[Any], Apart | None]:
         """What a plan depends on, the leaves of the dynamic arguments, and objects among them taken apart."""
         dynamic, static = self._split(args, kwargs)
-        if not self._made.takes_objects:
+        adapter = self._made.adapter
+        if adapter is None:
             try:
                 key, leaves = _key_of(dynamic, static)
                 if key in self._made.planned:
                     return key, leaves, None
             except (TypeError, ValueError):  # objects that are no pytrees, or have no hash
-                key = None
-        adapter = adapter_of(*dynamic)
-        self._made.takes_objects = adapter is not None
+                pass
+        if adapter is None or not adapter.claims(*dynamic):
+            adapter = self._made.adapter = adapter_of(*dynamic)
         if adapter is None:
             return *_key_of(dynamic, static), None
         apart = adapter.take_apart(*dynamic)

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 _NUMBERED = re.compile(r"(\d+)_.*\.txt")
+_ADDRESS = re.compile(r"Var\(id=(\d+)\)")
 
 
 def dump_dir() -> Path | None:
@@ -37,5 +38,11 @@ def dump(pass_name: str, text: str | Callable[[], str]) -> Path | None:
     numbers = [int(match.group(1)) for file in directory.iterdir() if (match := _NUMBERED.fullmatch(file.name))]
     path = directory / f"{max(numbers, default=0) + 1:02d}_{pass_name}.txt"
     content = text if isinstance(text, str) else text()
-    path.write_text(content.rstrip("\n") + "\n")
+    path.write_text(_stable(content).rstrip("\n") + "\n")
     return path
+
+
+def _stable(text: str) -> str:
+    """Variables by their order in the text, where they are named by their address: two runs can then be compared."""
+    numbers: dict[str, int] = {}
+    return _ADDRESS.sub(lambda match: f"v{numbers.setdefault(match.group(1), len(numbers))}", text)

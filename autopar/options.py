@@ -17,8 +17,11 @@ from autopar.errors import AutoparError, ConstraintError, PipelineError, SolverE
 if TYPE_CHECKING:
     from jax.sharding import PartitionSpec
 
-Solver = Literal["highs", "cbc"]
+Solver = Literal["highs", "cbc", "random", "greedy", "beam", "bfs", "halving", "mcmc", "mcts"]
 SOLVERS: tuple[Solver, ...] = ("highs", "cbc")
+"""Those that prove what they find."""
+SEARCHERS: tuple[Solver, ...] = ("random", "greedy", "beam", "bfs", "halving", "mcmc", "mcts")
+"""Those that do not: for comparison."""
 MicrobatchSemantics = Literal["exact", "per_microbatch"]
 SEMANTICS: tuple[MicrobatchSemantics, ...] = ("exact", "per_microbatch")
 RecomputeLevel = Literal["cheap", "all"] | float
@@ -31,7 +34,8 @@ class Options:
     """Options of planning.
 
     Attributes:
-        solver: Which solver PuLP calls, `"highs"` or `"cbc"`.
+        solver: Which solver PuLP calls, `"highs"` or `"cbc"`; or a search that proves nothing, for comparison:
+            `"random"`, `"greedy"`, `"beam"`, `"bfs"`, `"halving"`, `"mcmc"` or `"mcts"`.
         solver_seconds: How long the solver may work on one mesh, or on one stage on its mesh; the best answer found by then
             is used, and its gap is in the plan.
         memory_budget_bytes: Bytes that one device may use; None: the device's own memory.
@@ -51,11 +55,11 @@ class Options:
     recompute: Recompute = "auto"
 
     def __post_init__(self) -> None:
-        if self.solver not in SOLVERS:
+        if self.solver not in SOLVERS + SEARCHERS:
             raise SolverError(
                 "unknown solver.",
                 given=f"solver={self.solver!r}",
-                wrong=f"autopar knows {', '.join(map(repr, SOLVERS))}.",
+                wrong=f"autopar knows {', '.join(map(repr, SOLVERS + SEARCHERS))}.",
                 do=f"leave it out for {SOLVERS[0]!r}, or name one of them.",
                 solver=self.solver,
             )

@@ -8,6 +8,7 @@ Method: Equinox's own: everything in the call that is no array is static, number
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -46,8 +47,8 @@ class EquinoxAdapter:
 
     def claims(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether there is a module with a leaf that is no array."""
-        values = jax.tree.leaves((args, kwargs), is_leaf=_is_module)
-        return any(not _is_array(leaf) for value in values if _is_module(value) for leaf in jax.tree.leaves(value))
+        modules = filter(_is_module, jax.tree.leaves((args, kwargs), is_leaf=_is_module))
+        return any(not _is_array(leaf) for module in modules for leaf in jax.tree.leaves(module))
 
     def take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Apart:
         """The arrays of a call."""
@@ -69,12 +70,19 @@ class EquinoxAdapter:
         return returned.objects.static.joined(returned.result)
 
 
-def _is_module(value: Any) -> bool:
-    return isinstance(value, eqx.Module)
+@functools.cache
+def _is_module_type(kind: type) -> bool:
+    return issubclass(kind, eqx.Module)
+
+
+def _is_module(value: object) -> bool:
+    kind: Any = type(value)
+    return _is_module_type(kind)
 
 
 def _is_array(leaf: Any) -> bool:
-    return eqx.is_array(leaf) or (hasattr(leaf, "shape") and hasattr(leaf, "dtype"))  # a type, or an array elsewhere
+    """NumPy's too, types of arrays, and handles of arrays elsewhere; but no class, such as `np.float32`, which has both."""
+    return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not isinstance(leaf, type)
 
 
 def _partition(value: Any) -> tuple[_Static, Any]:

@@ -10,6 +10,7 @@ Method: NNX's own four moves (`nnx.update_context`): flatten the nodes outside, 
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -64,18 +65,16 @@ class NnxAdapter:
     updates_in_place = True
 
     def claims(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether there is a graph node; variables and states by themselves are pytrees as they are."""
+        """Whether there is a graph node or a variable; an `nnx.State` is a pytree, of the functional style."""
         values = [*args, *kwargs.values()]
-        return any(map(graph.is_graph_node, values)) or any(
-            map(graph.is_graph_node, jax.tree.leaves(values, is_leaf=graph.is_graph_node))
-        )
+        return any(map(_is_node, values)) or any(map(_is_node, jax.tree.leaves(values, is_leaf=_is_leaf)))
 
     def take_apart(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Apart:
         """The arrays of all nodes of a call, each once."""
         numbers = graph.RefMap()
         trees, arrays = [], []
         for value in (*args, *(kwargs[name] for name in sorted(kwargs))):
-            leaves, outer = jax.tree.flatten(value, is_leaf=graph.is_graph_node)
+            leaves, outer = jax.tree.flatten(value, is_leaf=_is_leaf)
             tree, own = _flatten(leaves, outer, numbers, None)
             trees.append(tree)
             arrays.append(own)
@@ -94,7 +93,7 @@ class NnxAdapter:
         known, numbers = graph.RefMap.from_indexmap(found), graph.RefMap()
 
         def is_ours(value: Any) -> bool:
-            return graph.is_graph_node(value) or (isinstance(value, nnx.Variable) and value in known)
+            return _is_node(value) and (not isinstance(value, nnx.Variable) or value in known)
 
         trees, updated, updates, holders = [], [], [], []
         before = [*args, *(kwargs[name] for name in sorted(kwargs))]
@@ -124,6 +123,20 @@ class NnxAdapter:
         return _unflatten(after.result, returned.result, made, apart.objects)
 
 
+@functools.cache
+def _is_node_type(kind: type) -> bool:
+    return kind in graph.GRAPH_REGISTRY or issubclass(kind, nnx.Variable)
+
+
+def _is_node(value: object) -> bool:
+    kind: Any = type(value)
+    return _is_node_type(kind)
+
+
+def _is_leaf(value: object) -> bool:
+    return _is_node(value) or isinstance(value, nnx.State)
+
+
 def _flatten(leaves: Sequence[Any], outer: Any, numbers: Any, outside: Any) -> tuple[_Tree, Any]:
     """A pytree, and the same with arrays in the place of nodes.
 
@@ -136,7 +149,7 @@ def _flatten(leaves: Sequence[Any], outer: Any, numbers: Any, outside: Any) -> t
     nodes: list[_Node | None] = []
     arrays: list[Any] = []
     for leaf in leaves:
-        if not graph.is_graph_node(leaf) and not isinstance(leaf, nnx.Variable):
+        if not _is_node(leaf):
             nodes.append(None)
             arrays.append(leaf)
             continue

@@ -21,12 +21,16 @@ from autopar.intra_op.elimination import Reduced, eliminate
 from autopar.intra_op.ilp import solve_ilp
 from autopar.intra_op.polish import polish
 from autopar.intra_op.problem import PROVED, Problem, Solution, num_pairs
+from autopar.intra_op.searches import SEARCHES, search
 from autopar.intra_op.time_limit import TimeLimit, time_limit
+from autopar.options import SOLVERS
 
 ROUGH = 1e-2
 """Where so much may be left, what message passing has found at its first attempt is taken, whatever it has proved."""
 SMALL_CORE = 60_000
 """Pairs of choices that meet on an edge: up to so many the ILP gets them all, and proves its answer least."""
+SEARCH_STEPS = 50
+"""Steps of a search that proves nothing, for each node."""
 EARLY_CORE = 5_000
 """Where more rounds of message passing can still narrow it, the ILP gets no more than so many."""
 LARGE_CORE = 500_000
@@ -55,7 +59,7 @@ def solve(
 
     Args:
         problem: Costs in seconds, rows in bytes.
-        solver: `"highs"` or `"cbc"`.
+        solver: `"highs"` or `"cbc"`; or one of `SEARCHES`, for a core without rows.
         seconds: Time limit of the ILP solver, in all. Where none is left, what message passing has found is taken.
         gap: Relative gap at which the search may stop; where it is more than `PROVED`, message passing alone may do.
         known: Cost of an answer to the same question in another form (another mesh): where a problem is proved to have
@@ -94,6 +98,9 @@ def _solve_core(
     """The least assignment of a core without rows, begun at `start`; gaps are parts of the whole cost, with `constant`."""
     if not core.edges:
         return _solve_whole(core, solver, limit, gap)
+    searched = _searched(core, solver) if solver in SEARCHES else None
+    if searched is not None and np.isfinite(searched.objective):
+        return searched
     pairs = num_pairs(core)
     gap = gap if pairs <= LARGE_CORE else max(gap, LARGE_GAP)
     ascent = Ascent(core)
@@ -176,7 +183,14 @@ def _solve_with_rows(core: Problem, solver: str, limit: TimeLimit, gap: float, c
     found = Solution(
         best.choices, best.objective, min(ascent.lower, best.objective), "feasible", _told(best.solver, core)
     )
-    return polish(core, found, limit, solver)
+    return polish(core, found, limit, _exact(solver))
+
+
+def _searched(core: Problem, name: str) -> Solution:
+    """What a search finds that proves nothing, and how far from the bound of message passing that is."""
+    choices = search(core, name, SEARCH_STEPS * len(core.costs))
+    bounds = Ascent(core).run(ROUNDS[0])
+    return Solution(choices, core.cost(choices), bounds.lower, "feasible", name)
 
 
 def _told(solver: str, core: Problem) -> str:
@@ -194,7 +208,12 @@ def _masks_with_rows(core: Problem, bounds: Bounds, best: Solution | None) -> li
 
 def _solve_whole(core: Problem, solver: str, limit: TimeLimit, gap: float) -> Solution:
     with limit.running() as seconds:
-        return solve_ilp(core, solver, seconds, gap)
+        return solve_ilp(core, _exact(solver), seconds, gap)
+
+
+def _exact(solver: str) -> str:
+    """The solver that proves what it finds and knows memory rows, where other searches do not."""
+    return SOLVERS[0] if solver in SEARCHES else solver
 
 
 def _around(core: Problem, choices: Sequence[int]) -> list[np.ndarray]:

@@ -9,9 +9,8 @@ Method: variables are numbered in order of appearance; bodies of loops and branc
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Any
 
-from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
 from autopar.ir.region import is_region, region_of
 from autopar.ir.signature import equation_signature
 from autopar.ir.source import is_backward
@@ -23,7 +22,7 @@ def canonical_key(jaxpr: Jaxpr) -> Hashable:
 
 
 def _key(jaxpr: Jaxpr, number: dict[Var, int]) -> Hashable:
-    def name(atom: Any) -> Hashable:
+    def name(atom: Atom) -> Hashable:
         if isinstance(atom, Literal):
             return "literal", str(atom.val), str(atom.aval)
         return number.setdefault(atom, len(number))

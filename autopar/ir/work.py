@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
-from autopar._jax import JaxprEqn
+from autopar._jax import Atom, JaxprEqn
 from autopar.ir.region import bodies_of, is_region, trip_count
 from autopar.ir.rules import rule_for
 from autopar.ir.signature import equation_signature
@@ -37,11 +36,11 @@ class Work:
         return [self.of(eqn) for eqn in eqns]
 
 
-def num_elements_of(var: Any) -> int:
+def num_elements_of(var: Atom) -> int:
     """Elements of a value."""
     return math.prod(getattr(var.aval, "shape", ()))
 
 
-def num_bytes(var: Any) -> int:
+def num_bytes(var: Atom) -> int:
     """Bytes of a value."""
     return num_elements_of(var) * var.aval.dtype.itemsize

@@ -25,7 +25,7 @@ class _Settings:
     Attributes:
         memory_budget_bytes: Bytes one device may use; None: the device's own memory.
         constraints: Pins `{path glob: PartitionSpec}` over argument paths such as `"state/params/*/kernel"`.
-        solver: `"highs"` or `"cbc"`.
+        solver: `"highs"` or `"cbc"`; or a search that proves nothing, as of `Options`, for comparison.
         solver_seconds: How long the solver may work on one mesh, or on one stage on its mesh.
         microbatch_semantics: `"exact"`: microbatches that would compute something else are refused;
             `"per_microbatch"`: batch statistics are those of each microbatch.

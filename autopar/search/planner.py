@@ -28,6 +28,7 @@ from autopar.report.plan import Plan
 from autopar.search.accumulation import search_accumulation
 from autopar.search.describe import body_text, describe
 from autopar.search.describe_stages import describe_pipeline
+from autopar.search.dumped import dump_pipeline
 from autopar.search.followed import pipeline_behind
 from autopar.search.meshes import Searched, search_meshes, shared_seconds, untie_best
 from autopar.search.methods import Auto, DataParallel, Follow, Method, PipelineParallel, ShardParallel, ThreeD
@@ -134,6 +135,7 @@ def _plan_of_pipeline(
     tried: Sequence[tuple[str, str]],
 ) -> Plan:
     plan = describe_pipeline(program, roles, cluster, method, pipeline, time.perf_counter() - started)
+    dump_pipeline(pipeline)
     return dataclasses.replace(plan, alternatives=tuple(tried))
 
 

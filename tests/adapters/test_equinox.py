@@ -19,18 +19,20 @@ ADAM = optax.adam(1e-2, eps=1e-3)
 
 
 class Net(eqx.Module):
-    """Holds functions, flags, a string, and the statistics of its norm by index."""
+    """Holds functions, flags, a string, a class, and the statistics of its norm by index."""
 
     layers: list[eqx.nn.Linear]
     activation: Callable
     norm: eqx.nn.BatchNorm
     dropout: eqx.nn.Dropout
     name: str
+    kind: type
     shift: np.ndarray
 
     def __init__(self, key):
         self.layers = [eqx.nn.Linear(16, 16, key=k) for k in jax.random.split(key, 2)]
-        self.activation, self.name, self.shift = jnp.tanh, "net", np.full(16, 0.1, np.float32)
+        self.activation, self.name, self.kind = jnp.tanh, "net", np.float32
+        self.shift = np.full(16, 0.1, self.kind)
         self.norm = eqx.nn.BatchNorm(16, axis_name="batch", mode="batch")
         self.dropout = eqx.nn.Dropout(0.2)
 

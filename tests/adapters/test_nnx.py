@@ -216,5 +216,10 @@ def test_variables_and_states_are_pytrees():
         nnx.update(model, params)
         return nnx.state(model), loss
 
-    plan = autopar.parallelize(step, method=PLAIN).plan(state, batches()[0])
-    assert {v.role for v in plan.values if v.name.startswith("state/")} == {"state"}
+    parallel = autopar.parallelize(step, method=PLAIN)
+    assert {v.role for v in parallel.plan(state, batches()[0]).values if v.name.startswith("state/")} == {"state"}
+    before = np.asarray(state["first"]["kernel"][...])
+    new, _ = parallel(state, batches()[0])
+    assert new is not state and np.array_equal(state["first"]["kernel"][...], before), "as under `jax.jit`"
+    expected, _ = jax.jit(step)(state, batches()[0])
+    np.testing.assert_allclose(new["first"]["kernel"][...], expected["first"]["kernel"][...], rtol=1e-4, atol=1e-6)

@@ -10,7 +10,7 @@ from jax import lax
 import autopar
 from autopar import Cluster, DataParallel, Device, Link, PipelineParallel, ShardParallel
 
-LAYERS, WIDTH, BATCH = 6, 128, 16
+LAYERS, WIDTH, BATCH = 4, 640, 16  # a weight is too large to be sent with others
 FAST = Device("toy", 1e12, 80e9, 1e12)
 
 
@@ -45,17 +45,15 @@ def make_step(scanned, remat=True):
 
 
 def gathers(plan):
-    """How often weights of a layer are gathered in a step, and stacks of them."""
+    """How many weights of a layer are gathered in a step, and how many of these inside a loop."""
     one = WIDTH * 4 * WIDTH * 4
     found = [c for c in plan.cost.collectives if c.kind == "all-gather"]
-    return sum(c.times * round(c.bytes / one) for c in found if c.bytes < LAYERS * one), sum(
-        c.times for c in found if c.bytes >= LAYERS * one
-    )
+    return sum(c.times * round(c.bytes / one) for c in found), sum(c.times for c in found if c.times > 1)
 
 
 def compiled_with(scanned, budget):
     step, params, batch = make_step(scanned)
-    cluster = Cluster.local(device=FAST, intra=Link(1e-6, 1e11), inter=Link(1e-6, 1e11))
+    cluster = Cluster.local(device=FAST, intra=Link(1e-9, 1e11), inter=Link(1e-9, 1e11))
     method = DataParallel(zero=3, memory_budget_bytes=budget)
     made = autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,))
     compiled = made.compile(params, batch)
@@ -68,15 +66,12 @@ def compiled_with(scanned, budget):
 @pytest.mark.parametrize("scanned", [True, False], ids=["scanned", "unrolled"])
 def test_weights_are_gathered_again_where_memory_is_short(scanned):
     plenty = compiled_with(scanned, 10**12)
-    short = int(0.75 * plenty.cost.peak_bytes[0]) if not scanned else 1_600_000
-    again = compiled_with(scanned, short)
-    assert again.cost.peak_bytes[0] <= short < plenty.cost.peak_bytes[0]
-    once, stacks = gathers(plenty)
-    twice, whole = gathers(again)
-    assert whole == 0 and twice > max(once, 2 * LAYERS)
-    if scanned:  # forward and backward, one layer at a time
-        assert twice >= 4 * LAYERS
-    assert once + LAYERS * stacks < twice
+    budget = int(0.6 * plenty.cost.peak_bytes[0])
+    again = compiled_with(scanned, budget)
+    assert again.cost.peak_bytes[0] <= budget
+    (once, _), (more, inside) = gathers(plenty), gathers(again)
+    assert once == 2 * LAYERS < more
+    assert inside >= LAYERS or not scanned
 
 
 @pytest.mark.parametrize("scanned", [True, False], ids=["scanned", "unrolled"])

@@ -18,9 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar._jax import (
+    Atom,
     Jaxpr,
     JaxprEqn,
     Literal,
+    SourceInfo,
     Var,
     find_primitives,
     make_jaxpr,
@@ -51,7 +53,7 @@ class _Walk:
     """What made each value, and what it is another name of: inside of a body, or behind a barrier."""
 
     origin: dict[Var, JaxprEqn]
-    same: dict[Var, Any]
+    same: dict[Var, Atom]
     known: Mapping[Var, Any]
 
     def body(self, jaxpr: Jaxpr) -> Jaxpr:
@@ -104,7 +106,7 @@ class _Walk:
         params = {**eqn.params, "dimension_numbers": numbers, "indices_are_sorted": False}
         return [*eqns, replace_eqn(eqn, invars=[eqn.invars[0], rest, *eqn.invars[2:]], params=params)]
 
-    def columns(self, indices: Any, wanted: Sequence[int], source: Any) -> tuple[list[JaxprEqn], Any]:
+    def columns(self, indices: Atom, wanted: Sequence[int], source: SourceInfo) -> tuple[list[JaxprEqn], Atom]:
         """The wanted columns of the indices, side by side."""
         *lead, count = indices.aval.shape
         made_by = self.origin.get(indices)
@@ -124,7 +126,7 @@ class _Walk:
 
     # Counting.
 
-    def counts(self, atom: Any, column: Position | None) -> int | None:
+    def counts(self, atom: Atom, column: Position | None) -> int | None:
         """The dim along which an array, or one column of it, is 0, 1, 2, ...; None: it is not known to count."""
         while not isinstance(atom, Literal) and atom in self.same:
             atom = self.same[atom]
@@ -154,7 +156,7 @@ class _Walk:
                 return self.moved(eqn.invars[0], atom, _kept_dims(eqn.invars[0].aval.shape, atom.aval.shape), column)
         return None
 
-    def is_false(self, atom: Any, column: Position | None) -> bool:
+    def is_false(self, atom: Atom, column: Position | None) -> bool:
         """Whether a predicate is that something which counts is negative, or a constant that says no."""
         while not isinstance(atom, Literal) and atom in self.same:
             atom = self.same[atom]
@@ -180,7 +182,7 @@ class _Walk:
             place -= size
         return None
 
-    def moved(self, source: Any, target: Any, places: Any, column: Position | None) -> int | None:
+    def moved(self, source: Atom, target: Atom, places: Sequence[int | None], column: Position | None) -> int | None:
         """Through an operation that puts dim d of its operand at `places[d]`, None where it is dropped."""
         inner: Position | None = None
         for d, place in enumerate(places):
@@ -208,7 +210,7 @@ def _shape(eqn: JaxprEqn) -> tuple[int, ...]:
     return eqn.invars[0].aval.shape
 
 
-def _column_var(indices: Any, count: int) -> Var:
+def _column_var(indices: Atom, count: int) -> Var:
     """A variable for some columns of the indices."""
     return new_var(shaped(jax.ShapeDtypeStruct((*indices.aval.shape[:-1], count), indices.aval.dtype)))
 

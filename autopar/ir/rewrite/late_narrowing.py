@@ -11,17 +11,21 @@ Method: a microbatch makes a part of a gradient, and a part must not be narrowed
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from autopar._jax import (
+    Atom,
+    Aval,
     Jaxpr,
     JaxprEqn,
     Literal,
+    SourceInfo,
     Var,
     bind_eqn,
     make_jaxpr,
@@ -76,7 +80,7 @@ def _region(region: Region) -> list[JaxprEqn]:
     return [*before, region.rebuild(bindings, [wide.eqns for wide in inside]), *after]
 
 
-def _of_dtype(var: Var, dtype: Any) -> Any:
+def _of_dtype(var: Var, dtype: np.dtype) -> Aval:
     return shaped(jax.ShapeDtypeStruct(var.aval.shape, dtype))
 
 
@@ -95,7 +99,7 @@ class _Wide:
         self.made_by = {var: eqn for eqn in body.eqns for var in eqn.outvars}
         self.num_readers = Counter([*variables(body.outvars), *(a for eqn in body.eqns for a in variables(eqn.invars))])
 
-    def dtype_behind(self, atom: Any) -> Any:
+    def dtype_behind(self, atom: Atom | None) -> np.dtype | None:
         """The widest dtype of which a 16-bit float is a cast, behind moves and additions; None: it is none."""
         if not isinstance(atom, Var) or atom not in self.made_by:
             return None
@@ -113,7 +117,7 @@ class _Wide:
             return False
         return has_rule(eqn.primitive) and tuple(range(len(eqn.invars))) in rule_for(eqn).linear
 
-    def is_sum_of(self, var: Var, atom: Any) -> bool:
+    def is_sum_of(self, var: Var, atom: Atom | None) -> bool:
         """Whether `atom` is `var` with something added, and `var` stands nowhere else."""
         if self.num_readers[var] != 1 or isinstance(atom, Literal):
             return False
@@ -126,13 +130,13 @@ class _Wide:
             atom = next((a for a in variables(eqn.invars) if self.leads_to(var, a)), None)
         return False
 
-    def leads_to(self, var: Var, atom: Any) -> bool:
+    def leads_to(self, var: Var, atom: Atom) -> bool:
         eqn = self.made_by.get(atom)
         return atom is var or (
             eqn is not None and self.passes_on(eqn) and any(self.leads_to(var, a) for a in variables(eqn.invars))
         )
 
-    def widened(self, atom: Any, dtype: Any, wide: Mapping[Var, Var]) -> Any:
+    def widened(self, atom: Atom, dtype: np.dtype, wide: Mapping[Var, Var]) -> Atom:
         """`atom` in a wider dtype, where `wide` are some values in it."""
         if not isinstance(atom, Literal):
             if atom in wide:
@@ -147,7 +151,7 @@ class _Wide:
                 return self.add(lambda *xs: bind_eqn(eqn, *xs)[0], operands, eqn.source_info)
         return self.add(lambda x: lax.convert_element_type(x, dtype), [atom])
 
-    def add(self, function: Any, operands: Sequence[Any], source: Any = None) -> Any:
+    def add(self, function: Callable[..., Any], operands: Sequence[Atom], source: SourceInfo | None = None) -> Atom:
         made, (result,) = inline_function(function, operands, source)
         self.eqns += made
         return result

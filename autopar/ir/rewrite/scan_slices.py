@@ -13,21 +13,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 
-from autopar._jax import (
-    Atom,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Var,
-    make_jaxpr,
-    new_var,
-    replace_eqn,
-)
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, make_jaxpr, new_var, replace_eqn
 from autopar.ir.build import inline_function
 from autopar.ir.dataflow import variables
 from autopar.ir.region import Binding, Region, is_region, region_of
@@ -42,7 +32,7 @@ def scan_slices(jaxpr: Jaxpr) -> Jaxpr:
 
 
 def _body(jaxpr: Jaxpr) -> Jaxpr:
-    same: dict[Any, Atom] = {}
+    same: dict[Var, Atom] = {}
     numbers: set[Var] = set()
     zeros: set[Var] = set()
     eqns: list[JaxprEqn] = []
@@ -70,7 +60,7 @@ def _is_number(atom: Atom | None, number: int) -> bool:
     return isinstance(atom, Literal) and bool(atom.val == number)
 
 
-def _known_as(atom: Atom, same: dict[Any, Atom]) -> Atom:
+def _known_as(atom: Atom, same: dict[Var, Atom]) -> Atom:
     return atom if isinstance(atom, Literal) else same.get(atom, atom)
 
 
@@ -93,7 +83,7 @@ class _Scan:
     zeros: set[Var]
     counts: set[Var] = field(default_factory=set)
     rows: dict[Var, Var] = field(default_factory=dict)
-    passed: dict[Any, Atom] = field(default_factory=dict)
+    passed: dict[Var, Atom] = field(default_factory=dict)
     stacked_numbers: set[Var] = field(default_factory=set)
 
     def rewritten(self) -> list[JaxprEqn]:
@@ -129,8 +119,8 @@ class _Scan:
     def with_rows(self, body: Jaxpr) -> Jaxpr:
         """The body, with variables for the rows that it reads by number."""
         stacks = {b.var: b.var for b in self.scan.consts}
-        wide: dict[Any, Var] = {}
-        same: dict[Any, Atom] = {}
+        wide: dict[Var, Var] = {}
+        same: dict[Var, Atom] = {}
         eqns: list[JaxprEqn] = []
         for eqn in body.eqns:
             eqn = replace_eqn(eqn, invars=[_known_as(a, same) for a in eqn.invars])

@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_eqn, new_var, primitives, shaped
+from autopar._jax import Atom, Aval, Jaxpr, JaxprEqn, Var, make_jaxpr, new_eqn, new_var, primitives, shaped
 from autopar.ir.build import flat_function, inline, inline_function
 from autopar.ir.region import Binding, new_scan
 from autopar.ir.split.microbatch import Microbatches, Result
@@ -52,13 +51,13 @@ def accumulate(jaxpr: Jaxpr, split: Microbatches) -> Jaxpr:
     return flat
 
 
-def accumulator_type(aval: Any, placement: Placement) -> Any:
+def accumulator_type(aval: Aval, placement: Placement) -> jax.ShapeDtypeStruct:
     """Type in which the parts of a value are joined: sums of 16-bit floats in 32 bits."""
     wide = placement in (SUM, OWN) and jnp.issubdtype(aval.dtype, jnp.floating) and aval.dtype.itemsize < 4
     return jax.ShapeDtypeStruct(aval.shape, jnp.float32 if wide else aval.dtype)
 
 
-def first_value(aval: Any, placement: Placement) -> jax.Array:
+def first_value(aval: Aval | jax.ShapeDtypeStruct, placement: Placement) -> jax.Array:
     """What an accumulator of this type holds before the first microbatch."""
     if isinstance(placement, Partial) and placement != SUM:
         low = placement.kind == "max"
@@ -107,10 +106,10 @@ class Added:
     """
 
     result: Result
-    part: Any
+    part: Atom
     before: Var
     eqns: tuple[JaxprEqn, ...]
-    after: Any
+    after: Atom
     total: Var
 
 
@@ -125,7 +124,7 @@ class Stacked:
     """
 
     result: Result
-    part: Any
+    part: Atom
     stack: Var
 
 
@@ -146,7 +145,7 @@ class AccumulatingScan:
 
     before: tuple[JaxprEqn, ...]
     eqn: JaxprEqn
-    consts: Mapping[Var, Any]
+    consts: Mapping[Var, Atom]
     stacked: tuple[Var, ...]
     sums: tuple[Added, ...]
     rows: tuple[Stacked, ...]
@@ -158,9 +157,9 @@ def accumulating_scan(
     count: int,
     number: Var,
     eqns: Sequence[JaxprEqn],
-    consts: Mapping[Var, Any],
-    stacks: Mapping[Var, Any],
-    results: Sequence[tuple[Result, Any]],
+    consts: Mapping[Var, Atom],
+    stacks: Mapping[Var, Atom],
+    results: Sequence[tuple[Result, Atom]],
     sent: Sequence[Var] = (),
 ) -> AccumulatingScan:
     """Make a scan of equations on one microbatch.
@@ -216,7 +215,7 @@ def accumulating_scan(
     )
 
 
-def stack_type(aval: Any, count: int) -> Any:
+def stack_type(aval: Aval, count: int) -> Aval:
     """Type of a stack of as many values as there are microbatches."""
     return shaped(jax.ShapeDtypeStruct((count, *aval.shape), aval.dtype))
 
@@ -241,21 +240,21 @@ def _in_order(result: Result) -> Callable[[jax.Array], jax.Array]:
 
 
 @cache
-def _adding(placement: Placement, count: int, so_far: Any, part: Any) -> Jaxpr:
+def _adding(placement: Placement, count: int, so_far: Aval, part: Aval) -> Jaxpr:
     return flat_function(lambda a, b: joined(placement, a, b, count), so_far, part)
 
 
 @cache
-def _beginning(aval: Any, placement: Placement) -> Jaxpr:
+def _beginning(aval: Aval, placement: Placement) -> Jaxpr:
     return flat_function(partial(first_value, aval, placement))
 
 
 @cache
-def _narrowing(total: Any, dtype: Any) -> Jaxpr:
+def _narrowing(total: Aval, dtype: np.dtype) -> Jaxpr:
     return flat_function(partial(jax.lax.convert_element_type, new_dtype=dtype), total)
 
 
-def _named(program: Jaxpr, operand: Any, var: Var) -> list[JaxprEqn]:
+def _named(program: Jaxpr, operand: Atom, var: Var) -> list[JaxprEqn]:
     """Equations that make the step's own variable; the copy gives it its name, and flattening drops it."""
     eqns, (made,) = inline(program, [operand])
     return [*eqns, new_eqn(primitives.copy_p, [made], [var], {})]

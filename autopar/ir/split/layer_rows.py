@@ -8,7 +8,6 @@ Method: ranges.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax import lax
@@ -47,7 +46,7 @@ def slice_of_part(eqn: JaxprEqn, part: int, count: int) -> Callable[[jax.Array],
     return lambda rows: lax.slice(rows, starts, limits, params["strides"])
 
 
-def part_of_padded(eqn: JaxprEqn, part: int, number: int, count: int) -> Callable[[jax.Array, Any], jax.Array]:
+def part_of_padded(eqn: JaxprEqn, part: int, number: int, count: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Part `number` of the padded value, which stands in `part`, as a function of the pad's operands."""
     length, *rest = eqn.outvars[0].aval.shape
     size = length // count

@@ -11,11 +11,11 @@ Method: what a mesh axis is in space, the loop is in time and the parts are in t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import jax
 
-from autopar._jax import shaped
+from autopar._jax import Aval, shaped
 
 Made: TypeAlias = Literal["once", "each", "own"]
 Reduction: TypeAlias = Literal["sum", "max", "min"]
@@ -82,7 +82,7 @@ class Unrolled:
 Axis: TypeAlias = Loop | Unrolled
 
 
-def local_aval(aval: Any, placement: Placement, count: int) -> Any:
+def local_aval(aval: Aval, placement: Placement, count: int) -> Aval:
     """Type of one shard of a value."""
     shape = list(aval.shape)
     if isinstance(placement, Split):

@@ -18,6 +18,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from autopar._jax import Jaxpr, JaxprEqn, bind_eqn
 from autopar.ir.build import flat_function
@@ -89,7 +90,7 @@ class NoPositionError(Exception):
 class _Numbered(Shard):
     """Where a shard stands, as a device stands on a mesh."""
 
-    number: Any = 0
+    number: jax.Array | int = 0
     blocks: int = 1
 
     def index(self, factor: Factor) -> Any:
@@ -155,7 +156,7 @@ def join_parts(parts: Sequence[jax.Array], placement: Split) -> jax.Array:
 
 
 @functools.cache
-def slice_program(shape: tuple[int, ...], dtype: Any, placement: Split, count: int) -> Jaxpr:
+def slice_program(shape: tuple[int, ...], dtype: np.dtype, placement: Split, count: int) -> Jaxpr:
     """(number, whole value) to the number-th of `count` shards, as a flat program."""
 
     def program(number: jax.Array, whole: jax.Array) -> jax.Array:
@@ -165,7 +166,7 @@ def slice_program(shape: tuple[int, ...], dtype: Any, placement: Split, count: i
 
 
 @functools.cache
-def mask_program(shape: tuple[int, ...], dtype: Any) -> Jaxpr:
+def mask_program(shape: tuple[int, ...], dtype: np.dtype) -> Jaxpr:
     """(number, whole value) to the value in shard 0 and zeros in the others, whose sum it is."""
 
     def program(number: jax.Array, whole: jax.Array) -> jax.Array:
@@ -175,7 +176,7 @@ def mask_program(shape: tuple[int, ...], dtype: Any) -> Jaxpr:
 
 
 @functools.cache
-def scale_program(shape: tuple[int, ...], dtype: Any, count: int) -> Jaxpr:
+def scale_program(shape: tuple[int, ...], dtype: np.dtype, count: int) -> Jaxpr:
     """(number, one shard's part of a sum) to what the sum would be if all shards were like this one."""
 
     def program(number: jax.Array, part: jax.Array) -> jax.Array:

@@ -1,0 +1,184 @@
+"""Other searches over the same choice problem, to be compared with message passing and the ILP.
+
+In:     `Problem` without memory rows, how many steps to take, a seed.
+Out:    an assignment; nothing is proved of it.
+Method: one small function each, by name in `SEARCHES`: those that surveys of automatic parallelism list.
+        MCMC: Jia et al., "FlexFlow", MLSys 2019; tree search: Kocsis and Szepesvari, "Bandit based Monte-Carlo planning",
+        ECML 2006; breadth first with memory is a dynamic program over what later nodes see, cut at so many states.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from autopar.intra_op.problem import Problem
+
+Choices = tuple[int, ...]
+Search = Callable[["Neighbours", int, np.random.Generator], Choices]
+
+
+class Neighbours:
+    """A problem, by node: what each choice costs beside its neighbours' choices."""
+
+    def __init__(self, problem: Problem):
+        self.problem, self.costs = problem, [np.asarray(cost, dtype=float) for cost in problem.costs]
+        self.around: list[list[tuple[int, np.ndarray]]] = [[] for _ in self.costs]
+        for (u, v), matrix in problem.edges.items():
+            self.around[u].append((v, matrix))
+            self.around[v].append((u, matrix.T))
+        self.earlier = [[(v, m) for v, m in some if v < u] for u, some in enumerate(self.around)]
+
+    def beside(self, node: int, choices: Sequence[int], earlier: bool = False) -> np.ndarray:
+        """Cost of each choice of a node beside its neighbours' choices, or the `earlier` ones' only."""
+        total = self.costs[node].copy()
+        for other, matrix in self.earlier[node] if earlier else self.around[node]:
+            total += matrix[:, choices[other]]
+        return total
+
+    def descend(self, choices: list[int], nodes: Sequence[int]) -> None:
+        """Give each of the nodes its best choice, again and again, until none changes."""
+        for _ in range(20):
+            before = list(choices)
+            for node in nodes:
+                total = self.beside(node, choices)
+                if total.min() < total[choices[node]]:
+                    choices[node] = int(total.argmin())
+            if choices == before:
+                break
+
+
+def drawn(of: Neighbours, steps: int, random: np.random.Generator) -> Choices:
+    """The best of so many assignments drawn at random."""
+    some = (tuple(int(random.integers(len(cost))) for cost in of.costs) for _ in range(max(1, steps // len(of.costs))))
+    return min(some, key=of.problem.cost)
+
+
+def greedy(of: Neighbours, steps: int, random: np.random.Generator) -> Choices:
+    """Node by node the cheapest beside those before it."""
+    choices: list[int] = []
+    for node in range(len(of.costs)):
+        choices.append(int(of.beside(node, choices, earlier=True).argmin()))
+    return tuple(choices)
+
+
+def beam(of: Neighbours, steps: int, random: np.random.Generator) -> Choices:
+    """Node by node, the best few beginnings are kept."""
+    return _in_breadth(of, max(1, steps // len(of.costs)), merged=False)
+
+
+def breadth_first(of: Neighbours, steps: int, random: np.random.Generator) -> Choices:
+    """Beginnings that look the same to all later nodes are one: the cheapest stands for the others."""
+    return _in_breadth(of, max(1, steps // len(of.costs)), merged=True)
+
+
+def _in_breadth(of: Neighbours, width: int, merged: bool) -> Choices:
+    last = [max([node, *(v for v, _ in of.around[node])]) for node in range(len(of.costs))]
+    states: list[tuple[float, Choices]] = [(0.0, ())]
+    for node in range(len(of.costs)):
+        found: dict[Choices, tuple[float, Choices]] = {}
+        seen = [n for n in range(node + 1) if last[n] > node]
+        for cost, begun in states:
+            for k, more in enumerate(of.beside(node, begun, earlier=True)):
+                state = (cost + float(more), (*begun, k))
+                key = tuple(state[1][n] for n in seen) if merged else state[1]
+                if key not in found or state < found[key]:
+                    found[key] = state
+        states = sorted(found.values())[:width]
+    return states[0][1]
+
+
+def halving(of: Neighbours, steps: int, random: np.random.Generator) -> Choices:
+    """The program in halves, these in halves, down to single nodes: each part is made better while the rest stays."""
+    choices = list(greedy(of, steps, random))
+
+    def better(first: int, end: int) -> None:
+        if end - first > 1:
+            middle = (first + end) // 2
+            better(first, middle)
+            better(middle, end)
+        of.descend(choices, range(first, end))
+
+    better(0, len(choices))
+    return tuple(choices)
+
+
+def mcmc(of: Neighbours, steps: int, random: np.random.Generator) -> Choices:
+    """Single nodes change at random; what costs more is taken the less often, the more it costs and the later it is."""
+    choices = list(greedy(of, steps, random))
+    cost = of.problem.cost(choices)
+    best, least = tuple(choices), cost
+    warm = 0.02 * abs(cost) if math.isfinite(cost) else 1.0
+    for step in range(steps):
+        node = int(random.integers(len(choices)))
+        total, now = of.beside(node, choices), choices[node]
+        other = int(random.integers(len(total)))
+        more = float(total[other] - total[now]) if math.isfinite(total[now]) else -math.inf
+        heat = warm * (1 - step / steps) ** 3 + 1e-300
+        if more <= 0 or (math.isfinite(more) and random.random() < math.exp(-min(more / heat, 700.0))):
+            choices[node] = other
+            cost = cost + more if math.isfinite(cost) and math.isfinite(more) else of.problem.cost(choices)
+            if cost < least:
+                best, least = tuple(choices), cost
+    return best
+
+
+def tree_search(of: Neighbours, steps: int, random: np.random.Generator) -> Choices:
+    """A tree of beginnings: what turned out well is tried more often, each time ended greedily with some chance."""
+    best = greedy(of, steps, random)
+    least = of.problem.cost(best)
+    scale = abs(least) if math.isfinite(least) and least else 1.0
+    visits: dict[Choices, list[float]] = {}
+    for _ in range(max(1, steps // len(of.costs))):
+        choices: list[int] = []
+        path: list[Choices] = []
+        for node in range(len(of.costs)):
+            at = tuple(choices)
+            total = of.beside(node, choices, earlier=True)
+            if at in visits or not path or path[-1] in visits:
+                parent = visits.get(at, [1.0, 0.0])[0]
+                values = [visits.get((*at, k)) for k in range(len(total))]
+                order = [
+                    (v[1] / v[0] + math.sqrt(2 * math.log(parent + 1) / v[0])) if v else 10.0 - float(total[k]) / scale
+                    for k, v in enumerate(values)
+                ]
+                choice = max((k for k in range(len(total))), key=lambda k: (order[k], -k))
+                path.append((*at, choice))
+            else:
+                tempted = random.random() < 0.1 and np.isfinite(total).any()
+                choice = int(random.choice(np.flatnonzero(np.isfinite(total)))) if tempted else int(total.argmin())
+            choices.append(choice)
+        cost = of.problem.cost(choices)
+        if cost < least:
+            best, least = tuple(choices), cost
+        reward = scale / max(cost, 1e-300) if math.isfinite(cost) else 0.0
+        for place in ((), *path):
+            known = visits.setdefault(place, [0.0, 0.0])
+            known[0], known[1] = known[0] + 1, known[1] + reward
+    return best
+
+
+SEARCHES: dict[str, Search] = {
+    "random": drawn,
+    "greedy": greedy,
+    "beam": beam,
+    "bfs": breadth_first,
+    "halving": halving,
+    "mcmc": mcmc,
+    "mcts": tree_search,
+}
+"""By name, as `solver=` takes them."""
+
+
+def search(problem: Problem, name: str, steps: int, seed: int = 0) -> Choices:
+    """An assignment of a problem without rows, by one of the searches.
+
+    Args:
+        problem: Costs in seconds.
+        name: Of `SEARCHES`.
+        steps: How much it may look at: choices of a node, roughly.
+        seed: Of what it draws.
+    """
+    return SEARCHES[name](Neighbours(problem), steps, np.random.default_rng(seed)) if problem.costs else ()
