@@ -10,13 +10,14 @@ Method: imports and adapters, no ideas of its own. No other file of autopar impo
 # ruff: noqa: F401
 from __future__ import annotations
 
+import dataclasses
 import functools
 import io
 import re
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias
 
 import jax
@@ -24,11 +25,13 @@ import numpy as np
 from jax._src import compiler as _compiler
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import custom_partitioning_sharding_rule as _sdy_rule
 from jax._src import dtypes as _dtypes
 from jax._src import source_info_util as _source_info_util
 from jax._src.api_util import InternalFloatingPointError as _InternalFloatingPointError
 from jax._src.array import ArrayImpl as _ArrayImpl
 from jax._src.core import eval_jaxpr as _eval_jaxpr
+from jax._src.cudnn import fused_attention_stablehlo as _cudnn_attention
 from jax._src.interpreters import pxla as _pxla
 from jax._src.lax.lax import optimization_barrier_p
 from jax._src.random import prng as _prng
@@ -60,6 +63,11 @@ def all_equations(jaxpr: Jaxpr) -> Iterator[JaxprEqn]:
     yield from jaxpr.eqns
     for inner in _core.subjaxprs(jaxpr):
         yield from all_equations(inner)
+
+
+def bodies_in(eqn: JaxprEqn) -> list[Jaxpr]:
+    """The bodies that an equation holds, not those inside them."""
+    return list(_core.jaxprs_in_params(eqn.params))
 
 
 def close_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
@@ -354,6 +362,68 @@ def find_primitives(*names: str) -> tuple[Primitive, ...]:
     Those outside `jax.extend.core.primitives` are found in JAX's modules as far as `import jax` has loaded them.
     """
     return tuple(primitive for name in names for primitive in _primitives_of_name().get(name, ()))
+
+
+@contextmanager
+def with_cudnn_of(capability: tuple[int, int] | None) -> Iterator[None]:
+    """Context manager: JAX traces cuDNN's attention for a GPU that is not here.
+
+    Tracing it JAX asks for the version of cuDNN, and which GPU there is; nothing of the answers is left in the program.
+
+    Args:
+        capability: Compute capability of the GPU; None, or where this process has CUDA: JAX finds out by itself.
+    """
+    module = _cudnn_attention
+    names = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
+    if capability is None or not all(hasattr(module, name) for name in names) or module.cuda_versions is not None:
+        yield
+        return
+
+    def as_numbers(text: str) -> tuple[int, ...]:
+        return tuple(map(int, text.split(".")))
+
+    answers = (
+        lambda: _CUDNN_VERSION,
+        lambda text: capability >= as_numbers(text),
+        lambda text: capability == as_numbers(text),
+    )
+    kept = [getattr(module, name) for name in names]
+    for name, answer in zip(names, answers, strict=True):
+        setattr(module, name, answer)
+    try:
+        yield
+    finally:
+        for name, function in zip(names, kept, strict=True):
+            setattr(module, name, function)
+
+
+_CUDNN_VERSION = 91100  # 9.11, the oldest that does everything that JAX 0.10 asks of it
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorType:
+    """What a function that makes a Shardy rule may ask of the type of an array."""
+
+    shape: tuple[int, ...]
+    rank: int
+
+
+def shardy_rule(eqn: JaxprEqn) -> Any:
+    """The `sharding_rule` of a `custom_partitioning`, read; None where it has none.
+
+    Returns:
+        An object with the fields of `jax.experimental.custom_partitioning.SdyShardingRule`.
+
+    Raises:
+        Exception: What JAX or a function of the user's says of a rule that does not fit.
+    """
+    rule, notes = eqn.params.get("sharding_rule"), {}
+    if callable(rule):
+        types = [[TensorType(v.aval.shape, v.aval.ndim) for v in vs] for vs in (eqn.invars, eqn.outvars)]
+        rule = rule(*eqn.params["static_args"], jax.sharding.get_abstract_mesh(), *types)
+    if isinstance(rule, list | tuple) and len(rule) == 2:
+        rule, notes = rule
+    return _sdy_rule.str_to_sdy_sharding_rule(rule, **notes) if isinstance(rule, str) else rule
 
 
 def nan_error(error: BaseException) -> FloatingPointError | None:

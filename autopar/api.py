@@ -15,7 +15,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import jax
 
-from autopar._jax import shaped, trace_context, without_mesh
+from autopar._jax import shaped, trace_context, with_cudnn_of, without_mesh
 from autopar.compiled import CompiledStep, compile_plan
 from autopar.create import Unborn
 from autopar.errors import AutoparError, BatchError, ClusterError, StructureChangedError
@@ -27,6 +27,7 @@ from autopar.ir.trace.trace import name_of, trace_step
 from autopar.ir.trace.untrained import check_trains
 from autopar.markup import facts
 from autopar.mesh import Cluster
+from autopar.mesh.catalog import compute_capability
 from autopar.plan.stale import check_fresh
 from autopar.report.plan import Plan
 from autopar.search.method_names import method_of
@@ -351,11 +352,20 @@ class ParallelStep(Generic[P, R]):
         args = (*self._bound, *args)
         call = self._static.split(args, kwargs)
         adapter = adapter_of(call.args, call.kwargs)
-        if adapter is None:
-            return trace_step(self._fn, args, kwargs, static=self._static)
-        apart = adapter.take_apart(call.args, call.kwargs)
-        args, kwargs = call.joined(apart.args, apart.kwargs)
-        return trace_step(on_arrays(self._fn, self._static, apart), args, kwargs, static=self._static)
+        with with_cudnn_of(self._capability()):
+            if adapter is None:
+                return trace_step(self._fn, args, kwargs, static=self._static)
+            apart = adapter.take_apart(call.args, call.kwargs)
+            args, kwargs = call.joined(apart.args, apart.kwargs)
+            return trace_step(on_arrays(self._fn, self._static, apart), args, kwargs, static=self._static)
+
+    def _capability(self) -> tuple[int, int] | None:
+        """Of the GPUs of a machine that is not this one, the least compute capability."""
+        cluster = self._made.cluster
+        if cluster is None or cluster.devices is not None:
+            return None
+        found = [compute_capability(each.device) for each in cluster.groups or (cluster,)]
+        return min((each for each in found if each is not None), default=None)
 
     def _roles(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Roles]:
         """Trace, and tell state from batch."""

@@ -164,7 +164,7 @@ def stored_values(graph: Graph) -> set[Var]:
             if node.kind == "port" and node.var is not None:
                 stored.add(node.var)
             continue
-        pointwise = is_pointwise(node.rule)
+        pointwise = is_pointwise(node)
         single = len([o for o in node.rule.operands if o]) <= 1
         for atom in node.eqn.invars:
             if not isinstance(atom, Literal):

@@ -16,7 +16,7 @@ from typing import Any
 
 from autopar._jax import JaxprEqn, Literal, Var
 from autopar.intra_op.graph import Graph, Node
-from autopar.ir.rules import ShardingRule
+from autopar.ir.rules.replicated import KERNELS
 from autopar.ir.rules.rule import num_elements
 
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "copy", "sharding_constraint", "copy_p"})
@@ -25,6 +25,8 @@ _PICKING = frozenset({"gather", "dynamic_slice", "slice"})
 _WRITING = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"})
 """They change as much of their first operand, in place, as they are given."""
 _SORTING = frozenset({"sort", "top_k", "approx_top_k"})
+_KERNELS = frozenset({"pallas_call", "custom_partitioning", *KERNELS})
+"""What others wrote is not taken apart."""
 MOST_LEAVES = 8
 """What is made of more values than these is stored rather than made again."""
 SORT_PASSES = 4.0
@@ -64,9 +66,10 @@ def find_reads(graph: Graph) -> dict[int, tuple[Var, ...]]:
     }
 
 
-def is_pointwise(rule: ShardingRule) -> bool:
-    """Whether each element of the result needs one element of each operand."""
-    return not (rule.summed or rule.reduced or rule.whole)
+def is_pointwise(node: Node) -> bool:
+    """Whether each element of the result needs one element of each operand, as far as a compiler can tell."""
+    rule = node.rule
+    return not (rule.summed or rule.reduced or rule.whole or node.eqn.primitive.name in _KERNELS)
 
 
 def is_indexing(node: Node) -> bool:
@@ -79,7 +82,7 @@ def is_fused(node: Node) -> bool:
     rule, name = node.rule, node.eqn.primitive.name
     if name in _SORTING or name in _WRITING or name == "gather":
         return False
-    if name in ("slice", "dynamic_slice", "concatenate", "pad", "rev") or is_pointwise(rule):
+    if name in ("slice", "dynamic_slice", "concatenate", "pad", "rev") or is_pointwise(node):
         return True
     return len([o for o in rule.operands if o]) <= 1 and name.startswith(("reduce_", "arg"))
 

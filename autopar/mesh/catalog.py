@@ -428,3 +428,22 @@ def find_device(name: str) -> Model:
         do="use one of these, or describe yours: Cluster(hosts=, devices_per_host=, device=Device(...), intra=Link(...), "
         "inter=Link(...)).",
     )
+
+
+_CAPABILITIES: Mapping[str, tuple[int, int]] = {
+    "v100": (7, 0),
+    "a100": (8, 0),
+    "l4": (8, 9),
+    "l40s": (8, 9),
+    "h100": (9, 0),
+    "h200": (9, 0),
+    "b200": (10, 0),
+    "gb200": (10, 0),
+    "b300": (10, 3),
+    "gb300": (10, 3),
+}
+
+
+def compute_capability(device: Device) -> tuple[int, int] | None:
+    """The compute capability of an NVIDIA GPU of the catalog; None of other devices."""
+    return _CAPABILITIES.get(re.split(r"[- ]", device.name.lower())[0])

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.experimental import pallas as pl
 
 from autopar.intra_op.graph import build_graph
 from autopar.intra_op.kernels import kernel_of
@@ -70,3 +71,20 @@ def test_an_operation_without_results():
         return jnp.tanh(x)
 
     assert passes(step, X)[0] >= 2
+
+
+def test_a_kernel_is_not_fused_with_its_neighbours():
+    """Even one that works on single elements, of which no dim is whole: in and out each, three times."""
+
+    def double(x):
+        block = pl.BlockSpec((None, None), lambda i, j: (i, j))
+        out = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        call = pl.pallas_call(_double, grid=x.shape, in_specs=[block], out_specs=block, out_shape=out, interpret=True)
+        return call(x)
+
+    moved, launches = passes(lambda x: jnp.tanh(double(jnp.sin(x))), X)
+    assert (moved, launches) == (pytest.approx(6, rel=0.1), 3)
+
+
+def _double(x, out):
+    out[...] = x[...] * 2

@@ -1,7 +1,9 @@
 """Sharding rules: one per primitive, one file per family (see `registry.py`)."""
 
 from autopar.ir.rules import (  # noqa: F401  (each registers its rules)
+    attention,
     convolution,
+    custom_partitioning,
     elementwise,
     indexing,
     linear_algebra,
@@ -9,6 +11,7 @@ from autopar.ir.rules import (  # noqa: F401  (each registers its rules)
     movement,
     opaque,
     ordering,
+    pallas,
     reductions,
     reshape,
     scatter,

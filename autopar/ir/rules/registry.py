@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from autopar._jax import JaxprEqn, Primitive
 from autopar.errors import UnsupportedPrimitiveError, warn
@@ -20,6 +21,7 @@ from autopar.ir.source import source_line
 
 RuleFunction = Callable[[JaxprEqn], ShardingRule]
 _RULES: dict[Primitive, RuleFunction] = {}
+_RULES_BY_NAME: dict[str, RuleFunction] = {}
 
 
 def register(*primitives: Primitive) -> Callable[[RuleFunction], RuleFunction]:
@@ -39,9 +41,30 @@ def register(*primitives: Primitive) -> Callable[[RuleFunction], RuleFunction]:
     return add
 
 
+def register_named(*names: str) -> Callable[[RuleFunction], RuleFunction]:
+    """The same of primitives in modules of JAX that `import jax` does not load: kernels.
+
+    Raises:
+        ValueError: One of them already has a rule.
+    """
+
+    def add(rule: RuleFunction) -> RuleFunction:
+        for name in names:
+            if name in _RULES_BY_NAME:
+                raise ValueError(f"`{name}` already has a sharding rule: {_RULES_BY_NAME[name].__name__}.")
+            _RULES_BY_NAME[name] = rule
+        return rule
+
+    return add
+
+
+def _find(primitive: Primitive) -> RuleFunction | None:
+    return _RULES.get(primitive) or _RULES_BY_NAME.get(primitive.name)
+
+
 def has_rule(primitive: Primitive) -> bool:
     """Whether `primitive` stands in the table."""
-    return primitive in _RULES
+    return _find(primitive) is not None
 
 
 def rule_for(eqn: JaxprEqn) -> ShardingRule:
@@ -53,12 +76,17 @@ def rule_for(eqn: JaxprEqn) -> ShardingRule:
     Raises:
         UnsupportedPrimitiveError: It is a collective or mutates a reference.
     """
-    rule = _RULES.get(eqn.primitive)
+    rule = _find(eqn.primitive)
     kind = list_of(eqn.primitive.name) if rule is None else None
     if kind in ("COMPUTED_REPLICATED", "SIDE_EFFECTS"):
         return dataclasses.replace(replicated_rule(eqn), once=kind == "SIDE_EFFECTS")
     if kind in ("COLLECTIVE", "STATEFUL"):
         raise _out_of_place(eqn)
+    if kind == "KERNELS":
+        warn(
+            whole_kernel_warning(f"the kernel `{eqn.primitive}` at {source_line(eqn)}", "it has no sharding rule", eqn)
+        )
+        return replicated_rule(eqn)
     if rule is None:
         warn(
             f"no sharding rule for `{eqn.primitive}` at {source_line(eqn)}: it is computed whole on every device. "
@@ -66,6 +94,24 @@ def rule_for(eqn: JaxprEqn) -> ShardingRule:
         )
         return replicated_rule(eqn)
     return rule(eqn)
+
+
+def whole_kernel_warning(what: str, reason: str, eqn: JaxprEqn) -> str:
+    """What is said of a kernel that is not split, with the line that would split its leading dim."""
+    batch = eqn.outvars[0].aval.shape[:1] if eqn.outvars else ()
+    fresh = (name for name in factor_names() if name != "b")
+
+    def term(var: Any) -> str:
+        shape = var.aval.shape
+        is_batched = bool(batch) and shape[:1] == batch
+        return " ".join("b" if is_batched and dim == 0 else next(fresh) for dim in range(len(shape)))
+
+    operands, results = (", ".join(map(term, variables)) for variables in (eqn.invars, eqn.outvars))
+    return (
+        f"{what} is computed whole on every device: {reason}. To split it, put above the function that calls it what is "
+        f"true of it, such as this if `b` is a dim along which it computes each index by itself:\n"
+        f'    @autopar.sharding_rule("{operands} -> {results}")'
+    )
 
 
 def _out_of_place(eqn: JaxprEqn) -> UnsupportedPrimitiveError:

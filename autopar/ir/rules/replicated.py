@@ -41,10 +41,9 @@ STRUCTURED: tuple[str, ...] = (
 
 KERNELS: tuple[str, ...] = tuple(
     (
-        "core_map cudnn_fusion custom_partitioning dot_product_attention_bwd dot_product_attention_bwd_wrapper "
-        "dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper dot_product_attention_fp8_fwd "
-        "dot_product_attention_fp8_fwd_wrapper dot_product_attention_fwd dot_product_attention_fwd_wrapper "
-        "ffi_call mosaic_gpu_call pallas_call scaled_matmul scaled_matmul_wrapper tpu_custom_call triton_call"
+        "core_map cudnn_fusion dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper "
+        "dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper ffi_call "
+        "mosaic_gpu_call scaled_matmul scaled_matmul_wrapper tpu_custom_call triton_call"
     ).split()
 )
 """Foreign kernels: only who wrote them knows what they compute. Whole on every device, with a warning, unless

@@ -200,11 +200,16 @@ def _letters(text: str) -> list[Factor]:
     return found
 
 
-def infer_sizes(terms: Sequence[Term], shapes: Sequence[Sequence[int]], what: str = "rule") -> dict[Factor, int]:
+def infer_sizes(
+    terms: Sequence[Term],
+    shapes: Sequence[Sequence[int]],
+    what: str = "rule",
+    known_sizes: Mapping[Factor, int] | None = None,
+) -> dict[Factor, int]:
     """Length of each factor from the shapes; in a dim of several factors all but one must be known from elsewhere."""
     if len(terms) != len(shapes) or any(len(t) != len(s) for t, s in zip(terms, shapes, strict=False)):
         raise ValueError(f"{what}: does not fit the shapes {[tuple(s) for s in shapes]}.")
-    sizes: dict[Factor, int] = {}
+    sizes = dict(known_sizes or {})
     compound = []
     for term, shape in zip(terms, shapes, strict=True):
         for dim, size in zip(term, shape, strict=True):

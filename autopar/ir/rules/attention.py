@@ -1,0 +1,111 @@
+"""The rule of cuDNN's attention, which `jax.nn.dot_product_attention(implementation="cudnn")` calls.
+
+In:     its forward and backward primitives: query, key, value, bias, lengths, and in the backward pass what the forward kept.
+Out:    `btnh,bsnh,bsnv->btnv`: batch b and heads n are split, positions t and s and the dims of a head whole.
+Method: with fewer heads of keys than of queries each serves g of them: a dim of query heads is `(n g)`. Gradients of what
+        lacks a factor (of a bias for all samples, of the one head of keys that all queries share) are sums over it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from autopar._jax import JaxprEqn
+from autopar.errors import warn
+from autopar.ir.rules.linearity import may_be_partial
+from autopar.ir.rules.registry import register_named, replicated_rule, whole_kernel_warning
+from autopar.ir.rules.rule import Dim, Factor, ShardingRule, Term
+from autopar.ir.rules.terms import drop_units
+from autopar.ir.source import source_line
+
+_FORWARD, _BACKWARD = ("dot_product_attention_fwd", "dot_product_attention_bwd")
+
+
+@register_named(*(name + end for name in (_FORWARD, _BACKWARD) for end in ("", "_wrapper")))
+def attention(eqn: JaxprEqn) -> ShardingRule:
+    """Operands are q, k, v, bias, lengths of q and k, offsets of q and k, page tables; those not used have no elements."""
+    is_backward = eqn.primitive.name.startswith(_BACKWARD)
+    shapes = [tuple(atom.aval.shape) for atom in eqn.invars]
+    reason = _not_split(eqn, shapes)
+    if reason is not None:
+        warn(whole_kernel_warning(f"the kernel `{eqn.primitive}` at {source_line(eqn)}", reason, eqn))
+        return replicated_rule(eqn)
+    heads_first = eqn.params["layout"] == 1
+    sizes = _sizes(shapes, heads_first)
+
+    def array(position: Factor, head: Dim, width: Factor) -> Term:
+        middle = (head, (position,)) if heads_first else ((position,), head)
+        return (("b",), *middle, (width,))
+
+    query_heads = ("n", "g")
+    query, out = array("t", query_heads, "h"), array("t", query_heads, "v")
+    key, value = array("s", ("n",), "h"), array("s", ("n",), "v")
+    bias = _bias(shapes[3], query_heads) or _unused(shapes[3], 3, sizes)
+    rest = [(("b",),) if shape[0] else _unused(shape, k, sizes) for k, shape in enumerate(shapes[4:10], 4)]
+    operands: list[Term] = [query, key, value, bias, *rest]
+    statistics: Term = (("b",), query_heads, ("t",))
+    if is_backward:
+        operands += [statistics, out, out]
+        results = [query, key, value, bias][: len(eqn.outvars)]
+    else:
+        results = [out, statistics][: len(eqn.outvars)]
+    terms = drop_units([*operands, *results], sizes)
+    sizes = {factor: size for factor, size in sizes.items() if size != 1}
+    results = terms[len(operands) :]
+    lost = [f for f in ("b", "n", "g") if f in sizes and not all(any(f in dim for dim in term) for term in results)]
+    partial = is_backward and all(may_be_partial(var.aval.dtype) for var in eqn.outvars)
+    whole = [f for f in sizes if f not in ("b", "n", "g")]
+    return ShardingRule(
+        tuple(terms[: len(operands)]),
+        tuple(results),
+        sizes,
+        summed=tuple(lost) if partial else (),
+        whole=tuple(whole if partial else [*whole, *lost]),
+        flops=_flops(eqn, sizes, is_backward),
+    )
+
+
+def _not_split(eqn: JaxprEqn, shapes: Sequence[tuple[int, ...]]) -> str | None:
+    """Why it is computed whole; None: it is not."""
+    if eqn.params["dropout_rate"] > 0:
+        return "its dropout counts heads from the first of the whole batch"
+    if getattr(eqn.params["mask_type"], "name", "") == "ALIBI":
+        return "its slopes count heads from the first of all"
+    if any(len(shape) > 1 for shape in shapes[6:8]):
+        return "it packs several sequences into one"
+    if any(len(shape) > 1 for shape in shapes[8:10]):
+        return "its keys lie in pages"
+    return None
+
+
+def _sizes(shapes: Sequence[tuple[int, ...]], heads_first: bool) -> dict[Factor, int]:
+    (batch, *query, width), (_, *key, _), value = shapes[0], shapes[1], shapes[2]
+    (heads, positions), (key_heads, key_positions) = (each if heads_first else each[::-1] for each in (query, key))
+    groups = heads // key_heads
+    return {"b": batch, "n": key_heads, "g": groups, "t": positions, "s": key_positions, "h": width, "v": value[-1]}
+
+
+def _bias(shape: tuple[int, ...], heads: Dim) -> Term:
+    """One for each sample or for all, for each head or for all."""
+    if len(shape) != 4:
+        return ()
+    return (("b",) if shape[0] > 1 else (), heads if shape[1] > 1 else (), ("t",), ("s",))
+
+
+def _unused(shape: tuple[int, ...], number: int, sizes: dict[Factor, int]) -> Term:
+    names = [f"o{number}{dim}" for dim in range(len(shape))]
+    sizes.update(zip(names, shape, strict=True))
+    return tuple((name,) for name in names)
+
+
+def _flops(eqn: JaxprEqn, sizes: Any, is_backward: bool) -> float:
+    """Two products forward, five backward (scores are made again); of a causal mask half of each, of a window that part."""
+    size = {factor: sizes.get(factor, 1) for factor in "bngtshv"}
+    each = 2.0 * math.prod(size[factor] for factor in "bngts")
+    work = each * (3 * size["h"] + 2 * size["v"] if is_backward else size["h"] + size["v"])
+    window = eqn.params.get("sliding_window_length")
+    if window is not None:
+        return work * min(1.0, window / size["s"])
+    return work / 2 if "CAUSAL" in getattr(eqn.params["mask_type"], "name", "") else work

@@ -1,0 +1,186 @@
+"""Which block of an array each step of a kernel's grid holds, read off the index maps of a Pallas kernel.
+
+In:     an index map as JAX traces it (grid indices, scalars known only when it runs -> block numbers), the grid.
+Out:    `block_numbers`: the numbers at every step of the grid; `split_steps` and `digits_in`: the same in mixed radix.
+Method: a grid is small, so the map is run on all its steps at once, in NumPy and without a device. Index i of grid dim d
+        is an array that is longer than 1 along dim d only, so the shape of a result says on which dims it depends. A grid
+        dim is then written in digits, minor to major, and a map tells the dim's blocks if its numbers count through
+        digits: `i`, `i // 4` (a head of keys for four of queries), `i % 4`, `8 * i + j` all do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autopar._jax import Jaxpr, JaxprEqn, Literal, open_jaxpr
+
+MAX_STEPS = 2**20
+"""More steps than this that one block number depends on are not looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockNumbers:
+    """The block of one array dim at each step of a grid.
+
+    Attributes:
+        grid_dims: Those it may depend on.
+        numbers: int[grid...], of length 1 along other dims; None where it cannot be told before the kernel runs.
+    """
+
+    grid_dims: frozenset[int]
+    numbers: np.ndarray | None
+
+
+def block_numbers(index_map: Any, grid: Sequence[int | None]) -> list[BlockNumbers]:
+    """What an index map says of each dim of its array; a grid dim of None is as long as a value says."""
+    jaxpr, consts = open_jaxpr(index_map)
+    indices = [_index(dim, grid) for dim in range(len(grid))]
+    unknown = [BlockNumbers(frozenset(), None)] * (len(jaxpr.invars) - len(grid))  # scalars, there when it runs
+    return _run(jaxpr, [_known(value, len(grid)) for value in consts], [*indices, *unknown], len(grid))
+
+
+def _index(dim: int, grid: Sequence[int | None]) -> BlockNumbers:
+    length = grid[dim]
+    if length is None:
+        return BlockNumbers(frozenset([dim]), None)
+    numbers = np.arange(length, dtype=np.int32).reshape([length if d == dim else 1 for d in range(len(grid))])
+    return BlockNumbers(frozenset([dim]), numbers)
+
+
+def _known(value: Any, ndim: int) -> BlockNumbers:
+    numbers = np.asarray(value) if np.ndim(value) == 0 else None
+    return BlockNumbers(frozenset(), None if numbers is None else numbers.reshape((1,) * ndim))
+
+
+def _run(
+    jaxpr: Jaxpr, consts: Sequence[BlockNumbers], operands: Sequence[BlockNumbers], ndim: int
+) -> list[BlockNumbers]:
+    env: dict[Any, BlockNumbers] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=False))
+
+    def read(atom: Any) -> BlockNumbers:
+        return _known(np.asarray(atom.val, atom.aval.dtype), ndim) if isinstance(atom, Literal) else env[atom]
+
+    for eqn in jaxpr.eqns:
+        env.update(zip(eqn.outvars, _step(eqn, [read(atom) for atom in eqn.invars], ndim), strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _step(eqn: JaxprEqn, operands: Sequence[BlockNumbers], ndim: int) -> list[BlockNumbers]:
+    name, dims = eqn.primitive.name, frozenset[int]().union(*(operand.grid_dims for operand in operands))
+    if name in ("jit", "pjit", "closed_call"):
+        body, consts = open_jaxpr(eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")))
+        return _run(body, [_known(value, ndim) for value in consts], operands, ndim)
+    arrays = [operand.numbers for operand in operands]
+    if not operands:
+        dims = frozenset(range(ndim))  # `program_id`, say
+    if name not in _OPERATIONS or any(array is None for array in arrays):
+        return [BlockNumbers(dims, None)] * len(eqn.outvars)
+    known = [array for array in arrays if array is not None]
+    if math.prod(np.broadcast_shapes(*(array.shape for array in known))) > MAX_STEPS:
+        return [BlockNumbers(dims, None)]
+    with np.errstate(all="ignore"):
+        numbers = np.asarray(_OPERATIONS[name](eqn.params, *known)).astype(eqn.outvars[0].aval.dtype)
+    return [BlockNumbers(dims, numbers)]
+
+
+def _quotient(_: Any, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Rounded towards zero, as XLA does."""
+    return np.sign(a) * np.sign(b) * (np.abs(a) // np.maximum(np.abs(b), 1))
+
+
+def _select(_: Any, which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
+    return np.select([which == k for k in range(len(cases))], list(cases))
+
+
+def _of(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda _, *arrays: function(*arrays)
+
+
+_OPERATIONS: Mapping[str, Callable[..., Any]] = {
+    **{name: _of(getattr(np, name)) for name in ("abs", "sign")},
+    **{"add": _of(np.add), "sub": _of(np.subtract), "mul": _of(np.multiply), "neg": _of(np.negative)},
+    **{"max": _of(np.maximum), "min": _of(np.minimum), "rem": _of(np.fmod), "div": _quotient},
+    **{"and": _of(np.bitwise_and), "or": _of(np.bitwise_or), "xor": _of(np.bitwise_xor), "not": _of(np.invert)},
+    **{"eq": _of(np.equal), "ne": _of(np.not_equal), "lt": _of(np.less), "le": _of(np.less_equal)},
+    **{"gt": _of(np.greater), "ge": _of(np.greater_equal), "select_n": _select},
+    "shift_left": _of(np.left_shift),
+    "shift_right_arithmetic": _of(np.right_shift),
+    "clamp": _of(lambda low, x, high: np.minimum(np.maximum(x, low), high)),
+    **dict.fromkeys(("convert_element_type", "copy", "copy_p", "stop_gradient"), _of(lambda x: x)),
+}
+
+
+Digit = tuple[int, int]
+"""(grid dim, which of its digits, counted from the minor one)"""
+
+
+def split_steps(grid: Sequence[int | None], maps: Sequence[BlockNumbers]) -> list[tuple[int, ...]]:
+    """Each grid dim in digits: their lengths, minor to major, such that the maps count through digits.
+
+    One digit, the dim itself, where no map asks for more or where what they ask for does not fit together.
+    """
+    borders: list[set[int]] = [set() for _ in grid]
+    for numbers in (each.numbers for each in maps if each.numbers is not None):
+        for dim in range(numbers.ndim):
+            border = _first_border(_along(numbers, dim))
+            if border is not None:
+                borders[dim].add(border)
+    return [_digits(length, sorted(borders[dim])) for dim, length in enumerate(grid)]
+
+
+def _along(numbers: np.ndarray, dim: int) -> np.ndarray:
+    """The numbers along one grid dim, at the first step of the others."""
+    return numbers[tuple(slice(None) if d == dim else 0 for d in range(numbers.ndim))]
+
+
+def _first_border(line: np.ndarray) -> int | None:
+    """After how many steps the numbers stop standing still, or growing evenly."""
+    if len(line) < 2:
+        return None
+    even = line[0] + (line[1] - line[0]) * np.arange(len(line))
+    apart = np.flatnonzero(line != even)
+    return int(apart[0]) if len(apart) else None
+
+
+def _digits(length: int | None, borders: Sequence[int]) -> tuple[int, ...]:
+    if length is None:
+        return (1,)
+    places = [1, *borders, length]
+    if any(b % a for a, b in zip(places, places[1:], strict=False)):
+        return (length,)
+    return tuple(b // a for a, b in zip(places, places[1:], strict=False))
+
+
+def digits_in(each: BlockNumbers, num_blocks: int, lengths: Sequence[tuple[int, ...]]) -> tuple[Digit, ...] | None:
+    """The digits through which block numbers 0, 1, ... `num_blocks` - 1 count, major to minor; None: they do not."""
+    numbers = each.numbers
+    if numbers is None or numbers.flat[0] != 0:
+        return None
+    step_of: dict[Digit, int] = {}
+    rebuilt = np.zeros((1,) * numbers.ndim, np.int64)
+    for dim in range(numbers.ndim):
+        if numbers.shape[dim] == 1:
+            continue
+        line = _along(numbers, dim)
+        place, values = 1, np.arange(len(line))
+        for k, length in enumerate(lengths[dim]):
+            step = int(line[place]) if length > 1 else 0
+            if step:
+                step_of[dim, k] = step
+                counted = step * (values // place % length)
+                rebuilt = rebuilt + counted.reshape([-1 if d == dim else 1 for d in range(numbers.ndim)])
+            place *= length
+    if not np.array_equal(np.broadcast_to(rebuilt, numbers.shape), numbers):
+        return None
+    minor_first = sorted(step_of, key=step_of.__getitem__)
+    count = 1
+    for digit in minor_first:
+        if step_of[digit] != count:
+            return None
+        count *= lengths[digit[0]][digit[1]]
+    return tuple(reversed(minor_first)) if count == num_blocks else None

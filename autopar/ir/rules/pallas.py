@@ -1,0 +1,243 @@
+"""The rule of a Pallas kernel, from its grid and the index maps of its blocks.
+
+In:     a `pallas_call`: a grid, and for each array the shape of a block and which block each step of the grid holds.
+Out:    `ShardingRule`: a grid dim that walks the blocks of every result, and of the operands or not at all, is a factor
+        that can be split; its length is that of the grid dim. On one device runs the same kernel over fewer steps.
+Method: a dim of n blocks of b elements is two factors, `(block, inside)`, the second whole. What else keeps a grid dim
+        whole: the kernel asks at which step it is (`program_id`: a causal mask), results are added up over its steps, or
+        which block a step holds is known only when it runs. In a scratch buffer a step finds what the step before it left;
+        a dim is split only if no step could tell this from the first: neither it nor a dim outside of it is asked for.
+        Positions within a block need no such care: a block is the same block on one device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from autopar._jax import Jaxpr, JaxprEqn, Var, all_equations, bind_eqn, bodies_in, function_name, open_jaxpr
+from autopar.errors import warn
+from autopar.ir.rules.index_map import BlockNumbers, block_numbers, digits_in, split_steps
+from autopar.ir.rules.kernel_flops import kernel_flops
+from autopar.ir.rules.registry import register_named, replicated_rule, whole_kernel_warning
+from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, factor_names
+from autopar.ir.source import source_line
+
+
+@register_named("pallas_call")
+def pallas_call(eqn: JaxprEqn) -> ShardingRule:
+    """`a kernel over blocks (ab)c->(ab)c {whole b c}`: see the head of this file."""
+    reason = _not_understood(eqn)
+    if reason is None:
+        kernel = _Kernel(eqn)
+        rule = kernel.rule()
+        if rule.splittable() or max(rule.sizes.values(), default=1) == 1:
+            return rule
+        reason = "; ".join(f"grid dim {dim}: {why}" for dim, why in sorted(kernel.whole.items()))
+        reason = reason or ("no grid dim leads in every result" if kernel.grid else "it has no grid")
+    name = eqn.params.get("name") or function_name(open_jaxpr(eqn.params["jaxpr"])[0]) or "pallas_call"
+    warn(whole_kernel_warning(f"the Pallas kernel `{name}` at {source_line(eqn)}", reason, eqn))
+    return dataclasses.replace(replicated_rule(eqn), flops=kernel_flops(eqn))
+
+
+def _not_understood(eqn: JaxprEqn) -> str | None:
+    """Why nothing can be told of a kernel; None: it can."""
+    mapping = eqn.params.get("grid_mapping")
+    wanted = ("grid", "block_mappings", "num_inputs", "num_outputs", "vmapped_dims", "scratch_avals")
+    if not all(hasattr(mapping, name) for name in wanted):
+        return "this release of JAX describes kernels in a way that autopar does not know"
+    if eqn.effects or any(not hasattr(atom.aval, "dtype") for atom in eqn.invars):
+        return "it has effects besides its results"
+    if len(mapping.block_mappings) != mapping.num_inputs + len(eqn.outvars) or mapping.local_grid_env is not None:
+        return "it is written for a part of another kernel"
+    if any(getattr(each, "indexed_by", None) is not None for each in mapping.block_mappings):
+        return "one operand says which blocks of another are read"
+    names = {inner.primitive.name for inner in all_equations(open_jaxpr(eqn.params["jaxpr"])[0])}
+    if any(name.startswith("prng_") for name in names):
+        return "it draws random numbers from one stream"
+    return None
+
+
+class _Kernel:
+    """One kernel while its rule is read: terms of its arrays, and why grid dims are whole."""
+
+    def __init__(self, eqn: JaxprEqn):
+        self.eqn, self.mapping = eqn, eqn.params["grid_mapping"]
+        self.grid: tuple[int | None, ...] = tuple(n if isinstance(n, int) else None for n in self.mapping.grid)
+        self.whole: dict[int, str] = {}
+        self.sizes: dict[Factor, int] = {}
+        self.never: list[Factor] = []
+        self.fresh = factor_names()
+        self.maps = [block_numbers(each.index_map_jaxpr, self.grid) for each in self.mapping.block_mappings]
+        blocked = [
+            number
+            for numbers, each in zip(self.maps, self.mapping.block_mappings, strict=True)
+            for number, block in zip(numbers, each.block_shape, strict=False)
+            if _block_size(block) is not None
+        ]
+        self.lengths = split_steps(self.grid, blocked)
+        self.factor_of = {
+            (dim, k): next(self.fresh) for dim, digits in enumerate(self.lengths) for k in range(len(digits))
+        }
+
+    def rule(self) -> ShardingRule:
+        """The rule; `whole` then says why grid dims are."""
+        eqn, num_inputs = self.eqn, self.mapping.num_inputs
+        first = eqn.invars[: len(eqn.invars) - num_inputs]  # lengths of the grid, scalars for the index maps
+        self._keep_what_is_asked_for()
+        scalars = [tuple(self._inner(size) for size in atom.aval.shape) for atom in first]
+        terms = [self._term(k) for k in range(len(self.maps))]
+        operands, results = (*scalars, *terms[:num_inputs]), tuple(terms[num_inputs:])
+        self._keep_what_does_not_move(results)
+        self._keep_what_is_overwritten(operands, results)
+        standing = {factor for term in (*operands, *results) for dim in term for factor in dim}
+        whole = [f for (d, k), f in self.factor_of.items() if d in self.whole or k < len(self.lengths[d]) - 1]
+        steps = {dim: self.factor_of[dim, len(digits) - 1] for dim, digits in enumerate(self.lengths)}
+        return ShardingRule(
+            operands,
+            results,
+            {factor: size for factor, size in self.sizes.items() if factor in standing},
+            whole=tuple(factor for factor in (*whole, *self.never) if factor in standing),
+            flops=kernel_flops(eqn),
+            local=functools.partial(_on_part, steps=steps, results=results),
+        )
+
+    def _keep_what_is_asked_for(self) -> None:
+        """Grid dims whose index the kernel reads, by `program_id` or a name; with scratch also those within them."""
+        user_dims = [dim for dim in range(len(self.grid)) if dim not in self.mapping.vmapped_dims]
+        body, _ = open_jaxpr(self.eqn.params["jaxpr"])
+        asked = {user_dims[dim] for dim in _asked_for(body) if dim < len(user_dims)}
+        if self.mapping.grid_names is not None:
+            asked |= {dim for dim, name in enumerate(self.mapping.grid_names) if name is not None}
+        for dim, length in enumerate(self.grid):
+            if length is None:
+                self.whole[dim] = "its length is known only when it runs"
+            elif dim in asked:
+                self.whole[dim] = "the kernel asks for its index (`program_id`)"
+            elif self.mapping.scratch_avals and any(outer in asked for outer in range(dim)) and not self._parallel(dim):
+                self.whole[dim] = "a scratch buffer may carry values along it"
+
+    def _parallel(self, dim: int) -> bool:
+        """Whether who wrote the kernel says that the steps of a grid dim are independent."""
+        semantics = getattr(self.eqn.params.get("compiler_params"), "dimension_semantics", None)
+        if semantics is None or len(semantics) != len(self.grid):
+            return False
+        return str(getattr(semantics[dim], "value", semantics[dim])).lower() == "parallel"
+
+    def _inner(self, size: int) -> Dim:
+        """A dim that is not split."""
+        if size == 1:
+            return ()
+        factor = next(self.fresh)
+        self.sizes[factor] = size
+        self.never.append(factor)
+        return (factor,)
+
+    def _term(self, k: int) -> Term:
+        """The dims of an array: of each the factors that walk its blocks and one inside a block."""
+        each, numbers = self.mapping.block_mappings[k], self.maps[k]
+        dims: list[Dim] = []
+        for position, size in enumerate(each.array_aval.shape):
+            block = _block_size(each.block_shape[position])
+            number = numbers[position] if len(numbers) == len(each.block_shape) else BlockNumbers(_all(self.grid), None)
+            taken = {factor for dim in dims for factor in dim}
+            walk = self._walk(size, block, number, taken)
+            dims.append(self._inner(size) if walk is None else (*walk, *self._inner(block or 1)))
+        return tuple(dims)
+
+    def _walk(self, size: int, block: int | None, number: BlockNumbers, taken: set[Factor]) -> Dim | None:
+        """The factors that walk the blocks of a dim; None where the dim is not walked in step with the grid."""
+        if number.numbers is not None and not number.numbers.any():  # always the same block: nothing moves along it
+            return () if block == size else None
+        digits = None
+        if block is not None and size % block == 0:
+            digits = digits_in(number, size // block, self.lengths)
+        walk = None if digits is None else tuple(self.factor_of[digit] for digit in digits)
+        if walk is None or taken.intersection(walk):
+            for dim in number.grid_dims:
+                self.whole.setdefault(dim, "which block a step holds is no plain function of it")
+            return None
+        self.sizes.update({self.factor_of[d, k]: self.lengths[d][k] for d, k in digits or ()})
+        return walk
+
+    def _keep_what_does_not_move(self, results: Sequence[Term]) -> None:
+        """A grid dim that does not walk through every result: some block of it is written at several steps."""
+        for dim, digits in enumerate(self.lengths):
+            factor = self.factor_of[dim, len(digits) - 1]
+            if self.grid[dim] != 1 and not all(any(factor in d for d in term) for term in results):
+                self.whole.setdefault(dim, "results do not move with it: they are added up over its steps")
+
+    def _keep_what_is_overwritten(self, operands: Sequence[Term], results: Sequence[Term]) -> None:
+        """An operand whose memory a result takes must lie as the result does."""
+        num_dynamic = sum(length is None for length in self.grid)
+        for operand, result in self.eqn.params.get("input_output_aliases") or ():
+            pair = [_without(term, self.never) for term in (operands[operand + num_dynamic], results[result])]
+            moving = {factor for term in pair for dim in term for factor in dim}
+            if pair[0] != pair[1]:
+                for (dim, _), factor in self.factor_of.items():
+                    if factor in moving:
+                        self.whole.setdefault(dim, "a result overwrites an operand that moves in another way")
+
+
+def _without(term: Term, factors: Sequence[Factor]) -> Term:
+    return tuple(tuple(factor for factor in dim if factor not in factors) for dim in term)
+
+
+def _all(grid: Sequence[Any]) -> frozenset[int]:
+    return frozenset(range(len(grid)))
+
+
+def _block_size(block: Any) -> int | None:
+    """Elements of a block along one dim, counted in blocks by its index map; None of a dim that is not cut in blocks."""
+    match type(block).__name__:
+        case "int" | "Blocked":
+            return int(getattr(block, "block_size", block))
+        case "Squeezed" | "NoneType":
+            return 1
+    return None
+
+
+def _asked_for(body: Jaxpr) -> Iterator[int]:
+    """Dims of the grid, as the kernel counts them, whose index or length it uses."""
+    used = {atom for eqn in body.eqns for atom in eqn.invars if isinstance(atom, Var)}
+    used.update(atom for atom in body.outvars if isinstance(atom, Var))
+    for eqn in body.eqns:
+        if eqn.primitive.name in ("program_id", "num_programs") and eqn.outvars[0] in used:
+            yield eqn.params["axis"]
+        for inner in bodies_in(eqn):
+            yield from _asked_for(inner)
+
+
+def _on_part(
+    eqn: JaxprEqn,
+    shard: Shard,
+    *operands: jax.Array,
+    steps: Mapping[int, Factor],
+    results: Sequence[Term],
+) -> Sequence[jax.Array]:
+    """The kernel over the steps of one device; `steps` is the major factor of each grid dim."""
+    mapping = eqn.params["grid_mapping"]
+    counts = [shard.num_shards(steps[dim]) for dim in range(len(mapping.grid))]
+    grid = tuple(n // count if isinstance(n, int) else n for n, count in zip(mapping.grid, counts, strict=True))
+    shapes = [array.shape for array in operands[len(operands) - mapping.num_inputs :]]
+    shapes += [tuple(map(shard.local_dim, term)) for term in results]
+    blocks = tuple(
+        each.replace(array_aval=each.array_aval.update(shape=shape))
+        for each, shape in zip(mapping.block_mappings, shapes, strict=True)
+    )
+    params = {**eqn.params, "grid_mapping": mapping.replace(grid=grid, block_mappings=blocks)}
+    if "out_avals" in params:
+        made = shapes[mapping.num_inputs :]
+        params["out_avals"] = tuple(a.update(shape=s) for a, s in zip(params["out_avals"], made, strict=True))
+    cost = params.get("cost_estimate")
+    if cost is not None:
+        names = [field.name for field in dataclasses.fields(cost) if isinstance(getattr(cost, field.name), int)]
+        params["cost_estimate"] = dataclasses.replace(
+            cost, **{name: getattr(cost, name) // math.prod(counts) for name in names}
+        )
+    return bind_eqn(eqn, *operands, params=params)

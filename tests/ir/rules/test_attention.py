@@ -1,0 +1,135 @@
+"""cuDNN's attention: its rule, held against the same function in plain JAX where there is no cuDNN."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.interpreters import mlir
+
+import autopar
+from autopar._jax import find_primitives, with_cudnn_of
+from autopar.ir.rules import rule_for
+from tests.ir.rules.harness import check_equation, flat_eqns, gradient_of
+
+NAMES = ("dot_product_attention_fwd_wrapper", "dot_product_attention_bwd_wrapper")
+
+
+def in_plain_jax(q, k, v, bias, q_lengths, kv_lengths, *, scale, mask_type, **_):
+    """What the forward kernel computes: the result, and the logarithms of the softmax's denominators."""
+    groups = q.shape[2] // k.shape[2]
+    k, v = (jnp.repeat(each.astype(jnp.float32), groups, axis=2) for each in (k, v))
+    scores = jnp.einsum("btnh,bsnh->bnts", q.astype(jnp.float32), k) * scale
+    scores = scores + bias.astype(jnp.float32) if bias.size else scores
+    seen = jnp.ones(scores.shape, bool)
+    t, s = jnp.arange(scores.shape[2])[:, None], jnp.arange(scores.shape[3])
+    if "CAUSAL" in mask_type.name:
+        seen &= s <= t
+    if kv_lengths.size:
+        seen &= s < kv_lengths[:, None, None, None]
+    scores = jnp.where(seen, scores, -1e9)
+    out = jnp.einsum("bnts,bsnv->btnv", jax.nn.softmax(scores), v)
+    return out.astype(q.dtype), jax.nn.logsumexp(scores, axis=-1)
+
+
+def forward(q, k, v, bias, q_lengths, kv_lengths, *_, is_training, **params):
+    return in_plain_jax(q, k, v, bias, q_lengths, kv_lengths, **params)[: 2 if is_training else 1]
+
+
+def backward(q, k, v, bias, q_lengths, kv_lengths, *others, **params):
+    *_, gradient = others
+    fun = lambda *arrays: in_plain_jax(*arrays, q_lengths, kv_lengths, **params)[0]  # noqa: E731
+    return jax.vjp(fun, q, k, v, bias)[1](gradient)[: 4 if bias.size else 3]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_cpu():
+    """The primitives have no other meaning on a CPU."""
+    for name, function in zip(NAMES, (forward, backward), strict=True):
+        (primitive,) = find_primitives(name)
+        mlir.register_lowering(primitive, mlir.lower_fun(functools.partial(function)), platform="cpu")
+
+
+def attend(query, key, value, bias=None, lengths=None, is_causal=True):
+    return jax.nn.dot_product_attention(
+        query, key, value, bias, is_causal=is_causal, key_value_seq_lengths=lengths, implementation="cudnn"
+    )
+
+
+def kernels(heads, key_heads, *others, **options):
+    shapes = (8, 16, heads, 8), (8, 16, key_heads, 8), (8, 16, key_heads, 8)
+    arrays = [jnp.ones(shape, jnp.float16) for shape in shapes]
+    with with_cudnn_of((9, 0)):
+        eqns = flat_eqns(gradient_of(functools.partial(attend, **options)), *arrays, *others)
+    return [eqn for eqn in eqns if eqn.primitive.name in NAMES]
+
+
+def bias_of(*shape):
+    return jnp.ones((*shape, 16, 16), jnp.float16)
+
+
+@pytest.mark.parametrize(
+    "heads, key_heads, others, splits",
+    [
+        (4, 4, (), ["b n", "b n"]),
+        (8, 4, (), ["b n", "b n"]),
+        (4, 1, (), ["b g", "b g"]),
+        (4, 4, (bias_of(8, 4),), ["b n", "b n"]),
+        (4, 4, (bias_of(1, 4),), ["b n", "b n"]),
+        (4, 4, (bias_of(8, 1),), ["b n", "b n"]),
+    ],
+)
+def test_splits_by_batch_and_heads(heads, key_heads, others, splits):
+    both = kernels(heads, key_heads, *others)
+    assert [" ".join(rule_for(eqn).splittable()) for eqn in both] == splits
+    for eqn in both:
+        assert check_equation(eqn, limit=5) > 1
+
+
+def test_lengths_are_of_each_sample():
+    both = kernels(4, 4, lengths=jnp.full((8,), 7, jnp.int32), is_causal=False)
+    assert [" ".join(rule_for(eqn).splittable()) for eqn in both] == ["b n", "b n"]
+
+
+def test_gradients_are_sums_over_what_they_lack():
+    assert rule_for(kernels(4, 1)[1]).summed == ("g",)
+    assert rule_for(kernels(4, 4, bias_of(1, 4))[1]).summed == ("b",)
+
+
+def test_flops():
+    """Two products, half of them masked; five in the backward pass."""
+    first, second = (rule_for(eqn).flops for eqn in kernels(4, 4))
+    assert first == 2 * 2 * 8 * 4 * 16 * 16 * 8 / 2 and second == 2.5 * first
+
+
+def step(w, x):
+    def loss(w):
+        q, k, v = jnp.einsum("btd,kdnh->kbtnh", x, w).astype(jnp.bfloat16)
+        return jnp.mean(attend(q, k, v).astype(jnp.float32) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(w)
+    return w - gradient, value
+
+
+def test_planned_for_a_machine_that_has_cudnn():
+    """This one has not. Trained in data parallel with microbatches, and split by batch and heads."""
+    types = jax.ShapeDtypeStruct((3, 64, 8, 64), np.float32), jax.ShapeDtypeStruct((16, 128, 64), np.float32)
+    cluster = autopar.Cluster.of("1x8 h100")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is computed whole
+        autopar.parallelize(step, cluster=cluster, method=autopar.DataParallel(num_microbatches=2)).plan(*types)
+        pinned = {"w": jax.sharding.PartitionSpec(None, None, "y")}
+        method = autopar.ShardParallel(mesh_shape=(2, 4), constraints=pinned)
+        plan = autopar.parallelize(step, cluster=cluster, method=method).plan(*types)
+    assert {each.kind for each in plan.cost.collectives} == {"all-reduce"}
+
+
+def test_without_cudnn_and_without_such_a_machine():
+    """JAX says so itself."""
+    w, x = np.ones((3, 8, 2, 8), np.float32), np.ones((4, 16, 8), np.float32)
+    with pytest.raises(RuntimeError, match="cuDNN is not detected"):
+        autopar.parallelize(step, cluster=autopar.Cluster.local(jax.devices()[:2])).plan(w, x)

@@ -1,0 +1,105 @@
+"""A train step with flash attention as a Pallas kernel, interpreted: under every method it equals plain `jax.jit`."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas.ops.gpu import attention
+from jax.sharding import PartitionSpec
+
+import autopar
+
+SIZES = "block_q block_k block_q_dkv block_kv_dkv block_q_dq block_kv_dq".split()
+BLOCKS = attention.BlockSizes(**dict.fromkeys(SIZES, 16))
+attend = functools.partial(attention.mha, segment_ids=None, causal=True, block_sizes=BLOCKS, interpret=True)
+WIDTH, HEADS, LENGTH, BATCH = 16, 4, 32, 8
+
+
+def layer(x, params):
+    q, k, v = jnp.einsum("bsd,ndhe->nbshe", x, params["qkv"])
+    x = x + jnp.einsum("bshe,hed->bsd", attend(q, k, v), params["out"])
+    return x + jnp.tanh(x @ params["up"])
+
+
+def unrolled(params, x):
+    for each in range(len(params["up"])):
+        x = layer(x, jax.tree.map(lambda leaf, each=each: leaf[each], params))
+    return x
+
+
+def scanned(params, x):
+    return jax.lax.scan(lambda x, each: (layer(x, each), None), x, params)[0]
+
+
+def make_step(model):
+    def step(params, batch):
+        loss, gradients = jax.value_and_grad(lambda p: jnp.mean((model(p, batch["x"]) - batch["y"]) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), loss
+
+    return step
+
+
+def arguments(num_layers):
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return np.float32(rng.normal(size=shape) * 0.2)
+
+    layers = {
+        "qkv": draw(num_layers, 3, WIDTH, HEADS, 16),
+        "out": draw(num_layers, HEADS, 16, WIDTH),
+        "up": draw(num_layers, WIDTH, WIDTH),
+    }
+    return layers, {"x": draw(BATCH, LENGTH, WIDTH), "y": draw(BATCH, LENGTH, WIDTH)}
+
+
+BY_HEADS = {"params/out": PartitionSpec(None, "y"), "params/qkv": PartitionSpec(None, None, None, "y")}
+METHODS = {
+    "auto": (autopar.Auto(), unrolled, 1),
+    "zero 3": (autopar.DataParallel(zero=3), unrolled, 1),
+    "two axes": (autopar.ShardParallel(mesh_shape=(2, 4), constraints=BY_HEADS), unrolled, 1),
+    "microbatches": (autopar.ShardParallel(mesh_shape=(2, 2), num_microbatches=2), scanned, 2),
+    "pipeline": (autopar.PipelineParallel(num_stages=2, num_microbatches=2), scanned, 2),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_flash_attention(name):
+    method, model, num_layers = METHODS[name]
+    step, args = make_step(model), arguments(num_layers)
+    devices = jax.devices()[: 4 if num_layers > 1 else 8]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # nothing is computed whole
+        parallel = autopar.parallelize(step, cluster=autopar.Cluster.local(devices), method=method)
+        results = parallel(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), results, jax.jit(step)(*args))
+
+
+def test_heads_are_split_where_the_batch_cannot_be():
+    """One long sample on eight devices: Megatron's attention, one sum of what the heads contribute."""
+
+    def step(params, batch):
+        def loss(params):
+            q, k, v = jnp.einsum("bsd,ndhe->nbshe", batch["x"], params["qkv"])
+            heads = attention.mha(q, k, v, segment_ids=None, causal=True)
+            out = jnp.einsum("bshe,hed->bsd", heads, params["out"])
+            return jnp.mean((out - batch["y"]).astype(jnp.float32) ** 2)
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return jax.tree.map(jnp.subtract, params, gradients), value
+
+    def of(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+
+    params = {"qkv": of(3, 4096, 32, 128), "out": of(32, 128, 4096)}
+    batch = {"x": of(1, 2048, 4096), "y": of(1, 2048, 4096)}
+    cluster, method = autopar.Cluster.of("1x8 h100"), autopar.ShardParallel(mesh_shape=(8,))
+    plan = autopar.parallelize(step, cluster=cluster, method=method).plan(params, batch)
+    specs = plan.shardings[0][0]
+    assert specs == {"qkv": PartitionSpec(None, None, "x", None), "out": PartitionSpec("x", None, None)}
+    assert [(each.kind, each.bytes) for each in plan.cost.collectives] == [("all-reduce", 2048 * 4096 * 2)]
