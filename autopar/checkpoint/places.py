@@ -53,7 +53,7 @@ def places_by_like(leaves: Sequence[Any]) -> list[Place]:
 
 def _own_place(leaf: Any) -> Place:
     if isinstance(leaf, StackedArray):
-        return Stack(leaf.shape, [part.sharding for part in leaf.parts], leaf.dim)
+        return Stack([part.shape for part in leaf.parts], [part.sharding for part in leaf.parts], leaf.dim)
     if isinstance(leaf, np.ndarray | np.generic):
         return HOST
     if isinstance(leaf, jax.Array):

@@ -9,6 +9,7 @@ Method: in this order: `ir/split/layers.py`, `lean_scans.py`, `ir/split/microbat
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -54,23 +55,29 @@ class CutStep:
 
 
 def in_parts(
-    program: Program, roles: Roles, num_parts: int, layout: tuple[int, Mapping[int, int]] | None = None
+    program: Program, roles: Roles, num_parts: int, layout: tuple[int, int, Mapping[int, int]] | None = None
 ) -> tuple[Program, Roles, LayerSplit]:
     """The step with its scans over layers taken apart, if it has any.
 
     Args:
         program: The step.
         roles: Its roles.
-        num_parts: How many parts; the fewest more where these do not divide the layers.
-        layout: In how many parts stacks lie, and which inputs are such, along which dim; None: as `num_parts` says.
+        num_parts: How many parts, if there are so many layers; where these do not divide the layers, some have one more.
+        layout: In how many parts stacks lie, of how many layers, and which inputs are such, along which dim; None: as
+            `num_parts` says.
     """
-    count, stacked = (0, {}) if layout is None else layout
+    count, there, stacked = (0, 0, {}) if layout is None else layout
     length = layer_count(program.jaxpr, roles.state, roles.aliases, stacked)
-    count = count or _part_count(length, num_parts)
+    count = count or min(length, num_parts)
     if count < 2 or (layout is not None and not stacked):
         return program, roles, whole_stacks(program.jaxpr)
-    stacks = split_layers(program.jaxpr, length if length % count == 0 else 0, count, roles.aliases, stacked)
-    if not any(len(stacks.inputs[k]) > 1 for k in roles.state):
+    if layout is not None:
+        length = there if there % count else length if length % count == 0 else 0
+    stacks = split_layers(program.jaxpr, length, count, roles.aliases, stacked)
+    if layout is None and length % count and not _has_parts(stacks, roles):
+        equal = dividing_count(length, count)  # an operation on stacks may need equal parts
+        stacks = split_layers(program.jaxpr, length, equal, roles.aliases, stacked)
+    if not _has_parts(stacks, roles):
         return program, roles, whole_stacks(program.jaxpr)  # a scan over time, or over chunks: its weights are shared
     ins, outs = (stacks.inputs[: program.num_args], stacks.input_dims), (stacks.outputs, stacks.output_dims)
     paths = _part_paths(program.in_paths, *ins, stacks.jaxpr.invars)
@@ -102,6 +109,11 @@ def in_parts(
     return parted, parted_roles, stacks
 
 
+def _has_parts(stacks: LayerSplit, roles: Roles) -> bool:
+    """Whether any state is in parts."""
+    return any(len(stacks.inputs[k]) > 1 for k in roles.state)
+
+
 def _of_parts(impls: Sequence[str | None], positions: Sequence[Sequence[int]]) -> tuple[str | None, ...]:
     """Of each part, what its stack is."""
     return tuple(impl for impl, parts in zip(impls, positions, strict=False) for _ in parts)
@@ -116,15 +128,13 @@ def _part_paths(
         if len(parts) == 1:
             found.append(path)
             continue
-        size = atoms[parts[0]].aval.shape[dim]
-        found += [f"{path}[{':, ' * dim}{k * size}:{(k + 1) * size}]" for k, _ in enumerate(parts)]
+        ends = list(itertools.accumulate((atoms[at].aval.shape[dim] for at in parts), initial=0))
+        found += [f"{path}[{':, ' * dim}{first}:{end}]" for first, end in itertools.pairwise(ends)]
     return found
 
 
-def _part_count(length: int, num_parts: int) -> int:
-    """Parts of a scan of `length` layers: so many, or the fewest more that divide it."""
-    if length == 0 or num_parts == 1:
-        return 1
+def dividing_count(length: int, num_parts: int) -> int:
+    """Equal parts of `length` layers: so many, or the fewest more that divide them."""
     return next((n for n in range(num_parts, length + 1) if length % n == 0), length)
 
 
@@ -134,17 +144,18 @@ def cut_step(
     num_parts: int,
     num_microbatches: int,
     semantics: str = "exact",
-    layout: tuple[int, Mapping[int, int]] | None = None,
+    layout: tuple[int, int, Mapping[int, int]] | None = None,
 ) -> CutStep:
     """Take a step apart: its scans over layers, its phases, its segments.
 
     Args:
         program: The step.
         roles: Its roles.
-        num_parts: Into how many parts its scans over layers are to be taken, or the fewest more that divide them.
+        num_parts: Into how many parts its scans over layers are to be taken.
         num_microbatches: How many microbatches.
         semantics: `"exact"` or `"per_microbatch"`.
-        layout: In how many parts stacks lie, and which inputs are such, along which dim; None: as `num_parts` says.
+        layout: In how many parts stacks lie, of how many layers, and which inputs are such, along which dim; None: as
+            `num_parts` says.
 
     Raises:
         BatchError: The batch does not divide.

@@ -42,7 +42,7 @@ from autopar.runtime.local import copied, device_mesh
 from autopar.runtime.memory import Ownership, let_go
 from autopar.runtime.nans import check_results, find_nan
 from autopar.runtime.order import merged
-from autopar.runtime.stacks import Stack, joined_shape, part_of
+from autopar.runtime.stacks import Stack, part_of
 from autopar.runtime.transfer import Transfer, make_transfer
 from autopar.streams.clock import measured
 from autopar.streams.emit import Streams
@@ -221,8 +221,8 @@ class Pipeline:
         for k, parts in enumerate(self._unstacked.inputs):
             if len(parts) > 1:
                 dim = self._unstacked.input_dims[k]
-                whole = joined_shape([self._arguments[at].aval.shape for at in parts], dim)
-                entering[k] = Stack(whole, [self.placements[at] for at in parts], dim)
+                shapes = [tuple(self._arguments[at].aval.shape) for at in parts]
+                entering[k] = Stack(shapes, [self.placements[at] for at in parts], dim)
         into = {out: at for out, at in roles.aliases.items()}
         by_first = {parts[0]: k for k, parts in enumerate(self._unstacked.inputs)}
         for k, parts in enumerate(self._unstacked.outputs):
@@ -264,7 +264,10 @@ class Pipeline:
         return found
 
     def _part(self, array: Any, leaf: int, number: int) -> Any:
-        return part_of(array, number, len(self._unstacked.inputs[leaf]), self._unstacked.input_dims[leaf])
+        dim, positions = self._unstacked.input_dims[leaf], self._unstacked.inputs[leaf]
+        if len(positions) == 1:
+            return array
+        return part_of(array, number, [self._arguments[at].aval.shape[dim] for at in positions], dim)
 
     # Running.
 

@@ -80,10 +80,10 @@ reads_as_array(StackedArray)
 class Stack:
     """How one stacked value of the step comes apart and together."""
 
-    def __init__(self, shape: tuple[int, ...], parts: Sequence[NamedSharding], dim: int = 0):
-        self.shape, self.count, self.dim = shape, len(parts), dim
-        self.sharding = joint_sharding(parts, dim)
-        self._parts = list(parts)
+    def __init__(self, shapes: Sequence[tuple[int, ...]], parts: Sequence[NamedSharding], dim: int = 0):
+        self.shape, self.dim = joined_shape(shapes, dim), dim
+        self.sharding = joint_sharding(parts, dim) if len(set(shapes)) == 1 else None
+        self._shapes, self._parts = list(shapes), list(parts)
         self._known: dict[int, tuple[weakref.ref, tuple[jax.Array, ...]]] = {}
 
     def split(self, array: Any) -> Sequence[Any]:
@@ -92,6 +92,7 @@ class Stack:
             isinstance(array, StackedArray)
             and array.dim == self.dim
             and [p.sharding for p in array.parts] == self._parts
+            and [p.shape for p in array.parts] == self._shapes
         ):
             return array.parts
         known = self._known.get(id(array))
@@ -101,7 +102,7 @@ class Stack:
             return self._of_shards(array)
         if not isinstance(array, jax.Array):
             array = np.asarray(array)
-        return [part_of(array, k, self.count, self.dim) for k in range(self.count)]
+        return parts_of(array, [shape[self.dim] for shape in self._shapes], self.dim)
 
     def place(self, array: np.ndarray) -> Any:
         """A whole array on the host, put where its parts belong."""
@@ -109,10 +110,9 @@ class Stack:
 
     def _of_shards(self, array: jax.Array) -> list[jax.Array]:
         data = {shard.device: shard.data for shard in array.addressable_shards}
-        shape = tuple(size // self.count if dim == self.dim else size for dim, size in enumerate(self.shape))
         return [
             jax.make_array_from_single_device_arrays(shape, part, [data[d] for d in part.mesh.devices.flat])
-            for part in self._parts
+            for shape, part in zip(self._shapes, self._parts, strict=True)
         ]
 
     def join(self, parts: Sequence[jax.Array]) -> Any:
@@ -129,12 +129,17 @@ class Stack:
         return whole
 
 
-def part_of(array: Any, number: int, count: int, dim: int = 0) -> Any:
-    """One of `count` equal parts along a dim; of one, the array."""
-    if count == 1:
+def parts_of(array: Any, sizes: Sequence[int], dim: int = 0) -> list[Any]:
+    """The parts of these sizes along a dim."""
+    return [part_of(array, number, sizes, dim) for number in range(len(sizes))]
+
+
+def part_of(array: Any, number: int, sizes: Sequence[int], dim: int = 0) -> Any:
+    """One of the parts of these sizes along a dim; of one, the array."""
+    if len(sizes) == 1:
         return array
-    size = array.shape[dim] // count
-    return array[(*(slice(None),) * dim, slice(number * size, (number + 1) * size))]
+    first = sum(sizes[:number])
+    return array[(*(slice(None),) * dim, slice(first, first + sizes[number]))]
 
 
 def joined_shape(shapes: Sequence[Sequence[int]], dim: int) -> tuple[int, ...]:

@@ -86,7 +86,7 @@ def _cut(program: Program, roles: Roles, method: Follow, found: Mapping[int, int
     count = next((m for m in range(lead.cut.split.count, 0, -1) if all(size % m == 0 for size in sizes)), 1)
     stacks, semantics = lead.cut.stacks, method.microbatch_semantics
     in_parts = {here: there for here, there in found.items() if len(stacks.inputs[there]) > 1}
-    layout = stacks.count, {here: stacks.input_dims[there] for here, there in in_parts.items()}
+    layout = stacks.count, stacks.length, {here: stacks.input_dims[there] for here, there in in_parts.items()}
     if count > 1 and sizes:
         try:
             return cut_step(program, kept, len(lead.stages), count, semantics, layout)

@@ -19,6 +19,7 @@ from autopar.inter_op.residuals import CHEAP
 from autopar.ir.program import Program
 from autopar.ir.region import kind_of, trip_count
 from autopar.ir.split.layers import layer_count
+from autopar.ir.split.placement import share_of
 from autopar.ir.trace.state import Roles
 from autopar.streams.assemble import PipelinePlan
 
@@ -31,21 +32,22 @@ def even_parts(cut: CutStep, num_stages: int) -> int:
     """How many parts serve; those that the step is cut into, if it is even or nothing would help.
 
     Args:
-        cut: The step, its scans in equal parts.
+        cut: The step, its scans in parts.
         num_stages: How many stages it becomes.
     """
-    count, chain = cut.stacks.count, cut.chain
-    of_length: dict[int, list[int]] = {}
+    count, length, chain = cut.stacks.count, cut.stacks.length, cut.chain
+    sizes = [share_of(k, count, length).size for k in range(count)]
+    trips: dict[int, int] = {}  # of the loops over layers, by segment
     for eqn, segment, is_behind in zip(chain.loop.eqns, chain.segment, chain.backward, strict=True):
-        if kind_of(eqn) == "scan" and not is_behind and segment >= 0:
-            of_length.setdefault(trip_count(eqn), []).append(segment)
-    if count < 2 or chain.marks or not of_length or num_stages > chain.num_segments:
+        if kind_of(eqn) == "scan" and trip_count(eqn) in sizes and not is_behind and segment >= 0:
+            trips[segment] = trip_count(eqn)
+    if count < 2 or chain.marks or not trips or num_stages > chain.num_segments:
         return count
-    length = max(of_length, key=lambda n: float(chain.work[of_length[n]].sum()))
-    finer = [k for k in range(1, length + 1) if length % k == 0 and (k == 1 or count * k <= MOST_PARTS)]
-    largest = [_largest(chain.work, dict.fromkeys(of_length[length], k), num_stages) for k in finer]
+    finer = _finer(length, count)
+    pieces = [{k: _pieces(n, length, count, of_part) for k, of_part in trips.items()} for n in finer]
+    largest = [_largest(chain.work, of_segment, num_stages) for of_segment in pieces]
     serves = min(largest) * (1 + TOLERANCE)
-    return count * next(k for k, share in zip(finer, largest, strict=True) if share <= serves)
+    return next(n for n, share in zip(finer, largest, strict=True) if share <= serves)
 
 
 def parts_apart(program: Program, roles: Roles, planned: PipelinePlan | None) -> int:
@@ -62,7 +64,24 @@ def parts_apart(program: Program, roles: Roles, planned: PipelinePlan | None) ->
     return length if planned is None or any(level > CHEAP for level in planned.tasks.levels) else 0
 
 
-def _largest(work: np.ndarray, pieces: dict[int, int], num_stages: int) -> float:
-    """The work of the largest stage, if these segments were so many pieces each."""
-    each = [np.full(pieces.get(segment, 1), amount / pieces.get(segment, 1)) for segment, amount in enumerate(work)]
+def _finer(length: int, count: int) -> list[int]:
+    """The numbers of parts, from `count` on, whose borders are those of `count` parts and others."""
+    multiples = range(2 * count, min(length, MOST_PARTS) + 1, count)
+    if length % count == 0:
+        return [count, *(n for n in multiples if length % n == 0)]
+    return [count, *multiples, *([length] if length <= MOST_PARTS and length not in multiples else [])]
+
+
+def _pieces(parts: int, length: int, count: int, trips: int) -> list[int]:
+    """The trips of each piece of one of `count` parts, if all were cut so that there are `parts`."""
+    pieces = trips if parts == length else parts // count
+    return [share_of(k, pieces, trips).size for k in range(pieces)]
+
+
+def _largest(work: np.ndarray, pieces: dict[int, list[int]], num_stages: int) -> float:
+    """The work of the largest stage, if these segments were in pieces of such sizes."""
+    each = [
+        amount * np.array(pieces.get(segment, [1])) / sum(pieces.get(segment, [1]))
+        for segment, amount in enumerate(work)
+    ]
     return least_largest(np.concatenate([[0.0], np.cumsum(np.concatenate(each))]), num_stages)

@@ -158,12 +158,15 @@ def stage_seconds(stage: StagePlan) -> float:
 
 
 class SameStacks:
-    """The parts of one stack shall lie alike on their stages: then they are one array to the user."""
+    """The equal parts of one stack shall lie alike on their stages: then they are one array to the user."""
 
     def __init__(self, cut: CutStep):
         arguments = cut.program.jaxpr.invars
         self.stack_of = {
-            arguments[at]: k for k, parts in enumerate(cut.stacks.inputs) if len(parts) > 1 for at in parts
+            arguments[at]: k
+            for k, parts in enumerate(cut.stacks.inputs)
+            if len(parts) > 1 and len({arguments[at].aval.shape for at in parts}) == 1
+            for at in parts
         }
         self.chosen: dict[int, tuple[LogicalMesh, Sharding]] = {}
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar.errors import AutoparError, BatchError, InfeasibleError, MicrobatchError
 from autopar.inter_op.chain import balanced_borders
-from autopar.inter_op.cut import CutStep, check_stage_count, cut_step
+from autopar.inter_op.cut import CutStep, check_stage_count, cut_step, dividing_count
 from autopar.inter_op.slicing import slice_stages
 from autopar.ir.program import Program
 from autopar.ir.split.layers import layer_count
@@ -85,11 +85,12 @@ def search_pipelines(
     counts = _counts(batch_sizes)
     reference = counts[len(counts) // 2]
     cuts: dict[tuple[int, int], CutStep] = {}
-    has_scans = bool(layer_count(program.jaxpr, roles.state, roles.aliases))
+    length = layer_count(program.jaxpr, roles.state, roles.aliases)
+    fine = dividing_count(length, MAX_LAYERS)
 
-    def cut_for(count: int, parts: int = MAX_LAYERS) -> CutStep:
+    def cut_for(count: int, parts: int = fine) -> CutStep:
         # Only scans over layers are taken into parts.
-        key = parts if has_scans else 0, count
+        key = parts if length else 0, count
         if key not in cuts:
             cuts[key] = cut_step(program, roles, parts, count, options.microbatch_semantics)
         return cuts[key]
@@ -280,7 +281,7 @@ def _transfers(crossing_bytes: Sequence[float], cluster: Cluster) -> np.ndarray:
 
 
 def _plan(
-    cut_for: Callable[[int, int], CutStep],
+    cut_for: Callable[..., CutStep],
     cluster: Cluster,
     options: Options,
     candidate: _Candidate,
@@ -293,7 +294,7 @@ def _plan(
     chunks, firsts = num_chunks(schedule), candidate.firsts
     num_stages = len(candidate.sizes) * chunks
     anew = firsts is None or chunks > 1
-    cut = cut_for(candidate.count, candidate.parts or num_stages if anew else MAX_LAYERS)
+    cut = cut_for(candidate.count, candidate.parts or num_stages) if anew else cut_for(candidate.count)
     check_stage_count(cut, num_stages, chunks)
     borders = balanced_borders(cut.chain, num_stages) if anew else tuple(layers[first] for first in firsts or ())
     return plan_pipeline(cut, borders, candidate.meshes * chunks, cluster, schedule, options, solved, beat=beat)

@@ -17,6 +17,8 @@ from tests.models.registry import CASES
 from tests.ray.cluster import make_cluster
 from tests.small_mlp import make_batch, make_params, train_step
 from tests.sweep import QUICK, SLOW, _host
+from tests.test_uneven_parts import close, make_arguments
+from tests.test_uneven_parts import step as seven_layers
 
 pytestmark = pytest.mark.ray
 
@@ -345,3 +347,17 @@ def test_inference(clusters):
     want = jax.jit(predict)(params, x)
     assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(made))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), made, want)
+
+
+def test_layers_that_stages_do_not_divide(clusters):
+    """Four and three of seven layers, in loops: what lies on the workers is such parts."""
+    state, batch = make_arguments()
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=4)
+    step = autopar.parallelize(seven_layers, cluster=clusters[1, 4], method=method, batch_argnums=(1,))
+    want, _ = jax.jit(seven_layers)(state, batch)
+    got, _ = step(state, batch)
+    kernel = got["params"]["layers"]["kernel"]
+    assert len(kernel.parts) > 1 and len({part.copies[0].kind.shape for part in kernel.parts}) > 1
+    assert kernel.shape == want["params"]["layers"]["kernel"].shape
+    close(got, want)
+    close(step(got, batch), jax.jit(seven_layers)(want, batch))

@@ -40,7 +40,7 @@ class LayerPlacements:
     ):
         self.jaxpr, self.length, self.count, self.aliases = jaxpr, length, count, aliases
         self.stacked = dict(stacked or {})
-        self.solution = Solution(Unrolled(count))
+        self.solution = Solution(Unrolled(count, length if length % count else 0))
         self.solution.made.update((jaxpr.invars[k], Split(dim)) for k, dim in self.stacked.items())
         self.solver = Solver(self.solution)
         self.regions: dict[int, None] = {}

@@ -13,13 +13,14 @@ import jax
 from jax import lax
 
 from autopar._jax import JaxprEqn
+from autopar.ir.split.placement import share_of
 
 
 def part_read(eqn: JaxprEqn, length: int, count: int) -> int | None:
     """The one of `count` parts of a stack of `length` layers from which a slice reads; None: it is no such slice."""
     if eqn.primitive.name != "slice" or eqn.invars[0].aval.shape[0] != length:
         return None
-    return _one_part(eqn.params["start_indices"][0], eqn.params["limit_indices"][0], length // count)
+    return _one_part(eqn.params["start_indices"][0], eqn.params["limit_indices"][0], length, count)
 
 
 def part_padded(eqn: JaxprEqn, length: int, count: int) -> int | None:
@@ -29,18 +30,27 @@ def part_padded(eqn: JaxprEqn, length: int, count: int) -> int | None:
     low, high, interior = eqn.params["padding_config"][0]
     if low < 0 or high < 0 or interior:
         return None
-    return _one_part(low, length - high, length // count)
+    return _one_part(low, length - high, length, count)
 
 
-def _one_part(start: int, limit: int, size: int) -> int | None:
-    part = start // size
-    return int(part) if start < limit <= (part + 1) * size else None
+def _one_part(start: int, limit: int, length: int, count: int) -> int | None:
+    for part in range(count):
+        first, end = _rows(part, count, length)
+        if first <= start < end:
+            return part if start < limit <= end else None
+    return None
+
+
+def _rows(part: int, count: int, length: int) -> tuple[int, int]:
+    """The layers of a part: the first, and that behind the last."""
+    share = share_of(part, count, length)
+    return share.first, share.first + share.size
 
 
 def slice_of_part(eqn: JaxprEqn, part: int, count: int) -> Callable[[jax.Array], jax.Array]:
     """The slice, as a function of the part that it reads."""
     params = eqn.params
-    first = part * (eqn.invars[0].aval.shape[0] // count)
+    first, _ = _rows(part, count, eqn.invars[0].aval.shape[0])
     starts = (params["start_indices"][0] - first, *params["start_indices"][1:])
     limits = (params["limit_indices"][0] - first, *params["limit_indices"][1:])
     return lambda rows: lax.slice(rows, starts, limits, params["strides"])
@@ -49,9 +59,10 @@ def slice_of_part(eqn: JaxprEqn, part: int, count: int) -> Callable[[jax.Array],
 def part_of_padded(eqn: JaxprEqn, part: int, number: int, count: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
     """Part `number` of the padded value, which stands in `part`, as a function of the pad's operands."""
     length, *rest = eqn.outvars[0].aval.shape
-    size = length // count
+    first, end = _rows(part, count, length)
     low, high, _ = eqn.params["padding_config"][0]
-    within = ((low - part * size, high - (count - 1 - part) * size, 0), *eqn.params["padding_config"][1:])
+    within = ((low - first, high - (length - end), 0), *eqn.params["padding_config"][1:])
     if number == part:
         return lambda rows, value: lax.pad(rows, value, within)
-    return lambda _, value: lax.broadcast(value, (size, *rest))
+    mine, behind = _rows(number, count, length)
+    return lambda _, value: lax.broadcast(value, (behind - mine, *rest))

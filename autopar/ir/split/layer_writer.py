@@ -41,8 +41,7 @@ class LayerWriter:
         if dim is None:
             self.whole[var] = made = new_var(var.aval)
             return [made]
-        aval = local_aval(var.aval, Split(dim), self.layers.count)
-        parts = [new_var(aval) for _ in self.parts]
+        parts = [new_var(local_aval(var.aval, Split(dim), part.share)) for part in self.parts]
         self.define(var, Split(dim), parts)
         return parts
 
@@ -134,7 +133,7 @@ class LayerWriter:
         xs = [self.in_parts(b.outer, Split(0), source) for b in scan.xs]
         for k in reversed(range(count)) if scan.eqn.params["reverse"] else range(count):
             operands = [*consts, *carries, *(x[k] for x in xs)]
-            made = self.parts[k].trips(scan, operands, scan.trips // count)
+            made = self.parts[k].trips(scan, operands, self.parts[k].share.of(scan.trips))
             carries = made[: len(carries)]
             for b, stack in zip(scan.ys, made[len(carries) :], strict=True):
                 self.parts[k].define(b.result, Split(0), stack)

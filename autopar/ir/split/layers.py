@@ -1,4 +1,4 @@
-"""Scans over layers, taken apart: a `scan` of L layers becomes n scans of L / n layers behind each other, or L layers.
+"""Scans over layers, taken apart: a `scan` of L layers becomes n scans of about L / n layers behind each other, or L layers.
 
 In:     a flat program whose scans run over stacked layers, and n.
 Out:    `LayerSplit`: the same program over the parts of its stacks: weights, residuals, gradients and optimizer state of
@@ -32,6 +32,7 @@ class LayerSplit:
     Attributes:
         jaxpr: The program.
         count: Number of parts.
+        length: Number of layers; 0: of no scan.
         inputs: For each input of the original program its inputs here: one, or one for each part.
         outputs: The same for results.
         input_dims: For each input of the original program the dim of layers, along which its parts lie; 0 if it is whole.
@@ -40,6 +41,7 @@ class LayerSplit:
 
     jaxpr: Jaxpr
     count: int
+    length: int
     inputs: tuple[tuple[int, ...], ...]
     outputs: tuple[tuple[int, ...], ...]
     input_dims: tuple[int, ...]
@@ -51,6 +53,7 @@ def whole_stacks(jaxpr: Jaxpr) -> LayerSplit:
     return LayerSplit(
         jaxpr,
         1,
+        0,
         tuple((k,) for k in range(len(jaxpr.invars))),
         tuple((k,) for k in range(len(jaxpr.outvars))),
         (0,) * len(jaxpr.invars),
@@ -94,7 +97,7 @@ def split_layers(
     Args:
         jaxpr: Flat program.
         length: Which scans: those with so many trips over stacked values.
-        count: Number of parts; divides `length`.
+        count: Number of parts, as even as can be; at most `length`, if that is not 0.
         aliases: Output -> input whose new value it is: both become parts, or neither.
         stacked: Inputs that lie in parts, and along which dim: they are such also where they are read whole, and are put
             together for that.
@@ -113,6 +116,7 @@ def split_layers(
     return LayerSplit(
         remove_dead_code(make_jaxpr(invars, outvars, writer.eqns)),
         count,
+        length,
         inputs,
         outputs,
         tuple(split_in.get(k, 0) for k in range(len(inputs))),

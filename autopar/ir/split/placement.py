@@ -38,7 +38,7 @@ class Replicated:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Shard k has the k-th of equal parts along `dim`, or of each of equal blocks that stand behind each other there."""
+    """Shard k has the k-th part along `dim`, or of each of equal blocks that stand behind each other there."""
 
     dim: int
     blocks: int = 1
@@ -71,20 +71,64 @@ class Loop:
 
     count: int
 
+    @property
+    def units(self) -> int:
+        """What lengths that are split must be multiples of."""
+        return self.count
+
 
 @dataclass(frozen=True, slots=True)
 class Unrolled:
-    """Shards stand in the program side by side, each with its number written in: parts of a scan over layers."""
+    """Shards stand in the program side by side, each with its number written in: parts of a scan over layers.
+
+    Attributes:
+        count: How many.
+        length: How many layers they are together, if `count` does not divide them; 0: parts are equal.
+    """
 
     count: int
+    length: int = 0
+
+    @property
+    def units(self) -> int:
+        """What lengths that are split must be multiples of: parts are of whole units, as even as these allow."""
+        return self.length or self.count
 
 
 Axis: TypeAlias = Loop | Unrolled
 
 
-def local_aval(aval: Aval, placement: Placement, count: int) -> Aval:
-    """Type of one shard of a value."""
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one shard has of a length: so many of its equal units, behind the first so many."""
+
+    first: int
+    size: int
+    units: int
+
+    def of(self, length: int) -> int:
+        """How much of a length."""
+        return length // self.units * self.size
+
+    def start(self, length: int) -> int:
+        """Where in a length it begins."""
+        return length // self.units * self.first
+
+
+def share_of(number: int, count: int, units: int = 0) -> Share:
+    """What the number-th of `count` shards has: of `units` units as even a part as can be; by default one of `count`.
+
+    The last is never longer than another: behind the last layers comes what makes the loss.
+    """
+    units = units or count
+    first, end = -(-number * units // count), -(-(number + 1) * units // count)
+    return Share(first, end - first, units)
+
+
+def local_aval(aval: Aval, placement: Placement, share: Share | int) -> Aval:
+    """Type of one shard of a value; the shard's share of what is split, or in how many equal ones."""
     shape = list(aval.shape)
     if isinstance(placement, Split):
-        shape[placement.dim] //= count
+        size = shape[placement.dim]
+        shape[placement.dim] = share.of(size) if isinstance(share, Share) else size // share
     return shaped(jax.ShapeDtypeStruct(tuple(shape), aval.dtype))

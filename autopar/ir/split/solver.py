@@ -227,7 +227,7 @@ class Solver:
             if not fits:
                 raise StuckError(scan.eqn, b.outer)
             results.append(result)
-        if scan.trips % (self.solution.count * trips.blocks):
+        if scan.trips % (self.solution.axis.units * trips.blocks):
             raise StuckError(scan.eqn, next(b.outer for b in scan.xs if of(b.outer) == trips))
         self.solution.own_trips[id(scan.eqn)] = trips
         for b in scan.carries:

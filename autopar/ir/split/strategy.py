@@ -24,7 +24,7 @@ from autopar._jax import Jaxpr, JaxprEqn, bind_eqn
 from autopar.ir.build import flat_function
 from autopar.ir.rules import ShardingRule
 from autopar.ir.rules.rule import Factor, LocalProgram, Shard, Term
-from autopar.ir.split.placement import REPLICATED, SUM, Partial, Placement, Reduction, Split, local_aval
+from autopar.ir.split.placement import REPLICATED, SUM, Partial, Placement, Reduction, Share, Split, local_aval
 
 AXIS = "axis"
 
@@ -83,7 +83,7 @@ def split_along(rule: ShardingRule, factor: Factor, blocks: int = 1) -> AxisStra
 
 
 class NoPositionError(Exception):
-    """A local program asked where its part begins, and it has several."""
+    """A local program asked where its part begins, and it has several; or how many there are, and they are not equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,34 +106,77 @@ class _Numbered(Shard):
         return self.number
 
 
-def shard_program(eqn: JaxprEqn, rule: ShardingRule, strategy: AxisStrategy, count: int) -> Jaxpr:
+@dataclass(frozen=True, slots=True)
+class _Sharing(_Numbered):
+    """The same where shards are not equal: this one has a share of the factor that is split."""
+
+    share: Share = Share(0, 1, 1)
+
+    def num_shards(self, factor: Factor) -> int:
+        """1 for a factor that is not split.
+
+        Raises:
+            NoPositionError: It is split, in shards that are not equal.
+        """
+        if self.axes_of.get(factor):
+            raise NoPositionError(factor)
+        return 1
+
+    def local_size(self, factor: Factor) -> int:
+        return self.share.of(self.sizes[factor]) if self.axes_of.get(factor) else self.sizes[factor]
+
+    def offset(self, factor: Factor) -> Any:
+        if not self.axes_of.get(factor):
+            return 0
+        if self.blocks > 1:
+            raise NoPositionError(factor)
+        return self.share.start(self.sizes[factor])
+
+
+def shard_program(eqn: JaxprEqn, rule: ShardingRule, strategy: AxisStrategy, share: Share | int) -> Jaxpr:
     """The flat program of one shard: (its number, int32; local operands) to results.
 
     Args:
         eqn: The operation.
         rule: Its rule.
         strategy: How it is done.
-        count: Number of shards.
+        share: How many shards there are; or, where they are not equal, which share this one has.
 
     Raises:
-        NoPositionError: The operation depends on places along what is split in blocks.
+        NoPositionError: The operation depends on places along what is split in blocks, or on how many equal shards there
+            are where they are not.
     """
     local = strategy.local or rule.local
 
     def program(number: jax.Array, *operands: jax.Array) -> Sequence[jax.Array]:
         axes = {strategy.factor: (AXIS,)} if strategy.factor is not None else {}
-        shard = _Numbered(axes, {AXIS: count}, rule.sizes, number, strategy.blocks)
+        if isinstance(share, Share):
+            shard: Shard = _Sharing(axes, {}, rule.sizes, number, strategy.blocks, share)
+        else:
+            shard = _Numbered(axes, {AXIS: share}, rule.sizes, number, strategy.blocks)
         return bind_eqn(eqn, *operands) if local is None else list(local(eqn, shard, *operands))
 
-    avals = [local_aval(a.aval, want, count) for a, want in zip(eqn.invars, strategy.operands, strict=True)]
+    avals = [local_aval(a.aval, want, share) for a, want in zip(eqn.invars, strategy.operands, strict=True)]
     return flat_function(program, jax.ShapeDtypeStruct((), jnp.int32), *avals)
 
 
 # From one placement to another.
 
 
+def share_in(whole: jax.Array, placement: Split, share: Share) -> jax.Array:
+    """What of a whole value a shard has."""
+    dim, blocks = placement.dim, placement.blocks
+    before, behind, rows = whole.shape[:dim], whole.shape[dim + 1 :], whole.shape[dim] // blocks
+    first, size = share.start(rows), share.of(rows)
+    if blocks == 1:
+        return jax.lax.slice_in_dim(whole, first, first + size, axis=dim)
+    apart = jnp.reshape(whole, (*before, blocks, rows, *behind))
+    part = jax.lax.slice_in_dim(apart, first, first + size, axis=dim + 1)
+    return jnp.reshape(part, (*before, blocks * size, *behind))
+
+
 def part_of(whole: jax.Array, placement: Split, number: jax.Array | int, count: int) -> jax.Array:
-    """What of a whole value the number-th of `count` shards has."""
+    """What of a whole value the number-th of `count` equal shards has."""
     dim, size = placement.dim, whole.shape[placement.dim] // (placement.blocks * count)
     before, behind = whole.shape[:dim], whole.shape[dim + 1 :]
     if placement.blocks > 1:
@@ -150,9 +193,9 @@ def join_parts(parts: Sequence[jax.Array], placement: Split) -> jax.Array:
     dim, blocks = placement.dim, placement.blocks
     if blocks == 1:
         return jax.lax.concatenate(parts, dim)
-    shape = parts[0].shape
-    apart = [jnp.reshape(x, (*shape[:dim], blocks, shape[dim] // blocks, *shape[dim + 1 :])) for x in parts]
-    return jnp.reshape(jax.lax.concatenate(apart, dim + 1), (*shape[:dim], len(parts) * shape[dim], *shape[dim + 1 :]))
+    shape, rows = parts[0].shape, sum(x.shape[dim] for x in parts)
+    apart = [jnp.reshape(x, (*shape[:dim], blocks, x.shape[dim] // blocks, *shape[dim + 1 :])) for x in parts]
+    return jnp.reshape(jax.lax.concatenate(apart, dim + 1), (*shape[:dim], rows, *shape[dim + 1 :]))
 
 
 @functools.cache

@@ -19,9 +19,9 @@ from autopar.ir.build import inline, inline_function, substitute
 from autopar.ir.region import Binding, Region, is_region, region_of
 from autopar.ir.rules import rule_for
 from autopar.ir.signature import equation_signature
-from autopar.ir.split.placement import REPLICATED, SUM, Partial, Placement, Replicated, Split, local_aval
+from autopar.ir.split.placement import REPLICATED, SUM, Partial, Placement, Replicated, Share, Split, local_aval
 from autopar.ir.split.solution import Solution
-from autopar.ir.split.strategy import mask_program, part_of, scale_program, shard_program, slice_program
+from autopar.ir.split.strategy import mask_program, scale_program, shard_program, share_in, slice_program
 
 
 class Programs:
@@ -31,12 +31,13 @@ class Programs:
         self.solution = solution
         self.known: dict[object, Jaxpr] = {}
 
-    def of(self, eqn: JaxprEqn) -> Jaxpr:
+    def of(self, eqn: JaxprEqn, share: Share) -> Jaxpr:
         """(Number of the shard, local operands) to local results."""
         strategy = self.solution.strategy_of[id(eqn)]
-        key = equation_signature(eqn), strategy
+        shards = self.solution.count if self.solution.is_even else share
+        key = equation_signature(eqn), strategy, shards
         if key not in self.known:
-            self.known[key] = shard_program(eqn, rule_for(eqn), strategy, self.solution.count)
+            self.known[key] = shard_program(eqn, rule_for(eqn), strategy, shards)
         return self.known[key]
 
 
@@ -45,6 +46,7 @@ class ShardWriter:
 
     Attributes:
         number: Of the shard, int32.
+        share: What the shard has of what is split.
         values: For each value and placement, the atom that the shard has for it.
         eqns: Written so far.
         rows: Of stacks of a single row that a trip made, the row.
@@ -52,6 +54,7 @@ class ShardWriter:
 
     def __init__(self, programs: Programs, number: Atom, eqns: list[JaxprEqn] | None = None):
         self.programs, self.solution, self.number = programs, programs.solution, number
+        self.share = self.solution.share(int(number.val) if isinstance(number, Literal) else 0)
         self.values: dict[tuple[Var, Placement], Atom] = {}
         self.eqns: list[JaxprEqn] = [] if eqns is None else eqns
         self.rows: dict[Atom, Atom] = {}
@@ -100,8 +103,7 @@ class ShardWriter:
         shape, dtype, count = tuple(atom.aval.shape), atom.aval.dtype, self.solution.count
         match want:
             case Split() if isinstance(self.number, Literal):
-                number = int(self.number.val)
-                return self.traced(lambda whole: part_of(whole, want, number, count), [local], source)
+                return self.traced(lambda whole: share_in(whole, want, self.share), [local], source)
             case Split():
                 return self.inlined(slice_program(shape, dtype, want, count), [self.number, local], source)[0]
             case Partial() if not (isinstance(atom, Literal) and atom.val == 0):
@@ -140,17 +142,17 @@ class ShardWriter:
         if strategy is None or strategy.factor is None or constrains:
             pairs = zip(eqn.outvars, made, strict=True)
             results: Sequence[Atom] = [
-                new_var(local_aval(var.aval, p, solution.count) if constrains else var.aval) for var, p in pairs
+                new_var(local_aval(var.aval, p, self.share) if constrains else var.aval) for var, p in pairs
             ]
             self.eqns.append(replace_eqn(eqn, invars=operands, outvars=cast(list[Var], results)))
         else:
-            results = self.inlined(self.programs.of(eqn), [self.number, *operands], source)
+            results = self.inlined(self.programs.of(eqn, self.share), [self.number, *operands], source)
         for var, placement, atom in zip(eqn.outvars, made, results, strict=True):
             self.define(var, placement, atom)
 
     def region(self, region: Region) -> None:
         """Write a loop, a branch or a barrier; what is whole passes a barrier where it is made."""
-        solution, eqn, count = self.solution, region.eqn, self.solution.count
+        solution, eqn = self.solution, region.eqn
         crossing = solution.crossing(region)
         if region.kind == "barrier" and self.is_top:
             kept = [b for b in region.bindings if b.result is not None and solution.made_as(b.result) != REPLICATED]
@@ -162,10 +164,10 @@ class ShardWriter:
         pairs = zip(eqn.invars, region.of_operands([outside for _, outside in crossing]), strict=True)
         operands = [self.value(a, want, eqn.source_info) for a, want in pairs]
         if id(eqn) in solution.own_trips:
-            results = self.trips(region, operands, region.trips // count)
+            results = self.trips(region, operands, self.share.of(region.trips))
         else:
             results = [
-                new_var(local_aval(var.aval, outside, count))
+                new_var(local_aval(var.aval, outside, self.share))
                 for var, outside in zip(eqn.outvars, region.of_results([o for _, o in crossing]), strict=True)
             ]
             inside = [placement for placement, _ in crossing]
@@ -180,12 +182,12 @@ class ShardWriter:
 
     def body(self, region: Region, k: int, inside: Sequence[Placement]) -> WrittenBody:
         """A body on shards; the number of the shard enters it, where it is a variable."""
-        body, count = region.bodies[k], self.solution.count
+        body = region.bodies[k]
         number = new_var(self.number.aval) if isinstance(self.number, Var) else self.number
         writer = ShardWriter(self.programs, number)
         inputs = []
         for var, placement in zip(body.invars, region.entering(k, inside), strict=True):
-            inputs.append(new_var(local_aval(var.aval, placement, count)))
+            inputs.append(new_var(local_aval(var.aval, placement, self.share)))
             writer.define(var, placement, inputs[-1])
         for eqn in body.eqns:
             writer.equation(eqn)
@@ -213,7 +215,8 @@ class ShardWriter:
         (body,) = scan.bodies
         inputs = [new_var(var.aval) for var in body.invars]
         eqns, outputs = substitute(body, inputs)
-        stacks = [local_aval(b.result.aval, Split(0), scan.trips // trips) for b in scan.ys]  # type: ignore[union-attr]
+        own = Share(0, trips, scan.trips)
+        stacks = [local_aval(b.result.aval, Split(0), own) for b in scan.ys]  # type: ignore[union-attr]
         results = [new_var(aval) for aval in (*(b.var.aval for b in scan.carries), *stacks)]
         bindings = scan.rebound(operands, [inputs], [outputs], results)
         self.eqns.append(scan.rebuild(bindings, [eqns], length=trips, unroll=min(scan.eqn.params["unroll"], trips)))

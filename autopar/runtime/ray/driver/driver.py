@@ -31,7 +31,7 @@ from autopar.runtime.ray.job import BufferType, Entry, Job, abstract_mesh, expor
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.share import Report, Share, StepCall
 from autopar.runtime.ray.transport.parcels import holders_of, messages_of, own_boxes, pack, slices
-from autopar.runtime.stacks import part_of
+from autopar.runtime.stacks import part_of, parts_of
 from autopar.streams.clock import recorded
 from autopar.streams.emit import Streams
 from autopar.streams.instructions import BufferId, MeshId
@@ -233,15 +233,27 @@ class RayStep:
                 array.check()
                 if self.job.donated[positions[0]]:
                     donated += [copy for part in array.parts for copy in part.copies]
-                if len(array.parts) == len(positions) and array.dim == dim:
+                if self._lies_so(array, positions, dim):
                     parts += array.parts
                     continue
             if len(positions) == 1:
                 parts.append(array)
                 continue
             whole = host_array(array)
-            parts += [part_of(whole, k, len(positions), dim) for k in range(len(positions))]
+            parts += parts_of(whole, self._sizes(positions, dim), dim)
         return parts, donated
+
+    def _sizes(self, positions: Sequence[int], dim: int) -> list[int]:
+        """Lengths of the parts of a stack; of what is no stack, 1 for the whole."""
+        invars = self._interface.stacks.jaxpr.invars
+        return [invars[at].aval.shape[dim] for at in positions] if len(positions) > 1 else [1]
+
+    def _lies_so(self, array: RemoteArray, positions: Sequence[int], dim: int) -> bool:
+        """Whether an array is in the parts that the job wants."""
+        if len(array.parts) != len(positions) or array.dim != dim:
+            return False
+        sizes = [part.copies[0].kind.shape[dim] for part in array.parts] if len(positions) > 1 else [1]
+        return sizes == self._sizes(positions, dim)
 
     def _key(self, entry: Entry, parts: list[Any]) -> int | None:
         """Under which key an argument is where it is wanted; None: it must be sent, and is then in this process."""
@@ -361,8 +373,8 @@ class RayStep:
 
             def own(entries: list[tuple[int, int]] = entries) -> list[Any]:
                 leaves = init(*args)
-                counts = {leaf: len(inputs[first + leaf]) for leaf, _ in entries}
-                return [part_of(leaves[leaf], number, counts[leaf], dims[first + leaf]) for leaf, number in entries]
+                sizes = {leaf: self._sizes(inputs[first + leaf], dims[first + leaf]) for leaf, _ in entries}
+                return [part_of(leaves[leaf], number, sizes[leaf], dims[first + leaf]) for leaf, number in entries]
 
             jitted = jax.jit(own, out_shardings=[kind.on(abstract_mesh(kind.mesh)) for kind in kinds])
             check_no_calls(jitted.trace().jaxpr, "create_state(...)")

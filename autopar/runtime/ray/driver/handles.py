@@ -187,7 +187,9 @@ class RemoteArray(Shaped):
 def remote_sharding(kinds: Sequence[BufferType], dim: int) -> NamedSharding:
     """The sharding of an array of one part, or several alike along a dim; of parts that are not alike, that of the first."""
     first = kinds[0]
-    if len(kinds) == 1 or any(k.sharding != first.sharding or k.mesh != first.mesh for k in kinds):
+    if len(kinds) == 1 or any(
+        (k.shape, k.sharding, k.mesh) != (first.shape, first.sharding, first.mesh) for k in kinds
+    ):
         return first.on(abstract_mesh(first.mesh))
     names = ("stage", *first.mesh.axis_names)
     mesh = abstract_mesh(LogicalMesh((len(kinds), *first.mesh.shape), names))
