@@ -19,7 +19,7 @@ import numpy as np
 from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.intra_op.costs import held_values
 from autopar.intra_op.graph import Graph, Shardings
-from autopar.intra_op.sharded import describe
+from autopar.intra_op.sharded import describe_moment
 from autopar.ir.dataflow import inputs_of, variables
 from autopar.ir.region import is_region, region_of
 from autopar.ir.work import num_bytes
@@ -108,7 +108,7 @@ class _Floors:
                 read_later.update(inputs_of(later))
         mine = set(inputs_of(eqn))
         waiting = [var for var in size if var not in mine and (var in stays or (var in before and var in read_later))]
-        return Floor(self.own(eqn) + sum(size[var] for var in waiting), describe(eqn))
+        return Floor(self.own(eqn) + sum(size[var] for var in waiting), describe_moment(eqn))
 
     def own(self, eqn: JaxprEqn) -> float:
         """What an equation reads and makes, at least, and what it needs inside."""

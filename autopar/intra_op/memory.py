@@ -16,16 +16,14 @@ from collections.abc import Set as AbstractSet
 
 import numpy as np
 
-from autopar._jax import JaxprEqn, Var
+from autopar._jax import Var
 from autopar.intra_op.costs import held_values
 from autopar.intra_op.graph import PHASES, Graph, Phase, Shardings
 from autopar.intra_op.liveness import Alive, Liveness, fullest_moments, packed_bytes
 from autopar.intra_op.problem import MemoryRow
-from autopar.intra_op.sharded import Body, Compute, Fused, Gate, Instruction, Move, Region, describe
+from autopar.intra_op.sharded import Body, Compute, Fused, Gate, Instruction, Move, Region, describe_moment
 from autopar.ir.dataflow import inputs_of
-from autopar.ir.region import bodies_of
 from autopar.ir.rules.rule import num_elements
-from autopar.ir.source import UNKNOWN, source_line
 from autopar.mesh import Sharding
 
 MAX_ROWS = 8
@@ -66,22 +64,13 @@ def _place(at: Instruction | None) -> str:
         case None:
             return "the start"
         case Compute() | Region():
-            return _named(at.eqn)
+            return describe_moment(at.eqn)
         case Gate():
             return "a wait"
         case Move():
             return f"the {at.step} before {at.reader}"
         case Fused():
             return f"the {at.moves[0].step} of {len(at.moves)} arrays before {at.moves[0].reader}"
-
-
-def _named(eqn: JaxprEqn) -> str:
-    """An equation by its line; a loop of our own, which has none, by the first in it that has."""
-    inner = [e for body in bodies_of(eqn) for e in body.eqns]
-    known = [e for e in inner if source_line(e) != UNKNOWN]
-    if source_line(eqn) != UNKNOWN or not known:
-        return describe(eqn)
-    return f"the loop over microbatches, which begins with {describe(known[0])},"
 
 
 def _row(

@@ -18,9 +18,9 @@ from typing import assert_never
 from autopar._jax import JaxprEqn, Literal, Var
 from autopar.cost.steps import AllGather, Step, step_kind
 from autopar.intra_op.strategies import Strategy
-from autopar.ir.region import trip_count
+from autopar.ir.region import bodies_of, trip_count
 from autopar.ir.rules import ShardingRule
-from autopar.ir.source import source_line
+from autopar.ir.source import UNKNOWN, source_line
 from autopar.mesh import LogicalMesh, Sharding
 
 Copy = tuple[Var, Sharding]
@@ -224,6 +224,15 @@ def calls_host(body: Body) -> bool:
 def describe(eqn: JaxprEqn) -> str:
     """An equation for people: its primitive and the user's line."""
     return f"{eqn.primitive} at {source_line(eqn)}"
+
+
+def describe_moment(eqn: JaxprEqn) -> str:
+    """An equation by its line; a loop of our own, which has none, by the first in it that has."""
+    inner = [e for body in bodies_of(eqn) for e in body.eqns]
+    known = [e for e in inner if source_line(e) != UNKNOWN]
+    if source_line(eqn) != UNKNOWN or not known:
+        return describe(eqn)
+    return f"the loop over microbatches, which begins with {describe(known[0])},"
 
 
 def move_bytes(move: Move, mesh: LogicalMesh) -> int:

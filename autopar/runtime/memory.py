@@ -44,6 +44,7 @@ class Ownership:
         self._types = list(types)
         self._donated = list(donated)
         self._at_risk = [k for k, kind in enumerate(types) if kind in overwritten]
+        self._donated_types: set[tuple[Any, ...]] = set()
         self._results: dict[int, weakref.ref[jax.Array]] = {}
         self._kept: dict[int, weakref.ref[jax.Array]] = {}
 
@@ -60,6 +61,7 @@ class Ownership:
             copies: Positions of donated ones that were copied on the way.
         """
         twice = self._passed_twice(given, copies)
+        twice += self._under_moved(given, placed, {*twice, *copies})
         apart = {*twice, *copies}
         doubtful = [k for k in self._at_risk if k not in apart and not self._is_known(k, placed[k])]
         if not doubtful:
@@ -78,6 +80,18 @@ class Ownership:
                     twice.append(k)
                 seen.add(id(array))
         return twice
+
+    def _under_moved(self, given: Sequence[Any], placed: Sequence[jax.Array], apart: Collection[int]) -> list[int]:
+        """Donated arguments over the memory of one that is only read and was moved for that: the user still has it."""
+        pairs = enumerate(zip(given, placed, strict=True))
+        moved = [a for k, (a, b) in pairs if a is not b and not self._donated[k] and isinstance(a, jax.Array)]
+        if not moved:
+            return []
+        donated = [k for k, gone in enumerate(self._donated) if gone]
+        self._donated_types = self._donated_types or {(placed[k].shape, placed[k].dtype) for k in donated}
+        alike = [array for array in moved if (array.shape, array.dtype) in self._donated_types]
+        taken = {at for array in alike for at in buffer_addresses(array)}
+        return [k for k in donated if taken and k not in apart and not taken.isdisjoint(buffer_addresses(placed[k]))]
 
     def _is_known(self, k: int, array: jax.Array) -> bool:
         known = self._results.get(id(array))

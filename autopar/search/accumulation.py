@@ -22,6 +22,8 @@ from autopar.search.methods import Auto
 from autopar.search.one_mesh import in_microbatches
 from autopar.search.progress import Report
 
+WORTH_BYTES = 0.1
+"""Part of the bytes needed that twice as many microbatches must save, where nothing fits yet."""
 MAX_MESHES = 3
 """Meshes that are tried in microbatches: the best of those that were tried without."""
 
@@ -55,6 +57,7 @@ def search_accumulation(
         return None
     best: Accumulated | None = None
     least = min((sharded.step_seconds for _, sharded in whole.results), default=math.inf)
+    needed = _needed_bytes(whole)
     for count in _counts(program, roles):
         try:
             split = in_microbatches(program, roles, count, method.options().microbatch_semantics)
@@ -64,6 +67,9 @@ def search_accumulation(
         searched = search_meshes(split, roles, cluster, method, _best_meshes(meshes, best or whole), report)
         whole.tried += [(f"{name}, {count} microbatches", outcome) for name, outcome in searched.tried]
         if not searched.results:
+            before, needed = needed, _needed_bytes(searched)
+            if needed > (1 - WORTH_BYTES) * before:  # what is left is no sample's: parameters, gradients
+                break
             continue
         seconds = searched.best[1].step_seconds
         if seconds >= least:
@@ -79,6 +85,11 @@ def memory_binds(searched: Searched) -> bool:
     return not searched.results or bool(searched.best[1].problem.rows)
 
 
+def _needed_bytes(searched: Searched) -> float:
+    """Bytes without which nothing fits, as far as that is known."""
+    return float(getattr(searched.failure, "needed_bytes", math.inf))
+
+
 def _counts(program: Program, roles: Roles) -> Iterator[int]:
     """2, 4, 8, ...: as far as they divide the batch."""
     count = 2
@@ -90,4 +101,4 @@ def _counts(program: Program, roles: Roles) -> Iterator[int]:
 def _best_meshes(meshes: list[LogicalMesh], known: Searched | Accumulated) -> list[LogicalMesh]:
     searched = known.searched if isinstance(known, Accumulated) else known
     order = sorted(searched.results, key=lambda pair: pair[1].step_seconds)
-    return [mesh for mesh, _ in order[:MAX_MESHES]] or meshes
+    return [mesh for mesh, _ in order[:MAX_MESHES]] or meshes[:MAX_MESHES]
