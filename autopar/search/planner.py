@@ -95,6 +95,7 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
         meshes = [mesh for mesh in meshes if len(mesh.shape) <= 2] or meshes
     part = SHARE_OF_MESHES if isinstance(method, Auto) else 1.0
     searched = search_meshes(program, roles, cluster, method, meshes, part_of(report, 0.0, part))
+    accumulated = None
     if isinstance(method, Auto):
         silently = part_of(report, part, part)
         accumulated = search_accumulation(step, roles, cluster, method, meshes, searched, silently)
@@ -114,7 +115,8 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
     mesh, best = untie_best(program, roles, cluster, method, searched)
     dump("sharded", body_text(best.body))
     plan = describe(step, program, roles, cluster, method, mesh, best, time.perf_counter() - started, count)
-    return dataclasses.replace(plan, alternatives=tuple(pair for pair in tried if pair[0] != str(mesh)))
+    chosen = str(mesh) if accumulated is None else f"{mesh}, {count} microbatches"
+    return dataclasses.replace(plan, alternatives=tuple(pair for pair in tried if pair[0] != chosen))
 
 
 def _can_gain(searched: Searched) -> bool:
