@@ -52,7 +52,7 @@ SHARE_OF_MESHES = 0.4
 """Part of the time to plan everything that meshes without stages take, for progress."""
 WORTH_STAGES, WORTH_SECONDS = 0.1, 1e-2
 """Within one host, stages are tried if this part of the best plan without them, and so many seconds, can be won: less is
-eaten up by their bubble, and to search for it takes many steps' time."""
+eaten up by their bubble, and to search for it takes many steps' time. Calls that follow each other are short and many."""
 
 
 @contextlib.contextmanager
@@ -88,7 +88,9 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
     dump("program", str(program))
     _check_one_kind(cluster)
     _check_rows(program, roles)
-    find_pins(program.in_paths, method.options().constraints)  # a mistake in them is told before any work
+    find_pins(
+        program.in_paths, method.options().constraints, program.out_paths
+    )  # a mistake in them is told before any work
     if isinstance(method, PipelineParallel | ThreeD):
         pipeline = pipeline_of(program, roles, cluster, method, report)
         return _plan_of_pipeline(program, roles, cluster, method, pipeline, started, ())
@@ -112,7 +114,7 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
             accumulated.searched.tried = searched.tried
             count, program, searched = accumulated.count, accumulated.program, accumulated.searched
     tried = searched.tried
-    if searches or (isinstance(method, Auto | Inference) and _can_gain(searched)):
+    if searches or (isinstance(method, Auto | Inference) and _can_gain(method, searched)):
         found, outcomes = search_pipelines(step, roles, cluster, method.options(), part_of(report, part, 1.0))
         tried = [*tried, *outcomes]
         least = min((sharded.step_seconds for _, sharded in searched.results), default=math.inf)
@@ -128,12 +130,13 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
     return dataclasses.replace(plan, alternatives=tuple(pair for pair in tried if pair[0] != chosen))
 
 
-def _can_gain(searched: Searched) -> bool:
+def _can_gain(method: Method, searched: Searched) -> bool:
     """Whether stages can be worth their bubble: nothing else fits, or the best that does falls short of even shares."""
     if not searched.results:
         return True
     _, best = searched.best
-    return best.step_seconds - shared_seconds(best) > max(WORTH_STAGES * best.step_seconds, WORTH_SECONDS)
+    least = WORTH_SECONDS if method.options().goal == "step" else 0.0
+    return best.step_seconds - shared_seconds(best) > max(WORTH_STAGES * best.step_seconds, least)
 
 
 def _plan_of_pipeline(
