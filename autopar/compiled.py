@@ -25,8 +25,8 @@ from autopar.runtime.local import Executable, compile_program
 from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.ray.driver.driver import RayStep
 from autopar.runtime.ray.driver.step import make_ray_step
-from autopar.search.describe_stages import PipelineOrigin
 from autopar.search.stage_planner import stage_devices
+from autopar.streams.assemble import PipelinePlan
 from autopar.streams.timeline import Timeline
 
 
@@ -157,7 +157,7 @@ class CompiledStep:
         Raises:
             PipelineError: The plan has no stages: one program is the whole step.
         """
-        if not isinstance(self.plan.origin, PipelineOrigin):
+        if self.plan.is_one_program:
             raise PipelineError(
                 "there is no timeline of a step without stages.",
                 given=f"the plan of `{self.plan.name}` by {self.plan.method}",
@@ -184,17 +184,17 @@ def compile_plan(cluster: Cluster, program: Program, roles: Roles, plan: Plan) -
     if cluster.machine is not None:
         return make_ray_step(cluster, program, roles, plan)
     devices = cluster.devices or jax.devices()
-    if isinstance(plan.origin, PipelineOrigin):
-        return compile_pipeline(plan.origin, devices)
+    pipeline = plan.attached.pipeline
+    if isinstance(pipeline, PipelinePlan):
+        return compile_pipeline(pipeline, devices, program.name)
     avals = [var.aval for var in program.jaxpr.invars]
     return compile_program(
-        plan.origin.sharded.body, plan.mesh, devices, avals, roles.donated, program.name, program.in_paths
+        pipeline.stages[0].sharded.body, plan.mesh, devices, avals, roles.donated, program.name, program.in_paths
     )
 
 
-def compile_pipeline(origin: PipelineOrigin, devices: Sequence[Any]) -> Pipeline:
+def compile_pipeline(pipeline: PipelinePlan, devices: Sequence[Any], name: str) -> Pipeline:
     """Compile all programs of a pipeline for real devices."""
-    pipeline = origin.pipeline
     cut = pipeline.cut
     return Pipeline(
         pipeline.stages,
@@ -204,6 +204,6 @@ def compile_pipeline(origin: PipelineOrigin, devices: Sequence[Any]) -> Pipeline
         cut.roles,
         cut.stacks,
         pipeline.tasks.update.home,
-        origin.program.name,
+        name,
         cut.program.in_paths,
     )
