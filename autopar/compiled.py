@@ -7,6 +7,7 @@ Method: the plan's executable takes flat arrays; around it, arguments are checke
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -60,11 +61,6 @@ class CompiledStep:
             for k, (sharding, key) in enumerate(zip(executable.in_shardings, program.key_inputs, strict=False))
         ]
         self.in_shardings = program.in_containers(self._shardings)
-        self._consts = (
-            executable.hold(program.consts, program.num_args)
-            if isinstance(executable, RayStep)
-            else jax.device_put(list(program.consts), list(executable.in_shardings[program.num_args :]))
-        )
         self._has_keys = any(program.key_inputs) or any(program.key_outputs)
         self._weak = [k for k, aval in enumerate(program.out_avals) if aval.weak_type]
 
@@ -95,6 +91,14 @@ class CompiledStep:
 
     def _put_together(self, apart: Apart | None, returned: Any) -> Any:
         return returned if apart is None or self._adapter is None else self._adapter.put_together(apart, returned)
+
+    @functools.cached_property
+    def _consts(self) -> Sequence[Any]:
+        """The program's own arrays, in their places; made at the first call: devices that are compiled for may not be there."""
+        consts, first = list(self.program.consts), self.program.num_args
+        if isinstance(self.executable, RayStep):
+            return self.executable.hold(consts, first)
+        return jax.device_put(consts, list(self.executable.in_shardings[first:]))
 
     @property
     def has_ended(self) -> bool:
