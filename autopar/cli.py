@@ -248,7 +248,7 @@ def _contradictions(plan: Any) -> list[str]:
     from autopar.plan.words import ARGUMENT_ROLES, local_bytes
 
     cost = plan.cost
-    if plan.schedule != "none":
+    if not plan.is_one_program:
         problems = []
         seconds, parts = plan.events.seconds, cost.compute_seconds + cost.bubble_seconds
         if not math.isclose(seconds, cost.step_seconds, rel_tol=1e-6, abs_tol=1e-12):

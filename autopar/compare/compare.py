@@ -133,7 +133,7 @@ def _row(
         plan = step.plan(*args)
     except AutoparError as error:
         return Row(name, method, None, error.summary.rstrip(".") + (f": {error.wrong}" if error.wrong else ""))
-    program, roles = plan.origin.program, plan.origin.roles
+    program, roles = plan.attached.program, plan.attached.roles
     amount, unit = amount_of([program.in_avals[k] for k in roles.batch])
     mfu = least_seconds(program, cluster) / plan.cost.step_seconds
     groups = cluster.groups or (cluster,)

@@ -27,11 +27,12 @@ from autopar.plan.decision import Cost, Decision, Recomputed, Stage, Submesh, Va
 from autopar.plan.entry import LARGEST, DamageError, Entry, read_json
 from autopar.plan.profile import Crossing, Memory, Profile, Work
 from autopar.plan.words import ARGUMENT_ROLES
+from autopar.streams.assemble import ONE_PROGRAM
 from autopar.streams.instructions import Free, Instruction, Recv, Run, Send
 from autopar.streams.timeline import KINDS, Event, Timeline
 
 FORMAT = "autopar plan"
-VERSION = 5
+VERSION = 6
 """Raised with every change that an older reader cannot take, or that gives choices another meaning."""
 _ROLES = (*ARGUMENT_ROLES, "result", "activation")
 
@@ -199,7 +200,6 @@ def _record(plan: Decision) -> dict[str, Any]:
             }
             for v in plan.values
         ],
-        "choices": list(plan.choices),
     }
 
 
@@ -242,7 +242,7 @@ def _plan(entry: Entry) -> Decision:
     if not stages:
         raise entry["stages"].wrong("a list of stages")
     count, schedule = entry["num_microbatches"].count(1), entry["schedule"].text()
-    if schedule == "none" and len(stages) > 1:
+    if schedule == ONE_PROGRAM and len(stages) > 1:
         raise entry["schedule"].wrong(f"the schedule of {len(stages)} stages")
     bounds = _Bounds(len(stages), count)
     values = entry["values"].items(lambda e: _value(e, _mesh_of(e, stages)))
@@ -267,7 +267,6 @@ def _plan(entry: Entry) -> Decision:
         events=Timeline(entry["events"].items(lambda e: _event(e, bounds))),
         profile=_profile(entry, bounds),
         alternatives=entry["alternatives"].items(_pair),
-        choices=entry["choices"].items(Entry.count),
         fingerprints={key: fingerprints[key].text() for key in ("program", "cluster", "jax")},
         machine=entry["machine"].text(),
         budget_bytes=entry["budget_bytes"].number(or_infinite=True),

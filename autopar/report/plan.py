@@ -55,7 +55,7 @@ class Plan(Decision):
         return ShownTimeline(self.events.events)
 
     def __repr__(self) -> str:
-        stages = f"{len(self.stages)} stages, {self.schedule}" if self.schedule != "none" else str(self.mesh)
+        stages = f"{len(self.stages)} stages, {self.schedule}" if not self.is_one_program else str(self.mesh)
         return f"Plan({self.name} by {self.method}, on {stages}: {seconds_text(self.cost.step_seconds)} a step)"
 
     def __str__(self) -> str:

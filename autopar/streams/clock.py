@@ -210,7 +210,8 @@ def _events(streams: Streams, mesh: int, instruction: Instruction, start: float,
     match instruction:
         case Run(program, stage, microbatch):
             kind = kind_of(streams, stage, streams.programs[program].task.kind)
-            return [Event(program, kind, stage, microbatch, mesh, start, end)]
+            # A program that is the whole step is no part of a timetable.
+            return [] if kind == "step" else [Event(program, kind, stage, microbatch, mesh, start, end)]
         case Send(buffers, peer):
             first = streams.buffers[buffers[0]] if buffers else None
             stage, microbatch = (first.stage, max(first.microbatch, 0)) if first else (mesh, 0)
