@@ -23,6 +23,7 @@ from autopar.plan.fingerprint import fingerprints
 from autopar.plan.words import machine_text
 from autopar.report.plan import Plan
 from autopar.report.uses import describe_phase
+from autopar.search.figures import figures_of
 from autopar.search.methods import Method, method_text
 from autopar.search.profile import profile_of_mesh
 
@@ -76,6 +77,7 @@ def describe(
         sharded.solution.status,
         seconds,
         sharded.exposed_seconds,
+        figures_of(step, roles, cluster, [(body, 1)], [(c, mesh) for c in sharded.collectives]),
     )
     return Plan(
         name=program.name,

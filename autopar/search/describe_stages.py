@@ -15,10 +15,13 @@ from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, Sharding
 from autopar.plan.decision import Cost, Stage, Submesh, Value
+from autopar.plan.figures import Figures
 from autopar.plan.fingerprint import fingerprints
+from autopar.plan.profile import Profile
 from autopar.plan.words import machine_text
 from autopar.report.plan import Plan
 from autopar.search.describe import role_of
+from autopar.search.figures import figures_of
 from autopar.search.methods import Method, method_text
 from autopar.search.profile import profile_of_pipeline
 from autopar.search.recompute import recomputed_by
@@ -73,6 +76,8 @@ def describe_pipeline(
     firsts = [parts[0] for parts in pipeline.cut.stacks.inputs[: program.num_args]]
     specs = [by_name[pipeline.cut.program.in_paths[at]].sharding.partition_spec() for at in firsts]
     specs = [program.spec_of(k, spec) for k, spec in enumerate(specs)]
+    cost = cost_of(pipeline, planning_seconds)
+    profile = profile_of_pipeline(pipeline.cut.program, pipeline.cut.roles, cluster, pipeline)
     return Plan(
         name=program.name,
         method=method_text(method),
@@ -80,7 +85,7 @@ def describe_pipeline(
         num_microbatches=pipeline.cut.split.count,
         schedule=pipeline.schedule.name,
         shardings=program.in_containers(specs),
-        cost=cost_of(pipeline, planning_seconds),
+        cost=dataclasses.replace(cost, figures=_figures(program, roles, cluster, pipeline, cost, profile)),
         values=values,
         streams=pipeline.streams.instructions,
         alternatives=(),
@@ -91,8 +96,27 @@ def describe_pipeline(
         parts=pipeline.cut.stacks.count,
         events=timeline_of(pipeline.streams, pipeline.simulation),
         budget_bytes=method.options().memory_budget_bytes or cluster.device.memory_bytes,
-        profile=profile_of_pipeline(pipeline.cut.program, pipeline.cut.roles, cluster, pipeline),
+        profile=profile,
         origin=PipelineOrigin(program, roles, cluster, method, pipeline),
+    )
+
+
+def _figures(
+    program: Program, roles: Roles, cluster: Cluster, pipeline: PipelinePlan, cost: Cost, profile: Profile
+) -> Figures:
+    count, meshes = pipeline.cut.split.count, [stage.mesh for stage in pipeline.stages]
+    tasks = [task for stage in pipeline.stages for task in stage.tasks]
+    hosts = [
+        {(first + k) // cluster.devices_per_host: None for k in range(mesh.num_devices)}
+        for mesh, first in zip(meshes, pipeline.first_device, strict=True)
+    ]
+    return figures_of(
+        program,
+        roles,
+        cluster,
+        [(task.body, count if task.task.is_in_loop else 1) for task in tasks],
+        [(c, meshes[c.stage]) for c in cost.collectives],
+        [(c.bytes, len(hosts[c.source] | hosts[c.target]) > 1) for c in profile.crossings],
     )
 
 
