@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from types import MappingProxyType
 from typing import Any
@@ -98,6 +98,7 @@ class Device:
         memory_bytes: Bytes of memory.
         memory_bytes_per_second: Rate of reading or writing it.
         achieved: What its kernels reach of these rates.
+        watts: Power that it is rated for; None: not stated. Nothing is decided by it.
 
     Raises:
         ClusterError: A rate or size is no positive number.
@@ -108,9 +109,10 @@ class Device:
     memory_bytes: float = math.inf
     memory_bytes_per_second: float = math.inf
     achieved: Achieved = Achieved()
+    watts: float | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for field, value in (
+        for name, value in (
             *(("peak_flops", rate) for rate in self._rates() or [0.0]),
             ("memory_bytes", self.memory_bytes),
             ("memory_bytes_per_second", self.memory_bytes_per_second),
@@ -118,8 +120,8 @@ class Device:
             if not isinstance(value, Real) or not value > 0:
                 raise ClusterError(
                     "a device needs positive rates.",
-                    given=f"Device({self.name!r}, {field}={value!r})",
-                    wrong=f"{field} must be a number, more than 0.",
+                    given=f"Device({self.name!r}, {name}={value!r})",
+                    wrong=f"{name} must be a number, more than 0.",
                     do="pass Device(name, FLOP/s, bytes, bytes per second).",
                 )
         if isinstance(self.peak_flops, Mapping):
@@ -166,7 +168,7 @@ class Device:
 
     def __reduce__(self) -> tuple[Any, ...]:
         peak = dict(self.peak_flops) if isinstance(self.peak_flops, Mapping) else self.peak_flops
-        return Device, (self.name, peak, self.memory_bytes, self.memory_bytes_per_second, self.achieved)
+        return Device, (self.name, peak, self.memory_bytes, self.memory_bytes_per_second, self.achieved, self.watts)
 
     def __str__(self) -> str:
         return self.name

@@ -8,6 +8,7 @@ Method: everything is checked when it is read, so that damage is a `PlanFileErro
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -25,6 +26,7 @@ from autopar.mesh import Link, LogicalMesh, Sharding
 from autopar.options import SEMANTICS
 from autopar.plan.decision import Cost, Decision, Recomputed, Stage, Submesh, Value
 from autopar.plan.entry import LARGEST, DamageError, Entry, read_json
+from autopar.plan.figures import Figures
 from autopar.plan.profile import Crossing, Memory, Profile, Work
 from autopar.plan.words import ARGUMENT_ROLES
 from autopar.streams.assemble import ONE_PROGRAM
@@ -176,6 +178,7 @@ def _record(plan: Decision) -> dict[str, Any]:
             "solver_status": cost.solver_status,
             "planning_seconds": cost.planning_seconds,
             "exposed_seconds": list(cost.exposed_seconds),
+            "figures": dataclasses.asdict(cost.figures),
         },
         "collectives": [
             {
@@ -466,4 +469,25 @@ def _cost(entry: Entry, collectives: tuple[Collective, ...], num_stages: int) ->
         solver_status=entry["solver_status"].text(),
         planning_seconds=entry["planning_seconds"].number(),
         exposed_seconds=entry["exposed_seconds"].items(Entry.number, len(collectives)),
+        figures=_figures(entry["figures"]),
     )
+
+
+def _figures(entry: Entry) -> Figures:
+    def stated(name: str) -> float | None:
+        return None if entry[name].value is None else entry[name].number()
+
+    return Figures(
+        entry["model_seconds"].number(),
+        entry["hardware_seconds"].number(),
+        entry["amount"].count(),
+        entry["unit"].text(),
+        entry["link_bytes"].items(_level),
+        stated("watts"),
+        stated("price_per_hour"),
+    )
+
+
+def _level(entry: Entry) -> tuple[str, int]:
+    name, num_bytes = entry.items(lambda part: part, 2)
+    return name.text(), num_bytes.count()
