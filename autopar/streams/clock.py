@@ -7,7 +7,7 @@ Method: `simulate.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from autopar.cost.transfer import transfer_seconds
 from autopar.errors import PipelineError
@@ -120,14 +120,34 @@ def simulate_streams(
         held[streams.buffers[at].mesh].append(at)
     return simulate(
         streams.instructions,
-        lambda run: streams.programs[run.program].seconds,
+        lambda run: streams.programs[run.program].seconds + cluster.device.achieved.program_seconds,
         message_seconds,
         [b.num_bytes for b in streams.buffers],
         lambda run: streams.programs[run.program].working_bytes,
         held,
         lambda run: [run.inputs[k] for k in streams.overwritten[run.program]],
         watched,
+        sharing(stages, first_device, cluster),
     )
+
+
+def sharing(
+    stages: Sequence[StagePlan], first_device: Sequence[int], cluster: Cluster
+) -> Callable[[Collection[int]], Mapping[int, float]] | None:
+    """How fast meshes are that run at once, where the devices of a host share its cores; None: they do not."""
+    if not cluster.device.achieved.host_cores:
+        return None
+    per_host = cluster.devices_per_host
+
+    def speeds(running: Collection[int]) -> dict[int, float]:
+        busy: dict[int, int] = {}
+        for mesh in running:
+            host = first_device[mesh] // per_host
+            busy[host] = busy.get(host, 0) + min(per_host, stages[mesh].mesh.num_devices)
+        speed = {host: cluster.device.achieved.sharing_speed(count, per_host) for host, count in busy.items()}
+        return {mesh: speed[first_device[mesh] // per_host] for mesh in running}
+
+    return speeds
 
 
 def measured(streams: Streams, stages: Sequence[StagePlan], seconds: Mapping[tuple[int, int], float]) -> Timeline:
