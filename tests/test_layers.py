@@ -25,6 +25,7 @@ LAYERS = (
     ("search",),
     ("partition",),
     ("runtime",),
+    ("verify",),
     ("frameworks",),
     ("compiled", "create", "api", "follow"),
     ("adapters",),
