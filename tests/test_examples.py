@@ -48,10 +48,15 @@ def test_example(name, tmp_path):
     assert len(losses) == 2 and losses[1] < losses[0]
 
 
+def test_generate(tmp_path):
+    """The script itself asserts that the tokens are those of one device."""
+    assert "each the same as on one device" in run_example("generate", tmp_path, 3)
+
+
 def test_examples_are_short_and_all_run():
     """Under 150 lines each, and none that the tests above leave out."""
     sources = {path.stem: path.read_text() for path in EXAMPLES.glob("*.py")}
-    assert set(sources) == {"train_gpt", *FRAMEWORKS}
+    assert set(sources) == {"train_gpt", "generate", *FRAMEWORKS}
     for name, source in sources.items():
         assert source.count("\n") < 150, name
         assert "@autopar.parallelize" in source, name

@@ -16,6 +16,7 @@ from autopar.inter_op.stage_plan import StagePlan, lower_stage
 from autopar.inter_op.stage_program import with_tasks
 from autopar.inter_op.tasks import Tasks
 from autopar.mesh import Cluster
+from autopar.options import Goal
 from autopar.streams.check import check_streams
 from autopar.streams.clock import check_order, contract_of, simulate_streams
 from autopar.streams.emit import Streams, emit_instructions
@@ -51,6 +52,15 @@ class PipelinePlan:
     def seconds(self) -> float:
         """Predicted time of one step."""
         return self.simulation.seconds
+
+    @property
+    def interval_seconds(self) -> float:
+        """Predicted time from one step to the next where no step waits for another's results: of the busiest mesh."""
+        return max(self.simulation.busy_seconds.values())
+
+    def seconds_for(self, goal: Goal) -> float:
+        """What is to be least."""
+        return self.seconds if goal == "step" else self.interval_seconds
 
     @property
     def waiting_share(self) -> float:
