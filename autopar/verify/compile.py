@@ -21,8 +21,8 @@ from autopar.partition.task import task_function
 from autopar.plan.decision import Decision
 from autopar.runtime.compile import Compiler
 from autopar.runtime.local import compile_program, device_mesh
-from autopar.search.describe_stages import PipelineOrigin
 from autopar.search.stage_planner import stage_devices
+from autopar.streams.assemble import StepPlan
 from autopar.streams.instructions import Run
 from autopar.verify.targets import Target
 
@@ -63,19 +63,18 @@ class Program:
 
 def compile_programs(plan: Decision, target: Target) -> list[Program]:
     """Compile every program of a plan."""
-    if isinstance(plan.origin, PipelineOrigin):
-        return _of_pipeline(plan, plan.origin, target)
-    origin = plan.origin
-    body, program = origin.sharded.body, origin.program
+    if not plan.is_one_program:
+        return _of_pipeline(plan, plan.attached.pipeline, target)
+    planned = plan.attached.pipeline
+    body, program, roles = planned.stages[0].sharded.body, planned.program, planned.roles
     avals = [var.aval for var in program.jaxpr.invars]
     made = compile_program(
-        body, plan.mesh, target.devices, avals, origin.roles.donated, program.name, program.in_paths, target.options
+        body, plan.mesh, target.devices, avals, roles.donated, program.name, program.in_paths, target.options
     )
     return [Program(plan.name, 0, plan.mesh, 1, made.compiled, plan.cost.peak_bytes[0], plan.cost.collectives)]
 
 
-def _of_pipeline(plan: Decision, origin: PipelineOrigin, target: Target) -> list[Program]:
-    pipeline = origin.pipeline
+def _of_pipeline(plan: Decision, pipeline: StepPlan, target: Target) -> list[Program]:
     streams, devices = pipeline.streams, stage_devices(pipeline, target.devices)
     runs: dict[str, int] = {}
     for stream in plan.streams.values():

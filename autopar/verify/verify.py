@@ -17,7 +17,6 @@ from autopar.mesh.catalog import find_device
 from autopar.plan.decision import Decision
 from autopar.report.html import whole_file
 from autopar.report.show import write_page
-from autopar.search.describe_stages import PipelineOrigin
 from autopar.streams.clock import simulate_streams
 from autopar.verify.compile import Program, compile_programs
 from autopar.verify.findings import Checked, Findings
@@ -57,8 +56,7 @@ def verify_plan(plan: Decision, target: str | None = None) -> Verification:
         AutoparError: The compiler for the target is not installed.
         ClusterError: There is no description of such a device.
     """
-    assert plan.origin is not None, "a plan knows its programs where it knows who verifies it"
-    found = find_target(target, plan.origin.cluster)
+    found = find_target(target, plan.attached.cluster)
     programs = compile_programs(plan, found)
     predicted, compiled = _peaks(plan, programs)
     checked = tuple(_checked(program, plan, found) for program in programs)
@@ -67,19 +65,19 @@ def verify_plan(plan: Decision, target: str | None = None) -> Verification:
 
 def _peaks(plan: Decision, programs: list[Program]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Per mesh, the predicted peak and that of the compiled programs."""
-    if not isinstance(plan.origin, PipelineOrigin):
+    if plan.is_one_program:
         return plan.cost.peak_bytes, (programs[0].peak_bytes,)
-    pipeline = plan.origin.pipeline
+    pipeline = plan.attached.pipeline
     working = {program.name: program.memory[1] for program in programs}
     streams, stages = pipeline.streams, pipeline.stages
     walked = simulate_streams(
-        streams, stages, pipeline.first_device, plan.origin.cluster, working_bytes=working
+        streams, stages, pipeline.first_device, plan.attached.cluster, working_bytes=working
     ).peak_bytes
     return tuple(pipeline.simulation.peak_bytes[m] for m in sorted(walked)), tuple(walked[m] for m in sorted(walked))
 
 
 def _checked(program: Program, plan: Decision, target: Target) -> Checked:
-    device = plan.origin.cluster.device
+    device = plan.attached.cluster.device
     if math.isinf(device.memory_bytes_per_second):
         device = find_device("h100").device
     seen = follow_program(read_module(program.compiled.as_text()), program.mesh, device)
