@@ -34,7 +34,7 @@ from autopar.search.pipeline import plan_pipeline
 from autopar.search.progress import Report, silent
 from autopar.search.solve_stages import Solved
 from autopar.search.uneven import uneven_text
-from autopar.streams.assemble import PipelinePlan
+from autopar.streams.assemble import PipelinePlan, StepPlan
 from autopar.streams.schedules import find_schedule, num_chunks
 
 MICROBATCHES_PER_STAGE = 4
@@ -232,7 +232,7 @@ def _three_d(stage: StageProgram, method: ThreeD) -> Restrict:
     return restrict
 
 
-def stage_devices(pipeline: PipelinePlan, devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
+def stage_devices(pipeline: StepPlan, devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
     """The devices of each stage."""
     return [
         list(devices[first : first + stage.mesh.num_devices])
