@@ -18,16 +18,18 @@ from autopar.intra_op.sharded import describe
 from autopar.plan.decision import Decision
 from autopar.plan.words import bytes_text, seconds_text
 from autopar.report.page import Page, Table
+from autopar.streams.assemble import PipelinePlan
 
 
 def asked_for_stages(plan: Decision, asked: str) -> bool:
     """Whether `explain` is asked for the stages themselves."""
-    return plan.schedule != "none" and asked == "stages"
+    return not plan.is_one_program and asked == "stages"
 
 
 def cuts_page(plan: Decision) -> Page:
     """Why the step is cut where it is."""
-    pipeline = plan.origin.pipeline
+    pipeline = plan.attached.pipeline
+    assert isinstance(pipeline, PipelinePlan), "one program is not cut"
     chain, borders = pipeline.cut.chain, pipeline.borders
     marked = len(borders) - 1 == len(chain.marks) and tuple(chain.marks) == tuple(borders[1:])
     facts = (
