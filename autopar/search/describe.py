@@ -120,7 +120,7 @@ def cost_of(planned: StepPlan, planning_seconds: float) -> Cost:
             compute += share * (task.seconds - sum(task.exposed_seconds))
             exposed += [times * e for e in task.exposed_seconds]
             collectives += [dataclasses.replace(c, times=c.times * times, stage=number) for c in task.collectives]
-    busy = simulation.busy_seconds
+    busy, gap = simulation.busy_seconds, max(s.gap for s in stages)
     idle = sum((planned.seconds - busy[mesh]) * stages[mesh].mesh.num_devices for mesh in range(num_meshes))
     return Cost(
         planned.seconds,
@@ -130,8 +130,8 @@ def cost_of(planned: StepPlan, planning_seconds: float) -> Cost:
         tuple(simulation.peak_bytes[number % num_meshes] for number in range(len(stages))),
         max(_argument_bytes(planned, mesh) for mesh in range(num_meshes)),
         tuple(collectives),
-        max(s.gap for s in stages),
-        "optimal" if all(s.sharded.solution.status == "optimal" for s in stages) else "feasible",
+        gap,
+        "feasible" if gap else "optimal",
         planning_seconds,
         tuple(exposed),
     )

@@ -16,6 +16,7 @@ from autopar.errors import (
     BatchError,
     InfeasibleError,
 )
+from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.hand_plans import restrict_to_data_parallel
 from autopar.intra_op.restrict import (
@@ -56,7 +57,7 @@ def in_microbatches(program: Program, roles: Roles, count: int, semantics: str) 
     program = dataclasses.replace(program, jaxpr=narrow_late(behind_gradients(program.jaxpr)))
     split = split_microbatches(program.jaxpr, count, roles.batch, semantics == "per_microbatch", names)
     accumulated = dataclasses.replace(program, jaxpr=accumulate(program.jaxpr, split))
-    dump("microbatches", str(accumulated))
+    dump("microbatches", accumulated.__str__)
     return accumulated
 
 
@@ -68,10 +69,11 @@ def shard_on(
     mesh: LogicalMesh,
     compare: bool = True,
     beat: float = math.inf,
+    exposure: Exposure | None = None,
 ) -> Sharded:
     """Shard the program on one mesh under the method's restrictions; `compare` with data parallelism too.
 
-    `beat` is the objective of the best plan known on other meshes.
+    `beat` is the objective of the best plan known on other meshes, `exposure` what it was priced with.
     """
 
     def restrict(graph: Graph, allowed: Allowed) -> None:
@@ -88,6 +90,7 @@ def shard_on(
         roles.batch,
         _known_plans(program, roles, mesh) if compare and not isinstance(method, DataParallel) else (),
         beat,
+        exposure=exposure or Exposure(1 - cluster.device.achieved.overlap),
     )
 
 
