@@ -38,7 +38,7 @@ from autopar.options import Options
 
 TURNS = 3
 """Problems that are solved on a mesh, each with what the answer before showed of what is exposed."""
-_SAME = 3e-3
+_SAME = 5e-3
 """Up to this part of the step, it takes as long as was thought."""
 _FAR = 0.01
 """A known plan that is thought to take so much longer, at what is exposed in the best one, is not looked at."""
