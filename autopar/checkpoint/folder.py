@@ -72,7 +72,9 @@ def step_number(step: Any) -> int:
     if number < 0:
         raise CheckpointError(
             "a checkpoint is named by the number of its step.",
-            given=f"step={step!r}",
+            given=f"step={step!r}"
+            if isinstance(step, str | float | int)
+            else f"step=..., of type {type(step).__name__}",
             wrong="it is no whole number, 0 or more.",
             do="pass such a number, or leave it out: one more than the newest to save, the newest whole one to restore.",
             path="",
