@@ -48,28 +48,25 @@ class Fitted:
         return kernels + sum(collective_seconds(kind, size, ("x",), mesh) for kind, size in case.collectives)
 
 
-def fit(samples: Sequence[Sample], start: Device, link: Link, host_cores: int, dispatch_seconds: float) -> Fitted:
+def fit(samples: Sequence[Sample], start: Device, link: Link) -> Fitted:
     """Fit everything that was measured; what was not keeps the value it starts from.
 
     Args:
         samples: What was measured.
         start: The catalog's device, or a guess; its peak rates and number of cores are kept if the catalog has them.
         link: The catalog's link, or a guess.
-        host_cores: Cores that all devices share; 0: each has its own.
-        dispatch_seconds: Measured.
     """
-    own = dataclasses.replace(start.achieved, host_cores=host_cores, dispatch_seconds=dispatch_seconds)
-    device = dataclasses.replace(start, achieved=own)
     of_kind = {kind: [s for s in samples if s.case.kind == kind and s.case.is_fitted] for kind in _KINDS}
+    device = _fit_launch(start, of_kind["launch"])
     device = _fit_passes(device, of_kind["pass"])
     device = _fit_products(device, of_kind["product"])
-    device = _fit_share(device, of_kind["convolution"], "convolution")
-    device = _fit_share(device, of_kind["attention"], "fused")
+    device = _fit_share(device, of_kind["convolution"], "convolution", 4.0)
+    device = _fit_share(device, of_kind["attention"], "fused", 1.0)
     messages = [s for s in samples if s.case.collectives]
     return Fitted(device, _fit_link(device, messages, link) if messages else None)
 
 
-_KINDS = ("pass", "product", "convolution", "attention")
+_KINDS = ("launch", "pass", "product", "convolution", "attention")
 
 
 def as_measured(samples: Sequence[Sample], fitted: Fitted) -> tuple[Measured, ...]:
@@ -77,18 +74,24 @@ def as_measured(samples: Sequence[Sample], fitted: Fitted) -> tuple[Measured, ..
     return tuple(Measured(s.case.kind, s.case.text, s.seconds, fitted.seconds(s.case)) for s in samples)
 
 
+def _fit_launch(device: Device, samples: Sequence[Sample]) -> Device:
+    """How long a kernel takes that does next to nothing."""
+    each = [s.seconds / len(s.case.kernels) for s in samples]
+    achieved = dataclasses.replace(device.achieved, launch_seconds=min(each, default=device.achieved.launch_seconds))
+    return dataclasses.replace(device, achieved=achieved)
+
+
 def _fit_passes(device: Device, samples: Sequence[Sample]) -> Device:
-    """How long a launch takes, and how fast memory is read and written."""
-    if len(samples) < 2:
+    """How fast memory is read and written."""
+    if not samples:
         return device
 
-    def made(launch: float, rate: float) -> Device:
-        achieved = dataclasses.replace(device.achieved, launch_seconds=launch, memory=1.0)
+    def made(rate: float) -> Device:
+        achieved = dataclasses.replace(device.achieved, memory=1.0)
         return dataclasses.replace(device, memory_bytes_per_second=rate, achieved=achieved)
 
-    least = min(samples, key=lambda s: s.seconds).seconds
     rates = [s.case.kernels[0].num_bytes / s.seconds for s in samples]
-    found = made(*_closest(lambda *at: _error(made(*at), samples), [(least / 100, least), (min(rates), max(rates))]))
+    found = made(*_closest(lambda rate: _error(made(rate), samples), [(min(rates) / 2, max(rates) * 2)]))
     return _as_share(device, found)
 
 
@@ -136,15 +139,15 @@ def _fit_products(device: Device, samples: Sequence[Sample]) -> Device:
     return made_of(*_closest(lambda *at: _error(made_of(*at), samples), spans))
 
 
-def _fit_share(device: Device, samples: Sequence[Sample], name: str) -> Device:
+def _fit_share(device: Device, samples: Sequence[Sample], name: str, most: float) -> Device:
     """One of the shares that kernels of a kind reach."""
     if not samples:
         return device
 
     def made(share: float) -> Device:
-        return dataclasses.replace(device, achieved=dataclasses.replace(device.achieved, **{name: min(1.0, share)}))
+        return dataclasses.replace(device, achieved=dataclasses.replace(device.achieved, **{name: min(most, share)}))
 
-    return made(*_closest(lambda share: _error(made(share), samples), [(0.01, 1.0)]))
+    return made(*_closest(lambda share: _error(made(share), samples), [(0.01, most)]))
 
 
 def _fit_link(device: Device, samples: Sequence[Sample], link: Link) -> Link:
@@ -202,5 +205,3 @@ def _closest(error: Callable[..., float], spans: Sequence[tuple[float, float]]) 
         width = [(high - low) / (GRID - 1) * 1.5 for low, high in logs]
         logs = [(at - w, at + w) for at, w in zip(best[1], width, strict=True)]
     return tuple(map(math.exp, best[1]))
-
-

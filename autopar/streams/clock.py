@@ -120,7 +120,7 @@ def simulate_streams(
         held[streams.buffers[at].mesh].append(at)
     return simulate(
         streams.instructions,
-        lambda run: streams.programs[run.program].seconds + cluster.device.achieved.program_seconds,
+        lambda run: streams.programs[run.program].seconds,
         message_seconds,
         [b.num_bytes for b in streams.buffers],
         lambda run: streams.programs[run.program].working_bytes,
