@@ -5,6 +5,7 @@
 On 8 virtual CPU devices, which share this machine's cores. The plans of a model are run in turns, a step of each and then
 the next step of each, so that whatever else the machine does meets all of them. Prints both times of each plan, their ratio,
 and Kendall's tau of the order for each model: 1 where all pairs of plans come in the predicted order, -1 where none does.
+Beside the clock stands for how long the step keeps all cores busy, which other programs on the machine do not stretch.
 """
 
 from __future__ import annotations
@@ -145,18 +146,23 @@ def compiled_plans(model: str, cluster: Any) -> Iterator[tuple[str, Any, list[An
         yield name, train.compile(state, batch), [filled(state), filled(batch)]
 
 
-def step_seconds(compiled: Any, args: list[Any]) -> float:
-    """One step, from its call until its results are there."""
-    started = time.perf_counter()
+def step_seconds(compiled: Any, args: list[Any]) -> tuple[float, float]:
+    """One step, from its call until its results are there; and what it keeps all cores busy."""
+    started, busy = time.perf_counter(), time.process_time()
     args[0], loss = compiled(*args)
     jax.block_until_ready((args[0], loss))
-    return time.perf_counter() - started
+    return time.perf_counter() - started, (time.process_time() - busy) / min(os.cpu_count() or 1, NUM_DEVICES)
 
 
 def kendall_tau(pairs: list[tuple[float, float]]) -> float:
     """Pairs in the same order less those in the other, as a part of all; Kendall, Biometrika 1938."""
     order = [np.sign(a[0] - b[0]) * np.sign(a[1] - b[1]) for a, b in itertools.combinations(pairs, 2)]
     return float(sum(order)) / len(order)
+
+
+def tau(plans: dict[str, tuple[float, float, float]], which: int) -> float:
+    """Of the predicted order and a measured one: 1 by the clock, 2 by what the cores did."""
+    return kendall_tau([(figures[0], figures[which]) for figures in plans.values()])
 
 
 def main() -> None:
@@ -175,24 +181,30 @@ def main() -> None:
         errors = ", ".join(f"{kind} {error:.0%}" for kind, error in profile.errors.items())
         console.print(f"calibrated in {profile.machine['seconds']} s; median errors: {errors}")
     cluster = autopar.Cluster.local(profile=profile)
-    found: dict[str, dict[str, tuple[float, float]]] = {}
+    found: dict[str, dict[str, tuple[float, float, float]]] = {}
     for model in options.models:
         plans = list(compiled_plans(model, cluster))
-        taken: dict[str, list[float]] = {name: [] for name, _, _ in plans}
+        taken: dict[str, list[tuple[float, float]]] = {name: [] for name, _, _ in plans}
         for number in range(options.rounds + 1):
             for name, compiled, args in plans:
                 seconds = step_seconds(compiled, args)
                 if number:  # the first places its arguments
                     taken[name].append(seconds)
         found[model] = {
-            name: (compiled.plan.cost.step_seconds, statistics.median(taken[name])) for name, compiled, _ in plans
+            name: (compiled.plan.cost.step_seconds, *map(statistics.median, zip(*taken[name], strict=True)))
+            for name, compiled, _ in plans
         }
-        table = Table("plan", "predicted", "measured", "ratio", title=model, show_edge=False)
-        for name, (predicted, measured) in sorted(found[model].items(), key=lambda item: item[1][1]):
-            table.add_row(name, f"{predicted * 1e3:.1f} ms", f"{measured * 1e3:.1f} ms", f"{predicted / measured:.2f}")
-        console.print(table, f"Kendall's tau {kendall_tau(list(found[model].values())):.2f}\n", sep="\n")
-    mean = statistics.mean(kendall_tau(list(plans.values())) for plans in found.values())
-    console.print(f"Kendall's tau, on average over {len(found)} models: {mean:.2f}")
+        table = Table("plan", "predicted", "measured", "ratio", "cores busy", title=model, show_edge=False)
+        for name, (predicted, measured, busy) in sorted(found[model].items(), key=lambda item: item[1][1]):
+            times = (f"{seconds * 1e3:.1f} ms" for seconds in (predicted, measured))
+            table.add_row(name, *times, f"{predicted / measured:.2f}", f"{busy * 1e3:.1f} ms")
+        console.print(
+            table, f"Kendall's tau: {tau(found[model], 1):.2f} of steps, {tau(found[model], 2):.2f} of work\n", sep="\n"
+        )
+    means = [statistics.mean(tau(plans, which) for plans in found.values()) for which in (1, 2)]
+    console.print(
+        f"Kendall's tau, on average over {len(found)} models: {means[0]:.2f} of steps, {means[1]:.2f} of work"
+    )
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=1))
 

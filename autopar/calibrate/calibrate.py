@@ -32,9 +32,10 @@ from autopar.mesh import Achieved, Device, Link, MachineProfile, find_device
 
 SECONDS = 120.0
 """To spend, by default."""
-FRESH_BYTES = 2**23
-"""On a device, to see how fast memory is got."""
-_CPU = Device("cpu", 1e10)
+FRESH_BYTES = 40 * 2**20
+"""On a device, to see how fast memory is got: more than the 32 MiB up to which the C library may keep what is given back."""
+_CPU = Device("cpu", 1e10, achieved=Achieved(cores=1, tile=(256, 256), tile_seconds=1e-6, balance=20.0))
+"""A product is cut for the caches of one core; its rates are fitted whole."""
 _CPU_LINK = Link(1e-5, 1e9, shared_memory=True)
 _GPU_LINK = Link(3.4e-6, 1e11, has_short_messages=True)
 

@@ -87,8 +87,8 @@ def _passes(is_cpu: bool) -> Iterator[Case]:
 def _products(is_cpu: bool) -> Iterator[Case]:
     """(count, rows, columns, depth): large, small, tall, many at once."""
     if is_cpu:
-        shapes = [(1, 256, 256, 256), (1, 64, 64, 64), (1, 512, 512, 512), (1, 1024, 64, 256), (1, 64, 1024, 256)]
-        shapes += [(16, 64, 64, 64), (1, 128, 128, 128), (1, 16, 512, 512)]
+        shapes = [(1, 256, 256, 256), (1, 64, 1024, 1024), (1, 512, 512, 64), (1, 64, 64, 64), (1, 512, 512, 512)]
+        shapes += [(16, 64, 64, 64), (1, 1024, 64, 256), (1, 64, 1024, 256), (1, 128, 128, 128), (1, 1024, 1024, 64)]
         few = [(1, 256, 256, 256), (1, 64, 1024, 256)]
         both = [*((shape, "float32") for shape in shapes), *((shape, "bfloat16") for shape in few)]
     else:
@@ -205,7 +205,7 @@ def _messages(groups: Sequence[int], is_cpu: bool) -> Iterator[tuple[int, int]]:
 
 def collective(kind: str, num_bytes: int, group: int) -> Case:
     """One collective in groups of neighbours; what a turn does besides is a pass in the model, too."""
-    count = num_bytes // 4 // group * group
+    count = max(1, num_bytes // 4 // group) * group
     part = count // group
     neighbours = [(k, (k + 1) % group) for k in range(group)]
 

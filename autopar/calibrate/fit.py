@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.calibrate.cases import Case
@@ -105,38 +105,38 @@ def _as_share(device: Device, found: Device) -> Device:
 
 
 def _fit_products(device: Device, samples: Sequence[Sample]) -> Device:
-    """Rates of products: of a device of the catalog as parts of its peak, of others by dtype, at any shape.
-
-    Where products are cut into tiles for the cores of a device, what a tile takes besides is fitted with them.
-    """
+    """Rates of products: of a device of the catalog as one part of its peaks, of others by dtype; and what a tile takes."""
     if not samples:
         return device
-    if not device.achieved.cores:
-        peak: dict[str, float] = {}
-        for dtype in dict.fromkeys(s.case.dtypes[0] for s in samples):
-            own = [s for s in samples if s.case.dtypes[0] == dtype]
-            flops = [_flops(s.case) / s.seconds for s in own]
+    has_peak = isinstance(device.peak_flops, Mapping)
+    main = samples[0].case.dtypes[0]
+    own = samples if has_peak else [s for s in samples if s.case.dtypes[0] == main]
 
-            def made(rate: float, dtype: str = dtype) -> Device:
-                return dataclasses.replace(
-                    device, peak_flops={dtype: rate}, achieved=dataclasses.replace(device.achieved, product=1.0)
-                )
-
-            error = lambda rate, own=own, made=made: _error(made(rate), own)  # noqa: E731
-            peak[dtype] = _closest(error, [(min(flops) / 2, max(flops) * 2)])[0]
-        achieved = dataclasses.replace(device.achieved, product=1.0)
+    def made(rate: float, tile_seconds: float, balance: float) -> Device:
+        share = min(1.0, rate) if has_peak else 1.0
+        achieved = dataclasses.replace(device.achieved, product=share, tile_seconds=tile_seconds, balance=balance)
+        peak = device.peak_flops if has_peak else {main: rate}
         return dataclasses.replace(device, peak_flops=peak, achieved=achieved)
 
-    def made_of(product: float, tile_seconds: float, balance: float) -> Device:
-        achieved = dataclasses.replace(
-            device.achieved, product=min(1.0, product), tile_seconds=tile_seconds, balance=balance
-        )
-        return dataclasses.replace(device, achieved=achieved)
-
+    flops = [_flops(s.case) / s.seconds for s in own]
+    spans = [(0.1, 1.0) if has_peak else (min(flops) / 2, max(flops) * 2)]
     start = device.achieved
-    spans = [(0.1, 1.0), (max(start.tile_seconds, 1e-7) / 8, max(start.tile_seconds, 1e-7) * 8)]
-    spans.append((max(start.balance, 10.0) / 4, max(start.balance, 10.0) * 4))
-    return made_of(*_closest(lambda *at: _error(made_of(*at), samples), spans))
+    spans.append((max(start.tile_seconds, 1e-7) / 20, max(start.tile_seconds, 1e-7) * 20))
+    spans.append((max(start.balance, 10.0) / 5, max(start.balance, 10.0) * 5))
+    found = made(*_closest(lambda *at: _error(made(*at), own), spans))
+    if has_peak:
+        return found
+    peak = dict(found.peak_flops) if isinstance(found.peak_flops, Mapping) else {}
+    for dtype in dict.fromkeys(s.case.dtypes[0] for s in samples if s.case.dtypes[0] != main):
+        others = [s for s in samples if s.case.dtypes[0] == dtype]
+        flops = [_flops(s.case) / s.seconds for s in others]
+
+        def at_rate(rate: float, dtype: str = dtype) -> Device:
+            return dataclasses.replace(found, peak_flops={dtype: rate})
+
+        error = lambda rate, others=others, at_rate=at_rate: _error(at_rate(rate), others)  # noqa: E731
+        peak[dtype] = _closest(error, [(min(flops) / 2, max(flops) * 4)])[0]
+    return dataclasses.replace(found, peak_flops=peak)
 
 
 def _fit_share(device: Device, samples: Sequence[Sample], name: str, most: float) -> Device:

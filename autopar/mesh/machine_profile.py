@@ -127,7 +127,9 @@ class MachineProfile:
             return self.device, self.intra, self.inter
         slower = num_devices / self.num_devices
         achieved = self.device.achieved
-        own = {name: getattr(achieved, name) * slower for name in ("launch_seconds", "dispatch_seconds")}
+        own = {
+            name: getattr(achieved, name) * slower for name in ("launch_seconds", "tile_seconds", "dispatch_seconds")
+        }
         own["fresh_bytes_per_second"] = achieved.fresh_bytes_per_second / slower
         assert isinstance(self.device.peak_flops, Mapping), "a measured device has a rate for each dtype"
         device = dataclasses.replace(
