@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,10 +112,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        return options.run(options)
+        status = options.run(options)
+        sys.stdout.flush()
+        return status
     except AutoparError as error:
         print(f"autopar: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `autopar plan ... | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _version() -> int:
@@ -155,11 +161,11 @@ def _plan(options: argparse.Namespace) -> int:
         step, args = _step_and_args(options)
         cluster = Cluster.of(options.cluster) if options.cluster else None
         plan = step.replan(cluster, method_of(options.method) if options.method else None).plan(*args)
-    print(plan)
     if options.save:
         plan.save(options.save)
     if options.html:
         write_page(options.html, document(plan))
+    print(plan)
     return 0
 
 
@@ -168,9 +174,9 @@ def _compare(options: argparse.Namespace) -> int:
 
     step, args = _step_and_args(options)
     found = compare(step, args, options.cluster, options.method, prices=options.price, sort=options.sort)
-    print(found)
     if options.html:
         found.save_html(options.html)
+    print(found)
     return 0
 
 
