@@ -125,7 +125,7 @@ class Following:
         others = []
         for number, (tree, first, last) in enumerate(_ranges(program.in_tree)):
             start = trained.get((tree, _types(program.in_avals[first:last])))
-            if start is not None and last > first and start not in compiled.plan.origin.roles.batch:
+            if start is not None and last > first and start not in compiled.plan.attached.roles.batch:
                 found.update(zip(range(first, last), range(start, start + last - first), strict=True))
             elif last > first:
                 others.append(number)
@@ -140,12 +140,12 @@ class Following:
         batch = self._batch_argnums
         if isinstance(batch, str):
             batch = _batch(program, others, compiled)
-        if compiled.plan.schedule != "none":
+        if not compiled.plan.is_one_program:
             there = compiled.program.in_paths
             return Follow(compiled.plan, {program.in_paths[k]: there[at] for k, at in found.items()}), batch
         shardings = jax.tree.leaves(compiled.in_shardings)
         pins = {glob.escape(program.in_paths[k]): shardings[at].spec for k, at in found.items()}
-        state = set(compiled.plan.origin.roles.state)
+        state = set(compiled.plan.attached.roles.state)
         for k, at in _returned(program, trained).items():
             if at in state:
                 pins[glob.escape(program.out_paths[k])] = shardings[at].spec
@@ -177,7 +177,7 @@ def _batch(program: Program, others: Sequence[int], compiled: CompiledStep) -> A
     samples = {
         (tree, _sample_types(trained.in_avals[first:last]))
         for tree, first, last in _ranges(trained.in_tree)
-        if not set(range(first, last)).isdisjoint(compiled.plan.origin.roles.batch)
+        if not set(range(first, last)).isdisjoint(compiled.plan.attached.roles.batch)
     }
     ranges = _ranges(program.in_tree)
     chosen: Sequence[int] = [

@@ -15,6 +15,7 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.mesh import LogicalMesh
 from autopar.options import MicrobatchSemantics, Options, Recompute, Solver
+from autopar.plan.decision import Decision
 from autopar.streams.schedules import find_schedule
 
 
@@ -246,7 +247,7 @@ class Follow(_Settings):
         paths: Arguments that are state of the other step: path here -> path there.
     """
 
-    plan: Any = field(repr=False, hash=False)
+    plan: Decision = field(repr=False, hash=False)
     paths: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 from autopar._jax import Var
 from autopar.errors import ConstraintError
 from autopar.inter_op.cut import CutStep
-from autopar.inter_op.stage_program import StageProgram
+from autopar.inter_op.stage import StageProgram
 from autopar.intra_op.graph import Graph, Node
 from autopar.intra_op.restrict import Allowed, Restrict, keep_keys_whole, keep_node_whole, pin_node
 from autopar.mesh import LogicalMesh

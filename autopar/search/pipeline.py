@@ -19,8 +19,9 @@ from autopar.inter_op.backward import find_levels
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.placement import place_stages
 from autopar.inter_op.residuals import CHEAP
+from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import STAGE_GAP, StagePlan
-from autopar.inter_op.stage_program import StageProgram, stage_program
+from autopar.inter_op.stage_program import stage_program
 from autopar.inter_op.tasks import make_tasks
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Options

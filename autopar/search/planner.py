@@ -13,7 +13,7 @@ import dataclasses
 import gc
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from autopar.debug import dump
 from autopar.errors import (
@@ -26,9 +26,8 @@ from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh, logical_mesh, logical_meshes, more_devices_text
 from autopar.report.plan import Plan
 from autopar.search.accumulation import search_accumulation
-from autopar.search.describe import body_text, describe
-from autopar.search.describe_stages import describe_pipeline
-from autopar.search.dumped import dump_pipeline
+from autopar.search.describe import describe_plan
+from autopar.search.dumped import dump_plan
 from autopar.search.followed import pipeline_behind
 from autopar.search.meshes import Searched, search_meshes, shared_seconds, untie_best
 from autopar.search.methods import (
@@ -43,10 +42,10 @@ from autopar.search.methods import (
 )
 from autopar.search.one_mesh import count_of, in_microbatches
 from autopar.search.pins import find_pins
-from autopar.search.pipeline import PipelinePlan
 from autopar.search.progress import Report, part_of, silent
 from autopar.search.stage_planner import pipeline_of
 from autopar.search.stage_search import search_pipelines
+from autopar.streams.assemble import StepPlan, assemble_step
 
 SHARE_OF_MESHES = 0.4
 """Part of the time to plan everything that meshes without stages take, for progress."""
@@ -91,12 +90,28 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
     find_pins(
         program.in_paths, method.options().constraints, program.out_paths
     )  # a mistake in them is told before any work
-    if isinstance(method, PipelineParallel | ThreeD):
-        pipeline = pipeline_of(program, roles, cluster, method, report)
-        return _plan_of_pipeline(program, roles, cluster, method, pipeline, started, ())
-    if isinstance(method, Follow):
-        pipeline = pipeline_behind(program, roles, cluster, method, report)
-        return _plan_of_pipeline(program, roles, cluster, method, pipeline, started, ())
+    planned, tried = _planned(program, roles, cluster, method, report)
+    dump_plan(planned)
+    plan = describe_plan(program, roles, cluster, method, planned, time.perf_counter() - started)
+    return dataclasses.replace(plan, alternatives=tuple(tried))
+
+
+def _planned(
+    program: Program, roles: Roles, cluster: Cluster, method: Method, report: Report
+) -> tuple[StepPlan, list[tuple[str, str]]]:
+    """The step planned as the method wants it, and what else was tried."""
+    match method:
+        case PipelineParallel() | ThreeD():
+            return pipeline_of(program, roles, cluster, method, report), []
+        case Follow():
+            return pipeline_behind(program, roles, cluster, method, report), []
+    return _search(program, roles, cluster, method, report)
+
+
+def _search(
+    program: Program, roles: Roles, cluster: Cluster, method: Method, report: Report
+) -> tuple[StepPlan, list[tuple[str, str]]]:
+    """The best of the meshes that a method allows; `Auto()` looks for microbatches and pipelines too."""
     step, count = program, count_of(method)
     program = in_microbatches(step, roles, count, method.options().microbatch_semantics)
     meshes = candidate_meshes(cluster, method)
@@ -119,15 +134,13 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
         tried = [*tried, *outcomes]
         least = min((sharded.step_seconds for _, sharded in searched.results), default=math.inf)
         if found is not None and found.seconds_for(method.options().goal) < least:
-            return _plan_of_pipeline(step, roles, cluster, method, found, started, tried)
+            return found, tried
     if not searched.results:
         assert searched.failure is not None, "there is always one mesh to try"
         raise searched.failure
     mesh, best = untie_best(program, roles, cluster, method, searched)
-    dump("sharded", body_text(best.body))
-    plan = describe(step, program, roles, cluster, method, mesh, best, time.perf_counter() - started, count)
     chosen = str(mesh) if accumulated is None else f"{mesh}, {count} microbatches"
-    return dataclasses.replace(plan, alternatives=tuple(pair for pair in tried if pair[0] != chosen))
+    return assemble_step(program, roles, count, mesh, best), [pair for pair in tried if pair[0] != chosen]
 
 
 def _can_gain(method: Method, searched: Searched) -> bool:
@@ -137,20 +150,6 @@ def _can_gain(method: Method, searched: Searched) -> bool:
     _, best = searched.best
     least = WORTH_SECONDS if method.options().goal == "step" else 0.0
     return best.step_seconds - shared_seconds(best) > max(WORTH_STAGES * best.step_seconds, least)
-
-
-def _plan_of_pipeline(
-    program: Program,
-    roles: Roles,
-    cluster: Cluster,
-    method: Method,
-    pipeline: PipelinePlan,
-    started: float,
-    tried: Sequence[tuple[str, str]],
-) -> Plan:
-    plan = describe_pipeline(program, roles, cluster, method, pipeline, time.perf_counter() - started)
-    dump_pipeline(pipeline)
-    return dataclasses.replace(plan, alternatives=tuple(tried))
 
 
 def _check_one_kind(cluster: Cluster) -> None:
