@@ -125,10 +125,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        return options.run(options)
+        status = options.run(options)
+        sys.stdout.flush()
+        return status
     except AutoparError as error:
         print(f"autopar: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `autopar plan ... | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _version() -> int:
@@ -169,11 +174,11 @@ def _plan(options: argparse.Namespace) -> int:
         step, args = _step_and_args(options)
         cluster = Cluster.of(options.cluster) if options.cluster else None
         plan = step.replan(cluster, method_of(options.method) if options.method else None).plan(*args)
-    print(plan)
     if options.save:
         plan.save(options.save)
     if options.html:
         write_page(options.html, document(plan))
+    print(plan)
     return 0
 
 
@@ -182,9 +187,9 @@ def _compare(options: argparse.Namespace) -> int:
 
     step, args = _step_and_args(options)
     found = compare(step, args, options.cluster, options.method, prices=options.price, sort=options.sort)
-    print(found)
     if options.html:
         found.save_html(options.html)
+    print(found)
     return 0
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 
 import jax
@@ -169,6 +171,19 @@ def test_alone_it_prints_help_with_examples(run):
     assert status == 0 and "autopar compare train:step" in out and "doctor" in out
     status, out, _ = run("--version")
     assert status == 0 and out.startswith(f"autopar {autopar.__version__}, JAX {jax.__version__}, Python 3.")
+
+
+def test_a_reader_that_goes_away(run, tmp_path):
+    """As `autopar plan ... | head -1`: no traceback, and what was to be saved is."""
+    saved = tmp_path / "plan.json"
+    words = [sys.executable, "-c", "import sys; from autopar.cli import main; sys.exit(main(sys.argv[1:]))"]
+    words += ["plan", STEP, ARGS, f"--save={saved}"]
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        process.stdout.close()
+        said = process.stderr.read().decode()
+    assert process.returncode == 0 and said == "" and saved.exists()
 
 
 def test_plan_for_another_cluster(run):
