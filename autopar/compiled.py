@@ -200,7 +200,9 @@ class CompiledStep:
             return self._put_together(apart, self.run(leaves)), measured
         with without_mesh():
             results, timeline = self._carry_out(self.executable.measure, leaves)
-            measured = pipeline(self.plan, self.plan.attached.cluster, timeline, seconds, 1 if seconds is None else steps)
+            measured = pipeline(
+                self.plan, self.plan.attached.cluster, timeline, seconds, 1 if seconds is None else steps
+            )
             return self._put_together(apart, self._as_returned(results)), measured
 
 
