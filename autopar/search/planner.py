@@ -104,10 +104,10 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
             count, program, searched = accumulated.count, accumulated.program, accumulated.searched
     tried = searched.tried
     if searches or (isinstance(method, Auto) and _can_gain(searched)):
-        found, outcomes = search_pipelines(step, roles, cluster, method.options(), part_of(report, part, 1.0))
-        tried = [*tried, *outcomes]
         least = min((sharded.step_seconds for _, sharded in searched.results), default=math.inf)
-        if found is not None and found.seconds < least:
+        found, outcomes = search_pipelines(step, roles, cluster, method.options(), part_of(report, part, 1.0), least)
+        tried = [*tried, *outcomes]
+        if found is not None:
             return _plan_of_pipeline(step, roles, cluster, method, found, started, tried)
     if not searched.results:
         assert searched.failure is not None, "there is always one mesh to try"
