@@ -12,7 +12,7 @@ from autopar.ir.rules.opaque import sharding_rule
 from autopar.mesh import Achieved, Cluster, Device, Link, LogicalMesh, MachineProfile
 from autopar.report.plan import Plan
 from autopar.report.show import show
-from autopar.search.methods import Auto, DataParallel, PipelineParallel, ShardParallel, ThreeD
+from autopar.search.methods import Auto, DataParallel, Inference, PipelineParallel, ShardParallel, ThreeD
 
 __version__ = "0.1.0"
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "CompiledStep",
     "DataParallel",
     "Device",
+    "Inference",
     "Link",
     "LogicalMesh",
     "MachineProfile",

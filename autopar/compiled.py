@@ -7,6 +7,7 @@ Method: the plan's executable takes flat arrays; around it, arguments are checke
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,8 +27,8 @@ from autopar.runtime.local import Executable, compile_program
 from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.ray.driver.driver import RayStep
 from autopar.runtime.ray.driver.step import make_ray_step
-from autopar.search.describe_stages import PipelineOrigin
 from autopar.search.stage_planner import stage_devices
+from autopar.streams.assemble import PipelinePlan
 
 
 class CompiledStep:
@@ -60,11 +61,6 @@ class CompiledStep:
             for k, (sharding, key) in enumerate(zip(executable.in_shardings, program.key_inputs, strict=False))
         ]
         self.in_shardings = program.in_containers(self._shardings)
-        self._consts = (
-            executable.hold(program.consts, program.num_args)
-            if isinstance(executable, RayStep)
-            else jax.device_put(list(program.consts), list(executable.in_shardings[program.num_args :]))
-        )
         self._has_keys = any(program.key_inputs) or any(program.key_outputs)
         self._weak = [k for k, aval in enumerate(program.out_avals) if aval.weak_type]
 
@@ -95,6 +91,14 @@ class CompiledStep:
 
     def _put_together(self, apart: Apart | None, returned: Any) -> Any:
         return returned if apart is None or self._adapter is None else self._adapter.put_together(apart, returned)
+
+    @functools.cached_property
+    def _consts(self) -> Sequence[Any]:
+        """The program's own arrays, in their places; made at the first call: devices that are compiled for may not be there."""
+        consts, first = list(self.program.consts), self.program.num_args
+        if isinstance(self.executable, RayStep):
+            return self.executable.hold(consts, first)
+        return jax.device_put(consts, list(self.executable.in_shardings[first:]))
 
     @property
     def has_ended(self) -> bool:
@@ -177,8 +181,7 @@ class CompiledStep:
                 wrong="it is no whole number of 1 or more.",
                 do="pass steps=5, or leave it out.",
             )
-        is_pipeline = isinstance(self.plan.origin, PipelineOrigin)
-        if isinstance(self.executable, RayStep) and not is_pipeline:
+        if isinstance(self.executable, RayStep) and self.plan.is_one_program:
             raise PipelineError(
                 "there is no timeline of a step without stages.",
                 given=f"the plan of `{self.plan.name}` by {self.plan.method}, on a Ray cluster",
@@ -189,7 +192,7 @@ class CompiledStep:
         apart, leaves = self._arguments(args, kwargs)
         seconds = None
         if not isinstance(self.executable, RayStep):
-            donated = self.plan.origin.roles.donated[: len(leaves)]
+            donated = self.plan.attached.roles.donated[: len(leaves)]
             seconds = whole_steps(lambda own: self.run(own), leaves, donated, steps)
         if isinstance(self.executable, Executable):
             assert seconds is not None, "steps in this process are timed"
@@ -197,7 +200,9 @@ class CompiledStep:
             return self._put_together(apart, self.run(leaves)), measured
         with without_mesh():
             results, timeline = self._carry_out(self.executable.measure, leaves)
-            measured = pipeline(self.plan, self.plan.origin.cluster, timeline, seconds, 1 if seconds is None else steps)
+            measured = pipeline(
+                self.plan, self.plan.attached.cluster, timeline, seconds, 1 if seconds is None else steps
+            )
             return self._put_together(apart, self._as_returned(results)), measured
 
 
@@ -213,17 +218,17 @@ def compile_plan(cluster: Cluster, program: Program, roles: Roles, plan: Plan) -
     if cluster.machine is not None:
         return make_ray_step(cluster, program, roles, plan)
     devices = cluster.devices or jax.devices()
-    if isinstance(plan.origin, PipelineOrigin):
-        return compile_pipeline(plan.origin, devices)
+    pipeline = plan.attached.pipeline
+    if isinstance(pipeline, PipelinePlan):
+        return compile_pipeline(pipeline, devices, program.name)
     avals = [var.aval for var in program.jaxpr.invars]
     return compile_program(
-        plan.origin.sharded.body, plan.mesh, devices, avals, roles.donated, program.name, program.in_paths
+        pipeline.stages[0].sharded.body, plan.mesh, devices, avals, roles.donated, program.name, program.in_paths
     )
 
 
-def compile_pipeline(origin: PipelineOrigin, devices: Sequence[Any]) -> Pipeline:
+def compile_pipeline(pipeline: PipelinePlan, devices: Sequence[Any], name: str) -> Pipeline:
     """Compile all programs of a pipeline for real devices."""
-    pipeline = origin.pipeline
     cut = pipeline.cut
     return Pipeline(
         pipeline.stages,
@@ -233,6 +238,6 @@ def compile_pipeline(origin: PipelineOrigin, devices: Sequence[Any]) -> Pipeline
         cut.roles,
         cut.stacks,
         pipeline.tasks.update.home,
-        origin.program.name,
+        name,
         cut.program.in_paths,
     )

@@ -25,7 +25,7 @@ LAYERS = (
     ("search",),
     ("partition",),
     ("runtime",),
-    ("calibrate",),
+    ("verify", "calibrate"),
     ("frameworks",),
     ("compiled", "create", "api", "follow"),
     ("adapters",),

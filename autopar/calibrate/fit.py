@@ -95,7 +95,7 @@ def _fit_passes(device: Device, samples: Sequence[Sample]) -> Device:
         achieved = dataclasses.replace(device.achieved, memory=1.0)
         return dataclasses.replace(device, memory_bytes_per_second=rate, achieved=achieved)
 
-    rates = [s.case.kernels[0].num_bytes / s.seconds for s in samples]
+    rates = [sum(kernel.num_bytes for kernel in s.case.kernels) / s.seconds for s in samples]
     found = made(*_closest(lambda rate: _error(made(rate), samples), [(min(rates) / 2, max(rates) * 2)]))
     return _as_share(device, found)
 

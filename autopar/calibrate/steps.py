@@ -134,7 +134,7 @@ def _tasks_alone(plan: Decision, cluster: Cluster) -> dict[str, tuple[int, float
     """Of each program, its predicted seconds while all other meshes rest."""
     found = {}
     count = plan.num_microbatches
-    for stage in plan.origin.pipeline.stages:
+    for stage in plan.attached.pipeline.stages:
         busy = min(stage.mesh.num_devices, cluster.devices_per_host)
         speed = cluster.device.achieved.sharing_speed(busy, cluster.devices_per_host)
         for task in stage.tasks:

@@ -19,8 +19,7 @@ import numpy as np
 
 from autopar._jax import Literal, Var
 from autopar.cost import collective_seconds
-from autopar.inter_op.stage_program import StageProgram
-from autopar.inter_op.stage_tasks import Slot, Task
+from autopar.inter_op.stage import Slot, StageProgram, Task
 from autopar.intra_op.batch import batch_factors
 from autopar.intra_op.costs import OperationSeconds, held_values
 from autopar.intra_op.graph import Graph, stacked
@@ -167,7 +166,6 @@ def plan_stage(
         if restrict is not None:
             restrict(graph, allowed)
 
-    donated = [k in program.aliases.values() for k in range(len(program.jaxpr.invars))]
     # Of what is received and sent one microbatch is there at a time; what waits is known with the schedule.
     uncounted = {program.jaxpr.invars[k] for k in program.received}.union(program.scan.sent if program.scan else ())
     if all_again:
@@ -180,7 +178,7 @@ def plan_stage(
         device,
         options,
         all_restrictions,
-        donated,
+        program.donated,
         dict(program.batch),
         gap=gap,
         elsewhere=uncounted,

@@ -41,6 +41,7 @@ class Cluster:
         devices: The real devices, host by host; None where the cluster is only described.
         groups: The parts of a cluster of several kinds; () for a uniform one.
         machine: The Ray cluster that it is; None: this process, or only described.
+        price_per_hour: Of one device, in whatever currency; None: not stated. Nothing is decided by it.
         profile: What was measured on it (`autopar calibrate`); None: its figures are the catalog's, or the user's.
 
     Raises:
@@ -55,6 +56,7 @@ class Cluster:
     devices: tuple[Any, ...] | None = field(default=None, compare=False, repr=False)
     groups: tuple[Cluster, ...] = ()
     machine: RayMachine | None = field(default=None, compare=False, repr=False)
+    price_per_hour: float | None = field(default=None, compare=False, repr=False)
     profile: MachineProfile | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from types import MappingProxyType
 from typing import Any
@@ -29,6 +29,11 @@ _STAND_INS: Mapping[str, tuple[str, ...]] = {
     "int4": ("int8", "float8", "bfloat16"),
 }
 """Whose rate counts for a dtype that has none of its own; at the end the slowest one."""
+
+
+KEPT_BYTES = 32 * 2**20
+"""A piece of memory that is larger goes back to the system when it is freed; smaller ones are kept for the next who asks:
+the greatest threshold of glibc's `malloc` (`DEFAULT_MMAP_THRESHOLD_MAX`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,7 @@ class Achieved:
         dispatch_seconds: To start a program on the devices of a host. It counts where these share the host's cores, which
             cannot compute meanwhile; others compute while the next program is started.
         fresh_bytes_per_second: Rate at which a program gets memory for what it makes, where each run asks the system for it
-            anew, as XLA's CPU programs do; inf: memory is kept.
+            anew, as XLA's CPU programs do for more than `KEPT_BYTES`; inf: memory is kept.
 
     Raises:
         ClusterError: A share that is not between 0 and 1, or something negative.
@@ -120,7 +125,7 @@ class Achieved:
             num_bytes: That it needs on a device besides its operands.
         """
         starting = self.dispatch_seconds if self.host_cores else 0.0
-        return starting + num_bytes / self.fresh_bytes_per_second
+        return starting + (num_bytes / self.fresh_bytes_per_second if num_bytes > KEPT_BYTES else 0.0)
 
     def sharing_speed(self, num_busy: int, num_devices: int) -> float:
         """How much faster devices are than their rates while some of their host's rest: no program uses more than a core.
@@ -144,6 +149,7 @@ class Device:
         memory_bytes: Bytes of memory.
         memory_bytes_per_second: Rate of reading or writing it.
         achieved: What its kernels reach of these rates.
+        watts: Power that it is rated for; None: not stated. Nothing is decided by it.
 
     Raises:
         ClusterError: A rate or size is no positive number.
@@ -154,9 +160,10 @@ class Device:
     memory_bytes: float = math.inf
     memory_bytes_per_second: float = math.inf
     achieved: Achieved = Achieved()
+    watts: float | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for field, value in (
+        for name, value in (
             *(("peak_flops", rate) for rate in self._rates() or [0.0]),
             ("memory_bytes", self.memory_bytes),
             ("memory_bytes_per_second", self.memory_bytes_per_second),
@@ -164,8 +171,8 @@ class Device:
             if not isinstance(value, Real) or not value > 0:
                 raise ClusterError(
                     "a device needs positive rates.",
-                    given=f"Device({self.name!r}, {field}={value!r})",
-                    wrong=f"{field} must be a number, more than 0.",
+                    given=f"Device({self.name!r}, {name}={value!r})",
+                    wrong=f"{name} must be a number, more than 0.",
                     do="pass Device(name, FLOP/s, bytes, bytes per second).",
                 )
         if isinstance(self.peak_flops, Mapping):
@@ -212,7 +219,7 @@ class Device:
 
     def __reduce__(self) -> tuple[Any, ...]:
         peak = dict(self.peak_flops) if isinstance(self.peak_flops, Mapping) else self.peak_flops
-        return Device, (self.name, peak, self.memory_bytes, self.memory_bytes_per_second, self.achieved)
+        return Device, (self.name, peak, self.memory_bytes, self.memory_bytes_per_second, self.achieved, self.watts)
 
     def __str__(self) -> str:
         return self.name

@@ -60,6 +60,11 @@ def rate_text(bytes_per_second: float) -> str:
     return "unlimited" if bytes_per_second == math.inf else f"{bytes_text(bytes_per_second)}/s"
 
 
+def share_text(share: float) -> str:
+    """A part of a whole in per cent, small ones with a digit more."""
+    return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
+
+
 def seconds_text(seconds: float) -> str:
     """Such as "1.25 ms"."""
     return (

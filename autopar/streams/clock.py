@@ -107,8 +107,19 @@ def simulate_streams(
     first_device: Sequence[int],
     cluster: Cluster,
     watched: bool = False,
+    working_bytes: Mapping[str, int] | None = None,
 ) -> Simulation:
-    """The streams on the clock of the cost model; `watched` as of `simulate`."""
+    """The streams on the clock of the cost model.
+
+    Args:
+        streams: What the meshes do.
+        stages: Each on its mesh.
+        first_device: Of each stage.
+        cluster: The machine.
+        watched: As of `simulate`.
+        working_bytes: Of each program, where it is known better than as predicted.
+    """
+    works_with = working_bytes or {name: plan.working_bytes for name, plan in streams.programs.items()}
 
     def message_seconds(mesh: int, send: Send) -> float:
         link = link_between(first_device, stages, mesh, send.peer, cluster)
@@ -127,7 +138,7 @@ def simulate_streams(
         lambda run: streams.programs[run.program].seconds,
         message_seconds,
         [b.num_bytes for b in streams.buffers],
-        lambda run: streams.programs[run.program].working_bytes,
+        lambda run: works_with[run.program],
         held,
         lambda run: [run.inputs[k] for k in streams.overwritten[run.program]],
         watched,
@@ -234,7 +245,8 @@ def _events(streams: Streams, mesh: int, instruction: Instruction, start: float,
     match instruction:
         case Run(program, stage, microbatch):
             kind = kind_of(streams, stage, streams.programs[program].task.kind)
-            return [Event(program, kind, stage, microbatch, mesh, start, end)]
+            # A program that is the whole step is no part of a timetable.
+            return [] if kind == "step" else [Event(program, kind, stage, microbatch, mesh, start, end)]
         case Send(buffers, peer):
             first = streams.buffers[buffers[0]] if buffers else None
             stage, microbatch = (first.stage, max(first.microbatch, 0)) if first else (mesh, 0)

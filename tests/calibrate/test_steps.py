@@ -65,12 +65,12 @@ def test_lanes_of_stages():
 
 def test_where_they_part():
     compiled, params, batch = compiled_by(autopar.DataParallel())
-    lanes = (Lane("step", 1, 1.0, 1.05), Lane("kernels", 1, 0.5, 0.8), Lane("all-reduce over x", 3, 0.4, 0.1))
+    lanes = (Lane("step", 1, 1.0, 1.05), Lane("kernels", 1, 0.5, 0.8), Lane("all-reduce over x", 3, 0.5, 0.125))
     measured = MeasuredStep((), "train_step", 1.05, 3, lanes)
     text = compiled.plan.diff(measured)
     rows = [line.split("  ")[1] for line in text.splitlines() if " ms" in line and "  " in line]
     assert [name.strip() for name in rows if name.strip()][:2] == ["all-reduce over x", "kernels"]
-    assert "0.62" in text and "4.00" in text and "-300 ms" in text
+    assert "0.62" in text and "4.00" in text and "-375 ms" in text
     assert compiled.plan.diff(MeasuredStep((), "train_step", 1.0, 1, lanes[:1])) == ""
     assert "differ" in compiled.plan.diff(compiled_by(autopar.DataParallel(zero=3))[0].plan)
 
