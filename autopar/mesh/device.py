@@ -99,7 +99,6 @@ class Achieved:
             "cores",
             "tile_seconds",
             "balance",
-            "convolution",
             "host_cores",
             "dispatch_seconds",
         ):
@@ -110,13 +109,14 @@ class Achieved:
                     wrong="it is less than 0.",
                     do="pass 0 where it does not matter.",
                 )
-        if not self.fresh_bytes_per_second > 0:
-            raise ClusterError(
-                "memory comes at a rate.",
-                given=f"Achieved(fresh_bytes_per_second={self.fresh_bytes_per_second!r})",
-                wrong="it is not more than 0.",
-                do="pass bytes per second, or math.inf where memory is kept from step to step.",
-            )
+        for name in ("convolution", "fresh_bytes_per_second"):
+            if not getattr(self, name) > 0:
+                raise ClusterError(
+                    "what is done comes at a rate.",
+                    given=f"Achieved({name}={getattr(self, name)!r})",
+                    wrong="it is not more than 0.",
+                    do="leave it out where it was not measured.",
+                )
 
     def program_seconds(self, num_bytes: float) -> float:
         """What a program takes besides its kernels and collectives: to be started, and to get memory.
