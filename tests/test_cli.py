@@ -12,6 +12,7 @@ import pytest
 
 import autopar
 from autopar.cli import main
+from autopar.verify import targets, verify
 
 MODULE = """
 import jax, jax.numpy as jnp
@@ -98,6 +99,21 @@ def test_verify(saved, tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(record))
     status, out, _ = saved("verify", "a.json")
     assert status == 1 and out.count("not verified") == 2
+
+
+def test_verify_for_a_target(saved, monkeypatch, tmp_path):
+    words = ("verify", "a.json", STEP, ARGS, "--target=h100", "--html=found.html")
+    monkeypatch.setattr(targets, "_is_there", lambda module: False)
+    status, _, err = saved(*words)
+    assert status == 2 and "pip install 'autopar[verify]'" in err
+    here = targets.Target("this machine", tuple(jax.devices()), {})
+    monkeypatch.setattr(verify, "find_target", lambda name, cluster: here)
+    status, out, _ = saved(*words)
+    assert status == 0 and "compiled for this machine: the compiler agrees" in out
+    assert "the compiler agrees" in (tmp_path / "found.html").read_text()
+    monkeypatch.setattr(verify, "_peaks", lambda plan, programs: ((1,), (10**9,)))
+    status, out, _ = saved(*words)
+    assert status == 1 and "over the budget" in out
 
 
 @pytest.mark.parametrize(
