@@ -73,9 +73,9 @@ def restrict_to_data_parallel(
         if node.kind == "op":
             factors = batch_factors(node.eqn, node.rule, batch)
             if factors:
-                split, some = masks(node, factors)
+                only, some = masks(node, factors)
                 # A loop of unknown length may not communicate: there samples are split only if that needs nothing.
-                allowed.only(node, some if some.any() and node.communicates else split, ("batch", factors))
+                allowed.only(node, some if some.any() and node.communicates else only, ("batch", factors))
             elif zero == 0:
                 lent = batch.lent_factors(node.eqn, node.rule)
                 allowed.only(node, masks(node, lent)[0], ("whole", lent))

@@ -215,8 +215,10 @@ def shard(
     def read(problem: Problem, solution: Solution, exposure: Exposure | None) -> Sharded:
         choices = tuple(solution.choices[c] for c in class_of)
         body, moments = body_of(choices), () if elsewhere else measured.get(choices, ())
-        given = problem, solution, allowed, device, donated, body, exposure, *moments[:1]
-        return read_off(jaxpr, graph, choices, class_of, *given)
+        liveness = moments[0] if moments else None
+        return read_off(
+            jaxpr, graph, choices, class_of, problem, solution, allowed, device, donated, body, exposure, liveness
+        )
 
     solution = solved(problem, beat)
     if solution.status == "beaten":
