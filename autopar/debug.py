@@ -1,5 +1,8 @@
 """Developer aids, and the only place that reads environment variables.
 
+In:     `AUTOPAR_DUMP=dir`, read at each call; `XLA_FLAGS`, whose flags are not set a second time.
+
+
 In:     `AUTOPAR_DUMP=dir` and `AUTOPAR_CHECK=1`, read at each call.
 Out:    `dump("trace", text)` writes dir/01_trace.txt, the next pass 02_..., so that two runs can be compared by `diff`.
         `check_behind("trace", check, made)` runs a checker on what a pass made, and names the pass if it finds something.
@@ -22,6 +25,11 @@ def dump_dir() -> Path | None:
     """The directory that passes are written to, or None."""
     path = os.environ.get("AUTOPAR_DUMP")
     return Path(path) if path else None
+
+
+def xla_flags() -> tuple[str, ...]:
+    """Names of the flags that the user gives XLA, who knows better than we do."""
+    return tuple(re.findall(r"--(\w+)", os.environ.get("XLA_FLAGS", "")))
 
 
 def check_behind(pass_name: str, check: Callable[[_Made], None], made: _Made) -> None:

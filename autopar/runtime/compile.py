@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from autopar._jax import load_elsewhere
 from autopar.partition.task import TaskFunction
+from autopar.runtime.overlap import Options, compile_lowered
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,7 +44,7 @@ class Compiler:
         self.num_compiled = 0
 
     def compile(
-        self, made: TaskFunction, name: str, places: jax.sharding.Mesh, calls_host: bool
+        self, made: TaskFunction, name: str, places: jax.sharding.Mesh, calls_host: bool, options: Options
     ) -> jax.stages.Compiled:
         """Compile a task.
 
@@ -52,6 +53,7 @@ class Compiler:
             name: What the program is called in traces.
             places: Its devices.
             calls_host: It has callbacks: it gets one result more, a number that tells that it has ended.
+            options: For XLA, on GPUs.
         """
 
         def program(*arrays: jax.Array) -> list[jax.Array]:
@@ -72,7 +74,7 @@ class Compiler:
         taken = self._take_over(text, tuple(places.devices.flat)) if text else None
         if taken is not None:
             return taken
-        compiled = lowered.compile(self._options)
+        compiled = compile_lowered(lowered, options, places.devices.flat[0].platform, self._options)
         self.num_compiled += 1
         if text:
             self._known[text] = _Known(compiled, tuple(places.devices.flat))

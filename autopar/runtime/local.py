@@ -25,6 +25,7 @@ from autopar.partition.program import global_program
 from autopar.runtime.failure import CallbacksRaised, Place, cause_of, donated_error, is_gone, lines_of, step_error
 from autopar.runtime.memory import Ownership, let_go
 from autopar.runtime.nans import check_results
+from autopar.runtime.overlap import compile_lowered, overlap_options
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -192,7 +193,8 @@ def compile_program(
         out_shardings=[*results, *ends],
         donate_argnums=tuple(k for k, d in enumerate(donated) if d),
     )
-    compiled = jitted.lower(*arguments).compile(dict(options or {}))
+    overlap = overlap_options(body, mesh)
+    compiled = compile_lowered(jitted.lower(*arguments), overlap, devices[0].platform, options)
     lines = lines_of([i.eqn for i in body.instructions if isinstance(i, Compute | Region)])
     types = [(s.shard_shape(a.shape), a.dtype) for a, s in zip(avals, shardings, strict=True)]
     ownership = Ownership(types, donated)

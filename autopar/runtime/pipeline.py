@@ -43,6 +43,7 @@ from autopar.runtime.local import copied, device_mesh
 from autopar.runtime.memory import Ownership, let_go
 from autopar.runtime.nans import check_results, find_nan
 from autopar.runtime.order import merged
+from autopar.runtime.overlap import overlap_options
 from autopar.runtime.stacks import Stack, part_of
 from autopar.runtime.transfer import Transfer, make_transfer
 from autopar.streams.clock import measured
@@ -133,7 +134,9 @@ class Pipeline:
         for plan in stage.tasks:
             name = plan.task.name
             self.functions[name] = task_function(plan, places, self._streams.overwritten[name], self._watch)
-            self.programs[name] = compiler.compile(self.functions[name], name, places, calls_host(plan.body))
+            self.programs[name] = compiler.compile(
+                self.functions[name], name, places, calls_host(plan.body), overlap_options(plan.body, stage.mesh)
+            )
 
     def _call(self, number: int, instruction: Instruction) -> Call:
         match instruction:

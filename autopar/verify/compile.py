@@ -21,6 +21,7 @@ from autopar.partition.task import task_function
 from autopar.plan.decision import Decision
 from autopar.runtime.compile import Compiler
 from autopar.runtime.local import compile_program, device_mesh
+from autopar.runtime.overlap import overlap_options
 from autopar.search.stage_planner import stage_devices
 from autopar.streams.assemble import StepPlan
 from autopar.streams.instructions import Run
@@ -87,7 +88,9 @@ def _of_pipeline(plan: Decision, pipeline: StepPlan, target: Target) -> list[Pro
         for task in stage.tasks:
             name = task.task.name
             function = task_function(task, mesh, streams.overwritten[name], Watch())
-            compiled = compiler.compile(function, name, mesh, calls_host(task.body))
+            compiled = compiler.compile(
+                function, name, mesh, calls_host(task.body), overlap_options(task.body, stage.mesh)
+            )
             peak = _peak_bytes(task, function.donated)
             found.append(Program(name, number, stage.mesh, runs.get(name, 0), compiled, peak, task.collectives))
     return found
