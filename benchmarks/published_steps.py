@@ -156,7 +156,7 @@ def work_of(part: str, sizes: Sizes, device: Device, link: Link) -> Work:
     cluster = autopar.Cluster(1, sizes.tensor, device, link, link)
     method = autopar.ShardParallel(mesh_shape=mesh, constraints=step.pins, memory_budget_bytes=1 << 50)
     plan = autopar.parallelize(step.function, cluster=cluster, method=method, batch_argnums=()).plan(*step.arguments)
-    return _read(plan.origin.sharded, mesh)
+    return _read(plan.origin.pipeline.stages[0].sharded, mesh)
 
 
 def _read(sharded: Any, mesh: LogicalMesh) -> Work:

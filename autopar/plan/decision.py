@@ -17,8 +17,10 @@ from autopar.intra_op.sharded import Collective
 from autopar.markup import facts
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.plan.figures import Figures
+from autopar.plan.origin import Origin
 from autopar.plan.profile import Profile
 from autopar.plan.words import bytes_text, seconds_text
+from autopar.streams.assemble import ONE_PROGRAM
 from autopar.streams.instructions import Instruction, Run
 from autopar.streams.timeline import Timeline
 
@@ -144,7 +146,7 @@ class Stage:
         submesh: Its devices.
         logical_mesh: The mesh they form.
         layers: Which layers; without a pipeline the only stage holds the whole step, one layer.
-        choices: Choice of every decision of this stage, in graph order; without a pipeline they stand in the plan.
+        choices: Choice of every decision of this stage, in graph order.
         operations: The first and the last operation of its forward pass, for people.
         recomputed: What its backward pass runs again.
     """
@@ -194,7 +196,6 @@ class Decision:
         values: Arguments, results and the activations that go through memory.
         streams: Per mesh, what it runs.
         alternatives: Other mesh shapes that were tried: (mesh, predicted seconds or why not).
-        choices: Choice of every decision, in graph order.
         fingerprints: Of the program and the cluster; beside them the version of JAX.
         machine: The cluster in words.
         events: The simulated step, on the clock.
@@ -214,7 +215,6 @@ class Decision:
     values: tuple[Value, ...] = field(repr=False)
     streams: Mapping[int, tuple[Instruction, ...]] = field(hash=False, repr=False)
     alternatives: tuple[tuple[str, str], ...]
-    choices: tuple[int, ...] = field(repr=False)
     fingerprints: Mapping[str, str] = field(hash=False)
     machine: str = ""
     events: Timeline = field(default=Timeline(()), repr=False, compare=False)
@@ -222,8 +222,28 @@ class Decision:
     parts: int = 1
     budget_bytes: float = math.inf
     profile: Profile = field(default=Profile(), repr=False, compare=False)
-    origin: Any = field(default=None, compare=False, repr=False, hash=False)
+    origin: Origin | None = field(default=None, compare=False, repr=False, hash=False)
     """The planning problem in memory, for `explain`; absent in a plan read from a file until it is compiled."""
+
+    @property
+    def is_one_program(self) -> bool:
+        """Whether the step is one program on one mesh, and not cut into stages."""
+        return self.schedule == ONE_PROGRAM
+
+    @property
+    def interval_seconds(self) -> float:
+        """Predicted time from one call to the next where calls do not wait for each other: of the busiest mesh."""
+        busy: dict[int, float] = {}
+        for event in self.events.events:
+            if event.kind != "transfer":
+                busy[event.mesh] = busy.get(event.mesh, 0.0) + event.end - event.start
+        return max(busy.values(), default=self.cost.step_seconds)
+
+    @property
+    def attached(self) -> Origin:
+        """The planning problem in memory, where it is known to be there."""
+        assert self.origin is not None, "the plan was read from a file and not compiled since"
+        return self.origin
 
     @property
     def mesh(self) -> LogicalMesh:

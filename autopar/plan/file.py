@@ -20,15 +20,16 @@ from typing import Any
 
 import jax
 
+from autopar.entry import LARGEST, DamageError, Entry, read_json
 from autopar.errors import AutoparError, PlanFileError
 from autopar.intra_op.sharded import Collective
 from autopar.mesh import Link, LogicalMesh, Sharding
 from autopar.options import SEMANTICS
 from autopar.plan.decision import Cost, Decision, Recomputed, Stage, Submesh, Value
-from autopar.plan.entry import LARGEST, DamageError, Entry, read_json
 from autopar.plan.figures import Figures
 from autopar.plan.profile import Crossing, Memory, Profile, Work
 from autopar.plan.words import ARGUMENT_ROLES
+from autopar.streams.assemble import ONE_PROGRAM
 from autopar.streams.instructions import Free, Instruction, Recv, Run, Send
 from autopar.streams.timeline import KINDS, Event, Timeline
 
@@ -202,7 +203,6 @@ def _record(plan: Decision) -> dict[str, Any]:
             }
             for v in plan.values
         ],
-        "choices": list(plan.choices),
     }
 
 
@@ -245,7 +245,7 @@ def _plan(entry: Entry) -> Decision:
     if not stages:
         raise entry["stages"].wrong("a list of stages")
     count, schedule = entry["num_microbatches"].count(1), entry["schedule"].text()
-    if schedule == "none" and len(stages) > 1:
+    if schedule == ONE_PROGRAM and len(stages) > 1:
         raise entry["schedule"].wrong(f"the schedule of {len(stages)} stages")
     bounds = _Bounds(len(stages), count)
     values = entry["values"].items(lambda e: _value(e, _mesh_of(e, stages)))
@@ -270,7 +270,6 @@ def _plan(entry: Entry) -> Decision:
         events=Timeline(entry["events"].items(lambda e: _event(e, bounds))),
         profile=_profile(entry, bounds),
         alternatives=entry["alternatives"].items(_pair),
-        choices=entry["choices"].items(Entry.count),
         fingerprints={key: fingerprints[key].text() for key in ("program", "cluster", "jax")},
         machine=entry["machine"].text(),
         budget_bytes=entry["budget_bytes"].number(or_infinite=True),
@@ -369,7 +368,7 @@ def _pair(entry: Entry) -> tuple[str, str]:
 
 def _link_record(link: Link) -> list[Any]:
     rates = _number(link.bytes_per_second), _number(link.switch_bytes_per_second)
-    return [link.latency_seconds, *rates, int(link.has_short_messages)]
+    return [link.latency_seconds, *rates, int(link.has_short_messages) + 2 * int(link.shared_memory)]
 
 
 def _stage(entry: Entry) -> Stage:
@@ -399,9 +398,10 @@ def _stage(entry: Entry) -> Stage:
 def _link(entry: Entry) -> Link:
     if not isinstance(entry.value, list) or len(entry.value) != 4:
         raise entry.wrong("a list of 4")
-    latency, rate, switch, short = (Entry(value, f"{entry.where}[{k}]") for k, value in enumerate(entry.value))
+    latency, rate, switch, way = (Entry(value, f"{entry.where}[{k}]") for k, value in enumerate(entry.value))
     rates = rate.number(or_infinite=True), switch.number(or_infinite=True)
-    return Link(latency.number(), *rates, bool(short.count()))
+    way.below(4, "0 to 3: 1 where there are short messages, 2 more where memory is shared")
+    return Link(latency.number(), *rates, bool(way.value & 1), shared_memory=bool(way.value & 2))
 
 
 def _recomputed(entry: Entry) -> Recomputed:

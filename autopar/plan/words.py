@@ -19,6 +19,7 @@ def machine_text(cluster: Cluster) -> str:
     hosts = " + ".join(
         f"{count_text(g.hosts, 'host')} with {g.devices_per_host} {g.device.name}"
         + (f" of {bytes_text(g.device.memory_bytes)}" if math.isfinite(g.device.memory_bytes) else "")
+        + getattr(g, "calibrated_text", "")
         for g in groups
     )
     return f"{count_text(cluster.num_devices, 'device')}: {hosts}"

@@ -18,6 +18,7 @@ from autopar.cost import collective_seconds
 from autopar.plan.decision import Decision, Recomputed, Value
 from autopar.plan.words import bytes_text, count_text, local_bytes, mesh_text, seconds_text, share_text, type_text
 from autopar.report.limits import find_limit
+from autopar.streams.schedules import SCHEDULES
 from autopar.streams.timeline import timetable_text
 
 MAX_ROWS = 32
@@ -48,7 +49,7 @@ class Page:
 
 def page_of(plan: Decision) -> Page:
     """The page of a plan."""
-    is_pipeline = plan.schedule != "none"
+    is_pipeline = not plan.is_one_program
     tables = (_stages(plan), _arguments(plan)) if is_pipeline else (_arguments(plan), _activations(plan))
     drawing = timetable_text(plan.events.events) if is_pipeline else ""
     return Page(f"Plan of `{plan.name}`", tuple(_facts(plan)), (*tables, _collectives(plan)), drawing)
@@ -59,7 +60,7 @@ def _facts(plan: Decision) -> Iterable[tuple[str, str]]:
     yield "method", plan.method
     if plan.machine:
         yield "machine", plan.machine
-    if plan.schedule == "none":
+    if plan.is_one_program:
         yield "mesh", mesh_text(plan.mesh)
         hidden = cost.communication_seconds - cost.exposed_communication_seconds
         is_some = hidden > 1e-3 * cost.communication_seconds
@@ -82,8 +83,13 @@ def _facts(plan: Decision) -> Iterable[tuple[str, str]]:
             f"{seconds_text(cost.exposed_communication_seconds)} communication {idle}"
         ),
     )
-    if plan.schedule != "none":
+    if not plan.is_one_program:
         yield from _limited_by(plan)
+    if plan.schedule == SCHEDULES["inference"].name:
+        yield (
+            "calls",
+            f"one every {seconds_text(plan.interval_seconds)}, where they do not wait for each other's results",
+        )
     yield from _figures(plan)
     budget = f" of {bytes_text(plan.budget_bytes)}" if math.isfinite(plan.budget_bytes) else ""
     yield (
@@ -117,7 +123,7 @@ def _figures(plan: Decision) -> Iterable[tuple[str, str]]:
 
 def _nothing_is_split(plan: Decision) -> bool:
     """Whether every device holds all of every value, where there are several on one mesh."""
-    is_one_mesh = plan.schedule == "none" and plan.mesh.num_devices > 1
+    is_one_mesh = plan.is_one_program and plan.mesh.num_devices > 1
     return is_one_mesh and not plan.cost.collectives and not any(any(v.sharding.dims) for v in plan.values)
 
 

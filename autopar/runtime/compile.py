@@ -8,7 +8,9 @@ Method: equal stages on meshes of the same shape have the same program but for i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +31,16 @@ class _Known:
 class Compiler:
     """Compiles tasks.
 
+    Args:
+        options: Of XLA's compiler.
+
     Attributes:
         num_compiled: How many of them were compiled and not taken over.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         self._known: dict[str, _Known] = {}
+        self._options = dict(options or {})
         self.num_compiled = 0
 
     def compile(
@@ -68,7 +74,7 @@ class Compiler:
         taken = self._take_over(text, tuple(places.devices.flat)) if text else None
         if taken is not None:
             return taken
-        compiled = compile_lowered(lowered, options, places.devices.flat[0].platform)
+        compiled = compile_lowered(lowered, options, places.devices.flat[0].platform, self._options)
         self.num_compiled += 1
         if text:
             self._known[text] = _Known(compiled, tuple(places.devices.flat))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 
@@ -55,24 +56,27 @@ def overlap_options(body: Body, mesh: LogicalMesh) -> dict[str, bool | int]:
     return found
 
 
-def compile_lowered(lowered: jax.stages.Lowered, options: Options, platform: str) -> jax.stages.Compiled:
+def compile_lowered(
+    lowered: jax.stages.Lowered, options: Options, platform: str, given: Mapping[str, Any] | None = None
+) -> jax.stages.Compiled:
     """Compile with these options where the platform is a GPU's; one that this XLA does not know is left out.
 
     Args:
         lowered: The program.
         options: Of `overlap_options`.
         platform: Of its devices, as JAX names it.
+        given: Options that hold wherever it is compiled.
     """
     flags = xla_flags()
     chosen = {name: value for name, value in options.items() if platform in GPU_PLATFORMS and name not in flags}
     while chosen:
         try:
-            return lowered.compile(compiler_options=dict(chosen))
+            return lowered.compile(compiler_options={**chosen, **(given or {})})
         except jax.errors.JaxRuntimeError as error:
             unknown = _UNKNOWN.search(str(error))
             if unknown is None or chosen.pop(unknown[1], None) is None:
                 raise
-    return lowered.compile()
+    return lowered.compile(compiler_options=dict(given or {}))
 
 
 def _trips(body: Body) -> Iterator[Body]:

@@ -11,6 +11,7 @@ Method: the streams of all meshes are merged into one order in which nothing wai
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -113,7 +114,6 @@ class Pipeline:
             for at, i in enumerate(stream)
             if isinstance(i, Send)
         }
-        self._numbers = self._make_numbers()
         self._entries = self._make_entries()
         self._seen: list[Any] = [None] * len(self._entries)
         self._ownership = Ownership(
@@ -178,7 +178,9 @@ class Pipeline:
             self._types[target],
         )
 
-    def _make_numbers(self) -> dict[int, jax.Array]:
+    @functools.cached_property
+    def _numbers(self) -> dict[int, jax.Array]:
+        """The microbatches' numbers; made at the first step: devices that are compiled for may not be there."""
         return {
             at: jax.device_put(np.int32(microbatch), self._types[at].sharding)
             for (_, microbatch), at in self._streams.numbers.items()

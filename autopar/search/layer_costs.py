@@ -18,8 +18,9 @@ from autopar.cost import collective_seconds
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.residuals import ALL, CHEAP
+from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import StagePlan, lower_stage
-from autopar.inter_op.stage_program import StageProgram, stage_program, with_tasks
+from autopar.inter_op.stage_program import stage_program, with_tasks
 from autopar.inter_op.tasks import Tasks, make_tasks
 from autopar.ir.canonical import canonical_key
 from autopar.mesh import Cluster, LogicalMesh, logical_meshes

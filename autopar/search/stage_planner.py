@@ -2,8 +2,8 @@
 
 In:     a traced step, a method that fixes stages.
 Out:    `Plan`.
-Method: `PipelineParallel` and `ThreeD` fix the number of stages and their submeshes; borders are where the work is
-        balanced and little is sent, or where the user's `mark_stage` stands.
+Method: `PipelineParallel` and `ThreeD` fix the number of stages and their submeshes; borders are where stages
+        take equally long and little is sent, or where the user's `mark_stage` stands.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import jax
 from autopar.errors import DeviceCountError, InfeasibleError, PipelineError, warn
 from autopar.inter_op.chain import balanced_borders
 from autopar.inter_op.cut import CutStep, check_stage_count, cut_step
+from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import STAGE_GAP
-from autopar.inter_op.stage_program import StageProgram
+from autopar.inter_op.weigh import weigh_segments
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.hand_plans import restrict_to_axes
 from autopar.intra_op.restrict import Allowed, Restrict
@@ -33,7 +34,7 @@ from autopar.search.pipeline import plan_pipeline
 from autopar.search.progress import Report, silent
 from autopar.search.solve_stages import Solved
 from autopar.search.uneven import uneven_text
-from autopar.streams.assemble import PipelinePlan
+from autopar.streams.assemble import PipelinePlan, StepPlan
 from autopar.streams.schedules import find_schedule, num_chunks
 
 MICROBATCHES_PER_STAGE = 4
@@ -82,10 +83,10 @@ def pipeline_of(
     def cut_in(parts: int) -> CutStep:
         cut = cut_step(program, roles, parts, count, options.microbatch_semantics)
         check_stage_count(cut, num_stages, num_chunks(schedule))
-        return cut
+        return weigh_segments(cut, min(sizes), cluster.device)
 
     def plan(cut: CutStep, beat: float) -> PipelinePlan:
-        borders = balanced_borders(cut.chain, num_stages)
+        borders = balanced_borders(cut.chain, num_stages, shares=sizes)
         gap = HAND_GAP if isinstance(method, ThreeD) else STAGE_GAP
         return plan_pipeline(cut, borders, meshes, cluster, schedule, options, solved, restrict, beat, gap, report)
 
@@ -96,7 +97,7 @@ def pipeline_of(
     if isinstance(method, PipelineParallel) and not (method.num_stages or method.submeshes):
         _check_marks(cut, num_stages)
     planned = _best_in_memory(program, roles, cut, cut_in, plan, report)
-    text = uneven_text(planned.cut, planned.borders, num_stages // num_chunks(schedule))
+    text = uneven_text(planned.cut, planned.borders, sizes[: num_stages // num_chunks(schedule)])
     if text:
         warn(f"{program.name}: {text}")
     return planned
@@ -231,7 +232,7 @@ def _three_d(stage: StageProgram, method: ThreeD) -> Restrict:
     return restrict
 
 
-def stage_devices(pipeline: PipelinePlan, devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
+def stage_devices(pipeline: StepPlan, devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
     """The devices of each stage."""
     return [
         list(devices[first : first + stage.mesh.num_devices])
