@@ -17,17 +17,15 @@ from autopar._jax import as_key, key_data, weakly_typed, without_mesh
 from autopar.errors import PipelineError, StepError, StructureChangedError
 from autopar.frameworks import Adapter, Apart
 from autopar.ir.program import Program
-from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster
 from autopar.plan.arguments import check_arguments
 from autopar.report.plan import Plan
 from autopar.report.shown import ShownTimeline
-from autopar.runtime.local import Executable, compile_program
+from autopar.runtime.compile import compile_step
+from autopar.runtime.local import Executable
 from autopar.runtime.pipeline import Pipeline
-from autopar.runtime.ray.driver.driver import RayStep
 from autopar.runtime.ray.driver.step import make_ray_step
-from autopar.search.stage_planner import stage_devices
-from autopar.streams.assemble import PipelinePlan
+from autopar.runtime.runtime import Runtime
 from autopar.streams.timeline import Timeline
 
 
@@ -38,7 +36,7 @@ class CompiledStep:
         plan: The plan it carries out.
         programs: XLA's executables by name; on a Ray cluster, what its workers compile.
         executable: What carries the plan out.
-        functions: Of a pipeline, what its programs were compiled from, by name.
+        functions: What they were compiled from, by name.
         in_shardings: Sharding per argument leaf, in the arguments' tree `(args, kwargs)`.
     """
 
@@ -46,21 +44,19 @@ class CompiledStep:
         self,
         program: Program,
         plan: Plan,
-        executable: Executable | Pipeline | RayStep,
+        executable: Runtime,
         adapter: Adapter | None = None,
         static: Any = None,
     ):
         self.program, self.plan, self.executable = program, plan, executable
         self._adapter, self._static = adapter, static
-        self.programs: dict[str, Any] = (
-            {program.name: executable.compiled} if isinstance(executable, Executable) else dict(executable.programs)
-        )
-        self.functions = executable.functions if isinstance(executable, Pipeline) else {}
-        self._shardings = [
+        self.programs: dict[str, Any] = dict(executable.programs)
+        self.functions = executable.functions
+        shardings = [
             jax.sharding.NamedSharding(sharding.mesh, program.spec_of(k, sharding.spec)) if key else sharding
             for k, (sharding, key) in enumerate(zip(executable.in_shardings, program.key_inputs, strict=False))
         ]
-        self.in_shardings = program.in_containers(self._shardings)
+        self.in_shardings = program.in_containers(shardings)
         self._has_keys = any(program.key_inputs) or any(program.key_outputs)
         self._weak = [k for k, aval in enumerate(program.out_avals) if aval.weak_type]
 
@@ -95,15 +91,12 @@ class CompiledStep:
     @functools.cached_property
     def _consts(self) -> Sequence[Any]:
         """The program's own arrays, in their places; made at the first call: devices that are compiled for may not be there."""
-        consts, first = list(self.program.consts), self.program.num_args
-        if isinstance(self.executable, RayStep):
-            return self.executable.hold(consts, first)
-        return jax.device_put(consts, list(self.executable.in_shardings[first:]))
+        return self.executable.hold(list(self.program.consts), self.program.num_args)
 
     @property
     def has_ended(self) -> bool:
         """Whether the workers that would run it have ended."""
-        return isinstance(self.executable, RayStep) and self.executable.closed
+        return self.executable.closed
 
     def run(self, leaves: list[Any]) -> Any:
         """Run one step on flat argument leaves; of objects, what the program returns for them."""
@@ -138,8 +131,6 @@ class CompiledStep:
             init: Makes them, flat.
             args: Arguments of `init`.
         """
-        if isinstance(self.executable, Executable):
-            return jax.jit(init, out_shardings=self._shardings[first:stop])(*args)
         keys = self.program.key_inputs[first:stop]
 
         def of_integers(*args: Any) -> list[Any]:
@@ -169,7 +160,6 @@ class CompiledStep:
                 do="time calls of the step, or plan with PipelineParallel(...).",
                 num_stages=1,
             )
-        assert not isinstance(self.executable, Executable), "a pipeline is no single program"
         apart, leaves = self._arguments(args, kwargs)
         with without_mesh():
             results, timeline = self._carry_out(self.executable.measure, leaves)
@@ -183,31 +173,10 @@ def _weakly_typed(result: Any) -> Any:
     return result
 
 
-def compile_plan(cluster: Cluster, program: Program, roles: Roles, plan: Plan) -> Executable | Pipeline | RayStep:
+def compile_plan(cluster: Cluster, program: Program, plan: Plan) -> Runtime:
     """What carries a plan out on a cluster."""
+    planned = plan.attached.pipeline
     if cluster.machine is not None:
-        return make_ray_step(cluster, program, roles, plan)
-    devices = cluster.devices or jax.devices()
-    pipeline = plan.attached.pipeline
-    if isinstance(pipeline, PipelinePlan):
-        return compile_pipeline(pipeline, devices, program.name)
-    avals = [var.aval for var in program.jaxpr.invars]
-    return compile_program(
-        pipeline.stages[0].sharded.body, plan.mesh, devices, avals, roles.donated, program.name, program.in_paths
-    )
-
-
-def compile_pipeline(pipeline: PipelinePlan, devices: Sequence[Any], name: str) -> Pipeline:
-    """Compile all programs of a pipeline for real devices."""
-    cut = pipeline.cut
-    return Pipeline(
-        pipeline.stages,
-        pipeline.streams,
-        stage_devices(pipeline, devices),
-        cut.program.jaxpr,
-        cut.roles,
-        cut.stacks,
-        pipeline.tasks.update.home,
-        name,
-        cut.program.in_paths,
-    )
+        return make_ray_step(cluster.machine, program, planned)
+    compiled = compile_step(planned, cluster.devices or jax.devices())
+    return Executable(planned, compiled) if plan.is_one_program else Pipeline(planned, compiled)

@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Hashable, Sequence
-
-import jax
+from collections.abc import Callable, Hashable
 
 from autopar.errors import DeviceCountError, InfeasibleError, PipelineError, warn
 from autopar.inter_op.chain import balanced_borders
@@ -229,11 +227,3 @@ def _three_d(stage: StageProgram, method: ThreeD) -> Restrict:
         restrict_to_axes(stage.jaxpr, graph, allowed, state, method.zero, method.sequence)
 
     return restrict
-
-
-def stage_devices(pipeline: PipelinePlan, devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
-    """The devices of each stage."""
-    return [
-        list(devices[first : first + stage.mesh.num_devices])
-        for stage, first in zip(pipeline.stages, pipeline.first_device, strict=True)
-    ]

@@ -30,7 +30,11 @@ def edited(file, change):
 def test_comes_back_and_prints_the_same(plan, file):
     loaded = Plan.load(file)
     assert str(loaded) == str(plan) and loaded.diff(plan) == "" and loaded._repr_html_() == plan._repr_html_()
-    assert loaded.cost == plan.cost and loaded.stages[0].choices == plan.stages[0].choices and loaded.streams == plan.streams
+    assert (
+        loaded.cost == plan.cost
+        and loaded.stages[0].choices == plan.stages[0].choices
+        and loaded.streams == plan.streams
+    )
     assert list(file.parent.iterdir()) == [file], "nothing is left beside it"
 
 
@@ -139,7 +143,10 @@ def test_every_entry_is_checked(file):
     [
         (lambda r: r["stages"][0]["choices"].pop(), "choices for"),
         (lambda r: r["stages"][0]["choices"].__setitem__(0, 10**6), "out of range"),
-        (lambda r: r["stages"][0]["choices"].__setitem__(0, (r["stages"][0]["choices"][0] + 1) % 2), "edited|fit no program"),
+        (
+            lambda r: r["stages"][0]["choices"].__setitem__(0, (r["stages"][0]["choices"][0] + 1) % 2),
+            "edited|fit no program",
+        ),
         (lambda r: (r["collectives"].pop(), r["cost"]["exposed_seconds"].pop()), "other collectives"),
     ],
 )
