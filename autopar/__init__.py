@@ -11,7 +11,7 @@ from autopar.ir.rules.opaque import sharding_rule
 from autopar.mesh import Achieved, Cluster, Device, Link, LogicalMesh
 from autopar.report.plan import Plan
 from autopar.report.show import show
-from autopar.search.methods import Auto, DataParallel, PipelineParallel, ShardParallel, ThreeD
+from autopar.search.methods import Auto, DataParallel, Inference, PipelineParallel, ShardParallel, ThreeD
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "CompiledStep",
     "DataParallel",
     "Device",
+    "Inference",
     "Link",
     "LogicalMesh",
     "ParallelStep",

@@ -22,6 +22,7 @@ STEP_HELP = "the parallelized step, as module:name"
 ARGS_HELP = "its arguments, as module:name: a tuple, or a function that returns one"
 CLUSTER_HELP = 'a machine, which need not be there: "8 h100", "8x8 h200", "v5p-64"'
 METHOD_HELP = 'how to split: "auto", "fsdp", "PipelineParallel(num_stages=4)"; else the step\'s own'
+TARGET_HELP = "compile every program for this device, which need not be there: h100, h200, a100, b200, tpu-v5e"
 PRICE_HELP = "a TOML file of the user's: for each device a table such as [h100] with per_hour = 2.5 and watts = 700"
 EXAMPLES = """examples, for `step` in train.py and the types of its arguments, `arguments`, there:
   autopar doctor                                                       what this machine can do
@@ -29,6 +30,7 @@ EXAMPLES = """examples, for `step` in train.py and the types of its arguments, `
   autopar plan --step train:step --args train:arguments --cluster "8x8 h100" --method fsdp --save plan.json
   autopar plan plan.json                                               read it
   autopar explain plan.json "state/params/*" --step train:step --args train:arguments
+  autopar verify plan.json --step train:step --args train:arguments --target h100    as XLA's compiler for GPUs sees it
   autopar compare train:step --args train:arguments --cluster "8 h100" "16 a100-80" v5p-64 --method auto fsdp
 """
 
@@ -86,11 +88,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.set_defaults(run=_explain)
 
     command = commands.add_parser(
-        "verify", help="check a plan file: that it agrees with itself, and with its step if one is named"
+        "verify",
+        help="check a plan file: that it agrees with itself, with its step if one is named, and with XLA's compiler if a "
+        "target is; exit status 1 if anything does not",
     )
     command.add_argument("file", help="a plan file")
     command.add_argument("--step", help=STEP_HELP)
     command.add_argument("--args", help=ARGS_HELP)
+    command.add_argument("--target", metavar="DEVICE", help=TARGET_HELP)
+    command.add_argument("--html", metavar="FILE", help="write what the compiler says as a page, too")
     command.set_defaults(run=_verify)
 
     command = commands.add_parser("simulate", help="the step of a plan file on a clock")
@@ -201,10 +207,12 @@ def _verify(options: argparse.Namespace) -> int:
 
     plan = Plan.load(options.file)
     problems = _contradictions(plan)
-    if options.step and not problems:
+    found = None
+    if (options.step or options.target) and not problems:
         step, args = _step_and_args(options)
         try:
-            step.attach(*args, plan=plan)
+            plan = step.attach(*args, plan=plan)
+            found = plan.verify(options.target) if options.target else None
         except (StalePlanError, PlanFileError) as error:
             problems.append(str(error))
     for problem in problems:
@@ -216,7 +224,11 @@ def _verify(options: argparse.Namespace) -> int:
             else "the file agrees with itself; name --step and --args to check it against its program"
         )
         print(f"verified: {checked}")
-    return 1 if problems else 0
+    if found is not None:
+        print(f"\n{found}")
+        if options.html:
+            found.save_html(options.html)
+    return 1 if problems or (found is not None and not found.ok) else 0
 
 
 def _simulate(options: argparse.Namespace) -> int:

@@ -26,6 +26,7 @@ MicrobatchSemantics = Literal["exact", "per_microbatch"]
 SEMANTICS: tuple[MicrobatchSemantics, ...] = ("exact", "per_microbatch")
 RecomputeLevel = Literal["cheap", "all"] | float
 Recompute = Literal["auto"] | RecomputeLevel | tuple[RecomputeLevel, ...]
+Goal = Literal["step", "calls"]
 _LEVELS = {"cheap": 0.0, "all": math.inf}
 
 
@@ -45,6 +46,8 @@ class Options:
         recompute: What the backward pass of a pipeline stage runs again instead of keeping it. `"auto"`: what is cheap,
             and on stages that do not fit as much more as makes them fit; `"cheap"`: never more; `"all"`: everything; a
             number: what takes at most so many operations for each byte saved; a tuple of these: one for each stage.
+        goal: What is to be least: `"step"`, the seconds of one step; `"calls"`, the seconds from one call to the next
+            where calls do not wait for each other's results.
     """
 
     solver: Solver = "highs"
@@ -53,6 +56,7 @@ class Options:
     constraints: Mapping[str, PartitionSpec] = field(default_factory=dict, hash=False)
     microbatch_semantics: MicrobatchSemantics = "exact"
     recompute: Recompute = "auto"
+    goal: Goal = "step"
 
     def __post_init__(self) -> None:
         if self.solver not in SOLVERS + SEARCHERS:

@@ -9,8 +9,8 @@ import pytest
 
 import autopar
 from autopar import Cluster, DataParallel, Device, Link, PipelineParallel, ShardParallel
-from autopar.compare.compare import least_seconds
 from autopar.errors import AutoparError, ClusterError
+from autopar.search.figures import least_seconds
 from autopar.search.method_names import method_of
 
 ROWS, WIDTH = 64, 32

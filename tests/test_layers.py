@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "autopar"
 
 # Left to right: a layer imports itself and what stands before it.
 LAYERS = (
-    ("errors", "options", "_jax", "debug", "markup"),
+    ("errors", "options", "_jax", "debug", "markup", "entry"),
     ("ir",),
     ("mesh",),
     ("cost",),
@@ -25,11 +25,12 @@ LAYERS = (
     ("search",),
     ("partition",),
     ("runtime",),
+    ("verify",),
     ("frameworks",),
     ("compiled", "create", "api", "follow"),
     ("adapters",),
     ("checkpoint",),
-    ("loggers", "fit", "compare", "doctor"),
+    ("loggers", "fit", "compare", "doctor", "calibrate"),
     ("cli", "__init__", "__main__"),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

@@ -42,7 +42,7 @@ class Chain:
         backward: For each equation, whether it runs in the backward pass.
         segment: For each equation its segment; -1: light, made wherever it is read.
         num_segments: How many there are.
-        work: Per segment: operations of its forward and backward equations.
+        work: Per segment: operations of its forward and backward equations; once it is weighed (`weigh.py`), their seconds.
         cut_bytes: Per border between segments (`num_segments + 1`, the ends included): bytes sent over it, both ways.
         marks: Borders at which the user's `mark_stage` stands.
         kinds: Per segment: what it begins with; equal numbers where the same operations stand around its beginning, as
@@ -240,7 +240,9 @@ class _Builder:
         return tuple(number.setdefault(what, len(number)) for what in around)
 
 
-def balanced_borders(chain: Chain, num_stages: int, slack: float = 0.1) -> tuple[int, ...]:
+def balanced_borders(
+    chain: Chain, num_stages: int, slack: float = 0.1, shares: Sequence[float] = ()
+) -> tuple[int, ...]:
     """First segment of each stage: the least bytes between stages, none with much more work than it must have.
 
     Where it makes no difference, stages begin at the same place of equal layers: equal stages are planned once. Where
@@ -250,14 +252,16 @@ def balanced_borders(chain: Chain, num_stages: int, slack: float = 0.1) -> tuple
         chain: The segments.
         num_stages: At most the number of places to cut.
         slack: How far over the least possible largest work a stage may go, to send less.
+        shares: How fast each stage is, so that its work counts as so many times less; (): all alike.
     """
+    speed = np.array(shares or [1.0] * num_stages)
     ends = (0, *chain.marks, chain.num_segments)
     if chain.marks and num_stages < len(ends):
-        return _balance(chain, ends[:-1], chain.num_segments, num_stages, slack)
-    shares = _stages_between(chain, ends, num_stages)
+        return _balance(chain, ends[:-1], chain.num_segments, speed, slack)
+    counts = _stages_between(chain, ends, num_stages)
     borders: list[int] = []
-    for first, end, count in zip(ends, ends[1:], shares, strict=False):
-        borders += _balance(chain, range(first, end), end, count, slack)
+    for first, end, count in zip(ends, ends[1:], counts, strict=False):
+        borders += _balance(chain, range(first, end), end, speed[len(borders) : len(borders) + count], slack)
     return tuple(borders)
 
 
@@ -273,12 +277,12 @@ def _stages_between(chain: Chain, ends: Sequence[int], num_stages: int) -> list[
     return counts
 
 
-def _balance(chain: Chain, places: Sequence[int], end: int, num_stages: int, slack: float) -> tuple[int, ...]:
+def _balance(chain: Chain, places: Sequence[int], end: int, speed: np.ndarray, slack: float) -> tuple[int, ...]:
     """At which of the places stages begin; the first is one of them."""
     at = np.array(places)
     total = np.concatenate([[0.0], np.cumsum(chain.work)])[[*places, end]]
-    cap = least_largest(total, num_stages) * (1 + slack)
-    n = len(places)
+    cap = least_largest(total, len(speed), speed) * (1 + slack)
+    n, num_stages = len(places), len(speed)
     best = np.full((num_stages + 1, n + 1), np.inf)
     came = np.zeros((num_stages + 1, n + 1), int)
     best[0, 0] = 0.0
@@ -287,7 +291,7 @@ def _balance(chain: Chain, places: Sequence[int], end: int, num_stages: int, sla
     for stage in range(1, num_stages + 1):
         for last in range(stage, n + 1):
             starts = np.arange(stage - 1, last)
-            work = total[last] - total[starts]
+            work = (total[last] - total[starts]) / speed[stage - 1]
             # Among cuts of equal bytes the more balanced one.
             cost = best[stage - 1, starts] + begin[starts] + _UNEVEN * (work / max(cap, 1e-30)) ** 2
             cost[work > cap * (1 + 1e-9)] = np.inf
@@ -313,19 +317,21 @@ def _alike(chain: Chain) -> list[int]:
     return sorted(segment for at in found for segment in at)
 
 
-def least_largest(total: np.ndarray, num_stages: int) -> float:
+def least_largest(total: np.ndarray, num_stages: int, speed: Sequence[float] | np.ndarray = ()) -> float:
     """The least that the largest work of a stage can be.
 
     Args:
         total: Work before each place where a stage may begin, from 0 to all of it.
         num_stages: How many stages.
+        speed: Of each stage, by which its work is divided; (): 1.
     """
     n = len(total) - 1
-    best = total[1:].copy()
+    speed = speed if len(speed) else np.ones(num_stages)
+    best = total[1:] / speed[0]
     for stage in range(2, num_stages + 1):
         following = np.full(n, np.inf)
         for end in range(stage, n + 1):
             starts = np.arange(stage - 1, end)
-            following[end - 1] = np.min(np.maximum(best[starts - 1], total[end] - total[starts]))
+            following[end - 1] = np.min(np.maximum(best[starts - 1], (total[end] - total[starts]) / speed[stage - 1]))
         best = following
     return float(best[-1])

@@ -80,6 +80,12 @@ def build_problem(
     return problem
 
 
+def operation_seconds(graph: Graph, device: Device) -> dict[int, float]:
+    """Of each plain equation, by identity, the seconds of all its runs under the choice that takes least."""
+    costs = _NodeCosts(graph, device)
+    return {id(node.eqn): float(costs.of(node).min()) for node in graph.nodes if node.kind == "op"}
+
+
 class OperationSeconds:
     """Seconds of one run of each plain equation under its choice on one device, reductions at once left out."""
 

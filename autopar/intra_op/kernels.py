@@ -72,7 +72,7 @@ def _convolution(
     columns = max(1, shapes[1][rhs_spec[0]] // groups)
     rows = max(1, num_elements(shapes[2]) // max(1, shapes[2][out_spec[1]]))
     depth = max(1, round(flops / (_work(eqn) * groups * rows * columns)))
-    return Product(groups, rows, columns, depth, num_bytes, dtypes, _is_highest(eqn), _work(eqn))
+    return Product(groups, rows, columns, depth, num_bytes, dtypes, _is_highest(eqn), _work(eqn), True)
 
 
 def _work(eqn: JaxprEqn) -> float:

@@ -241,7 +241,7 @@ def read_off(
         body,
         measure_liveness(body, graph.mesh, held_values(graph), donated),
         collectives,
-        lanes.compute_seconds,
+        lanes.compute_seconds + device.achieved.program_seconds,
         communication,
         lanes.exposed,
     )

@@ -6,6 +6,7 @@ from autopar.mesh.cluster import Cluster, more_devices_text
 from autopar.mesh.device import Achieved, Device
 from autopar.mesh.link import Link
 from autopar.mesh.logical_mesh import LogicalMesh, logical_mesh, logical_meshes
+from autopar.mesh.machine_profile import MachineProfile, Measured
 from autopar.mesh.sharding import Sharding
 
 __all__ = [
@@ -17,6 +18,8 @@ __all__ = [
     "Device",
     "Link",
     "LogicalMesh",
+    "MachineProfile",
+    "Measured",
     "Model",
     "Sharding",
     "boxes",

@@ -16,6 +16,7 @@ from typing import Any
 from autopar.intra_op.sharded import Collective
 from autopar.markup import facts
 from autopar.mesh import LogicalMesh, Sharding
+from autopar.plan.figures import Figures
 from autopar.plan.origin import Origin
 from autopar.plan.profile import Profile
 from autopar.plan.words import bytes_text, seconds_text
@@ -41,6 +42,7 @@ class Cost:
         planning_seconds: From trace to plan.
         exposed_seconds: Of each of `collectives`, the seconds of a step in which it runs and no kernel does, all its times
             together; the others are hidden.
+        figures: What is counted beside the seconds; `mfu`, `hfu`, `rate` and the like follow from them.
     """
 
     step_seconds: float
@@ -54,6 +56,7 @@ class Cost:
     solver_status: str
     planning_seconds: float
     exposed_seconds: tuple[float, ...] = ()
+    figures: Figures = Figures()
 
     def __repr__(self) -> str:
         return f"Cost({'; '.join(f'{name} {words}' for name, words in self._told())})"
@@ -75,6 +78,37 @@ class Cost:
     def exposed_communication_seconds(self) -> float:
         """Part of the step in which a device waits for collectives, on average over all devices."""
         return max(0.0, self.step_seconds - self.compute_seconds - self.bubble_seconds)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: FLOPs that the step needs, over those that all devices could do meanwhile at their peak.
+
+        Counted are matrix products, and kernels that state their FLOPs, of the step as it is written; what it computes
+        again for lack of memory is not (Chowdhery et al., "PaLM", 2022, appendix B). The peak is the datasheet's, without
+        sparsity, for the operands' dtypes; products of float32 are held against TF32 where JAX computes them so.
+        """
+        return self.figures.model_seconds / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOPs utilization: the same with the FLOPs that are computed again; where none are, it equals `mfu`."""
+        return self.figures.hardware_seconds / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def rate(self) -> float:
+        """What is learnt from, per second: so many of `figures.unit`; 0: the step has no batch."""
+        return self.figures.amount / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def joules(self) -> float | None:
+        """Energy of one step at the devices' rated power; None: a device does not state it (`Device.watts`)."""
+        return None if self.figures.watts is None else self.figures.watts * self.step_seconds
+
+    @property
+    def price(self) -> float | None:
+        """Of one step; None: the cluster does not state one (`Cluster.price_per_hour`)."""
+        hourly = self.figures.price_per_hour
+        return None if hourly is None else hourly * self.step_seconds / 3600
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from autopar.cost import collective_seconds
 from autopar.plan.decision import Decision, Recomputed, Value
-from autopar.plan.words import bytes_text, count_text, local_bytes, mesh_text, seconds_text, type_text
+from autopar.plan.words import bytes_text, count_text, local_bytes, mesh_text, seconds_text, share_text, type_text
 from autopar.report.limits import find_limit
 from autopar.streams.timeline import timetable_text
 
@@ -84,6 +84,7 @@ def _facts(plan: Decision) -> Iterable[tuple[str, str]]:
     )
     if not plan.is_one_program:
         yield from _limited_by(plan)
+    yield from _figures(plan)
     budget = f" of {bytes_text(plan.budget_bytes)}" if math.isfinite(plan.budget_bytes) else ""
     yield (
         "memory",
@@ -96,6 +97,22 @@ def _facts(plan: Decision) -> Iterable[tuple[str, str]]:
     yield "planning", seconds_text(cost.planning_seconds)
     for k, text in enumerate(_also_tried(plan)):
         yield "" if k else "also tried", text
+
+
+def _figures(plan: Decision) -> Iterable[tuple[str, str]]:
+    """How well the devices are used, how fast it learns, what it sends, and what it costs, as far as that is known."""
+    cost, figures = plan.cost, plan.cost.figures
+    if figures.model_seconds:
+        again = f", {share_text(cost.hfu)} with what is computed again" if cost.hfu > 1.01 * cost.mfu else ""
+        rate = f"; {cost.rate:,.4g} {figures.unit}/s" if figures.amount else ""
+        yield "use", f"MFU {share_text(cost.mfu)} of the devices' peak{again}{rate}"
+    if figures.link_bytes:
+        parts = [f"{bytes_text(num_bytes)} {level}" for level, num_bytes in figures.link_bytes]
+        yield "sent", f"by each device in a step: {', '.join(parts)}"
+    if cost.joules is not None:
+        yield "energy", f"{cost.joules:,.4g} J a step at the devices' rated power"
+    if cost.price is not None:
+        yield "price", f"{cost.price:,.4g} a step, {figures.price_per_hour:,.4g} an hour"
 
 
 def _nothing_is_split(plan: Decision) -> bool:

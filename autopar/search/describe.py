@@ -18,11 +18,14 @@ from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, Sharding
 from autopar.plan.decision import Cost, Recomputed, Stage, Submesh, Value
+from autopar.plan.figures import Figures
 from autopar.plan.fingerprint import fingerprints
 from autopar.plan.origin import Origin
+from autopar.plan.profile import Profile
 from autopar.plan.words import machine_text
 from autopar.report.plan import Plan
 from autopar.report.uses import describe_phase
+from autopar.search.figures import figures_of
 from autopar.search.methods import Method, method_text
 from autopar.search.profile import profile_of
 from autopar.search.recompute import recomputed_by
@@ -47,6 +50,7 @@ def describe_plan(
     by_name = {v.name: v for v in values}
     firsts = [parts[0] for parts in planned.stacks.inputs[: step.num_args]]
     specs = [by_name[planned.program.in_paths[at]].sharding.partition_spec() for at in firsts]
+    cost, profile = cost_of(planned, planning_seconds), profile_of(planned, cluster)
     return Plan(
         name=step.name,
         method=method_text(method),
@@ -56,7 +60,7 @@ def describe_plan(
         schedule=planned.schedule_name,
         parts=planned.stacks.count,
         shardings=step.in_containers([step.spec_of(k, spec) for k, spec in enumerate(specs)]),
-        cost=cost_of(planned, planning_seconds),
+        cost=dataclasses.replace(cost, figures=_figures(step, roles, cluster, planned, cost, profile)),
         values=values,
         streams=planned.streams.instructions,
         events=timeline_of(planned.streams, planned.simulation),
@@ -64,7 +68,7 @@ def describe_plan(
         fingerprints=fingerprints(step, cluster),
         machine=machine_text(cluster),
         budget_bytes=options.memory_budget_bytes or cluster.device.memory_bytes,
-        profile=profile_of(planned, cluster),
+        profile=profile,
         origin=Origin(step, roles, cluster, options, planned),
     )
 
@@ -80,6 +84,24 @@ def _stages(planned: StepPlan, cluster: Cluster) -> Iterator[Stage]:
             recomputed = recomputed_by(planned, number, cluster.device)
         submesh = Submesh(stage.mesh.num_devices, first)
         yield Stage(submesh, stage.mesh, tuple(layers), stage.sharded.choices, operations, recomputed)
+
+
+def _figures(step: Program, roles: Roles, cluster: Cluster, planned: StepPlan, cost: Cost, profile: Profile) -> Figures:
+    """What people ask of a plan, counted."""
+    meshes = [stage.mesh for stage in planned.stages]
+    tasks = [task for stage in planned.stages for task in stage.tasks]
+    hosts = [
+        {(first + k) // cluster.devices_per_host: None for k in range(mesh.num_devices)}
+        for mesh, first in zip(meshes, planned.first_device, strict=True)
+    ]
+    return figures_of(
+        step,
+        roles,
+        cluster,
+        [(task.body, planned.num_microbatches if task.task.is_in_loop else 1) for task in tasks],
+        [(c, meshes[c.stage]) for c in cost.collectives],
+        [(c.bytes, len(hosts[c.source] | hosts[c.target]) > 1) for c in profile.crossings],
+    )
 
 
 def cost_of(planned: StepPlan, planning_seconds: float) -> Cost:

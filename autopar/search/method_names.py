@@ -13,10 +13,10 @@ import re
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.search.methods import Auto, DataParallel, Method, PipelineParallel, ShardParallel, ThreeD
+from autopar.search.methods import Auto, DataParallel, Inference, Method, PipelineParallel, ShardParallel, ThreeD
 
 CLASSES: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Auto, DataParallel, PipelineParallel, ShardParallel, ThreeD)
+    kind.__name__: kind for kind in (Auto, DataParallel, Inference, PipelineParallel, ShardParallel, ThreeD)
 }
 NAMES: dict[str, Method] = {
     "auto": Auto(),
@@ -30,6 +30,9 @@ NAMES: dict[str, Method] = {
     "spmd": ShardParallel(),
     "gspmd": ShardParallel(),
     "alpa": Auto(),
+    "inference": Inference(),
+    "latency": Inference(),
+    "throughput": Inference(latency=False),
 }
 """What needs no numbers, without spaces, dashes and underscores."""
 MEANT = {

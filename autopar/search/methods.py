@@ -133,6 +133,35 @@ class Auto(_StageSettings):
 
 
 @dataclass(frozen=True)
+class Inference(_Settings):
+    """Decide everything, for a step that trains nothing: a model's answer, a prefill, one token of a decoder.
+
+    What goes in and comes back (a cache of keys and values) is state, donated as in training; parameters stay as they lie.
+
+    Attributes:
+        latency: True: the least seconds from a call to its result. False: the most calls per second, where they follow
+            each other without waiting for results: of a pipeline the slowest stage counts, since the next call fills it
+            while the last one drains.
+    """
+
+    latency: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.latency, bool):
+            raise AutoparError(
+                "`latency` is yes or no.",
+                given=f"Inference(latency={self.latency!r})",
+                wrong=f"it is of type {type(self.latency).__name__}.",
+                do="pass True for the fastest answer to one call, False for the most calls per second.",
+            )
+
+    def options(self) -> Options:
+        """The planner's options."""
+        return dataclasses.replace(super().options(), goal="step" if self.latency else "calls")
+
+
+@dataclass(frozen=True)
 class PipelineParallel(_StageSettings):
     """Cut the step into pipeline stages on equal submeshes; how each stage is sharded on its own is found.
 
@@ -244,7 +273,7 @@ def _check_count(method: str, name: str, value: object) -> None:
         )
 
 
-Method = Auto | ShardParallel | DataParallel | PipelineParallel | ThreeD | Follow
+Method = Auto | Inference | ShardParallel | DataParallel | PipelineParallel | ThreeD | Follow
 
 
 def method_text(method: Method) -> str:

@@ -30,7 +30,16 @@ from autopar.search.describe import describe_plan
 from autopar.search.dumped import dump_plan
 from autopar.search.followed import pipeline_behind
 from autopar.search.meshes import Searched, search_meshes, shared_seconds, untie_best
-from autopar.search.methods import Auto, DataParallel, Follow, Method, PipelineParallel, ShardParallel, ThreeD
+from autopar.search.methods import (
+    Auto,
+    DataParallel,
+    Follow,
+    Inference,
+    Method,
+    PipelineParallel,
+    ShardParallel,
+    ThreeD,
+)
 from autopar.search.one_mesh import count_of, in_microbatches
 from autopar.search.pins import find_pins
 from autopar.search.progress import Report, part_of, silent
@@ -42,7 +51,7 @@ SHARE_OF_MESHES = 0.4
 """Part of the time to plan everything that meshes without stages take, for progress."""
 WORTH_STAGES, WORTH_SECONDS = 0.1, 1e-2
 """Within one host, stages are tried if this part of the best plan without them, and so many seconds, can be won: less is
-eaten up by their bubble, and to search for it takes many steps' time."""
+eaten up by their bubble, and to search for it takes many steps' time. Calls that follow each other are short and many."""
 
 
 @contextlib.contextmanager
@@ -78,7 +87,9 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
     dump("program", str(program))
     _check_one_kind(cluster)
     _check_rows(program, roles)
-    find_pins(program.in_paths, method.options().constraints)  # a mistake in them is told before any work
+    find_pins(
+        program.in_paths, method.options().constraints, program.out_paths
+    )  # a mistake in them is told before any work
     planned, tried = _planned(program, roles, cluster, method, report)
     dump_plan(planned)
     plan = describe_plan(program, roles, cluster, method, planned, time.perf_counter() - started)
@@ -104,11 +115,11 @@ def _search(
     step, count = program, count_of(method)
     program = in_microbatches(step, roles, count, method.options().microbatch_semantics)
     meshes = candidate_meshes(cluster, method)
-    searches = isinstance(method, Auto) and cluster.hosts > 1
+    searches = isinstance(method, Auto | Inference) and cluster.hosts > 1
     if searches:
         # Stages are there to take what a third axis would, at a fraction of the time it takes to plan that.
         meshes = [mesh for mesh in meshes if len(mesh.shape) <= 2] or meshes
-    part = SHARE_OF_MESHES if isinstance(method, Auto) else 1.0
+    part = SHARE_OF_MESHES if isinstance(method, Auto | Inference) else 1.0
     searched = search_meshes(program, roles, cluster, method, meshes, part_of(report, 0.0, part))
     accumulated = None
     if isinstance(method, Auto):
@@ -118,11 +129,11 @@ def _search(
             accumulated.searched.tried = searched.tried
             count, program, searched = accumulated.count, accumulated.program, accumulated.searched
     tried = searched.tried
-    if searches or (isinstance(method, Auto) and _can_gain(searched)):
+    if searches or (isinstance(method, Auto | Inference) and _can_gain(method, searched)):
         found, outcomes = search_pipelines(step, roles, cluster, method.options(), part_of(report, part, 1.0))
         tried = [*tried, *outcomes]
         least = min((sharded.step_seconds for _, sharded in searched.results), default=math.inf)
-        if found is not None and found.seconds < least:
+        if found is not None and found.seconds_for(method.options().goal) < least:
             return found, tried
     if not searched.results:
         assert searched.failure is not None, "there is always one mesh to try"
@@ -132,12 +143,13 @@ def _search(
     return assemble_step(program, roles, count, mesh, best), [pair for pair in tried if pair[0] != chosen]
 
 
-def _can_gain(searched: Searched) -> bool:
+def _can_gain(method: Method, searched: Searched) -> bool:
     """Whether stages can be worth their bubble: nothing else fits, or the best that does falls short of even shares."""
     if not searched.results:
         return True
     _, best = searched.best
-    return best.step_seconds - shared_seconds(best) > max(WORTH_STAGES * best.step_seconds, WORTH_SECONDS)
+    least = WORTH_SECONDS if method.options().goal == "step" else 0.0
+    return best.step_seconds - shared_seconds(best) > max(WORTH_STAGES * best.step_seconds, least)
 
 
 def _check_one_kind(cluster: Cluster) -> None:
@@ -180,7 +192,7 @@ def candidate_meshes(cluster: Cluster, method: Method) -> list[LogicalMesh]:
             chosen = [
                 logical_mesh(cluster, (cluster.hosts, cluster.devices_per_host) if both else (cluster.num_devices,))
             ]
-        case ShardParallel() | Auto():
+        case ShardParallel() | Auto() | Inference():
             chosen = logical_meshes(cluster)
     for mesh in chosen:
         if mesh.num_devices != cluster.num_devices:

@@ -2,8 +2,8 @@
 
 In:     a traced step, a method that fixes stages.
 Out:    `Plan`.
-Method: `PipelineParallel` and `ThreeD` fix the number of stages and their submeshes; borders are where the work is
-        balanced and little is sent, or where the user's `mark_stage` stands.
+Method: `PipelineParallel` and `ThreeD` fix the number of stages and their submeshes; borders are where stages
+        take equally long and little is sent, or where the user's `mark_stage` stands.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from autopar.inter_op.chain import balanced_borders
 from autopar.inter_op.cut import CutStep, check_stage_count, cut_step
 from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import STAGE_GAP
+from autopar.inter_op.weigh import weigh_segments
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.hand_plans import restrict_to_axes
 from autopar.intra_op.restrict import Allowed, Restrict
@@ -80,10 +81,10 @@ def pipeline_of(
     def cut_in(parts: int) -> CutStep:
         cut = cut_step(program, roles, parts, count, options.microbatch_semantics)
         check_stage_count(cut, num_stages, num_chunks(schedule))
-        return cut
+        return weigh_segments(cut, min(sizes), cluster.device)
 
     def plan(cut: CutStep, beat: float) -> PipelinePlan:
-        borders = balanced_borders(cut.chain, num_stages)
+        borders = balanced_borders(cut.chain, num_stages, shares=sizes)
         gap = HAND_GAP if isinstance(method, ThreeD) else STAGE_GAP
         return plan_pipeline(cut, borders, meshes, cluster, schedule, options, solved, restrict, beat, gap, report)
 
@@ -94,7 +95,7 @@ def pipeline_of(
     if isinstance(method, PipelineParallel) and not (method.num_stages or method.submeshes):
         _check_marks(cut, num_stages)
     planned = _best_in_memory(program, roles, cut, cut_in, plan, report)
-    text = uneven_text(planned.cut, planned.borders, num_stages // num_chunks(schedule))
+    text = uneven_text(planned.cut, planned.borders, sizes[: num_stages // num_chunks(schedule)])
     if text:
         warn(f"{program.name}: {text}")
     return planned

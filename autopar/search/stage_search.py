@@ -23,7 +23,7 @@ from autopar.ir.program import Program
 from autopar.ir.split.layers import layer_count
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh
-from autopar.options import Options
+from autopar.options import Goal, Options
 from autopar.search.layer_costs import LayerCosts
 from autopar.search.parts import parts_apart
 from autopar.search.pipeline import plan_pipeline
@@ -38,12 +38,17 @@ LAYERS_SHARE = 0.3
 """Part of the search that costs of layers take, for progress."""
 LAYER_SLACK = 0.35
 """Layers may be so uneven, that more of them are equal."""
+FEW = (1, 2)
 COUNTS = (4, 8, 16, 32, 64, 128)
-"""Numbers of microbatches that are tried, if they divide the batch."""
+"""Numbers of microbatches that are tried, if they divide the batch; a few only without a backward pass."""
 FINALISTS = 2
 """At least so many of the best pipelines of the table are planned as they are; of small programs more."""
 MOST_SOLVED = 8
 """So many candidates at most have their layers sharded for their number of microbatches, where scaling only guesses."""
+FIRST_SCHEDULE, FORWARD_ONLY = "1f1b", "inference"
+"""With a backward pass, and without."""
+CALLS = 64
+"""Calls in a row that stand for many: where calls do not wait for each other, a pipeline fills once for all of them."""
 MUCH_WAITING = 0.1
 """Where devices wait longer than this part of a step, the schedules that send or keep more for it are tried too."""
 EFFORT = 6000
@@ -101,6 +106,11 @@ def search_pipelines(
         tried.append((f"{reference} microbatches", error.summary))
         counts, reference = [1], 1
         cut = cut_for(1)
+    forward_only = not any(cut.chain.backward)
+    first = FORWARD_ONLY if forward_only else FIRST_SCHEDULE
+    if forward_only:  # nothing is added up over microbatches, and the pipeline fills at once
+        few = [m for m in FEW if all(size % m == 0 for size in batch_sizes) and m not in counts]
+        counts = [*few, *counts]
     num_layers = min(MAX_LAYERS, cut.chain.num_segments)
     if num_layers < 2:
         return None, tried
@@ -118,20 +128,26 @@ def search_pipelines(
         return _plan(cut_for, cluster, options, candidate, schedule, borders, solved, beat)
 
     attempts = _Attempts(
-        plan, options.memory_budget_bytes or cluster.device.memory_bytes, part_of(report, LAYERS_SHARE, 1.0), tried
+        plan,
+        options.goal,
+        options.memory_budget_bytes or cluster.device.memory_bytes,
+        part_of(report, LAYERS_SHARE, 1.0),
+        tried,
     )
     attempts.expected = min(finalists, len(candidates)) + max(1, finalists // 4) + 2
     for candidate in candidates[:finalists]:
-        attempts.make(candidate, "1f1b")
+        attempts.make(candidate, first)
     if attempts.best is None:
         # The table's memory is an estimate: what takes least of it may fit after all.
         kinds, nothing = kinds_of(layers, counts[-1], np.inf), np.zeros(num_layers)
         for candidate in _equal_stages(layers, kinds, nothing, counts[-1], cluster):
             if candidate not in candidates[:finalists]:
-                attempts.make(candidate, "1f1b")
+                attempts.make(candidate, first)
     parts = parts_apart(program, roles, attempts.best)
     for candidate in (attempts.fastest(1) or candidates[:FINALISTS]) if parts else ():
-        attempts.make(dataclasses.replace(candidate, firsts=None, parts=parts), "1f1b")
+        attempts.make(dataclasses.replace(candidate, firsts=None, parts=parts), first)
+    if forward_only:
+        return attempts.best, tried
     for candidate in attempts.fastest(max(1, finalists // 4)):
         attempts.make(candidate, "zb-h1")
     if attempts.best is not None and attempts.best.waiting_share > MUCH_WAITING:
@@ -152,11 +168,12 @@ class _Attempts:
     def __init__(
         self,
         plan: Callable[[_Candidate, Schedule, float], PipelinePlan],
+        goal: Goal,
         budget: float,
         report: Report,
         tried: list[tuple[str, str]],
     ):
-        self._plan, self._budget, self._report, self._tried = plan, budget, report, tried
+        self._plan, self._goal, self._budget, self._report, self._tried = plan, goal, budget, report, tried
         self._seconds: dict[_Candidate, float] = {}
         self.best: PipelinePlan | None = None
         self.expected, self._made = 1, 0
@@ -164,7 +181,7 @@ class _Attempts:
     def make(self, candidate: _Candidate, schedule: str) -> None:
         """Plan a candidate under a schedule; what became of it is noted."""
         text = _text(candidate, schedule)
-        beat = self.best.seconds if self.best is not None else np.inf
+        beat = self.best.seconds_for(self._goal) if self.best is not None else np.inf
         self._report(f"planning {text}", self._made / max(self.expected, self._made + 1), beat)
         self._made += 1
         try:
@@ -173,9 +190,10 @@ class _Attempts:
             self._tried.append((text, error.summary))
             return
         fits = made.peak_bytes <= self._budget
-        self._tried.append((text, f"{'' if fits else 'at least '}{made.seconds:.3e} s"))
-        self._seconds[candidate] = min(made.seconds, self._seconds.get(candidate, np.inf))
-        if made.seconds < beat:
+        seconds = made.seconds_for(self._goal)
+        self._tried.append((text, f"{'' if fits else 'at least '}{seconds:.3e} s"))
+        self._seconds[candidate] = min(seconds, self._seconds.get(candidate, np.inf))
+        if seconds < beat:
             self.best = made
 
     def fastest(self, count: int) -> list[_Candidate]:
@@ -219,23 +237,24 @@ def _slicings(
 ) -> list[_Candidate]:
     """The best slicing for a number of microbatches, and some that one would write by hand."""
     kinds = kinds_of(layers, count, options.memory_budget_bytes or cluster.device.memory_bytes)
-    found = _equal_stages(layers, kinds, crossing, count, cluster)
+    calls = CALLS if options.goal == "calls" else 1
+    found = _equal_stages(layers, kinds, crossing, count, cluster, calls)
     # Also the best one that runs nothing more again: what recomputation takes is known only when it is planned.
     for some in (kinds, kinds.first(len(layers.meshes)))[: len(layers.levels)]:
-        best = _best_slicing(some, crossing, count, cluster)
+        best = _best_slicing(some, crossing, count, cluster, calls)
         found += [best] if best is not None else []
     # Equal stages tried on all their meshes stand for the same stages on one.
     return list({(c.sizes, c.firsts): c for c in reversed(found)}.values())
 
 
-def _best_slicing(kinds: Kinds, crossing: np.ndarray, count: int, cluster: Cluster) -> _Candidate | None:
-    """The slicing of least latency by the table; None: none fits."""
+def _best_slicing(kinds: Kinds, crossing: np.ndarray, count: int, cluster: Cluster, calls: int) -> _Candidate | None:
+    """The slicing of least latency of so many calls in a row, by the table; None: none fits."""
     try:
         slicing = slice_stages(
             kinds.seconds,
             kinds.sizes,
             cluster.num_devices,
-            count,
+            count * calls,
             transfer_seconds=crossing,
             max_in_flight=kinds.flight,
             gap=0.02,
@@ -246,7 +265,7 @@ def _best_slicing(kinds: Kinds, crossing: np.ndarray, count: int, cluster: Clust
     alike = len({s.last - s.first for s in stages}) == 1
     return _Candidate(
         count,
-        slicing.latency_seconds,
+        slicing.latency_seconds / calls,
         tuple(kinds.sizes[s.submesh] for s in stages),
         None if alike else tuple(s.first for s in stages),
         tuple((kinds.meshes[s.first, s.last, s.submesh],) for s in stages),
@@ -254,7 +273,7 @@ def _best_slicing(kinds: Kinds, crossing: np.ndarray, count: int, cluster: Clust
 
 
 def _equal_stages(
-    layers: LayerCosts, kinds: Kinds, crossing: np.ndarray, count: int, cluster: Cluster
+    layers: LayerCosts, kinds: Kinds, crossing: np.ndarray, count: int, cluster: Cluster, calls: int = 1
 ) -> list[_Candidate]:
     """Pipelines of equally many layers on equal submeshes, as one would write them by hand."""
     num_layers, found = layers.num_layers, []
@@ -269,8 +288,8 @@ def _equal_stages(
             fitting = (kinds.flight[a, b] >= min(count, num_stages - k)) & (np.array(kinds.sizes) == size)
             times.append(float(np.where(fitting, kinds.seconds[a, b], np.inf).min()))
         if np.isfinite(times).all():
-            latency = sum(times) + (count - 1) * max(times) + sum(float(crossing[a]) for a in firsts[1:])
-            found.append(_Candidate(count, latency, (size,) * num_stages, None, (tuple(shapes),) * num_stages))
+            latency = sum(times) + (count * calls - 1) * max(times) + sum(float(crossing[a]) for a in firsts[1:])
+            found.append(_Candidate(count, latency / calls, (size,) * num_stages, None, (tuple(shapes),) * num_stages))
     return found
 
 

@@ -2,7 +2,7 @@
 
 In:     a step that is cut, its borders.
 Out:    what to tell the user: which stage, which operation of it, and why that one stays whole; "" where all is well.
-Method: work is counted in operations, as borders were chosen by (`inter_op/chain.py`). What makes an uneven stage large is
+Method: work is counted in seconds, as borders were chosen by (`inter_op/weigh.py`). What makes an uneven stage large is
         its largest operation; loops are known to stay whole for the reasons that `ir/split/layers.py` has.
 """
 
@@ -22,42 +22,43 @@ UNEVEN = 1.5
 """Equal shares of the work that one stage may have."""
 
 
-def uneven_text(cut: CutStep, borders: Sequence[int], num_meshes: int) -> str:
+def uneven_text(cut: CutStep, borders: Sequence[int], sizes: Sequence[int]) -> str:
     """What is too large for the stages to be even; "": nothing, or the user's marks want it so.
 
     Args:
         cut: The step.
         borders: First segment of each stage.
-        num_meshes: How many meshes there are: stage s works on mesh s modulo so many.
+        sizes: Devices of each mesh; stage s works on mesh s modulo so many as there are.
     """
-    chain = cut.chain
+    chain, num_meshes = cut.chain, len(sizes)
     if set(borders[1:]) <= set(chain.marks):
         return ""
     of_stage = np.add.reduceat(chain.work, borders)
     of_mesh = np.array([of_stage[mesh::num_meshes].sum() for mesh in range(num_meshes)])
     whole = float(of_mesh.sum())
-    mesh = int(of_mesh.argmax())
-    if of_mesh[mesh] * num_meshes <= UNEVEN * whole:
+    even = whole * np.array(sizes) / sum(sizes)
+    mesh = int((of_mesh / even).argmax()) if whole else 0
+    if of_mesh[mesh] <= UNEVEN * even[mesh]:
         return ""
     stage = mesh + num_meshes * int(of_stage[mesh::num_meshes].argmax())
     last = borders[stage + 1] if stage + 1 < len(borders) else chain.num_segments
-    eqn, work = _largest(cut, borders[stage], last)
+    eqn, share = _largest(cut, borders[stage], last)
     reason = _why_whole(cut, eqn)
     return (
         f"the stages are far from even: stage {stage} of {len(borders)} has {of_stage[stage] / whole:.0%} of the work, and the "
-        f"others wait for it. The largest operation of its forward pass, {work / whole:.0%} of the work, is one piece: "
+        f"others wait for it. The largest operation of its forward pass, {share:.0%} of the operations, is one piece: "
         + describe(eqn)
         + (f"; {reason}." if reason else ".")
     )
 
 
 def _largest(cut: CutStep, first: int, last: int) -> tuple[JaxprEqn, float]:
-    """The forward operation of most work in these segments (if there is none, the backward one), and its work."""
+    """The forward operation of most work in these segments (if there is none, the backward one), and its part of all."""
     chain = cut.chain
     works = Work().of_equations(chain.loop.eqns)
     inside = [k for k, segment in enumerate(chain.segment) if first <= segment < last]
     largest = max(inside, key=lambda k: (not chain.backward[k], works[k], -k))
-    return chain.loop.eqns[largest], float(works[largest])
+    return chain.loop.eqns[largest], float(works[largest] / sum(works))
 
 
 def _why_whole(cut: CutStep, eqn: JaxprEqn) -> str:

@@ -24,6 +24,7 @@ from autopar.ir.program import Program
 from autopar.ir.split.layers import LayerSplit, whole_stacks
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh
+from autopar.options import Goal
 from autopar.streams.check import check_streams
 from autopar.streams.clock import check_order, contract_of, simulate_streams
 from autopar.streams.emit import Streams, emit_instructions, emit_step
@@ -72,6 +73,15 @@ class StepPlan:
             return [list(devices)]
         spans = zip(self.first_device, self.stages, strict=True)
         return [list(devices[first : first + stage.mesh.num_devices]) for first, stage in spans]
+
+    @property
+    def interval_seconds(self) -> float:
+        """Predicted time from one step to the next where no step waits for another's results: of the busiest mesh."""
+        return max(self.simulation.busy_seconds.values())
+
+    def seconds_for(self, goal: Goal) -> float:
+        """What is to be least."""
+        return self.seconds if goal == "step" else self.interval_seconds
 
     @property
     def schedule_name(self) -> str:

@@ -13,6 +13,9 @@ import pytest
 import autopar
 from autopar._jax import Literal, make_jaxpr
 from autopar.inter_op.chain import LIGHT, Chain, balanced_borders
+from autopar.inter_op.cut import cut_step
+from autopar.ir.trace.state import find_roles
+from autopar.ir.trace.trace import trace_step
 from autopar.ir.work import Work
 from tests.models.registry import CASES
 from tests.sweep import QUICK, SLOW
@@ -112,13 +115,8 @@ MODELS = (
 @functools.cache
 def chain_of(name, num_microbatches):
     case = CASES[name]()
-    plan = autopar.parallelize(
-        case.step,
-        cluster=autopar.Cluster(1, 2, SLOW, QUICK),
-        method=autopar.PipelineParallel(num_stages=2, num_microbatches=num_microbatches),
-        batch_argnums=(1,),
-    ).plan(case.state, case.batches[0])
-    return plan.origin.pipeline.cut.chain
+    program = trace_step(case.step, (case.state, case.batches[0]))
+    return cut_step(program, find_roles(program, (1,)), 2, num_microbatches).chain
 
 
 def operands_of(eqn):

@@ -15,6 +15,8 @@ from autopar.search.parts import even_parts
 
 LAYERS, BATCH, LENGTH, WIDTH = 8, 8, 80, 32
 RNG = np.random.default_rng(0)
+COMPUTES = autopar.Device("slow", 1e8, memory_bytes_per_second=1e12)
+"""Its products take all of its time."""
 
 
 def make_step(head):
@@ -59,7 +61,7 @@ def test_even_pipeline_equals_plain_jit(tmp_path):
     step, params, batch = make_step(8)
     method, cluster = (
         autopar.PipelineParallel(num_stages=2, num_microbatches=4),
-        autopar.Cluster.local(jax.devices()[:2]),
+        autopar.Cluster.local(jax.devices()[:2], device=COMPUTES),
     )
     parallel = autopar.parallelize(step, method=method, cluster=cluster, batch_argnums=(1,))
     parallel.plan(params, batch).save(tmp_path / "plan.json")

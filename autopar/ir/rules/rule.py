@@ -82,7 +82,7 @@ class ShardingRule:
             axis and the other operands are replicated over it, so are the results. `mul` has ((0,), (1,)), `add` ((0, 1),).
         joined: For a summed factor, the operands that are added to the sum and lack the factor (`scatter_add`'s
             operand): they must be partial over the axes that split it.
-        flops: Of the whole operation, on one device.
+        flops: Of the whole operation, on one device; 0 where elements are only moved.
         local: Per-device program; None where binding the primitive to local operands is it.
         once: It calls into the host: one device runs it and hands its results to all.
     """

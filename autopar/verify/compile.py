@@ -1,0 +1,76 @@
+"""Every program of a plan, compiled for devices that need not be there.
+
+In:     a plan in memory, a target.
+Out:    `Program`s: XLA's executable, how often it runs in a step, what the plan says of it.
+Method: the programs are those that the runtime compiles, from the same functions; no array is made.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autopar.inter_op.stage_plan import TaskPlan
+from autopar.intra_op.sharded import Collective
+from autopar.mesh import LogicalMesh
+from autopar.plan.decision import Decision
+from autopar.runtime.compile import compile_step
+from autopar.streams.instructions import Run
+from autopar.verify.targets import Target
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Program:
+    """A program that was compiled.
+
+    Attributes:
+        name: As in the plan's streams.
+        stage: On whose mesh.
+        mesh: The mesh.
+        runs: In one step.
+        compiled: XLA's.
+        predicted_bytes: At its peak on one device, operands included.
+        collectives: Of one run, as planned.
+    """
+
+    name: str
+    stage: int
+    mesh: LogicalMesh
+    runs: int
+    compiled: Any
+    predicted_bytes: int
+    collectives: tuple[Collective, ...]
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """Bytes on one device that XLA takes: of operands, and besides them; results that take over operands count there."""
+        found = self.compiled.memory_analysis()
+        return found.argument_size_in_bytes, found.output_size_in_bytes + found.temp_size_in_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """What XLA takes on one device."""
+        return sum(self.memory) - self.compiled.memory_analysis().alias_size_in_bytes
+
+
+def compile_programs(plan: Decision, target: Target) -> list[Program]:
+    """Compile every program of a plan."""
+    planned = plan.attached.pipeline
+    made = compile_step(planned, target.devices, target.options)
+    runs = Counter(i.program for stream in plan.streams.values() for i in stream if isinstance(i, Run))
+    found = []
+    for number, stage in enumerate(planned.stages):
+        for task in stage.tasks:
+            name = task.task.name
+            peak = _peak_bytes(task, made.functions[name].donated)
+            found.append(Program(name, number, stage.mesh, runs[name], made.programs[name], peak, task.collectives))
+    return found
+
+
+def _peak_bytes(task: TaskPlan, donated: Sequence[bool]) -> int:
+    """Predicted bytes of one run by itself, as the simulator walks it: results take the memory of what is overwritten."""
+    operands = [b.num_bytes for b in (*task.inputs, *task.written_rows)]
+    gone = sum(size for size, is_gone in zip(operands, donated, strict=False) if is_gone)
+    return sum(operands) - gone + max(gone, task.working_bytes, sum(b.num_bytes for b in task.outputs))
