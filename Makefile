@@ -46,4 +46,8 @@ $(STAMP): pyproject.toml
 	  { echo "autopar needs Python 3.11 or newer, and $(PYTHON) is older: make PYTHON=/path/to/python3.11 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet -e '.[dev]'
+	@# XLA's compiler for GPUs, for tests/verify, beside the packages: as a plugin of JAX's it complains where there is no GPU.
+	@$(RUN) -m pip install --quiet --no-deps --upgrade --target $(VENV)/verify \
+	  $$($(RUN) -c 'import jax; print(*(f"jax-cuda12-{part}=={jax.__version__}" for part in ("plugin", "pjrt")))') || \
+	  echo "XLA's compiler for GPUs cannot be installed here: tests/verify/test_gpu.py is skipped"
 	@touch $@

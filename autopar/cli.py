@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +27,7 @@ TARGET_HELP = "compile every program for this device, which need not be there: h
 PRICE_HELP = "a TOML file of the user's: for each device a table such as [h100] with per_hour = 2.5 and watts = 700"
 EXAMPLES = """examples, for `step` in train.py and the types of its arguments, `arguments`, there:
   autopar doctor                                                       what this machine can do
+  autopar calibrate --save machine.json                                measure it, for Cluster.local(profile="machine.json")
   autopar plan --step train:step --args train:arguments                how the step would be split here
   autopar plan --step train:step --args train:arguments --cluster "8x8 h100" --method fsdp --save plan.json
   autopar plan plan.json                                               read it
@@ -110,6 +112,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--ray-address", metavar="HOST:PORT", help="of a Ray cluster; else the one `ray status` finds")
     command.set_defaults(run=_doctor)
 
+    command = commands.add_parser("calibrate", help="measure this machine, for Cluster.local(profile=...)")
+    command.add_argument("--save", metavar="FILE", help="write the profile as JSON")
+    command.add_argument("--devices", type=int, metavar="N", help="how many; on CPU so many virtual ones (else all)")
+    command.add_argument("--seconds", type=float, default=120.0, help="about how long it may take (120)")
+    command.set_defaults(run=_calibrate)
+
     options = parser.parse_args(argv)
     if options.version:
         return _version()
@@ -117,10 +125,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        return options.run(options)
+        status = options.run(options)
+        sys.stdout.flush()
+        return status
     except AutoparError as error:
         print(f"autopar: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `autopar plan ... | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _version() -> int:
@@ -161,11 +174,11 @@ def _plan(options: argparse.Namespace) -> int:
         step, args = _step_and_args(options)
         cluster = Cluster.of(options.cluster) if options.cluster else None
         plan = step.replan(cluster, method_of(options.method) if options.method else None).plan(*args)
-    print(plan)
     if options.save:
         plan.save(options.save)
     if options.html:
         write_page(options.html, document(plan))
+    print(plan)
     return 0
 
 
@@ -174,9 +187,9 @@ def _compare(options: argparse.Namespace) -> int:
 
     step, args = _step_and_args(options)
     found = compare(step, args, options.cluster, options.method, prices=options.price, sort=options.sort)
-    print(found)
     if options.html:
         found.save_html(options.html)
+    print(found)
     return 0
 
 
@@ -252,6 +265,37 @@ def _doctor(options: argparse.Namespace) -> int:
     from autopar.doctor.report import print_report
 
     return print_report(examine(options.timeout, options.ray_address), options.json)
+
+
+def _calibrate(options: argparse.Namespace) -> int:
+    if options.devices is not None and options.devices < 1:
+        raise AutoparError(
+            "a machine has at least one device.",
+            given=f"--devices {options.devices}",
+            wrong="it is less than 1.",
+            do="pass how many, or leave it out for all.",
+        )
+    if options.devices is not None and not os.environ.get("XLA_FLAGS"):  # read when JAX starts: GPUs do not mind it
+        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={options.devices}"
+        os.environ.setdefault("PJRT_NPROC", str(max(32, options.devices)))
+    import jax
+
+    from autopar.calibrate import calibrate
+    from autopar.calibrate.words import profile_text
+
+    devices = jax.local_devices()
+    if options.devices is not None and len(devices) < options.devices:
+        raise AutoparError(
+            "there are not so many devices.",
+            given=f"--devices {options.devices}",
+            wrong=f"there are {len(devices)} of kind {devices[0].device_kind!r} here.",
+            do="ask for fewer; on CPU, leave XLA_FLAGS unset, which else says how many.",
+        )
+    profile = calibrate(devices[: options.devices], seconds=options.seconds, save=options.save, show_progress=True)
+    print(profile_text(profile))
+    if options.save:
+        print(f'\nwritten: {options.save}; plan with it: Cluster.local(profile="{options.save}")')
+    return 0
 
 
 def _contradictions(plan: Any) -> list[str]:

@@ -14,19 +14,19 @@ from typing import Any
 import jax
 
 from autopar._jax import as_key, key_data, weakly_typed, without_mesh
-from autopar.errors import PipelineError, StepError, StructureChangedError
+from autopar.calibrate.steps import one_program, pipeline, whole_steps
+from autopar.errors import AutoparError, PipelineError, StepError, StructureChangedError
 from autopar.frameworks import Adapter, Apart
 from autopar.ir.program import Program
 from autopar.mesh import Cluster
 from autopar.plan.arguments import check_arguments
+from autopar.report.measured import MeasuredStep
 from autopar.report.plan import Plan
-from autopar.report.shown import ShownTimeline
 from autopar.runtime.compile import compile_step
 from autopar.runtime.local import Executable
 from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.ray.driver.step import make_ray_step
 from autopar.runtime.runtime import Runtime
-from autopar.streams.timeline import Timeline
 
 
 class CompiledStep:
@@ -139,31 +139,61 @@ class CompiledStep:
         made = self.executable.create(of_integers, args, first, stop - first)
         return [as_key(x, key) if key else x for x, key in zip(made, keys, strict=True)]
 
-    def measure(self, *args: Any, **kwargs: Any) -> tuple[Any, Timeline]:
-        """Run one step of a pipeline and see how long each program takes.
+    def measure(self, *args: Any, steps: int = 5, **kwargs: Any) -> tuple[Any, MeasuredStep]:
+        """Run one step, time it, and compare it with the prediction, lane by lane.
 
-        In one process each runs by itself, and the timeline is that of the schedule with the measured times, as
-        `plan.timeline()` is that with the predicted ones. On a Ray cluster, where meshes are processes, it is the step as
-        it was, by the clocks of the hosts: of two hosts they are aligned to within half of a call's way there and back.
+        In one process, `steps` whole steps are timed on copies of what a step takes over (so memory must hold the state
+        twice), and one before them that is not counted; their results are dropped, but what callbacks of the step do is done
+        each time. The results returned are those of one step on the arguments themselves, whose memory is taken over as in
+        any call. Of a pipeline, each program and message of that step is timed by itself, and the timeline is that of the
+        schedule with these times, as `plan.timeline()` is that with the predicted ones; of one program, its collectives
+        are timed by themselves.
+
+        On a Ray cluster, where meshes are processes, one step is run, in which each program is waited for, and the timeline
+        is that of the step as it was, by the clocks of the hosts: of two hosts they are aligned to within half of a call's
+        way there and back.
+
+        Args:
+            args: As of a call.
+            steps: Whole steps that are timed, in one process.
+            kwargs: As of a call.
 
         Returns:
-            The step's result and the timeline.
+            The step's result, and what was measured: print it, or pass it to `plan.diff`.
 
         Raises:
-            PipelineError: The plan has no stages: one program is the whole step.
+            PipelineError: On a Ray cluster, the plan has no stages: one program is the whole step.
+            AutoparError: No step is to be timed.
         """
-        if self.plan.is_one_program:
+        if not isinstance(steps, int) or steps < 1:
+            raise AutoparError(
+                "at least one step is timed.",
+                given=f"measure(..., steps={steps!r})",
+                wrong="it is no whole number of 1 or more.",
+                do="pass steps=5, or leave it out.",
+            )
+        executable, is_one = self.executable, self.plan.is_one_program
+        if executable.is_remote and is_one:
             raise PipelineError(
                 "there is no timeline of a step without stages.",
-                given=f"the plan of `{self.plan.name}` by {self.plan.method}",
-                wrong="its only program is the whole step.",
+                given=f"the plan of `{self.plan.name}` by {self.plan.method}, on a Ray cluster",
+                wrong="its only program is the whole step, and its workers do not time it.",
                 do="time calls of the step, or plan with PipelineParallel(...).",
                 num_stages=1,
             )
         apart, leaves = self._arguments(args, kwargs)
+        seconds = None
+        if not executable.is_remote:
+            donated = self.plan.attached.roles.donated[: len(leaves)]
+            seconds = whole_steps(lambda own: self.run(own), leaves, donated, steps)
         with without_mesh():
-            results, timeline = self._carry_out(self.executable.measure, leaves)
-            return self._put_together(apart, self._as_returned(results)), ShownTimeline(timeline.events)
+            results, timeline = self._carry_out(executable.measure, leaves)
+            if is_one and seconds is not None:
+                measured = one_program(self.plan, executable.devices, seconds, steps)
+            else:
+                cluster, count = self.plan.attached.cluster, 1 if seconds is None else steps
+                measured = pipeline(self.plan, cluster, timeline, seconds, count)
+            return self._put_together(apart, self._as_returned(results)), measured
 
 
 def _weakly_typed(result: Any) -> Any:

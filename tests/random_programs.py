@@ -185,7 +185,10 @@ class _Draw:
             ]
             if same:
                 replaced[same[0]] = k
-        gradient = not self.flawed and self.random.random() < 0.5
+        has_gradient = not any(
+            line.name.endswith("multiply") for line in self.lines
+        )  # JAX has none of `.at[].multiply`
+        gradient = not self.flawed and self.random.random() < 0.5 and has_gradient
         results = tuple(dict.fromkeys([*ends, *extra]))
         return Program(self.seed, state, batch, tuple(self.lines), results, tuple(replaced.items()), gradient)
 

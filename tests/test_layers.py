@@ -25,12 +25,12 @@ LAYERS = (
     ("search",),
     ("partition",),
     ("runtime",),
-    ("verify",),
+    ("verify", "calibrate"),
     ("frameworks",),
     ("compiled", "create", "api", "follow"),
     ("adapters",),
     ("checkpoint",),
-    ("loggers", "fit", "compare", "doctor", "calibrate"),
+    ("loggers", "fit", "compare", "doctor"),
     ("cli", "__init__", "__main__"),
 )
 RANK = {name: rank for rank, layer in enumerate(LAYERS) for name in layer}

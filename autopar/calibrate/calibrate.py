@@ -8,6 +8,7 @@ Method: cases are measured one after the other in a fixed order, of every kind t
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 import platform
@@ -25,13 +26,16 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autopar.calibrate.cases import all_cases
 from autopar.calibrate.fit import Sample, as_measured, fit
-from autopar.calibrate.timing import dispatch_seconds, turn_seconds
+from autopar.calibrate.timing import dispatch_seconds, fresh_bytes_per_second, turn_seconds
 from autopar.errors import ClusterError, ProfileError
 from autopar.mesh import Achieved, Device, Link, MachineProfile, find_device
 
 SECONDS = 120.0
 """To spend, by default."""
-_CPU = Device("cpu", 1e10)
+FRESH_BYTES = 40 * 2**20
+"""On a device, to see how fast memory is got: more than the 32 MiB up to which the C library may keep what is given back."""
+_CPU = Device("cpu", 1e10, achieved=Achieved(cores=1, tile=(256, 256), tile_seconds=1e-6, balance=20.0))
+"""A product is cut for the caches of one core; its rates are fitted whole."""
 _CPU_LINK = Link(1e-5, 1e9, shared_memory=True)
 _GPU_LINK = Link(3.4e-6, 1e11, has_short_messages=True)
 
@@ -76,23 +80,28 @@ def calibrate(
         )
     started = time.monotonic()
     if not show_progress:
-        samples, dispatch = _measure(devices, started + seconds, lambda text, done: None)
+        samples, own = _measure(devices, started + seconds, lambda text, done: None)
     else:
         columns = BarColumn(24), TextColumn("{task.description}"), TimeElapsedColumn()
         with Progress(*columns, console=Console(file=sys.stderr, force_jupyter=False), transient=True) as bar:
             task = bar.add_task("calibrating", total=1.0)
             tell: Tell = lambda text, done: bar.update(task, description=text, completed=done)  # noqa: E731
-            samples, dispatch = _measure(devices, started + seconds, tell)
-    profile = _profile(devices, samples, dispatch, time.monotonic() - started)
+            samples, own = _measure(devices, started + seconds, tell)
+    profile = _profile(devices, samples, own, time.monotonic() - started)
     if save is not None:
         profile.save(save)
     return profile
 
 
-def _measure(devices: Sequence[Any], deadline: float, tell: Tell) -> tuple[list[Sample], float]:
+def _measure(devices: Sequence[Any], deadline: float, tell: Tell) -> tuple[list[Sample], dict[str, Any]]:
+    """Seconds of cases; and what programs as such take."""
     tell("starting programs", 0.0)
-    cases = all_cases(len(devices), devices[0].platform == "cpu")
-    dispatch = dispatch_seconds(devices)
+    is_cpu = devices[0].platform == "cpu"
+    cases = all_cases(len(devices), is_cpu)
+    own: dict[str, Any] = {"dispatch_seconds": dispatch_seconds(devices)}
+    if is_cpu:  # others keep the memory of a program that has ended
+        own["host_cores"] = min(os.cpu_count() or 1, len(devices))
+        own["fresh_bytes_per_second"] = fresh_bytes_per_second(devices, FRESH_BYTES)
     samples = []
     for number, case in enumerate(cases):
         if time.monotonic() > deadline:
@@ -112,18 +121,17 @@ def _measure(devices: Sequence[Any], deadline: float, tell: Tell) -> tuple[list[
             do="allow more seconds: about 2 for each kind of measurement, 60 for all.",
             path="",
         )
-    return samples, dispatch
+    return samples, own
 
 
-def _profile(devices: Sequence[Any], samples: Sequence[Sample], dispatch: float, seconds: float) -> MachineProfile:
-    first, cores = devices[0], os.cpu_count() or 1
-    is_cpu = first.platform == "cpu"
+def _profile(devices: Sequence[Any], samples: Sequence[Sample], own: dict[str, Any], seconds: float) -> MachineProfile:
+    first = devices[0]
     start, link = _known(first)
-    fitted = fit(samples, start, link, min(cores, len(devices)) if is_cpu else 0, dispatch)
+    fitted = fit(samples, dataclasses.replace(start, achieved=dataclasses.replace(start.achieved, **own)), link)
     machine = {
         "host": socket.gethostname(),
         "processor": _processor(),
-        "cores": str(cores),
+        "cores": str(os.cpu_count()),
         "system": platform.platform(),
         "python": platform.python_version(),
         "jax": jax.__version__,

@@ -72,7 +72,7 @@ def all_cases(num_devices: int, is_cpu: bool) -> list[Case]:
 
 
 def _passes(is_cpu: bool) -> Iterator[Case]:
-    sizes = (2**20, 2**6, 2**18, 2**16, 2**21) if is_cpu else (2**26, 2**6, 2**24, 2**20, 2**28)
+    sizes = (2**20, 2**18, 2**22, 2**19, 2**21) if is_cpu else (2**26, 2**24, 2**28, 2**20)
     for size in sizes:
         yield Case(
             "pass",
@@ -87,8 +87,8 @@ def _passes(is_cpu: bool) -> Iterator[Case]:
 def _products(is_cpu: bool) -> Iterator[Case]:
     """(count, rows, columns, depth): large, small, tall, many at once."""
     if is_cpu:
-        shapes = [(1, 256, 256, 256), (1, 64, 64, 64), (1, 512, 512, 512), (1, 1024, 64, 256), (1, 64, 1024, 256)]
-        shapes += [(16, 64, 64, 64), (1, 128, 128, 128), (1, 16, 512, 512)]
+        shapes = [(1, 256, 256, 256), (1, 64, 1024, 1024), (1, 512, 512, 64), (1, 64, 64, 64), (1, 512, 512, 512)]
+        shapes += [(16, 64, 64, 64), (1, 1024, 64, 256), (1, 64, 1024, 256), (1, 128, 128, 128), (1, 1024, 1024, 64)]
         few = [(1, 256, 256, 256), (1, 64, 1024, 256)]
         both = [*((shape, "float32") for shape in shapes), *((shape, "bfloat16") for shape in few)]
     else:
@@ -98,18 +98,19 @@ def _products(is_cpu: bool) -> Iterator[Case]:
         few = [(1, 8192, 8192, 8192), (1, 2048, 2048, 2048)]
         both = [*((shape, "bfloat16") for shape in shapes), *((shape, "float32") for shape in few)]
         both.insert(2, both.pop(-2))
+    yield product(1, 8, 8, 8, "float32", "launch")
     for shape, dtype in both:
         yield product(*shape, dtype)
 
 
-def product(count: int, rows: int, columns: int, depth: int, dtype: str) -> Case:
+def product(count: int, rows: int, columns: int, depth: int, dtype: str, kind: str = "product") -> Case:
     """There and back: `[rows, depth] x [depth, columns]`, and its result times `[columns, depth]`."""
     there = Product(count, rows, columns, depth, _bytes(dtype, count, rows, columns, depth), (dtype, dtype))
     back = Product(count, rows, depth, columns, there.num_bytes, (dtype, dtype))
     size = count * rows * depth
     text = f"[{rows}, {depth}] x [{depth}, {columns}] and back, {dtype}"
     return Case(
-        "product",
+        kind,
         f"{count} x {text}" if count > 1 else text,
         ((count, rows, depth), (count, rows, depth), (count, depth, columns), (count, columns, depth)),
         (dtype,) * 4,
@@ -204,7 +205,7 @@ def _messages(groups: Sequence[int], is_cpu: bool) -> Iterator[tuple[int, int]]:
 
 def collective(kind: str, num_bytes: int, group: int) -> Case:
     """One collective in groups of neighbours; what a turn does besides is a pass in the model, too."""
-    count = num_bytes // 4 // group * group
+    count = max(1, num_bytes // 4 // group) * group
     part = count // group
     neighbours = [(k, (k + 1) % group) for k in range(group)]
 

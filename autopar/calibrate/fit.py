@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.calibrate.cases import Case
@@ -48,28 +48,25 @@ class Fitted:
         return kernels + sum(collective_seconds(kind, size, ("x",), mesh) for kind, size in case.collectives)
 
 
-def fit(samples: Sequence[Sample], start: Device, link: Link, host_cores: int, dispatch_seconds: float) -> Fitted:
+def fit(samples: Sequence[Sample], start: Device, link: Link) -> Fitted:
     """Fit everything that was measured; what was not keeps the value it starts from.
 
     Args:
         samples: What was measured.
         start: The catalog's device, or a guess; its peak rates and number of cores are kept if the catalog has them.
         link: The catalog's link, or a guess.
-        host_cores: Cores that all devices share; 0: each has its own.
-        dispatch_seconds: Measured.
     """
-    own = dataclasses.replace(start.achieved, host_cores=host_cores, dispatch_seconds=dispatch_seconds)
-    device = dataclasses.replace(start, achieved=own)
     of_kind = {kind: [s for s in samples if s.case.kind == kind and s.case.is_fitted] for kind in _KINDS}
+    device = _fit_launch(start, of_kind["launch"])
     device = _fit_passes(device, of_kind["pass"])
     device = _fit_products(device, of_kind["product"])
-    device = _fit_share(device, of_kind["convolution"], "convolution")
-    device = _fit_share(device, of_kind["attention"], "fused")
+    device = _fit_share(device, of_kind["convolution"], "convolution", 4.0)
+    device = _fit_share(device, of_kind["attention"], "fused", 1.0)
     messages = [s for s in samples if s.case.collectives]
     return Fitted(device, _fit_link(device, messages, link) if messages else None)
 
 
-_KINDS = ("pass", "product", "convolution", "attention")
+_KINDS = ("launch", "pass", "product", "convolution", "attention")
 
 
 def as_measured(samples: Sequence[Sample], fitted: Fitted) -> tuple[Measured, ...]:
@@ -77,18 +74,24 @@ def as_measured(samples: Sequence[Sample], fitted: Fitted) -> tuple[Measured, ..
     return tuple(Measured(s.case.kind, s.case.text, s.seconds, fitted.seconds(s.case)) for s in samples)
 
 
+def _fit_launch(device: Device, samples: Sequence[Sample]) -> Device:
+    """How long a kernel takes that does next to nothing."""
+    each = [s.seconds / len(s.case.kernels) for s in samples]
+    achieved = dataclasses.replace(device.achieved, launch_seconds=min(each, default=device.achieved.launch_seconds))
+    return dataclasses.replace(device, achieved=achieved)
+
+
 def _fit_passes(device: Device, samples: Sequence[Sample]) -> Device:
-    """How long a launch takes, and how fast memory is read and written."""
-    if len(samples) < 2:
+    """How fast memory is read and written."""
+    if not samples:
         return device
 
-    def made(launch: float, rate: float) -> Device:
-        achieved = dataclasses.replace(device.achieved, launch_seconds=launch, memory=1.0)
+    def made(rate: float) -> Device:
+        achieved = dataclasses.replace(device.achieved, memory=1.0)
         return dataclasses.replace(device, memory_bytes_per_second=rate, achieved=achieved)
 
-    least = min(samples, key=lambda s: s.seconds).seconds
     rates = [s.case.kernels[0].num_bytes / s.seconds for s in samples]
-    found = made(*_closest(lambda *at: _error(made(*at), samples), [(least / 100, least), (min(rates), max(rates))]))
+    found = made(*_closest(lambda rate: _error(made(rate), samples), [(min(rates) / 2, max(rates) * 2)]))
     return _as_share(device, found)
 
 
@@ -102,49 +105,49 @@ def _as_share(device: Device, found: Device) -> Device:
 
 
 def _fit_products(device: Device, samples: Sequence[Sample]) -> Device:
-    """Rates of products: of a device of the catalog as parts of its peak, of others by dtype, at any shape.
-
-    Where products are cut into tiles for the cores of a device, what a tile takes besides is fitted with them.
-    """
+    """Rates of products: of a device of the catalog as one part of its peaks, of others by dtype; and what a tile takes."""
     if not samples:
         return device
-    if not device.achieved.cores:
-        peak: dict[str, float] = {}
-        for dtype in dict.fromkeys(s.case.dtypes[0] for s in samples):
-            own = [s for s in samples if s.case.dtypes[0] == dtype]
-            flops = [_flops(s.case) / s.seconds for s in own]
+    has_peak = isinstance(device.peak_flops, Mapping)
+    main = samples[0].case.dtypes[0]
+    own = samples if has_peak else [s for s in samples if s.case.dtypes[0] == main]
 
-            def made(rate: float, dtype: str = dtype) -> Device:
-                return dataclasses.replace(
-                    device, peak_flops={dtype: rate}, achieved=dataclasses.replace(device.achieved, product=1.0)
-                )
-
-            error = lambda rate, own=own, made=made: _error(made(rate), own)  # noqa: E731
-            peak[dtype] = _closest(error, [(min(flops) / 2, max(flops) * 2)])[0]
-        achieved = dataclasses.replace(device.achieved, product=1.0)
+    def made(rate: float, tile_seconds: float, balance: float) -> Device:
+        share = min(1.0, rate) if has_peak else 1.0
+        achieved = dataclasses.replace(device.achieved, product=share, tile_seconds=tile_seconds, balance=balance)
+        peak = device.peak_flops if has_peak else {main: rate}
         return dataclasses.replace(device, peak_flops=peak, achieved=achieved)
 
-    def made_of(product: float, tile_seconds: float, balance: float) -> Device:
-        achieved = dataclasses.replace(
-            device.achieved, product=min(1.0, product), tile_seconds=tile_seconds, balance=balance
-        )
-        return dataclasses.replace(device, achieved=achieved)
-
+    flops = [_flops(s.case) / s.seconds for s in own]
+    spans = [(0.1, 1.0) if has_peak else (min(flops) / 2, max(flops) * 2)]
     start = device.achieved
-    spans = [(0.1, 1.0), (max(start.tile_seconds, 1e-7) / 8, max(start.tile_seconds, 1e-7) * 8)]
-    spans.append((max(start.balance, 10.0) / 4, max(start.balance, 10.0) * 4))
-    return made_of(*_closest(lambda *at: _error(made_of(*at), samples), spans))
+    spans.append((max(start.tile_seconds, 1e-7) / 20, max(start.tile_seconds, 1e-7) * 20))
+    spans.append((max(start.balance, 10.0) / 5, max(start.balance, 10.0) * 5))
+    found = made(*_closest(lambda *at: _error(made(*at), own), spans))
+    if has_peak:
+        return found
+    peak = dict(found.peak_flops) if isinstance(found.peak_flops, Mapping) else {}
+    for dtype in dict.fromkeys(s.case.dtypes[0] for s in samples if s.case.dtypes[0] != main):
+        others = [s for s in samples if s.case.dtypes[0] == dtype]
+        flops = [_flops(s.case) / s.seconds for s in others]
+
+        def at_rate(rate: float, dtype: str = dtype) -> Device:
+            return dataclasses.replace(found, peak_flops={dtype: rate})
+
+        error = lambda rate, others=others, at_rate=at_rate: _error(at_rate(rate), others)  # noqa: E731
+        peak[dtype] = _closest(error, [(min(flops) / 2, max(flops) * 4)])[0]
+    return dataclasses.replace(found, peak_flops=peak)
 
 
-def _fit_share(device: Device, samples: Sequence[Sample], name: str) -> Device:
+def _fit_share(device: Device, samples: Sequence[Sample], name: str, most: float) -> Device:
     """One of the shares that kernels of a kind reach."""
     if not samples:
         return device
 
     def made(share: float) -> Device:
-        return dataclasses.replace(device, achieved=dataclasses.replace(device.achieved, **{name: min(1.0, share)}))
+        return dataclasses.replace(device, achieved=dataclasses.replace(device.achieved, **{name: min(most, share)}))
 
-    return made(*_closest(lambda share: _error(made(share), samples), [(0.01, 1.0)]))
+    return made(*_closest(lambda share: _error(made(share), samples), [(0.01, most)]))
 
 
 def _fit_link(device: Device, samples: Sequence[Sample], link: Link) -> Link:

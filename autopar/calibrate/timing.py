@@ -2,15 +2,17 @@
 
 In:     a `Case`, the devices, a deadline.
 Out:    seconds of one turn; of starting a program.
-Method: one compiled loop, called with few and with many turns: the difference has no dispatch in it. Medians of
-        alternating calls, after one of each that is not counted.
+Method: one compiled loop, called with few and with many turns: the difference has no dispatch in it. The shortest of
+        alternating calls, after one of each that is not counted: whatever else the machine does only adds to a call.
 """
 
 from __future__ import annotations
 
-import statistics
+import functools
+import math
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,33 +35,45 @@ def turn_seconds(case: Case, devices: Sequence[jax.Device], deadline: float) -> 
     places = jax.sharding.Mesh(np.array(devices).reshape(-1, case.group), ("g", "x"))
     sharding = NamedSharding(places, PartitionSpec(("g", "x")))
 
-    def loop(turns: jax.Array, *arrays: jax.Array) -> jax.Array:
-        first, *others = (array[0] for array in arrays)
-        return lax.fori_loop(0, turns, lambda _, x: case.turn(x, *others), first)[None]
+    def loop(turns: Any, *arrays: jax.Array) -> jax.Array:
+        def on_device(turns: Any, *arrays: jax.Array) -> jax.Array:
+            first, *others = (array[0] for array in arrays)
+            return lax.fori_loop(0, turns, lambda _, x: case.turn(x, *others), first)[None]
 
-    specs = [PartitionSpec(), *([sharding.spec] * len(case.shapes))]
-    run = jax.jit(jax.shard_map(loop, mesh=places, in_specs=tuple(specs), out_specs=sharding.spec, check_vma=False))
+        specs = (sharding.spec,) * len(arrays)
+        if is_static:
+            on_device, specs, given = functools.partial(on_device, turns), specs, arrays
+        else:
+            specs, given = (PartitionSpec(), *specs), (turns, *arrays)
+        return jax.shard_map(on_device, mesh=places, in_specs=specs, out_specs=sharding.spec, check_vma=False)(*given)
+
+    # A loop whose length is known only when it runs asks the host after each turn, on a GPU; on a CPU it need not be compiled
+    # for each length.
+    is_static = devices[0].platform != "cpu"
+    run = jax.jit(loop, static_argnums=(0,) if is_static else ())
     arrays = [_filled(shape, dtype, sharding) for shape, dtype in zip(case.shapes, case.dtypes, strict=True)]
 
     def call(turns: int) -> float:
         started = time.perf_counter()
-        jax.block_until_ready(run(jnp.int32(turns), *arrays))
+        jax.block_until_ready(run(turns if is_static else np.int32(turns), *arrays))
         return time.perf_counter() - started
 
     call(1)
     turns, taken = 1, call(1)
     while taken < CALL_SECONDS / 4 and turns < MOST_TURNS and time.monotonic() < deadline:
-        turns = min(MOST_TURNS, turns * 4)
+        turns *= 8
+        call(turns)
         taken = call(turns)
-    many = max(2, min(MOST_TURNS, round(turns * CALL_SECONDS / taken)))
-    few = max(1, many // 8)
-    call(many)
-    differences = []
+    many = turns if taken > CALL_SECONDS / 2 else round(turns * CALL_SECONDS / taken)
+    many, few = max(2, many), max(1, many // 8)
+    call(few), call(many)
+    taken_by: dict[int, list[float]] = {few: [], many: []}
     for _ in range(REPEATS):
-        if differences and time.monotonic() > deadline:
+        for count in (few, many):
+            taken_by[count].append(call(count))
+        if time.monotonic() > deadline:
             break
-        differences.append((call(many) - call(few)) / (many - few))
-    seconds = statistics.median(differences)
+    seconds = (min(taken_by[many]) - min(taken_by[few])) / (many - few)
     return seconds if seconds > 0 else None
 
 
@@ -85,4 +99,23 @@ def dispatch_seconds(devices: Sequence[jax.Device]) -> float:
         started = time.perf_counter()
         jax.block_until_ready(compiled(*arrays))
         taken.append(time.perf_counter() - started)
-    return statistics.median(taken[REPEATS:])
+    return min(taken[REPEATS:])
+
+
+def fresh_bytes_per_second(devices: Sequence[jax.Device], num_bytes: int) -> float:
+    """Rate at which a program gets memory: one that writes where it reads beside one that does not."""
+    places = jax.sharding.Mesh(np.array(devices), ("x",))
+    sharding = NamedSharding(places, PartitionSpec("x"))
+    x = _filled((num_bytes // 4,), "float32", sharding)
+    kept, fresh = (jax.jit(lambda x: x * 0.5 + 1.0, donate_argnums=argnums) for argnums in ((0,), ()))
+    taken: dict[bool, list[float]] = {True: [], False: []}
+    for number in range(2 * REPEATS):
+        for is_kept in (True, False):
+            started = time.perf_counter()
+            made = jax.block_until_ready((kept if is_kept else fresh)(x))
+            if number > 1:
+                taken[is_kept].append(time.perf_counter() - started)
+            x = made if is_kept else x
+            del made
+    more = min(taken[False]) - min(taken[True])
+    return num_bytes / more if more > 0 else math.inf

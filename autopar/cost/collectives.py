@@ -85,14 +85,15 @@ def switch_all_reduce_seconds(num_bytes: float, link: Link) -> float:
 def shared_memory_seconds(kind: str, num_bytes: float, group_size: int, link: Link) -> float:
     """Time of one collective among devices that share memory: a latency for each that takes part, then copies.
 
-    All devices copy at once, each at the link's rate: what it is given (of an all-reduce, its share of all parts, and the
-    sum), whatever the size of the group.
+    All devices copy at once, each at the link's rate, whatever the size of the group.
     """
     return link.latency_seconds * group_size + _PASSES[kind] * num_bytes / link.bytes_per_second
 
 
-_PASSES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 1.0, "collective-permute": 1.0}
-"""How often a device's bytes (as `collective_seconds` counts them) are copied where memory is shared."""
+_PASSES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 2.0, "collective-permute": 2.0}
+"""How often a device's bytes (as `collective_seconds` counts them) pass through memory: what all-gather writes and
+reduce-scatter reads, once; what an all-reduce reads and then writes, and what others read in one place and write in another,
+twice. So XLA's CPU collectives were measured."""
 
 
 def collective_permute_seconds(num_bytes: float, group_size: int, link: Link) -> float:

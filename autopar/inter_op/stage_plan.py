@@ -213,7 +213,7 @@ class _Lowering:
         self.input_at = {var: k for k, var in enumerate(program.jaxpr.invars)}
         self.made_by = {var: t.kind for t in program.tasks for eqn in t.jaxpr.eqns for var in eqn.outvars}
         self.operations = OperationSeconds(self.graph, self.choices, device)
-        self.overlap = device.achieved.overlap
+        self.achieved = device.achieved
 
     def chosen(self, node: int) -> Sharding:
         return self.graph.nodes[node].shardings[self.choices[node]]
@@ -282,17 +282,18 @@ class _Lowering:
         collectives = tuple(collectives_of(body, self.mesh))
         communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, self.mesh) for c in collectives)
         liveness = measure_liveness(body, self.mesh, self.stored)
-        lanes = run_lanes(body, self.operations.of, self.mesh, self.overlap)
+        lanes = run_lanes(body, self.operations.of, self.mesh, self.achieved.overlap)
+        own_bytes = max(0, liveness.peak_bytes - liveness.argument_bytes)
         return TaskPlan(
             task,
             body,
             inputs,
             outputs,
-            lanes.seconds,
+            lanes.seconds + self.achieved.program_seconds(own_bytes),
             communication,
             lanes.exposed,
             self.batchless(body),
-            max(0, liveness.peak_bytes - liveness.argument_bytes),
+            own_bytes,
             collectives,
         )
 

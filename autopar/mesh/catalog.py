@@ -166,8 +166,9 @@ _V100 = _reached(0.755, 80, 0.35, _OLD_TILES)
 _A100 = _reached(0.869, 108, 0.5, _OLD_TILES)
 _H100 = _reached(0.803, 132)
 _B200 = _reached(0.776, 148)
-_CUBE = ((2, 1 / 3), (4, 2 / 3))
-"""A hybrid cube of V100s: of the six links of each, two go to one neighbour and four into its group of four."""
+_CUBE = ((2, 1 / 6), (4, 2 / 3))
+"""A hybrid cube of V100s, as DGX-1 and p3.16xlarge have it: of the six links of each, one joins the first two of a host, and
+rings through a group of four find four."""
 _PCIE4, _PCIE5 = 32.0, 64.0
 _PCIE_HOPS = 5.7e-6, 9.6e-6
 

@@ -47,11 +47,13 @@ class Achieved:
         tile_seconds: To fill a core's pipeline with a tile, and to write the tile when it is done.
         balance: A tile whose 2 / (1 / rows + 1 / columns) is this takes as long to load as to multiply.
         overlap: Part of a collective that leaves kernels alone which run meanwhile; 0: kernels wait for collectives.
-        convolution: Part that convolutions reach of the rate of products of their size.
+        convolution: Rate of convolutions, as a part of that of products of their size.
         host_cores: Cores of a host that all its devices share, as virtual CPU devices do: the rates are those of a device
             while all of them work, and fewer that work are faster (`sharing_speed`); 0: every device has its own.
         dispatch_seconds: To start a program on the devices of a host. It counts where these share the host's cores, which
             cannot compute meanwhile; others compute while the next program is started.
+        fresh_bytes_per_second: Rate at which a program gets memory for what it makes, where each run asks the system for it
+            anew, as XLA's CPU programs do; inf: memory is kept.
 
     Raises:
         ClusterError: A share that is not between 0 and 1, or something negative.
@@ -69,9 +71,10 @@ class Achieved:
     convolution: float = 1.0
     host_cores: int = 0
     dispatch_seconds: float = 0.0
+    fresh_bytes_per_second: float = math.inf
 
     def __post_init__(self) -> None:
-        for name in ("product", "memory", "fused", "convolution"):
+        for name in ("product", "memory", "fused"):
             if not 0 < getattr(self, name) <= 1:
                 raise ClusterError(
                     "a device reaches a part of its peak.",
@@ -86,7 +89,15 @@ class Achieved:
                 wrong="it is no part: at least 0, at most 1.",
                 do="pass 0 where nothing runs at once, 1 where nothing is in the other's way.",
             )
-        for name in ("launch_seconds", "cores", "tile_seconds", "balance", "host_cores", "dispatch_seconds"):
+        for name in (
+            "launch_seconds",
+            "cores",
+            "tile_seconds",
+            "balance",
+            "convolution",
+            "host_cores",
+            "dispatch_seconds",
+        ):
             if getattr(self, name) < 0:
                 raise ClusterError(
                     "nothing about a device is negative.",
@@ -94,11 +105,22 @@ class Achieved:
                     wrong="it is less than 0.",
                     do="pass 0 where it does not matter.",
                 )
+        if not self.fresh_bytes_per_second > 0:
+            raise ClusterError(
+                "memory comes at a rate.",
+                given=f"Achieved(fresh_bytes_per_second={self.fresh_bytes_per_second!r})",
+                wrong="it is not more than 0.",
+                do="pass bytes per second, or math.inf where memory is kept from step to step.",
+            )
 
-    @property
-    def program_seconds(self) -> float:
-        """What starting a program adds to its time."""
-        return self.dispatch_seconds if self.host_cores else 0.0
+    def program_seconds(self, num_bytes: float) -> float:
+        """What a program takes besides its kernels and collectives: to be started, and to get memory.
+
+        Args:
+            num_bytes: That it needs on a device besides its operands.
+        """
+        starting = self.dispatch_seconds if self.host_cores else 0.0
+        return starting + num_bytes / self.fresh_bytes_per_second
 
     def sharing_speed(self, num_busy: int, num_devices: int) -> float:
         """How much faster devices are than their rates while some of their host's rest: no program uses more than a core.

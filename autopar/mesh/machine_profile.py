@@ -37,7 +37,7 @@ class Measured:
     Attributes:
         kind: `"product"`, `"pass"`, `"all-reduce"`, ...
         case: Shapes and dtypes, or bytes and devices.
-        seconds: Median of several.
+        seconds: The least of several.
         fitted_seconds: What the fitted parameters say of it.
     """
 
@@ -127,13 +127,16 @@ class MachineProfile:
             return self.device, self.intra, self.inter
         slower = num_devices / self.num_devices
         achieved = self.device.achieved
-        times = {name: getattr(achieved, name) * slower for name in ("launch_seconds", "dispatch_seconds")}
+        own = {
+            name: getattr(achieved, name) * slower for name in ("launch_seconds", "tile_seconds", "dispatch_seconds")
+        }
+        own["fresh_bytes_per_second"] = achieved.fresh_bytes_per_second / slower
         assert isinstance(self.device.peak_flops, Mapping), "a measured device has a rate for each dtype"
         device = dataclasses.replace(
             self.device,
             peak_flops={name: rate / slower for name, rate in self.device.peak_flops.items()},
             memory_bytes_per_second=self.device.memory_bytes_per_second / slower,
-            achieved=dataclasses.replace(achieved, **times),
+            achieved=dataclasses.replace(achieved, **own),
         )
         return device, _slowed(self.intra, slower), _slowed(self.inter, slower)
 
@@ -224,7 +227,9 @@ def _record(profile: MachineProfile) -> dict[str, Any]:
             "peak_flops": peak,
             "memory_bytes": _number(device.memory_bytes),
             "memory_bytes_per_second": _number(device.memory_bytes_per_second),
-            "achieved": dataclasses.asdict(device.achieved),
+            "achieved": {
+                k: _number(v) if isinstance(v, float) else v for k, v in dataclasses.asdict(device.achieved).items()
+            },
         },
         "intra": _link_record(profile.intra),
         "inter": _link_record(profile.inter),
@@ -234,7 +239,7 @@ def _record(profile: MachineProfile) -> dict[str, Any]:
 
 
 def _link_record(link: Link | None) -> dict[str, Any] | None:
-    return None if link is None else dataclasses.asdict(link)
+    return None if link is None else {**dataclasses.asdict(link), "bytes_per_second": _number(link.bytes_per_second)}
 
 
 def _profile(entry: Entry) -> MachineProfile:
@@ -274,7 +279,8 @@ def _achieved(entry: Entry) -> Achieved:
         if part.name == "tile":
             found[part.name] = value.pair(lambda side: side.count(1), lambda side: side.count(1))
         else:
-            found[part.name] = value.count() if part.name in _COUNTS else value.number()
+            can_be_infinite = part.name == "fresh_bytes_per_second"
+            found[part.name] = value.count() if part.name in _COUNTS else value.number(or_infinite=can_be_infinite)
     return Achieved(**found)
 
 

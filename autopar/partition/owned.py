@@ -42,7 +42,7 @@ def _only_moves(compute: Compute, known: Container[Copy]) -> bool:
     if any(strategy.axes_of.get(factor) and factor not in rule.picked for factor in rule.summed):
         return False
     carried = [(a, s) for a, s in zip(compute.eqn.invars, strategy.operands, strict=True) if s.partial]
-    return not carried or (rule.flops == 0 and all(isinstance(a, Literal) or (a, s) in known for a, s in carried))
+    return not carried or (rule.moves and all(isinstance(a, Literal) or (a, s) in known for a, s in carried))
 
 
 def without_loss(

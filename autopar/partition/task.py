@@ -24,6 +24,7 @@ from autopar.intra_op.sharded import calls_host
 from autopar.ir.split.accumulate import first_value
 from autopar.mesh import ArrayType, LogicalMesh, Sharding
 from autopar.partition.host_calls import Bind, Watch, bind_here, watched
+from autopar.partition.overlap import overlap_options
 from autopar.partition.program import run_body
 
 Code = TypeVar("Code")
@@ -43,6 +44,7 @@ class DeviceProgram(Generic[Code]):
         outputs: Types of the results.
         donated: For each operand, whether its memory is taken over by a result.
         calls_host: It has callbacks that may raise: its last result, which no buffer holds, tells that it has ended.
+        options: For XLA, where the devices are GPUs.
     """
 
     name: str
@@ -51,6 +53,7 @@ class DeviceProgram(Generic[Code]):
     outputs: tuple[ArrayType, ...]
     donated: tuple[bool, ...]
     calls_host: bool = False
+    options: tuple[tuple[str, bool | int], ...] = ()
 
     @property
     def title(self) -> str:
@@ -124,7 +127,8 @@ def device_program(
         return [*sharded(*arrays), *(jnp.int8(0) for _ in ends)]
 
     donated = tuple(k in overwritten for k in range(len(inputs)))
-    return DeviceProgram(plan.task.name, program, tuple(inputs), (*outputs, *ends), donated, bool(ends))
+    options = tuple(overlap_options(plan.body, mesh).items())
+    return DeviceProgram(plan.task.name, program, tuple(inputs), (*outputs, *ends), donated, bool(ends), options)
 
 
 def abstract_mesh(mesh: LogicalMesh) -> AbstractMesh:

@@ -19,6 +19,7 @@ from autopar.plan.words import seconds_text
 from autopar.report.diff import diff_text
 from autopar.report.explain import explain
 from autopar.report.html import plan_html
+from autopar.report.measured import MeasuredStep, parting_text
 from autopar.report.shown import ShownTimeline
 from autopar.report.text import plan_text
 
@@ -55,9 +56,13 @@ class Plan(Decision):
         """
         return explain(self, path_or_op)
 
-    def diff(self, other: Plan) -> str:
-        """What differs between this plan and another, as text; "" where nothing does."""
-        return diff_text(self, other)
+    def diff(self, other: Plan | MeasuredStep) -> str:
+        """What differs between this plan and another, as text; "" where nothing does.
+
+        Args:
+            other: A plan; or what `compiled.measure(...)` found: then where prediction and measurement part.
+        """
+        return parting_text(other) if isinstance(other, MeasuredStep) else diff_text(self, other)
 
     def verify(self, target: str | None = None) -> Any:
         """Compile every program of the plan, and compare memory and collectives with what is predicted.

@@ -19,6 +19,7 @@ from autopar._jax import load_elsewhere
 from autopar.errors import DeviceCountError
 from autopar.mesh import LogicalMesh
 from autopar.partition.host_calls import Watch
+from autopar.partition.overlap import compile_lowered
 from autopar.partition.task import DeviceProgram, Function, device_program, jitted, structs
 from autopar.streams.assemble import StepPlan
 
@@ -113,7 +114,7 @@ class _Compiler:
         taken = self._take_over(text, devices) if text else None
         if taken is not None:
             return taken
-        compiled = lowered.compile(self._options)
+        compiled = compile_lowered(lowered, dict(made.options), devices[0].platform, self._options)
         self.num_compiled += 1
         if text:
             self._known[text] = _Known(compiled, devices)

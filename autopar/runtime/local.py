@@ -37,6 +37,7 @@ class Executable:
         programs: XLA's executable by name.
         functions: What it was compiled from.
         in_shardings: Where each argument must be.
+        devices: It runs on.
     """
 
     closed = False
@@ -61,7 +62,7 @@ class Executable:
         self._lines = lines_of([i.eqn for i in stage.sharded.body.instructions if isinstance(i, Compute | Region)])
         types = [(s.shard_shape(k.shape), k.dtype) for k, s in zip(function.inputs, self.in_shardings, strict=True)]
         self._ownership = Ownership(types, self._donated)
-        self._is_alone = places.size == 1
+        self.devices = tuple(places.devices.flat)
 
     def place(self, arrays: Sequence[Any]) -> list[jax.Array]:
         """Put arrays where the program wants them; those that are there already are passed on as they are."""
@@ -113,7 +114,7 @@ class Executable:
             failure, cause = self._failure(error, arrays)
             raise failure from cause
         finally:
-            if not self._is_alone:
+            if len(self.devices) > 1:
                 let_go(placed, self._donated)
 
     def measure(self, arrays: Sequence[Any]) -> tuple[list[jax.Array], Timeline]:

@@ -57,6 +57,7 @@ class Pipeline:
         functions: What they were compiled from.
         num_compiled: How many were compiled; the others are equal to one of these.
         in_shardings: For each argument of the step where it must be: one sharding; of what is read by no one, None.
+        devices: It runs on.
     """
 
     closed = False
@@ -73,6 +74,7 @@ class Pipeline:
         self._name, self._paths, self._watch = planned.program.name, planned.program.in_paths, compiled.watch
         self._streams, self._arguments, self._results = streams, list(jaxpr.invars), list(jaxpr.outvars)
         self._places = compiled.places
+        self.devices = tuple(device for places in compiled.places for device in places.devices.flat)
         self._is_donated = roles.donated
         self._donated = {v for v, d in zip(jaxpr.invars, roles.donated, strict=True) if d}
         self._home, self._unstacked, self._stages = planned.home, stacks, list(planned.stages)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+import jax
+
 from autopar.partition.task import DeviceProgram
 from autopar.runtime.stacks import Stack
 from autopar.streams.timeline import Timeline
@@ -28,6 +30,10 @@ class Runtime(Protocol):
     @property
     def in_shardings(self) -> Sequence[Any]:
         """For each argument of the step how it lies where it lives."""
+
+    @property
+    def devices(self) -> Sequence[jax.Device]:
+        """Those of this process on which it runs."""
 
     @property
     def closed(self) -> bool:

@@ -62,8 +62,9 @@ def method_of(text: str) -> Method:
     called = _called(text)
     if called is not None:
         return called
-    near = difflib.get_close_matches(plain, [*NAMES, *MEANT, *(name.lower() for name in CLASSES)], n=2)
-    meant = MEANT.get(plain) or " or ".join(MEANT.get(name, name) for name in near)
+    classes = {name.lower(): f"{name}(...)" for name in CLASSES}
+    near = difflib.get_close_matches(plain, [*NAMES, *MEANT, *classes], n=1)
+    meant = MEANT.get(plain) or next((MEANT.get(name) or classes.get(name) or name for name in near), "")
     raise AutoparError(
         "unknown method.",
         given=f"method={text!r}",

@@ -124,14 +124,18 @@ def simulate_streams(
     def message_seconds(mesh: int, send: Send) -> float:
         link = link_between(first_device, stages, mesh, send.peer, cluster)
         total = sum(streams.buffers[b].type.num_bytes for b in send.buffers)
-        return transfer_seconds(total, stages[mesh].mesh.num_devices, stages[send.peer].mesh.num_devices, link)
+        sent = transfer_seconds(total, stages[mesh].mesh.num_devices, stages[send.peer].mesh.num_devices, link)
+        # Each array is copied as by a program, into memory of its own.
+        receiving = total / stages[send.peer].mesh.num_devices
+        return sent + len(send.buffers) * achieved.program_seconds(receiving / max(1, len(send.buffers)))
 
+    achieved = cluster.device.achieved
     held: dict[int, list[int]] = {mesh: [] for mesh in streams.instructions}
     for at in (*streams.arguments.values(), *streams.pieces.values()):
         held[streams.buffers[at].mesh].append(at)
     return simulate(
         streams.instructions,
-        lambda run: streams.programs[run.program].seconds + cluster.device.achieved.program_seconds,
+        lambda run: streams.programs[run.program].seconds,
         message_seconds,
         [b.num_bytes for b in streams.buffers],
         lambda run: works_with[run.program],

@@ -42,13 +42,14 @@ def test_every_bit_is_moved(dtype, shape):
 
 
 def step(state, batch):
-    """Rows that are looked up, moved, and put in order, where -0.0 comes before 0.0."""
+    """Rows that are looked up, moved, and put in order, where -0.0 comes before 0.0; of a sum, beyond its end too."""
     n, ids = batch["n"], batch["ids"]
     rows = {
         "row": state["table"][n],
         "rows": state["table"][ids],
         "turned": jnp.flip(lax.dynamic_slice(state["table"], (n, 0), (1, 8)).reshape(8)),
         "half": state["half"][ids].T,
+        "filled": jnp.sum(batch["parts"], 0).at[ids + 2].get(mode="fill", fill_value=np.nan),
         "column": jnp.take_along_axis(state["table"], jnp.full((8, 8), n), axis=1),
         "read": jax.pure_callback(lambda: ZEROS.astype(np.float32), jax.ShapeDtypeStruct((8,), np.float32)),
     }
@@ -59,7 +60,9 @@ def step(state, batch):
 def test_ties_are_in_the_order_of_jit(shape, seeds):
     table = np.random.default_rng(0).permuted(np.tile(ZEROS, (8, 1)), axis=1)
     state = {"table": jnp.asarray(table, jnp.float32), "half": jnp.asarray(table, jnp.bfloat16)}
-    case = Case("zeros", step, state, ({"n": jnp.int32(5), "ids": jnp.array([1, 7, 0, 3])},))
+    case = Case(
+        "zeros", step, state, ({"n": jnp.int32(5), "ids": jnp.array([1, 7, 0, 3]), "parts": jnp.ones((8, 8, 8))},)
+    )
     wanted = jax.jit(step)(state, case.batches[0])[1]
     for seed in seeds:
         compiled = compile_case(case, shape, f"random{seed}")

@@ -258,7 +258,7 @@ def opaque(eqn: JaxprEqn) -> ShardingRule:
         reduced={f: kind for f, kind in noted.items() if kind in ("max", "min")},
         whole=tuple(dict.fromkeys([f for f, kind in noted.items() if kind == "whole"] + gone + made)),
         linear=linear_groups(eqn, *call.linear),
-        flops=flops if call.flops is None else max(1.0, float(call.flops(*(var.aval for var in eqn.invars)))),
+        flops=flops if call.flops is None else float(call.flops(*(var.aval for var in eqn.invars))),
         local=_local,
     )
 

@@ -95,8 +95,8 @@ def make_job(planned: StepPlan, platform: str) -> Job:
             over = streams.overwritten[name]
             made = device_program(task, stage.mesh, places, over, watches[at], platform, shipment.bind)
             code = exported(jitted(made, places), structs(made.inputs, places), platform)
-            shipped = DeviceProgram(name, code, made.inputs, made.outputs, made.donated, made.calls_host)
-            programs[at].append(shipped)
+            rest = made.inputs, made.outputs, made.donated, made.calls_host, made.options
+            programs[at].append(DeviceProgram(name, code, *rest))
     position = {var: k for k, var in enumerate(invars)}
     entries = [Entry(position[var], at, False) for (var, _), at in streams.arguments.items()]
     entries += [Entry(position[var], at, True) for (var, _), at in streams.pieces.items()]

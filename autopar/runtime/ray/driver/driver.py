@@ -110,6 +110,7 @@ class RayStep:
         self._load()
 
     is_remote = True
+    devices: tuple[jax.Device, ...] = ()
 
     @property
     def closed(self) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, assert_never
 
 import jax
 
+from autopar.partition.overlap import compile_lowered
 from autopar.partition.shipped import with_callbacks
 from autopar.partition.task import DeviceProgram
 from autopar.runtime.ray.transport.transport import Receive
@@ -45,7 +46,7 @@ def compiled(
         jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
         for kind, sharding in zip(program.inputs, shardings, strict=True)
     ]
-    return jitted.lower(*structs).compile()
+    return compile_lowered(jitted.lower(*structs), dict(program.options), jax.default_backend())
 
 
 def act(
