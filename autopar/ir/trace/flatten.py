@@ -13,7 +13,7 @@ Method: one walk. A differentiated `remat` is inlined behind an `optimization_ba
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -45,6 +45,8 @@ from autopar._jax import (
     trace,
     without_context_mesh,
 )
+from autopar.ir.check import check_program
+from autopar.ir.passes import Pass, run_passes
 from autopar.ir.region import Binding, closed_bodies, region_of
 from autopar.ir.rewrite.batch_indices import batch_indices
 from autopar.ir.rewrite.dead_code import remove_dead_code
@@ -58,6 +60,21 @@ RECOMPUTED = "rematted_computation"
 """Scope that JAX itself puts on the equations that `remat` computes again in the backward pass."""
 
 
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A program under way from what JAX traced to a flat one.
+
+    Attributes:
+        jaxpr: The program.
+        constants: Values of its constvars; when calls are inlined, of its last invars.
+        num_inputs: How many invars stay, whether anything reads them or not.
+    """
+
+    jaxpr: Jaxpr
+    constants: Mapping[Var, Any]
+    num_inputs: int
+
+
 def flatten(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> tuple[Jaxpr, tuple[Any, ...]]:
     """The flat program of a jaxpr.
 
@@ -68,15 +85,42 @@ def flatten(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> tuple[Jaxpr, tuple[Any,
     Returns:
         The flat jaxpr, without constvars, and the arrays for its last invars, one per distinct constant.
     """
+    given = Traced(jaxpr, dict(zip(jaxpr.constvars, consts, strict=True)), len(jaxpr.invars))
+    flat = run_passes(FLATTEN, given, check_flat)
+    return flat.jaxpr, tuple(flat.constants.values())
+
+
+def check_flat(program: Traced) -> None:
+    """Assert that a program is flat, and has a value for each constant."""
+    check_program(program.jaxpr)
+    assert program.jaxpr.invars[program.num_inputs :] == list(program.constants), "a constant without a value"
+
+
+def _inline_calls(program: Traced) -> Traced:
     block = Block()
-    invars = [_fresh(var.aval) for var in jaxpr.invars]
-    outvars = append_flat(Walk(block, NameStack()), jaxpr, consts, invars)
+    invars = [_fresh(var.aval) for var in program.jaxpr.invars]
+    outvars = append_flat(Walk(block, NameStack()), program.jaxpr, tuple(program.constants.values()), invars)
     invars += block.captured.values()
     constants = dict(zip(block.captured.values(), block.values.values(), strict=True))
-    flat = batch_indices(make_jaxpr(invars, outvars, block.eqns), constants)
-    flat = remove_dead_code(flat, keep_inputs=len(jaxpr.invars))
+    return replace(program, jaxpr=make_jaxpr(invars, outvars, block.eqns), constants=constants)
+
+
+def _batch_indices(program: Traced) -> Traced:
+    return replace(program, jaxpr=batch_indices(program.jaxpr, program.constants))
+
+
+def _remove_dead_code(program: Traced) -> Traced:
+    flat = remove_dead_code(program.jaxpr, keep_inputs=program.num_inputs)
     kept = set(flat.invars)
-    return flat, tuple(value for var, value in constants.items() if var in kept)
+    return replace(program, jaxpr=flat, constants={var: x for var, x in program.constants.items() if var in kept})
+
+
+FLATTEN: tuple[Pass[Traced], ...] = (
+    Pass("flatten", "calls are inlined, typed keys become integers, random bits counters", _inline_calls),
+    Pass("batch_indices", "indices that only count become batch dims", _batch_indices),
+    Pass("dead_code", "what nothing reads goes, constants too", _remove_dead_code),
+)
+"""From any jaxpr to a flat program."""
 
 
 def is_recomputed(eqn: JaxprEqn) -> bool:

@@ -2,11 +2,12 @@
 
 In:     the step, its arguments (arrays, numbers, `jax.ShapeDtypeStruct`), which of them are static.
 Out:    `Program`: a flat jaxpr (`flatten.py`) and how the user's pytrees, names and typed keys map to its variables.
-Method: `jax.jit(...).trace`, so that arguments mean exactly what they mean to `jax.jit`; then `flatten`.
+Method: `jax.jit(...).trace`, so that arguments mean exactly what they mean to `jax.jit`; then the passes of `TRACE`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,15 +18,26 @@ from jax.tree_util import GetAttrKey
 
 from autopar._jax import is_key, key_impl_name, open_jaxpr, shaped, trace_function
 from autopar.errors import TraceError, warn
+from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
 from autopar.ir.rewrite.scan_slices import scan_slices
 from autopar.ir.source import gradient_line, host_lines
 from autopar.ir.trace.containers import accepts, in_containers
-from autopar.ir.trace.flatten import flatten
+from autopar.ir.trace.flatten import FLATTEN, Traced, check_flat
 from autopar.ir.trace.key_text import key_text
 from autopar.ir.trace.parameters import Split, Static, check_hashable, parameters_of, static_of
 from autopar.ir.trace.random import raw_keys
 from autopar.ir.trace.returned import is_of_objects, objects_in
+
+TRACE: tuple[Pass[Traced], ...] = (
+    *FLATTEN,
+    Pass(
+        "scan_slices",
+        "loops that read `layers[i]` in trip i scan",
+        lambda program: dataclasses.replace(program, jaxpr=scan_slices(program.jaxpr)),
+    ),
+)
+"""What every step goes through."""
 
 
 def trace_step(
@@ -85,8 +97,8 @@ def trace_step(
     foreign = [value for value in (*captured, *consts) if isinstance(value, jax.core.Tracer)] or captured
     if foreign:
         raise _closed_over_tracer(name, foreign[0])
-    flat, values = flatten(jaxpr, consts)
-    flat = scan_slices(flat)
+    traced = Traced(jaxpr, dict(zip(jaxpr.constvars, consts, strict=True)), len(jaxpr.invars))
+    flat = run_passes(TRACE, traced, check_flat)
     _warn_of_host_memory(name, host_lines(jaxpr))
     out_avals = tuple(var.aval for var in jaxpr.outvars)
     out = in_containers(out_tree, [_type_of(aval) for aval in out_avals], ())
@@ -94,8 +106,8 @@ def trace_step(
     assert len(jaxpr.invars) == len(in_avals), f"{len(jaxpr.invars)} invars for {len(in_avals)} argument leaves"
     return Program(
         name=name,
-        jaxpr=flat,
-        consts=values,
+        jaxpr=flat.jaxpr,
+        consts=tuple(flat.constants.values()),
         in_tree=in_tree,
         out_tree=out_tree,
         in_paths=in_paths,
