@@ -114,4 +114,6 @@ def test_both_runtimes_pass_them(method, monkeypatch):
     told = [options for options, _ in seen if options]
     assert told and all(options["xla_gpu_enable_latency_hiding_scheduler"] for options in told)
     if len(compiled.plan.stages) == 1:
-        assert told == [overlap.overlap_options(compiled.plan.origin.pipeline.stages[0].sharded.body, compiled.plan.mesh)]
+        assert told == [
+            overlap.overlap_options(compiled.plan.origin.pipeline.stages[0].sharded.body, compiled.plan.mesh)
+        ]
