@@ -79,7 +79,9 @@ def _costs(layers: LayerCosts, count: int) -> Iterator[tuple[int, int, LogicalMe
                     (np.nan,) * 7 if cost is None else _row(cost[level], cost[0], longer, scale, count)
                     for cost, longer in zip(of_layers, stretch, strict=True)
                 ]
-                yield size, level, mesh, _Costs(*np.array(rows).T, what == ALL and len(layers.levels) > 1)
+                seconds, least, held, kept, working, plain_kept, plain_working = np.array(rows).T
+                again = what == ALL and len(layers.levels) > 1
+                yield size, level, mesh, _Costs(seconds, least, held, kept, working, plain_kept, plain_working, again)
 
 
 def _row(cost: LayerCost, plain: LayerCost, longer: float, scale: float, count: int) -> tuple[float, ...]:
