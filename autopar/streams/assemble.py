@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autopar._jax import Var
 from autopar.inter_op.cut import CutStep
@@ -66,6 +67,13 @@ class StepPlan:
     def seconds(self) -> float:
         """Predicted time of one step."""
         return self.simulation.seconds
+
+    def devices_of_stages(self, devices: Sequence[Any]) -> list[list[Any]]:
+        """Of all devices, those of each stage; a single stage takes all."""
+        if len(self.stages) == 1:
+            return [list(devices)]
+        spans = zip(self.first_device, self.stages, strict=True)
+        return [list(devices[first : first + stage.mesh.num_devices]) for first, stage in spans]
 
     @property
     def interval_seconds(self) -> float:
