@@ -121,7 +121,7 @@ def cost_of(planned: StepPlan, planning_seconds: float) -> Cost:
             shown += share * sum(task.exposed_seconds)
             exposed += [times * e for e in task.exposed_seconds]
             collectives += [dataclasses.replace(c, times=c.times * times, stage=number) for c in task.collectives]
-    busy = simulation.busy_seconds
+    busy, gap = simulation.busy_seconds, max(s.gap for s in stages)
     idle = sum((planned.seconds - busy[mesh]) * stages[mesh].mesh.num_devices for mesh in range(num_meshes)) / devices
     # Where devices share cores, those that rest lend theirs, and what is computed then is no waiting.
     idle = min(idle, planned.seconds - compute - shown)
@@ -133,8 +133,8 @@ def cost_of(planned: StepPlan, planning_seconds: float) -> Cost:
         tuple(simulation.peak_bytes[number % num_meshes] for number in range(len(stages))),
         max(_argument_bytes(planned, mesh) for mesh in range(num_meshes)),
         tuple(collectives),
-        max(s.gap for s in stages),
-        "optimal" if all(s.sharded.solution.status == "optimal" for s in stages) else "feasible",
+        gap,
+        "feasible" if gap else "optimal",
         planning_seconds,
         tuple(exposed),
     )
