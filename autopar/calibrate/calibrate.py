@@ -15,7 +15,7 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,11 +155,17 @@ def _profile(devices: Sequence[Any], samples: Sequence[Sample], own: dict[str, A
         len(devices),
         machine,
         datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        fitted.device,
+        _by_dtype(fitted.device),
         fitted.link,
         None,
         as_measured(samples, fitted),
     )
+
+
+def _by_dtype(device: Device) -> Device:
+    """With a rate by dtype, also where no product was measured."""
+    peak = device.peak_flops
+    return device if isinstance(peak, Mapping) else dataclasses.replace(device, peak_flops={"float32": peak})
 
 
 def _known(device: Any) -> tuple[Device, Link]:
