@@ -113,7 +113,7 @@ def _measure(devices: Sequence[Any], deadline: float, tell: Tell) -> tuple[list[
         own["host_cores"] = min(os.cpu_count() or 1, len(devices))
         if deadline - time.monotonic() > LONG_SECONDS:
             own["fresh_bytes_per_second"] = fresh_bytes_per_second(devices, FRESH_BYTES)
-    samples = []
+    samples: list[Sample] = []
     for number, case in enumerate(cases):
         if samples and time.monotonic() > deadline:
             break

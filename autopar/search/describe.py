@@ -153,7 +153,7 @@ def _values(planned: StepPlan) -> Iterator[Value]:
     for (var, mesh), at in (*streams.arguments.items(), *streams.pieces.items()):
         k = position[var]
         if k not in found or mesh == home.get(var):
-            found[k] = streams.buffers[at].border.sharding, mesh
+            found[k] = streams.buffers[at].type.sharding, mesh
     for k, var in enumerate(program.jaxpr.invars):
         sharding, mesh = found.get(k, (Sharding.replicated(len(var.aval.shape)), home.get(var, 0)))
         name = program.in_paths[k] if k < program.num_args else f"constant {k - program.num_args}"
@@ -161,8 +161,8 @@ def _values(planned: StepPlan) -> Iterator[Value]:
     for k, result in enumerate(streams.results):
         if k not in roles.aliases and result is not None:
             buffer = streams.buffers[result]
-            border = buffer.border
-            yield Value(program.out_paths[k], "result", border.shape, str(border.dtype), border.sharding, buffer.stage)
+            kind = buffer.type
+            yield Value(program.out_paths[k], "result", kind.shape, str(kind.dtype), kind.sharding, buffer.stage)
     for number, stage in enumerate(planned.stages):
         stored = stored_values(stage.sharded.graph)
         for task in stage.tasks:
