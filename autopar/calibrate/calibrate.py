@@ -115,7 +115,7 @@ def _measure(devices: Sequence[Any], deadline: float, tell: Tell) -> tuple[list[
         if deadline - time.monotonic() > LONG_SECONDS:
             rates = [fresh_bytes_per_second(devices, size) for size in FRESH_BYTES]
             own["fresh_bytes_per_second"] = statistics.geometric_mean(rates)
-    samples = []
+    samples: list[Sample] = []
     for number, case in enumerate(cases):
         if samples and time.monotonic() > deadline:
             break
