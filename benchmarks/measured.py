@@ -202,9 +202,12 @@ def main() -> None:
             table, f"Kendall's tau: {tau(found[model], 1):.2f} of steps, {tau(found[model], 2):.2f} of work\n", sep="\n"
         )
     means = [statistics.mean(tau(plans, which) for plans in found.values()) for which in (1, 2)]
+    together = {f"{model}, {name}": figures for model, plans in found.items() for name, figures in plans.items()}
+    all_of_them = [tau(together, which) for which in (1, 2)]
     console.print(
         f"Kendall's tau, on average over {len(found)} models: {means[0]:.2f} of steps, {means[1]:.2f} of work"
     )
+    console.print(f"over all {len(together)} plans: {all_of_them[0]:.2f} of steps, {all_of_them[1]:.2f} of work")
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=1))
 
