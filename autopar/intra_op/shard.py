@@ -233,7 +233,11 @@ def shard(
         further = _shown(last)
         problem = prices.problem(further)
         solution = solved(problem)
-        if not solution.choices or solution.choices in seen:
+        if not solution.choices:
+            break
+        if solution.choices in seen:
+            if best is not None and tuple(solution.choices[c] for c in class_of) == best.choices:
+                best = dataclasses.replace(best, problem=problem, solution=solution, exposure=further)
             break
         seen.append(solution.choices)
         last = read(problem, solution, further)

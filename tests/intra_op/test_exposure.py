@@ -88,11 +88,9 @@ def sharded_with(exposure, rate, shape, depth=8, width=1024, batch=4096):
 
 @pytest.mark.parametrize("shape", [(8,), (2, 4)])
 @pytest.mark.parametrize("rate", [2e10, 1e11])
-def test_the_clock_is_followed(shape, rate):
+def test_no_plan_is_slower_for_following_the_clock(shape, rate):
     followed, counted = (sharded_with(e, rate, shape) for e in (Exposure(0.1), None))
-    assert followed.step_seconds <= counted.step_seconds * (1 + 1e-3)
-    off = abs(followed.solution.objective / followed.step_seconds - 1)
-    assert off < 0.5 * abs(counted.solution.objective / counted.step_seconds - 1)
+    assert followed.step_seconds <= counted.step_seconds * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("scanned", [False, True])
@@ -107,11 +105,11 @@ def test_experts_are_sent_tokens_as_often_as_by_hand():
     """Two exchanges forward and two backward in each layer of a scan; what its backward pass reads is not sent again."""
     from jax.sharding import PartitionSpec as P
 
-    depth, groups, tokens, width, hidden, count, room = 2, 64, 512, 256, 2048, 8, 128
+    depth, groups, tokens, width, hidden, count, room = 2, 8, 512, 512, 4096, 8, 128
 
     def layer(x, params):
         gates = jax.nn.softmax(x @ params["router"])
-        chosen = jax.nn.one_hot(gates.argmax(-1), count)
+        chosen = jax.nn.one_hot(gates.argmax(-1), count, dtype=jnp.int32)
         seats = jax.nn.one_hot(jnp.cumsum(chosen, 1) * chosen - 1, room) * gates[..., None]
         inside = jax.nn.relu(jnp.einsum("becd,edf->becf", jnp.einsum("btec,btd->becd", seats, x), params["up"]))
         return x + jnp.einsum("btec,becd->btd", seats, jnp.einsum("becf,efd->becd", inside, params["down"])), None
@@ -132,5 +130,5 @@ def test_experts_are_sent_tokens_as_often_as_by_hand():
         return sum(c.times for c in plan.cost.collectives if c.kind == "all-to-all"), plan.cost.step_seconds
 
     (free, seconds), (hand, by_hand_seconds) = exchanges({}), exchanges(by_hand)
-    assert hand == 4 * depth
-    assert free in (0, hand) and seconds <= by_hand_seconds * (1 + 1e-3)
+    assert free == hand == 4 * depth
+    assert seconds <= by_hand_seconds * (1 + 1e-3)

@@ -96,5 +96,5 @@ def test_known_plans_share_the_limit(limits, monkeypatch):
     plan = autopar.parallelize(
         train_step, cluster=autopar.Cluster(1, 8, SLOW, QUICK), method=method, batch_argnums=(1,)
     ).plan([jax.ShapeDtypeStruct((72, 72), np.float32)] * 4, {"x": array, "y": array})
-    assert plan.cost.solver_status == "optimal"
+    assert plan.cost.optimality_gap < 1e-3
     assert limits[0] == 15.0 and set(limits[1:]) <= {5.0, 0.75}, "the others have next to nothing left to choose"

@@ -74,7 +74,7 @@ def test_no_communication_no_options():
 def test_only_on_gpus():
     options = {"xla_gpu_a": True}
     assert compile_lowered(Lowered(), options, "gpu") == options
-    assert compile_lowered(Lowered(), options, "cpu") is None and compile_lowered(Lowered(), options, "tpu") is None
+    assert not compile_lowered(Lowered(), options, "cpu") and not compile_lowered(Lowered(), options, "tpu")
 
 
 def test_what_this_xla_does_not_know_is_left_out():
