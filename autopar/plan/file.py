@@ -27,7 +27,7 @@ from autopar.mesh import Link, LogicalMesh, Sharding
 from autopar.options import SEMANTICS
 from autopar.plan.decision import Cost, Decision, Recomputed, Stage, Submesh, Value
 from autopar.plan.figures import Figures
-from autopar.plan.profile import Crossing, Memory, Profile, Work
+from autopar.plan.profile import CROSSINGS, MEMORY_UNITS, Crossing, Memory, Profile, Work
 from autopar.plan.words import ARGUMENT_ROLES
 from autopar.streams.assemble import ONE_PROGRAM
 from autopar.streams.instructions import Free, Instruction, Recv, Run, Send
@@ -341,7 +341,7 @@ def _profile(entry: Entry, bounds: _Bounds) -> Profile:
             lambda e: Crossing(
                 bounds.stage(e["source"]),
                 bounds.stage(e["target"]),
-                e["kind"].one_of(("forward", "backward", "update")),
+                e["kind"].one_of(CROSSINGS),
                 e["bytes"].count(),
                 e["messages"].count(1),
                 e["largest"].text(),
@@ -356,7 +356,7 @@ def _memory(entry: Entry, bounds: _Bounds) -> Memory:
         raise entry["curve"].wrong("a curve")
     return Memory(
         bounds.mesh(entry["mesh"]),
-        entry["unit"].one_of(("seconds", "operations")),
+        entry["unit"].one_of(MEMORY_UNITS),
         curve,
         entry["peak"].items(lambda e: e.pair(Entry.text, Entry.count)),
     )
