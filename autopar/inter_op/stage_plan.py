@@ -110,12 +110,15 @@ class StagePlan:
         mesh: On which logical mesh.
         sharded: The solution of the joint program.
         tasks: In order of a step.
+        borrowed: Whether `sharded`, and the bodies of the tasks, are those of an equal stage (`equal_stages.py`): good for
+            the clock, and to be lowered before anything runs.
     """
 
     program: StageProgram
     mesh: LogicalMesh
     sharded: Sharded
     tasks: tuple[TaskPlan, ...]
+    borrowed: bool = False
 
     @property
     def gap(self) -> float:

@@ -109,7 +109,7 @@ def cost_of(planned: StepPlan, planning_seconds: float) -> Cost:
     stages, simulation = planned.stages, planned.simulation
     num_meshes = len(planned.streams.instructions)
     devices = sum(s.mesh.num_devices for s in stages[:num_meshes])
-    compute = communication = 0.0
+    compute = communication = shown = 0.0
     exposed: list[float] = []
     collectives: list[Collective] = []
     for number, stage in enumerate(stages):
@@ -118,15 +118,18 @@ def cost_of(planned: StepPlan, planning_seconds: float) -> Cost:
             share = times * stage.mesh.num_devices / devices
             communication += share * task.communication_seconds
             compute += share * (task.seconds - sum(task.exposed_seconds))
+            shown += share * sum(task.exposed_seconds)
             exposed += [times * e for e in task.exposed_seconds]
             collectives += [dataclasses.replace(c, times=c.times * times, stage=number) for c in task.collectives]
     busy = simulation.busy_seconds
-    idle = sum((planned.seconds - busy[mesh]) * stages[mesh].mesh.num_devices for mesh in range(num_meshes))
+    idle = sum((planned.seconds - busy[mesh]) * stages[mesh].mesh.num_devices for mesh in range(num_meshes)) / devices
+    # Where devices share cores, those that rest lend theirs, and what is computed then is no waiting.
+    idle = min(idle, planned.seconds - compute - shown)
     return Cost(
         planned.seconds,
         compute,
         communication,
-        max(0.0, idle / devices),
+        max(0.0, idle),
         tuple(simulation.peak_bytes[number % num_meshes] for number in range(len(stages))),
         max(_argument_bytes(planned, mesh) for mesh in range(num_meshes)),
         tuple(collectives),

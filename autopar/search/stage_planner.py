@@ -32,7 +32,7 @@ from autopar.search.pipeline import plan_pipeline
 from autopar.search.progress import Report, silent
 from autopar.search.solve_stages import Solved
 from autopar.search.uneven import uneven_text
-from autopar.streams.assemble import PipelinePlan
+from autopar.streams.assemble import PipelinePlan, all_lowered
 from autopar.streams.schedules import find_schedule, num_chunks
 
 MICROBATCHES_PER_STAGE = 4
@@ -94,7 +94,7 @@ def pipeline_of(
     cut = cut if parts == cut.stacks.count else cut_in(parts)
     if isinstance(method, PipelineParallel) and not (method.num_stages or method.submeshes):
         _check_marks(cut, num_stages)
-    planned = _best_in_memory(program, roles, cut, cut_in, plan, report)
+    planned = all_lowered(_best_in_memory(program, roles, cut, cut_in, plan, report), cluster)
     text = uneven_text(planned.cut, planned.borders, sizes[: num_stages // num_chunks(schedule)])
     if text:
         warn(f"{program.name}: {text}")

@@ -172,8 +172,8 @@ class _Loop(ShardWriter):
     def write(self) -> Microbatches:
         before, after = [], []
         for eqn in self.jaxpr.eqns:
-            phase = self.phases.phase[id(eqn)]
-            if phase == "before" or id(eqn) in self.phases.early:
+            phase = self.phases.phase[eqn]
+            if phase == "before" or eqn in self.phases.early:
                 before.append(eqn)
             if phase == "loop":
                 before += self.whole_part(eqn)
@@ -217,13 +217,13 @@ def for_the_loop(
 ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
     """Before the loop only what it needs; what could also come later comes with the update."""
     kept = needed([eqn for eqn in before if eqn.outvars], wanted)
-    early = {id(eqn) for eqn in kept}
-    late = {id(eqn) for eqn in (*before, *after)} - early
-    later = [eqn for eqn in jaxpr.eqns if id(eqn) in late]
+    early = {eqn for eqn in kept}
+    late = {eqn for eqn in (*before, *after)} - early
+    later = [eqn for eqn in jaxpr.eqns if eqn in late]
     made = {var for eqn in later for var in eqn.outvars}
     # A part of a barrier is an equation of its own, not one of the step's.
-    listed = {id(eqn) for eqn in jaxpr.eqns}
-    extra = [eqn for eqn in before if id(eqn) not in listed and id(eqn) not in early]
+    listed = {eqn for eqn in jaxpr.eqns}
+    extra = [eqn for eqn in before if eqn not in listed and eqn not in early]
     assert not any(var in made for eqn in extra for var in eqn.outvars), "a part of a barrier is made twice"
     atoms = [*jaxpr.outvars, *(a for eqn in after for a in eqn.invars)]
     return kept, needed([*extra, *later], variables(atoms))

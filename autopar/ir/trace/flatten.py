@@ -13,7 +13,7 @@ Method: one walk. A differentiated `remat` is inlined behind an `optimization_ba
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,10 @@ from jax import lax
 
 from autopar._jax import (
     Atom,
+    Aval,
     ClosedJaxpr,
+    Constant,
+    Function,
     Jaxpr,
     JaxprEqn,
     Literal,
@@ -71,11 +74,11 @@ class Traced:
     """
 
     jaxpr: Jaxpr
-    constants: Mapping[Var, Any]
+    constants: Mapping[Var, Constant]
     num_inputs: int
 
 
-def flatten(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> tuple[Jaxpr, tuple[Any, ...]]:
+def flatten(jaxpr: Jaxpr, consts: Sequence[Constant] = ()) -> tuple[Jaxpr, tuple[Constant, ...]]:
     """The flat program of a jaxpr.
 
     Args:
@@ -134,13 +137,13 @@ class Block:
 
     eqns: list[JaxprEqn] = field(default_factory=list)
     captured: dict[int, Var] = field(default_factory=dict)
-    values: dict[int, Any] = field(default_factory=dict)
+    values: dict[int, Constant] = field(default_factory=dict)
 
-    def constant(self, value: Any) -> Var:
+    def constant(self, value: Constant) -> Var:
         """The variable of a constant that a jaxpr inside holds."""
         return self.capture(id(value), key_data(value) if is_key(shaped(value)) else value)
 
-    def capture(self, identity: int, value: Any) -> Var:
+    def capture(self, identity: int, value: Constant) -> Var:
         if identity not in self.captured:
             self.captured[identity] = new_var(shaped(value))
             self.values[identity] = value
@@ -154,7 +157,7 @@ class Walk:
     block: Block
     scope: NameStack
     place: Callable[[Any], Any] = lambda traceback: traceback
-    shared: dict[Any, tuple[Jaxpr, tuple[Any, ...]]] = field(default_factory=dict)
+    shared: dict[Hashable, tuple[Jaxpr, tuple[Constant, ...]]] = field(default_factory=dict)
 
     def into(self, block: Block, callee: Jaxpr, eqn: JaxprEqn, extra_scope: str | None = None) -> Walk:
         """The walk through `callee`, called by `eqn` (already placed)."""
@@ -172,17 +175,17 @@ class Walk:
         return Walk(self.block, eqn.source_info.name_stack, lambda _: traceback, self.shared)
 
 
-def append_function(walk: Walk, function: Callable[..., Any], operands: Sequence[Atom]) -> list[Atom]:
+def append_function(walk: Walk, function: Function, operands: Sequence[Atom]) -> list[Atom]:
     """The same of a small function of ours."""
     jaxpr, consts = open_jaxpr(trace(function, *(a.aval for a in operands)))
     return append_flat(walk, jaxpr, consts, operands)
 
 
-def _fresh(aval: Any) -> Var:
+def _fresh(aval: Aval) -> Var:
     return new_var(physical_aval(aval) if is_key(aval) else aval)
 
 
-def append_flat(walk: Walk, jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Atom]) -> list[Atom]:
+def append_flat(walk: Walk, jaxpr: Jaxpr, consts: Sequence[Constant], operands: Sequence[Atom]) -> list[Atom]:
     """Append the flat equations of a program to the walk's block.
 
     Args:
@@ -285,7 +288,7 @@ def _of_mapped(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     return append_function(walk.instead_of(eqn), lambda *arrays: [reduce(a, axes) for a in arrays], operands)
 
 
-_REDUCTIONS: dict[str, Callable[..., Any]] = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
+_REDUCTIONS: dict[str, Function] = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
 
 
 def _linear_solve(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
