@@ -35,7 +35,7 @@ class Options:
     """Options of planning.
 
     Attributes:
-        solver: Which solver PuLP calls, `"highs"` or `"cbc"`; or a search that proves nothing, for comparison:
+        solver: Of integer programs, `"highs"` or `"cbc"`; or a search that proves nothing, for comparison:
             `"random"`, `"greedy"`, `"beam"`, `"bfs"`, `"halving"`, `"mcmc"` or `"mcts"`.
         solver_seconds: How long the solver may work on one mesh, or on one stage on its mesh; the best answer found by then
             is used, and its gap is in the plan.

@@ -252,7 +252,7 @@ def compose(run: Run, machine: Machine, mesh: LogicalMesh, layer: Work, ends: Wo
     # Gradients of a microbatch are added to those before it: two reads and a write.
     adding = kernel_seconds(Pass(3 * 2 * params), device) if run.count > 1 else 0.0
     middle = layers * (work + tensor) + adding
-    stage = middle + end + end_tensor
+    stage = middle + end + end_tensor + border_seconds(run, machine)
     bubble = (run.pipeline - 1) / run.chunks * middle
     once, with_each = data_seconds(run, machine, params, layers, forward, work + tensor)
     update = kernel_seconds(Pass(ADAM_BYTES * params / (run.shards if run.zero else 1)), device)
@@ -269,6 +269,19 @@ def compose(run: Run, machine: Machine, mesh: LogicalMesh, layer: Work, ends: Wo
         memory.needed,
         capacity,
     )
+
+
+def border_seconds(run: Run, machine: Machine) -> float:
+    """Seconds in which a stage waits for a microbatch to come over its border, there and back.
+
+    Each device of a tensor-parallel group sends its part, which the others then gather. Stages in several chunks receive the
+    next one while they compute.
+    """
+    if run.pipeline == 1 or run.chunks > 1:
+        return 0.0
+    link = machine.intra if run.devices <= machine.per_host else machine.inter
+    part = 2 * run.microbatch * run.tokens // run.context * run.width / run.tensor
+    return 2 * (link.latency_seconds + part / link.bytes_per_second)
 
 
 def params_of(run: Run, layers: int) -> float:

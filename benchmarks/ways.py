@@ -9,6 +9,7 @@ Method: predicted seconds of shardings by hand are those of the same pins under 
 from __future__ import annotations
 
 import importlib.util
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -112,25 +113,25 @@ def _by_hand(case: Case, step: Any, arguments: Any, way: str, cluster: autopar.C
         compiled = jitted.lower(*arguments).compile()
         peak = _compiled_bytes(compiled)
         once = _turning(compiled, *jax.device_put(example(arguments), shardings))
-    plan = autopar.parallelize(step, cluster=cluster, method=_pinned(specs, sizes), batch_argnums=(1,)).plan(*arguments)
+    method = _pinned(specs, sizes, tuple(inspect.signature(step).parameters))
+    plan = autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,)).plan(*arguments)
     return Run(once, plan.cost.step_seconds, peak or max(plan.cost.peak_bytes), f"{sizes['data']} x {sizes['model']}")
 
 
-def _pinned(specs: Any, sizes: dict[str, int]) -> Any:
+def _pinned(specs: Any, sizes: dict[str, int], names: tuple[str, ...]) -> Any:
     """The same shardings as pins: the axes are called x and y there, and one of length 1 is left out."""
     kept = [axis for axis, size in sizes.items() if size > 1]
-    names = dict(zip(kept, "xy", strict=False))
+    letters = dict(zip(kept, "xy", strict=False))
 
     def renamed(entry: Any) -> Any:
-        axes = [names[axis] for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis in names]
+        axes = [letters[axis] for axis in (entry if isinstance(entry, tuple) else (entry,)) if axis in letters]
         return tuple(axes) if axes else None
 
     pins = {}
-    for root, tree in zip(("state", "batch"), specs, strict=True):
+    for name, tree in zip(names, specs, strict=True):
         for path, spec in jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda x: isinstance(x, P)):
-            pins["/".join(filter(None, (root, path_text(path))))] = P(*map(renamed, spec))
-    tokens = {"tokens": pins.pop("batch")} if "batch" in pins else {}
-    return autopar.ShardParallel(mesh_shape=tuple(sizes[axis] for axis in kept), constraints=pins | tokens)
+            pins["/".join(filter(None, (name, path_text(path))))] = P(*map(renamed, spec))
+    return autopar.ShardParallel(mesh_shape=tuple(sizes[axis] for axis in kept), constraints=pins)
 
 
 def _parallax(step: Any, arguments: Any, is_here: bool) -> Run:
@@ -144,7 +145,7 @@ def _parallax(step: Any, arguments: Any, is_here: bool) -> Run:
     with jax.set_mesh(parallax.auto_mesh()):
         try:
             compiled = parallax.jit(step, strategy=parallax.ShardingStrategy.AUTO).lower(state, batch).compile()
-        except (AssertionError, NotImplementedError, ValueError) as error:
+        except Exception as error:  # its own, or JAX's of the shardings that it found
             raise NotThere(f"google-parallax cannot read this step: {type(error).__name__} {error}"[:120]) from None
     shardings = compiled.input_shardings[0]
     return Run(_turning(compiled, *jax.device_put((state, batch), shardings)), None, _compiled_bytes(compiled))

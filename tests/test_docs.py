@@ -75,6 +75,7 @@ def test_code_of_a_page_runs(page, tmp_path, monkeypatch):
             pytest.skip(f"{module} is not installed: pip install {module}")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KERAS_BACKEND", "jax")
+    monkeypatch.setattr("webbrowser.open", lambda url: True)
     module = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)
     before = os.environ.copy()

@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+import autopar
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import wide_resnet  # noqa: E402
 from published import group_taus  # noqa: E402
 from published_runs import DATA, Run, read_runs, tau  # noqa: E402
 from published_steps import predict  # noqa: E402
@@ -133,3 +136,23 @@ def test_order_of_plans(runs):
 def test_tau():
     assert tau([1, 2, 3], [2, 4, 9]) == 1
     assert tau([1, 2, 3], [9, 4, 2]) == -1
+
+
+def planned_seconds(devices: int, channels: int, method) -> float:
+    """Predicted step of a Wide-ResNet whose stages have one block each, on V100s."""
+    config = wide_resnet.Config(depths=(1, 1, 1, 1), width=2 * channels, batch=32)
+    step, *types = wide_resnet.make_step(config)
+    cluster = autopar.Cluster.of(f"{devices} v100")
+    return autopar.parallelize(step, cluster=cluster, method=method).plan(*types).cost.step_seconds
+
+
+@pytest.mark.parametrize("devices, channels", [(4, 320), (8, 448)])
+def test_order_of_alpas_ablation(devices, channels):
+    """As measured on 4 and 8 V100s: the ILP's plan on one axis, then ZeRO-3, then ZeRO-2."""
+    methods = (
+        autopar.ShardParallel(mesh_shape=(devices,)),
+        autopar.DataParallel(zero=3),
+        autopar.DataParallel(zero=2),
+    )
+    found = [planned_seconds(devices, channels, method) for method in methods]
+    assert found == sorted(found) and found[1] > 1.05 * found[0]

@@ -13,9 +13,10 @@ import datetime
 import os
 import platform
 import socket
+import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +35,8 @@ SECONDS = 120.0
 """To spend, by default."""
 LONG_SECONDS = 10.0
 """With less time than this, memory is taken to be kept: to see that it is not takes seconds."""
-FRESH_BYTES = 40 * 2**20
-"""On a device, to see how fast memory is got: more than the 32 MiB up to which the C library may keep what is given back."""
+FRESH_BYTES = 8 * 2**20, 16 * 2**20, 40 * 2**20
+"""On a device, to see how fast memory is got: pieces that the C library may keep, and some that it never does (over 32 MiB)."""
 _CPU = Device("cpu", 1e10, achieved=Achieved(cores=1, tile=(256, 256), tile_seconds=1e-6, balance=20.0))
 """A product is cut for the caches of one core; its rates are fitted whole."""
 _CPU_LINK = Link(1e-5, 1e9, shared_memory=True)
@@ -112,7 +113,8 @@ def _measure(devices: Sequence[Any], deadline: float, tell: Tell) -> tuple[list[
     if is_cpu:  # others keep the memory of a program that has ended
         own["host_cores"] = min(os.cpu_count() or 1, len(devices))
         if deadline - time.monotonic() > LONG_SECONDS:
-            own["fresh_bytes_per_second"] = fresh_bytes_per_second(devices, FRESH_BYTES)
+            rates = [fresh_bytes_per_second(devices, size) for size in FRESH_BYTES]
+            own["fresh_bytes_per_second"] = statistics.geometric_mean(rates)
     samples: list[Sample] = []
     for number, case in enumerate(cases):
         if samples and time.monotonic() > deadline:
@@ -155,11 +157,17 @@ def _profile(devices: Sequence[Any], samples: Sequence[Sample], own: dict[str, A
         len(devices),
         machine,
         datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        fitted.device,
+        _by_dtype(fitted.device),
         fitted.link,
         None,
         as_measured(samples, fitted),
     )
+
+
+def _by_dtype(device: Device) -> Device:
+    """With a rate by dtype, also where no product was measured."""
+    peak = device.peak_flops
+    return device if isinstance(peak, Mapping) else dataclasses.replace(device, peak_flops={"float32": peak})
 
 
 def _known(device: Any) -> tuple[Device, Link]:

@@ -126,7 +126,8 @@ class StagePlan:
         seconds = 0.0
         for t in self.tasks:
             kernels = t.seconds - sum(t.exposed_seconds)
-            seconds += (kernels + t.communication_seconds) * (self.program.count if t.task.is_in_loop else 1)
+            priced = self.sharded.priced_seconds(t.body, t.exposed_seconds, kernels, t.communication_seconds)
+            seconds += priced * (self.program.count if t.task.is_in_loop else 1)
         return self.sharded.gap_of(seconds)
 
     def task(self, kind: TaskKind) -> TaskPlan | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,9 @@ import numpy as np
 from autopar._jax import JaxprEqn, Literal, Var
 from autopar.cost import collective_seconds, kernel_seconds, reshard_seconds
 from autopar.cost.kernels import Pass
+from autopar.intra_op.exposure import Exposure, Kind, kind_of
 from autopar.intra_op.fuse import BUCKET_BYTES, small_bytes
-from autopar.intra_op.graph import Graph, Node, Shardings
+from autopar.intra_op.graph import Edge, Graph, Node, Shardings
 from autopar.intra_op.kernels import is_contraction, kernel_of
 from autopar.intra_op.problem import Problem
 from autopar.intra_op.traffic import Traffic, find_traffic, is_pointwise
@@ -32,7 +34,11 @@ optimizer state are many, and `fuse.py` sends them together. More where only a f
 
 
 def build_problem(
-    graph: Graph, device: Device, class_of: Sequence[int], allowed: Mapping[int, np.ndarray] | None = None
+    graph: Graph,
+    device: Device,
+    class_of: Sequence[int],
+    allowed: Mapping[int, np.ndarray] | None = None,
+    exposure: Exposure | None = None,
 ) -> Problem:
     """The choice problem of a graph.
 
@@ -41,43 +47,72 @@ def build_problem(
         device: Rates of one device.
         class_of: Class of each node; nodes of one class take the same choice (`tying.py`).
         allowed: For some nodes, which choices are allowed (pins, methods).
+        exposure: Which part of a conversion's seconds counts; None: all.
     """
-    problem = Problem()
-    costs = _NodeCosts(graph, device)
-    members: dict[int, list[int]] = {}
-    for node, number in enumerate(class_of):
-        members.setdefault(number, []).append(node)
-    for number in range(len(members)):
-        first = graph.nodes[members[number][0]]
-        total = np.zeros(first.num_choices)
-        for node in members[number]:
-            total = total + costs.of(graph.nodes[node])
-            if allowed is not None and node in allowed:
-                total = np.where(allowed[node], total, np.inf)
-        problem.costs.append(total)
-    weights: dict[tuple[Any, ...], float] = {}
-    lists: dict[int, Shardings] = {}
-    for edge in graph.edges:
-        u, v = class_of[edge.source], class_of[edge.target]
-        lists_of = (id(edge.given), id(edge.wanted))
-        key = (u, v, edge.shape, edge.itemsize, *lists_of, edge.communicates, edge.is_sample, edge.moves)
-        weights[key] = weights.get(key, 0.0) + edge.weight
-        lists[id(edge.given)], lists[id(edge.wanted)] = edge.given, edge.wanted
-    matrices: dict[tuple[Any, ...], np.ndarray] = {}
-    small = small_bytes(graph.mesh)
-    for (u, v, shape, itemsize, given, wanted, communicates, is_sample, moves), weight in weights.items():
-        size = num_elements(shape) * itemsize
-        joins = not is_sample and size <= small
-        table = (shape, itemsize, given, wanted, joins)
-        if table not in matrices:
-            mesh = _sent_together(graph.mesh, size) if joins else graph.mesh
-            matrices[table] = _matrix(shape, itemsize, lists[given], lists[wanted], mesh)
-        matrix = matrices[table] if communicates else np.where(matrices[table] > 0, np.inf, 0.0)
-        if moves is not None:
-            matrix = matrix * moves.price(lists[given], lists[wanted])
-        if matrix.any():
-            problem.add_edge(u, v, matrix * weight)
-    return problem
+    return Prices(graph, device, class_of, allowed).problem(exposure)
+
+
+class Prices:
+    """Seconds of all choices and of all conversions of a graph, by kind; arguments as of `build_problem`."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        device: Device,
+        class_of: Sequence[int],
+        allowed: Mapping[int, np.ndarray] | None = None,
+    ):
+        self.graph = graph
+        costs = _NodeCosts(graph, device)
+        members: dict[int, list[int]] = {}
+        for node, number in enumerate(class_of):
+            members.setdefault(number, []).append(node)
+        self.costs: list[np.ndarray] = []
+        for number in range(len(members)):
+            total = np.zeros(graph.nodes[members[number][0]].num_choices)
+            for node in members[number]:
+                total = total + costs.of(graph.nodes[node])
+                if allowed is not None and node in allowed:
+                    total = np.where(allowed[node], total, np.inf)
+            self.costs.append(total)
+        self.edges: dict[tuple[int, int], list[tuple[np.ndarray, dict[Kind, float]]]] = {}
+        weights: dict[tuple[Any, ...], dict[Kind, float]] = {}
+        first: dict[tuple[Any, ...], Edge] = {}
+        for edge in graph.edges:
+            u, v = class_of[edge.source], class_of[edge.target]
+            lists = (id(edge.given), id(edge.wanted))
+            key = (u, v, edge.shape, edge.itemsize, *lists, edge.communicates, edge.is_sample, edge.moves)
+            kind, weight_of = kind_of(edge), weights.setdefault(key, {})
+            weight_of[kind] = weight_of.get(kind, 0.0) + edge.weight
+            first.setdefault(key, edge)
+        self.matrices: dict[tuple[Any, ...], np.ndarray] = {}
+        for key, weight_of in weights.items():
+            matrix = self.matrix(first[key])
+            if matrix.any():
+                self.edges.setdefault(key[:2], []).append((matrix, weight_of))
+
+    def matrix(self, edge: Edge) -> np.ndarray:
+        """What a conversion takes, by the choices at both ends of an edge."""
+        small = small_bytes(self.graph.mesh)
+        size = num_elements(edge.shape) * edge.itemsize
+        joins = not edge.is_sample and size <= small
+        table = (edge.shape, edge.itemsize, id(edge.given), id(edge.wanted), joins)
+        if table not in self.matrices:
+            mesh = _sent_together(self.graph.mesh, size) if joins else self.graph.mesh
+            self.matrices[table] = _matrix(edge.shape, edge.itemsize, edge.given, edge.wanted, mesh)
+        matrix = self.matrices[table]
+        if not edge.communicates:
+            matrix = np.where(matrix > 0, np.inf, 0.0)
+        return matrix if edge.moves is None else matrix * edge.moves.price(edge.given, edge.wanted)
+
+    def problem(self, exposure: Exposure | None = None) -> Problem:
+        """The choice problem, in which of each conversion the part counts that is exposed; None: all of it."""
+        problem = Problem(list(self.costs))
+        for (u, v), found in self.edges.items():
+            for matrix, weight_of in found:
+                weights = (n * (1.0 if exposure is None else exposure.of(kind)) for kind, n in weight_of.items())
+                problem.add_edge(u, v, matrix * sum(weights))
+        return problem
 
 
 def operation_seconds(graph: Graph, device: Device) -> dict[int, float]:
@@ -182,16 +217,18 @@ def stored_values(graph: Graph) -> set[Var]:
     return stored
 
 
-def held_values(graph: Graph) -> set[Var]:
+def held_values(graph: Graph) -> AbstractSet[Var]:
     """Values that take memory while they wait: those that go through memory, and those that several operations read.
 
     A compiler fuses a pointwise operation into its one reader; with several, some of them later, it keeps the result.
+    Found once for a graph.
     """
-    held = stored_values(graph)
-    readers: dict[Var, int] = {}
-    for node in graph.nodes:
-        if node.kind == "op":
-            for var in dict.fromkeys(atom for atom in node.eqn.invars if isinstance(atom, Var)):
-                readers[var] = readers.get(var, 0) + 1
-    held.update(v for node in graph.nodes if node.kind == "op" for v in node.eqn.outvars if readers.get(v, 0) > 1)
-    return held
+    if graph.held is None:
+        readers: dict[Var, int] = {}
+        for node in graph.nodes:
+            if node.kind == "op":
+                for var in dict.fromkeys(atom for atom in node.eqn.invars if isinstance(atom, Var)):
+                    readers[var] = readers.get(var, 0) + 1
+        made = (v for node in graph.nodes if node.kind == "op" for v in node.eqn.outvars)
+        graph.held = frozenset(stored_values(graph).union(v for v in made if readers.get(v, 0) > 1))
+    return graph.held

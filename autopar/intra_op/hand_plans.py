@@ -59,19 +59,26 @@ def restrict_to_data_parallel(
     """
     batch = graph.batch
     parameters = _made_of(jaxpr, batch.readers, batch)
+    known: dict[tuple[int, tuple[str, ...]], tuple[np.ndarray, np.ndarray]] = {}
+
+    def masks(node: Node, factors: tuple[str, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """Which strategies split these factors and nothing else, and which of them do split one."""
+        key = (id(node.strategies), factors)  # equal operations share their strategies
+        if key not in known:
+            split = np.array([_splits_only(s.choice, factors) for s in node.strategies])
+            known[key] = split, split & [any(c in factors for c in s.choice) for s in node.strategies]
+        return known[key]
+
     for node in graph.nodes:
         if node.kind == "op":
             factors = batch_factors(node.eqn, node.rule, batch)
             if factors:
-                split = [_splits_only(s.choice, factors) for s in node.strategies]
-                some = [
-                    ok and any(c in factors for c in s.choice) for ok, s in zip(split, node.strategies, strict=True)
-                ]
+                only, some = masks(node, factors)
                 # A loop of unknown length may not communicate: there samples are split only if that needs nothing.
-                allowed.only(node, some if any(some) and node.communicates else split, ("batch", factors))
+                allowed.only(node, some if some.any() and node.communicates else only, ("batch", factors))
             elif zero == 0:
                 lent = batch.lent_factors(node.eqn, node.rule)
-                allowed.only(node, [_splits_only(s.choice, lent) for s in node.strategies], ("whole", lent))
+                allowed.only(node, masks(node, lent)[0], ("whole", lent))
     # An axis of one device splits nothing.
     axes = tuple(axis for axis, size in graph.mesh.axis_sizes.items() if size > 1)
     for position in batch_inputs:

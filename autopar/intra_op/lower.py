@@ -102,7 +102,7 @@ class _Lowering:
             else:
                 self.compute(eqn)
             for var, phase in leaving.get(position, ()):
-                self.at_hand(var, phase, describe(eqn))
+                self.at_hand(var, phase, eqn)
         for atom, sharding in zip(jaxpr.outvars, outputs, strict=True):
             self.need(atom, sharding)
         self.pace.pop()
@@ -144,41 +144,42 @@ class _Lowering:
         if isinstance(atom, Literal):
             return
         phase: Phase = "o" if eqn is None else self.graph.phases.get(id(eqn), "f")
-        reader = "result" if eqn is None else describe(eqn)
         if eqn is None and (sharding == self.made[atom] or self.was_made(atom, sharding)):
             return
-        copies = self.at_hand(atom, phase, reader)
+        copies = self.at_hand(atom, phase, eqn)
         if sharding in copies:
             return
         hub = self.graph.hubs.get((atom, phase))
         if hub is not None:
-            self.convert(atom, self.chosen(hub), copies, reader)
-        self.convert(atom, sharding, copies, reader)
+            self.convert(atom, self.chosen(hub), copies, phase, eqn)
+        self.convert(atom, sharding, copies, phase, eqn)
 
     def was_made(self, var: Var, sharding: Sharding) -> bool:
         """Whether any phase of this body had this copy."""
         return any(sharding in self.copies.get((var, phase), ()) for phase in PHASES)
 
-    def at_hand(self, var: Var, phase: Phase, reader: str) -> list[Sharding]:
+    def at_hand(self, var: Var, phase: Phase, reader: JaxprEqn | None) -> list[Sharding]:
         """The copies of a value that a phase may begin with."""
         if (var, phase) not in self.copies:
             keep = self.graph.keeps.get((var, phase))
             if keep is None or var in self.arrived:
                 self.copies[var, phase] = [self.made[var]]
             else:
-                self.copies[var, phase] = [self.kept(var, keep, reader)]
+                self.copies[var, phase] = [self.kept(var, keep, phase, reader)]
         return self.copies[var, phase]
 
-    def kept(self, var: Var, keep: Keep, reader: str) -> Sharding:
+    def kept(self, var: Var, keep: Keep, phase: Phase, reader: JaxprEqn | None) -> Sharding:
         """Have the copy in which a value waits."""
         target = self.chosen(keep.node)
         copies = self.copies.get((var, "f")) or self.copies.get((var, "b")) or [self.made[var]]
         if target not in (self.made[var], *copies):
-            self.convert(var, keep.used.shardings[self.choices[keep.used.node]], copies, reader)
-            self.convert(var, target, copies, reader)
+            self.convert(var, keep.used.shardings[self.choices[keep.used.node]], copies, phase, reader)
+            self.convert(var, target, copies, phase, reader)
         return target
 
-    def convert(self, var: Var, target: Sharding, copies: list[Sharding], reader: str) -> None:
+    def convert(
+        self, var: Var, target: Sharding, copies: list[Sharding], phase: Phase, reader: JaxprEqn | None
+    ) -> None:
         """Have one more of the copies at hand."""
         if target in copies:
             return
@@ -189,7 +190,9 @@ class _Lowering:
             following = apply_to_sharding(step, at, self.mesh)
             if following not in copies:
                 again = (var, following) in self.ever and step_kind(step) is not None
-                self.emit(Move(var, at, following, step, reader, self.hold_back() if again else None))
+                earlier = self.hold_back() if again else None
+                name = "result" if reader is None else describe(reader)
+                self.emit(Move(var, at, following, step, name, earlier, phase))
                 self.ever[var, following] = None
                 copies.append(following)
             at = following

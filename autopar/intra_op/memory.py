@@ -51,6 +51,13 @@ def broken_memory_rows(
         elsewhere: Values that take no memory here.
     """
     moments = fullest_moments(body, graph.mesh, held_values(graph), donated, MAX_ROWS, elsewhere)
+    return rows_of(graph, class_of, choices, moments, budget)
+
+
+def rows_of(
+    graph: Graph, class_of: Sequence[int], choices: Sequence[int], moments: Sequence[Liveness], budget: float
+) -> list[MemoryRow]:
+    """Rows for those of a program's moments that are over budget; arguments as of `broken_memory_rows`."""
     return [
         _row(graph, class_of, moment, choices, budget, _place(moment.at))
         for moment in moments

@@ -11,7 +11,6 @@ import importlib
 from dataclasses import dataclass
 from typing import Any
 
-import highspy
 import numpy as np
 import pulp
 from scipy.sparse import csr_array
@@ -68,6 +67,10 @@ def solve_model(model: Model, solver: str, seconds: float, gap: float) -> Ended:
 
 
 def _by_highs(model: Model, seconds: float, gap: float) -> Ended:
+    try:
+        import highspy
+    except ImportError:
+        raise _not_installed("highs", "Python does not find highspy.") from None
     count, num_rows = len(model.costs), model.matrix.shape[0]
     lp = highspy.HighsLp()
     lp.num_col_, lp.num_row_ = count, num_rows
@@ -105,13 +108,7 @@ def _by_highs(model: Model, seconds: float, gap: float) -> Ended:
 def _by_cbc(model: Model, seconds: float, gap: float) -> Ended:
     solver = _cbc(msg=False, timeLimit=seconds, gapRel=gap, threads=1, options=["randomSeed 1"])
     if not solver.available():
-        raise SolverError(
-            "solver 'cbc' is not installed.",
-            given="solver='cbc'",
-            wrong="PuLP does not find it.",
-            do='pip install "pulp[cbc,highs]", or name another solver.',
-            solver="cbc",
-        )
+        raise _not_installed("cbc", "PuLP does not find it.")
     problem, matrix = pulp.LpProblem("sharding", pulp.LpMinimize), model.matrix
     columns = [
         problem.add_variable(f"x{k}", cat=pulp.LpBinary)
@@ -133,6 +130,16 @@ def _by_cbc(model: Model, seconds: float, gap: float) -> Ended:
         proved = problem.sol_status == pulp.LpSolutionOptimal
     found = found and any(x.varValue is not None for x in columns)
     return Ended(np.array([x.varValue or 0.0 for x in columns]) if found else None, proved, float(bound))
+
+
+def _not_installed(name: str, wrong: str) -> SolverError:
+    return SolverError(
+        f"solver {name!r} is not installed.",
+        given=f"solver={name!r}",
+        wrong=wrong,
+        do='pip install "pulp[cbc,highs]", or name another solver.',
+        solver=name,
+    )
 
 
 def _cbc(**settings: Any) -> Any:

@@ -17,6 +17,7 @@ from typing import assert_never
 
 from autopar._jax import JaxprEqn, Literal, Var
 from autopar.cost.steps import AllGather, Step, step_kind
+from autopar.intra_op.graph import Phase
 from autopar.intra_op.strategies import Strategy
 from autopar.ir.region import bodies_of, trip_count
 from autopar.ir.rules import ShardingRule
@@ -33,6 +34,7 @@ class Move:
     Attributes:
         reader: For whom, for people.
         earlier: A copy that the move waits for: what is made again is not made too early.
+        phase: Of the reader.
     """
 
     var: Var
@@ -41,6 +43,7 @@ class Move:
     step: Step
     reader: str = ""
     earlier: Copy | None = None
+    phase: Phase = "f"
 
     def __str__(self) -> str:
         return f"{self.var}: {self.source} => {self.target} by {self.step}"
@@ -186,24 +189,30 @@ def collectives_of(
     A branch of a `cond` is counted as if it were taken; a loop of unknown length communicates nothing.
     `only_reductions` leaves out the conversions between shardings.
     """
+    for instruction, sent in sent_by(body, mesh, times):
+        if isinstance(instruction, Compute) or not only_reductions:
+            yield sent
+
+
+def sent_by(body: Body, mesh: LogicalMesh, times: int = 1) -> Iterator[tuple[Move | Fused | Compute, Collective]]:
+    """The communication of a program as of `collectives_of`, each with the instruction that does it."""
     for instruction in body.instructions:
         match instruction:
-            case Move() | Fused() if only_reductions:
-                pass
             case Gate():
                 pass
             case Move():
-                yield from _move_collective((instruction,), mesh, times)
+                yield from ((instruction, c) for c in _move_collective((instruction,), mesh, times))
             case Fused(moves):
-                yield from _move_collective(moves, mesh, times)
+                yield from ((instruction, c) for c in _move_collective(moves, mesh, times))
             case Compute(eqn, _, strategy):
                 for _, axes in strategy.reductions:
                     for var, sharding in zip(eqn.outvars, strategy.results, strict=True):
-                        yield Collective("all-reduce", axes, local_bytes(var, sharding, mesh), times, describe(eqn))
+                        num_bytes = local_bytes(var, sharding, mesh)
+                        yield instruction, Collective("all-reduce", axes, num_bytes, times, describe(eqn))
             case Region(eqn, _, _, bodies):
                 trips = trip_count(eqn)
                 for inner in bodies:
-                    yield from collectives_of(inner, mesh, times * trips, only_reductions=only_reductions)
+                    yield from sent_by(inner, mesh, times * trips)
             case _:
                 assert_never(instruction)
 

@@ -9,8 +9,10 @@ Method: the solver works in a thread of its own, for Python hears of Ctrl-C only
 from __future__ import annotations
 
 import threading
+from typing import TYPE_CHECKING
 
-import highspy
+if TYPE_CHECKING:
+    import highspy
 
 LOOK_SECONDS = 0.1
 """A main thread that waits hears of a signal at least so often, on every platform."""

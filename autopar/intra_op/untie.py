@@ -52,14 +52,25 @@ def untie(
     # Of rows only those of the tied problem are known: the answer within them stays.
     if len(sharded.problem.costs) == count or sharded.problem.rows or _untied_pairs(sharded) > MAX_PAIRS:
         return sharded
-    problem = build_problem(graph, device, alone, sharded.allowed.masks)
+    problem = build_problem(graph, device, alone, sharded.allowed.masks, sharded.exposure)
     answer = solve(problem, solver, limit, LARGE_GAP, start=sharded.choices)
     before = problem.cost(sharded.choices)
     same = Solution(sharded.choices, before, before, "feasible", sharded.solution.solver).bounded(answer.bound)
     kept = dataclasses.replace(sharded, problem=problem, class_of=tuple(alone), solution=same)
     if not answer.choices or answer.objective >= before * (1 - 1e-6):
         return kept
-    better = read_off(jaxpr, graph, answer.choices, alone, problem, answer, sharded.allowed, device, donated)
+    better = read_off(
+        jaxpr,
+        graph,
+        answer.choices,
+        alone,
+        problem,
+        answer,
+        sharded.allowed,
+        device,
+        donated,
+        exposure=sharded.exposure,
+    )
     return better if fits(better) and better.step_seconds <= sharded.step_seconds else kept
 
 

@@ -43,9 +43,11 @@ class Cluster:
         machine: The Ray cluster that it is; None: this process, or only described.
         price_per_hour: Of one device, in whatever currency; None: not stated. Nothing is decided by it.
         profile: What was measured on it (`autopar calibrate`); None: its figures are the catalog's, or the user's.
+        hosts_per_pod: Hosts that `inter` connects, such as those on one rail or under one switch; 0: all.
+        across: Link between pods; its rate is per device, as that of `inter`. None: there is one pod.
 
     Raises:
-        ClusterError: A count below one, or a part that is none.
+        ClusterError: A count below one, or a part that is none; pods that are not equally large.
     """
 
     hosts: int = 1
@@ -58,6 +60,8 @@ class Cluster:
     machine: RayMachine | None = field(default=None, compare=False, repr=False)
     price_per_hour: float | None = field(default=None, compare=False, repr=False)
     profile: MachineProfile | None = field(default=None, compare=False, repr=False)
+    hosts_per_pod: int = 0
+    across: Link | None = None
 
     def __post_init__(self) -> None:
         for name in ("hosts", "devices_per_host"):
@@ -77,11 +81,39 @@ class Cluster:
                     wrong=f"it is of type {type(getattr(self, name)).__name__}.",
                     do=f'pass a {kind.__name__}(...); Cluster.of("8x8 h100") takes those that it knows by name.',
                 )
+        if (self.across is None) != (self.hosts_per_pod == 0) or self.hosts % (self.hosts_per_pod or 1):
+            raise ClusterError(
+                "this is no cluster of pods.",
+                given=f"Cluster(hosts={self.hosts}, hosts_per_pod={self.hosts_per_pod!r}, across={self.across!r})",
+                wrong="pods have equally many hosts, and a link between them.",
+                do="pass both, such as Cluster(hosts=8, hosts_per_pod=4, across=Link(2e-5, 1e10)), or neither.",
+            )
 
     @property
     def num_devices(self) -> int:
         """All devices."""
         return sum(g.num_devices for g in self.groups) if self.groups else self.hosts * self.devices_per_host
+
+    @property
+    def devices_per_pod(self) -> int:
+        """Devices that are connected without leaving a pod."""
+        return (self.hosts_per_pod or self.hosts) * self.devices_per_host
+
+    def level_over(self, reach: int) -> int:
+        """Over which level groups of so many neighbouring devices are connected: 0 in hosts, 1 in pods, 2 between pods."""
+        if self.devices_per_host % reach == 0:
+            return 0
+        return 1 if self.across is None or self.devices_per_pod % reach == 0 else 2
+
+    def level_between(self, first: int, last: int) -> int:
+        """Over which level the devices from one to another are connected."""
+        if first // self.devices_per_host == last // self.devices_per_host:
+            return 0
+        return 1 if self.across is None or first // self.devices_per_pod == last // self.devices_per_pod else 2
+
+    def link_at(self, level: int) -> Link:
+        """The link of a level."""
+        return (self.intra, self.inter, self.across or self.inter)[level]
 
     @classmethod
     def local(
@@ -239,6 +271,8 @@ class Cluster:
         for group in self.groups or (self,):
             name = f" of {group.device}" if self.groups else ""
             pairs += [("within a host" + name, str(group.intra)), ("between hosts" + name, str(group.inter))]
+            if group.across is not None:
+                pairs.append((f"between pods of {group.hosts_per_pod} hosts" + name, str(group.across)))
             memory = (
                 "" if math.isinf(group.device.memory_bytes) else f"{group.device.memory_bytes / 1e9:g} GB of memory, "
             )

@@ -31,11 +31,6 @@ _STAND_INS: Mapping[str, tuple[str, ...]] = {
 """Whose rate counts for a dtype that has none of its own; at the end the slowest one."""
 
 
-KEPT_BYTES = 32 * 2**20
-"""A piece of memory that is larger goes back to the system when it is freed; smaller ones are kept for the next who asks:
-the greatest threshold of glibc's `malloc` (`DEFAULT_MMAP_THRESHOLD_MAX`)."""
-
-
 @dataclass(frozen=True, slots=True)
 class Achieved:
     """What kernels reach of a device's datasheet: a few numbers, each of which can be measured by itself.
@@ -58,7 +53,7 @@ class Achieved:
         dispatch_seconds: To start a program on the devices of a host. It counts where these share the host's cores, which
             cannot compute meanwhile; others compute while the next program is started.
         fresh_bytes_per_second: Rate at which a program gets memory for what it makes, where each run asks the system for it
-            anew, as XLA's CPU programs do for more than `KEPT_BYTES`; inf: memory is kept.
+            anew, as XLA's CPU programs do; inf: memory is kept.
 
     Raises:
         ClusterError: A share that is not between 0 and 1, or something negative.
@@ -125,7 +120,7 @@ class Achieved:
             num_bytes: That it needs on a device besides its operands.
         """
         starting = self.dispatch_seconds if self.host_cores else 0.0
-        return starting + (num_bytes / self.fresh_bytes_per_second if num_bytes > KEPT_BYTES else 0.0)
+        return starting + num_bytes / self.fresh_bytes_per_second
 
     def sharing_speed(self, num_busy: int, num_devices: int) -> float:
         """How much faster devices are than their rates while some of their host's rest: no program uses more than a core.

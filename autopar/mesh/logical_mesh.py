@@ -123,7 +123,7 @@ def logical_mesh(cluster: Cluster, shape: tuple[int, ...]) -> LogicalMesh:
     links, inside = [], 1
     for size in reversed(shape):
         inside *= size
-        links.append((cluster.intra if cluster.devices_per_host % inside == 0 else cluster.inter).within(size))
+        links.append(cluster.link_at(cluster.level_over(inside)).within(size))
     return LogicalMesh(tuple(shape), links=tuple(reversed(links)))
 
 
@@ -153,19 +153,35 @@ def logical_meshes(cluster: Cluster, num_devices: int | None = None, max_axes: i
         )
     found = [
         LogicalMesh(
-            (*outer, *inner) or (1,),
+            (*(size for size, _ in outer), *inner) or (1,),
             links=(
-                *(cluster.inter.within(size) for size in outer),
+                *(link.within(size) for size, link in outer),
                 *(cluster.intra.within(size) for size in inner or (1,) * (not outer)),
             ),
         )
-        for outer in _factorizations(hosts)
+        for outer in _outer_axes(cluster, hosts)
         for inner in _factorizations(inside)
         if len(outer) + len(inner) <= max_axes
     ]
     if not found:
-        found = [LogicalMesh((count,), links=(cluster.inter.within(count),))]
+        found = [LogicalMesh((count,), links=(cluster.link_at(cluster.level_over(count)).within(count),))]
     return sorted(found, key=lambda mesh: len(mesh.shape))
+
+
+def _outer_axes(cluster: Cluster, hosts: int) -> Iterator[tuple[tuple[int, Link], ...]]:
+    """Axes over so many hosts, each with its link: within pods, and outside of these between pods."""
+    per_pod = cluster.hosts_per_pod
+    slow = cluster.across
+    if slow is None or hosts <= per_pod or hosts % per_pod:
+        link = cluster.inter if slow is None or hosts <= per_pod else slow
+        for sizes in _factorizations(hosts):
+            yield tuple((size, link) for size in sizes)
+        return
+    for far in _factorizations(hosts // per_pod):
+        for near in _factorizations(per_pod):
+            yield (*((size, slow) for size in far), *((size, cluster.inter) for size in near))
+    if per_pod > 1:
+        yield ((hosts, slow),)
 
 
 def _factorizations(number: int, least: int = 2) -> Iterator[tuple[int, ...]]:

@@ -37,8 +37,12 @@ class Cost:
         peak_bytes: Per stage, most bytes alive on one device.
         argument_bytes: Bytes of all arguments on one device.
         collectives: All communication of one step.
-        optimality_gap: (cost - proven lower bound) / cost; 0: no plan on this mesh is cheaper.
-        solver_status: `"optimal"` or `"feasible"` (the time limit came first).
+        optimality_gap: (cost - proven lower bound) / cost; 0: no other choice on this mesh (of a stage, on its mesh) costs
+            less. The cost counts kernels in full, and of each collective the part that nothing hides: that is read off
+            the simulated program for each kind of collective, and taken for all others of the kind, also of plans that
+            were not simulated. So it is a proof about these costs, not about the clock, which ranks meshes and methods.
+            Stages of a pipeline count all collectives in full.
+        solver_status: `"optimal"`: the gap is 0; `"feasible"`: it is not.
         planning_seconds: From trace to plan.
         exposed_seconds: Of each of `collectives`, the seconds of a step in which it runs and no kernel does, all its times
             together; the others are hidden.

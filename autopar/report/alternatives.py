@@ -112,7 +112,7 @@ class Study:
     def lifted_outcomes(self, number: int) -> list[Outcome]:
         """The nearest choices that the user or the method forbids, as if this decision were free of that."""
         masks = {k: mask for k, mask in self.sharded.allowed.masks.items() if self.class_of[k] != number}
-        lifted = build_problem(self.graph, self.device, self.class_of, masks)
+        lifted = build_problem(self.graph, self.device, self.class_of, masks, self.sharded.exposure)
         order = [
             k
             for k in self._nearest(lifted, number)

@@ -21,7 +21,7 @@ from autopar.plan.decision import Cost, Recomputed, Stage, Submesh, Value
 from autopar.plan.figures import Figures
 from autopar.plan.fingerprint import fingerprints
 from autopar.plan.origin import Origin
-from autopar.plan.profile import Profile
+from autopar.plan.profile import Crossing, Profile
 from autopar.plan.words import machine_text
 from autopar.report.plan import Plan
 from autopar.report.uses import describe_phase
@@ -90,17 +90,19 @@ def _figures(step: Program, roles: Roles, cluster: Cluster, planned: StepPlan, c
     """What people ask of a plan, counted."""
     meshes = [stage.mesh for stage in planned.stages]
     tasks = [task for stage in planned.stages for task in stage.tasks]
-    hosts = [
-        {(first + k) // cluster.devices_per_host: None for k in range(mesh.num_devices)}
-        for mesh, first in zip(meshes, planned.first_device, strict=True)
-    ]
+    ends = [(first, first + mesh.num_devices - 1) for mesh, first in zip(meshes, planned.first_device, strict=True)]
+
+    def level(c: Crossing) -> int:
+        both = (*ends[c.source], *ends[c.target])
+        return cluster.level_between(min(both), max(both))
+
     return figures_of(
         step,
         roles,
         cluster,
         [(task.body, planned.num_microbatches if task.task.is_in_loop else 1) for task in tasks],
         [(c, meshes[c.stage]) for c in cost.collectives],
-        [(c.bytes, len(hosts[c.source] | hosts[c.target]) > 1) for c in profile.crossings],
+        [(c.bytes, level(c)) for c in profile.crossings],
     )
 
 
@@ -121,7 +123,7 @@ def cost_of(planned: StepPlan, planning_seconds: float) -> Cost:
             shown += share * sum(task.exposed_seconds)
             exposed += [times * e for e in task.exposed_seconds]
             collectives += [dataclasses.replace(c, times=c.times * times, stage=number) for c in task.collectives]
-    busy = simulation.busy_seconds
+    busy, gap = simulation.busy_seconds, max(s.gap for s in stages)
     idle = sum((planned.seconds - busy[mesh]) * stages[mesh].mesh.num_devices for mesh in range(num_meshes)) / devices
     # Where devices share cores, those that rest lend theirs, and what is computed then is no waiting.
     idle = min(idle, planned.seconds - compute - shown)
@@ -133,8 +135,8 @@ def cost_of(planned: StepPlan, planning_seconds: float) -> Cost:
         tuple(simulation.peak_bytes[number % num_meshes] for number in range(len(stages))),
         max(_argument_bytes(planned, mesh) for mesh in range(num_meshes)),
         tuple(collectives),
-        max(s.gap for s in stages),
-        "optimal" if all(s.sharded.solution.status == "optimal" for s in stages) else "feasible",
+        gap,
+        "feasible" if gap else "optimal",
         planning_seconds,
         tuple(exposed),
     )

@@ -28,7 +28,7 @@ from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.plan.figures import Figures
 
-LEVELS = "within a host", "between hosts"
+LEVELS = "within a host", "between hosts", "between pods"
 
 
 def figures_of(
@@ -37,7 +37,7 @@ def figures_of(
     cluster: Cluster,
     bodies: Iterable[tuple[Body, int]],
     collectives: Sequence[tuple[Collective, LogicalMesh]],
-    sends: Sequence[tuple[float, bool]] = (),
+    sends: Sequence[tuple[float, int]] = (),
 ) -> Figures:
     """The figures of a plan.
 
@@ -47,7 +47,7 @@ def figures_of(
         cluster: The machine.
         bodies: What is planned to run, each with how often in one step.
         collectives: Of one step, each with the mesh it runs on.
-        sends: From stage to stage in one step: (bytes of all devices, whether they leave the host).
+        sends: From stage to stage in one step: (bytes of all devices, over which of `LEVELS`).
     """
     amount, unit = amount_of([step.in_avals[k] for k in roles.batch])
     groups = cluster.groups or (cluster,)
@@ -116,16 +116,16 @@ def _computed(body: Body, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
 
 
 def _link_bytes(
-    cluster: Cluster, collectives: Sequence[tuple[Collective, LogicalMesh]], sends: Sequence[tuple[float, bool]]
+    cluster: Cluster, collectives: Sequence[tuple[Collective, LogicalMesh]], sends: Sequence[tuple[float, int]]
 ) -> tuple[tuple[str, int], ...]:
     """What one device sends over each level of the machine in one step, on average over all."""
     totals = dict.fromkeys(LEVELS, 0.0)
-    for num_bytes, leaves in sends:
-        totals[LEVELS[leaves]] += num_bytes / cluster.num_devices
+    for num_bytes, level in sends:
+        totals[LEVELS[level]] += num_bytes / cluster.num_devices
     for c, mesh in collectives:
-        inside = {axis: cluster.devices_per_host % reach == 0 for axis, reach in _reaches(mesh)}
+        level_of = {axis: cluster.level_over(reach) for axis, reach in _reaches(mesh)}
         for axis, num_bytes in sent_bytes(c.kind, c.bytes, c.axes, mesh):
-            totals[LEVELS[not inside[axis]]] += c.times * num_bytes * mesh.num_devices / cluster.num_devices
+            totals[LEVELS[level_of[axis]]] += c.times * num_bytes * mesh.num_devices / cluster.num_devices
     return tuple((level, round(total)) for level, total in totals.items() if total)
 
 

@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, field
 
 from autopar.errors import AutoparError
 from autopar.intra_op.shard import Beaten, Sharded
@@ -44,11 +42,13 @@ class Searched:
         results: Each mesh with a plan, and that plan.
         tried: What was tried or left out: its time, or why.
         failure: Why the last mesh without a plan has none.
+        beaten: Meshes that were given up, for nothing on them is better than the best.
     """
 
     results: list[tuple[LogicalMesh, Sharded]]
     tried: list[tuple[str, str]]
     failure: AutoparError | None = None
+    beaten: list[LogicalMesh] = field(default_factory=list)
 
     @property
     def best(self) -> tuple[LogicalMesh, Sharded]:
@@ -74,11 +74,15 @@ def search_meshes(
         least = min((sharded.step_seconds for _, sharded in searched.results), default=math.inf)
         report(f"sharding {program.name} on mesh {mesh}", number / len(meshes), least)
         # Data parallelism over all axes is the same on every mesh: compared with once.
-        beat = min((sharded.solution.objective for _, sharded in searched.results), default=math.inf)
-        beat *= 1 - THIRD_AXIS if len(mesh.shape) > 2 else 1
+        beat, exposure = math.inf, None
+        if searched.results:
+            best = searched.best[1]
+            beat, exposure = best.solution.objective, best.exposure
+            beat *= 1 - THIRD_AXIS if len(mesh.shape) > 2 else 1
         try:
-            sharded = shard_on(program, roles, cluster, method, mesh, compare=not searched.results, beat=beat)
+            sharded = shard_on(program, roles, cluster, method, mesh, not searched.results, beat, exposure)
         except Beaten as beaten:
+            searched.beaten.append(mesh)
             searched.tried.append((str(mesh), f"at least {beaten.seconds:.3e} s"))
         except AutoparError as error:
             searched.failure = error
@@ -119,12 +123,14 @@ def _not_worth_it(searched: Searched, mesh: LogicalMesh) -> str:
         return ""
     by_axes: dict[int, float] = {}
     for known, sharded in searched.results:
-        by_axes[len(known.shape)] = min(by_axes.get(len(known.shape), math.inf), sharded.solution.objective)
-    widest, best = max(searched.results, key=lambda pair: len(pair[0].shape))[1], searched.best[1]
+        by_axes[len(known.shape)] = min(by_axes.get(len(known.shape), math.inf), sharded.step_seconds)
+    (wide, widest), best = max(searched.results, key=lambda pair: len(pair[0].shape)), searched.best[1]
+    for known in searched.beaten:
+        by_axes.setdefault(len(known.shape), best.step_seconds)
     if len(by_axes) < 2 and 1 in by_axes:
         return ""
-    # A third axis multiplies the choices of a node as the second did.
-    pairs = sum(float(np.sqrt(matrix.size)) ** 3 for matrix in widest.problem.edges.values())
+    # A third axis multiplies the choices of a node as those before did.
+    pairs = sum(float(matrix.size) ** (3 / len(wide.shape)) for matrix in widest.problem.edges.values())
     won = best.step_seconds - shared_seconds(best)
     if pairs <= LARGE:
         return ""

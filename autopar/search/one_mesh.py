@@ -18,6 +18,7 @@ from autopar.errors import (
     BatchError,
     InfeasibleError,
 )
+from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.hand_plans import restrict_to_data_parallel
 from autopar.intra_op.restrict import (
@@ -107,7 +108,7 @@ def in_microbatches(program: Program, roles: Roles, count: int, semantics: str) 
     if count == 1:
         return program
     step = run_passes(MICROBATCHES, Divided(program, roles, count, semantics), check_divided)
-    dump("microbatches", str(step.program))
+    dump("microbatches", step.program.__str__)
     return step.program
 
 
@@ -119,10 +120,11 @@ def shard_on(
     mesh: LogicalMesh,
     compare: bool = True,
     beat: float = math.inf,
+    exposure: Exposure | None = None,
 ) -> Sharded:
     """Shard the program on one mesh under the method's restrictions; `compare` with data parallelism too.
 
-    `beat` is the objective of the best plan known on other meshes.
+    `beat` is the objective of the best plan known on other meshes, `exposure` what it was priced with.
     """
 
     def restrict(graph: Graph, allowed: Allowed) -> None:
@@ -139,6 +141,7 @@ def shard_on(
         roles.batch,
         _known_plans(program, roles, mesh) if compare and not isinstance(method, DataParallel) else (),
         beat,
+        exposure=exposure or Exposure(1 - cluster.device.achieved.overlap),
     )
 
 

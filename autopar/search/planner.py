@@ -84,7 +84,7 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
         NotBuiltYetError: The cluster has several kinds of devices.
     """
     started = time.perf_counter()
-    dump("program", str(program))
+    dump("program", program.__str__)
     _check_one_kind(cluster)
     _check_rows(program, roles)
     find_pins(

@@ -214,10 +214,9 @@ def _submesh_sizes(method: PipelineParallel | ThreeD, num_stages: int, cluster: 
 
 def _meshes(method: PipelineParallel | ThreeD, cluster: Cluster, size: int) -> list[LogicalMesh]:
     if isinstance(method, ThreeD):
-        inner = cluster.intra
-        outer = cluster.intra if method.data * method.tensor <= cluster.devices_per_host else cluster.inter
-        if method.tensor > cluster.devices_per_host:
-            inner = cluster.inter
+        reaches = method.data * method.tensor, method.tensor
+        outer, inner = (cluster.link_at(cluster.level_over(reach)) for reach in reaches)
+        outer, inner = outer.within(method.data), inner.within(method.tensor)
         return [LogicalMesh((method.data, method.tensor), axis_names=("data", "tensor"), links=(outer, inner))]
     return logical_meshes(cluster, size)
 

@@ -225,12 +225,12 @@ def link_between(
 ) -> Link:
     """The link over which two stages' meshes are connected."""
 
-    def hosts(stage: int) -> set[int]:
-        first = first_device[stage]
-        return {d // cluster.devices_per_host for d in range(first, first + stages[stage].mesh.num_devices)}
-
-    same = hosts(source) == hosts(target) and len(hosts(source)) == 1
-    return cluster.intra if same else cluster.inter
+    ends = [
+        end
+        for stage in (source, target)
+        for end in (first_device[stage], first_device[stage] + stages[stage].mesh.num_devices - 1)
+    ]
+    return cluster.link_at(cluster.level_between(min(ends), max(ends)))
 
 
 def timeline_of(streams: Streams, simulation: Simulation) -> Timeline:

@@ -90,7 +90,7 @@ def test_what_the_solver_had_no_time_for_message_passing_finds(monkeypatch, answ
 
 def test_known_plans_share_the_limit(limits, monkeypatch):
     """Data parallelism is compared with, and takes no time of its own."""
-    monkeypatch.setattr(sharding, "_SAME", -1.0)  # as if small collectives had changed the cost
+    monkeypatch.setattr(sharding, "_FAR", -1.0)  # as if small collectives had changed the cost
     array = jax.ShapeDtypeStruct((64, 72), np.float32)
     method = autopar.ShardParallel(mesh_shape=(2, 4), solver_seconds=15.0)
     plan = autopar.parallelize(

@@ -190,7 +190,28 @@ def test_sharding():
 def test_neighbours_of_a_hybrid_cube_have_a_part_of_its_links():
     cluster = Cluster.of("1x8 v100")
     whole, pair, four = (logical_mesh(cluster, shape).links[-1].bytes_per_second for shape in ((8,), (4, 2), (2, 4)))
-    assert pair == pytest.approx(whole / 3)
+    assert pair == pytest.approx(whole / 6), "the first two of a host have one link of six"
     assert four == pytest.approx(2 * whole / 3)
     switched = Cluster.of("1x8 a100")
     assert {link for shape in ((8,), (4, 2)) for link in logical_mesh(switched, shape).links} == {switched.intra}
+
+
+def test_pods_have_a_third_link():
+    """Two pods of two hosts: an axis has the link of the farthest that it reaches."""
+    across = Link(5e-5, 1e9)
+    machine = Cluster(4, 2, Device(), Link(1e-6, 1e11), Link(1e-5, 1e10), hosts_per_pod=2, across=across)
+    assert [machine.level_over(reach) for reach in (1, 2, 4, 8)] == [0, 0, 1, 2]
+    assert logical_mesh(machine, (2, 2, 2)).links == (across, machine.inter, machine.intra)
+    assert logical_mesh(machine, (4, 2)).links == (across, machine.intra)
+    shapes = {mesh.shape: mesh.links for mesh in logical_meshes(machine)}
+    assert shapes[2, 2, 2] == (across, machine.inter, machine.intra) and shapes[4, 2] == (across, machine.intra)
+    assert {mesh.shape: mesh.links for mesh in logical_meshes(machine, 4)} == {(2, 2): (machine.inter, machine.intra)}
+    assert machine.level_between(0, 1) == 0 and machine.level_between(1, 2) == 1 and machine.level_between(3, 4) == 2
+    assert "between pods of 2 hosts" in machine._repr_html_()
+
+
+@pytest.mark.parametrize("fields", [{"hosts_per_pod": 3}, {"hosts_per_pod": 2}, {"across": Link(1e-5, 1e9)}])
+def test_pods_are_equal_and_joined(fields):
+    given = {"hosts_per_pod": 3, "across": Link(1e-5, 1e9)} if fields == {"hosts_per_pod": 3} else fields
+    with pytest.raises(ClusterError, match="pods"):
+        Cluster(4, 2, **given)

@@ -120,3 +120,10 @@ def test_figures_are_saved(tmp_path):
     plan = plan_of(step_of(layer))
     plan.save(tmp_path / "plan.json")
     assert autopar.Plan.load(tmp_path / "plan.json").cost.figures == plan.cost.figures
+
+
+def test_bytes_between_pods():
+    machine = dataclasses.replace(MACHINE, hosts_per_pod=1, across=Link(5e-5, 1e7))
+    method = autopar.ShardParallel(mesh_shape=(2, 2), constraints={"w": jax.sharding.PartitionSpec()})
+    levels = [name for name, _ in plan_of(step_of(layer), method, machine).cost.figures.link_bytes]
+    assert levels == ["within a host", "between pods"]

@@ -1,0 +1,95 @@
+"""Which part of a conversion's seconds nothing hides: what makes seconds of communication seconds of a step.
+
+In:     a sharded program and what is exposed of each of its collectives (`lanes.py`).
+Out:    `Exposure`: by kind of conversion, the part of its seconds that counts.
+Method: conversions of one kind (of samples or not; for the forward pass, the backward pass, the update or a result; as
+        often in a step) have the same room to hide in, such as gradients behind the rest of the backward pass, or a
+        layer's parameters behind the layer before. What a kind's collectives show on the clock, those of all programs
+        seen together, is taken for every conversion of that kind; what no program has shown yet is taken to hide, but
+        where samples wait for it.
+        With these parts as weights the choice problem is solved again (`shard.py`), until they are what its answer shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.cost import collective_seconds
+from autopar.intra_op.graph import Edge, Graph, Phase
+from autopar.intra_op.sharded import Body, Fused, Move, move_bytes, sent_by
+
+Kind = tuple[bool, Phase, float]
+"""Whether samples own the value or wait for it, the phase of its readers, executions in one step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Exposure:
+    """Which part of the seconds of a conversion counts.
+
+    Attributes:
+        least: The part that counts of what is hidden as well as can be: it slows down the kernels beside it.
+        seen: Of each kind the seconds of all programs that were put on the clock, and how many of them were exposed.
+    """
+
+    least: float
+    seen: Mapping[Kind, tuple[float, float]] = field(default_factory=dict)
+
+    def of(self, kind: Kind) -> float:
+        """The part for a kind of conversions."""
+        seconds, exposed = self.seen.get(kind, (0.0, 0.0))
+        if not seconds:
+            return 1.0 if kind[0] else self.least
+        return min(1.0, max(self.least, exposed / seconds))
+
+    def after(self, shown: Sequence[Shown]) -> Exposure:
+        """What is known once one more program was put on the clock."""
+        seen = dict(self.seen)
+        for one in shown:
+            if one.kind is not None:
+                seconds, exposed = seen.get(one.kind, (0.0, 0.0))
+                seen[one.kind] = seconds + one.seconds, exposed + one.exposed_seconds
+        return Exposure(self.least, seen)
+
+    def seconds_of(self, shown: Sequence[Shown]) -> float:
+        """What a program's collectives count, all together."""
+        return sum(one.seconds * (1.0 if one.kind is None else self.of(one.kind)) for one in shown)
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """What the clock showed of a conversion; of a reduction that an operation does at once, the kind is None."""
+
+    kind: Kind | None
+    seconds: float
+    exposed_seconds: float
+
+
+def kind_of(edge: Edge) -> Kind:
+    """The kind of the conversions on an edge."""
+    return edge.is_sample, edge.phase, float(edge.weight)
+
+
+def show(graph: Graph, body: Body, exposed: Sequence[float]) -> tuple[Shown, ...]:
+    """What is exposed of a program's conversions.
+
+    Args:
+        graph: Its decisions.
+        body: The program.
+        exposed: Of each of its collectives (`collectives_of`), the seconds that nothing hides.
+    """
+    return tuple(_show(graph, body, exposed))
+
+
+def _show(graph: Graph, body: Body, exposed: Sequence[float]) -> Iterator[Shown]:
+    samples = {edge.var for edge in graph.edges if edge.is_sample}
+    for (instruction, sent), seconds_exposed in zip(sent_by(body, graph.mesh), exposed, strict=True):
+        seconds = sent.times * collective_seconds(sent.kind, sent.bytes, sent.axes, graph.mesh)
+        if not isinstance(instruction, Move | Fused):
+            yield Shown(None, seconds, seconds_exposed)
+            continue
+        moves = instruction.moves if isinstance(instruction, Fused) else (instruction,)
+        for move in moves:
+            share = move_bytes(move, graph.mesh) / sent.bytes if sent.bytes else 1 / len(moves)
+            kind = (move.var in samples, move.phase, float(sent.times))
+            yield Shown(kind, share * seconds, share * seconds_exposed)

@@ -1,0 +1,136 @@
+"""What is exposed decides: the choice problem follows the clock, and what is said of its gap."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar import Cluster, Link, ShardParallel
+from autopar.cost import collective_seconds
+from autopar.intra_op.costs import Prices
+from autopar.intra_op.exposure import Exposure, Shown, show
+from autopar.intra_op.shard import shard
+from autopar.ir.trace.state import find_roles
+from autopar.ir.trace.trace import trace_step
+from autopar.mesh import logical_mesh
+from autopar.options import Options
+from tests.intra_op.test_lanes import device, plan_of
+
+GRADIENTS, SAMPLES = (False, "u", 1.0), (True, "f", 1.0)
+
+
+def sharded_of(plan):
+    return plan.origin.pipeline.stages[0].sharded
+
+
+def test_what_was_seen_of_a_kind_counts_for_all_of_it():
+    known = Exposure(0.1).after([Shown(GRADIENTS, 2.0, 1.0), Shown(None, 5.0, 5.0)])
+    assert known.of(GRADIENTS) == 0.5 and known.after([Shown(GRADIENTS, 6.0, 1.0)]).of(GRADIENTS) == 0.25
+    assert known.after([Shown(GRADIENTS, 100.0, 0.0)]).of(GRADIENTS) == 0.1, "what is hidden slows kernels down"
+    assert Exposure(0.1).of(GRADIENTS) == 0.1 and Exposure(0.1).of(SAMPLES) == 1.0, "before anything was seen"
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+def test_all_that_is_sent_is_shown_and_priced(scanned):
+    plan = plan_of(scanned, 3, 1e10, 0.8)
+    sharded = sharded_of(plan)
+    shown = show(sharded.graph, sharded.body, sharded.exposed_seconds)
+    assert sum(one.seconds for one in shown) == pytest.approx(sharded.communication_seconds)
+    assert sum(one.exposed_seconds for one in shown) == pytest.approx(sum(sharded.exposed_seconds))
+    prices = Prices(sharded.graph, device(0.8), sharded.class_of, sharded.allowed.masks)
+    whole, half = prices.problem(), prices.problem(Exposure(0.5, {one.kind: (2.0, 1.0) for one in shown}))
+    for number in range(len(whole.costs)):
+        assert (whole.costs[number] == half.costs[number]).all(), "kernels count in full"
+    assert 0 < half.cost(sharded.solution.choices) < whole.cost(sharded.solution.choices)
+
+
+def test_a_loop_gathers_its_parameters_where_that_hides():
+    """Memory does not ask for it: it is faster than to wait for the whole stack."""
+    plan = plan_of(True, 3, 1e11, 1.0, layers=16, width=512, batch=8192)
+    gathers = [c for c in plan.cost.collectives if c.kind == "all-gather"]
+    assert gathers and all(c.times == 16 for c in gathers)
+    inside = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, plan.mesh) for c in gathers)
+    exposed = zip(plan.cost.exposed_seconds, plan.cost.collectives, strict=True)
+    assert sum(e for e, c in exposed if c.kind == "all-gather") < 0.3 * inside
+
+
+def layers(params, x):
+    """Each layer its own parameters; gradients are many, and hide."""
+    for w in params:
+        x = x + jnp.tanh(x @ w)
+    return x
+
+
+def sharded_with(exposure, rate, shape, depth=8, width=1024, batch=4096):
+    def step(params, x):
+        grads = jax.grad(lambda p: jnp.mean(layers(p, x) ** 2))(params)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
+
+    state = [jax.ShapeDtypeStruct((width, width), jnp.float32)] * depth
+    x = jax.ShapeDtypeStruct((batch, width), jnp.float32)
+    program = trace_step(step, (state, x))
+    roles = find_roles(program, (1,))
+    cluster = Cluster(1, 8, device(0.9), Link(1e-6, rate), Link(1e-6, rate))
+    return shard(
+        program.jaxpr,
+        roles.aliases,
+        logical_mesh(cluster, shape),
+        cluster.device,
+        Options(),
+        None,
+        roles.donated,
+        roles.batch,
+        exposure=exposure,
+    )
+
+
+@pytest.mark.parametrize("shape", [(8,), (2, 4)])
+@pytest.mark.parametrize("rate", [2e10, 1e11])
+def test_the_clock_is_followed(shape, rate):
+    followed, counted = (sharded_with(e, rate, shape) for e in (Exposure(0.1), None))
+    assert followed.step_seconds <= counted.step_seconds * (1 + 1e-3)
+    off = abs(followed.solution.objective / followed.step_seconds - 1)
+    assert off < 0.5 * abs(counted.solution.objective / counted.step_seconds - 1)
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("zero", [0, 3])
+def test_optimal_is_said_where_there_is_no_gap(scanned, zero):
+    cost = plan_of(scanned, zero, 1e10, 0.8).cost
+    assert (cost.solver_status == "optimal") == (cost.optimality_gap == 0)
+    assert 0 <= cost.optimality_gap < 1
+
+
+def test_experts_are_sent_tokens_as_often_as_by_hand():
+    """Two exchanges forward and two backward in each layer of a scan; what its backward pass reads is not sent again."""
+    from jax.sharding import PartitionSpec as P
+
+    depth, groups, tokens, width, hidden, count, room = 2, 64, 512, 256, 2048, 8, 128
+
+    def layer(x, params):
+        gates = jax.nn.softmax(x @ params["router"])
+        chosen = jax.nn.one_hot(gates.argmax(-1), count)
+        seats = jax.nn.one_hot(jnp.cumsum(chosen, 1) * chosen - 1, room) * gates[..., None]
+        inside = jax.nn.relu(jnp.einsum("becd,edf->becf", jnp.einsum("btec,btd->becd", seats, x), params["up"]))
+        return x + jnp.einsum("btec,becd->btd", seats, jnp.einsum("becf,efd->becd", inside, params["down"])), None
+
+    def step(params, x):
+        grads = jax.grad(lambda p: jnp.mean(jax.lax.scan(layer, x, p)[0] ** 2))(params)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, params, grads)
+
+    shapes = {"router": (width, count), "up": (count, width, hidden), "down": (count, hidden, width)}
+    params = {name: jax.ShapeDtypeStruct((depth, *shape), jnp.float32) for name, shape in shapes.items()}
+    x = jax.ShapeDtypeStruct((groups, tokens, width), jnp.float32)
+    by_hand = {"*up": P(None, "x", None, None), "*down": P(None, "x", None, None), "x": P("x", None, None)}
+
+    def exchanges(constraints):
+        method = ShardParallel(mesh_shape=(8,), constraints=constraints)
+        step_on = autopar.parallelize(step, cluster=Cluster.of("1x8 h100"), method=method, batch_argnums=(1,))
+        plan = step_on.plan(params, x)
+        return sum(c.times for c in plan.cost.collectives if c.kind == "all-to-all"), plan.cost.step_seconds
+
+    (free, seconds), (hand, by_hand_seconds) = exchanges({}), exchanges(by_hand)
+    assert hand == 4 * depth
+    assert free in (0, hand) and seconds <= by_hand_seconds * (1 + 1e-3)
