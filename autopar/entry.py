@@ -96,10 +96,10 @@ class Entry:
             raise self.wrong("a number of 0 or more")
         return self.value
 
-    def one_of(self, known: tuple[str, ...]) -> str:
+    def one_of(self, known: tuple[_T, ...]) -> _T:
         """One of some words."""
         if self.value not in known:
-            raise self.wrong(f"one of {', '.join(known)}")
+            raise self.wrong(f"one of {', '.join(map(str, known))}")
         return self.value
 
     def pair(self, first: Callable[[Entry], _T], second: Callable[[Entry], _U]) -> tuple[_T, _U]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar._jax import Literal, Var
 from autopar.cost import collective_seconds
-from autopar.inter_op.stage import Slot, StageProgram, Task
+from autopar.inter_op.stage import Slot, StageProgram, Task, TaskKind
 from autopar.intra_op.batch import batch_factors
 from autopar.intra_op.costs import OperationSeconds, held_values
 from autopar.intra_op.graph import Graph, stacked
@@ -130,7 +130,7 @@ class StagePlan:
             seconds += priced * (self.program.count if t.task.is_in_loop else 1)
         return self.sharded.gap_of(seconds)
 
-    def task(self, kind: str) -> TaskPlan | None:
+    def task(self, kind: TaskKind) -> TaskPlan | None:
         """The first task of a kind."""
         return next((t for t in self.tasks if t.task.kind == kind), None)
 

@@ -87,7 +87,7 @@ class _Builder:
         """The task that makes a microbatch's part of a result."""
         return "F" if isinstance(part, Literal) else self.tasks.made_at.get(part, ("F", self.stage))[0]
 
-    def leaving(self, kind: str, wanted: Iterable[Var]) -> list[Var]:
+    def leaving(self, kind: TaskKind, wanted: Iterable[Var]) -> list[Var]:
         """Those of the values that this task makes."""
         return [v for v in dict.fromkeys(wanted) if self.tasks.made_at.get(v) == (kind, self.stage)]
 

@@ -76,7 +76,7 @@ def compile_lowered(
             unknown = _UNKNOWN.search(str(error))
             if unknown is None or chosen.pop(unknown[1], None) is None:
                 raise
-    return lowered.compile(compiler_options=dict(given or {}))
+    return lowered.compile(compiler_options=dict(given) if given else None)
 
 
 def _trips(body: Body) -> Iterator[Body]:

@@ -7,6 +7,16 @@ Out:    `Profile`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
+
+from autopar.streams.timeline import EventKind
+
+CrossingKind = Literal["forward", "backward", "update"]
+"""With each microbatch; or once per step."""
+CROSSINGS: tuple[CrossingKind, ...] = get_args(CrossingKind)
+MemoryUnit = Literal["seconds", "operations"]
+"""Memory over the time of a step, or along its program."""
+MEMORY_UNITS: tuple[MemoryUnit, ...] = get_args(MemoryUnit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,12 +25,12 @@ class Work:
 
     Attributes:
         stage: Which.
-        kind: `"F"`, `"B"`, `"W"`, `"U"` or `"init"`, as of a timeline.
+        kind: As of a timeline.
         seconds: Of all microbatches, without communication.
     """
 
     stage: int
-    kind: str
+    kind: EventKind
     seconds: float
 
 
@@ -30,13 +40,13 @@ class Memory:
 
     Attributes:
         mesh: Which mesh.
-        unit: Along what: `"seconds"`, or `"operations"` of the program.
+        unit: Along what.
         curve: (when, bytes from then on), ascending.
         peak: What it consists of at its highest point: (what, bytes), largest first.
     """
 
     mesh: int
-    unit: str
+    unit: MemoryUnit
     curve: tuple[tuple[float, int], ...]
     peak: tuple[tuple[str, int], ...]
 
@@ -48,7 +58,7 @@ class Crossing:
     Attributes:
         source: Stage.
         target: Stage.
-        kind: `"forward"`, `"backward"`, or `"update"`: once per step.
+        kind: With what.
         bytes: Of all microbatches.
         messages: In how many messages.
         largest: Type of the largest array.
@@ -56,7 +66,7 @@ class Crossing:
 
     source: int
     target: int
-    kind: str
+    kind: CrossingKind
     bytes: int
     messages: int
     largest: str

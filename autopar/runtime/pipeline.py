@@ -22,7 +22,7 @@ import numpy as np
 
 from autopar.errors import StepError
 from autopar.ir.trace.state import Roles
-from autopar.partition.host_calls import Watch
+from autopar.runtime.calls import Call, end_of, free_buffers, nothing, run_program, send_buffers, then_look
 from autopar.runtime.compile import Compiled
 from autopar.runtime.failure import (
     CallbacksRaised,
@@ -36,7 +36,7 @@ from autopar.runtime.failure import (
 )
 from autopar.runtime.local import copied
 from autopar.runtime.memory import Ownership, let_go
-from autopar.runtime.nans import check_results, find_nan
+from autopar.runtime.nans import find_nan
 from autopar.runtime.order import merged
 from autopar.runtime.stacks import Stack, part_of
 from autopar.runtime.transfer import Transfer, make_transfer
@@ -44,9 +44,6 @@ from autopar.streams.assemble import StepPlan
 from autopar.streams.clock import measured
 from autopar.streams.instructions import Free, Instruction, MeshId, Recv, Run, Send, writes
 from autopar.streams.timeline import Timeline
-
-Call = Callable[[dict[int, Any]], None]
-"""Carries out one instruction on the buffers that are there."""
 
 
 class Pipeline:
@@ -109,18 +106,18 @@ class Pipeline:
     def _call(self, number: int, instruction: Instruction) -> Call:
         match instruction:
             case Run(program, _, _, inputs, outputs):
-                ends = (_end_of(number),) if self.functions[program].calls_host else ()
-                return _run(self.programs[program], inputs, (*outputs, *ends))
+                ends = (end_of(number),) if self.functions[program].calls_host else ()
+                return run_program(self.programs[program], inputs, (*outputs, *ends))
             case Send(sent, peer, message):
                 buffers = next(
                     i.buffers for i in self._streams.instructions[peer] if isinstance(i, Recv) and i.message == message
                 )
                 moves = [self._transfer(a, b) for a, b in zip(sent, buffers, strict=True)]
-                return _send(moves, sent, buffers)
+                return send_buffers(moves, sent, buffers)
             case Recv():
-                return _nothing
+                return nothing
             case Free(buffers):
-                return _free(buffers)
+                return free_buffers(buffers)
 
     def _watch_calls(self, updates: Collection[str]) -> None:
         """Look at what callbacks have raised before the first update is started, and at the end of the step."""
@@ -132,7 +129,7 @@ class Pipeline:
             (len(self._order), [k for k in calling if k >= first_update]),
         ):
             if numbers:
-                self._calls[stop - 1] = _then_look(self._calls[stop - 1], [_end_of(k) for k in numbers], self._watch)
+                self._calls[stop - 1] = then_look(self._calls[stop - 1], [end_of(k) for k in numbers], self._watch)
 
     def _transfer(self, source: int, target: int) -> Transfer:
         a, b = self._streams.buffers[source], self._streams.buffers[target]
@@ -336,14 +333,12 @@ class Pipeline:
         if raised:
             runs = [(i.program, i.microbatch) for _, i in self._order if isinstance(i, Run)]
             first = min(raised, key=lambda r: runs.index((r.program, max(r.microbatch, 0))))
-            place = self._place_of(first.program, first.microbatch, f"`{first.operation}`")
+            place = place_in(self._streams.programs[first.program].task, first.microbatch, f"`{first.operation}`")
             if at == len(self._order) - 1 and all(r.makes_nothing for r in raised):
                 results = self._end(held)
             cause = first.error
         else:
-            programs = (
-                (k, [held[b] for b in (*writes(self._order[k][1]), _end_of(k)) if b in held]) for k in range(at)
-            )
+            programs = ((k, [held[b] for b in (*writes(self._order[k][1]), end_of(k)) if b in held]) for k in range(at))
             failed = first_failed([(-1, parts), *programs])
             cause = cause_of(error)
             place = self._place_at(at if failed is None else failed, cause, held)
@@ -362,10 +357,11 @@ class Pipeline:
         if isinstance(cause, FloatingPointError):
             plan, arrays = self._streams.programs[instruction.program], [held[b] for b in instruction.inputs]
             operation = find_nan(plan, arrays, instruction.microbatch)
-        return self._place_of(instruction.program, instruction.microbatch, f"`{operation}`" if operation else "")
-
-    def _place_of(self, program: str, microbatch: int, source: str) -> Place:
-        return place_in(self._streams.programs[program].task, microbatch, source)
+        return place_in(
+            self._streams.programs[instruction.program].task,
+            instruction.microbatch,
+            f"`{operation}`" if operation else "",
+        )
 
     def _place(self, arrays: Sequence[Any], held: dict[int, Any]) -> None:
         away: list[tuple[Any, jax.ShapeDtypeStruct, int]] = []
@@ -405,53 +401,3 @@ def _move(away: Sequence[tuple[Any, jax.ShapeDtypeStruct, int]], held: dict[int,
         moved = jax.device_put([a for a, _, _ in away], [kind.sharding for _, kind, _ in away])
         for (_, _, at), array in zip(away, moved, strict=True):
             held[at] = array
-
-
-def _end_of(number: int) -> int:
-    """The buffer that is there when a program that calls the host has ended: of instruction 0, 1, ... -1, -2, ..."""
-    return -1 - number
-
-
-def _then_look(call: Call, ends: Sequence[int], watch: Watch) -> Call:
-    """A call, after which all of these programs have ended and no callback has raised."""
-
-    def look(held: dict[int, Any]) -> None:
-        call(held)
-        for at in ends:
-            held[at].block_until_ready()
-        raised = watch.take()
-        if raised:
-            raise CallbacksRaised(raised)
-
-    return look
-
-
-def _run(compiled: jax.stages.Compiled, inputs: Sequence[int], outputs: Sequence[int]) -> Call:
-    def call(held: dict[int, Any]) -> None:
-        results = compiled(*[held[at] for at in inputs])
-        check_results(results)
-        held.update(zip(outputs, results, strict=True))
-
-    return call
-
-
-def _send(moves: Sequence[Transfer], sent: Sequence[int], buffers: Sequence[int]) -> Call:
-    """Sending begins the copy: it goes on while both meshes work, and the sender may let go of its buffer."""
-
-    def call(held: dict[int, Any]) -> None:
-        for move, source, target in zip(moves, sent, buffers, strict=True):
-            held[target] = move(held[source])
-
-    return call
-
-
-def _nothing(held: dict[int, Any]) -> None:
-    """The value is there, or on its way: programs wait for it."""
-
-
-def _free(buffers: Sequence[int]) -> Call:
-    def call(held: dict[int, Any]) -> None:
-        for at in buffers:
-            held.pop(at, None)
-
-    return call

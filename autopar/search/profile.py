@@ -20,13 +20,14 @@ from autopar.ir.program import Program
 from autopar.ir.region import trip_count
 from autopar.ir.source import is_backward
 from autopar.mesh import Cluster, Device
-from autopar.plan.profile import Crossing, Memory, Profile, Work
+from autopar.plan.profile import Crossing, CrossingKind, Memory, Profile, Work
 from autopar.plan.words import type_text
 from autopar.streams.assemble import StepPlan
 from autopar.streams.clock import kind_of, simulate_streams
 from autopar.streams.emit import Streams
 from autopar.streams.instructions import Recv, Send
 from autopar.streams.simulate import Watch
+from autopar.streams.timeline import EventKind
 
 MAX_POINTS = 400
 """A curve with more is drawn by the highest of neighbours."""
@@ -46,7 +47,7 @@ def _of_program(planned: StepPlan, device: Device) -> Profile:
     (stage,) = planned.stages
     sharded = stage.sharded
     phases = _phases(sharded.body)
-    seconds = dict.fromkeys(("F", "B", "U"), 0.0)
+    seconds: dict[EventKind, float] = {"F": 0.0, "B": 0.0, "U": 0.0}
     for eqn_id, time in _kernels(sharded.body, OperationSeconds(sharded.graph, sharded.choices, device).of):
         seconds[phases[eqn_id]] += time
     # Of branches the longest counts, so that these sum to at least what the step computes.
@@ -71,16 +72,16 @@ def _kernels(body: Body, seconds_of: Callable[[JaxprEqn], float], times: int = 1
                     yield from _kernels(inner, seconds_of, times * trips)
 
 
-def _phases(body: Body) -> dict[int, str]:
+def _phases(body: Body) -> dict[int, EventKind]:
     """Of each equation, by identity, to which phase it belongs."""
     eqns = [i.eqn for i in body.instructions if isinstance(i, Compute | Region)]
     behind = [k for k, eqn in enumerate(eqns) if _holds_backward(eqn)]
-    found: dict[int, str] = {}
+    found: dict[int, EventKind] = {}
 
-    def note(body: Body, phase: str) -> None:
+    def note(body: Body, phase: EventKind) -> None:
         for i in body.instructions:
             if isinstance(i, Compute | Region):
-                own = "B" if phase == "B" or is_backward(i.eqn) else phase
+                own: EventKind = "B" if phase == "B" or is_backward(i.eqn) else phase
                 found[id(i.eqn)] = own
                 for inner in i.bodies if isinstance(i, Region) else ():
                     note(inner, own)
@@ -111,7 +112,9 @@ def _holds_backward(eqn: Any) -> bool:
     return is_backward(eqn) or any(_holds_backward(e) for body in bodies for e in getattr(body, "eqns", ()))
 
 
-def _parts_of_program(program: Program, sharded: Sharded, phases: Mapping[int, str]) -> tuple[tuple[str, int], ...]:
+def _parts_of_program(
+    program: Program, sharded: Sharded, phases: Mapping[int, EventKind]
+) -> tuple[tuple[str, int], ...]:
     maker: dict[Var, str] = {}
     for k, (var, _) in enumerate(sharded.body.inputs):
         maker[var] = argument_group(program.in_paths[k]) if k < program.num_args else "constants"
@@ -202,9 +205,10 @@ def _levels(watch: Watch) -> list[tuple[float, int]]:
 
 def _work(planned: StepPlan) -> Iterable[Work]:
     for number, stage in enumerate(planned.stages):
-        totals: dict[str, float] = {}
+        totals: dict[EventKind, float] = {}
         for task in stage.tasks:
             kind = kind_of(planned.streams, number, task.task.kind)
+            assert kind is not None, "a step that is one program has no stages to tell apart"
             times = planned.num_microbatches if task.task.is_in_loop else 1
             totals[kind] = totals.get(kind, 0.0) + times * (task.seconds - sum(task.exposed_seconds))
         yield from (Work(number, kind, float(seconds)) for kind, seconds in totals.items() if seconds > 0)
@@ -217,14 +221,14 @@ def _crossings(streams: Streams) -> Iterable[Crossing]:
         for i in stream
         if isinstance(i, Recv) and i.buffers
     }
-    found: dict[tuple[int, int, str], list[Any]] = {}
+    found: dict[tuple[int, int, CrossingKind], list[Any]] = {}
     for stream in streams.instructions.values():
         for i in stream:
             if not (isinstance(i, Send) and i.buffers and i.message in target):
                 continue
             sent = [streams.buffers[b] for b in i.buffers]
             source, to = sent[0].stage, target[i.message]
-            kind = "update" if sent[0].microbatch < 0 else "forward" if source < to else "backward"
+            kind: CrossingKind = "update" if sent[0].microbatch < 0 else "forward" if source < to else "backward"
             largest = max(sent, key=lambda b: b.type.num_bytes)
             entry = found.setdefault((source, to, kind), [0, 0, largest])
             entry[0] += sum(b.type.num_bytes for b in sent)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 from autopar.cost.transfer import transfer_seconds
 from autopar.errors import PipelineError
+from autopar.inter_op.stage import TaskKind
 from autopar.inter_op.stage_plan import StagePlan
 from autopar.inter_op.tasks import Tasks
 from autopar.mesh import Cluster, Link
@@ -20,7 +21,7 @@ from autopar.streams.instructions import Instruction, Run, Send
 from autopar.streams.schedules import Schedule, Step, num_chunks
 from autopar.streams.schedules.schedule import clocks
 from autopar.streams.simulate import Simulation, simulate
-from autopar.streams.timeline import Event, Timeline
+from autopar.streams.timeline import Event, EventKind, Timeline
 
 
 def check_order(order: Sequence[Sequence[Step]], schedule: Schedule, tasks: Tasks, num_stages: int) -> None:
@@ -246,7 +247,7 @@ def _events(streams: Streams, mesh: int, instruction: Instruction, start: float,
         case Run(program, stage, microbatch):
             kind = kind_of(streams, stage, streams.programs[program].task.kind)
             # A program that is the whole step is no part of a timetable.
-            return [] if kind == "step" else [Event(program, kind, stage, microbatch, mesh, start, end)]
+            return [] if kind is None else [Event(program, kind, stage, microbatch, mesh, start, end)]
         case Send(buffers, peer):
             first = streams.buffers[buffers[0]] if buffers else None
             stage, microbatch = (first.stage, max(first.microbatch, 0)) if first else (mesh, 0)
@@ -254,6 +255,11 @@ def _events(streams: Streams, mesh: int, instruction: Instruction, start: float,
     return []
 
 
-def kind_of(streams: Streams, stage: int, kind: str) -> str:
-    """What a task is to people: where a stage hands nothing back, its weights' gradients are its whole backward pass."""
+def kind_of(streams: Streams, stage: int, kind: TaskKind) -> EventKind | None:
+    """What a task is to people: where a stage hands nothing back, its weights' gradients are its whole backward pass.
+
+    None: it is the whole step.
+    """
+    if kind == "step":
+        return None
     return "B" if kind == "W" and f"stage{stage}/B" not in streams.programs else kind

@@ -11,18 +11,19 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
-KINDS = ("F", "B", "W", "U", "init", "transfer")
+EventKind = Literal["F", "B", "W", "U", "init", "transfer"]
 """Forward, backward, weight gradients, update; what a stage makes before its first microbatch; messages."""
+KINDS: tuple[EventKind, ...] = get_args(EventKind)
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One bar of the timeline, of a kind of `KINDS`; times in seconds from the beginning of the step."""
+    """One bar of the timeline, times in seconds from the beginning of the step."""
 
     name: str
-    kind: str
+    kind: EventKind
     stage: int
     microbatch: int
     mesh: int

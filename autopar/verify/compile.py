@@ -7,6 +7,8 @@ Method: the programs are those that the runtime compiles, from the same function
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -60,12 +62,14 @@ def compile_programs(plan: Decision, target: Target) -> list[Program]:
     planned = plan.attached.pipeline
     made = compile_step(planned, target.devices, target.options)
     runs = Counter(i.program for stream in plan.streams.values() for i in stream if isinstance(i, Run))
-    found = []
+    told, found = iter(plan.cost.collectives), []  # those of each program, in the order of stages and their tasks
     for number, stage in enumerate(planned.stages):
         for task in stage.tasks:
             name = task.task.name
             peak = _peak_bytes(task, made.functions[name].donated)
-            found.append(Program(name, number, stage.mesh, runs[name], made.programs[name], peak, task.collectives))
+            own = itertools.islice(told, len(task.collectives))
+            once = tuple(dataclasses.replace(c, times=c.times // runs[name]) for c in own)
+            found.append(Program(name, number, stage.mesh, runs[name], made.programs[name], peak, once))
     return found
 
 

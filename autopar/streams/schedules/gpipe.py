@@ -20,4 +20,6 @@ class GPipe:
 
     def order(self, num_stages: int, num_microbatches: int) -> list[list[Step]]:
         """The same for every stage."""
-        return [[Step(kind, k) for kind in "FB" for k in range(num_microbatches)] for _ in range(num_stages)]
+        forward = [Step("F", k) for k in range(num_microbatches)]
+        backward = [Step("B", k) for k in range(num_microbatches)]
+        return [[*forward, *backward] for _ in range(num_stages)]

@@ -11,14 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
+
+StepKind = Literal["F", "B", "W"]
+"""Forward; backward, or that half of it which other stages wait for; the weights' half."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One task of one microbatch; `chunk` counts the parts of the model that one mesh holds."""
 
-    kind: str
+    kind: StepKind
     microbatch: int
     chunk: int = 0
 

@@ -1,0 +1,282 @@
+"""A plan of a record that may be damaged: everything is checked when it is read.
+
+In:     an `Entry` (`entry.py`) of what `record.py` writes.
+Out:    a `Decision`, its shardings by path; damage is a `DamageError` that names the entry.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+
+import jax
+
+from autopar.entry import LARGEST, Entry
+from autopar.errors import AutoparError
+from autopar.intra_op.sharded import Collective
+from autopar.mesh import Link, LogicalMesh, Sharding
+from autopar.options import SEMANTICS
+from autopar.plan.decision import Cost, Decision, Recomputed, Stage, Submesh, Value
+from autopar.plan.figures import Figures
+from autopar.plan.profile import CROSSINGS, MEMORY_UNITS, Crossing, Memory, Profile, Work
+from autopar.plan.words import ARGUMENT_ROLES
+from autopar.streams.assemble import ONE_PROGRAM
+from autopar.streams.instructions import Free, Instruction, Recv, Run, Send
+from autopar.streams.timeline import KINDS, Event, Timeline
+
+_ROLES = (*ARGUMENT_ROLES, "result", "activation")
+
+
+def read_plan(entry: Entry) -> Decision:
+    """The plan.
+
+    Raises:
+        DamageError: An entry is missing, or is not what it should be.
+    """
+    stages = entry["stages"].items(_stage)
+    if not stages:
+        raise entry["stages"].wrong("a list of stages")
+    count, schedule = entry["num_microbatches"].count(1), entry["schedule"].text()
+    if schedule == ONE_PROGRAM and len(stages) > 1:
+        raise entry["schedule"].wrong(f"the schedule of {len(stages)} stages")
+    bounds = _Bounds(len(stages), count)
+    values = entry["values"].items(lambda e: _value(e, _mesh_of(e, stages)))
+    streams: dict[int, list[Instruction]] = {}
+    for index, instruction in entry["streams"].items(lambda e: (bounds.mesh(e["mesh"]), _instruction(e, bounds))):
+        streams.setdefault(index, []).append(instruction)
+    fingerprints = entry["fingerprints"]
+    return Decision(
+        name=entry["name"].text(),
+        method=entry["method"].text(),
+        stages=stages,
+        num_microbatches=count,
+        microbatch_semantics=entry["microbatch_semantics"].one_of(SEMANTICS),
+        schedule=schedule,
+        parts=entry["parts"].count(1),
+        shardings={v.name: v.sharding.partition_spec() for v in values if v.role in ARGUMENT_ROLES},
+        cost=_cost(
+            entry["cost"], entry["collectives"].items(lambda e: _collective(e, _mesh_of(e, stages))), len(stages)
+        ),
+        values=values,
+        streams={index: tuple(stream) for index, stream in streams.items()},
+        events=Timeline(entry["events"].items(lambda e: _event(e, bounds))),
+        profile=_profile(entry, bounds),
+        alternatives=entry["alternatives"].items(_pair),
+        fingerprints={key: fingerprints[key].text() for key in ("program", "cluster", "jax")},
+        machine=entry["machine"].text(),
+        budget_bytes=entry["budget_bytes"].number(or_infinite=True),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Bounds:
+    """Numbers of a plan that others may not exceed."""
+
+    num_stages: int
+    num_microbatches: int
+
+    def stage(self, entry: Entry) -> int:
+        return entry.below(self.num_stages, "the number of a stage")
+
+    mesh = stage
+    """There are as many meshes as stages, or fewer."""
+
+    def microbatch(self, entry: Entry) -> int:
+        return entry.below(self.num_microbatches, "the number of a microbatch")
+
+
+def _mesh_of(entry: Entry, stages: tuple[Stage, ...]) -> LogicalMesh:
+    return stages[entry["stage"].below(len(stages), "the number of a stage")].logical_mesh
+
+
+def _instruction(entry: Entry, bounds: _Bounds) -> Instruction:
+    def counts(key: str) -> tuple[int, ...]:
+        return entry[key].items(Entry.count)
+
+    match entry["do"].one_of(("run", "send", "receive", "free")):
+        case "run":
+            return Run(
+                entry["program"].text(),
+                bounds.stage(entry["stage"]),
+                bounds.microbatch(entry["microbatch"]),
+                counts("inputs"),
+                counts("outputs"),
+            )
+        case "send":
+            return Send(counts("buffers"), bounds.mesh(entry["peer"]), entry["message"].count())
+        case "receive":
+            return Recv(counts("buffers"), bounds.mesh(entry["peer"]), entry["message"].count())
+        case _:
+            return Free(counts("buffers"))
+
+
+def _event(entry: Entry, bounds: _Bounds) -> Event:
+    start, end = entry["start"].number(), entry["end"].number()
+    if end < start:
+        raise entry["end"].wrong("a time after its start")
+    return Event(
+        entry["name"].text(),
+        entry["kind"].one_of(KINDS),
+        bounds.stage(entry["stage"]),
+        bounds.microbatch(entry["microbatch"]),
+        bounds.mesh(entry["mesh"]),
+        start,
+        end,
+    )
+
+
+def _profile(entry: Entry, bounds: _Bounds) -> Profile:
+    return Profile(
+        entry["work"].items(lambda e: Work(bounds.stage(e["stage"]), e["kind"].one_of(KINDS), e["seconds"].number())),
+        entry["memory"].items(lambda e: _memory(e, bounds)),
+        entry["crossings"].items(
+            lambda e: Crossing(
+                bounds.stage(e["source"]),
+                bounds.stage(e["target"]),
+                e["kind"].one_of(CROSSINGS),
+                e["bytes"].count(),
+                e["messages"].count(1),
+                e["largest"].text(),
+            )
+        ),
+    )
+
+
+def _memory(entry: Entry, bounds: _Bounds) -> Memory:
+    curve = entry["curve"].items(lambda e: e.pair(Entry.number, Entry.count))
+    if any(later < earlier for (earlier, _), (later, _) in itertools.pairwise(curve)):
+        raise entry["curve"].wrong("a curve")
+    return Memory(
+        bounds.mesh(entry["mesh"]),
+        entry["unit"].one_of(MEMORY_UNITS),
+        curve,
+        entry["peak"].items(lambda e: e.pair(Entry.text, Entry.count)),
+    )
+
+
+def _pair(entry: Entry) -> tuple[str, str]:
+    return entry.pair(Entry.text, Entry.text)
+
+
+def _stage(entry: Entry) -> Stage:
+    shape = entry["shape"].items(Entry.count)
+    names = entry["axis_names"].items(Entry.text, len(shape))
+    try:
+        links = entry["links"].items(_link, len(shape))
+        mesh = LogicalMesh(shape, names, links)
+    except AutoparError as error:
+        raise entry.wrong(f"a mesh: {error.wrong or error.summary}") from error
+    if mesh.num_devices != entry["num_devices"].count(1):
+        raise entry["shape"].wrong("the shape of a mesh of num_devices devices")
+    layers = entry["layers"].items(Entry.count)
+    if not layers:
+        raise entry["layers"].wrong("a list of layers")
+    first, last = entry["operations"].items(Entry.text, 2)
+    return Stage(
+        Submesh(mesh.num_devices, entry["first_device"].count()),
+        mesh,
+        layers,
+        entry["choices"].items(Entry.count),
+        (first, last),
+        _recomputed(entry["recomputed"]),
+    )
+
+
+def _link(entry: Entry) -> Link:
+    if not isinstance(entry.value, list) or len(entry.value) != 4:
+        raise entry.wrong("a list of 4")
+    latency, rate, switch, way = (Entry(value, f"{entry.where}[{k}]") for k, value in enumerate(entry.value))
+    rates = rate.number(or_infinite=True), switch.number(or_infinite=True)
+    way.below(4, "0 to 3: 1 where there are short messages, 2 more where memory is shared")
+    return Link(latency.number(), *rates, bool(way.value & 1), shared_memory=bool(way.value & 2))
+
+
+def _recomputed(entry: Entry) -> Recomputed:
+    return Recomputed(
+        entry["level"].number(or_infinite=True),
+        entry["operations"].count(),
+        entry["seconds"].number(),
+        entry["kept_bytes"].count(),
+        entry["saved_bytes"].count(),
+    )
+
+
+def _value(entry: Entry, mesh: LogicalMesh) -> Value:
+    shape = entry["shape"].items(Entry.count)
+    if math.prod(shape) > LARGEST:
+        raise entry["shape"].wrong("the shape of an array")
+    dtype = _dtype(entry["dtype"])
+    sharding = Sharding(entry["dims"].items(lambda e: _axes(e, mesh), len(shape)), _axes(entry["partial"], mesh))
+    used = [axis for axes in (*sharding.dims, sharding.partial) for axis in axes]
+    if len(set(used)) < len(used) or not sharding.is_valid(shape, mesh):
+        raise entry["dims"].wrong(f"a way to split {list(shape)} over the mesh")
+    return Value(entry["name"].text(), entry["role"].one_of(_ROLES), shape, dtype, sharding, entry["stage"].count())
+
+
+def _dtype(entry: Entry) -> str:
+    """The name of an element type, as JAX writes it."""
+    name = entry.text()
+    try:
+        is_one = str(jax.numpy.dtype(name)) == name and jax.numpy.dtype(name).itemsize > 0
+    except (TypeError, ValueError, SyntaxError):
+        is_one = False
+    if not is_one:
+        raise entry.wrong("an element type")
+    return name
+
+
+def _axes(entry: Entry, mesh: LogicalMesh) -> tuple[str, ...]:
+    return entry.items(lambda e: e.one_of(mesh.axis_names))
+
+
+def _collective(entry: Entry, mesh: LogicalMesh) -> Collective:
+    kind = entry["kind"].one_of(("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"))
+    return Collective(
+        kind,
+        _axes(entry["axes"], mesh),
+        entry["bytes"].count(),
+        entry["times"].count(),
+        entry["operation"].text(),
+        entry["stage"].count(),
+    )
+
+
+def _cost(entry: Entry, collectives: tuple[Collective, ...], num_stages: int) -> Cost:
+    peak_bytes = entry["peak_bytes"].items(Entry.count)
+    if len(peak_bytes) != num_stages:
+        raise entry["peak_bytes"].wrong("a list of bytes per stage")
+    return Cost(
+        step_seconds=entry["step_seconds"].number(),
+        compute_seconds=entry["compute_seconds"].number(),
+        communication_seconds=entry["communication_seconds"].number(),
+        bubble_seconds=entry["bubble_seconds"].number(),
+        peak_bytes=peak_bytes,
+        argument_bytes=entry["argument_bytes"].count(),
+        collectives=collectives,
+        optimality_gap=entry["optimality_gap"].number(or_infinite=True),
+        solver_status=entry["solver_status"].text(),
+        planning_seconds=entry["planning_seconds"].number(),
+        exposed_seconds=entry["exposed_seconds"].items(Entry.number, len(collectives)),
+        figures=_figures(entry["figures"]),
+    )
+
+
+def _figures(entry: Entry) -> Figures:
+    def stated(name: str) -> float | None:
+        return None if entry[name].value is None else entry[name].number()
+
+    return Figures(
+        entry["model_seconds"].number(),
+        entry["hardware_seconds"].number(),
+        entry["amount"].count(),
+        entry["unit"].text(),
+        entry["link_bytes"].items(_level),
+        stated("watts"),
+        stated("price_per_hour"),
+    )
+
+
+def _level(entry: Entry) -> tuple[str, int]:
+    name, num_bytes = entry.items(lambda part: part, 2)
+    return name.text(), num_bytes.count()
