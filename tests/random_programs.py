@@ -363,6 +363,8 @@ def product(draw: _Draw, k: int) -> Drawn:
     if not shape or not draw.floats(k):
         return None
     fit = [j for j, v in enumerate(draw.known) if v.dtype in EPSILON and shape[-1] in v.shape and len(v.shape) < 4]
+    if not fit:
+        return None
     other = draw.pick(fit)
     dim = draw.known[other].shape.index(shape[-1])
 
