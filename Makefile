@@ -5,7 +5,7 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-matrix lint bench sweep clean
+.PHONY: demo test test-matrix lint docs bench sweep clean
 
 # The console shows the plan and a live loss; the plan in pictures is train_gpt.html, the curves are train_gpt.png.
 demo: $(STAMP)
@@ -23,6 +23,10 @@ lint: $(STAMP)
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 
+# The site, into site/index.html: its notebooks are executed, no network is needed, a warning is an error.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
+
 bench: $(STAMP)
 	@for script in benchmarks/[a-z]*.py; do \
 	  [ -f "$$script" ] || continue; echo "== $$script"; $(RUN) "$$script" || exit 1; done
@@ -35,11 +39,15 @@ sweep: $(STAMP)
 	$(RUN) -m tests.random_sweep
 
 clean:
-	rm -rf $(VENV) .venv-3.11-jax0.10 .venv-3.12-jax0.11
+	rm -rf $(VENV) .venv-3.11-jax0.10 .venv-3.12-jax0.11 site
 
 $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "autopar needs Python 3.11 or newer, and $(PYTHON) is older: make PYTHON=/path/to/python3.11 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet -e '.[dev]'
+	@# XLA's compiler for GPUs, for tests/verify, beside the packages: as a plugin of JAX's it complains where there is no GPU.
+	@$(RUN) -m pip install --quiet --no-deps --upgrade --target $(VENV)/verify \
+	  $$($(RUN) -c 'import jax; print(*(f"jax-cuda12-{part}=={jax.__version__}" for part in ("plugin", "pjrt")))') || \
+	  echo "XLA's compiler for GPUs cannot be installed here: tests/verify/test_gpu.py is skipped"
 	@touch $@

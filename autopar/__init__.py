@@ -3,15 +3,16 @@
 import autopar.adapters  # noqa: F401  (registers them)
 from autopar import checkpoint, errors, loggers
 from autopar.api import CompiledStep, ParallelStep, parallelize
+from autopar.calibrate import calibrate
 from autopar.compare import Comparison, compare
 from autopar.fit import fit
 from autopar.follow import follow
 from autopar.ir.rules.mark import mark_stage
 from autopar.ir.rules.opaque import sharding_rule
-from autopar.mesh import Achieved, Cluster, Device, Link, LogicalMesh
+from autopar.mesh import Achieved, Cluster, Device, Link, LogicalMesh, MachineProfile
 from autopar.report.plan import Plan
 from autopar.report.show import show
-from autopar.search.methods import Auto, DataParallel, PipelineParallel, ShardParallel, ThreeD
+from autopar.search.methods import Auto, DataParallel, Inference, PipelineParallel, ShardParallel, ThreeD
 
 __version__ = "0.1.0"
 __all__ = [
@@ -22,13 +23,16 @@ __all__ = [
     "CompiledStep",
     "DataParallel",
     "Device",
+    "Inference",
     "Link",
     "LogicalMesh",
+    "MachineProfile",
     "ParallelStep",
     "PipelineParallel",
     "Plan",
     "ShardParallel",
     "ThreeD",
+    "calibrate",
     "checkpoint",
     "compare",
     "errors",

@@ -8,6 +8,7 @@ Method: `_prepare` reads as one page: trace, tell state from batch, plan, compil
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from autopar.search.methods import Auto, Method, method_text
 from autopar.search.planner import make_plan
 from autopar.search.progress import planning_progress
 from autopar.search.restore import restore
+from autopar.verify import verify_plan
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -336,7 +338,8 @@ class ParallelStep(Generic[P, R]):
         if key not in planned:
             program, roles = self._roles(args, kwargs)
             with without_mesh(), planning_progress(program.name) as report:
-                planned[key] = program, roles, make_plan(program, roles, self.cluster, self._method, report)
+                plan = make_plan(program, roles, self.cluster, self._method, report)
+            planned[key] = program, roles, dataclasses.replace(plan, verifier=verify_plan)
         return planned[key]
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, dict[str, Any]], Any]:
@@ -387,8 +390,8 @@ class ParallelStep(Generic[P, R]):
         check_fresh(program, self.cluster, plan)
         if plan.origin is None:
             with without_mesh():
-                return restore(program, roles, self.cluster, self._method, plan)
-        return plan
+                plan = restore(program, roles, self.cluster, self._method, plan)
+        return plan if plan.verifier else dataclasses.replace(plan, verifier=verify_plan)
 
 
 def _key_of(dynamic: Any, static: Any) -> tuple[Any, list[Any]]:

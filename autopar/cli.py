@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,13 +23,16 @@ STEP_HELP = "the parallelized step, as module:name"
 ARGS_HELP = "its arguments, as module:name: a tuple, or a function that returns one"
 CLUSTER_HELP = 'a machine, which need not be there: "8 h100", "8x8 h200", "v5p-64"'
 METHOD_HELP = 'how to split: "auto", "fsdp", "PipelineParallel(num_stages=4)"; else the step\'s own'
+TARGET_HELP = "compile every program for this device, which need not be there: h100, h200, a100, b200, tpu-v5e"
 PRICE_HELP = "a TOML file of the user's: for each device a table such as [h100] with per_hour = 2.5 and watts = 700"
 EXAMPLES = """examples, for `step` in train.py and the types of its arguments, `arguments`, there:
   autopar doctor                                                       what this machine can do
+  autopar calibrate --save machine.json                                measure it, for Cluster.local(profile="machine.json")
   autopar plan --step train:step --args train:arguments                how the step would be split here
   autopar plan --step train:step --args train:arguments --cluster "8x8 h100" --method fsdp --save plan.json
   autopar plan plan.json                                               read it
   autopar explain plan.json "state/params/*" --step train:step --args train:arguments
+  autopar verify plan.json --step train:step --args train:arguments --target h100    as XLA's compiler for GPUs sees it
   autopar compare train:step --args train:arguments --cluster "8 h100" "16 a100-80" v5p-64 --method auto fsdp
 """
 
@@ -86,11 +90,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.set_defaults(run=_explain)
 
     command = commands.add_parser(
-        "verify", help="check a plan file: that it agrees with itself, and with its step if one is named"
+        "verify",
+        help="check a plan file: that it agrees with itself, with its step if one is named, and with XLA's compiler if a "
+        "target is; exit status 1 if anything does not",
     )
     command.add_argument("file", help="a plan file")
     command.add_argument("--step", help=STEP_HELP)
     command.add_argument("--args", help=ARGS_HELP)
+    command.add_argument("--target", metavar="DEVICE", help=TARGET_HELP)
+    command.add_argument("--html", metavar="FILE", help="write what the compiler says as a page, too")
     command.set_defaults(run=_verify)
 
     command = commands.add_parser("simulate", help="the step of a plan file on a clock")
@@ -104,6 +112,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--ray-address", metavar="HOST:PORT", help="of a Ray cluster; else the one `ray status` finds")
     command.set_defaults(run=_doctor)
 
+    command = commands.add_parser("calibrate", help="measure this machine, for Cluster.local(profile=...)")
+    command.add_argument("--save", metavar="FILE", help="write the profile as JSON")
+    command.add_argument("--devices", type=int, metavar="N", help="how many; on CPU so many virtual ones (else all)")
+    command.add_argument("--seconds", type=float, default=120.0, help="about how long it may take (120)")
+    command.set_defaults(run=_calibrate)
+
     options = parser.parse_args(argv)
     if options.version:
         return _version()
@@ -111,10 +125,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
-        return options.run(options)
+        status = options.run(options)
+        sys.stdout.flush()
+        return status
     except AutoparError as error:
         print(f"autopar: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # `autopar plan ... | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def _version() -> int:
@@ -155,11 +174,11 @@ def _plan(options: argparse.Namespace) -> int:
         step, args = _step_and_args(options)
         cluster = Cluster.of(options.cluster) if options.cluster else None
         plan = step.replan(cluster, method_of(options.method) if options.method else None).plan(*args)
-    print(plan)
     if options.save:
         plan.save(options.save)
     if options.html:
         write_page(options.html, document(plan))
+    print(plan)
     return 0
 
 
@@ -168,9 +187,9 @@ def _compare(options: argparse.Namespace) -> int:
 
     step, args = _step_and_args(options)
     found = compare(step, args, options.cluster, options.method, prices=options.price, sort=options.sort)
-    print(found)
     if options.html:
         found.save_html(options.html)
+    print(found)
     return 0
 
 
@@ -201,10 +220,12 @@ def _verify(options: argparse.Namespace) -> int:
 
     plan = Plan.load(options.file)
     problems = _contradictions(plan)
-    if options.step and not problems:
+    found = None
+    if (options.step or options.target) and not problems:
         step, args = _step_and_args(options)
         try:
-            step.attach(*args, plan=plan)
+            plan = step.attach(*args, plan=plan)
+            found = plan.verify(options.target) if options.target else None
         except (StalePlanError, PlanFileError) as error:
             problems.append(str(error))
     for problem in problems:
@@ -216,7 +237,11 @@ def _verify(options: argparse.Namespace) -> int:
             else "the file agrees with itself; name --step and --args to check it against its program"
         )
         print(f"verified: {checked}")
-    return 1 if problems else 0
+    if found is not None:
+        print(f"\n{found}")
+        if options.html:
+            found.save_html(options.html)
+    return 1 if problems or (found is not None and not found.ok) else 0
 
 
 def _simulate(options: argparse.Namespace) -> int:
@@ -242,13 +267,44 @@ def _doctor(options: argparse.Namespace) -> int:
     return print_report(examine(options.timeout, options.ray_address), options.json)
 
 
+def _calibrate(options: argparse.Namespace) -> int:
+    if options.devices is not None and options.devices < 1:
+        raise AutoparError(
+            "a machine has at least one device.",
+            given=f"--devices {options.devices}",
+            wrong="it is less than 1.",
+            do="pass how many, or leave it out for all.",
+        )
+    if options.devices is not None and not os.environ.get("XLA_FLAGS"):  # read when JAX starts: GPUs do not mind it
+        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={options.devices}"
+        os.environ.setdefault("PJRT_NPROC", str(max(32, options.devices)))
+    import jax
+
+    from autopar.calibrate import calibrate
+    from autopar.calibrate.words import profile_text
+
+    devices = jax.local_devices()
+    if options.devices is not None and len(devices) < options.devices:
+        raise AutoparError(
+            "there are not so many devices.",
+            given=f"--devices {options.devices}",
+            wrong=f"there are {len(devices)} of kind {devices[0].device_kind!r} here.",
+            do="ask for fewer; on CPU, leave XLA_FLAGS unset, which else says how many.",
+        )
+    profile = calibrate(devices[: options.devices], seconds=options.seconds, save=options.save, show_progress=True)
+    print(profile_text(profile))
+    if options.save:
+        print(f'\nwritten: {options.save}; plan with it: Cluster.local(profile="{options.save}")')
+    return 0
+
+
 def _contradictions(plan: Any) -> list[str]:
     """Sums in the file that do not add up."""
     from autopar.cost import collective_seconds
     from autopar.plan.words import ARGUMENT_ROLES, local_bytes
 
     cost = plan.cost
-    if plan.schedule != "none":
+    if not plan.is_one_program:
         problems = []
         seconds, parts = plan.events.seconds, cost.compute_seconds + cost.bubble_seconds
         if not math.isclose(seconds, cost.step_seconds, rel_tol=1e-6, abs_tol=1e-12):

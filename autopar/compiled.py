@@ -7,27 +7,28 @@ Method: the plan's executable takes flat arrays; around it, arguments are checke
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from autopar._jax import as_key, key_data, weakly_typed, without_mesh
-from autopar.errors import PipelineError, StepError, StructureChangedError
+from autopar.calibrate.steps import one_program, pipeline, whole_steps
+from autopar.errors import AutoparError, PipelineError, StepError, StructureChangedError
 from autopar.frameworks import Adapter, Apart
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster
 from autopar.plan.arguments import check_arguments
+from autopar.report.measured import MeasuredStep
 from autopar.report.plan import Plan
-from autopar.report.shown import ShownTimeline
 from autopar.runtime.local import Executable, compile_program
 from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.ray.driver.driver import RayStep
 from autopar.runtime.ray.driver.step import make_ray_step
-from autopar.search.describe_stages import PipelineOrigin
 from autopar.search.stage_planner import stage_devices
-from autopar.streams.timeline import Timeline
+from autopar.streams.assemble import PipelinePlan
 
 
 class CompiledStep:
@@ -60,11 +61,6 @@ class CompiledStep:
             for k, (sharding, key) in enumerate(zip(executable.in_shardings, program.key_inputs, strict=False))
         ]
         self.in_shardings = program.in_containers(self._shardings)
-        self._consts = (
-            executable.hold(program.consts, program.num_args)
-            if isinstance(executable, RayStep)
-            else jax.device_put(list(program.consts), list(executable.in_shardings[program.num_args :]))
-        )
         self._has_keys = any(program.key_inputs) or any(program.key_outputs)
         self._weak = [k for k, aval in enumerate(program.out_avals) if aval.weak_type]
 
@@ -95,6 +91,14 @@ class CompiledStep:
 
     def _put_together(self, apart: Apart | None, returned: Any) -> Any:
         return returned if apart is None or self._adapter is None else self._adapter.put_together(apart, returned)
+
+    @functools.cached_property
+    def _consts(self) -> Sequence[Any]:
+        """The program's own arrays, in their places; made at the first call: devices that are compiled for may not be there."""
+        consts, first = list(self.program.consts), self.program.num_args
+        if isinstance(self.executable, RayStep):
+            return self.executable.hold(consts, first)
+        return jax.device_put(consts, list(self.executable.in_shardings[first:]))
 
     @property
     def has_ended(self) -> bool:
@@ -144,32 +148,62 @@ class CompiledStep:
         made = self.executable.create(of_integers, args, first, stop - first)
         return [as_key(x, key) if key else x for x, key in zip(made, keys, strict=True)]
 
-    def measure(self, *args: Any, **kwargs: Any) -> tuple[Any, Timeline]:
-        """Run one step of a pipeline and see how long each program takes.
+    def measure(self, *args: Any, steps: int = 5, **kwargs: Any) -> tuple[Any, MeasuredStep]:
+        """Run one step, time it, and compare it with the prediction, lane by lane.
 
-        In one process each runs by itself, and the timeline is that of the schedule with the measured times, as
-        `plan.timeline()` is that with the predicted ones. On a Ray cluster, where meshes are processes, it is the step as
-        it was, by the clocks of the hosts: of two hosts they are aligned to within half of a call's way there and back.
+        In one process, `steps` whole steps are timed on copies of what a step takes over (so memory must hold the state
+        twice), and one before them that is not counted; their results are dropped, but what callbacks of the step do is done
+        each time. The results returned are those of one step on the arguments themselves, whose memory is taken over as in
+        any call. Of a pipeline, each program and message of that step is timed by itself, and the timeline is that of the
+        schedule with these times, as `plan.timeline()` is that with the predicted ones; of one program, its collectives
+        are timed by themselves.
+
+        On a Ray cluster, where meshes are processes, one step is run, in which each program is waited for, and the timeline
+        is that of the step as it was, by the clocks of the hosts: of two hosts they are aligned to within half of a call's
+        way there and back.
+
+        Args:
+            args: As of a call.
+            steps: Whole steps that are timed, in one process.
+            kwargs: As of a call.
 
         Returns:
-            The step's result and the timeline.
+            The step's result, and what was measured: print it, or pass it to `plan.diff`.
 
         Raises:
-            PipelineError: The plan has no stages: one program is the whole step.
+            PipelineError: On a Ray cluster, the plan has no stages: one program is the whole step.
+            AutoparError: No step is to be timed.
         """
-        if not isinstance(self.plan.origin, PipelineOrigin):
+        if not isinstance(steps, int) or steps < 1:
+            raise AutoparError(
+                "at least one step is timed.",
+                given=f"measure(..., steps={steps!r})",
+                wrong="it is no whole number of 1 or more.",
+                do="pass steps=5, or leave it out.",
+            )
+        if isinstance(self.executable, RayStep) and self.plan.is_one_program:
             raise PipelineError(
                 "there is no timeline of a step without stages.",
-                given=f"the plan of `{self.plan.name}` by {self.plan.method}",
-                wrong="its only program is the whole step.",
+                given=f"the plan of `{self.plan.name}` by {self.plan.method}, on a Ray cluster",
+                wrong="its only program is the whole step, and its workers do not time it.",
                 do="time calls of the step, or plan with PipelineParallel(...).",
                 num_stages=1,
             )
-        assert not isinstance(self.executable, Executable), "a pipeline is no single program"
         apart, leaves = self._arguments(args, kwargs)
+        seconds = None
+        if not isinstance(self.executable, RayStep):
+            donated = self.plan.attached.roles.donated[: len(leaves)]
+            seconds = whole_steps(lambda own: self.run(own), leaves, donated, steps)
+        if isinstance(self.executable, Executable):
+            assert seconds is not None, "steps in this process are timed"
+            measured = one_program(self.plan, self.executable.devices, seconds, steps)
+            return self._put_together(apart, self.run(leaves)), measured
         with without_mesh():
             results, timeline = self._carry_out(self.executable.measure, leaves)
-            return self._put_together(apart, self._as_returned(results)), ShownTimeline(timeline.events)
+            measured = pipeline(
+                self.plan, self.plan.attached.cluster, timeline, seconds, 1 if seconds is None else steps
+            )
+            return self._put_together(apart, self._as_returned(results)), measured
 
 
 def _weakly_typed(result: Any) -> Any:
@@ -184,17 +218,17 @@ def compile_plan(cluster: Cluster, program: Program, roles: Roles, plan: Plan) -
     if cluster.machine is not None:
         return make_ray_step(cluster, program, roles, plan)
     devices = cluster.devices or jax.devices()
-    if isinstance(plan.origin, PipelineOrigin):
-        return compile_pipeline(plan.origin, devices)
+    pipeline = plan.attached.pipeline
+    if isinstance(pipeline, PipelinePlan):
+        return compile_pipeline(pipeline, devices, program.name)
     avals = [var.aval for var in program.jaxpr.invars]
     return compile_program(
-        plan.origin.sharded.body, plan.mesh, devices, avals, roles.donated, program.name, program.in_paths
+        pipeline.stages[0].sharded.body, plan.mesh, devices, avals, roles.donated, program.name, program.in_paths
     )
 
 
-def compile_pipeline(origin: PipelineOrigin, devices: Sequence[Any]) -> Pipeline:
+def compile_pipeline(pipeline: PipelinePlan, devices: Sequence[Any], name: str) -> Pipeline:
     """Compile all programs of a pipeline for real devices."""
-    pipeline = origin.pipeline
     cut = pipeline.cut
     return Pipeline(
         pipeline.stages,
@@ -204,6 +238,6 @@ def compile_pipeline(origin: PipelineOrigin, devices: Sequence[Any]) -> Pipeline
         cut.roles,
         cut.stacks,
         pipeline.tasks.update.home,
-        origin.program.name,
+        name,
         cut.program.in_paths,
     )

@@ -1,6 +1,6 @@
 """Developer aids, and the only place that reads environment variables.
 
-In:     `AUTOPAR_DUMP=dir`, read at each call.
+In:     `AUTOPAR_DUMP=dir`, read at each call; `XLA_FLAGS`, whose flags are not set a second time.
 Out:    `dump("trace", text)` writes dir/01_trace.txt, the next pass 02_..., so that two runs can be compared by `diff`.
 """
 
@@ -19,6 +19,11 @@ def dump_dir() -> Path | None:
     """The directory that passes are written to, or None."""
     path = os.environ.get("AUTOPAR_DUMP")
     return Path(path) if path else None
+
+
+def xla_flags() -> tuple[str, ...]:
+    """Names of the flags that the user gives XLA, who knows better than we do."""
+    return tuple(re.findall(r"--(\w+)", os.environ.get("XLA_FLAGS", "")))
 
 
 def dump(pass_name: str, text: str | Callable[[], str]) -> Path | None:

@@ -117,6 +117,10 @@ class PlanFileError(AutoparError):
     """The file is not a plan that this version can read. Facts: `path`."""
 
 
+class ProfileError(AutoparError):
+    """The file is not a machine's profile that this version can read, or it is of other devices. Facts: `path`."""
+
+
 class StalePlanError(AutoparError):
     """The plan was made for another program or cluster. Facts: `changed`, what differs, one line each."""
 

@@ -3,7 +3,8 @@
 In:     a step of the user's, a `ParallelStep` that trains the same parameters.
 Out:    a step called like the user's; its arguments that are (part of) the train step's state are taken as they lie.
 Method: arguments are matched by structure and types, as state is (`ir/trace/state.py`); each matched array is pinned to its
-        sharding in the train step's plan, on the same mesh, and everything else is found as usual. The batch is what
+        sharding in the train step's plan, on the same mesh, and so are results that are its state (the cache that a prefill
+        makes for a decode step); everything else is found as usual. The batch is what
         looks like a sample of the train step's batch, else what is not state. Behind a pipeline the step is cut into the
         same stages (`search/followed.py`).
 """
@@ -124,7 +125,7 @@ class Following:
         others = []
         for number, (tree, first, last) in enumerate(_ranges(program.in_tree)):
             start = trained.get((tree, _types(program.in_avals[first:last])))
-            if start is not None and last > first and start not in compiled.plan.origin.roles.batch:
+            if start is not None and last > first and start not in compiled.plan.attached.roles.batch:
                 found.update(zip(range(first, last), range(start, start + last - first), strict=True))
             elif last > first:
                 others.append(number)
@@ -139,12 +140,35 @@ class Following:
         batch = self._batch_argnums
         if isinstance(batch, str):
             batch = _batch(program, others, compiled)
-        if compiled.plan.schedule != "none":
+        if not compiled.plan.is_one_program:
             there = compiled.program.in_paths
             return Follow(compiled.plan, {program.in_paths[k]: there[at] for k, at in found.items()}), batch
         shardings = jax.tree.leaves(compiled.in_shardings)
         pins = {glob.escape(program.in_paths[k]): shardings[at].spec for k, at in found.items()}
+        state = set(compiled.plan.attached.roles.state)
+        for k, at in _returned(program, trained).items():
+            if at in state:
+                pins[glob.escape(program.out_paths[k])] = shardings[at].spec
         return ShardParallel(mesh_shape=compiled.plan.mesh, constraints=pins), batch
+
+
+def _returned(program: Program, trained: dict[Any, int]) -> dict[int, int]:
+    """Results that are a part of the other step's arguments, such as a cache that it goes on with: result -> leaf there."""
+    found: dict[int, int] = {}
+    level = [(program.out_tree, 0)]
+    while level:
+        following = []
+        for node, start in level:
+            avals = program.out_avals[start : start + node.num_leaves]
+            at = trained.get((node, _types(avals)))
+            if at is not None and any(aval.shape for aval in avals):
+                found.update(zip(range(start, start + node.num_leaves), range(at, at + node.num_leaves), strict=True))
+                continue
+            for child in node.children():
+                following.append((child, start))
+                start += child.num_leaves
+        level = following
+    return found
 
 
 def _batch(program: Program, others: Sequence[int], compiled: CompiledStep) -> Any:
@@ -153,7 +177,7 @@ def _batch(program: Program, others: Sequence[int], compiled: CompiledStep) -> A
     samples = {
         (tree, _sample_types(trained.in_avals[first:last]))
         for tree, first, last in _ranges(trained.in_tree)
-        if not set(range(first, last)).isdisjoint(compiled.plan.origin.roles.batch)
+        if not set(range(first, last)).isdisjoint(compiled.plan.attached.roles.batch)
     }
     ranges = _ranges(program.in_tree)
     chosen: Sequence[int] = [

@@ -26,6 +26,7 @@ MicrobatchSemantics = Literal["exact", "per_microbatch"]
 SEMANTICS: tuple[MicrobatchSemantics, ...] = ("exact", "per_microbatch")
 RecomputeLevel = Literal["cheap", "all"] | float
 Recompute = Literal["auto"] | RecomputeLevel | tuple[RecomputeLevel, ...]
+Goal = Literal["step", "calls"]
 _LEVELS = {"cheap": 0.0, "all": math.inf}
 
 
@@ -38,6 +39,7 @@ class Options:
             `"random"`, `"greedy"`, `"beam"`, `"bfs"`, `"halving"`, `"mcmc"` or `"mcts"`.
         solver_seconds: How long the solver may work on one mesh, or on one stage on its mesh; the best answer found by then
             is used, and its gap is in the plan.
+        planning_seconds: How long planning may take, in all; no solver works longer either. None: as long as it takes.
         memory_budget_bytes: Bytes that one device may use; None: the device's own memory.
         constraints: Pins, `{path glob: PartitionSpec}`, over the paths of the step's arguments.
         microbatch_semantics: `"exact"`: microbatches compute what the whole batch does, or are refused;
@@ -45,14 +47,18 @@ class Options:
         recompute: What the backward pass of a pipeline stage runs again instead of keeping it. `"auto"`: what is cheap,
             and on stages that do not fit as much more as makes them fit; `"cheap"`: never more; `"all"`: everything; a
             number: what takes at most so many operations for each byte saved; a tuple of these: one for each stage.
+        goal: What is to be least: `"step"`, the seconds of one step; `"calls"`, the seconds from one call to the next
+            where calls do not wait for each other's results.
     """
 
     solver: Solver = "highs"
     solver_seconds: float = 60.0
+    planning_seconds: float | None = None
     memory_budget_bytes: float | None = None
     constraints: Mapping[str, PartitionSpec] = field(default_factory=dict, hash=False)
     microbatch_semantics: MicrobatchSemantics = "exact"
     recompute: Recompute = "auto"
+    goal: Goal = "step"
 
     def __post_init__(self) -> None:
         if self.solver not in SOLVERS + SEARCHERS:
@@ -72,6 +78,9 @@ class Options:
             )
         _check_recompute(self.recompute)
         _check_positive("solver_seconds", self.solver_seconds)
+        if self.planning_seconds is not None:
+            _check_positive("planning_seconds", self.planning_seconds)
+            object.__setattr__(self, "solver_seconds", min(self.solver_seconds, self.planning_seconds))
         if self.memory_budget_bytes is not None:
             _check_positive("memory_budget_bytes", self.memory_budget_bytes)
         if not isinstance(self.constraints, Mapping | None):

@@ -69,7 +69,7 @@ def measure(config: Config, shape: tuple[int, ...], solver: str) -> list[str]:
     traced = time.perf_counter()
     plan = make_plan(program, find_roles(program, (1,)), cluster, ShardParallel(mesh_shape=shape, solver=solver))
     done = time.perf_counter()
-    sharded = plan.origin.sharded
+    sharded = plan.origin.pipeline.stages[0].sharded
     return [
         str(len(program.jaxpr.eqns)),
         f"{len(sharded.graph.nodes)} in {max(sharded.class_of) + 1}",

@@ -95,8 +95,8 @@ def ends_step(sizes: Sizes) -> Step:
     def step(params, tokens, labels):
         def loss_of(params):
             x = resident(sizes, params["embed"][tokens])
-            x = norm(sizes, params["norm"], x)
-            logits = (x @ params["head"]).astype(jnp.float32)
+            x = resident(sizes, norm(sizes, params["norm"], x))
+            logits = by_columns(sizes, x @ params["head"]).astype(jnp.float32)
             peak = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
             total = jnp.log(jnp.exp(logits - peak).sum(-1)) + peak[..., 0]
             mine = jnp.where(labels[..., None] == jnp.arange(vocabulary), logits, 0.0).sum(-1)
@@ -140,14 +140,20 @@ def by_heads(sizes: Sizes, x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, None, AXIS, None)))
 
 
+def by_columns(sizes: Sizes, x: jax.Array) -> jax.Array:
+    """Pin the last dim to be split: activations move and not weights, whichever would be less."""
+    if sizes.tensor == 1:
+        return x
+    mesh = AbstractMesh((sizes.tensor,), (AXIS,))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*[None] * (x.ndim - 1), AXIS)))
+
+
 def layer(sizes: Sizes, params: Any, x: jax.Array) -> jax.Array:
     """One transformer layer: norms first, the residual stream resident between."""
-    x = resident(sizes, x + attention(sizes, params, norm(sizes, params["norm1"], x)))
-    h = norm(sizes, params["norm2"], x)
-    if sizes.gated:
-        inside = jax.nn.silu(dense(sizes, params, "gate", h)) * dense(sizes, params, "up", h)
-    else:
-        inside = jax.nn.gelu(dense(sizes, params, "up", h))
+    x = resident(sizes, x + attention(sizes, params, resident(sizes, norm(sizes, params["norm1"], x))))
+    h = resident(sizes, norm(sizes, params["norm2"], x))
+    up = by_columns(sizes, dense(sizes, params, "up", h))
+    inside = jax.nn.silu(by_columns(sizes, dense(sizes, params, "gate", h))) * up if sizes.gated else jax.nn.gelu(up)
     return resident(sizes, x + dense(sizes, params, "down", inside))
 
 

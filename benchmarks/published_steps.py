@@ -5,7 +5,8 @@ Out:    `Prediction`: seconds, where they go, and memory.
 Method: autopar plans one layer, forward and backward, and the embedding with the loss, for one microbatch on its
         tensor-parallel group; costs of kernels and collectives are the planner's own. A model is that many equal layers in
         equal stages: what planning it whole does too, and would take minutes for a thousand devices. What is not the
-        planner's is what the frameworks did that autopar's programs do not: `EAGER`, `OVERLAPPED`, `FIRST_FLASH`.
+        planner's is what the frameworks did that autopar's programs do not: `EAGER`, `HOST_SECONDS`, `OVERLAPPED`,
+        `FIRST_FLASH`; and what they kept in memory (`published_memory.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from published_layers import CORE, Sizes, ends_step, layer_step
+from published_memory import memory_of
 from published_runs import Run
 
 import autopar
@@ -32,6 +34,9 @@ from autopar.mesh import Device, Link, LogicalMesh, find_device
 PHASES = ("forward", "core", "backward")
 EAGER = 2.0
 """Passes over memory that frameworks without a compiler make where a compiled program makes one; fitted, one for all."""
+HOST_SECONDS = 1e-5
+"""To launch a kernel from Python, framework included, as profiles of such frameworks show; it runs ahead of the device, so
+that only small kernels wait for it."""
 OVERLAPPED = 0.75
 """Part of a tensor-parallel collective behind the product it feeds, where a run says so: it is cut in four, one of which
 has nothing to hide behind (Transformer Engine's user buffers)."""
@@ -69,6 +74,10 @@ class Work:
     def compute(self, phase: str, device: Device, passes: float = 1.0) -> float:
         """Seconds of its kernels; elementwise work takes so many passes instead of one."""
         return sum((passes if isinstance(k, Pass) else 1.0) * kernel_seconds(k, device) for k in self.kernels[phase])
+
+    def host(self, phase: str) -> float:
+        """Seconds of a host that launches its kernels one by one."""
+        return sum(EAGER if isinstance(k, Pass) else 1 for k in self.kernels[phase]) * HOST_SECONDS
 
     def communication(self, phase: str, mesh: LogicalMesh) -> float:
         """Seconds of its collectives."""
@@ -145,7 +154,7 @@ def work_of(part: str, sizes: Sizes, device: Device, link: Link) -> Work:
     cluster = autopar.Cluster(1, sizes.tensor, device, link, link)
     method = autopar.ShardParallel(mesh_shape=mesh, constraints=step.pins, memory_budget_bytes=1 << 50)
     plan = autopar.parallelize(step.function, cluster=cluster, method=method, batch_argnums=()).plan(*step.arguments)
-    return _read(plan.origin.sharded, mesh)
+    return _read(plan.origin.pipeline.stages[0].sharded, mesh)
 
 
 def _read(sharded: Any, mesh: LogicalMesh) -> Work:
@@ -226,8 +235,12 @@ def compose(run: Run, machine: Machine, mesh: LogicalMesh, layer: Work, ends: Wo
     """The step from its layers: `count` microbatches through the fullest stage, and a bubble of the others."""
     device, passes = machine.device, 1.0 if run.compiled else EAGER
     again = {"full": ("forward", "core"), "selective": () if run.flash else ("core",)}.get(run.recompute, ())
-    forward = sum(layer.compute(phase, device, passes) for phase in ("forward", "core"))
-    work = sum(layer.compute(phase, device, passes) for phase in (*PHASES, *again))
+
+    def compute(phases: tuple[str, ...]) -> float:
+        launching = 0.0 if run.compiled else sum(map(layer.host, phases))
+        return max(launching, sum(layer.compute(phase, device, passes) for phase in phases))
+
+    forward, work = compute(("forward", "core")), compute((*PHASES, *again))
     tensor = sum(layer.communication(phase, mesh) for phase in (*PHASES, *again))
     end = sum(ends.compute(phase, device, passes) for phase in PHASES)
     end_tensor = sum(ends.communication(phase, mesh) for phase in PHASES)
@@ -248,7 +261,7 @@ def compose(run: Run, machine: Machine, mesh: LogicalMesh, layer: Work, ends: Wo
         bubble,
         once + run.count * with_each,
         update,
-        memory_of(run, params, layers, layer, ends),
+        memory_of(run, params, layers, layer, ends).total,
         device.memory_bytes,
     )
 
@@ -267,7 +280,7 @@ def data_seconds(
     """Seconds of gradients and parameters that nothing hides: once per step, and with each microbatch.
 
     Gradients are reduced once, after all microbatches. Parameters that are stored split are gathered a layer ahead, and
-    their gradients reduced a layer behind, while that is computed.
+    their gradients reduced a layer behind, while that is computed; the collectives then take a part of the cores.
     """
     if run.data == 1:
         return 0.0, 0.0
@@ -284,22 +297,7 @@ def data_seconds(
     if run.zero < 3:
         return seconds("reduce-scatter", params * width) + seconds("all-gather", params * width), 0.0
     gather, scatter = (seconds(kind, params / layers * width) for kind in ("all-gather", "reduce-scatter"))
-    exposed = max(0.0, gather - forward) + max(0.0, gather + scatter - (whole - forward))
+    behind = machine.device.achieved.overlap
+    exposed = max(gather - forward, (1 - behind) * gather)
+    exposed += max(gather + scatter - (whole - forward), (1 - behind) * (gather + scatter))
     return gather + scatter, layers * exposed
-
-
-def memory_of(run: Run, params: float, layers: int, layer: Work, ends: Work) -> float:
-    """Bytes of the fullest device: weights, gradients, the optimizer's state, and what the backward passes wait for."""
-    width = 4 if run.dtype == "float32" else 2
-    parts = [run.shards if run.zero >= stage else 1 for stage in (3, 2, 1)]
-    state = params * (width / parts[0] + width / parts[1] + (8 if width == 4 else 12) / parts[2])
-    residual = 2 * run.microbatch * run.tokens // run.context * run.width // (run.tensor if run.sequence else 1)
-    kept = layer.kept_bytes if run.recompute in ("none", "dots", "selective") else residual
-    flight = min(run.pipeline, run.count)
-    more = layer.kept_bytes if run.recompute == "full" else 0
-    chunks = 1 + (run.pipeline - 1) / (run.pipeline * run.chunks) if run.chunks > 1 else 1
-    gathered = 2 * width * params / layers if run.zero == 3 else 0
-    waiting = flight * layers * kept * chunks + more
-    if run.pipeline > 1:
-        return state + waiting + layer.working_bytes + gathered
-    return state + waiting + max(layer.working_bytes, ends.kept_bytes + ends.working_bytes) + gathered

@@ -185,7 +185,10 @@ class _Draw:
             ]
             if same:
                 replaced[same[0]] = k
-        gradient = not self.flawed and self.random.random() < 0.5
+        has_gradient = not any(
+            line.name.endswith("multiply") for line in self.lines
+        )  # JAX has none of `.at[].multiply`
+        gradient = not self.flawed and self.random.random() < 0.5 and has_gradient
         results = tuple(dict.fromkeys([*ends, *extra]))
         return Program(self.seed, state, batch, tuple(self.lines), results, tuple(replaced.items()), gradient)
 
@@ -264,6 +267,8 @@ BINARY = {
     "min": jnp.minimum,
     "atan2": lambda x, y: jnp.arctan2(x, 1 + jnp.abs(y)),
 }
+FLAWED_BINARY = {"mul": jnp.multiply, "div": lambda x, y: x / jnp.maximum(y, 0)}
+"""Of programs with infinities among their inputs: times infinity, over zero, where it is one beyond doubt."""
 REDUCTIONS = {"sum": jnp.sum, "mean": jnp.mean, "max": jnp.max, "min": jnp.min}
 
 
@@ -278,7 +283,8 @@ def binary(draw: _Draw, k: int) -> Drawn:
     other, name = draw.other(k), draw.pick(sorted(BINARY))
     if other is None or not draw.floats(k):
         return None
-    return name, lambda _, x, y: BINARY[name](x, y), (k, other), {}
+    table = BINARY | (FLAWED_BINARY if draw.flawed and draw.known[other].exact else {})
+    return name, lambda _, x, y: table[name](x, y), (k, other), {}
 
 
 def cast(draw: _Draw, k: int) -> Drawn:
@@ -359,7 +365,11 @@ def product(draw: _Draw, k: int) -> Drawn:
     fit = [j for j, v in enumerate(draw.known) if v.dtype in EPSILON and shape[-1] in v.shape and len(v.shape) < 4]
     other = draw.pick(fit)
     dim = draw.known[other].shape.index(shape[-1])
-    bounded = lambda x: jnp.clip(x, -2, 2)  # noqa: E731
+
+    def bounded(x: jax.Array) -> jax.Array:
+        near = jnp.clip(x, -2, 2)
+        return jnp.where(jnp.isinf(x), x, near) if draw.flawed else near
+
     return (
         "dot",
         lambda _, x, y: jnp.tensordot(bounded(x), bounded(y), ((x.ndim - 1,), (dim,))),
@@ -456,8 +466,7 @@ def window(draw: _Draw, k: int) -> Drawn:
             {"sums": True},
         ),
     }
-    # A product with infinity is NaN where a part of a sum is 0: of partial sums it may be NaN instead of infinite.
-    name = draw.pick(["max pool", "mean pool"] if draw.flawed else sorted(kinds))
+    name = draw.pick(sorted(kinds))
     return name, lambda _, x: kinds[name][0](x), (k,), kinds[name][1]
 
 

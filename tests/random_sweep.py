@@ -4,7 +4,8 @@ In:     numbers of programs (`random_programs.py`).
 Out:    `check_group`, used by the tests; `python -m tests.random_sweep --first 0 --count 1000` prints what is wrong.
 Method: a few programs make one step, so that one plan is drawn and one program compiled for all. Every result must be as
         near to jit's as stochastic arithmetic says that rounding allows, and not finite where and as jit's is not; and the
-        step communicates what its plan says.
+        step communicates what its plan says. Where jit itself is wrong (XLA:CPU joins slices of slices without clamping,
+        and loses NaN in maxima of many numbers), the same in float64, without the pass that joins slices, will do.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ MESHES = ((8,), (2, 4), (2, 2, 2))
 GROUP = 5
 SAFETY = 8
 """How many times the largest error that a few runs of stochastic arithmetic show a result may be off."""
-SEEDS = (1.0, 2.0, 3.0)
+SEEDS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0)
+EXACTLY = {"xla_disable_hlo_passes": "algsimp"}
+"""XLA's algebraic simplifier is what joins slices."""
 
 
 def check_group(numbers: Sequence[int]) -> list[str]:
@@ -80,7 +83,7 @@ def rounding_errors(programs: Sequence[Program]) -> list[list[tuple[np.ndarray, 
 
     with jax.enable_x64(True):
         state, batch = ([[_wide(x) for x in getattr(p, part)] for p in programs] for part in ("state", "batch"))
-        run = jax.jit(all_of)
+        run = jax.jit(all_of).lower(state, batch, 0.0, 0.0).compile(compiler_options=EXACTLY)
         exact = jax.device_get(run(state, batch, 0.0, 0.0))
         noisy = [jax.device_get(run(state, batch, 1.0, seed)) for seed in SEEDS]
     return [
@@ -100,12 +103,20 @@ def _distance(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def _difference(ours: np.ndarray, theirs: np.ndarray, allowed: tuple[np.ndarray, float]) -> str:
-    """What is wrong with a leaf; nothing if it is as near to jit's as rounding takes either."""
+    """What is wrong with a leaf; nothing if it is as near to jit's, or to the truth, as rounding takes either."""
+    exact, error = allowed
+    problem = _off(ours, theirs, error, _distance(theirs, exact))
+    if problem and np.shape(exact) == ours.shape and not _off(ours, exact.astype(ours.dtype), error, 0.0):
+        return ""
+    return problem
+
+
+def _off(ours: np.ndarray, theirs: np.ndarray, error: float, their_error: float) -> str:
+    """How two leaves differ by more than rounding allows, of which the second is off by that much."""
     if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
         return f"{ours.dtype}{ours.shape} instead of {theirs.dtype}{theirs.shape}"
     if ours.dtype.name not in EPSILON:
         return "" if np.array_equal(ours, theirs) else f"{(ours != theirs).sum()} of {ours.size} integers differ"
-    exact, error = allowed
     epsilon = EPSILON[ours.dtype.name]
     ours, theirs = ours.astype(np.float64), theirs.astype(np.float64)
     finite = np.isfinite(theirs)
@@ -115,13 +126,9 @@ def _difference(ours: np.ndarray, theirs: np.ndarray, allowed: tuple[np.ndarray,
     scale = np.max(np.abs(theirs[finite]), initial=0.0)
     limit = SAFETY * error + 4 * epsilon * scale + 1e-30
     # Where jit is further from the truth than that, no more is asked of us.
-    limit = max(limit, 2 * _distance(theirs, exact))
+    limit = max(limit, 2 * their_error)
     off = np.max(np.abs(ours[finite] - theirs[finite]), initial=0.0)
-    return (
-        ""
-        if off <= limit
-        else f"off by {off:.2e}, {limit:.2e} allowed, of {scale:.2e}, jit by {_distance(theirs, exact):.2e}"
-    )
+    return "" if off <= limit else f"off by {off:.2e}, {limit:.2e} allowed, of {scale:.2e}, jit by {their_error:.2e}"
 
 
 def main() -> int:

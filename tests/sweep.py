@@ -151,7 +151,7 @@ def _compile_random(
 
 def check_faithful(compiled: autopar.CompiledStep) -> None:
     """The traced per-device program communicates exactly what the plan lists."""
-    sharded = compiled.plan.origin.sharded
+    sharded = compiled.plan.origin.pipeline.stages[0].sharded
     mesh = next(iter(jax.tree.leaves(compiled.in_shardings))).mesh
     avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var, _ in sharded.body.inputs]
     emitted = Counter(emitted_collectives(open_jaxpr(jax.make_jaxpr(global_program(sharded.body, mesh))(*avals))[0]))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 
 import jax
@@ -10,6 +12,7 @@ import pytest
 
 import autopar
 from autopar.cli import main
+from autopar.verify import targets, verify
 
 MODULE = """
 import jax, jax.numpy as jnp
@@ -98,6 +101,21 @@ def test_verify(saved, tmp_path):
     assert status == 1 and out.count("not verified") == 2
 
 
+def test_verify_for_a_target(saved, monkeypatch, tmp_path):
+    words = ("verify", "a.json", STEP, ARGS, "--target=h100", "--html=found.html")
+    monkeypatch.setattr(targets, "_is_there", lambda module: False)
+    status, _, err = saved(*words)
+    assert status == 2 and "pip install 'autopar[verify]'" in err
+    here = targets.Target("this machine", tuple(jax.devices()), {})
+    monkeypatch.setattr(verify, "find_target", lambda name, cluster: here)
+    status, out, _ = saved(*words)
+    assert status == 0 and "compiled for this machine: the compiler agrees" in out
+    assert "the compiler agrees" in (tmp_path / "found.html").read_text()
+    monkeypatch.setattr(verify, "_peaks", lambda plan, programs: ((1,), (10**9,)))
+    status, out, _ = saved(*words)
+    assert status == 1 and "over the budget" in out
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
@@ -153,6 +171,19 @@ def test_alone_it_prints_help_with_examples(run):
     assert status == 0 and "autopar compare train:step" in out and "doctor" in out
     status, out, _ = run("--version")
     assert status == 0 and out.startswith(f"autopar {autopar.__version__}, JAX {jax.__version__}, Python 3.")
+
+
+def test_a_reader_that_goes_away(run, tmp_path):
+    """As `autopar plan ... | head -1`: no traceback, and what was to be saved is."""
+    saved = tmp_path / "plan.json"
+    words = [sys.executable, "-c", "import sys; from autopar.cli import main; sys.exit(main(sys.argv[1:]))"]
+    words += ["plan", STEP, ARGS, f"--save={saved}"]
+    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
+    environment = {**os.environ, "PYTHONPATH": path}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as process:
+        process.stdout.close()
+        said = process.stderr.read().decode()
+    assert process.returncode == 0 and said == "" and saved.exists()
 
 
 def test_plan_for_another_cluster(run):

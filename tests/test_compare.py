@@ -9,8 +9,8 @@ import pytest
 
 import autopar
 from autopar import Cluster, DataParallel, Device, Link, PipelineParallel, ShardParallel
-from autopar.compare.compare import least_seconds
 from autopar.errors import AutoparError, ClusterError
+from autopar.search.figures import least_seconds
 from autopar.search.method_names import method_of
 
 ROWS, WIDTH = 64, 32
@@ -43,7 +43,7 @@ def test_a_row_is_the_plan_that_would_be_run():
         devices = 2 if row.cluster == "2 toy" else 4
         method = DataParallel(zero=3) if "zero" in row.method else DataParallel()
         plan = autopar.parallelize(train_step, cluster=cluster(devices), method=method).plan(*arguments())
-        assert row.step_seconds == plan.cost.step_seconds and row.plan.choices == plan.choices
+        assert row.step_seconds == plan.cost.step_seconds and row.plan.stages[0].choices == plan.stages[0].choices
         assert row.unit == "samples" and row.rate == pytest.approx(ROWS / plan.cost.step_seconds)
         assert row.left_bytes == 1e9 - max(plan.cost.peak_bytes)
         assert row.mfu == pytest.approx(2 * 2 * ROWS * WIDTH * WIDTH / (devices * 1e9) / row.step_seconds)
@@ -172,6 +172,7 @@ def test_method_names(text, method):
         ("zero", "did you mean zero1, zero2 or zero3"),
         ("fsdpp", "did you mean fsdp"),
         ("pipeline", "did you mean PipelineParallel(num_stages=...)"),
+        ("PipelineParalel", "did you mean PipelineParallel(...)"),
         ("megatron", "did you mean ThreeD(data=..., tensor=..., pipeline=...)"),
         ("DataParallel(zero=9)", "no such stage"),
         ("DataParallel(stage=3)", "unexpected keyword argument 'stage'"),

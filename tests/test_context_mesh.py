@@ -56,7 +56,7 @@ def check(step, state=None):
 
 def spec_of_hidden(step):
     """How the plan's program makes the value that the constraint names."""
-    for instruction in step.latest().plan.origin.sharded.body.instructions:
+    for instruction in step.latest().plan.origin.pipeline.stages[0].sharded.body.instructions:
         eqn = getattr(instruction, "eqn", None)
         if eqn is not None and eqn.primitive.name == "sharding_constraint":
             return instruction.strategy.results[0].partition_spec()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from tests.patience import PATIENCE_SECONDS
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
+FRAMEWORKS = ("digits_cnn", "equinox_vit", "flax_nnx_transformer", "haiku_mlp", "keras_digits")
 
 
 def run_example(name: str, folder: Path, num_steps: int) -> str:
@@ -36,17 +38,25 @@ def test_train_gpt(tmp_path):
     )
 
 
-@pytest.mark.parametrize("name", ["digits_cnn", "flax_nnx_transformer", "equinox_vit"])
+@pytest.mark.parametrize("name", FRAMEWORKS)
 def test_example(name, tmp_path):
+    if name.startswith("keras"):
+        if importlib.util.find_spec("keras") is None:
+            pytest.skip("Keras is not installed: pip install keras")
     printed = run_example(name, tmp_path, 8)
     losses = [float(line.split()[3]) for line in printed.splitlines() if line.startswith("step ")]
     assert len(losses) == 2 and losses[1] < losses[0]
 
 
+def test_generate(tmp_path):
+    """The script itself asserts that the tokens are those of one device."""
+    assert "each the same as on one device" in run_example("generate", tmp_path, 3)
+
+
 def test_examples_are_short_and_all_run():
     """Under 150 lines each, and none that the tests above leave out."""
     sources = {path.stem: path.read_text() for path in EXAMPLES.glob("*.py")}
-    assert set(sources) == {"train_gpt", "digits_cnn", "flax_nnx_transformer", "equinox_vit"}
+    assert set(sources) == {"train_gpt", "generate", *FRAMEWORKS}
     for name, source in sources.items():
         assert source.count("\n") < 150, name
         assert "@autopar.parallelize" in source, name

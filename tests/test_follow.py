@@ -285,14 +285,13 @@ def test_measured_timeline():
     (state, loss), timeline = compiled.measure(init(), BATCH)
     np.testing.assert_allclose(loss, jax.jit(step)(init(), BATCH)[1], rtol=1e-5)
     planned = compiled.plan.timeline()
-    assert type(timeline) is type(planned) and len(timeline.events) == len(planned.events)
+    assert isinstance(timeline, type(planned)) and len(timeline.events) == len(planned.events)
     assert {e.name for e in timeline.events} == {e.name for e in planned.events}
     assert all(e.end >= e.start >= 0 for e in timeline.events)
     events = [e for e in json.loads(timeline.json())["traceEvents"] if e["ph"] == "X"]
     assert events and all({"kind", "stage", "microbatch", "mesh"} == set(e["args"]) for e in events)
     whole = parallel(autopar.ShardParallel((8,))).compile(init(), BATCH)
-    with pytest.raises(PipelineError, match="no timeline"):
-        whole.measure(init(), BATCH)
+    assert not whole.measure(init(), BATCH, steps=1)[1].events, "one program is no timeline"
 
 
 def test_live_bytes_stay_below_the_predicted_peak():

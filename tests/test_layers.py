@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).parent.parent / "autopar"
 
 # Left to right: a layer imports itself and what stands before it.
 LAYERS = (
-    ("errors", "options", "_jax", "debug", "markup"),
+    ("errors", "options", "_jax", "debug", "markup", "entry"),
     ("ir",),
     ("mesh",),
     ("cost",),
@@ -25,6 +25,7 @@ LAYERS = (
     ("search",),
     ("partition",),
     ("runtime",),
+    ("verify", "calibrate"),
     ("frameworks",),
     ("compiled", "create", "api", "follow"),
     ("adapters",),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -45,8 +46,10 @@ called.plan("a", 1).cots  # wrong
 WRONG = [number for number, line in enumerate(SOURCE.splitlines(), 1) if line.endswith("# wrong")]
 
 
-def needs(tool: str) -> pytest.MarkDecorator:
-    return pytest.mark.skipif(importlib.util.find_spec(tool) is None, reason=f"{tool} is not installed")
+def needs(tool: str, program: str = sys.executable) -> pytest.MarkDecorator:
+    missing = tool if importlib.util.find_spec(tool) is None else program
+    found = missing != tool and shutil.which(program) is not None
+    return pytest.mark.skipif(not found, reason=f"{missing} is not installed")
 
 
 CONFIG = """
@@ -76,7 +79,7 @@ def test_mypy(tmp_path):
     assert sorted(set(found)) == WRONG, said
 
 
-@needs("pyright")
+@needs("pyright", program="node")  # without it, pyright would fetch one from a network
 def test_pyright(tmp_path):
     said = check("pyright", tmp_path, "--outputjson")
     errors = [d for d in json.loads(said)["generalDiagnostics"] if d["severity"] == "error"]

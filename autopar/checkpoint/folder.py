@@ -13,15 +13,17 @@ import operator
 import os
 import re
 import shutil
+import time
 import uuid
 from pathlib import Path
 from typing import Any
 
 from autopar.checkpoint.manifest import NOTE, Manifest, damage, read_manifest, sync_folder
-from autopar.checkpoint.owner import claim, this_process
+from autopar.checkpoint.owner import claim, this_process, writing_in
 from autopar.errors import CheckpointError
 
 _UNFINISHED = ".autopar-"
+_LATE_SECONDS = 2.0
 _OPEN: list[Path] = []
 """Workplaces of this process. State of the module, as the directories are."""
 
@@ -70,7 +72,9 @@ def step_number(step: Any) -> int:
     if number < 0:
         raise CheckpointError(
             "a checkpoint is named by the number of its step.",
-            given=f"step={step!r}",
+            given=f"step={step!r}"
+            if isinstance(step, str | float | int)
+            else f"step=..., of type {type(step).__name__}",
             wrong="it is no whole number, 0 or more.",
             do="pass such a number, or leave it out: one more than the newest to save, the newest whole one to restore.",
             path="",
@@ -91,28 +95,27 @@ def open_workplace(directory: str | os.PathLike) -> Path:
     """
     claim(directory)
     root = Path(directory).absolute()
-    try:
+    with writing_in(root):
         _remove_abandoned(root)
         own = this_process()
         place = root / f"{_UNFINISHED}{own.host}-{own.pid}-{uuid.uuid4().hex[:16]}"
         _OPEN.append(place)
         place.mkdir()
-    except OSError as error:
-        raise CheckpointError(
-            "checkpoints cannot be written here.",
-            given=str(root),
-            wrong=f"{error}.",
-            do="pass a directory that this process may write to.",
-            path=str(root),
-        ) from error
     return place
 
 
 def close_workplace(place: Path) -> None:
-    """Remove it with all that is in it. What comes up again, of one who was still writing, the next save removes."""
+    """Remove it with all that is in it, also what comes up meanwhile, of one who was still writing.
+
+    What comes up later than `_LATE_SECONDS` the next save removes.
+    """
     if place in _OPEN:
         _OPEN.remove(place)
+    until = time.monotonic() + _LATE_SECONDS
     shutil.rmtree(place, ignore_errors=True)
+    while place.exists() and time.monotonic() < until:
+        time.sleep(0.01)
+        shutil.rmtree(place, ignore_errors=True)
 
 
 def commit(workplace: Path, folder: Path) -> None:

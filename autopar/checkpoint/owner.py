@@ -77,7 +77,7 @@ def claim(directory: str | os.PathLike) -> None:
     root, own = Path(directory).absolute(), this_process()
     mark = root / own.mark
     with _ONE_AT_A_TIME:
-        try:
+        with writing_in(root):
             if mark in _BEATS.marks and mark.exists():
                 return
             root.mkdir(parents=True, exist_ok=True)
@@ -87,15 +87,26 @@ def claim(directory: str | os.PathLike) -> None:
             except BaseException:
                 mark.unlink(missing_ok=True)
                 raise
-        except OSError as error:
-            raise CheckpointError(
-                "checkpoints cannot be written here.",
-                given=str(root),
-                wrong=f"{error}.",
-                do="pass a directory that this process may write to.",
-                path=str(root),
-            ) from error
         _BEATS.add(mark)
+
+
+@contextlib.contextmanager
+def writing_in(root: Path) -> Iterator[None]:
+    """What the system says where it does not let this process write, as an error of ours.
+
+    Raises:
+        CheckpointError: In the place of an `OSError`.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            "checkpoints cannot be written here.",
+            given=str(root),
+            wrong=f"{error}.",
+            do="pass a directory that this process may write to.",
+            path=str(root),
+        ) from error
 
 
 def release(directory: str | os.PathLike) -> None:

@@ -94,8 +94,9 @@ def places_by_plan(like: Any, step: CompiledStep | ParallelStep) -> list[Place]:
             path="",
         )
     found = _argument(like, compiled)
-    if found is None and isinstance(like, tuple | list):
-        each = [_argument(part, compiled) for part in like]
+    if found is None and isinstance(like, tuple | list | dict):
+        parts = jax.tree.leaves(like, is_leaf=lambda part: part is not like)  # of a dict in the order of its leaves
+        each = [_argument(part, compiled) for part in parts]
         found = None if any(e is None for e in each) else [k for e in each for k in e or ()]
     if found is None:
         raise CheckpointError(

@@ -10,6 +10,7 @@ Method: the checkpoint is verified file by file, its leaves are compared with th
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -54,8 +55,8 @@ def restore(
             NumPy's, JAX leaves with the sharding of `like`, types without one on the default device. Functions are
             taken from `like`.
         step: Which checkpoint; None: the newest that is whole. Newer ones that are damaged are warned of.
-        compiled: A step whose plan says where each array belongs; `like` is then one of its arguments, or a tuple or
-            list of several.
+        compiled: A step whose plan says where each array belongs; `like` is then one of its arguments, or a tuple,
+            list or dict of several.
         partial: `like` may be a part of what was saved: the parameters of a train state.
 
     Returns:
@@ -97,6 +98,7 @@ def read_state(
     for k, kind in zip(positions, kinds, strict=True):
         request[k] = None if k in remote else _request(kind, places[k])
     asked_for = _without_empty_nodes(plain_containers(like).unflatten(request))
+    _check_lengths(asked_for, (), _lengths(manifest.leaves))
     read = [k for k, wish in enumerate(request) if wish is not None]
     found = dict(zip(read, jax.tree.leaves(storage.read(folder, asked_for)), strict=True))
     for k, kind, (_, _, asked) in zip(positions, kinds, wanted, strict=True):
@@ -111,6 +113,36 @@ def _without_empty_nodes(tree: Any) -> Any:
         return not isinstance(value, dict | list | tuple) and not jax.tree.leaves(value)
 
     return jax.tree.map(lambda value: None if is_empty(value) else value, tree, is_leaf=is_empty)
+
+
+def _lengths(saved: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], int]:
+    """For each node that may be a sequence, how many children were saved."""
+    lengths: dict[tuple[str, ...], int] = {}
+    for path in saved:
+        for at, name in enumerate(path):
+            if name.isdecimal():
+                lengths[path[:at]] = max(lengths.get(path[:at], 0), int(name) + 1)
+    return lengths
+
+
+def _check_lengths(tree: Any, path: tuple[str, ...], lengths: Mapping[tuple[str, ...], int]) -> None:
+    """A tuple or list comes back whole: orbax reads a part of a dict, and not of these.
+
+    Raises:
+        CheckpointError: Of one only some children are asked for.
+    """
+    if isinstance(tree, list | tuple) and tree and len(tree) < lengths.get(path, 0):
+        raise CheckpointError(
+            "of a tuple or list a part cannot be read by itself.",
+            given=f"`like` with {len(tree)} of the {lengths[path]} children of {'/'.join(path) or 'the saved state'}",
+            wrong="they have no names, so orbax compares how many there are.",
+            do='save a dict, {"params": params, "optimizer": opt_state}, and ask for {"params": ...}; '
+            "or ask for the whole with types (jax.eval_shape) and drop the rest.",
+            path="/".join(path),
+        )
+    children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
+    for name, child in children:
+        _check_lengths(child, (*path, str(name)), lengths)
 
 
 def find_checkpoint(directory: str | os.PathLike, step: int | None = None) -> Manifest:

@@ -2,8 +2,8 @@
 
 In:     a step, its arguments or their types; clusters, methods, prices.
 Out:    `Comparison`: a row for each cluster and method, the quickest first; what cannot be planned says why.
-Method: each is planned as it would be to run it. The share of the peak that is used (MFU) counts what the traced step
-        multiplies, what it says itself to compute again included, at each dtype's peak; Chowdhery et al., "PaLM", 2022.
+Method: each is planned as it would be to run it; the figures are those of the plans (`Cost`). Prices and watts that are
+        given here come before what clusters and devices state.
 """
 
 from __future__ import annotations
@@ -15,20 +15,15 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from autopar._jax import JaxprEqn
 from autopar.api import ParallelStep, parallelize
 from autopar.compare.page import comparison_html, comparison_text
 from autopar.compare.prices import Price, read_prices
 from autopar.compare.row import Row
 from autopar.errors import AutoparError, ClusterError
-from autopar.fit.values import amount_of
-from autopar.intra_op.kernels import is_contraction
-from autopar.ir.program import Program
-from autopar.ir.region import bodies_of, is_region, trip_count
-from autopar.ir.rules import rule_for
 from autopar.mesh import Cluster
 from autopar.report.html import whole_file
 from autopar.report.show import write_page
+from autopar.search.figures import sum_stated
 from autopar.search.method_names import method_of
 from autopar.search.methods import Method, method_text
 
@@ -133,32 +128,16 @@ def _row(
         plan = step.plan(*args)
     except AutoparError as error:
         return Row(name, method, None, error.summary.rstrip(".") + (f": {error.wrong}" if error.wrong else ""))
-    program, roles = plan.origin.program, plan.origin.roles
-    amount, unit = amount_of([program.in_avals[k] for k in roles.batch])
-    mfu = least_seconds(program, cluster) / plan.cost.step_seconds
     groups = cluster.groups or (cluster,)
-    known = [(g.num_devices, stated.get(g.device.name, Price())) for g in groups]
-    per_hour = [None if price.per_hour is None else n * price.per_hour for n, price in known]
-    watts = [None if price.watts is None else n * price.watts for n, price in known]
-    return Row(name, method, plan, "", mfu, amount, unit, _sum(per_hour), _sum(watts))
-
-
-def least_seconds(program: Program, cluster: Cluster) -> float:
-    """A step's multiplications on all devices at once, each at the peak of its dtype, and nothing else."""
-    groups = cluster.groups or (cluster,)
-
-    def seconds(eqn: JaxprEqn) -> float:
-        if is_region(eqn):
-            return trip_count(eqn) * sum(seconds(inner) for body in bodies_of(eqn) for inner in body.eqns)
-        rule = rule_for(eqn)
-        if not is_contraction(rule):
-            return 0.0
-        dtype = eqn.outvars[0].aval.dtype
-        return rule.flops / sum(g.num_devices * g.device.flops_per_second(dtype) for g in groups)
-
-    return sum(seconds(eqn) for eqn in program.jaxpr.eqns)
-
-
-def _sum(values: Sequence[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return sum(known) if len(known) == len(values) else None
+    known = [(g, stated.get(g.device.name, Price())) for g in groups]
+    per_hour = [
+        None if hourly is None else g.num_devices * hourly
+        for g, price in known
+        for hourly in (g.price_per_hour if price.per_hour is None else price.per_hour,)
+    ]
+    watts = [
+        None if rated is None else g.num_devices * rated
+        for g, price in known
+        for rated in (g.device.watts if price.watts is None else price.watts,)
+    ]
+    return Row(name, method, plan, "", sum_stated(per_hour), sum_stated(watts))

@@ -14,7 +14,7 @@ from rich.table import Table as TextTable
 
 from autopar.compare.row import Row
 from autopar.markup import WIDTH, box, line, picture, room_for, tag, text, ticks
-from autopar.plan.words import bytes_text, seconds_text
+from autopar.plan.words import bytes_text, seconds_text, share_text
 from autopar.report.html import section, table_html, wrapped
 from autopar.report.page import Table
 from autopar.report.pictures.legend import legend
@@ -71,7 +71,7 @@ def _cells(row: Row, has_price: bool, has_watts: bool) -> tuple[str, ...]:
         row.cluster,
         row.method,
         seconds_text(cost.step_seconds),
-        f"{row.mfu:.0%}" if row.mfu >= 0.1 else f"{row.mfu:.1%}",
+        share_text(row.mfu),
         f"{row.rate:,.0f}",
         bytes_text(max(cost.peak_bytes)),
         bytes_text(row.left_bytes),

@@ -21,9 +21,6 @@ class Row:
         method: In words.
         plan: None: there is none.
         problem: Why there is none, one line.
-        mfu: Share of the devices' peak that is used, 0 to 1.
-        amount: What one step learns from: so many of `unit`.
-        unit: `"tokens"` or `"samples"`.
         price_per_hour: Of all devices; None: not stated.
         watts: Of all devices; None: not stated.
     """
@@ -32,9 +29,6 @@ class Row:
     method: str
     plan: Plan | None
     problem: str = ""
-    mfu: float = 0.0
-    amount: int = 0
-    unit: str = "samples"
     price_per_hour: float | None = None
     watts: float | None = None
 
@@ -44,6 +38,21 @@ class Row:
         return math.inf if self.plan is None else self.plan.cost.step_seconds
 
     @property
+    def mfu(self) -> float:
+        """Share of the devices' peak that the step's own multiplications take, 0 to 1."""
+        return 0.0 if self.plan is None else self.plan.cost.mfu
+
+    @property
+    def amount(self) -> int:
+        """What one step learns from: so many of `unit`."""
+        return 0 if self.plan is None else self.plan.cost.figures.amount
+
+    @property
+    def unit(self) -> str:
+        """`"tokens"` or `"samples"`."""
+        return "samples" if self.plan is None else self.plan.cost.figures.unit
+
+    @property
     def exposed_seconds(self) -> float:
         """Part of the step in which devices wait for collectives."""
         return 0.0 if self.plan is None else self.plan.cost.exposed_communication_seconds
@@ -51,7 +60,7 @@ class Row:
     @property
     def rate(self) -> float:
         """Units per second."""
-        return 0.0 if self.plan is None else self.amount / self.step_seconds
+        return 0.0 if self.plan is None else self.plan.cost.rate
 
     @property
     def left_bytes(self) -> float:

@@ -82,6 +82,20 @@ def switch_all_reduce_seconds(num_bytes: float, link: Link) -> float:
     return 2 * link.latency_seconds + num_bytes / link.switch_bytes_per_second
 
 
+def shared_memory_seconds(kind: str, num_bytes: float, group_size: int, link: Link) -> float:
+    """Time of one collective among devices that share memory: a latency for each that takes part, then copies.
+
+    All devices copy at once, each at the link's rate, whatever the size of the group.
+    """
+    return link.latency_seconds * group_size + _PASSES[kind] * num_bytes / link.bytes_per_second
+
+
+_PASSES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 2.0, "collective-permute": 2.0}
+"""How often a device's bytes (as `collective_seconds` counts them) pass through memory: what all-gather writes and
+reduce-scatter reads, once; what an all-reduce reads and then writes, and what others read in one place and write in another,
+twice. So XLA's CPU collectives were measured."""
+
+
 def collective_permute_seconds(num_bytes: float, group_size: int, link: Link) -> float:
     """Time of one permute: every device sends its operand of `num_bytes` to one other."""
     return link.latency_seconds + num_bytes / link.bytes_per_second if group_size > 1 else 0.0
@@ -109,6 +123,10 @@ def _lines(kind: str, axes: tuple[str, ...], mesh: LogicalMesh) -> tuple[_Line, 
     groups = [(mesh.size_of(axis), mesh.link_of(axis)) for axis in axes if mesh.size_of(axis) > 1]
     if not groups:
         return ()
+    if all(link.shared_memory for _, link in groups):
+        size, link = math.prod(size for size, _ in groups), groups[0][1]
+        fixed = shared_memory_seconds(kind, 0.0, size, link)
+        return ((fixed, shared_memory_seconds(kind, 1.0, size, link) - fixed),)
     launch = max(link.latency_seconds for _, link in groups)
     found = [
         (launch + fixed, rate)

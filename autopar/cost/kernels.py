@@ -35,6 +35,7 @@ class Product:
         dtypes: Names of the operands' element types.
         highest: Whether all digits of float32 are asked for.
         work: FLOPs of one multiplication with its addition; complex ones have more.
+        is_convolution: Whether it is the implicit product of one.
     """
 
     count: int
@@ -45,6 +46,7 @@ class Product:
     dtypes: tuple[str, ...]
     highest: bool = False
     work: float = 2.0
+    is_convolution: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,8 @@ def product_seconds(kernel: Product, device: Device) -> float:
     """Time to multiply, the operands at hand: waves of tiles, on the tile that is best for this shape."""
     reached = device.achieved
     rate = device.product_flops_per_second(kernel.dtypes, kernel.highest) * reached.product
+    if kernel.is_convolution:
+        rate *= reached.convolution
     if not reached.cores:
         return kernel.work * kernel.count * kernel.rows * kernel.columns * kernel.depth / rate
     largest = reached.balance * (1 / reached.tile[0] + 1 / reached.tile[1]) / 2

@@ -34,7 +34,7 @@ def placed_for(step: Any, last: Any) -> Callable[[Any], Any]:
     if not arguments or arguments[-1] != tree:
         return lambda batch: batch
     first, stop = argument_slices(program)[len(arguments) - 1]
-    if any(compiled.plan.origin.roles.donated[first:stop]):  # what is put there may share memory with the user's own
+    if any(compiled.plan.attached.roles.donated[first:stop]):  # what is put there may share memory with the user's own
         return lambda batch: batch
     shardings = jax.tree.leaves(compiled.in_shardings, is_leaf=lambda sharding: sharding is None)[first:stop]
     types = [_type_of(leaf) for leaf in jax.tree.leaves(last)]

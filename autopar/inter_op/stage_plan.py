@@ -19,8 +19,7 @@ import numpy as np
 
 from autopar._jax import Literal, Var
 from autopar.cost import collective_seconds
-from autopar.inter_op.stage_program import StageProgram
-from autopar.inter_op.stage_tasks import Slot, Task
+from autopar.inter_op.stage import Slot, StageProgram, Task
 from autopar.intra_op.batch import batch_factors
 from autopar.intra_op.costs import OperationSeconds, held_values
 from autopar.intra_op.graph import Graph, stacked
@@ -170,7 +169,6 @@ def plan_stage(
         if restrict is not None:
             restrict(graph, allowed)
 
-    donated = [k in program.aliases.values() for k in range(len(program.jaxpr.invars))]
     # Of what is received and sent one microbatch is there at a time; what waits is known with the schedule.
     uncounted = {program.jaxpr.invars[k] for k in program.received}.union(program.scan.sent if program.scan else ())
     if all_again:
@@ -183,7 +181,7 @@ def plan_stage(
         device,
         options,
         all_restrictions,
-        donated,
+        program.donated,
         dict(program.batch),
         gap=gap,
         elsewhere=uncounted,
@@ -224,7 +222,7 @@ class _Lowering:
         self.input_at = {var: k for k, var in enumerate(program.jaxpr.invars)}
         self.made_by = {var: t.kind for t in program.tasks for eqn in t.jaxpr.eqns for var in eqn.outvars}
         self.operations = OperationSeconds(self.graph, self.choices, device)
-        self.overlap = device.achieved.overlap
+        self.achieved = device.achieved
 
     def chosen(self, node: int) -> Sharding:
         return self.graph.nodes[node].shardings[self.choices[node]]
@@ -293,17 +291,18 @@ class _Lowering:
         collectives = tuple(collectives_of(body, self.mesh))
         communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, self.mesh) for c in collectives)
         liveness = measure_liveness(body, self.mesh, self.stored)
-        lanes = run_lanes(body, self.operations.of, self.mesh, self.overlap)
+        lanes = run_lanes(body, self.operations.of, self.mesh, self.achieved.overlap)
+        own_bytes = max(0, liveness.peak_bytes - liveness.argument_bytes)
         return TaskPlan(
             task,
             body,
             inputs,
             outputs,
-            lanes.seconds,
+            lanes.seconds + self.achieved.program_seconds(own_bytes),
             communication,
             lanes.exposed,
             self.batchless(body),
-            max(0, liveness.peak_bytes - liveness.argument_bytes),
+            own_bytes,
             collectives,
         )
 

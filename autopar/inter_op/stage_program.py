@@ -12,65 +12,18 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr, new_var
+from autopar._jax import JaxprEqn, Literal, Var, make_jaxpr, new_var
 from autopar.inter_op.residuals import CHEAP
-from autopar.inter_op.stage_tasks import StageParts, Task, stage_tasks
+from autopar.inter_op.stage import Dims, StageProgram
+from autopar.inter_op.stage_tasks import stage_tasks
 from autopar.inter_op.tasks import Tasks
 from autopar.ir.dataflow import inputs_of, variables
 from autopar.ir.region import bodies_of
 from autopar.ir.rewrite.fission import merge_conditions
 from autopar.ir.split.accumulate import AccumulatingScan, accumulating_scan, stack_type
 from autopar.ir.split.microbatch import Result
-
-Dims = frozenset[int]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StageProgram:
-    """Everything one stage does.
-
-    Attributes:
-        stage: Its number.
-        count: Number of microbatches.
-        jaxpr: The joint program.
-        scan: Its loop; None if no microbatch passes here.
-        sent: Values of the loop that other stages read, in order.
-        arguments: Invars that are arguments of the step, by position.
-        stacks: Invars that are batch arguments in pieces: position -> (argument, variable in the loop).
-        received: Invars that hold what other stages send per microbatch: position -> variable in the loop.
-        aliases: Output position -> position of the argument whose new value it is.
-        outputs: Output position -> position among the step's results, for those that are.
-        batch: Dims of inputs that run over samples.
-        parts: What it is made of.
-        tasks: In order of a step.
-        anew: Values that the tasks of both passes have, or make, for themselves.
-        twice: Equations, by identity, that both passes run.
-    """
-
-    stage: int
-    count: int
-    jaxpr: Jaxpr
-    scan: AccumulatingScan | None
-    sent: tuple[Var, ...]
-    arguments: Mapping[int, Var]
-    stacks: Mapping[int, tuple[Var, Var]]
-    received: Mapping[int, Var]
-    aliases: Mapping[int, int]
-    outputs: Mapping[int, int]
-    batch: Mapping[int, Dims]
-    parts: StageParts
-    tasks: tuple[Task, ...]
-    anew: frozenset[Var]
-    twice: frozenset[int]
-
-    @property
-    def stacked(self) -> tuple[Var, ...]:
-        """What the scan stacks, in the order of its outputs: results in rows, then what is sent."""
-        rows = self.scan.rows if self.scan else ()
-        return (*(r.result.var for r in rows), *self.sent)
 
 
 def stage_program(
@@ -89,7 +42,7 @@ def stage_program(
 
 def with_tasks(program: StageProgram, tasks: Tasks) -> StageProgram:
     """The same joint program, and of it the tasks as they are when the stage runs more or less again."""
-    return dataclasses.replace(program, tasks=stage_tasks(tasks, program.stage, program.parts))
+    return dataclasses.replace(program, tasks=stage_tasks(tasks, program))
 
 
 class _Builder:
@@ -120,8 +73,8 @@ class _Builder:
         leaving = [v for v in self.leaving(made) if v not in atoms]
         invars = [*arguments, *self.stacks.values(), *arrived]
         at = {var: k for k, var in enumerate(invars)}
-        parts = StageParts(arguments, scan, self.sent, rounds, atoms, leaving)
-        return StageProgram(
+        aliases = self.aliases(outputs, at)
+        program = StageProgram(
             self.stage,
             self.count,
             make_jaxpr(invars, [*atoms, *leaving, *(scan.sent if scan else ())], eqns),
@@ -130,18 +83,20 @@ class _Builder:
             dict(enumerate(arguments)),
             {at[stack]: (self.piece_of[v], v) for v, stack in self.stacks.items() if v in self.piece_of},
             {at[stack]: v for v, stack in self.stacks.items() if v not in self.piece_of},
-            self.aliases(outputs, at),
+            aliases,
+            tuple(k in aliases.values() for k in range(len(invars))),
             dict(enumerate(outputs)),
             {
                 at[stack]: frozenset(d + 1 for d in dims)
                 for v, stack in self.stacks.items()
                 if (dims := self.batch_dims(v))
             },
-            parts,
-            stage_tasks(self.tasks, self.stage, parts),
+            tuple(map(tuple, rounds)),
+            (),
             frozenset((*self.entering(scan), *(var for eqn in self.twice() for var in eqn.outvars))),
             frozenset(map(id, self.twice())),
         )
+        return with_tasks(program, self.tasks)
 
     def entering(self, scan: AccumulatingScan | None) -> Sequence[Var]:
         """What enters the loop."""

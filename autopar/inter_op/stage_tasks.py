@@ -1,138 +1,64 @@
 """The tasks of one stage: the parts of its program that are run one by one, over the same equations and variables.
 
-In:     what a stage's program is made of (`stage_program.py`).
+In:     the step cut into stages, the program of one of them.
 Out:    `Task`s in the order of a step: before the loop, forward, backward, weight gradients, rounds of the update.
 Method: a result of the loop is added up by the task that makes a microbatch's part of it.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr
+from autopar._jax import JaxprEqn, Literal, Var, make_jaxpr
+from autopar.inter_op.stage import Slot, StageProgram, Task, TaskKind
 from autopar.inter_op.tasks import Tasks
 from autopar.ir.dataflow import inputs_of, variables
-from autopar.ir.split.accumulate import AccumulatingScan
 from autopar.ir.split.microbatch import Result
-from autopar.ir.split.placement import Placement
 
 
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """One operand or result of a task.
-
-    Attributes:
-        kind: `"argument"`: of the step; `"value"`: made before the loop or by the update; `"const"`: what every
-            microbatch reads, prepared once per step; `"piece"`: the microbatch's part of a batch argument; `"number"`:
-            that of the microbatch; `"loop"`: made once per microbatch; `"sum"`: added up over the microbatches;
-            `"rows"`: stacked over them.
-        key: The variable that names it to all tasks.
-        var: The variable in the task's own program; of what begins empty, None.
-        placement: Of sums and rows: how the microbatches' parts make the whole.
-    """
-
-    kind: str
-    key: Var
-    var: Any
-    placement: Placement | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Task:
-    """A part of a stage's program that is run at once.
-
-    Attributes:
-        kind: `"init"`, `"F"`, `"B"`, `"W"` or `"U"`.
-        stage: Its stage.
-        round: Of an update: which.
-        jaxpr: Over variables of the joint program.
-        inputs: What its invars are.
-        outputs: What its outvars are.
-        gates: As of `Backward`.
-    """
-
-    kind: str
-    stage: int
-    round: int
-    jaxpr: Jaxpr
-    inputs: tuple[Slot, ...]
-    outputs: tuple[Slot, ...]
-    gates: Mapping[int, tuple[Var, ...]] = field(default_factory=dict)
-
-    @property
-    def is_in_loop(self) -> bool:
-        """Whether it is run once for each microbatch, and not once for all."""
-        return self.kind in ("F", "B", "W")
-
-    @property
-    def name(self) -> str:
-        """As programs are called: "stage0/F"."""
-        return f"stage{self.stage}/{self.kind}" + (str(self.round) if self.kind == "U" and self.round else "")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class StageParts:
-    """What the program of a stage is made of.
-
-    Attributes:
-        arguments: Those of the step that live or are read here.
-        scan: The loop; None if no microbatch passes here.
-        sent: Values of the loop that other stages read.
-        rounds: The update; the first round begins with what the loop has made.
-        outputs: Results of the step that are found here.
-        leaving: Values of the update that other stages read.
-    """
-
-    arguments: Sequence[Var]
-    scan: AccumulatingScan | None
-    sent: Sequence[Var]
-    rounds: Sequence[Sequence[JaxprEqn]]
-    outputs: Sequence[Any]
-    leaving: Sequence[Var]
-
-
-def stage_tasks(tasks: Tasks, stage: int, parts: StageParts) -> tuple[Task, ...]:
+def stage_tasks(tasks: Tasks, program: StageProgram) -> tuple[Task, ...]:
     """The tasks of one stage.
 
     Args:
         tasks: The step cut into stages.
-        stage: Which.
-        parts: What the stage's program is made of.
+        program: What the stage does.
     """
-    builder = _Builder(tasks, stage, parts)
+    builder = _Builder(tasks, program)
     return (builder.before(), *builder.loop(), *builder.updates())
 
 
 class _Builder:
-    def __init__(self, tasks: Tasks, stage: int, parts: StageParts):
-        self.tasks, self.stage, self.parts = tasks, stage, parts
-        self.sums = parts.scan.sums if parts.scan else ()
-        self.rows = parts.scan.rows if parts.scan else ()
+    def __init__(self, tasks: Tasks, program: StageProgram):
+        self.tasks, self.stage, self.program = tasks, program.stage, program
+        self.arguments = list(program.arguments.values())
+        self.sums = program.scan.sums if program.scan else ()
+        self.rows = program.scan.rows if program.scan else ()
 
     def task(
-        self, kind: str, number: int, inputs: Sequence[Slot], outputs: Sequence[Slot], eqns: Sequence[JaxprEqn]
+        self, kind: TaskKind, number: int, inputs: Sequence[Slot], outputs: Sequence[Slot], eqns: Sequence[JaxprEqn]
     ) -> Task:
         jaxpr = make_jaxpr([s.var for s in inputs], [s.var for s in outputs], eqns)
         gates = self.tasks.behind[self.stage].gates.get(kind, {})
-        return Task(kind, self.stage, number, jaxpr, tuple(inputs), tuple(outputs), gates)
+        name = f"stage{self.stage}/{kind}" + (str(number) if kind == "U" and number else "")
+        return Task(kind, name, self.stage, number, jaxpr, tuple(inputs), tuple(outputs), gates)
 
     def before(self) -> Task:
         """What comes before the loop; its sums and rows begin without a program of their own."""
         eqns = self.tasks.before[self.stage]
         made = {var for eqn in eqns for var in eqn.outvars}
-        later = [a for eqns in self.parts.rounds for eqn in eqns for a in inputs_of(eqn)]
-        later += variables((*self.parts.outputs, *self.parts.leaving))
-        consts = self.parts.scan.consts if self.parts.scan else {}
+        later = [a for eqns in self.program.rounds for eqn in eqns for a in inputs_of(eqn)]
+        later += variables((*self.program.results, *self.program.leaving))
+        consts = self.program.scan.consts if self.program.scan else {}
         outputs = [Slot("const", inner, outer) for inner, outer in consts.items()]
         outputs += [Slot("value", v, v) for v in dict.fromkeys(later) if v in made]
         read = {*(a for eqn in eqns for a in inputs_of(eqn)), *(s.var for s in outputs)}
-        inputs = [Slot("argument", v, v) for v in self.parts.arguments if v in read]
+        inputs = [Slot("argument", v, v) for v in self.arguments if v in read]
         task = self.task("init", 0, inputs, outputs, eqns)
         begun = [_sum(s.result, s.before) for s in self.sums]
         begun += [_rows(r.result, None) for r in self.rows]
-        return Task(task.kind, task.stage, 0, task.jaxpr, task.inputs, (*outputs, *begun))
+        return dataclasses.replace(task, outputs=(*outputs, *begun))
 
     def loop(self) -> Iterator[Task]:
         """The tasks that are run once per microbatch."""
@@ -140,16 +66,17 @@ class _Builder:
         behind = tasks.behind[stage]
         for_weights = [a for eqn in behind.weight for a in inputs_of(eqn)]
         passed = {v: Slot("loop", copy, v) for v, copy in behind.passed.items()}
-        for kind, eqns, waiting in (
+        passes: tuple[tuple[TaskKind, Sequence[JaxprEqn], Iterable[Var]], ...] = (
             ("F", tasks.forward[stage], behind.kept.values),
             ("B", behind.eqns, for_weights),
             ("W", behind.weight, ()),
-        ):
+        )
+        for kind, eqns, waiting in passes:
             sums = [s for s in self.sums if self.kind_of(s.part) == kind]
             rows = [r for r in self.rows if self.kind_of(r.part) == kind]
             if eqns or sums or rows:
                 whole = [*eqns, *(eqn for s in sums for eqn in s.eqns)]
-                outputs = [Slot("loop", v, v) for v in self.leaving(kind, (*self.parts.sent, *waiting))]
+                outputs = [Slot("loop", v, v) for v in self.leaving(kind, (*self.program.sent, *waiting))]
                 outputs += passed.values() if kind == "B" else ()
                 outputs += [_sum(s.result, s.after) for s in sums]
                 outputs += [_rows(r.result, r.part) for r in rows]
@@ -176,15 +103,15 @@ class _Builder:
         return [known.get(v) or Slot("loop", v, v) for v in read if v not in made]
 
     def updates(self) -> Iterator[Task]:
-        rounds = self.parts.rounds
+        rounds = self.program.rounds
         made_in = {var: k for k, eqns in enumerate(rounds) for eqn in eqns for var in eqn.outvars}
-        known = {v: Slot("argument", v, v) for v in self.parts.arguments}
+        known = {v: Slot("argument", v, v) for v in self.arguments}
         known |= {s.total: _sum(s.result, s.total) for s in self.sums}
         known |= {r.stack: _rows(r.result, r.stack) for r in self.rows}
         for number, eqns in enumerate(rounds):
             if eqns:
                 read = dict.fromkeys(a for eqn in eqns for a in inputs_of(eqn) if made_in.get(a) != number)
-                wanted = dict.fromkeys(variables((*self.parts.outputs, *self.parts.leaving)))
+                wanted = dict.fromkeys(variables((*self.program.results, *self.program.leaving)))
                 wanted |= dict.fromkeys(a for after in rounds[number + 1 :] for eqn in after for a in inputs_of(eqn))
                 inputs = [known.get(v) or Slot("value", v, v) for v in read]
                 outputs = [Slot("value", v, v) for v in wanted if made_in.get(v) == number]

@@ -17,22 +17,24 @@ from scipy.sparse import csr_array
 
 from autopar.intra_op.problem import Problem
 
-_CHUNK = 2_000_000
-"""Entries of a sum of tables and messages that are computed at once: 16 MB."""
+_CHUNK = 200_000
+"""Entries of a sum of tables and messages that are computed at once: they stay in the processor's cache."""
 
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Edges that send from one level, their tables as `[edge, choice that sends, choice that hears]`.
+    """Edges that send from one level, their tables as `[choice that sends, edge, choice that hears]`: the least over the
+    choices that send is then taken of long rows.
 
     Attributes:
         tables: Padded; pads are forbidden.
         senders: Nodes that send.
         listeners: Nodes that hear.
-        sending: Position of each choice that sends within its level.
+        sending: Position of each choice that sends within its level, `[choice, edge]`.
         back: Of each, position of the message that came the other way.
-        ahead: Position of the message to be sent, by choice that hears.
-        entries: Of each choice that sends, and of each that hears, its position among all entries.
+        ahead: Position of the message to be sent, `[edge, choice that hears]`.
+        entries: Of each choice that sends, and of each that hears, its position among all entries, each as above.
+        chunks: Edges that are computed at once.
     """
 
     tables: np.ndarray
@@ -42,18 +44,24 @@ class Batch:
     back: np.ndarray
     ahead: np.ndarray
     entries: tuple[np.ndarray, np.ndarray]
+    chunks: list[slice] = field(init=False)
+
+    def __post_init__(self) -> None:
+        count, size = self.tables.shape[1], max(1, _CHUNK // max(1, self.tables[:, 0].size))
+        self.chunks = [slice(k, min(k + size, count)) for k in range(0, count, size)]
 
     def send(self, messages: np.ndarray, part: np.ndarray) -> float:
         """Send what the senders' share and the tables say is least, less its least entry; returns the sum of those.
 
         Args:
             messages: All messages; changed.
-            part: Of each entry of the senders' level, the share of its costs that goes to one edge.
+            part: Of each entry of the senders' level, the share of its costs that goes to one edge; 0 at the end, for pads.
         """
-        told = np.append(part, 0.0)[self.sending] - messages[self.back]
-        heard = np.empty(self.ahead.shape)
-        for rows in self._chunks():
-            heard[rows] = (self.tables[rows] + told[rows, :, None]).min(axis=1)
+        told = part[self.sending] - messages[self.back]
+        if len(self.chunks) == 1:
+            heard = (self.tables + told[:, :, None]).min(axis=0)
+        else:
+            heard = np.concatenate([(self.tables[:, k] + told[:, k, None]).min(axis=0) for k in self.chunks])
         least = heard.min(axis=1)
         messages[self.ahead] = heard - least[:, None]
         messages[-1] = 0.0
@@ -61,19 +69,17 @@ class Batch:
 
     def add_excess(self, excess: np.ndarray, messages: np.ndarray, part: np.ndarray) -> None:
         """Add to each choice at either end what the best pair with it exceeds the best pair of all."""
-        told, heard = np.append(part, 0.0)[self.sending] - messages[self.back], messages[self.ahead]
-        for rows in self._chunks():
-            pairs = self.tables[rows] + (told[rows, :, None] - heard[rows, None, :])
-            least = pairs.min(axis=(1, 2))[:, None]
-            for axis, entries in ((2, self.entries[0]), (1, self.entries[1])):
-                at = entries[rows].ravel()
-                more = (pairs.min(axis=axis) - least).ravel()
+        told, heard = part[self.sending] - messages[self.back], messages[self.ahead]
+        for k in self.chunks:
+            pairs = self.tables[:, k] + (told[:, k, None] - heard[None, k])
+            least = pairs.min(axis=(0, 2))
+            sends, hears = (
+                (self.entries[0][:, k], pairs.min(axis=2) - least),
+                (self.entries[1][k], pairs.min(axis=0) - least[:, None]),
+            )
+            for at, more in (sends, hears):
                 real = at < len(excess)
                 excess += np.bincount(at[real], more[real], len(excess))
-
-    def _chunks(self) -> list[slice]:
-        count, size = len(self.tables), max(1, _CHUNK // max(1, self.tables[0].size))
-        return [slice(k, min(k + size, count)) for k in range(0, count, size)]
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +114,13 @@ class Level:
     out: list[Batch] = field(default_factory=list)
     into: list[Batch] = field(default_factory=list)
 
+    def shared(self, total: np.ndarray) -> np.ndarray:
+        """What each entry hands to one edge of its costs; 0 at the end, for pads."""
+        part = np.empty(len(total) + 1)
+        np.multiply(total, self.share, out=part[:-1])
+        part[-1] = 0.0
+        return part
+
     def choose(self, choices: np.ndarray, costs: np.ndarray, batches: Sequence[Batch]) -> None:
         """Give each node its best choice, beside what the nodes at the other end of `batches` have chosen.
 
@@ -118,10 +131,9 @@ class Level:
         """
         for batch in batches:
             taken = choices[batch.listeners]
-            beside = np.take_along_axis(batch.tables, taken[:, None, None], axis=2)[:, :, 0].ravel()
-            at = batch.sending.ravel()
-            real = at < len(costs)
-            costs += np.bincount(at[real], beside[real], len(costs))
+            beside = batch.tables[:, np.arange(len(taken)), taken]
+            real = batch.sending < len(costs)
+            costs += np.bincount(batch.sending[real], beside[real], len(costs))
         least = np.repeat(np.minimum.reduceat(costs, self.starts), self.lengths)
         best = np.flatnonzero(costs <= least)
         owner = np.searchsorted(self.starts, best, side="right") - 1
@@ -194,22 +206,23 @@ class Layout:
                 groups.setdefault(key, []).append(k)
             for (number, rows, columns), edges in groups.items():
                 level = self.levels[number]
-                made = np.full((len(edges), rows, columns), forbidden)
+                made = np.full((rows, len(edges), columns), forbidden)
                 for place, k in enumerate(edges):
                     table = tables[k] if forward else tables[k].T
-                    made[place, : table.shape[0], : table.shape[1]] = np.where(np.isfinite(table), table, forbidden)
+                    made[: table.shape[0], place, : table.shape[1]] = np.where(np.isfinite(table), table, forbidden)
                 at = np.array(edges)
                 ends_of = [(senders[at], rows), (listeners[at], columns)]
                 sending, hearing = (
                     self._places(self.first[n], self.lengths[n], w, self.num_entries) for n, w in ends_of
                 )
-                inside = np.where(sending < self.num_entries, sending - entries_start(level), len(level.costs))
+                sending = np.ascontiguousarray(sending.T)
+                came = self._places(back[at], self.lengths[senders[at]], rows, self.num_messages - 1)
                 batch = Batch(
                     made,
                     senders[at],
                     listeners[at],
-                    inside,
-                    self._places(back[at], self.lengths[senders[at]], rows, self.num_messages - 1),
+                    np.where(sending < self.num_entries, sending - entries_start(level), len(level.costs)),
+                    np.ascontiguousarray(came.T),
                     self._places(ahead[at], self.lengths[listeners[at]], columns, self.num_messages - 1),
                     (sending, hearing),
                 )

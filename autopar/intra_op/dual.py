@@ -114,7 +114,7 @@ class Ascent:
     def _forward(self) -> None:
         for level in self.layout.levels:
             if level.out:
-                part = (level.costs + level.heard @ self.messages) * level.share
+                part = level.shared(level.costs + level.heard @ self.messages)
                 for batch in level.out:
                     batch.send(self.messages, part)
 
@@ -125,7 +125,7 @@ class Ascent:
             total = level.costs + level.heard @ self.messages
             least = np.minimum.reduceat(total, level.starts)
             lower += float(least.sum())
-            part = (total - np.repeat(least, level.lengths)) * level.share
+            part = level.shared(total - np.repeat(least, level.lengths))
             for batch in level.into:
                 lower += batch.send(self.messages, part)
         return lower
@@ -140,8 +140,8 @@ class Ascent:
         excess = np.zeros(self.layout.num_entries)
         for level in self.layout.levels:
             total = level.costs + level.heard @ self.messages
-            parts[level.number] = total * level.share
-            own = total - parts[level.number] * level.num_into
+            parts[level.number] = level.shared(total)
+            own = total - parts[level.number][:-1] * level.num_into
             excess[level.entries] += own - np.repeat(np.minimum.reduceat(own, level.starts), level.lengths)
         for level in self.layout.levels:
             for batch in level.into:

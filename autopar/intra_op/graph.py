@@ -30,7 +30,7 @@ from autopar.intra_op.batch import BatchDims, Dims, between_samples, follow_batc
 from autopar.intra_op.strategies import Strategy, enumerate_strategies
 from autopar.ir.region import Binding, Region, bodies_of, is_region, region_of
 from autopar.ir.rules import ShardingRule, rule_for
-from autopar.ir.rules.linearity import may_be_partial
+from autopar.ir.rules.linearity import may_be_partial, survives_infinity
 from autopar.ir.signature import equation_signature
 from autopar.ir.source import is_backward
 from autopar.mesh import LogicalMesh, Sharding
@@ -229,7 +229,8 @@ class _Builder:
         self.graph = Graph(mesh)
         self.axis_sizes = mesh.axis_sizes
         self.lists: dict[Shardings, Shardings] = {}
-        self.rules: dict[object, tuple[ShardingRule, tuple[Strategy, ...], list[Shardings], list[Shardings]]] = {}
+        self.rules: dict[object, ShardingRule] = {}
+        self.choices: dict[object, tuple[tuple[Strategy, ...], list[Shardings], list[Shardings]]] = {}
         self.port_lists: dict[tuple[tuple[int, ...], bool], Shardings] = {}
         # Readers of each open body, innermost last: they wait until all are known, for a value with several gets a hub.
         self.pending: list[list[_Read]] = []
@@ -352,14 +353,18 @@ class _Builder:
         return self.lists.setdefault(key, key)
 
     def operation(self, eqn: JaxprEqn, place: _Place) -> None:
-        signature = equation_signature(eqn)
-        if signature not in self.rules:
-            rule = rule_for(eqn)
-            strategies = tuple(enumerate_strategies(rule, self.axis_sizes))
+        same_rule = equation_signature(eqn)
+        if same_rule not in self.rules:
+            self.rules[same_rule] = rule_for(eqn)
+        rule = self.rules[same_rule]
+        carried = self.carried(eqn, rule)
+        signature = (same_rule, carried)
+        if signature not in self.choices:
+            strategies = tuple(enumerate_strategies(rule, self.axis_sizes, carried))
             wanted = [self.shared([s.operands[k] for s in strategies]) for k in range(len(rule.operands))]
             given = [self.shared([s.results[k] for s in strategies]) for k in range(len(rule.results))]
-            self.rules[signature] = rule, strategies, wanted, given
-        rule, strategies, wanted, given = self.rules[signature]
+            self.choices[signature] = strategies, wanted, given
+        strategies, wanted, given = self.choices[signature]
         node = self.node(
             kind="op",
             name=eqn.primitive.name,
@@ -377,6 +382,15 @@ class _Builder:
                 self.pending[-1].append(_Read(atom, node, slot, wanted[slot], "b"))
         for k, var in enumerate(eqn.outvars):
             self.graph.produced[var] = Produced(node.index, given[k], k)
+
+    def carried(self, eqn: JaxprEqn, rule: ShardingRule) -> tuple[int, ...]:
+        """Linear groups that partial sums pass: those where infinity passes too; and all in products of gradients.
+
+        Products of matrices, that is: they may make much smaller what is reduced (the gradient of a weight, times a thin
+        matrix, is one of LoRA). What is done element by element does not.
+        """
+        is_large = bool(rule.summed or rule.whole) and self.graph.phases[id(eqn)] == "b"
+        return tuple(k for k, group in enumerate(rule.linear) if is_large or survives_infinity(eqn, group))
 
     # Regions
 

@@ -1,8 +1,7 @@
-"""The integer linear program of a choice problem, solved through PuLP.
+"""The integer linear program of a choice problem.
 
 In:     `Problem` (usually what `elimination.py` left), a solver's name, a time limit.
-Out:    `Solution` with an honest status: PuLP says "Optimal" also when a solver ran out of time, so the solver's own
-        bound decides.
+Out:    `Solution` with an honest status: solvers say "optimal" also when they ran out of time, so the bound decides.
 Method: one 0/1 variable per node and choice, exactly one chosen; one continuous variable per pair of choices of an
         edge whose sums over either side equal the choices (the local marginal polytope: tight on trees). Rows and
         columns of an edge's matrix that are equal share a variable. Zheng et al., "Alpa", OSDI 2022, sec. 4.2, without
@@ -11,18 +10,13 @@ Method: one 0/1 variable per node and choice, exactly one chosen; one continuous
 
 from __future__ import annotations
 
-import importlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
-import pulp
+from scipy.sparse import coo_array
 
-from autopar.errors import SolverError
+from autopar.intra_op.milp import Ended, Model, solve_model
 from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution
-from autopar.intra_op.stoppable import StoppableHiGHS
-from autopar.options import SOLVERS
 
 _TIES = 1e-7
 """Part of the cost by which choices are told apart that cost the same: less than counts as a gap."""
@@ -42,53 +36,21 @@ def solve_ilp(problem: Problem, solver: str = "highs", seconds: float = 60.0, ga
     """
     if not problem.costs:
         return Solution((), 0.0, 0.0, "optimal", "nothing to choose")
-    finite = np.concatenate(
-        [c[np.isfinite(c)] for c in problem.costs] + [m[np.isfinite(m)].ravel() for m in problem.edges.values()]
+    if not all(np.isfinite(cost).any() for cost in problem.costs):
+        return _nothing(solver)
+    largest = max(
+        float(values.max(initial=0.0, where=np.isfinite(values)))
+        for values in (*problem.costs, *problem.edges.values())
     )
     # Solvers' tolerances are absolute, about 1e-6: seconds are scaled so that the objective is about 1e5.
     about = _about(problem)
-    scale = min(1e5 / about, 1e8 / max(float(finite.max(initial=0.0)), about))
-    costs = _without_ties(problem, about)
-    model = pulp.LpProblem("sharding", pulp.LpMinimize)
-    chosen = [
-        [model.add_variable(f"x{n}_{k}", cat=pulp.LpBinary) if np.isfinite(cost[k]) else None for k in range(len(cost))]
-        for n, cost in enumerate(problem.costs)
-    ]
-    objective = [
-        (x, float(c) * scale)
-        for xs, cost in zip(chosen, costs, strict=True)
-        for x, c in zip(xs, cost, strict=True)
-        if x is not None and c
-    ]
-    for n, xs in enumerate(chosen):
-        model += _expression([(x, 1) for x in xs if x is not None]) == 1, f"one_{n}"
-    copies: list[list[tuple[Any, float]]] = [[] for _ in problem.rows]
-    edges = dict(problem.edges)
-    for row in problem.rows:
-        for u, v in row.pairs:
-            edges.setdefault((u, v), np.zeros((len(problem.costs[u]), len(problem.costs[v]))))
-    for number, ((u, v), matrix) in enumerate(sorted(edges.items())):
-        holders = [k for k, row in enumerate(problem.rows) if (u, v) in row.pairs]
-        tables = [matrix * scale, *(problem.rows[k].pairs[u, v] / _unit(problem.rows[k]) for k in holders)]
-        pairs, merged = _edge_variables(model, number, chosen[u], chosen[v], np.stack(tables, axis=-1))
-        objective += _terms(pairs, merged[..., 0])
-        for place, k in enumerate(holders, 1):
-            copies[k] += _terms(pairs, merged[..., place])
-    for number, row in enumerate(problem.rows):
-        unit = _unit(row)
-        terms = copies[number] + [
-            (x, float(b) / unit)
-            for n, bytes_of in row.bytes_of.items()
-            for x, b in zip(chosen[n], bytes_of, strict=True)
-            if x is not None and b
-        ]
-        model += _expression(terms) <= (row.budget_bytes - row.constant_bytes) / unit, f"memory_{number}"
-    model.setObjective(_expression(objective))
+    scale = min(1e5 / about, 1e8 / max(largest, about))
+    program = _Program(problem, scale, about)
+    model = program.model()
     # Where nothing may be left, not even ties are.
-    left = gap / 2 if gap > PROVED else 0.0
-    ended = _ended(model, model.solve(make_solver(solver, seconds, left)))
-    size = f"{solver} on {len(problem.costs)} nodes, {model.numVariables()} variables, {model.numConstraints()} rows"
-    return _read_solution(problem, chosen, ended, size, scale, gap)
+    ended = solve_model(model, solver, seconds, gap / 2 if gap > PROVED else 0.0)
+    size = f"{solver} on {len(problem.costs)} nodes, {len(model.costs)} variables, {len(model.lower)} rows"
+    return _read_solution(problem, program, ended, size, scale, gap)
 
 
 def _about(problem: Problem) -> float:
@@ -110,95 +72,128 @@ def _without_ties(problem: Problem, about: float) -> list[np.ndarray]:
     return [cost + step * random.random(len(cost)) for cost in problem.costs]
 
 
-def _expression(terms: Sequence[tuple[Any, float]]) -> pulp.LpAffineExpression:
-    """Sum of (variable, factor), as PuLP 3 and 4 each want it made."""
-    make = getattr(pulp.LpAffineExpression, "from_list", pulp.LpAffineExpression)
-    return make(terms)
+@dataclass(slots=True)
+class _Rows:
+    """Rows of a sparse matrix while they are being collected: `(row, column, value)` in pieces, bounds of each row."""
+
+    count: int = 0
+    rows: list[np.ndarray] = field(default_factory=list)
+    columns: list[np.ndarray] = field(default_factory=list)
+    values: list[np.ndarray] = field(default_factory=list)
+    upper: list[np.ndarray] = field(default_factory=list)
+    lower: list[np.ndarray] = field(default_factory=list)
+
+    def put(self, rows: np.ndarray, columns: np.ndarray, values: np.ndarray | float) -> None:
+        """Entries of the rows that are added next; `rows` counts from the first of them."""
+        self.rows.append(self.count + rows)
+        self.columns.append(columns)
+        self.values.append(np.broadcast_to(np.asarray(values, np.float64), columns.shape))
+
+    def close(self, lower: np.ndarray, upper: np.ndarray) -> None:
+        """The rows that were put are done; their bounds."""
+        self.lower.append(lower)
+        self.upper.append(upper)
+        self.count += len(lower)
 
 
-def make_solver(name: str, seconds: float, gap: float) -> Any:
-    """The PuLP solver: one thread, fixed seed.
+class _Program:
+    """The columns and rows of a choice problem.
 
-    Raises:
-        SolverError: The name is not known, or the solver is not installed.
+    Attributes:
+        column_of: Of each node, the column of each of its choices; -1: forbidden.
     """
-    match name:
-        case "highs":
-            # HiGHS looks for symmetry by the clock: on a busy machine ties would end otherwise.
-            calm = {"random_seed": 0, "parallel": "off", "mip_detect_symmetry": False}
-            solver = StoppableHiGHS(msg=False, timeLimit=seconds, gapRel=gap, threads=1, **calm)
-        case "cbc":
-            solver = _cbc(msg=False, timeLimit=seconds, gapRel=gap, threads=1, options=["randomSeed 1"])
-        case _:
-            raise SolverError(
-                "unknown solver.",
-                given=f"solver={name!r}",
-                wrong=f"autopar knows {', '.join(map(repr, SOLVERS))}.",
-                do="name one of them.",
-                solver=name,
-            )
-    if not solver.available():
-        raise SolverError(
-            f"solver {name!r} is not installed.",
-            given=f"solver={name!r}",
-            wrong="PuLP does not find it.",
-            do='pip install "pulp[cbc,highs]", or name another solver.',
-            solver=name,
+
+    def __init__(self, problem: Problem, scale: float, about: float):
+        self.problem = problem
+        lengths = [len(cost) for cost in problem.costs]
+        costs = np.concatenate(_without_ties(problem, about))
+        allowed = np.isfinite(costs)
+        columns = np.where(allowed, np.cumsum(allowed) - 1, -1)
+        self.column_of = np.split(columns, np.cumsum(lengths)[:-1])
+        self.num_binary = int(allowed.sum())
+        self.count = self.num_binary
+        self.costs = [costs[allowed] * scale]
+        self.rows = _Rows()
+        nodes = np.repeat(np.arange(len(lengths)), lengths)
+        self.rows.put(nodes[allowed], columns[allowed], 1.0)
+        one = np.ones(len(lengths))
+        self.rows.close(one, one)
+        self.taken: list[list[tuple[np.ndarray, np.ndarray]]] = [[] for _ in problem.rows]
+        edges = dict(problem.edges)
+        for row in problem.rows:
+            for u, v in row.pairs:
+                edges.setdefault((u, v), np.zeros((lengths[u], lengths[v])))
+        for (u, v), matrix in sorted(edges.items()):
+            holders = [k for k, row in enumerate(problem.rows) if (u, v) in row.pairs]
+            tables = [matrix * scale, *(problem.rows[k].pairs[u, v] / _unit(problem.rows[k]) for k in holders)]
+            pairs, merged = self.edge(u, v, np.stack(tables, axis=-1))
+            for place, k in enumerate(holders, 1):
+                self.taken[k].append((pairs, merged[:, place]))
+        for number, row in enumerate(problem.rows):
+            self.memory(row, self.taken[number])
+
+    def edge(self, u: int, v: int, tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Add an edge's pair variables.
+
+        Args:
+            u: One end.
+            v: The other.
+            tables: What a pair of choices costs, and what it takes in each memory row, `[u, v, 1 + rows]`.
+
+        Returns:
+            The columns of the pairs of classes of choices that are the same to this edge, and their tables, `[pair, 1 + rows]`.
+        """
+        merged, row_of = _merged(tables)
+        turned, column_of = _merged(merged.swapaxes(0, 1))
+        merged = turned.swapaxes(0, 1)
+        if merged.shape[:2] == (1, 1) and not merged.any():
+            return np.zeros(0, np.int64), np.zeros((0, tables.shape[2]))
+        at = np.nonzero(np.isfinite(merged[..., 0]))
+        entries = merged[at]
+        pairs = self.count + np.arange(len(entries))
+        self.count += len(entries)
+        self.costs.append(entries[:, 0])
+        for node, classes, ends, length in (
+            (u, row_of, at[0], merged.shape[0]),
+            (v, column_of, at[1], merged.shape[1]),
+        ):
+            chosen = self.column_of[node]
+            self.rows.put(ends, pairs, 1.0)
+            self.rows.put(classes[chosen >= 0], chosen[chosen >= 0], -1.0)
+            self.rows.close(np.zeros(length), np.zeros(length))
+        return pairs, entries
+
+    def memory(self, row: MemoryRow, pairs: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Add a memory row."""
+        for columns, taken in pairs:
+            self.rows.put(np.zeros(len(columns), np.int64), columns, taken)
+        for node, num_bytes in row.bytes_of.items():
+            chosen = self.column_of[node]
+            here = chosen >= 0
+            self.rows.put(np.zeros(int(here.sum()), np.int64), chosen[here], num_bytes[here] / _unit(row))
+        most = (row.budget_bytes - row.constant_bytes) / _unit(row)
+        self.rows.close(np.array([-np.inf]), np.array([most]))
+
+    def model(self) -> Model:
+        """As arrays."""
+        rows, columns, values = map(np.concatenate, (self.rows.rows, self.rows.columns, self.rows.values))
+        matrix = coo_array((values, (rows, columns)), shape=(self.rows.count, self.count)).tocsr()
+        matrix.eliminate_zeros()
+        return Model(
+            np.concatenate(self.costs),
+            self.num_binary,
+            matrix,
+            np.concatenate(self.rows.lower),
+            np.concatenate(self.rows.upper),
         )
-    return solver
 
 
-def _cbc(**settings: Any) -> Any:
-    """CBC where PuLP finds it: its own copy (PuLP 3), or the one `cbcbox` installs (PuLP 4)."""
-    for kind in ("PULP_CBC_CMD", "COIN_CMD"):
-        made = getattr(pulp, kind, None)
-        if made is not None and made(msg=False).available():
-            return made(**settings)
-    try:
-        path = importlib.import_module("cbcbox").cbc_bin_path()
-    except (ImportError, AttributeError):
-        path = "cbc"
-    return pulp.COIN_CMD(path=path, **settings)
-
-
-def _edge_variables(
-    model: pulp.LpProblem, number: int, left: Sequence[Any], right: Sequence[Any], tables: np.ndarray
-) -> tuple[Mapping[tuple[int, int], Any], np.ndarray]:
-    """Add one edge's pair variables to the model.
-
-    Args:
-        model: To be added to.
-        number: Of the edge, for names.
-        left: Choice variables of one end; None where forbidden.
-        right: Of the other.
-        tables: What a pair of choices costs, and what it takes in each memory row, `[left, right, 1 + rows]`.
-
-    Returns:
-        The variable of each pair of classes of choices that are the same to this edge, and the tables of these classes.
-    """
-    rows, row_of = np.unique(tables, axis=0, return_inverse=True)
-    merged, column_of = np.unique(rows, axis=1, return_inverse=True)
-    if merged.shape[:2] == (1, 1) and not merged.any():
-        return {}, merged
-    pairs = {
-        (i, j): model.add_variable(f"e{number}_{i}_{j}", lowBound=0)
-        for i in range(merged.shape[0])
-        for j in range(merged.shape[1])
-        if np.isfinite(merged[i, j, 0])
-    }
-    for side, classes, choices, length in (
-        (0, np.ravel(row_of), left, merged.shape[0]),
-        (1, np.ravel(column_of), right, merged.shape[1]),
-    ):
-        for k in range(length):
-            members = [(x, -1) for x, c in zip(choices, classes, strict=True) if c == k and x is not None]
-            terms = [(e, 1) for key, e in pairs.items() if key[side] == k]
-            model += _expression(terms + members) == 0, f"m{number}_{side}_{k}"
-    return pairs, merged
-
-
-def _terms(pairs: Mapping[tuple[int, int], Any], table: np.ndarray) -> list[tuple[Any, float]]:
-    return [(variable, float(table[key])) for key, variable in pairs.items() if table[key]]
+def _merged(tables: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The distinct ones along the first dim, in order of first appearance, and which of them each one is."""
+    keys: dict[bytes, int] = {}
+    which = np.array([keys.setdefault(table.tobytes(), len(keys)) for table in np.ascontiguousarray(tables)])
+    first = np.unique(which, return_index=True)[1]
+    return tables[first], which
 
 
 def _unit(row: MemoryRow) -> float:
@@ -206,35 +201,17 @@ def _unit(row: MemoryRow) -> float:
     return max(row.budget_bytes, 1.0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Ended:
-    """How a solver ended: whether it found anything, whether it proved it least, and its bound on the objective."""
-
-    found: bool
-    proved: bool
-    bound: float
+def _nothing(size: str) -> Solution:
+    return Solution((), float("inf"), float("inf"), "infeasible", size)
 
 
-def _ended(model: pulp.LpProblem, outcome: Any) -> _Ended:
-    if hasattr(outcome, "best_bound"):  # PuLP 4: optimal is 1, and -7 that the gap asked for was reached
-        return _Ended(outcome.has_solution, int(outcome.status) in (1, -7), outcome.best_bound or 0.0)
-    # PuLP 3 hands no bound on, but its solver does where it runs in this process.
-    highs = getattr(model, "solverModel", None)
-    bound = float(highs.getInfo().mip_dual_bound) if highs is not None and hasattr(highs, "getInfo") else 0.0
-    return _Ended(model.status != pulp.LpStatusInfeasible, model.sol_status == pulp.LpSolutionOptimal, bound)
-
-
-def _read_solution(
-    problem: Problem, chosen: Sequence[Sequence[Any]], ended: _Ended, size: str, scale: float, gap: float
-) -> Solution:
-    nothing = any(not any(x is not None and x.varValue is not None for x in xs) for xs in chosen)
-    if not ended.found or nothing:
-        return Solution((), float("inf"), float("inf"), "infeasible", size)
-    choices = tuple(
-        max((k for k, x in enumerate(xs) if x is not None), key=lambda k: (xs[k].varValue or 0.0, -k)) for xs in chosen
-    )
+def _read_solution(problem: Problem, program: _Program, ended: Ended, size: str, scale: float, gap: float) -> Solution:
+    if ended.values is None:
+        return _nothing(size)
+    values = np.append(ended.values, -1.0)  # of what is forbidden
+    choices = tuple(int(np.argmax(values[columns])) for columns in program.column_of)
     objective = problem.cost(choices)
     if not (np.isfinite(objective) and problem.fits(choices)):
-        return Solution((), float("inf"), float("inf"), "infeasible", size)
+        return _nothing(size)
     lower = objective * (1 - gap / 2) if ended.proved else 0.0
     return Solution(choices, objective, objective, "feasible", size).bounded(max(lower, ended.bound / scale))

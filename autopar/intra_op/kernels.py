@@ -45,8 +45,10 @@ def kernel_of(node: Node, strategy: Strategy, traffic: Traffic, mesh: LogicalMes
         case "conv_general_dilated":
             return _convolution(eqn, shapes, flops, num_bytes, dtypes)
         case "ragged_dot_general" if len(shapes[0]) == 2 and len(shapes[1]) == 3:
-            groups, depth, columns = shapes[1]
-            return Product(groups, math.ceil(shapes[0][0] / groups), columns, depth, num_bytes, dtypes[:2])
+            groups, depth, columns = shapes[1]  # of a device; its rows are of all groups
+            return Product(
+                groups, math.ceil(shapes[0][0] / eqn.invars[1].aval.shape[0]), columns, depth, num_bytes, dtypes[:2]
+            )
     return FusedProducts(flops, num_bytes, dtypes)
 
 
@@ -72,7 +74,7 @@ def _convolution(
     columns = max(1, shapes[1][rhs_spec[0]] // groups)
     rows = max(1, num_elements(shapes[2]) // max(1, shapes[2][out_spec[1]]))
     depth = max(1, round(flops / (_work(eqn) * groups * rows * columns)))
-    return Product(groups, rows, columns, depth, num_bytes, dtypes, _is_highest(eqn), _work(eqn))
+    return Product(groups, rows, columns, depth, num_bytes, dtypes, _is_highest(eqn), _work(eqn), True)
 
 
 def _work(eqn: JaxprEqn) -> float:

@@ -5,6 +5,8 @@ Out:    the assignment, or a better one; its bound stays.
 Method: all nodes but those of a neighbourhood stay as they are, which are then chosen anew, together and exactly;
         neighbourhoods cover the problem, one after another, until none helps or the time is up
         (Shaw, "Using constraint programming and local search methods to solve vehicle routing problems", CP 1998).
+        Elimination solves most of them; where a core is left that is too large to be solved at once, its busiest nodes
+        stay as they are, too, until there is none.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import numpy as np
 
 from autopar.intra_op.elimination import eliminate
 from autopar.intra_op.ilp import solve_ilp
-from autopar.intra_op.problem import MemoryRow, Problem, Solution
+from autopar.intra_op.problem import MemoryRow, Problem, Solution, num_pairs
 from autopar.intra_op.time_limit import TimeLimit
 
 _SIZES = (24, 80)
@@ -25,10 +27,14 @@ _ROUNDS = 3
 _ENOUGH = 1e-4
 """A round that wins less than this part of the cost is the last."""
 _MAX_PAIRS = 40_000
-"""Pairs of choices of a neighbourhood: beyond so many its nodes keep their best few choices only."""
+"""Pairs of choices of a neighbourhood with memory rows, which no elimination makes smaller: larger ones are left out."""
+_MAX_CORE = 1_000
+"""Pairs of choices that elimination may leave of a neighbourhood for the solver."""
 
 
-def polish(problem: Problem, found: Solution, limit: TimeLimit, solver: str = "highs") -> Solution:
+def polish(
+    problem: Problem, found: Solution, limit: TimeLimit, solver: str = "highs", enough: float = -np.inf
+) -> Solution:
     """Choose neighbourhood after neighbourhood anew.
 
     Args:
@@ -36,25 +42,25 @@ def polish(problem: Problem, found: Solution, limit: TimeLimit, solver: str = "h
         found: Where to begin.
         limit: What solvers may use of time.
         solver: Of what elimination leaves.
+        enough: What costs no more is not made better.
     """
-    if not found.choices or found.objective <= found.bound:
+    enough = max(enough, found.bound)
+    if not found.choices or found.objective <= enough:
         return found
     around: list[list[int]] = [[] for _ in problem.costs]
     for u, v in problem.edges:
         around[u].append(v)
         around[v].append(u)
-    choices, before = list(found.choices), found.objective
+    choices, cost = list(found.choices), found.objective
     for size in _SIZES:
         for _ in range(_ROUNDS):
-            for free in _neighbourhoods(around, size):
-                if limit.is_spent:
-                    break
-                _choose_anew(problem, choices, free, around, limit, solver)
-            cost = problem.cost(choices)
-            if limit.is_spent or before - cost <= _ENOUGH * abs(before):
-                break
             before = cost
-        before = problem.cost(choices)
+            for free in _neighbourhoods(around, size):
+                if limit.is_spent or cost <= enough:
+                    break
+                cost -= _choose_anew(problem, choices, free, around, limit, solver)
+            if limit.is_spent or cost <= enough or before - cost <= _ENOUGH * abs(before):
+                break
     cost = problem.cost(choices)
     if not cost < found.objective:
         return found
@@ -86,8 +92,12 @@ def _choose_anew(
     around: Sequence[Sequence[int]],
     limit: TimeLimit,
     solver: str,
-) -> None:
-    """Give the nodes of `free` their best choices while the others keep theirs; `choices` is changed if that is better."""
+) -> float:
+    """Give the nodes of `free` their best choices while the others keep theirs: `choices` is changed if that is better.
+
+    Returns:
+        What that saves.
+    """
     number = {node: k for k, node in enumerate(free)}
     costs, edges = [np.array(problem.costs[node], dtype=float) for node in free], {}
     for node in free:
@@ -99,21 +109,49 @@ def _choose_anew(
             elif node == u:
                 edges[number[u], number[v]] = matrix
     small = Problem(costs, edges, [_row_of(row, choices, number) for row in problem.rows])
-    now = [choices[node] for node in free]
-    if sum(matrix.size for matrix in edges.values()) > _MAX_PAIRS:
-        return
-    rows = small.rows
-    reduced = eliminate(small, range(len(free)) if rows else ())
-    position = {node: k for k, node in enumerate(reduced.kept)}
-    reduced.problem.rows.extend(row.narrowed(position, reduced.alive_of) for row in rows)
+    now = tuple(choices[node] for node in free)
+    better = _best_within_rows(small, limit, solver) if small.rows else _best(small, now, limit, solver)
+    before, after = small.cost(now), small.cost(better) if better else np.inf
+    if not after < before * (1 - 1e-9):
+        return 0.0
+    for node, choice in zip(free, better, strict=True):
+        choices[node] = choice
+    return before - after
+
+
+def _best(small: Problem, now: tuple[int, ...], limit: TimeLimit, solver: str) -> tuple[int, ...]:
+    """The best choices; of nodes without which elimination leaves little, those they have `now`."""
+    reduced = eliminate(small)
+    ways = [reduced]
+    while num_pairs(reduced.problem) > _MAX_CORE:
+        core, stay = reduced.problem, reduced.narrow(now)
+        weight = [0] * len(core.costs)
+        for (u, v), matrix in core.edges.items():
+            weight[u] += matrix.size
+            weight[v] += matrix.size
+        busiest = max(range(len(weight)), key=weight.__getitem__)
+        cost = np.full(len(core.costs[busiest]), np.inf)
+        cost[stay[busiest]] = core.costs[busiest][stay[busiest]]
+        if not np.isfinite(cost[stay[busiest]]):
+            return ()
+        reduced = eliminate(Problem([cost if n == busiest else c for n, c in enumerate(core.costs)], core.edges))
+        ways.append(reduced)
+        now = stay
     with limit.running() as seconds:
         answer = solve_ilp(reduced.problem, solver, seconds)
-    if not answer.choices and reduced.kept:
-        return
-    better = reduced.expand(answer.choices)
-    if small.cost(better) < small.cost(now) * (1 - 1e-9):
-        for node, choice in zip(free, better, strict=True):
-            choices[node] = choice
+    found = answer.choices
+    if not found and reduced.kept:
+        return ()
+    for way in reversed(ways):
+        found = way.expand(found)
+    return found
+
+
+def _best_within_rows(small: Problem, limit: TimeLimit, solver: str) -> tuple[int, ...]:
+    if num_pairs(small) > _MAX_PAIRS:
+        return ()
+    with limit.running() as seconds:
+        return solve_ilp(small, solver, seconds).choices
 
 
 def _row_of(row: MemoryRow, choices: Sequence[int], number: dict[int, int]) -> MemoryRow:

@@ -81,6 +81,13 @@ def pin_inputs(graph: Graph, pins: Mapping[int, tuple[str, object]], paths: Sequ
         pin_node(graph, node, tuple(node.var.aval.shape), (text, spec), paths[position], allowed)
 
 
+def pin_outputs(graph: Graph, pins: Mapping[int, tuple[str, object]], paths: Sequence[str], allowed: Allowed) -> None:
+    """Pin program results; as `pin_inputs`."""
+    for position, (text, spec) in pins.items():
+        node = graph.nodes[graph.outputs[position]]
+        pin_node(graph, node, tuple(node.var.aval.shape), (text, spec), paths[position], allowed)
+
+
 def pin_node(
     graph: Graph, node: Node, shape: tuple[int, ...], pin: tuple[str, object], path: str, allowed: Allowed
 ) -> None:

@@ -231,6 +231,8 @@ def read_off(
     collectives = tuple(collectives_of(body, graph.mesh))
     communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, graph.mesh) for c in collectives)
     lanes = run_lanes(body, OperationSeconds(graph, choices, device).of, graph.mesh, device.achieved.overlap)
+    liveness = measure_liveness(body, graph.mesh, held_values(graph), donated)
+    besides = device.achieved.program_seconds(max(0, liveness.peak_bytes - liveness.argument_bytes))
     return Sharded(
         graph,
         tuple(choices),
@@ -239,9 +241,9 @@ def read_off(
         solution,
         allowed,
         body,
-        measure_liveness(body, graph.mesh, held_values(graph), donated),
+        liveness,
         collectives,
-        lanes.compute_seconds,
+        lanes.compute_seconds + besides,
         communication,
         lanes.exposed,
     )

@@ -6,8 +6,8 @@ Method: elimination is exact, so the whole is as optimal as the core. Of a core 
         a lower bound, an assignment, and for each choice how much it costs beyond the bound at least: what exceeds the
         room between the two is in no better assignment and goes, which mostly leaves little, to be eliminated again. What
         is left goes to the ILP, at once where it is small; where it is large, first the best few choices of each node,
-        whose answer narrows the room. Nodes in a memory row are kept from elimination; such cores go to the ILP, large
-        ones with their promising choices only, and what it finds is polished (`polish.py`).
+        whose answer narrows the room; at last the best assignment is polished (`polish.py`). Nodes in a memory row are
+        kept from elimination; such cores go to the ILP, large ones with their promising choices only.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ EARLY_CORE = 5_000
 """Where more rounds of message passing can still narrow it, the ILP gets no more than so many."""
 LARGE_CORE = 500_000
 """Beyond so many (meshes of three axes, large models without equal layers) a small gap is left as it is."""
-LARGE_GAP = 1e-3
+LARGE_GAP = 2e-3
 """So small."""
 _FEWER = (8, 4, 2)
 """Choices of a node that are taken, where more would be too many for the ILP."""
@@ -136,7 +136,13 @@ def _solve_core(
         return _solve_whole(core, solver, limit, gap)
     found = Solution(ascent.best, ascent.upper, min(ascent.lower, ascent.upper), "feasible", how)
     done = gap >= ROUGH or found.objective - found.bound <= allowed
-    return found if done else polish(core, found, limit, solver)
+    if done:
+        return found
+    room = found.objective - found.bound
+    masks = [excess <= room * (1 + 1e-9) for excess in bounds.excess]
+    for mask, choice in zip(masks, found.choices, strict=True):
+        mask[choice] = True
+    return polish(_narrowed(core, masks), found, limit, solver, found.bound + allowed)
 
 
 def _promising(

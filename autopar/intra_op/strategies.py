@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.ir.rules.rule import Factor, ShardingRule, Term
@@ -46,18 +46,21 @@ class Strategy:
         return " ".join(self.choice)
 
 
-def enumerate_strategies(rule: ShardingRule, axis_sizes: Mapping[str, int]) -> list[Strategy]:
+def enumerate_strategies(
+    rule: ShardingRule, axis_sizes: Mapping[str, int], carried: Collection[int] | None = None
+) -> list[Strategy]:
     """All legal strategies of `rule`, deterministic order, idle last; strategies with equal shardings are listed once.
 
     Args:
         rule: What the operation is.
         axis_sizes: Mesh axes and their sizes, in mesh order; axes of size 1 are always idle.
+        carried: Numbers of the linear groups through which partial sums may be carried; None: all of them.
     """
     idle = AxisStrategy(None, (REPLICATED,) * len(rule.operands), (REPLICATED,) * len(rule.results))
-    on_axis = [
-        [*((s.factor or f"+{s.group}", s) for s in strategies(rule, size) if size > 1), (IDLE, idle)]
-        for size in axis_sizes.values()
-    ]
+    on_axis = []
+    for size in axis_sizes.values():
+        ways = [s for s in strategies(rule, size) if s.factor is not None or carried is None or s.group in carried]
+        on_axis.append([*((s.factor or f"+{s.group}", s) for s in ways if size > 1), (IDLE, idle)])
     found: dict[tuple[object, ...], Strategy] = {}
     for chosen in itertools.product(*on_axis):
         strategy = _together(rule, axis_sizes, chosen)

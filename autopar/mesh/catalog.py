@@ -7,6 +7,7 @@ Method: peak rates are dense, without sparsity, as the vendors' datasheets state
         maximum achievable matmul FLOPS), times `SUSTAINED`, the part of it that a device holds all through a step.
         A link's rate is what one device sends in one direction (half of the datasheet's figure), times what large
         collectives reach of it. The rate between hosts is one network card per device where such hosts have one.
+        Watts are what a device is rated for, as its datasheet has it.
         Latencies are those of a hop with which NCCL chooses its algorithms. `Cluster(...)` takes measured figures instead.
 """
 
@@ -73,9 +74,10 @@ def _gpu(
     hops: tuple[float, float] = _HOPS,
     switch_gb_per_second: float = 0.0,
     groups: tuple[tuple[int, float], ...] = (),
+    watts: float | None = None,
 ) -> Model:
     rates = {k: v * 1e12 for k, v in tflops.items()}
-    device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved)
+    device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved, watts)
     intra, inter = intra_gb_per_second * 1e9, inter_gb_per_second * 1e9
     return Model(
         device,
@@ -164,8 +166,9 @@ _V100 = _reached(0.755, 80, 0.35, _OLD_TILES)
 _A100 = _reached(0.869, 108, 0.5, _OLD_TILES)
 _H100 = _reached(0.803, 132)
 _B200 = _reached(0.776, 148)
-_CUBE = ((2, 1 / 3), (4, 2 / 3))
-"""A hybrid cube of V100s: of the six links of each, two go to one neighbour and four into its group of four."""
+_CUBE = ((2, 1 / 6), (4, 2 / 3))
+"""A hybrid cube of V100s, as DGX-1 and p3.16xlarge have it: of the six links of each, one joins the first two of a host, and
+rings through a group of four find four."""
 _PCIE4, _PCIE5 = 32.0, 64.0
 _PCIE_HOPS = 5.7e-6, 9.6e-6
 
@@ -180,6 +183,7 @@ MODELS: dict[str, Model] = {
         _V100,
         "NVIDIA V100 datasheet (SXM2); DGX-1: 4 x 100 Gb/s / 8, halved",
         groups=_CUBE,
+        watts=300,
     ),
     "v100-32": _gpu(
         "V100-32GB",
@@ -191,12 +195,29 @@ MODELS: dict[str, Model] = {
         _V100,
         "NVIDIA V100 datasheet (SXM2); DGX-1: 4 x 100 Gb/s / 8",
         groups=_CUBE,
+        watts=300,
     ),
     "a100-40": _gpu(
-        "A100-40GB", _AMPERE, 40, 1555, 300, 25, _A100, "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s"
+        "A100-40GB",
+        _AMPERE,
+        40,
+        1555,
+        300,
+        25,
+        _A100,
+        "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s",
+        watts=400,
     ),
     "a100-80": _gpu(
-        "A100-80GB", _AMPERE, 80, 2039, 300, 25, _A100, "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s"
+        "A100-80GB",
+        _AMPERE,
+        80,
+        2039,
+        300,
+        25,
+        _A100,
+        "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s",
+        watts=400,
     ),
     "h100": _gpu(
         "H100",
@@ -208,6 +229,7 @@ MODELS: dict[str, Model] = {
         _H100,
         "NVIDIA H100 datasheet (SXM5); DGX H100: 8 x 400 Gb/s; NVLink SHARP: 480 GB/s of bus bandwidth (nccl-tests)",
         switch_gb_per_second=274,
+        watts=700,
     ),
     "h100-500w": _gpu(
         "H100-500W",
@@ -218,6 +240,7 @@ MODELS: dict[str, Model] = {
         50,
         _reached(0.62, 132, 0.35),
         "H100 with HBM2e and a limit of 500 W, as torchtitan's reports describe theirs",
+        watts=500,
     ),
     "h100-pcie": _gpu(
         "H100-PCIe",
@@ -229,6 +252,7 @@ MODELS: dict[str, Model] = {
         _reached(0.7, 114),
         "NVIDIA H100 datasheet (PCIe, 350 W); PCIe 5.0 x16",
         hops=_PCIE_HOPS,
+        watts=350,
     ),
     "h200": _gpu(
         "H200",
@@ -240,6 +264,7 @@ MODELS: dict[str, Model] = {
         _H100,
         "NVIDIA H200 datasheet (SXM); DGX H200: 8 x 400 Gb/s",
         switch_gb_per_second=274,
+        watts=700,
     ),
     "b200": _gpu(
         "B200",
@@ -251,6 +276,7 @@ MODELS: dict[str, Model] = {
         _B200,
         "NVIDIA DGX B200 datasheet, one of eight",
         switch_gb_per_second=480,
+        watts=1000,
     ),
     "b300": _gpu(
         "B300",
@@ -262,6 +288,7 @@ MODELS: dict[str, Model] = {
         _reached(0.786, 148),
         "NVIDIA DGX B300 datasheet, one of eight; 8 x 800 Gb/s",
         switch_gb_per_second=480,
+        watts=1400,
     ),
     "gb200": _gpu(
         "GB200",
@@ -274,6 +301,7 @@ MODELS: dict[str, Model] = {
         "NVIDIA GB200 NVL72 datasheet, one of 72; 400 Gb/s each",
         per_host=72,
         switch_gb_per_second=480,
+        watts=1200,
     ),
     "gb300": _gpu(
         "GB300",
@@ -286,6 +314,7 @@ MODELS: dict[str, Model] = {
         "NVIDIA GB300 NVL72 datasheet, one of 72; 800 Gb/s each",
         per_host=72,
         switch_gb_per_second=480,
+        watts=1400,
     ),
     "l4": _gpu(
         "L4",
@@ -297,6 +326,7 @@ MODELS: dict[str, Model] = {
         _reached(0.7, 58, 0.4, _OLD_TILES),
         "NVIDIA L4 datasheet; PCIe 4.0 x16",
         hops=_PCIE_HOPS,
+        watts=72,
     ),
     "l40s": _gpu(
         "L40S",
@@ -308,6 +338,7 @@ MODELS: dict[str, Model] = {
         _reached(0.7, 142, 0.4, _OLD_TILES),
         "NVIDIA L40S datasheet; PCIe 4.0 x16",
         hops=_PCIE_HOPS,
+        watts=350,
     ),
     "mi300x": _gpu(
         "MI300X",
@@ -326,6 +357,7 @@ MODELS: dict[str, Model] = {
         50,
         _reached(0.514, 304, 0.3),
         "AMD Instinct MI300X datasheet; 7 Infinity Fabric links of 128 GB/s",
+        watts=750,
     ),
     "tpu-v4": _tpu(
         "TPU v4",

@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +20,7 @@ from autopar.markup import facts
 from autopar.mesh.catalog import find_device, slice_chips
 from autopar.mesh.device import Device
 from autopar.mesh.link import Link
+from autopar.mesh.machine_profile import MachineProfile, read_profile
 from autopar.mesh.ray_nodes import RayMachine, find_hosts
 
 CPU = Device("cpu", 5e10, memory_bytes_per_second=1e10)
@@ -39,6 +41,8 @@ class Cluster:
         devices: The real devices, host by host; None where the cluster is only described.
         groups: The parts of a cluster of several kinds; () for a uniform one.
         machine: The Ray cluster that it is; None: this process, or only described.
+        price_per_hour: Of one device, in whatever currency; None: not stated. Nothing is decided by it.
+        profile: What was measured on it (`autopar calibrate`); None: its figures are the catalog's, or the user's.
 
     Raises:
         ClusterError: A count below one, or a part that is none.
@@ -52,6 +56,8 @@ class Cluster:
     devices: tuple[Any, ...] | None = field(default=None, compare=False, repr=False)
     groups: tuple[Cluster, ...] = ()
     machine: RayMachine | None = field(default=None, compare=False, repr=False)
+    price_per_hour: float | None = field(default=None, compare=False, repr=False)
+    profile: MachineProfile | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("hosts", "devices_per_host"):
@@ -84,6 +90,7 @@ class Cluster:
         device: Device | None = None,
         intra: Link | None = None,
         inter: Link | None = None,
+        profile: MachineProfile | str | Path | None = None,
     ) -> Cluster:
         """The devices of this process, or some of them.
 
@@ -92,8 +99,10 @@ class Cluster:
             device: Rates to plan with; by default the catalog's for this kind of device.
             intra: Link within a host; by default the catalog's.
             inter: Link between hosts; by default the catalog's.
+            profile: What `autopar calibrate` has measured here, or the path of its file: takes the place of the catalog.
 
         Raises:
+            ProfileError: The profile cannot be read, or is of other devices.
             ClusterError: No devices, or hosts with different numbers of them.
         """
         devices = jax.devices() if devices is None else devices
@@ -123,27 +132,42 @@ class Cluster:
                 wrong="a mesh needs equally many on each.",
                 do="pass equally many devices of each host.",
             )
-        known = _known_model(devices[0])
+        count = len(devices) // len(per_host)
+        if profile is not None:
+            platform, kind = getattr(devices[0], "platform", "cpu"), getattr(devices[0], "device_kind", "cpu")
+            profile = read_profile(profile, platform, kind, "Cluster.local()")
+            own = profile.for_devices(count)
+            device, intra, inter = device or own[0], intra or own[1], inter or own[2]
+        known = _known_model(devices[0]) if not (device and intra and inter) else (CPU, CPU_LINK, CPU_LINK)
         return cls(
             len(per_host),
-            len(devices) // len(per_host),
+            count,
             device or known[0],
             intra or known[1],
             inter or known[2],
             devices,
+            profile=profile,
         )
 
     @classmethod
-    def of(cls, text: str) -> Cluster:
+    def of(cls, text: str, *, profile: MachineProfile | str | Path | None = None) -> Cluster:
         """A cluster described in a line: `"8x8 h100"` is 8 hosts with 8 H100 each, `"4 a100"` one host with 4.
 
         Several kinds are joined with `+`: `"2x8 h100 + 4x8 a100-40"`. `"8xh100"` is `"8 h100"`, and slices of TPUs have
         the names that they are sold under: `"v5p-64"` is 32 chips, for there the number is that of cores.
 
+        Args:
+            text: Such a line.
+            profile: What `autopar calibrate` has measured on a host with such devices, or the path of its file: takes the
+                place of the catalog's figures.
+
         Raises:
+            ProfileError: The profile cannot be read, or is of other devices.
             ClusterError: The text cannot be read, or names no known device.
         """
         groups = tuple(_parse_group(part, text) for part in str(text).split("+"))
+        if profile is not None:
+            groups = tuple(_calibrated(group, profile, f"Cluster.of({text!r})") for group in groups)
         if len(groups) == 1:
             return groups[0]
         slowest = min(groups, key=lambda g: g.inter.bytes_per_second)
@@ -166,6 +190,7 @@ class Cluster:
         device: Device | None = None,
         intra: Link | None = None,
         inter: Link | None = None,
+        profile: MachineProfile | str | Path | None = None,
         wait_seconds: float = 300.0,
         silence_seconds: float = 10.0,
         start_seconds: float = 120.0,
@@ -181,20 +206,29 @@ class Cluster:
             device: Rates to plan with; by default the catalog's for this kind of device.
             intra: Link within a host; by default the catalog's.
             inter: Link between hosts; by default the catalog's.
+            profile: What `autopar calibrate` has measured on one of its hosts, or the path of its file: takes the place of
+                the catalog.
             wait_seconds: How long a worker may stand at one place of a step, at a message of another or a program, before
                 the step fails.
             silence_seconds: How long a worker may not answer before it counts as hung.
             start_seconds: How long the workers may take to start.
 
         Raises:
+            ProfileError: The profile cannot be read, or is of other devices.
             ClusterError: Ray is not installed or not there, or its nodes do not form such a cluster.
         """
         found, count, accelerator = find_hosts(address, hosts, devices_per_host)
         machine = RayMachine(found, count, accelerator, wait_seconds, silence_seconds, start_seconds)
+        if profile is not None:
+            platform, kind = ("cpu", "cpu") if accelerator is None else ("gpu", _catalog_name(accelerator))
+            profile = read_profile(profile, platform, kind, "Cluster.ray()")
+            own = profile.for_devices(count)
+            device, intra, inter = device or own[0], intra or own[1], inter or own[2]
         known = CPU, CPU_LINK, CPU_LINK
         if accelerator is not None and not (device and intra and inter):
             known = _catalog_model(accelerator, f"a GPU that Ray calls {accelerator!r}", "ray")
-        return cls(len(found), count, device or known[0], intra or known[1], inter or known[2], machine=machine)
+        parts = device or known[0], intra or known[1], inter or known[2]
+        return cls(len(found), count, *parts, machine=machine, profile=profile)
 
     def __repr__(self) -> str:
         where = "a Ray cluster: " if self.machine else "this process: " if self.devices else ""
@@ -215,11 +249,13 @@ class Cluster:
     def __str__(self) -> str:
         if self.groups:
             return " + ".join(map(str, self.groups))
-        return (
-            f"{self.hosts} x {self.devices_per_host} {self.device}"
-            if self.hosts > 1
-            else f"{self.devices_per_host} {self.device}"
-        )
+        hosts = f"{self.hosts} x " if self.hosts > 1 else ""
+        return f"{hosts}{self.devices_per_host} {self.device}" + self.calibrated_text
+
+    @property
+    def calibrated_text(self) -> str:
+        """What is said of a cluster whose figures were measured; "" of others."""
+        return "" if self.profile is None else f" (calibrated {self.profile.day})"
 
 
 def more_devices_text(cluster: Cluster, wanted: int) -> str:
@@ -248,6 +284,23 @@ def _parse_group(part: str, text: str) -> Cluster:
     hosts, count, name = int(found[1] or 1), int(found[2]), found[3]
     model = find_device(name)
     return Cluster(hosts, count, model.device, model.intra, model.inter)
+
+
+def _calibrated(group: Cluster, profile: MachineProfile | str | Path, given: str) -> Cluster:
+    platform = "tpu" if group.device.name.startswith("TPU") else "gpu"
+    found = read_profile(profile, platform, group.device.name, given)
+    device, intra, inter = found.for_devices(group.devices_per_host)
+    return Cluster(
+        group.hosts, group.devices_per_host, device, intra or group.intra, inter or group.inter, profile=found
+    )
+
+
+def _catalog_name(name: str) -> str:
+    """The catalog's name of a device; of one that it does not have, the same."""
+    try:
+        return find_device(name).device.name
+    except ClusterError:
+        return name
 
 
 def _meant(part: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from types import MappingProxyType
 from typing import Any
@@ -47,6 +47,13 @@ class Achieved:
         tile_seconds: To fill a core's pipeline with a tile, and to write the tile when it is done.
         balance: A tile whose 2 / (1 / rows + 1 / columns) is this takes as long to load as to multiply.
         overlap: Part of a collective that leaves kernels alone which run meanwhile; 0: kernels wait for collectives.
+        convolution: Rate of convolutions, as a part of that of products of their size.
+        host_cores: Cores of a host that all its devices share, as virtual CPU devices do: the rates are those of a device
+            while all of them work, and fewer that work are faster (`sharing_speed`); 0: every device has its own.
+        dispatch_seconds: To start a program on the devices of a host. It counts where these share the host's cores, which
+            cannot compute meanwhile; others compute while the next program is started.
+        fresh_bytes_per_second: Rate at which a program gets memory for what it makes, where each run asks the system for it
+            anew, as XLA's CPU programs do; inf: memory is kept.
 
     Raises:
         ClusterError: A share that is not between 0 and 1, or something negative.
@@ -61,6 +68,10 @@ class Achieved:
     tile_seconds: float = 0.0
     balance: float = 0.0
     overlap: float = 0.0
+    convolution: float = 1.0
+    host_cores: int = 0
+    dispatch_seconds: float = 0.0
+    fresh_bytes_per_second: float = math.inf
 
     def __post_init__(self) -> None:
         for name in ("product", "memory", "fused"):
@@ -78,7 +89,15 @@ class Achieved:
                 wrong="it is no part: at least 0, at most 1.",
                 do="pass 0 where nothing runs at once, 1 where nothing is in the other's way.",
             )
-        for name in ("launch_seconds", "cores", "tile_seconds", "balance"):
+        for name in (
+            "launch_seconds",
+            "cores",
+            "tile_seconds",
+            "balance",
+            "convolution",
+            "host_cores",
+            "dispatch_seconds",
+        ):
             if getattr(self, name) < 0:
                 raise ClusterError(
                     "nothing about a device is negative.",
@@ -86,6 +105,33 @@ class Achieved:
                     wrong="it is less than 0.",
                     do="pass 0 where it does not matter.",
                 )
+        if not self.fresh_bytes_per_second > 0:
+            raise ClusterError(
+                "memory comes at a rate.",
+                given=f"Achieved(fresh_bytes_per_second={self.fresh_bytes_per_second!r})",
+                wrong="it is not more than 0.",
+                do="pass bytes per second, or math.inf where memory is kept from step to step.",
+            )
+
+    def program_seconds(self, num_bytes: float) -> float:
+        """What a program takes besides its kernels and collectives: to be started, and to get memory.
+
+        Args:
+            num_bytes: That it needs on a device besides its operands.
+        """
+        starting = self.dispatch_seconds if self.host_cores else 0.0
+        return starting + num_bytes / self.fresh_bytes_per_second
+
+    def sharing_speed(self, num_busy: int, num_devices: int) -> float:
+        """How much faster devices are than their rates while some of their host's rest: no program uses more than a core.
+
+        Args:
+            num_busy: Devices of the host that work.
+            num_devices: All devices of the host.
+        """
+        if not self.host_cores:
+            return 1.0
+        return num_devices / max(num_busy, min(self.host_cores, num_devices))
 
 
 @dataclass(frozen=True)
@@ -98,6 +144,7 @@ class Device:
         memory_bytes: Bytes of memory.
         memory_bytes_per_second: Rate of reading or writing it.
         achieved: What its kernels reach of these rates.
+        watts: Power that it is rated for; None: not stated. Nothing is decided by it.
 
     Raises:
         ClusterError: A rate or size is no positive number.
@@ -108,9 +155,10 @@ class Device:
     memory_bytes: float = math.inf
     memory_bytes_per_second: float = math.inf
     achieved: Achieved = Achieved()
+    watts: float | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for field, value in (
+        for name, value in (
             *(("peak_flops", rate) for rate in self._rates() or [0.0]),
             ("memory_bytes", self.memory_bytes),
             ("memory_bytes_per_second", self.memory_bytes_per_second),
@@ -118,8 +166,8 @@ class Device:
             if not isinstance(value, Real) or not value > 0:
                 raise ClusterError(
                     "a device needs positive rates.",
-                    given=f"Device({self.name!r}, {field}={value!r})",
-                    wrong=f"{field} must be a number, more than 0.",
+                    given=f"Device({self.name!r}, {name}={value!r})",
+                    wrong=f"{name} must be a number, more than 0.",
                     do="pass Device(name, FLOP/s, bytes, bytes per second).",
                 )
         if isinstance(self.peak_flops, Mapping):
@@ -166,7 +214,7 @@ class Device:
 
     def __reduce__(self) -> tuple[Any, ...]:
         peak = dict(self.peak_flops) if isinstance(self.peak_flops, Mapping) else self.peak_flops
-        return Device, (self.name, peak, self.memory_bytes, self.memory_bytes_per_second, self.achieved)
+        return Device, (self.name, peak, self.memory_bytes, self.memory_bytes_per_second, self.achieved, self.watts)
 
     def __str__(self) -> str:
         return self.name

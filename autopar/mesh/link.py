@@ -20,6 +20,8 @@ class Link:
             NVLink SHARP; 0: no switch does.
         has_short_messages: Whether the library has protocols for short messages, of less latency and a lower rate, as NCCL.
         groups: Where the links are no switch: (devices of a group, part of the rate that so many neighbours reach).
+        shared_memory: Whether there is no wire: the devices share one memory, as virtual CPU devices do. A collective is
+            then one meeting of all who take part, a latency each, and copies whose bytes do not depend on how many they are.
 
     Raises:
         ClusterError: A negative latency, or a rate that is not positive.
@@ -30,6 +32,7 @@ class Link:
     switch_bytes_per_second: float = 0.0
     has_short_messages: bool = False
     groups: tuple[tuple[int, float], ...] = ()
+    shared_memory: bool = False
 
     def __post_init__(self) -> None:
         numbers = isinstance(self.latency_seconds, Real) and isinstance(self.bytes_per_second, Real)

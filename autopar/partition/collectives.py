@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.cost.steps import AllGather, AllReduce, AllToAll, Mask, Permute, ReduceScatter, Slice, Step
+from autopar.partition.owned import without_loss
 
 
 def apply_step(array: jax.Array, step: Step, axis_sizes: Mapping[str, int]) -> jax.Array:
@@ -83,7 +84,10 @@ def _turned(bits: jax.Array) -> jax.Array:
 
 
 def _sum_of(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
-    return lax.psum(array.astype(jnp.int8), axes).astype(bool) if array.dtype == bool else lax.psum(array, axes)
+    """What one device has, and the others have zeros for."""
+    if array.dtype == bool:
+        return lax.psum(array.astype(jnp.int8), axes).astype(bool)
+    return without_loss([array], [AllReduce(axes)], {}, lambda parts: [lax.psum(parts[0], axes)])[0]
 
 
 _REDUCTIONS = {"max": _any_of, "min": _all_of, "sum": _sum_of}

@@ -8,7 +8,7 @@ Method: an interpreter over copies `(var, sharding) -> local array`; loops and b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import assert_never
 
 import jax
@@ -16,15 +16,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar._jax import Literal, Var
-from autopar.cost.steps import Mask
-from autopar.intra_op.sharded import Body, Compute, Fused, Gate, Instruction, Move, Region
+from autopar.cost.steps import Mask, Step
+from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, Region
 from autopar.ir.region import region_of
 from autopar.mesh import Sharding
 from autopar.partition.collectives import apply_fused, apply_step
 from autopar.partition.equation import run_equation
 from autopar.partition.order import after, communicates, needs_order
+from autopar.partition.owned import owned_copies, without_loss
 
-Copies = dict[tuple[Var, Sharding], jax.Array]
+Copies = dict[Copy, jax.Array]
 
 
 def per_device_program(
@@ -69,29 +70,38 @@ def _run_body(
     body: Body, arguments: Sequence[jax.Array], axis_sizes: Mapping[str, int], in_order: bool
 ) -> list[jax.Array]:
     copies: Copies = dict(zip(body.inputs, arguments, strict=True))
+    owned: dict[Copy, None] = {}
     waits = in_order and needs_order(body)
     earlier: jax.Array | None = None
     for instruction in body.instructions:
         loud = waits and communicates(instruction)
-        made = _run_instruction(instruction, copies, axis_sizes, in_order, earlier if loud else None)
+        made = _run_instruction(instruction, copies, axis_sizes, in_order, earlier if loud else None, owned)
         copies.update(made)
+        still = list(owned_copies(instruction, owned))
+        for copy in made:
+            owned.pop(copy, None)
+        owned.update(dict.fromkeys(still))
         if loud:
             earlier = next(iter(made.values()), earlier)
     return [_read(copies, atom, sharding, axis_sizes) for atom, sharding in body.outputs]
 
 
 def _run_instruction(
-    instruction: Instruction, copies: Copies, axis_sizes: Mapping[str, int], in_order: bool, earlier: jax.Array | None
+    instruction: Instruction,
+    copies: Copies,
+    axis_sizes: Mapping[str, int],
+    in_order: bool,
+    earlier: jax.Array | None,
+    owned: Container[Copy],
 ) -> Copies:
-    """The copies that an instruction makes; its operands wait for `earlier`."""
+    """The copies that an instruction makes; its operands wait for `earlier`; `owned` are those of `owned.py`."""
     match instruction:
-        case Move(var, source, target, step):
-            array = after(copies[var, source], copies[instruction.earlier] if instruction.earlier else None)
-            return {(var, target): apply_step(after(array, earlier), step, axis_sizes)}
-        case Fused(moves):
+        case Move() | Fused():
+            moves = instruction.moves if isinstance(instruction, Fused) else (instruction,)
             arrays = [after(copies[m.var, m.source], copies[m.earlier] if m.earlier else None) for m in moves]
             arrays[0] = after(arrays[0], earlier)
-            results = apply_fused(arrays, [move.step for move in moves], axis_sizes)
+            exact = all((move.var, move.source) in owned for move in moves)
+            results = _move(arrays, [move.step for move in moves], axis_sizes, exact)
             return {(move.var, move.target): array for move, array in zip(moves, results, strict=True)}
         case Compute(eqn, rule, strategy):
             operands = [_read(copies, a, s, axis_sizes) for a, s in zip(eqn.invars, strategy.operands, strict=True)]
@@ -105,6 +115,17 @@ def _run_instruction(
             return {copy: after(copies[copy], copies[gate]) for copy in gated}
         case _:
             assert_never(instruction)
+
+
+def _move(
+    arrays: Sequence[jax.Array], steps: Sequence[Step], axis_sizes: Mapping[str, int], exact: bool
+) -> list[jax.Array]:
+    def carry_out(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        if len(arrays) == 1:
+            return [apply_step(arrays[0], steps[0], axis_sizes)]
+        return apply_fused(arrays, steps, axis_sizes)
+
+    return without_loss(arrays, steps, axis_sizes, carry_out) if exact else carry_out(arrays)
 
 
 def _first_after(operands: Sequence[jax.Array], earlier: jax.Array | None) -> list[jax.Array]:

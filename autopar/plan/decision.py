@@ -16,10 +16,49 @@ from typing import Any
 from autopar.intra_op.sharded import Collective
 from autopar.markup import facts
 from autopar.mesh import LogicalMesh, Sharding
+from autopar.plan.figures import Figures
+from autopar.plan.origin import Origin
 from autopar.plan.profile import Profile
 from autopar.plan.words import bytes_text, seconds_text
+from autopar.streams.assemble import ONE_PROGRAM
 from autopar.streams.instructions import Instruction, Run
 from autopar.streams.timeline import Timeline
+
+
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What planning tried before it decided.
+
+    Attributes:
+        tried: (what, its predicted seconds, or why it has none), in the order in which it was tried.
+        pass_seconds: (pass, CPU seconds that it took).
+        ended_early: Why planning ended before all was tried; "": it did not.
+    """
+
+    tried: tuple[tuple[str, str], ...] = ()
+    pass_seconds: tuple[tuple[str, float], ...] = ()
+    ended_early: str = ""
+
+    @property
+    def planned(self) -> tuple[tuple[str, str], ...]:
+        """What was planned to the end."""
+        return tuple(pair for pair in self.tried if pair[1][:1].isdigit())
+
+    @property
+    def pruned(self) -> tuple[tuple[str, str], ...]:
+        """What was proved, or is known well enough, to be no better, and given up."""
+        return tuple(pair for pair in self.tried if pair[1].startswith(("left out", "at least")))
+
+    @property
+    def failed(self) -> tuple[tuple[str, str], ...]:
+        """What does not fit, or cannot be done."""
+        return tuple(pair for pair in self.tried if pair not in (*self.planned, *self.pruned))
+
+    def __str__(self) -> str:
+        counts = f"{len(self.planned)} planned, {len(self.pruned)} left out, {len(self.failed)} impossible"
+        passes = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in self.pass_seconds)
+        early = f"; ended early: {self.ended_early}" if self.ended_early else ""
+        return counts + (f" ({passes})" if passes else "") + early
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -39,6 +78,8 @@ class Cost:
         planning_seconds: From trace to plan.
         exposed_seconds: Of each of `collectives`, the seconds of a step in which it runs and no kernel does, all its times
             together; the others are hidden.
+        figures: What is counted beside the seconds; `mfu`, `hfu`, `rate` and the like follow from them.
+        search: What was tried; of a plan from a file, nothing is known of that.
     """
 
     step_seconds: float
@@ -52,6 +93,8 @@ class Cost:
     solver_status: str
     planning_seconds: float
     exposed_seconds: tuple[float, ...] = ()
+    figures: Figures = Figures()
+    search: Search = field(default=Search(), compare=False)
 
     def __repr__(self) -> str:
         return f"Cost({'; '.join(f'{name} {words}' for name, words in self._told())})"
@@ -73,6 +116,37 @@ class Cost:
     def exposed_communication_seconds(self) -> float:
         """Part of the step in which a device waits for collectives, on average over all devices."""
         return max(0.0, self.step_seconds - self.compute_seconds - self.bubble_seconds)
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilization: FLOPs that the step needs, over those that all devices could do meanwhile at their peak.
+
+        Counted are matrix products, and kernels that state their FLOPs, of the step as it is written; what it computes
+        again for lack of memory is not (Chowdhery et al., "PaLM", 2022, appendix B). The peak is the datasheet's, without
+        sparsity, for the operands' dtypes; products of float32 are held against TF32 where JAX computes them so.
+        """
+        return self.figures.model_seconds / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def hfu(self) -> float:
+        """Hardware FLOPs utilization: the same with the FLOPs that are computed again; where none are, it equals `mfu`."""
+        return self.figures.hardware_seconds / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def rate(self) -> float:
+        """What is learnt from, per second: so many of `figures.unit`; 0: the step has no batch."""
+        return self.figures.amount / self.step_seconds if self.step_seconds else 0.0
+
+    @property
+    def joules(self) -> float | None:
+        """Energy of one step at the devices' rated power; None: a device does not state it (`Device.watts`)."""
+        return None if self.figures.watts is None else self.figures.watts * self.step_seconds
+
+    @property
+    def price(self) -> float | None:
+        """Of one step; None: the cluster does not state one (`Cluster.price_per_hour`)."""
+        hourly = self.figures.price_per_hour
+        return None if hourly is None else hourly * self.step_seconds / 3600
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +184,7 @@ class Stage:
         submesh: Its devices.
         logical_mesh: The mesh they form.
         layers: Which layers; without a pipeline the only stage holds the whole step, one layer.
-        choices: Choice of every decision of this stage, in graph order; without a pipeline they stand in the plan.
+        choices: Choice of every decision of this stage, in graph order.
         operations: The first and the last operation of its forward pass, for people.
         recomputed: What its backward pass runs again.
     """
@@ -160,7 +234,6 @@ class Decision:
         values: Arguments, results and the activations that go through memory.
         streams: Per mesh, what it runs.
         alternatives: Other mesh shapes that were tried: (mesh, predicted seconds or why not).
-        choices: Choice of every decision, in graph order.
         fingerprints: Of the program and the cluster; beside them the version of JAX.
         machine: The cluster in words.
         events: The simulated step, on the clock.
@@ -180,7 +253,6 @@ class Decision:
     values: tuple[Value, ...] = field(repr=False)
     streams: Mapping[int, tuple[Instruction, ...]] = field(hash=False, repr=False)
     alternatives: tuple[tuple[str, str], ...]
-    choices: tuple[int, ...] = field(repr=False)
     fingerprints: Mapping[str, str] = field(hash=False)
     machine: str = ""
     events: Timeline = field(default=Timeline(()), repr=False, compare=False)
@@ -188,8 +260,19 @@ class Decision:
     parts: int = 1
     budget_bytes: float = math.inf
     profile: Profile = field(default=Profile(), repr=False, compare=False)
-    origin: Any = field(default=None, compare=False, repr=False, hash=False)
+    origin: Origin | None = field(default=None, compare=False, repr=False, hash=False)
     """The planning problem in memory, for `explain`; absent in a plan read from a file until it is compiled."""
+
+    @property
+    def is_one_program(self) -> bool:
+        """Whether the step is one program on one mesh, and not cut into stages."""
+        return self.schedule == ONE_PROGRAM
+
+    @property
+    def attached(self) -> Origin:
+        """The planning problem in memory, where it is known to be there."""
+        assert self.origin is not None, "the plan was read from a file and not compiled since"
+        return self.origin
 
     @property
     def mesh(self) -> LogicalMesh:

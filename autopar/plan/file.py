@@ -8,6 +8,7 @@ Method: everything is checked when it is read, so that damage is a `PlanFileErro
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import math
@@ -19,19 +20,21 @@ from typing import Any
 
 import jax
 
+from autopar.entry import LARGEST, DamageError, Entry, read_json
 from autopar.errors import AutoparError, PlanFileError
 from autopar.intra_op.sharded import Collective
 from autopar.mesh import Link, LogicalMesh, Sharding
 from autopar.options import SEMANTICS
 from autopar.plan.decision import Cost, Decision, Recomputed, Stage, Submesh, Value
-from autopar.plan.entry import LARGEST, DamageError, Entry, read_json
+from autopar.plan.figures import Figures
 from autopar.plan.profile import Crossing, Memory, Profile, Work
 from autopar.plan.words import ARGUMENT_ROLES
+from autopar.streams.assemble import ONE_PROGRAM
 from autopar.streams.instructions import Free, Instruction, Recv, Run, Send
 from autopar.streams.timeline import KINDS, Event, Timeline
 
 FORMAT = "autopar plan"
-VERSION = 5
+VERSION = 6
 """Raised with every change that an older reader cannot take, or that gives choices another meaning."""
 _ROLES = (*ARGUMENT_ROLES, "result", "activation")
 
@@ -175,6 +178,7 @@ def _record(plan: Decision) -> dict[str, Any]:
             "solver_status": cost.solver_status,
             "planning_seconds": cost.planning_seconds,
             "exposed_seconds": list(cost.exposed_seconds),
+            "figures": dataclasses.asdict(cost.figures),
         },
         "collectives": [
             {
@@ -199,7 +203,6 @@ def _record(plan: Decision) -> dict[str, Any]:
             }
             for v in plan.values
         ],
-        "choices": list(plan.choices),
     }
 
 
@@ -242,7 +245,7 @@ def _plan(entry: Entry) -> Decision:
     if not stages:
         raise entry["stages"].wrong("a list of stages")
     count, schedule = entry["num_microbatches"].count(1), entry["schedule"].text()
-    if schedule == "none" and len(stages) > 1:
+    if schedule == ONE_PROGRAM and len(stages) > 1:
         raise entry["schedule"].wrong(f"the schedule of {len(stages)} stages")
     bounds = _Bounds(len(stages), count)
     values = entry["values"].items(lambda e: _value(e, _mesh_of(e, stages)))
@@ -267,7 +270,6 @@ def _plan(entry: Entry) -> Decision:
         events=Timeline(entry["events"].items(lambda e: _event(e, bounds))),
         profile=_profile(entry, bounds),
         alternatives=entry["alternatives"].items(_pair),
-        choices=entry["choices"].items(Entry.count),
         fingerprints={key: fingerprints[key].text() for key in ("program", "cluster", "jax")},
         machine=entry["machine"].text(),
         budget_bytes=entry["budget_bytes"].number(or_infinite=True),
@@ -366,7 +368,7 @@ def _pair(entry: Entry) -> tuple[str, str]:
 
 def _link_record(link: Link) -> list[Any]:
     rates = _number(link.bytes_per_second), _number(link.switch_bytes_per_second)
-    return [link.latency_seconds, *rates, int(link.has_short_messages)]
+    return [link.latency_seconds, *rates, int(link.has_short_messages) + 2 * int(link.shared_memory)]
 
 
 def _stage(entry: Entry) -> Stage:
@@ -396,9 +398,10 @@ def _stage(entry: Entry) -> Stage:
 def _link(entry: Entry) -> Link:
     if not isinstance(entry.value, list) or len(entry.value) != 4:
         raise entry.wrong("a list of 4")
-    latency, rate, switch, short = (Entry(value, f"{entry.where}[{k}]") for k, value in enumerate(entry.value))
+    latency, rate, switch, way = (Entry(value, f"{entry.where}[{k}]") for k, value in enumerate(entry.value))
     rates = rate.number(or_infinite=True), switch.number(or_infinite=True)
-    return Link(latency.number(), *rates, bool(short.count()))
+    way.below(4, "0 to 3: 1 where there are short messages, 2 more where memory is shared")
+    return Link(latency.number(), *rates, bool(way.value & 1), shared_memory=bool(way.value & 2))
 
 
 def _recomputed(entry: Entry) -> Recomputed:
@@ -467,4 +470,25 @@ def _cost(entry: Entry, collectives: tuple[Collective, ...], num_stages: int) ->
         solver_status=entry["solver_status"].text(),
         planning_seconds=entry["planning_seconds"].number(),
         exposed_seconds=entry["exposed_seconds"].items(Entry.number, len(collectives)),
+        figures=_figures(entry["figures"]),
     )
+
+
+def _figures(entry: Entry) -> Figures:
+    def stated(name: str) -> float | None:
+        return None if entry[name].value is None else entry[name].number()
+
+    return Figures(
+        entry["model_seconds"].number(),
+        entry["hardware_seconds"].number(),
+        entry["amount"].count(),
+        entry["unit"].text(),
+        entry["link_bytes"].items(_level),
+        stated("watts"),
+        stated("price_per_hour"),
+    )
+
+
+def _level(entry: Entry) -> tuple[str, int]:
+    name, num_bytes = entry.items(lambda part: part, 2)
+    return name.text(), num_bytes.count()

@@ -19,6 +19,7 @@ def machine_text(cluster: Cluster) -> str:
     hosts = " + ".join(
         f"{count_text(g.hosts, 'host')} with {g.devices_per_host} {g.device.name}"
         + (f" of {bytes_text(g.device.memory_bytes)}" if math.isfinite(g.device.memory_bytes) else "")
+        + getattr(g, "calibrated_text", "")
         for g in groups
     )
     return f"{count_text(cluster.num_devices, 'device')}: {hosts}"
@@ -57,6 +58,11 @@ def bytes_text(num_bytes: float) -> str:
 def rate_text(bytes_per_second: float) -> str:
     """Such as "450 GB/s"."""
     return "unlimited" if bytes_per_second == math.inf else f"{bytes_text(bytes_per_second)}/s"
+
+
+def share_text(share: float) -> str:
+    """A part of a whole in per cent, small ones with a digit more."""
+    return f"{share:.0%}" if share >= 0.1 else f"{share:.1%}"
 
 
 def seconds_text(seconds: float) -> str:

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar._jax import Jaxpr
+from autopar.inter_op.stage_plan import StagePlan
 from autopar.intra_op.costs import build_problem, held_values
 from autopar.intra_op.graph import Node
 from autopar.intra_op.liveness import measure_liveness
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import broken_memory_rows
 from autopar.intra_op.problem import MemoryRow, Problem
-from autopar.intra_op.shard import Sharded
 from autopar.intra_op.sharded import Body
 from autopar.intra_op.solve import solve
 from autopar.intra_op.within import solve_within
@@ -53,22 +52,14 @@ class Outcome:
 
 
 def studies(plan: Decision) -> list[Study]:
-    """One for each stage; one without a pipeline."""
-    origin = plan.origin
-    if plan.schedule == "none":
-        paths = dict(enumerate(origin.program.in_paths))
-        return [
-            Study(plan, None, origin.sharded, origin.program.jaxpr, paths, origin.roles.aliases, origin.roles.donated)
-        ]
-    cut = origin.pipeline.cut
-    path_of = dict(zip(cut.program.jaxpr.invars, cut.program.in_paths, strict=False))  # constants have none
+    """One for each stage."""
+    planned = plan.attached.pipeline
+    path_of = dict(zip(planned.program.jaxpr.invars, planned.program.in_paths, strict=False))  # constants have none
     found = []
-    for number, stage in enumerate(origin.pipeline.stages):
-        program = stage.program
-        arguments = {**program.arguments, **{k: var for k, (var, _) in program.stacks.items()}}
+    for number, stage in enumerate(planned.stages):
+        arguments = {**stage.program.arguments, **{k: var for k, (var, _) in stage.program.stacks.items()}}
         paths = {k: path_of[var] for k, var in sorted(arguments.items()) if var in path_of}
-        donated = [k in program.aliases.values() for k in range(len(program.jaxpr.invars))]
-        found.append(Study(plan, number, stage.sharded, program.jaxpr, paths, program.aliases, donated))
+        found.append(Study(plan, None if plan.is_one_program else number, stage, paths))
     return found
 
 
@@ -76,7 +67,7 @@ class Study:
     """The planning problem of one plan, or of one stage of it; nothing of the plan is changed.
 
     Attributes:
-        stage: Which; None: the plan has no stages.
+        stage: Which; None: the whole step is one.
         paths: Position among the problem's inputs -> name, for those that are arguments of the step.
         aliases: Output position -> position of the input whose new value it is.
         chosen: The plan's choice per decision; identical layers are one decision.
@@ -87,16 +78,14 @@ class Study:
         self,
         plan: Decision,
         stage: int | None,
-        sharded: Sharded,
-        jaxpr: Jaxpr,
+        planned: StagePlan,
         paths: Mapping[int, str],
-        aliases: Mapping[int, int],
-        donated: Sequence[bool],
     ):
-        self.plan, self.stage, self.sharded, self.jaxpr = plan, stage, sharded, jaxpr
-        self.paths, self.aliases, self.donated = paths, aliases, donated
+        program = planned.program
+        self.plan, self.stage, self.sharded, self.jaxpr = plan, stage, planned.sharded, program.jaxpr
+        self.paths, self.aliases, self.donated = paths, program.aliases, program.donated
         self.what = "step" if stage is None else "stage"
-        self.device, self.solver = plan.origin.cluster.device, plan.origin.method.options().solver
+        self.device, self.solver = plan.attached.cluster.device, plan.attached.options.solver
         self.graph, self.problem, self.class_of = self.sharded.graph, self.sharded.problem, self.sharded.class_of
         self.mesh = self.graph.mesh
         self.chosen = [0] * len(self.problem.costs)

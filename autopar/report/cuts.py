@@ -14,21 +14,26 @@ from collections.abc import Iterator
 import numpy as np
 
 from autopar.inter_op.chain import Chain
+from autopar.inter_op.weigh import weigh_segments
 from autopar.intra_op.sharded import describe
 from autopar.plan.decision import Decision
 from autopar.plan.words import bytes_text, seconds_text
 from autopar.report.page import Page, Table
+from autopar.streams.assemble import PipelinePlan
 
 
 def asked_for_stages(plan: Decision, asked: str) -> bool:
     """Whether `explain` is asked for the stages themselves."""
-    return plan.schedule != "none" and asked == "stages"
+    return not plan.is_one_program and asked == "stages"
 
 
 def cuts_page(plan: Decision) -> Page:
     """Why the step is cut where it is."""
-    pipeline = plan.origin.pipeline
-    chain, borders = pipeline.cut.chain, pipeline.borders
+    pipeline = plan.attached.pipeline
+    assert isinstance(pipeline, PipelinePlan), "one program is not cut"
+    device = plan.attached.cluster.device
+    cut = weigh_segments(pipeline.cut, min(stage.mesh.num_devices for stage in pipeline.stages), device)
+    chain, borders = cut.chain, pipeline.borders
     marked = len(borders) - 1 == len(chain.marks) and tuple(chain.marks) == tuple(borders[1:])
     facts = (
         ("stages", f"{len(borders)}, of {chain.num_segments} segments that a border may stand between"),
@@ -40,7 +45,7 @@ def cuts_page(plan: Decision) -> Page:
         ("border", "the stage begins with", "crossing per microbatch", "largest stage's work", ""),
         tuple(_rows(chain, borders)),
         (2, 3),
-        "Both ways, forward and backward. Work is counted in operations; 100 % is an equal share.",
+        "Forward and backward. Work is in seconds, on as many devices as the smallest stage has; 100 % is an equal share.",
     )
     return Page(f"Stages of `{plan.name}`", facts, (table,))
 

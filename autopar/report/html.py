@@ -68,7 +68,7 @@ def _cards(plan: Decision) -> Iterator[str]:
         hidden = cost.communication_seconds > 1.001 * cost.exposed_communication_seconds
         words = "of it waiting for collectives" if hidden else "of it in collectives"
         yield _card(f"{cost.exposed_communication_seconds / step:.0%}", words)
-    if plan.schedule != "none":
+    if not plan.is_one_program:
         yield _card(f"{cost.bubble_seconds / step:.0%}", "of it without work")
     most = max(cost.peak_bytes)
     budget = f" of {bytes_text(plan.budget_bytes)}" if math.isfinite(plan.budget_bytes) else ""
@@ -77,7 +77,7 @@ def _cards(plan: Decision) -> Iterator[str]:
 
 
 def _shape(plan: Decision) -> str:
-    stages = f"{count_text(len(plan.stages), 'stage')}, {plan.schedule}" if plan.schedule != "none" else str(plan.mesh)
+    stages = f"{count_text(len(plan.stages), 'stage')}, {plan.schedule}" if not plan.is_one_program else str(plan.mesh)
     return f"devices, {stages}"
 
 

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from autopar.cost import collective_seconds
 from autopar.plan.decision import Decision, Recomputed, Value
-from autopar.plan.words import bytes_text, count_text, local_bytes, mesh_text, seconds_text, type_text
+from autopar.plan.words import bytes_text, count_text, local_bytes, mesh_text, seconds_text, share_text, type_text
 from autopar.report.limits import find_limit
 from autopar.streams.timeline import timetable_text
 
@@ -48,7 +48,7 @@ class Page:
 
 def page_of(plan: Decision) -> Page:
     """The page of a plan."""
-    is_pipeline = plan.schedule != "none"
+    is_pipeline = not plan.is_one_program
     tables = (_stages(plan), _arguments(plan)) if is_pipeline else (_arguments(plan), _activations(plan))
     drawing = timetable_text(plan.events.events) if is_pipeline else ""
     return Page(f"Plan of `{plan.name}`", tuple(_facts(plan)), (*tables, _collectives(plan)), drawing)
@@ -59,7 +59,7 @@ def _facts(plan: Decision) -> Iterable[tuple[str, str]]:
     yield "method", plan.method
     if plan.machine:
         yield "machine", plan.machine
-    if plan.schedule == "none":
+    if plan.is_one_program:
         yield "mesh", mesh_text(plan.mesh)
         hidden = cost.communication_seconds - cost.exposed_communication_seconds
         is_some = hidden > 1e-3 * cost.communication_seconds
@@ -82,8 +82,9 @@ def _facts(plan: Decision) -> Iterable[tuple[str, str]]:
             f"{seconds_text(cost.exposed_communication_seconds)} communication {idle}"
         ),
     )
-    if plan.schedule != "none":
+    if not plan.is_one_program:
         yield from _limited_by(plan)
+    yield from _figures(plan)
     budget = f" of {bytes_text(plan.budget_bytes)}" if math.isfinite(plan.budget_bytes) else ""
     yield (
         "memory",
@@ -93,14 +94,32 @@ def _facts(plan: Decision) -> Iterable[tuple[str, str]]:
         ),
     )
     yield "solver", solver_text(cost.solver_status, cost.optimality_gap)
+    if cost.search.ended_early:
+        yield "search", f"ended early: {cost.search.ended_early}"
     yield "planning", seconds_text(cost.planning_seconds)
     for k, text in enumerate(_also_tried(plan)):
         yield "" if k else "also tried", text
 
 
+def _figures(plan: Decision) -> Iterable[tuple[str, str]]:
+    """How well the devices are used, how fast it learns, what it sends, and what it costs, as far as that is known."""
+    cost, figures = plan.cost, plan.cost.figures
+    if figures.model_seconds:
+        again = f", {share_text(cost.hfu)} with what is computed again" if cost.hfu > 1.01 * cost.mfu else ""
+        rate = f"; {cost.rate:,.4g} {figures.unit}/s" if figures.amount else ""
+        yield "use", f"MFU {share_text(cost.mfu)} of the devices' peak{again}{rate}"
+    if figures.link_bytes:
+        parts = [f"{bytes_text(num_bytes)} {level}" for level, num_bytes in figures.link_bytes]
+        yield "sent", f"by each device in a step: {', '.join(parts)}"
+    if cost.joules is not None:
+        yield "energy", f"{cost.joules:,.4g} J a step at the devices' rated power"
+    if cost.price is not None:
+        yield "price", f"{cost.price:,.4g} a step, {figures.price_per_hour:,.4g} an hour"
+
+
 def _nothing_is_split(plan: Decision) -> bool:
     """Whether every device holds all of every value, where there are several on one mesh."""
-    is_one_mesh = plan.schedule == "none" and plan.mesh.num_devices > 1
+    is_one_mesh = plan.is_one_program and plan.mesh.num_devices > 1
     return is_one_mesh and not plan.cost.collectives and not any(any(v.sharding.dims) for v in plan.values)
 
 

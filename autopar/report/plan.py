@@ -7,22 +7,32 @@ Out:    `Plan`: prints itself, says why, says what differs from another, is save
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from autopar.errors import AutoparError
 from autopar.plan.decision import Decision
 from autopar.plan.file import load_decision, save_decision
 from autopar.plan.words import seconds_text
 from autopar.report.diff import diff_text
 from autopar.report.explain import explain
 from autopar.report.html import plan_html
+from autopar.report.measured import MeasuredStep, parting_text
 from autopar.report.shown import ShownTimeline
 from autopar.report.text import plan_text
 
 
 @dataclass(frozen=True, repr=False)
 class Plan(Decision):
-    """A plan for one step on one cluster: its attributes are those of `Decision`."""
+    """A plan for one step on one cluster: its attributes are those of `Decision`.
+
+    Attributes:
+        verifier: What holds it against the compiler; of a plan that its step has made or attached.
+    """
+
+    verifier: Callable[[Plan, str | None], Any] | None = field(default=None, compare=False, repr=False, hash=False)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""
@@ -46,16 +56,42 @@ class Plan(Decision):
         """
         return explain(self, path_or_op)
 
-    def diff(self, other: Plan) -> str:
-        """What differs between this plan and another, as text; "" where nothing does."""
-        return diff_text(self, other)
+    def diff(self, other: Plan | MeasuredStep) -> str:
+        """What differs between this plan and another, as text; "" where nothing does.
+
+        Args:
+            other: A plan; or what `compiled.measure(...)` found: then where prediction and measurement part.
+        """
+        return parting_text(other) if isinstance(other, MeasuredStep) else diff_text(self, other)
+
+    def verify(self, target: str | None = None) -> Any:
+        """Compile every program of the plan, and compare memory and collectives with what is predicted.
+
+        Args:
+            target: A device that need not be there: `"h100"`, `"a100"`, `"b200"`, `"tpu-v5e"`; None: those it is for.
+
+        Returns:
+            `autopar.verify.Verification`: prints itself; `.ok`, `.problems`.
+
+        Raises:
+            AutoparError: The plan was read from a file and not attached to its step, or the compiler for the target is
+                not installed.
+        """
+        if self.verifier is None:
+            raise AutoparError(
+                "a plan from a file has no programs.",
+                given=f"the plan of `{self.name}`",
+                wrong="the file holds what was decided, not the step.",
+                do="attach it: step.attach(*args, plan=plan).verify(...).",
+            )
+        return self.verifier(self, target)
 
     def timeline(self) -> ShownTimeline:
         """The simulated step as a `Timeline`: a Chrome trace (`.save(path)`, for ui.perfetto.dev), text (`str`), or HTML."""
         return ShownTimeline(self.events.events)
 
     def __repr__(self) -> str:
-        stages = f"{len(self.stages)} stages, {self.schedule}" if self.schedule != "none" else str(self.mesh)
+        stages = f"{len(self.stages)} stages, {self.schedule}" if not self.is_one_program else str(self.mesh)
         return f"Plan({self.name} by {self.method}, on {stages}: {seconds_text(self.cost.step_seconds)} a step)"
 
     def __str__(self) -> str:

@@ -8,13 +8,16 @@ Method: equal stages on meshes of the same shape have the same program but for i
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from autopar._jax import load_elsewhere
 from autopar.partition.task import TaskFunction
+from autopar.runtime.overlap import Options, compile_lowered
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,16 +31,20 @@ class _Known:
 class Compiler:
     """Compiles tasks.
 
+    Args:
+        options: Of XLA's compiler.
+
     Attributes:
         num_compiled: How many of them were compiled and not taken over.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
         self._known: dict[str, _Known] = {}
+        self._options = dict(options or {})
         self.num_compiled = 0
 
     def compile(
-        self, made: TaskFunction, name: str, places: jax.sharding.Mesh, calls_host: bool
+        self, made: TaskFunction, name: str, places: jax.sharding.Mesh, calls_host: bool, options: Options
     ) -> jax.stages.Compiled:
         """Compile a task.
 
@@ -46,6 +53,7 @@ class Compiler:
             name: What the program is called in traces.
             places: Its devices.
             calls_host: It has callbacks: it gets one result more, a number that tells that it has ended.
+            options: For XLA, on GPUs.
         """
 
         def program(*arrays: jax.Array) -> list[jax.Array]:
@@ -66,7 +74,7 @@ class Compiler:
         taken = self._take_over(text, tuple(places.devices.flat)) if text else None
         if taken is not None:
             return taken
-        compiled = lowered.compile()
+        compiled = compile_lowered(lowered, options, places.devices.flat[0].platform, self._options)
         self.num_compiled += 1
         if text:
             self._known[text] = _Known(compiled, tuple(places.devices.flat))

@@ -9,7 +9,7 @@ Method: the per-device program under `jax.jit` with the plan's shardings; state 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +25,7 @@ from autopar.partition.program import global_program
 from autopar.runtime.failure import CallbacksRaised, Place, cause_of, donated_error, is_gone, lines_of, step_error
 from autopar.runtime.memory import Ownership, let_go
 from autopar.runtime.nans import check_results
+from autopar.runtime.overlap import compile_lowered, overlap_options
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -160,8 +161,9 @@ def compile_program(
     donated: Sequence[bool],
     name: str,
     paths: Sequence[str],
+    options: Mapping[str, Any] | None = None,
 ) -> Executable:
-    """Compile a sharded program for real devices.
+    """Compile a sharded program for real devices, which need not be there.
 
     Args:
         body: The sharded program.
@@ -171,6 +173,7 @@ def compile_program(
         donated: For each input, whether its memory may be reused.
         name: Name of the compiled function, as profilers show it.
         paths: Names of the arguments.
+        options: Of XLA's compiler.
     """
     places = device_mesh(mesh, devices)
     shardings = tuple(jax.sharding.NamedSharding(places, sharding.partition_spec()) for _, sharding in body.inputs)
@@ -190,7 +193,8 @@ def compile_program(
         out_shardings=[*results, *ends],
         donate_argnums=tuple(k for k, d in enumerate(donated) if d),
     )
-    compiled = jitted.lower(*arguments).compile()
+    overlap = overlap_options(body, mesh)
+    compiled = compile_lowered(jitted.lower(*arguments), overlap, devices[0].platform, options)
     lines = lines_of([i.eqn for i in body.instructions if isinstance(i, Compute | Region)])
     types = [(s.shard_shape(a.shape), a.dtype) for a, s in zip(avals, shardings, strict=True)]
     ownership = Ownership(types, donated)

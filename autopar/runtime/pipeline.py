@@ -11,6 +11,7 @@ Method: the streams of all meshes are merged into one order in which nothing wai
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -42,6 +43,7 @@ from autopar.runtime.local import copied, device_mesh
 from autopar.runtime.memory import Ownership, let_go
 from autopar.runtime.nans import check_results, find_nan
 from autopar.runtime.order import merged
+from autopar.runtime.overlap import overlap_options
 from autopar.runtime.stacks import Stack, part_of
 from autopar.runtime.transfer import Transfer, make_transfer
 from autopar.streams.clock import measured
@@ -112,7 +114,6 @@ class Pipeline:
             for at, i in enumerate(stream)
             if isinstance(i, Send)
         }
-        self._numbers = self._make_numbers()
         self._entries = self._make_entries()
         self._seen: list[Any] = [None] * len(self._entries)
         self._ownership = Ownership(
@@ -133,7 +134,9 @@ class Pipeline:
         for plan in stage.tasks:
             name = plan.task.name
             self.functions[name] = task_function(plan, places, self._streams.overwritten[name], self._watch)
-            self.programs[name] = compiler.compile(self.functions[name], name, places, calls_host(plan.body))
+            self.programs[name] = compiler.compile(
+                self.functions[name], name, places, calls_host(plan.body), overlap_options(plan.body, stage.mesh)
+            )
 
     def _call(self, number: int, instruction: Instruction) -> Call:
         match instruction:
@@ -175,7 +178,9 @@ class Pipeline:
             self._types[target],
         )
 
-    def _make_numbers(self) -> dict[int, jax.Array]:
+    @functools.cached_property
+    def _numbers(self) -> dict[int, jax.Array]:
+        """The microbatches' numbers; made at the first step: devices that are compiled for may not be there."""
         return {
             at: jax.device_put(np.int32(microbatch), self._types[at].sharding)
             for (_, microbatch), at in self._streams.numbers.items()

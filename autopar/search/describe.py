@@ -1,120 +1,176 @@
-"""A sharded step as a plan: what the user is told of it.
+"""A planned step as a plan: what the user is told of it.
 
-In:     `Sharded`, and what it was made for.
+In:     `StepPlan`, and what it was made for.
 Out:    `Plan`.
-Method: names come from the argument's paths and the user's lines, costs from the sharded program.
+Method: where a value lies is where its buffers lie; costs are those of the step on the clock; names come from the arguments'
+        paths and the user's lines.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
 
-from autopar._jax import Literal
+from autopar._jax import Literal, Var
 from autopar.intra_op.costs import stored_values
-from autopar.intra_op.shard import Sharded
-from autopar.intra_op.sharded import Body, Compute, Region
+from autopar.intra_op.sharded import Body, Collective, Compute, Region, describe
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
-from autopar.mesh import Cluster, LogicalMesh, Sharding
-from autopar.plan.decision import Cost, Run, Stage, Submesh, Value
+from autopar.mesh import Cluster, Sharding
+from autopar.plan.decision import Cost, Recomputed, Stage, Submesh, Value
+from autopar.plan.figures import Figures
 from autopar.plan.fingerprint import fingerprints
+from autopar.plan.origin import Origin
+from autopar.plan.profile import Profile
 from autopar.plan.words import machine_text
 from autopar.report.plan import Plan
 from autopar.report.uses import describe_phase
+from autopar.search.figures import figures_of
 from autopar.search.methods import Method, method_text
-from autopar.search.profile import profile_of_mesh
+from autopar.search.profile import profile_of
+from autopar.search.recompute import recomputed_by
+from autopar.streams.assemble import PipelinePlan, StepPlan
+from autopar.streams.clock import timeline_of
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Origin:
-    """What a plan came from: kept beside it in memory, for `explain` and for compiling."""
-
-    program: Program
-    roles: Roles
-    cluster: Cluster
-    method: Method
-    sharded: Sharded
-
-
-def describe(
-    step: Program,
-    program: Program,
-    roles: Roles,
-    cluster: Cluster,
-    method: Method,
-    mesh: LogicalMesh,
-    sharded: Sharded,
-    seconds: float,
-    num_microbatches: int,
+def describe_plan(
+    step: Program, roles: Roles, cluster: Cluster, method: Method, planned: StepPlan, planning_seconds: float
 ) -> Plan:
-    """The plan of a step on one mesh.
+    """What the user is told of a planned step.
 
     Args:
         step: The step.
-        program: The step in microbatches, which was sharded.
         roles: Which inputs are state, batch, donated.
         cluster: The machine.
         method: What was asked for.
-        mesh: The logical mesh.
-        sharded: The solution.
-        seconds: How long planning took.
-        num_microbatches: Of `program`.
+        planned: What was planned.
+        planning_seconds: How long that took.
     """
-    body = sharded.body
-    specs = [program.spec_of(k, s.partition_spec()) for k, (_, s) in enumerate(body.inputs[: program.num_args])]
-    cost = Cost(
-        sharded.step_seconds,
-        sharded.compute_seconds,
-        sharded.communication_seconds,
-        0.0,
-        (sharded.liveness.peak_bytes,),
-        sharded.liveness.argument_bytes,
-        sharded.collectives,
-        sharded.gap,
-        sharded.solution.status,
-        seconds,
-        sharded.exposed_seconds,
-    )
+    options, values = method.options(), tuple(_values(planned))
+    by_name = {v.name: v for v in values}
+    firsts = [parts[0] for parts in planned.stacks.inputs[: step.num_args]]
+    specs = [by_name[planned.program.in_paths[at]].sharding.partition_spec() for at in firsts]
+    cost, profile = cost_of(planned, planning_seconds), profile_of(planned, cluster)
     return Plan(
-        name=program.name,
+        name=step.name,
         method=method_text(method),
-        stages=(Stage(Submesh(mesh.num_devices), mesh, (0,)),),
-        num_microbatches=num_microbatches,
-        microbatch_semantics=method.options().microbatch_semantics,
-        schedule="none",
-        shardings=program.in_containers(specs),
-        cost=cost,
-        values=tuple(_values(program, roles, sharded)),
-        streams={0: (Run(program.name, 0, 0),)},
+        stages=tuple(_stages(planned, cluster)),
+        num_microbatches=planned.num_microbatches,
+        microbatch_semantics=options.microbatch_semantics,
+        schedule=planned.schedule_name,
+        parts=planned.stacks.count,
+        shardings=step.in_containers([step.spec_of(k, spec) for k, spec in enumerate(specs)]),
+        cost=dataclasses.replace(cost, figures=_figures(step, roles, cluster, planned, cost, profile)),
+        values=values,
+        streams=planned.streams.instructions,
+        events=timeline_of(planned.streams, planned.simulation),
         alternatives=(),
-        choices=sharded.choices,
         fingerprints=fingerprints(step, cluster),
         machine=machine_text(cluster),
-        budget_bytes=method.options().memory_budget_bytes or cluster.device.memory_bytes,
-        profile=profile_of_mesh(program, roles, cluster.device, sharded),
-        origin=Origin(program, roles, cluster, method, sharded),
+        budget_bytes=options.memory_budget_bytes or cluster.device.memory_bytes,
+        profile=profile,
+        origin=Origin(step, roles, cluster, options, planned),
     )
 
 
-def _values(program: Program, roles: Roles, sharded: Sharded) -> Iterator[Value]:
-    def value(name: str, role: str, atom: Any, sharding: Sharding) -> Value:
-        return Value(name, role, tuple(atom.aval.shape), str(atom.aval.dtype), sharding)
+def _stages(planned: StepPlan, cluster: Cluster) -> Iterator[Stage]:
+    for number, (stage, first, layers) in enumerate(
+        zip(planned.stages, planned.first_device, planned.layers, strict=True)
+    ):
+        operations, recomputed = ("", ""), Recomputed()
+        if isinstance(planned, PipelinePlan):
+            eqns = planned.tasks.forward[number]
+            operations = (describe(eqns[0]), describe(eqns[-1])) if eqns else ("", "")
+            recomputed = recomputed_by(planned, number, cluster.device)
+        submesh = Submesh(stage.mesh.num_devices, first)
+        yield Stage(submesh, stage.mesh, tuple(layers), stage.sharded.choices, operations, recomputed)
 
-    for k, (var, sharding) in enumerate(sharded.body.inputs):
+
+def _figures(step: Program, roles: Roles, cluster: Cluster, planned: StepPlan, cost: Cost, profile: Profile) -> Figures:
+    """What people ask of a plan, counted."""
+    meshes = [stage.mesh for stage in planned.stages]
+    tasks = [task for stage in planned.stages for task in stage.tasks]
+    hosts = [
+        {(first + k) // cluster.devices_per_host: None for k in range(mesh.num_devices)}
+        for mesh, first in zip(meshes, planned.first_device, strict=True)
+    ]
+    return figures_of(
+        step,
+        roles,
+        cluster,
+        [(task.body, planned.num_microbatches if task.task.is_in_loop else 1) for task in tasks],
+        [(c, meshes[c.stage]) for c in cost.collectives],
+        [(c.bytes, len(hosts[c.source] | hosts[c.target]) > 1) for c in profile.crossings],
+    )
+
+
+def cost_of(planned: StepPlan, planning_seconds: float) -> Cost:
+    """What the clock says of a step, on average over all devices."""
+    stages, simulation = planned.stages, planned.simulation
+    num_meshes = len(planned.streams.instructions)
+    devices = sum(s.mesh.num_devices for s in stages[:num_meshes])
+    compute = communication = 0.0
+    exposed: list[float] = []
+    collectives: list[Collective] = []
+    for number, stage in enumerate(stages):
+        for task in stage.tasks:
+            times = planned.num_microbatches if task.task.is_in_loop else 1
+            share = times * stage.mesh.num_devices / devices
+            communication += share * task.communication_seconds
+            compute += share * (task.seconds - sum(task.exposed_seconds))
+            exposed += [times * e for e in task.exposed_seconds]
+            collectives += [dataclasses.replace(c, times=c.times * times, stage=number) for c in task.collectives]
+    busy = simulation.busy_seconds
+    idle = sum((planned.seconds - busy[mesh]) * stages[mesh].mesh.num_devices for mesh in range(num_meshes))
+    return Cost(
+        planned.seconds,
+        compute,
+        communication,
+        max(0.0, idle / devices),
+        tuple(simulation.peak_bytes[number % num_meshes] for number in range(len(stages))),
+        max(_argument_bytes(planned, mesh) for mesh in range(num_meshes)),
+        tuple(collectives),
+        max(s.gap for s in stages),
+        "optimal" if all(s.sharded.solution.status == "optimal" for s in stages) else "feasible",
+        planning_seconds,
+        tuple(exposed),
+    )
+
+
+def _argument_bytes(planned: StepPlan, mesh: int) -> int:
+    streams = planned.streams
+    given = (*streams.arguments.values(), *streams.pieces.values())
+    return sum(streams.buffers[at].num_bytes for at in given if streams.buffers[at].mesh == mesh)
+
+
+def _values(planned: StepPlan) -> Iterator[Value]:
+    program, roles, streams, home = planned.program, planned.roles, planned.streams, planned.home
+    position = {var: k for k, var in enumerate(program.jaxpr.invars)}
+    found: dict[int, tuple[Sharding, int]] = {}
+    for (var, mesh), at in (*streams.arguments.items(), *streams.pieces.items()):
+        k = position[var]
+        if k not in found or mesh == home.get(var):
+            found[k] = streams.buffers[at].border.sharding, mesh
+    for k, var in enumerate(program.jaxpr.invars):
+        sharding, mesh = found.get(k, (Sharding.replicated(len(var.aval.shape)), home.get(var, 0)))
         name = program.in_paths[k] if k < program.num_args else f"constant {k - program.num_args}"
-        yield value(name, role_of(program, roles, k), var, sharding)
-    for k, (atom, sharding) in enumerate(sharded.body.outputs):
-        if k not in roles.aliases:
-            yield value(program.out_paths[k], "result", atom, sharding)
-    stored = stored_values(sharded.graph)
-    for name, var, sharding in _activations(sharded.body):
-        if var in stored:
-            yield value(name, "activation", var, sharding)
+        yield Value(name, role_of(program, roles, k), tuple(var.aval.shape), str(var.aval.dtype), sharding, mesh)
+    for k, result in enumerate(streams.results):
+        if k not in roles.aliases and result is not None:
+            buffer = streams.buffers[result]
+            border = buffer.border
+            yield Value(program.out_paths[k], "result", border.shape, str(border.dtype), border.sharding, buffer.stage)
+    for number, stage in enumerate(planned.stages):
+        stored = stored_values(stage.sharded.graph)
+        for task in stage.tasks:
+            if task.task.kind == "step":
+                for name, var, sharding in _activations(task.body):
+                    if var in stored:
+                        shape, dtype = tuple(var.aval.shape), str(var.aval.dtype)
+                        yield Value(name, "activation", shape, dtype, sharding, number)
 
 
-def _activations(body: Body) -> Iterator[tuple[str, object, Sharding]]:
+def _activations(body: Body) -> Iterator[tuple[str, Var, Sharding]]:
     for instruction in body.instructions:
         match instruction:
             case Compute(eqn, rule, strategy) if not rule.whole or rule.summed:
@@ -124,16 +180,6 @@ def _activations(body: Body) -> Iterator[tuple[str, object, Sharding]]:
             case Region(bodies=bodies):
                 for inner in bodies:
                     yield from _activations(inner)
-
-
-def body_text(body: Body, indent: str = "") -> str:
-    """The sharded program as text, one instruction a line."""
-    lines: list[str] = []
-    for instruction in body.instructions:
-        lines.append(f"{indent}{instruction}")
-        if isinstance(instruction, Region):
-            lines += [body_text(inner, indent + "    ") for inner in instruction.bodies]
-    return "\n".join(lines)
 
 
 def role_of(program: Program, roles: Roles, k: int) -> str:

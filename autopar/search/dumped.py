@@ -1,7 +1,8 @@
-"""A pipeline as text, pass by pass: what `AUTOPAR_DUMP=folder` shows of it behind the traced program.
+"""A planned step as text, pass by pass: what `AUTOPAR_DUMP=folder` shows of it behind the traced program.
 
-In:     `PipelinePlan`, the one that was chosen.
-Out:    numbered files, in the order of the passes: rewritten, microbatches, segments, one for each stage, streams.
+In:     the `StepPlan` that was chosen.
+Out:    numbered files, in the order of the passes: of a step that is one program how it was sharded; of a pipeline rewritten,
+        microbatches, segments, one for each stage, streams.
 """
 
 from __future__ import annotations
@@ -13,15 +14,22 @@ from autopar._jax import JaxprEqn, make_jaxpr
 from autopar.debug import dump
 from autopar.inter_op.chain import Chain
 from autopar.inter_op.stage_plan import StagePlan
+from autopar.intra_op.sharded import Body, Region
 from autopar.ir.dataflow import variables
 from autopar.ir.printer import Names, equations_text, print_equation, print_jaxpr
 from autopar.ir.split.microbatch import Microbatches
-from autopar.search.describe import body_text
-from autopar.streams.assemble import PipelinePlan
+from autopar.streams.assemble import PipelinePlan, StepPlan
 
 
-def dump_pipeline(pipeline: PipelinePlan) -> None:
+def dump_plan(planned: StepPlan) -> None:
     """Write what each pass made, if that is asked for."""
+    if isinstance(planned, PipelinePlan):
+        _dump_pipeline(planned)
+    else:
+        dump("sharded", lambda: "\n".join(body_text(task.body) for stage in planned.stages for task in stage.tasks))
+
+
+def _dump_pipeline(pipeline: PipelinePlan) -> None:
     cut = pipeline.cut
     dump("rewritten", lambda: str(cut.program))
     dump("microbatches", lambda: "\n".join(_phases(cut.split)))
@@ -67,3 +75,13 @@ def _streams(pipeline: PipelinePlan) -> Iterator[str]:
     for mesh, instructions in pipeline.streams.instructions.items():
         yield f"mesh {mesh}"
         yield from (f"  {instruction}" for instruction in instructions)
+
+
+def body_text(body: Body, indent: str = "") -> str:
+    """The sharded program as text, one instruction a line."""
+    lines: list[str] = []
+    for instruction in body.instructions:
+        lines.append(f"{indent}{instruction}")
+        if isinstance(instruction, Region):
+            lines += [body_text(inner, indent + "    ") for inner in instruction.bodies]
+    return "\n".join(lines)

@@ -44,8 +44,8 @@ def pipeline_behind(
         PipelineError: The step has fewer places to cut than there are stages.
         InfeasibleError: A stage does not fit.
     """
-    lead = method.plan.origin.pipeline
-    there = {path: k for k, path in enumerate(method.plan.origin.program.in_paths)}
+    lead = _lead(method)
+    there = {path: k for k, path in enumerate(method.plan.attached.program.in_paths)}
     found = {k: there[method.paths[path]] for k, path in enumerate(program.in_paths) if path in method.paths}
     num_stages = len(lead.stages)
     cut = _cut(program, roles, method, found)
@@ -78,9 +78,16 @@ def pipeline_behind(
     return planned
 
 
+def _lead(method: Follow) -> PipelinePlan:
+    """The pipeline that is followed."""
+    lead = method.plan.attached.pipeline
+    assert isinstance(lead, PipelinePlan), "behind one program a step is one program"
+    return lead
+
+
 def _cut(program: Program, roles: Roles, method: Follow, found: Mapping[int, int]) -> CutStep:
     """The step taken apart as the other is: its stacks, and its microbatches if it can be worked through in such."""
-    lead = method.plan.origin.pipeline
+    lead = _lead(method)
     kept = dataclasses.replace(roles, state=tuple(sorted({*roles.state, *found})))
     sizes = [program.in_avals[k].shape[0] for k in roles.batch]
     count = next((m for m in range(lead.cut.split.count, 0, -1) if all(size % m == 0 for size in sizes)), 1)
@@ -96,7 +103,7 @@ def _cut(program: Program, roles: Roles, method: Follow, found: Mapping[int, int
 
 
 def _lies(cut: CutStep, method: Follow, found: Mapping[int, int]) -> dict[Var, tuple[int, Sharding]]:
-    lead, values = method.plan.origin.pipeline.cut, method.plan.values
+    lead, values = _lead(method).cut, method.plan.values
     lies = {}
     for here, there in found.items():
         mine, theirs = cut.stacks.inputs[here], lead.stacks.inputs[there]

@@ -21,8 +21,9 @@ from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.equal_stages import lowered
 from autopar.inter_op.residuals import ALL, CHEAP
+from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import StagePlan, lower_stage
-from autopar.inter_op.stage_program import StageProgram, stage_program, with_tasks
+from autopar.inter_op.stage_program import stage_program, with_tasks
 from autopar.inter_op.tasks import Tasks, make_tasks
 from autopar.inter_op.weigh import layer_seconds
 from autopar.ir.canonical import canonical_key

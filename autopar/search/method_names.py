@@ -13,10 +13,10 @@ import re
 from typing import Any
 
 from autopar.errors import AutoparError
-from autopar.search.methods import Auto, DataParallel, Method, PipelineParallel, ShardParallel, ThreeD
+from autopar.search.methods import Auto, DataParallel, Inference, Method, PipelineParallel, ShardParallel, ThreeD
 
 CLASSES: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Auto, DataParallel, PipelineParallel, ShardParallel, ThreeD)
+    kind.__name__: kind for kind in (Auto, DataParallel, Inference, PipelineParallel, ShardParallel, ThreeD)
 }
 NAMES: dict[str, Method] = {
     "auto": Auto(),
@@ -30,6 +30,9 @@ NAMES: dict[str, Method] = {
     "spmd": ShardParallel(),
     "gspmd": ShardParallel(),
     "alpa": Auto(),
+    "inference": Inference(),
+    "latency": Inference(),
+    "throughput": Inference(latency=False),
 }
 """What needs no numbers, without spaces, dashes and underscores."""
 MEANT = {
@@ -59,8 +62,9 @@ def method_of(text: str) -> Method:
     called = _called(text)
     if called is not None:
         return called
-    near = difflib.get_close_matches(plain, [*NAMES, *MEANT, *(name.lower() for name in CLASSES)], n=2)
-    meant = MEANT.get(plain) or " or ".join(MEANT.get(name, name) for name in near)
+    classes = {name.lower(): f"{name}(...)" for name in CLASSES}
+    near = difflib.get_close_matches(plain, [*NAMES, *MEANT, *classes], n=1)
+    meant = MEANT.get(plain) or next((MEANT.get(name) or classes.get(name) or name for name in near), "")
     raise AutoparError(
         "unknown method.",
         given=f"method={text!r}",

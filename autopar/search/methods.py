@@ -15,6 +15,7 @@ from typing import Any
 from autopar.errors import AutoparError
 from autopar.mesh import LogicalMesh
 from autopar.options import MicrobatchSemantics, Options, Recompute, Solver
+from autopar.plan.decision import Decision
 from autopar.streams.schedules import find_schedule
 
 
@@ -27,6 +28,8 @@ class _Settings:
         constraints: Pins `{path glob: PartitionSpec}` over argument paths such as `"state/params/*/kernel"`.
         solver: `"highs"` or `"cbc"`; or a search that proves nothing, as of `Options`, for comparison.
         solver_seconds: How long the solver may work on one mesh, or on one stage on its mesh.
+        planning_seconds: How long planning may take, in all: then the best plan so far is taken. The first plan is waited
+            for. None: as long as it takes.
         microbatch_semantics: `"exact"`: microbatches that would compute something else are refused;
             `"per_microbatch"`: batch statistics are those of each microbatch.
     """
@@ -35,6 +38,7 @@ class _Settings:
     constraints: Mapping[str, Any] = field(default_factory=dict, hash=False)
     solver: Solver = "highs"
     solver_seconds: float = 60.0
+    planning_seconds: float | None = None
     microbatch_semantics: MicrobatchSemantics = "exact"
 
     def __post_init__(self) -> None:
@@ -47,6 +51,7 @@ class _Settings:
             constraints=self.constraints,
             solver=self.solver,
             solver_seconds=self.solver_seconds,
+            planning_seconds=self.planning_seconds,
             microbatch_semantics=self.microbatch_semantics,
         )
 
@@ -129,6 +134,35 @@ class Auto(_StageSettings):
                 wrong="Auto decides how many stages there are.",
                 do="pass one level for all stages, or fix the stages: PipelineParallel(num_stages=...).",
             )
+
+
+@dataclass(frozen=True)
+class Inference(_Settings):
+    """Decide everything, for a step that trains nothing: a model's answer, a prefill, one token of a decoder.
+
+    What goes in and comes back (a cache of keys and values) is state, donated as in training; parameters stay as they lie.
+
+    Attributes:
+        latency: True: the least seconds from a call to its result. False: the most calls per second, where they follow
+            each other without waiting for results: of a pipeline the slowest stage counts, since the next call fills it
+            while the last one drains.
+    """
+
+    latency: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.latency, bool):
+            raise AutoparError(
+                "`latency` is yes or no.",
+                given=f"Inference(latency={self.latency!r})",
+                wrong=f"it is of type {type(self.latency).__name__}.",
+                do="pass True for the fastest answer to one call, False for the most calls per second.",
+            )
+
+    def options(self) -> Options:
+        """The planner's options."""
+        return dataclasses.replace(super().options(), goal="step" if self.latency else "calls")
 
 
 @dataclass(frozen=True)
@@ -217,7 +251,7 @@ class Follow(_Settings):
         paths: Arguments that are state of the other step: path here -> path there.
     """
 
-    plan: Any = field(repr=False, hash=False)
+    plan: Decision = field(repr=False, hash=False)
     paths: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
@@ -243,7 +277,7 @@ def _check_count(method: str, name: str, value: object) -> None:
         )
 
 
-Method = Auto | ShardParallel | DataParallel | PipelineParallel | ThreeD | Follow
+Method = Auto | Inference | ShardParallel | DataParallel | PipelineParallel | ThreeD | Follow
 
 
 def method_text(method: Method) -> str:

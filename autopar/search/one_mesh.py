@@ -23,6 +23,7 @@ from autopar.intra_op.restrict import (
     Restrict,
     keep_keys_whole,
     pin_inputs,
+    pin_outputs,
 )
 from autopar.intra_op.shard import Sharded, shard
 from autopar.ir.program import Program
@@ -111,8 +112,9 @@ def restrict_plan(
     if isinstance(method, DataParallel):
         check_batch(program, roles, mesh)
         restrict_to_data_parallel(program.jaxpr, graph, allowed, roles.batch, roles.state, method.zero)
-    for pins in find_pins(program.in_paths, method.options().constraints):
-        pin_inputs(graph, pins, program.in_paths, allowed)
+    for pins in find_pins(program.in_paths, method.options().constraints, program.out_paths):
+        pin_inputs(graph, pins.inputs, program.in_paths, allowed)
+        pin_outputs(graph, pins.outputs, program.out_paths, allowed)
     _check_pinned(program, method, mesh, graph, allowed)
 
 

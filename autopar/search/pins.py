@@ -11,6 +11,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -18,11 +19,13 @@ from jax.sharding import PartitionSpec
 from autopar._jax import Var
 from autopar.errors import ConstraintError
 from autopar.inter_op.cut import CutStep
-from autopar.inter_op.stage_program import StageProgram
+from autopar.inter_op.stage import StageProgram
 from autopar.intra_op.graph import Graph, Node
 from autopar.intra_op.restrict import Allowed, Restrict, keep_keys_whole, keep_node_whole, pin_node
 from autopar.mesh import LogicalMesh
 
+RESULT = "result"
+"""Constraints that begin so may name results of a step without stages."""
 RestrictStage = Callable[[StageProgram, LogicalMesh], tuple[Restrict | None, Hashable]]
 """What is forbidden of a stage on a mesh, and a key that tells it from what is forbidden of an equal stage."""
 
@@ -32,29 +35,40 @@ def unrestricted(program: StageProgram, mesh: LogicalMesh) -> tuple[Restrict | N
     return None, ()
 
 
-def find_pins(paths: Sequence[str], constraints: Mapping[str, Any]) -> list[dict[int, tuple[str, Any]]]:
-    """Per constraint, the arguments it pins: position -> (what the user wrote, spec).
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """What one constraint pins: position -> (what the user wrote, spec)."""
+
+    inputs: dict[int, tuple[str, Any]]
+    outputs: dict[int, tuple[str, Any]]
+
+
+def find_pins(in_paths: Sequence[str], constraints: Mapping[str, Any], out_paths: Sequence[str] = ()) -> list[Pins]:
+    """Per constraint, what it pins: arguments, and results where it begins with `result`.
 
     Raises:
-        ConstraintError: One names no argument, or is no PartitionSpec.
+        ConstraintError: One names no argument and no result, or is no PartitionSpec.
     """
     pins = []
     for glob, spec in constraints.items():
         _check_spec(glob, spec)
-        found = [k for k, path in enumerate(paths) if fnmatch.fnmatchcase(path, glob)]
-        if not found:
+        inputs = [k for k, path in enumerate(in_paths) if fnmatch.fnmatchcase(path, glob)]
+        of_results = out_paths if glob.startswith(RESULT) else ()
+        outputs = [k for k, path in enumerate(of_results) if fnmatch.fnmatchcase(path, glob)]
+        if not inputs and not outputs:
+            paths = of_results or in_paths
             near = difflib.get_close_matches(glob, paths, n=6, cutoff=0.5) or paths[:6]
             raise ConstraintError(
-                "a constraint names no argument.",
+                f"a constraint names no {'result' if of_results else 'argument'}.",
                 given=f"constraints={{{glob!r}: {spec}}}",
-                wrong=f"none of the {len(paths)} arguments has a path that matches; there are {', '.join(near)}"
+                wrong=f"none of the {len(paths)} has a path that matches; there are {', '.join(near)}"
                 + (", ..." if len(near) < len(paths) else "")
                 + ".",
                 do="use one of the paths (print(step.plan(...)) without the constraint lists them), or a glob over them.",
                 path=glob,
                 spec=spec,
             )
-        pins.append({k: (glob, spec) for k in found})
+        pins.append(Pins(dict.fromkeys(inputs, (glob, spec)), dict.fromkeys(outputs, (glob, spec))))
     return pins
 
 
@@ -94,7 +108,7 @@ def restrict_stages(
     arguments = cut.program.jaxpr.invars
     pins_of: dict[Var, list[tuple[str, PartitionSpec]]] = {}
     for pins in find_pins(cut.paths, constraints):
-        for k, (glob, spec) in pins.items():
+        for k, (glob, spec) in pins.inputs.items():
             for at in cut.stacks.inputs[k]:
                 spec = PartitionSpec(*(tuple(e) if isinstance(e, list) else e for e in spec))
                 pins_of.setdefault(arguments[at], []).append((glob, spec))

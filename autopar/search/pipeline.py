@@ -19,8 +19,9 @@ from autopar.inter_op.backward import find_levels
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.placement import place_stages
 from autopar.inter_op.residuals import CHEAP
+from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import STAGE_GAP, StagePlan
-from autopar.inter_op.stage_program import StageProgram, stage_program
+from autopar.inter_op.stage_program import stage_program
 from autopar.inter_op.tasks import make_tasks
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Options
@@ -60,8 +61,8 @@ def plan_pipeline(
         options: Solver, time limit, memory budget, recomputation.
         solved: Stages solved before; extended.
         restrict: Forbids choices of a stage on a mesh, beside what the user's constraints do.
-        beat: Seconds of the best pipeline known. One that takes as long even if memory were without end is returned as it
-            is then, whether it fits or not.
+        beat: What is to be least (`Options.goal`), of the best pipeline known. One that takes as long even if memory were
+            without end is returned as it is then, whether it fits or not.
         gap: Part of its cost by which a stage may miss the least.
 
     Raises:
@@ -86,7 +87,7 @@ def plan_pipeline(
         try:
             stages = _shard_stages(cut, programs, meshes, cluster, memory, solved, restrict, all_again, gap, part)
             planned = assemble(cut, tuple(borders), tasks, stages, cluster, schedule)
-            fastest = fastest or planned.seconds
+            fastest = fastest or planned.seconds_for(options.goal)
             if fastest >= beat:
                 return planned
             planned = planned if levels else _run_again_what_does_not_fit(planned, cluster, budget)
@@ -95,11 +96,11 @@ def plan_pipeline(
             failures.append(error)
         else:
             fitting.append(planned)
-        if min([beat, *(p.seconds for p in fitting)]) * (1 - NEAR) <= fastest:
+        if min([beat, *(p.seconds_for(options.goal) for p in fitting)]) * (1 - NEAR) <= fastest:
             break
     if not fitting:
         raise min(failures, key=lambda error: getattr(error, "needed_bytes", math.inf))
-    return min(fitting, key=lambda p: p.seconds)
+    return min(fitting, key=lambda p: p.seconds_for(options.goal))
 
 
 def _ways(options: Options, budget: float) -> Iterator[tuple[Options, bool]]:

@@ -20,30 +20,40 @@ from autopar.errors import (
     BatchError,
     DeviceCountError,
     NotBuiltYetError,
+    warn,
 )
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
-from autopar.mesh import Cluster, LogicalMesh, logical_mesh, logical_meshes, more_devices_text
+from autopar.mesh import Cluster, LogicalMesh, logical_mesh, logical_meshes, mixed_meshes, more_devices_text
 from autopar.report.plan import Plan
 from autopar.search.accumulation import search_accumulation
-from autopar.search.describe import body_text, describe
-from autopar.search.describe_stages import describe_pipeline
-from autopar.search.dumped import dump_pipeline
+from autopar.search.anytime import Anytime
+from autopar.search.describe import describe_plan
+from autopar.search.dumped import dump_plan
 from autopar.search.followed import pipeline_behind
 from autopar.search.meshes import Searched, search_meshes, shared_seconds, untie_best
-from autopar.search.methods import Auto, DataParallel, Follow, Method, PipelineParallel, ShardParallel, ThreeD
+from autopar.search.methods import (
+    Auto,
+    DataParallel,
+    Follow,
+    Inference,
+    Method,
+    PipelineParallel,
+    ShardParallel,
+    ThreeD,
+)
 from autopar.search.one_mesh import count_of, in_microbatches
 from autopar.search.pins import find_pins
-from autopar.search.pipeline import PipelinePlan
 from autopar.search.progress import Report, part_of, silent
 from autopar.search.stage_planner import pipeline_of
-from autopar.search.stage_search import search_pipelines
+from autopar.search.stage_search import Stages, search_pipelines
+from autopar.streams.assemble import StepPlan, all_lowered, assemble_step
 
 SHARE_OF_MESHES = 0.4
 """Part of the time to plan everything that meshes without stages take, for progress."""
 WORTH_STAGES, WORTH_SECONDS = 0.1, 1e-2
 """Within one host, stages are tried if this part of the best plan without them, and so many seconds, can be won: less is
-eaten up by their bubble, and to search for it takes many steps' time."""
+eaten up by their bubble, and to search for it takes many steps' time. Calls that follow each other are short and many."""
 
 
 @contextlib.contextmanager
@@ -79,66 +89,92 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
     dump("program", str(program))
     _check_one_kind(cluster)
     _check_rows(program, roles)
-    find_pins(program.in_paths, method.options().constraints)  # a mistake in them is told before any work
-    if isinstance(method, PipelineParallel | ThreeD):
-        pipeline = pipeline_of(program, roles, cluster, method, report)
-        return _plan_of_pipeline(program, roles, cluster, method, pipeline, started, ())
-    if isinstance(method, Follow):
-        pipeline = pipeline_behind(program, roles, cluster, method, report)
-        return _plan_of_pipeline(program, roles, cluster, method, pipeline, started, ())
+    find_pins(
+        program.in_paths, method.options().constraints, program.out_paths
+    )  # a mistake in them is told before any work
+    anytime = Anytime(report, method.planning_seconds)
+    planned, tried = _planned(program, roles, cluster, method, anytime)
+    dump_plan(planned)
+    plan = describe_plan(program, roles, cluster, method, planned, time.perf_counter() - started)
+    cost = dataclasses.replace(plan.cost, search=anytime.search())
+    return dataclasses.replace(plan, alternatives=tuple(tried), cost=cost)
+
+
+def _planned(
+    program: Program, roles: Roles, cluster: Cluster, method: Method, report: Anytime
+) -> tuple[StepPlan, list[tuple[str, str]]]:
+    """The step planned as the method wants it, and what else was tried."""
+    match method:
+        case PipelineParallel() | ThreeD():
+            return pipeline_of(program, roles, cluster, method, report), []
+        case Follow():
+            return pipeline_behind(program, roles, cluster, method, report), []
+    return _search(program, roles, cluster, method, report)
+
+
+def _search(
+    program: Program, roles: Roles, cluster: Cluster, method: Method, report: Anytime
+) -> tuple[StepPlan, list[tuple[str, str]]]:
+    """The best of the meshes that a method allows; `Auto()` looks for microbatches and pipelines too."""
     step, count = program, count_of(method)
     program = in_microbatches(step, roles, count, method.options().microbatch_semantics)
     meshes = candidate_meshes(cluster, method)
-    searches = isinstance(method, Auto) and cluster.hosts > 1
+    searches = isinstance(method, Auto | Inference) and cluster.hosts > 1
     if searches:
         # Stages are there to take what a third axis would, at a fraction of the time it takes to plan that.
         meshes = [mesh for mesh in meshes if len(mesh.shape) <= 2] or meshes
-    part = SHARE_OF_MESHES if isinstance(method, Auto) else 1.0
-    searched = search_meshes(program, roles, cluster, method, meshes, part_of(report, 0.0, part))
-    accumulated = None
-    if isinstance(method, Auto):
+    part = SHARE_OF_MESHES if isinstance(method, Auto | Inference) else 1.0
+    searched, accumulated, stages = Searched([], []), None, Stages()
+    with report.one_pass("meshes", lambda: bool(searched.results)):
+        search_meshes(program, roles, cluster, method, meshes, part_of(report, 0.0, part), searched)
+    whole = searched
+    if isinstance(method, Auto) and not report.reason:
         silently = part_of(report, part, part)
-        accumulated = search_accumulation(step, roles, cluster, method, meshes, searched, silently)
-        if accumulated is not None:
-            accumulated.searched.tried = searched.tried
-            count, program, searched = accumulated.count, accumulated.program, accumulated.searched
-    tried = searched.tried
-    if searches or (isinstance(method, Auto) and _can_gain(searched)):
+        with report.one_pass("microbatches", lambda: bool(searched.results)):
+            for accumulated in search_accumulation(step, roles, cluster, method, meshes, whole, silently):
+                count, program, searched = accumulated.count, accumulated.program, accumulated.searched
+    if searches and searched.results and not report.reason:
+        further = Searched(list(searched.results), [])
+        with report.one_pass("finer meshes", lambda: True):
+            finer = finer_meshes(cluster, meshes)
+            search_meshes(program, roles, cluster, method, finer, part_of(report, part, part), further)
+        searched.results = further.results
+        suffix = "" if accumulated is None else f", {count} microbatches"
+        whole.tried += [(f"{name}{suffix}", outcome) for name, outcome in further.tried]
+    tried = whole.tried
+    worth = searches or (isinstance(method, Auto | Inference) and _can_gain(method, searched))
+    if worth and not report.reason:
         least = min((sharded.step_seconds for _, sharded in searched.results), default=math.inf)
-        found, outcomes = search_pipelines(step, roles, cluster, method.options(), part_of(report, part, 1.0), least)
-        tried = [*tried, *outcomes]
-        if found is not None:
-            return _plan_of_pipeline(step, roles, cluster, method, found, started, tried)
+        telling = part_of(report, part, 1.0)
+        with report.one_pass("stages", lambda: bool(searched.results or stages.best)):
+            search_pipelines(step, roles, cluster, method.options(), stages, telling, least)
+        tried = [*tried, *stages.tried]
+    report.tried = tried
+    if report.reason and report.reason != report.time_is_up:
+        warn(f"{step.name}: planning was stopped, and the best plan so far is used. Ctrl-C again stops the step.")
+    if stages.best is not None:
+        return all_lowered(stages.best, cluster), tried
     if not searched.results:
         assert searched.failure is not None, "there is always one mesh to try"
         raise searched.failure
     mesh, best = untie_best(program, roles, cluster, method, searched)
-    dump("sharded", body_text(best.body))
-    plan = describe(step, program, roles, cluster, method, mesh, best, time.perf_counter() - started, count)
     chosen = str(mesh) if accumulated is None else f"{mesh}, {count} microbatches"
-    return dataclasses.replace(plan, alternatives=tuple(pair for pair in tried if pair[0] != chosen))
+    return assemble_step(program, roles, count, mesh, best), [pair for pair in tried if pair[0] != chosen]
 
 
-def _can_gain(searched: Searched) -> bool:
+def finer_meshes(cluster: Cluster, known: Sequence[LogicalMesh]) -> list[LogicalMesh]:
+    """On several hosts: axes over hosts and a part of each; then those of three axes, which only small steps are planned on."""
+    wide = [mesh for mesh in logical_meshes(cluster) if len(mesh.shape) > 2 and mesh not in known]
+    return [*mixed_meshes(cluster, cluster.num_devices), *wide]
+
+
+def _can_gain(method: Method, searched: Searched) -> bool:
     """Whether stages can be worth their bubble: nothing else fits, or the best that does falls short of even shares."""
     if not searched.results:
         return True
     _, best = searched.best
-    return best.step_seconds - shared_seconds(best) > max(WORTH_STAGES * best.step_seconds, WORTH_SECONDS)
-
-
-def _plan_of_pipeline(
-    program: Program,
-    roles: Roles,
-    cluster: Cluster,
-    method: Method,
-    pipeline: PipelinePlan,
-    started: float,
-    tried: Sequence[tuple[str, str]],
-) -> Plan:
-    plan = describe_pipeline(program, roles, cluster, method, pipeline, time.perf_counter() - started)
-    dump_pipeline(pipeline)
-    return dataclasses.replace(plan, alternatives=tuple(tried))
+    least = WORTH_SECONDS if method.options().goal == "step" else 0.0
+    return best.step_seconds - shared_seconds(best) > max(WORTH_STAGES * best.step_seconds, least)
 
 
 def _check_one_kind(cluster: Cluster) -> None:
@@ -181,7 +217,7 @@ def candidate_meshes(cluster: Cluster, method: Method) -> list[LogicalMesh]:
             chosen = [
                 logical_mesh(cluster, (cluster.hosts, cluster.devices_per_host) if both else (cluster.num_devices,))
             ]
-        case ShardParallel() | Auto():
+        case ShardParallel() | Auto() | Inference():
             chosen = logical_meshes(cluster)
     for mesh in chosen:
         if mesh.num_devices != cluster.num_devices:

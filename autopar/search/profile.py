@@ -1,6 +1,6 @@
 """What a plan does with its time and memory: read off the sharded program, or off the simulated pipeline.
 
-In:     a step that is planned, on one mesh or as stages.
+In:     a step that is planned.
 Out:    `Profile`.
 Method: of one mesh, seconds by phase are those of its operations and memory is told along the program, for what XLA makes
         of its order is not ours to say; a pipeline is simulated once more, its memory watched.
@@ -19,11 +19,10 @@ from autopar.intra_op.sharded import Body, Compute, Region, copies_made
 from autopar.ir.program import Program
 from autopar.ir.region import trip_count
 from autopar.ir.source import is_backward
-from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, Device
 from autopar.plan.profile import Crossing, Memory, Profile, Work
 from autopar.plan.words import type_text
-from autopar.streams.assemble import PipelinePlan
+from autopar.streams.assemble import StepPlan
 from autopar.streams.clock import kind_of, simulate_streams
 from autopar.streams.emit import Streams
 from autopar.streams.instructions import Recv, Send
@@ -35,16 +34,25 @@ MAX_PARTS = 8
 """What a peak consists of is told in so many parts."""
 
 
-def profile_of_mesh(program: Program, roles: Roles, device: Device, sharded: Sharded) -> Profile:
-    """The profile of a step on one mesh."""
+def profile_of(planned: StepPlan, cluster: Cluster) -> Profile:
+    """The profile of a step: of one that is one program as it stands in the program, else as it is on the clock."""
+    tasks = [task for stage in planned.stages for task in stage.tasks]
+    if tasks[0].task.kind == "step":
+        return _of_program(planned, cluster.device)
+    return _of_stages(planned, cluster)
+
+
+def _of_program(planned: StepPlan, device: Device) -> Profile:
+    (stage,) = planned.stages
+    sharded = stage.sharded
     phases = _phases(sharded.body)
     seconds = dict.fromkeys(("F", "B", "U"), 0.0)
     for eqn_id, time in _kernels(sharded.body, OperationSeconds(sharded.graph, sharded.choices, device).of):
         seconds[phases[eqn_id]] += time
     # Of branches the longest counts, so that these sum to at least what the step computes.
     scale = sharded.compute_seconds / (sum(seconds.values()) or 1.0)
-    curve = memory_curve(sharded.body, sharded.graph.mesh, held_values(sharded.graph), roles.donated)
-    parts = _parts_of_mesh(program, sharded, phases)
+    curve = memory_curve(sharded.body, stage.mesh, held_values(sharded.graph), stage.program.donated)
+    parts = _parts_of_program(planned.program, sharded, phases)
     return Profile(
         tuple(Work(0, kind, float(time * scale)) for kind, time in seconds.items() if time),
         (Memory(0, "operations", _thinned([(float(k), size) for k, size in enumerate(curve)]), parts),),
@@ -103,7 +111,7 @@ def _holds_backward(eqn: Any) -> bool:
     return is_backward(eqn) or any(_holds_backward(e) for body in bodies for e in getattr(body, "eqns", ()))
 
 
-def _parts_of_mesh(program: Program, sharded: Sharded, phases: Mapping[int, str]) -> tuple[tuple[str, int], ...]:
+def _parts_of_program(program: Program, sharded: Sharded, phases: Mapping[int, str]) -> tuple[tuple[str, int], ...]:
     maker: dict[Var, str] = {}
     for k, (var, _) in enumerate(sharded.body.inputs):
         maker[var] = argument_group(program.in_paths[k]) if k < program.num_args else "constants"
@@ -144,17 +152,9 @@ def _thinned(points: Sequence[tuple[float, int]]) -> tuple[tuple[float, int], ..
     return tuple(found)
 
 
-def profile_of_pipeline(program: Program, roles: Roles, cluster: Cluster, pipeline: PipelinePlan) -> Profile:
-    """The profile of a pipeline.
-
-    Args:
-        program: The step as it was cut, its stacks in parts.
-        roles: Of its inputs.
-        cluster: The machine.
-        pipeline: What was planned.
-    """
-    streams = pipeline.streams
-    simulation = simulate_streams(streams, pipeline.stages, pipeline.first_device, cluster, watched=True)
+def _of_stages(planned: StepPlan, cluster: Cluster) -> Profile:
+    program, streams = planned.program, planned.streams
+    simulation = simulate_streams(streams, planned.stages, planned.first_device, cluster, watched=True)
     position = {var: k for k, var in enumerate(program.jaxpr.invars)}
 
     def name_of(buffer: int) -> str:
@@ -171,7 +171,7 @@ def profile_of_pipeline(program: Program, roles: Roles, cluster: Cluster, pipeli
             totals[name_of(buffer)] = totals.get(name_of(buffer), 0) + streams.buffers[buffer].num_bytes
         parts = _largest_parts(totals, simulation.peak_bytes[mesh])
         memory.append(Memory(mesh, "seconds", _thinned(_levels(watch)), parts))
-    return Profile(tuple(_work(pipeline)), tuple(memory), tuple(_crossings(streams)))
+    return Profile(tuple(_work(planned)), tuple(memory), tuple(_crossings(streams)))
 
 
 _KINDS = {
@@ -200,13 +200,12 @@ def _levels(watch: Watch) -> list[tuple[float, int]]:
     return found
 
 
-def _work(pipeline: PipelinePlan) -> Iterable[Work]:
-    count = pipeline.cut.split.count
-    for number, stage in enumerate(pipeline.stages):
+def _work(planned: StepPlan) -> Iterable[Work]:
+    for number, stage in enumerate(planned.stages):
         totals: dict[str, float] = {}
         for task in stage.tasks:
-            kind = kind_of(pipeline.streams, number, task.task.kind)
-            times = count if task.task.is_in_loop else 1
+            kind = kind_of(planned.streams, number, task.task.kind)
+            times = planned.num_microbatches if task.task.is_in_loop else 1
             totals[kind] = totals.get(kind, 0.0) + times * (task.seconds - sum(task.exposed_seconds))
         yield from (Work(number, kind, float(seconds)) for kind, seconds in totals.items() if seconds > 0)
 

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 
 from autopar.errors import AutoparError, PlanFileError
 from autopar.inter_op.cut import cut_step
+from autopar.inter_op.fused import fused_program
 from autopar.inter_op.stage_plan import lower_stage
 from autopar.inter_op.stage_program import stage_program
 from autopar.inter_op.tasks import make_tasks
 from autopar.intra_op.costs import build_problem
-from autopar.intra_op.graph import Graph, build_graph
+from autopar.intra_op.graph import Graph
 from autopar.intra_op.problem import Solution
 from autopar.intra_op.restrict import (
     Allowed,
@@ -24,18 +25,16 @@ from autopar.intra_op.restrict import (
 )
 from autopar.intra_op.shard import read_off
 from autopar.intra_op.sharded import Collective
-from autopar.intra_op.tying import tie_nodes
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster
 from autopar.plan.decision import Value
 from autopar.report.plan import Plan
-from autopar.search.describe import describe
-from autopar.search.describe_stages import describe_pipeline
+from autopar.search.describe import describe_plan
 from autopar.search.methods import Method, method_text
 from autopar.search.one_mesh import count_of, in_microbatches, restrict_plan
 from autopar.search.solve_stages import given_choices
-from autopar.streams.assemble import PipelinePlan, assemble
+from autopar.streams.assemble import StepPlan, assemble, assemble_step
 from autopar.streams.schedules import find_schedule, splits_backward
 
 
@@ -54,15 +53,20 @@ def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, pl
         PlanFileError: The plan's choices do not give what the plan says: the file was edited.
     """
     _check_devices(cluster, plan)
-    attach = _attach_one_mesh if plan.schedule == "none" else _attach_stages
+    carry_out = _one_program if plan.is_one_program else _pipeline
     try:
-        return attach(program, roles, cluster, method, plan)
+        planned = carry_out(program, roles, cluster, method, plan)
+        fresh = describe_plan(program, roles, cluster, method, planned, plan.cost.planning_seconds)
     except PlanFileError:
         raise
     except AutoparError as error:  # the program is the plan's, so that what cannot be done with it was edited
         raise _not_these_choices(plan, f"{error.summary.rstrip('.')} ({error.wrong.rstrip('.')})") from error
     except AssertionError as error:
         raise _not_these_choices(plan, f"they fit no program: {error}") from error
+    _check_same(plan, fresh)
+    # Names hold source lines, which may have moved since; everything else is as it was planned.
+    cost = dataclasses.replace(plan.cost, collectives=fresh.cost.collectives)
+    return dataclasses.replace(plan, shardings=fresh.shardings, values=fresh.values, origin=fresh.origin, cost=cost)
 
 
 def _check_devices(cluster: Cluster, plan: Plan) -> None:
@@ -73,55 +77,46 @@ def _check_devices(cluster: Cluster, plan: Plan) -> None:
             raise _not_these_choices(plan, f"{where}, and there are {cluster.num_devices}")
 
 
-def _attach_one_mesh(program: Program, roles: Roles, cluster: Cluster, method: Method, plan: Plan) -> Plan:
+def _one_program(program: Program, roles: Roles, cluster: Cluster, method: Method, plan: Plan) -> StepPlan:
+    """The step on one mesh.
+
+    Raises:
+        AssertionError: The choices are not those of this step.
+    """
     mesh = plan.mesh
-    step, program = program, in_microbatches(program, roles, plan.num_microbatches, plan.microbatch_semantics)
-    graph = build_graph(program.jaxpr, mesh, roles.aliases, roles.batch)
-    if len(graph.nodes) != len(plan.choices) or any(
-        k >= node.num_choices for k, node in zip(plan.choices, graph.nodes, strict=True)
-    ):
-        raise _not_these_choices(
-            plan, f"{len(plan.choices)} choices for {len(graph.nodes)} decisions, or one out of range"
-        )
-    allowed = Allowed()
-    if method_text(method) == plan.method:
-        pin_constraints(program.jaxpr, graph, allowed)
-        restrict_plan(program, roles, method, mesh, graph, allowed)
-    class_of = tie_nodes(graph, allowed.keys)
-    by_class = dict(zip(class_of, plan.choices, strict=True))
-    if any(by_class[c] != k for c, k in zip(class_of, plan.choices, strict=True)):
-        class_of = list(range(len(graph.nodes)))  # made under other ties, such as other pins
-        by_class = dict(enumerate(plan.choices))
-    problem = build_problem(graph, cluster.device, class_of, allowed.masks)
-    seconds = plan.cost.step_seconds
-    solution = Solution(
-        tuple(by_class[c] for c in range(len(by_class))),
-        seconds,
-        seconds * (1 - plan.cost.optimality_gap),
-        plan.cost.solver_status,
-        "file",
-    )
-    sharded = read_off(
-        program.jaxpr, graph, plan.choices, class_of, problem, solution, allowed, cluster.device, roles.donated
-    )
-    taken, count = plan.cost.planning_seconds, plan.num_microbatches
-    fresh = describe(step, program, roles, cluster, method, mesh, sharded, taken, count)
-    _check_same(plan, fresh)
-    # Names hold source lines, which may have moved since; everything else is as it was planned.
-    return dataclasses.replace(
-        plan,
-        shardings=fresh.shardings,
-        values=fresh.values,
-        origin=fresh.origin,
-        cost=dataclasses.replace(plan.cost, collectives=fresh.cost.collectives),
-    )
+    step = in_microbatches(program, roles, plan.num_microbatches, plan.microbatch_semantics)
+
+    def restrict(graph: Graph, allowed: Allowed) -> None:
+        if method_text(method) == plan.method:
+            pin_constraints(step.jaxpr, graph, allowed)
+            restrict_plan(step, roles, method, mesh, graph, allowed)
+
+    stage = fused_program(step, roles)
+    sharded = given_choices(stage, mesh, cluster, plan.stages[0].choices, plan.cost, restrict)
+    return assemble_step(step, roles, plan.num_microbatches, mesh, sharded)
 
 
-def _attach_stages(program: Program, roles: Roles, cluster: Cluster, method: Method, plan: Plan) -> Plan:
-    pipeline = _pipeline_of_choices(program, roles, cluster, method, plan)
-    fresh = describe_pipeline(program, roles, cluster, method, pipeline, 0.0)
-    _check_same(plan, fresh)
-    return dataclasses.replace(plan, shardings=fresh.shardings, values=fresh.values, origin=fresh.origin)
+def _pipeline(program: Program, roles: Roles, cluster: Cluster, method: Method, plan: Plan) -> StepPlan:
+    """The step cut into stages.
+
+    Raises:
+        AssertionError: The choices are not those of this step.
+    """
+    schedule = getattr(method, "schedule", None)
+    named = schedule if not isinstance(schedule, str | None) and schedule.name == plan.schedule else plan.schedule
+    cut = cut_step(program, roles, plan.parts, plan.num_microbatches, plan.microbatch_semantics)
+    borders = tuple(stage.layers[0] for stage in plan.stages)
+    assert borders == tuple(sorted(set(borders))) and borders[0] == 0, "stages overlap"
+    assert plan.stages[-1].layers[-1] < cut.chain.num_segments, "there are fewer layers"
+    levels = [stage.recomputed.level for stage in plan.stages]
+    splits = splits_backward(find_schedule(named))
+    tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits, levels, cut.roles.aliases)
+    stages = []
+    for number, stage in enumerate(plan.stages):
+        made = stage_program(tasks, number, cut.roles.aliases, cut.batch.dims)
+        sharded = given_choices(made, stage.logical_mesh, cluster, stage.choices, plan.cost)
+        stages.append(lower_stage(made, stage.logical_mesh, cluster.device, sharded))
+    return assemble(cut, borders, tasks, stages, cluster, find_schedule(named))
 
 
 def _check_same(plan: Plan, fresh: Plan) -> None:
@@ -156,7 +151,8 @@ def plan_of_choices(
     sharded = read_off(
         program.jaxpr, graph, choices, class_of, problem, solution, Allowed(), cluster.device, roles.donated
     )
-    return describe(step, program, roles, cluster, method, graph.mesh, sharded, 0.0, count_of(method))
+    planned = assemble_step(program, roles, count_of(method), graph.mesh, sharded)
+    return describe_plan(step, roles, cluster, method, planned, 0.0)
 
 
 def _unnamed(entries: Sequence[Value | Collective]) -> list[Value | Collective]:
@@ -174,26 +170,3 @@ def _not_these_choices(plan: Plan, wrong: str) -> PlanFileError:
         do="plan again, step.plan(...), and save that.",
         path="",
     )
-
-
-def _pipeline_of_choices(program: Program, roles: Roles, cluster: Cluster, method: Method, plan: Plan) -> PipelinePlan:
-    """The pipeline of a plan read from a file: its borders and choices, nothing is solved.
-
-    Raises:
-        AssertionError: The choices are not those of this step.
-    """
-    schedule = getattr(method, "schedule", None)
-    named = schedule if not isinstance(schedule, str | None) and schedule.name == plan.schedule else plan.schedule
-    cut = cut_step(program, roles, plan.parts, plan.num_microbatches, plan.microbatch_semantics)
-    borders = tuple(stage.layers[0] for stage in plan.stages)
-    assert borders == tuple(sorted(set(borders))) and borders[0] == 0, "stages overlap"
-    assert plan.stages[-1].layers[-1] < cut.chain.num_segments, "there are fewer layers"
-    levels = [stage.recomputed.level for stage in plan.stages]
-    splits = splits_backward(find_schedule(named))
-    tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits, levels, cut.roles.aliases)
-    stages = []
-    for number, stage in enumerate(plan.stages):
-        made = stage_program(tasks, number, cut.roles.aliases, cut.batch.dims)
-        sharded = given_choices(made, stage.logical_mesh, cluster, stage.choices, plan.cost)
-        stages.append(lower_stage(made, stage.logical_mesh, cluster.device, sharded))
-    return assemble(cut, borders, tasks, stages, cluster, find_schedule(named))

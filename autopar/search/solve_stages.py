@@ -9,21 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.equal_stages import take_over
+from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import STAGE_GAP, StagePlan, plan_stage
-from autopar.inter_op.stage_program import StageProgram
 from autopar.intra_op.costs import build_problem
 from autopar.intra_op.graph import Graph, build_graph
 from autopar.intra_op.problem import Solution
 from autopar.intra_op.restrict import Allowed, Restrict
 from autopar.intra_op.shard import Sharded, read_off
+from autopar.intra_op.tying import tie_nodes
 from autopar.ir.canonical import canonical_key
 from autopar.mesh import Cluster, LogicalMesh, Sharding
 from autopar.options import Options
+from autopar.plan.decision import Cost
 from autopar.search.pins import RestrictStage, unrestricted
 
 
@@ -111,9 +112,22 @@ def solve_stage(
 
 
 def given_choices(
-    program: StageProgram, mesh: LogicalMesh, cluster: Cluster, choices: Sequence[int], cost: Any
+    program: StageProgram,
+    mesh: LogicalMesh,
+    cluster: Cluster,
+    choices: Sequence[int],
+    cost: Cost,
+    restrict: Restrict | None = None,
 ) -> Sharded:
     """A stage's joint program under choices from elsewhere, of which nothing more is known.
+
+    Args:
+        program: The stage.
+        mesh: Its logical mesh.
+        cluster: The machine.
+        choices: One for each decision.
+        cost: Of the step, as it was when they were found.
+        restrict: What was forbidden then.
 
     Raises:
         AssertionError: They are not choices of this program.
@@ -123,12 +137,21 @@ def given_choices(
         k < node.num_choices for k, node in zip(choices, graph.nodes, strict=True)
     )
     assert fitting, f"{len(choices)} choices for {len(graph.nodes)} decisions, or one out of range"
-    class_of = list(range(len(graph.nodes)))
-    problem = build_problem(graph, cluster.device, class_of)
-    seconds = problem.cost(choices)
-    solution = Solution(tuple(choices), seconds, seconds * (1 - cost.optimality_gap), cost.solver_status, "file")
-    donated = [k in program.aliases.values() for k in range(len(program.jaxpr.invars))]
-    return read_off(program.jaxpr, graph, choices, class_of, problem, solution, Allowed(), cluster.device, donated)
+    allowed = Allowed()
+    if restrict is not None:
+        restrict(graph, allowed)
+    class_of = tie_nodes(graph, allowed.keys)
+    by_class = dict(zip(class_of, choices, strict=True))
+    if any(by_class[c] != k for c, k in zip(class_of, choices, strict=True)):
+        class_of = list(range(len(graph.nodes)))  # made under other ties, such as other pins
+        by_class = dict(enumerate(choices))
+    problem = build_problem(graph, cluster.device, class_of, allowed.masks)
+    chosen = tuple(by_class[c] for c in range(len(by_class)))
+    seconds = problem.cost(chosen)
+    solution = Solution(chosen, seconds, seconds * (1 - cost.optimality_gap), cost.solver_status, "file")
+    return read_off(
+        program.jaxpr, graph, choices, class_of, problem, solution, allowed, cluster.device, program.donated
+    )
 
 
 def stage_seconds(stage: StagePlan) -> float:

@@ -17,8 +17,8 @@ import jax
 from autopar.errors import DeviceCountError, InfeasibleError, PipelineError, warn
 from autopar.inter_op.chain import balanced_borders
 from autopar.inter_op.cut import CutStep, check_stage_count, cut_step
+from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import STAGE_GAP
-from autopar.inter_op.stage_program import StageProgram
 from autopar.inter_op.weigh import weigh_segments
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.hand_plans import restrict_to_axes
@@ -34,7 +34,7 @@ from autopar.search.pipeline import plan_pipeline
 from autopar.search.progress import Report, silent
 from autopar.search.solve_stages import Solved
 from autopar.search.uneven import uneven_text
-from autopar.streams.assemble import PipelinePlan, all_lowered
+from autopar.streams.assemble import PipelinePlan, StepPlan, all_lowered
 from autopar.streams.schedules import find_schedule, num_chunks
 
 MICROBATCHES_PER_STAGE = 4
@@ -232,7 +232,7 @@ def _three_d(stage: StageProgram, method: ThreeD) -> Restrict:
     return restrict
 
 
-def stage_devices(pipeline: PipelinePlan, devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
+def stage_devices(pipeline: StepPlan, devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
     """The devices of each stage."""
     return [
         list(devices[first : first + stage.mesh.num_devices])

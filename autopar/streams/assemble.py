@@ -1,8 +1,9 @@
-"""A pipeline whose stages are sharded, put together: streams, checked and on the clock.
+"""A step whose stages are sharded, put together: streams, checked and on the clock.
 
-In:     a step cut into stages, each on its mesh; the schedule.
-Out:    `PipelinePlan`: everything that `Plan` reads off and the runtime carries out.
-Method: instruction streams, checker, simulator. Another level of recomputation needs nothing but that again.
+In:     a step cut into stages, each on its mesh, and the schedule; or a step that is one program.
+Out:    `StepPlan`: everything that `Plan` reads off and the runtimes carry out; of several stages a `PipelinePlan`.
+Method: instruction streams, checker, simulator. Another level of recomputation needs nothing but that again. A step on one
+        mesh is one stage, whose stream runs one program.
 """
 
 from __future__ import annotations
@@ -10,41 +11,54 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar._jax import Var
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.equal_stages import lowered, take_over
+from autopar.inter_op.fused import fused_program, fused_stage
 from autopar.inter_op.placement import place_stages
 from autopar.inter_op.stage_plan import StagePlan, lower_stage
 from autopar.inter_op.stage_program import with_tasks
 from autopar.inter_op.tasks import Tasks
-from autopar.mesh import Cluster
+from autopar.intra_op.shard import Sharded
+from autopar.ir.program import Program
+from autopar.ir.split.layers import LayerSplit, whole_stacks
+from autopar.ir.trace.state import Roles
+from autopar.mesh import Cluster, LogicalMesh
+from autopar.options import Goal
 from autopar.streams.check import check_streams
 from autopar.streams.clock import check_order, contract_of, simulate_streams
-from autopar.streams.emit import Streams, emit_instructions
+from autopar.streams.emit import Streams, emit_instructions, emit_step
+from autopar.streams.instructions import Run
 from autopar.streams.schedules import Schedule, num_chunks
-from autopar.streams.simulate import Simulation
+from autopar.streams.simulate import Interval, Simulation
+
+ONE_PROGRAM = "none"
+"""What stands for the schedule of a step that is one program."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PipelinePlan:
-    """A pipeline that is planned.
+class StepPlan:
+    """A step that is planned.
 
     Attributes:
-        cut: What was cut.
-        borders: First segment of each stage.
-        tasks: The step cut into stages.
+        program: What is carried out: the step, its scans over layers in parts, or its microbatches in a loop.
+        roles: Its roles.
+        stacks: What the arguments and results of the user's step have become in it.
+        num_microbatches: How many.
+        home: Stage at which each argument lives.
         stages: Each on its mesh.
         first_device: Of each stage.
-        schedule: In which order they work.
         streams: What each mesh does.
         simulation: On the clock.
     """
 
-    cut: CutStep
-    borders: tuple[int, ...]
-    tasks: Tasks
+    program: Program
+    roles: Roles
+    stacks: LayerSplit
+    num_microbatches: int
+    home: Mapping[Var, int]
     stages: tuple[StagePlan, ...]
     first_device: tuple[int, ...]
-    schedule: Schedule
     streams: Streams
     simulation: Simulation
 
@@ -52,6 +66,53 @@ class PipelinePlan:
     def seconds(self) -> float:
         """Predicted time of one step."""
         return self.simulation.seconds
+
+    @property
+    def interval_seconds(self) -> float:
+        """Predicted time from one step to the next where no step waits for another's results: of the busiest mesh."""
+        return max(self.simulation.busy_seconds.values())
+
+    def seconds_for(self, goal: Goal) -> float:
+        """What is to be least."""
+        return self.seconds if goal == "step" else self.interval_seconds
+
+    @property
+    def schedule_name(self) -> str:
+        """Of the order in which stages work."""
+        return ONE_PROGRAM
+
+    @property
+    def layers(self) -> tuple[range, ...]:
+        """Of each stage: a step that is one program is one layer."""
+        return (range(1),)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PipelinePlan(StepPlan):
+    """A step that is planned, cut into stages.
+
+    Attributes:
+        cut: What was cut.
+        borders: First segment of each stage.
+        tasks: The step cut into stages.
+        schedule: In which order they work.
+    """
+
+    cut: CutStep
+    borders: tuple[int, ...]
+    tasks: Tasks
+    schedule: Schedule
+
+    @property
+    def schedule_name(self) -> str:
+        """Of the order in which stages work."""
+        return self.schedule.name
+
+    @property
+    def layers(self) -> tuple[range, ...]:
+        """Segments of each stage."""
+        ends = (*self.borders[1:], self.cut.chain.num_segments)
+        return tuple(range(*span) for span in zip(self.borders, ends, strict=True))
 
     @property
     def waiting_share(self) -> float:
@@ -64,6 +125,30 @@ class PipelinePlan:
     def peak_bytes(self) -> int:
         """Predicted peak of the fullest mesh, on one device."""
         return max(self.simulation.peak_bytes.values())
+
+
+def assemble_step(
+    program: Program, roles: Roles, num_microbatches: int, mesh: LogicalMesh, sharded: Sharded
+) -> StepPlan:
+    """A step on one mesh: one stage, whose stream runs one program.
+
+    Args:
+        program: The step, its microbatches in a loop.
+        roles: Its roles.
+        num_microbatches: How many.
+        mesh: Its mesh.
+        sharded: As it was sharded there.
+    """
+    stage = fused_stage(fused_program(program, roles), mesh, sharded)
+    streams = emit_step(stage)
+    check_streams(streams.instructions, contract_of(streams, 1))
+    (run,) = streams.instructions[0]
+    assert isinstance(run, Run)
+    # Within one program memory is as its liveness says, and not as its operands and results do.
+    seconds = sharded.step_seconds
+    simulation = Simulation(seconds, (Interval(0, 0.0, seconds, run),), {0: sharded.liveness.peak_bytes}, {0: seconds})
+    stacks, home = whole_stacks(program.jaxpr), dict.fromkeys(program.jaxpr.invars, 0)
+    return StepPlan(program, roles, stacks, num_microbatches, home, (stage,), (0,), streams, simulation)
 
 
 def assemble(
@@ -85,7 +170,21 @@ def assemble(
     of_mesh = place_stages([stage.mesh.num_devices for stage in stages[: len(order)]], cluster)
     first_device = [of_mesh[number % len(order)] for number in range(len(stages))]
     simulation = simulate_streams(streams, stages, first_device, cluster)
-    return PipelinePlan(cut, borders, tasks, tuple(stages), tuple(first_device), schedule, streams, simulation)
+    return PipelinePlan(
+        cut.program,
+        cut.roles,
+        cut.stacks,
+        cut.split.count,
+        tasks.update.home,
+        tuple(stages),
+        tuple(first_device),
+        streams,
+        simulation,
+        cut,
+        borders,
+        tasks,
+        schedule,
+    )
 
 
 def _check_homes(cut: CutStep, tasks: Tasks) -> None:

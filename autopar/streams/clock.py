@@ -7,7 +7,7 @@ Method: `simulate.py`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from autopar.cost.transfer import transfer_seconds
 from autopar.errors import PipelineError
@@ -107,14 +107,29 @@ def simulate_streams(
     first_device: Sequence[int],
     cluster: Cluster,
     watched: bool = False,
+    working_bytes: Mapping[str, int] | None = None,
 ) -> Simulation:
-    """The streams on the clock of the cost model; `watched` as of `simulate`."""
+    """The streams on the clock of the cost model.
+
+    Args:
+        streams: What the meshes do.
+        stages: Each on its mesh.
+        first_device: Of each stage.
+        cluster: The machine.
+        watched: As of `simulate`.
+        working_bytes: Of each program, where it is known better than as predicted.
+    """
+    works_with = working_bytes or {name: plan.working_bytes for name, plan in streams.programs.items()}
 
     def message_seconds(mesh: int, send: Send) -> float:
         link = link_between(first_device, stages, mesh, send.peer, cluster)
         total = sum(streams.buffers[b].total_bytes for b in send.buffers)
-        return transfer_seconds(total, stages[mesh].mesh.num_devices, stages[send.peer].mesh.num_devices, link)
+        sent = transfer_seconds(total, stages[mesh].mesh.num_devices, stages[send.peer].mesh.num_devices, link)
+        # Each array is copied as by a program, into memory of its own.
+        receiving = total / stages[send.peer].mesh.num_devices
+        return sent + len(send.buffers) * achieved.program_seconds(receiving / max(1, len(send.buffers)))
 
+    achieved = cluster.device.achieved
     held: dict[int, list[int]] = {mesh: [] for mesh in streams.instructions}
     for at in (*streams.arguments.values(), *streams.pieces.values()):
         held[streams.buffers[at].mesh].append(at)
@@ -123,11 +138,31 @@ def simulate_streams(
         lambda run: streams.programs[run.program].seconds,
         message_seconds,
         [b.num_bytes for b in streams.buffers],
-        lambda run: streams.programs[run.program].working_bytes,
+        lambda run: works_with[run.program],
         held,
         lambda run: [run.inputs[k] for k in streams.overwritten[run.program]],
         watched,
+        sharing(stages, first_device, cluster),
     )
+
+
+def sharing(
+    stages: Sequence[StagePlan], first_device: Sequence[int], cluster: Cluster
+) -> Callable[[Collection[int]], Mapping[int, float]] | None:
+    """How fast meshes are that run at once, where the devices of a host share its cores; None: they do not."""
+    if not cluster.device.achieved.host_cores:
+        return None
+    per_host = cluster.devices_per_host
+
+    def speeds(running: Collection[int]) -> dict[int, float]:
+        busy: dict[int, int] = {}
+        for mesh in running:
+            host = first_device[mesh] // per_host
+            busy[host] = busy.get(host, 0) + min(per_host, stages[mesh].mesh.num_devices)
+        speed = {host: cluster.device.achieved.sharing_speed(count, per_host) for host, count in busy.items()}
+        return {mesh: speed[first_device[mesh] // per_host] for mesh in running}
+
+    return speeds
 
 
 def measured(streams: Streams, stages: Sequence[StagePlan], seconds: Mapping[tuple[int, int], float]) -> Timeline:
@@ -210,7 +245,8 @@ def _events(streams: Streams, mesh: int, instruction: Instruction, start: float,
     match instruction:
         case Run(program, stage, microbatch):
             kind = kind_of(streams, stage, streams.programs[program].task.kind)
-            return [Event(program, kind, stage, microbatch, mesh, start, end)]
+            # A program that is the whole step is no part of a timetable.
+            return [] if kind == "step" else [Event(program, kind, stage, microbatch, mesh, start, end)]
         case Send(buffers, peer):
             first = streams.buffers[buffers[0]] if buffers else None
             stage, microbatch = (first.stage, max(first.microbatch, 0)) if first else (mesh, 0)

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from autopar._jax import Var
+from autopar.inter_op.stage import Slot
 from autopar.inter_op.stage_plan import Border, StagePlan, TaskPlan, new_border
-from autopar.inter_op.stage_tasks import Slot
 from autopar.inter_op.tasks import Tasks
 from autopar.mesh import Sharding
 from autopar.streams.instructions import BufferId, Free, Instruction, MeshId, Recv, Run, Send, reads, writes
@@ -104,6 +104,28 @@ def emit_instructions(
         donated: Arguments whose memory new values may take.
     """
     return _Emitter(tasks, stages, order, state).emit(donated)
+
+
+def emit_step(stage: StagePlan) -> Streams:
+    """The streams of a step whose only stage does everything in one task: one mesh runs it once.
+
+    Args:
+        stage: On its mesh. Its task reads all arguments and makes all results, in order.
+    """
+    (plan,), num_inputs = stage.tasks, len(stage.program.jaxpr.invars)
+    buffers = tuple(Buffer(border, 0, 0, -1) for border in (*plan.inputs, *plan.outputs))
+    inputs, outputs = tuple(range(num_inputs)), tuple(range(num_inputs, len(buffers)))
+    name = plan.task.name
+    return Streams(
+        instructions={0: (Run(name, 0, 0, inputs, outputs),)},
+        buffers=buffers,
+        arguments={(var, 0): at for at, var in enumerate(stage.program.jaxpr.invars)},
+        pieces={},
+        numbers={},
+        results=outputs,
+        programs={name: plan},
+        overwritten={name: tuple(at for at, taken in enumerate(stage.program.donated) if taken)},
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ Out:    `Simulation`: every run and message with start and end, the length of th
 Method: a queue of events, so that a step takes time as its instructions are many, however many meshes there are.
         Each mesh does its instructions in order; a run takes its time, sending takes none of the mesh's, a message
         arrives after its time and messages between two meshes go one after the other; receiving waits for the arrival.
+        Where meshes share the cores of a host, a run takes its time as fast as those that run beside it leave it.
         A buffer is there from its run's start (or its message's sending) until it is let go of; one that is sent at
         least until its message has arrived, however long that waits for those before it.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.streams.instructions import BufferId, Free, Instruction, MeshId, Recv, Run, Send
@@ -81,6 +82,7 @@ def simulate(
     held: Mapping[MeshId, Sequence[BufferId]] | None = None,
     overwritten: Callable[[Run], Sequence[BufferId]] = lambda run: (),
     watched: bool = False,
+    speeds: Callable[[Collection[MeshId]], Mapping[MeshId, float]] | None = None,
 ) -> Simulation:
     """Run the streams on a clock.
 
@@ -93,12 +95,13 @@ def simulate(
         held: Per mesh, buffers that are there when the step begins.
         overwritten: Operands of a run whose memory its results take.
         watched: Whether memory is written down over the whole step, and what it holds at its peak.
+        speeds: Of meshes that run at once, how fast each is; None: each always at speed 1.
 
     Raises:
         AssertionError: The streams wait for each other.
     """
     memory = {mesh: _Memory(buffer_bytes, (held or {}).get(mesh, ()), watched) for mesh in streams}
-    return _Simulator(streams, run_seconds, message_seconds, working_bytes, overwritten, memory).simulation()
+    return _Simulator(streams, run_seconds, message_seconds, working_bytes, overwritten, memory, speeds).simulation()
 
 
 class _Memory:
@@ -157,6 +160,16 @@ class _Memory:
             self.watch.levels.append((time, self.now))
 
 
+@dataclass(slots=True, eq=False)
+class _Running:
+    """A run that has begun: how many of its seconds are left, and the bytes that its mesh holds at most meanwhile."""
+
+    instruction: Run
+    start: float
+    left: float
+    most_bytes: int
+
+
 class _Simulator:
     """The streams on their way through a step."""
 
@@ -168,7 +181,10 @@ class _Simulator:
         working_bytes: Callable[[Run], int],
         overwritten: Callable[[Run], Sequence[BufferId]],
         memory: Mapping[MeshId, _Memory],
+        speeds: Callable[[Collection[MeshId]], Mapping[MeshId, float]] | None,
     ):
+        self.speeds, self.now = speeds, 0.0
+        self.running: dict[MeshId, _Running] = {}
         self.streams, self.memory, self.overwritten = streams, memory, overwritten
         self.run_seconds, self.message_seconds, self.working_bytes = run_seconds, message_seconds, working_bytes
         self.at, self.clock = dict.fromkeys(streams, 0), dict.fromkeys(streams, 0.0)
@@ -185,10 +201,14 @@ class _Simulator:
     def simulation(self) -> Simulation:
         for mesh in self.streams:
             self.enqueue(mesh)
-        while self.queue:
-            time, mesh = heapq.heappop(self.queue)
-            self.advance(time, mesh)
-            self.enqueue(mesh)
+        while self.queue or self.running:
+            mesh = self.first_done()
+            if mesh is None:
+                time, mesh = heapq.heappop(self.queue)
+                self.work_until(time)
+                self.advance(time, mesh)
+            if mesh not in self.running:
+                self.enqueue(mesh)
         left = [mesh for mesh, stream in self.streams.items() if self.at[mesh] < len(stream)]
         assert not left, "the streams wait for each other"
         for memory in self.memory.values():
@@ -229,15 +249,42 @@ class _Simulator:
 
     def run(self, mesh: MeshId, start: float, run: Run) -> None:
         seconds, memory, gone = self.run_seconds(run), self.memory[mesh], self.overwritten(run)
-        self.intervals.append(Interval(mesh, start, start + seconds, run))
-        self.clock[mesh] = start + seconds
-        self.busy[mesh] += seconds
         memory.drop(gone)
         working = max(self.working_bytes(run), memory.sum(gone))
         memory.touch(working)
-        if memory.watch is not None:
-            memory.watch.runs.append((start, start + seconds, memory.now + working))
+        going = _Running(run, start, seconds, memory.now + working)
         memory.hold(run.outputs)
+        if self.speeds is None:
+            self.end_run(mesh, going, start + seconds)
+        else:
+            self.running[mesh] = going
+
+    def end_run(self, mesh: MeshId, run: _Running, end: float) -> None:
+        self.intervals.append(Interval(mesh, run.start, end, run.instruction))
+        self.clock[mesh] = end
+        self.busy[mesh] += end - run.start
+        watch = self.memory[mesh].watch
+        if watch is not None:
+            watch.runs.append((run.start, end, run.most_bytes))
+
+    def first_done(self) -> MeshId | None:
+        """End the run that ends before anything else happens; None: there is none."""
+        if not self.running or self.speeds is None:
+            return None
+        speeds = self.speeds(tuple(self.running))
+        end, mesh = min((self.now + run.left / speeds[mesh], mesh) for mesh, run in self.running.items())
+        if self.queue and self.queue[0][0] < end:
+            return None
+        self.work_until(end)
+        self.end_run(mesh, self.running.pop(mesh), end)
+        return mesh
+
+    def work_until(self, time: float) -> None:
+        """Those that run go on until then; none of them ends before."""
+        speeds = self.speeds(tuple(self.running)) if self.speeds is not None and self.running else {}
+        for mesh, run in self.running.items():
+            run.left = max(0.0, run.left - (time - self.now) * speeds[mesh])
+        self.now = max(self.now, time)
 
     def send(self, mesh: MeshId, start: float, send: Send) -> None:
         begin = max(start, self.lanes.get((mesh, send.peer), 0.0))

@@ -157,3 +157,17 @@ def test_short_messages_take_another_protocol():
 
     assert seconds(1e3, nccl) < 0.5 * seconds(1e3, plain)
     assert seconds(1e9, nccl) == seconds(1e9, plain)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_memory(kind):
+    """One meeting, whatever the mesh's axes; the bytes that are copied do not depend on how many take part."""
+    link = Link(1e-5, 1e9, shared_memory=True)
+    one, two = LogicalMesh((8,), links=(link,)), LogicalMesh((2, 4), links=(link, link))
+    seconds = collective_seconds(kind, 1e6, ("x",), one)
+    assert collective_seconds(kind, 1e6, ("x", "y"), two) == pytest.approx(seconds)
+    assert seconds - collective_seconds(kind, 0.0, ("x",), one) == pytest.approx(
+        collective_seconds(kind, 1e6, ("x",), two) - collective_seconds(kind, 0.0, ("x",), two)
+    )
+    assert collective_seconds(kind, 0.0, ("x",), one) == pytest.approx(8e-5)
+    assert collective_seconds(kind, 1e6, ("x",), LogicalMesh((1,), links=(link,))) == 0.0

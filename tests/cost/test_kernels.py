@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from autopar.cost.kernels import FusedProducts, Pass, Product, kernel_seconds
+from autopar.errors import ClusterError
 from autopar.mesh import Achieved, Device, find_device
 
 IDEAL = Device("d", 1e12, memory_bytes_per_second=1e9)
@@ -75,3 +76,23 @@ def test_many_small_products_are_slow():
     parts = kernel_seconds(product(64, 512, 512, 256), h100)
     flops = 64 * 512 * 512 * 256 / 4096**3
     assert parts / flops > 1.5 * whole
+
+
+def test_convolutions_have_a_rate_of_their_own():
+    device = Device("d", 1e12, achieved=Achieved(convolution=0.5))
+    product = Product(1, 64, 64, 64, 0.0, ("float32", "float32"))
+    convolution = Product(1, 64, 64, 64, 0.0, ("float32", "float32"), is_convolution=True)
+    assert kernel_seconds(convolution, device) == pytest.approx(2 * kernel_seconds(product, device))
+
+
+def test_what_a_program_takes_besides():
+    """It is started by cores that cannot compute meanwhile only where devices share them; memory may have to be got."""
+    own = Achieved(dispatch_seconds=1e-3, fresh_bytes_per_second=1e9)
+    assert own.program_seconds(1e6) == pytest.approx(1e-3)
+    assert Achieved(dispatch_seconds=1e-3).program_seconds(1e6) == 0.0
+    shared = Achieved(dispatch_seconds=1e-3, host_cores=2, fresh_bytes_per_second=1e9)
+    assert shared.program_seconds(1e6) == pytest.approx(2e-3)
+    assert [shared.sharing_speed(busy, 8) for busy in (8, 4, 2, 1)] == [1.0, 2.0, 4.0, 4.0]
+    assert own.sharing_speed(1, 8) == 1.0
+    with pytest.raises(ClusterError, match="comes at a rate"):
+        Achieved(fresh_bytes_per_second=0.0)

@@ -76,7 +76,7 @@ def test_a_level_has_no_edges_inside():
     layout = Layout(problem, 1e6)
     level_of = {int(layout.order[n]): level.number for level in layout.levels for n in level.nodes}
     assert all(level_of[u] < level_of[v] for u, v in problem.edges)
-    assert sum(len(b.tables) for level in layout.levels for b in level.out) == len(problem.edges)
+    assert sum(b.tables.shape[1] for level in layout.levels for b in level.out) == len(problem.edges)
 
 
 def test_nodes_without_edges():

@@ -131,7 +131,7 @@ def test_random_bits_are_made_where_their_samples_are():
     plan = planned.plan(*types, jax.eval_shape(lambda: jax.random.key(0)))
     made = [
         i
-        for i in plan.origin.sharded.body.instructions
+        for i in plan.origin.pipeline.stages[0].sharded.body.instructions
         if isinstance(i, Compute) and i.eqn.outvars[0].aval.size == 256 * 64
     ]
     whole = [str(i) for i in made if not any(any(s.dims) for s in i.strategy.results)]

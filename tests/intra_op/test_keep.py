@@ -80,7 +80,7 @@ def test_what_is_priced_is_what_it_costs(scanned):
     cluster = Cluster(1, 4, FAST, Link(1e-9, 1e9), Link(1e-9, 1e9))
     for method in (ShardParallel((4,)), DataParallel(zero=3)):
         plan = autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,)).plan(params, batch)
-        sharded = plan.origin.sharded
+        sharded = plan.origin.pipeline.stages[0].sharded
         lowered = sharded.compute_seconds + sharded.communication_seconds
         assert sharded.problem.cost(sharded.solution.choices) == pytest.approx(lowered, rel=0.05)
 

@@ -79,6 +79,6 @@ def test_gradients_are_reduced_behind_the_backward_pass():
 
 def test_the_same_program_twice_is_the_same():
     plan = plan_of(False, 3, 1e10, 1.0)
-    sharded = plan.origin.sharded
+    sharded = plan.origin.pipeline.stages[0].sharded
     first, second = (run_lanes(sharded.body, lambda eqn: 1e-6, sharded.graph.mesh, 0.5) for _ in range(2))
     assert first == second

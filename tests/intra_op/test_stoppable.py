@@ -5,20 +5,21 @@ from __future__ import annotations
 import signal
 import threading
 
+import highspy
 import numpy as np
-import pulp
 import pytest
 
-from autopar.intra_op.stoppable import StoppableHiGHS
+from autopar.intra_op.stoppable import run_stoppable
 
 
-def hard_problem() -> pulp.LpProblem:
+def hard_problem() -> highspy.Highs:
     """A multidimensional knapsack of which no solver proves the optimum in hours."""
-    draw, model = np.random.RandomState(0), pulp.LpProblem("hard", pulp.LpMaximize)
-    items = [model.add_variable(f"x{k}", cat=pulp.LpBinary) for k in range(400)]
-    model += pulp.lpDot(draw.randint(50, 100, len(items)).tolist(), items)
+    draw, model = np.random.RandomState(0), highspy.Highs()
+    model.setOptionValue("output_flag", False)
+    model.setOptionValue("threads", 1)
+    items = [model.addBinary(obj=-float(value)) for value in draw.randint(50, 100, 400)]
     for weights in draw.randint(50, 100, (30, len(items))).tolist():
-        model += pulp.lpDot(weights, items) <= sum(weights) // 3
+        model.addConstr(sum(w * x for w, x in zip(weights, items, strict=True)) <= sum(weights) // 3)
     return model
 
 
@@ -33,5 +34,5 @@ def test_ctrl_c(monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "join", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        model.solve(StoppableHiGHS(msg=False, timeLimit=3600, threads=1))
+        run_stoppable(model)
     assert "highs" not in [t.name for t in threading.enumerate()]

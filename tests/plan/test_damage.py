@@ -85,7 +85,7 @@ def test_every_entry_in_every_way(damaged, tmp_path):
             readable.append((what, loaded))
     assert len(readable) > 2 * NUM_ATTACHED
     random.Random(0).shuffle(readable)
-    structural = ("num_microbatches", "parts", "schedule", "stages/0/shape", "stages/0/layers", "choices")
+    structural = ("num_microbatches", "parts", "schedule", "stages/0/shape", "stages/0/layers", "stages/0/choices")
     first = [pair for pair in readable if pair[0].startswith(structural)]
     for what, loaded in [*first[:NUM_ATTACHED], *readable[:NUM_ATTACHED]]:
         try:

@@ -30,7 +30,11 @@ def edited(file, change):
 def test_comes_back_and_prints_the_same(plan, file):
     loaded = Plan.load(file)
     assert str(loaded) == str(plan) and loaded.diff(plan) == "" and loaded._repr_html_() == plan._repr_html_()
-    assert loaded.cost == plan.cost and loaded.choices == plan.choices and loaded.streams == plan.streams
+    assert (
+        loaded.cost == plan.cost
+        and loaded.stages[0].choices == plan.stages[0].choices
+        and loaded.streams == plan.streams
+    )
     assert list(file.parent.iterdir()) == [file], "nothing is left beside it"
 
 
@@ -63,8 +67,8 @@ def test_a_loaded_plan_runs(file, make_step, types):
         ('{"format": "autopar plan", "version": 2,', "not whole JSON"),
         ("[1, 2]", "no plan"),
         ('{"version": 2}', "no plan"),
-        ('{"format": "autopar plan", "version": 99}', "version 99; this autopar reads version 5"),
-        ('{"format": "autopar plan", "version": 5}', '"stages" is missing'),
+        ('{"format": "autopar plan", "version": 99}', "version 99; this autopar reads version 6"),
+        ('{"format": "autopar plan", "version": 6}', '"stages" is missing'),
         ("\x00\x01", "not whole JSON"),
     ],
 )
@@ -94,9 +98,9 @@ def test_cannot_be_saved(plan, tmp_path):
 @pytest.mark.parametrize(
     "change, wrong",
     [
-        (lambda r: r.update(choices="x"), '"choices" is "x", not a list'),
-        (lambda r: r["choices"].__setitem__(3, -1), r'"choices\[3\]" is -1'),
-        (lambda r: r["choices"].__setitem__(0, 1.5), r'"choices\[0\]" is 1.5'),
+        (lambda r: r["stages"][0].update(choices="x"), r'"stages\[0\].choices" is "x", not a list'),
+        (lambda r: r["stages"][0]["choices"].__setitem__(3, -1), r'"stages\[0\].choices\[3\]" is -1'),
+        (lambda r: r["stages"][0]["choices"].__setitem__(0, 1.5), r'"stages\[0\].choices\[0\]" is 1.5'),
         (lambda r: r.pop("cost"), '"cost" is missing'),
         (lambda r: r["cost"].pop("peak_bytes"), '"cost.peak_bytes" is missing'),
         (lambda r: r["cost"].update(step_seconds=None), '"cost.step_seconds" is null, not a number'),
@@ -137,9 +141,12 @@ def test_every_entry_is_checked(file):
 @pytest.mark.parametrize(
     "change, wrong",
     [
-        (lambda r: r["choices"].pop(), "choices for"),
-        (lambda r: r["choices"].__setitem__(0, 10**6), "out of range"),
-        (lambda r: r["choices"].__setitem__(0, (r["choices"][0] + 1) % 2), "edited|fit no program"),
+        (lambda r: r["stages"][0]["choices"].pop(), "choices for"),
+        (lambda r: r["stages"][0]["choices"].__setitem__(0, 10**6), "out of range"),
+        (
+            lambda r: r["stages"][0]["choices"].__setitem__(0, (r["stages"][0]["choices"][0] + 1) % 2),
+            "edited|fit no program",
+        ),
         (lambda r: (r["collectives"].pop(), r["cost"]["exposed_seconds"].pop()), "other collectives"),
     ],
 )

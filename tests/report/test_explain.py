@@ -109,9 +109,9 @@ def test_a_file_must_be_attached_first(small, make_step, types, tmp_path):
 
 
 def test_explaining_changes_nothing(small):
-    before, rows = str(small), len(small.origin.sharded.problem.rows)
+    before, rows = str(small), len(small.origin.pipeline.stages[0].sharded.problem.rows)
     assert small.explain(KERNEL) == small.explain(KERNEL)
-    assert str(small) == before and len(small.origin.sharded.problem.rows) == rows
+    assert str(small) == before and len(small.origin.pipeline.stages[0].sharded.problem.rows) == rows
 
 
 def test_a_scan_is_looked_into():

@@ -342,3 +342,56 @@ def test_a_first_stage_has_a_backward_pass_where_backward_is_split():
     events = planned(2, 4, "zb-h1").timeline().events
     assert [e.microbatch for e in events if (e.stage, e.kind) == (0, "B")] == [0, 1, 2, 3]
     assert {e.kind for e in events if e.stage == 1} >= {"B", "W"}
+
+
+# Cores that meshes share.
+
+
+def shared(streams, num_cores=2, per_mesh=2):
+    """Two meshes of two devices each on a host of four, or as stated."""
+
+    def speeds(running):
+        return dict.fromkeys(running, 4 / max(per_mesh * len(running), num_cores))
+
+    num_buffers = 1 + max(b for s in streams.values() for i in s for b in _all_buffers(i))
+    return simulate(
+        streams,
+        lambda run: SECONDS[run.program],
+        lambda mesh, send: 1.0,
+        [1] * num_buffers,
+        lambda run: 0,
+        speeds=speeds,
+    )
+
+
+def test_runs_at_once_share_the_cores():
+    """Alone twice as fast: a of 2 s and b of 3 s begin together; a ends at 2 s, what is left of b takes half of its 1 s."""
+    found = shared({0: [run("a", (), (0,))], 1: [run("b", (), (1,), stage=1)]})
+    assert spans(found) == [(0, "a", 0.0, 2.0), (1, "b", 0.0, 2.5)]
+    assert found.seconds == 2.5 and found.busy_seconds == {0: 2.0, 1: 2.5}
+
+
+def test_a_stage_that_waits_leaves_its_cores_to_the_other():
+    """One after the other takes no longer than both at once: there is no bubble where the cores are never idle."""
+    streams = {
+        0: [run("a", (), (0,)), Send((0,), 1, 7), run("c", (0,), (1,))],
+        1: [Recv((2,), 0, 7), run("b", (2,), (3,), stage=1)],
+    }
+    found = shared(streams)
+    assert spans(found) == [(0, "a", 0.0, 1.0), (0, "c", 1.0, 1.5), (0, 7, 1.0, 2.0), (1, "b", 2.0, 3.5)]
+
+
+def test_a_run_that_is_overtaken_slows_down():
+    """b runs alone for 1 s at speed 2 (2 of its 3 s), then beside a: 1 more second for the last."""
+    streams = {
+        0: [run("b", (), (0,))],
+        1: [run("c", (), (1,), stage=1), run("a", (1,), (2,), stage=1)],
+    }
+    found = shared(streams)
+    assert spans(found) == [(0, "b", 0.0, 3.0), (1, "c", 0.0, 1.0), (1, "a", 1.0, 3.0)]
+
+
+@pytest.mark.parametrize("num_cores", [1, 2, 4])
+def test_memory_is_the_same_at_any_speed(num_cores):
+    streams = {0: [run("a", (), (0,)), run("b", (0,), (1,)), Free((0, 1))]}
+    assert shared(streams, num_cores).peak_bytes == simulated(streams).peak_bytes

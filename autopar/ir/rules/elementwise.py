@@ -8,6 +8,7 @@ Method: all dims split freely. Linear operations carry partial sums (`linearity.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -68,7 +69,7 @@ def quotient(eqn: JaxprEqn) -> ShardingRule:
 @register(*_COPIES)
 def copy(eqn: JaxprEqn) -> ShardingRule:
     """The operand again, perhaps in another dtype; no arithmetic."""
-    return _elementwise(eqn, ((0,),), flops=0.0)
+    return dataclasses.replace(_elementwise(eqn, ((0,),), flops=0.0), moves=True)
 
 
 @register(*_ANNOTATIONS)
@@ -82,7 +83,7 @@ def annotation(eqn: JaxprEqn) -> ShardingRule:
         operands.append(term)
         sizes |= sizes_of(term, var.aval.shape)
     linear = linear_groups(eqn, tuple(range(len(operands))))
-    return ShardingRule(tuple(operands), tuple(operands), sizes, linear=linear, local=_identity)
+    return ShardingRule(tuple(operands), tuple(operands), sizes, linear=linear, moves=True, local=_identity)
 
 
 def _identity(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:

@@ -43,6 +43,7 @@ def gather(eqn: JaxprEqn) -> ShardingRule:
         picked=searched,
         whole=terms.whole if adds_up else (*searched, *terms.whole),
         linear=linear_groups(eqn, (0,)) if _fill_adds_up(eqn) else (),
+        moves=eqn.params["mode"] != lax.GatherScatterMode.FILL_OR_DROP,  # every device fills
         local=local,
     )
 
@@ -129,5 +130,6 @@ def dynamic_slice(eqn: JaxprEqn) -> ShardingRule:
         picked=tuple(summed),
         whole=tuple(whole),
         linear=linear_groups(eqn, (0,)),
+        moves=True,
         local=local,
     )

@@ -7,6 +7,7 @@ Method: a product is summed over the contracted factors: split, the result is a 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -14,10 +15,12 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from autopar._jax import JaxprEqn, bind_eqn, find_primitives
 from autopar.ir.rules.linearity import linear_groups, may_be_partial
+from autopar.ir.rules.locate import signed
 from autopar.ir.rules.registry import register
 from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, factor_names, infer_sizes, num_elements
 from autopar.ir.rules.terms import drop_units, factors_of, new_term
@@ -81,9 +84,11 @@ def _product(
 def ragged_dot_general(eqn: JaxprEqn) -> ShardingRule:
     """A product whose dim `lhs_ragged_dimensions` is cut into groups g, with their lengths in `group_sizes`.
 
-    Three cases, by what the ragged dim is: free, as of tokens (`tk,gkn,g->tn {sum k}`: each group has its own rhs),
-    contracted (`tk,tn,g->gkn`: each group has its own result), or batch. The lengths count from the start of the ragged
-    dim, so it and the groups are whole; the rest is as in `dot_general`.
+    Three cases, by what the ragged dim is: free, as of tokens (`tk,gkn,h->tn {sum k g}`: each group has its own rhs, and
+    rows of other groups than a device's own are zeros there), contracted (`tk,tn,h->gkn {sum t}`: each group has its own
+    result), or batch. In the first two both the ragged dim and the groups may be split: a device finds in the whole list
+    of lengths which of its rows belong to which of its groups. With lengths that have a batch dim, and in the third,
+    they are whole; the rest is as in `dot_general`.
     """
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     contracted, batch = numbers.dot_dimension_numbers
@@ -102,13 +107,50 @@ def ragged_dot_general(eqn: JaxprEqn) -> ShardingRule:
         prefix = [*batch[0]]
     else:
         prefix = [*batch[0], *(d for d in range(len(lhs)) if d not in (*contracted[0], *batch[0]))]
+    groups = eqn.invars[2].aval.shape[-1] if group_dims else 1
+    if eqn.invars[2].aval.ndim == 1 and ragged not in batch[0] and may_be_partial(eqn.outvars[0].aval.dtype):
+        lengths: Dim = ("h0",)
+        sums = [*summed, *group] if group_dims else summed
+        rule = _product(eqn, (lhs, rhs, (lengths,)), out, summed=sums, whole=lengths)
+        picked = tuple(f for f in group if f in rule.summed)
+        local = functools.partial(_ragged_here, rows=lhs[ragged][0], group=group[0])
+        return replace(rule, flops=rule.flops / groups, picked=picked, local=local)
     group_sizes: Term = (group,)
     if eqn.invars[2].aval.ndim > 1:  # one list of lengths for each place of the dims that stand before the ragged one
         group_sizes = (*(lhs[d] for d in prefix[: prefix.index(ragged)]), group)
     whole = (*lhs[ragged], *group)
     rule = _product(eqn, (lhs, rhs, group_sizes), out, summed=[f for f in summed if f not in whole], whole=whole)
-    groups = eqn.invars[2].aval.shape[-1] if group_dims else 1
     return replace(rule, flops=rule.flops / groups)  # each token meets one group's rhs only
+
+
+def _ragged_here(
+    eqn: JaxprEqn, shard: Shard, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, rows: Factor, group: Factor
+) -> Sequence[jax.Array]:
+    """The per-device program: lengths of a device's own groups among its own rows, which come first."""
+    whole_rows, whole_groups = (shard.num_shards(f) == 1 for f in (rows, group))
+    if whole_rows and whole_groups:
+        return bind_eqn(eqn, lhs, rhs, group_sizes)
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+    (contracted, _), (ragged,) = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions
+    length, first = lhs.shape[ragged], shard.offset(rows)
+    lengths = signed(group_sizes)
+    ends = jnp.cumsum(lengths)
+    begins, ends = (jnp.clip(places - first, 0, length) for places in (ends - lengths, ends))
+    if whole_groups:
+        return bind_eqn(eqn, lhs, rhs, (ends - begins).astype(group_sizes.dtype))
+    begins, ends = (
+        lax.dynamic_slice_in_dim(places, shard.offset(group), shard.local_size(group)) for places in (begins, ends)
+    )
+    begin, end = begins[0], ends[-1]
+    own = (ends - begins).astype(group_sizes.dtype)
+    lhs = jnp.roll(lhs, -begin, ragged)
+    if ragged in contracted[0]:
+        return bind_eqn(eqn, lhs, jnp.roll(rhs, -begin, contracted[1][contracted[0].index(ragged)]), own)
+    (found,) = bind_eqn(eqn, lhs, rhs, own)
+    at = sum(d < ragged and d not in contracted[0] for d in range(lhs.ndim))
+    place = lax.broadcasted_iota(jnp.int32, found.shape, at)
+    is_own = (place >= begin) & (place < end)
+    return [jnp.where(is_own, jnp.roll(found, begin, at), jnp.zeros_like(found))]
 
 
 @register(*find_primitives("scaled_dot"))

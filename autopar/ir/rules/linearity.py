@@ -7,7 +7,8 @@ Method: a partial sum is an array whose sum over some mesh axes is the value. It
         at least as wide in range and precision, for parts may be large where their sum is small (of integers, 24 bits
         are enough: what is counted has no sign); not from floats to integers (rounding); not from integers to wider
         ones or from unsigned ones to floats, since parts may have wrapped around where their sum has not; not for 8-bit
-        floats, which have no range to spare.
+        floats, which have no range to spare. In a product it holds only of a finite factor: a sum times infinity is
+        infinite, but of its parts one may be 0 and give NaN, or two give infinities of both signs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from autopar._jax import JaxprEqn, Literal
+from autopar._jax import Atom, JaxprEqn, Literal
 
 
 def linear_groups(eqn: JaxprEqn, *groups: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
@@ -32,6 +33,19 @@ def linear_groups(eqn: JaxprEqn, *groups: tuple[int, ...]) -> tuple[tuple[int, .
         if not all(isinstance(eqn.invars[operand], Literal) for operand in group)  # a number is no sum worth keeping
         and all(sums_survive(eqn.invars[operand].aval.dtype, result) for operand in group for result in results)
     )
+
+
+def survives_infinity(eqn: JaxprEqn, group: tuple[int, ...]) -> bool:
+    """Whether partial sums through this linear group give what the sum gives also where there are infinities and zeros.
+
+    What may multiply or divide them, any float that is not in the group, must then be a number that stands in the program.
+    """
+    others = [atom for k, atom in enumerate(eqn.invars) if k not in group]
+    return all(_is_harmless(atom) for atom in others if jnp.issubdtype(atom.aval.dtype, jnp.inexact))
+
+
+def _is_harmless(factor: Atom) -> bool:
+    return isinstance(factor, Literal) and bool(np.isfinite(factor.val)) and bool(factor.val != 0)
 
 
 def sums_survive(source: np.dtype, target: np.dtype) -> bool:

@@ -37,7 +37,12 @@ def broadcast_in_dim(eqn: JaxprEqn) -> ShardingRule:
 
     dynamic = ((),) * (len(eqn.invars) - 1)
     return ShardingRule(
-        (operand, *dynamic), (result,), sizes_of(result, target), linear=linear_groups(eqn, (0,)), local=local
+        (operand, *dynamic),
+        (result,),
+        sizes_of(result, target),
+        linear=linear_groups(eqn, (0,)),
+        moves=True,
+        local=local,
     )
 
 
@@ -47,7 +52,7 @@ def transpose(eqn: JaxprEqn) -> ShardingRule:
     shape = eqn.invars[0].aval.shape
     operand = new_term(shape, factor_names())
     result = tuple(operand[d] for d in eqn.params["permutation"])
-    return ShardingRule((operand,), (result,), sizes_of(operand, shape), linear=linear_groups(eqn, (0,)))
+    return ShardingRule((operand,), (result,), sizes_of(operand, shape), linear=linear_groups(eqn, (0,)), moves=True)
 
 
 @register(*find_primitives("squeeze"))
@@ -56,7 +61,7 @@ def squeeze(eqn: JaxprEqn) -> ShardingRule:
     shape = eqn.invars[0].aval.shape
     operand = new_term(shape, factor_names())
     result = tuple(dim for d, dim in enumerate(operand) if d not in eqn.params["dimensions"])
-    return ShardingRule((operand,), (result,), sizes_of(operand, shape), linear=linear_groups(eqn, (0,)))
+    return ShardingRule((operand,), (result,), sizes_of(operand, shape), linear=linear_groups(eqn, (0,)), moves=True)
 
 
 @register(*find_primitives("expand_dims"))
@@ -65,7 +70,7 @@ def expand_dims(eqn: JaxprEqn) -> ShardingRule:
     shape = eqn.outvars[0].aval.shape
     result = new_term(shape, factor_names())
     operand = tuple(dim for d, dim in enumerate(result) if d not in eqn.params["dimensions"])
-    return ShardingRule((operand,), (result,), sizes_of(result, shape), linear=linear_groups(eqn, (0,)))
+    return ShardingRule((operand,), (result,), sizes_of(result, shape), linear=linear_groups(eqn, (0,)), moves=True)
 
 
 @register(*find_primitives("select_n"))
@@ -80,6 +85,7 @@ def select_n(eqn: JaxprEqn) -> ShardingRule:
         (term,),
         sizes_of(term, shape),
         linear=linear_groups(eqn, cases),
+        moves=True,
         flops=float(num_elements(shape)),
     )
 
@@ -113,7 +119,9 @@ def rev(eqn: JaxprEqn) -> ShardingRule:
     shape = eqn.invars[0].aval.shape
     term = new_term(shape, factor_names())
     whole = tuple(term[d][0] for d in eqn.params["dimensions"] if term[d])
-    return ShardingRule((term,), (term,), sizes_of(term, shape), whole=whole, linear=linear_groups(eqn, (0,)))
+    return ShardingRule(
+        (term,), (term,), sizes_of(term, shape), whole=whole, linear=linear_groups(eqn, (0,)), moves=True
+    )
 
 
 @register(*find_primitives("concatenate"))
@@ -160,7 +168,9 @@ def tile(eqn: JaxprEqn) -> ShardingRule:
         ]
         return [jnp.tile(array, counts)]
 
-    return ShardingRule((tuple(operand),), (tuple(result),), sizes, linear=linear_groups(eqn, (0,)), local=local)
+    return ShardingRule(
+        (tuple(operand),), (tuple(result),), sizes, linear=linear_groups(eqn, (0,)), moves=True, local=local
+    )
 
 
 @register(*find_primitives("iota"))
@@ -225,6 +235,7 @@ def _resized(eqn: JaxprEqn, kept: Sequence[bool], local: LocalProgram | None) ->
         sizes,
         whole=whole,
         linear=linear_groups(eqn, tuple(range(len(eqn.invars)))),
+        moves=True,
         local=local,
     )
 
@@ -246,7 +257,7 @@ def _joined(eqn: JaxprEqn, along: int) -> ShardingRule:
 
     operands, results = tuple(terms(eqn.invars)), tuple(terms(eqn.outvars))
     linear = linear_groups(eqn, tuple(range(len(operands))))
-    return ShardingRule(operands, results, sizes, whole=tuple(whole), linear=linear)
+    return ShardingRule(operands, results, sizes, whole=tuple(whole), linear=linear, moves=True)
 
 
 def _stacked(eqn: JaxprEqn, shape: Sequence[int], along: int) -> ShardingRule:
@@ -259,6 +270,7 @@ def _stacked(eqn: JaxprEqn, shape: Sequence[int], along: int) -> ShardingRule:
         sizes_of(stacked, shape),
         whole=stacked[along],
         linear=linear_groups(eqn, tuple(range(len(eqn.invars)))),
+        moves=True,
     )
 
 

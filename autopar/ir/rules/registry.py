@@ -10,8 +10,8 @@ Method: each family's file registers its rules here; `__init__.py` imports the f
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from autopar._jax import JaxprEqn, Primitive
 from autopar.errors import UnsupportedPrimitiveError, warn
@@ -20,6 +20,7 @@ from autopar.ir.rules.rule import ShardingRule, factor_names, infer_sizes
 from autopar.ir.source import source_line
 
 RuleFunction = Callable[[JaxprEqn], ShardingRule]
+_Key = TypeVar("_Key")
 _RULES: dict[Primitive, RuleFunction] = {}
 _RULES_BY_NAME: dict[str, RuleFunction] = {}
 
@@ -30,15 +31,7 @@ def register(*primitives: Primitive) -> Callable[[RuleFunction], RuleFunction]:
     Raises:
         ValueError: One of them already has a rule.
     """
-
-    def add(rule: RuleFunction) -> RuleFunction:
-        for primitive in primitives:
-            if primitive in _RULES:
-                raise ValueError(f"`{primitive}` already has a sharding rule: {_RULES[primitive].__name__}.")
-            _RULES[primitive] = rule
-        return rule
-
-    return add
+    return _registering(_RULES, primitives)
 
 
 def register_named(*names: str) -> Callable[[RuleFunction], RuleFunction]:
@@ -47,12 +40,15 @@ def register_named(*names: str) -> Callable[[RuleFunction], RuleFunction]:
     Raises:
         ValueError: One of them already has a rule.
     """
+    return _registering(_RULES_BY_NAME, names)
 
+
+def _registering(table: dict[_Key, RuleFunction], keys: Sequence[_Key]) -> Callable[[RuleFunction], RuleFunction]:
     def add(rule: RuleFunction) -> RuleFunction:
-        for name in names:
-            if name in _RULES_BY_NAME:
-                raise ValueError(f"`{name}` already has a sharding rule: {_RULES_BY_NAME[name].__name__}.")
-            _RULES_BY_NAME[name] = rule
+        for key in keys:
+            if key in table:
+                raise ValueError(f"`{key}` already has a sharding rule: {table[key].__name__}.")
+            table[key] = rule
         return rule
 
     return add

@@ -34,7 +34,13 @@ def reshape(eqn: JaxprEqn) -> ShardingRule:
 
     dynamic = ((),) * (len(eqn.invars) - 1)
     return ShardingRule(
-        (tuple(operand), *dynamic), (tuple(result),), sizes, whole=whole, linear=linear_groups(eqn, (0,)), local=local
+        (tuple(operand), *dynamic),
+        (tuple(result),),
+        sizes,
+        whole=whole,
+        linear=linear_groups(eqn, (0,)),
+        moves=True,
+        local=local,
     )
 
 

@@ -80,6 +80,7 @@ class ShardingRule:
         whole: Factors that may not be split (a sorted dim, a window, a dim cut unevenly).
         linear: Groups of operands in which the operation is linear: if all of one group are partial sums over an
             axis and the other operands are replicated over it, so are the results. `mul` has ((0,), (1,)), `add` ((0, 1),).
+        moves: Every element of a result is one of the `linear` operands, whose other elements have no part in it; or 0.
         joined: For a summed factor, the operands that are added to the sum and lack the factor (`scatter_add`'s
             operand): they must be partial over the axes that split it.
         flops: Of the whole operation, on one device.
@@ -95,6 +96,7 @@ class ShardingRule:
     reduced: Mapping[Factor, str] = field(default_factory=dict)
     whole: tuple[Factor, ...] = ()
     linear: tuple[tuple[int, ...], ...] = ()
+    moves: bool = False
     joined: Mapping[Factor, tuple[int, ...]] = field(default_factory=dict)
     flops: float = 0.0
     local: LocalProgram | None = None

@@ -182,5 +182,6 @@ def dynamic_update_slice(eqn: JaxprEqn) -> ShardingRule:
         sizes,
         whole=tuple(whole),
         linear=linear_groups(eqn, (0, 1)),
+        moves=True,
         local=local,
     )

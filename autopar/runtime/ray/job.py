@@ -25,6 +25,7 @@ from autopar.partition.host_calls import Watch, watched
 from autopar.partition.program import global_program
 from autopar.partition.shipped import Shipment
 from autopar.partition.task import ArrayType, array_type, task_function
+from autopar.runtime.overlap import overlap_options
 from autopar.runtime.ray.functions import packed_calls
 from autopar.runtime.ray.pauses import find_pauses
 from autopar.runtime.ray.seats import Layout
@@ -77,6 +78,7 @@ class ProgramCode:
         outputs: Types of its results.
         donated: For each operand, whether its memory is taken over by a result.
         is_watched: It has callbacks that may raise: its last result, which no buffer holds, tells that it has ended.
+        options: For XLA, where the worker has GPUs.
     """
 
     name: str
@@ -85,6 +87,7 @@ class ProgramCode:
     outputs: tuple[BufferType, ...]
     donated: tuple[bool, ...]
     is_watched: bool = False
+    options: tuple[tuple[str, bool | int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +160,9 @@ def pipeline_job(pipeline: PipelinePlan, platform: str) -> Job:
             made = task_function(plan, places, streams.overwritten[name], watches[at], platform, shipment.bind)
             inputs, outputs = ([_buffer_type(t, stage.mesh) for t in own] for own in (made.inputs, made.outputs))
             is_watched = calls_host(plan.body)
-            program = _program(made.function, name, stage.mesh, inputs, outputs, made.donated, is_watched, platform)
+            program = _program(
+                made.function, name, stage.mesh, inputs, outputs, made.donated, is_watched, platform, plan.body
+            )
             programs[at].append(program)
     position = {var: k for k, var in enumerate(cut.program.jaxpr.invars)}
     entries = [Entry(position[var], at, False) for (var, _), at in streams.arguments.items()]
@@ -210,7 +215,7 @@ def step_job(
     donated = tuple(roles.donated)
     watch, shipment = Watch(), Shipment(platform)
     function = global_program(watched(body, watch, name, None, shipment.bind), places, platform)
-    program = _program(function, name, mesh, types[:count], types[count:], donated, calls_host(body), platform)
+    program = _program(function, name, mesh, types[:count], types[count:], donated, calls_host(body), platform, body)
     results = tuple(range(count, len(types)))
     return Job(
         layout=((0, num_devices),),
@@ -251,6 +256,7 @@ def _program(
     donated: tuple[bool, ...],
     is_watched: bool,
     platform: str,
+    body: Body,
 ) -> ProgramCode:
     ends = [BufferType((), np.dtype(np.int8), Sharding.replicated(0), mesh)] if is_watched else []
 
@@ -263,7 +269,8 @@ def _program(
     jitted = jax.jit(program, in_shardings=tuple(shardings[0]), out_shardings=shardings[1])
     structs = [jax.ShapeDtypeStruct(k.shape, k.dtype, sharding=s) for k, s in zip(inputs, shardings[0], strict=True)]
     code = exported(jitted, structs, platform)
-    return ProgramCode(name, code, tuple(inputs), (*outputs, *ends), donated, is_watched)
+    options = tuple(overlap_options(body, mesh).items())
+    return ProgramCode(name, code, tuple(inputs), (*outputs, *ends), donated, is_watched, options)
 
 
 def _buffer_type(array: ArrayType, mesh: LogicalMesh) -> BufferType:

@@ -31,8 +31,8 @@ OWN |= {"tridiagonal_solve", "eig", "schur", "hessenberg", "tridiagonal", "lu_pi
         (lambda x, y: lax.dot_general(x, y, (((0, 1), (1, 0)), ((), ()))), [(4, 8, 2), (8, 4)], "abc,ba->c {sum a b}"),
         (lambda x, y: lax.dot_general(x, y, (((0,), (1,)), ((1,), (0,)))), [(4, 2), (2, 4, 3)], "ab,bac->bc {sum a}"),
         (lambda x, y: lax.dot(x, y, preferred_element_type=bool), [FLAGS, FLAGS], "ab,bc->ac {max b}"),
-        (lax.ragged_dot, [(8, 4), (4, 4, 6), GROUPS], "ab,g0bd,g0->ad {sum b, whole a g0}"),
-        (lax.ragged_dot, [(8, 4), (1, 4, 6), GROUPS[3:]], "ab,1bd,1->ad {sum b, whole a}"),
+        (lax.ragged_dot, [(8, 4), (4, 4, 6), GROUPS], "ab,g0bd,h0->ad {sum b g0, whole h0}"),
+        (lax.ragged_dot, [(8, 4), (1, 4, 6), GROUPS[3:]], "ab,1bd,1->ad {sum b}"),
         (lax.linalg.lu, [(2, 4, 6)], "abc->ade,af,ag {whole b c d e f g}"),
         (lax.linalg.householder_product, [(2, 4, 3), (2, 3)], "abc,ad->aef {whole b c d e f}"),
         (lax.linalg.triangular_solve, [(2, 4, 4), (2, 8, 4)], "abc,adb->adb {whole b c}"),
@@ -44,13 +44,13 @@ def test_rule(fun, args, rule):
 
 
 def test_gradients_of_a_ragged_product():
-    """Tokens are whole, so the gradient by the weights is not a sum that can be split."""
+    """By the weights it is a sum over tokens, by tokens one over groups."""
 
     def gradients(lhs, rhs):
         return jax.grad(lambda *operands: lax.ragged_dot(*operands, GROUPS).sum(), argnums=(0, 1))(lhs, rhs)
 
     rules = [str(rule_for(eqn)) for eqn in flat_eqns(gradients, (8, 4), (4, 4, 6)) if eqn.primitive.name in DOTS]
-    assert rules == ["ab,ac,g0->g0bc {whole a g0}", "ab,g0db,g0->ad {sum b, whole a g0}"]
+    assert rules == ["ab,ac,h0->g0bc {sum a, whole h0}", "ab,g0db,h0->ad {sum b g0, whole h0}"]
 
 
 def test_flops():
@@ -82,10 +82,12 @@ def test_dot_general(data, mesh_shape, seed):
     assert check_function(fun, x, y, seed=seed, mesh_shape=mesh_shape, only=DOTS, limit=6)
 
 
+@pytest.mark.parametrize("lengths", [[3, 0, 1, 4], [0, 2, 0, 3], [9, 9, 0, 1]], ids=["all", "some", "too many"])
 @pytest.mark.parametrize("mesh_shape", MESH_SHAPES)
-def test_ragged_dot(mesh_shape):
-    fun = gradient_of(lambda x, w: lax.ragged_dot(x, w, GROUPS))
-    assert check_function(fun, (8, 16), (4, 16, 8), only=DOTS, mesh_shape=mesh_shape, limit=8) > 12
+def test_ragged_dot(mesh_shape, lengths):
+    """Rows and groups split, of rows that belong to no group too."""
+    fun = gradient_of(lambda x, w: lax.ragged_dot(x, w, jnp.array(lengths)))
+    assert check_function(fun, (8, 16), (4, 16, 8), only=DOTS, mesh_shape=mesh_shape, limit=16) > 12
 
 
 def test_vmapped_ragged_dot():

@@ -16,7 +16,7 @@ from autopar.report.plan import Plan
 from autopar.runtime.ray.driver.driver import Interface, RayStep
 from autopar.runtime.ray.functions import check_calls
 from autopar.runtime.ray.job import pipeline_job, step_job
-from autopar.search.describe_stages import PipelineOrigin
+from autopar.streams.assemble import PipelinePlan
 from autopar.streams.emit import Streams
 
 
@@ -36,17 +36,17 @@ def make_ray_step(cluster: Cluster, program: Program, roles: Roles, plan: Plan) 
     """
     assert cluster.machine is not None, "the cluster is no Ray cluster"
     platform = "cpu" if cluster.machine.accelerator is None else "cuda"
-    origin = plan.origin
-    if isinstance(origin, PipelineOrigin):
-        cut = origin.pipeline.cut
+    pipeline = plan.attached.pipeline
+    if isinstance(pipeline, PipelinePlan):
+        cut = pipeline.cut
         stacks, jaxpr, roles = cut.stacks, cut.program.jaxpr, cut.roles
-        streams: Streams | None = origin.pipeline.streams
-        check_calls([task.body for stage in origin.pipeline.stages for task in stage.tasks])
-        job = pipeline_job(origin.pipeline, platform)
+        streams: Streams | None = pipeline.streams
+        check_calls([task.body for stage in pipeline.stages for task in stage.tasks])
+        job = pipeline_job(pipeline, platform)
     else:
         jaxpr = program.jaxpr
         stacks = whole_stacks(jaxpr)
-        streams, body = None, origin.sharded.body
+        streams, body = None, pipeline.stages[0].sharded.body
         check_calls([body])
         job = step_job(body, plan.mesh, jaxpr.invars, roles, program.name, platform, cluster.num_devices)
     keys = {at for k, key in enumerate(program.key_outputs) if key for at in stacks.outputs[k]}

@@ -12,6 +12,7 @@ from typing import Any, assert_never
 import jax
 
 from autopar.partition.shipped import with_callbacks
+from autopar.runtime.overlap import compile_lowered
 from autopar.runtime.ray.job import ProgramCode
 from autopar.runtime.ray.transport.transport import Receive
 from autopar.runtime.ray.transport.transport import Send as SendTo
@@ -45,7 +46,7 @@ def compiled(
         jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=sharding)
         for kind, sharding in zip(program.inputs, shardings, strict=True)
     ]
-    return jitted.lower(*structs).compile()
+    return compile_lowered(jitted.lower(*structs), dict(program.options), jax.default_backend())
 
 
 def act(

@@ -4,10 +4,12 @@ In:     copies of its tiles in host memory; later a folder, and where in which a
 Out:    a folder of its own in there, an OCDBT database of Zarr arrays as orbax's processes write theirs; digests of its files.
         Of a whole checkpoint, tiles.
 Method: TensorStore moves so many bytes at a time; a copy is let go of when it is written. No two workers write one chunk.
+        Whoever is told that a write has failed takes the folder away, so it is told when nothing is being written any more.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import time
@@ -80,22 +82,35 @@ class Disk:
 
         self._stand(save)
         context = tensorstore.Context({"file_io_concurrency": {"limit": 16}})
-        stores = [tensorstore.open(_spec(array, folder), create=True, open=True, context=context) for array in arrays]
+        opened = [tensorstore.open(_spec(array, folder), create=True, open=True, context=context) for array in arrays]
+        under_way = deque[tuple[Any, int]]()
+        try:
+            self._write_tiles(save, [one.result() for one in opened], boxes, under_way)
+        finally:
+            _settle([*opened, *(written for written, _ in under_way)])
+        return self._digests(save, Path(folder))
+
+    def _write_tiles(
+        self,
+        save: int,
+        stores: Sequence[Any],
+        boxes: Sequence[tuple[int, int, Box]],
+        under_way: deque[tuple[Any, int]],
+    ) -> None:
+        """Write all tiles; what is being written, and how many bytes it is, stands in `under_way`."""
         last = {tile: k for k, (_, tile, _) in enumerate(boxes)}
-        under_way, num_bytes = deque[tuple[Any, int]](), 0
+        num_bytes = 0
         for k, (array, tile, box) in enumerate(boxes):
-            data = self._tile(save, tile).view(arrays[array].dtype)
+            data = self._tile(save, tile).view(stores[array].dtype.numpy_dtype)
             if last[tile] == k:
                 self._tiles[save][tile] = None
-            place = stores[array].result()[tuple(slice(*side) for side in box)]
+            place = stores[array][tuple(slice(*side) for side in box)]
             under_way.append((place.write(data, can_reference_source_data_indefinitely=True), data.nbytes))
             num_bytes += data.nbytes
             while under_way and (num_bytes > CONCURRENT_BYTES or k == len(boxes) - 1):
-                written, its_bytes = under_way.popleft()
-                written.result()
-                num_bytes -= its_bytes
+                under_way[0][0].result()
+                num_bytes -= under_way.popleft()[1]
                 self._stand(save)
-        return self._digests(save, Path(folder))
 
     def _digests(self, save: int, folder: Path) -> dict[str, Digest]:
         found = {}
@@ -114,6 +129,13 @@ class Disk:
         self._since = time.monotonic()
         if save not in self._tiles:
             raise InterruptedError("no one waits for this checkpoint any more")
+
+
+def _settle(calls: Sequence[Any]) -> None:
+    """Wait until calls of TensorStore have ended, however."""
+    for call in calls:
+        with contextlib.suppress(Exception):
+            call.result()
 
 
 def read_tiles(folder: str, arrays: Sequence[tuple[str, Sequence[Box]]]) -> Iterator[list[np.ndarray]]:

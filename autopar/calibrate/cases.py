@@ -1,0 +1,242 @@
+"""What is measured: loops of one kernel or collective each, with what the cost model takes them for.
+
+In:     the devices, whether they are CPU devices.
+Out:    `Case`s in the order in which they are measured: what matters most first, for the time may run out.
+Method: every device does the same at the same time, as in a step. A turn of a loop works on what the turn before has made,
+        so that none can be left out, and its numbers stay of one size: a product is `x -> x0 / 2 + small * (x w) v`, whose
+        addition is a pass of its own in the model, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopar.cost.kernels import FusedProducts, Kernel, Pass, Product
+
+SMALL = 1e-6
+"""Keeps numbers of one size however long a loop runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A loop to be measured.
+
+    Attributes:
+        kind: `"product"`, `"pass"`, `"all-reduce"`, ...
+        text: Shapes and dtypes, for people.
+        shapes: Of one device: first of what a turn makes anew, then of what it only reads.
+        dtypes: Of each.
+        turn: From these arrays on one device to the first of them, anew; the axis of a group is `"x"`.
+        kernels: What a turn is to the cost model.
+        collectives: The same: (kind, bytes on one device as the model counts them).
+        group: Devices of a group that communicate; 1: nothing is sent.
+        is_fitted: Whether parameters are fitted to it; else it only says how far they carry.
+    """
+
+    kind: str
+    text: str
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    turn: Callable[..., jax.Array]
+    kernels: tuple[Kernel, ...]
+    collectives: tuple[tuple[str, float], ...] = ()
+    group: int = 1
+    is_fitted: bool = True
+
+
+def all_cases(num_devices: int, is_cpu: bool) -> list[Case]:
+    """Everything that is measured on a host: of each kind one case, then of each the next."""
+    groups = [size for size in range(num_devices, 1, -1) if num_devices % size == 0 and (size & (size - 1)) == 0]
+    groups = list(dict.fromkeys([num_devices, *groups])) if num_devices > 1 else []
+    kinds = [
+        list(_passes(is_cpu)),
+        list(_products(is_cpu)),
+        list(_convolutions(is_cpu)),
+        list(_attention(is_cpu)),
+        *([collective(kind, size, group) for size, group in _messages(groups, is_cpu)] for kind in _COLLECTIVES),
+        list(_indexing(is_cpu)),
+    ]
+    rounds = itertools.zip_longest(*kinds)
+    return [case for each in rounds for case in each if case is not None]
+
+
+# Kernels.
+
+
+def _passes(is_cpu: bool) -> Iterator[Case]:
+    sizes = (2**20, 2**18, 2**22, 2**19, 2**21) if is_cpu else (2**26, 2**24, 2**28, 2**20)
+    for size in sizes:
+        yield Case(
+            "pass",
+            f"x / 2 + y of {size} float32",
+            ((size,), (size,)),
+            ("float32", "float32"),
+            lambda x, y: x * 0.5 + y,
+            (Pass(12.0 * size),),
+        )
+
+
+def _products(is_cpu: bool) -> Iterator[Case]:
+    """(count, rows, columns, depth): large, small, tall, many at once."""
+    if is_cpu:
+        shapes = [(1, 256, 256, 256), (1, 64, 1024, 1024), (1, 512, 512, 64), (1, 64, 64, 64), (1, 512, 512, 512)]
+        shapes += [(16, 64, 64, 64), (1, 1024, 64, 256), (1, 64, 1024, 256), (1, 128, 128, 128), (1, 1024, 1024, 64)]
+        few = [(1, 256, 256, 256), (1, 64, 1024, 256)]
+        both = [*((shape, "float32") for shape in shapes), *((shape, "bfloat16") for shape in few)]
+    else:
+        shapes = [(1, 8192, 8192, 8192), (1, 1024, 1024, 1024), (1, 4096, 4096, 4096), (1, 8192, 1024, 4096)]
+        shapes += [(1, 512, 4096, 4096), (1, 2048, 2048, 2048), (64, 512, 512, 128), (1, 8192, 4096, 1024)]
+        shapes += [(1, 4096, 1536, 1536), (1, 512, 512, 512), (1, 8192, 16384, 4096)]
+        few = [(1, 8192, 8192, 8192), (1, 2048, 2048, 2048)]
+        both = [*((shape, "bfloat16") for shape in shapes), *((shape, "float32") for shape in few)]
+        both.insert(2, both.pop(-2))
+    yield product(1, 8, 8, 8, "float32", "launch")
+    for shape, dtype in both:
+        yield product(*shape, dtype)
+
+
+def product(count: int, rows: int, columns: int, depth: int, dtype: str, kind: str = "product") -> Case:
+    """There and back: `[rows, depth] x [depth, columns]`, and its result times `[columns, depth]`."""
+    there = Product(count, rows, columns, depth, _bytes(dtype, count, rows, columns, depth), (dtype, dtype))
+    back = Product(count, rows, depth, columns, there.num_bytes, (dtype, dtype))
+    size = count * rows * depth
+    text = f"[{rows}, {depth}] x [{depth}, {columns}] and back, {dtype}"
+    return Case(
+        kind,
+        f"{count} x {text}" if count > 1 else text,
+        ((count, rows, depth), (count, rows, depth), (count, depth, columns), (count, columns, depth)),
+        (dtype,) * 4,
+        lambda x, x0, w, v: x0 * 0.5 + SMALL * ((x @ w) @ v),
+        (there, back, Pass(3.0 * size * jnp.dtype(dtype).itemsize)),
+    )
+
+
+def _bytes(dtype: str, count: int, rows: int, columns: int, depth: int) -> float:
+    return float(count * (rows * depth + depth * columns + rows * columns) * jnp.dtype(dtype).itemsize)
+
+
+def _convolutions(is_cpu: bool) -> Iterator[Case]:
+    if is_cpu:
+        cases = [(4, 16, 64, "float32"), (2, 32, 32, "float32")]
+    else:
+        cases = [(64, 32, 512, "bfloat16"), (64, 64, 128, "bfloat16")]
+    for images, side, channels, dtype in cases:
+        pixels = images * side * side
+        num_bytes = (2 * pixels * channels + 9 * channels * channels) * jnp.dtype(dtype).itemsize
+        kernel = Product(1, pixels, channels, 9 * channels, num_bytes, (dtype, dtype), is_convolution=True)
+        shape = (images, side, side, channels)
+
+        def turn(x: jax.Array, x0: jax.Array, w: jax.Array) -> jax.Array:
+            made = lax.conv_general_dilated(x, w, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            return x0 * 0.5 + SMALL * made
+
+        yield Case(
+            "convolution",
+            f"{images} images of {side} x {side} x {channels}, 3 x 3, {dtype}",
+            (shape, shape, (3, 3, channels, channels)),
+            (dtype,) * 3,
+            turn,
+            (kernel, Pass(3.0 * pixels * channels * jnp.dtype(dtype).itemsize)),
+        )
+
+
+def _attention(is_cpu: bool) -> Iterator[Case]:
+    """cuDNN's kernel where there is one; XLA's own CPU backend has none."""
+    if is_cpu:
+        return
+    for batch, length, heads, depth in ((4, 4096, 16, 128), (8, 2048, 16, 64)):
+        shape = (batch, length, heads, depth)
+        size = math.prod(shape)
+        flops = 4.0 * batch * heads * length * length * depth
+
+        def turn(x: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            return jax.nn.dot_product_attention(x, k, v, implementation="cudnn")
+
+        yield Case(
+            "attention",
+            f"{batch} x {heads} heads of {depth}, {length} long, bfloat16",
+            (shape,) * 3,
+            ("bfloat16",) * 3,
+            turn,
+            (FusedProducts(flops, 8.0 * size, ("bfloat16",) * 3),),
+        )
+
+
+def _indexing(is_cpu: bool) -> Iterator[Case]:
+    """Rows that are picked, and rows that are added where an index says."""
+    rows, width = (2**12, 64) if is_cpu else (2**17, 512)
+    moved = 4.0 * rows * width
+
+    def pick(x: jax.Array, table: jax.Array) -> jax.Array:
+        number = (jnp.arange(rows) * 7919 + x[0, 0].astype(jnp.int32)) % rows
+        return table[number] * 0.5
+
+    def place(x: jax.Array, updates: jax.Array) -> jax.Array:
+        return (x * 0.5).at[(jnp.arange(rows) * 7919) % rows].add(updates)
+
+    for kind, turn, kernels in (
+        ("gather", pick, (Pass(2 * moved),)),
+        ("scatter", place, (Pass(2 * moved), Pass(3 * moved))),
+    ):
+        shape = (rows, width)
+        types = ("float32", "float32")
+        yield Case(kind, f"{rows} rows of {width} float32", (shape, shape), types, turn, kernels, is_fitted=False)
+
+
+# Collectives.
+
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def _messages(groups: Sequence[int], is_cpu: bool) -> Iterator[tuple[int, int]]:
+    """(bytes on one device, devices of a group)."""
+    sizes = (2**20, 2**12, 2**17, 2**22) if is_cpu else (2**26, 2**14, 2**20, 2**23, 2**28)
+    for size in sizes:
+        yield from ((size, group) for group in groups)
+
+
+def collective(kind: str, num_bytes: int, group: int) -> Case:
+    """One collective in groups of neighbours; what a turn does besides is a pass in the model, too."""
+    count = max(1, num_bytes // 4 // group) * group
+    part = count // group
+    neighbours = [(k, (k + 1) % group) for k in range(group)]
+
+    def all_reduce(x: jax.Array) -> jax.Array:
+        return lax.psum(x, "x") * (1.0 / group)
+
+    def all_gather(x: jax.Array) -> jax.Array:
+        whole = lax.all_gather(x, "x", tiled=True)
+        return lax.dynamic_slice(whole, (lax.axis_index("x") * part,), (part,))
+
+    def reduce_scatter(x: jax.Array) -> jax.Array:
+        return lax.dynamic_update_slice(x, lax.psum_scatter(x, "x", tiled=True) * (1.0 / group), (0,))
+
+    def all_to_all(x: jax.Array) -> jax.Array:
+        return lax.all_to_all(x, "x", 0, 0, tiled=True)
+
+    def permute(x: jax.Array) -> jax.Array:
+        return lax.ppermute(x, "x", neighbours)
+
+    whole, own = Pass(8.0 * count), Pass(8.0 * part)
+    turn, shape, kernel = {
+        "all-reduce": (all_reduce, (count,), whole),
+        "all-gather": (all_gather, (part,), own),
+        "reduce-scatter": (reduce_scatter, (count,), own),
+        "all-to-all": (all_to_all, (group, part), whole),
+        "collective-permute": (permute, (count,), whole),
+    }[kind]
+    text = f"{4 * count} bytes on each of {group} devices"
+    return Case(kind, text, (shape,), ("float32",), turn, (kernel,), ((kind, 4.0 * count),), group)  # type: ignore[arg-type]
+
+
+def dispatched() -> Any:
+    """A program that does next to nothing, to see what starting one takes."""
+    return lambda *arrays: [x + 1 for x in arrays]

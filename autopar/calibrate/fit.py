@@ -1,0 +1,207 @@
+"""From measurements to the parameters of the cost model.
+
+In:     seconds of cases, the catalog's device and link of this kind where it has them.
+Out:    `Device` and `Link` that come closest, and what they say of each case.
+Method: one thing after the other: launch and memory from passes, products by their dtype, then convolutions, fused
+        kernels, and links. Each parameter is the one with the least mean error, as a part of what was measured (medians
+        are not smooth), found on a grid that closes in on it, over the formulas that plans are priced with.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.calibrate.cases import Case
+from autopar.cost import collective_seconds, kernel_seconds
+from autopar.cost.kernels import Product
+from autopar.mesh import Device, Link, LogicalMesh
+from autopar.mesh.machine_profile import Measured
+
+GRID, ROUNDS = 9, 5
+"""Values of each parameter that are tried at once, and how often the grid closes in."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A case, and the seconds of one turn of it."""
+
+    case: Case
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """What was fitted: the device, and the link between its like."""
+
+    device: Device
+    link: Link | None
+
+    def seconds(self, case: Case) -> float:
+        """What the cost model says of a turn."""
+        kernels = sum(kernel_seconds(kernel, self.device) for kernel in case.kernels)
+        if not case.collectives or self.link is None:
+            return kernels
+        mesh = LogicalMesh((case.group,), links=(self.link.within(case.group),))
+        return kernels + sum(collective_seconds(kind, size, ("x",), mesh) for kind, size in case.collectives)
+
+
+def fit(samples: Sequence[Sample], start: Device, link: Link) -> Fitted:
+    """Fit everything that was measured; what was not keeps the value it starts from.
+
+    Args:
+        samples: What was measured.
+        start: The catalog's device, or a guess; its peak rates and number of cores are kept if the catalog has them.
+        link: The catalog's link, or a guess.
+    """
+    of_kind = {kind: [s for s in samples if s.case.kind == kind and s.case.is_fitted] for kind in _KINDS}
+    device = _fit_launch(start, of_kind["launch"])
+    device = _fit_passes(device, of_kind["pass"])
+    device = _fit_products(device, of_kind["product"])
+    device = _fit_share(device, of_kind["convolution"], "convolution", 4.0)
+    device = _fit_share(device, of_kind["attention"], "fused", 1.0)
+    messages = [s for s in samples if s.case.collectives]
+    return Fitted(device, _fit_link(device, messages, link) if messages else None)
+
+
+_KINDS = ("launch", "pass", "product", "convolution", "attention")
+
+
+def as_measured(samples: Sequence[Sample], fitted: Fitted) -> tuple[Measured, ...]:
+    """Each measurement beside what was fitted."""
+    return tuple(Measured(s.case.kind, s.case.text, s.seconds, fitted.seconds(s.case)) for s in samples)
+
+
+def _fit_launch(device: Device, samples: Sequence[Sample]) -> Device:
+    """How long a kernel takes that does next to nothing."""
+    each = [s.seconds / len(s.case.kernels) for s in samples]
+    achieved = dataclasses.replace(device.achieved, launch_seconds=min(each, default=device.achieved.launch_seconds))
+    return dataclasses.replace(device, achieved=achieved)
+
+
+def _fit_passes(device: Device, samples: Sequence[Sample]) -> Device:
+    """How fast memory is read and written."""
+    if not samples:
+        return device
+
+    def made(rate: float) -> Device:
+        achieved = dataclasses.replace(device.achieved, memory=1.0)
+        return dataclasses.replace(device, memory_bytes_per_second=rate, achieved=achieved)
+
+    rates = [s.case.kernels[0].num_bytes / s.seconds for s in samples]
+    found = made(*_closest(lambda rate: _error(made(rate), samples), [(min(rates) / 2, max(rates) * 2)]))
+    return _as_share(device, found)
+
+
+def _as_share(device: Device, found: Device) -> Device:
+    """The memory's rate as a part of the datasheet's, where there is one and it is not exceeded."""
+    rate, stated = found.memory_bytes_per_second, device.memory_bytes_per_second
+    if not rate < stated < math.inf:
+        return found
+    achieved = dataclasses.replace(found.achieved, memory=rate / stated)
+    return dataclasses.replace(found, memory_bytes_per_second=stated, achieved=achieved)
+
+
+def _fit_products(device: Device, samples: Sequence[Sample]) -> Device:
+    """Rates of products: of a device of the catalog as one part of its peaks, of others by dtype; and what a tile takes."""
+    if not samples:
+        return device
+    has_peak = isinstance(device.peak_flops, Mapping)
+    main = samples[0].case.dtypes[0]
+    own = samples if has_peak else [s for s in samples if s.case.dtypes[0] == main]
+
+    def made(rate: float, tile_seconds: float, balance: float) -> Device:
+        share = min(1.0, rate) if has_peak else 1.0
+        achieved = dataclasses.replace(device.achieved, product=share, tile_seconds=tile_seconds, balance=balance)
+        peak = device.peak_flops if has_peak else {main: rate}
+        return dataclasses.replace(device, peak_flops=peak, achieved=achieved)
+
+    flops = [_flops(s.case) / s.seconds for s in own]
+    spans = [(0.1, 1.0) if has_peak else (min(flops) / 2, max(flops) * 2)]
+    start = device.achieved
+    spans.append((max(start.tile_seconds, 1e-7) / 20, max(start.tile_seconds, 1e-7) * 20))
+    spans.append((max(start.balance, 10.0) / 5, max(start.balance, 10.0) * 5))
+    found = made(*_closest(lambda *at: _error(made(*at), own), spans))
+    if has_peak:
+        return found
+    peak = dict(found.peak_flops) if isinstance(found.peak_flops, Mapping) else {}
+    for dtype in dict.fromkeys(s.case.dtypes[0] for s in samples if s.case.dtypes[0] != main):
+        others = [s for s in samples if s.case.dtypes[0] == dtype]
+        flops = [_flops(s.case) / s.seconds for s in others]
+
+        def at_rate(rate: float, dtype: str = dtype) -> Device:
+            return dataclasses.replace(found, peak_flops={dtype: rate})
+
+        error = lambda rate, others=others, at_rate=at_rate: _error(at_rate(rate), others)  # noqa: E731
+        peak[dtype] = _closest(error, [(min(flops) / 2, max(flops) * 4)])[0]
+    return dataclasses.replace(found, peak_flops=peak)
+
+
+def _fit_share(device: Device, samples: Sequence[Sample], name: str, most: float) -> Device:
+    """One of the shares that kernels of a kind reach."""
+    if not samples:
+        return device
+
+    def made(share: float) -> Device:
+        return dataclasses.replace(device, achieved=dataclasses.replace(device.achieved, **{name: min(most, share)}))
+
+    return made(*_closest(lambda share: _error(made(share), samples), [(0.01, most)]))
+
+
+def _fit_link(device: Device, samples: Sequence[Sample], link: Link) -> Link:
+    """Latency and rate, for all collectives together."""
+
+    def made(latency: float, rate: float) -> Link:
+        return dataclasses.replace(link, latency_seconds=latency, bytes_per_second=rate)
+
+    rates = [sum(size for _, size in s.case.collectives) / s.seconds for s in samples]
+    least = min(s.seconds for s in samples)
+    spans = [(least / 1000, least), (min(rates), max(rates) * 4)]
+    known = {id(s): sum(kernel_seconds(kernel, device) for kernel in s.case.kernels) for s in samples}
+
+    def error(latency: float, rate: float) -> float:
+        fitted = Fitted(device, made(latency, rate))
+        alone = Fitted(_NOTHING, fitted.link)
+        return _mean(
+            _ratio(known[id(s)] + alone.seconds(dataclasses.replace(s.case, kernels=())), s.seconds) for s in samples
+        )
+
+    return made(*_closest(error, spans))
+
+
+_NOTHING = Device()
+
+
+def _flops(case: Case) -> float:
+    return sum(k.work * k.count * k.rows * k.columns * k.depth for k in case.kernels if isinstance(k, Product))
+
+
+def _error(device: Device, samples: Sequence[Sample]) -> float:
+    fitted = Fitted(device, None)
+    return _mean(_ratio(fitted.seconds(s.case), s.seconds) for s in samples)
+
+
+def _ratio(one: float, other: float) -> float:
+    """How far apart two times are: 0 where equal, the same for twice and for half."""
+    return abs(math.log(one / other))
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
+def _closest(error: Callable[..., float], spans: Sequence[tuple[float, float]]) -> tuple[float, ...]:
+    """The parameters of least error: a grid, even in their logarithms, that closes in on the best of its points."""
+    logs = [(math.log(low), math.log(max(high, low * (1 + 1e-9)))) for low, high in spans]
+    best: tuple[float, tuple[float, ...]] = (math.inf, ())
+    for _ in range(ROUNDS):
+        points: list[tuple[float, ...]] = [()]
+        for low, high in logs:
+            points = [(*p, low + (high - low) * k / (GRID - 1)) for p in points for k in range(GRID)]
+        best = min(best, *((error(*map(math.exp, point)), point) for point in points))
+        width = [(high - low) / (GRID - 1) * 1.5 for low, high in logs]
+        logs = [(at - w, at + w) for at, w in zip(best[1], width, strict=True)]
+    return tuple(map(math.exp, best[1]))

@@ -1,0 +1,65 @@
+"""A step that is one program: a single stage, which does everything in a single task.
+
+In:     a flat program, its roles; how it was sharded on a mesh.
+Out:    its `StageProgram`, and its `StagePlan`.
+Method: the joint program of the stage is the step itself, and the task is what was sharded, as it was lowered.
+"""
+
+from __future__ import annotations
+
+from autopar.inter_op.stage import Slot, StageProgram, Task
+from autopar.inter_op.stage_plan import StagePlan, TaskPlan, new_border
+from autopar.intra_op.shard import Sharded
+from autopar.ir.program import Program
+from autopar.ir.trace.state import Roles
+from autopar.mesh import LogicalMesh
+
+
+def fused_program(program: Program, roles: Roles) -> StageProgram:
+    """The step as what its only stage does, microbatches and all."""
+    jaxpr = program.jaxpr
+    inputs = tuple(Slot("argument", var, var) for var in jaxpr.invars)
+    outputs = tuple(Slot("value", atom, atom) for atom in jaxpr.outvars)
+    return StageProgram(
+        stage=0,
+        count=1,
+        jaxpr=jaxpr,
+        scan=None,
+        sent=(),
+        arguments=dict(enumerate(jaxpr.invars)),
+        stacks={},
+        received={},
+        aliases=roles.aliases,
+        donated=tuple(roles.donated),
+        outputs={k: k for k in range(len(jaxpr.outvars))},
+        batch={k: frozenset({0}) for k in roles.batch},
+        rounds=(),
+        tasks=(Task("step", program.name, 0, 0, jaxpr, inputs, outputs),),
+        anew=frozenset(),
+        twice=frozenset(),
+    )
+
+
+def fused_stage(program: StageProgram, mesh: LogicalMesh, sharded: Sharded) -> StagePlan:
+    """The only stage on its mesh, as it was sharded."""
+    (task,), body = program.tasks, sharded.body
+    inputs, outputs = (
+        tuple(
+            new_border(slot, sharding, tuple(atom.aval.shape), atom.aval.dtype, mesh)
+            for slot, (atom, sharding) in zip(slots, atoms, strict=True)
+        )
+        for slots, atoms in ((task.inputs, body.inputs), (task.outputs, body.outputs))
+    )
+    plan = TaskPlan(
+        task,
+        body,
+        inputs,
+        outputs,
+        sharded.step_seconds,
+        sharded.communication_seconds,
+        sharded.exposed_seconds,
+        0.0,
+        sharded.liveness.peak_bytes - sharded.liveness.argument_bytes,
+        sharded.collectives,
+    )
+    return StagePlan(program, mesh, sharded, (plan,))

@@ -1,0 +1,130 @@
+"""What one stage does in a step: its joint program, and the tasks that are run of it.
+
+In:     (types only; `stage_program.py` and `stage_tasks.py` make them, `fused.py` those of a step that is one program.)
+Out:    `StageProgram`, `Task`, `Slot`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Var
+from autopar.ir.split.accumulate import AccumulatingScan
+from autopar.ir.split.placement import Placement
+
+Dims = frozenset[int]
+
+SlotKind = Literal["argument", "value", "const", "piece", "number", "loop", "sum", "rows"]
+"""As `Slot` says."""
+TaskKind = Literal["step", "init", "F", "B", "W", "U"]
+"""The whole step at once; or what comes before the loop, forward, backward, weight gradients, a round of the update."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One operand or result of a task.
+
+    Attributes:
+        kind: `"argument"`: of the step; `"value"`: made before the loop or by the update; `"const"`: what every
+            microbatch reads, prepared once per step; `"piece"`: the microbatch's part of a batch argument; `"number"`:
+            that of the microbatch; `"loop"`: made once per microbatch; `"sum"`: added up over the microbatches;
+            `"rows"`: stacked over them.
+        key: The variable that names it to all tasks.
+        var: The variable in the task's own program; of what begins empty, None.
+        placement: Of sums and rows: how the microbatches' parts make the whole.
+    """
+
+    kind: SlotKind
+    key: Var
+    var: Any
+    placement: Placement | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Task:
+    """A part of a stage's program that is run at once.
+
+    Attributes:
+        kind: What it does.
+        name: As its program is called: "stage0/F"; the step's own name, if it is the step.
+        stage: Its stage.
+        round: Of an update: which.
+        jaxpr: Over variables of the joint program.
+        inputs: What its invars are.
+        outputs: What its outvars are.
+        gates: As of `Backward`.
+    """
+
+    kind: TaskKind
+    name: str
+    stage: int
+    round: int
+    jaxpr: Jaxpr
+    inputs: tuple[Slot, ...]
+    outputs: tuple[Slot, ...]
+    gates: Mapping[int, tuple[Var, ...]] = field(default_factory=dict)
+
+    @property
+    def is_in_loop(self) -> bool:
+        """Whether it is run once for each microbatch, and not once for all."""
+        return self.kind in ("F", "B", "W")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageProgram:
+    """Everything one stage does.
+
+    Attributes:
+        stage: Its number.
+        count: Number of microbatches.
+        jaxpr: The joint program.
+        scan: Its loop; None if no microbatch passes here.
+        sent: Values of the loop that other stages read, in order.
+        arguments: Invars that are arguments of the step, by position.
+        stacks: Invars that are batch arguments in pieces: position -> (argument, variable in the loop).
+        received: Invars that hold what other stages send per microbatch: position -> variable in the loop.
+        aliases: Output position -> position of the argument whose new value it is.
+        donated: For each input, whether a result takes its memory.
+        outputs: Output position -> position among the step's results, for those that are.
+        batch: Dims of inputs that run over samples.
+        rounds: Equations of its update; the first round begins with what the loop has made.
+        tasks: In order of a step.
+        anew: Values that the tasks of both passes have, or make, for themselves.
+        twice: Equations, by identity, that both passes run.
+    """
+
+    stage: int
+    count: int
+    jaxpr: Jaxpr
+    scan: AccumulatingScan | None
+    sent: tuple[Var, ...]
+    arguments: Mapping[int, Var]
+    stacks: Mapping[int, tuple[Var, Var]]
+    received: Mapping[int, Var]
+    aliases: Mapping[int, int]
+    donated: tuple[bool, ...]
+    outputs: Mapping[int, int]
+    batch: Mapping[int, Dims]
+    rounds: tuple[tuple[JaxprEqn, ...], ...]
+    tasks: tuple[Task, ...]
+    anew: frozenset[Var]
+    twice: frozenset[int]
+
+    @property
+    def stacked(self) -> tuple[Var, ...]:
+        """What the scan stacks, in the order of its outputs: results in rows, then what is sent."""
+        rows = self.scan.rows if self.scan else ()
+        return (*(r.result.var for r in rows), *self.sent)
+
+    @property
+    def results(self) -> list[Atom]:
+        """Results of the step that are found here."""
+        return self.jaxpr.outvars[: len(self.outputs)]
+
+    @property
+    def leaving(self) -> list[Atom]:
+        """Values of the update that other stages read."""
+        num_sent = len(self.scan.sent) if self.scan else 0
+        return self.jaxpr.outvars[len(self.outputs) : len(self.jaxpr.outvars) - num_sent]

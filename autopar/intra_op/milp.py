@@ -1,0 +1,154 @@
+"""A 0/1 program as arrays, and the solvers that solve it.
+
+In:     `Model`: costs of the columns, which of them are 0 or 1, rows of a sparse matrix between bounds; a solver's name.
+Out:    `Ended`: the values found, whether they are proved least, and the solver's bound.
+Method: HiGHS takes the arrays as they are; CBC is called through PuLP. Both work with one thread and a fixed seed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from typing import Any
+
+import highspy
+import numpy as np
+import pulp
+from scipy.sparse import csr_array
+
+from autopar.errors import SolverError
+from autopar.intra_op.stoppable import run_stoppable
+from autopar.options import SOLVERS
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Model:
+    """Least `costs @ x` with `lower <= matrix @ x <= upper`; the first `num_binary` columns are 0 or 1, others 0 or more."""
+
+    costs: np.ndarray
+    num_binary: int
+    matrix: csr_array
+    lower: np.ndarray
+    upper: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Ended:
+    """How a solver ended.
+
+    Attributes:
+        values: Of the columns; None: nothing was found.
+        proved: Whether that is the least, to the gap that was asked for.
+        bound: Nothing costs less.
+    """
+
+    values: np.ndarray | None
+    proved: bool
+    bound: float
+
+
+def solve_model(model: Model, solver: str, seconds: float, gap: float) -> Ended:
+    """Solve it until the time is up or the gap is reached.
+
+    Raises:
+        SolverError: The solver is not known, or not installed.
+    """
+    match solver:
+        case "highs":
+            return _by_highs(model, seconds, gap)
+        case "cbc":
+            return _by_cbc(model, seconds, gap)
+    raise SolverError(
+        "unknown solver.",
+        given=f"solver={solver!r}",
+        wrong=f"autopar knows {', '.join(map(repr, SOLVERS))}.",
+        do="name one of them.",
+        solver=solver,
+    )
+
+
+def _by_highs(model: Model, seconds: float, gap: float) -> Ended:
+    count, num_rows = len(model.costs), model.matrix.shape[0]
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = count, num_rows
+    lp.col_cost_ = model.costs
+    lp.col_lower_, lp.col_upper_ = np.zeros(count), np.ones(count)
+    lp.row_lower_, lp.row_upper_ = model.lower, model.upper
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.num_col_, lp.a_matrix_.num_row_ = count, num_rows
+    lp.a_matrix_.start_, lp.a_matrix_.index_ = model.matrix.indptr, model.matrix.indices
+    lp.a_matrix_.value_ = model.matrix.data
+    kinds = [highspy.HighsVarType.kInteger] * model.num_binary
+    lp.integrality_ = kinds + [highspy.HighsVarType.kContinuous] * (count - model.num_binary)
+    highs = highspy.Highs()
+    options = {
+        "output_flag": False,
+        "time_limit": float(seconds),
+        "mip_rel_gap": gap,
+        "threads": 1,
+        "random_seed": 0,
+        "parallel": "off",
+        # HiGHS looks for symmetry by the clock: on a busy machine ties would end otherwise.
+        "mip_detect_symmetry": False,
+    }
+    for name, value in options.items():
+        highs.setOptionValue(name, value)
+    highs.passModel(lp)
+    run_stoppable(highs)
+    solved = highs.getInfo()
+    found = solved.primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
+    proved = found and highs.getModelStatus() == highspy.HighsModelStatus.kOptimal
+    values = np.array(highs.getSolution().col_value) if found else None
+    return Ended(values, proved, float(solved.mip_dual_bound))
+
+
+def _by_cbc(model: Model, seconds: float, gap: float) -> Ended:
+    solver = _cbc(msg=False, timeLimit=seconds, gapRel=gap, threads=1, options=["randomSeed 1"])
+    if not solver.available():
+        raise SolverError(
+            "solver 'cbc' is not installed.",
+            given="solver='cbc'",
+            wrong="PuLP does not find it.",
+            do='pip install "pulp[cbc,highs]", or name another solver.',
+            solver="cbc",
+        )
+    problem, matrix = pulp.LpProblem("sharding", pulp.LpMinimize), model.matrix
+    columns = [
+        problem.add_variable(f"x{k}", cat=pulp.LpBinary)
+        if k < model.num_binary
+        else problem.add_variable(f"x{k}", lowBound=0)
+        for k in range(len(model.costs))
+    ]
+    for row in range(matrix.shape[0]):
+        inside = slice(matrix.indptr[row], matrix.indptr[row + 1])
+        terms = [(columns[k], float(v)) for k, v in zip(matrix.indices[inside], matrix.data[inside], strict=True)]
+        low, high = float(model.lower[row]), float(model.upper[row])
+        problem += _expression(terms) == low if low == high else _expression(terms) <= high
+    problem.setObjective(_expression([(x, float(c)) for x, c in zip(columns, model.costs, strict=True) if c]))
+    outcome = problem.solve(solver)
+    if hasattr(outcome, "best_bound"):  # PuLP 4: optimal is 1, and -7 that the gap asked for was reached
+        found, proved, bound = outcome.has_solution, int(outcome.status) in (1, -7), outcome.best_bound or 0.0
+    else:
+        found, bound = problem.status != pulp.LpStatusInfeasible, 0.0
+        proved = problem.sol_status == pulp.LpSolutionOptimal
+    found = found and any(x.varValue is not None for x in columns)
+    return Ended(np.array([x.varValue or 0.0 for x in columns]) if found else None, proved, float(bound))
+
+
+def _cbc(**settings: Any) -> Any:
+    """CBC where PuLP finds it: its own copy (PuLP 3), or the one `cbcbox` installs (PuLP 4)."""
+    for kind in ("PULP_CBC_CMD", "COIN_CMD"):
+        made = getattr(pulp, kind, None)
+        if made is not None and made(msg=False).available():
+            return made(**settings)
+    try:
+        path = importlib.import_module("cbcbox").cbc_bin_path()
+    except (ImportError, AttributeError):
+        path = "cbc"
+    return pulp.COIN_CMD(path=path, **settings)
+
+
+def _expression(terms: list[tuple[Any, float]]) -> pulp.LpAffineExpression:
+    """Sum of (variable, factor), as PuLP 3 and 4 each want it made."""
+    make = getattr(pulp.LpAffineExpression, "from_list", pulp.LpAffineExpression)
+    return make(terms)

@@ -1,0 +1,307 @@
+"""A machine as it was measured: what `autopar calibrate` writes, and clusters are planned with.
+
+In:     a JSON file.
+Out:    `MachineProfile`: the same few parameters as the catalog has (`Device`, `Link`), from measurements of this machine, and
+        how well they agree with each.
+Method: everything is checked when it is read. What the file does not state (links that were not there) is the catalog's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autopar.entry import DamageError, Entry, read_json
+from autopar.errors import AutoparError, ProfileError
+from autopar.markup import facts
+from autopar.mesh.device import Achieved, Device
+from autopar.mesh.link import Link
+
+FORMAT = "autopar machine profile"
+VERSION = 1
+"""Raised with every change that an older reader cannot take, or that gives a number another meaning."""
+_COUNTS = ("cores", "host_cores")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One thing that was measured.
+
+    Attributes:
+        kind: `"product"`, `"pass"`, `"all-reduce"`, ...
+        case: Shapes and dtypes, or bytes and devices.
+        seconds: The least of several.
+        fitted_seconds: What the fitted parameters say of it.
+    """
+
+    kind: str
+    case: str
+    seconds: float
+    fitted_seconds: float
+
+    @property
+    def error(self) -> float:
+        """Part of the measured time by which the fitted one is off."""
+        return abs(self.fitted_seconds / self.seconds - 1)
+
+
+@dataclass(frozen=True, repr=False)
+class MachineProfile:
+    """A machine as it was measured, by `autopar calibrate` or `autopar.calibrate(...)`.
+
+    Attributes:
+        platform: JAX's name of it: `"cpu"`, `"gpu"`, `"tpu"`.
+        kind: JAX's name of the devices.
+        num_devices: Devices that were at work, all of one host.
+        machine: The host, its processor, the versions of what was used; for people.
+        date: When, as of ISO 8601.
+        device: Rates of one device, and what is reached of them.
+        intra: Link between the devices; None: not measured.
+        inter: Link between hosts; None: not measured.
+        measured: Everything that was measured, beside what the parameters say of it.
+    """
+
+    platform: str
+    kind: str
+    num_devices: int
+    machine: Mapping[str, str]
+    date: str
+    device: Device
+    intra: Link | None = None
+    inter: Link | None = None
+    measured: tuple[Measured, ...] = ()
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile as JSON.
+
+        Raises:
+            ProfileError: The file cannot be written.
+        """
+        beside = Path(f"{path}.part")
+        try:
+            beside.write_text(json.dumps(_record(self), indent=1) + "\n", encoding="utf-8")
+            os.replace(beside, path)
+        except OSError as error:
+            raise ProfileError(
+                "the profile cannot be saved.",
+                given=str(path),
+                wrong=f"{error.strerror or error}.",
+                do="name a file in a directory that exists and may be written to.",
+                path=str(path),
+            ) from error
+
+    @staticmethod
+    def load(path: str | Path) -> MachineProfile:
+        """Read a profile that `save` wrote.
+
+        Raises:
+            ProfileError: The file is missing, damaged, no profile, or of another version.
+        """
+        try:
+            return _profile(Entry(read_json(Path(path).read_text(encoding="utf-8")), ""))
+        except OSError as error:
+            raise _unreadable(path, f"{error.strerror or error}.") from error
+        except UnicodeDecodeError as error:
+            raise _unreadable(path, "it is not text.") from error
+        except DamageError as error:
+            raise _unreadable(path, str(error)) from error
+        except AutoparError as error:
+            raise _unreadable(path, f"{error.given}: {error.wrong}") from error
+
+    @property
+    def errors(self) -> dict[str, float]:
+        """Of each kind of measurement, the median error of the fitted parameters."""
+        kinds = dict.fromkeys(m.kind for m in self.measured)
+        return {kind: statistics.median(m.error for m in self.measured if m.kind == kind) for kind in kinds}
+
+    def for_devices(self, num_devices: int) -> tuple[Device, Link | None, Link | None]:
+        """Device and links of a host with so many devices: those that share its cores share them with fewer, or more."""
+        if not self.device.achieved.host_cores or num_devices == self.num_devices:
+            return self.device, self.intra, self.inter
+        slower = num_devices / self.num_devices
+        achieved = self.device.achieved
+        own = {
+            name: getattr(achieved, name) * slower for name in ("launch_seconds", "tile_seconds", "dispatch_seconds")
+        }
+        own["fresh_bytes_per_second"] = achieved.fresh_bytes_per_second / slower
+        assert isinstance(self.device.peak_flops, Mapping), "a measured device has a rate for each dtype"
+        device = dataclasses.replace(
+            self.device,
+            peak_flops={name: rate / slower for name, rate in self.device.peak_flops.items()},
+            memory_bytes_per_second=self.device.memory_bytes_per_second / slower,
+            achieved=dataclasses.replace(achieved, **own),
+        )
+        return device, _slowed(self.intra, slower), _slowed(self.inter, slower)
+
+    def __repr__(self) -> str:
+        return f"MachineProfile({self.num_devices} {self.kind}, measured {self.day})"
+
+    def _repr_html_(self) -> str:
+        pairs = [*self.machine.items(), ("within a host", str(self.intra)), ("between hosts", str(self.inter))]
+        pairs += [(f"median error, {kind}", f"{error:.0%}") for kind, error in self.errors.items()]
+        return facts(f"{self.num_devices} {self.kind}, measured {self.day}", pairs)
+
+    @property
+    def day(self) -> str:
+        """The day on which it was measured."""
+        return self.date[:10]
+
+
+def read_profile(profile: MachineProfile | str | Path, platform: str, kind: str, given: str) -> MachineProfile:
+    """A profile, or that of a file, for devices of a kind.
+
+    Args:
+        profile: It, or the path of its file.
+        platform: Of the devices.
+        kind: JAX's name of the devices, or the catalog's.
+        given: How the user wrote the cluster.
+
+    Raises:
+        ProfileError: It is none, cannot be read, or is of other devices.
+    """
+    if isinstance(profile, str | os.PathLike):
+        path, profile = str(profile), MachineProfile.load(profile)
+    else:
+        path = repr(profile)
+    if not isinstance(profile, MachineProfile):
+        raise ProfileError(
+            "this is no profile of a machine.",
+            given=f"profile={profile!r}",
+            wrong=f"it is of type {type(profile).__name__}.",
+            do="pass what autopar.calibrate() returns, or the path of a file that `autopar calibrate --save FILE` wrote.",
+            path=path,
+        )
+    if platform != profile.platform or kind not in (profile.kind, profile.device.name):
+        raise ProfileError(
+            "the profile is of another machine.",
+            given=f"{given} with {path}",
+            wrong=f"it was measured on {profile.num_devices} {profile.kind!r} of platform {profile.platform}, "
+            f"and these devices are {kind!r} of platform {platform}.",
+            do="run `autopar calibrate --save FILE` on a machine with these devices, or leave the profile out.",
+            path=path,
+        )
+    return profile
+
+
+def _slowed(link: Link | None, slower: float) -> Link | None:
+    if link is None:
+        return None
+    latency, rate = link.latency_seconds * slower, link.bytes_per_second / slower
+    return dataclasses.replace(link, latency_seconds=latency, bytes_per_second=rate)
+
+
+def _unreadable(path: str | Path, wrong: str) -> ProfileError:
+    return ProfileError(
+        "the profile cannot be read.",
+        given=str(path),
+        wrong=wrong,
+        do="measure the machine again: autopar calibrate --save FILE.",
+        path=str(path),
+    )
+
+
+def _number(value: float) -> float | str:
+    return "inf" if math.isinf(value) else value
+
+
+def _record(profile: MachineProfile) -> dict[str, Any]:
+    device = profile.device
+    peak = dict(device.peak_flops) if isinstance(device.peak_flops, Mapping) else {"float32": device.peak_flops}
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "date": profile.date,
+        "platform": profile.platform,
+        "kind": profile.kind,
+        "num_devices": profile.num_devices,
+        "machine": dict(profile.machine),
+        "device": {
+            "name": device.name,
+            "peak_flops": peak,
+            "memory_bytes": _number(device.memory_bytes),
+            "memory_bytes_per_second": _number(device.memory_bytes_per_second),
+            "achieved": {
+                k: _number(v) if isinstance(v, float) else v for k, v in dataclasses.asdict(device.achieved).items()
+            },
+        },
+        "intra": _link_record(profile.intra),
+        "inter": _link_record(profile.inter),
+        "median_errors": {kind: round(error, 4) for kind, error in profile.errors.items()},
+        "measured": [dataclasses.asdict(m) for m in profile.measured],
+    }
+
+
+def _link_record(link: Link | None) -> dict[str, Any] | None:
+    return None if link is None else {**dataclasses.asdict(link), "bytes_per_second": _number(link.bytes_per_second)}
+
+
+def _profile(entry: Entry) -> MachineProfile:
+    if not isinstance(entry.value, dict) or entry.value.get("format") != FORMAT:
+        raise DamageError("it is no profile of a machine.")
+    version = entry["version"].count()
+    if version != VERSION:
+        raise DamageError(f"it is of version {version}; this autopar reads version {VERSION}.")
+    machine = entry["machine"]
+    device, peak = entry["device"], entry["device"]["peak_flops"]
+    for part in (machine, peak):
+        if not isinstance(part.value, dict):
+            raise part.wrong("an object")
+    return MachineProfile(
+        entry["platform"].text(),
+        entry["kind"].text(),
+        entry["num_devices"].count(1),
+        {name: machine[name].text() for name in machine.value},
+        entry["date"].text(),
+        Device(
+            device["name"].text(),
+            {name: peak[name].number() for name in peak.value},
+            device["memory_bytes"].number(or_infinite=True),
+            device["memory_bytes_per_second"].number(or_infinite=True),
+            _achieved(device["achieved"]),
+        ),
+        _link(entry["intra"]),
+        _link(entry["inter"]),
+        entry["measured"].items(_measured),
+    )
+
+
+def _achieved(entry: Entry) -> Achieved:
+    found: dict[str, Any] = {}
+    for part in dataclasses.fields(Achieved):
+        value = entry[part.name]
+        if part.name == "tile":
+            found[part.name] = value.pair(lambda side: side.count(1), lambda side: side.count(1))
+        else:
+            can_be_infinite = part.name == "fresh_bytes_per_second"
+            found[part.name] = value.count() if part.name in _COUNTS else value.number(or_infinite=can_be_infinite)
+    return Achieved(**found)
+
+
+def _link(entry: Entry) -> Link | None:
+    if entry.value is None:
+        return None
+    switches = {name: entry[name] for name in ("has_short_messages", "shared_memory")}
+    for switch in switches.values():
+        if not isinstance(switch.value, bool):
+            raise switch.wrong("true or false")
+    return Link(
+        entry["latency_seconds"].number(),
+        entry["bytes_per_second"].number(or_infinite=True),
+        entry["switch_bytes_per_second"].number(),
+        groups=entry["groups"].items(lambda group: group.pair(lambda size: size.count(1), Entry.number)),
+        **{name: switch.value for name, switch in switches.items()},
+    )
+
+
+def _measured(entry: Entry) -> Measured:
+    seconds = entry["seconds"]
+    if not seconds.number():
+        raise seconds.wrong("more than 0")
+    return Measured(entry["kind"].text(), entry["case"].text(), seconds.value, entry["fitted_seconds"].number())

@@ -1,0 +1,109 @@
+"""A measured step beside the predicted one, lane by lane.
+
+In:     what was measured (`compiled.measure`), each lane with its prediction.
+Out:    `MeasuredStep`: a timeline, a table as text and as HTML; where the two part, as text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.plan.words import count_text, seconds_text
+from autopar.report.html import table_html, wrapped
+from autopar.report.page import Page, Table
+from autopar.report.pictures.timetable import timetable_picture
+from autopar.report.shown import ShownTimeline
+from autopar.report.text import page_text
+from autopar.streams.timeline import timetable_text
+
+SAME = 0.1
+"""Lanes that differ by no more than this part are not told of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A part of a step.
+
+    Attributes:
+        name: `"step"`, `"kernels"`, `"stage0/F"`, `"all-reduce over x"`, `"mesh 0 to mesh 1"`, ...
+        times: How often it runs in a step.
+        predicted_seconds: All its times together.
+        measured_seconds: The same.
+    """
+
+    name: str
+    times: int
+    predicted_seconds: float
+    measured_seconds: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Predicted over measured; None: nothing was measured of it."""
+        return self.predicted_seconds / self.measured_seconds if self.measured_seconds > 0 else None
+
+
+@dataclass(frozen=True, repr=False)
+class MeasuredStep(ShownTimeline):
+    """A step that was measured, beside the prediction: what `compiled.measure(...)` returns.
+
+    It is a `Timeline` too: of a pipeline that of its programs and messages, with the times that were measured; of one program
+    an empty one.
+
+    Attributes:
+        name: Of the step.
+        step_seconds: Median of the whole steps that were timed, from the call until all results were there.
+        num_steps: How many these are.
+        lanes: The step and its parts, each predicted and measured.
+        note: How the parts were measured.
+    """
+
+    name: str = ""
+    step_seconds: float = 0.0
+    num_steps: int = 0
+    lanes: tuple[Lane, ...] = ()
+    note: str = ""
+
+    def __repr__(self) -> str:
+        return f"MeasuredStep({self.name}: {seconds_text(self.step_seconds)} a step)"
+
+    def __str__(self) -> str:
+        drawing = timetable_text(self.events) if self.events else ""
+        return page_text(Page(self.title, (), (self._table(),), drawing))
+
+    @property
+    def title(self) -> str:
+        """What was measured, in a line."""
+        steps = f", median of {count_text(self.num_steps, 'step')}" if self.num_steps > 1 else ""
+        return f"A step of `{self.name}`: {seconds_text(self.step_seconds)} measured{steps}"
+
+    def _table(self) -> Table:
+        return Table("Predicted and measured", _COLUMNS, tuple(map(_row, self.lanes)), (1, 2, 3, 4), self.note)
+
+    def _repr_html_(self) -> str:
+        picture = timetable_picture(self.events, {}) if self.events else ""
+        table = table_html(self._table()).replace("<details>", "<details open>", 1)
+        return wrapped(f"<h1>{self.title.replace('`', '')}</h1>{picture}{table}")
+
+
+_COLUMNS = ("", "times", "predicted", "measured", "predicted / measured")
+
+
+def _row(lane: Lane) -> tuple[str, ...]:
+    ratio = "-" if lane.ratio is None else f"{lane.ratio:.2f}"
+    return lane.name, str(lane.times), seconds_text(lane.predicted_seconds), seconds_text(lane.measured_seconds), ratio
+
+
+def parting_text(measured: MeasuredStep) -> str:
+    """Where prediction and measurement part: lanes that differ by more than a tenth, the largest difference first."""
+    apart = [
+        lane
+        for lane in measured.lanes
+        if abs(lane.predicted_seconds - lane.measured_seconds)
+        > SAME * max(lane.predicted_seconds, lane.measured_seconds)
+    ]
+    apart.sort(key=lambda lane: -abs(lane.predicted_seconds - lane.measured_seconds))
+    if not apart:
+        return ""
+    rows = tuple((*_row(lane), seconds_text(lane.measured_seconds - lane.predicted_seconds)) for lane in apart)
+    table = Table("More than a tenth apart", (*_COLUMNS, "more than predicted"), rows, (1, 2, 3, 4, 5), measured.note)
+    return page_text(Page(measured.title, (), (table,)))

@@ -1,0 +1,95 @@
+"""Options with which XLA compiles a program for GPUs, so that collectives run beside kernels as the plan assumes.
+
+In:     the sharded program and its mesh.
+Out:    compiler options of this one compilation: nothing global is set.
+Method: XLA's scheduler for GPUs starts collectives early and waits for them late; within a loop it can only do that for a
+        collective which the compiler moves into the trip before or behind. Small collectives are sent as one up to a
+        threshold: that of a kind is what one trip of a loop sends of it, such as the gathers of a layer, so that a layer's
+        become one and two layers' do not, for what is one message hides behind nothing. What the user sets with
+        `XLA_FLAGS` is left alone. Names: `xla.proto` (DebugOptions); NVIDIA, "Tips for High-Performance LLMs with JAX and
+        XLA".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+
+from autopar.debug import xla_flags
+from autopar.intra_op.sharded import Body, Region, collectives_of
+from autopar.mesh import LogicalMesh
+
+Options = Mapping[str, bool | int]
+
+GPU_PLATFORMS = ("gpu", "cuda", "rocm")
+_UNKNOWN = re.compile(r"No such compile option: '(\w+)'")
+_KINDS = {
+    "all-reduce": ("xla_gpu_all_reduce_combine_threshold_bytes", "xla_gpu_enable_pipelined_all_reduce"),
+    "all-gather": ("xla_gpu_all_gather_combine_threshold_bytes", "xla_gpu_enable_pipelined_all_gather"),
+    "reduce-scatter": ("xla_gpu_reduce_scatter_combine_threshold_bytes", "xla_gpu_enable_pipelined_reduce_scatter"),
+}
+
+
+def overlap_options(body: Body, mesh: LogicalMesh) -> dict[str, bool | int]:
+    """What XLA is told about a program, if it is compiled for GPUs; {} where it does not communicate.
+
+    Args:
+        body: The sharded program.
+        mesh: Its mesh.
+    """
+    if not any(True for _ in collectives_of(body, mesh)):
+        return {}
+    found: dict[str, bool | int] = {"xla_gpu_enable_latency_hiding_scheduler": True}
+    trips = list(_trips(body))
+    for kind, (threshold, pipelined) in _KINDS.items():
+        per_trip = max((_bytes_of(inner, mesh, kind) for inner in trips), default=0)
+        if per_trip:
+            found[threshold] = per_trip
+            found[pipelined] = True
+    if any(name.endswith("threshold_bytes") for name in found):
+        # Weights are gathered along whatever dim they are split along: that is no reason to send them apart.
+        found["xla_gpu_enable_all_gather_combine_by_dim"] = False
+        found["xla_gpu_enable_reduce_scatter_combine_by_dim"] = False
+    return found
+
+
+def compile_lowered(
+    lowered: jax.stages.Lowered, options: Options, platform: str, given: Mapping[str, Any] | None = None
+) -> jax.stages.Compiled:
+    """Compile with these options where the platform is a GPU's; one that this XLA does not know is left out.
+
+    Args:
+        lowered: The program.
+        options: Of `overlap_options`.
+        platform: Of its devices, as JAX names it.
+        given: Options that hold wherever it is compiled.
+    """
+    flags = xla_flags()
+    chosen = {name: value for name, value in options.items() if platform in GPU_PLATFORMS and name not in flags}
+    while chosen:
+        try:
+            return lowered.compile(compiler_options={**chosen, **(given or {})})
+        except jax.errors.JaxRuntimeError as error:
+            unknown = _UNKNOWN.search(str(error))
+            if unknown is None or chosen.pop(unknown[1], None) is None:
+                raise
+    return lowered.compile(compiler_options=dict(given or {}))
+
+
+def _trips(body: Body) -> Iterator[Body]:
+    """The bodies of loops, the outer ones too."""
+    for instruction in body.instructions:
+        if isinstance(instruction, Region):
+            for inner in instruction.bodies:
+                if instruction.eqn.primitive.name in ("scan", "while"):
+                    yield inner
+                yield from _trips(inner)
+
+
+def _bytes_of(body: Body, mesh: LogicalMesh, kind: str) -> int:
+    """What one trip sends of a kind, loops within it left out: they have trips of their own."""
+    straight = Body(body.inputs, tuple(i for i in body.instructions if not isinstance(i, Region)), body.outputs)
+    return sum(c.bytes for c in collectives_of(straight, mesh) if c.kind == kind)

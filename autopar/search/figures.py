@@ -1,0 +1,143 @@
+"""Count what a plan's figures say: multiplications, samples, bytes by level, watts and price.
+
+In:     the step as the user wrote it, what was planned to run, the cluster.
+Out:    `Figures`.
+Method: MFU counts what the step must multiply, HFU what the devices do: Chowdhery et al., "PaLM", 2022, appendix B. Matrix
+        products count, and kernels that state their FLOPs; elementwise work is left out, as everybody does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar._jax import JaxprEqn
+from autopar.cost.volume import sent_bytes
+from autopar.intra_op.kernels import is_contraction
+from autopar.intra_op.sharded import Body, Collective, Compute, Region
+from autopar.ir.program import Program
+from autopar.ir.region import bodies_of, is_region, trip_count
+from autopar.ir.rules import rule_for
+from autopar.ir.source import name_scope
+from autopar.ir.trace.flatten import RECOMPUTED
+from autopar.ir.trace.state import Roles
+from autopar.mesh import Cluster, LogicalMesh
+from autopar.plan.figures import Figures
+
+LEVELS = "within a host", "between hosts"
+
+
+def figures_of(
+    step: Program,
+    roles: Roles,
+    cluster: Cluster,
+    bodies: Iterable[tuple[Body, int]],
+    collectives: Sequence[tuple[Collective, LogicalMesh]],
+    sends: Sequence[tuple[float, bool]] = (),
+) -> Figures:
+    """The figures of a plan.
+
+    Args:
+        step: The step, its batch whole.
+        roles: Which inputs are its batch.
+        cluster: The machine.
+        bodies: What is planned to run, each with how often in one step.
+        collectives: Of one step, each with the mesh it runs on.
+        sends: From stage to stage in one step: (bytes of all devices, whether they leave the host).
+    """
+    amount, unit = amount_of([step.in_avals[k] for k in roles.batch])
+    groups = cluster.groups or (cluster,)
+    return Figures(
+        least_seconds(step, cluster),
+        sum(times * _peak_seconds(_computed(body), cluster) for body, times in bodies),
+        amount,
+        unit,
+        _link_bytes(cluster, collectives, sends),
+        sum_stated([None if g.device.watts is None else g.num_devices * g.device.watts for g in groups]),
+        sum_stated([None if g.price_per_hour is None else g.num_devices * g.price_per_hour for g in groups]),
+    )
+
+
+def amount_of(batch: Any) -> tuple[int, str]:
+    """How much there is to learn in a batch: tokens where it has a matrix of integers, else samples.
+
+    Args:
+        batch: A pytree of arrays, or of their types.
+    """
+    leaves = jax.tree.leaves(batch)
+    for leaf in leaves:
+        if np.ndim(leaf) == 2 and np.issubdtype(getattr(leaf, "dtype", object), np.integer):
+            return int(np.size(leaf)), "tokens"
+    rows = list(dict.fromkeys(np.shape(leaf)[0] for leaf in leaves if np.ndim(leaf)))
+    return (rows[0] if len(rows) == 1 else 0), "samples"
+
+
+def least_seconds(program: Program, cluster: Cluster) -> float:
+    """A step's multiplications on all devices at once, each at its operands' peak; what it computes again is left out."""
+    return _peak_seconds(_needed(program.jaxpr.eqns), cluster)
+
+
+def _peak_seconds(work: Iterable[tuple[JaxprEqn, int]], cluster: Cluster) -> float:
+    """Seconds of equations, each so many times, on all devices of the cluster at their peak."""
+    groups = cluster.groups or (cluster,)
+    total = 0.0
+    for eqn, times in work:
+        rule = rule_for(eqn)
+        if is_contraction(rule):
+            dtypes = [v.aval.dtype for v in eqn.invars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+            dtypes = dtypes or [v.aval.dtype for v in eqn.outvars]
+            rate = sum(g.num_devices * g.device.product_flops_per_second(dtypes) for g in groups)
+            total += times * rule.flops / rate
+    return total
+
+
+def _needed(eqns: Sequence[JaxprEqn], times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
+    for eqn in eqns:
+        if RECOMPUTED in name_scope(eqn):
+            continue
+        if is_region(eqn):
+            for body in bodies_of(eqn):
+                yield from _needed(body.eqns, times * trip_count(eqn))
+        else:
+            yield eqn, times
+
+
+def _computed(body: Body, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
+    for instruction in body.instructions:
+        if isinstance(instruction, Compute):
+            yield instruction.eqn, times
+        elif isinstance(instruction, Region):
+            for inner in instruction.bodies:
+                yield from _computed(inner, times * trip_count(instruction.eqn))
+
+
+def _link_bytes(
+    cluster: Cluster, collectives: Sequence[tuple[Collective, LogicalMesh]], sends: Sequence[tuple[float, bool]]
+) -> tuple[tuple[str, int], ...]:
+    """What one device sends over each level of the machine in one step, on average over all."""
+    totals = dict.fromkeys(LEVELS, 0.0)
+    for num_bytes, leaves in sends:
+        totals[LEVELS[leaves]] += num_bytes / cluster.num_devices
+    for c, mesh in collectives:
+        inside = {axis: cluster.devices_per_host % reach == 0 for axis, reach in _reaches(mesh)}
+        for axis, num_bytes in sent_bytes(c.kind, c.bytes, c.axes, mesh):
+            totals[LEVELS[not inside[axis]]] += c.times * num_bytes * mesh.num_devices / cluster.num_devices
+    return tuple((level, round(total)) for level, total in totals.items() if total)
+
+
+def _reaches(mesh: LogicalMesh) -> Iterator[tuple[str, int]]:
+    """Of each axis, over how many neighbouring devices it goes: those within it, and its own."""
+    reach = 1
+    for axis, size in reversed(tuple(mesh.axis_sizes.items())):
+        reach *= size
+        yield axis, reach
+
+
+def sum_stated(values: Sequence[float | None]) -> float | None:
+    """Their sum; None: one of them is not stated."""
+    known = [value for value in values if value is not None]
+    return sum(known) if len(known) == len(values) else None

@@ -1,0 +1,178 @@
+"""Compiled programs as XLA prints them: computations of instructions, in the order in which they run.
+
+In:     the text of a scheduled HLO module.
+Out:    `Module`.
+Method: one instruction a line: `%name = type opcode(operands), attributes`. Types and operands are nested in brackets, so
+        they are cut where brackets close. What an instruction calls stands in its attributes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+_BITS = {"pred": 8, "token": 0, "opaque": 0, "s4": 4, "u4": 4, "s2": 2, "u2": 2, "f4e2m1fn": 4, "c64": 64, "c128": 128}
+_ARRAY = re.compile(r"\b([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]")
+_HEADER = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
+_NAME = re.compile(r"^\s+(?:ROOT )?%?([^\s=]+) = ")
+_CALLS = re.compile(r"\b(?:calls|body|condition|to_apply|true_computation|false_computation)=%?([^\s,}]+)")
+_BRANCHES = re.compile(r"\b(?:branch_computations|called_computations|calls)=\{([^}]*)\}")
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class Hlo:
+    """One instruction.
+
+    Attributes:
+        name: As others refer to it.
+        type: Of its result: `f32[8,128]{1,0}`, or several in parentheses.
+        opcode: What it does: `fusion`, `all-gather-start`.
+        operands: Names of what it reads.
+        attributes: The rest of its line.
+    """
+
+    name: str
+    type: str
+    opcode: str
+    operands: tuple[str, ...]
+    attributes: str
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its result."""
+        return type_bytes(self.type)
+
+    @property
+    def called(self) -> tuple[str, ...]:
+        """Computations that it runs."""
+        several = [name.strip(" %") for found in _BRANCHES.findall(self.attributes) for name in found.split(",")]
+        return tuple(dict.fromkeys([*_CALLS.findall(self.attributes), *filter(None, several)]))
+
+    @property
+    def trips(self) -> int | None:
+        """How often a loop runs; None: XLA does not know."""
+        found = _TRIPS.search(self.attributes)
+        return int(found[1]) if found else None
+
+    @property
+    def target(self) -> str:
+        """What a custom call calls."""
+        found = _TARGET.search(self.attributes)
+        return found[1] if found else ""
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether the program waits at once for what begins here."""
+        return '"is_sync":true' in self.attributes
+
+    def number_list(self, attribute: str) -> list[int]:
+        """An attribute that is a list of numbers, in HLO's own notation or in JSON."""
+        found = re.search(rf'"?\b{attribute}"?[=:][\[{{]([\d,"]*)[\]}}]', self.attributes)
+        return [int(n) for n in found[1].replace('"', "").split(",") if n] if found else []
+
+
+@dataclass(frozen=True, slots=True)
+class Module:
+    """A compiled program.
+
+    Attributes:
+        entry: Name of the computation that is the program.
+        computations: The instructions of each, in order.
+    """
+
+    entry: str
+    computations: Mapping[str, tuple[Hlo, ...]]
+
+
+def read_module(text: str) -> Module:
+    """Read the text of a compiled program."""
+    computations: dict[str, tuple[Hlo, ...]] = {}
+    entry, here = "", None
+    lines: list[Hlo] = []
+    for line in text.splitlines():
+        header = _HEADER.match(line)
+        if header:
+            here, lines = header[2], []
+            entry = here if header[1] else entry
+        elif line.startswith("}") and here is not None:
+            computations[here], here = tuple(lines), None
+        elif here is not None and (found := _read_line(line)) is not None:
+            lines.append(found)
+    return Module(entry, computations)
+
+
+def _read_line(line: str) -> Hlo | None:
+    name = _NAME.match(line)
+    if name is None:
+        return None
+    rest = line[name.end() :]
+    end = _closing(rest) if rest.startswith("(") else rest.index(" ")
+    kind, rest = rest[:end], rest[end:].lstrip()
+    begin = rest.index("(")
+    end = begin + _closing(rest[begin:])
+    operands = tuple(re.findall(r"%([^\s,()]+)", rest[begin:end]))
+    return Hlo(name[1], kind, rest[:begin], operands, rest[end:])
+
+
+def _closing(text: str) -> int:
+    """Behind the bracket that closes the one with which the text begins."""
+    depth = 0
+    for at, letter in enumerate(text):
+        depth += (letter in "({[") - (letter in ")}]")
+        if not depth:
+            return at + 1
+    raise AssertionError(f"brackets do not close in {text[:80]!r}")
+
+
+def type_bytes(text: str) -> int:
+    """Bytes of a type, all of its parts together."""
+    return sum(
+        math.ceil(math.prod(int(n) for n in dims.split(",") if n) * _bits(name) / 8)
+        for name, dims in _ARRAY.findall(text)
+    )
+
+
+def _bits(name: str) -> int:
+    found = _BITS.get(name) or re.match(r"(?:bf|[suf])(\d+)", name)
+    return found if isinstance(found, int) else int(found[1]) if found else 0
+
+
+def dims_of(text: str) -> tuple[int, ...]:
+    """Dims of the first array of a type."""
+    found = _ARRAY.search(text)
+    return tuple(int(n) for n in found[2].split(",") if n) if found else ()
+
+
+def dtype_of(text: str) -> str:
+    """Element type of the first array of a type."""
+    found = _ARRAY.search(text)
+    return found[1] if found else ""
+
+
+def parts_of(text: str) -> Iterator[str]:
+    """The parts of a type in parentheses."""
+    depth, begin = 0, 1
+    for at, letter in enumerate(text):
+        depth += (letter in "({[") - (letter in ")}]")
+        if (letter == "," and depth == 1) or (letter == ")" and depth == 0):
+            yield text[begin:at].strip()
+            begin = at + 1
+
+
+def groups_of(attributes: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
+    """Which devices take part together, in either notation of `replica_groups`; all of them where nothing is said."""
+    listed = re.search(r"replica_groups=\{(\{[\d,{} ]*\})\}", attributes)
+    if listed:
+        return tuple(tuple(int(n) for n in group.split(",")) for group in re.findall(r"\{([\d, ]+)\}", listed[1]))
+    counted = re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes)
+    if not counted:
+        return (tuple(range(num_devices)),)
+    shape, dims, order = (tuple(map(int, text.split(","))) if text else None for text in counted.groups())
+    numbers = np.arange(math.prod(dims or ())).reshape(dims or ())
+    return tuple(tuple(map(int, row)) for row in numbers.transpose(order).reshape(shape or ()))

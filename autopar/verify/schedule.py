@@ -1,0 +1,241 @@
+"""A compiled program in the order in which it runs: what it communicates, and what it computes meanwhile.
+
+In:     `Module`, the mesh, the device.
+Out:    `Followed`: every collective with its executions, seconds of kernels, collectives and waiting.
+Method: two clocks, of the kernels and of the network. A kernel moves the first on, a collective the second; what waits for
+        a collective's end moves the first to it. A loop is followed once, and counts as often as it runs. Kernels take the
+        longer of their products at the device's rate and their bytes at its memory's: XLA compiles here without trying
+        which is best, so this tells what stands between a collective's begin and its end, and not how long a step takes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autopar.cost import collective_seconds
+from autopar.mesh import Device, LogicalMesh
+from autopar.verify.hlo import Hlo, Module, dims_of, dtype_of, groups_of, parts_of
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+_FREE = {
+    "parameter",
+    "constant",
+    "tuple",
+    "get-tuple-element",
+    "bitcast",
+    "after-all",
+    "iota",
+    "partition-id",
+    "replica-id",
+}
+_DTYPES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "f64": "float64", "s8": "int8"}
+
+
+@dataclass(frozen=True, slots=True)
+class Emitted:
+    """A collective of a compiled program.
+
+    Attributes:
+        kind: As the plan spells it.
+        axes: Of the mesh, whose devices take part.
+        bytes: Operand bytes on one device; of an all-gather, result bytes.
+        times: Executions in one run of the program.
+        is_async: Whether the program goes on meanwhile.
+        seconds: Of one execution, by the cost model.
+        hidden_seconds: Of one execution, kernels that stand between its begin and its end.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    bytes: int
+    times: int
+    is_async: bool
+    seconds: float
+    hidden_seconds: float
+
+
+@dataclass(slots=True)
+class Followed:
+    """What was seen of a program.
+
+    Attributes:
+        collectives: In order, with their executions.
+        kernels: Executions of each kernel that is no code of XLA's own, by the name it is called by.
+        compute_seconds: Of all kernels.
+        exposed_seconds: In which kernels wait for collectives.
+        unknown_loops: Loops of which XLA does not know how often they run; counted as if never.
+    """
+
+    collectives: list[Emitted] = field(default_factory=list)
+    kernels: Counter[str] = field(default_factory=Counter)
+    compute_seconds: float = 0.0
+    exposed_seconds: float = 0.0
+    unknown_loops: int = 0
+
+    @property
+    def communication_seconds(self) -> float:
+        """Of all collectives, hidden or not."""
+        return sum(c.times * c.seconds for c in self.collectives)
+
+    @property
+    def async_share(self) -> float:
+        """Part of the collectives' seconds during which the program may go on."""
+        total = self.communication_seconds
+        return sum(c.times * c.seconds for c in self.collectives if c.is_async) / total if total else 0.0
+
+    @property
+    def bytes_of(self) -> dict[str, int]:
+        """Executed bytes of each kind."""
+        found: dict[str, int] = {}
+        for c in self.collectives:
+            found[c.kind] = found.get(c.kind, 0) + c.times * c.bytes
+        return found
+
+
+def follow_program(module: Module, mesh: LogicalMesh, device: Device) -> Followed:
+    """Follow a compiled program from its begin to its end."""
+    follower = _Follower(module, mesh, device)
+    follower.run(module.entry, 1)
+    return follower.seen
+
+
+class _Follower:
+    """On the way through a program; `run` returns the seconds of one execution of a computation."""
+
+    def __init__(self, module: Module, mesh: LogicalMesh, device: Device):
+        self.module, self.mesh, self.device = module, mesh, device
+        self.seen = Followed()
+        self.type_of = {hlo.name: hlo.type for lines in module.computations.values() for hlo in lines}
+        self.axes_of = dict(_groups_of_axes(mesh))
+
+    def run(self, computation: str, times: int) -> float:
+        now = network = 0.0
+        begun: dict[str, tuple[float, float, Hlo, Hlo]] = {}
+        for hlo in self.module.computations[computation]:
+            inner = self._collective_in(hlo)
+            if inner is not None:
+                seconds = self._seconds(inner)
+                network = max(now, network) + seconds
+                if _begins(hlo) and not hlo.is_synchronous:
+                    begun[hlo.name] = (now, network, hlo, inner)
+                else:
+                    self._note(inner, times, False, 0.0)
+                    self.seen.exposed_seconds += times * (network - now)
+                    now = network
+            elif hlo.opcode.endswith("-done") and hlo.operands and hlo.operands[0] in begun:
+                start, end, _, inner = begun.pop(hlo.operands[0])
+                self._note(inner, times, True, now - start)
+                self.seen.exposed_seconds += times * max(0.0, end - now)
+                now = max(now, end)
+            else:
+                now += self._kernels(hlo, times)
+        return now
+
+    def _kernels(self, hlo: Hlo, times: int) -> float:
+        """Seconds of what is no collective."""
+        if hlo.opcode == "while":
+            trips = hlo.trips
+            self.seen.unknown_loops += trips is None
+            return (trips or 0) * sum(self.run(name, times * (trips or 0)) for name in hlo.called)
+        if hlo.opcode in ("call", "conditional"):
+            return max((self.run(name, times) for name in hlo.called), default=0.0)
+        if hlo.opcode in _FREE or hlo.opcode.endswith("-done"):
+            return 0.0
+        if hlo.opcode == "custom-call":
+            self.seen.kernels[hlo.target] += times
+        operands = [self.type_of.get(name, "") for name in hlo.operands]
+        seconds = kernel_seconds(hlo, operands, self.device)
+        self.seen.compute_seconds += times * seconds
+        return seconds
+
+    def _collective_in(self, hlo: Hlo) -> Hlo | None:
+        """The collective that an instruction is, or wraps: asynchronous ones are called, or joined with a slice."""
+        if kind_of(hlo.opcode) is not None:
+            return hlo
+        if hlo.opcode in ("async-start", "fusion"):
+            lines = [line for name in hlo.called for line in self.module.computations[name]]
+            return next((found for line in lines if (found := self._collective_in(line)) is not None), None)
+        return None
+
+    def _note(self, hlo: Hlo, times: int, is_async: bool, hidden: float) -> None:
+        kind = kind_of(hlo.opcode)
+        assert kind is not None
+        self.seen.collectives.append(
+            Emitted(kind, self._axes(hlo), self._bytes(hlo), times, is_async, self._seconds(hlo), hidden)
+        )
+
+    def _bytes(self, hlo: Hlo) -> int:
+        if hlo.opcode == "all-gather":
+            return hlo.num_bytes
+        if hlo.opcode == "all-gather-start":
+            *_, result = parts_of(hlo.type)
+            return Hlo("", result, "", (), "").num_bytes
+        return sum(Hlo("", self.type_of[name], "", (), "").num_bytes for name in hlo.operands)
+
+    def _axes(self, hlo: Hlo) -> tuple[str, ...]:
+        groups = groups_of(hlo.attributes, self.mesh.num_devices)
+        return self.axes_of.get(frozenset(map(frozenset, groups)), tuple(self.mesh.axis_sizes))
+
+    def _seconds(self, hlo: Hlo) -> float:
+        kind = kind_of(hlo.opcode)
+        assert kind is not None
+        return collective_seconds(kind, self._bytes(hlo), self._axes(hlo), self.mesh)
+
+
+def _begins(hlo: Hlo) -> bool:
+    return hlo.opcode.endswith("-start")
+
+
+def kind_of(opcode: str) -> str | None:
+    """The kind of collective that an opcode is; None: it is none."""
+    kind = opcode.removesuffix("-start")
+    return kind if kind in KINDS else None
+
+
+def _groups_of_axes(mesh: LogicalMesh) -> Iterator[tuple[frozenset[frozenset[int]], tuple[str, ...]]]:
+    """Which devices take part together in a collective over each choice of axes; of equal ones the fewest axes."""
+    numbers, names = np.arange(mesh.num_devices).reshape(mesh.shape), tuple(mesh.axis_sizes)
+    choices = [c for count in range(len(names), 0, -1) for c in itertools.combinations(range(len(names)), count)]
+    for choice in choices:
+        kept = [k for k in range(len(names)) if k not in choice]
+        size = math.prod(mesh.shape[k] for k in choice)
+        rows = numbers.transpose(*kept, *choice).reshape(-1, size)
+        yield frozenset(frozenset(map(int, row)) for row in rows), tuple(names[k] for k in choice)
+
+
+def kernel_seconds(hlo: Hlo, operands: list[str], device: Device) -> float:
+    """Seconds of one kernel: its products at the rate that they reach, its bytes at that of the memory."""
+    reached = device.achieved
+    num_bytes = hlo.num_bytes + sum(Hlo("", text, "", (), "").num_bytes for text in operands)
+    moving = num_bytes / (device.memory_bytes_per_second * reached.memory)
+    flops = product_flops(hlo, operands)
+    name = _DTYPES.get(dtype_of(operands[0]), "float32") if operands else "float32"
+    computing = flops / (device.product_flops_per_second([name]) * reached.product) if flops else 0.0
+    return reached.launch_seconds + max(moving, computing)
+
+
+def product_flops(hlo: Hlo, operands: list[str]) -> float:
+    """FLOPs of a product of matrices or a convolution; 0 of what is neither."""
+    if hlo.opcode == "dot" or "gemm_backend_config" in hlo.attributes:
+        lhs = dims_of(operands[0])
+        depth = math.prod(lhs[k] for k in hlo.number_list("lhs_contracting_dim(?:ension)?s"))
+        return 2.0 * math.prod(dims_of(hlo.type)) * depth
+    labels = hlo.attributes.split("dim_labels=")
+    if len(labels) < 2:
+        return 0.0
+    _, kernel, _ = labels[1].split(",")[0].replace("->", "_").split("_")
+    sizes = [dims_of(text) for text in (*operands[:2], hlo.type)]
+    shapes = {"Forward": (1, 2), "BackwardInput": (1, 0), "BackwardFilter": (2, 1)}
+    weights, out = next((at for name, at in shapes.items() if f"conv{name}" in hlo.target), (1, 2))
+    return 2.0 * math.prod(sizes[out]) * math.prod(sizes[weights]) / sizes[weights][kernel.index("o")]
+
+
+def program_kernels(kernels: Mapping[str, int]) -> dict[str, int]:
+    """Kernels that are neither XLA's nor those of the libraries that it calls for products."""
+    return {name: n for name, n in kernels.items() if not name.startswith(("__cublas", "__cudnn$conv", "Sharding"))}

@@ -1,0 +1,213 @@
+"""Predicted beside measured: this machine is calibrated, then six plans of each of three models are predicted and run.
+
+    python benchmarks/measured.py [--profile machine.json] [--seconds 90] [--rounds 7] [--models mlp gpt conv]
+
+On 8 virtual CPU devices, which share this machine's cores. The plans of a model are run in turns, a step of each and then
+the next step of each, so that whatever else the machine does meets all of them. Prints both times of each plan, their ratio,
+and Kendall's tau of the order for each model: 1 where all pairs of plans come in the predicted order, -1 where none does.
+Beside the clock stands for how long the step keeps all cores busy, which other programs on the machine do not stretch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+NUM_DEVICES = 8
+os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={NUM_DEVICES} " + os.environ.get("XLA_FLAGS", "")
+os.environ.setdefault("PJRT_NPROC", "32")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import jax  # noqa: E402
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+import optax  # noqa: E402
+from gpt import Config  # noqa: E402
+from gpt import make_step as make_gpt  # noqa: E402
+from jax.sharding import PartitionSpec  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+import autopar  # noqa: E402
+
+METHODS: dict[str, Any] = {
+    "data parallel": autopar.DataParallel(),
+    "ZeRO-3": autopar.DataParallel(zero=3),
+    "2 data x 4 tensor": autopar.ThreeD(data=2, tensor=4),
+    "8 tensor": autopar.ThreeD(tensor=8),
+    "2 stages": autopar.PipelineParallel(num_stages=2, num_microbatches=4),
+    "2 data x 2 tensor x 2 stages": autopar.ThreeD(data=2, tensor=2, pipeline=2, num_microbatches=4),
+}
+FOR_IMAGES: dict[str, Any] = {
+    "data parallel": autopar.DataParallel(),
+    "ZeRO-3": autopar.DataParallel(zero=3),
+    "any, on 2 x 4": autopar.ShardParallel(mesh_shape=(2, 4)),
+    "any, the batch whole": autopar.ShardParallel(mesh_shape=(8,), constraints={"batch/*": PartitionSpec()}),
+    "2 stages": autopar.PipelineParallel(num_stages=2, num_microbatches=4),
+    "4 stages": autopar.PipelineParallel(num_stages=4, num_microbatches=8),
+}
+
+
+def mlp() -> tuple[Callable[..., Any], Any, Any]:
+    """Four layers, more parameters than activations: what is copied everywhere is dear."""
+    width, rows = 1024, 512
+    optimizer = optax.adamw(1e-4)
+
+    def loss_fn(params, batch):
+        x = batch["x"]
+        for layer in params:
+            x = x + jax.nn.relu(x @ layer["up"]) @ layer["down"]
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    def shape(*sizes):
+        return jax.ShapeDtypeStruct(sizes, jnp.float32)
+
+    params = [{"up": shape(width, width), "down": shape(width, width)} for _ in range(3)]
+    return _trained(loss_fn, params, optimizer, {"x": shape(rows, width), "y": shape(rows, width)})
+
+
+def gpt() -> tuple[Callable[..., Any], Any, Any]:
+    """A small GPT, its layers in a scan."""
+    config = Config(layers=4, width=256, heads=8, vocabulary=2048, tokens=128, batch=16, scanned=True)
+    return make_gpt(config)
+
+
+def conv() -> tuple[Callable[..., Any], Any, Any]:
+    """A residual net of convolutions, few parameters and many activations."""
+    optimizer = optax.sgd(1e-3, momentum=0.9)
+
+    def convolve(x, kernel, stride=1):
+        return jax.lax.conv_general_dilated(
+            x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    def loss_fn(params, batch):
+        x = convolve(batch["image"], params["stem"])
+        for number, block in enumerate(params["blocks"]):
+            y = convolve(jax.nn.relu(x), block["first"], 2 if number == 2 else 1)
+            x = convolve(x, block["skip"], 2 if number == 2 else 1) + convolve(jax.nn.relu(y), block["second"])
+        logits = jax.nn.relu(x).mean((1, 2)) @ params["head"]
+        return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"]).mean()
+
+    def kernel(size, fan_in, out):
+        return jax.ShapeDtypeStruct((size, size, fan_in, out), jnp.float32)
+
+    widths = [(32, 32), (32, 32), (32, 64), (64, 64)]
+    params = {
+        "stem": kernel(3, 3, 32),
+        "blocks": [{"first": kernel(3, a, b), "second": kernel(3, b, b), "skip": kernel(1, a, b)} for a, b in widths],
+        "head": jax.ShapeDtypeStruct((64, 1000), jnp.float32),
+    }
+    image = jax.ShapeDtypeStruct((64, 16, 16, 3), jnp.float32)
+    return _trained(loss_fn, params, optimizer, {"image": image, "label": jax.ShapeDtypeStruct((64,), jnp.int32)})
+
+
+def _trained(loss_fn: Any, params: Any, optimizer: Any, batch: Any) -> tuple[Callable[..., Any], Any, Any]:
+    def train_step(state, batch):
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
+        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
+        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
+
+    return train_step, {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}, batch
+
+
+MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "mlp": (mlp, METHODS),
+    "gpt": (gpt, METHODS),
+    "conv": (conv, FOR_IMAGES),
+}
+
+
+def filled(types: Any) -> Any:
+    """Arrays of these types, small numbers."""
+    random = np.random.default_rng(0)
+
+    def fill(leaf: Any) -> Any:
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            return random.integers(0, 2, leaf.shape).astype(leaf.dtype)
+        return abs(random.normal(size=leaf.shape)).astype(leaf.dtype) * 0.02
+
+    return jax.tree.map(fill, types)
+
+
+def compiled_plans(model: str, cluster: Any) -> Iterator[tuple[str, Any, list[Any]]]:
+    """Each plan of a model, compiled, and its arguments: the state, which steps take over, and the batch."""
+    make, methods = MODELS[model]
+    step, state, batch = make()
+    for name, method in methods.items():
+        train = autopar.parallelize(step, cluster=cluster, method=method)
+        yield name, train.compile(state, batch), [filled(state), filled(batch)]
+
+
+def step_seconds(compiled: Any, args: list[Any]) -> tuple[float, float]:
+    """One step, from its call until its results are there; and what it keeps all cores busy."""
+    started, busy = time.perf_counter(), time.process_time()
+    args[0], loss = compiled(*args)
+    jax.block_until_ready((args[0], loss))
+    return time.perf_counter() - started, (time.process_time() - busy) / min(os.cpu_count() or 1, NUM_DEVICES)
+
+
+def kendall_tau(pairs: list[tuple[float, float]]) -> float:
+    """Pairs in the same order less those in the other, as a part of all; Kendall, Biometrika 1938."""
+    order = [np.sign(a[0] - b[0]) * np.sign(a[1] - b[1]) for a, b in itertools.combinations(pairs, 2)]
+    return float(sum(order)) / len(order)
+
+
+def tau(plans: dict[str, tuple[float, float, float]], which: int) -> float:
+    """Of the predicted order and a measured one: 1 by the clock, 2 by what the cores did."""
+    return kendall_tau([(figures[0], figures[which]) for figures in plans.values()])
+
+
+def main() -> None:
+    """Calibrate, predict, run, compare."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", help="of this machine; by default it is measured first")
+    parser.add_argument("--seconds", type=float, default=90.0, help="to calibrate (90)")
+    parser.add_argument("--rounds", type=int, default=7, help="steps of each plan that are timed (7)")
+    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=tuple(MODELS))
+    parser.add_argument("--json", metavar="FILE", help="write the figures, too")
+    options = parser.parse_args()
+    console = Console(width=110)
+    profile = autopar.MachineProfile.load(options.profile) if options.profile else None
+    if profile is None:
+        profile = autopar.calibrate(seconds=options.seconds, show_progress=True)
+        errors = ", ".join(f"{kind} {error:.0%}" for kind, error in profile.errors.items())
+        console.print(f"calibrated in {profile.machine['seconds']} s; median errors: {errors}")
+    cluster = autopar.Cluster.local(profile=profile)
+    found: dict[str, dict[str, tuple[float, float, float]]] = {}
+    for model in options.models:
+        plans = list(compiled_plans(model, cluster))
+        taken: dict[str, list[tuple[float, float]]] = {name: [] for name, _, _ in plans}
+        for number in range(options.rounds + 1):
+            for name, compiled, args in plans:
+                seconds = step_seconds(compiled, args)
+                if number:  # the first places its arguments
+                    taken[name].append(seconds)
+        found[model] = {
+            name: (compiled.plan.cost.step_seconds, *map(statistics.median, zip(*taken[name], strict=True)))
+            for name, compiled, _ in plans
+        }
+        table = Table("plan", "predicted", "measured", "ratio", "cores busy", title=model, show_edge=False)
+        for name, (predicted, measured, busy) in sorted(found[model].items(), key=lambda item: item[1][1]):
+            times = (f"{seconds * 1e3:.1f} ms" for seconds in (predicted, measured))
+            table.add_row(name, *times, f"{predicted / measured:.2f}", f"{busy * 1e3:.1f} ms")
+        console.print(
+            table, f"Kendall's tau: {tau(found[model], 1):.2f} of steps, {tau(found[model], 2):.2f} of work\n", sep="\n"
+        )
+    means = [statistics.mean(tau(plans, which) for plans in found.values()) for which in (1, 2)]
+    console.print(
+        f"Kendall's tau, on average over {len(found)} models: {means[0]:.2f} of steps, {means[1]:.2f} of work"
+    )
+    if options.json:
+        Path(options.json).write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The memory of a published run: what its framework held on the fullest device.
+
+In:     `Run`; what autopar's own program of a layer and of the ends would keep (`Held`).
+Out:    `Memory`: weights and optimizer, activations, what the runtime takes.
+Method: a compiled program keeps what the planner says. A framework that runs operation by operation keeps every operand
+        that a gradient is made of: Korthikanti et al., "Reducing activation recomputation in large transformer models",
+        2022, sec. 4. Bytes of a parameter are those that Megatron-LM documents (docs, "distributed optimizer": 20 with
+        gradients in 16 bits, 18 with them in 32).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from published_runs import Run
+
+GIB = 2**30
+CONTEXT_BYTES = 0.5 * GIB
+"""Of CUDA itself, cuBLAS and the kernels' code, on one device."""
+GROUP_BYTES = 0.4 * GIB
+"""Buffers of one NCCL communicator: 4 MiB for each neighbour of each channel, both ways, for ring and tree."""
+CACHED = 1.1
+"""Reserved by an allocator that caches blocks, over what is allocated: fitted, one for all frameworks on PyTorch."""
+MEGATRON = ("Megatron", "NeMo", "nanotron")
+
+
+class Held(Protocol):
+    """What autopar's program of one microbatch holds."""
+
+    kept_bytes: int
+    working_bytes: int
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on the fullest device: parameters with their gradients and optimizer, activations, the runtime's own."""
+
+    state: float
+    activations: float
+    runtime: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.state + self.activations + self.runtime
+
+
+def memory_of(run: Run, params: float, layers: int, layer: Held, ends: Held) -> Memory:
+    """The memory of a run.
+
+    Args:
+        run: The run.
+        params: On one device, replicas counted whole.
+        layers: Of a stage.
+        layer: Of one layer and microbatch.
+        ends: Of embedding and loss.
+    """
+    is_eager = not run.compiled
+    cached = CACHED if is_eager and "OneFlow" not in run.framework else 1.0
+    groups = sum(degree > 1 for degree in (run.tensor, run.pipeline, run.data, run.context))
+    return Memory(
+        cached * params * state_bytes(run),
+        cached * activation_bytes(run, params, layers, layer, ends),
+        CONTEXT_BYTES + groups * GROUP_BYTES if is_eager else 0.0,
+    )
+
+
+def state_bytes(run: Run) -> float:
+    """Bytes of one parameter with its gradient and its optimizer."""
+    if run.dtype == "float32":
+        weight, gradient, optimizer = 4, 4, 8
+    elif not any(name in run.framework for name in MEGATRON):
+        weight, gradient, optimizer = 2, 2, 12
+    elif run.dtype == "float16":
+        weight, gradient, optimizer = 2, 2, 16
+    else:
+        weight, gradient, optimizer = 2, 4, 12
+    weights, gradients, moments = (run.shards if run.zero >= stage else 1 for stage in (3, 2, 1))
+    return weight / weights + gradient / gradients + optimizer / moments
+
+
+def activation_bytes(run: Run, params: float, layers: int, layer: Held, ends: Held) -> float:
+    """What the backward passes wait for, of all microbatches in flight, and what one of them works with."""
+    tokens = run.microbatch * run.tokens // run.context
+    residual = 2 * tokens * run.width // (run.tensor if run.sequence else 1)
+    whole = layer.kept_bytes if run.compiled else eager_bytes(run, tokens)
+    if run.recompute == "full":
+        kept, again = residual, whole
+    elif run.recompute == "selective" and not run.flash:
+        kept, again = whole - scores_bytes(run, tokens), scores_bytes(run, tokens)
+    else:
+        kept, again = whole, 0
+    flight = min(run.pipeline, run.count)
+    chunks = 1 + (run.pipeline - 1) / (run.pipeline * run.chunks) if run.chunks > 1 else 1
+    # A stage keeps what it hands on until that has been differentiated.
+    borders = residual * flight * run.chunks if run.pipeline > 1 else 0
+    gathered = 2 * (4 if run.dtype == "float32" else 2) * params / layers if run.zero == 3 else 0
+    waiting = flight * layers * kept * chunks + borders + again
+    if run.pipeline > 1:
+        return waiting + layer.working_bytes + gathered
+    return waiting + max(layer.working_bytes, ends.kept_bytes + ends.working_bytes) + gathered
+
+
+def eager_bytes(run: Run, tokens: int) -> float:
+    """What one layer keeps of a microbatch: operands of its norms, products, attention and activation function."""
+    wide = run.hidden / run.width
+    shared = 8 / (run.tensor if run.sequence else 1)
+    attention = 2 * (1 + 2 * run.kv_heads / run.heads) + 2
+    split = attention + (8 if run.gated else 4) * wide
+    return tokens * run.width * (shared + split / run.tensor) + (0 if run.flash else scores_bytes(run, tokens))
+
+
+def scores_bytes(run: Run, tokens: int) -> float:
+    """Of attention that is written out: scores after the softmax, in 16 bits, and dropped out, with the mask of that."""
+    return 5 * tokens * run.tokens * run.heads / run.tensor

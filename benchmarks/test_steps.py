@@ -1,0 +1,19 @@
+"""Each model by each way: autopar's methods beside one device, an expert's shardings, and google-parallax."""
+
+from __future__ import annotations
+
+import pytest
+from cases import CASES
+from ways import WAYS, NotThere, run_of
+
+
+@pytest.mark.predicted
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("model", CASES)
+def test_step(model, way, cluster, size, clocked):
+    case = CASES[model]
+    try:
+        run = run_of(case, getattr(case, size)(), way, cluster)
+    except NotThere as why:
+        pytest.skip(str(why))
+    clocked(model, way, run)

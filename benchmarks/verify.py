@@ -1,0 +1,156 @@
+"""Every plan against XLA's compiler for GPUs: memory and bytes, predicted and as compiled, for 8 H100 that need not be there.
+
+    pip install 'autopar[verify]'
+    python benchmarks/verify.py [verify.json] [--seconds 240] [--models gpt-scan,...] [--methods auto,...] [--target h100]
+
+In:     the models of the benchmarks; the file, which holds what was found before, so that the work can be done in slices
+        of so many CPU seconds.
+Out:    a table: XLA's peak over the predicted one, whether each kind of collective moves the bytes that were planned, the
+        part of the collectives' time in which the program goes on, and the part in which kernels wait for them.
+Method: a plan that does not fit the device is made without a budget; its memory is compared all the same (marked *).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import gpt
+import jax.numpy as jnp
+import llama
+import vit
+import wide_resnet
+from rich.console import Console
+from rich.table import Table
+
+import autopar
+from autopar.errors import InfeasibleError
+
+SCANNED = gpt.Config(scanned=True)
+MODELS: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
+    "gpt-scan": lambda: gpt.make_step(SCANNED),
+    "gpt-scan-bf16": lambda: gpt.make_step(replace(SCANNED, dtype=jnp.bfloat16)),
+    "gpt-remat": lambda: gpt.make_step(replace(SCANNED, remat=True)),
+    "gpt-remat-bf16": lambda: gpt.make_step(replace(SCANNED, remat=True, dtype=jnp.bfloat16)),
+    "gpt-unrolled": lambda: gpt.make_step(gpt.Config(layers=4)),
+    "gpt-unrolled-bf16": lambda: gpt.make_step(gpt.Config(layers=4, dtype=jnp.bfloat16)),
+    "moe-bf16": lambda: gpt.make_step(gpt.Config(layers=4, experts=8, dtype=jnp.bfloat16)),
+    "llama-8b": lambda: llama.make_step(llama.LLAMA_8B),
+    "wide-resnet": lambda: wide_resnet.make_step(wide_resnet.Config()),
+    "vit-bf16": lambda: vit.make_step(vit.Config()),
+}
+METHODS: dict[str, Callable[..., Any]] = {
+    "auto": lambda parts, **options: autopar.Auto(**options),
+    "dp0": lambda parts, **options: autopar.DataParallel(zero=0, **options),
+    "dp3": lambda parts, **options: autopar.DataParallel(zero=3, **options),
+    "3d": lambda parts, **options: autopar.ThreeD(data=2, tensor=2, pipeline=2, num_microbatches=parts, **options),
+    "2 stages": lambda parts, **options: autopar.PipelineParallel(num_stages=2, num_microbatches=parts, **options),
+}
+NO_BUDGET = 1e15
+MICROBATCHES = {"wide-resnet": 1}
+"""4, but where the batch is normalized as a whole."""
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+def main() -> None:
+    """Fill the file, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, nargs="?")
+    parser.add_argument("--seconds", type=float, default=240.0, help="CPU seconds after which nothing further is begun")
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--target", default="h100")
+    parser.add_argument("--again", action="store_true", help="do what the file holds already again")
+    chosen = parser.parse_args()
+    found: dict[str, Any] = json.loads(chosen.file.read_text()) if chosen.file and chosen.file.exists() else {}
+    for name in chosen.models.split(","):
+        for method in chosen.methods.split(","):
+            key = f"{name}, {method}"
+            if time.process_time() < chosen.seconds and (chosen.again or key not in found):
+                found[key] = row(MODELS[name](), METHODS[method], MICROBATCHES.get(name, 4), chosen.target)
+                if chosen.file:
+                    chosen.file.write_text(json.dumps(found, indent=1) + "\n")
+    rows = {f"{name}, {method}": None for name in MODELS for method in METHODS}
+    Console(width=160).print(table({key: found[key] for key in rows if key in found}, chosen.target))
+
+
+def row(case: tuple[Any, Any, Any], method: Callable[..., Any], parts: int, target: str) -> dict[str, Any]:
+    """What is found of one model by one method."""
+    step, state, batch = case
+    cluster, begun = autopar.Cluster.of(f"8 {target}"), time.process_time()
+
+    def planned(budget: float | None) -> Any:
+        made = autopar.parallelize(
+            step, cluster=cluster, method=method(parts, memory_budget_bytes=budget), batch_argnums=(1,)
+        )
+        return made.plan(state, batch)
+
+    try:
+        plan, fits = planned(None), True
+    except InfeasibleError:
+        plan, fits = planned(NO_BUDGET), False
+    made = time.process_time()
+    checked = plan.verify(target)
+    return {
+        "fits": fits,
+        "plan": str(plan.mesh) if plan.schedule == "none" else f"{len(plan.stages)} stages",
+        "predicted": list(checked.predicted_bytes),
+        "compiled": list(checked.compiled_bytes),
+        "bytes": {
+            side: {k: sum(p.runs * getattr(p, side).get(k, 0) for p in checked.programs) for k in KINDS}
+            for side in ("planned", "emitted")
+        },
+        "asynchronous": checked.async_share,
+        "exposed": checked.exposed_share,
+        "seconds": [made - begun, time.process_time() - made],
+        "problems": list(checked.problems) if fits else [p for p in checked.problems if "budget" not in p],
+    }
+
+
+def table(found: dict[str, Any], target: str) -> Table:
+    """All rows."""
+    made = Table(title=f"Plans for 8 {target}, by XLA's compiler", title_justify="left", box=None)
+    for k, heading in enumerate(
+        (
+            "model, method",
+            "plan",
+            "predicted",
+            "XLA",
+            "ratio",
+            "GB moved",
+            "bytes",
+            "async",
+            "exposed",
+            "plan + compile",
+        )
+    ):
+        made.add_column(heading, justify="right" if k > 1 else "left", no_wrap=True)
+    for key, row in found.items():
+        ratios = [b / a for a, b in zip(row["predicted"], row["compiled"], strict=True)]
+        planned, emitted = row["bytes"]["planned"], row["bytes"]["emitted"]
+        made.add_row(
+            key,
+            row["plan"] + ("" if row["fits"] else " *"),
+            f"{max(row['predicted']) / 1e9:.2f} GB",
+            f"{max(row['compiled']) / 1e9:.2f} GB",
+            ", ".join(f"{ratio:.3f}" for ratio in ratios),
+            f"{sum(planned.values()) / 1e9:.2f}",
+            "equal" if planned == emitted else "DIFFERENT",
+            f"{row['asynchronous']:.0%}",
+            f"{row['exposed']:.0%}",
+            " + ".join(f"{seconds:.0f} s" for seconds in row["seconds"]),
+        )
+    return made
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Calibration: parameters are found again from times that were computed with them; and a short one on real devices."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import numpy as np
+import pytest
+
+import autopar
+from autopar.calibrate.cases import all_cases, collective
+from autopar.calibrate.fit import Fitted, Sample, as_measured, fit
+from autopar.calibrate.words import profile_text
+from autopar.cli import main
+from autopar.errors import ClusterError, ProfileError
+from autopar.mesh import Achieved, Cluster, Device, Link, MachineProfile, find_device
+from tests.small_mlp import make_batch, make_params, train_step
+
+CPU = Device(
+    "cpu",
+    {"float32": 2e10, "bfloat16": 5e9},
+    memory_bytes_per_second=6e9,
+    achieved=Achieved(launch_seconds=3e-6, cores=1, tile=(256, 256), tile_seconds=4e-6, balance=30.0, convolution=1.3),
+)
+SHARED = Link(9e-6, 2.2e9, shared_memory=True)
+
+
+def samples_of(truth, is_cpu, noise=0.0):
+    """Times as the cost model has them, with an error of so many parts."""
+    random = np.random.default_rng(0)
+    cases = all_cases(8, is_cpu)
+    return [Sample(case, truth.seconds(case) * math.exp(noise * random.normal())) for case in cases]
+
+
+@pytest.mark.parametrize("noise, near", [(0.0, 0.05), (0.1, 0.25)])
+def test_parameters_are_found_again(noise, near):
+    samples = samples_of(Fitted(CPU, SHARED), True, noise)
+    start = Device("cpu", 1e10, achieved=Achieved(cores=1, tile=(256, 256), tile_seconds=1e-6, balance=20.0))
+    found = fit(samples, start, Link(1e-5, 1e9, shared_memory=True))
+    assert found.device.memory_bytes_per_second == pytest.approx(6e9, rel=near)
+    assert found.device.peak_flops["float32"] == pytest.approx(2e10, rel=2 * near)
+    assert found.device.achieved.launch_seconds == pytest.approx(3e-6, rel=3 * near)
+    assert found.link.latency_seconds == pytest.approx(9e-6, rel=near)
+    assert found.link.bytes_per_second == pytest.approx(2.2e9, rel=near)
+    assert found.link.shared_memory
+    assert np.median([m.error for m in as_measured(samples, found)]) < near
+
+
+def test_a_gpu_of_the_catalog_keeps_its_peaks():
+    model = find_device("h100")
+    reached = dataclasses.replace(model.device.achieved, product=0.6, memory=0.8, fused=0.3)
+    truth = Fitted(dataclasses.replace(model.device, achieved=reached), Link(5e-6, 3e11, 2.74e11, True))
+    found = fit(samples_of(truth, False), model.device, model.intra)
+    assert found.device.peak_flops == model.device.peak_flops
+    assert found.device.achieved.product == pytest.approx(0.6, rel=0.05)
+    assert found.device.achieved.memory == pytest.approx(0.8, rel=0.05)
+    assert found.device.achieved.fused == pytest.approx(0.3, rel=0.05)
+    assert found.device.achieved.cores == model.device.achieved.cores
+    assert found.link.bytes_per_second == pytest.approx(3e11, rel=0.1)
+
+
+def test_what_was_not_measured_stays():
+    model = find_device("h100")
+    only = [s for s in samples_of(Fitted(model.device, model.intra), False) if s.case.kind == "pass"]
+    found = fit(only, model.device, model.intra)
+    assert found.link is None
+    assert found.device.achieved.product == model.device.achieved.product
+
+
+@pytest.mark.parametrize("kind", ["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"])
+def test_a_collective_of_few_bytes_has_elements(kind):
+    case = collective(kind, 4, 8)
+    assert min(map(min, case.shapes)) >= 1
+
+
+@pytest.fixture(scope="module")
+def profile():
+    return autopar.calibrate(seconds=4)
+
+
+def test_this_machine(profile, tmp_path):
+    """Within a few seconds, on 8 virtual devices: a profile that is written, read, and planned with."""
+    assert (profile.platform, profile.num_devices) == ("cpu", 8)
+    assert profile.device.achieved.host_cores >= 1 and profile.device.achieved.dispatch_seconds > 0
+    assert profile.intra is None or profile.intra.shared_memory
+    assert all(m.seconds > 0 and m.fitted_seconds > 0 for m in profile.measured)
+    assert {"host", "jax", "cores"} <= set(profile.machine)
+    profile.save(tmp_path / "machine.json")
+    assert MachineProfile.load(tmp_path / "machine.json") == profile
+    params, batch = make_params(2, 16), make_batch(16, 16)
+    step = autopar.parallelize(train_step, cluster=Cluster.local(profile=profile), method=autopar.DataParallel())
+    (_, loss), (_, expected) = step(params, batch), jax.jit(train_step)(params, batch)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+def test_as_text(profile):
+    text = profile_text(profile)
+    assert "8 cpu, measured" in text and "Median error of what was fitted" in text
+    assert "between hosts   not measured: the catalog's" in text
+
+
+def test_on_the_command_line(tmp_path, capsys):
+    path = tmp_path / "machine.json"
+    assert main(["calibrate", "--devices", "2", "--seconds", "1", "--save", str(path)]) == 0
+    assert f'Cluster.local(profile="{path}")' in capsys.readouterr().out
+    assert MachineProfile.load(path).num_devices == 2
+    assert main(["calibrate", "--devices", "0"]) == 2
+    assert main(["calibrate", "--devices", "99"]) == 2
+    assert "there are not so many devices" in capsys.readouterr().err
+
+
+def test_no_time_and_no_devices():
+    with pytest.raises(ProfileError, match="time was up"):
+        autopar.calibrate(jax.devices()[:1], seconds=0)
+    with pytest.raises(ClusterError, match="one host is calibrated at a time"):
+        autopar.calibrate([])

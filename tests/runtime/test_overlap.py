@@ -1,0 +1,118 @@
+"""What XLA for GPUs is told about a program: found by what is passed, for there is no GPU here."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar import Cluster, DataParallel, ThreeD
+from autopar.runtime import overlap
+from autopar.runtime.overlap import compile_lowered, overlap_options
+
+LAYERS, WIDTH = 6, 64
+WIDE = 4096
+
+
+def step(w, batch):
+    def loss_of(w):
+        return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch["x"], w)[0] ** 2)
+
+    loss, grads = jax.value_and_grad(loss_of)(w)
+    return w - 0.1 * grads, loss
+
+
+def types(width=WIDTH):
+    return jax.ShapeDtypeStruct((LAYERS, width, width), "float32"), {
+        "x": jax.ShapeDtypeStruct((4096, width), "float32")
+    }
+
+
+class Lowered:
+    """A lowered program that remembers how it was compiled; `known` are the options that this XLA has."""
+
+    def __init__(self, known=None):
+        self.known, self.tried = known, []
+
+    def compile(self, compiler_options=None):
+        self.tried.append(compiler_options)
+        unknown = [name for name in compiler_options or {} if self.known is not None and name not in self.known]
+        if unknown:
+            raise jax.errors.JaxRuntimeError(f"INVALID_ARGUMENT: No such compile option: '{unknown[0]}'")
+        return compiler_options
+
+
+def fsdp():
+    """Weights are split and gathered layer by layer: for all of them at once there is no memory."""
+    method = DataParallel(zero=3, memory_budget_bytes=900_000_000)
+    plan = autopar.parallelize(step, cluster=Cluster.of("4 h100"), method=method).plan(*types(WIDE))
+    return plan.origin.sharded.body, plan.mesh
+
+
+def test_a_layer_is_gathered_as_one_message_and_ahead():
+    found = overlap_options(*fsdp())
+    layer = WIDE * WIDE * 4
+    assert found["xla_gpu_enable_latency_hiding_scheduler"] is True
+    assert found["xla_gpu_all_gather_combine_threshold_bytes"] == layer
+    assert found["xla_gpu_enable_pipelined_all_gather"] is True
+    assert found["xla_gpu_reduce_scatter_combine_threshold_bytes"] == layer
+    assert "xla_gpu_all_reduce_combine_threshold_bytes" not in found, "the loop has none"
+
+
+def test_this_xla_knows_every_option():
+    """Set on CPU, where they mean nothing: a name that XLA does not have would raise."""
+    lowered = jax.jit(lambda x: x + 1).lower(jnp.ones(4))
+    assert lowered.compile(compiler_options=overlap_options(*fsdp())) is not None
+
+
+def test_no_communication_no_options():
+    plan = autopar.parallelize(step, cluster=Cluster.of("1 h100")).plan(*types())
+    assert overlap_options(plan.origin.sharded.body, plan.mesh) == {}
+
+
+def test_only_on_gpus():
+    options = {"xla_gpu_a": True}
+    assert compile_lowered(Lowered(), options, "gpu") == options
+    assert compile_lowered(Lowered(), options, "cpu") is None and compile_lowered(Lowered(), options, "tpu") is None
+
+
+def test_what_this_xla_does_not_know_is_left_out():
+    lowered = Lowered({"xla_gpu_a", "xla_gpu_c"})
+    options = {"xla_gpu_a": True, "xla_gpu_b": 3, "xla_gpu_c": 4}
+    assert compile_lowered(lowered, options, "gpu") == {"xla_gpu_a": True, "xla_gpu_c": 4}
+    assert len(lowered.tried) == 2 and options["xla_gpu_b"] == 3
+
+
+def test_another_error_is_not_swallowed():
+    class Broken(Lowered):
+        def compile(self, compiler_options=None):
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: no memory")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no memory"):
+        compile_lowered(Broken(), {"xla_gpu_a": True}, "gpu")
+
+
+def test_what_the_user_sets_is_left_alone(monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_a=false --xla_dump_to=/tmp/x")
+    assert compile_lowered(Lowered(), {"xla_gpu_a": True, "xla_gpu_b": True}, "gpu") == {"xla_gpu_b": True}
+
+
+@pytest.mark.parametrize("method", [DataParallel(zero=3), ThreeD(data=2, tensor=1, pipeline=2, num_microbatches=2)])
+def test_both_runtimes_pass_them(method, monkeypatch):
+    """Each program is compiled through the same door, with the options of its own body."""
+    seen = []
+
+    def spy(lowered, options, platform):
+        seen.append((dict(options), platform))
+        return lowered.compile()
+
+    monkeypatch.setattr("autopar.runtime.local.compile_lowered", spy)
+    monkeypatch.setattr("autopar.runtime.compile.compile_lowered", spy)
+    arguments = jnp.ones((LAYERS, WIDTH, WIDTH)), {"x": jnp.ones((64, WIDTH))}
+    compiled = autopar.parallelize(step, cluster=Cluster.local(jax.devices()[:4]), method=method).compile(*arguments)
+    assert seen and all(platform == "cpu" for _, platform in seen)
+    told = [options for options, _ in seen if options]
+    assert told and all(options["xla_gpu_enable_latency_hiding_scheduler"] for options in told)
+    if len(compiled.plan.stages) == 1:
+        assert told == [overlap.overlap_options(compiled.plan.origin.sharded.body, compiled.plan.mesh)]

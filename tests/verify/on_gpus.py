@@ -1,0 +1,72 @@
+"""Run by `test_gpu.py` in a Python of its own: plans compiled for 8 H100 that are not there; prints what was found, as JSON.
+
+In:     `python on_gpus.py FOLDER`: the folder that XLA's compiler for GPUs is installed in, or "" if Python finds it anyway.
+"""
+
+import json
+import os
+import sys
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
+if sys.argv[1]:
+    sys.path.append(sys.argv[1])
+
+import jax
+import jax.numpy as jnp
+
+import autopar
+from autopar import Cluster, DataParallel, PipelineParallel
+from autopar.verify.targets import find_target
+
+LAYERS, WIDTH, TOKENS, BATCH = 4, 256, 512, 64
+
+
+def loss_of(params, x):
+    def block(x, layer):
+        hidden = jax.nn.gelu(x @ layer["up"])
+        return x + hidden @ layer["down"], None
+
+    x, _ = jax.lax.scan(block, x, params)
+    return jnp.mean(x**2)
+
+
+def train_step(params, batch):
+    loss, grads = jax.value_and_grad(loss_of)(params, batch["x"])
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+def arguments():
+    def array(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    params = {"up": array(LAYERS, WIDTH, 4 * WIDTH), "down": array(LAYERS, 4 * WIDTH, WIDTH)}
+    return params, {"x": array(BATCH, TOKENS, WIDTH)}
+
+
+def found_of(method):
+    """What XLA says of a plan."""
+    checked = autopar.parallelize(train_step, cluster=Cluster.of("8 h100"), method=method).plan(*arguments()).verify()
+    return {
+        "ok": checked.ok,
+        "text": str(checked),
+        "predicted": checked.predicted_bytes,
+        "compiled": checked.compiled_bytes,
+        "async": checked.async_share,
+        "bytes": {kind: n for p in checked.programs for kind, n in p.emitted.items()},
+    }
+
+
+def main():
+    found = {"zero": found_of(DataParallel(zero=3))}
+    found["stages"] = found_of(PipelineParallel(num_stages=2, num_microbatches=2))
+    # The whole way of a compiled step touches no device either.
+    target = find_target("h100", Cluster.of("8 h100"))
+    cluster = Cluster.local(devices=list(target.devices), device=Cluster.of("8 h100").device)
+    step = autopar.parallelize(train_step, cluster=cluster, method=PipelineParallel(num_stages=2, num_microbatches=2))
+    found["programs"] = sorted(step.compile(*arguments()).programs)
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""Plans against XLA's compiler for GPUs, which needs no GPU: where it is installed, or lies in a folder beside this Python.
+
+The compiler is a plugin of JAX's that complains where there is no GPU, so that it has a Python of its own here.
+"""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autopar.verify.targets import PLUGINS
+
+FOLDER = Path(sys.prefix) / "verify"
+"""Where `make` puts it."""
+
+
+def installed() -> str | None:
+    """The folder to look in; "": Python finds it anyway; None: it is nowhere."""
+    packages = importlib.util.find_spec("jax_plugins")
+    here = [Path(p) for p in (packages.submodule_search_locations or ())] if packages else []
+    names = [plugin.split(".")[1] for plugin in PLUGINS]
+    if any((place / name).is_dir() for place in here for name in names):
+        return ""
+    return str(FOLDER) if any((FOLDER / "jax_plugins" / name).is_dir() for name in names) else None
+
+
+pytestmark = pytest.mark.skipif(
+    installed() is None, reason="XLA's compiler for GPUs is not installed: pip install 'autopar[verify]'"
+)
+
+
+@pytest.fixture(scope="module")
+def found():
+    root = Path(__file__).parent.parent.parent
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).parent / "on_gpus.py"), installed() or ""],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("name", ["zero", "stages"])
+def test_bytes_are_equal_and_memory_is_near(found, name):
+    checked = found[name]
+    assert checked["ok"] and "H100: the compiler agrees" in checked["text"]
+    for predicted, compiled in zip(checked["predicted"], checked["compiled"], strict=True):
+        assert compiled < 1.03 * predicted + 2**22  # cuBLAS has 4 MiB to work in
+
+
+def test_weights_are_gathered_while_kernels_run(found):
+    assert found["zero"]["async"] > 0.5
+    assert found["zero"]["bytes"]["all-gather"] == 2**23
+
+
+def test_a_step_compiles_for_devices_that_are_not_there(found):
+    assert {"stage0/F", "stage1/B"} <= set(found["programs"])

@@ -1,0 +1,113 @@
+"""A compiled program followed in order: what it communicates, what hides it."""
+
+import pytest
+
+from autopar import Device, Link, LogicalMesh
+from autopar.cost import collective_seconds
+from autopar.verify.hlo import read_module
+from autopar.verify.schedule import follow_program, product_flops
+
+MESH = LogicalMesh((2, 4), links=(Link(0.0, 1e9), Link(0.0, 4e9)))
+DEVICE = Device("toy", 1e12, memory_bytes_per_second=1e9)
+# One row of the mesh is {0,1,2,3}: its axis is y.
+ROWS, COLUMNS = "replica_groups={{0,1,2,3},{4,5,6,7}}", "replica_groups=[4,2]<=[2,4]T(1,0)"
+ASYNC = 'backend_config={"collective_backend_config":{"is_sync":false}}'
+SYNC = 'backend_config={"collective_backend_config":{"is_sync":true}}'
+TEXT = f"""HloModule m, is_scheduled=true
+
+%wrapped (p: f32[1000]) -> f32[500] {{
+  %p = f32[1000]{{0}} parameter(0)
+  ROOT %scatter = f32[500]{{0}} reduce-scatter(%p), {COLUMNS}, dimensions={{0}}
+}}
+
+%body (arg: f32[1000]) -> f32[1000] {{
+  %arg = f32[1000]{{0}} parameter(0)
+  %gather = (f32[1000]{{0}}, f32[4000]{{0}}) all-gather-start(%arg), {ROWS}, {ASYNC}
+  %kernel = f32[1000]{{0}} fusion(%arg), kind=kLoop
+  %gathered = f32[4000]{{0}} all-gather-done(%gather)
+  %begin = ((f32[1000]{{0}}), f32[500]{{0}}, u32[]) async-start(%arg), calls=%wrapped, {ASYNC}
+  %end = f32[500]{{0}} async-done(%begin)
+  ROOT %new = f32[1000]{{0}} fusion(%gathered), kind=kLoop
+}}
+
+%cond (arg.1: f32[1000]) -> pred[] {{
+  ROOT %arg.1 = f32[1000]{{0}} parameter(0)
+}}
+
+ENTRY %main (x: f32[1000]) -> f32[1000] {{
+  %x = f32[1000]{{0}} parameter(0)
+  %sum = f32[1000]{{0}} all-reduce-start(%x), replica_groups={{}}, {SYNC}
+  %summed = f32[1000]{{0}} all-reduce-done(%sum)
+  %loop = f32[1000]{{0}} while(%summed), condition=%cond, body=%body, backend_config={{"known_trip_count":{{"n":"3"}}}}
+  ROOT %own = f32[1000]{{0}} custom-call(%loop), custom_call_target="mine"
+}}
+"""
+
+
+@pytest.fixture(scope="module")
+def seen():
+    return follow_program(read_module(TEXT), MESH, DEVICE)
+
+
+def test_collectives(seen):
+    found = [(c.kind, c.axes, c.bytes, c.times, c.is_async) for c in seen.collectives]
+    assert found == [
+        ("all-reduce", ("x", "y"), 4000, 1, False),
+        ("all-gather", ("y",), 16000, 3, True),
+        ("reduce-scatter", ("x",), 4000, 3, True),
+    ]
+    assert seen.bytes_of == {"all-reduce": 4000, "all-gather": 48000, "reduce-scatter": 12000}
+    assert seen.kernels == {"mine": 1} and not seen.unknown_loops
+
+
+def test_seconds(seen):
+    reduce, gather, scatter = (
+        collective_seconds(kind, size, axes, MESH)
+        for kind, size, axes in (
+            ("all-reduce", 4000, ("x", "y")),
+            ("all-gather", 16000, ("y",)),
+            ("reduce-scatter", 4000, ("x",)),
+        )
+    )
+    short, long = 8000 / 1e9, 20000 / 1e9  # a kernel's bytes at the memory's rate
+    assert seen.compute_seconds == pytest.approx(3 * (short + long) + short)
+    assert seen.communication_seconds == pytest.approx(reduce + 3 * (gather + scatter))
+    # The kernel between begin and end hides its time of the gather, nothing hides the scatter.
+    assert seen.collectives[1].hidden_seconds == pytest.approx(short)
+    assert seen.exposed_seconds == pytest.approx(reduce + 3 * (max(0, gather - short) + scatter))
+    assert seen.async_share == pytest.approx(3 * (gather + scatter) / seen.communication_seconds)
+
+
+def test_a_loop_of_unknown_length_counts_as_if_it_never_ran():
+    text = TEXT.replace('backend_config={"known_trip_count":{"n":"3"}}', "")
+    seen = follow_program(read_module(text), MESH, DEVICE)
+    assert seen.unknown_loops == 1 and seen.bytes_of["all-reduce"] == 4000 and seen.bytes_of["all-gather"] == 0
+
+
+@pytest.mark.parametrize(
+    "line, operands, flops",
+    [
+        (
+            "f32[8,16]{1,0} dot(%a, %b), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+            ["f32[8,32]{1,0}", "f32[32,16]{1,0}"],
+            2 * 8 * 16 * 32,
+        ),
+        (
+            '(bf16[4,8,16]{2,1,0}, s8[99]{0}) custom-call(%a, %b), custom_call_target="__cublas$gemm", backend_config='
+            '{"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["2"]}}}',
+            ["bf16[4,8,32]{2,1,0}", "bf16[4,32,16]{2,1,0}"],
+            2 * 4 * 8 * 16 * 32,
+        ),
+        (
+            "(f32[2,8,8,5]{3,2,1,0}, u8[0]{0}) custom-call(%a, %b), dim_labels=b01f_01io->b01f, "
+            'custom_call_target="__cudnn$convForward"',
+            ["f32[2,8,8,3]{3,2,1,0}", "f32[3,3,3,5]{3,2,1,0}"],
+            2 * (2 * 8 * 8 * 5) * (3 * 3 * 3),
+        ),
+        ("f32[4]{0} add(%a, %b)", ["f32[4]{0}", "f32[4]{0}"], 0),
+    ],
+)
+def test_flops(line, operands, flops):
+    text = f"ENTRY %e (a: f32[]) -> f32[] {{\n  %r = {line}\n}}\n"
+    (hlo,) = read_module(text).computations["e"]
+    assert product_flops(hlo, operands) == flops

@@ -1,0 +1,75 @@
+"""Plans against the compiler, for the devices of this process."""
+
+import dataclasses
+from collections import Counter
+
+import pytest
+
+import autopar
+from autopar import Cluster, DataParallel, PipelineParallel, ShardParallel
+from autopar.errors import AutoparError
+from autopar.streams.instructions import Run
+from tests.planned_mlp import arguments, train_step
+
+METHODS = [DataParallel(zero=3), ShardParallel(mesh_shape=(2, 4)), PipelineParallel(num_stages=2, num_microbatches=2)]
+
+
+def planned(method):
+    step = autopar.parallelize(train_step, cluster=Cluster.local(), method=method)
+    return step.plan(*arguments())
+
+
+@pytest.fixture(scope="module")
+def verified():
+    plan = planned(DataParallel(zero=3))
+    return plan, plan.verify()
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_the_compiler_agrees(method):
+    plan = planned(method)
+    found = plan.verify()
+    assert found.ok and found.problems == () and "the compiler agrees" in str(found)
+    runs = Counter(i.program for stream in plan.streams.values() for i in stream if isinstance(i, Run))
+    assert {p.name: p.runs for p in found.programs} == runs
+    total = sum(p.runs * n for p in found.programs for n in p.emitted.values())
+    assert total == sum(c.bytes * c.times for c in plan.cost.collectives) > 0
+    assert found.predicted_bytes == plan.cost.peak_bytes
+    for mesh, peak in enumerate(found.compiled_bytes):
+        assert peak >= max(p.compiled_bytes for p in found.programs if p.stage == mesh)
+
+
+def test_other_bytes_than_planned_are_told(verified):
+    plan, _ = verified
+    first, *others = plan.cost.collectives
+    wrong = dataclasses.replace(first, bytes=first.bytes + 4)
+    cost = dataclasses.replace(plan.cost, collectives=(wrong, *others))
+    found = dataclasses.replace(plan, cost=cost).verify()
+    assert not found.ok and found.problems[0].startswith(f"{plan.name}: {first.kind} of")
+    assert "NOT verified" in str(found) and "DIFFERENT" in str(found)
+
+
+def test_a_peak_over_the_budget_is_told(verified):
+    plan, found = verified
+    assert found.ok
+    (peak,) = found.compiled_bytes
+    found = dataclasses.replace(plan, budget_bytes=peak - 1).verify()
+    assert not found.ok and "over the budget" in found.problems[0]
+
+
+def test_shown(verified, tmp_path):
+    _, found = verified
+    page = found.save_html(tmp_path / "found.html").read_text()
+    for words in ("all-gather", "all-reduce", "train_step", "the compiler agrees"):
+        assert words in page and words in str(found)
+    assert repr(found).startswith("Verification(train_step for")
+
+
+def test_a_plan_from_a_file_is_attached_first(verified, tmp_path):
+    plan, _ = verified
+    plan.save(tmp_path / "plan.json")
+    loaded = autopar.Plan.load(tmp_path / "plan.json")
+    with pytest.raises(AutoparError, match="attach"):
+        loaded.verify()
+    step = autopar.parallelize(train_step, cluster=Cluster.local(), method=DataParallel(zero=3))
+    assert step.attach(*arguments(), plan=loaded).verify().ok
