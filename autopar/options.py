@@ -39,6 +39,7 @@ class Options:
             `"random"`, `"greedy"`, `"beam"`, `"bfs"`, `"halving"`, `"mcmc"` or `"mcts"`.
         solver_seconds: How long the solver may work on one mesh, or on one stage on its mesh; the best answer found by then
             is used, and its gap is in the plan.
+        planning_seconds: How long planning may take, in all; no solver works longer either. None: as long as it takes.
         memory_budget_bytes: Bytes that one device may use; None: the device's own memory.
         constraints: Pins, `{path glob: PartitionSpec}`, over the paths of the step's arguments.
         microbatch_semantics: `"exact"`: microbatches compute what the whole batch does, or are refused;
@@ -52,6 +53,7 @@ class Options:
 
     solver: Solver = "highs"
     solver_seconds: float = 60.0
+    planning_seconds: float | None = None
     memory_budget_bytes: float | None = None
     constraints: Mapping[str, PartitionSpec] = field(default_factory=dict, hash=False)
     microbatch_semantics: MicrobatchSemantics = "exact"
@@ -76,6 +78,9 @@ class Options:
             )
         _check_recompute(self.recompute)
         _check_positive("solver_seconds", self.solver_seconds)
+        if self.planning_seconds is not None:
+            _check_positive("planning_seconds", self.planning_seconds)
+            object.__setattr__(self, "solver_seconds", min(self.solver_seconds, self.planning_seconds))
         if self.memory_budget_bytes is not None:
             _check_positive("memory_budget_bytes", self.memory_budget_bytes)
         if not isinstance(self.constraints, Mapping | None):

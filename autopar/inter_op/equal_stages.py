@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import StagePlan, TaskPlan, lower_stage
-from autopar.inter_op.stage_program import StageProgram
 from autopar.inter_op.stage_tasks import Slot, Task
 from autopar.intra_op.costs import build_problem
 from autopar.intra_op.graph import build_graph
@@ -40,9 +40,8 @@ def lowered(stage: StagePlan, device: Device) -> StagePlan:
     graph = build_graph(program.jaxpr, mesh, program.aliases, dict(program.batch), program.anew, program.twice)
     assert len(graph.nodes) == len(old.choices), "the stages are not equal"
     problem = build_problem(graph, device, old.class_of, old.allowed.masks)
-    donated = [k in program.aliases.values() for k in range(len(program.jaxpr.invars))]
     sharded: Sharded = read_off(
-        program.jaxpr, graph, old.choices, old.class_of, problem, old.solution, old.allowed, device, donated
+        program.jaxpr, graph, old.choices, old.class_of, problem, old.solution, old.allowed, device, program.donated
     )
     return lower_stage(program, mesh, device, sharded)
 

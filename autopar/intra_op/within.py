@@ -66,11 +66,11 @@ def solve_within(
     if is_hopeless() or (unlikely and not _fits_somehow(problem, base, broken_rows, solver, limit)):
         return dataclasses.replace(base, choices=(), status="infeasible")
     if num_pairs(problem) <= SMALL_WITH_ROWS:
-        exact = _cut(problem, broken_rows, solver, limit, max_rounds)
+        exact = _cut(problem, broken_rows, solver, limit, max_rounds, gap)
         if exact.status != "infeasible":
             return exact
     # A row says what is alive at its moment in one program; of another it may say too much.
-    return _solve_priced(problem, base, broken_rows, solver, limit)
+    return _solve_priced(problem, base, broken_rows, solver, limit, gap)
 
 
 def _fits_somehow(
@@ -97,10 +97,11 @@ def _cut(
     solver: str,
     limit: TimeLimit,
     max_rounds: int,
+    gap: float,
 ) -> Solution:
     """Solve and add the rows that are broken, again and again, until none is."""
     for _ in range(max_rounds):
-        solution = solve(problem, solver, limit)
+        solution = solve(problem, solver, limit, gap)
         rows = broken_rows(solution.choices) if solution.choices else []
         if not rows:
             return solution
@@ -114,6 +115,7 @@ def _solve_priced(
     broken_rows: Callable[[Sequence[int]], list[MemoryRow]],
     solver: str,
     limit: TimeLimit,
+    gap: float,
 ) -> Solution:
     """Keep memory by a price on bytes instead of by rows: every problem is then one without rows, which solves fast.
 
@@ -126,7 +128,7 @@ def _solve_priced(
     over = max(row.used(base.choices) - row.budget_bytes for row in rows)
     price, low, high = 0.01 * base.objective / max(over, 1.0), 0.0, 0.0
     for _ in range(_MAX_PRICES):
-        answer = solve(problem.priced(rows, price), solver, limit)
+        answer = solve(problem.priced(rows, price), solver, limit, gap)
         answers.append(answer)
         lower = max(lower, answer.bound - price * sum(row.budget_bytes - row.constant_bytes for row in rows))
         broken = broken_rows(answer.choices)
@@ -142,7 +144,7 @@ def _solve_priced(
         if (high and low) or (price * over > 10 * base.objective and answer.choices == answers[-2].choices):
             break
         price = high / _PRICE_STEP if high else _PRICE_STEP * price
-    mixed = _mix(problem, rows, answers, broken_rows, solver, limit)
+    mixed = _mix(problem, rows, answers, broken_rows, solver, limit, gap)
     if mixed is not None and (best is None or mixed.objective < best.objective):
         best = mixed
     if best is None:
@@ -158,6 +160,7 @@ def _mix(
     broken_rows: Callable[[Sequence[int]], list[MemoryRow]],
     solver: str,
     limit: TimeLimit,
+    gap: float,
 ) -> Solution | None:
     """The least assignment under the rows themselves that takes each node's choice from one of `answers`."""
     costs = []
@@ -168,7 +171,7 @@ def _mix(
     share = 1.0
     for attempt in range(2 * _MAX_MIXES):
         aimed = [dataclasses.replace(row, budget_bytes=share * row.budget_bytes) for row in rows]
-        answer = solve(Problem(costs, problem.edges, aimed), solver, limit)
+        answer = solve(Problem(costs, problem.edges, aimed), solver, limit, gap)
         broken = broken_rows(answer.choices) if answer.choices else []
         if not broken:
             mixed = f"{answer.solver}, what prices on memory found"

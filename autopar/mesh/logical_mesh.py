@@ -184,6 +184,27 @@ def _outer_axes(cluster: Cluster, hosts: int) -> Iterator[tuple[tuple[int, Link]
         yield ((hosts, slow),)
 
 
+def mixed_meshes(cluster: Cluster, num_devices: int) -> list[LogicalMesh]:
+    """Meshes of two axes over whole hosts whose first axis goes over hosts and over a part of each: data and tensor parallelism
+    of any degree. What goes along the first counts as if it all went between hosts.
+
+    Args:
+        cluster: The machine.
+        num_devices: How many of its devices; two hosts' or more.
+    """
+    inside = cluster.devices_per_host
+    if num_devices <= inside or num_devices % inside:
+        return []
+    return [
+        LogicalMesh(
+            (num_devices // size, size),
+            links=(cluster.inter.within(num_devices // size), cluster.intra.within(size)),
+        )
+        for size in range(inside // 2, 1, -1)
+        if inside % size == 0
+    ]
+
+
 def _factorizations(number: int, least: int = 2) -> Iterator[tuple[int, ...]]:
     """Ways to write a number as a product of ascending factors; () for 1."""
     if number == 1:

@@ -25,6 +25,42 @@ from autopar.streams.instructions import Instruction, Run
 from autopar.streams.timeline import Timeline
 
 
+@dataclass(frozen=True, slots=True)
+class Search:
+    """What planning tried before it decided.
+
+    Attributes:
+        tried: (what, its predicted seconds, or why it has none), in the order in which it was tried.
+        pass_seconds: (pass, CPU seconds that it took).
+        ended_early: Why planning ended before all was tried; "": it did not.
+    """
+
+    tried: tuple[tuple[str, str], ...] = ()
+    pass_seconds: tuple[tuple[str, float], ...] = ()
+    ended_early: str = ""
+
+    @property
+    def planned(self) -> tuple[tuple[str, str], ...]:
+        """What was planned to the end."""
+        return tuple(pair for pair in self.tried if pair[1][:1].isdigit())
+
+    @property
+    def pruned(self) -> tuple[tuple[str, str], ...]:
+        """What was proved, or is known well enough, to be no better, and given up."""
+        return tuple(pair for pair in self.tried if pair[1].startswith(("left out", "at least")))
+
+    @property
+    def failed(self) -> tuple[tuple[str, str], ...]:
+        """What does not fit, or cannot be done."""
+        return tuple(pair for pair in self.tried if pair not in (*self.planned, *self.pruned))
+
+    def __str__(self) -> str:
+        counts = f"{len(self.planned)} planned, {len(self.pruned)} left out, {len(self.failed)} impossible"
+        passes = ", ".join(f"{name} {seconds_text(seconds)}" for name, seconds in self.pass_seconds)
+        early = f"; ended early: {self.ended_early}" if self.ended_early else ""
+        return counts + (f" ({passes})" if passes else "") + early
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Cost:
     """What one step is predicted to cost.
@@ -47,6 +83,7 @@ class Cost:
         exposed_seconds: Of each of `collectives`, the seconds of a step in which it runs and no kernel does, all its times
             together; the others are hidden.
         figures: What is counted beside the seconds; `mfu`, `hfu`, `rate` and the like follow from them.
+        search: What was tried; of a plan from a file, nothing is known of that.
     """
 
     step_seconds: float
@@ -61,6 +98,7 @@ class Cost:
     planning_seconds: float
     exposed_seconds: tuple[float, ...] = ()
     figures: Figures = Figures()
+    search: Search = field(default=Search(), compare=False)
 
     def __repr__(self) -> str:
         return f"Cost({'; '.join(f'{name} {words}' for name, words in self._told())})"

@@ -100,6 +100,8 @@ def _facts(plan: Decision) -> Iterable[tuple[str, str]]:
         ),
     )
     yield "solver", solver_text(cost.solver_status, cost.optimality_gap)
+    if cost.search.ended_early:
+        yield "search", f"ended early: {cost.search.ended_early}"
     yield "planning", seconds_text(cost.planning_seconds)
     for k, text in enumerate(_also_tried(plan)):
         yield "" if k else "also tried", text

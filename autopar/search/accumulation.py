@@ -51,10 +51,14 @@ def search_accumulation(
     meshes: list[LogicalMesh],
     whole: Searched,
     report: Report,
-) -> Accumulated | None:
-    """The best number of microbatches beyond one, if any is better than the batch as a whole; extends `whole.tried`."""
+) -> Iterator[Accumulated]:
+    """Numbers of microbatches beyond one, each better than the one before and the batch as a whole; extends `whole.tried`."""
     if not memory_binds(whole):
-        return None
+        return
+
+    def told(text: str, done: float | None = None, best: float = math.inf) -> None:
+        report(text, done, least)  # what is found of a number of microbatches is known when all its meshes are
+
     best: Accumulated | None = None
     least = min((sharded.step_seconds for _, sharded in whole.results), default=math.inf)
     needed = _needed_bytes(whole)
@@ -64,7 +68,8 @@ def search_accumulation(
         except AutoparError as error:
             whole.tried.append((f"{count} microbatches", error.summary))
             break
-        searched = search_meshes(split, roles, cluster, method, _best_meshes(meshes, best or whole), report)
+        searched = Searched([], [])
+        search_meshes(split, roles, cluster, method, _best_meshes(meshes, best or whole), told, searched)
         whole.tried += [(f"{name}, {count} microbatches", outcome) for name, outcome in searched.tried]
         if not searched.results:
             before, needed = needed, _needed_bytes(searched)
@@ -75,9 +80,9 @@ def search_accumulation(
         if seconds >= least:
             break
         best, least = Accumulated(count, split, searched), seconds
+        yield best
         if not memory_binds(searched):
             break
-    return best
 
 
 def memory_binds(searched: Searched) -> bool:

@@ -3,8 +3,8 @@
 In:     costs of layers (`layer_costs.py`), what crosses their borders.
 Out:    `Candidate`s, best first.
 Method: for each number of microbatches, stages of equal work on equal submeshes, as one would write them by hand, and what the
-        DP of `inter_op/slicing.py` picks. They are ranked as the best schedule for them may turn out: half of the bubble of
-        1F1B. What rests on a guess is solved first, where it stands among the best.
+        DP of `inter_op/slicing.py` picks; ranked as under the schedule that is best for them. What rests on a guess is
+        solved first, where it stands among the best.
 """
 
 from __future__ import annotations
@@ -22,8 +22,24 @@ from autopar.search.table import Kinds, equal_stages, kinds_of
 
 MOST_SOLVED = 8
 """So many candidates at most have their layers sharded for their number of microbatches, where scaling only guesses."""
-BUBBLE = 0.5
-"""Part of 1F1B's bubble that the schedules which send or keep more for it leave."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """How often microbatches go round before a pipeline is empty again.
+
+    Attributes:
+        calls: Of the step, in a row, that do not wait for each other.
+        bubble: Part of 1F1B's bubble that the best schedule for it leaves.
+    """
+
+    calls: int = 1
+    bubble: float = 1.0
+
+    def seconds(self, times: np.ndarray, count: int) -> float:
+        """Of one call of so many microbatches, through stages that take these times for each."""
+        slowest = float(times.max())
+        return count * slowest + self.bubble * (float(times.sum()) - slowest) / self.calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +70,7 @@ class Candidate:
         if len(self.sizes) > 4 and len(set(self.sizes)) == 1:
             sizes = f"{self.sizes[0]} devices each"
         apart = ", layers in no loop" if self.parts else ""
+        apart += ", finer meshes" if len(self.meshes[0]) > 1 else ""
         return f"{len(self.sizes)} stages on {sizes}, {self.count} microbatches, {schedule}{apart}"
 
 
@@ -63,9 +80,9 @@ def find_candidates(
     crossing: np.ndarray,
     cluster: Cluster,
     budget: float,
+    rounds: Rounds,
     num_firm: int,
     most_stages: int,
-    calls: int = 1,
 ) -> list[Candidate]:
     """Candidates, best first; those that rest on guesses last.
 
@@ -77,12 +94,12 @@ def find_candidates(
         crossing: `[layer]`: seconds per step to bring what crosses the border before that layer over it.
         cluster: The machine.
         budget: Bytes of one device.
+        rounds: How microbatches go round.
         num_firm: So many of the best are not to rest on guesses.
         most_stages: More cannot be cut.
-        calls: In a row, that do not wait for each other; what counts is the time of one among them.
     """
     slicings = {
-        count: _slicings(layers, count, crossing / count, cluster, budget, most_stages, calls) for count in counts
+        count: _slicings(layers, count, crossing / count, cluster, budget, rounds, most_stages) for count in counts
     }
 
     def guessed(candidate: Candidate) -> list[int]:
@@ -96,7 +113,7 @@ def find_candidates(
         for size in guessed(unsure):
             layers.solve(size, unsure.count)
         count = unsure.count
-        slicings[count] = _slicings(layers, count, crossing / count, cluster, budget, most_stages, calls)
+        slicings[count] = _slicings(layers, count, crossing / count, cluster, budget, rounds, most_stages)
     return sorted(ranked, key=lambda c: bool(guessed(c)))
 
 
@@ -106,8 +123,8 @@ def equal_candidates(
     count: int,
     cluster: Cluster,
     budget: float,
+    rounds: Rounds,
     most_stages: int,
-    calls: int = 1,
 ) -> list[Candidate]:
     """Pipelines of equal work on equal submeshes; of each size of these the mesh on which they are fastest."""
     found: list[Candidate] = []
@@ -116,43 +133,43 @@ def equal_candidates(
         if cluster.num_devices % size or not 2 <= num_stages <= most_stages:
             continue
         best = None
-        sent = (num_stages - 1) * float(np.mean(crossing[1:]))
+        sent = (num_stages - 1) * float(np.mean(crossing[1:])) / rounds.calls
         for times, lower, mesh in equal_stages(layers, size, num_stages, count, budget):
-            latency, least = (_latency(each, count, calls) + sent / calls for each in (times, lower))
+            latency, least = (rounds.seconds(each, count) + sent for each in (times, lower))
             if best is None or latency < best.seconds:
                 best = Candidate(count, latency, least, (size,) * num_stages, None, ((mesh,),) * num_stages)
         found += [best] if best is not None else []
     return found
 
 
-def _latency(times: np.ndarray, count: int, calls: int) -> float:
-    """Seconds of a step under the schedule with the least bubble, which is there once for all calls in a row."""
-    slowest = float(times.max())
-    return count * slowest + BUBBLE * (float(times.sum()) - slowest) / calls
-
-
 def _slicings(
-    layers: LayerCosts, count: int, crossing: np.ndarray, cluster: Cluster, budget: float, most_stages: int, calls: int
+    layers: LayerCosts,
+    count: int,
+    crossing: np.ndarray,
+    cluster: Cluster,
+    budget: float,
+    rounds: Rounds,
+    most_stages: int,
 ) -> list[Candidate]:
     """The best slicing for a number of microbatches, and some that one would write by hand."""
     kinds = kinds_of(layers, count, budget)
-    found = equal_candidates(layers, crossing, count, cluster, budget, most_stages, calls)
+    found = equal_candidates(layers, crossing, count, cluster, budget, rounds, most_stages)
     # Also the best one that runs nothing more again: what recomputation takes is known only when it is planned.
     for some in (kinds, kinds.first(len(layers.meshes)))[: len(layers.levels)]:
-        best = _best_slicing(some, crossing, count, cluster, calls)
+        best = _best_slicing(some, crossing, count, cluster, rounds)
         found += [best] if best is not None else []
     # Equal stages that are balanced anew stand for the same stages made of whole layers.
     return list({(c.sizes, c.firsts): c for c in reversed(found)}.values())
 
 
-def _best_slicing(kinds: Kinds, crossing: np.ndarray, count: int, cluster: Cluster, calls: int) -> Candidate | None:
-    """The slicing of least latency of so many calls in a row, by the table; None: none fits, or it is one stage."""
+def _best_slicing(kinds: Kinds, crossing: np.ndarray, count: int, cluster: Cluster, rounds: Rounds) -> Candidate | None:
+    """The slicing of least latency by the table; None: none fits, or it is one stage."""
     try:
         slicing = slice_stages(
             kinds.seconds,
             kinds.sizes,
             cluster.num_devices,
-            count * calls,
+            count * rounds.calls,
             transfer_seconds=crossing,
             max_in_flight=kinds.flight,
             gap=0.02,
@@ -162,11 +179,11 @@ def _best_slicing(kinds: Kinds, crossing: np.ndarray, count: int, cluster: Clust
     stages = slicing.stages
     alike = len({s.last - s.first for s in stages}) == 1
     times, lower = (np.array([of[s.first, s.last, s.submesh] for s in stages]) for of in (kinds.seconds, kinds.least))
-    sent = sum(float(crossing[s.first]) for s in stages[1:]) / calls
+    sent = sum(float(crossing[s.first]) for s in stages[1:]) / rounds.calls
     return Candidate(
         count,
-        _latency(times, count, calls) + sent,
-        _latency(lower, count, calls) + sent,
+        rounds.seconds(times, count) + sent,
+        rounds.seconds(lower, count) + sent,
         tuple(kinds.sizes[s.submesh] for s in stages),
         None if alike else tuple(s.first for s in stages),
         tuple((kinds.meshes[s.first, s.last, s.submesh],) for s in stages),

@@ -63,11 +63,11 @@ def search_meshes(
     method: Method,
     meshes: Sequence[LogicalMesh],
     report: Report,
-) -> Searched:
-    """Shard the step on the meshes, one after the other."""
-    searched = Searched([], [])
+    searched: Searched,
+) -> None:
+    """Shard the step on the meshes, one after the other; extends `searched` as it goes on."""
     for number, mesh in enumerate(meshes):
-        reason = _not_worth_it(searched, mesh) if len(meshes) > 1 else ""
+        reason = _not_worth_it(searched, mesh, cluster.hosts) if len(meshes) > 1 or searched.results else ""
         if reason:
             searched.tried.append((str(mesh), reason))
             continue
@@ -90,7 +90,6 @@ def search_meshes(
         else:
             searched.results.append((mesh, sharded))
             searched.tried.append((str(mesh), f"{sharded.step_seconds:.3e} s"))
-    return searched
 
 
 def untie_best(
@@ -117,7 +116,7 @@ def shared_seconds(sharded: Sharded) -> float:
     return sum(float(costs.min()) for costs in sharded.problem.costs)
 
 
-def _not_worth_it(searched: Searched, mesh: LogicalMesh) -> str:
+def _not_worth_it(searched: Searched, mesh: LogicalMesh, hosts: int) -> str:
     """Why a mesh is left out; "": it is not."""
     if len(mesh.shape) < 3 or not searched.results:
         return ""
@@ -134,6 +133,8 @@ def _not_worth_it(searched: Searched, mesh: LogicalMesh) -> str:
     won = best.step_seconds - shared_seconds(best)
     if pairs <= LARGE:
         return ""
+    if hosts > 1:
+        return "left out: stages win what a third axis would, in a part of the time it takes to plan that"
     if won <= THIRD_AXIS * best.step_seconds:
         return f"left out: no plan takes less than {shared_seconds(best):.3e} s"
     if by_axes.get(2, math.inf) > (1 - THIRD_AXIS) * by_axes.get(1, math.inf):

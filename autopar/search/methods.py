@@ -28,6 +28,8 @@ class _Settings:
         constraints: Pins `{path glob: PartitionSpec}` over argument paths such as `"state/params/*/kernel"`.
         solver: `"highs"` or `"cbc"`; or a search that proves nothing, as of `Options`, for comparison.
         solver_seconds: How long the solver may work on one mesh, or on one stage on its mesh.
+        planning_seconds: How long planning may take, in all: then the best plan so far is taken. The first plan is waited
+            for. None: as long as it takes.
         microbatch_semantics: `"exact"`: microbatches that would compute something else are refused;
             `"per_microbatch"`: batch statistics are those of each microbatch.
     """
@@ -36,6 +38,7 @@ class _Settings:
     constraints: Mapping[str, Any] = field(default_factory=dict, hash=False)
     solver: Solver = "highs"
     solver_seconds: float = 60.0
+    planning_seconds: float | None = None
     microbatch_semantics: MicrobatchSemantics = "exact"
 
     def __post_init__(self) -> None:
@@ -48,6 +51,7 @@ class _Settings:
             constraints=self.constraints,
             solver=self.solver,
             solver_seconds=self.solver_seconds,
+            planning_seconds=self.planning_seconds,
             microbatch_semantics=self.microbatch_semantics,
         )
 

@@ -13,19 +13,21 @@ import dataclasses
 import gc
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from autopar.debug import dump
 from autopar.errors import (
     BatchError,
     DeviceCountError,
     NotBuiltYetError,
+    warn,
 )
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
-from autopar.mesh import Cluster, LogicalMesh, logical_mesh, logical_meshes, more_devices_text
+from autopar.mesh import Cluster, LogicalMesh, logical_mesh, logical_meshes, mixed_meshes, more_devices_text
 from autopar.report.plan import Plan
 from autopar.search.accumulation import search_accumulation
+from autopar.search.anytime import Anytime
 from autopar.search.describe import describe_plan
 from autopar.search.dumped import dump_plan
 from autopar.search.followed import pipeline_behind
@@ -44,8 +46,8 @@ from autopar.search.one_mesh import count_of, in_microbatches
 from autopar.search.pins import find_pins
 from autopar.search.progress import Report, part_of, silent
 from autopar.search.stage_planner import pipeline_of
-from autopar.search.stage_search import search_pipelines
-from autopar.streams.assemble import StepPlan, assemble_step
+from autopar.search.stage_search import Stages, search_pipelines
+from autopar.streams.assemble import StepPlan, all_lowered, assemble_step
 
 SHARE_OF_MESHES = 0.4
 """Part of the time to plan everything that meshes without stages take, for progress."""
@@ -90,14 +92,16 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
     find_pins(
         program.in_paths, method.options().constraints, program.out_paths
     )  # a mistake in them is told before any work
-    planned, tried = _planned(program, roles, cluster, method, report)
+    anytime = Anytime(report, method.planning_seconds)
+    planned, tried = _planned(program, roles, cluster, method, anytime)
     dump_plan(planned)
     plan = describe_plan(program, roles, cluster, method, planned, time.perf_counter() - started)
-    return dataclasses.replace(plan, alternatives=tuple(tried))
+    cost = dataclasses.replace(plan.cost, search=anytime.search())
+    return dataclasses.replace(plan, alternatives=tuple(tried), cost=cost)
 
 
 def _planned(
-    program: Program, roles: Roles, cluster: Cluster, method: Method, report: Report
+    program: Program, roles: Roles, cluster: Cluster, method: Method, report: Anytime
 ) -> tuple[StepPlan, list[tuple[str, str]]]:
     """The step planned as the method wants it, and what else was tried."""
     match method:
@@ -109,7 +113,7 @@ def _planned(
 
 
 def _search(
-    program: Program, roles: Roles, cluster: Cluster, method: Method, report: Report
+    program: Program, roles: Roles, cluster: Cluster, method: Method, report: Anytime
 ) -> tuple[StepPlan, list[tuple[str, str]]]:
     """The best of the meshes that a method allows; `Auto()` looks for microbatches and pipelines too."""
     step, count = program, count_of(method)
@@ -120,27 +124,48 @@ def _search(
         # Stages are there to take what a third axis would, at a fraction of the time it takes to plan that.
         meshes = [mesh for mesh in meshes if len(mesh.shape) <= 2] or meshes
     part = SHARE_OF_MESHES if isinstance(method, Auto | Inference) else 1.0
-    searched = search_meshes(program, roles, cluster, method, meshes, part_of(report, 0.0, part))
-    accumulated = None
-    if isinstance(method, Auto):
+    searched, accumulated, stages = Searched([], []), None, Stages()
+    with report.one_pass("meshes", lambda: bool(searched.results)):
+        search_meshes(program, roles, cluster, method, meshes, part_of(report, 0.0, part), searched)
+    whole = searched
+    if isinstance(method, Auto) and not report.reason:
         silently = part_of(report, part, part)
-        accumulated = search_accumulation(step, roles, cluster, method, meshes, searched, silently)
-        if accumulated is not None:
-            accumulated.searched.tried = searched.tried
-            count, program, searched = accumulated.count, accumulated.program, accumulated.searched
-    tried = searched.tried
-    if searches or (isinstance(method, Auto | Inference) and _can_gain(method, searched)):
+        with report.one_pass("microbatches", lambda: bool(searched.results)):
+            for accumulated in search_accumulation(step, roles, cluster, method, meshes, whole, silently):
+                count, program, searched = accumulated.count, accumulated.program, accumulated.searched
+    if searches and searched.results and not report.reason:
+        further = Searched(list(searched.results), [])
+        with report.one_pass("finer meshes", lambda: True):
+            finer = finer_meshes(cluster, meshes)
+            search_meshes(program, roles, cluster, method, finer, part_of(report, part, part), further)
+        searched.results = further.results
+        suffix = "" if accumulated is None else f", {count} microbatches"
+        whole.tried += [(f"{name}{suffix}", outcome) for name, outcome in further.tried]
+    tried = whole.tried
+    worth = searches or (isinstance(method, Auto | Inference) and _can_gain(method, searched))
+    if worth and not report.reason:
         least = min((sharded.step_seconds for _, sharded in searched.results), default=math.inf)
-        found, outcomes = search_pipelines(step, roles, cluster, method.options(), part_of(report, part, 1.0), least)
-        tried = [*tried, *outcomes]
-        if found is not None:
-            return found, tried
+        telling = part_of(report, part, 1.0)
+        with report.one_pass("stages", lambda: bool(searched.results or stages.best)):
+            search_pipelines(step, roles, cluster, method.options(), stages, telling, least)
+        tried = [*tried, *stages.tried]
+    report.tried = tried
+    if report.reason and report.reason != report.time_is_up:
+        warn(f"{step.name}: planning was stopped, and the best plan so far is used. Ctrl-C again stops the step.")
+    if stages.best is not None:
+        return all_lowered(stages.best, cluster), tried
     if not searched.results:
         assert searched.failure is not None, "there is always one mesh to try"
         raise searched.failure
     mesh, best = untie_best(program, roles, cluster, method, searched)
     chosen = str(mesh) if accumulated is None else f"{mesh}, {count} microbatches"
     return assemble_step(program, roles, count, mesh, best), [pair for pair in tried if pair[0] != chosen]
+
+
+def finer_meshes(cluster: Cluster, known: Sequence[LogicalMesh]) -> list[LogicalMesh]:
+    """On several hosts: axes over hosts and a part of each; then those of three axes, which only small steps are planned on."""
+    wide = [mesh for mesh in logical_meshes(cluster) if len(mesh.shape) > 2 and mesh not in known]
+    return [*mixed_meshes(cluster, cluster.num_devices), *wide]
 
 
 def _can_gain(method: Method, searched: Searched) -> bool:

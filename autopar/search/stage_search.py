@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -23,15 +24,15 @@ from autopar.inter_op.weigh import weigh_segments
 from autopar.ir.program import Program
 from autopar.ir.split.layers import layer_count
 from autopar.ir.trace.state import Roles
-from autopar.mesh import Cluster
+from autopar.mesh import Cluster, LogicalMesh, logical_meshes, mixed_meshes
 from autopar.options import Goal, Options
-from autopar.search.candidates import Candidate, equal_candidates, find_candidates
+from autopar.search.candidates import Candidate, Rounds, equal_candidates, find_candidates
 from autopar.search.layer_costs import LayerCosts, submesh_sizes
 from autopar.search.parts import even_parts, parts_apart
 from autopar.search.pipeline import plan_pipeline
 from autopar.search.progress import Report, part_of, silent
 from autopar.search.solve_stages import Solved
-from autopar.streams.assemble import PipelinePlan, all_lowered
+from autopar.streams.assemble import PipelinePlan
 from autopar.streams.schedules import SCHEDULES, Schedule, num_chunks
 
 MAX_LAYERS = 16
@@ -43,13 +44,15 @@ LAYER_SLACK = 0.35
 FEW = (1, 2)
 COUNTS = (4, 8, 16, 32, 64, 128)
 """Numbers of microbatches that are tried, if they divide the batch; a few only without a backward pass."""
+FINALISTS = 2
+"""At least so many of the best pipelines of the table are planned as they are; of small programs more."""
+MUCH_WAITING = 0.03
 FIRST_SCHEDULE, FORWARD_ONLY = "1f1b", "inference"
 """With a backward pass, and without."""
 CALLS = 64
 """Calls in a row that stand for many: where calls do not wait for each other, a pipeline fills once for all of them."""
-FINALISTS = 2
-"""At least so many of the best pipelines of the table are planned as they are; of small programs more."""
-MUCH_WAITING = 0.03
+BUBBLE = 0.5
+"""Part of 1F1B's bubble that the schedules which send or keep more for it leave."""
 """Where devices wait longer than this part of a step, the schedules that send or keep more for it are tried too."""
 EFFORT = 6000
 """As many as this many equations allow, each pipeline planned again counting the program's."""
@@ -60,28 +63,40 @@ GENEROUS = 4.0
 """Where no step is known that fits: no stage takes so many times as long as if all devices shared all work evenly."""
 
 
+@dataclass(slots=True)
+class Stages:
+    """What became of pipelines.
+
+    Attributes:
+        best: The fastest; None: none fits, none is faster than what is known without stages, or the step cannot be cut.
+        tried: (what was tried, its time or why not).
+    """
+
+    best: PipelinePlan | None = None
+    tried: list[tuple[str, str]] = field(default_factory=list)
+
+
 def search_pipelines(
     program: Program,
     roles: Roles,
     cluster: Cluster,
     options: Options,
+    found: Stages,
     report: Report = silent,
     known: float = math.inf,
-) -> tuple[PipelinePlan | None, list[tuple[str, str]]]:
-    """The best pipeline that the search finds.
+) -> None:
+    """Search for pipelines; what is found is in `found` as soon as it is.
 
     Args:
         program: The step.
         roles: Its roles.
         cluster: The machine.
         options: Solver, time limit, memory budget, recomputation.
+        found: Extended.
         report: Told of progress.
         known: Seconds of the best step known without stages.
-
-    Returns:
-        The pipeline (None: none fits, none is faster, or the step cannot be cut), and (what was tried, its time or why not).
     """
-    tried: list[tuple[str, str]] = []
+    tried = found.tried
     batch_sizes = [program.in_avals[k].shape[0] for k in roles.batch]
     counts = _counts(batch_sizes)
     reference = counts[len(counts) // 2]
@@ -108,12 +123,12 @@ def search_pipelines(
     if forward_only:  # nothing is added up over microbatches, and the pipeline fills at once
         few = [m for m in FEW if all(size % m == 0 for size in batch_sizes) and m not in counts]
         counts = [*few, *counts]
-    calls = CALLS if options.goal == "calls" else 1
+    rounds = Rounds(CALLS if options.goal == "calls" else 1, 1.0 if forward_only else BUBBLE)
     # The same segments make a layer for every number of microbatches: what they do does not depend on it.
     chain = weigh_segments(cut, 1, cluster.device).chain
     borders = layer_borders(chain, MAX_LAYERS, LAYER_SLACK)
     if len(borders) < 2:
-        return None, tried
+        return
     budget = options.memory_budget_bytes or cluster.device.memory_bytes
     work = np.add.reduceat(chain.work, borders)
     sizes = _worthy_sizes(work * reference, cluster, known, tried)
@@ -123,36 +138,48 @@ def search_pipelines(
     crossing = reference * _transfers([cut.chain.cut_bytes[k] for k in borders], cluster)
     finalists = max(FINALISTS, min(MOST, EFFORT // max(1, len(cut.program.jaxpr.eqns))))
     most_stages = max(cut.chain.num_segments, length)
-    candidates = find_candidates(layers, counts, crossing, cluster, budget, finalists // 2, most_stages, calls)
+    candidates = find_candidates(layers, counts, crossing, cluster, budget, rounds, finalists // 2, most_stages)
 
     def plan(candidate: Candidate, schedule: Schedule, beat: float) -> PipelinePlan:
         return _plan(cut_for, cluster, options, candidate, schedule, borders, solved, beat)
 
-    attempts = _Attempts(plan, options.goal, budget, known, part_of(report, LAYERS_SHARE, 1.0), tried)
+    attempts = _Attempts(plan, options.goal, budget, known, part_of(report, LAYERS_SHARE, 1.0), found)
     attempts.expected = min(finalists, len(candidates)) + max(1, finalists // 4) + 2
     for candidate in candidates[:finalists]:
         attempts.make(candidate, first)
-    if attempts.best is None and math.isinf(known):
+    if found.best is None and math.isinf(known):
         # The table's memory is an estimate: what takes least of it may fit after all.
-        for candidate in equal_candidates(layers, crossing * 0, counts[-1], cluster, math.inf, most_stages):
+        for candidate in equal_candidates(layers, crossing * 0, counts[-1], cluster, math.inf, rounds, most_stages):
             if candidate not in candidates[:finalists]:
                 attempts.make(candidate, first)
-    parts = parts_apart(program, roles, attempts.best)
+    parts = parts_apart(program, roles, attempts.least) if attempts.planned else 0
     for candidate in (attempts.fastest(1) or candidates[:FINALISTS]) if parts else ():
         attempts.make(dataclasses.replace(candidate, firsts=None, parts=parts), first)
     for candidate in () if forward_only else attempts.fastest(max(1, finalists // 4)):
         attempts.make(candidate, "zb-h1")
-    if not forward_only and attempts.waiting_share > MUCH_WAITING:
+    if attempts.least is not None and attempts.least.waiting_share > MUCH_WAITING and not forward_only:
         for candidate in attempts.fastest(1):
             attempts.make(candidate, "gpipe")
             attempts.make(candidate, "interleaved")
-    return attempts.best and all_lowered(attempts.best, cluster), tried
+    fastest = found.best
+    for candidate in attempts.fastest(1) if fastest is not None else ():
+        finer = {size: finer_meshes(cluster, size, finalists > FINALISTS) for size in candidate.sizes}
+        meshes = tuple((*own, *finer[size]) for own, size in zip(candidate.meshes, candidate.sizes, strict=True))
+        if meshes != candidate.meshes:
+            assert fastest is not None, "there is a schedule to keep to"
+            attempts.make(dataclasses.replace(candidate, meshes=meshes), fastest.schedule.name)
 
 
 def layer_parts(length: int) -> int:
     """Into how many parts scans over so many layers are taken: equal ones, if these are at least half as many as may be."""
     equal = next((n for n in range(min(length, MAX_LAYERS), MAX_LAYERS // 2 - 1, -1) if length % n == 0), 0)
     return equal or min(length, MAX_LAYERS)
+
+
+def finer_meshes(cluster: Cluster, size: int, wide: bool) -> tuple[LogicalMesh, ...]:
+    """Meshes for a stage beside those of its layers: axes over hosts and a part of each, and three axes."""
+    three = [mesh for mesh in logical_meshes(cluster, size) if len(mesh.shape) > 2] if wide else []
+    return (*mixed_meshes(cluster, size), *three)
 
 
 def _worthy_sizes(work: np.ndarray, cluster: Cluster, known: float, tried: list[tuple[str, str]]) -> list[int]:
@@ -183,9 +210,9 @@ class _Attempts:
     """Pipelines that have been planned.
 
     Attributes:
-        best: The fastest; None: none fits, or is faster than the best step known.
         expected: About how many there will be.
-        waiting_share: Of the fastest, as of `PipelinePlan`.
+        planned: How many were planned, and not left out.
+        least: The fastest; None: none fits.
     """
 
     def __init__(
@@ -195,35 +222,35 @@ class _Attempts:
         budget: float,
         known: float,
         report: Report,
-        tried: list[tuple[str, str]],
+        found: Stages,
     ):
-        self._plan, self._goal, self._budget, self._report, self._tried = plan, goal, budget, report, tried
-        self._known, self._least = known, math.inf
+        self._plan, self._goal, self._budget, self._report, self._found = plan, goal, budget, report, found
+        self._known, self._least_seconds = known, math.inf
         self._seconds: dict[Candidate, float] = {}
-        self.best: PipelinePlan | None = None
-        self.expected, self._made, self.waiting_share = 1, 0, 0.0
+        self.least: PipelinePlan | None = None
+        self.expected, self._made, self.planned = 1, 0, 0
 
     def make(self, candidate: Candidate, schedule: str) -> None:
         """Plan a candidate under a schedule; what became of it is noted."""
         text = candidate.text(schedule)
-        beat = min(self._known, self._least)
+        beat = min(self._known, self._least_seconds)
         self._report(f"planning {text}", self._made / max(self.expected, self._made + 1), beat)
         self._made += 1
-        if candidate.least * (1 - DOUBT) >= beat:
-            self._tried.append((text, f"left out: about {candidate.least:.3e} s at least"))
+        if candidate.least * (1 - DOUBT) >= beat and not candidate.parts:  # of single layers the table knows nothing
+            self._found.tried.append((text, f"left out: about {candidate.least:.3e} s at least"))
             return
+        self.planned += 1
         try:
             made = self._plan(candidate, SCHEDULES[schedule], beat)
         except AutoparError as error:
-            self._tried.append((text, error.summary))
+            self._found.tried.append((text, error.summary))
             return
-        fits = made.peak_bytes <= self._budget
-        seconds = made.seconds_for(self._goal)
-        self._tried.append((text, f"{'' if fits else 'at least '}{seconds:.3e} s"))
+        fits, seconds = made.peak_bytes <= self._budget, made.seconds_for(self._goal)
+        self._found.tried.append((text, f"{'' if fits else 'at least '}{seconds:.3e} s"))
         self._seconds[candidate] = min(seconds, self._seconds.get(candidate, math.inf))
-        if seconds < self._least:
-            self._least, self.waiting_share = seconds, made.waiting_share
-            self.best = made if seconds < self._known else self.best
+        if seconds < self._least_seconds:
+            self._least_seconds, self.least = seconds, made
+            self._found.best = made if seconds < self._known else self._found.best
 
     def fastest(self, count: int) -> list[Candidate]:
         """The candidates that were fastest."""

@@ -89,3 +89,11 @@ def test_a_gap_costs_at_most_so_much(seed):
     seconds = rng.uniform(0.1, 1.0, (6, 6, 3))
     exact = slice_stages(seconds, [1, 2, 4], 8, 8).latency_seconds
     assert exact <= slice_stages(seconds, [1, 2, 4], 8, 8, gap=0.05).latency_seconds <= exact * 1.05
+
+
+def test_hosts_are_counted_and_not_devices():
+    """Thousands of devices in submeshes of whole hosts are as few hosts: the same stages."""
+    rng = np.random.default_rng(0)
+    seconds = rng.uniform(0.1, 1.0, (6, 6, 3))
+    few, many = slice_stages(seconds, [1, 2, 4], 8, 16), slice_stages(seconds, [256, 512, 1024], 2048, 16)
+    assert few == many

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.errors import ConstraintError, InfeasibleError
-from autopar.search.stage_search import search_pipelines
+from autopar.search.stage_search import Stages, search_pipelines
 from tests.sweep import QUICK, SLOW, _host, relative_error
 
 WIDTH, ROWS, NUM_LAYERS = 16, 32, 4
@@ -148,8 +148,10 @@ def test_the_search_keeps_pins():
     cluster = autopar.Cluster(2, 4, SLOW, intra=QUICK, inter=autopar.Link(1e-5, 1e8))
     method = autopar.Auto(constraints={"params/layers/kernel": P(None, None, "x"), "params/head": P()})
     origin = planned(method, cluster=cluster).origin
-    found, tried = search_pipelines(origin.program, origin.roles, cluster, method.options())
-    assert found is not None, tried
+    stages = Stages()
+    search_pipelines(origin.program, origin.roles, cluster, method.options(), stages)
+    found = stages.best
+    assert found is not None, stages.tried
     lies = {}
     for stage in found.stages:
         for at, var in stage.program.arguments.items():
