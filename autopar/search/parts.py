@@ -50,16 +50,17 @@ def even_parts(cut: CutStep, num_stages: int) -> int:
     return next(n for n, share in zip(finer, largest, strict=True) if share <= serves)
 
 
-def parts_apart(program: Program, roles: Roles, planned: PipelinePlan | None) -> int:
+def parts_apart(program: Program, roles: Roles, planned: PipelinePlan | None, balanced: bool = True) -> int:
     """As many parts as layers, if these are in loops that memory demands to run again; else 0.
 
     Args:
         program: The step.
         roles: Its roles.
         planned: A pipeline of it; None: none fits.
+        balanced: Its stages begin where they come out even, and not with whole layers of a table.
     """
     length = layer_count(program.jaxpr, roles.state, roles.aliases)
-    if length > MAX_SEGMENTS or (planned is not None and planned.cut.stacks.count == length):
+    if length > MAX_SEGMENTS or (planned is not None and balanced and planned.cut.stacks.count == length):
         return 0
     return length if planned is None or any(level > CHEAP for level in planned.tasks.levels) else 0
 

@@ -152,7 +152,8 @@ def search_pipelines(
         for candidate in equal_candidates(layers, crossing * 0, counts[-1], cluster, math.inf, rounds, most_stages):
             if candidate not in candidates[:finalists]:
                 attempts.make(candidate, first)
-    parts = parts_apart(program, roles, attempts.least) if attempts.planned else 0
+    balanced = all(candidate.firsts is None for candidate in attempts.fastest(1))
+    parts = parts_apart(program, roles, attempts.least, balanced) if attempts.planned else 0
     for candidate in (attempts.fastest(1) or candidates[:FINALISTS]) if parts else ():
         attempts.make(dataclasses.replace(candidate, firsts=None, parts=parts), first)
     for candidate in () if forward_only else attempts.fastest(max(1, finalists // 4)):
