@@ -116,6 +116,9 @@ def test_a_callback_raises(where, devices, schedule):
     assert isinstance(error.__cause__, ValueError) and not error.state_lost and error.results is None
     # The backward's callback reads a cotangent alone: it is where that is made.
     place = (3, "backward", 1) if where == "backward" else (2, "forward", 1)
+    if where == "opaque":  # it may also begin the next stage
+        stages = train.latest().plan.attached.pipeline.stages
+        place = (next(k for k, stage in enumerate(stages) if "pure_callback" in str(stage.program.jaxpr)), "forward", 1)
     assert (error.stage, error.task, error.microbatch) == place
     assert re.search(r"`pure_callback at test_failures.py:\d+ \((one|loss_fn|<lambda>)\)", error.source)
     assert not any(p.is_deleted() for p in state)
