@@ -35,6 +35,7 @@ def run_suite(folder: Path, *options: str) -> tuple[int, str, dict[str, dict]]:
         f"--benchmark-json={found}",
     ]
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "PJRT_NPROC")}
+    environment = {k: v for k, v in environment.items() if not k.startswith("PYTEST_")}  # it is no part of this run
     options = ("--cluster", "4 h100", "--size", "small", "-k", "mlp", *options)
     done = subprocess.run(
         [*command, *options], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=PATIENCE_SECONDS

@@ -56,12 +56,12 @@ def find_pins(in_paths: Sequence[str], constraints: Mapping[str, Any], out_paths
         of_results = out_paths if glob.startswith(RESULT) else ()
         outputs = [k for k, path in enumerate(of_results) if fnmatch.fnmatchcase(path, glob)]
         if not inputs and not outputs:
-            paths = of_results or in_paths
+            paths, what = (of_results, "result") if of_results else (in_paths, "argument")
             near = difflib.get_close_matches(glob, paths, n=6, cutoff=0.5) or paths[:6]
             raise ConstraintError(
-                f"a constraint names no {'result' if of_results else 'argument'}.",
+                f"a constraint names no {what}.",
                 given=f"constraints={{{glob!r}: {spec}}}",
-                wrong=f"none of the {len(paths)} has a path that matches; there are {', '.join(near)}"
+                wrong=f"none of the {len(paths)} {what}s has a path that matches; there are {', '.join(near)}"
                 + (", ..." if len(near) < len(paths) else "")
                 + ".",
                 do="use one of the paths (print(step.plan(...)) without the constraint lists them), or a glob over them.",

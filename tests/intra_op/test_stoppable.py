@@ -23,7 +23,7 @@ def hard_problem() -> highspy.Highs:
     return model
 
 
-def test_ctrl_c(monkeypatch):
+def test_ctrl_c(monkeypatch, request):
     model = hard_problem()
     look = threading.Thread.join
 
@@ -32,6 +32,9 @@ def test_ctrl_c(monkeypatch):
         if timeout is not None and self.is_alive():
             signal.raise_signal(signal.SIGINT)
 
+    # A shell that runs this in the background has it ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     monkeypatch.setattr(threading.Thread, "join", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run_stoppable(model)
