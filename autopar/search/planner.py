@@ -89,9 +89,8 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
     dump("program", program.__str__)
     _check_one_kind(cluster)
     _check_rows(program, roles)
-    find_pins(
-        program.in_paths, method.options().constraints, program.out_paths
-    )  # a mistake in them is told before any work
+    # A mistake in them is told before any work.
+    find_pins(program.in_paths, method.options().constraints, program.out_paths)
     anytime = Anytime(report, method.planning_seconds)
     planned, tried = _planned(program, roles, cluster, method, anytime)
     dump_plan(planned)

@@ -54,6 +54,7 @@ def found_of(method):
         "compiled": checked.compiled_bytes,
         "async": checked.async_share,
         "bytes": {kind: n for p in checked.programs for kind, n in p.emitted.items()},
+        "planned": {kind: n for p in checked.programs for kind, n in p.planned.items()},
     }
 
 
