@@ -195,7 +195,7 @@ def _keep_stacks_whole(program: StageProgram, graph: Graph, allowed: Allowed) ->
     if program.scan is None:
         return
     for k in range(len(program.stacked)):
-        node = graph.nodes[graph.ports[id(program.scan.eqn), "ys", k]]
+        node = graph.nodes[graph.ports[program.scan.eqn, "ys", k]]
         if any(s.partial for s in node.shardings):
             allowed.only(node, [not s.partial for s in node.shardings], "leaves the microbatch")
 
@@ -223,7 +223,7 @@ class _Lowering:
 
     def port(self, role: str, k: int) -> Sharding:
         assert self.program.scan is not None, "a value of the loop, and there is none"
-        return self.chosen(self.graph.ports[id(self.program.scan.eqn), role, k])
+        return self.chosen(self.graph.ports[self.program.scan.eqn, role, k])
 
     def produced(self, var: Var) -> Sharding:
         made = self.graph.produced[var]

@@ -144,12 +144,12 @@ class Graph:
         nodes: Decisions, in program order.
         edges: Where two decisions meet.
         produced: Origin of each value.
-        op_node: Node of each plain equation, by identity.
-        ports: Nodes of a structured equation's border, by (equation identity, role, index).
+        op_node: Node of each plain equation.
+        ports: Nodes of a structured equation's border, by (equation, role, index).
         hubs: Node of (value, phase) with several readers.
         keeps: Of (value, phase) whose readers get the value as it waited since an earlier phase.
         used: The copy of a value that the readers of a phase share: the hub's, or that of the only one.
-        phases: Phase of each equation, by identity.
+        phases: Phase of each equation.
         inputs: Port of each program input.
         outputs: Port of each program output.
         batch: Which dims run over samples.
@@ -161,12 +161,12 @@ class Graph:
     nodes: list[Node] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     produced: dict[Var, Produced] = field(default_factory=dict)
-    op_node: dict[int, int] = field(default_factory=dict)
-    ports: dict[tuple[int, str, int], int] = field(default_factory=dict)
+    op_node: dict[JaxprEqn, int] = field(default_factory=dict)
+    ports: dict[tuple[JaxprEqn, str, int], int] = field(default_factory=dict)
     hubs: dict[tuple[Var, Phase], int] = field(default_factory=dict)
     keeps: dict[tuple[Var, Phase], Keep] = field(default_factory=dict)
     used: dict[tuple[Var, Phase], Produced] = field(default_factory=dict)
-    phases: dict[int, Phase] = field(default_factory=dict)
+    phases: dict[JaxprEqn, Phase] = field(default_factory=dict)
     inputs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     batch: BatchDims = field(default_factory=BatchDims)
@@ -200,7 +200,7 @@ def build_graph(
     aliases: Mapping[int, int],
     batch: Sequence[int] | Mapping[int, Dims] = (),
     anew: AbstractSet[Var] = frozenset(),
-    twice: AbstractSet[int] = frozenset(),
+    twice: AbstractSet[JaxprEqn] = frozenset(),
 ) -> Graph:
     """The decision graph of a flat program.
 
@@ -210,10 +210,10 @@ def build_graph(
         aliases: Output index -> input index of the state it replaces; both get one port.
         batch: Inputs whose leading dim runs over samples; or, by input, the dims that do.
         anew: Values of which no copy waits: each phase begins with them as they were made.
-        twice: Equations, by identity, that both passes run.
+        twice: Equations that both passes run.
     """
     graph = _Builder(jaxpr, mesh, anew, twice).build(aliases)
-    rule_of = {id(node.eqn): node.rule for node in graph.nodes if node.kind == "op"}
+    rule_of = {node.eqn: node.rule for node in graph.nodes if node.kind == "op"}
     graph.batch = follow_batch(
         jaxpr, rule_of, batch if isinstance(batch, Mapping) else {k: frozenset({0}) for k in batch}
     )
@@ -226,7 +226,7 @@ def build_graph(
 
 
 class _Builder:
-    def __init__(self, jaxpr: Jaxpr, mesh: LogicalMesh, anew: AbstractSet[Var], twice: AbstractSet[int]):
+    def __init__(self, jaxpr: Jaxpr, mesh: LogicalMesh, anew: AbstractSet[Var], twice: AbstractSet[JaxprEqn]):
         self.jaxpr, self.mesh, self.anew, self.twice = jaxpr, mesh, anew, twice
         self.graph = Graph(mesh)
         self.axis_sizes = mesh.axis_sizes
@@ -265,19 +265,19 @@ class _Builder:
         self.is_behind.append(False)
         for eqn in jaxpr.eqns:
             backward = is_backward(eqn)
-            self.graph.phases[id(eqn)] = "b" if backward else "u" if self.is_behind[-1] else "f"
+            self.graph.phases[eqn] = "b" if backward else "u" if self.is_behind[-1] else "f"
             self.is_behind[-1] |= backward
             if is_region(eqn):
                 self.region(eqn, place)
                 # Behind a loop over microbatches, which holds both passes, is the update.
                 inner = (e for body in bodies_of(eqn) for e in body.eqns)
-                self.is_behind[-1] |= any(self.graph.phases[id(e)] == "b" for e in inner)
+                self.is_behind[-1] |= any(self.graph.phases[e] == "b" for e in inner)
             else:
                 self.operation(eqn, place)
         self.is_behind.pop()
 
     def read(self, atom: Atom, node: Node, slot: int, wanted: Shardings, eqn: JaxprEqn) -> None:
-        self.pending[-1].append(_Read(atom, node, slot, wanted, self.graph.phases[id(eqn)]))
+        self.pending[-1].append(_Read(atom, node, slot, wanted, self.graph.phases[eqn]))
 
     def connect(self, reads: Sequence[_Read], place: _Place) -> None:
         """Edges of one body: straight where a value has one reader in a phase, through a hub where it has several."""
@@ -371,16 +371,16 @@ class _Builder:
             kind="op",
             name=eqn.primitive.name,
             strategies=strategies,
-            weight=place.weight * (2 if id(eqn) in self.twice else 1),
+            weight=place.weight * (2 if eqn in self.twice else 1),
             eqn=eqn,
             rule=rule,
             communicates=place.communicates,
             signature=signature,
         )
-        self.graph.op_node[id(eqn)] = node.index
+        self.graph.op_node[eqn] = node.index
         for slot, atom in enumerate(eqn.invars):
             self.read(atom, node, slot, wanted[slot], eqn)
-            if id(eqn) in self.twice:
+            if eqn in self.twice:
                 self.pending[-1].append(_Read(atom, node, slot, wanted[slot], "b"))
         for k, var in enumerate(eqn.outvars):
             self.graph.produced[var] = Produced(node.index, given[k], k)
@@ -391,7 +391,7 @@ class _Builder:
         Products of matrices, that is: they may make much smaller what is reduced (the gradient of a weight, times a thin
         matrix, is one of LoRA). What is done element by element does not.
         """
-        is_large = bool(rule.summed or rule.whole) and self.graph.phases[id(eqn)] == "b"
+        is_large = bool(rule.summed or rule.whole) and self.graph.phases[eqn] == "b"
         return tuple(k for k, group in enumerate(rule.linear) if is_large or survives_infinity(eqn, group))
 
     # Regions
@@ -429,7 +429,7 @@ class _Builder:
         partial = b.result is not None and region.kind in ("scan", "barrier")
         whole = self.shared([Sharding.replicated(0)]) if b.role == "test" else None
         node = self.port(f"{region.kind} {role} {k}", atom, place, partial, only=whole)
-        self.graph.ports[id(eqn), role, k] = node.index
+        self.graph.ports[eqn, role, k] = node.index
         return node
 
 
