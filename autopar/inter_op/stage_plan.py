@@ -30,7 +30,7 @@ from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.restrict import Allowed, Restrict
 from autopar.intra_op.shard import shard
 from autopar.intra_op.sharded import Body, Collective, Compute, Region, calls_host, collectives_of
-from autopar.ir.region import trip_count
+from autopar.ir.region import Role, trip_count
 from autopar.ir.split.accumulate import accumulator_type
 from autopar.ir.split.placement import Split
 from autopar.mesh import ArrayType, Device, LogicalMesh, Sharding
@@ -221,7 +221,7 @@ class _Lowering:
     def chosen(self, node: int) -> Sharding:
         return self.graph.nodes[node].shardings[self.choices[node]]
 
-    def port(self, role: str, k: int) -> Sharding:
+    def port(self, role: Role, k: int) -> Sharding:
         assert self.program.scan is not None, "a value of the loop, and there is none"
         return self.chosen(self.graph.ports[self.program.scan.eqn, role, k])
 

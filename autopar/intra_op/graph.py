@@ -28,7 +28,7 @@ import numpy as np
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
 from autopar.intra_op.batch import BatchDims, Dims, between_samples, follow_batch
 from autopar.intra_op.strategies import Strategy, enumerate_strategies
-from autopar.ir.region import Binding, Region, bodies_of, is_region, region_of
+from autopar.ir.region import Binding, Region, Role, bodies_of, is_region, region_of
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.rules.linearity import may_be_partial, survives_infinity
 from autopar.ir.signature import equation_signature
@@ -40,6 +40,9 @@ Shardings = tuple[Sharding, ...]
 Phase = typing.Literal["f", "b", "u", "o"]
 PHASES: tuple[Phase, ...] = ("f", "b", "u", "o")
 """Who reads a value: the forward pass, the backward pass, what follows it, or a border as result of its body."""
+
+
+NodeKind = typing.Literal["op", "port", "hub", "keep"]
 
 
 class Moves(Protocol):
@@ -56,7 +59,7 @@ class Node:
 
     Attributes:
         index: Position in `Graph.nodes`.
-        kind: `"op"`, `"port"`, `"hub"` or `"keep"`.
+        kind: Operation, port, hub or keep.
         name: For people and for tests: the equation, or the border and the value.
         strategies: Choices of an operation (empty for all others).
         shardings: Choices of a port, hub or keep.
@@ -69,7 +72,7 @@ class Node:
     """
 
     index: int
-    kind: str
+    kind: NodeKind
     name: str
     strategies: tuple[Strategy, ...] = ()
     shardings: Shardings = ()
@@ -162,7 +165,7 @@ class Graph:
     edges: list[Edge] = field(default_factory=list)
     produced: dict[Var, Produced] = field(default_factory=dict)
     op_node: dict[JaxprEqn, int] = field(default_factory=dict)
-    ports: dict[tuple[JaxprEqn, str, int], int] = field(default_factory=dict)
+    ports: dict[tuple[JaxprEqn, Role, int], int] = field(default_factory=dict)
     hubs: dict[tuple[Var, Phase], int] = field(default_factory=dict)
     keeps: dict[tuple[Var, Phase], Keep] = field(default_factory=dict)
     used: dict[tuple[Var, Phase], Produced] = field(default_factory=dict)
@@ -329,7 +332,13 @@ class _Builder:
         return node
 
     def port(
-        self, name: str, atom: Atom, place: _Place, partial: bool, kind: str = "port", only: Shardings | None = None
+        self,
+        name: str,
+        atom: Atom,
+        place: _Place,
+        partial: bool,
+        kind: NodeKind = "port",
+        only: Shardings | None = None,
     ) -> Node:
         shape, dtype = tuple(atom.aval.shape), atom.aval.dtype
         partial = partial and may_be_partial(dtype)
@@ -420,7 +429,7 @@ class _Builder:
             self.body(body, within)
             self.connect([*self.pending.pop(), *reads], within)
 
-    def border(self, eqn: JaxprEqn, region: Region, role: str, k: int, b: Binding, place: _Place) -> Node:
+    def border(self, eqn: JaxprEqn, region: Region, role: Role, k: int, b: Binding, place: _Place) -> Node:
         """The port of a value at the border; in a loop of known length, what leaves it may be partial."""
         # What a branch reads is the operand itself; what a loop reads is there for all of its trips.
         entering = [b.outer] if region.kind == "cond" else b.variables

@@ -23,7 +23,7 @@ from autopar.intra_op.graph import PHASES, Graph, Keep, Phase, stacked
 from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Move, Region, describe
 from autopar.intra_op.strategies import Strategy
 from autopar.ir.dataflow import inputs_of
-from autopar.ir.region import is_region, region_of
+from autopar.ir.region import Role, is_region, region_of
 from autopar.mesh import Sharding
 
 
@@ -82,7 +82,7 @@ class _Lowering:
         """The chosen sharding of a port, hub or keep."""
         return self.graph.nodes[node].shardings[self.choices[node]]
 
-    def port(self, eqn: JaxprEqn, role: str, k: int) -> Sharding:
+    def port(self, eqn: JaxprEqn, role: Role, k: int) -> Sharding:
         return self.chosen(self.graph.ports[eqn, role, k])
 
     def strategy(self, eqn: JaxprEqn) -> Strategy:

@@ -19,7 +19,7 @@ from autopar.mesh import LogicalMesh, Sharding
 from autopar.plan.figures import Figures
 from autopar.plan.origin import Origin
 from autopar.plan.profile import Profile
-from autopar.plan.words import bytes_text, seconds_text
+from autopar.plan.words import ValueRole, bytes_text, seconds_text
 from autopar.streams.assemble import ONE_PROGRAM
 from autopar.streams.instructions import Instruction, Run
 from autopar.streams.timeline import Timeline
@@ -207,7 +207,7 @@ class Value:
 
     Attributes:
         name: Path of an argument or result, or the operation and line that make it.
-        role: `"state"`, `"batch"`, `"argument"`, `"constant"`, `"result"` or `"activation"`.
+        role: What it is to the user.
         shape: Global shape.
         dtype: Element type.
         sharding: How it lies on the mesh.
@@ -215,7 +215,7 @@ class Value:
     """
 
     name: str
-    role: str
+    role: ValueRole
     shape: tuple[int, ...]
     dtype: str
     sharding: Sharding
