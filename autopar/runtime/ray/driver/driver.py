@@ -34,8 +34,8 @@ from autopar.runtime.ray.share import Report, Share, StepCall
 from autopar.runtime.ray.transport.parcels import holders_of, messages_of, own_boxes, pack, slices
 from autopar.runtime.stacks import Stack, part_of, parts_of
 from autopar.streams.clock import recorded
-from autopar.streams.emit import Streams
 from autopar.streams.instructions import BufferId, MeshId
+from autopar.streams.streams import Streams
 from autopar.streams.timeline import Timeline
 
 
