@@ -26,8 +26,9 @@ from autopar.intra_op.graph import Graph, stacked
 from autopar.intra_op.lanes import run_lanes
 from autopar.intra_op.liveness import measure_liveness
 from autopar.intra_op.lower import lower_part
+from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.restrict import Allowed, Restrict
-from autopar.intra_op.shard import Sharded, shard
+from autopar.intra_op.shard import shard
 from autopar.intra_op.sharded import Body, Collective, Compute, Region, calls_host, collectives_of
 from autopar.ir.region import trip_count
 from autopar.ir.split.accumulate import accumulator_type

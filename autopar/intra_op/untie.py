@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from autopar._jax import Jaxpr
 from autopar.intra_op.costs import build_problem
 from autopar.intra_op.problem import Solution
-from autopar.intra_op.shard import Sharded, read_off
+from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.solve import LARGE_GAP, solve
 from autopar.intra_op.time_limit import TimeLimit
 from autopar.mesh import Device

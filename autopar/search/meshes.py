@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import AutoparError
-from autopar.intra_op.shard import Beaten, Sharded
+from autopar.intra_op.read_off import Sharded
+from autopar.intra_op.shard import Beaten
 from autopar.intra_op.time_limit import TimeLimit
 from autopar.intra_op.untie import untie
 from autopar.ir.program import Program

@@ -21,6 +21,7 @@ from autopar.errors import (
 from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.hand_plans import restrict_to_data_parallel
+from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.restrict import (
     Allowed,
     Restrict,
@@ -28,7 +29,7 @@ from autopar.intra_op.restrict import (
     pin_inputs,
     pin_outputs,
 )
-from autopar.intra_op.shard import Sharded, shard
+from autopar.intra_op.shard import shard
 from autopar.ir.check import check_program
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program

@@ -14,7 +14,7 @@ from typing import Any
 from autopar._jax import JaxprEqn, Var
 from autopar.intra_op.costs import OperationSeconds, held_values
 from autopar.intra_op.liveness import memory_curve
-from autopar.intra_op.shard import Sharded
+from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.sharded import Body, Compute, Region, copies_made
 from autopar.ir.program import Program
 from autopar.ir.region import trip_count

@@ -18,8 +18,8 @@ from autopar.inter_op.stage_plan import STAGE_GAP, StagePlan, plan_stage
 from autopar.intra_op.costs import build_problem
 from autopar.intra_op.graph import Graph, build_graph
 from autopar.intra_op.problem import Solution
+from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.restrict import Allowed, Restrict
-from autopar.intra_op.shard import Sharded, read_off
 from autopar.intra_op.tying import tie_nodes
 from autopar.ir.canonical import canonical_key
 from autopar.mesh import Cluster, LogicalMesh, Sharding
