@@ -17,11 +17,9 @@ from autopar._jax import JaxprEqn, Var, new_var
 from autopar.inter_op.residuals import ALL, CHEAP, Kept, can_run_again, choose_residuals
 from autopar.ir.dataflow import inputs_of, needed
 from autopar.ir.work import Work
+from autopar.tuning import TUNING
 
 Gates = dict[int, tuple[Var, ...]]
-
-MAX_LEVELS = 6
-"""At most so many levels of a stage are told apart."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,7 +154,7 @@ def find_levels(passes: Passes) -> tuple[float, ...]:
     if ends[0][1] == ends[1][1]:
         return (CHEAP,)
     found, waiting = list(ends), [ends]
-    while waiting and len(found) < MAX_LEVELS:
+    while waiting and len(found) < TUNING.recompute_levels:
         # The stretch over which most bytes are saved first.
         waiting.sort(key=lambda pair: pair[1][1] - pair[0][1])
         first, last = waiting.pop(0)

@@ -35,9 +35,7 @@ from autopar.ir.split.accumulate import accumulator_type
 from autopar.ir.split.placement import Split
 from autopar.mesh import ArrayType, Device, LogicalMesh, Sharding
 from autopar.options import Options
-
-STAGE_GAP = 3e-3
-"""A stage is sharded to this part of its cost: the last of it would take most of the time of planning."""
+from autopar.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,7 +141,7 @@ def plan_stage(
     options: Options,
     restrict: Restrict | None = None,
     all_again: bool = False,
-    gap: float = STAGE_GAP,
+    gap: float = TUNING.stage_gap,
 ) -> StagePlan:
     """Shard one stage.
 

@@ -19,11 +19,8 @@ from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, new_var, replace_eqn
 from autopar.ir.dataflow import inputs_of, needed
 from autopar.ir.split.microbatch import Microbatches
 from autopar.ir.work import num_bytes, num_elements_of
+from autopar.tuning import TUNING
 
-SCALAR_ELEMENTS = 16
-"""What has no more elements is joined across stages element by element: norms, flags, counters."""
-SMALL_ELEMENTS = 1024
-"""What is made of arguments with no more elements is made wherever it is read: learning rates, random keys."""
 _JOINS = frozenset({"add", "add_any", "and", "or", "max", "min", "mul"})
 
 
@@ -311,11 +308,11 @@ class _Placement:
 
 
 def _is_scalar(atom: Var) -> bool:
-    return num_elements_of(atom) <= SCALAR_ELEMENTS
+    return num_elements_of(atom) <= TUNING.joined_elements
 
 
 def _is_small(atom: Var) -> bool:
-    return num_elements_of(atom) <= SMALL_ELEMENTS
+    return num_elements_of(atom) <= TUNING.copied_elements
 
 
 def _end_of(var: Var, passed: Mapping[Var, Var], home: Mapping[Var, int]) -> int:

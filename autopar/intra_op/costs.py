@@ -27,10 +27,7 @@ from autopar.intra_op.problem import Problem
 from autopar.intra_op.traffic import Traffic, find_traffic, is_pointwise
 from autopar.ir.rules.rule import num_elements
 from autopar.mesh import Device, LogicalMesh
-
-FUSED_SHARE = 0.1
-"""Part of its latency that a small collective bears where others like it are ready too: parameters, gradients and
-optimizer state are many, and `fuse.py` sends them together. More where only a few of its size go into one message."""
+from autopar.tuning import TUNING
 
 
 def build_problem(
@@ -145,7 +142,7 @@ class OperationSeconds:
 
 def _sent_together(mesh: LogicalMesh, num_bytes: float) -> LogicalMesh:
     """The mesh as a small collective sees it that is sent with others: it bears a part of the latency."""
-    share = max(FUSED_SHARE, num_bytes / BUCKET_BYTES)
+    share = max(TUNING.fused_latency, num_bytes / BUCKET_BYTES)
     links = tuple(dataclasses.replace(link, latency_seconds=link.latency_seconds * share) for link in mesh.links)
     return LogicalMesh(mesh.shape, mesh.axis_names, links)
 

@@ -23,9 +23,7 @@ from autopar.intra_op.sharded import describe_moment
 from autopar.ir.dataflow import inputs_of, variables
 from autopar.ir.region import is_region, region_of
 from autopar.ir.work import num_bytes
-
-TRIED = 4
-"""Moments of each body of which the bytes are proved."""
+from autopar.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +88,7 @@ class _Floors:
         if not jaxpr.eqns:
             return []
         around = np.cumsum(change)[:-1] + [self.own(eqn) for eqn in jaxpr.eqns]
-        order = np.argsort(-around, kind="stable")[:TRIED]
+        order = np.argsort(-around, kind="stable")[: TUNING.floor_moments]
         return [self.moment(jaxpr, int(k), size, stays) for k in order]
 
     def moment(self, jaxpr: Jaxpr, position: int, size: Mapping[Var, float], stays: Mapping[Var, float]) -> Floor:

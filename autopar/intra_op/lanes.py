@@ -32,9 +32,7 @@ from autopar.intra_op.sharded import (
 )
 from autopar.ir.region import region_of, trip_count
 from autopar.mesh import LogicalMesh
-
-TURNS = 3
-"""So many turns of a loop are simulated; each further one takes as long as the last of these."""
+from autopar.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +136,7 @@ class _Build:
         build = _Build(self.seconds_of, self.mesh, self.overlap)
         ends: list[tuple[float, tuple[float, ...]]] = []
         given: dict[Copy, tuple[int, ...]] = {}
-        for _ in range(min(TURNS, trips)):
+        for _ in range(min(TUNING.loop_turns, trips)):
             maker = build.add(inner, given)
             if region.eqn.primitive.name == "scan":
                 loop = region_of(region.eqn)
@@ -147,9 +145,9 @@ class _Build:
                 given = {copy: maker[out] for copy, out in carried if out in maker}  # type: ignore[index]
             ends.append(_run(build.tasks, build.count, self.overlap))
         seconds, exposed = ends[-1]
-        if trips <= TURNS:
+        if trips <= TUNING.loop_turns:
             return seconds, list(exposed)
-        rest = trips - TURNS
+        rest = trips - TUNING.loop_turns
         before, exposed_before = ends[-2]
         more = [max(0.0, a - b) for a, b in zip(exposed, exposed_before, strict=True)]
         return seconds + rest * (seconds - before), [a + rest * b for a, b in zip(exposed, more, strict=True)]

@@ -29,10 +29,7 @@ from autopar.intra_op.sharded import (
 )
 from autopar.ir.region import kind_of
 from autopar.mesh import LogicalMesh
-
-_FALLEN = 0.99
-"""Where memory has fallen to this share of a peak, the next peak is another one."""
-
+from autopar.tuning import TUNING
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Alive:
@@ -163,7 +160,7 @@ def _peaks(
         inner = _inner_peak(instruction, mesh, stored)
         if curve is not None:
             curve.append(total + inner.bytes)
-        if total + inner.bytes < _FALLEN * most.bytes:
+        if total + inner.bytes < TUNING.peak_fallen * most.bytes:
             peaks.append(most)
             most = _Peak(0, position, ())
         if total + inner.bytes > most.bytes:

@@ -25,9 +25,7 @@ from autopar.intra_op.sharded import Body, Compute, Fused, Gate, Instruction, Mo
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.rules.rule import num_elements
 from autopar.mesh import Sharding
-
-MAX_ROWS = 8
-"""Moments of a program over budget that become rows at once."""
+from autopar.tuning import TUNING
 
 
 def broken_memory_rows(
@@ -50,7 +48,7 @@ def broken_memory_rows(
         budget: Bytes.
         elsewhere: Values that take no memory here.
     """
-    moments = fullest_moments(body, graph.mesh, held_values(graph), donated, MAX_ROWS, elsewhere)
+    moments = fullest_moments(body, graph.mesh, held_values(graph), donated, TUNING.memory_rows, elsewhere)
     return rows_of(graph, class_of, choices, moments, budget)
 
 

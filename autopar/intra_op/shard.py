@@ -23,24 +23,18 @@ from autopar.intra_op.floor import Floor, memory_floor
 from autopar.intra_op.graph import Graph, build_graph
 from autopar.intra_op.liveness import Liveness, fullest_moments
 from autopar.intra_op.lower import lower
-from autopar.intra_op.memory import MAX_ROWS, rows_of
+from autopar.intra_op.memory import rows_of
 from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.restrict import Allowed, Restrict, pin_constraints
 from autopar.intra_op.sharded import Body
-from autopar.intra_op.solve import LARGE_GAP, ROUGH, solve
+from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit
 from autopar.intra_op.tying import tie_nodes
 from autopar.intra_op.within import solve_within
 from autopar.mesh import Device, LogicalMesh
 from autopar.options import Options
-
-TURNS = 3
-"""Problems that are solved on a mesh, each with what the answer before showed of what is exposed."""
-_SAME = 5e-3
-"""Up to this part of the step, it takes as long as was thought."""
-_FAR = 0.01
-"""A known plan that is thought to take so much longer, at what is exposed in the best one, is not looked at."""
+from autopar.tuning import TUNING
 
 
 class Beaten(Exception):
@@ -196,8 +190,8 @@ class _Instance:
     def _rows_at(self, choices: Sequence[int]) -> list[MemoryRow]:
         nodes, graph = self.nodes(choices), self.graph
         if nodes not in self._moments:
-            body = self._body_of(nodes)
-            found = fullest_moments(body, graph.mesh, held_values(graph), self.donated, MAX_ROWS, self.elsewhere)
+            body, most = self._body_of(nodes), TUNING.memory_rows
+            found = fullest_moments(body, graph.mesh, held_values(graph), self.donated, most, self.elsewhere)
             self._moments = {nodes: found}
         return rows_of(graph, self.class_of, choices, self._moments[nodes], self.budget_search.budget)
 
@@ -218,7 +212,7 @@ def _follow_clock(instance: _Instance, first: Sharded, tried: list[tuple[int, ..
         The fastest on the clock, and the last.
     """
     best = last = first
-    for _ in range(1, TURNS):
+    for _ in range(1, TUNING.exposure_turns):
         if not _misjudged(last):
             break
         exposure = _shown(last)
@@ -246,7 +240,8 @@ def _misjudged(sharded: Sharded) -> bool:
     """Whether a program takes longer than was thought, or less long, for more or less is exposed than was thought."""
     if sharded.exposure is None:
         return False
-    shown, much = show(sharded.graph, sharded.body, sharded.exposed_seconds), _SAME * sharded.step_seconds
+    shown = show(sharded.graph, sharded.body, sharded.exposed_seconds)
+    much = TUNING.exposure_same * sharded.step_seconds
     now, before = sharded.exposure.after(shown), sharded.exposure
     wrong = sum(abs(now.of(one.kind) - before.of(one.kind)) * one.seconds for one in shown if one.kind is not None)
     return wrong > much and abs(sharded.solution.objective - sharded.step_seconds) > much
@@ -279,16 +274,16 @@ def _with_known(
     if best is not None and candidate.step_seconds >= best.step_seconds * (1 - 1e-9):
         return best
     wider = instance.prices.problem(exposure)
-    bound = solve(wider, instance.solver, instance.limit, max(instance.gap, LARGE_GAP)).bound
+    bound = solve(wider, instance.solver, instance.limit, max(instance.gap, TUNING.large_gap)).bound
     return dataclasses.replace(candidate, problem=wider, solution=solution.bounded(bound))
 
 
 def _may_win(problem: Problem, best: Sharded, solver: str, limit: TimeLimit) -> bool:
     """Whether an answer of a problem may be faster than the best, as far as prices tell."""
-    if abs(best.solution.objective - best.step_seconds) > _FAR * best.step_seconds:
+    if abs(best.solution.objective - best.step_seconds) > TUNING.known_far * best.step_seconds:
         return True  # as where many small collectives are sent together
-    least = (1 + _FAR) * best.step_seconds
-    answer = solve(problem, solver, limit, ROUGH, least)
+    least = (1 + TUNING.known_far) * best.step_seconds
+    answer = solve(problem, solver, limit, TUNING.rough_gap, least)
     return bool(answer.choices) and answer.status != "beaten" and answer.objective <= least
 
 
