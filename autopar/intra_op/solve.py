@@ -129,13 +129,13 @@ def _solve_core(
 
 
 def _gap_of_part(narrowed: Reduced, upper: float, constant: float, gap: float) -> float:
-    """The relative gap at which the ILP may stop on what is left of a core: where that is much, `LARGE_GAP` of the whole cost.
+    """The relative gap at which the ILP may stop on what is left of a core: where that is much, `large_gap` of the whole cost.
 
     The last thousandth of a large one takes most of the time, and is less than seconds are known to.
     """
-    if num_pairs(narrowed.problem) <= EARLY_CORE or upper <= narrowed.constant:
+    if num_pairs(narrowed.problem) <= TUNING.early_core or upper <= narrowed.constant:
         return gap
-    return max(gap, max(gap, LARGE_GAP) * (upper + constant) / (upper - narrowed.constant))
+    return max(gap, max(gap, TUNING.large_gap) * (upper + constant) / (upper - narrowed.constant))
 
 
 def _promising(
