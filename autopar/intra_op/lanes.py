@@ -20,6 +20,7 @@ from autopar._jax import JaxprEqn
 from autopar.cost import collective_seconds
 from autopar.intra_op.sharded import (
     Body,
+    Collective,
     Compute,
     Copy,
     Instruction,
@@ -109,11 +110,15 @@ class _Build:
         return maker
 
     def plain(self, instruction: Instruction, needs: tuple[int, ...], place: int) -> _Task | None:
-        own = list(collectives_of(Body((), (instruction,), ()), self.mesh))
-        sent = sum(collective_seconds(c.kind, c.bytes, c.axes, self.mesh) for c in own)
-        kernel = self.seconds_of(instruction.eqn) if isinstance(instruction, Compute) else None
+        kernel: float | None = None
+        own: list[Collective] = []
+        if isinstance(instruction, Compute):
+            kernel = self.seconds_of(instruction.eqn)
+        if not isinstance(instruction, Compute) or instruction.strategy.reductions:
+            own = list(collectives_of(Body((), (instruction,), ()), self.mesh))
         if not kernel and not own:
             return None
+        sent = sum(collective_seconds(c.kind, c.bytes, c.axes, self.mesh) for c in own)
         return _Task(kernel, sent, needs, tuple(range(place, place + len(own))))
 
     def region(self, region: Region, needs: tuple[int, ...], place: int) -> _Task:

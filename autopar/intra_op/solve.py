@@ -104,7 +104,10 @@ def _solve_core(
             narrowed = _promising(core, bounds, ascent.best, part * room, part == 1, stage == len(stages))
             if narrowed is None:
                 break
-            answer = _solve_whole(narrowed.problem, solver, limit, gap)
+            enough = _gap_of_part(narrowed, ascent.upper, constant, gap)
+            answer = _solve_whole(narrowed.problem, solver, limit, enough)
+            if part == 1:  # no better assignment has any other choice
+                ascent.lower = max(ascent.lower, min(ascent.upper, answer.bound + narrowed.constant))
             if answer.choices or not narrowed.kept:
                 ascent.offer(narrowed.expand(answer.choices))
                 how = _told(answer.solver, core) if narrowed.kept else "message passing and elimination"
@@ -123,6 +126,16 @@ def _solve_core(
     for mask, choice in zip(masks, found.choices, strict=True):
         mask[choice] = True
     return polish(_narrowed(core, masks), found, limit, solver, found.bound + allowed)
+
+
+def _gap_of_part(narrowed: Reduced, upper: float, constant: float, gap: float) -> float:
+    """The relative gap at which the ILP may stop on what is left of a core: where that is much, `large_gap` of the whole cost.
+
+    The last thousandth of a large one takes most of the time, and is less than seconds are known to.
+    """
+    if num_pairs(narrowed.problem) <= TUNING.early_core or upper <= narrowed.constant:
+        return gap
+    return max(gap, max(gap, TUNING.large_gap) * (upper + constant) / (upper - narrowed.constant))
 
 
 def _promising(

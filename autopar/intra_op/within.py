@@ -62,7 +62,7 @@ def solve_within(
         if exact.status != "infeasible":
             return exact
     # A row says what is alive at its moment in one program; of another it may say too much.
-    return _solve_priced(problem, base, broken_rows, solver, limit, gap)
+    return _solve_priced(problem, base, broken_rows, solver, limit, max(gap, TUNING.large_gap), known)
 
 
 def _fits_somehow(
@@ -108,12 +108,14 @@ def _solve_priced(
     solver: str,
     limit: TimeLimit,
     gap: float,
+    known: float,
 ) -> Solution:
     """Keep memory by a price on bytes instead of by rows: every problem is then one without rows, which solves fast.
 
     The price is raised until everything fits, or lowered until it does not. What a priced problem proves, less what the
-    budget is worth at that price, bounds the least assignment from below. One price for all gives layers that are alike
-    the same choices, where the budget may have room for some of them: so at the end rows choose among what was found.
+    budget is worth at that price, bounds the least assignment from below: where that is no better than `known`, the search
+    ends. One price for all gives layers that are alike the same choices, where the budget may have room for some of them:
+    so at the end rows choose among what was found.
     """
     best: Solution | None = None
     rows, answers, lower = list(problem.rows), [base], base.bound
@@ -123,6 +125,8 @@ def _solve_priced(
         answer = solve(problem.priced(rows, price), solver, limit, gap)
         answers.append(answer)
         lower = max(lower, answer.bound - price * sum(row.budget_bytes - row.constant_bytes for row in rows))
+        if lower >= known * (1 - PROVED):
+            return dataclasses.replace(base, bound=lower, status="beaten")
         broken = broken_rows(answer.choices)
         if broken:
             rows += [row for row in broken if all(known.used(answer.choices) <= known.budget_bytes for known in rows)]
