@@ -12,9 +12,10 @@ from autopar.intra_op import solve as solving
 from autopar.intra_op.dual import Ascent
 from autopar.intra_op.elimination import _least_between, eliminate
 from autopar.intra_op.ilp import solve_ilp
-from autopar.intra_op.problem import MemoryRow, Problem, Solution, brute_force
+from autopar.intra_op.problem import MemoryRow, Problem, Solution
 from autopar.intra_op.solve import solve
 from autopar.tuning import TUNING
+from tests.brute_force import brute_force
 from tests.tuned import tune
 
 

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 
 import autopar.intra_op.within as within
-from autopar.intra_op.problem import MemoryRow, Problem, brute_force
+from autopar.intra_op.problem import MemoryRow, Problem
 from autopar.intra_op.within import solve_within
+from tests.brute_force import brute_force
 from tests.intra_op.test_solve import draw
 from tests.tuned import tune
 
