@@ -40,7 +40,7 @@ from autopar.tuning import TUNING
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """A value as a task takes or leaves it on its mesh.
+    """A value as a task takes or leaves it on its mesh: a slot, and the array that it is there.
 
     Attributes:
         slot: Which value.

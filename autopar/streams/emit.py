@@ -22,7 +22,7 @@ from autopar.ir.passes import Pass, run_passes
 from autopar.mesh import Sharding
 from autopar.streams.check import check_streams
 from autopar.streams.free import free
-from autopar.streams.instructions import BufferId, Instruction, MeshId, Recv, Run, Send
+from autopar.streams.instructions import BufferId, Free, Instruction, MeshId, Recv, Run, Send
 from autopar.streams.overwrite import overwrite
 from autopar.streams.schedules import Step
 from autopar.streams.streams import Buffer, Streams, contract_of
@@ -65,8 +65,10 @@ class Emission:
 
 
 def check_emission(emission: Emission) -> None:
-    """Assert that the streams keep their contract."""
+    """Assert that the streams keep their contract; before buffers are let go of, as they do once that is done."""
     streams = emission.streams
+    if not any(isinstance(i, Free) for stream in streams.instructions.values() for i in stream):
+        streams = free(streams)
     check_streams(streams.instructions, contract_of(streams, emission.tasks.split.count))
 
 

@@ -19,7 +19,7 @@ from autopar.streams.instructions import BufferId, Instruction, MeshId
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Buffer:
-    """What a buffer holds.
+    """What a buffer holds: a value that is somewhere, of some microbatch; there are as many as microbatches.
 
     Attributes:
         value: The value, its type and how it lies on the mesh.
