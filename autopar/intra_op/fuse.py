@@ -46,6 +46,8 @@ def fuse_collectives(instructions: Sequence[Instruction], mesh: LogicalMesh) -> 
     """Pack small moves that do not wait for each other."""
     small = small_bytes(mesh)
     keys = [_key(instruction, mesh, small) for instruction in instructions]
+    if len(keys) - keys.count(None) < 2:
+        return tuple(instructions)
     needs = _dependencies(instructions)
     heights = _heights(needs, keys)
     together: dict[object, list[list[int]]] = {}
@@ -79,9 +81,12 @@ def _dependencies(instructions: Sequence[Instruction]) -> list[list[int]]:
     readers: dict[Copy, list[int]] = {}
     needs: list[list[int]] = []
     for position, instruction in enumerate(instructions):
-        read = [copy for copy in (*copies_read(instruction), *copies_awaited(instruction)) if copy in maker]
-        made = list(copies_made(instruction))
-        before = [maker[copy] for copy in read]
+        read, before, made = [], [], copies_made(instruction)
+        for copy in (*copies_read(instruction), *copies_awaited(instruction)):
+            at = maker.get(copy)
+            if at is not None:
+                read.append(copy)
+                before.append(at)
         for copy in made:
             before += readers.pop(copy, ())
         needs.append([k for k in dict.fromkeys(before) if k != position])

@@ -31,6 +31,7 @@ from autopar.ir.region import kind_of
 from autopar.mesh import LogicalMesh
 from autopar.tuning import TUNING
 
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Alive:
     """A copy that is alive at some moment.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution, num_pairs
-from autopar.intra_op.solve import LARGE_GAP, solve
+from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit, time_limit
 from autopar.tuning import TUNING
 
@@ -62,7 +62,7 @@ def solve_within(
         if exact.status != "infeasible":
             return exact
     # A row says what is alive at its moment in one program; of another it may say too much.
-    return _solve_priced(problem, base, broken_rows, solver, limit, max(gap, LARGE_GAP), known)
+    return _solve_priced(problem, base, broken_rows, solver, limit, max(gap, TUNING.large_gap), known)
 
 
 def _fits_somehow(
