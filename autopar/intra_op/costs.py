@@ -112,10 +112,10 @@ class Prices:
         return problem
 
 
-def operation_seconds(graph: Graph, device: Device) -> dict[int, float]:
-    """Of each plain equation, by identity, the seconds of all its runs under the choice that takes least."""
+def operation_seconds(graph: Graph, device: Device) -> dict[JaxprEqn, float]:
+    """Of each plain equation the seconds of all its runs under the choice that takes least."""
     costs = _NodeCosts(graph, device)
-    return {id(node.eqn): float(costs.of(node).min()) for node in graph.nodes if node.kind == "op"}
+    return {node.eqn: float(costs.of(node).min()) for node in graph.nodes if node.kind == "op"}
 
 
 class OperationSeconds:
@@ -128,7 +128,7 @@ class OperationSeconds:
 
     def of(self, eqn: JaxprEqn) -> float:
         """Seconds of an equation of the graph; of one that is not in it, none."""
-        index = self.graph.op_node.get(id(eqn))
+        index = self.graph.op_node.get(eqn)
         if index is None:
             return 0.0
         node, choice, traffic = self.graph.nodes[index], self.choices[index], self.traffic[index]

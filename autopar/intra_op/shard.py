@@ -14,7 +14,7 @@ from collections.abc import Set as AbstractSet
 
 import numpy as np
 
-from autopar._jax import Jaxpr, Var
+from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.errors import InfeasibleError
 from autopar.intra_op.budget import BudgetSearch
 from autopar.intra_op.costs import Prices, held_values
@@ -59,7 +59,7 @@ def shard(
     gap: float = PROVED,
     elsewhere: AbstractSet[Var] = frozenset(),
     anew: AbstractSet[Var] = frozenset(),
-    twice: AbstractSet[int] = frozenset(),
+    twice: AbstractSet[JaxprEqn] = frozenset(),
     exposure: Exposure | None = None,
     like: Graph | None = None,
 ) -> Sharded:

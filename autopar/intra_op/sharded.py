@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import assert_never
 
 from autopar._jax import JaxprEqn, Literal, Var
-from autopar.cost.steps import AllGather, Step, step_kind
+from autopar.cost.steps import AllGather, CollectiveKind, Step, step_kind
 from autopar.intra_op.graph import Phase
 from autopar.intra_op.strategies import Strategy
 from autopar.ir.region import bodies_of, trip_count
@@ -167,7 +167,7 @@ class Collective:
     """One communication of the step.
 
     Attributes:
-        kind: As HLO spells it: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`.
+        kind: What it does.
         axes: Mesh axes whose devices take part.
         bytes: Operand bytes on one device; of an all-gather, result bytes on one device.
         times: Executions in one step, loop trips counted.
@@ -175,7 +175,7 @@ class Collective:
         stage: On the mesh of which pipeline stage.
     """
 
-    kind: str
+    kind: CollectiveKind
     axes: tuple[str, ...]
     bytes: int
     times: int

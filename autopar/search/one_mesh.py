@@ -36,7 +36,7 @@ from autopar.ir.program import Program
 from autopar.ir.rewrite.fission import behind_gradients
 from autopar.ir.rewrite.late_narrowing import narrow_late
 from autopar.ir.split.accumulate import accumulate
-from autopar.ir.split.microbatch import check_phases, split_microbatches
+from autopar.ir.split.microbatch import NO_BATCH, check_phases, split_microbatches
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.plan.words import mesh_text
@@ -183,12 +183,16 @@ def check_batch(program: Program, roles: Roles, mesh: LogicalMesh) -> None:
         BatchError: It does not, or there is none.
     """
     if not roles.batch:
+        leaves = range(len(program.in_paths))
+        others = [k for k in leaves if k not in roles.state] or leaves
+        shown = [f"{program.in_paths[k]}: {program.in_avals[k].str_short()}" for k in others]
         raise BatchError(
             "there is no batch to split.",
-            given=", ".join(program.in_paths[:8]),
-            wrong="every argument is state, or has no dims.",
-            do="pass batch_argnums=...; for a step without one (it draws its own samples, or holds them in its state), use "
-            "ShardParallel() or Auto(): they split what pays, whatever it is.",
+            given=", ".join(shown[:8]),
+            wrong=NO_BATCH,
+            do="pass what has no row per sample (a mask, a graph's edges) as an argument of its own, or say batch_argnums=...; "
+            "for a step without a batch (it draws its own samples, or holds them in its state), use ShardParallel() or "
+            "Auto(): they split what pays, whatever it is.",
             candidates={},
         )
     for leaf in roles.batch:
