@@ -160,7 +160,8 @@ class Tuning:
     parts_tolerance: float = 0.05
     """Part of the largest stage: how far it may be over the least that finer parts would make it."""
     stage_gap: float = 3e-3
-    """Part of its cost by which the sharding of a stage may miss the least: the last of it would take most of the time."""
+    """Part of its cost by which the sharding of a stage may miss the least: the last of it would take most of the time. Where
+    message passing comes no nearer than to `rough_gap`, and what it leaves is large, that is left too."""
     hand_gap: float = 1e-5
     """The same for a method of the papers: no collective more or less than theirs, however little it costs."""
     layer_gap: float = 1e-2

@@ -207,12 +207,8 @@ def build_graph(
     aliases: Mapping[int, int],
     batch: Sequence[int] | Mapping[int, Dims] = (),
     anew: AbstractSet[Var] = frozenset(),
-<<<<<<< HEAD
-    twice: AbstractSet[int] = frozenset(),
-    like: Graph | None = None,
-=======
     twice: AbstractSet[JaxprEqn] = frozenset(),
->>>>>>> main
+    like: Graph | None = None,
 ) -> Graph:
     """The decision graph of a flat program.
 
@@ -222,21 +218,14 @@ def build_graph(
         aliases: Output index -> input index of the state it replaces; both get one port.
         batch: Inputs whose leading dim runs over samples; or, by input, the dims that do.
         anew: Values of which no copy waits: each phase begins with them as they were made.
-<<<<<<< HEAD
-        twice: Equations, by identity, that both passes run.
+        twice: Equations that both passes run.
         like: A graph of the same program on another mesh: what does not depend on the mesh is taken from there.
     """
     graph = _Builder(jaxpr, mesh, anew, twice, like).build(aliases)
     if like is not None:
         _take_over(graph, like)
         return graph
-    rule_of = {id(node.eqn): node.rule for node in graph.nodes if node.kind == "op"}
-=======
-        twice: Equations that both passes run.
-    """
-    graph = _Builder(jaxpr, mesh, anew, twice).build(aliases)
     rule_of = {node.eqn: node.rule for node in graph.nodes if node.kind == "op"}
->>>>>>> main
     graph.batch = follow_batch(
         jaxpr, rule_of, batch if isinstance(batch, Mapping) else {k: frozenset({0}) for k in batch}
     )
@@ -258,15 +247,10 @@ def _take_over(graph: Graph, like: Graph) -> None:
 
 
 class _Builder:
-<<<<<<< HEAD
     def __init__(
-        self, jaxpr: Jaxpr, mesh: LogicalMesh, anew: AbstractSet[Var], twice: AbstractSet[int], like: Graph | None
+        self, jaxpr: Jaxpr, mesh: LogicalMesh, anew: AbstractSet[Var], twice: AbstractSet[JaxprEqn], like: Graph | None
     ):
         self.jaxpr, self.mesh, self.anew, self.twice, self.like = jaxpr, mesh, anew, twice, like
-=======
-    def __init__(self, jaxpr: Jaxpr, mesh: LogicalMesh, anew: AbstractSet[Var], twice: AbstractSet[JaxprEqn]):
-        self.jaxpr, self.mesh, self.anew, self.twice = jaxpr, mesh, anew, twice
->>>>>>> main
         self.graph = Graph(mesh)
         self.axis_sizes = mesh.axis_sizes
         self.lists: dict[Shardings, Shardings] = {}
@@ -434,7 +418,7 @@ class _Builder:
     def rule(self, eqn: JaxprEqn) -> tuple[ShardingRule, tuple[int, ...], object]:
         """What an equation is, which of its linear groups partial sums pass, and what is equal for equal ones."""
         if self.like is not None:
-            known = self.like.nodes[self.like.op_node[id(eqn)]]
+            known = self.like.nodes[self.like.op_node[eqn]]
             return known.rule, known.carried, ("op", known.signature)
         same_rule = equation_signature(eqn)
         if same_rule not in self.rules:

@@ -95,6 +95,8 @@ def _solve_core(
             return Solution(bounds.choices, bounds.upper, bounds.lower, "beaten", how)
         room = bounds.upper - bounds.lower
         allowed = gap * abs(bounds.upper + constant)
+        # Whoever asks for no more than about a hundredth waits for no proof of the rest by the ILP.
+        content = TUNING.rough_gap * abs(bounds.upper + constant) if gap > TUNING.large_gap else allowed
         if np.isfinite(bounds.upper) and (room <= allowed or gap >= TUNING.rough_gap or limit.is_spent):
             break
         for part in TUNING.room_parts:
@@ -102,7 +104,7 @@ def _solve_core(
             if room <= allowed:
                 break
             narrowed = _promising(core, bounds, ascent.best, part * room, part == 1, stage == len(stages))
-            if narrowed is None:
+            if narrowed is None or (part == 1 and room <= content and num_pairs(narrowed.problem) > TUNING.early_core):
                 break
             enough = _gap_of_part(narrowed, ascent.upper, constant, gap)
             answer = _solve_whole(narrowed.problem, solver, limit, enough)
@@ -120,7 +122,7 @@ def _solve_core(
     if not np.isfinite(ascent.upper):
         return _solve_whole(core, solver, limit, gap)
     found = Solution(ascent.best, ascent.upper, min(max(ascent.lower, proved), ascent.upper), "feasible", how)
-    done = gap >= TUNING.rough_gap or found.objective - found.bound <= allowed
+    done = gap >= TUNING.rough_gap or found.objective - found.bound <= content
     if done:
         return found
     room = found.objective - found.bound
