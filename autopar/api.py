@@ -28,7 +28,7 @@ from autopar.ir.trace.trace import name_of, trace_step
 from autopar.ir.trace.untrained import check_trains
 from autopar.markup import facts
 from autopar.mesh import Cluster
-from autopar.mesh.catalog import compute_capability
+from autopar.mesh.find_device import compute_capability
 from autopar.plan.stale import check_fresh
 from autopar.report.plan import Plan
 from autopar.search.method_names import method_of

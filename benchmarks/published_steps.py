@@ -168,7 +168,7 @@ def _read(sharded: Any, mesh: LogicalMesh) -> Work:
             eqn = instruction.eqn
             core = CORE in str(eqn.source_info.name_stack)
             phase = "backward" if is_backward(eqn) else "core" if core else "forward"
-            node = graph.nodes[graph.op_node[id(eqn)]]
+            node = graph.nodes[graph.op_node[eqn]]
             kernel = kernel_of(node, instruction.strategy, traffic[node.index], mesh)
             if kernel.num_bytes or not isinstance(kernel, Pass):
                 kernels[phase].append(kernel)

@@ -14,7 +14,9 @@ import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import assert_never
 
+from autopar.cost.steps import CollectiveKind
 from autopar.mesh import Link, LogicalMesh
 
 _Line = tuple[float, float]
@@ -82,7 +84,7 @@ def switch_all_reduce_seconds(num_bytes: float, link: Link) -> float:
     return 2 * link.latency_seconds + num_bytes / link.switch_bytes_per_second
 
 
-def shared_memory_seconds(kind: str, num_bytes: float, group_size: int, link: Link) -> float:
+def shared_memory_seconds(kind: CollectiveKind, num_bytes: float, group_size: int, link: Link) -> float:
     """Time of one collective among devices that share memory: a latency for each that takes part, then copies.
 
     All devices copy at once, each at the link's rate, whatever the size of the group.
@@ -90,7 +92,13 @@ def shared_memory_seconds(kind: str, num_bytes: float, group_size: int, link: Li
     return link.latency_seconds * group_size + _PASSES[kind] * num_bytes / link.bytes_per_second
 
 
-_PASSES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 2.0, "collective-permute": 2.0}
+_PASSES: dict[CollectiveKind, float] = {
+    "all-reduce": 2.0,
+    "all-gather": 1.0,
+    "reduce-scatter": 1.0,
+    "all-to-all": 2.0,
+    "collective-permute": 2.0,
+}
 """How often a device's bytes (as `collective_seconds` counts them) pass through memory: what all-gather writes and
 reduce-scatter reads, once; what an all-reduce reads and then writes, and what others read in one place and write in another,
 twice. So XLA's CPU collectives were measured."""
@@ -101,12 +109,11 @@ def collective_permute_seconds(num_bytes: float, group_size: int, link: Link) ->
     return link.latency_seconds + num_bytes / link.bytes_per_second if group_size > 1 else 0.0
 
 
-def collective_seconds(kind: str, num_bytes: float, axes: tuple[str, ...], mesh: LogicalMesh) -> float:
+def collective_seconds(kind: CollectiveKind, num_bytes: float, axes: tuple[str, ...], mesh: LogicalMesh) -> float:
     """Time of one collective over one or several axes of a mesh, its launch included.
 
     Args:
-        kind: As HLO spells it: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`,
-            `"collective-permute"`.
+        kind: What it does.
         num_bytes: Operand bytes on one device; of an all-gather, result bytes.
         axes: Mesh axes; those of size 1 take no time.
         mesh: Sizes and links.
@@ -119,7 +126,7 @@ def collective_seconds(kind: str, num_bytes: float, axes: tuple[str, ...], mesh:
 
 
 @functools.lru_cache(maxsize=4096)
-def _lines(kind: str, axes: tuple[str, ...], mesh: LogicalMesh) -> tuple[_Line, ...]:
+def _lines(kind: CollectiveKind, axes: tuple[str, ...], mesh: LogicalMesh) -> tuple[_Line, ...]:
     groups = [(mesh.size_of(axis), mesh.link_of(axis)) for axis in axes if mesh.size_of(axis) > 1]
     if not groups:
         return ()
@@ -146,7 +153,7 @@ def _protocols(groups: Sequence[tuple[int, Link]]) -> Iterator[list[tuple[int, L
             yield [(size, Link(link.latency_seconds * latency, link.bytes_per_second * rate)) for size, link in groups]
 
 
-def _orders(kind: str, groups: tuple[tuple[int, Link], ...]) -> Iterator[_Line]:
+def _orders(kind: CollectiveKind, groups: tuple[tuple[int, Link], ...]) -> Iterator[_Line]:
     """Ways to go through the axes in one order: each as (seconds for no bytes, seconds per byte)."""
     match kind:
         case "all-reduce":
@@ -177,7 +184,7 @@ def _orders(kind: str, groups: tuple[tuple[int, Link], ...]) -> Iterator[_Line]:
             worst = max(link.latency_seconds for _, link in groups)
             yield worst, 1.0 / slowest.bytes_per_second
         case _:
-            raise ValueError(f"no collective is called {kind!r}")
+            assert_never(kind)
 
 
 def _sum_of(parts: list) -> _Line:

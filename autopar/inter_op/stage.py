@@ -64,7 +64,7 @@ class Task:
     jaxpr: Jaxpr
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
-    gates: Mapping[int, tuple[Var, ...]] = field(default_factory=dict)
+    gates: Mapping[JaxprEqn, tuple[Var, ...]] = field(default_factory=dict)
 
     @property
     def is_in_loop(self) -> bool:
@@ -92,7 +92,7 @@ class StageProgram:
         rounds: Equations of its update; the first round begins with what the loop has made.
         tasks: In order of a step.
         anew: Values that the tasks of both passes have, or make, for themselves.
-        twice: Equations, by identity, that both passes run.
+        twice: Equations that both passes run.
     """
 
     stage: int
@@ -110,7 +110,7 @@ class StageProgram:
     rounds: tuple[tuple[JaxprEqn, ...], ...]
     tasks: tuple[Task, ...]
     anew: frozenset[Var]
-    twice: frozenset[int]
+    twice: frozenset[JaxprEqn]
 
     @property
     def stacked(self) -> tuple[Var, ...]:

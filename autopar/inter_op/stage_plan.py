@@ -26,17 +26,16 @@ from autopar.intra_op.graph import Graph, stacked
 from autopar.intra_op.lanes import run_lanes
 from autopar.intra_op.liveness import measure_liveness
 from autopar.intra_op.lower import lower_part
+from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.restrict import Allowed, Restrict
-from autopar.intra_op.shard import Sharded, shard
+from autopar.intra_op.shard import shard
 from autopar.intra_op.sharded import Body, Collective, Compute, Region, calls_host, collectives_of
-from autopar.ir.region import trip_count
+from autopar.ir.region import Role, trip_count
 from autopar.ir.split.accumulate import accumulator_type
 from autopar.ir.split.placement import Split
 from autopar.mesh import ArrayType, Device, LogicalMesh, Sharding
 from autopar.options import Options
-
-STAGE_GAP = 3e-3
-"""A stage is sharded to this part of its cost: the last of it would take most of the time of planning."""
+from autopar.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,7 +141,7 @@ def plan_stage(
     options: Options,
     restrict: Restrict | None = None,
     all_again: bool = False,
-    gap: float = STAGE_GAP,
+    gap: float = TUNING.stage_gap,
 ) -> StagePlan:
     """Shard one stage.
 
@@ -196,7 +195,7 @@ def _keep_stacks_whole(program: StageProgram, graph: Graph, allowed: Allowed) ->
     if program.scan is None:
         return
     for k in range(len(program.stacked)):
-        node = graph.nodes[graph.ports[id(program.scan.eqn), "ys", k]]
+        node = graph.nodes[graph.ports[program.scan.eqn, "ys", k]]
         if any(s.partial for s in node.shardings):
             allowed.only(node, [not s.partial for s in node.shardings], "leaves the microbatch")
 
@@ -222,9 +221,9 @@ class _Lowering:
     def chosen(self, node: int) -> Sharding:
         return self.graph.nodes[node].shardings[self.choices[node]]
 
-    def port(self, role: str, k: int) -> Sharding:
+    def port(self, role: Role, k: int) -> Sharding:
         assert self.program.scan is not None, "a value of the loop, and there is none"
-        return self.chosen(self.graph.ports[id(self.program.scan.eqn), role, k])
+        return self.chosen(self.graph.ports[self.program.scan.eqn, role, k])
 
     def produced(self, var: Var) -> Sharding:
         made = self.graph.produced[var]

@@ -27,10 +27,7 @@ from autopar.intra_op.problem import Problem
 from autopar.intra_op.traffic import Traffic, find_traffic, is_pointwise
 from autopar.ir.rules.rule import num_elements
 from autopar.mesh import Device, LogicalMesh
-
-FUSED_SHARE = 0.1
-"""Part of its latency that a small collective bears where others like it are ready too: parameters, gradients and
-optimizer state are many, and `fuse.py` sends them together. More where only a few of its size go into one message."""
+from autopar.tuning import TUNING
 
 
 def build_problem(
@@ -115,10 +112,10 @@ class Prices:
         return problem
 
 
-def operation_seconds(graph: Graph, device: Device) -> dict[int, float]:
-    """Of each plain equation, by identity, the seconds of all its runs under the choice that takes least."""
+def operation_seconds(graph: Graph, device: Device) -> dict[JaxprEqn, float]:
+    """Of each plain equation the seconds of all its runs under the choice that takes least."""
     costs = _NodeCosts(graph, device)
-    return {id(node.eqn): float(costs.of(node).min()) for node in graph.nodes if node.kind == "op"}
+    return {node.eqn: float(costs.of(node).min()) for node in graph.nodes if node.kind == "op"}
 
 
 class OperationSeconds:
@@ -131,7 +128,7 @@ class OperationSeconds:
 
     def of(self, eqn: JaxprEqn) -> float:
         """Seconds of an equation of the graph; of one that is not in it, none."""
-        index = self.graph.op_node.get(id(eqn))
+        index = self.graph.op_node.get(eqn)
         if index is None:
             return 0.0
         node, choice, traffic = self.graph.nodes[index], self.choices[index], self.traffic[index]
@@ -145,7 +142,7 @@ class OperationSeconds:
 
 def _sent_together(mesh: LogicalMesh, num_bytes: float) -> LogicalMesh:
     """The mesh as a small collective sees it that is sent with others: it bears a part of the latency."""
-    share = max(FUSED_SHARE, num_bytes / BUCKET_BYTES)
+    share = max(TUNING.fused_latency, num_bytes / BUCKET_BYTES)
     links = tuple(dataclasses.replace(link, latency_seconds=link.latency_seconds * share) for link in mesh.links)
     return LogicalMesh(mesh.shape, mesh.axis_names, links)
 

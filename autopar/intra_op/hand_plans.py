@@ -30,13 +30,10 @@ from autopar.intra_op.strategies import IDLE
 from autopar.ir.region import is_region, region_of
 from autopar.ir.rules import ShardingRule
 from autopar.mesh import Sharding
+from autopar.tuning import TUNING
 
 REPLICATED, PARTIAL = -1, -2
 """Beside the number of a dim: how a value lies along one axis."""
-
-UNMEANT = 100.0
-"""Times its seconds that a gather counts where the method means none: models not written for it, and a user's pins, may
-leave no other way."""
 
 
 def restrict_to_data_parallel(
@@ -117,7 +114,7 @@ class InPlace:
         if self.scatters:
             meant |= (source == PARTIAL) | ((source >= 0) & (target == REPLICATED))
         nobody_takes_it_so = ~np.isin(sources, targets)[:, None] & (source >= 0)
-        return np.where(meant | nobody_takes_it_so, 1.0, UNMEANT)
+        return np.where(meant | nobody_takes_it_so, 1.0, TUNING.unmeant_gather)
 
 
 def _state_on(sharding: Sharding, axis: str) -> int:

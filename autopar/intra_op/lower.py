@@ -23,7 +23,7 @@ from autopar.intra_op.graph import PHASES, Graph, Keep, Phase, stacked
 from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Move, Region, describe
 from autopar.intra_op.strategies import Strategy
 from autopar.ir.dataflow import inputs_of
-from autopar.ir.region import is_region, region_of
+from autopar.ir.region import Role, is_region, region_of
 from autopar.mesh import Sharding
 
 
@@ -40,7 +40,7 @@ def lower_part(
     choices: Sequence[int],
     inputs: Sequence[Sharding],
     outputs: Sequence[Sharding],
-    gates: Mapping[int, Sequence[Var]] | None = None,
+    gates: Mapping[JaxprEqn, Sequence[Var]] | None = None,
 ) -> Body:
     """The sharded program of a part of a graph's program.
 
@@ -50,7 +50,7 @@ def lower_part(
         choices: One per node.
         inputs: The sharding in which each invar arrives.
         outputs: The sharding in which each outvar leaves.
-        gates: Equations, by identity, from which on the readers of some values wait for another: that one first.
+        gates: Equations from which on the readers of some values wait for another: that one first.
     """
     body = _Lowering(graph, choices, gates or {}).part(jaxpr, inputs, outputs)
     check_behind("lower", lambda made: check_body(made, graph.mesh), body)
@@ -58,7 +58,7 @@ def lower_part(
 
 
 class _Lowering:
-    def __init__(self, graph: Graph, choices: Sequence[int], gates: Mapping[int, Sequence[Var]]):
+    def __init__(self, graph: Graph, choices: Sequence[int], gates: Mapping[JaxprEqn, Sequence[Var]]):
         self.graph, self.choices, self.mesh, self.gates = graph, choices, graph.mesh, gates
         self.made: dict[Var, Sharding] = {}
         self.arrived: dict[Var, Sharding] = {}  # what a part has from elsewhere, in which no keep has a say any more
@@ -82,11 +82,11 @@ class _Lowering:
         """The chosen sharding of a port, hub or keep."""
         return self.graph.nodes[node].shardings[self.choices[node]]
 
-    def port(self, eqn: JaxprEqn, role: str, k: int) -> Sharding:
-        return self.chosen(self.graph.ports[id(eqn), role, k])
+    def port(self, eqn: JaxprEqn, role: Role, k: int) -> Sharding:
+        return self.chosen(self.graph.ports[eqn, role, k])
 
     def strategy(self, eqn: JaxprEqn) -> Strategy:
-        node = self.graph.op_node[id(eqn)]
+        node = self.graph.op_node[eqn]
         return self.graph.nodes[node].strategies[self.choices[node]]
 
     def body(self, jaxpr: Jaxpr, inputs: Sequence[Sharding], outputs: Sequence[Sharding]) -> Body:
@@ -95,8 +95,8 @@ class _Lowering:
         self.made.update(zip(jaxpr.invars, inputs, strict=True))
         leaving = self.leaving(jaxpr, outputs)
         for position, eqn in enumerate(jaxpr.eqns):
-            if id(eqn) in self.gates:
-                self.gate(*self.gates[id(eqn)])
+            if eqn in self.gates:
+                self.gate(*self.gates[eqn])
             if is_region(eqn):
                 self.region(eqn)
             else:
@@ -115,7 +115,7 @@ class _Lowering:
         """By the place of its last reader of the earlier phase, each value that then waits for a later one."""
         reads: dict[tuple[Var, Phase], int] = {}
         for position, eqn in enumerate(jaxpr.eqns):
-            phase = self.graph.phases.get(id(eqn), "f")
+            phase = self.graph.phases.get(eqn, "f")
             reads.update(((var, phase), position) for var in inputs_of(eqn))
         wanted = dict.fromkeys(reads)
         for atom, sharding in zip(jaxpr.outvars, outputs, strict=True):
@@ -143,7 +143,7 @@ class _Lowering:
         """Have the copy of `atom` in `sharding` that `eqn` reads (None: it is a result), converting it now if there is none."""
         if isinstance(atom, Literal):
             return
-        phase: Phase = "o" if eqn is None else self.graph.phases.get(id(eqn), "f")
+        phase: Phase = "o" if eqn is None else self.graph.phases.get(eqn, "f")
         if eqn is None and (sharding == self.made[atom] or self.was_made(atom, sharding)):
             return
         copies = self.at_hand(atom, phase, eqn)
@@ -210,7 +210,7 @@ class _Lowering:
         strategy = self.strategy(eqn)
         for atom, sharding in zip(eqn.invars, strategy.operands, strict=True):
             self.need(atom, sharding, eqn)
-        rule = self.graph.nodes[self.graph.op_node[id(eqn)]].rule
+        rule = self.graph.nodes[self.graph.op_node[eqn]].rule
         self.emit(Compute(eqn, rule, strategy))
         self.define(eqn.outvars, strategy.results)
 

@@ -17,8 +17,8 @@ import jax
 
 from autopar.errors import ClusterError
 from autopar.markup import facts
-from autopar.mesh.catalog import find_device, slice_chips
 from autopar.mesh.device import Device
+from autopar.mesh.find_device import find_device, slice_chips
 from autopar.mesh.link import Link
 from autopar.mesh.machine_profile import MachineProfile, read_profile
 from autopar.mesh.ray_nodes import RayMachine, find_hosts

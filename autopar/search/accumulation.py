@@ -21,11 +21,7 @@ from autopar.search.meshes import Searched, search_meshes
 from autopar.search.methods import Auto
 from autopar.search.one_mesh import in_microbatches
 from autopar.search.progress import Report
-
-WORTH_BYTES = 0.1
-"""Part of the bytes needed that twice as many microbatches must save, where nothing fits yet."""
-MAX_MESHES = 3
-"""Meshes that are tried in microbatches: the best of those that were tried without."""
+from autopar.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +69,7 @@ def search_accumulation(
         whole.tried += [(f"{name}, {count} microbatches", outcome) for name, outcome in searched.tried]
         if not searched.results:
             before, needed = needed, _needed_bytes(searched)
-            if needed > (1 - WORTH_BYTES) * before:  # what is left is no sample's: parameters, gradients
+            if needed > (1 - TUNING.accumulation_bytes) * before:  # what is left is no sample's: parameters, gradients
                 break
             continue
         seconds = searched.best[1].step_seconds
@@ -106,4 +102,4 @@ def _counts(program: Program, roles: Roles) -> Iterator[int]:
 def _best_meshes(meshes: list[LogicalMesh], known: Searched | Accumulated) -> list[LogicalMesh]:
     searched = known.searched if isinstance(known, Accumulated) else known
     order = sorted(searched.results, key=lambda pair: pair[1].step_seconds)
-    return [mesh for mesh, _ in order[:MAX_MESHES]] or meshes[:MAX_MESHES]
+    return [mesh for mesh, _ in order[: TUNING.accumulation_meshes]] or meshes[: TUNING.accumulation_meshes]

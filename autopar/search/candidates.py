@@ -19,9 +19,7 @@ from autopar.inter_op.slicing import slice_stages
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.search.layer_costs import LayerCosts
 from autopar.search.table import Kinds, equal_stages, kinds_of
-
-MOST_SOLVED = 8
-"""So many candidates at most have their layers sharded for their number of microbatches, where scaling only guesses."""
+from autopar.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +103,10 @@ def find_candidates(
     def guessed(candidate: Candidate) -> list[int]:
         return [size for size in dict.fromkeys(candidate.sizes) if layers.is_guess(size, candidate.count)]
 
-    for solved in range(MOST_SOLVED + 1):
+    for solved in range(TUNING.guesses_solved + 1):
         ranked = sorted((c for some in slicings.values() for c in some), key=lambda c: c.seconds)
         unsure = next((c for c in ranked[:num_firm] if guessed(c)), None)
-        if unsure is None or solved == MOST_SOLVED:
+        if unsure is None or solved == TUNING.guesses_solved:
             break
         for size in guessed(unsure):
             layers.solve(size, unsure.count)

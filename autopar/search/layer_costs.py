@@ -33,9 +33,7 @@ from autopar.search.pins import RestrictStage, restrict_stages
 from autopar.search.progress import Report, part_of
 from autopar.search.recompute import kept_bytes
 from autopar.search.solve_stages import Solved, solve_stage
-
-LAYER_GAP = 1e-2
-"""Layers are sharded to this part of their cost: they only choose stages."""
+from autopar.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,9 +175,9 @@ class LayerCosts:
     def _cost(
         self, program: StageProgram, tasks: Sequence[Tasks], mesh: LogicalMesh, restrict: RestrictStage
     ) -> tuple[LayerCost, ...] | None:
-        further, key = restrict(program, mesh)
+        (further, key), gap = restrict(program, mesh), TUNING.layer_gap
         try:
-            made = solve_stage(program, mesh, self._cluster, self._options, self._solved, further, key, gap=LAYER_GAP)
+            made = solve_stage(program, mesh, self._cluster, self._options, self._solved, further, key, gap=gap)
         except (InfeasibleError, ConstraintError):
             return None
         made = lowered(made, self._cluster.device)

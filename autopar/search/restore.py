@@ -19,11 +19,11 @@ from autopar.inter_op.tasks import make_tasks
 from autopar.intra_op.costs import build_problem
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.problem import Solution
+from autopar.intra_op.read_off import read_off
 from autopar.intra_op.restrict import (
     Allowed,
     pin_constraints,
 )
-from autopar.intra_op.shard import read_off
 from autopar.intra_op.sharded import Collective
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles

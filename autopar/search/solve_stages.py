@@ -14,18 +14,19 @@ from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.equal_stages import take_over
 from autopar.inter_op.stage import StageProgram
-from autopar.inter_op.stage_plan import STAGE_GAP, StagePlan, plan_stage
+from autopar.inter_op.stage_plan import StagePlan, plan_stage
 from autopar.intra_op.costs import build_problem
 from autopar.intra_op.graph import Graph, build_graph
 from autopar.intra_op.problem import Solution
+from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.restrict import Allowed, Restrict
-from autopar.intra_op.shard import Sharded, read_off
 from autopar.intra_op.tying import tie_nodes
 from autopar.ir.canonical import canonical_key
 from autopar.mesh import Cluster, LogicalMesh, Sharding
 from autopar.options import Options
 from autopar.plan.decision import Cost
 from autopar.search.pins import RestrictStage, unrestricted
+from autopar.tuning import TUNING
 
 
 @dataclass(slots=True)
@@ -43,7 +44,7 @@ def best_stage(
     solved: Solved,
     restrict: RestrictStage = unrestricted,
     all_again: bool = False,
-    gap: float = STAGE_GAP,
+    gap: float = TUNING.stage_gap,
 ) -> StagePlan:
     """A stage on the logical mesh on which it is fastest; `all_again` and `gap` as of `solve_stage`.
 
@@ -74,7 +75,7 @@ def solve_stage(
     restrict: Restrict | None = None,
     pins: Hashable = (),
     all_again: bool = False,
-    gap: float = STAGE_GAP,
+    gap: float = TUNING.stage_gap,
 ) -> StagePlan:
     """Shard a stage, or take over the choices of an equal one.
 

@@ -20,7 +20,7 @@ from autopar.inter_op.placement import place_stages
 from autopar.inter_op.stage_plan import StagePlan, lower_stage
 from autopar.inter_op.stage_program import with_tasks
 from autopar.inter_op.tasks import Tasks
-from autopar.intra_op.shard import Sharded
+from autopar.intra_op.read_off import Sharded
 from autopar.ir.program import Program
 from autopar.ir.split.layers import LayerSplit, whole_stacks
 from autopar.ir.trace.state import Roles

@@ -7,6 +7,7 @@ import autopar.intra_op.within as within
 from autopar.intra_op.problem import MemoryRow, Problem, brute_force
 from autopar.intra_op.within import solve_within
 from tests.intra_op.test_solve import draw
+from tests.tuned import tune
 
 
 def test_rows_are_added_until_none_is_broken():
@@ -25,7 +26,7 @@ def test_rows_are_added_until_none_is_broken():
 
 @pytest.mark.parametrize("small", [0, 10_000], ids=["price", "rows"])
 def test_budgets_against_brute_force(small, monkeypatch):
-    monkeypatch.setattr(within, "SMALL_WITH_ROWS", small)
+    tune(monkeypatch, within, rows_core=small)
     feasible, solved, least = 0, 0, 0
     for seed in range(60):
         problem = draw(seed, rows=True, forbidden=0.0, nodes=(4, 7), choices=(3, 5))

@@ -63,7 +63,7 @@ def saved(tmp_path, change):
     [
         (lambda r: r.update(version=0), "of version 0; this autopar reads version 1"),
         (lambda r: r.update(version=99), "of version 99"),
-        (lambda r: r.update(format="autopar plan"), "no profile of a machine"),
+        (lambda r: r.update(format="autopar plan"), "but no autopar machine profile"),
         (lambda r: r.pop("device"), '"device" is missing'),
         (lambda r: r["device"]["achieved"].pop("balance"), '"device.achieved.balance" is missing'),
         (lambda r: r["device"]["achieved"].update(overlap=3), "overlap=3"),
