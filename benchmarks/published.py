@@ -105,7 +105,10 @@ def _figures(rows: Sequence[Row], timed: Sequence[Row]) -> Iterable[str]:
         apart = statistics.mean(t[3] for t in group_taus(rows, NOISE))
         yield f"the same, of pairs whose published times are at least {NOISE:.0%} apart: {apart:.2f}"
         again = spreads(rows)
-        yield f"one plan, published {len(again)} times again: {statistics.median(again):.1%} apart, {max(again):.1%} at most"
+        yield (
+            f"of these plans {len(again)} were published more than once, their times "
+            f"{statistics.median(again):.1%} apart, {max(again):.1%} at most"
+        )
     published = [_mfu(run, run.seconds) for run, _ in timed]
     predicted = [_mfu(run, p.seconds) for run, p in timed]
     yield f"rank correlation of MFU {_spearman(published, predicted):.2f}"
@@ -176,8 +179,9 @@ def group_taus(rows: Sequence[Row], least: float = 0.0) -> list[tuple[str, int, 
 
 
 def spreads(rows: Sequence[Row]) -> list[float]:
-    """Of each plan that was published more than once, by how much its slowest time is above its fastest."""
-    again = [[p for p, _ in pairs] for group in plan_groups(rows).values() for pairs in group.values()]
+    """Of each plan of these groups that was published more than once, by how much its slowest time is above its fastest."""
+    groups = [group for group in plan_groups(rows).values() if len(group) >= 3]
+    again = [[published for published, _ in pairs] for group in groups for pairs in group.values()]
     return [max(times) / min(times) - 1 for times in again if len(times) > 1] or [math.nan]
 
 
