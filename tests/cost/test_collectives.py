@@ -124,11 +124,6 @@ def test_best_order_of_three_axes(first, second, third, num_bytes):
     assert collective_seconds("all-gather", num_bytes, ("x", "y", "z"), mesh) == pytest.approx(best + launch)
 
 
-def test_unknown_kind():
-    with pytest.raises(ValueError, match="broadcast"):
-        collective_seconds("broadcast", 1, ("x",), LogicalMesh((2,)))
-
-
 def test_transfer():
     assert transfer_seconds(8e9, 4, 2, Link(1.0, 1e9)) == 1.0 + 4.0
     assert transfer_seconds(0, 4, 2, Link(1.0, 1e9)) == 0.0
