@@ -183,12 +183,13 @@ def _stage(entry: Entry) -> Stage:
 
 
 def _link(entry: Entry) -> Link:
-    if not isinstance(entry.value, list) or len(entry.value) != 4:
-        raise entry.wrong("a list of 4")
-    latency, rate, switch, way = (Entry(value, f"{entry.where}[{k}]") for k, value in enumerate(entry.value))
+    if not isinstance(entry.value, list) or len(entry.value) not in (4, 5):
+        raise entry.wrong("a list of 4, or of 5 on a torus")
+    latency, rate, switch, way, *rest = (Entry(value, f"{entry.where}[{k}]") for k, value in enumerate(entry.value))
     rates = rate.number(or_infinite=True), switch.number(or_infinite=True)
     way.below(4, "0 to 3: 1 where there are short messages, 2 more where memory is shared")
-    return Link(latency.number(), *rates, bool(way.value & 1), shared_memory=bool(way.value & 2))
+    torus = rest[0].items(lambda part: part.pair(lambda size: size.count(1), Entry.number)) if rest else ()
+    return Link(latency.number(), *rates, bool(way.value & 1), shared_memory=bool(way.value & 2), torus=torus)
 
 
 def _recomputed(entry: Entry) -> Recomputed:

@@ -104,4 +104,5 @@ def dumps(record: dict[str, Any]) -> str:
 
 def _link_record(link: Link) -> list[Any]:
     rates = number_or_inf(link.bytes_per_second), number_or_inf(link.switch_bytes_per_second)
-    return [link.latency_seconds, *rates, int(link.has_short_messages) + 2 * int(link.shared_memory)]
+    found = [link.latency_seconds, *rates, int(link.has_short_messages) + 2 * int(link.shared_memory)]
+    return [*found, [list(part) for part in link.torus]] if link.torus else found
