@@ -330,7 +330,7 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _step_and_args(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
-    from autopar.api import ParallelStep
+    from autopar.step import ParallelStep
 
     if options.step is None or options.args is None:
         raise AutoparError(

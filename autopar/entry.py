@@ -16,6 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from autopar.errors import AutoparError
+
 LARGEST = 2**62
 """No count in a plan is larger, and no array has more elements."""
 LONGEST = 1e30
@@ -26,6 +28,17 @@ _U = TypeVar("_U")
 
 class DamageError(Exception):
     """An entry of the file is not what it should be."""
+
+
+def unwritable(kind: type[AutoparError], what: str, path: str | Path, error: OSError) -> AutoparError:
+    """What to raise where a file cannot be written."""
+    return kind(
+        f"the {what} cannot be written.",
+        given=str(path),
+        wrong=f"{error.strerror or error}.",
+        do="name a file in a directory that exists and may be written to.",
+        path=str(path),
+    )
 
 
 def write_whole(path: str | Path, text: str) -> None:

@@ -77,7 +77,8 @@ class Tuning:
     """Pairs. Beyond so many (meshes of three axes, large models without equal layers) a small gap is left as it is: the ILP
     would take its whole time limit."""
     large_gap: float = 2e-3
-    """Part of the cost: that gap."""
+    """Part of the cost: that gap. It is also left where bytes have a price, and where what message passing leaves to the ILP
+    has more than `early_core` pairs: to prove the last of it may take half a minute."""
     promising_choices: int = 8
     """Choices of a node, at most, that the ILP gets of a larger core, beside those around the best answer known."""
     fewer_choices: tuple[int, ...] = (8, 4, 2)
@@ -159,7 +160,8 @@ class Tuning:
     parts_tolerance: float = 0.05
     """Part of the largest stage: how far it may be over the least that finer parts would make it."""
     stage_gap: float = 3e-3
-    """Part of its cost by which the sharding of a stage may miss the least: the last of it would take most of the time."""
+    """Part of its cost by which the sharding of a stage may miss the least: the last of it would take most of the time. Where
+    message passing comes no nearer than to `rough_gap`, and what it leaves is large, that is left too."""
     hand_gap: float = 1e-5
     """The same for a method of the papers: no collective more or less than theirs, however little it costs."""
     layer_gap: float = 1e-2
@@ -187,6 +189,9 @@ class Tuning:
     """Pairs: half a second. Meshes with no more of them are planned whatever they may win."""
     accumulation_bytes: float = 0.1
     """Part of the bytes needed that twice as many microbatches must save, where nothing fits yet."""
+    exposure_guessed: float = 0.05
+    """Part of the step. Before a number of microbatches is put on the clock, what is exposed is guessed from another number:
+    a problem whose least cost is larger than the best step by more is given up."""
     accumulation_meshes: int = 3
     """Meshes that are tried in microbatches: the best of those that were tried without."""
     stages_gain: float = 0.1
@@ -202,8 +207,9 @@ class Tuning:
     """Numbers of microbatches that are tried, if they divide the batch."""
     few_microbatches: tuple[int, ...] = (1, 2)
     """Such numbers as well where there is no backward pass: then the pipeline fills at once."""
-    guesses_solved: int = 8
-    """Candidates, at most, whose layers are sharded for their number of microbatches where scaling only guesses."""
+    guesses_solved: int = 12
+    """Times, at most, that layers are sharded for a candidate: for its number of microbatches, where scaling only guesses, or
+    within memory, where they do not fit as they were first sharded."""
     finalists: int = 2
     """Pipelines of the table that are planned as they are, at least."""
     most_finalists: int = 16

@@ -44,7 +44,6 @@ from autopar._jax.program import (
 )
 from autopar._jax.source import function_file, function_name, line_of, new_source_info, raw_frames
 from autopar._jax.types import (
-    JAX_VERSION,
     Atom,
     Aval,
     ClosedJaxpr,
@@ -59,7 +58,6 @@ from autopar._jax.types import (
     Primitive,
     SourceInfo,
     Var,
-    jaxpr_as_fun,
 )
 from autopar._jax.values import (
     as_key,

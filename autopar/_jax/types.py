@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 from jax._src import core as _core
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal, Primitive, Var
 from jax.extend.source_info_util import NameStack, SourceInfo
 
 DropVar = _core.DropVar
@@ -26,5 +26,3 @@ Params: TypeAlias = Mapping[str, Any]
 """Parameters of an equation: what each is, its primitive says."""
 Function: TypeAlias = Callable[..., Any]
 """A function of arrays, to be traced."""
-
-JAX_VERSION: tuple[int, ...] = jax.__version_info__

@@ -110,11 +110,6 @@ reduce-scatter reads, once; what an all-reduce reads and then writes, and what o
 twice. So XLA's CPU collectives were measured."""
 
 
-def collective_permute_seconds(num_bytes: float, group_size: int, link: Link) -> float:
-    """Time of one permute: every device sends its operand of `num_bytes` to one other."""
-    return link.latency_seconds + num_bytes / link.bytes_per_second if group_size > 1 else 0.0
-
-
 def collective_seconds(kind: CollectiveKind, num_bytes: float, axes: tuple[str, ...], mesh: LogicalMesh) -> float:
     """Time of one collective over one or several axes of a mesh, its launch included.
 
@@ -195,9 +190,8 @@ def _orders(kind: CollectiveKind, groups: tuple[tuple[int, Link], ...]) -> Itera
         case "all-to-all":
             yield _sum_of([((lambda n, p=p, a=a: all_to_all_seconds(n, p, a)), 1.0) for p, a in groups])
         case "collective-permute":
-            slowest = min((link for _, link in groups), key=lambda link: link.bytes_per_second)
-            worst = max(link.latency_seconds for _, link in groups)
-            yield worst, 1.0 / slowest.bytes_per_second
+            # Every device sends its operand to one other, at worst over the slowest link.
+            yield max(a.latency_seconds for _, a in groups), 1.0 / min(a.bytes_per_second for _, a in groups)
         case _:
             assert_never(kind)
 

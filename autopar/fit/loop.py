@@ -18,7 +18,6 @@ from typing import Any, Literal
 
 import jax
 
-from autopar.api import ParallelStep
 from autopar.checkpoint.folder import read_note, steps
 from autopar.checkpoint.owner import hold
 from autopar.checkpoint.restore import find_checkpoint, read_state
@@ -35,6 +34,7 @@ from autopar.follow import Following
 from autopar.frameworks import Shell, without_arrays
 from autopar.loggers import Logger
 from autopar.mesh import Cluster
+from autopar.step import ParallelStep
 
 BACK_OFF_SECONDS, MOST_SECONDS = 1.0, 60.0
 """How long to wait before a second failure in a row is mended: twice as long each time, up to the latter."""

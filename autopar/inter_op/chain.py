@@ -19,7 +19,7 @@ from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.signature import equation_signature
 from autopar.ir.source import is_backward
-from autopar.ir.trace.flatten import is_recomputed
+from autopar.ir.trace.inline_calls import is_recomputed
 from autopar.ir.work import Work, num_bytes, num_elements_of
 from autopar.tuning import TUNING
 

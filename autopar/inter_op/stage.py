@@ -24,7 +24,10 @@ TaskKind = Literal["step", "init", "F", "B", "W", "U"]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One operand or result of a task.
+    """One operand or result of a task: which value it is.
+
+    How it lies is known once its stage has a mesh (`stage_plan.Placed`), where and for which microbatch it is there, once
+    there is a schedule (`streams.Buffer`): each holds the one before, for what asks a slot must not wait for a mesh.
 
     Attributes:
         kind: `"argument"`: of the step; `"value"`: made before the loop or by the update; `"const"`: what every
@@ -44,7 +47,10 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """A part of a stage's program that is run at once.
+    """A part of a stage's program that is run at once: what it computes, whatever mesh it is on.
+
+    One stage is sharded on many meshes, and its tasks stay the same; what they are there is a `stage_plan.TaskPlan`, and what
+    is compiled of that, of which workers know nothing else, a `partition.task.DeviceProgram`.
 
     Attributes:
         kind: What it does.

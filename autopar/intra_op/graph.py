@@ -66,9 +66,10 @@ class Node:
         weight: Executions in one step.
         eqn: The operation's equation.
         rule: The operation's rule.
+        carried: Its linear groups that partial sums pass.
         var: The value of a port, hub or keep.
         communicates: Whether conversions and reductions here may communicate (not inside a loop of unknown length).
-        signature: Equal for nodes that have the same choices for the same reasons.
+        signature: Equal for nodes of a graph that have the same choices for the same reasons.
     """
 
     index: int
@@ -79,9 +80,10 @@ class Node:
     weight: float = 1.0
     eqn: Any = None
     rule: Any = None
+    carried: tuple[int, ...] = ()
     var: Any = None
     communicates: bool = True
-    signature: object = None
+    signature: int = -1
 
     @property
     def num_choices(self) -> int:
@@ -158,6 +160,7 @@ class Graph:
         batch: Which dims run over samples.
         traffic: What each operation brings through memory, once that is known (`traffic.py`).
         held: Values that take memory, once that is known (`costs.held_values`).
+        priced: What conversions and operations take, as far as that is known (`costs.py`).
     """
 
     mesh: LogicalMesh
@@ -175,6 +178,7 @@ class Graph:
     batch: BatchDims = field(default_factory=BatchDims)
     traffic: Any = None
     held: Any = None
+    priced: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +208,7 @@ def build_graph(
     batch: Sequence[int] | Mapping[int, Dims] = (),
     anew: AbstractSet[Var] = frozenset(),
     twice: AbstractSet[JaxprEqn] = frozenset(),
+    like: Graph | None = None,
 ) -> Graph:
     """The decision graph of a flat program.
 
@@ -214,27 +219,43 @@ def build_graph(
         batch: Inputs whose leading dim runs over samples; or, by input, the dims that do.
         anew: Values of which no copy waits: each phase begins with them as they were made.
         twice: Equations that both passes run.
+        like: A graph of the same program on another mesh: what does not depend on the mesh is taken from there.
     """
-    graph = _Builder(jaxpr, mesh, anew, twice).build(aliases)
+    graph = _Builder(jaxpr, mesh, anew, twice, like).build(aliases)
+    if like is not None:
+        _take_over(graph, like)
+        return graph
     rule_of = {node.eqn: node.rule for node in graph.nodes if node.kind == "op"}
     graph.batch = follow_batch(
         jaxpr, rule_of, batch if isinstance(batch, Mapping) else {k: frozenset({0}) for k in batch}
     )
     if batch:
         waited_for = between_samples(jaxpr, graph.batch)
-        graph.edges = [
-            dataclasses.replace(e, is_sample=bool(graph.batch.dims(e.var)) or e.var in waited_for) for e in graph.edges
-        ]
+        _mark_samples(graph, {e.var for e in graph.edges if graph.batch.dims(e.var) or e.var in waited_for})
     return graph
 
 
+def _mark_samples(graph: Graph, samples: AbstractSet[Var]) -> None:
+    graph.edges = [e if e.var in samples else dataclasses.replace(e, is_sample=False) for e in graph.edges]
+
+
+def _take_over(graph: Graph, like: Graph) -> None:
+    graph.batch, graph.held = like.batch, like.held
+    _mark_samples(graph, {e.var for e in like.edges if e.is_sample})
+    if like.traffic is not None:
+        graph.traffic = {graph.op_node[eqn]: like.traffic[node] for eqn, node in like.op_node.items()}
+
+
 class _Builder:
-    def __init__(self, jaxpr: Jaxpr, mesh: LogicalMesh, anew: AbstractSet[Var], twice: AbstractSet[JaxprEqn]):
-        self.jaxpr, self.mesh, self.anew, self.twice = jaxpr, mesh, anew, twice
+    def __init__(
+        self, jaxpr: Jaxpr, mesh: LogicalMesh, anew: AbstractSet[Var], twice: AbstractSet[JaxprEqn], like: Graph | None
+    ):
+        self.jaxpr, self.mesh, self.anew, self.twice, self.like = jaxpr, mesh, anew, twice, like
         self.graph = Graph(mesh)
         self.axis_sizes = mesh.axis_sizes
         self.lists: dict[Shardings, Shardings] = {}
         self.rules: dict[object, ShardingRule] = {}
+        self.numbers: dict[object, int] = {}
         self.choices: dict[object, tuple[tuple[Strategy, ...], list[Shardings], list[Shardings]]] = {}
         self.port_lists: dict[tuple[tuple[int, ...], bool], Shardings] = {}
         # Readers of each open body, innermost last: they wait until all are known, for a value with several gets a hub.
@@ -350,8 +371,12 @@ class _Builder:
             weight=place.weight,
             var=None if isinstance(atom, Literal) else atom,
             communicates=place.communicates,
-            signature=(kind, name.rstrip("0123456789"), shape, str(dtype)),
+            signature=self.number((kind, name.rstrip("0123456789"), shape, str(dtype))),
         )
+
+    def number(self, signature: object) -> int:
+        """Of what is equal for nodes that have the same choices for the same reasons: small, for it is looked up often."""
+        return self.numbers.setdefault(signature, len(self.numbers))
 
     def all_shardings(self, shape: tuple[int, ...], partial: bool) -> Shardings:
         """Every sharding of a value of this shape, the replicated one last."""
@@ -364,12 +389,7 @@ class _Builder:
         return self.lists.setdefault(key, key)
 
     def operation(self, eqn: JaxprEqn, place: _Place) -> None:
-        same_rule = equation_signature(eqn)
-        if same_rule not in self.rules:
-            self.rules[same_rule] = rule_for(eqn)
-        rule = self.rules[same_rule]
-        carried = self.carried(eqn, rule)
-        signature = (same_rule, carried)
+        rule, carried, signature = self.rule(eqn)
         if signature not in self.choices:
             strategies = tuple(enumerate_strategies(rule, self.axis_sizes, carried))
             wanted = [self.shared([s.operands[k] for s in strategies]) for k in range(len(rule.operands))]
@@ -383,8 +403,9 @@ class _Builder:
             weight=place.weight * (2 if eqn in self.twice else 1),
             eqn=eqn,
             rule=rule,
+            carried=carried,
             communicates=place.communicates,
-            signature=signature,
+            signature=self.number(signature),
         )
         self.graph.op_node[eqn] = node.index
         for slot, atom in enumerate(eqn.invars):
@@ -393,6 +414,18 @@ class _Builder:
                 self.pending[-1].append(_Read(atom, node, slot, wanted[slot], "b"))
         for k, var in enumerate(eqn.outvars):
             self.graph.produced[var] = Produced(node.index, given[k], k)
+
+    def rule(self, eqn: JaxprEqn) -> tuple[ShardingRule, tuple[int, ...], object]:
+        """What an equation is, which of its linear groups partial sums pass, and what is equal for equal ones."""
+        if self.like is not None:
+            known = self.like.nodes[self.like.op_node[eqn]]
+            return known.rule, known.carried, ("op", known.signature)
+        same_rule = equation_signature(eqn)
+        if same_rule not in self.rules:
+            self.rules[same_rule] = rule_for(eqn)
+        rule = self.rules[same_rule]
+        carried = self.carried(eqn, rule)
+        return rule, carried, (same_rule, carried)
 
     def carried(self, eqn: JaxprEqn, rule: ShardingRule) -> tuple[int, ...]:
         """Linear groups that partial sums pass: those where infinity passes too; and all in products of gradients.

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar._jax import Jaxpr, Literal, Var
-from autopar.intra_op.batch import BatchDims, batch_factors
+from autopar.intra_op.batch import BatchDims, factors_of
 from autopar.intra_op.graph import Graph, Node, Shardings
 from autopar.intra_op.restrict import Allowed
 from autopar.intra_op.strategies import IDLE
@@ -68,7 +68,7 @@ def restrict_to_data_parallel(
 
     for node in graph.nodes:
         if node.kind == "op":
-            factors = batch_factors(node.eqn, node.rule, batch)
+            factors = factors_of(node.eqn, node.rule, batch)
             if factors:
                 only, some = masks(node, factors)
                 # A loop of unknown length may not communicate: there samples are split only if that needs nothing.
@@ -150,7 +150,7 @@ def restrict_to_axes(
     multiplied: dict[Var, None] = {}
     for node in graph.nodes:
         if node.kind == "op":
-            factors = batch_factors(node.eqn, node.rule, graph.batch)
+            factors = factors_of(node.eqn, node.rule, graph.batch)
             mask = _axis_mask(node, graph, factors, at[data], at[tensor], zero, sequence)
             allowed.only(node, mask, ("axes", tuple(mask)))
             if _weight_factors(node, graph.batch):

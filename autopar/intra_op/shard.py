@@ -2,8 +2,9 @@
 
 In:     flat program, alias rows, logical mesh, device, what is allowed, options.
 Out:    `Sharded` (`read_off.py`): the choices, the sharded program, and what is predicted of it.
-Method: graph, restrictions, ties and prices once; then solve, lower, put on the clock, and solve again with what the clock
-        showed to be exposed, until that is what was thought; then the well-known plans, where one may be as fast.
+Method: the decisions, and the passes of `SHARD` over them (`setting.py`), once; then solve, lower, put on the clock, and
+        solve again with what the clock showed to be exposed, until that is what was thought; then the well-known plans,
+        where one may be as fast.
 """
 
 from __future__ import annotations
@@ -15,9 +16,8 @@ from collections.abc import Set as AbstractSet
 import numpy as np
 
 from autopar._jax import Jaxpr, JaxprEqn, Var
-from autopar.errors import InfeasibleError
 from autopar.intra_op.budget import BudgetSearch
-from autopar.intra_op.costs import Prices, held_values
+from autopar.intra_op.costs import held_values
 from autopar.intra_op.exposure import Exposure, show
 from autopar.intra_op.floor import Floor, memory_floor
 from autopar.intra_op.graph import Graph, build_graph
@@ -26,12 +26,13 @@ from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import rows_of
 from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution
 from autopar.intra_op.read_off import Sharded, read_off
-from autopar.intra_op.restrict import Allowed, Restrict, pin_constraints
+from autopar.intra_op.restrict import Allowed, Restrict
+from autopar.intra_op.setting import SHARD, Setting, check_setting
 from autopar.intra_op.sharded import Body
 from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit
-from autopar.intra_op.tying import tie_nodes
 from autopar.intra_op.within import solve_within
+from autopar.ir.passes import run_passes
 from autopar.mesh import Device, LogicalMesh
 from autopar.options import Options
 from autopar.tuning import TUNING
@@ -61,6 +62,7 @@ def shard(
     anew: AbstractSet[Var] = frozenset(),
     twice: AbstractSet[JaxprEqn] = frozenset(),
     exposure: Exposure | None = None,
+    like: Graph | None = None,
 ) -> Sharded:
     """Find the cheapest sharding of a program on one mesh.
 
@@ -82,15 +84,16 @@ def shard(
         twice: As of `build_graph`.
         exposure: What is known of it from elsewhere; the problem is then solved again with what its answer shows, and the
             fastest on the clock is taken. None: every collective counts in full, and no more is asked.
+        like: As of `build_graph`.
 
     Raises:
         InfeasibleError: A pin or the memory budget cannot be kept; says which and by how much.
         ConstraintError: A pin does not fit.
         Beaten: Nothing here is better than `beat`.
     """
-    graph = build_graph(jaxpr, mesh, aliases, batch, anew, twice)
-    allowed = _allowed(jaxpr, graph, restrict)
-    instance = _Instance(jaxpr, graph, allowed, device, options, donated, elsewhere, gap)
+    graph = build_graph(jaxpr, mesh, aliases, batch, anew, twice, like)
+    setting = run_passes(SHARD, Setting(jaxpr, graph, device, restrict), check_setting)
+    instance = _Instance(setting, options, donated, elsewhere, gap)
     problem = instance.prices.problem(exposure)
     solution = instance.solve(problem, beat)
     if solution.status == "beaten":
@@ -102,21 +105,12 @@ def shard(
     elif not problem.rows or instance.budget_search.is_hopeless():
         instance.budget_search.explain(problem)
     expected = exposure if last is None or last.exposure is None else _shown(last)
+    wider = instance.prices.problem(expected) if known else problem
     for other in known:
-        best = _with_known(instance, best, other, expected, tried)
+        best = _with_known(instance, best, other, wider, expected, tried)
     if best is None:
         instance.budget_search.explain(problem)
     return best
-
-
-def _allowed(jaxpr: Jaxpr, graph: Graph, restrict: Restrict | None) -> Allowed:
-    """What the user's constraints in the program, and the method, leave of each decision."""
-    allowed = Allowed()
-    pin_constraints(jaxpr, graph, allowed)
-    if restrict is not None:
-        restrict(graph, allowed)
-    _check_pins(graph, allowed)
-    return allowed
 
 
 class _Instance:
@@ -129,22 +123,18 @@ class _Instance:
     """
 
     def __init__(
-        self,
-        jaxpr: Jaxpr,
-        graph: Graph,
-        allowed: Allowed,
-        device: Device,
-        options: Options,
-        donated: Sequence[bool],
-        elsewhere: AbstractSet[Var],
-        gap: float,
+        self, setting: Setting, options: Options, donated: Sequence[bool], elsewhere: AbstractSet[Var], gap: float
     ):
-        self.jaxpr, self.graph, self.allowed, self.device = jaxpr, graph, allowed, device
+        self.jaxpr, self.graph, self.allowed, self.device = (
+            setting.jaxpr,
+            setting.graph,
+            setting.allowed,
+            setting.device,
+        )
         self.donated, self.elsewhere, self.gap, self.solver = donated, elsewhere, gap, options.solver
-        self.class_of = tie_nodes(graph, allowed.keys)
-        self.prices = Prices(graph, device, self.class_of, allowed.masks)
-        budget = options.memory_budget_bytes or device.memory_bytes
-        self.budget_search = BudgetSearch(budget, graph.mesh, self._rows_at, self._floor)
+        self.class_of, self.prices = setting.class_of, setting.priced
+        budget = options.memory_budget_bytes or self.device.memory_bytes
+        self.budget_search = BudgetSearch(budget, self.graph.mesh, self._rows_at, self._floor)
         # One limit for all: where the first problem takes it all, the others are only looked at.
         self.limit = TimeLimit(options.solver_seconds)
         # The last alone: a body is as large as the program.
@@ -217,8 +207,8 @@ def _follow_clock(instance: _Instance, first: Sharded, tried: list[tuple[int, ..
             break
         exposure = _shown(last)
         problem = instance.prices.problem(exposure)
-        solution = instance.solve(problem)
-        if not solution.choices:
+        solution = instance.solve(problem, (1 + TUNING.known_far) * best.step_seconds)
+        if not solution.choices or solution.status == "beaten":
             break
         if solution.choices in tried:
             if instance.nodes(solution.choices) == best.choices:
@@ -251,6 +241,7 @@ def _with_known(
     instance: _Instance,
     best: Sharded | None,
     known: Restrict,
+    wider: Problem,
     exposure: Exposure | None,
     tried: list[tuple[int, ...]],
 ) -> Sharded | None:
@@ -260,10 +251,11 @@ def _with_known(
         instance: The program on its mesh.
         best: The best answer so far; None: none fits.
         known: The plan.
+        wider: The problem without its restrictions.
         exposure: What is known of it after all answers.
         tried: Choices that were read off; extended.
     """
-    narrowed = _narrowed(instance.prices.problem(exposure), instance.graph, instance.class_of, known)
+    narrowed = _narrowed(wider, instance.graph, instance.class_of, known)
     if narrowed is None or (best is not None and not _may_win(narrowed, best, instance.solver, instance.limit)):
         return best
     solution = instance.solve(narrowed)
@@ -273,7 +265,6 @@ def _with_known(
     candidate = instance.read_off(narrowed, solution, exposure)
     if best is not None and candidate.step_seconds >= best.step_seconds * (1 - 1e-9):
         return best
-    wider = instance.prices.problem(exposure)
     bound = solve(wider, instance.solver, instance.limit, max(instance.gap, TUNING.large_gap)).bound
     return dataclasses.replace(candidate, problem=wider, solution=solution.bounded(bound))
 
@@ -297,17 +288,3 @@ def _narrowed(problem: Problem, graph: Graph, class_of: Sequence[int], restrict:
     if any(not np.isfinite(cost).any() for cost in costs):
         return None
     return Problem(costs, problem.edges)
-
-
-def _check_pins(graph: Graph, allowed: Allowed) -> None:
-    for index, mask in allowed.masks.items():
-        if not mask.any():
-            node = graph.nodes[index]
-            reasons = allowed.reasons.get(index, [str(allowed.keys[index])])
-            raise InfeasibleError(
-                "the pins on one value contradict each other or the method.",
-                given="; ".join(reasons),
-                wrong=f"no sharding of {node.name} keeps all of them.",
-                do="drop one of them, or choose another mesh.",
-                constraint=reasons[0],
-            )

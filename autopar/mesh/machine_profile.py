@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.entry import DamageError, Entry, number_or_inf, read_versioned, write_whole
+from autopar.entry import DamageError, Entry, number_or_inf, read_versioned, unwritable, write_whole
 from autopar.errors import AutoparError, ProfileError
 from autopar.markup import facts
 from autopar.mesh.device import Achieved, Device
@@ -86,13 +86,7 @@ class MachineProfile:
         try:
             write_whole(path, json.dumps(_record(self), indent=1) + "\n")
         except OSError as error:
-            raise ProfileError(
-                "the profile cannot be saved.",
-                given=str(path),
-                wrong=f"{error.strerror or error}.",
-                do="name a file in a directory that exists and may be written to.",
-                path=str(path),
-            ) from error
+            raise unwritable(ProfileError, "profile", path, error) from error
 
     @staticmethod
     def load(path: str | Path) -> MachineProfile:

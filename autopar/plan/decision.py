@@ -182,7 +182,9 @@ class Recomputed:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Consecutive layers on one submesh.
+    """Consecutive layers on one submesh, as a plan tells of them and its file keeps them.
+
+    Apart from `StagePlan`, which holds equations: a plan must be read without its program.
 
     Attributes:
         submesh: Its devices.

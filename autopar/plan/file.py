@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autopar.entry import DamageError, read_versioned, write_whole
+from autopar.entry import DamageError, read_versioned, unwritable, write_whole
 from autopar.errors import PlanFileError
 from autopar.plan.decision import Decision
 from autopar.plan.read import read_plan
@@ -26,13 +26,7 @@ def save_decision(plan: Decision, path: str | Path) -> None:
     try:
         write_whole(path, dumps(record_of(plan)))
     except OSError as error:
-        raise PlanFileError(
-            "the plan cannot be saved.",
-            given=str(path),
-            wrong=f"{error.strerror or error}.",
-            do="name a file in a directory that exists and may be written to.",
-            path=str(path),
-        ) from error
+        raise unwritable(PlanFileError, "plan", path, error) from error
 
 
 def load_decision(path: str | Path) -> Decision:

@@ -24,7 +24,7 @@ from autopar.ir.region import bodies_of, is_region, trip_count
 from autopar.ir.rules import rule_for
 from autopar.ir.signature import equation_signature
 from autopar.ir.source import name_scope
-from autopar.ir.trace.flatten import RECOMPUTED
+from autopar.ir.trace.inline_calls import RECOMPUTED
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.plan.figures import Figures

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import AutoparError
+from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.shard import Beaten
 from autopar.intra_op.time_limit import TimeLimit
@@ -57,8 +58,13 @@ def search_meshes(
     meshes: Sequence[LogicalMesh],
     report: Report,
     searched: Searched,
+    beat: float = math.inf,
+    exposure: Exposure | None = None,
 ) -> None:
-    """Shard the step on the meshes, one after the other; extends `searched` as it goes on."""
+    """Shard the step on the meshes, one after the other; extends `searched` as it goes on.
+
+    As long as nothing is found, `beat` is the objective to be beaten, and `exposure` what is known of it.
+    """
     for number, mesh in enumerate(meshes):
         reason = _not_worth_it(searched, mesh, cluster.hosts) if len(meshes) > 1 or searched.results else ""
         if reason:
@@ -67,13 +73,13 @@ def search_meshes(
         least = min((sharded.step_seconds for _, sharded in searched.results), default=math.inf)
         report(f"sharding {program.name} on mesh {mesh}", number / len(meshes), least)
         # Data parallelism over all axes is the same on every mesh: compared with once.
-        beat, exposure = math.inf, None
         if searched.results:
             best = searched.best[1]
             beat, exposure = best.solution.objective, best.exposure
             beat *= 1 - TUNING.third_axis_gain if len(mesh.shape) > 2 else 1
         try:
-            sharded = shard_on(program, roles, cluster, method, mesh, not searched.results, beat, exposure)
+            like = searched.results[0][1].graph if searched.results else None
+            sharded = shard_on(program, roles, cluster, method, mesh, not searched.results, beat, exposure, like)
         except Beaten as beaten:
             searched.beaten.append(mesh)
             searched.tried.append((str(mesh), f"at least {beaten.seconds:.3e} s"))

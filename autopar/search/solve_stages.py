@@ -31,9 +31,15 @@ from autopar.tuning import TUNING
 
 @dataclass(slots=True)
 class Solved:
-    """Stages that have been sharded, so that equal ones are solved once: key -> the stage that was."""
+    """Stages that have been sharded, so that equal ones are solved once.
+
+    Attributes:
+        known: Key -> the stage that was.
+        graphs: Of programs, by identity, a graph: on another mesh, what does not depend on the mesh is taken from there.
+    """
 
     known: dict[Hashable, StagePlan] = field(default_factory=dict)
+    graphs: dict[int, tuple[StageProgram, Graph]] = field(default_factory=dict)
 
 
 def best_stage(
@@ -107,8 +113,10 @@ def solve_stage(
     )
     if key in solved.known:
         return take_over(program, solved.known[key], cluster.device)
-    made = plan_stage(program, mesh, cluster.device, options, restrict, all_again, gap)
+    _, like = solved.graphs.get(id(program), (program, None))
+    made = plan_stage(program, mesh, cluster.device, options, restrict, all_again, gap, like)
     solved.known[key] = made
+    solved.graphs.setdefault(id(program), (program, made.sharded.graph))
     return made
 
 

@@ -22,7 +22,7 @@ from autopar.intra_op.hand_plans import restrict_to_axes
 from autopar.intra_op.restrict import Allowed, Restrict
 from autopar.ir.program import Program
 from autopar.ir.source import is_backward
-from autopar.ir.trace.flatten import is_recomputed
+from autopar.ir.trace.inline_calls import is_recomputed
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh, linked_mesh, logical_meshes, more_devices_text
 from autopar.search.methods import PipelineParallel, ThreeD, method_text

@@ -27,11 +27,12 @@ from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Goal
 from autopar.streams.check import check_streams
-from autopar.streams.clock import check_order, contract_of, simulate_streams
-from autopar.streams.emit import Streams, emit_instructions, emit_step
+from autopar.streams.clock import check_order, simulate_streams
+from autopar.streams.emit import emit_instructions, emit_step
 from autopar.streams.instructions import Run
 from autopar.streams.schedules import Schedule, num_chunks
 from autopar.streams.simulate import Interval, Simulation
+from autopar.streams.streams import Streams, contract_of
 
 ONE_PROGRAM = "none"
 """What stands for the schedule of a step that is one program."""

@@ -89,11 +89,6 @@ class Findings:
                 yield f"{where}XLA takes {bytes_text(peak)}, over the budget of {bytes_text(self.budget_bytes)}."
 
     @property
-    def surplus_bytes(self) -> int:
-        """What XLA takes beyond what was predicted, on the fullest mesh."""
-        return max(self.compiled_bytes) - max(self.predicted_bytes)
-
-    @property
     def communication_seconds(self) -> float:
         """Of all collectives of a step, on all meshes."""
         return sum(p.runs * c.times * c.seconds for p in self.programs for c in p.collectives)

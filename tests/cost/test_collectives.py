@@ -12,7 +12,6 @@ from autopar.cost.collectives import (
     all_gather_seconds,
     all_reduce_seconds,
     all_to_all_seconds,
-    collective_permute_seconds,
     collective_seconds,
     reduce_scatter_seconds,
     tree_all_reduce_seconds,
@@ -65,7 +64,6 @@ def test_group_of_one_is_free():
         all_gather_seconds,
         reduce_scatter_seconds,
         all_to_all_seconds,
-        collective_permute_seconds,
         tree_all_reduce_seconds,
     ):
         assert cost(1000, 1, link) == 0.0

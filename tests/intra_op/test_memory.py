@@ -9,7 +9,6 @@ import autopar
 from autopar import Cluster, DataParallel, Device, Link, ShardParallel
 from autopar.errors import InfeasibleError
 from autopar.intra_op.costs import held_values
-from autopar.intra_op.draw import draw_choices
 from autopar.intra_op.graph import build_graph
 from autopar.intra_op.liveness import fullest_moments
 from autopar.intra_op.lower import lower
@@ -18,6 +17,7 @@ from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 from autopar.mesh import logical_mesh
 from autopar.tuning import TUNING
+from tests.draw import draw_choices
 from tests.models.registry import CASES
 
 LAYERS, WIDTH, TOKENS, BATCH = 6, 64, 64, 64

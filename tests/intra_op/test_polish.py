@@ -6,8 +6,9 @@ import numpy as np
 
 from autopar.intra_op import polish as polishing
 from autopar.intra_op.polish import _neighbourhoods, polish
-from autopar.intra_op.problem import Problem, Solution, brute_force
+from autopar.intra_op.problem import Problem, Solution
 from autopar.intra_op.time_limit import TimeLimit
+from tests.brute_force import brute_force
 from tests.intra_op.test_solve import draw, frustrated
 from tests.tuned import tune
 

@@ -12,9 +12,10 @@ import autopar
 from autopar.intra_op import shard as sharding
 from autopar.intra_op import solve as solving
 from autopar.intra_op import time_limit
-from autopar.intra_op.problem import Solution, brute_force
+from autopar.intra_op.problem import Solution
 from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit
+from tests.brute_force import brute_force
 from tests.intra_op.test_solve import draw, frustrated
 from tests.small_mlp import train_step
 from tests.sweep import QUICK, SLOW

@@ -89,7 +89,7 @@ def test_what_is_no_profile(text, tmp_path):
         MachineProfile.load(path)
     with pytest.raises(ProfileError, match="No such file"):
         MachineProfile.load(tmp_path / "none.json")
-    with pytest.raises(ProfileError, match="cannot be saved"):
+    with pytest.raises(ProfileError, match="cannot be written"):
         CPU.save(tmp_path / "no" / "folder.json")
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ProfileError, match="not text"):

@@ -91,7 +91,7 @@ def test_no_file(tmp_path):
 
 
 def test_cannot_be_saved(plan, tmp_path):
-    with pytest.raises(PlanFileError, match="cannot be saved"):
+    with pytest.raises(PlanFileError, match="cannot be written"):
         plan.save(tmp_path / "absent" / "plan.json")
 
 
