@@ -16,7 +16,7 @@ from autopar.plan.decision import Decision
 from autopar.streams.instructions import Free, Instruction, Recv, Run, Send
 
 FORMAT = "autopar plan"
-VERSION = 6
+VERSION = 7
 """Raised with every change that an older reader cannot take, or that gives choices another meaning."""
 
 
@@ -35,6 +35,7 @@ def record_of(plan: Decision) -> dict[str, Any]:
         "microbatch_semantics": plan.microbatch_semantics,
         "schedule": plan.schedule,
         "parts": plan.parts,
+        "padded": [list(pair) for pair in plan.padded],
         "stages": [
             {
                 "num_devices": s.submesh.num_devices,

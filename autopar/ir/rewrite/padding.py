@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -142,9 +143,7 @@ class _Writer:
 
         return self.add(program, operands, eqn.source_info)
 
-    def masked(
-        self, form: _Form, term: Term, rule: ShardingRule, tails: Mapping[Factor, Tail], eqn: JaxprEqn
-    ) -> Atom:
+    def masked(self, form: _Form, term: Term, rule: ShardingRule, tails: Mapping[Factor, Tail], eqn: JaxprEqn) -> Atom:
         """An operand whose tails have no part in what the operation adds up or compares."""
         atom = form.atom
         for kind, factors in (("sum", rule.summed), *((kind, (f,)) for f, kind in rule.reduced.items())):
@@ -158,7 +157,8 @@ class _Writer:
                 value = identity_of(kind, atom.aval.dtype)
                 key = atom, tuple(where), value
                 if key not in self.filled:
-                    (self.filled[key],) = self.add(lambda x: fill_tails(x, where, value), [atom], eqn.source_info)
+                    fill = partial(fill_tails, tails=where, value=value)
+                    (self.filled[key],) = self.add(fill, [atom], eqn.source_info)
                 atom = self.filled[key]
         return atom
 
