@@ -1,5 +1,7 @@
 """Products of 8-bit floats: what scales them is found over the whole batch, in shards and in microbatches too."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,7 @@ from tests.ir.rules.harness import check_equation, flat_eqns
 
 WIDTH, BATCH = 64, 128
 METHODS = [
-    autopar.Auto(),
+    autopar.ShardParallel(mesh_shape=(4,)),
     autopar.DataParallel(zero=3),
     autopar.DataParallel(num_microbatches=2),
     autopar.PipelineParallel(num_stages=2, num_microbatches=2),
@@ -95,8 +97,9 @@ def flax_layers():
     return train_step, jax.jit(model.init)(jax.random.key(0), jnp.ones((BATCH, WIDTH)))
 
 
-@pytest.mark.parametrize("make", [block_scaled, flax_layers])
-@pytest.mark.parametrize("method", METHODS, ids=str)
+@pytest.mark.parametrize(
+    "make, method", [(flax_layers, autopar.Auto()), *itertools.product([block_scaled, flax_layers], METHODS)]
+)
 def test_equal_to_jit(make, method):
     fn, state = make()
     step = autopar.parallelize(fn, cluster=cluster(), method=method, donate_argnums=())
