@@ -17,12 +17,13 @@ from typing import Any
 
 import jax
 
-from autopar.api import CompiledStep, ParallelStep
+from autopar.compiled import CompiledStep
 from autopar.errors import AutoparError, StructureChangedError
 from autopar.frameworks import Shell
 from autopar.ir.program import Program
 from autopar.ir.trace.state import find_batch
 from autopar.search.methods import Follow, Method, ShardParallel
+from autopar.step import ParallelStep
 
 
 def follow(
