@@ -26,13 +26,7 @@ from autopar.ir.rules import rule_for
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster
 from autopar.streams.assemble import StepPlan
-
-MOST_LONGER = 1.75
-"""A dim is made so many times as long at most: 5 heads become 8, 9 do not become 16."""
-WORTH_LOOKING = 0.03
-"""Part of a step that could be won before the step is planned with longer dims, too; and part of its products along them."""
-WORTH_TAKING = 0.01
-"""Part of a step by which longer dims must make it faster."""
+from autopar.tuning import TUNING
 
 Lengths = Mapping[int, int]
 """A length -> what it becomes."""
@@ -57,7 +51,7 @@ def lengths_that_do_not_divide(program: Program, roles: Roles, num_devices: int)
             along[length] = along.get(length, 0.0) + times * rule.flops
     rows = {program.in_avals[k].shape[0] for k in roles.batch}
     longer = {n: longer_length(n, num_devices) for n in sorted(along) if n not in rows}
-    return {n: m for n, m in longer.items() if m > n and along[n] >= WORTH_LOOKING * whole}
+    return {n: m for n, m in longer.items() if m > n and along[n] >= TUNING.padding_looks * whole}
 
 
 def longer_length(length: int, num_devices: int) -> int:
@@ -65,7 +59,7 @@ def longer_length(length: int, num_devices: int) -> int:
     now = length // math.gcd(length, num_devices)
     for parts in (d for d in range(num_devices, 1, -1) if num_devices % d == 0):
         longer = -(-length // parts) * parts
-        if longer <= MOST_LONGER * length and longer // parts < now:
+        if longer <= TUNING.padded_most * length and longer // parts < now:
             return longer
     return length
 
@@ -100,7 +94,7 @@ def worth_padding(planned: StepPlan, lengths: Lengths, cluster: Cluster) -> dict
         hardly_split = math.gcd(length, cluster.num_devices) == 1
         return (1 - exposed) * repeated[length] / operations + hardly_split * exposed * along[length] / products
 
-    return {n: m for n, m in lengths.items() if gain(n) >= WORTH_LOOKING}
+    return {n: m for n, m in lengths.items() if gain(n) >= TUNING.padding_looks}
 
 
 def _products(jaxpr: Jaxpr, times: float = 1.0) -> Iterator[tuple[JaxprEqn, float]]:

@@ -48,7 +48,6 @@ from autopar.search.methods import (
 )
 from autopar.search.one_mesh import count_of, in_microbatches
 from autopar.search.padding import (
-    WORTH_TAKING,
     Lengths,
     lengths_that_do_not_divide,
     padded_program,
@@ -130,7 +129,7 @@ def _with_padding(
         else:
             goal = method.options().goal
             least = math.inf if planned is None else planned.seconds_for(goal)
-            if longer.seconds_for(goal) < (1 - WORTH_TAKING) * least:
+            if longer.seconds_for(goal) < (1 - TUNING.padding_gains) * least:
                 return longer, [*tried, *more], lengths
             tried = [*tried, (padding_text(lengths), seconds_text(longer.seconds))]
     if planned is None:

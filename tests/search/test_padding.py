@@ -1,5 +1,7 @@
 """Dims that do not divide are split with padding where that is faster; what the user sees has the user's lengths."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 
 import autopar
 from autopar.search.padding import longer_length
+from autopar.tuning import TUNING
 from tests.sweep import check_faithful
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 61, 16, 2, 8
@@ -107,8 +110,9 @@ METHODS = {
 @pytest.mark.parametrize("name", METHODS)
 def test_gpt_with_an_odd_vocabulary(name, monkeypatch):
     """As the costs have it data parallelism is best; here the longer step is taken all the same, where there is one."""
-    monkeypatch.setattr("autopar.search.padding.WORTH_LOOKING", 0.0)
-    monkeypatch.setattr("autopar.search.planner.WORTH_TAKING", -np.inf)
+    always = dataclasses.replace(TUNING, padding_looks=0.0, padding_gains=-np.inf)
+    for module in ("padding", "planner"):
+        monkeypatch.setattr(f"autopar.search.{module}.TUNING", always)
     args = arguments(8, 1)
     step = autopar.parallelize(train_step, cluster=cluster(), method=METHODS[name], donate_argnums=())
     compiled = step.compile(*args)
