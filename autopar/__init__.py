@@ -6,6 +6,7 @@ from autopar.api import CompiledStep, ParallelStep, parallelize
 from autopar.calibrate import calibrate
 from autopar.compare import Comparison, compare
 from autopar.fit import fit
+from autopar.fit.hosts import batches
 from autopar.follow import follow
 from autopar.ir.rules.mark import mark_stage
 from autopar.ir.rules.opaque import sharding_rule
@@ -32,6 +33,7 @@ __all__ = [
     "Plan",
     "ShardParallel",
     "ThreeD",
+    "batches",
     "calibrate",
     "checkpoint",
     "compare",

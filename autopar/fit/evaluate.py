@@ -11,9 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import jax
+
 from autopar.errors import AutoparError
 from autopar.fit.batches import Batches, EndOfBatches, Source
+from autopar.fit.hosts import HostBatches
+from autopar.fit.parts import ByHost, is_by_host
 from autopar.fit.remainder import weight_of
+from autopar.fit.state import type_of
 from autopar.fit.values import scalars_of
 from autopar.follow import Following
 
@@ -21,7 +26,7 @@ from autopar.follow import Following
 class Evaluation:
     """When the state is measured, and how."""
 
-    def __init__(self, step: Callable[..., Any], batches: Source, every: int | None, remainder: str):
+    def __init__(self, step: Callable[..., Any], batches: Source | ByHost, every: int | None, remainder: str):
         """Raises `AutoparError` if the batches can be gone through only once."""
         if not callable(batches) and iter(batches) is batches:
             raise AutoparError(
@@ -45,15 +50,20 @@ class Evaluation:
         """Means over all eval batches, by name."""
         sums: dict[str, float] = {}
         total = 0.0
-        for batch in self._batches():
+        for batch in self._batches(state):
             weight = weight_of(batch)
             total += weight
             for name, value in scalars_of(self._step(state, batch)).items():
                 sums[name] = sums.get(name, 0.0) + weight * value
         return {name: value / total for name, value in sums.items()}
 
-    def _batches(self) -> Iterator[Any]:
-        source = Batches(self._source, remainder=self._remainder)
+    def _batches(self, state: Any) -> Iterator[Any]:
+        source: Batches | HostBatches
+        if is_by_host(self._source):
+            source = HostBatches(self._source, remainder=self._remainder)  # type: ignore[arg-type]
+            source.serve(self._step, jax.tree.map(type_of, state))
+        else:
+            source = Batches(self._source, remainder=self._remainder)  # type: ignore[arg-type]
         number = 0
         while True:
             try:

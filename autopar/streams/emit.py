@@ -217,26 +217,37 @@ class _Emitter:
     def overwritten(
         self, programs: Mapping[str, TaskPlan], kept: Collection[BufferId], donated: Collection[Var]
     ) -> Iterator[tuple[str, list[int]]]:
-        """Operands whose memory a result of the same type takes: sums, rows, and in the update the state it replaces."""
+        """Operands whose memory a result of the same type takes: sums, rows, and in the update the state it replaces.
+
+        A step without gradients begins no update that its state must outlast: there every program takes the state, and what
+        another program of the stage has made, that it is the last to read, so that a decoder's cache is there once.
+        """
+        trains = any(plan.task.kind in ("B", "W") for plan in programs.values())
+        of_user = {key for plan in programs.values() for key in _passed_on(plan, donated)}
         for stream in self.streams.values():
             last = {at: k for k, instruction in enumerate(stream) for at in reads(instruction)}
-            seen = set()
+            travel = {at for i in stream if not isinstance(i, Run) for at in (*reads(i), *writes(i))}
+            runs: dict[str, list[tuple[int, Run]]] = {}
             for k, instruction in enumerate(stream):
-                if not isinstance(instruction, Run) or instruction.program in seen:
-                    continue
-                seen.add(instruction.program)
-                kind, operands = programs[instruction.program].task.kind, instruction.inputs
-                free = [self.buffers[at].type for at in instruction.outputs]
+                if isinstance(instruction, Run):
+                    runs.setdefault(instruction.program, []).append((k, instruction))
+            for program, places in runs.items():
+                kind, (_, first) = programs[program].task.kind, places[0]
+                free = [self.buffers[at].type for at in first.outputs]
                 found = []
-                for position, at in enumerate(operands):
+                for position, at in enumerate(first.inputs):
                     buffer = self.buffers[at]
+                    is_state = buffer.kind == "argument" and buffer.key in donated
+                    is_made = buffer.kind in ("const", "value", "loop") and buffer.key not in of_user
                     in_place = kind != "U" and buffer.kind in ("sum", "rows")
-                    replaced = kind == "U" and buffer.kind == "argument" and buffer.key in donated
-                    replaced = replaced and last[at] == k and at not in kept
+                    idle = not trains and (is_state or is_made or buffer.kind in ("sum", "rows")) and at not in travel
+                    each = [(k, run.inputs[position], run.inputs.count(run.inputs[position])) for k, run in places]
+                    read_last = all(last[b] == k and b not in kept and count == 1 for k, b, count in each)
+                    replaced = (idle or (kind == "U" and is_state)) and read_last
                     if (in_place or replaced) and buffer.type in free:
                         free.remove(buffer.type)
                         found.append(position)
-                yield instruction.program, found
+                yield program, found
 
     def events(self, mesh: MeshId) -> list[_Event]:
         """The runs of a mesh, in order."""
@@ -362,6 +373,14 @@ class _Emitter:
                 self.arguments[atom, stage] = at
             found.append(at)
         return tuple(found)
+
+
+def _passed_on(plan: TaskPlan, donated: Collection[Var]) -> Iterator[Var]:
+    """Values that a program hands on as the user gave them, who keeps them."""
+    given = {s.var for s in plan.task.inputs if s.kind == "argument" and s.key not in donated}
+    for slot in plan.task.outputs:
+        if slot.var is not None and slot.var in given:
+            yield slot.key
 
 
 def _with_frees(stream: Sequence[Instruction], kept: set[BufferId]) -> list[Instruction]:
