@@ -2,9 +2,10 @@
 
 import autopar.adapters  # noqa: F401  (registers them)
 from autopar import checkpoint, errors, loggers
-from autopar.api import CompiledStep, ParallelStep, parallelize
+from autopar.api import parallelize
 from autopar.calibrate import calibrate
 from autopar.compare import Comparison, compare
+from autopar.compiled import CompiledStep
 from autopar.fit import fit
 from autopar.fit.hosts import batches
 from autopar.follow import follow
@@ -14,6 +15,7 @@ from autopar.mesh import Achieved, Cluster, Device, Link, LogicalMesh, MachinePr
 from autopar.report.plan import Plan
 from autopar.report.show import show
 from autopar.search.methods import Auto, DataParallel, Inference, PipelineParallel, ShardParallel, ThreeD
+from autopar.step import ParallelStep
 
 __version__ = "0.1.0"
 __all__ = [

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from autopar.api import CompiledStep, ParallelStep
+from autopar.compiled import CompiledStep
 from autopar.errors import AutoparError, StructureChangedError
 from autopar.frameworks import Shell
 from autopar.ir.program import Program
@@ -25,6 +25,7 @@ from autopar.ir.trace.state import find_batch
 from autopar.ir.trace.trace import name_of
 from autopar.mesh import Cluster
 from autopar.search.methods import Follow, Method, ShardParallel
+from autopar.step import ParallelStep
 
 
 def follow(

@@ -5,7 +5,8 @@
 On 8 virtual CPU devices, which share this machine's cores. The plans of a model are run in turns, a step of each and then
 the next step of each, so that whatever else the machine does meets all of them. Prints both times of each plan, their ratio,
 and Kendall's tau of the order for each model: 1 where all pairs of plans come in the predicted order, -1 where none does.
-Beside the clock stands for how long the step keeps all cores busy, which other programs on the machine do not stretch.
+Of each plan the fastest step counts. Beside the clock stands for how long the step keeps all cores busy: the devices share
+them, so that is what a step takes on a machine with nothing else to do, and other programs do not stretch it.
 """
 
 from __future__ import annotations
@@ -191,7 +192,7 @@ def main() -> None:
                 if number:  # the first places its arguments
                     taken[name].append(seconds)
         found[model] = {
-            name: (compiled.plan.cost.step_seconds, *map(statistics.median, zip(*taken[name], strict=True)))
+            name: (compiled.plan.cost.step_seconds, *map(min, zip(*taken[name], strict=True)))
             for name, compiled, _ in plans
         }
         table = Table("plan", "predicted", "measured", "ratio", "cores busy", title=model, show_edge=False)

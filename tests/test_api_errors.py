@@ -88,6 +88,18 @@ def test_a_batch_without_rows(method):
     assert caught.value.size == 0
 
 
+@pytest.mark.parametrize(
+    "method", [DataParallel(), autopar.PipelineParallel(num_stages=2, num_microbatches=2)], ids=str
+)
+def test_a_batch_whose_arrays_differ_in_rows(method):
+    def step(s, graph):
+        return s, jnp.sum(graph["nodes"][graph["senders"]])
+
+    graph = {"nodes": np.ones((8, 2), np.float32), "senders": np.zeros(24, int)}
+    with raises(BatchError, "no batch to split", "differ in their first dim", "an argument of its own"):
+        planned(method, step, (state(), graph))
+
+
 def test_no_batch():
     def step(s):
         return jax.tree.map(jnp.tanh, s)

@@ -17,11 +17,12 @@ import jax
 import numpy as np
 
 from autopar._jax import is_key, key_data, shaped
-from autopar.api import CompiledStep, ParallelStep
 from autopar.checkpoint.leaves import is_function
+from autopar.compiled import CompiledStep
 from autopar.errors import CheckpointError
 from autopar.runtime.ray.driver.driver import RayStep
 from autopar.runtime.stacks import Stack, StackedArray
+from autopar.step import ParallelStep
 
 
 class Nowhere(enum.Enum):

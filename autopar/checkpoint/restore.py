@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopar.checkpoint.storage as storage
-from autopar.api import CompiledStep, ParallelStep
 from autopar.checkpoint.apart import read_apart
 from autopar.checkpoint.folder import check, step_folder, step_number, steps
 from autopar.checkpoint.leaves import (
@@ -33,10 +32,12 @@ from autopar.checkpoint.leaves import (
 )
 from autopar.checkpoint.manifest import Manifest
 from autopar.checkpoint.places import UNCOMMITTED, OnWorkers, Place, places_by_like, places_by_plan
+from autopar.compiled import CompiledStep
 from autopar.errors import CheckpointError, warn
 from autopar.frameworks import without_arrays
 from autopar.ir.trace.containers import plain_containers
 from autopar.runtime.stacks import Stack
+from autopar.step import ParallelStep
 
 
 def restore(

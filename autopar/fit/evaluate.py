@@ -11,14 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import jax
-
 from autopar.errors import AutoparError
 from autopar.fit.batches import Batches, EndOfBatches, Source
-from autopar.fit.hosts import HostBatches
+from autopar.fit.hosts import batches as by_host
 from autopar.fit.parts import ByHost, is_by_host
 from autopar.fit.remainder import weight_of
-from autopar.fit.state import type_of
 from autopar.fit.values import scalars_of
 from autopar.follow import Following
 
@@ -58,12 +55,10 @@ class Evaluation:
         return {name: value / total for name, value in sums.items()}
 
     def _batches(self, state: Any) -> Iterator[Any]:
-        source: Batches | HostBatches
         if is_by_host(self._source):
-            source = HostBatches(self._source, remainder=self._remainder)  # type: ignore[arg-type]
-            source.serve(self._step, jax.tree.map(type_of, state))
-        else:
-            source = Batches(self._source, remainder=self._remainder)  # type: ignore[arg-type]
+            yield from by_host(self._source, self._step, state, remainder=self._remainder)  # type: ignore[arg-type]
+            return
+        source = Batches(self._source, remainder=self._remainder)  # type: ignore[arg-type]
         number = 0
         while True:
             try:

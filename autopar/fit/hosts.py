@@ -9,6 +9,7 @@ Method: the first batch is read here, whole, to know what is to be planned for. 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,10 +17,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.api import ParallelStep
 from autopar.compiled import CompiledStep
 from autopar.errors import BatchError
-from autopar.fit.batches import EndOfBatches
+from autopar.fit.batches import Batches, EndOfBatches
 from autopar.fit.parts import ByHost, PartReader
 from autopar.fit.remainder import Remainder, check_remainder, rows_of, whole
 from autopar.fit.state import type_of
@@ -29,6 +29,7 @@ from autopar.runtime.ray.driver.driver import RayStep
 from autopar.runtime.ray.driver.reading import Layout, Reading
 from autopar.runtime.ray.functions import packed
 from autopar.runtime.ray.worker.reading import PartKind, kind_of
+from autopar.step import ParallelStep
 
 
 def batches(
@@ -58,14 +59,17 @@ def batches(
     check_remainder(remainder)
     feed = HostBatches(function, remainder=remainder, ahead=prefetch)
     feed.serve(step, jax.tree.map(type_of, state))
-    for number in itertools.count():
-        try:
-            batch = feed.at(number)
-        except EndOfBatches:
-            return
-        yield batch
-        del batch
-        feed.forget(number)
+    try:
+        for number in itertools.count():
+            try:
+                batch = feed.at(number)
+            except EndOfBatches:
+                return
+            yield batch
+            del batch
+            feed.forget(number)
+    finally:
+        feed.close()
 
 
 class HostBatches:
@@ -81,7 +85,7 @@ class HostBatches:
         """Reads nothing. `ahead` is how many batches workers read ahead; the others are as of `Batches`."""
         self._reader, self._stop, self._remainder, self._ahead = PartReader(function, every), stop, remainder, ahead
         self._name = getattr(function, "__name__", "batches")
-        self._here = self._reader.here(stop=stop, remainder=remainder, every=every)
+        self._every = every
         self._like: Any = None
         self._compiled: Callable[[Any], CompiledStep] | None = None
         self._reading: Reading | None = None
@@ -90,9 +94,14 @@ class HostBatches:
         self._start: Any | None = None
         self.rows: int | None = None
 
+    @functools.cached_property
+    def _here(self) -> Batches:
+        """All of them in one part, for a step of this process."""
+        return self._reader.here(stop=self._stop, remainder=self._remainder, every=self._every)
+
     def serve(self, step: Any, state: Any) -> None:
         """They are for this step now, and a state of such types."""
-        self._close()
+        self.close()
         on_ray = isinstance(step, ParallelStep | Following) and step.cluster.machine is not None
         self._compiled = (lambda batch: step.compiled(state, batch)) if on_ray else None
 
@@ -143,17 +152,20 @@ class HostBatches:
 
     def go_to(self, number: int, position: Any | None = None, rows: int | None = None) -> None:
         """As of `Batches`; parts of another number than now go nowhere: they are drawn and dropped."""
-        self._close()
+        self.close()
         self._back.clear()
         self._next, self._start, self.rows = number, position, self.rows or rows
         own = _parts_of(position, 1)
-        self._here.go_to(number, None if own is None else own[0], rows)
+        if self._compiled is None:
+            self._here.go_to(number, None if own is None else own[0], rows)
 
     def forget(self, number: int) -> None:
         """As of `Batches`."""
-        self._here.forget(number)
+        if self._compiled is None:
+            self._here.forget(number)
 
-    def _close(self) -> None:
+    def close(self) -> None:
+        """Have the workers read nothing more."""
         if self._reading is not None:
             self._reading.close()
         self._reading = None
@@ -161,7 +173,7 @@ class HostBatches:
     def _opened(self, number: int) -> Reading:
         if self._reading is None or self._reading.closed or number != self._next:
             assert self._compiled is not None
-            self._close()
+            self.close()
             self._look()
             step, layout = self._laid_out(self._like)
             part = {

@@ -12,13 +12,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, Literal
 
 import jax
 
-from autopar.api import ParallelStep
 from autopar.checkpoint.folder import read_note, steps
 from autopar.checkpoint.owner import hold
 from autopar.checkpoint.restore import find_checkpoint, read_state
@@ -37,6 +36,7 @@ from autopar.follow import Following
 from autopar.frameworks import Shell, without_arrays
 from autopar.loggers import Logger
 from autopar.mesh import Cluster
+from autopar.step import ParallelStep
 
 BACK_OFF_SECONDS, MOST_SECONDS = 1.0, 60.0
 """How long to wait before a second failure in a row is mended: twice as long each time, up to the latter."""
@@ -115,15 +115,9 @@ def fit(
         WorkerError: The machine failed, and that was not to be mended.
         NodeLostError: The same, before the workers had started.
     """
-    _check_settings(on_failure, save_every=save_every, keep=keep, eval_every=eval_every, log_every=log_every)
+    counts = {"save_every": save_every, "keep": keep, "eval_every": eval_every, "log_every": log_every}
+    _check_settings(on_failure, prefetch, counts)
     check_remainder(remainder)
-    if not isinstance(prefetch, Integral) or prefetch < 0:
-        raise AutoparError(
-            "`prefetch` must be a whole number, 0 or more.",
-            given=f"fit(prefetch={prefetch!r})",
-            wrong="there is no such number of batches.",
-            do="pass 0 to draw none ahead, or leave it out.",
-        )
     state, shell = without_arrays(state)
     if shell is not None:
         step, eval_step = _on_arrays(step, eval_step, shell)
@@ -195,13 +189,20 @@ def _on_arrays(step: Any, eval_step: Any, shell: Shell) -> tuple[Any, Any]:
     return step, eval_step
 
 
-def _check_settings(on_failure: Any, **counts: Any) -> None:
+def _check_settings(on_failure: Any, prefetch: Any, counts: Mapping[str, Any]) -> None:
     if on_failure not in ("replan", "raise"):
         raise AutoparError(
             "fit does not know what to do on a failure.",
             given=f"fit(on_failure={on_failure!r})",
             wrong="it is neither 'replan' nor 'raise'.",
             do="leave it out to plan anew for what is left, or pass 'raise'.",
+        )
+    if not isinstance(prefetch, Integral) or int(prefetch) < 0:
+        raise AutoparError(
+            "`prefetch` must be a whole number, 0 or more.",
+            given=f"fit(prefetch={prefetch!r})",
+            wrong="there is no such number of batches.",
+            do="pass 0 to draw none ahead, or leave it out.",
         )
     for name, value in counts.items():
         may_be_none = name in ("keep", "eval_every")
@@ -331,6 +332,8 @@ class _Run:
         if self.evaluation is not None and self.number > first and not self.evaluation.is_due(self.number):
             self._evaluate(self.evaluation)
         self.settle()
+        if isinstance(self.batches, HostBatches):
+            self.batches.close()
         if self.number == first and self.directory is not None and first:
             warn(
                 f"the run in {os.fspath(self.directory)} is finished: all its {first} steps are done, and none was done now. "

@@ -110,18 +110,18 @@ def make_tasks(
         at = ("B" if is_behind else "F", stage_of[segment])
         own[at].append(eqn)
         made_at.update(dict.fromkeys(eqn.outvars, at))
-    position = {id(eqn): k for k, eqn in enumerate(eqns)}
+    position = {eqn: k for k, eqn in enumerate(eqns)}
     results = variables(chain.loop.outvars)
 
     def with_light(task: Iterable[JaxprEqn], wanted: Iterable[Var] = ()) -> list[JaxprEqn]:
-        found = {id(eqn): eqn for eqn in task}
-        waiting = [*(a for eqn in found.values() for a in inputs_of(eqn)), *wanted]
+        found = dict.fromkeys(task)
+        waiting = [*(a for eqn in found for a in inputs_of(eqn)), *wanted]
         while waiting:
             maker = light.get(waiting.pop())
-            if maker is not None and id(maker) not in found:
-                found[id(maker)] = maker
+            if maker is not None and maker not in found:
+                found[maker] = None
                 waiting += inputs_of(maker)
-        return sorted(found.values(), key=lambda eqn: position[id(eqn)])
+        return sorted(found, key=lambda eqn: position[eqn])
 
     light_eqns = [eqn for eqn in eqns if any(light.get(var) is eqn for var in eqn.outvars)]
     light_results = [a for a in results if a in light]

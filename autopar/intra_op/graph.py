@@ -28,7 +28,7 @@ import numpy as np
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
 from autopar.intra_op.batch import BatchDims, Dims, between_samples, follow_batch
 from autopar.intra_op.strategies import Strategy, enumerate_strategies
-from autopar.ir.region import Binding, Region, bodies_of, is_region, region_of
+from autopar.ir.region import Binding, Region, Role, bodies_of, is_region, region_of
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.rules.linearity import may_be_partial, survives_infinity
 from autopar.ir.signature import equation_signature
@@ -40,6 +40,9 @@ Shardings = tuple[Sharding, ...]
 Phase = typing.Literal["f", "b", "u", "o"]
 PHASES: tuple[Phase, ...] = ("f", "b", "u", "o")
 """Who reads a value: the forward pass, the backward pass, what follows it, or a border as result of its body."""
+
+
+NodeKind = typing.Literal["op", "port", "hub", "keep"]
 
 
 class Moves(Protocol):
@@ -56,29 +59,31 @@ class Node:
 
     Attributes:
         index: Position in `Graph.nodes`.
-        kind: `"op"`, `"port"`, `"hub"` or `"keep"`.
+        kind: Operation, port, hub or keep.
         name: For people and for tests: the equation, or the border and the value.
         strategies: Choices of an operation (empty for all others).
         shardings: Choices of a port, hub or keep.
         weight: Executions in one step.
         eqn: The operation's equation.
         rule: The operation's rule.
+        carried: Its linear groups that partial sums pass.
         var: The value of a port, hub or keep.
         communicates: Whether conversions and reductions here may communicate (not inside a loop of unknown length).
-        signature: Equal for nodes that have the same choices for the same reasons.
+        signature: Equal for nodes of a graph that have the same choices for the same reasons.
     """
 
     index: int
-    kind: str
+    kind: NodeKind
     name: str
     strategies: tuple[Strategy, ...] = ()
     shardings: Shardings = ()
     weight: float = 1.0
     eqn: Any = None
     rule: Any = None
+    carried: tuple[int, ...] = ()
     var: Any = None
     communicates: bool = True
-    signature: object = None
+    signature: int = -1
 
     @property
     def num_choices(self) -> int:
@@ -144,34 +149,36 @@ class Graph:
         nodes: Decisions, in program order.
         edges: Where two decisions meet.
         produced: Origin of each value.
-        op_node: Node of each plain equation, by identity.
-        ports: Nodes of a structured equation's border, by (equation identity, role, index).
+        op_node: Node of each plain equation.
+        ports: Nodes of a structured equation's border, by (equation, role, index).
         hubs: Node of (value, phase) with several readers.
         keeps: Of (value, phase) whose readers get the value as it waited since an earlier phase.
         used: The copy of a value that the readers of a phase share: the hub's, or that of the only one.
-        phases: Phase of each equation, by identity.
+        phases: Phase of each equation.
         inputs: Port of each program input.
         outputs: Port of each program output.
         batch: Which dims run over samples.
         traffic: What each operation brings through memory, once that is known (`traffic.py`).
         held: Values that take memory, once that is known (`costs.held_values`).
+        priced: What conversions and operations take, as far as that is known (`costs.py`).
     """
 
     mesh: LogicalMesh
     nodes: list[Node] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     produced: dict[Var, Produced] = field(default_factory=dict)
-    op_node: dict[int, int] = field(default_factory=dict)
-    ports: dict[tuple[int, str, int], int] = field(default_factory=dict)
+    op_node: dict[JaxprEqn, int] = field(default_factory=dict)
+    ports: dict[tuple[JaxprEqn, Role, int], int] = field(default_factory=dict)
     hubs: dict[tuple[Var, Phase], int] = field(default_factory=dict)
     keeps: dict[tuple[Var, Phase], Keep] = field(default_factory=dict)
     used: dict[tuple[Var, Phase], Produced] = field(default_factory=dict)
-    phases: dict[int, Phase] = field(default_factory=dict)
+    phases: dict[JaxprEqn, Phase] = field(default_factory=dict)
     inputs: list[int] = field(default_factory=list)
     outputs: list[int] = field(default_factory=list)
     batch: BatchDims = field(default_factory=BatchDims)
     traffic: Any = None
     held: Any = None
+    priced: dict[Any, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +207,8 @@ def build_graph(
     aliases: Mapping[int, int],
     batch: Sequence[int] | Mapping[int, Dims] = (),
     anew: AbstractSet[Var] = frozenset(),
-    twice: AbstractSet[int] = frozenset(),
+    twice: AbstractSet[JaxprEqn] = frozenset(),
+    like: Graph | None = None,
 ) -> Graph:
     """The decision graph of a flat program.
 
@@ -210,28 +218,44 @@ def build_graph(
         aliases: Output index -> input index of the state it replaces; both get one port.
         batch: Inputs whose leading dim runs over samples; or, by input, the dims that do.
         anew: Values of which no copy waits: each phase begins with them as they were made.
-        twice: Equations, by identity, that both passes run.
+        twice: Equations that both passes run.
+        like: A graph of the same program on another mesh: what does not depend on the mesh is taken from there.
     """
-    graph = _Builder(jaxpr, mesh, anew, twice).build(aliases)
-    rule_of = {id(node.eqn): node.rule for node in graph.nodes if node.kind == "op"}
+    graph = _Builder(jaxpr, mesh, anew, twice, like).build(aliases)
+    if like is not None:
+        _take_over(graph, like)
+        return graph
+    rule_of = {node.eqn: node.rule for node in graph.nodes if node.kind == "op"}
     graph.batch = follow_batch(
         jaxpr, rule_of, batch if isinstance(batch, Mapping) else {k: frozenset({0}) for k in batch}
     )
     if batch:
         waited_for = between_samples(jaxpr, graph.batch)
-        graph.edges = [
-            dataclasses.replace(e, is_sample=bool(graph.batch.dims(e.var)) or e.var in waited_for) for e in graph.edges
-        ]
+        _mark_samples(graph, {e.var for e in graph.edges if graph.batch.dims(e.var) or e.var in waited_for})
     return graph
 
 
+def _mark_samples(graph: Graph, samples: AbstractSet[Var]) -> None:
+    graph.edges = [e if e.var in samples else dataclasses.replace(e, is_sample=False) for e in graph.edges]
+
+
+def _take_over(graph: Graph, like: Graph) -> None:
+    graph.batch, graph.held = like.batch, like.held
+    _mark_samples(graph, {e.var for e in like.edges if e.is_sample})
+    if like.traffic is not None:
+        graph.traffic = {graph.op_node[eqn]: like.traffic[node] for eqn, node in like.op_node.items()}
+
+
 class _Builder:
-    def __init__(self, jaxpr: Jaxpr, mesh: LogicalMesh, anew: AbstractSet[Var], twice: AbstractSet[int]):
-        self.jaxpr, self.mesh, self.anew, self.twice = jaxpr, mesh, anew, twice
+    def __init__(
+        self, jaxpr: Jaxpr, mesh: LogicalMesh, anew: AbstractSet[Var], twice: AbstractSet[JaxprEqn], like: Graph | None
+    ):
+        self.jaxpr, self.mesh, self.anew, self.twice, self.like = jaxpr, mesh, anew, twice, like
         self.graph = Graph(mesh)
         self.axis_sizes = mesh.axis_sizes
         self.lists: dict[Shardings, Shardings] = {}
         self.rules: dict[object, ShardingRule] = {}
+        self.numbers: dict[object, int] = {}
         self.choices: dict[object, tuple[tuple[Strategy, ...], list[Shardings], list[Shardings]]] = {}
         self.port_lists: dict[tuple[tuple[int, ...], bool], Shardings] = {}
         # Readers of each open body, innermost last: they wait until all are known, for a value with several gets a hub.
@@ -265,19 +289,19 @@ class _Builder:
         self.is_behind.append(False)
         for eqn in jaxpr.eqns:
             backward = is_backward(eqn)
-            self.graph.phases[id(eqn)] = "b" if backward else "u" if self.is_behind[-1] else "f"
+            self.graph.phases[eqn] = "b" if backward else "u" if self.is_behind[-1] else "f"
             self.is_behind[-1] |= backward
             if is_region(eqn):
                 self.region(eqn, place)
                 # Behind a loop over microbatches, which holds both passes, is the update.
                 inner = (e for body in bodies_of(eqn) for e in body.eqns)
-                self.is_behind[-1] |= any(self.graph.phases[id(e)] == "b" for e in inner)
+                self.is_behind[-1] |= any(self.graph.phases[e] == "b" for e in inner)
             else:
                 self.operation(eqn, place)
         self.is_behind.pop()
 
     def read(self, atom: Atom, node: Node, slot: int, wanted: Shardings, eqn: JaxprEqn) -> None:
-        self.pending[-1].append(_Read(atom, node, slot, wanted, self.graph.phases[id(eqn)]))
+        self.pending[-1].append(_Read(atom, node, slot, wanted, self.graph.phases[eqn]))
 
     def connect(self, reads: Sequence[_Read], place: _Place) -> None:
         """Edges of one body: straight where a value has one reader in a phase, through a hub where it has several."""
@@ -329,7 +353,13 @@ class _Builder:
         return node
 
     def port(
-        self, name: str, atom: Atom, place: _Place, partial: bool, kind: str = "port", only: Shardings | None = None
+        self,
+        name: str,
+        atom: Atom,
+        place: _Place,
+        partial: bool,
+        kind: NodeKind = "port",
+        only: Shardings | None = None,
     ) -> Node:
         shape, dtype = tuple(atom.aval.shape), atom.aval.dtype
         partial = partial and may_be_partial(dtype)
@@ -341,8 +371,12 @@ class _Builder:
             weight=place.weight,
             var=None if isinstance(atom, Literal) else atom,
             communicates=place.communicates,
-            signature=(kind, name.rstrip("0123456789"), shape, str(dtype)),
+            signature=self.number((kind, name.rstrip("0123456789"), shape, str(dtype))),
         )
+
+    def number(self, signature: object) -> int:
+        """Of what is equal for nodes that have the same choices for the same reasons: small, for it is looked up often."""
+        return self.numbers.setdefault(signature, len(self.numbers))
 
     def all_shardings(self, shape: tuple[int, ...], partial: bool) -> Shardings:
         """Every sharding of a value of this shape, the replicated one last."""
@@ -355,12 +389,7 @@ class _Builder:
         return self.lists.setdefault(key, key)
 
     def operation(self, eqn: JaxprEqn, place: _Place) -> None:
-        same_rule = equation_signature(eqn)
-        if same_rule not in self.rules:
-            self.rules[same_rule] = rule_for(eqn)
-        rule = self.rules[same_rule]
-        carried = self.carried(eqn, rule)
-        signature = (same_rule, carried)
+        rule, carried, signature = self.rule(eqn)
         if signature not in self.choices:
             strategies = tuple(enumerate_strategies(rule, self.axis_sizes, carried))
             wanted = [self.shared([s.operands[k] for s in strategies]) for k in range(len(rule.operands))]
@@ -371,19 +400,32 @@ class _Builder:
             kind="op",
             name=eqn.primitive.name,
             strategies=strategies,
-            weight=place.weight * (2 if id(eqn) in self.twice else 1),
+            weight=place.weight * (2 if eqn in self.twice else 1),
             eqn=eqn,
             rule=rule,
+            carried=carried,
             communicates=place.communicates,
-            signature=signature,
+            signature=self.number(signature),
         )
-        self.graph.op_node[id(eqn)] = node.index
+        self.graph.op_node[eqn] = node.index
         for slot, atom in enumerate(eqn.invars):
             self.read(atom, node, slot, wanted[slot], eqn)
-            if id(eqn) in self.twice:
+            if eqn in self.twice:
                 self.pending[-1].append(_Read(atom, node, slot, wanted[slot], "b"))
         for k, var in enumerate(eqn.outvars):
             self.graph.produced[var] = Produced(node.index, given[k], k)
+
+    def rule(self, eqn: JaxprEqn) -> tuple[ShardingRule, tuple[int, ...], object]:
+        """What an equation is, which of its linear groups partial sums pass, and what is equal for equal ones."""
+        if self.like is not None:
+            known = self.like.nodes[self.like.op_node[eqn]]
+            return known.rule, known.carried, ("op", known.signature)
+        same_rule = equation_signature(eqn)
+        if same_rule not in self.rules:
+            self.rules[same_rule] = rule_for(eqn)
+        rule = self.rules[same_rule]
+        carried = self.carried(eqn, rule)
+        return rule, carried, (same_rule, carried)
 
     def carried(self, eqn: JaxprEqn, rule: ShardingRule) -> tuple[int, ...]:
         """Linear groups that partial sums pass: those where infinity passes too; and all in products of gradients.
@@ -391,7 +433,7 @@ class _Builder:
         Products of matrices, that is: they may make much smaller what is reduced (the gradient of a weight, times a thin
         matrix, is one of LoRA). What is done element by element does not.
         """
-        is_large = bool(rule.summed or rule.whole) and self.graph.phases[id(eqn)] == "b"
+        is_large = bool(rule.summed or rule.whole) and self.graph.phases[eqn] == "b"
         return tuple(k for k, group in enumerate(rule.linear) if is_large or survives_infinity(eqn, group))
 
     # Regions
@@ -420,7 +462,7 @@ class _Builder:
             self.body(body, within)
             self.connect([*self.pending.pop(), *reads], within)
 
-    def border(self, eqn: JaxprEqn, region: Region, role: str, k: int, b: Binding, place: _Place) -> Node:
+    def border(self, eqn: JaxprEqn, region: Region, role: Role, k: int, b: Binding, place: _Place) -> Node:
         """The port of a value at the border; in a loop of known length, what leaves it may be partial."""
         # What a branch reads is the operand itself; what a loop reads is there for all of its trips.
         entering = [b.outer] if region.kind == "cond" else b.variables
@@ -429,7 +471,7 @@ class _Builder:
         partial = b.result is not None and region.kind in ("scan", "barrier")
         whole = self.shared([Sharding.replicated(0)]) if b.role == "test" else None
         node = self.port(f"{region.kind} {role} {k}", atom, place, partial, only=whole)
-        self.graph.ports[id(eqn), role, k] = node.index
+        self.graph.ports[eqn, role, k] = node.index
         return node
 
 

@@ -23,20 +23,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar._jax import Jaxpr, Literal, Var
-from autopar.intra_op.batch import BatchDims, batch_factors
+from autopar.intra_op.batch import BatchDims, factors_of
 from autopar.intra_op.graph import Graph, Node, Shardings
 from autopar.intra_op.restrict import Allowed
 from autopar.intra_op.strategies import IDLE
 from autopar.ir.region import is_region, region_of
 from autopar.ir.rules import ShardingRule
 from autopar.mesh import Sharding
+from autopar.tuning import TUNING
 
 REPLICATED, PARTIAL = -1, -2
 """Beside the number of a dim: how a value lies along one axis."""
-
-UNMEANT = 100.0
-"""Times its seconds that a gather counts where the method means none: models not written for it, and a user's pins, may
-leave no other way."""
 
 
 def restrict_to_data_parallel(
@@ -71,7 +68,7 @@ def restrict_to_data_parallel(
 
     for node in graph.nodes:
         if node.kind == "op":
-            factors = batch_factors(node.eqn, node.rule, batch)
+            factors = factors_of(node.eqn, node.rule, batch)
             if factors:
                 only, some = masks(node, factors)
                 # A loop of unknown length may not communicate: there samples are split only if that needs nothing.
@@ -117,7 +114,7 @@ class InPlace:
         if self.scatters:
             meant |= (source == PARTIAL) | ((source >= 0) & (target == REPLICATED))
         nobody_takes_it_so = ~np.isin(sources, targets)[:, None] & (source >= 0)
-        return np.where(meant | nobody_takes_it_so, 1.0, UNMEANT)
+        return np.where(meant | nobody_takes_it_so, 1.0, TUNING.unmeant_gather)
 
 
 def _state_on(sharding: Sharding, axis: str) -> int:
@@ -153,7 +150,7 @@ def restrict_to_axes(
     multiplied: dict[Var, None] = {}
     for node in graph.nodes:
         if node.kind == "op":
-            factors = batch_factors(node.eqn, node.rule, graph.batch)
+            factors = factors_of(node.eqn, node.rule, graph.batch)
             mask = _axis_mask(node, graph, factors, at[data], at[tensor], zero, sequence)
             allowed.only(node, mask, ("axes", tuple(mask)))
             if _weight_factors(node, graph.batch):

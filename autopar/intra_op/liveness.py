@@ -10,7 +10,7 @@ Method: a copy lives from the instruction that makes it to its last reader. Inpu
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -29,13 +29,7 @@ from autopar.intra_op.sharded import (
 )
 from autopar.ir.region import kind_of
 from autopar.mesh import LogicalMesh
-
-_FALLEN = 0.99
-"""Where memory has fallen to this share of a peak, the next peak is another one."""
-
-
-_Version = tuple[Copy, int]
-"""A copy, and the place of the instruction that made it."""
+from autopar.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -147,64 +141,86 @@ def _peaks(
     Copies in `free` are counted by the caller, values `elsewhere` by no one. What is alive at each instruction is added to
     `curve`.
     """
-    last = _lifetimes(body, pinned)
-    alive: dict[_Version, int] = {
-        (copy, -1): 0 if copy in free or copy[0] in elsewhere else local_bytes(*copy, mesh) for copy in body.inputs
-    }
-    total = sum(alive.values())
-    size = dict(alive)
+    made = _versions(body, pinned)
+    size: list[int] = []
+    for copy, position in zip(made.copies, made.starts, strict=True):
+        is_stored = copy[0] not in elsewhere
+        if position < 0:
+            is_stored = is_stored and copy not in free
+        elif isinstance(body.instructions[position], Compute):
+            is_stored = is_stored and copy[0] in stored
+        size.append(local_bytes(*copy, mesh) if is_stored else 0)
+    changes = made.changes(size, len(body.instructions))
+    total = sum(size[: len(body.inputs)])
     peaks: list[_Peak] = []
     most = _Peak(total, -1, ())
-    dying: dict[int, list[_Version]] = {}
-    for made, position in last.items():
-        dying.setdefault(position, []).append(made)
-    for copy in body.inputs:
-        if (copy, -1) not in last:
-            total -= alive.pop((copy, -1))
+    total += changes[0][1]
     for position, instruction in enumerate(body.instructions):
-        for copy in copies_made(instruction):
-            var = copy[0]
-            is_stored = (var in stored or not isinstance(instruction, Compute)) and var not in elsewhere
-            alive[copy, position] = size[copy, position] = local_bytes(*copy, mesh) if is_stored else 0
-            total += alive[copy, position]
+        born, freed = changes[position + 1]
+        total += born
         inner = _inner_peak(instruction, mesh, stored)
         if curve is not None:
             curve.append(total + inner.bytes)
-        if total + inner.bytes < _FALLEN * most.bytes:
+        if total + inner.bytes < TUNING.peak_fallen * most.bytes:
             peaks.append(most)
             most = _Peak(0, position, ())
         if total + inner.bytes > most.bytes:
             most = _Peak(total + inner.bytes, position, inner.alive, inner.packed, inner.at or instruction)
-        for made in dying.get(position, ()):
-            total -= alive.pop(made, 0)
-        for copy in copies_made(instruction):
-            if (copy, position) not in last:
-                total -= alive.pop((copy, position), 0)
+        total += freed
     # Who is alive is looked up in the end: most instructions of a step are fuller than all before them.
     fullest = sorted((*peaks, most), key=lambda peak: -peak.bytes)[:count]
-    return [dataclasses.replace(p, alive=(*_at(body, p.moment, size, last), *p.alive)) for p in fullest]
+    return [dataclasses.replace(p, alive=(*made.alive(body, p.moment, size), *p.alive)) for p in fullest]
 
 
-def _at(body: Body, moment: int, size: Mapping[_Version, int], last: Mapping[_Version, int]) -> Iterator[Alive]:
-    """Copies that are alive at a moment: made by then, and read there or later; or made there."""
-    for version, num_bytes in size.items():
-        copy, start = version
-        if num_bytes and start <= moment and (start == moment or last.get(version, -1) >= moment):
-            yield Alive(copy, num_bytes, body, moment)
+@dataclass(frozen=True, slots=True, eq=False)
+class _Versions:
+    """The copies of a body in the order in which they are made, its inputs first; one that is made again is another.
+
+    Attributes:
+        copies: Each.
+        starts: The instruction that makes it; -1: it is an input.
+        ends: The last that reads it; -1: none, the number of instructions: it stays.
+    """
+
+    copies: list[Copy]
+    starts: list[int]
+    ends: list[int]
+
+    def changes(self, size: Sequence[int], count: int) -> list[tuple[int, int]]:
+        """Of the beginning and then each of so many instructions, the bytes that it adds, and those that are free behind it
+        (less than nothing)."""
+        born, freed = [0] * (count + 1), [0] * (count + 2)
+        for num_bytes, start, end in zip(size, self.starts, self.ends, strict=True):
+            born[start + 1] += num_bytes
+            freed[(end if end >= 0 else start) + 1] -= num_bytes
+        return list(zip(born, freed, strict=False))
+
+    def alive(self, body: Body, moment: int, size: Sequence[int]) -> Iterator[Alive]:
+        """Copies that are alive at a moment: made by then, and read there or later; or made there."""
+        for copy, num_bytes, start, end in zip(self.copies, size, self.starts, self.ends, strict=True):
+            if num_bytes and start <= moment and (start == moment or end >= moment):
+                yield Alive(copy, num_bytes, body, moment)
 
 
-def _lifetimes(body: Body, pinned: AbstractSet[Copy]) -> dict[_Version, int]:
-    """Where each copy is read last; one that is made again is another."""
-    start = dict.fromkeys(body.inputs, -1)
-    last: dict[_Version, int] = {(copy, -1): len(body.instructions) for copy in pinned}
+def _versions(body: Body, pinned: AbstractSet[Copy]) -> _Versions:
+    """When each copy is made and read last."""
+    count = len(body.instructions)
+    copies, starts = list(body.inputs), [-1] * len(body.inputs)
+    ends = [count if copy in pinned else -1 for copy in body.inputs]
+    current = {copy: k for k, copy in enumerate(copies)}
     for position, instruction in enumerate(body.instructions):
         for copy in copies_read(instruction):
-            last[copy, start[copy]] = max(position, last.get((copy, start[copy]), 0))
-        start.update(dict.fromkeys(copies_made(instruction), position))
+            number = current[copy]
+            ends[number] = max(position, ends[number])
+        for copy in copies_made(instruction):
+            current[copy] = len(copies)
+            copies.append(copy)
+            starts.append(position)
+            ends.append(-1)
     for atom, sharding in body.outputs:
         if not isinstance(atom, Literal):
-            last[(atom, sharding), start[atom, sharding]] = len(body.instructions)
-    return last
+            ends[current[atom, sharding]] = count
+    return _Versions(copies, starts, ends)
 
 
 def packed_bytes(move: Move, mesh: LogicalMesh) -> int:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import numpy as np
 
 from autopar.mesh import Cluster, LogicalMesh, Sharding
 
-ARGUMENT_ROLES = ("state", "batch", "argument", "constant")
+ArgumentRole = Literal["state", "batch", "argument", "constant"]
 """What an input of the program can be to the user."""
+ARGUMENT_ROLES: tuple[ArgumentRole, ...] = get_args(ArgumentRole)
+ValueRole = ArgumentRole | Literal["result", "activation"]
+"""What a value of the program can be to the user."""
+VALUE_ROLES: tuple[ValueRole, ...] = (*ARGUMENT_ROLES, "result", "activation")
 
 
 def machine_text(cluster: Cluster) -> str:

@@ -135,7 +135,7 @@ class Executable:
         return results, measured(self._planned.streams, self._planned.stages, seconds)
 
     def hold(self, arrays: Sequence[Any], first: int) -> list[Any]:
-        """Put arguments that are the same in every step where they are read; the first of them is argument `first`."""
+        """Put arguments that are the same in every step where they are read; as of `Runtime`."""
         return jax.device_put(list(arrays), self.in_shardings[first:])
 
     def stack(self, argument: int) -> Stack | None:
@@ -143,14 +143,7 @@ class Executable:
         return None
 
     def create(self, init: Callable[..., list[Any]], args: Sequence[Any], first: int, count: int) -> list[Any]:
-        """State that is born in its place.
-
-        Args:
-            init: Makes the leaves.
-            args: Its arguments.
-            first: The first of the arguments' leaves that it makes.
-            count: How many.
-        """
+        """State that is born in its place; as of `Runtime`."""
         return jax.jit(init, out_shardings=self.in_shardings[first : first + count])(*args)
 
     def _watched(self, results: list[jax.Array], watch: Watch) -> list[jax.Array]:

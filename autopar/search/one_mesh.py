@@ -21,6 +21,7 @@ from autopar.errors import (
 from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.hand_plans import restrict_to_data_parallel
+from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.restrict import (
     Allowed,
     Restrict,
@@ -28,14 +29,14 @@ from autopar.intra_op.restrict import (
     pin_inputs,
     pin_outputs,
 )
-from autopar.intra_op.shard import Sharded, shard
+from autopar.intra_op.shard import shard
 from autopar.ir.check import check_program
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
 from autopar.ir.rewrite.fission import behind_gradients
 from autopar.ir.rewrite.late_narrowing import narrow_late
 from autopar.ir.split.accumulate import accumulate
-from autopar.ir.split.microbatch import check_phases, split_microbatches
+from autopar.ir.split.microbatch import NO_BATCH, check_phases, split_microbatches
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.plan.words import mesh_text
@@ -121,10 +122,12 @@ def shard_on(
     compare: bool = True,
     beat: float = math.inf,
     exposure: Exposure | None = None,
+    like: Graph | None = None,
 ) -> Sharded:
     """Shard the program on one mesh under the method's restrictions; `compare` with data parallelism too.
 
-    `beat` is the objective of the best plan known on other meshes, `exposure` what it was priced with.
+    `beat` is the objective of the best plan known on other meshes, `exposure` what it was priced with, `like` the graph of
+    the program on one of them.
     """
 
     def restrict(graph: Graph, allowed: Allowed) -> None:
@@ -142,6 +145,7 @@ def shard_on(
         _known_plans(program, roles, mesh) if compare and not isinstance(method, DataParallel) else (),
         beat,
         exposure=exposure or Exposure(1 - cluster.device.achieved.overlap),
+        like=like,
     )
 
 
@@ -179,12 +183,16 @@ def check_batch(program: Program, roles: Roles, mesh: LogicalMesh) -> None:
         BatchError: It does not, or there is none.
     """
     if not roles.batch:
+        leaves = range(len(program.in_paths))
+        others = [k for k in leaves if k not in roles.state] or leaves
+        shown = [f"{program.in_paths[k]}: {program.in_avals[k].str_short()}" for k in others]
         raise BatchError(
             "there is no batch to split.",
-            given=", ".join(program.in_paths[:8]),
-            wrong="every argument is state, or has no dims.",
-            do="pass batch_argnums=...; for a step without one (it draws its own samples, or holds them in its state), use "
-            "ShardParallel() or Auto(): they split what pays, whatever it is.",
+            given=", ".join(shown[:8]),
+            wrong=NO_BATCH,
+            do="pass what has no row per sample (a mask, a graph's edges) as an argument of its own, or say batch_argnums=...; "
+            "for a step without a batch (it draws its own samples, or holds them in its state), use ShardParallel() or "
+            "Auto(): they split what pays, whatever it is.",
             candidates={},
         )
     for leaf in roles.batch:

@@ -20,7 +20,7 @@ from autopar.inter_op.cut import CutStep
 from autopar.inter_op.placement import place_stages
 from autopar.inter_op.residuals import CHEAP
 from autopar.inter_op.stage import StageProgram
-from autopar.inter_op.stage_plan import STAGE_GAP, StagePlan
+from autopar.inter_op.stage_plan import StagePlan
 from autopar.inter_op.stage_program import stage_program
 from autopar.inter_op.tasks import make_tasks
 from autopar.mesh import Cluster, LogicalMesh
@@ -30,11 +30,7 @@ from autopar.search.progress import Report, part_of, silent
 from autopar.search.solve_stages import SameStacks, Solved, best_stage, pinned, solve_stage, stage_seconds
 from autopar.streams.assemble import PipelinePlan, assemble, at_levels
 from autopar.streams.schedules import Schedule, num_chunks, splits_backward
-
-ONE_ARRAY = 0.02
-"""Part of its time that a stage may lose so that its part of a stack lies like the others: the user then has one array."""
-NEAR = 0.05
-"""What cannot be faster than what is known by more than this part is not worth solving under a memory budget."""
+from autopar.tuning import TUNING
 
 
 def plan_pipeline(
@@ -47,7 +43,7 @@ def plan_pipeline(
     solved: Solved,
     restrict: RestrictStage = unrestricted,
     beat: float = math.inf,
-    gap: float = STAGE_GAP,
+    gap: float = TUNING.stage_gap,
     report: Report = silent,
 ) -> PipelinePlan:
     """Plan a pipeline whose borders and submeshes are given.
@@ -96,7 +92,7 @@ def plan_pipeline(
             failures.append(error)
         else:
             fitting.append(planned)
-        if min([beat, *(p.seconds_for(options.goal) for p in fitting)]) * (1 - NEAR) <= fastest:
+        if min([beat, *(p.seconds_for(options.goal) for p in fitting)]) * (1 - TUNING.near) <= fastest:
             break
     if not fitting:
         raise min(failures, key=lambda error: getattr(error, "needed_bytes", math.inf))
@@ -135,7 +131,7 @@ def _shard_stages(
         if there is not None and there != made.mesh and there in candidates:
             with contextlib.suppress(InfeasibleError):
                 alike = best_stage(program, [there], cluster, options, solved, restrict, all_again, gap)
-                made = alike if stage_seconds(alike) <= (1 + ONE_ARRAY) * stage_seconds(made) else made
+                made = alike if stage_seconds(alike) <= (1 + TUNING.one_array) * stage_seconds(made) else made
         pins = same.pins(program, made)
         if pins:
             further, key = restrict(program, made.mesh)

@@ -215,3 +215,12 @@ def test_pods_are_equal_and_joined(fields):
     given = {"hosts_per_pod": 3, "across": Link(1e-5, 1e9)} if fields == {"hosts_per_pod": 3} else fields
     with pytest.raises(ClusterError, match="pods"):
         Cluster(4, 2, **given)
+
+
+def test_a_sharding_is_the_same_in_another_process():
+    """Its hash is kept, and strings have another one in every process."""
+    sharding = Sharding(((), ("x", "y")), ("z",))
+    again = pickle.loads(pickle.dumps(sharding))
+    assert again == sharding and hash(again) == hash(sharding) and again is not sharding
+    object.__setattr__(sharding, "_hash", 0)
+    assert hash(pickle.loads(pickle.dumps(sharding))) == hash(again), "and is not sent along"

@@ -96,13 +96,11 @@ def test_tokens_are_those_of_one_device(method):
     np.testing.assert_array_equal(generate(autopar.follow(prefill, step), step, params), wanted)
 
 
-def pipelined(microbatches):
-    return autopar.PipelineParallel(num_stages=2, schedule="inference", num_microbatches=microbatches)
+PIPELINE = autopar.PipelineParallel(num_stages=2, schedule="inference", num_microbatches=2)
 
 
-@pytest.mark.parametrize("microbatches, times", [(1, 1), (2, 2)])
-def test_a_pipeline_holds_the_cache(microbatches, times):
-    """Its programs take over the old one: a stage has its part once; in microbatches the rows that they write besides."""
+def test_a_pipeline_takes_the_cache_over():
+    """Of its part of it a stage has the old one, which no caller keeps, and the rows that microbatches write: no third."""
     params, (token, cache) = jax.eval_shape(init), jax.eval_shape(prefill, jax.eval_shape(init), PROMPTS)
     cache = {
         name: jax.ShapeDtypeStruct((LAYERS, TEXTS, 4096, *old.shape[3:]), old.dtype) for name, old in cache.items()
@@ -125,12 +123,12 @@ def test_a_pipeline_holds_the_cache(microbatches, times):
         return (x @ params["embed"].T).argmax(-1), cache
 
     cluster = autopar.Cluster.local(jax.devices()[:2], device=SLOW, intra=QUICK)
-    parallel = autopar.parallelize(step, cluster=cluster, method=pipelined(microbatches), batch_argnums=(2,))
+    parallel = autopar.parallelize(step, cluster=cluster, method=PIPELINE, batch_argnums=(2,))
     plan = parallel.plan(params, cache, token, jax.ShapeDtypeStruct((), jnp.int32))
     own = sum(old.size * old.dtype.itemsize for old in cache.values()) // 2
     streams = plan.attached.pipeline.streams
     at_once = {m: sum(streams.buffers[b].num_bytes for b in h) for m, h in most_held(streams).items()}
-    assert all(held < (times + 0.2) * own for held in at_once.values()), (at_once, own)
+    assert all(held < 2.2 * own for held in at_once.values()), (at_once, own)
 
 
 def most_held(streams):

@@ -28,6 +28,10 @@ from autopar.ir.split.placement import OWN, REPLICATED, SUM, Partial, Placement,
 from autopar.ir.split.solution import LoopSolution
 from autopar.ir.split.writer import Programs, ShardWriter
 
+NO_BATCH = (
+    "every argument is state, or has no dims, or holds arrays that differ in their first dim; a batch's share it."
+)
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Result:
@@ -121,8 +125,9 @@ def check_divides(jaxpr: Jaxpr, count: int, batch: Sequence[int], name: str = "t
         raise BatchError(
             "there is no batch to split into microbatches.",
             given=f"num_microbatches={count}",
-            wrong="every argument is state, or has no dims.",
-            do="pass batch_argnums=...; for a step without one, use num_microbatches=1.",
+            wrong=NO_BATCH,
+            do="pass what has no row per sample (a mask, a graph's edges) as an argument of its own, or say batch_argnums=...; "
+            "for a step without a batch, use num_microbatches=1.",
             candidates={},
         )
     for size in sizes:
