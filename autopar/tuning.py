@@ -30,6 +30,13 @@ class Tuning:
     fission_room: float = 1.25
     """Conditions are merged as long as together they make at most so many times the bytes of the largest alone."""
 
+    padded_most: float = 1.75
+    """Times its length that a dim is made longer at most, so that more devices split it: 5 heads become 8, 9 not 16."""
+    padding_looks: float = 0.03
+    """Part of a step that could be won, and of its products along these dims, before it is planned with longer dims, too."""
+    padding_gains: float = 0.01
+    """Part of a step by which longer dims must make it faster: programs as they are written are easier to read."""
+
     # Decisions on one mesh
 
     untied_nodes: int = 700

@@ -33,6 +33,7 @@ import optax  # noqa: E402
 from gpt import Config  # noqa: E402
 from gpt import make_step as make_gpt  # noqa: E402
 from jax.sharding import PartitionSpec  # noqa: E402
+from parts import make_train_step, state_types  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
@@ -71,7 +72,8 @@ def mlp() -> tuple[Callable[..., Any], Any, Any]:
         return jax.ShapeDtypeStruct(sizes, jnp.float32)
 
     params = [{"up": shape(width, width), "down": shape(width, width)} for _ in range(3)]
-    return _trained(loss_fn, params, optimizer, {"x": shape(rows, width), "y": shape(rows, width)})
+    batch = {"x": shape(rows, width), "y": shape(rows, width)}
+    return make_train_step(loss_fn, optimizer), state_types(params, optimizer), batch
 
 
 def gpt() -> tuple[Callable[..., Any], Any, Any]:
@@ -106,17 +108,8 @@ def conv() -> tuple[Callable[..., Any], Any, Any]:
         "blocks": [{"first": kernel(3, a, b), "second": kernel(3, b, b), "skip": kernel(1, a, b)} for a, b in widths],
         "head": jax.ShapeDtypeStruct((64, 1000), jnp.float32),
     }
-    image = jax.ShapeDtypeStruct((64, 16, 16, 3), jnp.float32)
-    return _trained(loss_fn, params, optimizer, {"image": image, "label": jax.ShapeDtypeStruct((64,), jnp.int32)})
-
-
-def _trained(loss_fn: Any, params: Any, optimizer: Any, batch: Any) -> tuple[Callable[..., Any], Any, Any]:
-    def train_step(state, batch):
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
-        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
-
-    return train_step, {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}, batch
+    image, label = jax.ShapeDtypeStruct((64, 16, 16, 3), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32)
+    return make_train_step(loss_fn, optimizer), state_types(params, optimizer), {"image": image, "label": label}
 
 
 MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {

@@ -93,11 +93,13 @@ def _figures(rows: Sequence[Row], timed: Sequence[Row]) -> Iterable[str]:
         by_source[row[0].source].append(abs(error_of(row)))
     yield f"each source counting once: median error {statistics.mean(map(statistics.median, by_source.values())):.1%}"
     yield (
-        "fitted numbers: per family of devices 2 (the rate of fused attention, of the first and of later kernels); for all "
-        "together 3 (the part of the best product's rate that training holds, passes of frameworks without a compiler, "
-        "launches under a profiler); of memory 1 (what PyTorch's allocator keeps back)"
+        "fitted numbers: per family of devices 3 (the rate of fused attention, of the first and of later kernels, and which of "
+        "the datasheet's rates products have that tensor cores cannot load); for all together 3 (the part of the best "
+        "product's rate that training holds, passes of frameworks without a compiler, launches under a profiler); of memory "
+        "1 (what PyTorch's allocator keeps back)"
     )
-    yield f"the first of the latter fitted to all sources but the one it is judged by: median error {left_out_error(timed):.1%}"
+    out = f"{left_out_error(timed):.1%}"
+    yield f"the part of the best product's rate fitted to all sources but the one it is judged by: median error {out}"
     taus = group_taus(rows)
     if taus:
         text = ", ".join(f"{model} x{devices}: {value:.2f} of {count}" for model, devices, count, value in taus)

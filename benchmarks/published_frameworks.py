@@ -36,9 +36,10 @@ users of Jean Zay measured it (BigScience, experiments/bandwidth, all_reduce_ben
 ALIGNMENT_BYTES = 16
 """What rows of a product's operands begin at a multiple of, or else it is not multiplied by tensor cores at full rate (NVIDIA,
 "Matrix multiplication background user's guide": tensor core requirements). XLA pads operands, frameworks do not."""
-UNALIGNED = {"Ampere": 19.5e12, "Hopper": 133.8e12}
-"""FLOP/s of such products, of the rates that datasheets state without tensor cores the one that published runs show: on
-Ampere in 32 bits, with the libraries of its time, on Hopper in 16 bits."""
+UNALIGNED = {"Ampere": 1.0, "Hopper": 2.0}
+"""Rate of such products over that of the device's ordinary cores in float32, where they are multiplied then: on Ampere and
+before in 32 bits, with the libraries of its time, later two numbers of 16 bits at once. Of the rates that datasheets state,
+those that published runs show (heads of 150 and of 450 on A100, a vocabulary of 50,257 on H100)."""
 VOCABULARY_MULTIPLE = 128
 """To which frameworks pad the vocabulary, on each device; nanotron only to the number of devices (`ModelArgs`)."""
 
@@ -83,7 +84,8 @@ def eager_seconds(kernel: Kernel, device: Device) -> float:
             return EAGER * seconds
         case Product() if not _is_aligned(kernel):
             flops = kernel.work * kernel.count * kernel.rows * kernel.columns * kernel.depth
-            return max(seconds, flops / (UNALIGNED[generation_of(device)] * device.achieved.product))
+            rate = device.flops_per_second("float32") * UNALIGNED[generation_of(device)]
+            return max(seconds, flops / (rate * device.achieved.product))
         case _:
             return seconds
 

@@ -29,7 +29,7 @@ class Run:
         memory_gib: Published peak on one device; None where it is not.
         compiled: Whether a compiler fused its elementwise work; frameworks that run operation by operation do not.
         kernel: Which generation of fused attention it ran, 1 or 2; 0: written out.
-        overlaps: Whether it says that tensor-parallel collectives ran behind products.
+        overlaps: Whether its tensor-parallel collectives ran behind products, as it or its framework's configuration says.
         ranks_only: Whether the source says that its times are good for ranking and not for more.
         is_profiled: Whether it says that a profiler recorded the run.
     """
@@ -163,7 +163,7 @@ def _run(row: dict[str, str], line: int) -> Run:
         flash=_attention(row["attention"]) > 0,
         kernel=_attention(row["attention"]),
         compiled=any(name in row["framework"] + row["notes"] for name in _COMPILERS),
-        overlaps="overlap" in row["schedule"].lower() or "AsyncTP" in row["notes"],
+        overlaps=_overlaps(row),
         ranks_only="not for absolute" in row["quality"],
         is_profiled="profiler" in row["quality"],
         schedule=row["schedule"],
@@ -252,6 +252,11 @@ def _attention(text: str) -> int:
     if "flash" not in text.lower() or "unfused" in text:
         return 0
     return 2 if any(name in text for name in ("flash 2", "TE", "cuDNN", "SDPA", "Pallas")) else 1
+
+
+def _overlaps(row: dict[str, str]) -> bool:
+    """NeMo's configurations for these models have it on (`ub_tp_comm_overlap` in NeMo-Framework-Launcher)."""
+    return "overlap" in row["schedule"].lower() or "AsyncTP" in row["notes"] or "NeMo" in row["framework"]
 
 
 def _is_sequence_parallel(row: dict[str, str]) -> bool:

@@ -191,17 +191,12 @@ def local_bytes(atom: Var | Literal, sharding: Sharding, mesh: LogicalMesh) -> i
     return math.prod(sharding.local_shape(tuple(atom.aval.shape), mesh)) * atom.aval.dtype.itemsize
 
 
-def collectives_of(
-    body: Body, mesh: LogicalMesh, times: int = 1, *, only_reductions: bool = False
-) -> Iterator[Collective]:
+def collectives_of(body: Body, mesh: LogicalMesh) -> Iterator[Collective]:
     """All communication of a program, in order; one entry per place, `times` counts loop trips.
 
     A branch of a `cond` is counted as if it were taken; a loop of unknown length communicates nothing.
-    `only_reductions` leaves out the conversions between shardings.
     """
-    for instruction, sent in sent_by(body, mesh, times):
-        if isinstance(instruction, Compute) or not only_reductions:
-            yield sent
+    return (sent for _, sent in sent_by(body, mesh))
 
 
 def sent_by(body: Body, mesh: LogicalMesh, times: int = 1) -> Iterator[tuple[Move | Fused | Compute, Collective]]:

@@ -53,6 +53,7 @@ def read_plan(entry: Entry) -> Decision:
         microbatch_semantics=entry["microbatch_semantics"].one_of(SEMANTICS),
         schedule=schedule,
         parts=entry["parts"].count(1),
+        padded=entry["padded"].items(_longer),
         shardings={v.name: v.sharding.partition_spec() for v in values if v.role in ARGUMENT_ROLES},
         cost=_cost(
             entry["cost"], entry["collectives"].items(lambda e: _collective(e, _mesh_of(e, stages))), len(stages)
@@ -152,6 +153,13 @@ def _memory(entry: Entry, bounds: _Bounds) -> Memory:
         curve,
         entry["peak"].items(lambda e: e.pair(Entry.text, Entry.count)),
     )
+
+
+def _longer(entry: Entry) -> tuple[int, int]:
+    length, longer = entry.pair(Entry.count, Entry.count)
+    if not 1 < length < longer < 2 * length:
+        raise entry.wrong("a length and one that is longer, by less than as much again")
+    return length, longer
 
 
 def _pair(entry: Entry) -> tuple[str, str]:

@@ -16,7 +16,16 @@ from typing import TypeVar
 
 from autopar.cost import collective_seconds
 from autopar.plan.decision import Decision, Recomputed, Value
-from autopar.plan.words import bytes_text, count_text, local_bytes, mesh_text, seconds_text, share_text, type_text
+from autopar.plan.words import (
+    bytes_text,
+    count_text,
+    local_bytes,
+    mesh_text,
+    padding_text,
+    seconds_text,
+    share_text,
+    type_text,
+)
 from autopar.report.limits import find_limit
 from autopar.streams.schedules import SCHEDULES
 from autopar.streams.timeline import timetable_text
@@ -71,6 +80,8 @@ def _facts(plan: Decision) -> Iterable[tuple[str, str]]:
         idle = f"+ {seconds_text(cost.bubble_seconds)} waiting ({share:.0%}; simulated, on average over the devices)"
     if plan.num_microbatches > 1:
         yield "microbatches", _microbatches(plan)
+    if plan.padded:
+        yield "padded", f"{padding_text(dict(plan.padded))} inside the step; arguments and results are as they were"
     if _nothing_is_split(plan):
         yield "split", f"nothing: this step is too small, all {plan.mesh.num_devices} devices compute the same"
     if any(stage.recomputed.level for stage in plan.stages):

@@ -15,8 +15,9 @@ from autopar.inter_op.cut import CutStep
 from autopar.inter_op.equal_stages import take_over
 from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import StagePlan, plan_stage
+from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.costs import build_problem
-from autopar.intra_op.graph import Graph, build_graph
+from autopar.intra_op.graph import Graph
 from autopar.intra_op.problem import Solution
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.restrict import Allowed, Restrict

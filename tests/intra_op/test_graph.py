@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.costs import Prices
-from autopar.intra_op.graph import build_graph
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 from autopar.mesh import LogicalMesh

@@ -203,7 +203,12 @@ def _shortened(paths: Sequence[tuple[str, object]]) -> tuple[str, ...]:
     )
 
 
-def _aval_of(leaf: object, path: str, name: str) -> Aval:
+def check_not_traced(leaf: object, path: str, name: str) -> None:
+    """Arguments are there, and not yet to be computed.
+
+    Raises:
+        TraceError: One is being traced.
+    """
     if isinstance(leaf, jax.core.Tracer):
         raise TraceError(
             f"argument `{path}` of `{name}` is being traced.",
@@ -212,6 +217,10 @@ def _aval_of(leaf: object, path: str, name: str) -> Aval:
             do=f"call `{name}` outside of other transformations, or transform the function before autopar sees it.",
             path=path,
         )
+
+
+def _aval_of(leaf: object, path: str, name: str) -> Aval:
+    check_not_traced(leaf, path, name)
     try:
         return shaped(leaf)
     except (TypeError, ValueError, OverflowError) as error:
