@@ -7,6 +7,7 @@ from autopar.calibrate import calibrate
 from autopar.compare import Comparison, compare
 from autopar.compiled import CompiledStep
 from autopar.fit import fit
+from autopar.fit.hosts import batches
 from autopar.follow import follow
 from autopar.ir.rules.mark import mark_stage
 from autopar.ir.rules.opaque import sharding_rule
@@ -34,6 +35,7 @@ __all__ = [
     "Plan",
     "ShardParallel",
     "ThreeD",
+    "batches",
     "calibrate",
     "checkpoint",
     "compare",

@@ -18,7 +18,7 @@ from typing import Any
 
 from autopar.errors import AutoparError, PlanFileError, StalePlanError
 
-STEP_HELP = "the parallelized step, as module:name"
+STEP_HELP = "the step, as module:name; parallelized or not"
 ARGS_HELP = "its arguments, as module:name: a tuple, or a function that returns one"
 CLUSTER_HELP = 'a machine, which need not be there: "8 h100", "8x8 h200", "v5p-64"'
 METHOD_HELP = 'how to split: "auto", "fsdp", "PipelineParallel(num_stages=4)"; else the step\'s own'
@@ -330,6 +330,7 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _step_and_args(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
+    from autopar.api import parallelize
     from autopar.step import ParallelStep
 
     if options.step is None or options.args is None:
@@ -341,12 +342,14 @@ def _step_and_args(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
         )
     step, args = _named(options.step), _named(options.args)
     if not isinstance(step, ParallelStep):
-        raise AutoparError(
-            "this is no parallelized step.",
-            given=f"--step={options.step}",
-            wrong=f"it is a {type(step).__name__}.",
-            do="decorate it with @autopar.parallelize.",
-        )
+        if not callable(step) or isinstance(step, type):
+            raise AutoparError(
+                "this is no step.",
+                given=options.step,
+                wrong=f"it is {step!r:.100}." if isinstance(step, type) else f"it is of type {type(step).__name__}.",
+                do="name a function of arrays, with or without @autopar.parallelize.",
+            )
+        step = parallelize(step)
     args = args() if callable(args) else args
     return step, tuple(args) if isinstance(args, tuple | list) else (args,)
 

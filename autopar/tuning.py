@@ -30,6 +30,15 @@ class Tuning:
     fission_room: float = 1.25
     """Conditions are merged as long as together they make at most so many times the bytes of the largest alone."""
 
+    padded_most: float = 1.75
+    """Times its length that a dim is made longer at most, so that more devices split it: 5 heads become 8, 9 not 16."""
+    padding_looks: float = 0.03
+    """Part of a step that could be won, and of its products along these dims, before it is planned with longer dims, too."""
+    padding_least: float = 1e-4
+    """Seconds of a step that could be won so, at least: planning once more takes those of tens of thousands of steps."""
+    padding_gains: float = 0.01
+    """Part of a step by which longer dims must make it faster: programs as they are written are easier to read."""
+
     # Decisions on one mesh
 
     untied_nodes: int = 700
@@ -77,7 +86,8 @@ class Tuning:
     """Pairs. Beyond so many (meshes of three axes, large models without equal layers) a small gap is left as it is: the ILP
     would take its whole time limit."""
     large_gap: float = 2e-3
-    """Part of the cost: that gap."""
+    """Part of the cost: that gap. It is also left where bytes have a price, and where what message passing leaves to the ILP
+    has more than `early_core` pairs: to prove the last of it may take half a minute."""
     promising_choices: int = 8
     """Choices of a node, at most, that the ILP gets of a larger core, beside those around the best answer known."""
     fewer_choices: tuple[int, ...] = (8, 4, 2)
@@ -159,7 +169,8 @@ class Tuning:
     parts_tolerance: float = 0.05
     """Part of the largest stage: how far it may be over the least that finer parts would make it."""
     stage_gap: float = 3e-3
-    """Part of its cost by which the sharding of a stage may miss the least: the last of it would take most of the time."""
+    """Part of its cost by which the sharding of a stage may miss the least: the last of it would take most of the time. Where
+    message passing comes no nearer than to `rough_gap`, and what it leaves is large, that is left too."""
     hand_gap: float = 1e-5
     """The same for a method of the papers: no collective more or less than theirs, however little it costs."""
     layer_gap: float = 1e-2
@@ -167,7 +178,8 @@ class Tuning:
     one_array: float = 0.02
     """Part of its time that a stage may lose so that its part of a stack lies like the others: the user then has one array."""
     near: float = 0.05
-    """What cannot be faster than what is known by more than this part is not worth solving under a memory budget."""
+    """What cannot be faster than what is known by more than this part is not worth solving under a memory budget;
+    stages of more than `small_core` pairs may show that while they are solved."""
     microbatches_per_stage: int = 4
     """Microbatches for each stage where the user names no number: the bubble of 1F1B is then at most a fifth."""
 
@@ -190,6 +202,9 @@ class Tuning:
     """Pairs: half a second. Meshes with no more of them are planned whatever they may win."""
     accumulation_bytes: float = 0.1
     """Part of the bytes needed that twice as many microbatches must save, where nothing fits yet."""
+    exposure_guessed: float = 0.05
+    """Part of the step. Before a number of microbatches is put on the clock, what is exposed is guessed from another number:
+    a problem whose least cost is larger than the best step by more is given up."""
     accumulation_meshes: int = 3
     """Meshes that are tried in microbatches: the best of those that were tried without."""
     stages_gain: float = 0.1
@@ -205,8 +220,9 @@ class Tuning:
     """Numbers of microbatches that are tried, if they divide the batch."""
     few_microbatches: tuple[int, ...] = (1, 2)
     """Such numbers as well where there is no backward pass: then the pipeline fills at once."""
-    guesses_solved: int = 8
-    """Candidates, at most, whose layers are sharded for their number of microbatches where scaling only guesses."""
+    guesses_solved: int = 12
+    """Times, at most, that layers are sharded for a candidate: for its number of microbatches, where scaling only guesses, or
+    within memory, where they do not fit as they were first sharded."""
     finalists: int = 2
     """Pipelines of the table that are planned as they are, at least."""
     most_finalists: int = 16

@@ -23,7 +23,7 @@ import numpy as np
 
 import autopar
 from autopar._jax import Jaxpr, open_jaxpr
-from autopar.intra_op.graph import build_graph
+from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.restrict import Allowed, pin_constraints
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step

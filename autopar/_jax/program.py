@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -118,11 +118,9 @@ def new_eqn(
     params: Mapping[str, Any],
     *,
     source_info: SourceInfo | None = None,
-    effects: Iterable[Any] = (),
 ) -> JaxprEqn:
-    """A new equation."""
-    effects = frozenset(effects) or _core.no_effects
-    return _core.new_jaxpr_eqn(list(invars), list(outvars), primitive, dict(params), effects, source_info)
+    """A new equation, without effects."""
+    return _core.new_jaxpr_eqn(list(invars), list(outvars), primitive, dict(params), _core.no_effects, source_info)
 
 
 def replace_eqn(

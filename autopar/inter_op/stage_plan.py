@@ -24,7 +24,7 @@ from autopar.intra_op.batch import batch_factors
 from autopar.intra_op.costs import OperationSeconds, held_values
 from autopar.intra_op.graph import Graph, stacked
 from autopar.intra_op.lanes import run_lanes
-from autopar.intra_op.liveness import measure_liveness
+from autopar.intra_op.liveness import fullest_moments, measure_liveness
 from autopar.intra_op.lower import lower_part
 from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.restrict import Allowed, Restrict
@@ -142,6 +142,7 @@ def plan_stage(
     restrict: Restrict | None = None,
     all_again: bool = False,
     gap: float = TUNING.stage_gap,
+    like: Graph | None = None,
 ) -> StagePlan:
     """Shard one stage.
 
@@ -153,6 +154,7 @@ def plan_stage(
         restrict: Forbids choices.
         gap: Part of its cost by which it may miss the least.
         all_again: Whether what its forward pass makes does not count as memory, for it may run again.
+        like: As of `build_graph`.
 
     Raises:
         InfeasibleError: A pin or the memory budget cannot be kept.
@@ -163,8 +165,7 @@ def plan_stage(
         if restrict is not None:
             restrict(graph, allowed)
 
-    # Of what is received and sent one microbatch is there at a time; what waits is known with the schedule.
-    uncounted = {program.jaxpr.invars[k] for k in program.received}.union(program.scan.sent if program.scan else ())
+    uncounted = _elsewhere(program)
     if all_again:
         forward = [eqn for task in program.tasks if task.kind == "F" for eqn in task.jaxpr.eqns]
         uncounted.update(var for eqn in forward for var in eqn.outvars)
@@ -181,8 +182,21 @@ def plan_stage(
         elsewhere=uncounted,
         anew=program.anew,
         twice=program.twice,
+        like=like,
     )
     return lower_stage(program, mesh, device, sharded)
+
+
+def _elsewhere(program: StageProgram) -> set[Var]:
+    """Of what is received and sent one microbatch is there at a time; what waits is known with the schedule."""
+    return {program.jaxpr.invars[k] for k in program.received}.union(program.scan.sent if program.scan else ())
+
+
+def peak_bytes_here(stage: StagePlan) -> int:
+    """Most bytes alive at once in a stage's joint program, as its memory budget counts them."""
+    sharded, program = stage.sharded, stage.program
+    held, elsewhere = held_values(sharded.graph), _elsewhere(program)
+    return fullest_moments(sharded.body, stage.mesh, held, program.donated, 1, elsewhere)[0].peak_bytes
 
 
 def lower_stage(program: StageProgram, mesh: LogicalMesh, device: Device, sharded: Sharded) -> StagePlan:

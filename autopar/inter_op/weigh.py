@@ -16,8 +16,8 @@ import numpy as np
 
 from autopar._jax import Jaxpr, JaxprEqn, make_jaxpr
 from autopar.inter_op.cut import CutStep
+from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.costs import operation_seconds
-from autopar.intra_op.graph import build_graph
 from autopar.ir.dataflow import inputs_of, variables
 from autopar.ir.region import bodies_of, is_region
 from autopar.mesh import Device, LogicalMesh

@@ -27,12 +27,14 @@ class BatchDims:
     readers: Values that an equation with batch factors reads and that have no batch dim: what samples are
         multiplied with, that is parameters and what is made of them.
     lent: Dims of values without samples that meet samples' dims in whoever reads them: of random bits, of a mask.
+    factors: Of equations, the factors that run over samples, once they are asked for (`factors_of`).
     """
 
     of: dict[Var, Dims] = field(default_factory=dict)
     pure: dict[Var, Dims] = field(default_factory=dict)
     readers: dict[Var, None] = field(default_factory=dict)
     lent: dict[Var, Dims] = field(default_factory=dict)
+    factors: dict[JaxprEqn, tuple[str, ...]] = field(default_factory=dict)
 
     def dims(self, atom: object) -> Dims:
         """Batch dims of a value; none for a literal, or where there is no value."""
@@ -69,6 +71,14 @@ def batch_factors(eqn: JaxprEqn, rule: ShardingRule, batch: BatchDims) -> tuple[
     return tuple(dict.fromkeys((*found, *_pure_factors(eqn, rule, batch))))
 
 
+def factors_of(eqn: JaxprEqn, rule: ShardingRule, batch: BatchDims) -> tuple[str, ...]:
+    """`batch_factors` of a program that has been followed to its end: found once."""
+    found = batch.factors.get(eqn)
+    if found is None:
+        found = batch.factors[eqn] = batch_factors(eqn, rule, batch)
+    return found
+
+
 def _pure_factors(eqn: JaxprEqn, rule: ShardingRule, batch: BatchDims) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for atom, term in zip(eqn.invars, rule.operands, strict=True):
@@ -101,7 +111,7 @@ def _lend(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], batch: BatchDi
             _lend_region(eqn, rule_of, batch)
             continue
         rule = rule_of[eqn]
-        factors = batch_factors(eqn, rule, batch) or batch.lent_factors(eqn, rule)
+        factors = factors_of(eqn, rule, batch) or batch.lent_factors(eqn, rule)
         for atom, term in zip(eqn.invars, rule.operands, strict=True) if factors else ():
             batch.lend(atom, (d for d, dim in enumerate(term) if dim and dim[0] in factors))
 

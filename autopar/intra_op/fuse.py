@@ -59,6 +59,8 @@ def fuse_collectives(body: Body, mesh: LogicalMesh) -> Body:
 def _packed(instructions: Sequence[Instruction], mesh: LogicalMesh) -> tuple[Instruction, ...]:
     small = small_bytes(mesh)
     keys = [_key(instruction, mesh, small) for instruction in instructions]
+    if len(keys) - keys.count(None) < 2:
+        return tuple(instructions)
     needs = _dependencies(instructions)
     heights = _heights(needs, keys)
     together: dict[object, list[list[int]]] = {}
@@ -92,9 +94,12 @@ def _dependencies(instructions: Sequence[Instruction]) -> list[list[int]]:
     readers: dict[Copy, list[int]] = {}
     needs: list[list[int]] = []
     for position, instruction in enumerate(instructions):
-        read = [copy for copy in (*copies_read(instruction), *copies_awaited(instruction)) if copy in maker]
-        made = list(copies_made(instruction))
-        before = [maker[copy] for copy in read]
+        read, before, made = [], [], copies_made(instruction)
+        for copy in (*copies_read(instruction), *copies_awaited(instruction)):
+            at = maker.get(copy)
+            if at is not None:
+                read.append(copy)
+                before.append(at)
         for copy in made:
             before += readers.pop(copy, ())
         needs.append([k for k in dict.fromkeys(before) if k != position])

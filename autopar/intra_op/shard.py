@@ -17,10 +17,11 @@ import numpy as np
 
 from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.intra_op.budget import BudgetSearch
+from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.costs import held_values
 from autopar.intra_op.exposure import Exposure, show
 from autopar.intra_op.floor import Floor, memory_floor
-from autopar.intra_op.graph import Graph, build_graph
+from autopar.intra_op.graph import Graph
 from autopar.intra_op.liveness import Liveness, fullest_moments
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import rows_of
@@ -62,6 +63,7 @@ def shard(
     anew: AbstractSet[Var] = frozenset(),
     twice: AbstractSet[JaxprEqn] = frozenset(),
     exposure: Exposure | None = None,
+    like: Graph | None = None,
 ) -> Sharded:
     """Find the cheapest sharding of a program on one mesh.
 
@@ -83,13 +85,14 @@ def shard(
         twice: As of `build_graph`.
         exposure: What is known of it from elsewhere; the problem is then solved again with what its answer shows, and the
             fastest on the clock is taken. None: every collective counts in full, and no more is asked.
+        like: As of `build_graph`.
 
     Raises:
         InfeasibleError: A pin or the memory budget cannot be kept; says which and by how much.
         ConstraintError: A pin does not fit.
         Beaten: Nothing here is better than `beat`.
     """
-    graph = build_graph(jaxpr, mesh, aliases, batch, anew, twice)
+    graph = build_graph(jaxpr, mesh, aliases, batch, anew, twice, like)
     setting = run_passes(SHARD, Setting(jaxpr, graph, device, restrict), check_setting)
     instance = _Instance(setting, options, donated, elsewhere, gap)
     problem = instance.prices.problem(exposure)
@@ -103,8 +106,9 @@ def shard(
     elif not problem.rows or instance.budget_search.is_hopeless():
         instance.budget_search.explain(problem)
     expected = exposure if last is None or last.exposure is None else _shown(last)
+    wider = instance.prices.problem(expected) if known else problem
     for other in known:
-        best = _with_known(instance, best, other, expected, tried)
+        best = _with_known(instance, best, other, wider, expected, tried)
     if best is None:
         instance.budget_search.explain(problem)
     return best
@@ -204,8 +208,8 @@ def _follow_clock(instance: _Instance, first: Sharded, tried: list[tuple[int, ..
             break
         exposure = _shown(last)
         problem = instance.prices.problem(exposure)
-        solution = instance.solve(problem)
-        if not solution.choices:
+        solution = instance.solve(problem, (1 + TUNING.known_far) * best.step_seconds)
+        if not solution.choices or solution.status == "beaten":
             break
         if solution.choices in tried:
             if instance.nodes(solution.choices) == best.choices:
@@ -238,6 +242,7 @@ def _with_known(
     instance: _Instance,
     best: Sharded | None,
     known: Restrict,
+    wider: Problem,
     exposure: Exposure | None,
     tried: list[tuple[int, ...]],
 ) -> Sharded | None:
@@ -247,10 +252,11 @@ def _with_known(
         instance: The program on its mesh.
         best: The best answer so far; None: none fits.
         known: The plan.
+        wider: The problem without its restrictions.
         exposure: What is known of it after all answers.
         tried: Choices that were read off; extended.
     """
-    narrowed = _narrowed(instance.prices.problem(exposure), instance.graph, instance.class_of, known)
+    narrowed = _narrowed(wider, instance.graph, instance.class_of, known)
     if narrowed is None or (best is not None and not _may_win(narrowed, best, instance.solver, instance.limit)):
         return best
     solution = instance.solve(narrowed)
@@ -260,7 +266,6 @@ def _with_known(
     candidate = instance.read_off(narrowed, solution, exposure)
     if best is not None and candidate.step_seconds >= best.step_seconds * (1 - 1e-9):
         return best
-    wider = instance.prices.problem(exposure)
     bound = solve(wider, instance.solver, instance.limit, max(instance.gap, TUNING.large_gap)).bound
     return dataclasses.replace(candidate, problem=wider, solution=solution.bounded(bound))
 
@@ -269,6 +274,8 @@ def _may_win(problem: Problem, best: Sharded, solver: str, limit: TimeLimit) -> 
     """Whether an answer of a problem may be faster than the best, as far as prices tell."""
     if abs(best.solution.objective - best.step_seconds) > TUNING.known_far * best.step_seconds:
         return True  # as where many small collectives are sent together
+    if np.isfinite(problem.cost(best.solution.choices)):
+        return False  # the best answer is one of these, and the best of all as they are priced
     least = (1 + TUNING.known_far) * best.step_seconds
     answer = solve(problem, solver, limit, TUNING.rough_gap, least)
     return bool(answer.choices) and answer.status != "beaten" and answer.objective <= least

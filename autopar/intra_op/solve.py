@@ -86,7 +86,7 @@ def _solve_core(
     ascent = Ascent(core)
     if start:
         ascent.offer(start)
-    how = "message passing"
+    how, proved = "message passing", -np.inf
     # By size and not by the clock, so that the same problem always has the same answer.
     stages = TUNING.message_rounds[: 3 - (pairs > TUNING.large_core) - (pairs > 4 * TUNING.large_core)]
     for stage, rounds in enumerate(stages, 1):
@@ -95,6 +95,8 @@ def _solve_core(
             return Solution(bounds.choices, bounds.upper, bounds.lower, "beaten", how)
         room = bounds.upper - bounds.lower
         allowed = gap * abs(bounds.upper + constant)
+        # Whoever asks for no more than about a hundredth waits for no proof of the rest by the ILP.
+        content = TUNING.rough_gap * abs(bounds.upper + constant) if gap > TUNING.large_gap else allowed
         if np.isfinite(bounds.upper) and (room <= allowed or gap >= TUNING.rough_gap or limit.is_spent):
             break
         for part in TUNING.room_parts:
@@ -102,23 +104,25 @@ def _solve_core(
             if room <= allowed:
                 break
             narrowed = _promising(core, bounds, ascent.best, part * room, part == 1, stage == len(stages))
-            if narrowed is None:
+            if narrowed is None or (part == 1 and room <= content and num_pairs(narrowed.problem) > TUNING.early_core):
                 break
             enough = _gap_of_part(narrowed, ascent.upper, constant, gap)
             answer = _solve_whole(narrowed.problem, solver, limit, enough)
-            if part == 1:  # no better assignment has any other choice
-                ascent.lower = max(ascent.lower, min(ascent.upper, answer.bound + narrowed.constant))
+            if part == 1 and answer.choices:  # no better assignment has any other choice
+                proved = max(proved, answer.bound + narrowed.constant)
             if answer.choices or not narrowed.kept:
                 ascent.offer(narrowed.expand(answer.choices))
                 how = _told(answer.solver, core) if narrowed.kept else "message passing and elimination"
             if part == 1 and answer.status == "optimal":
                 return Solution(ascent.best, ascent.upper, ascent.upper * (1 - 0.5 * PROVED), "optimal", how)
-        if ascent.upper - bounds.lower <= allowed:
+        if ascent.upper - bounds.lower <= allowed or ascent.upper - proved <= TUNING.large_gap * abs(
+            ascent.upper + constant
+        ):
             break
     if not np.isfinite(ascent.upper):
         return _solve_whole(core, solver, limit, gap)
-    found = Solution(ascent.best, ascent.upper, min(ascent.lower, ascent.upper), "feasible", how)
-    done = gap >= TUNING.rough_gap or found.objective - found.bound <= allowed
+    found = Solution(ascent.best, ascent.upper, min(max(ascent.lower, proved), ascent.upper), "feasible", how)
+    done = gap >= TUNING.rough_gap or found.objective - found.bound <= content
     if done:
         return found
     room = found.objective - found.bound
@@ -129,10 +133,8 @@ def _solve_core(
 
 
 def _gap_of_part(narrowed: Reduced, upper: float, constant: float, gap: float) -> float:
-    """The relative gap at which the ILP may stop on what is left of a core: where that is much, `large_gap` of the whole cost.
-
-    The last thousandth of a large one takes most of the time, and is less than seconds are known to.
-    """
+    """The relative gap at which the ILP may stop on what is left of a core; of the whole cost `large_gap` where that is much:
+    the last thousandth takes most of the time, and is less than seconds are known to."""
     if num_pairs(narrowed.problem) <= TUNING.early_core or upper <= narrowed.constant:
         return gap
     return max(gap, max(gap, TUNING.large_gap) * (upper + constant) / (upper - narrowed.constant))

@@ -13,11 +13,13 @@ Method: peak rates are dense, without sparsity, as the vendors' datasheets state
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.mesh.device import Achieved, Device
 from autopar.mesh.link import Link
+from autopar.mesh.torus import torus_parts
 
 SUSTAINED = 0.9
 """Part of the best product's rate that training holds: fitted to published steps on A100, H100 and V100, one number for all."""
@@ -47,6 +49,7 @@ class Model:
         intra_peak: Bytes per second of the former as the datasheet has it, one device in one direction.
         inter_peak: The same of the latter.
         source: Where the figures are from.
+        torus: Axes of the torus that its links form, and a multiple of which length closes such an axis; None: no torus.
     """
 
     device: Device
@@ -56,6 +59,14 @@ class Model:
     intra_peak: float
     inter_peak: float
     source: str
+    torus: tuple[int, int] | None = None
+
+    def links_of(self, num_devices: int) -> tuple[Link, Link]:
+        """Links inside a host and between hosts, of a machine with so many devices."""
+        if self.torus is None:
+            return self.intra, self.inter
+        parts = torus_parts(num_devices, *self.torus)
+        return dataclasses.replace(self.intra, torus=parts), dataclasses.replace(self.inter, torus=parts)
 
 
 def _gpu(
@@ -95,6 +106,7 @@ def _tpu(
     per_host: int,
     torus_gb_per_second: float,
     source: str,
+    torus: tuple[int, int],
 ) -> Model:
     """A chip of a torus: the links between hosts are those inside one, and a ring along an axis has a link each way."""
     rates = {k: v * 1e12 for k, v in tflops.items()}
@@ -102,7 +114,7 @@ def _tpu(
     achieved = Achieved(product=0.85, memory=_MEMORY, fused=0.5, overlap=0.95)
     device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved)
     rate = torus_gb_per_second * 1e9
-    return Model(device, per_host, Link(1e-6, rate * 0.9), Link(1e-6, rate * 0.9), rate, rate, source)
+    return Model(device, per_host, Link(1e-6, rate * 0.9), Link(1e-6, rate * 0.9), rate, rate, source, torus)
 
 
 def _reached(best: float, cores: int, fused: float = 0.45, balance: float = 137.0) -> Achieved:
@@ -143,6 +155,8 @@ _B200 = _reached(0.776, 148)
 _CUBE = ((2, 1 / 6), (4, 2 / 3))
 """A hybrid cube of V100s, as DGX-1 and p3.16xlarge have it: of the six links of each, one joins the first two of a host, and
 rings through a group of four find four."""
+_CUBES, _SQUARES = (3, 4), (2, 16)
+"""Tori of TPUs: slices of whole cubes of 4 x 4 x 4 chips close on all axes, those on 2 axes on sides of 16."""
 _PCIE4, _PCIE5 = 32.0, 64.0
 _PCIE_HOPS = 5.7e-6, 9.6e-6
 
@@ -182,12 +196,12 @@ MODELS: dict[str, Model] = {
         "AMD Instinct MI300X datasheet; 7 Infinity Fabric links of 128 GB/s", watts=750),
     # name, peak rates, GB of memory, its GB/s, chips in a host, GB/s along an axis of the torus; source
     "tpu-v4": _tpu("TPU v4", {"bfloat16": 275, "int8": 275}, 32, 1200, 4, 100,
-        "Google Cloud TPU v4 documentation; 6 links of 50 GB/s on 3 axes, two each"),
+        "Google Cloud TPU v4 documentation; 6 links of 50 GB/s on 3 axes, two each", _CUBES),
     "tpu-v5e": _tpu("TPU v5e", {"bfloat16": 197, "int8": 394}, 16, 819, 8, 100,
-        "Google Cloud TPU v5e documentation; 1600 Gb/s on 2 axes"),
+        "Google Cloud TPU v5e documentation; 1600 Gb/s on 2 axes", _SQUARES),
     "tpu-v5p": _tpu("TPU v5p", {"bfloat16": 459, "int8": 918}, 95, 2765, 4, 200,
-        "Google Cloud TPU v5p documentation; 4800 Gb/s on 3 axes"),
+        "Google Cloud TPU v5p documentation; 4800 Gb/s on 3 axes", _CUBES),
     "tpu-v6e": _tpu("TPU v6e", {"bfloat16": 918, "int8": 1836}, 32, 1640, 8, 224,
-        "Google Cloud TPU v6e documentation; 3584 Gb/s on 2 axes"),
+        "Google Cloud TPU v6e documentation; 3584 Gb/s on 2 axes", _SQUARES),
 }
 # fmt: on

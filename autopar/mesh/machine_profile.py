@@ -278,9 +278,14 @@ def _link(entry: Entry) -> Link | None:
         entry["latency_seconds"].number(),
         entry["bytes_per_second"].number(or_infinite=True),
         entry["switch_bytes_per_second"].number(),
-        groups=entry["groups"].items(lambda group: group.pair(lambda size: size.count(1), Entry.number)),
+        groups=entry["groups"].items(_part),
+        torus=entry["torus"].items(_part) if "torus" in entry.value else (),  # files of before there were tori
         **{name: switch.value for name, switch in switches.items()},
     )
+
+
+def _part(entry: Entry) -> tuple[int, float]:
+    return entry.pair(lambda size: size.count(1), Entry.number)
 
 
 def _measured(entry: Entry) -> Measured:

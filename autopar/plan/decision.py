@@ -247,6 +247,8 @@ class Decision:
         microbatch_semantics: `"exact"`, or `"per_microbatch"` where the user allowed it.
         parts: Into how many parts scans over layers are taken, which stages are made of; 1: there are none.
         profile: What the step does with its time and memory.
+        padded: Lengths of the step's products that are made longer, so that devices can split them, each with what it
+            becomes: of what lies between products, and of no argument or result.
     """
 
     name: str
@@ -266,6 +268,7 @@ class Decision:
     parts: int = 1
     budget_bytes: float = math.inf
     profile: Profile = field(default=Profile(), repr=False, compare=False)
+    padded: tuple[tuple[int, int], ...] = ()
     origin: Origin | None = field(default=None, compare=False, repr=False, hash=False)
     """The planning problem in memory, for `explain`; absent in a plan read from a file until it is compiled."""
 

@@ -53,6 +53,7 @@ def read_plan(entry: Entry) -> Decision:
         microbatch_semantics=entry["microbatch_semantics"].one_of(SEMANTICS),
         schedule=schedule,
         parts=entry["parts"].count(1),
+        padded=entry["padded"].items(_longer),
         shardings={v.name: v.sharding.partition_spec() for v in values if v.role in ARGUMENT_ROLES},
         cost=_cost(
             entry["cost"], entry["collectives"].items(lambda e: _collective(e, _mesh_of(e, stages))), len(stages)
@@ -154,6 +155,13 @@ def _memory(entry: Entry, bounds: _Bounds) -> Memory:
     )
 
 
+def _longer(entry: Entry) -> tuple[int, int]:
+    length, longer = entry.pair(Entry.count, Entry.count)
+    if not 1 < length < longer < 2 * length:
+        raise entry.wrong("a length and one that is longer, by less than as much again")
+    return length, longer
+
+
 def _pair(entry: Entry) -> tuple[str, str]:
     return entry.pair(Entry.text, Entry.text)
 
@@ -183,12 +191,13 @@ def _stage(entry: Entry) -> Stage:
 
 
 def _link(entry: Entry) -> Link:
-    if not isinstance(entry.value, list) or len(entry.value) != 4:
-        raise entry.wrong("a list of 4")
-    latency, rate, switch, way = (Entry(value, f"{entry.where}[{k}]") for k, value in enumerate(entry.value))
+    if not isinstance(entry.value, list) or len(entry.value) not in (4, 5):
+        raise entry.wrong("a list of 4, or of 5 on a torus")
+    latency, rate, switch, way, *rest = (Entry(value, f"{entry.where}[{k}]") for k, value in enumerate(entry.value))
     rates = rate.number(or_infinite=True), switch.number(or_infinite=True)
     way.below(4, "0 to 3: 1 where there are short messages, 2 more where memory is shared")
-    return Link(latency.number(), *rates, bool(way.value & 1), shared_memory=bool(way.value & 2))
+    torus = rest[0].items(lambda part: part.pair(lambda size: size.count(1), Entry.number)) if rest else ()
+    return Link(latency.number(), *rates, bool(way.value & 1), shared_memory=bool(way.value & 2), torus=torus)
 
 
 def _recomputed(entry: Entry) -> Recomputed:

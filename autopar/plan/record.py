@@ -16,7 +16,7 @@ from autopar.plan.decision import Cost, Decision, Stage
 from autopar.streams.instructions import Free, Instruction, Recv, Run, Send
 
 FORMAT = "autopar plan"
-VERSION = 6
+VERSION = 7
 """Raised with every change that an older reader cannot take, or that gives choices another meaning."""
 
 
@@ -30,6 +30,7 @@ def record_of(plan: Decision) -> dict[str, Any]:
         "budget_bytes": number_or_inf(plan.budget_bytes),
         "fingerprints": dict(plan.fingerprints),
         **_fields(plan, "num_microbatches microbatch_semantics schedule parts"),
+        "padded": [list(pair) for pair in plan.padded],
         "stages": [_stage_record(stage) for stage in plan.stages],
         "streams": [
             {"mesh": mesh, **_instruction_record(instruction)}
@@ -104,4 +105,5 @@ def dumps(record: dict[str, Any]) -> str:
 
 def _link_record(link: Link) -> list[Any]:
     rates = number_or_inf(link.bytes_per_second), number_or_inf(link.switch_bytes_per_second)
-    return [link.latency_seconds, *rates, int(link.has_short_messages) + 2 * int(link.shared_memory)]
+    found = [link.latency_seconds, *rates, int(link.has_short_messages) + 2 * int(link.shared_memory)]
+    return [*found, [list(part) for part in link.torus]] if link.torus else found

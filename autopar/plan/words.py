@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
 import numpy as np
@@ -51,6 +51,11 @@ def local_bytes(shape: Sequence[int], dtype: str, sharding: Sharding, mesh: Logi
 def type_text(shape: Sequence[int], dtype: str) -> str:
     """Such as "float32[32,8]"."""
     return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def padding_text(lengths: Mapping[int, int]) -> str:
+    """Which dims are longer than the user's: "dims of 50257 as 50264"."""
+    return "dims of " + ", ".join(f"{length} as {longer}" for length, longer in lengths.items())
 
 
 def bytes_text(num_bytes: float) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.errors import AutoparError
+from autopar.intra_op.exposure import Exposure
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh
@@ -65,8 +66,11 @@ def search_accumulation(
             whole.tried.append((f"{count} microbatches", error.summary))
             break
         searched = Searched([], [])
-        search_meshes(split, roles, cluster, method, best_meshes(meshes, best or whole), told, searched)
+        beat, exposure = _to_beat(best or whole, count)
+        search_meshes(split, roles, cluster, method, best_meshes(meshes, best or whole), told, searched, beat, exposure)
         whole.tried += [(f"{name}, {count} microbatches", outcome) for name, outcome in searched.tried]
+        if searched.beaten and not searched.results:
+            break
         if not searched.results:
             before, needed = needed, _needed_bytes(searched)
             if needed > (1 - TUNING.accumulation_bytes) * before:  # what is left is no sample's: parameters, gradients
@@ -79,6 +83,16 @@ def search_accumulation(
         yield best
         if not memory_binds(searched):
             break
+
+
+def _to_beat(known: Searched | Accumulated, count: int) -> tuple[float, Exposure | None]:
+    """The objective that another number of microbatches has to beat, and what is known of exposure there."""
+    before, searched = (known.count, known.searched) if isinstance(known, Accumulated) else (1, known)
+    if not searched.results:
+        return math.inf, None
+    best = searched.best[1]
+    exposure = None if best.exposure is None else best.exposure.in_microbatches(before, count)
+    return (1 + TUNING.exposure_guessed) * best.step_seconds, exposure
 
 
 def memory_binds(searched: Searched) -> bool:

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import AutoparError
+from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.problem import num_pairs
 from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.shard import Beaten
@@ -58,8 +59,13 @@ def search_meshes(
     meshes: Sequence[LogicalMesh],
     report: Report,
     searched: Searched,
+    beat: float = math.inf,
+    exposure: Exposure | None = None,
 ) -> None:
-    """Shard the step on the meshes, one after the other; extends `searched` as it goes on."""
+    """Shard the step on the meshes, one after the other; extends `searched` as it goes on.
+
+    As long as nothing is found, `beat` is the objective to be beaten, and `exposure` what is known of it.
+    """
     for number, mesh in enumerate(meshes):
         reason = _not_worth_it(searched, mesh, cluster.hosts) if len(meshes) > 1 or searched.results else ""
         if reason:
@@ -69,11 +75,11 @@ def search_meshes(
         report(f"sharding {program.name} on mesh {mesh}", number / len(meshes), least)
         # Data parallelism over all axes is the same on every mesh of a host: compared with once, and where it takes turns.
         compare = not searched.results or mesh.shape == (cluster.hosts, cluster.devices_per_host)
-        beat, exposure = math.inf, None
         if searched.results:
             beat, exposure = _to_beat(searched, mesh), searched.best[1].exposure
         try:
-            sharded = shard_on(program, roles, cluster, method, mesh, compare, beat, exposure)
+            like = searched.results[0][1].graph if searched.results else None
+            sharded = shard_on(program, roles, cluster, method, mesh, compare, beat, exposure, like)
         except Beaten as beaten:
             searched.beaten.append(mesh)
             searched.tried.append((str(mesh), f"at least {beaten.seconds:.3e} s"))

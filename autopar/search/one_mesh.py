@@ -131,10 +131,12 @@ def shard_on(
     compare: bool = True,
     beat: float = math.inf,
     exposure: Exposure | None = None,
+    like: Graph | None = None,
 ) -> Sharded:
     """Shard the program on one mesh under the method's restrictions; `compare` with data parallelism too.
 
-    `beat` is the objective of the best plan known on other meshes, `exposure` what it was priced with.
+    `beat` is the objective of the best plan known on other meshes, `exposure` what it was priced with, `like` the graph of
+    the program on one of them.
     """
 
     def restrict(graph: Graph, allowed: Allowed) -> None:
@@ -152,6 +154,7 @@ def shard_on(
         _known_plans(program, roles, mesh) if compare and not isinstance(method, DataParallel) else (),
         beat,
         exposure=exposure or Exposure(1 - cluster.device.achieved.overlap),
+        like=like,
     )
 
 

@@ -8,24 +8,26 @@ Method: every logical mesh that the method allows is solved; the cheapest wins, 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from autopar.debug import dump
 from autopar.errors import (
+    AutoparError,
     BatchError,
     DeviceCountError,
+    InfeasibleError,
     NotBuiltYetError,
     warn,
 )
+from autopar.ir.passes import without_collection
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh, finer_meshes, logical_mesh, logical_meshes, more_devices_text
+from autopar.plan.words import padding_text, seconds_text
 from autopar.report.plan import Plan
 from autopar.search.accumulation import best_meshes, memory_binds, search_accumulation
 from autopar.search.alone import search_alone
@@ -45,6 +47,12 @@ from autopar.search.methods import (
     ThreeD,
 )
 from autopar.search.one_mesh import count_of, in_microbatches
+from autopar.search.padding import (
+    Lengths,
+    lengths_that_do_not_divide,
+    padded_program,
+    worth_padding,
+)
 from autopar.search.pins import find_pins
 from autopar.search.progress import Report, part_of, silent
 from autopar.search.stage_planner import pipeline_of
@@ -53,19 +61,7 @@ from autopar.streams.assemble import StepPlan, all_lowered, assemble_step
 from autopar.tuning import TUNING
 
 
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """No search for garbage in circles: planning makes millions of small objects, and that takes a sixth of its time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_without_collection()
+@without_collection()
 def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, report: Report = silent) -> Plan:
     """Plan one step.
 
@@ -89,11 +85,45 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
     # A mistake in them is told before any work.
     find_pins(program.in_paths, method.options().constraints, program.out_paths)
     anytime = Anytime(report, method.planning_seconds)
-    planned, tried = _planned(program, roles, cluster, method, anytime)
+    planned, tried, padded = _with_padding(program, roles, cluster, method, anytime)
     dump_plan(planned)
     plan = describe_plan(program, roles, cluster, method, planned, time.perf_counter() - started)
     cost = dataclasses.replace(plan.cost, search=anytime.search())
-    return dataclasses.replace(plan, alternatives=tuple(tried), cost=cost)
+    return dataclasses.replace(plan, alternatives=tuple(tried), cost=cost, padded=tuple(padded.items()))
+
+
+def _with_padding(
+    program: Program, roles: Roles, cluster: Cluster, method: Method, report: Anytime
+) -> tuple[StepPlan, list[tuple[str, str]], Lengths]:
+    """The step planned as it stands, or with longer dims where that is faster; what else was tried; how these are longer."""
+    planned: StepPlan | None = None
+    tried: list[tuple[str, str]] = []
+    failure: InfeasibleError | None = None
+    splits_other_dims = not isinstance(method, DataParallel | Follow)
+    lengths = lengths_that_do_not_divide(program, roles, cluster.num_devices) if splits_other_dims else {}
+    try:
+        planned, tried = _planned(program, roles, cluster, method, report)
+    except InfeasibleError as error:
+        if not lengths:
+            raise
+        failure = error
+    if planned is not None:
+        lengths = {} if report.reason else worth_padding(planned, lengths, cluster)
+    if lengths:
+        try:
+            longer, more = _planned(padded_program(program, lengths), roles, cluster, method, report)
+        except AutoparError as error:
+            tried = [*tried, (padding_text(lengths), error.summary)]
+        else:
+            goal = method.options().goal
+            least = math.inf if planned is None else planned.seconds_for(goal)
+            if longer.seconds_for(goal) < (1 - TUNING.padding_gains) * least:
+                return longer, [*tried, *more], lengths
+            tried = [*tried, (padding_text(lengths), seconds_text(longer.seconds))]
+    if planned is None:
+        assert failure is not None, "there is a plan, or why there is none"
+        raise failure
+    return planned, tried, {}
 
 
 def _planned(

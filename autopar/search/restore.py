@@ -30,6 +30,7 @@ from autopar.report.plan import Plan
 from autopar.search.describe import describe_plan
 from autopar.search.methods import Method, method_text
 from autopar.search.one_mesh import in_microbatches, restrict_plan
+from autopar.search.padding import padded_program
 from autopar.search.solve_stages import given_choices
 from autopar.streams.assemble import StepPlan, assemble, assemble_step
 from autopar.streams.schedules import find_schedule, splits_backward
@@ -52,7 +53,7 @@ def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, pl
     _check_devices(cluster, plan)
     carry_out = _one_program if plan.is_one_program else _pipeline
     try:
-        planned = carry_out(program, roles, cluster, method, plan)
+        planned = carry_out(padded_program(program, dict(plan.padded)), roles, cluster, method, plan)
         fresh = describe_plan(program, roles, cluster, method, planned, plan.cost.planning_seconds)
     except PlanFileError:
         raise

@@ -15,8 +15,9 @@ from autopar.inter_op.cut import CutStep
 from autopar.inter_op.equal_stages import take_over
 from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import StagePlan, plan_stage
+from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.costs import build_problem
-from autopar.intra_op.graph import Graph, build_graph
+from autopar.intra_op.graph import Graph
 from autopar.intra_op.problem import Solution
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.restrict import Allowed, Restrict
@@ -31,9 +32,15 @@ from autopar.tuning import TUNING
 
 @dataclass(slots=True)
 class Solved:
-    """Stages that have been sharded, so that equal ones are solved once: key -> the stage that was."""
+    """Stages that have been sharded, so that equal ones are solved once.
+
+    Attributes:
+        known: Key -> the stage that was.
+        graphs: Of programs, by identity, a graph: on another mesh, what does not depend on the mesh is taken from there.
+    """
 
     known: dict[Hashable, StagePlan] = field(default_factory=dict)
+    graphs: dict[int, tuple[StageProgram, Graph]] = field(default_factory=dict)
 
 
 def best_stage(
@@ -107,8 +114,10 @@ def solve_stage(
     )
     if key in solved.known:
         return take_over(program, solved.known[key], cluster.device)
-    made = plan_stage(program, mesh, cluster.device, options, restrict, all_again, gap)
+    _, like = solved.graphs.get(id(program), (program, None))
+    made = plan_stage(program, mesh, cluster.device, options, restrict, all_again, gap, like)
     solved.known[key] = made
+    solved.graphs.setdefault(id(program), (program, made.sharded.graph))
     return made
 
 

@@ -101,7 +101,7 @@ def search_pipelines(
     affordable = TUNING.finalist_equations // max(1, len(cut.program.jaxpr.eqns))
     effort = max(TUNING.finalists, min(TUNING.most_finalists, affordable))
     most_stages = max(cut.chain.num_segments, cuts.length)
-    candidates = find_candidates(layers, counts, crossing, cluster, budget, rounds, effort // 2, most_stages)
+    candidates = find_candidates(layers, counts, crossing, cluster, budget, rounds, effort // 2, most_stages, known)
     finalists = candidates[:effort]
 
     def plan(candidate: Candidate, schedule: Schedule, beat: float) -> PipelinePlan:
@@ -218,8 +218,7 @@ class _Attempts:
         beat = min(self._known, self._least_seconds)
         self._report(f"planning {text}", self._made / max(self.expected, self._made + 1), beat)
         self._made += 1
-        # Of single layers the table knows nothing.
-        if candidate.least * (1 - TUNING.table_doubt) >= beat and not candidate.parts:
+        if not candidate.may_beat(beat):
             self._found.tried.append((text, f"left out: about {candidate.least:.3e} s at least"))
             return
         self.planned += 1

@@ -5,6 +5,7 @@ import pytest
 
 import autopar.intra_op.within as within
 from autopar.intra_op.problem import MemoryRow, Problem
+from autopar.intra_op.solve import solve
 from autopar.intra_op.within import solve_within
 from tests.brute_force import brute_force
 from tests.intra_op.test_solve import draw
@@ -46,3 +47,27 @@ def test_budgets_against_brute_force(small, monkeypatch):
     assert feasible > 40
     assert solved == feasible
     assert least == feasible if small else least > feasible // 2
+
+
+def test_what_cannot_beat_a_known_plan_ends_early(monkeypatch):
+    """At some price on bytes it is proved that no assignment is as good as one known from elsewhere."""
+    tune(monkeypatch, within, rows_core=0)
+    beaten = by_price = 0
+    for seed in range(30):
+        problem = draw(seed, rows=True, forbidden=0.0, nodes=(4, 7), choices=(3, 5))
+        wanted, rows = brute_force(problem), problem.rows
+        endless = solve(Problem(problem.costs, problem.edges)).objective
+
+        def broken(choices, rows=rows):
+            return [row for row in rows if row.used(choices) > row.budget_bytes]
+
+        for share in () if not wanted.choices else (0.5, 1.0, 1.5) if seed < 4 else (1.0,):
+            known = share * wanted.objective
+            found = solve_within(Problem(problem.costs, problem.edges), broken, known=known)
+            if found.status == "beaten":
+                beaten += 1
+                by_price += endless < known * (1 - 1e-6)
+                assert known * (1 - 1e-5) <= found.bound <= wanted.objective * (1 + 1e-9)
+            else:
+                assert found.choices and problem.fits(found.choices)
+    assert beaten > 6 and by_price > 0

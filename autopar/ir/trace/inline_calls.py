@@ -172,9 +172,9 @@ def _step(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     return _keep(walk, eqn, operands)
 
 
-def _keep(walk: Walk, eqn: JaxprEqn, operands: Sequence[Atom], params: dict[str, Any] | None = None) -> list[Atom]:
+def _keep(walk: Walk, eqn: JaxprEqn, operands: Sequence[Atom]) -> list[Atom]:
     outvars = [fresh(var.aval) for var in eqn.outvars]
-    walk.block.eqns.append(replace_eqn(eqn, invars=operands, outvars=outvars, params=params))
+    walk.block.eqns.append(replace_eqn(eqn, invars=operands, outvars=outvars))
     return list(outvars)
 
 

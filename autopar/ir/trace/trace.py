@@ -17,7 +17,7 @@ from jax.tree_util import GetAttrKey, KeyPath, PyTreeDef
 
 from autopar._jax import Aval, Function, Var, is_key, key_impl_name, open_jaxpr, shaped, trace_function
 from autopar.errors import TraceError, warn
-from autopar.ir.passes import Pass, run_passes
+from autopar.ir.passes import Pass, run_passes, without_collection
 from autopar.ir.program import Program
 from autopar.ir.rewrite.scan_slices import scan_slices
 from autopar.ir.source import gradient_line, host_lines
@@ -39,6 +39,7 @@ TRACE: tuple[Pass[Traced], ...] = (
 """What every step goes through."""
 
 
+@without_collection()
 def trace_step(
     fn: Function,
     args: Sequence[object],
@@ -203,7 +204,12 @@ def _shortened(paths: Sequence[tuple[str, object]]) -> tuple[str, ...]:
     )
 
 
-def _aval_of(leaf: object, path: str, name: str) -> Aval:
+def check_not_traced(leaf: object, path: str, name: str) -> None:
+    """Arguments are there, and not yet to be computed.
+
+    Raises:
+        TraceError: One is being traced.
+    """
     if isinstance(leaf, jax.core.Tracer):
         raise TraceError(
             f"argument `{path}` of `{name}` is being traced.",
@@ -212,6 +218,10 @@ def _aval_of(leaf: object, path: str, name: str) -> Aval:
             do=f"call `{name}` outside of other transformations, or transform the function before autopar sees it.",
             path=path,
         )
+
+
+def _aval_of(leaf: object, path: str, name: str) -> Aval:
+    check_not_traced(leaf, path, name)
     try:
         return shaped(leaf)
     except (TypeError, ValueError, OverflowError) as error:

@@ -264,7 +264,7 @@ class RayStep:
             mesh, kind = self.job.mesh_of[entry.buffer], self.job.types[entry.buffer]
             for copy in part.copies:
                 same = copy.kind is kind or copy.kind == kind
-                if copy.owner is self.workers and copy.mesh == mesh and same and not entry.is_piece:
+                if copy.owner is self.workers and copy.mesh == mesh and same:
                     return copy.key
         return None
 
@@ -348,6 +348,12 @@ class RayStep:
                 copies.append(Copy(self.workers, mesh, kind, key))
             found.append(RemoteArray([Part(tuple(copies))]))
         return found
+
+    def wanted(self, argument: int) -> list[tuple[MeshId, ArrayType, bool]]:
+        """Where one of the user's arguments, which is in one part, is read: on which mesh, how, whether in microbatches."""
+        (at,) = self._interface.stacks.inputs[argument]
+        entries = self._read.get(at, [])
+        return [(self.job.mesh_of[e.buffer], self.job.types[e.buffer], e.is_piece) for e in entries]
 
     def homes(self, argument: int) -> tuple[list[tuple[MeshId, ArrayType]], int]:
         """Where the parts of one of the user's arguments live between steps, and along which dim they lie."""

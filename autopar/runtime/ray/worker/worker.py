@@ -34,6 +34,7 @@ from autopar.runtime.ray.worker.acts import Held, act, compiled
 from autopar.runtime.ray.worker.disk import Disk, OnDisk, read_tiles, unseen
 from autopar.runtime.ray.worker.member import Member
 from autopar.runtime.ray.worker.places import on_devices
+from autopar.runtime.ray.worker.reading import PartKind, Readings
 from autopar.streams.instructions import BufferId, Recv, Run, Send, writes
 
 
@@ -67,6 +68,7 @@ class Worker(Member):
         self._given: dict[int, tuple[Share, dict[str, jax.stages.Compiled], HostCalls]] = {}
         self._step: _Step | None = None
         self._disk = Disk()
+        self._readings = Readings(self.places)
 
     # Asked at any time, by other threads.
 
@@ -194,7 +196,7 @@ class Worker(Member):
         values = iter(call.values)
         for number, ((at, _), key) in enumerate(zip(loaded.share.entries, call.given, strict=True)):
             if key is not None:
-                held[at] = self.arrays[key]
+                held[at] = self._array(key)
                 continue
             dtype = loaded.share.types[at].dtype
             parts = zip(next(values), loaded.boxes[number], strict=True)
@@ -262,13 +264,20 @@ class Worker(Member):
         found = []
         for device in devices:
             self._stand(0)
-            found += self._parts(self.arrays[key], kind, [device])
+            found += self._parts(self._array(key), kind, [device])
         return found
 
     def drop(self, keys: Sequence[Key]) -> None:
         """Let go of arrays."""
         for key in keys:
             self.arrays.pop(key, None)
+            self._readings.arrays.pop(key, None)
+
+    def _array(self, key: Key) -> jax.Array:
+        """An array by its key; of a batch that was read aside, it is this thread's from now on."""
+        if key not in self.arrays:
+            self.arrays[key] = self._readings.arrays.pop(key)
+        return self.arrays[key]
 
     def counts(self) -> dict[str, int]:
         """What it sent so far, how much of it was copied on the way, and how many arrays it holds."""
@@ -316,6 +325,36 @@ class Worker(Member):
     def forget(self, save: int) -> None:
         """Let go of what was copied, also while it is being written."""
         self._disk.forget(save)
+
+    # Batches, on a thread of their own; arguments as of `Readings`.
+
+    def open_batches(self, *arguments: Any) -> None:
+        """Open batches of which it reads its own part."""
+        self._readings.open(*arguments)
+
+    def draw(self, source: int, number: int, keys: Sequence[Key]) -> dict[int, PartKind | None]:
+        """Read its part of a batch."""
+        return self._readings.draw(source, number, keys)
+
+    def place(self, *arguments: Any) -> None:
+        """Put a part that was read on its devices."""
+        self._readings.place(*arguments)
+
+    def bring(self, source: int, number: int, hosts: Sequence[int]) -> dict[int, list[np.ndarray]]:
+        """Parts that were read, as they are."""
+        return self._readings.bring(source, number, hosts)
+
+    def positions(self, source: int, number: int, hosts: Sequence[int]) -> dict[int, Any]:
+        """Where the sources of parts are when this batch is the next."""
+        return self._readings.positions(source, number, hosts)
+
+    def close_batches(self, source: int, keys: Sequence[Key]) -> None:
+        """Read nothing more of a source."""
+        self._readings.close(source, keys)
+
+    def reading(self) -> Position:
+        """How long it has stood where it is in reading."""
+        return Position(0, None, self._readings.standing_seconds())
 
     def _placed(self, kind: ArrayType, value: Any) -> jax.Array:
         return on_devices(kind, self.places, True)([np.asarray(value)] * len(own_boxes(kind, self.seat)))
