@@ -34,6 +34,8 @@ class Tuning:
     """Times its length that a dim is made longer at most, so that more devices split it: 5 heads become 8, 9 not 16."""
     padding_looks: float = 0.03
     """Part of a step that could be won, and of its products along these dims, before it is planned with longer dims, too."""
+    padding_least: float = 1e-4
+    """Seconds of a step that could be won so, at least: planning once more takes those of tens of thousands of steps."""
     padding_gains: float = 0.01
     """Part of a step by which longer dims must make it faster: programs as they are written are easier to read."""
 
@@ -176,7 +178,8 @@ class Tuning:
     one_array: float = 0.02
     """Part of its time that a stage may lose so that its part of a stack lies like the others: the user then has one array."""
     near: float = 0.05
-    """What cannot be faster than what is known by more than this part is not worth solving under a memory budget."""
+    """What cannot be faster than what is known by more than this part is not worth solving under a memory budget;
+    stages of more than `small_core` pairs may show that while they are solved."""
     microbatches_per_stage: int = 4
     """Microbatches for each stage where the user names no number: the bubble of 1F1B is then at most a fifth."""
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, new_var, replace_eqn
-from autopar.ir.dataflow import inputs_of, needed
+from autopar.ir.dataflow import inputs_of, needed, with_makers
 from autopar.ir.split.microbatch import Microbatches
 from autopar.ir.work import num_bytes, num_elements_of
 from autopar.tuning import TUNING
@@ -247,7 +247,8 @@ class _Placement:
             for number in numbers:
                 own = by_round[stage].get(number, [])
                 wanted = extra.get(stage, []) if number == numbers[0] else []
-                of_stage.append(tuple(_with_floating(own, wanted, floating, order, done)))
+                of_stage.append(tuple(with_makers(own, wanted, floating, order, done)))
+                done.update(dict.fromkeys(of_stage[-1]))
             rounds.append(tuple(of_stage))
         readers: dict[Var, dict[int, None]] = {}
         for stage in range(self.num_stages):
@@ -360,22 +361,3 @@ def _chains(root: JaxprEqn, groups: Mapping[int, Sequence[object]]) -> list[Jaxp
     joined = [chain(groups[stage], None) for stage in sorted(groups)]
     chain(joined, root.outvars[0])
     return made
-
-
-def _with_floating(
-    own: Sequence[JaxprEqn],
-    wanted: Sequence[Var],
-    floating: Mapping[Var, JaxprEqn],
-    order: Mapping[JaxprEqn, int],
-    done: dict[JaxprEqn, None],
-) -> list[JaxprEqn]:
-    """A round's equations and those that are made wherever they are read, once per stage."""
-    found = dict.fromkeys(own)
-    waiting = [*(a for eqn in own for a in inputs_of(eqn)), *wanted]
-    while waiting:
-        maker = floating.get(waiting.pop())
-        if maker is not None and maker not in found and maker not in done:
-            found[maker] = None
-            waiting += inputs_of(maker)
-    done.update(found)
-    return sorted(found, key=lambda eqn: order[eqn])

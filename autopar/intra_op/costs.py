@@ -105,10 +105,20 @@ class Prices:
     def problem(self, exposure: Exposure | None = None) -> Problem:
         """The choice problem, in which of each conversion the part counts that is exposed; None: all of it."""
         problem = Problem(list(self.costs))
+        parts: dict[Kind, float] = {}
+        weighed: dict[tuple[int, float], np.ndarray] = {}  # equal tables are one object, which elimination makes use of
         for (u, v), found in self.edges.items():
             for matrix, weight_of in found:
-                weights = (n * (1.0 if exposure is None else exposure.of(kind)) for kind, n in weight_of.items())
-                problem.add_edge(u, v, matrix * sum(weights))
+                weight = 0.0
+                for kind, n in weight_of.items():
+                    part = parts.get(kind)
+                    if part is None:
+                        part = parts[kind] = 1.0 if exposure is None else exposure.of(kind)
+                    weight += n * part
+                table = weighed.get((id(matrix), weight))
+                if table is None:
+                    table = weighed[id(matrix), weight] = matrix * weight
+                problem.add_edge(u, v, table)
         return problem
 
 

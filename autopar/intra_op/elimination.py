@@ -210,6 +210,7 @@ class _Once:
     def __init__(self, arrays: dict[Hashable, np.ndarray] | None):
         self._arrays = arrays
         self._known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+        self._seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by id, each beside what it is equal to
 
     @staticmethod
     def of(problem: Problem) -> _Once:
@@ -222,11 +223,13 @@ class _Once:
 
     def same(self, array: np.ndarray) -> np.ndarray:
         """The first array that is equal to this one."""
-        return (
-            array
-            if self._arrays is None
-            else self._arrays.setdefault((array.dtype, array.shape, array.tobytes()), array)
-        )
+        if self._arrays is None:
+            return array
+        seen = self._seen.get(id(array))
+        if seen is None:
+            first = self._arrays.setdefault((array.dtype, array.shape, array.tobytes()), array)
+            seen = self._seen[id(array)] = array, first
+        return seen[1]
 
     def __call__(self, function: Callable[..., Any], *arrays: np.ndarray) -> Any:
         if self._arrays is None:

@@ -274,6 +274,8 @@ def _may_win(problem: Problem, best: Sharded, solver: str, limit: TimeLimit) -> 
     """Whether an answer of a problem may be faster than the best, as far as prices tell."""
     if abs(best.solution.objective - best.step_seconds) > TUNING.known_far * best.step_seconds:
         return True  # as where many small collectives are sent together
+    if np.isfinite(problem.cost(best.solution.choices)):
+        return False  # the best answer is one of these, and the best of all as they are priced
     least = (1 + TUNING.known_far) * best.step_seconds
     answer = solve(problem, solver, limit, TUNING.rough_gap, least)
     return bool(answer.choices) and answer.status != "beaten" and answer.objective <= least

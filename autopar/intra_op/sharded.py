@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import assert_never
 
 from autopar._jax import JaxprEqn, Literal, Var
@@ -61,11 +61,18 @@ class Fused:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compute:
-    """Run one equation under a strategy."""
+    """Run one equation under a strategy, which reads and makes these copies."""
 
     eqn: JaxprEqn
     rule: ShardingRule
     strategy: Strategy
+    reads: tuple[Copy, ...] = field(init=False, repr=False)
+    makes: tuple[Copy, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Most of a program are these, and every pass over it asks for both.
+        object.__setattr__(self, "reads", _but_literals(self.eqn.invars, self.strategy.operands))
+        object.__setattr__(self, "makes", tuple(zip(self.eqn.outvars, self.strategy.results, strict=True)))
 
     def __str__(self) -> str:
         return f"{', '.join(map(str, self.eqn.outvars))} = {self.eqn.primitive} [{self.rule}] by {self.strategy}"
@@ -127,8 +134,8 @@ def copies_awaited(instruction: Instruction) -> tuple[Copy, ...]:
 def copies_read(instruction: Instruction) -> tuple[Copy, ...]:
     """Copies an instruction reads."""
     match instruction:
-        case Compute(eqn, _, strategy):
-            return _but_literals(eqn.invars, strategy.operands)
+        case Compute():
+            return instruction.reads
         case Move(var, source):
             return ((var, source),)
         case Fused(moves):
@@ -148,8 +155,8 @@ def _but_literals(atoms: Sequence[Var | Literal], shardings: Sequence[Sharding])
 def copies_made(instruction: Instruction) -> tuple[Copy, ...]:
     """Copies an instruction makes."""
     match instruction:
-        case Compute(eqn, _, strategy):
-            return tuple(zip(eqn.outvars, strategy.results, strict=True))
+        case Compute():
+            return instruction.makes
         case Move(var, _, target):
             return ((var, target),)
         case Fused(moves):

@@ -13,7 +13,8 @@ from autopar.cost import collective_seconds
 from autopar.errors import AutoparError
 from autopar.plan.decision import Decision, Value
 from autopar.plan.words import bytes_text, mesh_text, padding_text, seconds_text, type_text
-from autopar.report.page import MAX_ROWS, Page, Table, collapse_paths, levels_text, solver_text
+from autopar.report.page import MAX_ROWS, Page, Table, levels_text, solver_text
+from autopar.report.paths import collapse_paths
 from autopar.report.text import page_text
 
 ABSENT = "(not there)"

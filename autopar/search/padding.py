@@ -94,7 +94,8 @@ def worth_padding(planned: StepPlan, lengths: Lengths, cluster: Cluster) -> dict
         hardly_split = math.gcd(length, cluster.num_devices) == 1
         return (1 - exposed) * repeated[length] / operations + hardly_split * exposed * along[length] / products
 
-    return {n: m for n, m in lengths.items() if gain(n) >= TUNING.padding_looks}
+    least = max(TUNING.padding_looks, TUNING.padding_least / planned.seconds)
+    return {n: m for n, m in lengths.items() if gain(n) >= least}
 
 
 def _products(jaxpr: Jaxpr, times: float = 1.0) -> Iterator[tuple[JaxprEqn, float]]:

@@ -14,7 +14,7 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, NoPlanFoundError
 from autopar.inter_op.backward import find_levels
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.placement import place_stages
@@ -23,6 +23,7 @@ from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import StagePlan
 from autopar.inter_op.stage_program import stage_program
 from autopar.inter_op.tasks import make_tasks
+from autopar.intra_op.problem import num_pairs
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Options
 from autopar.search.pins import RestrictStage, restrict_stages, unrestricted
@@ -31,6 +32,9 @@ from autopar.search.solve_stages import SameStacks, Solved, best_stage, pinned, 
 from autopar.streams.assemble import PipelinePlan, assemble, at_levels
 from autopar.streams.schedules import Schedule, num_chunks, splits_backward
 from autopar.tuning import TUNING
+
+FLUSHED = "gpipe", "1f1b"
+"""Schedules under which every microbatch goes through all stages there and back."""
 
 
 def plan_pipeline(
@@ -76,12 +80,21 @@ def plan_pipeline(
     budget = options.memory_budget_bytes or cluster.device.memory_bytes
     fitting: list[PipelinePlan] = []
     failures: list[InfeasibleError] = []
-    fastest = 0.0
+    fastest, endless = 0.0, [0.0] * len(borders)
+    is_bounded = schedule.name in FLUSHED and options.goal == "step"
     ways = [*_ways(options, budget)]
     for number, (memory, all_again) in enumerate(ways):
         part = part_of(report, number / len(ways), (number + 1) / len(ways))
         try:
-            stages = _shard_stages(cut, programs, meshes, cluster, memory, solved, restrict, all_again, gap, part)
+            stages: list[StagePlan] = []
+            for stage in _shard_stages(cut, programs, meshes, cluster, memory, solved, restrict, all_again, gap, part):
+                stages.append(stage)
+                # No stage is faster within memory than without end.
+                least = least_seconds([*map(once_seconds, stages), *endless[len(stages) :]], cut.split.count)
+                may_lose = TUNING.near if num_pairs(stage.sharded.problem) > TUNING.small_core else 0.0
+                if is_bounded and number and least >= beat * (1 - may_lose):
+                    raise _slower(least, budget)
+            endless = endless if number else [*map(once_seconds, stages)]
             planned = assemble(cut, tuple(borders), tasks, stages, cluster, schedule)
             fastest = fastest or planned.seconds_for(options.goal)
             if fastest >= beat:
@@ -119,9 +132,8 @@ def _shard_stages(
     all_again: bool,
     gap: float,
     report: Report,
-) -> list[StagePlan]:
+) -> Iterator[StagePlan]:
     """Each stage on the best of its meshes; the parts of one stack alike."""
-    stages: list[StagePlan] = []
     same = SameStacks(cut)
     for number, (program, candidates) in enumerate(zip(programs, meshes, strict=True)):
         report(f"sharding stage {number} of {len(programs)}", number / len(programs))
@@ -138,8 +150,33 @@ def _shard_stages(
             both, key = pinned(pins, further), (tuple(pins.items()), key)
             made = solve_stage(program, made.mesh, cluster, options, solved, both, key, all_again, gap)
         same.add(program, made)
-        stages.append(made)
-    return stages
+        yield made
+
+
+def once_seconds(stage: StagePlan) -> float:
+    """Of one microbatch, there and back; what the stage runs again comes on top."""
+    return sum(t.seconds for t in stage.tasks if t.task.is_in_loop)
+
+
+def least_seconds(once: Sequence[float], count: int) -> float:
+    """What a step takes at least where each stage is its own mesh and every microbatch goes through all, there and back:
+    before the slowest stage begins and after it ends, one goes through the others.
+
+    Args:
+        once: Of each stage, seconds of one microbatch.
+        count: Number of microbatches.
+    """
+    return sum(once) + (count - 1) * max(once)
+
+
+def _slower(seconds: float, budget: float) -> NoPlanFoundError:
+    return NoPlanFoundError(
+        f"left out: within memory at least {seconds:.3e} s",
+        given=f"{budget:.0f} bytes on each device",
+        wrong="a faster step is known.",
+        do="nothing: another plan is taken.",
+        budget_bytes=int(budget),
+    )
 
 
 @contextlib.contextmanager

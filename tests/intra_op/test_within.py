@@ -5,6 +5,7 @@ import pytest
 
 import autopar.intra_op.within as within
 from autopar.intra_op.problem import MemoryRow, Problem
+from autopar.intra_op.solve import solve
 from autopar.intra_op.within import solve_within
 from tests.brute_force import brute_force
 from tests.intra_op.test_solve import draw
@@ -55,12 +56,13 @@ def test_what_cannot_beat_a_known_plan_ends_early(monkeypatch):
     for seed in range(30):
         problem = draw(seed, rows=True, forbidden=0.0, nodes=(4, 7), choices=(3, 5))
         wanted, rows = brute_force(problem), problem.rows
-        endless = brute_force(Problem(problem.costs, problem.edges)).objective
+        endless = solve(Problem(problem.costs, problem.edges)).objective
 
         def broken(choices, rows=rows):
             return [row for row in rows if row.used(choices) > row.budget_bytes]
 
-        for known in (0.5 * wanted.objective, wanted.objective, 1.5 * wanted.objective) if wanted.choices else ():
+        for share in () if not wanted.choices else (0.5, 1.0, 1.5) if seed < 4 else (1.0,):
+            known = share * wanted.objective
             found = solve_within(Problem(problem.costs, problem.edges), broken, known=known)
             if found.status == "beaten":
                 beaten += 1
@@ -68,4 +70,4 @@ def test_what_cannot_beat_a_known_plan_ends_early(monkeypatch):
                 assert known * (1 - 1e-5) <= found.bound <= wanted.objective * (1 + 1e-9)
             else:
                 assert found.choices and problem.fits(found.choices)
-    assert beaten > 20 and by_price > 0
+    assert beaten > 6 and by_price > 0

@@ -8,7 +8,18 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.errors import ClusterError, DeviceCountError, MeshError
-from autopar.mesh import MODELS, Cluster, Device, Link, LogicalMesh, Sharding, find_device, logical_mesh, logical_meshes
+from autopar.mesh import (
+    MODELS,
+    Cluster,
+    Device,
+    Link,
+    LogicalMesh,
+    Sharding,
+    find_device,
+    finer_meshes,
+    logical_mesh,
+    logical_meshes,
+)
 
 
 @pytest.mark.parametrize(
@@ -224,3 +235,14 @@ def test_a_sharding_is_the_same_in_another_process():
     assert again == sharding and hash(again) == hash(sharding) and again is not sharding
     object.__setattr__(sharding, "_hash", 0)
     assert hash(pickle.loads(pickle.dumps(sharding))) == hash(again), "and is not sent along"
+
+
+def test_meshes_over_hosts_and_a_part_of_each():
+    """Their first axis takes the link of the level that it reaches over: within a pod that of hosts, else that between pods."""
+    intra, inter, across = Link(1e-6, 1e11), Link(1e-5, 1e10), Link(1e-4, 1e9)
+    cluster = Cluster(4, 4, device=Device(), intra=intra, inter=inter, hosts_per_pod=2, across=across)
+    for num_devices, outer in ((8, inter), (16, across)):
+        (mesh,) = finer_meshes(cluster, num_devices, wide=False)
+        assert mesh.shape == (num_devices // 2, 2)
+        assert mesh.links == (outer.within(num_devices // 2), intra.within(2))
+    assert finer_meshes(cluster, 4, wide=False) == []

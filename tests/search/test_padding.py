@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.search import padding
 from autopar.search.padding import longer_length
 from autopar.tuning import TUNING
 from tests.sweep import check_faithful
+from tests.tuned import tune
 
 VOCABULARY, WIDTH, HEADS, LENGTH = 61, 16, 2, 8
 SLOW = autopar.Device("slow", peak_flops=1e7, memory_bytes=1e9, memory_bytes_per_second=1e9)
@@ -98,6 +100,14 @@ def test_not_where_the_batch_is_split():
     assert step.plan(*arguments(8, 1)).padded == ()
 
 
+def test_not_where_next_to_nothing_is_won(monkeypatch):
+    """Of a step of milliseconds more than a second cannot be won."""
+    tune(monkeypatch, padding, padding_least=1.0)
+    step = autopar.parallelize(train_step, cluster=cluster(1e7), method=autopar.ShardParallel(mesh_shape=(8,)))
+    plan = step.plan(*arguments(1, 0, length=7))
+    assert plan.padded == () and len(plan.cost.search.tried) == 1
+
+
 METHODS = {
     "auto": autopar.Auto(),
     "zero3": autopar.DataParallel(zero=3),
@@ -110,7 +120,7 @@ METHODS = {
 @pytest.mark.parametrize("name", METHODS)
 def test_gpt_with_an_odd_vocabulary(name, monkeypatch):
     """As the costs have it data parallelism is best; here the longer step is taken all the same, where there is one."""
-    always = dataclasses.replace(TUNING, padding_looks=0.0, padding_gains=-np.inf)
+    always = dataclasses.replace(TUNING, padding_looks=0.0, padding_least=0.0, padding_gains=-np.inf)
     for module in ("padding", "planner"):
         monkeypatch.setattr(f"autopar.search.{module}.TUNING", always)
     args = arguments(8, 1)

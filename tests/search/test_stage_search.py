@@ -13,6 +13,7 @@ from autopar.inter_op.cut import cut_step
 from autopar.inter_op.stage_plan import peak_bytes_here
 from autopar.search.candidates import Rounds, find_candidates
 from autopar.search.layer_costs import LayerCosts, submesh_sizes
+from autopar.search.pipeline import least_seconds, once_seconds
 from autopar.search.progress import silent
 from autopar.search.solve_stages import Solved
 from autopar.tuning import TUNING
@@ -101,3 +102,14 @@ def test_layers_are_sharded_within_memory_only_where_that_may_win(layers_on):
     for endless, within in zip(before, after, strict=True):
         for one, other in zip(endless, within, strict=True):
             assert other is None or one[0].work_seconds <= other[0].work_seconds * (1 + TUNING.layer_gap)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_no_pipeline_takes_less_than_its_microbatches(schedule):
+    """One goes through all stages before the slowest begins and after it ends."""
+    cluster = autopar.Cluster.of("1x4 v100")
+    for count in (1, 4):
+        method = autopar.PipelineParallel(num_stages=4, num_microbatches=count, schedule=schedule)
+        plan = predicted(cluster, method, 64, 256)
+        least = least_seconds([*map(once_seconds, plan.origin.pipeline.stages)], count)
+        assert 0 < least <= plan.cost.step_seconds * (1 + 1e-9)
