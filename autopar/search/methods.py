@@ -255,8 +255,8 @@ class Follow(_Settings):
     paths: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
-def _check_schedule(schedule: object) -> None:
-    if not isinstance(schedule, str) or schedule != AUTOMATIC:
+def _check_schedule(schedule: str | Schedule) -> None:
+    if schedule != AUTOMATIC:
         find_schedule(schedule)
 
 
