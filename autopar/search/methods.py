@@ -255,7 +255,7 @@ class Follow(_Settings):
     paths: Mapping[str, str] = field(default_factory=dict, hash=False)
 
 
-def _check_schedule(schedule: str | Schedule) -> None:
+def _check_schedule(schedule: Any) -> None:
     if schedule != AUTOMATIC:
         find_schedule(schedule)
 
