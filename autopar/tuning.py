@@ -195,6 +195,9 @@ class Tuning:
     """Pairs that planning gets through in a second on one core, roughly."""
     repaying_steps: int = 1000
     """Steps of training. Planning may take as long as what it may win in so many."""
+    clock_doubt: float = 5e-3
+    """Part of the cost that a mesh may be priced above the best so far and still be faster on the clock. Problems of no more
+    than `small_mesh_pairs` are solved to see."""
     small_mesh_pairs: int = 1_000_000
     """Pairs: half a second. Meshes with no more of them are planned whatever they may win."""
     accumulation_bytes: float = 0.1

@@ -16,7 +16,7 @@ from autopar.errors import AutoparError
 from autopar.mesh import LogicalMesh
 from autopar.options import MicrobatchSemantics, Options, Recompute, Solver
 from autopar.plan.decision import Decision
-from autopar.streams.schedules import find_schedule
+from autopar.streams.schedules import AUTOMATIC, find_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,9 +171,9 @@ class PipelineParallel(_StageSettings):
 
     Attributes:
         num_stages: How many; None: one more than the `mark_stage`s in the step. With `"interleaved"`, how many meshes:
-            each of them holds two stages.
-        schedule: `"gpipe"`, `"1f1b"`, `"interleaved"`, `"zb-h1"`, `"inference"`, or an object with `name` and
-            `order(num_stages, num_microbatches)`.
+            each of them holds two stages; with `"interleaved-4"`, four.
+        schedule: `"gpipe"`, `"1f1b"`, `"interleaved"`, `"interleaved-4"`, `"zb-h1"`, `"inference"`, or an object with `name`
+            and `order(num_stages, num_microbatches)`. `"auto"`: the fastest of those that train.
         num_microbatches: None: four for each stage, or what divides the batch below that.
         submeshes: Devices of each stage, such as (1, 1, 2, 4); None: equally many.
     """
@@ -188,7 +188,7 @@ class PipelineParallel(_StageSettings):
         for name in ("num_stages", "num_microbatches"):
             if getattr(self, name) is not None:
                 _check_count("PipelineParallel", name, getattr(self, name))
-        find_schedule(self.schedule)
+        _check_schedule(self.schedule)
         if self.submeshes is not None:
             if not isinstance(self.submeshes, tuple | list) or not self.submeshes:
                 raise AutoparError(
@@ -216,7 +216,7 @@ class ThreeD(_StageSettings):
         data: Each stage's samples are split over so many devices.
         tensor: Each stage's weights are split over so many devices, by columns and rows, heads and vocabulary; none is
             gathered.
-        pipeline: Number of stages; with `"interleaved"`, of meshes, which hold two stages each.
+        pipeline: Number of stages; with `"interleaved"`, of meshes, which hold two stages each (`"interleaved-4"`: four).
         num_microbatches: None: four for each stage, or what divides the batch below that.
         schedule: As of `PipelineParallel`.
         zero: What of the state is split over the data axis too, as of `DataParallel`.
@@ -238,7 +238,7 @@ class ThreeD(_StageSettings):
             _check_count("ThreeD", name, getattr(self, name))
         if self.num_microbatches is not None:
             _check_count("ThreeD", "num_microbatches", self.num_microbatches)
-        find_schedule(self.schedule)
+        _check_schedule(self.schedule)
         _check_zero("ThreeD", self.zero)
 
 
@@ -253,6 +253,11 @@ class Follow(_Settings):
 
     plan: Decision = field(repr=False, hash=False)
     paths: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
+def _check_schedule(schedule: Any) -> None:
+    if schedule != AUTOMATIC:
+        find_schedule(schedule)
 
 
 def _check_zero(method: str, zero: object) -> None:
