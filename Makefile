@@ -5,7 +5,7 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-matrix lint docs bench sweep clean
+.PHONY: demo test test-matrix lint docs bench bench-scripts sweep clean
 
 # The console shows the plan and a live loss; the plan in pictures is train_gpt.html, the curves are train_gpt.png.
 demo: $(STAMP)
@@ -27,9 +27,14 @@ lint: $(STAMP)
 docs: $(STAMP)
 	NO_MKDOCS_2_WARNING=1 $(RUN) -m mkdocs build --strict
 
+# The suite: PYTEST_ARGS='--cluster "8x8 h100"' predicts, --size full is for nodes of GPUs, --benchmark-json FILE keeps it.
 bench: $(STAMP)
-	@for script in benchmarks/[a-z]*.py; do \
-	  [ -f "$$script" ] || continue; echo "== $$script"; $(RUN) "$$script" || exit 1; done
+	$(RUN) -m pytest benchmarks/ -q $(PYTEST_ARGS)
+
+# Every script of benchmarks/ that prints figures of its own.
+bench-scripts: $(STAMP)
+	@for script in $$(grep -l __main__ benchmarks/*.py); do \
+	  echo "== $$script"; $(RUN) "$$script" || exit 1; done
 
 # Every model of tests/models under every mesh and method, and as every pipeline, as tables; then a thousand random small
 # programs under random plans. `make test` runs a sample of each.

@@ -46,6 +46,12 @@ iota_2x32_shape_p = _prng.iota_2x32_shape_p
 Atom: TypeAlias = Var | Literal
 Aval: TypeAlias = _core.ShapedArray
 """The type of a value: its shape and dtype."""
+Constant: TypeAlias = jax.Array | np.ndarray
+"""An array that a program holds."""
+Params: TypeAlias = Mapping[str, Any]
+"""Parameters of an equation: what each is, its primitive says."""
+Function: TypeAlias = Callable[..., Any]
+"""A function of arrays, to be traced."""
 
 JAX_VERSION: tuple[int, ...] = jax.__version_info__
 

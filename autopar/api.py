@@ -238,7 +238,7 @@ class ParallelStep(Generic[P, R]):
         key, _, apart = self._key(args, kwargs)
         objects = (None, None) if apart is None else (apart.adapter, apart.static)
         with without_mesh():
-            latest = CompiledStep(program, plan, compile_plan(self.cluster, program, roles, plan), *objects)
+            latest = CompiledStep(program, plan, compile_plan(self.cluster, program, plan), *objects)
         self._made.latest = latest
         if given is None:
             self._made.compiled[key] = latest

@@ -18,17 +18,15 @@ from autopar.calibrate.steps import one_program, pipeline, whole_steps
 from autopar.errors import AutoparError, PipelineError, StepError, StructureChangedError
 from autopar.frameworks import Adapter, Apart
 from autopar.ir.program import Program
-from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster
 from autopar.plan.arguments import check_arguments
 from autopar.report.measured import MeasuredStep
 from autopar.report.plan import Plan
-from autopar.runtime.local import Executable, compile_program
+from autopar.runtime.compile import compile_step
+from autopar.runtime.local import Executable
 from autopar.runtime.pipeline import Pipeline
-from autopar.runtime.ray.driver.driver import RayStep
 from autopar.runtime.ray.driver.step import make_ray_step
-from autopar.search.stage_planner import stage_devices
-from autopar.streams.assemble import PipelinePlan
+from autopar.runtime.runtime import Runtime
 
 
 class CompiledStep:
@@ -38,7 +36,7 @@ class CompiledStep:
         plan: The plan it carries out.
         programs: XLA's executables by name; on a Ray cluster, what its workers compile.
         executable: What carries the plan out.
-        functions: Of a pipeline, what its programs were compiled from, by name.
+        functions: What they were compiled from, by name.
         in_shardings: Sharding per argument leaf, in the arguments' tree `(args, kwargs)`.
     """
 
@@ -46,21 +44,19 @@ class CompiledStep:
         self,
         program: Program,
         plan: Plan,
-        executable: Executable | Pipeline | RayStep,
+        executable: Runtime,
         adapter: Adapter | None = None,
         static: Any = None,
     ):
         self.program, self.plan, self.executable = program, plan, executable
         self._adapter, self._static = adapter, static
-        self.programs: dict[str, Any] = (
-            {program.name: executable.compiled} if isinstance(executable, Executable) else dict(executable.programs)
-        )
-        self.functions = executable.functions if isinstance(executable, Pipeline) else {}
-        self._shardings = [
+        self.programs: dict[str, Any] = dict(executable.programs)
+        self.functions = executable.functions
+        shardings = [
             jax.sharding.NamedSharding(sharding.mesh, program.spec_of(k, sharding.spec)) if key else sharding
             for k, (sharding, key) in enumerate(zip(executable.in_shardings, program.key_inputs, strict=False))
         ]
-        self.in_shardings = program.in_containers(self._shardings)
+        self.in_shardings = program.in_containers(shardings)
         self._has_keys = any(program.key_inputs) or any(program.key_outputs)
         self._weak = [k for k, aval in enumerate(program.out_avals) if aval.weak_type]
 
@@ -95,15 +91,12 @@ class CompiledStep:
     @functools.cached_property
     def _consts(self) -> Sequence[Any]:
         """The program's own arrays, in their places; made at the first call: devices that are compiled for may not be there."""
-        consts, first = list(self.program.consts), self.program.num_args
-        if isinstance(self.executable, RayStep):
-            return self.executable.hold(consts, first)
-        return jax.device_put(consts, list(self.executable.in_shardings[first:]))
+        return self.executable.hold(list(self.program.consts), self.program.num_args)
 
     @property
     def has_ended(self) -> bool:
         """Whether the workers that would run it have ended."""
-        return isinstance(self.executable, RayStep) and self.executable.closed
+        return self.executable.closed
 
     def run(self, leaves: list[Any]) -> Any:
         """Run one step on flat argument leaves; of objects, what the program returns for them."""
@@ -138,8 +131,6 @@ class CompiledStep:
             init: Makes them, flat.
             args: Arguments of `init`.
         """
-        if isinstance(self.executable, Executable):
-            return jax.jit(init, out_shardings=self._shardings[first:stop])(*args)
         keys = self.program.key_inputs[first:stop]
 
         def of_integers(*args: Any) -> list[Any]:
@@ -181,7 +172,8 @@ class CompiledStep:
                 wrong="it is no whole number of 1 or more.",
                 do="pass steps=5, or leave it out.",
             )
-        if isinstance(self.executable, RayStep) and self.plan.is_one_program:
+        executable, is_one = self.executable, self.plan.is_one_program
+        if executable.is_remote and is_one:
             raise PipelineError(
                 "there is no timeline of a step without stages.",
                 given=f"the plan of `{self.plan.name}` by {self.plan.method}, on a Ray cluster",
@@ -191,18 +183,16 @@ class CompiledStep:
             )
         apart, leaves = self._arguments(args, kwargs)
         seconds = None
-        if not isinstance(self.executable, RayStep):
+        if not executable.is_remote:
             donated = self.plan.attached.roles.donated[: len(leaves)]
             seconds = whole_steps(lambda own: self.run(own), leaves, donated, steps)
-        if isinstance(self.executable, Executable):
-            assert seconds is not None, "steps in this process are timed"
-            measured = one_program(self.plan, self.executable.devices, seconds, steps)
-            return self._put_together(apart, self.run(leaves)), measured
         with without_mesh():
-            results, timeline = self._carry_out(self.executable.measure, leaves)
-            measured = pipeline(
-                self.plan, self.plan.attached.cluster, timeline, seconds, 1 if seconds is None else steps
-            )
+            results, timeline = self._carry_out(executable.measure, leaves)
+            if is_one and seconds is not None:
+                measured = one_program(self.plan, executable.devices, seconds, steps)
+            else:
+                cluster, count = self.plan.attached.cluster, 1 if seconds is None else steps
+                measured = pipeline(self.plan, cluster, timeline, seconds, count)
             return self._put_together(apart, self._as_returned(results)), measured
 
 
@@ -213,31 +203,10 @@ def _weakly_typed(result: Any) -> Any:
     return result
 
 
-def compile_plan(cluster: Cluster, program: Program, roles: Roles, plan: Plan) -> Executable | Pipeline | RayStep:
+def compile_plan(cluster: Cluster, program: Program, plan: Plan) -> Runtime:
     """What carries a plan out on a cluster."""
+    planned = plan.attached.pipeline
     if cluster.machine is not None:
-        return make_ray_step(cluster, program, roles, plan)
-    devices = cluster.devices or jax.devices()
-    pipeline = plan.attached.pipeline
-    if isinstance(pipeline, PipelinePlan):
-        return compile_pipeline(pipeline, devices, program.name)
-    avals = [var.aval for var in program.jaxpr.invars]
-    return compile_program(
-        pipeline.stages[0].sharded.body, plan.mesh, devices, avals, roles.donated, program.name, program.in_paths
-    )
-
-
-def compile_pipeline(pipeline: PipelinePlan, devices: Sequence[Any], name: str) -> Pipeline:
-    """Compile all programs of a pipeline for real devices."""
-    cut = pipeline.cut
-    return Pipeline(
-        pipeline.stages,
-        pipeline.streams,
-        stage_devices(pipeline, devices),
-        cut.program.jaxpr,
-        cut.roles,
-        cut.stacks,
-        pipeline.tasks.update.home,
-        name,
-        cut.program.in_paths,
-    )
+        return make_ray_step(cluster.machine, program, planned)
+    compiled = compile_step(planned, cluster.devices or jax.devices())
+    return Executable(planned, compiled) if plan.is_one_program else Pipeline(planned, compiled)

@@ -1,7 +1,11 @@
 """Developer aids, and the only place that reads environment variables.
 
 In:     `AUTOPAR_DUMP=dir`, read at each call; `XLA_FLAGS`, whose flags are not set a second time.
+
+
+In:     `AUTOPAR_DUMP=dir` and `AUTOPAR_CHECK=1`, read at each call.
 Out:    `dump("trace", text)` writes dir/01_trace.txt, the next pass 02_..., so that two runs can be compared by `diff`.
+        `check_behind("trace", check, made)` runs a checker on what a pass made, and names the pass if it finds something.
 """
 
 from __future__ import annotations
@@ -10,7 +14,9 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
+_Made = TypeVar("_Made")
 _NUMBERED = re.compile(r"(\d+)_.*\.txt")
 _ADDRESS = re.compile(r"Var\(id=(\d+)\)")
 
@@ -24,6 +30,25 @@ def dump_dir() -> Path | None:
 def xla_flags() -> tuple[str, ...]:
     """Names of the flags that the user gives XLA, who knows better than we do."""
     return tuple(re.findall(r"--(\w+)", os.environ.get("XLA_FLAGS", "")))
+
+
+def check_behind(pass_name: str, check: Callable[[_Made], None], made: _Made) -> None:
+    """Run the checker of what a pass makes, if that is asked for.
+
+    Args:
+        pass_name: Name of the pass.
+        check: Raises an `AssertionError` for what is wrong.
+        made: What the pass made.
+
+    Raises:
+        AssertionError: It is wrong; names the pass.
+    """
+    if os.environ.get("AUTOPAR_CHECK", "") in ("", "0"):
+        return
+    try:
+        check(made)
+    except AssertionError as error:
+        raise AssertionError(f"wrong behind the pass `{pass_name}`: {error}") from error
 
 
 def dump(pass_name: str, text: str | Callable[[], str]) -> Path | None:

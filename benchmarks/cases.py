@@ -16,6 +16,7 @@ import gpt
 import jax
 import jax.numpy as jnp
 import llama
+import mlp
 import numpy as np
 import unet
 import wide_resnet
@@ -56,7 +57,19 @@ EXPERTS = {"*/up": P("model", None, None), "*/down": P("model", None, None)}
 LLAMA = {**{f"*/{name}": P(None, None, "model") for name in ("q", "k", "v", "gate", "up")}}
 LLAMA |= {f"*/{name}": P(None, "model", None) for name in ("o", "down")} | {"*/embed": ROWS, "*/head": COLUMNS}
 
+
+def make_mlp(width: int, layers: int, batch: int) -> Made:
+    """The MLP of the benchmarks: types only."""
+    step, params, example = mlp.make_step(width, layers, batch)
+    return step, *jax.eval_shape(lambda: (params, example))
+
+
 CASES = {
+    "mlp": Case(
+        lambda: make_mlp(256, 4, 256),
+        lambda: make_mlp(8192, 8, 8192),
+        {"[02468]": COLUMNS, "[13579]": ROWS},
+    ),
     "gpt": Case(
         lambda: gpt.make_step(gpt.Config(layers=2, width=128, heads=4, vocabulary=512, tokens=64, batch=32)),
         lambda: gpt.make_step(gpt.Config(dtype=jnp.bfloat16)),
@@ -84,6 +97,10 @@ CASES = {
         lambda: unet.make_step(unet.Config()),
     ),
 }
+
+
+SMALL = ("mlp", "gpt", "experts", "wide_resnet")
+"""Cases of the small set."""
 
 
 def hand_shardings(case: Case, way: str, arguments: Any, sizes: Mapping[str, int]) -> Any:

@@ -91,7 +91,8 @@ def _figures(rows: Sequence[Row], timed: Sequence[Row]) -> Iterable[str]:
     yield f"each source counting once: median error {statistics.mean(map(statistics.median, by_source.values())):.1%}"
     yield (
         "fitted numbers: per family of devices 2 (the rate of fused attention, of the first and of later kernels); for all "
-        "together 2 (the part of the best product's rate that training holds, passes of frameworks without a compiler)"
+        "together 2 (the part of the best product's rate that training holds, passes of frameworks without a compiler); "
+        "of memory 1 (what PyTorch's allocator keeps back)"
     )
     yield f"the first of the latter fitted to all sources but the one it is judged by: median error {left_out_error(timed):.1%}"
     taus = group_taus(rows)
@@ -105,8 +106,8 @@ def _figures(rows: Sequence[Row], timed: Sequence[Row]) -> Iterable[str]:
     if memory:
         near = _share(abs(m - 1) <= 0.1 for m in memory)
         yield f"memory of {len(memory)} runs: median ratio {statistics.median(memory):.2f}, within 10 % {near:.0%}"
-    verdicts = [(run.seconds is None) == (p.memory_bytes > p.capacity_bytes) for run, p in rows]
-    failed = [p.memory_bytes > p.capacity_bytes for run, p in rows if run.seconds is None]
+    verdicts = [(run.seconds is None) == (p.needed_bytes > p.capacity_bytes) for run, p in rows]
+    failed = [p.needed_bytes > p.capacity_bytes for run, p in rows if run.seconds is None]
     yield f"verdicts on memory: {_share(verdicts):.0%} of {len(verdicts)} right; of {len(failed)} that ran out, {sum(failed)}"
 
 

@@ -95,7 +95,7 @@ def ends_step(sizes: Sizes) -> Step:
     def step(params, tokens, labels):
         def loss_of(params):
             x = resident(sizes, params["embed"][tokens])
-            x = resident(sizes, norm(sizes, params["norm"], x))
+            x = enter(sizes, norm(sizes, params["norm"], x))
             logits = by_columns(sizes, x @ params["head"]).astype(jnp.float32)
             peak = jax.lax.stop_gradient(logits.max(-1, keepdims=True))
             total = jnp.log(jnp.exp(logits - peak).sum(-1)) + peak[..., 0]
@@ -140,6 +140,37 @@ def by_heads(sizes: Sizes, x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, None, AXIS, None)))
 
 
+def enter(sizes: Sizes, x: jax.Array) -> jax.Array:
+    """Before products whose weights are split by columns: all of `x` on every device; of its gradient, sums."""
+    return x if sizes.tensor == 1 else _conjugate(_placed(sizes, P(None, None, None)), _placed(sizes, spec(sizes)), x)
+
+
+def leave(sizes: Sizes, x: jax.Array) -> jax.Array:
+    """Behind a product whose weights are split by rows: the sum, as it is resident; its gradient whole."""
+    return x if sizes.tensor == 1 else _conjugate(_placed(sizes, spec(sizes)), _placed(sizes, P(None, None, None)), x)
+
+
+def _placed(sizes: Sizes, how: P) -> NamedSharding:
+    return NamedSharding(AbstractMesh((sizes.tensor,), (AXIS,)), how)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _conjugate(forward: NamedSharding, backward: NamedSharding, x: jax.Array) -> jax.Array:
+    """Where activations change how they lie, Megatron's `f` and `g`: activations move, and no weights."""
+    return jax.lax.with_sharding_constraint(x, forward)
+
+
+def _conjugate_forward(forward: NamedSharding, backward: NamedSharding, x: jax.Array) -> Any:
+    return jax.lax.with_sharding_constraint(x, forward), None
+
+
+def _conjugate_backward(forward: NamedSharding, backward: NamedSharding, saved: None, dy: jax.Array) -> Any:
+    return (jax.lax.with_sharding_constraint(dy, backward),)
+
+
+_conjugate.defvjp(_conjugate_forward, _conjugate_backward)
+
+
 def by_columns(sizes: Sizes, x: jax.Array) -> jax.Array:
     """Pin the last dim to be split: activations move and not weights, whichever would be less."""
     if sizes.tensor == 1:
@@ -150,11 +181,11 @@ def by_columns(sizes: Sizes, x: jax.Array) -> jax.Array:
 
 def layer(sizes: Sizes, params: Any, x: jax.Array) -> jax.Array:
     """One transformer layer: norms first, the residual stream resident between."""
-    x = resident(sizes, x + attention(sizes, params, resident(sizes, norm(sizes, params["norm1"], x))))
-    h = resident(sizes, norm(sizes, params["norm2"], x))
+    x = resident(sizes, x + attention(sizes, params, enter(sizes, norm(sizes, params["norm1"], x))))
+    h = enter(sizes, norm(sizes, params["norm2"], x))
     up = by_columns(sizes, dense(sizes, params, "up", h))
     inside = jax.nn.silu(by_columns(sizes, dense(sizes, params, "gate", h))) * up if sizes.gated else jax.nn.gelu(up)
-    return resident(sizes, x + dense(sizes, params, "down", inside))
+    return resident(sizes, x + leave(sizes, dense(sizes, params, "down", inside)))
 
 
 def norm(sizes: Sizes, params: Any, x: jax.Array) -> jax.Array:
@@ -205,7 +236,7 @@ def attention(sizes: Sizes, params: Any, x: jax.Array) -> jax.Array:
     q, k, v = (by_heads(sizes, t) for t in (q, k, v))
     with jax.named_scope(CORE):
         mixed = by_heads(sizes, flash(sizes.context, q, k, v) if sizes.flash else plain(q, k, v))
-    return dense(sizes, params, "o", mixed.reshape(samples, tokens, width))
+    return leave(sizes, dense(sizes, params, "o", mixed.reshape(samples, tokens, width)))
 
 
 def rotate(x: jax.Array) -> jax.Array:

@@ -15,14 +15,19 @@ from typing import Protocol
 
 from published_runs import Run
 
+from autopar.mesh import Device
+
 GIB = 2**30
 CONTEXT_BYTES = 0.5 * GIB
 """Of CUDA itself, cuBLAS and the kernels' code, on one device."""
 GROUP_BYTES = 0.4 * GIB
 """Buffers of one NCCL communicator: 4 MiB for each neighbour of each channel, both ways, for ring and tree."""
-CACHED = 1.1
-"""Reserved by an allocator that caches blocks, over what is allocated: fitted, one for all frameworks on PyTorch."""
+CACHED = 1.2
+"""Reserved by an allocator that caches blocks, over what is allocated: fitted, one for all frameworks on PyTorch. It gives
+them back before it fails."""
 MEGATRON = ("Megatron", "NeMo", "nanotron")
+XLA = ("Alpa", "JAX")
+PYTORCH = (*MEGATRON, "PyTorch", "DeepSpeed", "torchtitan")
 
 
 class Held(Protocol):
@@ -34,19 +39,27 @@ class Held(Protocol):
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on the fullest device: parameters with their gradients and optimizer, activations, the runtime's own."""
+    """Bytes on the fullest device.
+
+    Attributes:
+        state: Parameters with their gradients and optimizer.
+        activations: What backward passes wait for, and what one of them works with.
+        runtime: Of CUDA and NCCL.
+        reserved: All of it, with what the allocator keeps back, as published figures have it.
+    """
 
     state: float
     activations: float
     runtime: float
+    reserved: float
 
     @property
-    def total(self) -> float:
-        """All of it."""
+    def needed(self) -> float:
+        """Without what the allocator only keeps back: with more than that a run fails."""
         return self.state + self.activations + self.runtime
 
 
-def memory_of(run: Run, params: float, layers: int, layer: Held, ends: Held) -> Memory:
+def memory_of(run: Run, params: float, layers: int, layer: Held, ends: Held, capacity: float) -> Memory:
     """The memory of a run.
 
     Args:
@@ -55,15 +68,21 @@ def memory_of(run: Run, params: float, layers: int, layer: Held, ends: Held) -> 
         layers: Of a stage.
         layer: Of one layer and microbatch.
         ends: Of embedding and loss.
+        capacity: Bytes of a device.
     """
-    is_eager = not run.compiled
-    cached = CACHED if is_eager and "OneFlow" not in run.framework else 1.0
     groups = sum(degree > 1 for degree in (run.tensor, run.pipeline, run.data, run.context))
-    return Memory(
-        cached * params * state_bytes(run),
-        cached * activation_bytes(run, params, layers, layer, ends),
-        CONTEXT_BYTES + groups * GROUP_BYTES if is_eager else 0.0,
-    )
+    # XLA's allocator takes the memory before the run and states what programs need, without the runtime's own.
+    runtime = 0.0 if any(name in run.framework for name in XLA) else CONTEXT_BYTES + groups * GROUP_BYTES
+    state, activations = params * state_bytes(run), activation_bytes(run, params, layers, layer, ends)
+    cached = CACHED if any(name in run.framework for name in PYTORCH) else 1.0
+    needed = state + activations + runtime
+    reserved = max(needed, min(cached * (state + activations) + runtime, capacity))
+    return Memory(state, activations, runtime, reserved)
+
+
+def capacity_of(device: Device) -> float:
+    """All bytes of a device: vendors sell units of 2^30 as GB. Plans leave the difference to the runtime."""
+    return device.memory_bytes / 1e9 * GIB
 
 
 def state_bytes(run: Run) -> float:
@@ -74,6 +93,8 @@ def state_bytes(run: Run) -> float:
         weight, gradient, optimizer = 2, 2, 12
     elif run.dtype == "float16":
         weight, gradient, optimizer = 2, 2, 16
+    elif "DeepSpeed" in run.framework:
+        weight, gradient, optimizer = 2, 6, 12  # gradients in 16 bits, and added up in 32 (`bf16_optimizer.py`)
     else:
         weight, gradient, optimizer = 2, 4, 12
     weights, gradients, moments = (run.shards if run.zero >= stage else 1 for stage in (3, 2, 1))

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from published_layers import CORE, Sizes, ends_step, layer_step
-from published_memory import memory_of
+from published_memory import capacity_of, memory_of
 from published_runs import Run
 
 import autopar
@@ -95,7 +95,8 @@ class Prediction:
         bubble: Waiting for the first microbatch to arrive and the last to come back.
         data: Collectives of gradients and parameters that nothing hides.
         update: The optimizer.
-        memory_bytes: On the fullest device.
+        memory_bytes: On the fullest device, as its framework reserves it.
+        needed_bytes: Part of it that the run cannot do without.
         capacity_bytes: Of a device.
     """
 
@@ -106,6 +107,7 @@ class Prediction:
     data: float
     update: float
     memory_bytes: float
+    needed_bytes: float
     capacity_bytes: float
 
 
@@ -254,6 +256,8 @@ def compose(run: Run, machine: Machine, mesh: LogicalMesh, layer: Work, ends: Wo
     bubble = (run.pipeline - 1) / run.chunks * middle
     once, with_each = data_seconds(run, machine, params, layers, forward, work + tensor)
     update = kernel_seconds(Pass(ADAM_BYTES * params / (run.shards if run.zero else 1)), device)
+    capacity = capacity_of(device)
+    memory = memory_of(run, params, layers, layer, ends, capacity)
     return Prediction(
         run.count * (stage + with_each) + bubble + once + update,
         run.count * (layers * work + end + adding),
@@ -261,8 +265,9 @@ def compose(run: Run, machine: Machine, mesh: LogicalMesh, layer: Work, ends: Wo
         bubble,
         once + run.count * with_each,
         update,
-        memory_of(run, params, layers, layer, ends).total,
-        device.memory_bytes,
+        memory.reserved,
+        memory.needed,
+        capacity,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cases import CASES
+from cases import CASES, SMALL
 from ways import WAYS, NotThere, run_of
 
 
@@ -11,6 +11,8 @@ from ways import WAYS, NotThere, run_of
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("model", CASES)
 def test_step(model, way, cluster, size, clocked):
+    if size == "small" and model not in SMALL:
+        pytest.skip("not in the small set: --size full")
     case = CASES[model]
     try:
         run = run_of(case, getattr(case, size)(), way, cluster)

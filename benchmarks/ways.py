@@ -140,9 +140,12 @@ def _parallax(step: Any, arguments: Any, is_here: bool) -> Run:
         raise NotThere("predicts nothing")
     import parallax
 
+    state, batch = example(arguments)
     with jax.set_mesh(parallax.auto_mesh()):
-        state, batch = example(arguments)
-        compiled = parallax.jit(step, strategy=parallax.ShardingStrategy.AUTO).lower(state, batch).compile()
+        try:
+            compiled = parallax.jit(step, strategy=parallax.ShardingStrategy.AUTO).lower(state, batch).compile()
+        except (AssertionError, NotImplementedError, ValueError) as error:
+            raise NotThere(f"google-parallax cannot read this step: {type(error).__name__} {error}"[:120]) from None
     shardings = compiled.input_shardings[0]
     return Run(_turning(compiled, *jax.device_put((state, batch), shardings)), None, _compiled_bytes(compiled))
 

@@ -4,8 +4,8 @@ In:     numbers of programs (`random_programs.py`).
 Out:    `check_group`, used by the tests; `python -m tests.random_sweep --first 0 --count 1000` prints what is wrong.
 Method: a few programs make one step, so that one plan is drawn and one program compiled for all. Every result must be as
         near to jit's as stochastic arithmetic says that rounding allows, and not finite where and as jit's is not; and the
-        step communicates what its plan says. Where jit itself is wrong (XLA:CPU joins slices of slices without clamping,
-        and loses NaN in maxima of many numbers), the same in float64, without the pass that joins slices, will do.
+        step communicates what its plan says. Where jit itself is wrong (XLA joins slices of slices without clamping),
+        the same in float64, without the pass that joins them, will do.
 """
 
 from __future__ import annotations

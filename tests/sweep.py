@@ -29,7 +29,6 @@ from autopar.intra_op.restrict import Allowed, pin_constraints
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 from autopar.mesh import logical_mesh
-from autopar.partition.program import global_program
 from autopar.search.one_mesh import in_microbatches, restrict_plan
 from autopar.search.restore import plan_of_choices
 from tests.conftest import XLA_FLAGS
@@ -150,12 +149,17 @@ def _compile_random(
 
 
 def check_faithful(compiled: autopar.CompiledStep) -> None:
-    """The traced per-device program communicates exactly what the plan lists."""
-    sharded = compiled.plan.origin.pipeline.stages[0].sharded
-    mesh = next(iter(jax.tree.leaves(compiled.in_shardings))).mesh
-    avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var, _ in sharded.body.inputs]
-    emitted = Counter(emitted_collectives(open_jaxpr(jax.make_jaxpr(global_program(sharded.body, mesh))(*avals))[0]))
-    planned = Counter((c.kind, tuple(c.axes), c.bytes, c.times) for c in compiled.plan.cost.collectives)
+    """The traced programs communicate exactly what the plan lists."""
+    planned = Counter((c.stage, c.kind, tuple(c.axes), c.bytes, c.times) for c in compiled.plan.cost.collectives)
+    emitted: Counter[tuple[int, str, tuple[str, ...], int, int]] = Counter()
+    planning = compiled.plan.origin.pipeline
+    for name, function in compiled.functions.items():
+        task = planning.streams.programs[name].task
+        times = planning.num_microbatches if task.is_in_loop else 1
+        structs = [jax.ShapeDtypeStruct(t.shape, t.dtype) for t in function.inputs]
+        traced = open_jaxpr(jax.make_jaxpr(function.code)(*structs))[0]
+        for kind, axes, num_bytes, count in emitted_collectives(traced):
+            emitted[task.stage, kind, axes, num_bytes, count * times] += 1
     assert emitted == planned, (
         f"emitted but not planned: {emitted - planned}; planned but not emitted: {planned - emitted}"
     )

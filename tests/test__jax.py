@@ -49,3 +49,9 @@ def test_bind():
     (eqn,) = jaxpr.eqns
     assert _jax.bind_eqn(eqn, jnp.ones((3, 4)))[0].shape == (4,)
     assert _jax.bind_eqn(eqn, jnp.ones((3, 4)), params={**eqn.params, "axes": (1,)})[0].shape == (3,)
+
+
+def test_equations_are_keys():
+    """Passes keep what they know of an equation under the equation itself: each is equal to itself alone."""
+    (first, second) = jax.make_jaxpr(lambda x: (jnp.sin(x), jnp.sin(x)))(1.0).eqns
+    assert len({first: 1, second: 2}) == 2 and {first: 1}[first] == 1

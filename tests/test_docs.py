@@ -60,7 +60,7 @@ def pieces_of(text: str) -> list[tuple[int, str]]:
 
 
 def pages_with_code():
-    for page in PAGES:
+    for page in ("../README.md", *PAGES):
         text = (DOCS / page).read_text()
         if "```python" in text:
             yield pytest.param(page, marks=[pytest.mark.ray] if "<!-- needs ray -->" in text else [])

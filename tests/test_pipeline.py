@@ -15,9 +15,8 @@ import autopar
 from autopar.errors import DeviceCountError, MicrobatchError, PipelineError
 from tests.models.case import Case
 from tests.models.registry import CASES
-from tests.pipeline_sweep import check_programs
 from tests.small_transformer import arguments, train_step
-from tests.sweep import QUICK, SLOW, _host, reference, relative_error
+from tests.sweep import QUICK, SLOW, _host, check_faithful, reference, relative_error
 
 MODELS = (
     "mlp_schedule_clip",
@@ -319,7 +318,7 @@ def test_everything_runs_again_on_meshes(recompute):
     case = small_transformer("unrolled")
     step = make_step(case, 8, num_stages=2, num_microbatches=2, recompute=recompute)
     compiled = step.compile(case.state, case.batches[0])
-    check_programs(compiled)
+    check_faithful(compiled)
     check_steps(case, compiled)
 
 
@@ -659,7 +658,7 @@ def test_gradients_accumulated_by_the_user():
     case = accumulating(4, lambda x: x[jnp.arange(x.shape[0]), jnp.arange(x.shape[0]) % 7])
     compiled = make_step(case, 4, num_stages=2, num_microbatches=4).compile(case.state, case.batches[0])
     assert all(stage.layers for stage in compiled.plan.stages)
-    check_programs(compiled)
+    check_faithful(compiled)
     check_steps(case, compiled)
 
 

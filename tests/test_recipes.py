@@ -1,11 +1,14 @@
-"""The recipes of CONTRIBUTING.md: one of each, added from outside of the package in sixty lines, and used."""
+"""The recipes of CONTRIBUTING.md: one of each, added from outside of the package in seventy lines, and used."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import frameworks
@@ -43,6 +46,14 @@ class LastFirst:
     def order(self, num_stages, num_microbatches):
         forward = [Step("F", k) for k in range(num_microbatches)]
         return [[*forward, *(Step("B", step.microbatch) for step in reversed(forward))] for _ in range(num_stages)]
+
+
+@dataclass(frozen=True)
+class Columns(autopar.ShardParallel):
+    """A method: every weight of two dims is split by columns, over all devices; what else there is to decide is found."""
+
+    def options(self):
+        return replace(super().options(), constraints={"params/*": P(None, "x")})
 
 
 def restarts(of, steps, random):
@@ -131,6 +142,15 @@ def test_schedule_and_device():
     events = [event for event in plan.timeline().events if (event.kind, event.stage) == ("B", 1)]
     assert [event.microbatch for event in events] == [3, 2, 1, 0]
     assert max(plan.cost.peak_bytes) < SLOW.memory_bytes and "1 host with 4 slow" in str(plan)
+
+
+def test_method():
+    step = autopar.parallelize(train_step, method=Columns(mesh_shape=(8,)))
+    params, batch = arguments()
+    wanted, _ = jax.jit(train_step)(params, batch)
+    plan = step.plan(params, batch)
+    assert "Columns(mesh_shape=(8,))" in str(plan) and plan.shardings[0][0]["up"] == P(None, "x")
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-5), step(params, batch)[0], wanted)
 
 
 def test_solver(monkeypatch):

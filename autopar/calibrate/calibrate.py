@@ -32,6 +32,8 @@ from autopar.mesh import Achieved, Device, Link, MachineProfile, find_device
 
 SECONDS = 120.0
 """To spend, by default."""
+LONG_SECONDS = 10.0
+"""With less time than this, memory is taken to be kept: to see that it is not takes seconds."""
 FRESH_BYTES = 40 * 2**20
 """On a device, to see how fast memory is got: more than the 32 MiB up to which the C library may keep what is given back."""
 _CPU = Device("cpu", 1e10, achieved=Achieved(cores=1, tile=(256, 256), tile_seconds=1e-6, balance=20.0))
@@ -67,7 +69,7 @@ def calibrate(
 
     Raises:
         ClusterError: The devices are on several hosts.
-        ProfileError: So little time that nothing could be measured; or the file cannot be written.
+        ProfileError: No time, or nothing can be measured; or the file cannot be written.
     """
     devices = tuple(jax.devices() if devices is None else devices)
     hosts = {getattr(device, "process_index", 0) for device in devices}
@@ -77,6 +79,14 @@ def calibrate(
             given=f"{len(devices)} devices of {len(hosts)} hosts",
             wrong="the profile states what the devices of one host reach; hosts are joined by the catalog's link.",
             do="pass devices=jax.local_devices().",
+        )
+    if not seconds > 0:
+        raise ProfileError(
+            "to measure takes more seconds than none.",
+            given=f"calibrate(seconds={seconds!r})",
+            wrong="it is not more than 0.",
+            do="allow about 2 seconds for each kind of measurement, 60 for all.",
+            path="",
         )
     started = time.monotonic()
     if not show_progress:
@@ -101,10 +111,11 @@ def _measure(devices: Sequence[Any], deadline: float, tell: Tell) -> tuple[list[
     own: dict[str, Any] = {"dispatch_seconds": dispatch_seconds(devices)}
     if is_cpu:  # others keep the memory of a program that has ended
         own["host_cores"] = min(os.cpu_count() or 1, len(devices))
-        own["fresh_bytes_per_second"] = fresh_bytes_per_second(devices, FRESH_BYTES)
-    samples = []
+        if deadline - time.monotonic() > LONG_SECONDS:
+            own["fresh_bytes_per_second"] = fresh_bytes_per_second(devices, FRESH_BYTES)
+    samples: list[Sample] = []
     for number, case in enumerate(cases):
-        if time.monotonic() > deadline:
+        if samples and time.monotonic() > deadline:
             break
         tell(f"{case.kind}: {case.text}", number / len(cases))
         try:
@@ -117,8 +128,8 @@ def _measure(devices: Sequence[Any], deadline: float, tell: Tell) -> tuple[list[
         raise ProfileError(
             "nothing was measured.",
             given=f"{len(devices)} devices of kind {devices[0].device_kind!r}",
-            wrong="the time was up before the first measurement.",
-            do="allow more seconds: about 2 for each kind of measurement, 60 for all.",
+            wrong="every program that was tried has failed there.",
+            do="run `autopar doctor`, which tries the devices one thing after the other.",
             path="",
         )
     return samples, own

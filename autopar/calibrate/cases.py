@@ -58,6 +58,7 @@ def all_cases(num_devices: int, is_cpu: bool) -> list[Case]:
     groups = list(dict.fromkeys([num_devices, *groups])) if num_devices > 1 else []
     kinds = [
         list(_passes(is_cpu)),
+        list(_rows(is_cpu)),
         list(_products(is_cpu)),
         list(_convolutions(is_cpu)),
         list(_attention(is_cpu)),
@@ -81,6 +82,35 @@ def _passes(is_cpu: bool) -> Iterator[Case]:
             ("float32", "float32"),
             lambda x, y: x * 0.5 + y,
             (Pass(12.0 * size),),
+        )
+
+
+def _rows(is_cpu: bool) -> Iterator[Case]:
+    """What stands between products in models: norms, softmax, an activation, a transpose; passes with more to do."""
+    rows, width = (2**11, 256) if is_cpu else (2**15, 2**11)
+    size = 4.0 * rows * width
+
+    def norm(x: jax.Array, y: jax.Array) -> jax.Array:
+        centred = x - x.mean(-1, keepdims=True)
+        return centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5) + y
+
+    def softmax(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jax.nn.softmax(x) + y
+
+    def activation(x: jax.Array, y: jax.Array) -> jax.Array:
+        return jax.nn.gelu(x) * 0.5 + y
+
+    def transpose(x: jax.Array, y: jax.Array) -> jax.Array:
+        return (x.reshape(2, rows // 2, width).swapaxes(1, 2) * 0.5).reshape(rows, width) + y
+
+    for name, turn, kernels in (
+        ("norm", norm, (Pass(size), Pass(size), Pass(3 * size))),
+        ("softmax", softmax, (Pass(size), Pass(size), Pass(3 * size))),
+        ("gelu", activation, (Pass(3 * size),)),
+        ("transpose", transpose, (Pass(3 * size),)),
+    ):
+        yield Case(
+            "pass", f"{name} of [{rows}, {width}] float32", ((rows, width),) * 2, ("float32",) * 2, turn, kernels
         )
 
 

@@ -13,6 +13,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autopar.calibrate.cases import Case
 from autopar.cost import collective_seconds, kernel_seconds
@@ -60,6 +61,7 @@ def fit(samples: Sequence[Sample], start: Device, link: Link) -> Fitted:
     device = _fit_launch(start, of_kind["launch"])
     device = _fit_passes(device, of_kind["pass"])
     device = _fit_products(device, of_kind["product"])
+    device = _fit_launch(device, of_kind["launch"])  # again: now it is known what else these kernels take
     device = _fit_share(device, of_kind["convolution"], "convolution", 4.0)
     device = _fit_share(device, of_kind["attention"], "fused", 1.0)
     messages = [s for s in samples if s.case.collectives]
@@ -75,10 +77,13 @@ def as_measured(samples: Sequence[Sample], fitted: Fitted) -> tuple[Measured, ..
 
 
 def _fit_launch(device: Device, samples: Sequence[Sample]) -> Device:
-    """How long a kernel takes that does next to nothing."""
-    each = [s.seconds / len(s.case.kernels) for s in samples]
-    achieved = dataclasses.replace(device.achieved, launch_seconds=min(each, default=device.achieved.launch_seconds))
-    return dataclasses.replace(device, achieved=achieved)
+    """How long a kernel takes that does next to nothing, besides what it takes without a launch."""
+    if not samples:
+        return device
+    none = dataclasses.replace(device, achieved=dataclasses.replace(device.achieved, launch_seconds=0.0))
+    known = Fitted(none, None)
+    each = [max(0.0, s.seconds - known.seconds(s.case)) / len(s.case.kernels) for s in samples]
+    return dataclasses.replace(device, achieved=dataclasses.replace(device.achieved, launch_seconds=min(each)))
 
 
 def _fit_passes(device: Device, samples: Sequence[Sample]) -> Device:
@@ -90,7 +95,7 @@ def _fit_passes(device: Device, samples: Sequence[Sample]) -> Device:
         achieved = dataclasses.replace(device.achieved, memory=1.0)
         return dataclasses.replace(device, memory_bytes_per_second=rate, achieved=achieved)
 
-    rates = [s.case.kernels[0].num_bytes / s.seconds for s in samples]
+    rates = [sum(kernel.num_bytes for kernel in s.case.kernels) / s.seconds for s in samples]
     found = made(*_closest(lambda rate: _error(made(rate), samples), [(min(rates) / 2, max(rates) * 2)]))
     return _as_share(device, found)
 
@@ -145,7 +150,8 @@ def _fit_share(device: Device, samples: Sequence[Sample], name: str, most: float
         return device
 
     def made(share: float) -> Device:
-        return dataclasses.replace(device, achieved=dataclasses.replace(device.achieved, **{name: min(most, share)}))
+        changed: dict[str, Any] = {name: min(most, share)}
+        return dataclasses.replace(device, achieved=dataclasses.replace(device.achieved, **changed))
 
     return made(*_closest(lambda share: _error(made(share), samples), [(0.01, most)]))
 

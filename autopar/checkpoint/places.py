@@ -20,7 +20,6 @@ from autopar._jax import is_key, key_data, shaped
 from autopar.api import CompiledStep, ParallelStep
 from autopar.checkpoint.leaves import is_function
 from autopar.errors import CheckpointError
-from autopar.runtime.pipeline import Pipeline
 from autopar.runtime.ray.driver.driver import RayStep
 from autopar.runtime.stacks import Stack, StackedArray
 
@@ -113,10 +112,9 @@ def _place(compiled: CompiledStep, argument: int) -> Place:
     executable = compiled.executable
     if isinstance(executable, RayStep):
         return OnWorkers(executable, argument)
-    if isinstance(executable, Pipeline):
-        stack = executable.stack(argument)
-        if stack is not None and stack.sharding is None:
-            return stack
+    stack = executable.stack(argument)
+    if stack is not None and stack.sharding is None:
+        return stack
     return _reachable(executable.in_shardings[argument])
 
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from autopar.api import ParallelStep
 from autopar.ir.trace.state import argument_slices
-from autopar.runtime.ray.driver.step import RayStep
 
 
 def placed_for(step: Any, last: Any) -> Callable[[Any], Any]:
@@ -27,7 +26,7 @@ def placed_for(step: Any, last: Any) -> Callable[[Any], Any]:
         last: The batch that it was called with.
     """
     compiled = step.latest() if isinstance(step, ParallelStep) else None
-    if compiled is None or isinstance(compiled.executable, RayStep):
+    if compiled is None or compiled.executable.is_remote:
         return lambda batch: batch
     program, tree = compiled.program, jax.tree.structure(last)
     arguments = program.in_tree.children()[0].children()

@@ -29,6 +29,8 @@ AROUND = 4
 """So many operations before and after a place tell what kind of place it is."""
 _ODD, _UNEVEN = 5e-3, 1e-3
 """What a border at an odd place, and uneven work, cost beside the bytes over the fullest border."""
+_BESIDE = 1.05
+"""Times the work of a segment that is a layer by itself: so much may a layer have that holds it."""
 LIGHT = 1e-3
 """An equation of at most this part of the whole work may be repeated in every stage that needs it."""
 
@@ -301,6 +303,40 @@ def _balance(chain: Chain, places: Sequence[int], end: int, speed: np.ndarray, s
     for stage in range(num_stages, 0, -1):
         last = int(came[stage, last])
         found.append(int(at[last]))
+    return tuple(found[::-1])
+
+
+def layer_borders(chain: Chain, num_layers: int, slack: float) -> tuple[int, ...]:
+    """First segment of each layer: as many as it takes that none has much more than an equal share of the work.
+
+    A segment that has more stands by itself, but for what is small beside it. Of all such cuts the one over whose borders
+    the fewest bytes go; layers begin at the user's marks, and at the same place of equal layers where that makes no
+    difference.
+
+    Args:
+        chain: The segments.
+        num_layers: Of how many equal layers one has a share.
+        slack: How far over that share a layer may go.
+    """
+    total = np.concatenate([[0.0], np.cumsum(chain.work)])
+    cap = float(total[-1]) / num_layers * (1 + slack)
+    begin = chain.cut_bytes[:-1] / max(float(chain.cut_bytes.max()), 1.0)
+    begin = begin + _ODD * ~np.isin(np.arange(chain.num_segments), _alike(chain)) + _ODD
+    best, came = np.zeros(chain.num_segments + 1), np.zeros(chain.num_segments + 1, int)
+    floor = 0  # no layer reaches back over a mark
+    for end in range(1, chain.num_segments + 1):
+        floor = end - 1 if end - 1 in chain.marks else floor
+        starts = np.arange(floor, end)
+        work = total[end] - total[starts]
+        largest = np.maximum.accumulate(chain.work[starts][::-1])[::-1]
+        cost = best[starts] + begin[starts] + _UNEVEN * (work / max(cap, 1e-30)) ** 2
+        cost[work > np.maximum(cap, _BESIDE * largest) * (1 + 1e-9)] = np.inf
+        least = int(np.argmin(cost))
+        best[end], came[end] = cost[least], starts[least]
+    found, end = [], chain.num_segments
+    while end > 0:
+        end = int(came[end])
+        found.append(end)
     return tuple(found[::-1])
 
 

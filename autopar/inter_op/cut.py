@@ -2,31 +2,33 @@
 
 In:     a traced step, how many parts and microbatches are wanted.
 Out:    `CutStep`: the step with its scans over layers taken apart, its phases, the segments of its loop.
-Method: in this order: `ir/split/layers.py`, `lean_scans.py`, `ir/split/microbatch.py` (or `ir/split/whole_batch.py`),
-        `chain.py`.
+Method: the passes of `APART`, then `ir/split/microbatch.py` (or `ir/split/whole_batch.py`) and `chain.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autopar._jax import Jaxpr, Var
+from autopar.debug import check_behind
 from autopar.errors import PipelineError
 from autopar.inter_op.chain import Chain, make_chain
 from autopar.inter_op.lean_scans import lean_scans
 from autopar.intra_op.batch import BatchDims, follow_batch
+from autopar.ir.check import check_program
 from autopar.ir.dataflow import inputs_of
+from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
 from autopar.ir.region import bodies_of, is_region
 from autopar.ir.rewrite.fission import fission
 from autopar.ir.rewrite.late_narrowing import narrow_late
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.split.layers import LayerSplit, layer_count, split_layers, whole_stacks
-from autopar.ir.split.microbatch import Microbatches, split_microbatches
+from autopar.ir.split.microbatch import Microbatches, check_phases, split_microbatches
 from autopar.ir.split.whole_batch import whole_batch
 from autopar.ir.trace.state import Roles
 
@@ -138,6 +140,62 @@ def dividing_count(length: int, num_parts: int) -> int:
     return next((n for n in range(num_parts, length + 1) if length % n == 0), length)
 
 
+Layout = tuple[int, int, Mapping[int, int]]
+"""In how many parts stacks lie, of how many layers, and which inputs are such, along which dim."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """A step on its way to stages.
+
+    Attributes:
+        program: The step.
+        roles: Its roles.
+        stacks: What has become of its stacks.
+        num_parts: Into how many parts its scans over layers are to be taken.
+        count: How many microbatches.
+        layout: How stacks lie; None: as `num_parts` says.
+    """
+
+    program: Program
+    roles: Roles
+    stacks: LayerSplit
+    num_parts: int
+    count: int
+    layout: Layout | None
+
+    def by(self, rewrite: Callable[[Jaxpr], Jaxpr]) -> Rewritten:
+        """The same with another program, over the same inputs and results."""
+        jaxpr = rewrite(self.program.jaxpr)
+        return dataclasses.replace(self, program=dataclasses.replace(self.program, jaxpr=jaxpr))
+
+
+def check_rewritten(step: Rewritten) -> None:
+    """Assert that it is a flat program, with a path for each argument and result."""
+    check_program(step.program.jaxpr)
+    inputs, outputs = step.program.jaxpr.invars, step.program.jaxpr.outvars
+    assert len(step.program.in_paths) == step.program.num_args <= len(inputs), "an argument without a path"
+    assert len(step.program.out_paths) == len(outputs), "a result without a path"
+
+
+def _in_parts(step: Rewritten) -> Rewritten:
+    program, roles, stacks = in_parts(step.program, step.roles, step.num_parts, step.layout)
+    return dataclasses.replace(step, program=program, roles=roles, stacks=stacks)
+
+
+APART: tuple[Pass[Rewritten], ...] = (
+    Pass("fission", "conditions in as many as share no work", lambda step: step.by(fission)),
+    Pass(
+        "late_narrowing",
+        "where microbatches are added up, casts to 16 bits leave loops",
+        lambda step: step.by(narrow_late) if step.count > 1 else step,
+    ),
+    Pass("layers", "scans over layers in parts", _in_parts),
+    Pass("lean_scans", "loops that keep less for their gradient", lambda step: step.by(lean_scans)),
+)
+"""Of a step that is cut into stages."""
+
+
 def cut_step(
     program: Program,
     roles: Roles,
@@ -162,17 +220,16 @@ def cut_step(
         MicrobatchError: Microbatches would compute something else.
     """
     paths = program.in_paths
-    program = dataclasses.replace(program, jaxpr=fission(program.jaxpr))
-    if num_microbatches > 1:
-        program = dataclasses.replace(program, jaxpr=narrow_late(program.jaxpr))
-    program, roles, stacks = in_parts(program, roles, num_parts, layout)
-    program = dataclasses.replace(program, jaxpr=lean_scans(program.jaxpr))
+    given = Rewritten(program, roles, whole_stacks(program.jaxpr), num_parts, num_microbatches, layout)
+    made = run_passes(APART, given, check_rewritten)
+    program, roles, stacks = made.program, made.roles, made.stacks
     names = ", ".join(dict.fromkeys(program.in_paths[k].split("/")[0] for k in roles.batch))
     if num_microbatches > 1:
         own = semantics == "per_microbatch"
         split = split_microbatches(program.jaxpr, num_microbatches, roles.batch, own, names, apart=True)
     else:
         split = whole_batch(program.jaxpr, roles.batch)
+    check_behind("microbatch", check_phases(program.jaxpr), split)
     first = 1 + len(split.invariants)
     chain = make_chain(split.loop, _of_arguments(program.jaxpr, split))
     pieces = {first + k: frozenset({0}) for k in range(len(split.pieces))}

@@ -8,7 +8,7 @@ Method: the joint program of the stage is the step itself, and the task is what 
 from __future__ import annotations
 
 from autopar.inter_op.stage import Slot, StageProgram, Task
-from autopar.inter_op.stage_plan import StagePlan, TaskPlan, new_border
+from autopar.inter_op.stage_plan import StagePlan, TaskPlan, placed
 from autopar.intra_op.shard import Sharded
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
@@ -45,7 +45,7 @@ def fused_stage(program: StageProgram, mesh: LogicalMesh, sharded: Sharded) -> S
     (task,), body = program.tasks, sharded.body
     inputs, outputs = (
         tuple(
-            new_border(slot, sharding, tuple(atom.aval.shape), atom.aval.dtype, mesh)
+            placed(slot, sharding, atom.aval.shape, atom.aval.dtype, mesh)
             for slot, (atom, sharding) in zip(slots, atoms, strict=True)
         )
         for slots, atoms in ((task.inputs, body.inputs), (task.outputs, body.outputs))
@@ -59,7 +59,8 @@ def fused_stage(program: StageProgram, mesh: LogicalMesh, sharded: Sharded) -> S
         sharded.communication_seconds,
         sharded.exposed_seconds,
         0.0,
-        sharded.liveness.peak_bytes - sharded.liveness.argument_bytes,
+        # Besides the operands that outlive it: what it overwrites it may use as it likes.
+        sharded.liveness.peak_bytes - sum(v.num_bytes for v, d in zip(inputs, program.donated, strict=True) if not d),
         sharded.collectives,
     )
     return StagePlan(program, mesh, sharded, (plan,))

@@ -70,6 +70,8 @@ def slice_stages(
     seconds = np.array(stage_seconds, dtype=float)
     sizes = [tuple(s) if isinstance(s, Sequence) else (int(s),) for s in submesh_sizes]
     total = tuple(num_devices) if isinstance(num_devices, Sequence) else (int(num_devices),)
+    given = sizes, total
+    sizes, total = _in_units(sizes, total)
     num_layers = seconds.shape[0]
     lower = np.tril(np.ones((num_layers, num_layers), bool), -1)
     seconds[lower] = np.inf
@@ -81,15 +83,20 @@ def slice_stages(
     if free is None:
         raise InfeasibleError(
             "no slicing into stages fits.",
-            given=f"{num_layers} layers, submeshes of {[s[0] if len(s) == 1 else s for s in sizes]} devices, "
-            f"{total[0] if len(total) == 1 else total} devices",
+            given=f"{num_layers} layers, submeshes of {[s[0] if len(s) == 1 else s for s in given[0]]} devices, "
+            f"{given[1][0] if len(total) == 1 else given[1]} devices",
             wrong="no stages that fit use all devices.",
             do="allow more kinds of submeshes, or raise the memory budget.",
             constraint="stages",
         )
     best = Slicing(search.latency(free[1]), free[1])
     tried = -np.inf
-    for bound in bounds:
+    # Below some bound nothing fits: the first above is found by halving.
+    low, high = 0, len(bounds) - 1
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if search.least(float(bounds[middle]) * (1 + gap)) is None else (low, middle)
+    for bound in bounds[low:]:
         # No slicing under a larger bound whose slowest stage comes near it can be better than this.
         if free[0] + (num_microbatches - 1) * bound >= best.latency_seconds:
             break
@@ -104,6 +111,16 @@ def slice_stages(
     return best
 
 
+def _in_units(
+    sizes: Sequence[tuple[int, ...]], total: tuple[int, ...]
+) -> tuple[list[tuple[int, ...]], tuple[int, ...]]:
+    """Sizes and devices counted in the largest units that divide them all: whole hosts, or many of them."""
+    units = [math.gcd(n, *(size[kind] for size in sizes)) or 1 for kind, n in enumerate(total)]
+    return [tuple(n // u for n, u in zip(s, units, strict=True)) for s in sizes], tuple(
+        n // u for n, u in zip(total, units, strict=True)
+    )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class _Search:
     seconds: np.ndarray
@@ -112,6 +129,14 @@ class _Search:
     border: np.ndarray
     limits: np.ndarray | None
     num_microbatches: int
+
+    @property
+    def most_stages(self) -> int:
+        """So many at least as all devices can make."""
+        of_kind = [
+            n // min((s[kind] for s in self.sizes if s[kind]), default=n + 1) for kind, n in enumerate(self.total)
+        ]
+        return sum(of_kind)
 
     def latency(self, stages: Sequence[SlicedStage]) -> float:
         times = [float(self.seconds[s.first, s.last, s.submesh]) for s in stages]
@@ -142,7 +167,7 @@ class _Search:
     def limited(self, bound: float) -> tuple[float, tuple[SlicedStage, ...]] | None:
         """best[stages from here to the end][first, devices left]: so many microbatches are in flight here."""
         layers, devices = self.seconds.shape[0], _Devices.of(self.sizes, self.total)
-        most = min(layers, sum(self.total) // min(sum(s) for s in self.sizes))
+        most = min(layers, self.most_stages)
         before = np.full((layers + 1, devices.count + 1), np.inf)
         before[layers, 0] = 0.0
         steps: list[np.ndarray] = []

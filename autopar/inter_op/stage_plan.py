@@ -11,7 +11,7 @@ Method: the joint program is sharded as a whole (`intra_op/shard.py`); each task
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,7 @@ from autopar.intra_op.sharded import Body, Collective, Compute, Region, calls_ho
 from autopar.ir.region import trip_count
 from autopar.ir.split.accumulate import accumulator_type
 from autopar.ir.split.placement import Split
-from autopar.mesh import Device, LogicalMesh, Sharding
+from autopar.mesh import ArrayType, Device, LogicalMesh, Sharding
 from autopar.options import Options
 
 STAGE_GAP = 3e-3
@@ -40,30 +40,24 @@ STAGE_GAP = 3e-3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Border:
-    """A value at the border of a task.
+class Placed:
+    """A value as a task takes or leaves it on its mesh.
 
     Attributes:
         slot: Which value.
-        sharding: How it lies on the mesh; of a piece or rows, that of one microbatch.
-        shape: Global shape of the array that holds it; pieces and rows have a leading dim of microbatches.
-        dtype: Its element type.
+        type: Of its array, and how that lies; of a piece or rows with a leading dim of microbatches.
         num_bytes: Of that array on one device.
     """
 
     slot: Slot
-    sharding: Sharding
-    shape: tuple[int, ...]
-    dtype: Any
+    type: ArrayType
     num_bytes: int
 
 
-def new_border(
-    slot: Slot, sharding: Sharding, shape: tuple[int, ...], dtype: Any, mesh: LogicalMesh, leading: tuple[int, ...] = ()
-) -> Border:
-    """A border of a value of this shape, `leading` dims of its array before it."""
-    local = math.prod((*leading, *sharding.local_shape(shape, mesh)))
-    return Border(slot, sharding, (*leading, *shape), dtype, local * np.dtype(dtype).itemsize)
+def placed(slot: Slot, sharding: Sharding, shape: Sequence[int], dtype: Any, mesh: LogicalMesh) -> Placed:
+    """A value that lies so."""
+    kind = ArrayType(tuple(shape), np.dtype(dtype), sharding, mesh)
+    return Placed(slot, kind, kind.local_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,8 +79,8 @@ class TaskPlan:
 
     task: Task
     body: Body
-    inputs: tuple[Border, ...]
-    outputs: tuple[Border, ...]
+    inputs: tuple[Placed, ...]
+    outputs: tuple[Placed, ...]
     seconds: float
     communication_seconds: float
     exposed_seconds: tuple[float, ...]
@@ -95,7 +89,7 @@ class TaskPlan:
     collectives: tuple[Collective, ...]
 
     @property
-    def written_rows(self) -> tuple[Border, ...]:
+    def written_rows(self) -> tuple[Placed, ...]:
         """Rows that the task writes in place: their stacks are operands behind `inputs`."""
         return () if self.task.kind == "init" else tuple(b for b in self.outputs if b.slot.kind == "rows")
 
@@ -116,12 +110,15 @@ class StagePlan:
         mesh: On which logical mesh.
         sharded: The solution of the joint program.
         tasks: In order of a step.
+        borrowed: Whether `sharded`, and the bodies of the tasks, are those of an equal stage (`equal_stages.py`): good for
+            the clock, and to be lowered before anything runs.
     """
 
     program: StageProgram
     mesh: LogicalMesh
     sharded: Sharded
     tasks: tuple[TaskPlan, ...]
+    borrowed: bool = False
 
     @property
     def gap(self) -> float:
@@ -267,20 +264,20 @@ class _Lowering:
         used = self.graph.used.get((var, "b" if self.made_by.get(var) == "B" else "f"))
         return used.shardings[self.choices[used.node]] if used is not None else self.produced(var)
 
-    def border(self, slot: Slot) -> Border:
+    def placed(self, slot: Slot) -> Placed:
         shape, dtype = tuple(slot.key.aval.shape), slot.key.aval.dtype
         if slot.kind == "sum" and slot.placement is not None:
             dtype = accumulator_type(slot.key.aval, slot.placement).dtype
         if isinstance(slot.placement, Split):
             shape = tuple(n // self.program.count if d == slot.placement.dim else n for d, n in enumerate(shape))
         leading = (self.program.count,) if slot.kind in ("piece", "rows") else ()
-        return new_border(slot, self.sharding(slot), shape, dtype, self.mesh, leading)
+        return placed(slot, self.sharding(slot), (*leading, *shape), dtype, self.mesh)
 
     def tasks(self) -> list[TaskPlan]:
         return [self.task(task) for task in self.program.tasks]
 
     def task(self, task: Task) -> TaskPlan:
-        inputs, outputs = tuple(map(self.border, task.inputs)), tuple(map(self.border, task.outputs))
+        inputs, outputs = tuple(map(self.placed, task.inputs)), tuple(map(self.placed, task.outputs))
         entering = [self.entering(b) for b in inputs]
         body_outputs = outputs[: len(task.jaxpr.outvars)]
         leaving = [self.entering(b) for b in body_outputs]
@@ -303,13 +300,13 @@ class _Lowering:
             collectives,
         )
 
-    def entering(self, border: Border) -> Sharding:
-        """Sharding of a border's variable in the task's own program."""
-        if border.slot.kind == "rows" and border.slot.var is not None and border.slot.var in self.graph.produced:
-            ndim = len(border.slot.var.aval.shape)
-            if ndim == len(border.sharding.dims) + 1:  # an update reads the whole stack
-                return stacked(border.sharding)
-        return border.sharding
+    def entering(self, value: Placed) -> Sharding:
+        """Sharding of a value's variable in the task's own program."""
+        if value.slot.kind == "rows" and value.slot.var is not None and value.slot.var in self.graph.produced:
+            ndim = len(value.slot.var.aval.shape)
+            if ndim == len(value.type.sharding.dims) + 1:  # an update reads the whole stack
+                return stacked(value.type.sharding)
+        return value.type.sharding
 
     def batchless(self, body: Body) -> float:
         """Seconds of operations on no samples."""

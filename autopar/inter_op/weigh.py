@@ -14,10 +14,11 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from autopar._jax import Jaxpr
+from autopar._jax import Jaxpr, make_jaxpr
 from autopar.inter_op.cut import CutStep
 from autopar.intra_op.costs import operation_seconds
 from autopar.intra_op.graph import build_graph
+from autopar.ir.dataflow import inputs_of, variables
 from autopar.ir.region import bodies_of, is_region
 from autopar.mesh import Device, LogicalMesh
 
@@ -39,6 +40,20 @@ def weigh_segments(cut: CutStep, num_devices: int, device: Device) -> CutStep:
         if segment >= 0:
             work[segment] += time
     return dataclasses.replace(cut, chain=dataclasses.replace(cut.chain, work=work))
+
+
+def layer_seconds(cut: CutStep, first: int, end: int, num_devices: int, device: Device) -> float:
+    """Of one microbatch, what the segments from `first` to before `end` take on so many devices, as `weigh_segments` does."""
+    loop, segment = cut.chain.loop, cut.chain.segment
+    inside = [first <= at < end for at in segment]
+    own = [eqn for eqn, here in zip(loop.eqns, inside, strict=True) if here]
+    made = {var for eqn in own for var in eqn.outvars}
+    read = [a for eqn, here in zip(loop.eqns, inside, strict=True) if not here for a in inputs_of(eqn)]
+    outside = list(dict.fromkeys(a for a in (*read, *variables(loop.outvars)) if a in made))
+    given = list(dict.fromkeys(a for eqn in own for a in inputs_of(eqn) if a not in made))
+    batch = {k: cut.batch.dims(var) for k, var in enumerate(given) if cut.batch.dims(var)}
+    graph = build_graph(make_jaxpr(given, outside, own), LogicalMesh((num_devices,)), {}, batch)
+    return sum(operation_seconds(graph, device).values())
 
 
 def _seconds_of(jaxpr: Jaxpr, seconds: Mapping[int, float]) -> list[float]:

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
 from autopar.cost.reshard import cheapest_reshard
 from autopar.cost.steps import apply_to_sharding, step_kind
+from autopar.debug import check_behind
+from autopar.intra_op.check import check_body
 from autopar.intra_op.fuse import fuse_collectives
 from autopar.intra_op.graph import PHASES, Graph, Keep, Phase, stacked
 from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Move, Region, describe
@@ -27,7 +29,9 @@ from autopar.mesh import Sharding
 
 def lower(jaxpr: Jaxpr, graph: Graph, choices: Sequence[int]) -> Body:
     """The sharded program of a flat program under one choice per node of its graph."""
-    return _Lowering(graph, choices, {}).program(jaxpr)
+    body = _Lowering(graph, choices, {}).program(jaxpr)
+    check_behind("lower", lambda made: check_body(made, graph.mesh), body)
+    return body
 
 
 def lower_part(
@@ -48,7 +52,9 @@ def lower_part(
         outputs: The sharding in which each outvar leaves.
         gates: Equations, by identity, from which on the readers of some values wait for another: that one first.
     """
-    return _Lowering(graph, choices, gates or {}).part(jaxpr, inputs, outputs)
+    body = _Lowering(graph, choices, gates or {}).part(jaxpr, inputs, outputs)
+    check_behind("lower", lambda made: check_body(made, graph.mesh), body)
+    return body
 
 
 class _Lowering:

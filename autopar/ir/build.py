@@ -7,14 +7,27 @@ Method: the walk of `flatten.py`, so that what is known of operands that are lit
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from autopar._jax import Atom, Jaxpr, JaxprEqn, NameStack, SourceInfo, make_jaxpr, new_var, open_jaxpr, trace
+import jax
+
+from autopar._jax import (
+    Atom,
+    Aval,
+    Function,
+    Jaxpr,
+    JaxprEqn,
+    NameStack,
+    SourceInfo,
+    make_jaxpr,
+    new_var,
+    open_jaxpr,
+    trace,
+)
 from autopar.ir.trace.flatten import Block, Walk, append_flat, append_function, flatten
 
 
-def flat_function(function: Callable[..., Any], *avals: Any) -> Jaxpr:
+def flat_function(function: Function, *avals: Aval | jax.ShapeDtypeStruct) -> Jaxpr:
     """A small function of ours, at these types, as a flat program. It may hold no arrays."""
     flat, consts = flatten(*open_jaxpr(trace(function, *avals)))
     assert not consts, f"{len(consts)} arrays are held by a function of ours"
@@ -22,7 +35,7 @@ def flat_function(function: Callable[..., Any], *avals: Any) -> Jaxpr:
 
 
 def inline_function(
-    function: Callable[..., Any], operands: Sequence[Atom], source: SourceInfo | None = None
+    function: Function, operands: Sequence[Atom], source: SourceInfo | None = None
 ) -> tuple[list[JaxprEqn], list[Atom]]:
     """The equations of a small function of ours on these operands, and what its results are."""
     walk = _walk_at(source)

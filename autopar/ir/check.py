@@ -1,4 +1,4 @@
-"""The checker of flat programs, run between passes in tests and when a pass is developed.
+"""The checker of flat programs, run behind each pass in tests and when a pass is developed (`AUTOPAR_CHECK=1`).
 
 In:     a flat jaxpr.
 Out:    nothing, or an `AssertionError` that names the equation: this is a bug of ours, never the user's.
@@ -8,7 +8,9 @@ Method: every variable is defined once and before it is used; bodies of loops an
 
 from __future__ import annotations
 
-from autopar._jax import Atom, Jaxpr, Literal, Var, is_key, open_jaxpr
+from dataclasses import dataclass
+
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, is_key, open_jaxpr
 from autopar.ir.printer import print_equation
 from autopar.ir.region import Region, closed_bodies, is_region, region_of
 from autopar.ir.source import source_line
@@ -25,18 +27,33 @@ def check_program(jaxpr: Jaxpr) -> None:
     _check_body(jaxpr, set(), "the program")
 
 
-def _check_body(jaxpr: Jaxpr, defined_elsewhere: set[Var], where: str) -> None:
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where something stands, as text for who asks: of most equations nothing is said."""
+
+    around: object
+    eqn: JaxprEqn | None = None
+    label: str = ""
+
+    def __str__(self) -> str:
+        text = str(self.around)
+        if self.eqn is not None:
+            text += f", {source_line(self.eqn)}: {print_equation(self.eqn)}"
+        return f"{text}, {self.label}" if self.label else text
+
+
+def _check_body(jaxpr: Jaxpr, defined_elsewhere: set[Var], where: object) -> None:
     assert not jaxpr.constvars, f"{where} has {len(jaxpr.constvars)} constvars"
     defined: set[Var] = set()
 
-    def define(var: Var, at: str) -> None:
+    def define(var: Var, at: _Place) -> None:
         assert isinstance(var, Var), f"{at}: {var} is no variable"
         assert var not in defined and var not in defined_elsewhere, f"{at}: {var} is defined twice"
         assert not is_key(var.aval), f"{at}: {var.aval} is a typed key"
         defined.add(var)
         defined_elsewhere.add(var)
 
-    def use(atom: Atom, at: str) -> None:
+    def use(atom: Atom, at: _Place) -> None:
         if isinstance(atom, Literal):
             assert not getattr(atom.aval, "shape", ()), f"{at}: an array stands as a literal"
             assert not is_key(atom.aval), f"{at}: {atom.aval} is a typed key"
@@ -44,9 +61,9 @@ def _check_body(jaxpr: Jaxpr, defined_elsewhere: set[Var], where: str) -> None:
             assert atom in defined, f"{at}: {atom} is used before it is defined"
 
     for var in jaxpr.invars:
-        define(var, where)
+        define(var, _Place(where))
     for eqn in jaxpr.eqns:
-        at = f"{where}, {source_line(eqn)}: {print_equation(eqn)}"
+        at = _Place(where, eqn)
         for atom in eqn.invars:
             use(atom, at)
         assert eqn.primitive.name not in _OPENED, f"{at}: should have been opened"
@@ -55,14 +72,14 @@ def _check_body(jaxpr: Jaxpr, defined_elsewhere: set[Var], where: str) -> None:
         for var in eqn.outvars:
             define(var, at)
     for atom in jaxpr.outvars:
-        use(atom, f"{where}, results")
+        use(atom, _Place(where, label="results"))
 
 
-def _check_region(region: Region, defined: set[Var], at: str) -> None:
+def _check_region(region: Region, defined: set[Var], at: _Place) -> None:
     """What crosses the border is the same on both sides; a body of a scan has rows."""
     for label, closed, body in zip(region.labels, closed_bodies(region.eqn), region.bodies, strict=True):
         assert not open_jaxpr(closed)[1], f"{at}, {label}: constants inside"
-        _check_body(body, defined, f"{at}, {label}")
+        _check_body(body, defined, _Place(at, label=label))
     for b in region.bindings:
         lead = (region.trips,) if b.is_stacked else ()
         inside = [((*lead, *a.aval.shape), a.aval.dtype) for a in (*b.variables, *b.values)]

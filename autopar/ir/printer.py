@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import itertools
 import string
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
-from autopar._jax import Atom, ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Var
+from autopar._jax import Atom, ClosedJaxpr, DropVar, Jaxpr, JaxprEqn, Literal, Params, Var
 from autopar.ir.region import REGIONS, is_region, region_of
 from autopar.ir.source import name_scope, source_line
 
@@ -96,7 +95,7 @@ def _params(eqn: JaxprEqn) -> str:
     return f"[{' '.join(f'{name}={text}' for name, text in shown)}]" if shown else ""
 
 
-def _shown_params(primitive: str, params: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _shown_params(primitive: str, params: Params) -> list[tuple[str, str]]:
     if primitive in ("jit", "pjit"):
         return [("name", params["name"])]
     hidden = _SILENT | _BODIES if primitive in REGIONS else _SILENT
@@ -108,7 +107,7 @@ def _shown_params(primitive: str, params: Mapping[str, Any]) -> list[tuple[str, 
     return shown
 
 
-def _value(value: Any) -> str:
+def _value(value: object) -> str:
     """Parameters in a form that is the same in every process: no addresses, no programs."""
     if isinstance(value, np.generic):
         return str(value.item())

@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
+from jax.tree_util import KeyPath, PyTreeDef
 
-from autopar._jax import Jaxpr, as_key, key_data
+from autopar._jax import Aval, Constant, Jaxpr, as_key, key_data
 from autopar.ir.printer import Names, equations_text
 from autopar.ir.trace.containers import in_containers
 from autopar.ir.trace.parameters import Argument
@@ -46,14 +47,14 @@ class Program:
 
     name: str
     jaxpr: Jaxpr
-    consts: tuple[Any, ...]
-    in_tree: Any
-    out_tree: Any
+    consts: tuple[Constant, ...]
+    in_tree: PyTreeDef
+    out_tree: PyTreeDef
     in_paths: tuple[str, ...]
-    in_keys: tuple[tuple[Any, ...], ...]
+    in_keys: tuple[KeyPath, ...]
     out_paths: tuple[str, ...]
-    in_avals: tuple[Any, ...]
-    out_avals: tuple[Any, ...]
+    in_avals: tuple[Aval, ...]
+    out_avals: tuple[Aval, ...]
     key_inputs: tuple[str | None, ...]
     key_outputs: tuple[str | None, ...]
     num_args: int
@@ -76,7 +77,7 @@ class Program:
         """How an argument leaf lies, of how the program's variable does: an array of keys lacks the dim of their integers."""
         return PartitionSpec(*tuple(spec)[: self.in_avals[leaf].ndim]) if self.key_inputs[leaf] else spec
 
-    def in_containers(self, values: Sequence[Any]) -> Any:
+    def in_containers(self, values: Sequence[object]) -> Any:
         """What is known of each argument leaf (its `PartitionSpec`, its sharding) in the arguments' tree `(args, kwargs)`."""
         return in_containers(self.in_tree, values, self.in_keys)
 

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from autopar._jax import (
     Atom,
+    ClosedJaxpr,
     Jaxpr,
     JaxprEqn,
     Var,
@@ -247,7 +248,7 @@ def bodies_of(eqn: JaxprEqn) -> tuple[Jaxpr, ...]:
     return tuple(open_jaxpr(closed)[0] for closed in closed_bodies(eqn))
 
 
-def closed_bodies(eqn: JaxprEqn) -> tuple[typing.Any, ...]:
+def closed_bodies(eqn: JaxprEqn) -> tuple[Jaxpr | ClosedJaxpr, ...]:
     """The same, with their constants, of which flat programs have none."""
     match eqn.primitive.name:
         case "scan":
@@ -329,8 +330,8 @@ def _shape(kind: Kind, eqn: JaxprEqn, bodies: Sequence[Jaxpr]) -> list[Binding]:
 
 
 def _params(
-    kind: Kind, params: dict[str, typing.Any], bindings: Sequence[Binding], bodies: Sequence[Jaxpr]
-) -> dict[str, typing.Any]:
+    kind: Kind, params: dict[str, object], bindings: Sequence[Binding], bodies: Sequence[Jaxpr]
+) -> dict[str, object]:
     consts = [b for b in bindings if b.role == "const"]
     match kind:
         case "scan":

@@ -18,7 +18,17 @@ from typing import Any
 
 import jax
 
-from autopar._jax import Jaxpr, JaxprEqn, all_equations, function_file, function_name, line_of, raw_frames
+from autopar._jax import (
+    Aval,
+    Jaxpr,
+    JaxprEqn,
+    NameStack,
+    all_equations,
+    function_file,
+    function_name,
+    line_of,
+    raw_frames,
+)
 
 UNKNOWN = "unknown line"
 
@@ -132,7 +142,7 @@ def is_backward(eqn: JaxprEqn) -> bool:
 
 
 @functools.lru_cache(maxsize=1 << 16)
-def _is_transposed(name_stack: Any) -> bool:
+def _is_transposed(name_stack: NameStack) -> bool:
     outermost = re.search(r"\b(transpose|jvp)\(", str(name_stack))
     return outermost is not None and outermost[1] == "transpose"
 
@@ -152,5 +162,5 @@ def host_lines(jaxpr: Jaxpr) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def _is_on_host(aval: Any) -> bool:
+def _is_on_host(aval: Aval) -> bool:
     return getattr(aval, "memory_space", None) == jax.memory.Space.Host

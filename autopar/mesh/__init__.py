@@ -1,5 +1,6 @@
 """The machine: devices, links, clusters, logical meshes, and how a tensor lies on one."""
 
+from autopar.mesh.array_type import ArrayType, Box, boxes
 from autopar.mesh.catalog import MODELS, Model, find_device
 from autopar.mesh.cluster import Cluster, more_devices_text
 from autopar.mesh.device import Achieved, Device
@@ -11,6 +12,8 @@ from autopar.mesh.sharding import Sharding
 __all__ = [
     "MODELS",
     "Achieved",
+    "ArrayType",
+    "Box",
     "Cluster",
     "Device",
     "Link",
@@ -19,6 +22,7 @@ __all__ = [
     "Measured",
     "Model",
     "Sharding",
+    "boxes",
     "find_device",
     "logical_mesh",
     "logical_meshes",

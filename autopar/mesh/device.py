@@ -31,6 +31,11 @@ _STAND_INS: Mapping[str, tuple[str, ...]] = {
 """Whose rate counts for a dtype that has none of its own; at the end the slowest one."""
 
 
+KEPT_BYTES = 32 * 2**20
+"""A piece of memory that is larger goes back to the system when it is freed; smaller ones are kept for the next who asks:
+the greatest threshold of glibc's `malloc` (`DEFAULT_MMAP_THRESHOLD_MAX`)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Achieved:
     """What kernels reach of a device's datasheet: a few numbers, each of which can be measured by itself.
@@ -53,7 +58,7 @@ class Achieved:
         dispatch_seconds: To start a program on the devices of a host. It counts where these share the host's cores, which
             cannot compute meanwhile; others compute while the next program is started.
         fresh_bytes_per_second: Rate at which a program gets memory for what it makes, where each run asks the system for it
-            anew, as XLA's CPU programs do; inf: memory is kept.
+            anew, as XLA's CPU programs do for more than `KEPT_BYTES`; inf: memory is kept.
 
     Raises:
         ClusterError: A share that is not between 0 and 1, or something negative.
@@ -94,7 +99,6 @@ class Achieved:
             "cores",
             "tile_seconds",
             "balance",
-            "convolution",
             "host_cores",
             "dispatch_seconds",
         ):
@@ -105,13 +109,14 @@ class Achieved:
                     wrong="it is less than 0.",
                     do="pass 0 where it does not matter.",
                 )
-        if not self.fresh_bytes_per_second > 0:
-            raise ClusterError(
-                "memory comes at a rate.",
-                given=f"Achieved(fresh_bytes_per_second={self.fresh_bytes_per_second!r})",
-                wrong="it is not more than 0.",
-                do="pass bytes per second, or math.inf where memory is kept from step to step.",
-            )
+        for name in ("convolution", "fresh_bytes_per_second"):
+            if not getattr(self, name) > 0:
+                raise ClusterError(
+                    "what is done comes at a rate.",
+                    given=f"Achieved({name}={getattr(self, name)!r})",
+                    wrong="it is not more than 0.",
+                    do="leave it out where it was not measured.",
+                )
 
     def program_seconds(self, num_bytes: float) -> float:
         """What a program takes besides its kernels and collectives: to be started, and to get memory.
@@ -120,7 +125,7 @@ class Achieved:
             num_bytes: That it needs on a device besides its operands.
         """
         starting = self.dispatch_seconds if self.host_cores else 0.0
-        return starting + num_bytes / self.fresh_bytes_per_second
+        return starting + (num_bytes / self.fresh_bytes_per_second if num_bytes > KEPT_BYTES else 0.0)
 
     def sharing_speed(self, num_busy: int, num_devices: int) -> float:
         """How much faster devices are than their rates while some of their host's rest: no program uses more than a core.

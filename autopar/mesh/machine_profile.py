@@ -227,6 +227,7 @@ def _record(profile: MachineProfile) -> dict[str, Any]:
             "peak_flops": peak,
             "memory_bytes": _number(device.memory_bytes),
             "memory_bytes_per_second": _number(device.memory_bytes_per_second),
+            "watts": device.watts,
             "achieved": {
                 k: _number(v) if isinstance(v, float) else v for k, v in dataclasses.asdict(device.achieved).items()
             },
@@ -265,6 +266,7 @@ def _profile(entry: Entry) -> MachineProfile:
             device["memory_bytes"].number(or_infinite=True),
             device["memory_bytes_per_second"].number(or_infinite=True),
             _achieved(device["achieved"]),
+            None if device["watts"].value is None else device["watts"].number(),
         ),
         _link(entry["intra"]),
         _link(entry["inter"]),

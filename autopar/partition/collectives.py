@@ -36,11 +36,18 @@ def apply_step(array: jax.Array, step: Step, axis_sizes: Mapping[str, int]) -> j
             return lax.ppermute(array, axes, pairs)
         case Slice(axes, dim):
             size = array.shape[dim] // math.prod(axis_sizes[axis] for axis in axes)
-            return lax.dynamic_slice_in_dim(array, lax.axis_index(axes) * size, size, dim)
+            keep = lax.optimization_barrier if _is_list_of_integers(array) else lambda x: x
+            return keep(lax.dynamic_slice_in_dim(keep(array), lax.axis_index(axes) * size, size, dim))
         case Mask(axes):
             return jnp.where(lax.axis_index(axes) == 0, array, jnp.zeros_like(array))
         case _:
             assert_never(step)
+
+
+def _is_list_of_integers(array: jax.Array) -> bool:
+    """One element of such a slice, times a number, XLA's simplifier (jaxlib 0.10) takes for an element of the slice."""
+    is_wide = jnp.issubdtype(array.dtype, jnp.integer) and array.dtype.itemsize >= 4
+    return bool(is_wide) and max(array.shape, default=1) == array.size
 
 
 def reduce_at_once(arrays: Sequence[jax.Array], kind: str, axes: tuple[str, ...]) -> list[jax.Array]:

@@ -1,14 +1,14 @@
 """The per-device program: the sharded program as JAX code under one fully manual `shard_map`.
 
 In:     the flat program and its `Body` (`intra_op/sharded.py`).
-Out:    a function of global arrays whose jaxpr holds exactly the collectives that the body lists.
+Out:    its local results, as JAX traces them: exactly the collectives that the body lists.
 Method: an interpreter over copies `(var, sharding) -> local array`; loops and branches recurse. Copies are dropped at
         their last use, so that tracing a large step does not hold them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import assert_never
 
 import jax
@@ -28,47 +28,17 @@ from autopar.partition.owned import owned_copies, without_loss
 Copies = dict[Copy, jax.Array]
 
 
-def per_device_program(
-    body: Body, axis_sizes: Mapping[str, int], in_order: bool = False
-) -> Callable[..., list[jax.Array]]:
-    """A function of local arrays, one per program input, to local results; call it inside `shard_map`.
+def run_body(
+    body: Body, arguments: Sequence[jax.Array], axis_sizes: Mapping[str, int], in_order: bool = False
+) -> list[jax.Array]:
+    """What one device makes of its part of the arguments; call it inside `shard_map`.
 
     Args:
         body: The sharded program.
+        arguments: Local arrays, one for each input of the program.
         axis_sizes: Sizes of the mesh axes.
         in_order: Make collectives wait for each other where the backend would mix them up (`order.py`).
     """
-
-    def program(*arguments: jax.Array) -> list[jax.Array]:
-        return _run_body(body, arguments, axis_sizes, in_order)
-
-    return program
-
-
-def global_program(
-    body: Body, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh, platform: str | None = None
-) -> Callable[..., list[jax.Array]]:
-    """The whole step as a function of global arrays over `mesh`.
-
-    Args:
-        body: The sharded program.
-        mesh: Over devices; or without any, to compile for devices of another process.
-        platform: Of the devices; None: `mesh` has them.
-    """
-    axis_sizes = dict(mesh.shape)
-    in_order = (platform or mesh.devices.flat[0].platform) == "cpu"
-    return jax.shard_map(
-        per_device_program(body, axis_sizes, in_order),
-        mesh=mesh,
-        in_specs=tuple(sharding.partition_spec() for _, sharding in body.inputs),
-        out_specs=[sharding.partition_spec() for _, sharding in body.outputs],
-        check_vma=False,
-    )
-
-
-def _run_body(
-    body: Body, arguments: Sequence[jax.Array], axis_sizes: Mapping[str, int], in_order: bool
-) -> list[jax.Array]:
     copies: Copies = dict(zip(body.inputs, arguments, strict=True))
     owned: dict[Copy, None] = {}
     waits = in_order and needs_order(body)
@@ -151,7 +121,7 @@ def _run_region(
     region: Region, operands: Sequence[jax.Array], axis_sizes: Mapping[str, int], in_order: bool
 ) -> Sequence[jax.Array]:
     params, parts = region.eqn.params, region_of(region.eqn)
-    runs = [lambda *arrays, body=body: tuple(_run_body(body, arrays, axis_sizes, in_order)) for body in region.bodies]
+    runs = [lambda *arrays, body=body: tuple(run_body(body, arrays, axis_sizes, in_order)) for body in region.bodies]
     of_role: dict[str, list[jax.Array]] = {role: [] for role in ("test", "const", "carry", "xs", "through")}
     entering = [b for b in parts.bindings if b.outer is not None]
     for b, array in zip(entering, operands, strict=True):

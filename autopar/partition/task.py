@@ -1,96 +1,89 @@
 """A task as one JAX program per mesh: what enters and leaves it laid out for arrays that outlive a program.
 
-In:     `TaskPlan`, the devices' mesh.
-Out:    a function of global arrays, and the type and sharding of each of its operands and results.
-Method: a partial sum has no global array of its own; between programs it is one with a leading dim, one row per device
-        that holds a part. A piece is cut from the stack of all microbatches, and rows are written into theirs, locally:
-        the dim of microbatches is never split.
+In:     `TaskPlan`, the mesh.
+Out:    `DeviceProgram`: a function of global arrays, and the type of each of its operands and results.
+Method: a partial sum enters and leaves with its leading dim (`mesh/array_type.py`). A piece is cut from the stack of all
+        microbatches, and rows are written into theirs, locally. A program that calls the host has one result more, a
+        number that tells that it has ended.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType
 
-from autopar.inter_op.stage_plan import Border, TaskPlan
+from autopar.inter_op.stage_plan import TaskPlan
+from autopar.intra_op.sharded import calls_host
 from autopar.ir.split.accumulate import first_value
-from autopar.mesh import Sharding
+from autopar.mesh import ArrayType, LogicalMesh, Sharding
 from autopar.partition.host_calls import Bind, Watch, bind_here, watched
-from autopar.partition.program import per_device_program
+from autopar.partition.overlap import overlap_options
+from autopar.partition.program import run_body
+
+Code = TypeVar("Code")
+Function: TypeAlias = Callable[..., list[jax.Array]]
+Places: TypeAlias = jax.sharding.Mesh | AbstractMesh
+"""A mesh of devices; or one without any, to compile for devices of another process."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ArrayType:
-    """A global array between programs."""
-
-    shape: tuple[int, ...]
-    dtype: Any
-    sharding: NamedSharding
-
-    def struct(self) -> jax.ShapeDtypeStruct:
-        """As JAX wants it for lowering."""
-        return jax.ShapeDtypeStruct(self.shape, self.dtype, sharding=self.sharding)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class TaskFunction:
-    """A task to be compiled.
+class DeviceProgram(Generic[Code]):
+    """A program of global arrays.
 
     Attributes:
-        function: Of global arrays: `inputs`, in order.
-        inputs: Types of the operands; stacks that rows are written into come last.
+        name: As in the streams.
+        code: What it does: a `Function`, or bytes that `jax.export` made of one.
+        inputs: Types of the operands; stacks that rows are written into come behind those of the task.
         outputs: Types of the results.
         donated: For each operand, whether its memory is taken over by a result.
+        calls_host: It has callbacks that may raise: its last result, which no buffer holds, tells that it has ended.
+        options: For XLA, where the devices are GPUs.
     """
 
-    function: Callable[..., list[jax.Array]]
+    name: str
+    code: Code
     inputs: tuple[ArrayType, ...]
     outputs: tuple[ArrayType, ...]
     donated: tuple[bool, ...]
+    calls_host: bool = False
+    options: tuple[tuple[str, bool | int], ...] = ()
+
+    @property
+    def title(self) -> str:
+        """Its name as profilers show it."""
+        return self.name.replace("/", "_")
 
 
-def partition_spec(sharding: Sharding, leading: int = 0) -> PartitionSpec:
-    """As arrays between programs have it: first the dim of partial sums, then `leading` whole dims."""
-    partial = [sharding.partial] if sharding.partial else []
-    return PartitionSpec(*partial, *[None] * leading, *sharding.partition_spec())
-
-
-def array_type(border: Border, places: jax.sharding.Mesh | AbstractMesh) -> ArrayType:
-    """The array that holds a value between programs on these devices."""
-    leading = len(border.shape) - len(border.sharding.dims)
-    rows = tuple(math.prod(places.shape[axis] for axis in border.sharding.partial) for _ in border.sharding.partial[:1])
-    spec = partition_spec(border.sharding, leading)
-    return ArrayType((*rows, *border.shape), border.dtype, NamedSharding(places, spec))
-
-
-def task_function(
+def device_program(
     plan: TaskPlan,
-    places: jax.sharding.Mesh | AbstractMesh,
+    mesh: LogicalMesh,
+    places: Places,
     overwritten: Collection[int],
     watch: Watch | None = None,
     platform: str | None = None,
     bind: Bind = bind_here,
-) -> TaskFunction:
+) -> DeviceProgram[Function]:
     """Make a task a function of global arrays.
 
     Args:
         plan: The task on its mesh.
-        places: The devices; or only their mesh, to compile for devices of another process.
+        mesh: The mesh.
+        places: Its devices.
         overwritten: Positions of the operands whose memory results take.
         watch: Where callbacks leave what they raise; None: they raise it.
         platform: Of the devices; None: `places` has them.
         bind: As of `watched`.
     """
     rows = plan.written_rows
-    inputs = [array_type(b, places) for b in (*plan.inputs, *rows)]
-    outputs = [array_type(b, places) for b in plan.outputs]
+    inputs = [value.type.array for value in (*plan.inputs, *rows)]
+    outputs = [value.type.array for value in plan.outputs]
     axis_sizes = dict(places.shape)
     in_order = (platform or places.devices.flat[0].platform) == "cpu"
     number_at = next((k for k, b in enumerate(plan.inputs) if b.slot.kind == "number"), None)
@@ -100,33 +93,64 @@ def task_function(
     def local(*arrays: jax.Array) -> list[jax.Array]:
         number = arrays[-1] if needs_number else arrays[number_at] if number_at is not None else None
         operands = []
-        for border, array in zip(plan.inputs, arrays, strict=False):
-            array = array[0] if border.sharding.partial else array
-            if border.slot.kind == "piece":
+        for value, array in zip(plan.inputs, arrays, strict=False):
+            array = array[0] if value.type.sharding.partial else array
+            if value.slot.kind == "piece":
                 array = lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
             operands.append(array)
         body = plan.body if watch is None else watched(plan.body, watch, plan.task.name, number, bind)
-        made = per_device_program(body, axis_sizes, in_order)(*operands)
+        made = run_body(body, operands, axis_sizes, in_order)
         stacks = iter(arrays[len(plan.inputs) :])
         results = []
-        for border, array in zip(plan.outputs[:num_body], made, strict=True):
-            if border.slot.kind == "rows":
-                array = lax.dynamic_update_index_in_dim(next(stacks), array.astype(border.dtype), number, 0)
-            results.append(array[None] if border.sharding.partial else array)
-        for border, begun in zip(plan.outputs[num_body:], outputs[num_body:], strict=True):
-            assert border.slot.placement is not None, "only sums and rows begin empty"
-            shape = begun.sharding.shard_shape(begun.shape)
-            results.append(first_value(jax.ShapeDtypeStruct(shape, begun.dtype), border.slot.placement))
+        for value, array in zip(plan.outputs[:num_body], made, strict=True):
+            if value.slot.kind == "rows":
+                array = lax.dynamic_update_index_in_dim(next(stacks), array.astype(value.type.dtype), number, 0)
+            results.append(array[None] if value.type.sharding.partial else array)
+        for value, begun in zip(plan.outputs[num_body:], outputs[num_body:], strict=True):
+            assert value.slot.placement is not None, "only sums and rows begin empty"
+            shape = begun.sharding.local_shape(begun.shape, mesh)
+            results.append(first_value(jax.ShapeDtypeStruct(shape, begun.dtype), value.slot.placement))
         return results
 
     if needs_number:
-        inputs.append(ArrayType((), jnp.dtype(jnp.int32), NamedSharding(places, PartitionSpec())))
-    function = jax.shard_map(
+        inputs.append(ArrayType((), np.dtype(np.int32), Sharding(()), mesh))
+    sharded = jax.shard_map(
         local,
         mesh=places,
-        in_specs=tuple(t.sharding.spec for t in inputs),
-        out_specs=[t.sharding.spec for t in outputs],
+        in_specs=tuple(kind.sharding.partition_spec() for kind in inputs),
+        out_specs=[kind.sharding.partition_spec() for kind in outputs],
         check_vma=False,
     )
+    ends = [ArrayType((), np.dtype(np.int8), Sharding(()), mesh)] if calls_host(plan.body) else []
+
+    def program(*arrays: jax.Array) -> list[jax.Array]:
+        return [*sharded(*arrays), *(jnp.int8(0) for _ in ends)]
+
     donated = tuple(k in overwritten for k in range(len(inputs)))
-    return TaskFunction(function, tuple(inputs), tuple(outputs), donated)
+    options = tuple(overlap_options(plan.body, mesh).items())
+    return DeviceProgram(plan.task.name, program, tuple(inputs), (*outputs, *ends), donated, bool(ends), options)
+
+
+def abstract_mesh(mesh: LogicalMesh) -> AbstractMesh:
+    """A mesh as JAX has it before there are devices."""
+    return AbstractMesh(mesh.shape, mesh.axis_names, axis_types=(AxisType.Auto,) * len(mesh.shape))
+
+
+def structs(kinds: Sequence[ArrayType], places: Places) -> list[jax.ShapeDtypeStruct]:
+    """Arrays over these devices, as JAX wants them for lowering."""
+    return [kind.struct(places) for kind in kinds]
+
+
+def jitted(program: DeviceProgram[Function], places: Places, **how: Any) -> Any:
+    """A program under `jax.jit`, each operand and result in its place."""
+
+    def step(*arrays: jax.Array) -> list[jax.Array]:
+        return program.code(*arrays)
+
+    step.__name__ = step.__qualname__ = program.title
+    return jax.jit(
+        step,
+        in_shardings=tuple(kind.on(places) for kind in program.inputs),
+        out_shardings=[kind.on(places) for kind in program.outputs],
+        **how,
+    )

@@ -231,6 +231,15 @@ class Decision:
         return self.schedule == ONE_PROGRAM
 
     @property
+    def interval_seconds(self) -> float:
+        """Predicted time from one call to the next where calls do not wait for each other: of the busiest mesh."""
+        busy: dict[int, float] = {}
+        for event in self.events.events:
+            if event.kind != "transfer":
+                busy[event.mesh] = busy.get(event.mesh, 0.0) + event.end - event.start
+        return max(busy.values(), default=self.cost.step_seconds)
+
+    @property
     def attached(self) -> Origin:
         """The planning problem in memory, where it is known to be there."""
         assert self.origin is not None, "the plan was read from a file and not compiled since"

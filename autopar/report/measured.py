@@ -7,10 +7,13 @@ Out:    `MeasuredStep`: a timeline, a table as text and as HTML; where the two p
 from __future__ import annotations
 
 from dataclasses import dataclass
+from html import escape
 
+from autopar.markup import tag
 from autopar.plan.words import count_text, seconds_text
 from autopar.report.html import table_html, wrapped
 from autopar.report.page import Page, Table
+from autopar.report.pictures.lanes import lanes_picture
 from autopar.report.pictures.timetable import timetable_picture
 from autopar.report.shown import ShownTimeline
 from autopar.report.text import page_text
@@ -80,9 +83,12 @@ class MeasuredStep(ShownTimeline):
         return Table("Predicted and measured", _COLUMNS, tuple(map(_row, self.lanes)), (1, 2, 3, 4), self.note)
 
     def _repr_html_(self) -> str:
-        picture = timetable_picture(self.events, {}) if self.events else ""
-        table = table_html(self._table()).replace("<details>", "<details open>", 1)
-        return wrapped(f"<h1>{self.title.replace('`', '')}</h1>{picture}{table}")
+        drawing = timetable_picture(self.events, {}) if self.events else ""
+        return wrapped(tag("h1", escape(self.title)) + drawing + self.picture() + table_html(self._table()))
+
+    def picture(self) -> str:
+        """Two bars for each lane."""
+        return lanes_picture([(lane.name, lane.predicted_seconds, lane.measured_seconds) for lane in self.lanes])
 
 
 _COLUMNS = ("", "times", "predicted", "measured", "predicted / measured")

@@ -18,6 +18,7 @@ from autopar.cost import collective_seconds
 from autopar.plan.decision import Decision, Recomputed, Value
 from autopar.plan.words import bytes_text, count_text, local_bytes, mesh_text, seconds_text, share_text, type_text
 from autopar.report.limits import find_limit
+from autopar.streams.schedules import SCHEDULES
 from autopar.streams.timeline import timetable_text
 
 MAX_ROWS = 32
@@ -84,6 +85,11 @@ def _facts(plan: Decision) -> Iterable[tuple[str, str]]:
     )
     if not plan.is_one_program:
         yield from _limited_by(plan)
+    if plan.schedule == SCHEDULES["inference"].name:
+        yield (
+            "calls",
+            f"one every {seconds_text(plan.interval_seconds)}, where they do not wait for each other's results",
+        )
     yield from _figures(plan)
     budget = f" of {bytes_text(plan.budget_bytes)}" if math.isfinite(plan.budget_bytes) else ""
     yield (

@@ -15,6 +15,7 @@ from autopar.plan.decision import Decision
 from autopar.plan.words import bytes_text, local_bytes, seconds_text, type_text
 from autopar.report.diff import diff_tables
 from autopar.report.html import device_places, section, table_html, whole_file, wrapped
+from autopar.report.measured import MeasuredStep
 from autopar.report.page import collapse_paths
 from autopar.report.pictures.memory import memory_pictures, peak_bytes
 from autopar.report.pictures.tensors import device_grid
@@ -97,12 +98,13 @@ def _moved(this: Decision, other: Decision) -> Iterator[str]:
 
 
 def measured_html(plan: Decision, timeline: Timeline) -> str:
-    """A pipeline's predicted step above the same step as it was measured, on one scale."""
+    """A step as predicted above the same as it was measured: a pipeline's timetables on one scale, and every lane."""
     seconds = max(plan.events.seconds, timeline.seconds)
     places = device_places(plan)
     parts = []
-    for name, events in (("predicted", plan.events), ("measured", timeline)):
+    for name, events in (("predicted", plan.events), ("measured", timeline)) if timeline.events else ():
         title = f"{name}: {seconds_text(events.seconds)}"
         parts += [tag("h3", title), timetable_picture(events.events, places, seconds)]
+    lanes = timeline.picture() if isinstance(timeline, MeasuredStep) else ""
     title = tag("h1", escape(f"A step of `{plan.name}`, predicted and measured"))
-    return wrapped(title + tag("div", *parts, class_="both"))
+    return wrapped(title + tag("div", *parts, class_="both") + lanes)

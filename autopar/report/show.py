@@ -22,11 +22,11 @@ from autopar.streams.timeline import Timeline
 
 
 def show(plan: Decision, other: Decision | Timeline | None = None, *, path: str | Path | None = None) -> Path | None:
-    """Show a plan as a page of pictures; with a second one, or a measured timeline, both beside each other.
+    """Show a plan as a page of pictures; with a second one, or a measured step, both beside each other.
 
     Args:
         plan: From `step.plan(...)` or `Plan.load(...)`.
-        other: Another, to compare it with; or of a pipeline's plan what `compiled.measure(...)` found.
+        other: Another, to compare it with; or what `compiled.measure(...)` found: the step as predicted, and as measured.
         path: Where to write the page, which then is not opened; None: in a notebook it is shown there, elsewhere it is
             written to a temporary file and opened in the browser.
 

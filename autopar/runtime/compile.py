@@ -1,23 +1,89 @@
-"""Compiling the programs of stages: equal ones once.
+"""Compiling the programs of a step for the devices of this process: equal ones once.
 
-In:     `TaskFunction`s on their meshes.
-Out:    XLA's executables.
+In:     a `StepPlan`, devices, which need not be there.
+Out:    `Compiled`: XLA's executables.
 Method: equal stages on meshes of the same shape have the same program but for its devices. XLA binds an executable to
         devices, so the first of them is compiled and loaded again for the devices of each other one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from autopar._jax import load_elsewhere
-from autopar.partition.task import TaskFunction
-from autopar.runtime.overlap import Options, compile_lowered
+from autopar.errors import DeviceCountError
+from autopar.mesh import LogicalMesh
+from autopar.partition.host_calls import Watch
+from autopar.partition.overlap import compile_lowered
+from autopar.partition.task import DeviceProgram, Function, device_program, jitted, structs
+from autopar.streams.assemble import StepPlan
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compiled:
+    """The programs of a step on devices.
+
+    Attributes:
+        places: Of each stage, its mesh over devices.
+        functions: What each program was compiled from, by name.
+        programs: XLA's executables, by name.
+        watch: Where callbacks leave what they raise.
+        num_compiled: How many were compiled; the others are equal to one of these.
+    """
+
+    places: tuple[jax.sharding.Mesh, ...]
+    functions: Mapping[str, DeviceProgram[Function]]
+    programs: Mapping[str, jax.stages.Compiled]
+    watch: Watch
+    num_compiled: int
+
+
+def compile_step(planned: StepPlan, devices: Sequence[Any], options: Mapping[str, Any] | None = None) -> Compiled:
+    """Compile all programs of a step for real devices.
+
+    Args:
+        planned: The step.
+        devices: All of its cluster's, in order.
+        options: Of XLA's compiler.
+
+    Raises:
+        DeviceCountError: There are fewer or more devices than meshes have places.
+    """
+    watch, compiler = Watch(), _Compiler(len(planned.stages) > 1, options)
+    places: list[jax.sharding.Mesh] = []
+    functions: dict[str, DeviceProgram[Function]] = {}
+    programs: dict[str, jax.stages.Compiled] = {}
+    for stage, own in zip(planned.stages, planned.devices_of_stages(devices), strict=True):
+        places.append(device_mesh(stage.mesh, own))
+        for task in stage.tasks:
+            name = task.task.name
+            made = device_program(task, stage.mesh, places[-1], planned.streams.overwritten[name], watch)
+            functions[name], programs[name] = made, compiler.compile(made, places[-1])
+    return Compiled(tuple(places), functions, programs, watch, compiler.num_compiled)
+
+
+def device_mesh(mesh: LogicalMesh, devices: Sequence[jax.Device]) -> jax.sharding.Mesh:
+    """The logical mesh over real devices, in their order.
+
+    Raises:
+        DeviceCountError: There are fewer or more devices than the mesh has places.
+    """
+    if len(devices) != mesh.num_devices:
+        raise DeviceCountError(
+            "the plan is for another number of devices.",
+            given=f"{len(devices)} devices",
+            wrong=f"the mesh {mesh} has {mesh.num_devices} places.",
+            do="plan for these devices (step.plan), or pass "
+            "cluster=Cluster.local(devices=...) with as many as the plan wants.",
+            wanted=mesh.num_devices,
+            available=len(devices),
+        )
+    return jax.sharding.Mesh(np.array(devices).reshape(mesh.shape), tuple(mesh.axis_sizes))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,56 +94,30 @@ class _Known:
     devices: tuple[jax.Device, ...]
 
 
-class Compiler:
-    """Compiles tasks.
+class _Compiler:
+    """Compiles programs, some of which may be equal."""
 
-    Args:
-        options: Of XLA's compiler.
-
-    Attributes:
-        num_compiled: How many of them were compiled and not taken over.
-    """
-
-    def __init__(self, options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, has_equals: bool, options: Mapping[str, Any] | None):
         self._known: dict[str, _Known] = {}
-        self._options = dict(options or {})
+        self._has_equals, self._options = has_equals, dict(options or {})
         self.num_compiled = 0
 
-    def compile(
-        self, made: TaskFunction, name: str, places: jax.sharding.Mesh, calls_host: bool, options: Options
-    ) -> jax.stages.Compiled:
-        """Compile a task.
-
-        Args:
-            made: The task.
-            name: What the program is called in traces.
-            places: Its devices.
-            calls_host: It has callbacks: it gets one result more, a number that tells that it has ended.
-            options: For XLA, on GPUs.
-        """
-
-        def program(*arrays: jax.Array) -> list[jax.Array]:
-            return [*made.function(*arrays), *(jnp.int8(0) for _ in ends)]
-
-        ends = [jax.sharding.NamedSharding(places, jax.sharding.PartitionSpec())] if calls_host else []
-        program.__name__ = program.__qualname__ = name.replace("/", "_")
-        jitted = jax.jit(
-            program,
-            in_shardings=tuple(t.sharding for t in made.inputs),
-            out_shardings=[*(t.sharding for t in made.outputs), *ends],
-            donate_argnums=tuple(k for k, d in enumerate(made.donated) if d),
-            keep_unused=True,  # programs of equal text then take equal arguments
-        )
-        lowered = jitted.lower(*(t.struct() for t in made.inputs))
+    def compile(self, made: DeviceProgram[Function], places: jax.sharding.Mesh) -> jax.stages.Compiled:
+        devices = tuple(places.devices.flat)
+        donated = tuple(k for k, d in enumerate(made.donated) if d)
+        # Programs of equal text take equal arguments only if those that are not used stay.
+        function = jitted(made, places, donate_argnums=donated, keep_unused=self._has_equals)
+        lowered = function.lower(*structs(made.inputs, places))
         # Callbacks are bound to the program that was compiled.
-        text = "" if calls_host else lowered.as_text().replace(program.__name__, "task")
-        taken = self._take_over(text, tuple(places.devices.flat)) if text else None
+        may_be_equal = self._has_equals and not made.calls_host
+        text = lowered.as_text().replace(made.title, "task") if may_be_equal else ""
+        taken = self._take_over(text, devices) if text else None
         if taken is not None:
             return taken
-        compiled = compile_lowered(lowered, options, places.devices.flat[0].platform, self._options)
+        compiled = compile_lowered(lowered, dict(made.options), devices[0].platform, self._options)
         self.num_compiled += 1
         if text:
-            self._known[text] = _Known(compiled, tuple(places.devices.flat))
+            self._known[text] = _Known(compiled, devices)
         return compiled
 
     def _take_over(self, text: str, devices: tuple[jax.Device, ...]) -> jax.stages.Compiled | None:

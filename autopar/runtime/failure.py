@@ -17,11 +17,13 @@ import jax
 
 from autopar._jax import JaxprEqn, nan_error
 from autopar.errors import DonatedError, StepError
+from autopar.inter_op.stage import Task, TaskKind
 from autopar.intra_op.sharded import describe
 from autopar.ir.source import UNKNOWN, source_line
 from autopar.partition.host_calls import Raised
 
-TASKS = {
+TASKS: dict[TaskKind, str] = {
+    "step": "step",
     "init": "what precedes the microbatches",
     "F": "forward",
     "B": "backward",
@@ -45,22 +47,36 @@ class Place:
 
     Attributes:
         stage: In which; None: the step has none.
-        task: Kind of the task; "" the whole step.
+        task: Kind of the task.
         microbatch: Of which; None: of none.
         source: The operation and the user's line, or the lines that the program covers.
     """
 
     stage: int | None
-    task: str
+    task: TaskKind
     microbatch: int | None
     source: str
 
     def __str__(self) -> str:
         parts = [] if self.stage is None else [f"stage {self.stage}"]
-        if self.task:
+        if self.task != "step":
             what = TASKS[self.task]
             parts.append(what if self.microbatch is None else f"{what} of microbatch {self.microbatch}")
         return ", ".join([*parts, self.source])
+
+
+def place_in(task: Task, microbatch: int, source: str) -> Place:
+    """Where a task works on a microbatch; of the whole step in one, nowhere in particular.
+
+    Args:
+        task: The task.
+        microbatch: Which.
+        source: The operation; "" all lines that it covers.
+    """
+    source = source or lines_of(task.jaxpr.eqns)
+    if task.kind == "step":
+        return Place(None, task.kind, None, source)
+    return Place(task.stage, task.kind, microbatch if task.is_in_loop else None, source)
 
 
 def step_error(step: str, place: Place, error: BaseException, state_lost: bool, results: Any = None) -> StepError:
@@ -88,7 +104,7 @@ def step_error(step: str, place: Place, error: BaseException, state_lost: bool, 
         do=f"{_advice(error)} {left}",
         stage=place.stage,
         microbatch=place.microbatch,
-        task=TASKS.get(place.task, "step"),
+        task=TASKS[place.task],
         source=place.source,
         state_lost=state_lost and results is None,
         results=results,

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar._jax import Literal, bind_eqn
-from autopar.inter_op.stage_plan import Border, TaskPlan
+from autopar.inter_op.stage_plan import Placed, TaskPlan
 from autopar.intra_op.sharded import calls_host, describe
 from autopar.runtime.failure import cause_of
 
@@ -47,7 +47,7 @@ def find_nan(plan: TaskPlan, arrays: Sequence[Any], microbatch: int) -> str | No
     if calls_host(plan.body) or plan.task.kind == "U":
         return None
     jaxpr = plan.task.jaxpr
-    values = [_whole(border, array, microbatch) for border, array in zip(plan.inputs, arrays, strict=False)]
+    values = [_whole(value, array, microbatch) for value, array in zip(plan.inputs, arrays, strict=False)]
     value_of = dict(zip(jaxpr.invars, values, strict=True))
     for eqn in jaxpr.eqns:
         operands = [jnp.asarray(a.val, a.aval.dtype) if isinstance(a, Literal) else value_of[a] for a in eqn.invars]
@@ -59,11 +59,11 @@ def find_nan(plan: TaskPlan, arrays: Sequence[Any], microbatch: int) -> str | No
     return None
 
 
-def _whole(border: Border, array: Any, microbatch: int) -> jax.Array:
+def _whole(value: Placed, array: Any, microbatch: int) -> jax.Array:
     """The value of an operand."""
     if array.is_deleted():
-        return jnp.zeros(border.shape, border.dtype)
+        return jnp.zeros(value.type.shape, value.type.dtype)
     whole = np.asarray(array)
-    if border.sharding.partial:
+    if value.type.sharding.partial:
         whole = whole.sum(0, dtype=whole.dtype)
-    return jnp.asarray(whole[microbatch] if border.slot.kind == "piece" else whole)
+    return jnp.asarray(whole[microbatch] if value.slot.kind == "piece" else whole)

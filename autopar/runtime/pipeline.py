@@ -1,7 +1,7 @@
 """The local runtime of pipelines: one process, one dispatching thread, a submesh of devices per stage.
 
-In:     stages and streams, the devices.
-Out:    `Pipeline`: compiled once, called with flat arrays.
+In:     a `StepPlan`, compiled.
+Out:    `Pipeline`, called with flat arrays.
 Method: the streams of all meshes are merged into one order in which nothing waits (a message is sent before it is
         received) and turned into calls of compiled programs. JAX dispatches them asynchronously, so that meshes work at
         the same time. Buffers are let go of where the streams say so. What overwrites state comes last: the updates are
@@ -20,15 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar._jax import Jaxpr, Var
 from autopar.errors import StepError
-from autopar.inter_op.stage_plan import StagePlan
-from autopar.intra_op.sharded import calls_host
-from autopar.ir.split.layers import LayerSplit
 from autopar.ir.trace.state import Roles
 from autopar.partition.host_calls import Watch
-from autopar.partition.task import ArrayType, TaskFunction, array_type, task_function
-from autopar.runtime.compile import Compiler
+from autopar.runtime.compile import Compiled
 from autopar.runtime.failure import (
     CallbacksRaised,
     Place,
@@ -36,18 +31,17 @@ from autopar.runtime.failure import (
     donated_error,
     first_failed,
     is_gone,
-    lines_of,
+    place_in,
     step_error,
 )
-from autopar.runtime.local import copied, device_mesh
+from autopar.runtime.local import copied
 from autopar.runtime.memory import Ownership, let_go
 from autopar.runtime.nans import check_results, find_nan
 from autopar.runtime.order import merged
-from autopar.runtime.overlap import overlap_options
 from autopar.runtime.stacks import Stack, part_of
 from autopar.runtime.transfer import Transfer, make_transfer
+from autopar.streams.assemble import StepPlan
 from autopar.streams.clock import measured
-from autopar.streams.emit import Streams
 from autopar.streams.instructions import Free, Instruction, MeshId, Recv, Run, Send, writes
 from autopar.streams.timeline import Timeline
 
@@ -63,46 +57,30 @@ class Pipeline:
         functions: What they were compiled from.
         num_compiled: How many were compiled; the others are equal to one of these.
         in_shardings: For each argument of the step where it must be: one sharding; of what is read by no one, None.
+        devices: It runs on.
     """
 
-    def __init__(
-        self,
-        stages: Sequence[StagePlan],
-        streams: Streams,
-        devices: Sequence[Sequence[jax.Device]],
-        jaxpr: Jaxpr,
-        roles: Roles,
-        stacks: LayerSplit,
-        home: Mapping[Var, int],
-        name: str,
-        paths: Sequence[str],
-    ):
-        """Compile everything.
+    closed = False
+    is_remote = False
+
+    def __init__(self, planned: StepPlan, compiled: Compiled):
+        """Get ready for calls.
 
         Args:
-            stages: Each on its mesh.
-            streams: What the meshes do.
-            devices: Of each stage.
-            jaxpr: The step, its stacks in parts.
-            roles: Of that step.
-            stacks: What the user's arguments and results have become in it.
-            home: Stage at which each argument lives.
-            name: Of the step.
-            paths: Names of its arguments.
+            planned: The step.
+            compiled: Its programs.
         """
-        self._name, self._paths, self._watch = name, list(paths), Watch()
+        jaxpr, roles, stacks, streams = planned.program.jaxpr, planned.roles, planned.stacks, planned.streams
+        self._name, self._paths, self._watch = planned.program.name, planned.program.in_paths, compiled.watch
         self._streams, self._arguments, self._results = streams, list(jaxpr.invars), list(jaxpr.outvars)
-        self._places = [device_mesh(s.mesh, d) for s, d in zip(stages, devices, strict=True)]
+        self._places = compiled.places
+        self.devices = tuple(device for places in compiled.places for device in places.devices.flat)
         self._is_donated = roles.donated
         self._donated = {v for v, d in zip(jaxpr.invars, roles.donated, strict=True) if d}
-        self._home, self._unstacked, self._stages = home, stacks, list(stages)
-        self._types = [array_type(b.border, self._places[b.stage]) for b in streams.buffers]
-        self.functions: dict[str, TaskFunction] = {}
-        self.programs: dict[str, jax.stages.Compiled] = {}
-        compiler = Compiler()
-        for stage, places in zip(stages, self._places, strict=True):
-            self._compile_stage(stage, places, compiler)
-        self.num_compiled = compiler.num_compiled
+        self._home, self._unstacked, self._stages = planned.home, stacks, list(planned.stages)
+        self._types = [b.type.struct(self._places[b.stage]) for b in streams.buffers]
+        self.functions, self.programs = compiled.functions, compiled.programs
+        self.num_compiled = compiled.num_compiled
         updates = {n for n, plan in streams.programs.items() if plan.task.kind == "U"}
         self._order = merged(streams.instructions, updates)
         self._calls = [self._call(number, instruction) for number, (_, instruction) in enumerate(self._order)]
@@ -128,20 +106,10 @@ class Pipeline:
             for k, parts in enumerate(stacks.inputs)
         ]
 
-    # Compiling.
-
-    def _compile_stage(self, stage: StagePlan, places: jax.sharding.Mesh, compiler: Compiler) -> None:
-        for plan in stage.tasks:
-            name = plan.task.name
-            self.functions[name] = task_function(plan, places, self._streams.overwritten[name], self._watch)
-            self.programs[name] = compiler.compile(
-                self.functions[name], name, places, calls_host(plan.body), overlap_options(plan.body, stage.mesh)
-            )
-
     def _call(self, number: int, instruction: Instruction) -> Call:
         match instruction:
             case Run(program, _, _, inputs, outputs):
-                ends = (_end_of(number),) if calls_host(self._streams.programs[program].body) else ()
+                ends = (_end_of(number),) if self.functions[program].calls_host else ()
                 return _run(self.programs[program], inputs, (*outputs, *ends))
             case Send(sent, peer, message):
                 buffers = next(
@@ -158,7 +126,7 @@ class Pipeline:
         """Look at what callbacks have raised before the first update is started, and at the end of the step."""
         runs = {k: i.program for k, (_, i) in enumerate(self._order) if isinstance(i, Run)}
         first_update = next((k for k, program in runs.items() if program in updates), len(self._order))
-        calling = [k for k, program in runs.items() if calls_host(self._streams.programs[program].body)]
+        calling = [k for k, program in runs.items() if self.functions[program].calls_host]
         for stop, numbers in (
             (first_update, [k for k in calling if k < first_update]),
             (len(self._order), [k for k in calling if k >= first_update]),
@@ -168,15 +136,7 @@ class Pipeline:
 
     def _transfer(self, source: int, target: int) -> Transfer:
         a, b = self._streams.buffers[source], self._streams.buffers[target]
-        meshes = [s.mesh for s in self._stages]
-        return make_transfer(
-            self._types[source],
-            a.border.sharding,
-            meshes[a.stage],
-            b.border.sharding,
-            meshes[b.stage],
-            self._types[target],
-        )
+        return make_transfer(a.type.array, self._places[a.stage], b.type.array, self._places[b.stage])
 
     @functools.cached_property
     def _numbers(self) -> dict[int, jax.Array]:
@@ -186,7 +146,7 @@ class Pipeline:
             for (_, microbatch), at in self._streams.numbers.items()
         }
 
-    def _make_entries(self) -> list[tuple[int, int, ArrayType, str]]:
+    def _make_entries(self) -> list[tuple[int, int, jax.ShapeDtypeStruct, str]]:
         """What is placed at the beginning of a step: (argument, buffer, type, kind)."""
         position = {var: k for k, var in enumerate(self._arguments)}
         found = []
@@ -234,6 +194,10 @@ class Pipeline:
             if len(parts) > 1:
                 leaving[k] = entering[by_first[into[parts[0]]]]
         return entering, leaving
+
+    def hold(self, arrays: Sequence[Any], first: int) -> list[Any]:
+        """Put arguments that are the same in every step where they are read; the first of them is argument `first`."""
+        return jax.device_put(list(arrays), self.in_shardings[first:])
 
     def stack(self, argument: int) -> Stack | None:
         """How an argument of the user's comes apart; None: it is whole."""
@@ -390,10 +354,10 @@ class Pipeline:
     def _place_at(self, number: int, cause: BaseException, held: Mapping[int, Any]) -> Place:
         """Where an instruction works; of a NaN, which operation made it."""
         if number < 0:
-            return Place(None, "", None, "an argument, which the program that was to make it has failed to make")
+            return Place(None, "step", None, "an argument, which the program that was to make it has failed to make")
         mesh, instruction = self._order[number]
         if not isinstance(instruction, Run):
-            return Place(mesh, "", None, f"`{instruction}`")
+            return Place(mesh, "step", None, f"`{instruction}`")
         operation = None
         if isinstance(cause, FloatingPointError):
             plan, arrays = self._streams.programs[instruction.program], [held[b] for b in instruction.inputs]
@@ -401,12 +365,10 @@ class Pipeline:
         return self._place_of(instruction.program, instruction.microbatch, f"`{operation}`" if operation else "")
 
     def _place_of(self, program: str, microbatch: int, source: str) -> Place:
-        task = self._streams.programs[program].task
-        of = microbatch if task.is_in_loop else None
-        return Place(task.stage, task.kind, of, source or lines_of(task.jaxpr.eqns))
+        return place_in(self._streams.programs[program].task, microbatch, source)
 
     def _place(self, arrays: Sequence[Any], held: dict[int, Any]) -> None:
-        away: list[tuple[Any, ArrayType, int]] = []
+        away: list[tuple[Any, jax.ShapeDtypeStruct, int]] = []
         copies: list[int] = []
         for number, (k, at, kind, what) in enumerate(self._entries):
             array = arrays[k]
@@ -438,7 +400,7 @@ class Pipeline:
         _move([(copied(held[at]), kind, at) for _, at, kind, _ in shared], held)
 
 
-def _move(away: Sequence[tuple[Any, ArrayType, int]], held: dict[int, Any]) -> None:
+def _move(away: Sequence[tuple[Any, jax.ShapeDtypeStruct, int]], held: dict[int, Any]) -> None:
     if away:
         moved = jax.device_put([a for a, _, _ in away], [kind.sharding for _, kind, _ in away])
         for (_, _, at), array in zip(away, moved, strict=True):

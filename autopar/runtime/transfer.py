@@ -18,63 +18,56 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.mesh import LogicalMesh, Sharding
-from autopar.partition.task import ArrayType, partition_spec
-from autopar.streams.transfers import Box, TransferPlan, boxes, plan_transfer
+from autopar.mesh import ArrayType, Box, boxes
+from autopar.streams.transfers import TransferPlan, plan_transfer
 
 Transfer = Callable[[jax.Array], jax.Array]
 
 
 def make_transfer(
-    kind: ArrayType,
-    source: Sharding,
-    source_mesh: LogicalMesh,
-    target: Sharding,
-    target_mesh: LogicalMesh,
-    wanted: ArrayType,
+    source: ArrayType, source_places: jax.sharding.Mesh, target: ArrayType, target_places: jax.sharding.Mesh
 ) -> Transfer:
     """How an array gets from one mesh to the other.
 
     Args:
-        kind: The array on the source.
-        source: Its sharding there.
-        source_mesh: The source.
-        target: The sharding wanted.
-        target_mesh: The target.
-        wanted: The array on the target.
+        source: The array on the source.
+        source_places: The devices of the source.
+        target: The array on the target.
+        target_places: The devices of the target.
     """
-    if kind.sharding == wanted.sharding:
+    have, want = source.on(source_places), target.on(target_places)
+    if have == want:
         return lambda array: jnp.array(array, copy=True)
-    plan = plan_transfer(kind.shape, source, source_mesh, target, target_mesh)
-    shared = set(kind.sharding.mesh.devices.flat) & set(wanted.sharding.mesh.devices.flat)
-    if plan.straight or shared or not math.prod(kind.shape):
+    plan = plan_transfer(source.shape, source.sharding, source.mesh, target.sharding, target.mesh)
+    shared = set(source_places.devices.flat) & set(target_places.devices.flat)
+    if plan.straight or shared or not math.prod(source.shape):
         # Of two stages on the same devices, the sender's program may take the array's memory over.
-        return lambda array: jax.device_put(array, wanted.sharding, may_alias=False)
-    return _by_tiles(plan, kind, source, source_mesh, target_mesh, wanted)
+        return lambda array: jax.device_put(array, want, may_alias=False)
+    return _by_tiles(plan, source, source_places, target, target_places)
 
 
 def _by_tiles(
     plan: TransferPlan,
-    kind: ArrayType,
-    source: Sharding,
-    source_mesh: LogicalMesh,
-    target_mesh: LogicalMesh,
-    wanted: ArrayType,
+    source: ArrayType,
+    source_places: jax.sharding.Mesh,
+    target: ArrayType,
+    target_places: jax.sharding.Mesh,
 ) -> Transfer:
-    senders = list(kind.sharding.mesh.devices.flat)
-    receivers = list(wanted.sharding.mesh.devices.flat)
-    held = boxes(kind.shape, source, source_mesh)
-    arriving = boxes(kind.shape, plan.middle, target_mesh)
-    cuts = [cut_tile(held[tile.source], tile.box, kind.shape) for tile in plan.tiles]
+    shape, dtype = source.shape, source.dtype
+    senders = list(source_places.devices.flat)
+    receivers = list(target_places.devices.flat)
+    held = source.boxes()
+    arriving = boxes(shape, plan.middle, target.mesh)
+    cuts = [cut_tile(held[tile.source], tile.box, shape) for tile in plan.tiles]
     of_device: dict[int, list[int]] = {}
     for k, tile in enumerate(plan.tiles):
         of_device.setdefault(tile.target, []).append(k)
     joins = {
-        device: join_tiles(arriving[device], [plan.tiles[k].box for k in parts], kind.dtype)
+        device: join_tiles(arriving[device], [plan.tiles[k].box for k in parts], dtype)
         for device, parts in of_device.items()
     }
-    middle = jax.sharding.NamedSharding(wanted.sharding.mesh, partition_spec(plan.middle))
-    finish = None if middle.spec == wanted.sharding.spec else _gather(kind, middle, wanted)
+    middle, want = ArrayType(shape, dtype, plan.middle, target.mesh).on(target_places), target.on(target_places)
+    finish = None if middle.spec == want.spec else _gather(source, middle, want)
     targets = [receivers[tile.target] for tile in plan.tiles]
 
     def transfer(array: jax.Array) -> jax.Array:
@@ -87,7 +80,7 @@ def _by_tiles(
         for first, second in plan.forwards:
             there[second] = jax.device_put(there[first], receivers[second])
         whole = jax.make_array_from_single_device_arrays(
-            kind.shape, middle, [there[device] for device in range(len(receivers))]
+            shape, middle, [there[device] for device in range(len(receivers))]
         )
         return whole if finish is None else finish(whole)
 
@@ -131,8 +124,8 @@ def _assemble(shape: tuple[int, ...], dtype: Any, starts: Sequence[tuple[int, ..
     return whole.astype(dtype)
 
 
-def _gather(kind: ArrayType, middle: jax.sharding.NamedSharding, wanted: ArrayType) -> Any:
+def _gather(kind: ArrayType, middle: jax.sharding.NamedSharding, want: jax.sharding.NamedSharding) -> Any:
     """Inside the target: from parts to copies."""
     struct = jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=middle)
-    identity = jax.jit(lambda x: x, in_shardings=middle, out_shardings=wanted.sharding)
+    identity = jax.jit(lambda x: x, in_shardings=middle, out_shardings=want)
     return identity.lower(struct).compile()

@@ -109,7 +109,7 @@ def cost_of(planned: StepPlan, planning_seconds: float) -> Cost:
     stages, simulation = planned.stages, planned.simulation
     num_meshes = len(planned.streams.instructions)
     devices = sum(s.mesh.num_devices for s in stages[:num_meshes])
-    compute = communication = 0.0
+    compute = communication = shown = 0.0
     exposed: list[float] = []
     collectives: list[Collective] = []
     for number, stage in enumerate(stages):
@@ -118,15 +118,18 @@ def cost_of(planned: StepPlan, planning_seconds: float) -> Cost:
             share = times * stage.mesh.num_devices / devices
             communication += share * task.communication_seconds
             compute += share * (task.seconds - sum(task.exposed_seconds))
+            shown += share * sum(task.exposed_seconds)
             exposed += [times * e for e in task.exposed_seconds]
             collectives += [dataclasses.replace(c, times=c.times * times, stage=number) for c in task.collectives]
     busy = simulation.busy_seconds
-    idle = sum((planned.seconds - busy[mesh]) * stages[mesh].mesh.num_devices for mesh in range(num_meshes))
+    idle = sum((planned.seconds - busy[mesh]) * stages[mesh].mesh.num_devices for mesh in range(num_meshes)) / devices
+    # Where devices share cores, those that rest lend theirs, and what is computed then is no waiting.
+    idle = min(idle, planned.seconds - compute - shown)
     return Cost(
         planned.seconds,
         compute,
         communication,
-        max(0.0, idle / devices),
+        max(0.0, idle),
         tuple(simulation.peak_bytes[number % num_meshes] for number in range(len(stages))),
         max(_argument_bytes(planned, mesh) for mesh in range(num_meshes)),
         tuple(collectives),
@@ -150,7 +153,7 @@ def _values(planned: StepPlan) -> Iterator[Value]:
     for (var, mesh), at in (*streams.arguments.items(), *streams.pieces.items()):
         k = position[var]
         if k not in found or mesh == home.get(var):
-            found[k] = streams.buffers[at].border.sharding, mesh
+            found[k] = streams.buffers[at].type.sharding, mesh
     for k, var in enumerate(program.jaxpr.invars):
         sharding, mesh = found.get(k, (Sharding.replicated(len(var.aval.shape)), home.get(var, 0)))
         name = program.in_paths[k] if k < program.num_args else f"constant {k - program.num_args}"
@@ -158,8 +161,8 @@ def _values(planned: StepPlan) -> Iterator[Value]:
     for k, result in enumerate(streams.results):
         if k not in roles.aliases and result is not None:
             buffer = streams.buffers[result]
-            border = buffer.border
-            yield Value(program.out_paths[k], "result", border.shape, str(border.dtype), border.sharding, buffer.stage)
+            kind = buffer.type
+            yield Value(program.out_paths[k], "result", kind.shape, str(kind.dtype), kind.sharding, buffer.stage)
     for number, stage in enumerate(planned.stages):
         stored = stored_values(stage.sharded.graph)
         for task in stage.tasks:

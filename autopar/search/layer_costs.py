@@ -4,8 +4,8 @@ In:     a step that can be cut into layers for any number of microbatches, the c
 Out:    `LayerCosts`: for a submesh and a number of microbatches, a `LayerCost` per logical mesh and layer.
 Method: each layer that differs from the others is sharded once on every logical mesh of every submesh (Alpa's stage
         table, filled without compiling anything and without solving equal layers twice), for one number of microbatches;
-        for others it is scaled. That holds while the samples of a microbatch divide over the devices alike; where they do
-        not, it is a guess until `solve` is asked for it.
+        for others it is stretched as its kernels are, for which nothing is solved. That holds while the samples of a
+        microbatch divide over the devices alike; where they do not, it is a guess until `solve` is asked for it.
 """
 
 from __future__ import annotations
@@ -14,19 +14,23 @@ import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from autopar.cost import collective_seconds
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.inter_op.cut import CutStep
+from autopar.inter_op.equal_stages import lowered
 from autopar.inter_op.residuals import ALL, CHEAP
 from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import StagePlan, lower_stage
 from autopar.inter_op.stage_program import stage_program, with_tasks
 from autopar.inter_op.tasks import Tasks, make_tasks
+from autopar.inter_op.weigh import layer_seconds
 from autopar.ir.canonical import canonical_key
 from autopar.mesh import Cluster, LogicalMesh, logical_meshes
 from autopar.options import Options
 from autopar.search.pins import RestrictStage, restrict_stages
-from autopar.search.progress import Report
+from autopar.search.progress import Report, part_of
 from autopar.search.recompute import kept_bytes
 from autopar.search.solve_stages import Solved, solve_stage
 
@@ -45,6 +49,7 @@ class LayerCost:
         held_bytes: On one device, all through the step: parameters, optimizer state, sums.
         kept_bytes: For each microbatch in flight.
         working_bytes: While it runs.
+        exposed_seconds: The part of `work_seconds` in which no kernel runs; beside other layers some of it may be hidden.
     """
 
     work_seconds: float
@@ -53,6 +58,7 @@ class LayerCost:
     held_bytes: float
     kept_bytes: float
     working_bytes: float
+    exposed_seconds: float = 0.0
 
 
 class LayerCosts:
@@ -60,6 +66,7 @@ class LayerCosts:
 
     Attributes:
         num_layers: How many layers.
+        work: Of each layer, in any unit.
         levels: Of recomputation, that are tried.
         meshes: Per submesh size, the logical meshes.
     """
@@ -68,6 +75,8 @@ class LayerCosts:
         self,
         cut_for: Callable[[int], CutStep],
         borders: Sequence[int],
+        work: np.ndarray,
+        sizes: Sequence[int],
         batch_sizes: Sequence[int],
         counts: Sequence[int],
         cluster: Cluster,
@@ -80,6 +89,8 @@ class LayerCosts:
         Args:
             cut_for: The step in phases, for a number of microbatches.
             borders: First segment of each layer.
+            work: Of each layer.
+            sizes: Devices that a stage may have.
             batch_sizes: Samples of the batch, of each argument that has some.
             counts: Numbers of microbatches, one of which each mesh is solved for.
             cluster: The machine.
@@ -87,19 +98,23 @@ class LayerCosts:
             solved: Stages solved before; extended.
             report: Called with a line of progress before each mesh is tried.
         """
-        self.num_layers, self._borders = len(borders), borders
+        self.num_layers, self.work, self._borders = len(borders), work, borders
         self.levels = (options.recompute_levels(1) or (CHEAP,)) + ((ALL,) if options.recompute == "auto" else ())
-        self.meshes = {size: logical_meshes(cluster, size, max_axes=2) for size in submesh_sizes(cluster)}
+        self.meshes = {size: logical_meshes(cluster, size, max_axes=2) for size in sizes}
         self._cut_for, self._cluster, self._options = cut_for, cluster, options
-        self._solved, self._report = solved, report
+        self._solved = solved
         self._kinds: list[int] = []
         self._layers: dict[int, dict[int, tuple[StageProgram, list[Tasks]]]] = {}
         self._known: dict[int, dict[int, list[list[tuple[LayerCost, ...] | None]]]] = {}
+        self._seconds_on: dict[int, dict[int, float]] = {}
         self._batch_sizes = batch_sizes
         middle = len(counts) // 2
-        for size in self.meshes:
+        self._reference = counts[middle]
+        for number, size in enumerate(self.meshes):
+            self._report = part_of(report, number / len(self.meshes), (number + 1) / len(self.meshes))
             best = max(range(len(counts)), key=lambda k: (sum(self._ways(size, counts[k])), -abs(k - middle)))
             self.solve(size, counts[best])
+        self._report = part_of(report, 1.0, 1.0)
 
     def _ways(self, size: int, count: int) -> tuple[int, ...]:
         """Over how many of so many devices the samples of a microbatch divide."""
@@ -111,6 +126,33 @@ class LayerCosts:
         alike = [c for c in known if self._ways(size, c) == self._ways(size, count)]
         solved_for = min(alike or known, key=lambda c: (abs(math.log(c / count)), c))
         return solved_for, known[solved_for]
+
+    def stretch(self, size: int, solved_for: int, count: int) -> np.ndarray:
+        """Of each layer, how its kernels' seconds for one microbatch change from one number of microbatches to another.
+
+        So many times smaller microbatches on so many devices are, to a device, what the same ones are on more devices.
+        """
+        if solved_for == count:
+            return np.ones(self.num_layers)
+        before, after = (self._kernels(size * c / self._reference) for c in (solved_for, count))
+        return np.array([after[kind] / before[kind] if before[kind] else solved_for / count for kind in self._kinds])
+
+    def _kernels(self, num_devices: float) -> dict[int, float]:
+        """Of each kind of layers, seconds of kernels on so many devices; between powers of 4 they are interpolated."""
+        place = max(0.0, math.log(num_devices, 4))
+        low, high = (self._kernels_on(4 ** int(k)) for k in (math.floor(place), math.ceil(place)))
+        part = place - math.floor(place)
+        return {k: low[k] ** (1 - part) * high[k] ** part if low[k] and high[k] else 0.0 for k in low}
+
+    def _kernels_on(self, num_devices: int) -> dict[int, float]:
+        if num_devices not in self._seconds_on:
+            cut = self._cut_for(self._reference)
+            ends = [*self._borders[1:], cut.chain.num_segments]
+            self._seconds_on[num_devices] = {
+                kind: layer_seconds(cut, self._borders[kind], ends[kind], num_devices, self._cluster.device)
+                for kind in dict.fromkeys(self._kinds)
+            }
+        return self._seconds_on[num_devices]
 
     def is_guess(self, size: int, count: int) -> bool:
         """Whether what is said of a submesh is scaled from samples that divide over its devices otherwise."""
@@ -125,8 +167,9 @@ class LayerCosts:
             self._known.setdefault(size, {})[count] = [[None] * self.num_layers for _ in self.meshes[size]]
             return
         found: list[list[tuple[LayerCost, ...] | None]] = []
-        for mesh in self.meshes[size]:
-            self._report(f"sharding {len(layers)} kinds of layers on {mesh}, {count} microbatches")
+        for number, mesh in enumerate(self.meshes[size]):
+            text = f"sharding {len(layers)} kinds of layers on {mesh}, {count} microbatches"
+            self._report(text, number / len(self.meshes[size]))
             costs = {kind: self._cost(program, tasks, mesh, restrict) for kind, (program, tasks) in layers.items()}
             found.append([costs[kind] for kind in self._kinds])
         self._known.setdefault(size, {})[count] = found
@@ -139,6 +182,7 @@ class LayerCosts:
             made = solve_stage(program, mesh, self._cluster, self._options, self._solved, further, key, gap=LAYER_GAP)
         except (InfeasibleError, ConstraintError):
             return None
+        made = lowered(made, self._cluster.device)
         others = [lower_stage(with_tasks(program, t), mesh, self._cluster.device, made.sharded) for t in tasks[1:]]
         return tuple(_cost(stage, t) for stage, t in zip((made, *others), tasks, strict=True))
 
@@ -172,7 +216,7 @@ def _first_alike(programs: Sequence[StageProgram], restrict: RestrictStage) -> l
 
 
 def _cost(stage: StagePlan, tasks: Tasks) -> LayerCost:
-    work = fixed = once = 0.0
+    work = fixed = once = exposed = 0.0
     kept, working = kept_bytes(tasks, stage), 0
     held: dict[object, int] = {}
     for task in stage.tasks:
@@ -184,12 +228,14 @@ def _cost(stage: StagePlan, tasks: Tasks) -> LayerCost:
                 held[border.slot.kind, border.slot.key] = border.num_bytes
         if task.task.is_in_loop:
             latency = sum(c.times * collective_seconds(c.kind, 0, c.axes, stage.mesh) for c in task.collectives)
-            same = min(latency, sum(task.exposed_seconds)) + task.batchless_seconds
+            waiting = min(latency, sum(task.exposed_seconds))
+            same = waiting + task.batchless_seconds
             fixed += same
             work += task.seconds - same
+            exposed += sum(task.exposed_seconds) - waiting
         else:
             once += task.seconds
-    return LayerCost(work, fixed, once, float(sum(held.values())), float(kept), float(working))
+    return LayerCost(work, fixed, once, float(sum(held.values())), float(kept), float(working), exposed)
 
 
 def submesh_sizes(cluster: Cluster) -> list[int]:

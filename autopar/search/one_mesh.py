@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from dataclasses import dataclass
 from functools import partial
 
-from autopar.debug import dump
+from autopar._jax import Jaxpr
+from autopar.debug import check_behind, dump
 from autopar.errors import (
     BatchError,
     InfeasibleError,
@@ -26,11 +28,13 @@ from autopar.intra_op.restrict import (
     pin_outputs,
 )
 from autopar.intra_op.shard import Sharded, shard
+from autopar.ir.check import check_program
+from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
 from autopar.ir.rewrite.fission import behind_gradients
 from autopar.ir.rewrite.late_narrowing import narrow_late
 from autopar.ir.split.accumulate import accumulate
-from autopar.ir.split.microbatch import split_microbatches
+from autopar.ir.split.microbatch import check_phases, split_microbatches
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.plan.words import mesh_text
@@ -43,6 +47,56 @@ def count_of(method: Method) -> int:
     return getattr(method, "num_microbatches", None) or 1
 
 
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """A step that is to work through its batch in microbatches.
+
+    Attributes:
+        program: The step.
+        roles: Its roles.
+        count: How many microbatches.
+        semantics: `"exact"` or `"per_microbatch"`.
+    """
+
+    program: Program
+    roles: Roles
+    count: int
+    semantics: str
+
+    def rewritten(self, jaxpr: Jaxpr) -> Divided:
+        """The same with another program."""
+        return dataclasses.replace(self, program=dataclasses.replace(self.program, jaxpr=jaxpr))
+
+
+def check_divided(step: Divided) -> None:
+    """Assert that it is a flat program."""
+    check_program(step.program.jaxpr)
+
+
+def _in_a_loop(step: Divided) -> Divided:
+    jaxpr, batch = step.program.jaxpr, step.roles.batch
+    names = ", ".join(dict.fromkeys(step.program.in_paths[k].split("/")[0] for k in batch))
+    split = split_microbatches(jaxpr, step.count, batch, step.semantics == "per_microbatch", names)
+    check_behind("microbatch", check_phases(jaxpr), split)
+    return step.rewritten(accumulate(jaxpr, split))
+
+
+MICROBATCHES: tuple[Pass[Divided], ...] = (
+    Pass(
+        "fission",
+        "conditions end behind the gradients that they take",
+        lambda step: step.rewritten(behind_gradients(step.program.jaxpr)),
+    ),
+    Pass(
+        "late_narrowing",
+        "casts to 16 bits leave loops",
+        lambda step: step.rewritten(narrow_late(step.program.jaxpr)),
+    ),
+    Pass("accumulate", "before the loop over microbatches, the loop as a scan, behind it", _in_a_loop),
+)
+"""Of a step on one mesh."""
+
+
 def in_microbatches(program: Program, roles: Roles, count: int, semantics: str) -> Program:
     """The program that works through its batch in `count` microbatches, one after the other.
 
@@ -52,12 +106,9 @@ def in_microbatches(program: Program, roles: Roles, count: int, semantics: str) 
     """
     if count == 1:
         return program
-    names = ", ".join(dict.fromkeys(program.in_paths[k].split("/")[0] for k in roles.batch))
-    program = dataclasses.replace(program, jaxpr=narrow_late(behind_gradients(program.jaxpr)))
-    split = split_microbatches(program.jaxpr, count, roles.batch, semantics == "per_microbatch", names)
-    accumulated = dataclasses.replace(program, jaxpr=accumulate(program.jaxpr, split))
-    dump("microbatches", str(accumulated))
-    return accumulated
+    step = run_passes(MICROBATCHES, Divided(program, roles, count, semantics), check_divided)
+    dump("microbatches", str(step.program))
+    return step.program
 
 
 def shard_on(

@@ -130,10 +130,10 @@ def _search(
             count, program, searched = accumulated.count, accumulated.program, accumulated.searched
     tried = searched.tried
     if searches or (isinstance(method, Auto | Inference) and _can_gain(method, searched)):
-        found, outcomes = search_pipelines(step, roles, cluster, method.options(), part_of(report, part, 1.0))
-        tried = [*tried, *outcomes]
         least = min((sharded.step_seconds for _, sharded in searched.results), default=math.inf)
-        if found is not None and found.seconds_for(method.options().goal) < least:
+        found, outcomes = search_pipelines(step, roles, cluster, method.options(), part_of(report, part, 1.0), least)
+        tried = [*tried, *outcomes]
+        if found is not None:
             return found, tried
     if not searched.results:
         assert searched.failure is not None, "there is always one mesh to try"

@@ -225,11 +225,11 @@ def _crossings(streams: Streams) -> Iterable[Crossing]:
             sent = [streams.buffers[b] for b in i.buffers]
             source, to = sent[0].stage, target[i.message]
             kind = "update" if sent[0].microbatch < 0 else "forward" if source < to else "backward"
-            largest = max(sent, key=lambda b: b.total_bytes)
+            largest = max(sent, key=lambda b: b.type.num_bytes)
             entry = found.setdefault((source, to, kind), [0, 0, largest])
-            entry[0] += sum(b.total_bytes for b in sent)
+            entry[0] += sum(b.type.num_bytes for b in sent)
             entry[1] += 1
-            entry[2] = max(entry[2], largest, key=lambda b: b.total_bytes)
+            entry[2] = max(entry[2], largest, key=lambda b: b.type.num_bytes)
     for (source, to, kind), (num_bytes, messages, largest) in sorted(found.items(), key=lambda item: item[0]):
-        text = type_text(largest.border.shape, str(largest.border.dtype))
+        text = type_text(largest.type.shape, str(largest.type.dtype))
         yield Crossing(source, to, kind, num_bytes, messages, text)

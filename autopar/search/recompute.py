@@ -47,8 +47,8 @@ def kept_bytes(tasks: Tasks, stage: StagePlan) -> int:
         stage: One of them on its mesh.
     """
     values = set(tasks.kept[stage.program.stage].values)
-    read = [border for kind in ("B", "W") if (task := stage.task(kind)) for border in task.inputs]
-    return sum({border.slot.key: border.num_bytes for border in read if border.slot.key in values}.values())
+    read = [value for kind in ("B", "W") if (task := stage.task(kind)) for value in task.inputs]
+    return sum({value.slot.key: value.num_bytes for value in read if value.slot.key in values}.values())
 
 
 def _backward_seconds(stage: StagePlan) -> float:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.inter_op.cut import CutStep
+from autopar.inter_op.equal_stages import take_over
 from autopar.inter_op.stage import StageProgram
-from autopar.inter_op.stage_plan import STAGE_GAP, StagePlan, lower_stage, plan_stage
+from autopar.inter_op.stage_plan import STAGE_GAP, StagePlan, plan_stage
 from autopar.intra_op.costs import build_problem
 from autopar.intra_op.graph import Graph, build_graph
 from autopar.intra_op.problem import Solution
@@ -104,39 +105,10 @@ def solve_stage(
         all_again,
     )
     if key in solved.known:
-        return take_over(program, solved.known[key], cluster)
+        return take_over(program, solved.known[key], cluster.device)
     made = plan_stage(program, mesh, cluster.device, options, restrict, all_again, gap)
     solved.known[key] = made
     return made
-
-
-def take_over(program: StageProgram, like: StagePlan, cluster: Cluster) -> StagePlan:
-    """An equal stage under the same choices; nothing is solved."""
-    if like.program is program:
-        return like
-    old = like.sharded
-    sharded = read_choices(program, like.mesh, cluster, old.choices, old)
-    return lower_stage(program, like.mesh, cluster.device, sharded)
-
-
-def read_choices(
-    program: StageProgram, mesh: LogicalMesh, cluster: Cluster, choices: Sequence[int], like: Sharded
-) -> Sharded:
-    """A stage's joint program under given choices."""
-    graph = build_graph(program.jaxpr, mesh, program.aliases, dict(program.batch), program.anew, program.twice)
-    assert len(graph.nodes) == len(choices), "the stages are not equal"
-    problem = build_problem(graph, cluster.device, like.class_of, like.allowed.masks)
-    return read_off(
-        program.jaxpr,
-        graph,
-        choices,
-        like.class_of,
-        problem,
-        like.solution,
-        like.allowed,
-        cluster.device,
-        program.donated,
-    )
 
 
 def given_choices(

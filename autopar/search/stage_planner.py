@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Hashable, Sequence
-
-import jax
+from collections.abc import Callable, Hashable
 
 from autopar.errors import DeviceCountError, InfeasibleError, PipelineError, warn
 from autopar.inter_op.chain import balanced_borders
@@ -34,7 +32,7 @@ from autopar.search.pipeline import plan_pipeline
 from autopar.search.progress import Report, silent
 from autopar.search.solve_stages import Solved
 from autopar.search.uneven import uneven_text
-from autopar.streams.assemble import PipelinePlan, StepPlan
+from autopar.streams.assemble import PipelinePlan, all_lowered
 from autopar.streams.schedules import find_schedule, num_chunks
 
 MICROBATCHES_PER_STAGE = 4
@@ -96,7 +94,7 @@ def pipeline_of(
     cut = cut if parts == cut.stacks.count else cut_in(parts)
     if isinstance(method, PipelineParallel) and not (method.num_stages or method.submeshes):
         _check_marks(cut, num_stages)
-    planned = _best_in_memory(program, roles, cut, cut_in, plan, report)
+    planned = all_lowered(_best_in_memory(program, roles, cut, cut_in, plan, report), cluster)
     text = uneven_text(planned.cut, planned.borders, sizes[: num_stages // num_chunks(schedule)])
     if text:
         warn(f"{program.name}: {text}")
@@ -230,11 +228,3 @@ def _three_d(stage: StageProgram, method: ThreeD) -> Restrict:
         restrict_to_axes(stage.jaxpr, graph, allowed, state, method.zero, method.sequence)
 
     return restrict
-
-
-def stage_devices(pipeline: StepPlan, devices: Sequence[jax.Device]) -> list[list[jax.Device]]:
-    """The devices of each stage."""
-    return [
-        list(devices[first : first + stage.mesh.num_devices])
-        for stage, first in zip(pipeline.stages, pipeline.first_device, strict=True)
-    ]

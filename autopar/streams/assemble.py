@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from autopar._jax import Var
 from autopar.inter_op.cut import CutStep
+from autopar.inter_op.equal_stages import lowered, take_over
 from autopar.inter_op.fused import fused_program, fused_stage
 from autopar.inter_op.placement import place_stages
 from autopar.inter_op.stage_plan import StagePlan, lower_stage
@@ -65,6 +67,13 @@ class StepPlan:
     def seconds(self) -> float:
         """Predicted time of one step."""
         return self.simulation.seconds
+
+    def devices_of_stages(self, devices: Sequence[Any]) -> list[list[Any]]:
+        """Of all devices, those of each stage; a single stage takes all."""
+        if len(self.stages) == 1:
+            return [list(devices)]
+        spans = zip(self.first_device, self.stages, strict=True)
+        return [list(devices[first : first + stage.mesh.num_devices]) for first, stage in spans]
 
     @property
     def interval_seconds(self) -> float:
@@ -199,7 +208,21 @@ def at_levels(planned: PipelinePlan, levels: Mapping[int, float], cluster: Clust
     tasks, stages = planned.tasks, list(planned.stages)
     for number, level in levels.items():
         tasks = tasks.at_level(number, level)
-    for number in levels:
-        program = with_tasks(stages[number].program, tasks)
-        stages[number] = lower_stage(program, stages[number].mesh, cluster.device, stages[number].sharded)
+    made: dict[tuple[int, float], StagePlan] = {}  # equal stages share what was solved
+    for number, level in levels.items():
+        own, key = stages[number], (id(stages[number].sharded), level)
+        if key in made:
+            stages[number] = take_over(with_tasks(own.program, tasks), made[key], cluster.device)
+            continue
+        own = lowered(own, cluster.device)
+        stages[number] = lower_stage(with_tasks(own.program, tasks), own.mesh, cluster.device, own.sharded)
+        made[key] = stages[number]
     return assemble(planned.cut, planned.borders, tasks, stages, cluster, planned.schedule)
+
+
+def all_lowered(planned: PipelinePlan, cluster: Cluster) -> PipelinePlan:
+    """The same pipeline, ready to run: what its stages took over from equal ones is in their own values."""
+    if not any(stage.borrowed for stage in planned.stages):
+        return planned
+    stages = [lowered(stage, cluster.device) for stage in planned.stages]
+    return assemble(planned.cut, planned.borders, planned.tasks, stages, cluster, planned.schedule)

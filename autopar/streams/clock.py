@@ -123,7 +123,7 @@ def simulate_streams(
 
     def message_seconds(mesh: int, send: Send) -> float:
         link = link_between(first_device, stages, mesh, send.peer, cluster)
-        total = sum(streams.buffers[b].total_bytes for b in send.buffers)
+        total = sum(streams.buffers[b].type.num_bytes for b in send.buffers)
         sent = transfer_seconds(total, stages[mesh].mesh.num_devices, stages[send.peer].mesh.num_devices, link)
         # Each array is copied as by a program, into memory of its own.
         receiving = total / stages[send.peer].mesh.num_devices

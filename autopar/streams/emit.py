@@ -9,18 +9,15 @@ Method: each mesh runs its tasks in the schedule's order. After a task everythin
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from autopar._jax import Var
-from autopar.inter_op.stage import Slot
-from autopar.inter_op.stage_plan import Border, StagePlan, TaskPlan, new_border
+from autopar.inter_op.stage import Slot, SlotKind
+from autopar.inter_op.stage_plan import Placed, StagePlan, TaskPlan, placed
 from autopar.inter_op.tasks import Tasks
-from autopar.mesh import Sharding
+from autopar.mesh import ArrayType, Sharding
 from autopar.streams.instructions import BufferId, Free, Instruction, MeshId, Recv, Run, Send, reads, writes
 from autopar.streams.schedules import Step
 
@@ -30,13 +27,13 @@ class Buffer:
     """What a buffer holds.
 
     Attributes:
-        border: The value, its type and how it lies on the mesh.
+        value: The value, its type and how it lies on the mesh.
         mesh: Where it is.
         stage: Whose it is.
         microbatch: Of which; -1: of none.
     """
 
-    border: Border
+    value: Placed
     mesh: MeshId
     stage: int
     microbatch: int
@@ -44,22 +41,22 @@ class Buffer:
     @property
     def key(self) -> Var:
         """The value's variable."""
-        return self.border.slot.key
+        return self.value.slot.key
 
     @property
-    def kind(self) -> str:
-        """As of `Slot`."""
-        return self.border.slot.kind
+    def kind(self) -> SlotKind:
+        """Its kind."""
+        return self.value.slot.kind
+
+    @property
+    def type(self) -> ArrayType:
+        """Its type."""
+        return self.value.type
 
     @property
     def num_bytes(self) -> int:
         """On one device."""
-        return self.border.num_bytes
-
-    @property
-    def total_bytes(self) -> int:
-        """Of the whole array."""
-        return math.prod(self.border.shape) * np.dtype(self.border.dtype).itemsize
+        return self.value.num_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,7 +110,7 @@ def emit_step(stage: StagePlan) -> Streams:
         stage: On its mesh. Its task reads all arguments and makes all results, in order.
     """
     (plan,), num_inputs = stage.tasks, len(stage.program.jaxpr.invars)
-    buffers = tuple(Buffer(border, 0, 0, -1) for border in (*plan.inputs, *plan.outputs))
+    buffers = tuple(Buffer(value, 0, 0, -1) for value in (*plan.inputs, *plan.outputs))
     inputs, outputs = tuple(range(num_inputs)), tuple(range(num_inputs, len(buffers)))
     name = plan.task.name
     return Streams(
@@ -165,20 +162,20 @@ class _Emitter:
         own_values: list[set[tuple[str, Any, int]]] = [set() for _ in self.stages]
         for mesh, own in enumerate(events):
             for at, event in enumerate(own):
-                for border in event.task.outputs:
-                    if border.slot.kind in ("loop", "value"):
-                        name = self.name(border.slot, event.microbatch)
+                for value in event.task.outputs:
+                    if value.slot.kind in ("loop", "value"):
+                        name = self.name(value.slot, event.microbatch)
                         own_values[event.stage].add(name)
                         maker.setdefault(name, (mesh, at))
-        wanted: dict[_Channel, dict[tuple[str, Any, int], Border]] = {}
+        wanted: dict[_Channel, dict[tuple[str, Any, int], Placed]] = {}
         first_read: dict[_Channel, int] = {}
         for own in events:
             for at, event in enumerate(own):
-                for border in event.task.inputs:
-                    name = self.name(border.slot, event.microbatch)
-                    if border.slot.kind in ("loop", "value") and name not in own_values[event.stage]:
+                for value in event.task.inputs:
+                    name = self.name(value.slot, event.microbatch)
+                    if value.slot.kind in ("loop", "value") and name not in own_values[event.stage]:
                         channel = (*maker[name], event.stage)
-                        wanted.setdefault(channel, {}).setdefault(name, border)
+                        wanted.setdefault(channel, {}).setdefault(name, value)
                         first_read[channel] = min(first_read.get(channel, at), at)
         self.send_arguments(events)
         numbers: dict[_Channel, int] = {}
@@ -196,7 +193,7 @@ class _Emitter:
                     leaving.setdefault(channel[1], []).append(channel)
             for at, event in enumerate(own):
                 for channel in arriving.get(at, ()):
-                    received = [self.new(border, channel[2], name[2]) for name, border in wanted[channel].items()]
+                    received = [self.new(value, channel[2], name[2]) for name, value in wanted[channel].items()]
                     self.streams[mesh].append(Recv(tuple(received), channel[0], numbers[channel]))
                 self.run(event, mesh)
                 for channel in leaving.get(at, ()):
@@ -229,15 +226,15 @@ class _Emitter:
                     continue
                 seen.add(instruction.program)
                 kind, operands = programs[instruction.program].task.kind, instruction.inputs
-                free = [_type(self.buffers[at].border) for at in instruction.outputs]
+                free = [self.buffers[at].type for at in instruction.outputs]
                 found = []
                 for position, at in enumerate(operands):
                     buffer = self.buffers[at]
                     in_place = kind != "U" and buffer.kind in ("sum", "rows")
                     replaced = kind == "U" and buffer.kind == "argument" and buffer.key in donated
                     replaced = replaced and last[at] == k and at not in kept
-                    if (in_place or replaced) and _type(buffer.border) in free:
-                        free.remove(_type(buffer.border))
+                    if (in_place or replaced) and buffer.type in free:
+                        free.remove(buffer.type)
                         found.append(position)
                 yield instruction.program, found
 
@@ -260,22 +257,22 @@ class _Emitter:
     def name(self, slot: Slot, microbatch: int) -> tuple[str, Any, int]:
         return slot.kind, slot.key, microbatch if slot.kind in ("loop", "number") else -1
 
-    def new(self, border: Border, stage: int, microbatch: int) -> BufferId:
+    def new(self, value: Placed, stage: int, microbatch: int) -> BufferId:
         """A new buffer, which holds the value from now on."""
-        slot = border.slot
-        self.buffers.append(Buffer(border, self.mesh_of(stage), stage, microbatch))
+        slot = value.slot
+        self.buffers.append(Buffer(value, self.mesh_of(stage), stage, microbatch))
         at = len(self.buffers) - 1
         self.held[(stage, *self.name(slot, microbatch))] = at
         return at
 
     def run(self, event: _Event, mesh: MeshId) -> None:
         task, microbatch, stage = event.task, event.microbatch, event.stage
-        inputs = [self.operand(border, stage, microbatch) for border in task.inputs]
+        inputs = [self.operand(value, stage, microbatch) for value in task.inputs]
         # Rows are written in place: the task reads them too.
         inputs += [self.held[(stage, *self.name(b.slot, microbatch))] for b in task.written_rows]
         if task.needs_number:
             inputs.append(self.number(stage, microbatch))
-        outputs = [self.new(border, stage, microbatch) for border in task.outputs]
+        outputs = [self.new(value, stage, microbatch) for value in task.outputs]
         self.streams[mesh].append(Run(task.task.name, stage, max(microbatch, 0), tuple(inputs), tuple(outputs)))
 
     def number(self, stage: int, microbatch: int) -> BufferId:
@@ -287,66 +284,66 @@ class _Emitter:
             self.numbers[stage, microbatch] = at
         return self.held[key]
 
-    def operand(self, border: Border, stage: int, microbatch: int) -> BufferId:
-        key = (stage, *self.name(border.slot, microbatch))
+    def operand(self, value: Placed, stage: int, microbatch: int) -> BufferId:
+        key = (stage, *self.name(value.slot, microbatch))
         if key not in self.held:
-            at = self.new(border, stage, key[3])
-            match border.slot.kind:
+            at = self.new(value, stage, key[3])
+            match value.slot.kind:
                 case "argument":
-                    self.arguments[border.slot.key, stage] = at
+                    self.arguments[value.slot.key, stage] = at
                 case "piece":
                     outer = {inner: var for var, inner in self.stages[stage].program.stacks.values()}
-                    self.pieces[outer[border.slot.key], stage] = at
+                    self.pieces[outer[value.slot.key], stage] = at
                 case "number":
                     self.numbers[stage, microbatch] = at
                 case kind:
-                    raise AssertionError(f"{kind} {border.slot.key} is read by stage {stage} before it is there")
+                    raise AssertionError(f"{kind} {value.slot.key} is read by stage {stage} before it is there")
         return self.held[key]
 
     def send_arguments(self, events: Sequence[Sequence[_Event]]) -> None:
         """State that several stages read is sent from where it lives, one message for each reader."""
         home = self.tasks.update.home
-        wanted: dict[tuple[int, int], dict[Var, Border]] = {}
+        wanted: dict[tuple[int, int], dict[Var, Placed]] = {}
         for own in events:
             for event in own:
-                for border in event.task.inputs:
-                    var = border.slot.key
-                    if border.slot.kind == "argument" and var in self.state and home[var] != event.stage:
-                        wanted.setdefault((home[var], event.stage), {})[var] = border
+                for value in event.task.inputs:
+                    var = value.slot.key
+                    if value.slot.kind == "argument" and var in self.state and home[var] != event.stage:
+                        wanted.setdefault((home[var], event.stage), {})[var] = value
         for (source, stage), values in wanted.items():
             sent = []
-            for var, border in values.items():
+            for var, value in values.items():
                 if (source, "argument", var, -1) not in self.held:
-                    self.arguments[var, source] = self.new(self.border_at_home(var, source) or border, source, -1)
+                    self.arguments[var, source] = self.new(self.value_at_home(var, source) or value, source, -1)
                 sent.append(self.held[source, "argument", var, -1])
             self.streams[self.mesh_of(source)].append(Send(tuple(sent), self.mesh_of(stage), self.message))
-            received = [self.new(border, stage, -1) for border in values.values()]
+            received = [self.new(value, stage, -1) for value in values.values()]
             self.streams[self.mesh_of(stage)].append(Recv(tuple(received), self.mesh_of(source), self.message))
             self.message += 1
 
-    def untouched(self, slot: Slot, stage: int) -> Border:
-        """A border of a value that no equation reads."""
+    def untouched(self, slot: Slot, stage: int) -> Placed:
+        """A value that no equation reads: it lies whole."""
         aval = slot.key.aval
         sharding = Sharding.replicated(len(aval.shape))
-        return new_border(slot, sharding, tuple(aval.shape), aval.dtype, self.stages[stage].mesh)
+        return placed(slot, sharding, aval.shape, aval.dtype, self.stages[stage].mesh)
 
-    def border_at_home(self, var: Var, stage: int) -> Border | None:
+    def value_at_home(self, var: Var, stage: int) -> Placed | None:
         """How an argument lies at a stage; None: the stage does not know it."""
         plan = self.stages[stage]
         at = next((at for at, argument in plan.program.arguments.items() if argument is var), None)
         if at is None:
             return None
         sharding = plan.sharded.input_sharding(at)
-        return new_border(Slot("argument", var, var), sharding, tuple(var.aval.shape), var.aval.dtype, plan.mesh)
+        return placed(Slot("argument", var, var), sharding, var.aval.shape, var.aval.dtype, plan.mesh)
 
     def unread_state(self) -> None:
         """Old state that its stage does not read lies there all the same, as the new does."""
         for stage, plan in enumerate(self.stages):
             for at in plan.program.aliases.values():
                 var = plan.program.arguments[at]
-                border = self.border_at_home(var, stage)
-                if border is not None and (stage, "argument", var, -1) not in self.held:
-                    self.arguments[var, stage] = self.new(border, stage, -1)
+                value = self.value_at_home(var, stage)
+                if value is not None and (stage, "argument", var, -1) not in self.held:
+                    self.arguments[var, stage] = self.new(value, stage, -1)
 
     def results(self) -> tuple[BufferId | None, ...]:
         found: list[BufferId | None] = []
@@ -365,11 +362,6 @@ class _Emitter:
                 self.arguments[atom, stage] = at
             found.append(at)
         return tuple(found)
-
-
-def _type(border: Border) -> tuple[Any, ...]:
-    """What two arrays have in common if one can take the other's memory."""
-    return border.shape, np.dtype(border.dtype), border.sharding
 
 
 def _with_frees(stream: Sequence[Instruction], kept: set[BufferId]) -> list[Instruction]:

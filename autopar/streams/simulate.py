@@ -202,11 +202,13 @@ class _Simulator:
         for mesh in self.streams:
             self.enqueue(mesh)
         while self.queue or self.running:
-            mesh = self.first_done()
-            if mesh is None:
-                time, mesh = heapq.heappop(self.queue)
-                self.work_until(time)
-                self.advance(time, mesh)
+            done = self.first_done()
+            if done is not None:
+                self.enqueue(done)
+                continue
+            time, mesh = heapq.heappop(self.queue)
+            self.work_until(time)
+            self.advance(time, mesh)
             if mesh not in self.running:
                 self.enqueue(mesh)
         left = [mesh for mesh, stream in self.streams.items() if self.at[mesh] < len(stream)]

@@ -10,15 +10,11 @@ Method: where the target holds copies, each copy first gets only a part: the tar
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.mesh import LogicalMesh, Sharding
-
-Box = tuple[tuple[int, int], ...]
-"""For each dim (first, behind the last) position."""
+from autopar.mesh import Box, LogicalMesh, Sharding, boxes
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,23 +97,6 @@ def plan_transfer(
         and all(t.source == t.target == k and t.box == held[k] for k, t in enumerate(tiles_found))
     )  # fmt: skip
     return TransferPlan(tuple(tiles_found), middle, tuple(forwards), straight)
-
-
-def boxes(shape: Sequence[int], sharding: Sharding, mesh: LogicalMesh) -> list[Box]:
-    """The part of the tensor that each device of a mesh holds, in mesh order."""
-    found = []
-    for place in itertools.product(*(range(n) for n in mesh.shape)):
-        at = dict(zip(mesh.axis_sizes, place, strict=True))
-        box = []
-        for length, axes in zip(shape, sharding.dims, strict=True):
-            index, parts = 0, 1
-            for axis in axes:
-                index = index * mesh.size_of(axis) + at[axis]
-                parts *= mesh.size_of(axis)
-            size = length // parts
-            box.append((index * size, (index + 1) * size))
-        found.append(tuple(box))
-    return found
 
 
 def intersection(a: Box, b: Box) -> Box | None:

@@ -7,23 +7,16 @@ Method: the programs are those that the runtime compiles, from the same function
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from autopar.inter_op.stage_plan import TaskPlan
-from autopar.intra_op.sharded import Collective, calls_host
+from autopar.intra_op.sharded import Collective
 from autopar.mesh import LogicalMesh
-from autopar.partition.host_calls import Watch
-from autopar.partition.task import task_function
 from autopar.plan.decision import Decision
-from autopar.runtime.compile import Compiler
-from autopar.runtime.local import compile_program, device_mesh
-from autopar.runtime.overlap import overlap_options
-from autopar.search.stage_planner import stage_devices
-from autopar.streams.assemble import StepPlan
+from autopar.runtime.compile import compile_step
 from autopar.streams.instructions import Run
 from autopar.verify.targets import Target
 
@@ -64,35 +57,15 @@ class Program:
 
 def compile_programs(plan: Decision, target: Target) -> list[Program]:
     """Compile every program of a plan."""
-    if not plan.is_one_program:
-        return _of_pipeline(plan, plan.attached.pipeline, target)
     planned = plan.attached.pipeline
-    body, program, roles = planned.stages[0].sharded.body, planned.program, planned.roles
-    avals = [var.aval for var in program.jaxpr.invars]
-    made = compile_program(
-        body, plan.mesh, target.devices, avals, roles.donated, program.name, program.in_paths, target.options
-    )
-    return [Program(plan.name, 0, plan.mesh, 1, made.compiled, plan.cost.peak_bytes[0], plan.cost.collectives)]
-
-
-def _of_pipeline(plan: Decision, pipeline: StepPlan, target: Target) -> list[Program]:
-    streams, devices = pipeline.streams, stage_devices(pipeline, target.devices)
-    runs: dict[str, int] = {}
-    for stream in plan.streams.values():
-        for instruction in stream:
-            if isinstance(instruction, Run):
-                runs[instruction.program] = runs.get(instruction.program, 0) + 1
-    compiler, found = Compiler(target.options), []
-    for number, (stage, places) in enumerate(zip(pipeline.stages, devices, strict=True)):
-        mesh: jax.sharding.Mesh = device_mesh(stage.mesh, places)
+    made = compile_step(planned, target.devices, target.options)
+    runs = Counter(i.program for stream in plan.streams.values() for i in stream if isinstance(i, Run))
+    found = []
+    for number, stage in enumerate(planned.stages):
         for task in stage.tasks:
             name = task.task.name
-            function = task_function(task, mesh, streams.overwritten[name], Watch())
-            compiled = compiler.compile(
-                function, name, mesh, calls_host(task.body), overlap_options(task.body, stage.mesh)
-            )
-            peak = _peak_bytes(task, function.donated)
-            found.append(Program(name, number, stage.mesh, runs.get(name, 0), compiled, peak, task.collectives))
+            peak = _peak_bytes(task, made.functions[name].donated)
+            found.append(Program(name, number, stage.mesh, runs[name], made.programs[name], peak, task.collectives))
     return found
 
 

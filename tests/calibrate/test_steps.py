@@ -38,7 +38,7 @@ def test_one_step_is_taken(method):
     assert measured.lanes[0] == Lane("step", 1, compiled.plan.cost.step_seconds, measured.step_seconds)
 
 
-def test_lanes_of_one_program():
+def test_lanes_of_one_program(tmp_path):
     compiled, params, batch = compiled_by(autopar.DataParallel(zero=3))
     _, measured = compiled.measure(params, batch, steps=1)
     cost = compiled.plan.cost
@@ -48,7 +48,11 @@ def test_lanes_of_one_program():
     assert sum(lane.predicted_seconds for lane in measured.lanes[2:]) == pytest.approx(cost.communication_seconds)
     assert all(lane.measured_seconds >= 0 for lane in measured.lanes)
     assert "all-gather over x" in str(measured) and "timed by themselves" in str(measured)
-    assert "<table" in measured._repr_html_() and not measured.events
+    assert not measured.events
+    page = autopar.show(compiled.plan, measured, path=tmp_path / "page.html").read_text()
+    for html in (page, measured._repr_html_()):
+        assert html.count('class="k-B"') == html.count('class="k-F"') == len(measured.lanes), "two bars for each lane"
+        assert all(lane.name in html for lane in measured.lanes)
 
 
 def test_lanes_of_stages():
@@ -65,12 +69,12 @@ def test_lanes_of_stages():
 
 def test_where_they_part():
     compiled, params, batch = compiled_by(autopar.DataParallel())
-    lanes = (Lane("step", 1, 1.0, 1.05), Lane("kernels", 1, 0.5, 0.8), Lane("all-reduce over x", 3, 0.4, 0.1))
+    lanes = (Lane("step", 1, 1.0, 1.05), Lane("kernels", 1, 0.5, 0.8), Lane("all-reduce over x", 3, 0.5, 0.125))
     measured = MeasuredStep((), "train_step", 1.05, 3, lanes)
     text = compiled.plan.diff(measured)
     rows = [line.split("  ")[1] for line in text.splitlines() if " ms" in line and "  " in line]
     assert [name.strip() for name in rows if name.strip()][:2] == ["all-reduce over x", "kernels"]
-    assert "0.62" in text and "4.00" in text and "-300 ms" in text
+    assert "0.62" in text and "4.00" in text and "-375 ms" in text
     assert compiled.plan.diff(MeasuredStep((), "train_step", 1.0, 1, lanes[:1])) == ""
     assert "differ" in compiled.plan.diff(compiled_by(autopar.DataParallel(zero=3))[0].plan)
 

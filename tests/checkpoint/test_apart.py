@@ -14,10 +14,9 @@ import pytest
 from autopar import checkpoint
 from autopar.checkpoint import manifest
 from autopar.errors import CheckpointError
-from autopar.mesh import LogicalMesh, Sharding
+from autopar.mesh import ArrayType, LogicalMesh, Sharding
 from autopar.runtime.digest import digest
 from autopar.runtime.ray.driver.handles import Copy, Part, RemoteArray
-from autopar.runtime.ray.job import BufferType
 from autopar.runtime.ray.seats import by_mesh, seats_of
 from autopar.runtime.ray.worker.disk import Disk, unseen
 from tests.checkpoint_model import there
@@ -42,7 +41,7 @@ class Workers:
             key = len(self.values)
             self.values[key] = value
             sharding = sharding or Sharding(((),) * value.ndim)
-            made.append(Part((Copy(self, mesh, BufferType(value.shape, value.dtype, sharding, MESH), key),)))
+            made.append(Part((Copy(self, mesh, ArrayType(value.shape, value.dtype, sharding, MESH), key),)))
         return RemoteArray(made)
 
     def seats_on(self, mesh):

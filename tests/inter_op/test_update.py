@@ -67,17 +67,17 @@ def sent(plan):
 
 
 def size(buffer):
-    return math.prod(buffer.border.shape)
+    return math.prod(buffer.type.shape)
 
 
 def large_values_of_the_update(plan):
     """Shapes of what is no scalar and crosses stages after the loop, by (mesh, peer)."""
-    return [(m, p, b.border.shape) for m, p, _, b in sent(plan) if b.kind == "value" and size(b) > SCALAR_ELEMENTS]
+    return [(m, p, b.type.shape) for m, p, _, b in sent(plan) if b.kind == "value" and size(b) > SCALAR_ELEMENTS]
 
 
 def large_arguments(plan):
     """The same of what is sent before it."""
-    return [(m, p, b.border.shape) for m, p, _, b in sent(plan) if b.kind == "argument" and size(b) > SCALAR_ELEMENTS]
+    return [(m, p, b.type.shape) for m, p, _, b in sent(plan) if b.kind == "argument" and size(b) > SCALAR_ELEMENTS]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -131,7 +131,7 @@ def test_the_optimizer_lives_with_the_parameters():
 )
 def test_nothing_crosses_where_nothing_joins(optimizer):
     plan = planned(*mlp(4, WIDE, optimizer), 2)
-    assert [b.border.shape for *_, b in sent(plan) if b.kind == "value"] == []
+    assert [b.type.shape for *_, b in sent(plan) if b.kind == "value"] == []
     assert large_arguments(plan) == []
 
 
@@ -145,7 +145,7 @@ def test_a_norm_that_only_is_reported():
 
     kernels = [jax.ShapeDtypeStruct((WIDE, WIDE), np.float32)] * 2
     plan = planned(with_norm, kernels, jax.ShapeDtypeStruct((64, WIDE), np.float32), 2)
-    crossing = [(m, p, b.border.shape) for m, p, _, b in sent(plan) if b.kind == "value"]
+    crossing = [(m, p, b.type.shape) for m, p, _, b in sent(plan) if b.kind == "value"]
     assert crossing == [(0, 1, ()), (0, 1, ())], "what the first stage found, once"
 
 
@@ -155,7 +155,7 @@ def test_tied_embeddings(num_stages, num_microbatches):
     case = CASES["gpt_tied_dropout"]()
     plan = planned(case.step, case.state, case.batches[0], num_stages, num_microbatches)
     table = case.state["params"]["embed"].shape
-    crossing = [(m, p, b.kind) for m, p, _, b in sent(plan) if b.border.shape == table]
+    crossing = [(m, p, b.kind) for m, p, _, b in sent(plan) if b.type.shape == table]
     last = num_stages - 1
     assert [(m, p) for m, p, kind in crossing if kind == "argument"] == [(0, last)], "the parameter, once"
     assert [(m, p) for m, p, kind in crossing if kind != "argument"] == [(last, 0)], "its gradient, once"

@@ -38,6 +38,7 @@ def test_to_a_file_and_back(profile, tmp_path):
     path = tmp_path / "machine.json"
     profile.save(path)
     assert MachineProfile.load(path) == profile
+    assert MachineProfile.load(path).device.watts == profile.device.watts
     assert json.loads(path.read_text())["version"] == 1
     assert list(tmp_path.iterdir()) == [path]
 
@@ -67,6 +68,7 @@ def saved(tmp_path, change):
         (lambda r: r["device"]["achieved"].pop("balance"), '"device.achieved.balance" is missing'),
         (lambda r: r["device"]["achieved"].update(overlap=3), "overlap=3"),
         (lambda r: r["device"]["peak_flops"].update(float32=0), "peak_flops"),
+        (lambda r: r["device"]["achieved"].update(fresh_bytes_per_second=0), "fresh_bytes_per_second"),
         (lambda r: r["intra"].update(latency_seconds=-1), "intra.latency_seconds"),
         (lambda r: r["intra"].update(shared_memory=2), "true or false"),
         (lambda r: r["measured"][0].update(seconds=0), "more than 0"),

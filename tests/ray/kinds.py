@@ -5,8 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.mesh import Sharding
-from autopar.runtime.ray.job import BufferType
+from autopar.mesh import ArrayType, Sharding
 
 DTYPES = ("float32", "bfloat16", "float16", "bool", "int32", "uint8", "float8_e4m3fn", "complex64")
 DTYPES += ("int4", "int2", "uint2", "float4_e2m1fn")  # several share a byte
@@ -24,4 +23,4 @@ def shardings(mesh):
 
 
 def kinds(mesh, dtype="float32", shape=SHAPE):
-    return [BufferType(shape, np.dtype(jnp.dtype(dtype)), sharding, mesh) for sharding in shardings(mesh)]
+    return [ArrayType(shape, np.dtype(jnp.dtype(dtype)), sharding, mesh) for sharding in shardings(mesh)]

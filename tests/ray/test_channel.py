@@ -12,10 +12,9 @@ import numpy as np
 import pytest
 
 from autopar.errors import ClusterError, WorkerError
-from autopar.mesh import LogicalMesh, Sharding
+from autopar.mesh import ArrayType, LogicalMesh, Sharding
 from autopar.mesh.ray_nodes import RayHost
 from autopar.runtime.ray.driver.workers import Workers
-from autopar.runtime.ray.job import BufferType
 from autopar.runtime.ray.seats import by_mesh, environment, seats_of
 from autopar.runtime.ray.share import Share
 from autopar.runtime.ray.transport import nccl
@@ -87,7 +86,7 @@ def test_every_pair_is_connected_before_the_first_step(wire):
 def test_memory_is_held_for_few_messages(wire):
     """What is done is let go of while the step goes on."""
     seats, places, (sender, receiver), ends = both_sides()
-    kind = BufferType((64, 8), np.dtype("float32"), Sharding((("x",), ())), LogicalMesh((2,)))
+    kind = ArrayType((64, 8), np.dtype("float32"), Sharding((("x",), ())), LogicalMesh((2,)))
     made = messages(seats, [kind], [kind])
     sends, receives = [sender.sender(m) for m in made], receiver.receivers(made)
     reserved = wire.most_rooms

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.mesh import LogicalMesh, Sharding
-from autopar.runtime.ray.job import BufferType
+from autopar.mesh import ArrayType, LogicalMesh, Sharding
 from autopar.runtime.ray.seats import environment, seats_of
 from autopar.runtime.ray.transport.parcels import holders_of, own_boxes, pack, parcels_of, slices, unpack
 from tests.ray.kinds import DTYPES, SHAPE, kinds
@@ -75,7 +74,7 @@ def test_parcels(source, target, devices_per_host):
 
 def test_copies_take_turns():
     mesh = LogicalMesh((4,))
-    whole, split = (BufferType((8, 4), np.dtype("float32"), s, mesh) for s in shardings_of_two())
+    whole, split = (ArrayType((8, 4), np.dtype("float32"), s, mesh) for s in shardings_of_two())
     seats = seats_of(((0, 4), (4, 4)), 1)
     parcels = parcels_of([whole], [split], seats[:4], seats[4:])
     assert sorted(parcel.source for parcel in parcels) == [0, 1, 2, 3]
@@ -87,7 +86,7 @@ def shardings_of_two():
 
 def test_what_is_handed_out():
     mesh = LogicalMesh((2, 2))
-    kind = BufferType((4, 4), np.dtype("float32"), Sharding((("y",), ())), mesh)
+    kind = ArrayType((4, 4), np.dtype("float32"), Sharding((("y",), ())), mesh)
     seats = seats_of(((0, 4),), 2)
     assert holders_of(kind, seats) == {0: [(0, ((0, 2), (0, 4))), (1, ((2, 4), (0, 4)))]}
 

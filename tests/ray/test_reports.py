@@ -7,6 +7,7 @@ import json
 import os
 import re
 import threading
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,8 @@ import pytest
 
 import autopar
 from autopar.errors import NotBuiltYetError, PipelineError, StepError
-from autopar.runtime.ray.driver.callbacks import Programs, callback_error
+from autopar.inter_op.stage import Task
+from autopar.runtime.ray.driver.callbacks import callback_error
 from autopar.runtime.ray.driver.clocks import clock_offset
 from autopar.runtime.ray.functions import portable
 from autopar.streams.instructions import Run, Send
@@ -229,9 +231,14 @@ def test_the_first_of_several_is_told():
     def raised(program, microbatch):
         return Raised(program, microbatch, f"{program}{microbatch}", False, ValueError(program))
 
-    runs = (("0/F", 0), ("1/F", 0), ("0/F", 1), ("0/B", 0))
-    programs = Programs("step", {"0/F": (0, "F", True), "1/F": (1, "F", True), "0/B": (0, "B", True)}, runs)
-    error = callback_error(programs, [raised("0/B", 0), raised("0/F", 1), raised("1/F", 0)], False)
+    tasks = [
+        Task("F", "0/F", 0, 0, None, (), ()),
+        Task("F", "1/F", 1, 0, None, (), ()),
+        Task("B", "0/B", 0, 0, None, (), ()),
+    ]
+    runs = {0: (Run("0/F", 0, 0), Run("0/F", 0, 1), Run("0/B", 0, 0)), 1: (Run("1/F", 1, 0),)}
+    streams = SimpleNamespace(instructions=runs, programs={task.name: SimpleNamespace(task=task) for task in tasks})
+    error = callback_error("step", streams, [raised("0/B", 0), raised("0/F", 1), raised("1/F", 0)], False)
     assert (error.stage, error.task, error.microbatch, error.source) == (1, "forward", 0, "`1/F0`")
 
 

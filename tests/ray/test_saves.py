@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from autopar.errors import DonatedError
-from autopar.mesh import LogicalMesh, Sharding
+from autopar.mesh import ArrayType, LogicalMesh, Sharding
 from autopar.runtime.ray.driver.handles import Copy, Part, RemoteArray
 from autopar.runtime.ray.driver.saves import take, tiles_of
-from autopar.runtime.ray.job import BufferType
 from autopar.runtime.ray.seats import by_mesh, seats_of
 from tests.ray.kinds import SHAPE, kinds
 
@@ -77,7 +76,7 @@ def test_every_element_has_one_writer_that_holds_it(first, second, dim):
 def test_the_work_is_shared():
     """Copies on all workers of two meshes: the writers take turns."""
     workers, bytes_of = Workers(), load(Workers())
-    kind = BufferType((8, 4), np.dtype("float32"), Sharding(((), ())), LogicalMesh((4,)))
+    kind = ArrayType((8, 4), np.dtype("float32"), Sharding(((), ())), LogicalMesh((4,)))
     for _ in range(8):
         (tile,) = tiles_of(array(workers, [(0, kind), (1, kind)]), bytes_of)
         assert tile.box == ((0, 8), (0, 4))
@@ -86,8 +85,8 @@ def test_the_work_is_shared():
 
 def test_who_cannot_write_is_left_out(tmp_path):
     workers = Workers(blind=(0,))
-    copied = BufferType((8, 4), np.dtype("float32"), Sharding(((), ())), LogicalMesh((4,)))
-    split = BufferType((8, 4), np.dtype("float32"), Sharding((("x",), ())), LogicalMesh((4,)))
+    copied = ArrayType((8, 4), np.dtype("float32"), Sharding(((), ())), LogicalMesh((4,)))
+    split = ArrayType((8, 4), np.dtype("float32"), Sharding((("x",), ())), LogicalMesh((4,)))
     arrays = [array(workers, [(0, copied)]), array(workers, [(0, split)]), array(workers, [(1, split)])]
     taken, refused = take(arrays, tmp_path)
     assert [t is None for t in taken] == [False, True, False], "worker 0 alone holds its rows of the second"
@@ -101,7 +100,7 @@ def test_what_is_shared_is_copied_once_and_written_twice(tmp_path):
     from autopar.runtime.ray.worker.disk import OnDisk
 
     workers = Workers()
-    split = BufferType((8, 4), np.dtype("float32"), Sharding((("x",), ())), LogicalMesh((4,)))
+    split = ArrayType((8, 4), np.dtype("float32"), Sharding((("x",), ())), LogicalMesh((4,)))
     (taken,), _ = take([array(workers, [(0, split)])], tmp_path)
     names = [(taken.number, OnDisk(name, (8, 4), "float32", (2, 4))) for name in ("a", "b")]
     digests = taken.snapshot.write(tmp_path, "part", names)
@@ -118,7 +117,7 @@ def test_what_is_shared_is_copied_once_and_written_twice(tmp_path):
 
 
 def test_what_is_deleted_is_not_taken(tmp_path):
-    kind = BufferType((8, 4), np.dtype("float32"), Sharding(((), ())), LogicalMesh((4,)))
+    kind = ArrayType((8, 4), np.dtype("float32"), Sharding(((), ())), LogicalMesh((4,)))
     gone = array(Workers(), [(0, kind)])
     gone.parts[0].copies[0].is_deleted = True
     with pytest.raises(DonatedError):

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.mesh import LogicalMesh, Sharding
-from autopar.runtime.ray.job import BufferType
+from autopar.mesh import ArrayType, LogicalMesh, Sharding
 from autopar.runtime.ray.seats import seats_of
 from autopar.runtime.ray.transport import sockets
 from autopar.runtime.ray.transport.direct import AHEAD, Begun, Direct
@@ -180,7 +179,7 @@ def test_copies_per_byte(overwritten, taken):
     source, target = LogicalMesh((2,)), LogicalMesh((4,))
     seats, places, (sender, receiver) = through_store(source, target)
     first = Sharding((("x",), (), ()))
-    kind, wanted = (BufferType(SHAPE, np.dtype("float32"), first, mesh) for mesh in (source, target))
+    kind, wanted = (ArrayType(SHAPE, np.dtype("float32"), first, mesh) for mesh in (source, target))
     message = message_of([kind], [wanted], seats, overwritten, taken)
     value = np.random.default_rng(0).normal(size=SHAPE).astype(np.float32)
     sender.sender(message)(0, [jax.device_put(value, places[0].sharding(kind))])
@@ -239,7 +238,7 @@ def test_memory_that_is_taken_over_later(transports):
     """What was sent arrives as it was, also if the next program writes into the same memory at once."""
     mesh = LogicalMesh((2,))
     seats, places, (sender, receiver) = transports(mesh, mesh)
-    kind = BufferType((64, 64), np.dtype("float32"), Sharding((("x",), ())), mesh)
+    kind = ArrayType((64, 64), np.dtype("float32"), Sharding((("x",), ())), mesh)
     message = message_of([kind], [kind], seats, overwritten=True, taken=True)
     negate = jax.jit(lambda x: -x, donate_argnums=0)
     send, receive = sender.sender(message), receiver.receivers([message])[0]
@@ -374,7 +373,7 @@ def test_own_memory():
     """Two devices that hold the same part share the host's memory only if no program takes it over."""
     mesh = LogicalMesh((2,))
     seat = seats_of(((0, 2),), 2)[0]
-    kind = BufferType((64,), np.dtype("float32"), Sharding(((),)), mesh)
+    kind = ArrayType((64,), np.dtype("float32"), Sharding(((),)), mesh)
     part = aligned((64,), kind.dtype)
     part[:] = 1.0
     array = on_devices(kind, Here(jax.devices()[:2], seat), own_memory=True)([part])

@@ -44,6 +44,7 @@ def test_alternatives_cost_what_planning_with_a_pin_costs(small, make_step, type
         origin = studies(pinned)[0]
         assert rows[name] == seconds_text(origin.base)
     assert "Read by" in text and "Its new value" in text
+    assert f"{seconds_text(small.cost.step_seconds)} predicted" in text, "as the plan's page says"
 
 
 def test_no_alternative_beats_an_optimal_plan(small):

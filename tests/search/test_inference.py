@@ -145,6 +145,8 @@ def test_calls_per_second_and_the_first_answer_want_different_plans():
     soonest, most = plan(True), plan(False)
     assert len(soonest.stages) == 1 and len(most.stages) == 4 and most.schedule == "inference"
     assert soonest.cost.step_seconds < most.cost.step_seconds
+    assert most.interval_seconds < soonest.interval_seconds == soonest.cost.step_seconds
+    assert "one every" in str(most)
 
 
 def test_weights_of_eight_bits():

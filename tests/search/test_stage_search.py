@@ -10,7 +10,8 @@ import pytest
 import autopar
 from autopar.inter_op.chain import balanced_borders
 from autopar.inter_op.cut import cut_step
-from autopar.search.layer_costs import LayerCosts
+from autopar.search.layer_costs import LayerCosts, submesh_sizes
+from autopar.search.progress import silent
 from autopar.search.solve_stages import Solved
 from tests.small_mlp import train_step
 
@@ -60,9 +61,8 @@ def test_a_stage_is_not_guessed_from_samples_that_divide_otherwise():
         return cut_step(origin.program, origin.roles, 4, count)
 
     borders = balanced_borders(cut_for(4).chain, 4)
-    layers = LayerCosts(
-        cut_for, borders, (32, 32), (4, 8, 16), cluster, autopar.Auto().options(), Solved(), lambda text: None
-    )
+    options, sizes = autopar.Auto().options(), submesh_sizes(cluster)
+    layers = LayerCosts(cut_for, borders, np.ones(4), sizes, (32, 32), (4, 8, 16), cluster, options, Solved(), silent)
     assert not layers.is_guess(4, 4) and not layers.is_guess(4, 8) and layers.is_guess(4, 16)
     before = layers.of(4, 16)
     layers.solve(4, 16)

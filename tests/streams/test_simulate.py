@@ -378,7 +378,7 @@ def test_a_stage_that_waits_leaves_its_cores_to_the_other():
         1: [Recv((2,), 0, 7), run("b", (2,), (3,), stage=1)],
     }
     found = shared(streams)
-    assert spans(found) == [(0, "a", 0.0, 1.0), (0, "c", 1.0, 1.5), (0, 7, 1.0, 2.0), (1, "b", 2.0, 3.5)]
+    assert spans(found) == [(0, "a", 0.0, 1.0), (0, 7, 1.0, 2.0), (0, "c", 1.0, 1.5), (1, "b", 2.0, 3.5)]
 
 
 def test_a_run_that_is_overtaken_slows_down():

@@ -8,10 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from autopar.mesh import Link, LogicalMesh, Sharding
-from autopar.partition.task import ArrayType, partition_spec
+from autopar.mesh import ArrayType, Link, LogicalMesh, Sharding, boxes
 from autopar.runtime.transfer import make_transfer
-from autopar.streams.transfers import boxes, plan_transfer
+from autopar.streams.transfers import plan_transfer
 
 LINK = Link(1e-6, 1e9)
 SHAPE = (12, 24)
@@ -63,18 +62,18 @@ def test_a_scalar_crosses_once_and_is_handed_on():
     assert plan.num_elements == 1 and plan.forwards == ((0, 1), (0, 2))
 
 
-def array_type(of, sharding, devices, shape=SHAPE):
-    places = jax.sharding.Mesh(np.array(devices[: of.num_devices]).reshape(of.shape), of.axis_names)
-    return ArrayType(shape, np.dtype(np.float32), jax.sharding.NamedSharding(places, partition_spec(sharding)))
+def places(of, devices):
+    return jax.sharding.Mesh(np.array(devices[: of.num_devices]).reshape(of.shape), of.axis_names)
 
 
 @pytest.mark.parametrize("source_mesh, target_mesh", itertools.product([mesh(4), mesh(2, 2)], repeat=2))
 def test_an_array_between_two_stages_of_the_same_devices_is_another(source_mesh, target_mesh):
     """The sender's program may take its memory over."""
     copied = Sharding.replicated(2)
-    kinds = [array_type(of, copied, jax.devices()) for of in (source_mesh, target_mesh)]
-    sent = jax.device_put(np.ones(SHAPE, np.float32), kinds[0].sharding)
-    got = make_transfer(kinds[0], copied, source_mesh, copied, target_mesh, kinds[1])(sent)
+    have, want = (ArrayType(SHAPE, np.dtype(np.float32), copied, of) for of in (source_mesh, target_mesh))
+    here, there = (places(of, jax.devices()) for of in (source_mesh, target_mesh))
+    sent = jax.device_put(np.ones(SHAPE, np.float32), have.on(here))
+    got = make_transfer(have, here, want, there)(sent)
     sent.delete()
     np.testing.assert_array_equal(np.asarray(got), 1)
 
@@ -87,11 +86,9 @@ def test_arrays_arrive(seed, shape):
     value = rng.normal(size=shape).astype(np.float32)
     for k in rng.choice(len(small), 6, replace=False):
         source_mesh, target_mesh, source, target = small[k]
-        kinds = [
-            array_type(source_mesh, source, devices, shape),
-            array_type(target_mesh, target, devices[source_mesh.num_devices :], shape),
-        ]
-        move = make_transfer(kinds[0], source, source_mesh, target, target_mesh, kinds[1])
-        got = move(jax.device_put(value, kinds[0].sharding))
-        assert got.sharding.is_equivalent_to(kinds[1].sharding, 2)
+        have = ArrayType(shape, np.dtype(np.float32), source, source_mesh)
+        want = ArrayType(shape, np.dtype(np.float32), target, target_mesh)
+        here, there = places(source_mesh, devices), places(target_mesh, devices[source_mesh.num_devices :])
+        got = make_transfer(have, here, want, there)(jax.device_put(value, have.on(here)))
+        assert got.sharding.is_equivalent_to(want.on(there), 2)
         np.testing.assert_array_equal(np.asarray(got), value)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +18,7 @@ import numpy as np
 
 from autopar._jax import (
     Atom,
+    Constant,
     Jaxpr,
     JaxprEqn,
     Literal,
@@ -38,7 +38,7 @@ Position = tuple[int, int]
 """A dim, and a place along it: one column of an array."""
 
 
-def batch_indices(jaxpr: Jaxpr, constants: Mapping[Var, Any]) -> Jaxpr:
+def batch_indices(jaxpr: Jaxpr, constants: Mapping[Var, Constant]) -> Jaxpr:
     """Make batching dims of indices that count.
 
     Args:
@@ -54,7 +54,7 @@ class _Walk:
 
     origin: dict[Var, JaxprEqn]
     same: dict[Var, Atom]
-    known: Mapping[Var, Any]
+    known: Mapping[Var, Constant]
 
     def body(self, jaxpr: Jaxpr) -> Jaxpr:
         eqns: list[JaxprEqn] = []

@@ -168,9 +168,9 @@ class _Branch:
         single = {eqn.outvars[0] for eqn in body.eqns if len(eqn.outvars) == 1}
         self.numbers = {var for var in single if num_elements_of(var) <= 1 and var not in dear}
 
-    def behind(self, results: Iterable[Atom]) -> tuple[dict[int, None], dict[Var, None]]:
-        """Equations, by identity, that results need, up to cheap numbers; and those numbers."""
-        eqns: dict[int, None] = {}
+    def behind(self, results: Iterable[Atom]) -> tuple[dict[JaxprEqn, None], dict[Var, None]]:
+        """Equations that results need, up to cheap numbers; and those numbers."""
+        eqns: dict[JaxprEqn, None] = {}
         numbers: dict[Var, None] = {}
         waiting = variables(results)
         while waiting:
@@ -178,8 +178,8 @@ class _Branch:
             eqn = self.made_by.get(var)
             if var in self.numbers:
                 numbers[var] = None
-            elif eqn is not None and id(eqn) not in eqns:
-                eqns[id(eqn)] = None
+            elif eqn is not None and eqn not in eqns:
+                eqns[eqn] = None
                 waiting += inputs_of(eqn)
         return eqns, numbers
 

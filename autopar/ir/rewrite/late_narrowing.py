@@ -11,8 +11,7 @@ Method: a microbatch makes a part of a gradient, and a part must not be narrowed
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ from jax import lax
 from autopar._jax import (
     Atom,
     Aval,
+    Function,
     Jaxpr,
     JaxprEqn,
     Literal,
@@ -151,7 +151,7 @@ class _Wide:
                 return self.add(lambda *xs: bind_eqn(eqn, *xs)[0], operands, eqn.source_info)
         return self.add(lambda x: lax.convert_element_type(x, dtype), [atom])
 
-    def add(self, function: Callable[..., Any], operands: Sequence[Atom], source: SourceInfo | None = None) -> Atom:
+    def add(self, function: Function, operands: Sequence[Atom], source: SourceInfo | None = None) -> Atom:
         made, (result,) = inline_function(function, operands, source)
         self.eqns += made
         return result

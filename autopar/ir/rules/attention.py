@@ -9,8 +9,7 @@ Method: with fewer heads of keys than of queries each serves g of them: a dim of
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from autopar._jax import JaxprEqn
 from autopar.errors import warn
@@ -100,7 +99,7 @@ def _unused(shape: tuple[int, ...], number: int, sizes: dict[Factor, int]) -> Te
     return tuple((name,) for name in names)
 
 
-def _flops(eqn: JaxprEqn, sizes: Any, is_backward: bool) -> float:
+def _flops(eqn: JaxprEqn, sizes: Mapping[str, int], is_backward: bool) -> float:
     """Two products forward, five backward (scores are made again); of a causal mask half of each, of a window that part."""
     size = {factor: sizes.get(factor, 1) for factor in "bngtshv"}
     each = 2.0 * math.prod(size[factor] for factor in "bngts")

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 
-from autopar._jax import JaxprEqn, all_equations, bind_eqn, open_jaxpr, shardy_rule, trace
+from autopar._jax import Atom, Aval, JaxprEqn, all_equations, bind_eqn, open_jaxpr, shardy_rule, trace
 from autopar.errors import RuleError, warn
 from autopar.ir.rules.kernel_flops import body_flops
 from autopar.ir.rules.registry import register_named, replicated_rule, whole_kernel_warning
@@ -94,7 +94,7 @@ def _on_part(
         return bind_eqn(eqn, *operands)
     mesh = AbstractMesh(tuple(axes.values()), tuple(axes))
 
-    def split(variables: Sequence[Any], terms: Sequence[Term]) -> list[Any]:
+    def split(variables: Sequence[Atom], terms: Sequence[Term]) -> list[Aval]:
         return [
             jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype, sharding=NamedSharding(mesh, _spec(term, shard)))
             for var, term in zip(variables, terms, strict=True)

@@ -11,13 +11,13 @@ Method: a grid is small, so the map is run on all its steps at once, in NumPy an
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from autopar._jax import Jaxpr, JaxprEqn, Literal, open_jaxpr
+from autopar._jax import Atom, Constant, Function, Jaxpr, JaxprEqn, Literal, Params, Var, open_jaxpr
 
 MAX_STEPS = 2**20
 """More steps than this that one block number depends on are not looked at."""
@@ -52,7 +52,7 @@ def _index(dim: int, grid: Sequence[int | None]) -> BlockNumbers:
     return BlockNumbers(frozenset([dim]), numbers)
 
 
-def _known(value: Any, ndim: int) -> BlockNumbers:
+def _known(value: Constant | int, ndim: int) -> BlockNumbers:
     numbers = np.asarray(value) if np.ndim(value) == 0 else None
     return BlockNumbers(frozenset(), None if numbers is None else numbers.reshape((1,) * ndim))
 
@@ -60,9 +60,9 @@ def _known(value: Any, ndim: int) -> BlockNumbers:
 def _run(
     jaxpr: Jaxpr, consts: Sequence[BlockNumbers], operands: Sequence[BlockNumbers], ndim: int
 ) -> list[BlockNumbers]:
-    env: dict[Any, BlockNumbers] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=False))
+    env: dict[Var, BlockNumbers] = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*consts, *operands), strict=False))
 
-    def read(atom: Any) -> BlockNumbers:
+    def read(atom: Atom) -> BlockNumbers:
         return _known(np.asarray(atom.val, atom.aval.dtype), ndim) if isinstance(atom, Literal) else env[atom]
 
     for eqn in jaxpr.eqns:
@@ -88,20 +88,20 @@ def _step(eqn: JaxprEqn, operands: Sequence[BlockNumbers], ndim: int) -> list[Bl
     return [BlockNumbers(dims, numbers)]
 
 
-def _quotient(_: Any, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+def _quotient(_: Params, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Rounded towards zero, as XLA does."""
     return np.sign(a) * np.sign(b) * (np.abs(a) // np.maximum(np.abs(b), 1))
 
 
-def _select(_: Any, which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
+def _select(_: Params, which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
     return np.select([which == k for k in range(len(cases))], list(cases))
 
 
-def _of(function: Callable[..., Any]) -> Callable[..., Any]:
+def _of(function: Function) -> Function:
     return lambda _, *arrays: function(*arrays)
 
 
-_OPERATIONS: Mapping[str, Callable[..., Any]] = {
+_OPERATIONS: Mapping[str, Function] = {
     **{name: _of(getattr(np, name)) for name in ("abs", "sign")},
     **{"add": _of(np.add), "sub": _of(np.subtract), "mul": _of(np.multiply), "neg": _of(np.negative)},
     **{"max": _of(np.maximum), "min": _of(np.minimum), "rem": _of(np.fmod), "div": _quotient},

@@ -10,14 +10,13 @@ Method: a broadcast dim is a factor of the result alone, so a device makes just 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopar._jax import JaxprEqn, find_primitives
+from autopar._jax import Atom, JaxprEqn, find_primitives
 from autopar.ir.rules.linearity import linear_groups
 from autopar.ir.rules.registry import register
 from autopar.ir.rules.rule import Dim, Factor, LocalProgram, Shard, ShardingRule, Term, factor_names, num_elements
@@ -248,7 +247,7 @@ def _joined(eqn: JaxprEqn, along: int) -> ShardingRule:
     sizes = sizes_of(shared, shape)
     whole: list[Factor] = []
 
-    def terms(variables: Sequence[Any]) -> Iterator[Term]:
+    def terms(variables: Sequence[Atom]) -> Iterator[Term]:
         for var in variables:
             own: Dim = () if var.aval.shape[along] == 1 else (next(fresh),)
             sizes.update(dict.fromkeys(own, var.aval.shape[along]))

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import ad, batching, mlir
 
-from autopar._jax import Jaxpr, JaxprEqn, Primitive, all_equations, open_jaxpr
+from autopar._jax import Aval, Jaxpr, JaxprEqn, Primitive, all_equations, open_jaxpr
 from autopar.errors import RuleError
 from autopar.ir.rules.linearity import linear_groups, may_be_extreme
 from autopar.ir.rules.registry import register
@@ -94,18 +94,18 @@ class OpaqueCall:
     """
 
     function: Callable[..., Any]
-    tree: Any
-    keywords: tuple[tuple[str, Any], ...]
+    tree: jax.tree_util.PyTreeDef
+    keywords: tuple[tuple[str, object], ...]
     text: str
     linear: tuple[tuple[int, ...], ...] = ()
     flops: Callable[..., float] | None = None
     host_call: str | None = None
     batched: tuple[tuple[bool, ...], ...] = ()
 
-    def run(self, *operands: Any) -> list[Any]:
+    def run(self, *operands: jax.Array) -> list[jax.Array]:
         """The function on flat operands, of global or local shapes; flat results."""
 
-        def flat(*leaves: Any) -> list[Any]:
+        def flat(*leaves: jax.Array) -> list[jax.Array]:
             return jax.tree.leaves(self.function(*jax.tree.unflatten(self.tree, leaves), **dict(self.keywords)))
 
         for batched in self.batched:
@@ -164,7 +164,9 @@ def _dim(token: str) -> Dim:
     return () if token == "1" else tuple(token.strip("()").split())
 
 
-def _check_fit(call: OpaqueCall, parsed: Any, operands: Sequence[Any], results: Sequence[Any]) -> None:
+def _check_fit(
+    call: OpaqueCall, parsed: Any, operands: Sequence[jax.Array], results: Sequence[jax.ShapeDtypeStruct]
+) -> None:
     shapes = [tuple(array.shape) for array in (*operands, *results)]
     names = f"{call.function.__qualname__}, {call.text!r}, on {shapes[: len(operands)]} gives {shapes[len(operands) :]}"
     wrong = ""
@@ -195,11 +197,11 @@ opaque_p.multiple_results = True
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run(call: OpaqueCall, *operands: Any) -> list[Any]:
+def _run(call: OpaqueCall, *operands: jax.Array) -> list[jax.Array]:
     return call.run(*operands)
 
 
-def _abstract(*avals: Any, call: OpaqueCall) -> list[Any]:
+def _abstract(*avals: Aval, call: OpaqueCall) -> list[Aval]:
     results = jax.eval_shape(call.run, *(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals))
     return [jax.core.ShapedArray(result.shape, result.dtype) for result in results]
 
@@ -207,7 +209,7 @@ def _abstract(*avals: Any, call: OpaqueCall) -> list[Any]:
 def _differentiate(primals: Sequence[Any], tangents: Sequence[Any], *, call: OpaqueCall) -> tuple[Any, Any]:
     moving = [number for number, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
 
-    def of_moving(*values: Any) -> list[Any]:
+    def of_moving(*values: jax.Array) -> list[jax.Array]:
         operands = list(primals)
         for number, value in zip(moving, values, strict=True):
             operands[number] = value

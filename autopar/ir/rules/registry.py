@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from autopar._jax import JaxprEqn, Primitive
+from autopar._jax import Atom, JaxprEqn, Primitive
 from autopar.errors import UnsupportedPrimitiveError, warn
 from autopar.ir.rules.replicated import list_of
 from autopar.ir.rules.rule import ShardingRule, factor_names, infer_sizes
@@ -97,7 +97,7 @@ def whole_kernel_warning(what: str, reason: str, eqn: JaxprEqn) -> str:
     batch = eqn.outvars[0].aval.shape[:1] if eqn.outvars else ()
     fresh = (name for name in factor_names() if name != "b")
 
-    def term(var: Any) -> str:
+    def term(var: Atom) -> str:
         shape = var.aval.shape
         is_batched = bool(batch) and shape[:1] == batch
         return " ".join("b" if is_batched and dim == 0 else next(fresh) for dim in range(len(shape)))

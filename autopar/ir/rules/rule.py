@@ -46,12 +46,12 @@ class Shard:
         """Length of `factor` on one device."""
         return self.sizes[factor] // self.num_shards(factor)
 
-    def index(self, factor: Factor) -> Any:
+    def index(self, factor: Factor) -> jax.Array | int:
         """This device's part of `factor`, counted from 0: a traced int32, or the int 0 where it is whole."""
         axes = self.axes_of.get(factor, ())
         return lax.axis_index(axes) if axes else 0
 
-    def offset(self, factor: Factor) -> Any:
+    def offset(self, factor: Factor) -> jax.Array | int:
         """First global position along `factor` that this device holds."""
         return self.index(factor) * self.local_size(factor)
 

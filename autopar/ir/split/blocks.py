@@ -11,13 +11,12 @@ Method: a dim split in n blocks is a dim (n, rest) whose second factor is split,
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
-from autopar._jax import JaxprEqn, bind_eqn
+from autopar._jax import JaxprEqn, Params, bind_eqn
 from autopar.ir.rules import ShardingRule
 from autopar.ir.rules.rule import Dim, Factor, Shard
 from autopar.ir.split.placement import REPLICATED, Placement, Split
@@ -113,18 +112,18 @@ class _Move:
     """Where along a dim an operation has its borders, and its parameters for shards."""
 
     borders: Sequence[int]
-    params: Mapping[str, Any]
+    params: Params
 
 
-def _concatenate(params: Mapping[str, Any], dim: int, count: int) -> _Move:
+def _concatenate(params: Params, dim: int, count: int) -> _Move:
     return _Move((), {})
 
 
-def _splits(params: Mapping[str, Any], dim: int, count: int) -> _Move:
+def _splits(params: Params, dim: int, count: int) -> _Move:
     return _Move((), {"sizes": tuple(size // count for size in params["sizes"])})
 
 
-def _slice(params: Mapping[str, Any], dim: int, count: int) -> _Move | None:
+def _slice(params: Params, dim: int, count: int) -> _Move | None:
     starts, limits, strides = params["start_indices"], params["limit_indices"], params["strides"]
     if strides is not None and strides[dim] != 1:
         return None
@@ -132,7 +131,7 @@ def _slice(params: Mapping[str, Any], dim: int, count: int) -> _Move | None:
     return _Move((starts[dim], limits[dim]), smaller)
 
 
-def _pad(params: Mapping[str, Any], dim: int, count: int) -> _Move | None:
+def _pad(params: Params, dim: int, count: int) -> _Move | None:
     low, high, interior = config = params["padding_config"][dim]
     if interior:
         return None
@@ -144,7 +143,7 @@ def _divided(sizes: Sequence[int], dim: int, count: int) -> tuple[int, ...]:
     return tuple(n // count if d == dim else n for d, n in enumerate(sizes))
 
 
-_MOVES: dict[str, Callable[[Mapping[str, Any], int, int], _Move | None]] = {
+_MOVES: dict[str, Callable[[Params, int, int], _Move | None]] = {
     "concatenate": _concatenate,
     "pad": _pad,
     "slice": _slice,

@@ -45,8 +45,8 @@ class Demand:
     def equation(self, eqn: JaxprEqn, uses: Uses) -> Sequence[Placement]:
         """The same of a plain equation, which is done in parts if all its readers want the same parts."""
         solution = self.solution
-        if id(eqn) in solution.strategy_of:
-            return solution.strategy_of[id(eqn)].operands
+        if eqn in solution.strategy_of:
+            return solution.strategy_of[eqn].operands
         wanted = [list(uses.get(var, ())) for var in eqn.outvars]
         parts = [w[0] if len(w) == 1 and isinstance(w[0], Split) else None for w in wanted]
         in_parts = any(wanted) and all(part is not None for part, w in zip(parts, wanted, strict=True) if w)
@@ -54,7 +54,7 @@ class Demand:
             for strategy in self.strategies.of(eqn, [*(None for _ in eqn.invars), *parts]):
                 fits = all(p is None or p == made for p, made in zip(parts, strategy.results, strict=True))
                 if fits and strategy.factor is not None and SUM not in strategy.operands:
-                    solution.strategy_of[id(eqn)] = strategy
+                    solution.strategy_of[eqn] = strategy
                     solution.made.update(zip(eqn.outvars, strategy.results, strict=True))
                     return strategy.operands
         return [REPLICATED] * len(eqn.invars)
@@ -62,7 +62,7 @@ class Demand:
     def region(self, eqn: JaxprEqn, uses: Uses) -> Sequence[Placement]:
         """The same in the bodies of a region."""
         region, solution = region_of(eqn), self.solution
-        if id(eqn) not in solution.own_trips:
+        if eqn not in solution.own_trips:
             for b in region.bindings:
                 if b.result is not None and b.role in ("ys", "through"):
                     self.narrow([b.result], uses, lowest=1 if b.is_stacked else 0)

@@ -32,7 +32,7 @@ class Hoist:
     def __init__(self, jaxpr: Jaxpr, solution: LoopSolution, cost: Sequence[float], late: Mapping[Var, Cause]):
         """`cost` is the work of each equation; `late` fills with what is made after the loop."""
         self.eqns, self.solution, self.cost, self.late = jaxpr.eqns, solution, cost, late
-        self.number = {id(eqn): k for k, eqn in enumerate(jaxpr.eqns)}
+        self.number = {eqn: k for k, eqn in enumerate(jaxpr.eqns)}
         self.origin = {var: k for k, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
         self.limit = CHEAP * sum(cost)
         self.gathered: Cause | None = None
@@ -66,13 +66,13 @@ class Hoist:
             return False
         if all_split and not all(self._divides(var, dims[0]) for var in eqn.outvars):
             return False
-        cone = self._cone(samples, self.cost[self.number[id(eqn)]])
+        cone = self._cone(samples, self.cost[self.number[eqn]])
         if cone is None:
             return False
         self.gathered = self.gathered or Cause(eqn, next(iter(samples)))
         solution.early.update(dict.fromkeys(cone))
-        solution.strategy_of.pop(id(eqn), None)
-        solution.phase[id(eqn)] = "before"
+        solution.strategy_of.pop(eqn, None)
+        solution.phase[eqn] = "before"
         self._split_anew(eqn.outvars, dims[0])
         return True
 
@@ -92,8 +92,8 @@ class Hoist:
         shape = var.aval.shape
         return dim < len(shape) and shape[dim] > 0 and shape[dim] % self.solution.count == 0
 
-    def _cone(self, wanted: Iterable[Var], cost: float = 0.0) -> list[int] | None:
-        """Equations, by identity, that make values from the step's inputs; None: they and `cost` are too much work."""
+    def _cone(self, wanted: Iterable[Var], cost: float = 0.0) -> list[JaxprEqn] | None:
+        """Equations that make values from the step's inputs; None: they and `cost` are too much work."""
         found: dict[int, None] = {}
         total, waiting = cost, list(wanted)
         while waiting:
@@ -102,11 +102,11 @@ class Hoist:
                 continue
             eqn = self.eqns[at]
             found[at] = None
-            if self.solution.phase[id(eqn)] != "before" and id(eqn) not in self.solution.early:
+            if self.solution.phase[eqn] != "before" and eqn not in self.solution.early:
                 total += self.cost[at]
             if total > self.limit or any(not isinstance(a, Literal) and a in self.late for a in eqn.invars):
                 return None
             waiting += inputs_of(eqn)
         if total > self.limit:
             return None
-        return [id(self.eqns[at]) for at in sorted(found)]
+        return [self.eqns[at] for at in sorted(found)]

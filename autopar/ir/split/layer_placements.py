@@ -30,9 +30,9 @@ class LayerPlacements:
     """The solution for one program, and its borders; arguments as of `split_layers`.
 
     Attributes:
-        chains: Scans over layers, by identity: each part does its trips, and hands its carries to the next.
-        regions: Other regions, by identity, that each part does by itself.
-        part_of: Slices and pads of single parts, by identity, and which part.
+        chains: Scans over layers: each part does its trips, and hands its carries to the next.
+        regions: Other regions that each part does by itself.
+        part_of: Slices and pads of single parts, and which part.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class LayerPlacements:
         self.solution = Solution(Unrolled(count, length if length % count else 0))
         self.solution.made.update((jaxpr.invars[k], Split(dim)) for k, dim in self.stacked.items())
         self.solver = Solver(self.solution)
-        self.regions: dict[int, None] = {}
-        self.part_of: dict[int, int] = {}
+        self.regions: dict[JaxprEqn, None] = {}
+        self.part_of: dict[JaxprEqn, int] = {}
         costs, whole = work_of_passes(jaxpr)
         self.chains = {
-            id(eqn): None
+            eqn: None
             for eqn, cost in zip(jaxpr.eqns, costs, strict=True)
             if is_over_stacks(eqn) and trip_count(eqn) == length and cost >= WORTH / 4 * whole
         }
@@ -66,8 +66,8 @@ class LayerPlacements:
         solution = self.solution
         if trip_count(eqn) == self.length:
             scan = region_of(eqn)
-            if id(eqn) in self.chains or any(solution.of(b.outer) == Split(0) for b in scan.xs):
-                self.chains[id(eqn)] = None
+            if eqn in self.chains or any(solution.of(b.outer) == Split(0) for b in scan.xs):
+                self.chains[eqn] = None
                 solution.made.update((b.result, Split(0)) for b in scan.ys if b.result is not None)
                 return
         if eqn.effects or not any(isinstance(solution.of(a), Split) for a in inputs_of(eqn)):
@@ -81,7 +81,7 @@ class LayerPlacements:
             solution.forget(eqn)
             return
         if is_loop:
-            self.regions[id(eqn)] = None
+            self.regions[eqn] = None
         for var, placement in zip(eqn.outvars, results, strict=True):
             if placement != REPLICATED:
                 solution.made[var] = placement
@@ -126,27 +126,27 @@ class _LayerDemand(Demand):
         slices: list[tuple[JaxprEqn, int]] = []
         for eqn in reversed(layers.jaxpr.eqns):  # all readers of what it makes have been asked by then
             part = part_read(eqn, layers.length, layers.count)
-            if part is not None and id(eqn) not in solution.strategy_of:
+            if part is not None and eqn not in solution.strategy_of:
                 slices.append((eqn, part))  # as the others read it
             else:
                 self.read(eqn.invars, self.wants(eqn, uses), uses)
         for eqn, part in slices:
             atom = eqn.invars[0]
             if solution.of(atom) == Split(0) or list(uses.get(atom, ())) == [Split(0)]:
-                layers.part_of[id(eqn)] = part
-            self.read([atom], [Split(0) if id(eqn) in layers.part_of else REPLICATED], uses)
+                layers.part_of[eqn] = part
+            self.read([atom], [Split(0) if eqn in layers.part_of else REPLICATED], uses)
 
     def wants(self, eqn: JaxprEqn, uses: Uses) -> Sequence[Placement]:
         layers = self.layers
-        if id(eqn) in layers.chains:
+        if eqn in layers.chains:
             return [Split(0) if b.role == "xs" else REPLICATED for b in region_of(eqn).bindings if b.outer is not None]
-        if is_region(eqn) and kind_of(eqn) != "barrier" and id(eqn) not in layers.regions:
+        if is_region(eqn) and kind_of(eqn) != "barrier" and eqn not in layers.regions:
             return [REPLICATED] * len(eqn.invars)
         part = part_padded(eqn, layers.length, layers.count)
         wants = super().wants(eqn, uses)
-        if part is not None and id(eqn) not in self.solution.strategy_of:
+        if part is not None and eqn not in self.solution.strategy_of:
             if list(uses.get(eqn.outvars[0], ())) == [Split(0)]:
-                layers.part_of[id(eqn)] = part
+                layers.part_of[eqn] = part
                 self.solution.made[eqn.outvars[0]] = Split(0)
         return wants
 

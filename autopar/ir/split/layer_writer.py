@@ -89,10 +89,10 @@ class LayerWriter:
     def equation(self, eqn: JaxprEqn) -> None:
         """Write one equation: for each part, or once."""
         layers = self.layers
-        if id(eqn) in layers.chains:
+        if eqn in layers.chains:
             self.chain(region_of(eqn))
-        elif id(eqn) in layers.part_of:
-            self.single_part(eqn, layers.part_of[id(eqn)])
+        elif eqn in layers.part_of:
+            self.single_part(eqn, layers.part_of[eqn])
         elif kind_of(eqn) == "barrier":
             split = [self.solution.of(var) != REPLICATED for var in eqn.outvars]
             if not all(split):
@@ -100,7 +100,7 @@ class LayerWriter:
                 self.plain(replace_eqn(eqn, invars=[a for a, _ in pairs], outvars=[var for _, var in pairs]))
             for part in self.parts if any(split) else ():
                 part.equation(eqn)
-        elif id(eqn) in self.solution.strategy_of or id(eqn) in layers.regions:
+        elif eqn in self.solution.strategy_of or eqn in layers.regions:
             for part in self.parts:
                 part.equation(eqn)
         else:

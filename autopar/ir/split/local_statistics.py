@@ -32,7 +32,7 @@ def sums_behind(jaxpr: Jaxpr, solution: Solution, var: Var) -> list[Var]:
     while waiting:
         var = waiting.pop()
         eqn = made_by.get(var)
-        strategy = solution.strategy_of.get(id(eqn))
+        strategy = solution.strategy_of.get(eqn)
         if eqn is not None and kind_of(eqn) == "barrier":
             waiting.append(eqn.invars[eqn.outvars.index(var)])
         elif eqn is not None and strategy is not None and strategy.factor is None:
@@ -49,7 +49,7 @@ def _with_twins(jaxpr: Jaxpr, wanted: dict[Var, None]) -> list[Var]:
     known: dict[Hashable, int] = {}
 
     def name(atom: Atom) -> Hashable:
-        return (str(atom.val), str(atom.aval)) if isinstance(atom, Literal) else number.setdefault(atom, id(atom))
+        return (str(atom.val), str(atom.aval)) if isinstance(atom, Literal) else number.setdefault(atom, atom)
 
     def key(eqn: JaxprEqn) -> Hashable:
         return equation_signature(eqn), tuple(map(name, eqn.invars))

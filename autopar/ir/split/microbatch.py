@@ -9,7 +9,7 @@ Method: `phases.py` says how each equation is done; here it is written out for o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
 
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, SourceInfo, Var, make_jaxpr, new_var, replace_eqn, shaped
 from autopar.errors import BatchError
+from autopar.ir.check import check_program
 from autopar.ir.dataflow import inputs_of, needed, variables
 from autopar.ir.region import kind_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
@@ -90,6 +91,25 @@ def split_microbatches(
     return _Loop(jaxpr, find_phases(jaxpr, count, batch, per_microbatch, apart)).write()
 
 
+def check_phases(jaxpr: Jaxpr) -> Callable[[Microbatches], None]:
+    """A checker of the phases of a program: each is a flat program over what the phases before it make."""
+
+    def check(split: Microbatches) -> None:
+        made = [var for eqn in split.before for var in eqn.outvars]
+        check_program(make_jaxpr(jaxpr.invars, made, split.before))
+        check_program(split.loop)
+        there = dict.fromkeys([*jaxpr.invars, *made])
+        outside = [*split.invariants, *split.pieces]
+        assert all(var in there for var in outside), "the loop reads what is not there before it"
+        inner = [var.aval.shape for var in split.loop.invars[1:]]
+        pieces = [(size // split.count, *rest) for size, *rest in (var.aval.shape for var in split.pieces)]
+        assert inner == [*(var.aval.shape for var in split.invariants), *pieces], "the loop reads other shapes"
+        there |= dict.fromkeys(result.var for result in split.results)
+        check_program(make_jaxpr([*there], jaxpr.outvars, split.after))
+
+    return check
+
+
 def check_divides(jaxpr: Jaxpr, count: int, batch: Sequence[int], name: str = "the batch") -> None:
     """The batch must divide into microbatches.
 
@@ -152,8 +172,8 @@ class _Loop(ShardWriter):
     def write(self) -> Microbatches:
         before, after = [], []
         for eqn in self.jaxpr.eqns:
-            phase = self.phases.phase[id(eqn)]
-            if phase == "before" or id(eqn) in self.phases.early:
+            phase = self.phases.phase[eqn]
+            if phase == "before" or eqn in self.phases.early:
                 before.append(eqn)
             if phase == "loop":
                 before += self.whole_part(eqn)
@@ -197,13 +217,13 @@ def for_the_loop(
 ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
     """Before the loop only what it needs; what could also come later comes with the update."""
     kept = needed([eqn for eqn in before if eqn.outvars], wanted)
-    early = {id(eqn) for eqn in kept}
-    late = {id(eqn) for eqn in (*before, *after)} - early
-    later = [eqn for eqn in jaxpr.eqns if id(eqn) in late]
+    early = {eqn for eqn in kept}
+    late = {eqn for eqn in (*before, *after)} - early
+    later = [eqn for eqn in jaxpr.eqns if eqn in late]
     made = {var for eqn in later for var in eqn.outvars}
     # A part of a barrier is an equation of its own, not one of the step's.
-    listed = {id(eqn) for eqn in jaxpr.eqns}
-    extra = [eqn for eqn in before if id(eqn) not in listed and id(eqn) not in early]
+    listed = {eqn for eqn in jaxpr.eqns}
+    extra = [eqn for eqn in before if eqn not in listed and eqn not in early]
     assert not any(var in made for eqn in extra for var in eqn.outvars), "a part of a barrier is made twice"
     atoms = [*jaxpr.outvars, *(a for eqn in after for a in eqn.invars)]
     return kept, needed([*extra, *later], variables(atoms))

@@ -67,7 +67,7 @@ class _Phases:
         for k, eqn in enumerate(jaxpr.eqns):
             for var in inputs_of(eqn):
                 self.first_reader.setdefault(var, k)
-        self.position = {id(eqn): k for k, eqn in enumerate(jaxpr.eqns)}
+        self.position = {eqn: k for k, eqn in enumerate(jaxpr.eqns)}
         self.cost = Work().of_equations(jaxpr.eqns)
         self.hoist = Hoist(jaxpr, self.solution, self.cost, self.late)
 
@@ -89,7 +89,7 @@ class _Phases:
         if late:
             return self.end_loop(at, matters, self.late[late[0]])
         if all(solution.of(a) == REPLICATED for a in eqn.invars):
-            solution.phase[id(eqn)] = "before"
+            solution.phase[eqn] = "before"
             self.hoist.follow(eqn)
             if not is_region(eqn):
                 self.solver.equation(eqn, inside=False)
@@ -104,10 +104,10 @@ class _Phases:
             if self.hoist.take_whole(eqn):
                 return self.visit(at, matters)
             return self.end_loop(at, matters, stuck.cause)
-        strategy = solution.strategy_of.get(id(eqn))
+        strategy = solution.strategy_of.get(eqn)
         if strategy is not None and strategy.picks and self.hoist.rearrange(eqn, all_split=True):
             return at + 1
-        solution.phase[id(eqn)] = "loop"
+        solution.phase[eqn] = "loop"
         solution.made.update(zip(eqn.outvars, made, strict=True))
         return at + 1
 
@@ -128,8 +128,8 @@ class _Phases:
             # All that is made of the sums over samples reads a microbatch's own: the loss is the one whose gradient is taken.
             sums = sums_behind(self.jaxpr, solution, cause.operand)
             solution.own.update(dict.fromkeys(sums))
-            return min(self.position.get(id(cause.eqn), at), *(self.first_reader.get(var, at) for var in sums))
-        solution.phase[id(eqn)] = "after"
+            return min(self.position.get(cause.eqn, at), *(self.first_reader.get(var, at) for var in sums))
+        solution.phase[eqn] = "after"
         self.late.update(dict.fromkeys(eqn.outvars, cause))
         return at + 1
 
@@ -163,7 +163,7 @@ class _Phases:
         if cause is not None:
             of_phase = dict.fromkeys(("before", "loop", "after"), 0.0)
             for eqn, cost in zip(self.jaxpr.eqns, self.cost, strict=True):
-                of_phase[self.solution.phase[id(eqn)]] += cost
+                of_phase[self.solution.phase[eqn]] += cost
             if of_phase["before"] > of_phase["loop"]:
                 self.solution.taken_whole.pop(cause.operand, None)
                 raise self.refusal(cause, cause.eqn)
@@ -175,7 +175,7 @@ class _Phases:
         total = 0.0
         for eqn, cost in zip(self.jaxpr.eqns, self.cost, strict=True):
             gathers = any(a in late or isinstance(self.solution.of(a), Split) for a in inputs_of(eqn))
-            if gathers and self.solution.phase[id(eqn)] == "after":
+            if gathers and self.solution.phase[eqn] == "after":
                 late.update(dict.fromkeys(eqn.outvars))
                 total += cost
                 if total > limit and cost > limit / 2:
@@ -191,14 +191,14 @@ class _LoopDemand(Demand):
         """Through the step; `uses` are those of its results."""
         phase = self.solution.phase
         for eqn in reversed(jaxpr.eqns):
-            outside = phase[id(eqn)] == "after" or (phase[id(eqn)] == "before" and is_region(eqn))
+            outside = phase[eqn] == "after" or (phase[eqn] == "before" and is_region(eqn))
             wants: Sequence[Placement] = [REPLICATED] * len(eqn.invars)
             if not outside:
                 wants = self.wants(eqn, uses)
-            if id(eqn) in self.solution.strategy_of and not outside:
-                phase[id(eqn)] = "loop"
+            if eqn in self.solution.strategy_of and not outside:
+                phase[eqn] = "loop"
             self.read(eqn.invars, wants, uses)
-            if id(eqn) in self.solution.early:
+            if eqn in self.solution.early:
                 self.read(eqn.invars, [REPLICATED] * len(eqn.invars), uses)
 
 
@@ -212,14 +212,14 @@ def _sink(jaxpr: Jaxpr, solution: LoopSolution, apart: bool) -> None:
     """
     needed: dict[Var, bool] = {}
     for eqn in reversed(jaxpr.eqns):
-        if solution.phase[id(eqn)] == "loop" and not is_region(eqn) and not eqn.effects:
+        if solution.phase[eqn] == "loop" and not is_region(eqn) and not eqn.effects:
             sums = [a for a in inputs_of(eqn) if solution.of(a) == SUM]
             only_sums = sums and all(solution.of(a) in (SUM, REPLICATED) for a in eqn.invars)
             is_join = apart and eqn.primitive.name in ("add", "add_any")
             smaller = is_join or sum(map(num_bytes, dict.fromkeys(sums))) <= sum(map(num_bytes, eqn.outvars))
             if only_sums and smaller and not any(needed.get(var) for var in eqn.outvars):
-                solution.phase[id(eqn)] = "after"
+                solution.phase[eqn] = "after"
                 for var in eqn.outvars:
                     solution.made.pop(var, None)
-        if solution.phase[id(eqn)] == "loop":
+        if solution.phase[eqn] == "loop":
             needed.update(dict.fromkeys(inputs_of(eqn), True))

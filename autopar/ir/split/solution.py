@@ -27,16 +27,16 @@ class Solution:
     Attributes:
         axis: Which.
         made: For each value that shards make, or have, its placement; others are whole.
-        strategy_of: How each plain equation is done, by identity; absent: as it stands.
-        own_trips: Scans over what is split, by identity, of which each shard does its own trips: its placement.
+        strategy_of: How each plain equation is done; absent: as it stands.
+        own_trips: Scans over what is split, of which each shard does its own trips: its placement.
         taken_whole: Values that are made in shards and read whole, from where they are made once.
         own: Values of which each shard takes its own for that of all (local statistics).
     """
 
     axis: Axis
     made: dict[Var, Placement] = field(default_factory=dict)
-    strategy_of: dict[int, AxisStrategy] = field(default_factory=dict)
-    own_trips: dict[int, Split] = field(default_factory=dict)
+    strategy_of: dict[JaxprEqn, AxisStrategy] = field(default_factory=dict)
+    own_trips: dict[JaxprEqn, Split] = field(default_factory=dict)
     taken_whole: dict[Var, None] = field(default_factory=dict)
     own: dict[Var, None] = field(default_factory=dict)
 
@@ -66,7 +66,7 @@ class Solution:
 
     def crossing(self, region: Region) -> list[tuple[Placement, Placement]]:
         """For each binding of a region its placement inside, and outside."""
-        own = self.own_trips.get(id(region.eqn))
+        own = self.own_trips.get(region.eqn)
         return [self._crossing(b, own) for b in region.bindings]
 
     def _crossing(self, b: Binding, own_trips: Split | None) -> tuple[Placement, Placement]:
@@ -82,8 +82,8 @@ class Solution:
 
     def forget(self, eqn: JaxprEqn) -> None:
         """The equation, and what is in it, as if it had not been looked at."""
-        self.strategy_of.pop(id(eqn), None)
-        self.own_trips.pop(id(eqn), None)
+        self.strategy_of.pop(eqn, None)
+        self.own_trips.pop(eqn, None)
         for var in eqn.outvars:
             self.made.pop(var, None)
         for body in bodies_of(eqn):
@@ -105,12 +105,12 @@ class LoopSolution(Solution):
     """The same for a step whose shards are the turns of a loop.
 
     Attributes:
-        phase: Of each top-level equation, by identity: what needs no sample, what each turn does, what needs all turns.
-        early: Top-level equations, by identity, that run before the loop on the whole batch, whatever else they do.
+        phase: Of each top-level equation: what needs no sample, what each turn does, what needs all turns.
+        early: Top-level equations that run before the loop on the whole batch, whatever else they do.
     """
 
-    phase: dict[int, Phase] = field(default_factory=dict)
-    early: dict[int, None] = field(default_factory=dict)
+    phase: dict[JaxprEqn, Phase] = field(default_factory=dict)
+    early: dict[JaxprEqn, None] = field(default_factory=dict)
 
 
 class Strategies:
@@ -118,7 +118,7 @@ class Strategies:
 
     def __init__(self, axis: Axis):
         self.axis = axis
-        self.signatures: dict[int, object] = {}
+        self.signatures: dict[JaxprEqn, object] = {}
         self.plain: dict[object, list[AxisStrategy]] = {}
         self.in_blocks: dict[object, list[AxisStrategy]] = {}
 
@@ -129,9 +129,9 @@ class Strategies:
             eqn: The equation.
             placements: Of its operands, then of its results, as far as they are known: they may be split in blocks.
         """
-        signature = self.signatures.get(id(eqn))
+        signature = self.signatures.get(eqn)
         if signature is None:
-            signature = self.signatures[id(eqn)] = equation_signature(eqn)
+            signature = self.signatures[eqn] = equation_signature(eqn)
         if signature not in self.plain:
             found = strategies(rule_for(eqn), self.axis.units)
             self.plain[signature] = found if self.is_even else [s for s in found if self.fits(eqn, s)]

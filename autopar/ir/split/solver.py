@@ -73,7 +73,7 @@ class Solver:
         solution = self.solution
         placements = [solution.of(a) for a in eqn.invars]
         if all(isinstance(p, Replicated) for p in placements):
-            solution.strategy_of.pop(id(eqn), None)
+            solution.strategy_of.pop(eqn, None)
             whole = all(p == REPLICATED for p in placements)
             if whole and _is_zero(eqn):
                 self.zeros.update(dict.fromkeys(eqn.outvars))
@@ -81,7 +81,7 @@ class Solver:
         best = self.best_strategy(eqn, placements, inside)
         if best is None:
             raise StuckError(eqn, _blamed(eqn, placements))
-        solution.strategy_of[id(eqn)] = best
+        solution.strategy_of[eqn] = best
         self.mark_uneven(eqn, best, placements)
         return list(best.results)
 
@@ -229,7 +229,7 @@ class Solver:
             results.append(result)
         if scan.trips % (self.solution.axis.units * trips.blocks):
             raise StuckError(scan.eqn, next(b.outer for b in scan.xs if of(b.outer) == trips))
-        self.solution.own_trips[id(scan.eqn)] = trips
+        self.solution.own_trips[scan.eqn] = trips
         for b in scan.carries:
             if is_sum[b.result]:
                 made[b.var] = SUM

@@ -14,7 +14,7 @@ import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -93,7 +93,7 @@ class _Numbered(Shard):
     number: jax.Array | int = 0
     blocks: int = 1
 
-    def index(self, factor: Factor) -> Any:
+    def index(self, factor: Factor) -> jax.Array | int:
         """The number of the shard; 0 for a factor that is not split.
 
         Raises:
@@ -125,7 +125,7 @@ class _Sharing(_Numbered):
     def local_size(self, factor: Factor) -> int:
         return self.share.of(self.sizes[factor]) if self.axes_of.get(factor) else self.sizes[factor]
 
-    def offset(self, factor: Factor) -> Any:
+    def offset(self, factor: Factor) -> jax.Array | int:
         if not self.axes_of.get(factor):
             return 0
         if self.blocks > 1:

@@ -33,7 +33,7 @@ class Programs:
 
     def of(self, eqn: JaxprEqn, share: Share) -> Jaxpr:
         """(Number of the shard, local operands) to local results."""
-        strategy = self.solution.strategy_of[id(eqn)]
+        strategy = self.solution.strategy_of[eqn]
         shards = self.solution.count if self.solution.is_even else share
         key = equation_signature(eqn), strategy, shards
         if key not in self.known:
@@ -134,7 +134,7 @@ class ShardWriter:
             self.region(region_of(eqn))
             return
         solution, source = self.solution, eqn.source_info
-        strategy = solution.strategy_of.get(id(eqn))
+        strategy = solution.strategy_of.get(eqn)
         wants = strategy.operands if strategy is not None else (REPLICATED,) * len(eqn.invars)
         made = strategy.results if strategy is not None else [solution.made_as(var) for var in eqn.outvars]
         operands = [self.value(a, want, source) for a, want in zip(eqn.invars, wants, strict=True)]
@@ -163,7 +163,7 @@ class ShardWriter:
             crossing = solution.crossing(region)
         pairs = zip(eqn.invars, region.of_operands([outside for _, outside in crossing]), strict=True)
         operands = [self.value(a, want, eqn.source_info) for a, want in pairs]
-        if id(eqn) in solution.own_trips:
+        if eqn in solution.own_trips:
             results = self.trips(region, operands, self.share.of(region.trips))
         else:
             results = [

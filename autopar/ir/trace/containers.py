@@ -13,12 +13,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+from jax.tree_util import KeyPath, PyTreeDef
 
 from autopar._jax import outermost_node
 from autopar.ir.trace.key_text import key_text
 
 
-def in_containers(tree: Any, values: Sequence[Any], keys: Sequence[tuple[Any, ...]]) -> Any:
+def in_containers(tree: PyTreeDef, values: Sequence[object], keys: Sequence[KeyPath]) -> Any:
     """Values in the containers of `tree`.
 
     Args:
@@ -29,7 +30,7 @@ def in_containers(tree: Any, values: Sequence[Any], keys: Sequence[tuple[Any, ..
     return _filled(tree, list(values), list(keys) or [()] * len(values), 0)
 
 
-def accepts(tree: Any, values: Sequence[Any]) -> bool:
+def accepts(tree: PyTreeDef, values: Sequence[object]) -> bool:
     """Whether all classes in `tree` take these values for the arrays they usually hold."""
     return _unflattened(tree, values) is not None
 
@@ -38,13 +39,13 @@ class _Anything:
     """No array, and no `object()` either, which some classes know as JAX's own placeholder."""
 
 
-def plain_containers(value: Any) -> Any:
+def plain_containers(value: object) -> PyTreeDef:
     """The structure of a tree, with containers of ours for those of its classes that do not take anything."""
     paths, tree = jax.tree_util.tree_flatten_with_path(value)
     return jax.tree.structure(in_containers(tree, [_Anything() for _ in paths], [keys for keys, _ in paths]))
 
 
-def _filled(tree: Any, values: list[Any], keys: list[tuple[Any, ...]], depth: int) -> Any:
+def _filled(tree: PyTreeDef, values: list[object], keys: list[KeyPath], depth: int) -> object:
     made = _unflattened(tree, values)
     if made is not None:
         return made[0]
@@ -60,7 +61,7 @@ def _filled(tree: Any, values: list[Any], keys: list[tuple[Any, ...]], depth: in
     return made[0] if made is not None else OrderedDict(zip(names, children, strict=True))
 
 
-def _unflattened(tree: Any, values: Sequence[Any]) -> tuple[Any] | None:
+def _unflattened(tree: PyTreeDef, values: Sequence[object]) -> tuple[object] | None:
     """The tree of these values, in a tuple; None: one of its classes refuses them, or makes something else of them."""
     try:
         made = jax.tree.unflatten(tree, values)

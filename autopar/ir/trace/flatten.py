@@ -13,7 +13,7 @@ Method: one walk. A differentiated `remat` is inlined behind an `optimization_ba
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +24,10 @@ from jax import lax
 
 from autopar._jax import (
     Atom,
+    Aval,
     ClosedJaxpr,
+    Constant,
+    Function,
     Jaxpr,
     JaxprEqn,
     Literal,
@@ -45,6 +48,8 @@ from autopar._jax import (
     trace,
     without_context_mesh,
 )
+from autopar.ir.check import check_program
+from autopar.ir.passes import Pass, run_passes
 from autopar.ir.region import Binding, closed_bodies, region_of
 from autopar.ir.rewrite.batch_indices import batch_indices
 from autopar.ir.rewrite.dead_code import remove_dead_code
@@ -58,7 +63,22 @@ RECOMPUTED = "rematted_computation"
 """Scope that JAX itself puts on the equations that `remat` computes again in the backward pass."""
 
 
-def flatten(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> tuple[Jaxpr, tuple[Any, ...]]:
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A program under way from what JAX traced to a flat one.
+
+    Attributes:
+        jaxpr: The program.
+        constants: Values of its constvars; when calls are inlined, of its last invars.
+        num_inputs: How many invars stay, whether anything reads them or not.
+    """
+
+    jaxpr: Jaxpr
+    constants: Mapping[Var, Constant]
+    num_inputs: int
+
+
+def flatten(jaxpr: Jaxpr, consts: Sequence[Constant] = ()) -> tuple[Jaxpr, tuple[Constant, ...]]:
     """The flat program of a jaxpr.
 
     Args:
@@ -68,15 +88,42 @@ def flatten(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> tuple[Jaxpr, tuple[Any,
     Returns:
         The flat jaxpr, without constvars, and the arrays for its last invars, one per distinct constant.
     """
+    given = Traced(jaxpr, dict(zip(jaxpr.constvars, consts, strict=True)), len(jaxpr.invars))
+    flat = run_passes(FLATTEN, given, check_flat)
+    return flat.jaxpr, tuple(flat.constants.values())
+
+
+def check_flat(program: Traced) -> None:
+    """Assert that a program is flat, and has a value for each constant."""
+    check_program(program.jaxpr)
+    assert program.jaxpr.invars[program.num_inputs :] == list(program.constants), "a constant without a value"
+
+
+def _inline_calls(program: Traced) -> Traced:
     block = Block()
-    invars = [_fresh(var.aval) for var in jaxpr.invars]
-    outvars = append_flat(Walk(block, NameStack()), jaxpr, consts, invars)
+    invars = [_fresh(var.aval) for var in program.jaxpr.invars]
+    outvars = append_flat(Walk(block, NameStack()), program.jaxpr, tuple(program.constants.values()), invars)
     invars += block.captured.values()
     constants = dict(zip(block.captured.values(), block.values.values(), strict=True))
-    flat = batch_indices(make_jaxpr(invars, outvars, block.eqns), constants)
-    flat = remove_dead_code(flat, keep_inputs=len(jaxpr.invars))
+    return replace(program, jaxpr=make_jaxpr(invars, outvars, block.eqns), constants=constants)
+
+
+def _batch_indices(program: Traced) -> Traced:
+    return replace(program, jaxpr=batch_indices(program.jaxpr, program.constants))
+
+
+def _remove_dead_code(program: Traced) -> Traced:
+    flat = remove_dead_code(program.jaxpr, keep_inputs=program.num_inputs)
     kept = set(flat.invars)
-    return flat, tuple(value for var, value in constants.items() if var in kept)
+    return replace(program, jaxpr=flat, constants={var: x for var, x in program.constants.items() if var in kept})
+
+
+FLATTEN: tuple[Pass[Traced], ...] = (
+    Pass("flatten", "calls are inlined, typed keys become integers, random bits counters", _inline_calls),
+    Pass("batch_indices", "indices that only count become batch dims", _batch_indices),
+    Pass("dead_code", "what nothing reads goes, constants too", _remove_dead_code),
+)
+"""From any jaxpr to a flat program."""
 
 
 def is_recomputed(eqn: JaxprEqn) -> bool:
@@ -90,13 +137,13 @@ class Block:
 
     eqns: list[JaxprEqn] = field(default_factory=list)
     captured: dict[int, Var] = field(default_factory=dict)
-    values: dict[int, Any] = field(default_factory=dict)
+    values: dict[int, Constant] = field(default_factory=dict)
 
-    def constant(self, value: Any) -> Var:
+    def constant(self, value: Constant) -> Var:
         """The variable of a constant that a jaxpr inside holds."""
         return self.capture(id(value), key_data(value) if is_key(shaped(value)) else value)
 
-    def capture(self, identity: int, value: Any) -> Var:
+    def capture(self, identity: int, value: Constant) -> Var:
         if identity not in self.captured:
             self.captured[identity] = new_var(shaped(value))
             self.values[identity] = value
@@ -110,7 +157,7 @@ class Walk:
     block: Block
     scope: NameStack
     place: Callable[[Any], Any] = lambda traceback: traceback
-    shared: dict[Any, tuple[Jaxpr, tuple[Any, ...]]] = field(default_factory=dict)
+    shared: dict[Hashable, tuple[Jaxpr, tuple[Constant, ...]]] = field(default_factory=dict)
 
     def into(self, block: Block, callee: Jaxpr, eqn: JaxprEqn, extra_scope: str | None = None) -> Walk:
         """The walk through `callee`, called by `eqn` (already placed)."""
@@ -128,17 +175,17 @@ class Walk:
         return Walk(self.block, eqn.source_info.name_stack, lambda _: traceback, self.shared)
 
 
-def append_function(walk: Walk, function: Callable[..., Any], operands: Sequence[Atom]) -> list[Atom]:
+def append_function(walk: Walk, function: Function, operands: Sequence[Atom]) -> list[Atom]:
     """The same of a small function of ours."""
     jaxpr, consts = open_jaxpr(trace(function, *(a.aval for a in operands)))
     return append_flat(walk, jaxpr, consts, operands)
 
 
-def _fresh(aval: Any) -> Var:
+def _fresh(aval: Aval) -> Var:
     return new_var(physical_aval(aval) if is_key(aval) else aval)
 
 
-def append_flat(walk: Walk, jaxpr: Jaxpr, consts: Sequence[Any], operands: Sequence[Atom]) -> list[Atom]:
+def append_flat(walk: Walk, jaxpr: Jaxpr, consts: Sequence[Constant], operands: Sequence[Atom]) -> list[Atom]:
     """Append the flat equations of a program to the walk's block.
 
     Args:
@@ -241,7 +288,7 @@ def _of_mapped(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
     return append_function(walk.instead_of(eqn), lambda *arrays: [reduce(a, axes) for a in arrays], operands)
 
 
-_REDUCTIONS: dict[str, Callable[..., Any]] = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
+_REDUCTIONS: dict[str, Function] = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
 
 
 def _linear_solve(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:

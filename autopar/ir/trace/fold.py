@@ -10,13 +10,12 @@ Method: only operations whose result is exact or correctly rounded everywhere (I
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
-from autopar._jax import Atom, JaxprEqn, Literal
+from autopar._jax import Atom, Aval, JaxprEqn, Literal
 
-_EXACT: dict[str, Callable[..., Any]] = {
+_EXACT: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
@@ -31,8 +30,10 @@ _EXACT: dict[str, Callable[..., Any]] = {
     "gt": np.greater,
     "ge": np.greater_equal,
 }
-_EXACT_ON_FLOATS: dict[str, Callable[..., Any]] = {"div": np.divide}  # NumPy rounds integers another way than XLA
-_EXACT_ON_INTEGERS: dict[str, Callable[..., Any]] = {  # the sign of a zero is not defined alike
+_EXACT_ON_FLOATS: dict[str, Callable[..., np.ndarray]] = {
+    "div": np.divide
+}  # NumPy rounds integers another way than XLA
+_EXACT_ON_INTEGERS: dict[str, Callable[..., np.ndarray]] = {  # the sign of a zero is not defined alike
     "clamp": lambda low, x, high: np.minimum(np.maximum(x, low), high),
     "max": np.maximum,
     "min": np.minimum,
@@ -67,11 +68,11 @@ def _is_known(atom: Atom) -> bool:
     return isinstance(atom, Literal) and atom.aval.shape == () and atom.aval.dtype.name in _EXACT_DTYPES
 
 
-def _value(literal: Any) -> np.ndarray:
+def _value(literal: Atom) -> np.ndarray:
     return np.asarray(literal.val, literal.aval.dtype)
 
 
-def _converted(operand: Literal, out: Any) -> Literal | None:
+def _converted(operand: Literal, out: Aval) -> Literal | None:
     value = _value(operand)
     if out.dtype.name not in _EXACT_DTYPES:
         return None
@@ -81,6 +82,6 @@ def _converted(operand: Literal, out: Any) -> Literal | None:
         return _literal(value.astype(out.dtype), out)
 
 
-def _literal(value: Any, aval: Any) -> Literal:
+def _literal(value: np.ndarray, aval: Aval) -> Literal:
     scalar = np.asarray(value, aval.dtype)[()]
     return Literal(scalar.item() if aval.weak_type else scalar, aval)  # JAX reads a Python number as weakly typed

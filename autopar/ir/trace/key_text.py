@@ -6,12 +6,10 @@ Out:    its text.
 
 from __future__ import annotations
 
-from typing import Any
-
 from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 
-def key_text(key: Any) -> str:
+def key_text(key: object) -> str:
     """The text of one key."""
     match key:
         case DictKey() | FlattenedIndexKey():

@@ -10,17 +10,19 @@ Method: random primitives become what JAX itself lowers them to, which for three
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterator, Sequence
 
 import jax
 from jax import lax
 
 from autopar._jax import (
+    Atom,
     ClosedJaxpr,
+    Function,
     Jaxpr,
     JaxprEqn,
     Literal,
+    Params,
     Var,
     bind_eqn,
     eqn_context,
@@ -53,7 +55,7 @@ def raw_keys(jaxpr: Jaxpr) -> dict[Var, None]:
     return found
 
 
-def _called(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Any]]]:
+def _called(eqn: JaxprEqn) -> Iterator[tuple[Jaxpr, Sequence[Atom]]]:
     """The programs inside of an equation whose inputs are its last operands, and these: all but the tests of loops."""
     for name, value in eqn.params.items():
         for inner in value if isinstance(value, tuple) else (value,):
@@ -77,7 +79,7 @@ def physical_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr:
         return trace(_physical_function(eqn), *(physical_aval(atom.aval) for atom in eqn.invars))
 
 
-def cache_key(eqn: JaxprEqn) -> Any:
+def cache_key(eqn: JaxprEqn) -> Hashable | None:
     """Equal for equations that have the same `physical_jaxpr`; None where parameters cannot be compared."""
     key = (
         eqn.primitive,
@@ -92,7 +94,7 @@ def cache_key(eqn: JaxprEqn) -> Any:
     return key
 
 
-def _physical_function(eqn: JaxprEqn) -> Any:
+def _physical_function(eqn: JaxprEqn) -> Function:
     implementation = key_primitive_implementation(eqn)
     if implementation is not None:
         return implementation
@@ -125,12 +127,12 @@ def _physical_function(eqn: JaxprEqn) -> Any:
     raise NotImplementedError(f"`{eqn.primitive}` makes typed random keys of something else")
 
 
-def _slice(params: Mapping[str, Any], x: jax.Array) -> jax.Array:
+def _slice(params: Params, x: jax.Array) -> jax.Array:
     strides = None if params["strides"] is None else (*params["strides"], 1)
     return lax.slice(x, (*params["start_indices"], 0), (*params["limit_indices"], x.shape[-1]), strides)
 
 
-def _broadcast(params: Mapping[str, Any], x: jax.Array) -> jax.Array:
+def _broadcast(params: Params, x: jax.Array) -> jax.Array:
     shape = (*params["shape"], x.shape[-1])
     return lax.broadcast_in_dim(x, shape, (*params["broadcast_dimensions"], len(shape) - 1))
 

@@ -7,10 +7,12 @@ Method: what is no array (how objects are made of the arrays again) rides in the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.tree_util import PyTreeDef, SequenceKey
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,33 +41,33 @@ class Returned:
         objects: Whose arrays they are.
     """
 
-    updates: tuple[Any, ...]
-    result: Any
+    updates: tuple[object, ...]
+    result: object
     objects: Objects
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Any, Any]], Objects]:
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[SequenceKey, object]], Objects]:
         """Updates first, then the result."""
         children = [*self.updates, self.result]
-        return [(jax.tree_util.SequenceKey(k), child) for k, child in enumerate(children)], self.objects
+        return [(SequenceKey(k), child) for k, child in enumerate(children)], self.objects
 
     @classmethod
-    def tree_unflatten(cls, objects: Objects, children: Any) -> Returned:
+    def tree_unflatten(cls, objects: Objects, children: Sequence[object]) -> Returned:
         """The inverse."""
         *updates, result = children
         return cls(tuple(updates), result, objects)
 
 
-def is_of_objects(out_tree: Any) -> bool:
+def is_of_objects(out_tree: PyTreeDef) -> bool:
     """Whether this is the structure of a `Returned`."""
     data = out_tree.node_data()
     return data is not None and data[0] is Returned
 
 
-def objects_in(out_tree: Any) -> Objects:
+def objects_in(out_tree: PyTreeDef) -> Objects:
     """Which arguments hold objects, of the structure of a step's result; none of a step on pytrees."""
     return out_tree.node_data()[1] if is_of_objects(out_tree) else Objects()
 
 
-def num_updated(out_tree: Any) -> int:
+def num_updated(out_tree: PyTreeDef) -> int:
     """How many of a step's result leaves are new arrays of its arguments' objects: the first ones."""
     return sum(child.num_leaves for child in out_tree.children()[: len(objects_in(out_tree).updated)])

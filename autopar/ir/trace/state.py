@@ -18,8 +18,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import PyTreeDef
 
-from autopar._jax import Var, is_key
+from autopar._jax import Aval, Var, is_key
 from autopar.errors import BatchError, warn
 from autopar.ir.program import Program
 from autopar.ir.trace.parameters import Argument, integers
@@ -193,7 +194,7 @@ def _updated(program: Program, arguments: Sequence[tuple[int, int]]) -> dict[int
 
 
 def _place(
-    program: Program, number: int, leaves: tuple[int, int], used: Collection[int], type_of: Callable[[Any], Any]
+    program: Program, number: int, leaves: tuple[int, int], used: Collection[int], type_of: Callable[[Aval], object]
 ) -> tuple[int, ...] | None:
     """The first output leaves, not used yet, that are together of an argument's structure and types."""
     result_begins = num_updated(program.out_tree)
@@ -246,16 +247,16 @@ def argument_slices(program: Program) -> list[tuple[int, int]]:
     return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
-def _type(aval: Any) -> tuple[Any, ...]:
+def _type(aval: Aval) -> tuple[object, ...]:
     return tuple(aval.shape), aval.dtype
 
 
-def _cast_type(aval: Any) -> tuple[Any, ...]:
+def _cast_type(aval: Aval) -> tuple[object, ...]:
     """Equal for leaves of which one may be the other in another dtype."""
     return tuple(aval.shape), jnp.floating if jnp.issubdtype(aval.dtype, jnp.floating) else aval.dtype
 
 
-def subtrees(tree: Any) -> list[tuple[Any, int, int]]:
+def subtrees(tree: PyTreeDef) -> list[tuple[PyTreeDef, int, int]]:
     """Every subtree of a tree with its range of leaves, outermost first, then in order."""
     found, level = [], [(tree, 0, tree.num_leaves)]
     while level:
@@ -269,5 +270,5 @@ def subtrees(tree: Any) -> list[tuple[Any, int, int]]:
     return found
 
 
-def _trees(program: Program) -> list[Any]:
+def _trees(program: Program) -> list[PyTreeDef]:
     return [tree for half in program.in_tree.children() for tree in half.children()]

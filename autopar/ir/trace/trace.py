@@ -2,36 +2,47 @@
 
 In:     the step, its arguments (arrays, numbers, `jax.ShapeDtypeStruct`), which of them are static.
 Out:    `Program`: a flat jaxpr (`flatten.py`) and how the user's pytrees, names and typed keys map to its variables.
-Method: `jax.jit(...).trace`, so that arguments mean exactly what they mean to `jax.jit`; then `flatten`.
+Method: `jax.jit(...).trace`, so that arguments mean exactly what they mean to `jax.jit`; then the passes of `TRACE`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
-from jax.tree_util import GetAttrKey
+from jax.tree_util import GetAttrKey, KeyPath, PyTreeDef
 
-from autopar._jax import is_key, key_impl_name, open_jaxpr, shaped, trace_function
+from autopar._jax import Aval, Function, Var, is_key, key_impl_name, open_jaxpr, shaped, trace_function
 from autopar.errors import TraceError, warn
+from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
 from autopar.ir.rewrite.scan_slices import scan_slices
 from autopar.ir.source import gradient_line, host_lines
 from autopar.ir.trace.containers import accepts, in_containers
-from autopar.ir.trace.flatten import flatten
+from autopar.ir.trace.flatten import FLATTEN, Traced, check_flat
 from autopar.ir.trace.key_text import key_text
 from autopar.ir.trace.parameters import Split, Static, check_hashable, parameters_of, static_of
 from autopar.ir.trace.random import raw_keys
 from autopar.ir.trace.returned import is_of_objects, objects_in
 
+TRACE: tuple[Pass[Traced], ...] = (
+    *FLATTEN,
+    Pass(
+        "scan_slices",
+        "loops that read `layers[i]` in trip i scan",
+        lambda program: dataclasses.replace(program, jaxpr=scan_slices(program.jaxpr)),
+    ),
+)
+"""What every step goes through."""
+
 
 def trace_step(
-    fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None = None,
+    fn: Function,
+    args: Sequence[object],
+    kwargs: Mapping[str, object] | None = None,
     static_argnums: int | Iterable[int] | None = (),
     static_argnames: str | Iterable[str] | None = (),
     static: Static | None = None,
@@ -85,8 +96,8 @@ def trace_step(
     foreign = [value for value in (*captured, *consts) if isinstance(value, jax.core.Tracer)] or captured
     if foreign:
         raise _closed_over_tracer(name, foreign[0])
-    flat, values = flatten(jaxpr, consts)
-    flat = scan_slices(flat)
+    traced = Traced(jaxpr, dict(zip(jaxpr.constvars, consts, strict=True)), len(jaxpr.invars))
+    flat = run_passes(TRACE, traced, check_flat)
     _warn_of_host_memory(name, host_lines(jaxpr))
     out_avals = tuple(var.aval for var in jaxpr.outvars)
     out = in_containers(out_tree, [_type_of(aval) for aval in out_avals], ())
@@ -94,8 +105,8 @@ def trace_step(
     assert len(jaxpr.invars) == len(in_avals), f"{len(jaxpr.invars)} invars for {len(in_avals)} argument leaves"
     return Program(
         name=name,
-        jaxpr=flat,
-        consts=values,
+        jaxpr=flat.jaxpr,
+        consts=tuple(flat.constants.values()),
         in_tree=in_tree,
         out_tree=out_tree,
         in_paths=in_paths,
@@ -116,12 +127,12 @@ def trace_step(
     )
 
 
-def _call_flat(fn: Callable[..., Any], call: Split, tree: Any, *leaves: Any) -> Any:
+def _call_flat(fn: Function, call: Split, tree: PyTreeDef, *leaves: object) -> object:
     args, kwargs = call.joined(*jax.tree.unflatten(tree, leaves))
     return fn(*args, **kwargs)
 
 
-def _type_of(aval: Any) -> jax.ShapeDtypeStruct:
+def _type_of(aval: Aval) -> jax.ShapeDtypeStruct:
     """A type in the place of an array, so that nobody sees where one lies."""
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
@@ -136,25 +147,25 @@ def _warn_of_host_memory(name: str, lines: Sequence[str]) -> None:
         )
 
 
-def _positions(invars: Sequence[Any], chosen: Mapping[Any, None]) -> tuple[int, ...]:
+def _positions(invars: Sequence[Var], chosen: Mapping[Var, None]) -> tuple[int, ...]:
     return tuple(k for k, var in enumerate(invars) if var in chosen)
 
 
-def name_of(fn: Any) -> str:
+def name_of(fn: object) -> str:
     """The user's name of a step."""
     while isinstance(fn, functools.partial):
         fn = fn.func
     return getattr(fn, "__name__", type(fn).__name__)
 
 
-def _argument_path(path: tuple[Any, ...], names: Sequence[str]) -> str:
+def _argument_path(path: KeyPath, names: Sequence[str]) -> str:
     """Path of a leaf of `(args, kwargs)`."""
     in_kwargs, argument, *rest = path
     first = argument.key if in_kwargs.idx == 1 else names[argument.idx]
     return "/".join((first, *map(key_text, rest)))
 
 
-def _result_path(path: tuple[Any, ...], tree: Any, names: Sequence[str]) -> str:
+def _result_path(path: KeyPath, tree: PyTreeDef, names: Sequence[str]) -> str:
     """Path of a leaf of the result; a new array of an object has that of the argument."""
     updated = objects_in(tree).updated
     if is_of_objects(tree):
@@ -164,7 +175,7 @@ def _result_path(path: tuple[Any, ...], tree: Any, names: Sequence[str]) -> str:
     return "/".join(("result", *map(key_text, path)))
 
 
-def _shortened(paths: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
+def _shortened(paths: Sequence[tuple[str, object]]) -> tuple[str, ...]:
     """Paths without a last "/value" that is the attribute of a wrapper around one array (`flax.nnx.Param`)."""
     parents = Counter(path.rpartition("/")[0] for path, _ in paths)
     return tuple(
@@ -175,7 +186,7 @@ def _shortened(paths: Sequence[tuple[str, Any]]) -> tuple[str, ...]:
     )
 
 
-def _aval_of(leaf: Any, path: str, name: str) -> Any:
+def _aval_of(leaf: object, path: str, name: str) -> Aval:
     if isinstance(leaf, jax.core.Tracer):
         raise TraceError(
             f"argument `{path}` of `{name}` is being traced.",
@@ -199,12 +210,12 @@ def _aval_of(leaf: Any, path: str, name: str) -> Any:
         ) from None
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
 
 
-def _closed_over_tracer(name: str, tracer: Any) -> TraceError:
+def _closed_over_tracer(name: str, tracer: object) -> TraceError:
     return TraceError(
         f"`{name}` closes over a traced value.",
         given=f"`{name}`, which uses {tracer} from outside",

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Any
 
 import jax.numpy as jnp
 
+from autopar._jax import Aval
 from autopar.errors import StateError
 from autopar.ir.program import Program
 from autopar.ir.trace.state import argument_slices, subtrees
@@ -59,7 +59,7 @@ def _listed(paths: Sequence[str]) -> str:
     return ", ".join(paths[:MAX_PATHS]) + more
 
 
-def _is_floating(aval: Any) -> bool:
+def _is_floating(aval: Aval) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
@@ -77,9 +77,9 @@ def _comes_back(program: Program, span: tuple[int, int]) -> bool:
     return any((tree, _types(program.in_avals[a:b])) in returned for tree, a, b in inside)
 
 
-def _shapes(avals: Sequence[Any]) -> Counter[tuple[int, ...]]:
+def _shapes(avals: Sequence[Aval]) -> Counter[tuple[int, ...]]:
     return Counter(tuple(a.shape) for a in avals if _is_floating(a))
 
 
-def _types(avals: Sequence[Any]) -> tuple[Any, ...]:
+def _types(avals: Sequence[Aval]) -> tuple[object, ...]:
     return tuple((tuple(a.shape), a.dtype) for a in avals)

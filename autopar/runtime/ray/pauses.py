@@ -14,7 +14,7 @@ from autopar.streams.instructions import MeshId, Recv, Run, Send
 
 def find_pauses(streams: Streams) -> dict[MeshId, int]:
     """Position of the first update in each mesh's stream; empty where a mesh could not wait there."""
-    updates = {name for name, plan in streams.programs.items() if plan.task.kind == "U"}
+    updates = {name for name, plan in streams.programs.items() if plan.task.kind in ("U", "step")}
     pauses = {
         mesh: next((k for k, i in enumerate(own) if isinstance(i, Run) and i.program in updates), len(own))
         for mesh, own in streams.instructions.items()
@@ -24,4 +24,4 @@ def find_pauses(streams: Streams) -> dict[MeshId, int]:
     sent = {i.message for i in before if isinstance(i, Send)}
     waits = any(isinstance(i, Recv) and i.message not in sent for i in before)
     overwrites = any(i.inputs[k] in given for i in before if isinstance(i, Run) for k in streams.overwritten[i.program])
-    return {} if waits or overwrites else pauses
+    return {} if not before or waits or overwrites else pauses

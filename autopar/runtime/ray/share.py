@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.mesh import ArrayType
 from autopar.partition.host_calls import Raised
-from autopar.runtime.ray.job import BufferType, ProgramCode
+from autopar.partition.task import DeviceProgram
 from autopar.runtime.ray.transport.parcels import Message
 from autopar.streams.instructions import BufferId, Instruction
 
@@ -40,10 +41,10 @@ class Share:
         pause: Position in the stream at which a step waits for the driver's word; None: nowhere.
     """
 
-    programs: tuple[ProgramCode, ...]
+    programs: tuple[DeviceProgram[bytes], ...]
     stream: tuple[Instruction, ...]
     messages: Mapping[int, Message]
-    types: Mapping[BufferId, BufferType]
+    types: Mapping[BufferId, ArrayType]
     microbatches: tuple[int, ...]
     numbers: Mapping[BufferId, int]
     entries: tuple[tuple[BufferId, bool], ...]

@@ -18,25 +18,25 @@ import numpy as np
 
 from autopar.errors import StepError
 from autopar.ir.split.layers import LayerSplit
-from autopar.mesh import Sharding
+from autopar.mesh import ArrayType, Box, Sharding
 from autopar.mesh.ray_nodes import RayMachine
 from autopar.partition.host_calls import Raised
-from autopar.runtime.ray.driver.callbacks import callback_error, programs_of
+from autopar.partition.task import abstract_mesh
+from autopar.runtime.ray.driver.callbacks import callback_error
 from autopar.runtime.ray.driver.clocks import spans_of
 from autopar.runtime.ray.driver.faults import microbatch_of
 from autopar.runtime.ray.driver.handles import Copy, Part, RemoteArray, host_array, remote_sharding
 from autopar.runtime.ray.driver.workers import Workers, ended, joined
 from autopar.runtime.ray.functions import check_no_calls
-from autopar.runtime.ray.job import BufferType, Entry, Job, abstract_mesh, exported
+from autopar.runtime.ray.job import Entry, Job, exported
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.share import Report, Share, StepCall
 from autopar.runtime.ray.transport.parcels import holders_of, messages_of, own_boxes, pack, slices
-from autopar.runtime.stacks import part_of, parts_of
+from autopar.runtime.stacks import Stack, part_of, parts_of
 from autopar.streams.clock import recorded
 from autopar.streams.emit import Streams
 from autopar.streams.instructions import BufferId, MeshId
 from autopar.streams.timeline import Timeline
-from autopar.streams.transfers import Box
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,14 +48,14 @@ class Interface:
         kept: Results (of the job) that stay on the workers: new state.
         results: The job's results as the jaxpr has them: constants are there by value.
         name: Of the step.
-        streams: What the meshes of a pipeline do; None: it is none.
+        streams: What the meshes do.
     """
 
     stacks: LayerSplit
     kept: frozenset[int]
     results: tuple[Any, ...]
     name: str
-    streams: Streams | None
+    streams: Streams
 
 
 class RayStep:
@@ -80,6 +80,7 @@ class RayStep:
         self.job, self._interface, self._platform = job, interface, platform
         self.workers: Workers = machine.workers(job.layout, lambda: Workers(machine, job.layout))
         self.programs = {program.name: program for own in job.programs.values() for program in own}
+        self.functions = self.programs
         self._number = self.workers.number()[0]
         self._kept: dict[MeshId, list[int]] = {mesh: [] for mesh in job.streams}
         self._fetched: list[BufferId] = []
@@ -107,6 +108,9 @@ class RayStep:
         # Between GPUs a step cannot be left: what was begun to be sent would wait for ever.
         self._pauses = {} if self.workers.direct else job.pauses
         self._load()
+
+    is_remote = True
+    devices: tuple[jax.Device, ...] = ()
 
     @property
     def closed(self) -> bool:
@@ -140,7 +144,7 @@ class RayStep:
     def _devices(self, at: BufferId, seat: Seat) -> tuple[int, ...]:
         return tuple(device for device, _ in self._holders[at].get(seat.number, ()))
 
-    def _kind(self, argument: int) -> BufferType:
+    def _kind(self, argument: int) -> ArrayType:
         """How an argument lies where it lives; what no one reads lies nowhere, and whole."""
         entries = self._read.get(argument, [])
         whole = [e for e in entries if not e.is_piece]
@@ -150,13 +154,13 @@ class RayStep:
         if entries:
             kind = self.job.types[entries[0].buffer]
             shape = (kind.shape[0] * kind.shape[1], *kind.shape[2:])
-            return BufferType(shape, kind.dtype, Sharding(kind.sharding.dims[1:]), kind.mesh)
+            return ArrayType(shape, kind.dtype, Sharding(kind.sharding.dims[1:]), kind.mesh)
         return self._unread(argument)
 
-    def _unread(self, argument: int) -> BufferType:
+    def _unread(self, argument: int) -> ArrayType:
         aval, home = self._interface.stacks.jaxpr.invars[argument].aval, self.job.home[argument]
         mesh = next(kind.mesh for kind, at in zip(self.job.types, self.job.mesh_of, strict=True) if at == home)
-        return BufferType(tuple(aval.shape), np.dtype(aval.dtype), Sharding.replicated(len(aval.shape)), mesh)
+        return ArrayType(tuple(aval.shape), np.dtype(aval.dtype), Sharding.replicated(len(aval.shape)), mesh)
 
     # Steps.
 
@@ -172,7 +176,6 @@ class RayStep:
 
     def measure(self, arrays: Sequence[Any]) -> tuple[list[Any], Timeline]:
         """Run one step of a pipeline, in which each program and message is waited for; as of a call, and when they were."""
-        assert self._interface.streams is not None, "one program has no timeline"
         if self.workers.closed:
             raise ended()
         offsets = self.workers.clocks()
@@ -214,8 +217,7 @@ class RayStep:
         return results, {number: report for number, (_, report) in made.items()}
 
     def _callback_error(self, raised: Sequence[Raised], state_lost: bool, results: Any = None) -> StepError:
-        programs = programs_of(self._interface.name, self._interface.streams)
-        return callback_error(programs, raised, state_lost, results)
+        return callback_error(self._interface.name, self._interface.streams, raised, state_lost, results)
 
     def _leave(self, calls: Iterable[int], taken: Iterable[Copy]) -> None:
         """Do not carry on with a step: what it was to take is there again."""
@@ -311,7 +313,7 @@ class RayStep:
             found.append(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=dim))
         return found
 
-    def _result_type(self, result: int) -> BufferType:
+    def _result_type(self, result: int) -> ArrayType:
         at = self.job.results[result]
         assert at is not None, "a constant does not stay on the workers"
         return self.job.types[at]
@@ -324,6 +326,10 @@ class RayStep:
         return jnp.asarray(atom.val, atom.aval.dtype)
 
     # State.
+
+    def stack(self, argument: int) -> Stack | None:
+        """How an argument of the user's comes apart in this process: it is not here."""
+        return None
 
     def hold(self, arrays: Sequence[Any], first: int) -> list[RemoteArray | Any]:
         """Put arguments that are the same in every step where they are read.
@@ -348,7 +354,7 @@ class RayStep:
             found.append(RemoteArray([Part(tuple(copies))]))
         return found
 
-    def homes(self, argument: int) -> tuple[list[tuple[MeshId, BufferType]], int]:
+    def homes(self, argument: int) -> tuple[list[tuple[MeshId, ArrayType]], int]:
         """Where the parts of one of the user's arguments live between steps, and along which dim they lie."""
         stacks = self._interface.stacks
         return [(self.job.home[at], self._kind(at)) for at in stacks.inputs[argument]], stacks.input_dims[argument]
@@ -397,6 +403,6 @@ def _fetched(part: Any) -> np.ndarray:
     return host_array(RemoteArray([part]) if isinstance(part, Part) else part)
 
 
-def _cuts(kind: BufferType, seat: Seat) -> list[tuple[slice, ...]]:
+def _cuts(kind: ArrayType, seat: Seat) -> list[tuple[slice, ...]]:
     whole: Box = tuple((0, length) for length in kind.shape)
     return [slices(box, whole) for box in own_boxes(kind, seat)]

@@ -18,9 +18,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from autopar.errors import DonatedError
-from autopar.mesh import LogicalMesh
+from autopar.mesh import ArrayType, LogicalMesh
+from autopar.partition.task import abstract_mesh
 from autopar.runtime.digest import Digest
-from autopar.runtime.ray.job import BufferType, abstract_mesh
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.shaped import Shaped
 from autopar.runtime.stacks import joined_shape, joint_spec
@@ -30,7 +30,7 @@ from autopar.streams.instructions import MeshId
 class Owner(Protocol):
     """The workers that hold arrays."""
 
-    def fetch(self, mesh: MeshId, key: int, kind: BufferType) -> np.ndarray:
+    def fetch(self, mesh: MeshId, key: int, kind: ArrayType) -> np.ndarray:
         """The whole of an array."""
         ...
 
@@ -78,7 +78,7 @@ class Copy:
 
     __slots__ = ("owner", "mesh", "kind", "key", "is_deleted")
 
-    def __init__(self, owner: Owner, mesh: MeshId, kind: BufferType, key: int):
+    def __init__(self, owner: Owner, mesh: MeshId, kind: ArrayType, key: int):
         self.owner, self.mesh, self.kind, self.key = owner, mesh, kind, key
         self.is_deleted = False
 
@@ -184,7 +184,7 @@ class RemoteArray(Shaped):
         return f"RemoteArray(shape={self.shape}, dtype={self.dtype}, {state})"
 
 
-def remote_sharding(kinds: Sequence[BufferType], dim: int) -> NamedSharding:
+def remote_sharding(kinds: Sequence[ArrayType], dim: int) -> NamedSharding:
     """The sharding of an array of one part, or several alike along a dim; of parts that are not alike, that of the first."""
     first = kinds[0]
     if len(kinds) == 1 or any(

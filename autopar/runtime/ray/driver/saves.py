@@ -14,16 +14,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from autopar.mesh import ArrayType, Box
 from autopar.runtime.digest import Digest
 from autopar.runtime.ray.driver.handles import Copy, Owner, RemoteArray
-from autopar.runtime.ray.job import BufferType
 from autopar.runtime.ray.share import Key
 from autopar.runtime.ray.transport.parcels import moved
 from autopar.runtime.ray.worker.disk import OnDisk
 from autopar.runtime.shaped import Shaped
-from autopar.streams.transfers import Box
 
-_Place = tuple[Key, BufferType, int]
+_Place = tuple[Key, ArrayType, int]
 """An array of a worker, and one of its mesh's devices that holds a part."""
 
 

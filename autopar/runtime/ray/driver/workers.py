@@ -20,13 +20,14 @@ from typing import Any
 import numpy as np
 
 from autopar.errors import WorkerError, warn
+from autopar.mesh import ArrayType
 from autopar.mesh.ray_nodes import RayMachine
 from autopar.runtime.digest import Digest, digest
 from autopar.runtime.ray.driver.actors import end_all, start_all
 from autopar.runtime.ray.driver.calls import FailedError, positions, settle, wait_for, where
 from autopar.runtime.ray.driver.clocks import clock_offset
 from autopar.runtime.ray.driver.faults import Failure, worker_error, write_error
-from autopar.runtime.ray.job import BufferType, Job
+from autopar.runtime.ray.job import Job
 from autopar.runtime.ray.seats import Layout, Seat, by_mesh, seats_of
 from autopar.runtime.ray.transport.direct import Pair
 from autopar.runtime.ray.transport.parcels import box_shape, holders_of, slices, unpack
@@ -190,7 +191,7 @@ class Workers:
 
     # Arrays.
 
-    def fetch(self, mesh: MeshId, key: int, kind: BufferType) -> np.ndarray:
+    def fetch(self, mesh: MeshId, key: int, kind: ArrayType) -> np.ndarray:
         """The whole of an array; if that fails, the workers go on."""
         parts = holders_of(kind, self._of_mesh[mesh])
         asked = {n: (key, kind, [device for device, _ in own]) for n, own in parts.items()}
@@ -280,7 +281,7 @@ def ended() -> WorkerError:
 
 
 def joined(
-    kind: BufferType, parts: Mapping[int, Sequence[tuple[int, Any]]], tiles: Mapping[int, Sequence[np.ndarray]]
+    kind: ArrayType, parts: Mapping[int, Sequence[tuple[int, Any]]], tiles: Mapping[int, Sequence[np.ndarray]]
 ) -> np.ndarray:
     """A whole array of its parts, packed, by worker."""
     whole = tuple((0, length) for length in kind.shape)

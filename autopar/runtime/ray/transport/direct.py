@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.runtime.ray.job import BufferType
+from autopar.mesh import ArrayType, boxes
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.transport.parcels import Message, box_shape
 from autopar.runtime.ray.transport.plain import as_plain, from_plain, is_narrow
@@ -29,7 +29,7 @@ from autopar.runtime.ray.transport.transport import Receive, Send, WaitError
 from autopar.runtime.ray.worker.places import Places
 from autopar.runtime.transfer import cut_tile, join_tiles
 from autopar.streams.instructions import MeshId
-from autopar.streams.transfers import Tile, TransferPlan, boxes, plan_transfer
+from autopar.streams.transfers import Tile, TransferPlan, plan_transfer
 
 Pair = tuple[MeshId, MeshId]
 """A mesh that sends and one that receives."""
@@ -185,7 +185,7 @@ class Direct:
         self._rehearsed.add(key)
         return is_new
 
-    def _zeros(self, kind: BufferType) -> jax.Array:
+    def _zeros(self, kind: ArrayType) -> jax.Array:
         """An array of this type, of which this worker has its part."""
         held, own = kind.boxes(), zip(self._seat.devices, self._places.devices(kind), strict=True)
         shards = [jax.device_put(np.zeros(box_shape(held[at]), kind.dtype), device) for at, device in own]
@@ -249,7 +249,7 @@ class Direct:
         return [tile for tile in (*plan.tiles, *more) if tile.num_elements]
 
     def _assembly(
-        self, plan: TransferPlan, tiles: Sequence[Tile], want: BufferType
+        self, plan: TransferPlan, tiles: Sequence[Tile], want: ArrayType
     ) -> Callable[[Sequence[jax.Array]], jax.Array]:
         """How an array is made of the tiles that came to this worker's devices; without elements, of nothing."""
         if not math.prod(want.shape):
@@ -291,7 +291,7 @@ class Direct:
         return self._gathers[key]
 
 
-def _planned(have: BufferType, want: BufferType) -> TransferPlan:
+def _planned(have: ArrayType, want: ArrayType) -> TransferPlan:
     return plan_transfer(have.shape, have.sharding, have.mesh, want.sharding, want.mesh)
 
 

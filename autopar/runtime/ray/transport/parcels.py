@@ -14,10 +14,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.runtime.ray.job import BufferType, Job
+from autopar.mesh import ArrayType, Box
+from autopar.runtime.ray.job import Job
 from autopar.runtime.ray.seats import Seat, by_mesh
 from autopar.streams.instructions import BufferId, MeshId, Recv, Run, Send
-from autopar.streams.transfers import Box, intersection
+from autopar.streams.transfers import intersection
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +65,8 @@ class Message:
     source: MeshId
     target: MeshId
     turn: int
-    sent: tuple[BufferType, ...]
-    received: tuple[BufferType, ...]
+    sent: tuple[ArrayType, ...]
+    received: tuple[ArrayType, ...]
     parcels: tuple[Parcel, ...]
     overwritten: tuple[bool, ...]
     taken: tuple[bool, ...]
@@ -118,7 +119,7 @@ def _taken_over(job: Job) -> set[BufferId]:
 
 
 def parcels_of(
-    sent: Sequence[BufferType], received: Sequence[BufferType], sources: Sequence[Seat], targets: Sequence[Seat]
+    sent: Sequence[ArrayType], received: Sequence[ArrayType], sources: Sequence[Seat], targets: Sequence[Seat]
 ) -> tuple[Parcel, ...]:
     """The parcels of one message.
 
@@ -146,13 +147,13 @@ def parcels_of(
     return tuple(Parcel(source, target, tuple(own)) for (source, target), own in pieces.items())
 
 
-def own_boxes(kind: BufferType, seat: Seat) -> list[Box]:
+def own_boxes(kind: ArrayType, seat: Seat) -> list[Box]:
     """The different parts of an array that a worker's devices hold."""
     held = kind.boxes()
     return list(dict.fromkeys(held[device] for device in seat.devices))
 
 
-def holders_of(kind: BufferType, seats: Sequence[Seat]) -> dict[int, list[tuple[int, Box]]]:
+def holders_of(kind: ArrayType, seats: Sequence[Seat]) -> dict[int, list[tuple[int, Box]]]:
     """Which worker hands out which part when all of an array is asked for: (device, part) by worker."""
     held, seen = kind.boxes(), dict[Box, None]()
     found: dict[int, list[tuple[int, Box]]] = {}

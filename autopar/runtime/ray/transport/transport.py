@@ -20,10 +20,10 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
+from autopar.mesh import Box
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.transport.parcels import Message, Piece, box_shape, own_boxes, pack, slices, unpack
 from autopar.runtime.ray.worker.places import ALIGNMENT_BYTES, Places, aligned, on_devices
-from autopar.streams.transfers import Box
 
 SMALL_BYTES = 64 * 2**10
 """Messages of no more, whose values are there, leave at once: a socket has room for so much."""

@@ -11,9 +11,9 @@ from typing import Any, assert_never
 
 import jax
 
+from autopar.partition.overlap import compile_lowered
 from autopar.partition.shipped import with_callbacks
-from autopar.runtime.overlap import compile_lowered
-from autopar.runtime.ray.job import ProgramCode
+from autopar.partition.task import DeviceProgram
 from autopar.runtime.ray.transport.transport import Receive
 from autopar.runtime.ray.transport.transport import Send as SendTo
 from autopar.runtime.ray.worker.places import Places
@@ -24,7 +24,7 @@ Held = dict[BufferId, Any]
 
 
 def compiled(
-    program: ProgramCode, places: Places, callbacks: Sequence[Callable[..., Any]] | None = None
+    program: DeviceProgram[bytes], places: Places, callbacks: Sequence[Callable[..., Any]] | None = None
 ) -> jax.stages.Compiled:
     """A program for the devices of a worker, with the host's functions that it calls."""
     call = jax.export.deserialize(bytearray(program.code)).call
@@ -34,7 +34,7 @@ def compiled(
     def function(*arrays: jax.Array) -> Any:
         return call(*arrays)
 
-    function.__name__ = function.__qualname__ = program.name.replace("/", "_")
+    function.__name__ = function.__qualname__ = program.title
     shardings = tuple(places.sharding(kind) for kind in program.inputs)
     jitted = jax.jit(
         function,

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from autopar.mesh import Box
 from autopar.runtime.digest import Digest, digest
-from autopar.streams.transfers import Box
 
 CONCURRENT_BYTES = 2**30
 """So much is being written at the same time: more only costs memory."""

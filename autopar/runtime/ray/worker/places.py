@@ -14,8 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from autopar._jax import put_shards
-from autopar.mesh import LogicalMesh
-from autopar.runtime.ray.job import BufferType
+from autopar.mesh import ArrayType, LogicalMesh
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.transport.parcels import own_boxes
 
@@ -37,22 +36,22 @@ class Places:
             self._meshes[mesh] = Mesh(devices.reshape(mesh.shape), mesh.axis_names)
         return self._meshes[mesh]
 
-    def devices(self, kind: BufferType) -> list[jax.Device]:
+    def devices(self, kind: ArrayType) -> list[jax.Device]:
         """The worker's own, in mesh order."""
         everyone = self.mesh(kind.mesh).devices.flat
         return [everyone[device] for device in self.seat.devices]
 
-    def sharding(self, kind: BufferType) -> NamedSharding:
+    def sharding(self, kind: ArrayType) -> NamedSharding:
         """Where arrays of this type are, on the whole mesh."""
         return kind.on(self.mesh(kind.mesh))
 
-    def putter(self, kind: BufferType) -> Callable[[Sequence[np.ndarray]], jax.Array]:
+    def putter(self, kind: ArrayType) -> Callable[[Sequence[np.ndarray]], jax.Array]:
         """How an array is made of what each of the worker's devices holds; on several hosts, its share of the array."""
         struct, devices = jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=self.sharding(kind)), self.devices(kind)
         return lambda parts: put_shards(struct, parts, devices)
 
 
-def on_devices(kind: BufferType, places: Places, own_memory: bool) -> Callable[[Sequence[np.ndarray]], jax.Array]:
+def on_devices(kind: ArrayType, places: Places, own_memory: bool) -> Callable[[Sequence[np.ndarray]], jax.Array]:
     """How a worker makes an array of its different parts in host memory.
 
     Args:

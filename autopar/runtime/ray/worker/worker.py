@@ -22,9 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.errors import ClusterError, DeviceCountError, WorkerError
+from autopar.mesh import ArrayType, Box
+from autopar.partition.task import DeviceProgram
 from autopar.runtime.digest import Digest
 from autopar.runtime.ray.functions import HostCalls, portable, unpacked_calls
-from autopar.runtime.ray.job import BufferType, ProgramCode
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.share import Key, Position, Report, Share, StepCall, Tiles
 from autopar.runtime.ray.transport.direct import Channel, Direct, Pair
@@ -37,7 +38,6 @@ from autopar.runtime.ray.worker.acts import Held, act, compiled
 from autopar.runtime.ray.worker.disk import Disk, OnDisk, read_tiles, unseen
 from autopar.runtime.ray.worker.places import Places, on_devices
 from autopar.streams.instructions import BufferId, MeshId, Recv, Run, Send, writes
-from autopar.streams.transfers import Box
 
 
 @dataclass(slots=True)
@@ -196,7 +196,7 @@ class Worker:
         self._stand(0)
         share, programs, calls = self._given.pop(number)
         sends, receives = self._ways(share)
-        watched = {program.name for program in share.programs if program.is_watched}
+        watched = {program.name for program in share.programs if program.calls_host}
         self.loaded[number] = _Loaded(
             share,
             [act(at, i, programs, watched, sends, receives) for at, i in enumerate(share.stream)],
@@ -340,10 +340,10 @@ class Worker:
                 users[id(held[at])] -= 1
                 held[at] = jnp.array(held[at], copy=True)
 
-    def _parts(self, array: jax.Array, kind: BufferType, devices: Sequence[int]) -> list[np.ndarray]:
+    def _parts(self, array: jax.Array, kind: ArrayType, devices: Sequence[int]) -> list[np.ndarray]:
         return [pack(tile) for tile in self._tiles(array, kind, devices)]
 
-    def _tiles(self, array: jax.Array, kind: BufferType, devices: Sequence[int]) -> list[np.ndarray]:
+    def _tiles(self, array: jax.Array, kind: ArrayType, devices: Sequence[int]) -> list[np.ndarray]:
         data = {shard.device: shard.data for shard in array.addressable_shards}
         own = self.places.devices(kind)
         # A copy: what is handed out must outlive the array, whose memory the next step may take.
@@ -373,18 +373,18 @@ class Worker:
 
     # State.
 
-    def put(self, key: Key, kind: BufferType, tiles: Tiles) -> None:
+    def put(self, key: Key, kind: ArrayType, tiles: Tiles) -> None:
         """Hold an array; `tiles` are its different parts on this worker's devices, packed."""
         boxes = own_boxes(kind, self.seat)
         parts = [unpack(data, box_shape(box), kind.dtype) for data, box in zip(tiles, boxes, strict=True)]
         self.arrays[key] = on_devices(kind, self.places, True)(parts)
 
-    def create(self, code: bytes, keys: Sequence[Key], kinds: Sequence[BufferType]) -> None:
+    def create(self, code: bytes, keys: Sequence[Key], kinds: Sequence[ArrayType]) -> None:
         """Run a program without operands and hold its results."""
-        program = ProgramCode("create", code, (), tuple(kinds), ())
+        program = DeviceProgram("create", code, (), tuple(kinds), ())
         self.arrays.update(zip(keys, compiled(program, self.places)(), strict=True))
 
-    def fetch(self, key: Key, kind: BufferType, devices: Sequence[int]) -> list[np.ndarray]:
+    def fetch(self, key: Key, kind: ArrayType, devices: Sequence[int]) -> list[np.ndarray]:
         """Parts of an array, packed."""
         found = []
         for device in devices:
@@ -409,7 +409,7 @@ class Worker:
         """Why it cannot read, or write, beside a file; empty: it can."""
         return unseen(token, word, writing)
 
-    def read(self, folder: str, arrays: Sequence[tuple[Key, BufferType, str, tuple[int, int]]]) -> None:
+    def read(self, folder: str, arrays: Sequence[tuple[Key, ArrayType, str, tuple[int, int]]]) -> None:
         """Hold arrays of a checkpoint, of each the parts for this worker's devices.
 
         Args:
@@ -422,7 +422,7 @@ class Worker:
             self.arrays[key] = on_devices(kind, self.places, True)([tile.view(kind.dtype) for tile in tiles])
             self._stand(0)
 
-    def take(self, save: int, places: Sequence[tuple[Key, BufferType, int]]) -> None:
+    def take(self, save: int, places: Sequence[tuple[Key, ArrayType, int]]) -> None:
         """Copy parts of arrays: what a device of the mesh holds of each."""
         tiles = []
         for key, kind, device in places:
@@ -444,7 +444,7 @@ class Worker:
         """Let go of what was copied, also while it is being written."""
         self._disk.forget(save)
 
-    def _placed(self, kind: BufferType, value: Any) -> jax.Array:
+    def _placed(self, kind: ArrayType, value: Any) -> jax.Array:
         return on_devices(kind, self.places, True)([np.asarray(value)] * len(own_boxes(kind, self.seat)))
 
 

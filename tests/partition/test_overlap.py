@@ -8,8 +8,8 @@ import pytest
 
 import autopar
 from autopar import Cluster, DataParallel, ThreeD
-from autopar.runtime import overlap
-from autopar.runtime.overlap import compile_lowered, overlap_options
+from autopar.partition import overlap
+from autopar.partition.overlap import compile_lowered, overlap_options
 
 LAYERS, WIDTH = 6, 64
 WIDE = 4096
@@ -47,7 +47,7 @@ def fsdp():
     """Weights are split and gathered layer by layer: for all of them at once there is no memory."""
     method = DataParallel(zero=3, memory_budget_bytes=900_000_000)
     plan = autopar.parallelize(step, cluster=Cluster.of("4 h100"), method=method).plan(*types(WIDE))
-    return plan.origin.sharded.body, plan.mesh
+    return plan.origin.pipeline.stages[0].sharded.body, plan.mesh
 
 
 def test_a_layer_is_gathered_as_one_message_and_ahead():
@@ -68,7 +68,7 @@ def test_this_xla_knows_every_option():
 
 def test_no_communication_no_options():
     plan = autopar.parallelize(step, cluster=Cluster.of("1 h100")).plan(*types())
-    assert overlap_options(plan.origin.sharded.body, plan.mesh) == {}
+    assert overlap_options(plan.origin.pipeline.stages[0].sharded.body, plan.mesh) == {}
 
 
 def test_only_on_gpus():
@@ -103,11 +103,10 @@ def test_both_runtimes_pass_them(method, monkeypatch):
     """Each program is compiled through the same door, with the options of its own body."""
     seen = []
 
-    def spy(lowered, options, platform):
+    def spy(lowered, options, platform, given=None):
         seen.append((dict(options), platform))
         return lowered.compile()
 
-    monkeypatch.setattr("autopar.runtime.local.compile_lowered", spy)
     monkeypatch.setattr("autopar.runtime.compile.compile_lowered", spy)
     arguments = jnp.ones((LAYERS, WIDTH, WIDTH)), {"x": jnp.ones((64, WIDTH))}
     compiled = autopar.parallelize(step, cluster=Cluster.local(jax.devices()[:4]), method=method).compile(*arguments)
@@ -115,4 +114,6 @@ def test_both_runtimes_pass_them(method, monkeypatch):
     told = [options for options, _ in seen if options]
     assert told and all(options["xla_gpu_enable_latency_hiding_scheduler"] for options in told)
     if len(compiled.plan.stages) == 1:
-        assert told == [overlap.overlap_options(compiled.plan.origin.sharded.body, compiled.plan.mesh)]
+        assert told == [
+            overlap.overlap_options(compiled.plan.origin.pipeline.stages[0].sharded.body, compiled.plan.mesh)
+        ]

@@ -1,0 +1,66 @@
+"""Stages that are equal but for the names of their values: sharded and lowered once.
+
+In:     a stage's program, the plan of an equal one.
+Out:    `StagePlan`.
+Method: the choices are taken over. For the clock it is enough to give the other's tasks the names of this stage's values;
+        what each device does is lowered when something runs or is told of it: a search throws most pipelines away.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from autopar.inter_op.stage_plan import StagePlan, TaskPlan, lower_stage
+from autopar.inter_op.stage_program import StageProgram
+from autopar.inter_op.stage_tasks import Slot, Task
+from autopar.intra_op.costs import build_problem
+from autopar.intra_op.graph import build_graph
+from autopar.intra_op.shard import Sharded, read_off
+from autopar.ir.canonical import canonical_key
+from autopar.mesh import Device
+
+
+def take_over(program: StageProgram, like: StagePlan, device: Device) -> StagePlan:
+    """An equal stage under the same choices, its tasks with the names of its values where these are equal too."""
+    if like.program is program:
+        return like
+    taken = StagePlan(program, like.mesh, like.sharded, like.tasks, borrowed=True)
+    if len(program.tasks) == len(like.tasks) and all(map(_are_equal, program.tasks, like.tasks)):
+        tasks = tuple(map(_renamed, program.tasks, like.tasks))
+        return dataclasses.replace(taken, tasks=tasks)
+    return lowered(taken, device)
+
+
+def lowered(stage: StagePlan, device: Device) -> StagePlan:
+    """The stage with what each device does in its own values."""
+    if not stage.borrowed:
+        return stage
+    program, mesh, old = stage.program, stage.mesh, stage.sharded
+    graph = build_graph(program.jaxpr, mesh, program.aliases, dict(program.batch), program.anew, program.twice)
+    assert len(graph.nodes) == len(old.choices), "the stages are not equal"
+    problem = build_problem(graph, device, old.class_of, old.allowed.masks)
+    donated = [k in program.aliases.values() for k in range(len(program.jaxpr.invars))]
+    sharded: Sharded = read_off(
+        program.jaxpr, graph, old.choices, old.class_of, problem, old.solution, old.allowed, device, donated
+    )
+    return lower_stage(program, mesh, device, sharded)
+
+
+def _are_equal(task: Task, other: TaskPlan) -> bool:
+    """Whether they do the same, with the same kinds of operands and results."""
+    kinds = [(s.kind, s.placement) for s in (*task.inputs, *task.outputs)]
+    return (
+        task.kind == other.task.kind
+        and kinds == [(s.kind, s.placement) for s in (*other.task.inputs, *other.task.outputs)]
+        and canonical_key(task.jaxpr) == canonical_key(other.task.jaxpr)
+    )
+
+
+def _renamed(task: Task, other: TaskPlan) -> TaskPlan:
+    def borders(slots: Sequence[Slot], like: Sequence) -> tuple:
+        return tuple(dataclasses.replace(border, slot=slot) for slot, border in zip(slots, like, strict=True))
+
+    return dataclasses.replace(
+        other, task=task, inputs=borders(task.inputs, other.inputs), outputs=borders(task.outputs, other.outputs)
+    )

@@ -1,0 +1,77 @@
+"""The checker of sharded programs, run behind lowering in tests (`AUTOPAR_CHECK=1`).
+
+In:     `Body`.
+Out:    nothing, or an `AssertionError` that names the instruction: this is a bug of ours, never the user's.
+Method: every copy is made before it is read or waited for; a move's step leads where the move says; borders of loops and
+        branches have one sharding for each value on both sides.
+"""
+
+from __future__ import annotations
+
+from autopar._jax import Literal
+from autopar.cost.steps import apply_to_sharding
+from autopar.intra_op.sharded import (
+    Body,
+    Compute,
+    Copy,
+    Fused,
+    Move,
+    Region,
+    copies_awaited,
+    copies_made,
+    copies_read,
+    describe,
+)
+from autopar.ir.region import region_of
+from autopar.mesh import LogicalMesh, Sharding
+
+
+def check_body(body: Body, mesh: LogicalMesh) -> None:
+    """Assert that a sharded program can be carried out.
+
+    Raises:
+        AssertionError: It cannot; the message names the instruction.
+    """
+    there: set[Copy] = set(body.inputs)
+    assert len(there) == len(body.inputs), "an input comes twice"
+    for instruction in body.instructions:
+        for copy in (*copies_read(instruction), *copies_awaited(instruction)):
+            assert copy in there, f"{instruction}: {_text(copy)} is not there"
+        match instruction:
+            case Move() | Fused():
+                for move in instruction.moves if isinstance(instruction, Fused) else (instruction,):
+                    reached = apply_to_sharding(move.step, move.source, mesh)
+                    assert reached == move.target, f"{move}: leads to {reached}"
+            case Compute(eqn, rule, strategy):
+                assert len(rule.operands) == len(strategy.operands) == len(eqn.invars), f"{instruction}: operands"
+                assert len(rule.results) == len(strategy.results) == len(eqn.outvars), f"{instruction}: results"
+            case Region():
+                _check_border(instruction, mesh)
+        there.update(copies_made(instruction))
+    for atom, sharding in body.outputs:
+        known = isinstance(atom, Literal) or (atom, sharding) in there
+        assert known, f"the result {atom} is not there in {sharding}"
+
+
+def _check_border(region: Region, mesh: LogicalMesh) -> None:
+    parts, at = region_of(region.eqn), describe(region.eqn)
+    assert len(region.bodies) == len(parts.bodies), f"{at}: {len(region.bodies)} bodies"
+    for inner, program in zip(region.bodies, parts.bodies, strict=True):
+        assert [var for var, _ in inner.inputs] == list(program.invars), f"{at}: a body has other inputs"
+        assert len(inner.outputs) == len(program.outvars), f"{at}: a body has other results"
+        check_body(inner, mesh)
+    inside = {var: sharding for inner in region.bodies for var, sharding in inner.inputs}
+    entering = [b for b in parts.bindings if b.outer is not None]
+    for b, outside in zip(entering, region.operands, strict=True):
+        lies = [_row(outside, b.is_stacked), *(inside[var] for var in b.variables)]
+        assert len(set(lies)) == 1, f"{at}: {b.role} lies as {', '.join(map(str, lies))}"
+
+
+def _row(sharding: Sharding, is_stacked: bool) -> Sharding:
+    """What each trip has of a stack."""
+    return Sharding(sharding.dims[1:], sharding.partial) if is_stacked else sharding
+
+
+def _text(copy: Copy) -> str:
+    var, sharding = copy
+    return f"{var} in {sharding}"

@@ -1,0 +1,97 @@
+"""The type of an array between programs, and how it lies on a mesh.
+
+In:     a shape, an element type, a `Sharding`, a `LogicalMesh`.
+Out:    `ArrayType`, which can be compared and sent; what each device holds; the same over devices, as JAX has it.
+Method: a partial sum has no global array of its own: between programs it is one with a leading dim, one row per device that
+        holds a part. What is stacked over microbatches has a leading dim of them, which is never split.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, NamedSharding
+
+from autopar.mesh.logical_mesh import LogicalMesh
+from autopar.mesh.sharding import Sharding
+
+Box = tuple[tuple[int, int], ...]
+"""For each dim (first, behind the last) position."""
+
+
+@dataclass(frozen=True, slots=True)
+class ArrayType:
+    """An array on a mesh.
+
+    Attributes:
+        shape: Of the whole.
+        dtype: Its element type.
+        sharding: How its last dims lie on the mesh; those before are whole.
+        mesh: The mesh.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    sharding: Sharding
+    mesh: LogicalMesh
+
+    @property
+    def array(self) -> ArrayType:
+        """As programs hold it: a partial sum with its leading dim, every dim told."""
+        leading = ((),) * (len(self.shape) - len(self.sharding.dims))
+        partial = self.sharding.partial
+        if not partial and not leading:
+            return self
+        rows = (math.prod(self.mesh.size_of(axis) for axis in partial),) if partial else ()
+        dims = (*((partial,) if partial else ()), *leading, *self.sharding.dims)
+        return ArrayType((*rows, *self.shape), self.dtype, Sharding(dims), self.mesh)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def local_bytes(self) -> int:
+        """On one device."""
+        leading = len(self.shape) - len(self.sharding.dims)
+        local = self.sharding.local_shape(self.shape[leading:], self.mesh)
+        return math.prod((*self.shape[:leading], *local)) * self.dtype.itemsize
+
+    def on(self, places: jax.sharding.Mesh | AbstractMesh) -> NamedSharding:
+        """How the array of `array` lies over these devices, as JAX has it."""
+        return NamedSharding(places, self.array.sharding.partition_spec())
+
+    def struct(self, places: jax.sharding.Mesh | AbstractMesh) -> jax.ShapeDtypeStruct:
+        """The array of `array` over these devices, as JAX wants it for lowering."""
+        return jax.ShapeDtypeStruct(self.array.shape, self.dtype, sharding=self.on(places))
+
+    def boxes(self) -> list[Box]:
+        """What each device holds of the array of `array`, in mesh order."""
+        array = self.array
+        return boxes(array.shape, array.sharding, array.mesh)
+
+    def __str__(self) -> str:
+        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+
+
+def boxes(shape: Sequence[int], sharding: Sharding, mesh: LogicalMesh) -> list[Box]:
+    """The part of the tensor that each device of a mesh holds, in mesh order."""
+    found = []
+    for place in itertools.product(*(range(n) for n in mesh.shape)):
+        at = dict(zip(mesh.axis_sizes, place, strict=True))
+        box = []
+        for length, axes in zip(shape, sharding.dims, strict=True):
+            index, parts = 0, 1
+            for axis in axes:
+                index = index * mesh.size_of(axis) + at[axis]
+                parts *= mesh.size_of(axis)
+            size = length // parts
+            box.append((index * size, (index + 1) * size))
+        found.append(tuple(box))
+    return found
