@@ -33,7 +33,8 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
-from autopar.errors import InfeasibleError
+from autopar.errors import AutoparError, InfeasibleError
+from autopar.verify.targets import find_target
 
 SCANNED = gpt.Config(scanned=True)
 MODELS: dict[str, Callable[[], tuple[Any, Any, Any]]] = {
@@ -71,6 +72,11 @@ def main() -> None:
     parser.add_argument("--target", default="h100")
     parser.add_argument("--again", action="store_true", help="do what the file holds already again")
     chosen = parser.parse_args()
+    try:
+        find_target(chosen.target, autopar.Cluster.of(f"8 {chosen.target}"))
+    except AutoparError as error:  # `make bench` runs everything, also where the compiler is not installed
+        print(error)
+        return
     found: dict[str, Any] = json.loads(chosen.file.read_text()) if chosen.file and chosen.file.exists() else {}
     for name in chosen.models.split(","):
         for method in chosen.methods.split(","):
