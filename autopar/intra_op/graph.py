@@ -154,7 +154,7 @@ class Graph:
         outputs: Port of each program output.
         batch: Which dims run over samples.
         traffic: What each operation brings through memory, once that is known (`traffic.py`).
-        held: Values that take memory, once that is known (`costs.held_values`).
+        held: Values that go through memory, likewise.
     """
 
     mesh: LogicalMesh
@@ -171,7 +171,7 @@ class Graph:
     outputs: list[int] = field(default_factory=list)
     batch: BatchDims = field(default_factory=BatchDims)
     traffic: Any = None
-    held: Any = None
+    held: frozenset[Var] | None = None
 
 
 @dataclass(frozen=True, slots=True)

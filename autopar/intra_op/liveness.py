@@ -2,9 +2,10 @@
 
 In:     `Body`, the mesh, which values are stored at all, which inputs are donated.
 Out:    `Liveness`: bytes of arguments and results, the peak, when it is, and who is alive then.
-Method: a copy lives from the instruction that makes it to its last reader. Inputs live throughout unless donated, then
-        to their last reader. A loop's body adds its own peak; its stacked outputs live from before the loop. Values
-        inside chains of pointwise operations take no memory of their own (`costs.py`): compilers fuse those.
+Method: a copy lives from the instruction that makes it to its last reader. What a scatter or a loop is the last to read, it
+        changes where it lies. Inputs live throughout unless donated, then to their last reader. A loop's body adds its own
+        peak; its stacked outputs live from before the loop. Values inside kernels take no memory of their own
+        (`traffic.py`): what they are made from is read where they are.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from autopar._jax import Literal, Var
+from autopar.cost.steps import step_kind
 from autopar.intra_op.sharded import (
     Body,
     Compute,
@@ -27,7 +29,8 @@ from autopar.intra_op.sharded import (
     copies_read,
     local_bytes,
 )
-from autopar.ir.region import kind_of
+from autopar.intra_op.traffic import is_in_place
+from autopar.ir.region import kind_of, region_of
 from autopar.mesh import LogicalMesh
 
 _FALLEN = 0.99
@@ -147,7 +150,7 @@ def _peaks(
     Copies in `free` are counted by the caller, values `elsewhere` by no one. What is alive at each instruction is added to
     `curve`.
     """
-    last = _lifetimes(body, pinned)
+    last, over = _lifetimes(body, pinned, stored)
     alive: dict[_Version, int] = {
         (copy, -1): 0 if copy in free or copy[0] in elsewhere else local_bytes(*copy, mesh) for copy in body.inputs
     }
@@ -161,20 +164,33 @@ def _peaks(
     for copy in body.inputs:
         if (copy, -1) not in last:
             total -= alive.pop((copy, -1))
+    start = dict.fromkeys(body.inputs, -1)
     for position, instruction in enumerate(body.instructions):
+        sent = [
+            Alive(copy, local_bytes(*copy, mesh), body, position)
+            for copy in _sent(instruction, stored)
+            if start[copy] >= 0 and not alive.get((copy, start[copy]), 1) and copy[0] not in elsewhere
+        ]
+        start.update(dict.fromkeys(copies_made(instruction), position))
         for copy in copies_made(instruction):
             var = copy[0]
             is_stored = (var in stored or not isinstance(instruction, Compute)) and var not in elsewhere
             alive[copy, position] = size[copy, position] = local_bytes(*copy, mesh) if is_stored else 0
             total += alive[copy, position]
+            for source in over.get((copy, position), ()):
+                if last.get(source) == position and alive.get(source, 0) == alive[copy, position] > 0:
+                    total -= alive.pop(source)
+                    last[source] = position - 1
+                    break
         inner = _inner_peak(instruction, mesh, stored)
+        now = total + inner.bytes + sum(each.num_bytes for each in sent)
         if curve is not None:
-            curve.append(total + inner.bytes)
-        if total + inner.bytes < _FALLEN * most.bytes:
+            curve.append(now)
+        if now < _FALLEN * most.bytes:
             peaks.append(most)
             most = _Peak(0, position, ())
-        if total + inner.bytes > most.bytes:
-            most = _Peak(total + inner.bytes, position, inner.alive, inner.packed, inner.at or instruction)
+        if now > most.bytes:
+            most = _Peak(now, position, (*sent, *inner.alive), inner.packed, inner.at or instruction)
         for made in dying.get(position, ()):
             total -= alive.pop(made, 0)
         for copy in copies_made(instruction):
@@ -185,6 +201,13 @@ def _peaks(
     return [dataclasses.replace(p, alive=(*_at(body, p.moment, size, last), *p.alive)) for p in fullest]
 
 
+def _sent(instruction: Instruction, stored: AbstractSet[Var]) -> list[Copy]:
+    """Copies inside kernels that a collective takes: they go through memory, if only for that."""
+    if isinstance(instruction, Move) and step_kind(instruction.step) is not None and instruction.var not in stored:
+        return [(instruction.var, instruction.source)]
+    return []
+
+
 def _at(body: Body, moment: int, size: Mapping[_Version, int], last: Mapping[_Version, int]) -> Iterator[Alive]:
     """Copies that are alive at a moment: made by then, and read there or later; or made there."""
     for version, num_bytes in size.items():
@@ -193,18 +216,56 @@ def _at(body: Body, moment: int, size: Mapping[_Version, int], last: Mapping[_Ve
             yield Alive(copy, num_bytes, body, moment)
 
 
-def _lifetimes(body: Body, pinned: AbstractSet[Copy]) -> dict[_Version, int]:
-    """Where each copy is read last; one that is made again is another."""
+def _lifetimes(
+    body: Body, pinned: AbstractSet[Copy], stored: AbstractSet[Var]
+) -> tuple[dict[_Version, int], dict[_Version, tuple[_Version, ...]]]:
+    """Where each copy is read last, and over which others it may be written.
+
+    A copy that is made again is another. What takes no memory is computed where it is read: what it is made from is read
+    there, too.
+    """
     start = dict.fromkeys(body.inputs, -1)
     last: dict[_Version, int] = {(copy, -1): len(body.instructions) for copy in pinned}
+    # What a copy that takes no memory is made from.
+    made_from: dict[_Version, tuple[_Version, ...]] = {}
+    over: dict[_Version, tuple[_Version, ...]] = {}
+
+    def read(copy: Copy, position: int) -> tuple[_Version, ...]:
+        version = copy, start[copy]
+        sources = made_from.get(version, (version,))
+        for each in (version, *sources):
+            last[each] = max(position, last.get(each, 0))
+        return sources
+
     for position, instruction in enumerate(body.instructions):
-        for copy in copies_read(instruction):
-            last[copy, start[copy]] = max(position, last.get((copy, start[copy]), 0))
+        operands = [read(copy, position) for copy in copies_read(instruction)]
         start.update(dict.fromkeys(copies_made(instruction), position))
+        if isinstance(instruction, Compute):
+            sources = tuple(dict.fromkeys(source for found in operands for source in found))
+            for copy in copies_made(instruction):
+                if copy[0] not in stored:
+                    made_from[copy, position] = sources
+                elif is_in_place(instruction.eqn) and operands:
+                    over[copy, position] = operands[0]
+        elif isinstance(instruction, Region):
+            over.update(_carried(instruction, position, start))
     for atom, sharding in body.outputs:
         if not isinstance(atom, Literal):
-            last[(atom, sharding), start[atom, sharding]] = len(body.instructions)
-    return last
+            read((atom, sharding), len(body.instructions))
+    return last, over
+
+
+def _carried(
+    region: Region, position: int, start: Mapping[Copy, int]
+) -> Iterator[tuple[_Version, tuple[_Version, ...]]]:
+    """The results of a loop that are written over what they were before it."""
+    results = dict(zip(region.eqn.outvars, region.results, strict=True))
+    read = zip(region.eqn.invars, region.operands, strict=True)
+    operands = {atom: sharding for atom, sharding in read if isinstance(atom, Var)}
+    for b in region_of(region.eqn).of_role("carry", "through"):
+        if b.result in results and isinstance(b.outer, Var):
+            copy = b.outer, operands[b.outer]
+            yield ((b.result, results[b.result]), position), ((copy, start.get(copy, -1)),)
 
 
 def packed_bytes(move: Move, mesh: LogicalMesh) -> int:
