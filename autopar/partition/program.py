@@ -8,6 +8,7 @@ Method: an interpreter over copies `(var, sharding) -> local array`; loops and b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Sequence
 from typing import assert_never
 
@@ -25,6 +26,7 @@ from autopar.partition.collectives import apply_fused, apply_step
 from autopar.partition.equation import run_equation
 from autopar.partition.order import after, communicates, needs_order
 from autopar.partition.owned import owned_copies, without_loss
+from autopar.partition.stacks import scan_into_late_stacks
 
 Copies = dict[Copy, jax.Array]
 _LITTLE = 8
@@ -155,6 +157,16 @@ def _read(copies: Copies, atom: Var | Literal, sharding: Sharding, axis_sizes: M
     return apply_step(value, Mask(sharding.partial), axis_sizes) if sharding.partial else value
 
 
+def _local_types(region: Region, axis_sizes: Mapping[str, int]) -> list[jax.ShapeDtypeStruct]:
+    """Of a region's results on one device."""
+    found = []
+    for var, sharding in zip(region.eqn.outvars, region.results, strict=True):
+        parts = [math.prod(axis_sizes[axis] for axis in axes) for axes in sharding.dims]
+        shape = [size // count for size, count in zip(var.aval.shape, parts, strict=True)]
+        found.append(jax.ShapeDtypeStruct(tuple(shape), var.aval.dtype))
+    return found
+
+
 def _run_region(
     region: Region, operands: Sequence[jax.Array], axis_sizes: Mapping[str, int], in_order: bool
 ) -> Sequence[jax.Array]:
@@ -173,7 +185,11 @@ def _run_region(
                 return made[: len(carried)], made[len(carried) :]
 
             how = {name: params[name] for name in ("length", "reverse", "unroll")}
-            last, stacks = lax.scan(step, carries, tuple(of_role["xs"]), **how)
+            if in_order:
+                types = _local_types(region, axis_sizes)[len(carries) :]
+                last, stacks = scan_into_late_stacks(step, carries, tuple(of_role["xs"]), types, **how)
+            else:
+                last, stacks = lax.scan(step, carries, tuple(of_role["xs"]), **how)
             return [*last, *stacks]
         case "while":
             num_tests = sum(b.inner[0] is not None for b in parts.consts)
