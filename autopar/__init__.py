@@ -2,10 +2,12 @@
 
 import autopar.adapters  # noqa: F401  (registers them)
 from autopar import checkpoint, errors, loggers
-from autopar.api import CompiledStep, ParallelStep, parallelize
+from autopar.api import parallelize
 from autopar.calibrate import calibrate
 from autopar.compare import Comparison, compare
+from autopar.compiled import CompiledStep
 from autopar.fit import fit
+from autopar.fit.hosts import batches
 from autopar.follow import follow
 from autopar.ir.rules.mark import mark_stage
 from autopar.ir.rules.opaque import sharding_rule
@@ -13,6 +15,7 @@ from autopar.mesh import Achieved, Cluster, Device, Link, LogicalMesh, MachinePr
 from autopar.report.plan import Plan
 from autopar.report.show import show
 from autopar.search.methods import Auto, DataParallel, Inference, PipelineParallel, ShardParallel, ThreeD
+from autopar.step import ParallelStep
 
 __version__ = "0.1.0"
 __all__ = [
@@ -32,6 +35,7 @@ __all__ = [
     "Plan",
     "ShardParallel",
     "ThreeD",
+    "batches",
     "calibrate",
     "checkpoint",
     "compare",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import math
 import os
 import sys
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ from typing import Any
 
 from autopar.errors import AutoparError, PlanFileError, StalePlanError
 
-STEP_HELP = "the parallelized step, as module:name"
+STEP_HELP = "the step, as module:name; parallelized or not"
 ARGS_HELP = "its arguments, as module:name: a tuple, or a function that returns one"
 CLUSTER_HELP = 'a machine, which need not be there: "8 h100", "8x8 h200", "v5p-64"'
 METHOD_HELP = 'how to split: "auto", "fsdp", "PipelineParallel(num_stages=4)"; else the step\'s own'
@@ -43,81 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: Words after `autopar`; None: those of this process.
     """
-    parser = argparse.ArgumentParser(
-        prog="autopar",
-        description="Make, read, compare, explain and check parallel plans.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="store_true", help="print the versions of autopar, JAX and Python")
-    commands = parser.add_subparsers(dest="command")
-
-    command = commands.add_parser("plan", help="print a plan file; or plan a step and print, perhaps save, its plan")
-    command.add_argument("file", nargs="?", help="a plan file")
-    command.add_argument("--step", help=STEP_HELP)
-    command.add_argument("--args", help=ARGS_HELP)
-    command.add_argument("--cluster", help=CLUSTER_HELP + "; else the step's own")
-    command.add_argument("--method", help=METHOD_HELP)
-    command.add_argument("--save", metavar="FILE", help="write the plan")
-    command.add_argument("--html", metavar="FILE", help="write a page of pictures, for a browser")
-    command.set_defaults(run=_plan)
-
-    command = commands.add_parser("compare", help="plan a step for several clusters, and print one table")
-    command.add_argument("step", help=STEP_HELP)
-    command.add_argument("--args", required=True, help=ARGS_HELP)
-    command.add_argument("--cluster", nargs="+", required=True, help=CLUSTER_HELP)
-    command.add_argument("--method", nargs="+", help=METHOD_HELP)
-    command.add_argument("--price", metavar="FILE", help=PRICE_HELP)
-    command.add_argument("--html", metavar="FILE", help="write a page with bars, too")
-    command.add_argument("--sort", choices=("step", "rate", "price", "energy"), default="step", help="(step)")
-    command.set_defaults(run=_compare)
-
-    command = commands.add_parser("diff", help="what differs between two plan files; exit status 1 if anything does")
-    command.add_argument("this")
-    command.add_argument("other")
-    command.add_argument("--html", metavar="FILE", help="write both, beside each other, as a page of pictures")
-    command.set_defaults(run=_diff)
-
-    command = commands.add_parser("explain", help="why an argument or operation is sharded as it is")
-    command.add_argument("file", help="a plan file")
-    command.add_argument(
-        "name", help='path of an argument, a glob, or part of an operation such as "dot_general at train.py:12"'
-    )
-    command.add_argument(
-        "--step", required=True, help=STEP_HELP + ": a file holds what was decided, not the alternatives"
-    )
-    command.add_argument("--args", required=True, help=ARGS_HELP)
-    command.set_defaults(run=_explain)
-
-    command = commands.add_parser(
-        "verify",
-        help="check a plan file: that it agrees with itself, with its step if one is named, and with XLA's compiler if a "
-        "target is; exit status 1 if anything does not",
-    )
-    command.add_argument("file", help="a plan file")
-    command.add_argument("--step", help=STEP_HELP)
-    command.add_argument("--args", help=ARGS_HELP)
-    command.add_argument("--target", metavar="DEVICE", help=TARGET_HELP)
-    command.add_argument("--html", metavar="FILE", help="write what the compiler says as a page, too")
-    command.set_defaults(run=_verify)
-
-    command = commands.add_parser("simulate", help="the step of a plan file on a clock")
-    command.add_argument("file", help="a plan file")
-    command.add_argument("--trace", metavar="FILE", help="write it as a Chrome trace, for ui.perfetto.dev")
-    command.set_defaults(run=_simulate)
-
-    command = commands.add_parser("doctor", help="what this machine can do; exit status 1 if something necessary fails")
-    command.add_argument("--json", action="store_true", help="print JSON")
-    command.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="end a silent probe (60)")
-    command.add_argument("--ray-address", metavar="HOST:PORT", help="of a Ray cluster; else the one `ray status` finds")
-    command.set_defaults(run=_doctor)
-
-    command = commands.add_parser("calibrate", help="measure this machine, for Cluster.local(profile=...)")
-    command.add_argument("--save", metavar="FILE", help="write the profile as JSON")
-    command.add_argument("--devices", type=int, metavar="N", help="how many; on CPU so many virtual ones (else all)")
-    command.add_argument("--seconds", type=float, default=120.0, help="about how long it may take (120)")
-    command.set_defaults(run=_calibrate)
-
+    parser = _parser()
     options = parser.parse_args(argv)
     if options.version:
         return _version()
@@ -136,6 +61,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="autopar",
+        description="Make, read, compare, explain and check parallel plans.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="store_true", help="print the versions of autopar, JAX and Python")
+    commands = parser.add_subparsers(dest="command")
+    for add in (
+        _add_plan,
+        _add_compare,
+        _add_diff,
+        _add_explain,
+        _add_verify,
+        _add_simulate,
+        _add_doctor,
+        _add_calibrate,
+    ):
+        add(commands)
+    return parser
+
+
 def _version() -> int:
     import platform
 
@@ -145,6 +93,18 @@ def _version() -> int:
 
     print(f"autopar {__version__}, JAX {jax.__version__}, Python {platform.python_version()}")
     return 0
+
+
+def _add_plan(commands: Any) -> None:
+    command = commands.add_parser("plan", help="print a plan file; or plan a step and print, perhaps save, its plan")
+    command.add_argument("file", nargs="?", help="a plan file")
+    command.add_argument("--step", help=STEP_HELP)
+    command.add_argument("--args", help=ARGS_HELP)
+    command.add_argument("--cluster", help=CLUSTER_HELP + "; else the step's own")
+    command.add_argument("--method", help=METHOD_HELP)
+    command.add_argument("--save", metavar="FILE", help="write the plan")
+    command.add_argument("--html", metavar="FILE", help="write a page of pictures, for a browser")
+    command.set_defaults(run=_plan)
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -182,6 +142,18 @@ def _plan(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_compare(commands: Any) -> None:
+    command = commands.add_parser("compare", help="plan a step for several clusters, and print one table")
+    command.add_argument("step", help=STEP_HELP)
+    command.add_argument("--args", required=True, help=ARGS_HELP)
+    command.add_argument("--cluster", nargs="+", required=True, help=CLUSTER_HELP)
+    command.add_argument("--method", nargs="+", help=METHOD_HELP)
+    command.add_argument("--price", metavar="FILE", help=PRICE_HELP)
+    command.add_argument("--html", metavar="FILE", help="write a page with bars, too")
+    command.add_argument("--sort", choices=("step", "rate", "price", "energy"), default="step", help="(step)")
+    command.set_defaults(run=_compare)
+
+
 def _compare(options: argparse.Namespace) -> int:
     from autopar.compare import compare
 
@@ -191,6 +163,14 @@ def _compare(options: argparse.Namespace) -> int:
         found.save_html(options.html)
     print(found)
     return 0
+
+
+def _add_diff(commands: Any) -> None:
+    command = commands.add_parser("diff", help="what differs between two plan files; exit status 1 if anything does")
+    command.add_argument("this")
+    command.add_argument("other")
+    command.add_argument("--html", metavar="FILE", help="write both, beside each other, as a page of pictures")
+    command.set_defaults(run=_diff)
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -206,6 +186,19 @@ def _diff(options: argparse.Namespace) -> int:
     return 1 if text else 0
 
 
+def _add_explain(commands: Any) -> None:
+    command = commands.add_parser("explain", help="why an argument or operation is sharded as it is")
+    command.add_argument("file", help="a plan file")
+    command.add_argument(
+        "name", help='path of an argument, a glob, or part of an operation such as "dot_general at train.py:12"'
+    )
+    command.add_argument(
+        "--step", required=True, help=STEP_HELP + ": a file holds what was decided, not the alternatives"
+    )
+    command.add_argument("--args", required=True, help=ARGS_HELP)
+    command.set_defaults(run=_explain)
+
+
 def _explain(options: argparse.Namespace) -> int:
     from autopar.report.plan import Plan
 
@@ -214,12 +207,27 @@ def _explain(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_verify(commands: Any) -> None:
+    command = commands.add_parser(
+        "verify",
+        help="check a plan file: that it agrees with itself, with its step if one is named, and with XLA's compiler if a "
+        "target is; exit status 1 if anything does not",
+    )
+    command.add_argument("file", help="a plan file")
+    command.add_argument("--step", help=STEP_HELP)
+    command.add_argument("--args", help=ARGS_HELP)
+    command.add_argument("--target", metavar="DEVICE", help=TARGET_HELP)
+    command.add_argument("--html", metavar="FILE", help="write what the compiler says as a page, too")
+    command.set_defaults(run=_verify)
+
+
 def _verify(options: argparse.Namespace) -> int:
     """The file agrees with itself; with a step, its choices are lowered again and must give what it lists."""
+    from autopar.plan.contradictions import contradictions
     from autopar.report.plan import Plan
 
     plan = Plan.load(options.file)
-    problems = _contradictions(plan)
+    problems = contradictions(plan)
     found = None
     if (options.step or options.target) and not problems:
         step, args = _step_and_args(options)
@@ -244,6 +252,13 @@ def _verify(options: argparse.Namespace) -> int:
     return 1 if problems or (found is not None and not found.ok) else 0
 
 
+def _add_simulate(commands: Any) -> None:
+    command = commands.add_parser("simulate", help="the step of a plan file on a clock")
+    command.add_argument("file", help="a plan file")
+    command.add_argument("--trace", metavar="FILE", help="write it as a Chrome trace, for ui.perfetto.dev")
+    command.set_defaults(run=_simulate)
+
+
 def _simulate(options: argparse.Namespace) -> int:
     from autopar.plan.words import seconds_text
     from autopar.report.plan import Plan
@@ -260,11 +275,27 @@ def _simulate(options: argparse.Namespace) -> int:
     return 0
 
 
+def _add_doctor(commands: Any) -> None:
+    command = commands.add_parser("doctor", help="what this machine can do; exit status 1 if something necessary fails")
+    command.add_argument("--json", action="store_true", help="print JSON")
+    command.add_argument("--timeout", type=float, default=60.0, metavar="SECONDS", help="end a silent probe (60)")
+    command.add_argument("--ray-address", metavar="HOST:PORT", help="of a Ray cluster; else the one `ray status` finds")
+    command.set_defaults(run=_doctor)
+
+
 def _doctor(options: argparse.Namespace) -> int:
     from autopar.doctor import examine
     from autopar.doctor.report import print_report
 
     return print_report(examine(options.timeout, options.ray_address), options.json)
+
+
+def _add_calibrate(commands: Any) -> None:
+    command = commands.add_parser("calibrate", help="measure this machine, for Cluster.local(profile=...)")
+    command.add_argument("--save", metavar="FILE", help="write the profile as JSON")
+    command.add_argument("--devices", type=int, metavar="N", help="how many; on CPU so many virtual ones (else all)")
+    command.add_argument("--seconds", type=float, default=120.0, help="about how long it may take (120)")
+    command.set_defaults(run=_calibrate)
 
 
 def _calibrate(options: argparse.Namespace) -> int:
@@ -298,41 +329,9 @@ def _calibrate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _contradictions(plan: Any) -> list[str]:
-    """Sums in the file that do not add up."""
-    from autopar.cost import collective_seconds
-    from autopar.plan.words import ARGUMENT_ROLES, local_bytes
-
-    cost = plan.cost
-    if not plan.is_one_program:
-        problems = []
-        seconds, parts = plan.events.seconds, cost.compute_seconds + cost.bubble_seconds
-        if not math.isclose(seconds, cost.step_seconds, rel_tol=1e-6, abs_tol=1e-12):
-            problems.append(f"its events take {seconds:.6g} s; it says {cost.step_seconds:.6g} s.")
-        if parts > cost.step_seconds * (1 + 1e-6):
-            problems.append(f"its parts take {parts:.6g} s; it says {cost.step_seconds:.6g} s.")
-        return problems
-    arguments = sum(
-        local_bytes(v.shape, v.dtype, v.sharding, plan.mesh) for v in plan.values if v.role in ARGUMENT_ROLES
-    )
-    communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, plan.mesh) for c in cost.collectives)
-    step = cost.compute_seconds + sum(cost.exposed_seconds)
-    problems = []
-    if arguments != cost.argument_bytes:
-        problems.append(f"its arguments take {arguments} bytes on a device; it says {cost.argument_bytes}.")
-    if not math.isclose(communication, cost.communication_seconds, rel_tol=1e-6, abs_tol=1e-12):
-        problems.append(
-            f"its collectives take {communication:.6g} s on its mesh; it says {cost.communication_seconds:.6g} s."
-        )
-    if not math.isclose(step, cost.step_seconds, rel_tol=1e-6, abs_tol=1e-12):
-        problems.append(f"its parts add up to {step:.6g} s; it says {cost.step_seconds:.6g} s.")
-    if max(cost.peak_bytes) > plan.budget_bytes:
-        problems.append(f"its peak of {max(cost.peak_bytes)} bytes is over its budget of {plan.budget_bytes:.0f}.")
-    return problems
-
-
 def _step_and_args(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
-    from autopar.api import ParallelStep
+    from autopar.api import parallelize
+    from autopar.step import ParallelStep
 
     if options.step is None or options.args is None:
         raise AutoparError(
@@ -343,12 +342,14 @@ def _step_and_args(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
         )
     step, args = _named(options.step), _named(options.args)
     if not isinstance(step, ParallelStep):
-        raise AutoparError(
-            "this is no parallelized step.",
-            given=f"--step={options.step}",
-            wrong=f"it is a {type(step).__name__}.",
-            do="decorate it with @autopar.parallelize.",
-        )
+        if not callable(step) or isinstance(step, type):
+            raise AutoparError(
+                "this is no step.",
+                given=options.step,
+                wrong=f"it is {step!r:.100}." if isinstance(step, type) else f"it is of type {type(step).__name__}.",
+                do="name a function of arrays, with or without @autopar.parallelize.",
+            )
+        step = parallelize(step)
     args = args() if callable(args) else args
     return step, tuple(args) if isinstance(args, tuple | list) else (args,)
 

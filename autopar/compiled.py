@@ -18,6 +18,7 @@ from autopar.calibrate.steps import one_program, pipeline, whole_steps
 from autopar.errors import AutoparError, PipelineError, StepError, StructureChangedError
 from autopar.frameworks import Adapter, Apart
 from autopar.ir.program import Program
+from autopar.ir.trace.trace import check_not_traced
 from autopar.mesh import Cluster
 from autopar.plan.arguments import check_arguments
 from autopar.report.measured import MeasuredStep
@@ -112,6 +113,10 @@ class CompiledStep:
         except StepError as error:
             if error.results is not None:
                 error.facts["results"] = error.results = self._as_returned(error.results)
+            raise
+        except TypeError:
+            for leaf, path in zip(leaves, self.program.in_paths, strict=False):
+                check_not_traced(leaf, path, self.program.name)
             raise
 
     def _as_returned(self, results: list[Any]) -> Any:

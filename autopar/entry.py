@@ -1,16 +1,22 @@
-"""Reading JSON that may be damaged: each entry knows where it stands, and is what it should be or says that it is not.
+"""Files of JSON that may be damaged: each entry knows where it stands, and is what it should be or says that it is not.
 
-In:     text.
+In:     a path, the format and version that the file is to have.
 Out:    `Entry`: `entry["cost"]["step_seconds"].number()`; whatever is wrong is a `DamageError` that names the entry.
 Method: what is accepted can be computed with: numbers are finite and of a size that a plan may have, text can be printed.
+        Written beside the target and renamed, so that a reader never sees half a file.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import os
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
+
+from autopar.errors import AutoparError
 
 LARGEST = 2**62
 """No count in a plan is larger, and no array has more elements."""
@@ -22,6 +28,65 @@ _U = TypeVar("_U")
 
 class DamageError(Exception):
     """An entry of the file is not what it should be."""
+
+
+def unwritable(kind: type[AutoparError], what: str, path: str | Path, error: OSError) -> AutoparError:
+    """What to raise where a file cannot be written."""
+    return kind(
+        f"the {what} cannot be written.",
+        given=str(path),
+        wrong=f"{error.strerror or error}.",
+        do="name a file in a directory that exists and may be written to.",
+        path=str(path),
+    )
+
+
+def write_whole(path: str | Path, text: str) -> None:
+    """Write a file as a whole.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    path = Path(path)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".part")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def read_versioned(path: str | Path, form: str, version: int) -> Entry:
+    """The object in a file of JSON.
+
+    Args:
+        path: Of the file.
+        form: What its entry "format" is to be.
+        version: What its entry "version" is to be.
+
+    Raises:
+        DamageError: The file is missing, damaged, of another format or version.
+    """
+    try:
+        record = read_json(Path(path).read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise DamageError("it is not text.") from error
+    except OSError as error:
+        raise DamageError(f"{error.strerror or error}.") from error
+    if not isinstance(record, dict) or record.get("format") != form:
+        raise DamageError(f'it is JSON, but no {form}: "format" is not "{form}".')
+    found = record.get("version")
+    if isinstance(found, bool) or found != version:
+        raise DamageError(f"it is of version {found!r}; this autopar reads version {version}.")
+    return Entry(record, "")
+
+
+def number_or_inf(value: float) -> float | str:
+    """A number as JSON can hold it, which has no infinity."""
+    return value if math.isfinite(value) else "inf"
 
 
 def read_json(text: str) -> Any:

@@ -1,12 +1,12 @@
-"""`autopar.follow`: an eval or inference step whose state lies where the train step has it.
+"""`autopar.follow`: a step whose state lies where another step has it: evaluation behind training, a prefill behind decode.
 
-In:     a step of the user's, a `ParallelStep` that trains the same parameters.
-Out:    a step called like the user's; its arguments that are (part of) the train step's state are taken as they lie.
+In:     a step of the user's, a `ParallelStep` that holds the same parameters: the one that it follows.
+Out:    a step called like the user's; its arguments that are (part of) the followed step's state are taken as they lie.
 Method: arguments are matched by structure and types, as state is (`ir/trace/state.py`); each matched array is pinned to its
-        sharding in the train step's plan, on the same mesh, and so are results that are its state (the cache that a prefill
-        makes for a decode step); everything else is found as usual. The batch is what
-        looks like a sample of the train step's batch, else what is not state. Behind a pipeline the step is cut into the
-        same stages (`search/followed.py`).
+        sharding in the followed step's plan, on the same mesh, and so are results that are its state (the cache that a
+        prefill makes for a decode step); everything else is found as usual. The batch is what looks like a sample of the
+        followed step's batch, else what is not state. Behind a pipeline the step is cut into the same stages
+        (`search/followed.py`).
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from typing import Any
 
 import jax
 
-from autopar.api import CompiledStep, ParallelStep
+from autopar.compiled import CompiledStep
 from autopar.errors import AutoparError, StructureChangedError
 from autopar.frameworks import Shell
 from autopar.ir.program import Program
 from autopar.ir.trace.state import find_batch
+from autopar.ir.trace.trace import name_of
+from autopar.mesh import Cluster
 from autopar.search.methods import Follow, Method, ShardParallel
+from autopar.step import ParallelStep
 
 
 def follow(
@@ -34,12 +37,14 @@ def follow(
     static_argnums: int | Iterable[int] | None = (),
     static_argnames: str | Iterable[str] | None = (),
 ) -> Following:
-    """Make `eval_step` run where `step` keeps its state.
+    """Make a step run where another one keeps its state.
 
     Args:
-        eval_step: Takes parameters, or the whole state, as the train step has them, and a batch.
-        step: The train step, made by `parallelize`; it has been called or compiled when this one is first called.
-        batch_argnums: As of `parallelize`. `"auto"`: the arguments like the train step's batch, if there are any; else the
+        eval_step: Takes parameters, or the whole state, as `step` has them, and a batch: it measures, or makes the cache
+            that `step` decodes with.
+        step: What it follows, made by `parallelize`: a train step, or one that decodes. It has been called or compiled when
+            this one is first called.
+        batch_argnums: As of `parallelize`. `"auto"`: the arguments like the batch of `step`, if there are any; else the
             only one that is not its state, or those that are not and share their leading dim.
         donate_argnums: As of `parallelize`, but nothing is donated unless it is named.
         static_argnums: As of `parallelize`.
@@ -56,7 +61,7 @@ def follow(
             "there is no step to follow.",
             given=f"follow({getattr(eval_step, '__name__', eval_step)}, {step!r})",
             wrong=f"it is of type {type(step).__name__}, not made by autopar.parallelize.",
-            do="pass the parallelized train step.",
+            do="pass the step whose state it takes, made by autopar.parallelize.",
         )
     return Following(eval_step, step, batch_argnums, donate_argnums, static_argnums, static_argnames)
 
@@ -87,19 +92,32 @@ class Following:
         return self.parallel(*args, **kwargs).plan(*args, **kwargs)
 
     def behind(self, step: ParallelStep) -> Following:
-        """The same step behind another train step: the one it follows, planned anew."""
+        """The same step behind another one: what it follows, planned anew."""
         return Following(self._fn, step, self._batch_argnums, self._donate_argnums, *self._static)
 
     def on_arrays(self, state: Shell, step: ParallelStep) -> Following:
-        """The same step on the arrays of its first argument's objects, behind a train step on these."""
+        """The same step on the arrays of its first argument's objects, behind a step on these."""
         fn = state.of_step(self._fn, updates=False)
         return Following(fn, step, self._batch_argnums, self._donate_argnums, *self._static)
+
+    @property
+    def cluster(self) -> Cluster:
+        """The machine: that of the step which it follows."""
+        return self._step.cluster
+
+    def compiled(self, *args: Any) -> CompiledStep:
+        """What a call with these arguments runs; compiled now if it is not. They may be types."""
+        return self.parallel(*args).compiled(*args)
+
+    @property
+    def _names(self) -> str:
+        return f"{name_of(self._fn)}, {name_of(self._step)}"
 
     def parallel(self, *args: Any, **kwargs: Any) -> ParallelStep:
         """The parallel step, made for the first arguments.
 
         Raises:
-            StructureChangedError: No argument is a part of the train step's state, or that step has no plan yet.
+            StructureChangedError: No argument is a part of the followed step's state, or that step has no plan yet.
         """
         if self._parallel is None:
             method, batch = self._follow(args, kwargs)
@@ -113,28 +131,29 @@ class Following:
         compiled = self._step.latest()
         if compiled is None:
             raise StructureChangedError(
-                "the train step has no plan yet.",
-                given=f"follow({getattr(self._fn, '__name__', self._fn)}, ...), called before the step it follows",
+                "the step that is followed has no plan yet.",
+                given=f"follow({self._names}), called before `{name_of(self._step)}`",
                 wrong="where its state lies is decided when it is first called.",
-                do="call the train step, or step.compile(...), before.",
+                do=f"call `{name_of(self._step)}`, or its compile(...), before.",
                 path="",
             )
-        trained = _subtrees(compiled.program.in_tree, compiled.program.in_avals)
+        held = _subtrees(compiled.program.in_tree, compiled.program.in_avals)
         program = self._traced.program(*args, **kwargs)
         found: dict[int, int] = {}
         others = []
         for number, (tree, first, last) in enumerate(_ranges(program.in_tree)):
-            start = trained.get((tree, _types(program.in_avals[first:last])))
+            start = held.get((tree, _types(program.in_avals[first:last])))
             if start is not None and last > first and start not in compiled.plan.attached.roles.batch:
                 found.update(zip(range(first, last), range(start, start + last - first), strict=True))
             elif last > first:
                 others.append(number)
         if not found:
             raise StructureChangedError(
-                "no argument of the eval step is state of the train step.",
-                given=", ".join(program.in_paths[:6]),
-                wrong="none of its arguments has the structure and types of the train step's state or a part of it.",
-                do="pass the train step's state, or a subtree of it such as its parameters.",
+                "no argument of the step is state of the one that it follows.",
+                given=f"follow({self._names}), with {', '.join(program.in_paths[:6])}",
+                wrong=f"none of its arguments has the structure and types of `{name_of(self._step)}`'s state, or of a part "
+                "of it.",
+                do="pass that state, or a subtree of it such as the parameters.",
                 path="",
             )
         batch = self._batch_argnums
@@ -146,13 +165,13 @@ class Following:
         shardings = jax.tree.leaves(compiled.in_shardings)
         pins = {glob.escape(program.in_paths[k]): shardings[at].spec for k, at in found.items()}
         state = set(compiled.plan.attached.roles.state)
-        for k, at in _returned(program, trained).items():
+        for k, at in _returned(program, held).items():
             if at in state:
                 pins[glob.escape(program.out_paths[k])] = shardings[at].spec
         return ShardParallel(mesh_shape=compiled.plan.mesh, constraints=pins), batch
 
 
-def _returned(program: Program, trained: dict[Any, int]) -> dict[int, int]:
+def _returned(program: Program, held: dict[Any, int]) -> dict[int, int]:
     """Results that are a part of the other step's arguments, such as a cache that it goes on with: result -> leaf there."""
     found: dict[int, int] = {}
     level = [(program.out_tree, 0)]
@@ -160,7 +179,7 @@ def _returned(program: Program, trained: dict[Any, int]) -> dict[int, int]:
         following = []
         for node, start in level:
             avals = program.out_avals[start : start + node.num_leaves]
-            at = trained.get((node, _types(avals)))
+            at = held.get((node, _types(avals)))
             if at is not None and any(aval.shape for aval in avals):
                 found.update(zip(range(start, start + node.num_leaves), range(at, at + node.num_leaves), strict=True))
                 continue
@@ -172,11 +191,11 @@ def _returned(program: Program, trained: dict[Any, int]) -> dict[int, int]:
 
 
 def _batch(program: Program, others: Sequence[int], compiled: CompiledStep) -> Any:
-    """Numbers of the parameters that hold samples; of arguments, `others` are not the train step's state."""
-    trained = compiled.program
+    """Numbers of the parameters that hold samples; of arguments, `others` are not the followed step's state."""
+    followed = compiled.program
     samples = {
-        (tree, _sample_types(trained.in_avals[first:last]))
-        for tree, first, last in _ranges(trained.in_tree)
+        (tree, _sample_types(followed.in_avals[first:last]))
+        for tree, first, last in _ranges(followed.in_tree)
         if not set(range(first, last)).isdisjoint(compiled.plan.attached.roles.batch)
     }
     ranges = _ranges(program.in_tree)

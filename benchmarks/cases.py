@@ -71,24 +71,24 @@ CASES = {
         {"[02468]": COLUMNS, "[13579]": ROWS},
     ),
     "gpt": Case(
-        lambda: gpt.make_step(gpt.Config(layers=2, width=128, heads=4, vocabulary=512, tokens=64, batch=32)),
+        lambda: gpt.make_step(gpt.Config(layers=2, width=128, heads=4, vocabulary=512, tokens=32, batch=16)),
         lambda: gpt.make_step(gpt.Config(dtype=jnp.bfloat16)),
         MEGATRON,
     ),
     "llama": Case(
         lambda: llama.make_step(
-            llama.Llama(2, 128, 256, heads=8, kv_heads=4, vocabulary=512, tokens=64, batch=32, dtype=jnp.float32)
+            llama.Llama(2, 128, 256, heads=8, kv_heads=4, vocabulary=512, tokens=32, batch=16, dtype=jnp.float32)
         ),
         lambda: llama.make_step(llama.LLAMA_8B),
         LLAMA,
     ),
     "experts": Case(
-        lambda: gpt.make_step(gpt.Config(2, 128, 4, vocabulary=512, tokens=64, batch=32, experts=8)),
+        lambda: gpt.make_step(gpt.Config(2, 128, 4, vocabulary=512, tokens=32, batch=16, experts=8)),
         lambda: gpt.make_step(gpt.Config(experts=16, dtype=jnp.bfloat16)),
         EXPERTS,
     ),
     "wide_resnet": Case(
-        lambda: wide_resnet.make_step(wide_resnet.Config((1, 1), width=16, classes=16, pixels=32, batch=32)),
+        lambda: wide_resnet.make_step(wide_resnet.Config((1, 1), width=16, classes=16, pixels=16, batch=16)),
         lambda: wide_resnet.make_step(wide_resnet.Config()),
         semantics="per_microbatch",
     ),

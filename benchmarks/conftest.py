@@ -121,7 +121,7 @@ def cluster(pytestconfig: pytest.Config) -> Iterator[Any]:
 
 
 @pytest.fixture
-def clocked(benchmark: Any, pytestconfig: pytest.Config) -> Callable[..., None]:
+def clocked(benchmark: Any, pytestconfig: pytest.Config, size: str) -> Callable[..., None]:
     """`clocked(model, way, run)`: measure a `ways.Run`, or show what is predicted of it; keep it for the table."""
 
     def keep(model: str, way: str, run: Any) -> None:
@@ -129,7 +129,7 @@ def clocked(benchmark: Any, pytestconfig: pytest.Config) -> Callable[..., None]:
         if run.once is None:
             benchmark.pedantic(CLOCK.advance, args=(run.seconds,), rounds=1)
         else:
-            benchmark.pedantic(run.once, rounds=10, warmup_rounds=2)
+            benchmark.pedantic(run.once, rounds=5 if size == "small" else 10, warmup_rounds=1)
         found = Result(model, way, benchmark.stats.stats.median, run.seconds, run.peak_bytes, run.plan)
         benchmark.extra_info.update(vars(found))
         pytestconfig.stash[RESULTS].append(found)

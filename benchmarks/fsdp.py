@@ -26,6 +26,7 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from llama import Llama, loss_of, make_step
+from parts import make_train_step
 from rich.console import Console
 from rich.table import Table
 
@@ -42,13 +43,14 @@ def by_hand(config: Llama, mesh: jax.sharding.Mesh) -> Any:
     def gathered(tree: Any) -> Any:
         return jax.tree.map(lambda w: lax.all_gather(w, "d", axis=0, tiled=True), tree)
 
-    def local_step(state, tokens):
-        def mean_loss(params):
-            return loss_of(params, tokens, config, gathered) / num_devices
+    def part_of_loss(params, tokens):
+        return loss_of(params, tokens, config, gathered) / num_devices
 
-        loss, grads = jax.value_and_grad(mean_loss)(state["params"])
-        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, lax.psum(loss, "d")
+    local_step = make_train_step(part_of_loss, optimizer)
+
+    def whole_step(state, tokens):
+        state, loss = local_step(state, tokens)
+        return state, lax.psum(loss, "d")
 
     _, state, batch = make_step(config)
 
@@ -58,7 +60,7 @@ def by_hand(config: Llama, mesh: jax.sharding.Mesh) -> Any:
 
     specs = jax.tree_util.tree_map_with_path(spec, state)
     in_specs, out_specs = (specs, PartitionSpec("d")), (specs, PartitionSpec())
-    step = jax.shard_map(local_step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    step = jax.shard_map(whole_step, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
     types = jax.tree.map(
         lambda t, s: jax.ShapeDtypeStruct(t.shape, t.dtype, sharding=NamedSharding(mesh, s)), (state, batch), in_specs
     )

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from parts import apply, dense_params, make_train_step, norm_params, normalize, state_types
 
 
 @dataclass(frozen=True)
@@ -34,17 +36,9 @@ class Config:
 def make_step(config: Config) -> tuple[Callable[..., Any], Any, Any]:
     """The step, and the types of its state and batch."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, weight_decay=0.1))
-
-    def train_step(state, tokens):
-        loss, grads = jax.value_and_grad(loss_of)(state["params"], tokens, config)
-        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
-
-    def init():
-        params = init_params(config)
-        return {"params": params, "opt_state": optimizer.init(params)}
-
-    return train_step, jax.eval_shape(init), jax.ShapeDtypeStruct((config.batch, config.tokens), jnp.int32)
+    train_step = make_train_step(partial(loss_of, config=config), optimizer)
+    state = state_types(jax.eval_shape(partial(init_params, config)), optimizer)
+    return train_step, state, jax.ShapeDtypeStruct((config.batch, config.tokens), jnp.int32)
 
 
 def init_params(config: Config) -> Any:
@@ -54,12 +48,15 @@ def init_params(config: Config) -> Any:
     def layer(number=0):
         mixed = config.experts and number % 2
         return {
-            "norm1": norm(),
-            "qkv": dense(width, 3 * width),
-            "out": dense(width, width),
-            "norm2": norm(),
-            **(experts() if mixed else {"up": dense(width, 4 * width), "down": dense(4 * width, width)}),
+            "norm1": norm_params(width, lead),
+            "qkv": dense_params(width, 3 * width, lead),
+            "out": dense_params(width, width, lead),
+            "norm2": norm_params(width, lead),
+            **(experts() if mixed else dense()),
         }
+
+    def dense():
+        return {"up": dense_params(width, 4 * width, lead), "down": dense_params(4 * width, width, lead)}
 
     def experts():
         count = config.experts
@@ -69,19 +66,11 @@ def init_params(config: Config) -> Any:
             "down": jnp.zeros((count, 4 * width, width)),
         }
 
-    def norm():
-        return {"scale": jnp.ones((*lead, width)), "bias": jnp.zeros((*lead, width))}
-
-    def dense(rows, columns):
-        return {"kernel": jnp.zeros((*lead, rows, columns)), "bias": jnp.zeros((*lead, columns))}
-
-    layers = layer() if config.scanned else [layer(number) for number in range(config.layers)]
-    lead = ()
     return {
         "embed": jnp.zeros((config.vocabulary, width)),
         "positions": jnp.zeros((config.tokens, width)),
-        "layers": layers,
-        "norm": norm(),
+        "layers": layer() if config.scanned else [layer(number) for number in range(config.layers)],
+        "norm": norm_params(width),
         "head": jnp.zeros((width, config.vocabulary)),
     }
 
@@ -104,19 +93,6 @@ def loss_of(params: Any, tokens: jax.Array, config: Config) -> jax.Array:
             x = block(x, layer)
     logits = (normalize(params["norm"], x) @ params["head"].astype(x.dtype)).astype(jnp.float32)
     return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], tokens[:, 1:]).mean()
-
-
-def normalize(layer: Any, x: jax.Array) -> jax.Array:
-    """Layer norm."""
-    mean = x.mean(-1, keepdims=True)
-    centred = x - mean
-    scale = jax.lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
-    return centred * scale * layer["scale"].astype(x.dtype) + layer["bias"].astype(x.dtype)
-
-
-def apply(layer: Any, x: jax.Array) -> jax.Array:
-    """Dense layer."""
-    return x @ layer["kernel"].astype(x.dtype) + layer["bias"].astype(x.dtype)
 
 
 def attention(layer: Any, x: jax.Array, heads: int) -> jax.Array:

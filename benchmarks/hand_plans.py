@@ -21,6 +21,7 @@ from gpt import Config
 from gpt import make_step as make_gpt
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from parts import make_train_step, state_types
 from rich.console import Console
 from rich.table import Table
 
@@ -55,7 +56,7 @@ def moe_block() -> tuple[Any, Any, Any]:
         "down": TYPES((experts, hidden, width), jnp.float32),
     }
     array = TYPES((groups * 8, tokens, width), jnp.float32)
-    return (*_with_optimizer(loss_fn, params, optimizer), {"x": array, "y": array})
+    return make_train_step(loss_fn, optimizer), state_types(params, optimizer), {"x": array, "y": array}
 
 
 def wide_resnet() -> tuple[Any, Any, Any]:
@@ -88,16 +89,7 @@ def wide_resnet() -> tuple[Any, Any, Any]:
         "head": TYPES((640, 1000), jnp.float32),
     }
     batch = {"image": TYPES((256, 32, 32, 3), jnp.float32), "label": TYPES((256,), jnp.int32)}
-    return (*_with_optimizer(loss_fn, params, optimizer), batch)
-
-
-def _with_optimizer(loss_fn: Any, params: Any, optimizer: Any) -> tuple[Any, Any]:
-    def train_step(state, batch):
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
-        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
-
-    return train_step, {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+    return make_train_step(loss_fn, optimizer), state_types(params, optimizer), batch
 
 
 def mixes(num_devices: int) -> Iterator[tuple[int, int]]:
@@ -124,7 +116,7 @@ def hand_plans(model: str, num_devices: int = 8) -> Iterator[tuple[str, Any]]:
                 "*params/*/up/bias": P(axis),
                 "*params/*/down/kernel": P(axis, None),
             }
-            yield name + "tensor", _pinned(shape, {**megatron, "tokens": P(batch, None)})
+            yield name + "tensor", _pinned(shape, {**megatron, "batch": P(batch, None)})
             yield (
                 name + "tensor + vocabulary",
                 _pinned(
@@ -133,7 +125,7 @@ def hand_plans(model: str, num_devices: int = 8) -> Iterator[tuple[str, Any]]:
                         **megatron,
                         "*params/head": P(None, axis),
                         "*params/embed": P(axis, None),
-                        "tokens": P(batch, None),
+                        "batch": P(batch, None),
                     },
                 ),
             )

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from parts import make_train_step, state_types
 
 
 @dataclass(frozen=True)
@@ -45,17 +47,9 @@ LLAMA_405B = Llama(layers=126, width=16384, hidden=53248, heads=128)
 def make_step(config: Llama) -> tuple[Callable[..., Any], Any, Any]:
     """The step, and the types of its state and batch."""
     optimizer = optax.adamw(3e-4, weight_decay=0.1)
-
-    def train_step(state, tokens):
-        loss, grads = jax.value_and_grad(loss_of)(state["params"], tokens, config)
-        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
-
-    def init():
-        params = init_params(config)
-        return {"params": params, "opt_state": optimizer.init(params)}
-
-    return train_step, jax.eval_shape(init), jax.ShapeDtypeStruct((config.batch, config.tokens), jnp.int32)
+    train_step = make_train_step(partial(loss_of, config=config), optimizer)
+    state = state_types(jax.eval_shape(partial(init_params, config)), optimizer)
+    return train_step, state, jax.ShapeDtypeStruct((config.batch, config.tokens), jnp.int32)
 
 
 def init_params(config: Llama, key: jax.Array | None = None) -> Any:

@@ -5,7 +5,8 @@
 On 8 virtual CPU devices, which share this machine's cores. The plans of a model are run in turns, a step of each and then
 the next step of each, so that whatever else the machine does meets all of them. Prints both times of each plan, their ratio,
 and Kendall's tau of the order for each model: 1 where all pairs of plans come in the predicted order, -1 where none does.
-Beside the clock stands for how long the step keeps all cores busy, which other programs on the machine do not stretch.
+Of each plan the fastest step counts. Beside the clock stands for how long the step keeps all cores busy: the devices share
+them, so that is what a step takes on a machine with nothing else to do, and other programs do not stretch it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ import optax  # noqa: E402
 from gpt import Config  # noqa: E402
 from gpt import make_step as make_gpt  # noqa: E402
 from jax.sharding import PartitionSpec  # noqa: E402
+from parts import make_train_step, state_types  # noqa: E402
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
 
@@ -70,7 +72,8 @@ def mlp() -> tuple[Callable[..., Any], Any, Any]:
         return jax.ShapeDtypeStruct(sizes, jnp.float32)
 
     params = [{"up": shape(width, width), "down": shape(width, width)} for _ in range(3)]
-    return _trained(loss_fn, params, optimizer, {"x": shape(rows, width), "y": shape(rows, width)})
+    batch = {"x": shape(rows, width), "y": shape(rows, width)}
+    return make_train_step(loss_fn, optimizer), state_types(params, optimizer), batch
 
 
 def gpt() -> tuple[Callable[..., Any], Any, Any]:
@@ -105,17 +108,8 @@ def conv() -> tuple[Callable[..., Any], Any, Any]:
         "blocks": [{"first": kernel(3, a, b), "second": kernel(3, b, b), "skip": kernel(1, a, b)} for a, b in widths],
         "head": jax.ShapeDtypeStruct((64, 1000), jnp.float32),
     }
-    image = jax.ShapeDtypeStruct((64, 16, 16, 3), jnp.float32)
-    return _trained(loss_fn, params, optimizer, {"image": image, "label": jax.ShapeDtypeStruct((64,), jnp.int32)})
-
-
-def _trained(loss_fn: Any, params: Any, optimizer: Any, batch: Any) -> tuple[Callable[..., Any], Any, Any]:
-    def train_step(state, batch):
-        loss, grads = jax.value_and_grad(loss_fn)(state["params"], batch)
-        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
-
-    return train_step, {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}, batch
+    image, label = jax.ShapeDtypeStruct((64, 16, 16, 3), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32)
+    return make_train_step(loss_fn, optimizer), state_types(params, optimizer), {"image": image, "label": label}
 
 
 MODELS: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
@@ -191,7 +185,7 @@ def main() -> None:
                 if number:  # the first places its arguments
                     taken[name].append(seconds)
         found[model] = {
-            name: (compiled.plan.cost.step_seconds, *map(statistics.median, zip(*taken[name], strict=True)))
+            name: (compiled.plan.cost.step_seconds, *map(min, zip(*taken[name], strict=True)))
             for name, compiled, _ in plans
         }
         table = Table("plan", "predicted", "measured", "ratio", "cores busy", title=model, show_edge=False)

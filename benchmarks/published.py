@@ -16,6 +16,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from published_runs import DATA, Left, Run, read_runs, tau
 from published_steps import Prediction, predict
@@ -26,6 +27,8 @@ from autopar.errors import AutoparError
 from autopar.mesh import find_device
 
 Row = tuple[Run, Prediction]
+NOISE = 0.02
+"""Times that differ by less are taken for equal in one of the two figures on order."""
 
 
 def main() -> None:
@@ -90,15 +93,24 @@ def _figures(rows: Sequence[Row], timed: Sequence[Row]) -> Iterable[str]:
         by_source[row[0].source].append(abs(error_of(row)))
     yield f"each source counting once: median error {statistics.mean(map(statistics.median, by_source.values())):.1%}"
     yield (
-        "fitted numbers: per family of devices 2 (the rate of fused attention, of the first and of later kernels); for all "
-        "together 2 (the part of the best product's rate that training holds, passes of frameworks without a compiler); "
-        "of memory 1 (what PyTorch's allocator keeps back)"
+        "fitted numbers: per family of devices 3 (the rate of fused attention, of the first and of later kernels, and which of "
+        "the datasheet's rates products have that tensor cores cannot load); for all together 3 (the part of the best "
+        "product's rate that training holds, passes of frameworks without a compiler, launches under a profiler); of memory "
+        "1 (what PyTorch's allocator keeps back)"
     )
-    yield f"the first of the latter fitted to all sources but the one it is judged by: median error {left_out_error(timed):.1%}"
+    out = f"{left_out_error(timed):.1%}"
+    yield f"the part of the best product's rate fitted to all sources but the one it is judged by: median error {out}"
     taus = group_taus(rows)
     if taus:
         text = ", ".join(f"{model} x{devices}: {value:.2f} of {count}" for model, devices, count, value in taus)
         yield f"Kendall's tau within {len(taus)} groups of plans, on average {statistics.mean(t[3] for t in taus):.2f} ({text})"
+        apart = statistics.mean(t[3] for t in group_taus(rows, NOISE))
+        yield f"the same, of pairs whose published times are at least {NOISE:.0%} apart: {apart:.2f}"
+        again = spreads(rows)
+        yield (
+            f"of these plans {len(again)} were published more than once, their times "
+            f"{statistics.median(again):.1%} apart, {max(again):.1%} at most"
+        )
     published = [_mfu(run, run.seconds) for run, _ in timed]
     predicted = [_mfu(run, p.seconds) for run, p in timed]
     yield f"rank correlation of MFU {_spearman(published, predicted):.2f}"
@@ -136,12 +148,13 @@ def left_out_error(rows: Sequence[Row]) -> float:
     return statistics.median(found)
 
 
-def group_taus(rows: Sequence[Row]) -> list[tuple[str, int, int, float]]:
-    """Kendall's tau within groups of the same model, devices, batch and framework, three different plans or more.
+Group = dict[tuple[Any, ...], list[tuple[float, float]]]
+"""Plans of the same model, devices, batch and framework: each with its published and predicted seconds, as often as it ran."""
 
-    A plan that was measured several times counts once, by its median.
-    """
-    groups: dict[object, dict[object, list[tuple[float, float]]]] = {}
+
+def plan_groups(rows: Sequence[Row]) -> dict[tuple[Any, ...], Group]:
+    """Timed runs by all that they have in common but the plan; the key ends with devices, their kind and the model."""
+    groups: dict[tuple[Any, ...], Group] = {}
     for run, predicted in rows:
         if run.seconds is None:
             continue
@@ -149,13 +162,29 @@ def group_taus(rows: Sequence[Row]) -> list[tuple[str, int, int, float]]:
         group = groups.setdefault((*model, run.batch, run.devices, run.device, run.model), {})
         plan = (run.tensor, run.pipeline, run.data, run.context, run.chunks, run.microbatch, run.zero, run.overlaps)
         group.setdefault(plan, []).append((run.seconds, predicted.seconds))
+    return groups
+
+
+def group_taus(rows: Sequence[Row], least: float = 0.0) -> list[tuple[str, int, int, float]]:
+    """Kendall's tau within groups of three different plans or more: (model, devices, plans, tau).
+
+    A plan that was measured several times counts once, by its median; pairs whose published times differ by less than the
+    part `least` do not count.
+    """
     found = []
-    for key, group in groups.items():
+    for key, group in plan_groups(rows).items():
         if len(group) >= 3:
             medians = [tuple(statistics.median(side) for side in zip(*pairs, strict=True)) for pairs in group.values()]
             published, predicted_seconds = (list(side) for side in zip(*medians, strict=True))
-            found.append((str(key[-1]), int(key[-3]), len(group), tau(published, predicted_seconds)))  # type: ignore[index]
+            found.append((str(key[-1]), int(key[-3]), len(group), tau(published, predicted_seconds, least)))
     return found
+
+
+def spreads(rows: Sequence[Row]) -> list[float]:
+    """Of each plan of these groups that was published more than once, by how much its slowest time is above its fastest."""
+    groups = [group for group in plan_groups(rows).values() if len(group) >= 3]
+    again = [[published for published, _ in pairs] for group in groups for pairs in group.values()]
+    return [max(times) / min(times) - 1 for times in again if len(times) > 1] or [math.nan]
 
 
 def _mfu(run: Run, seconds: float | None) -> float:

@@ -83,8 +83,7 @@ def layer_step(sizes: Sizes) -> Step:
 
 def ends_step(sizes: Sizes) -> Step:
     """Embedding, last norm, logits and loss, forward and backward."""
-    dtype, rows = storage(sizes), sizes.tensor * 128
-    vocabulary = -(-sizes.vocabulary // rows) * rows
+    dtype, vocabulary = storage(sizes), sizes.vocabulary
     params = {
         "embed": jax.ShapeDtypeStruct((vocabulary, sizes.width), dtype),
         "head": jax.ShapeDtypeStruct((sizes.width, vocabulary), dtype),

@@ -59,7 +59,7 @@ class Memory:
         return self.state + self.activations + self.runtime
 
 
-def memory_of(run: Run, params: float, layers: int, layer: Held, ends: Held, capacity: float) -> Memory:
+def memory_of(run: Run, params: float, layers: int, layer: Held, ends: Held, capacity: float, stage: int = 0) -> Memory:
     """The memory of a run.
 
     Args:
@@ -69,11 +69,12 @@ def memory_of(run: Run, params: float, layers: int, layer: Held, ends: Held, cap
         layer: Of one layer and microbatch.
         ends: Of embedding and loss.
         capacity: Bytes of a device.
+        stage: Which one: the later, the fewer microbatches are in flight.
     """
     groups = sum(degree > 1 for degree in (run.tensor, run.pipeline, run.data, run.context))
     # XLA's allocator takes the memory before the run and states what programs need, without the runtime's own.
     runtime = 0.0 if any(name in run.framework for name in XLA) else CONTEXT_BYTES + groups * GROUP_BYTES
-    state, activations = params * state_bytes(run), activation_bytes(run, params, layers, layer, ends)
+    state, activations = params * state_bytes(run), activation_bytes(run, params, layers, layer, ends, stage)
     cached = CACHED if any(name in run.framework for name in PYTORCH) else 1.0
     needed = state + activations + runtime
     reserved = max(needed, min(cached * (state + activations) + runtime, capacity))
@@ -101,7 +102,7 @@ def state_bytes(run: Run) -> float:
     return weight / weights + gradient / gradients + optimizer / moments
 
 
-def activation_bytes(run: Run, params: float, layers: int, layer: Held, ends: Held) -> float:
+def activation_bytes(run: Run, params: float, layers: int, layer: Held, ends: Held, stage: int) -> float:
     """What the backward passes wait for, of all microbatches in flight, and what one of them works with."""
     tokens = run.microbatch * run.tokens // run.context
     residual = 2 * tokens * run.width // (run.tensor if run.sequence else 1)
@@ -111,8 +112,8 @@ def activation_bytes(run: Run, params: float, layers: int, layer: Held, ends: He
     elif run.recompute == "selective" and not run.flash:
         kept, again = whole - scores_bytes(run, tokens), scores_bytes(run, tokens)
     else:
-        kept, again = whole, 0
-    flight = min(run.pipeline, run.count)
+        kept, again = whole, 0  # where products are kept, elementwise work is not, which is little beside them
+    flight = min(run.pipeline - stage, run.count)
     chunks = 1 + (run.pipeline - 1) / (run.pipeline * run.chunks) if run.chunks > 1 else 1
     # A stage keeps what it hands on until that has been differentiated.
     borders = residual * flight * run.chunks if run.pipeline > 1 else 0

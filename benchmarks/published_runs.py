@@ -29,8 +29,9 @@ class Run:
         memory_gib: Published peak on one device; None where it is not.
         compiled: Whether a compiler fused its elementwise work; frameworks that run operation by operation do not.
         kernel: Which generation of fused attention it ran, 1 or 2; 0: written out.
-        overlaps: Whether it says that tensor-parallel collectives ran behind products.
+        overlaps: Whether its tensor-parallel collectives ran behind products, as it or its framework's configuration says.
         ranks_only: Whether the source says that its times are good for ranking and not for more.
+        is_profiled: Whether it says that a profiler recorded the run.
     """
 
     source: str
@@ -66,6 +67,7 @@ class Run:
     compiled: bool
     overlaps: bool
     ranks_only: bool
+    is_profiled: bool
     schedule: str
     seconds: float | None
     memory_gib: float | None
@@ -161,8 +163,9 @@ def _run(row: dict[str, str], line: int) -> Run:
         flash=_attention(row["attention"]) > 0,
         kernel=_attention(row["attention"]),
         compiled=any(name in row["framework"] + row["notes"] for name in _COMPILERS),
-        overlaps="overlap" in row["schedule"].lower() or "AsyncTP" in row["notes"],
+        overlaps=_overlaps(row),
         ranks_only="not for absolute" in row["quality"],
+        is_profiled="profiler" in row["quality"],
         schedule=row["schedule"],
         seconds=float(seconds) if row["status"] == "ok" else None,
         memory_gib=float(row["mem_gib"]) if row["mem_gib"] else None,
@@ -236,10 +239,12 @@ def _recompute(text: str) -> str:
         return "selective"
     if lower.startswith("none"):
         return "none"
-    return "dots"
+    if "dot" not in lower and lower != "minimal":  # the latter is what MaxText calls it
+        raise ValueError("recompute is none that is known here")
+    return "dots" + " with context" * ("context" in lower) + " except mlp" * ("except_mlp" in lower)
 
 
-_COMPILERS = ("JAX", "XLA", "torch.compile", "torchtitan", "Alpa", "NeMo", "Megatron-Bridge")
+_COMPILERS = ("JAX", "XLA", "torch.compile", "torchtitan", "Alpa", "NeMo", "Megatron-Bridge", "OneFlow")
 
 
 def _attention(text: str) -> int:
@@ -249,14 +254,19 @@ def _attention(text: str) -> int:
     return 2 if any(name in text for name in ("flash 2", "TE", "cuDNN", "SDPA", "Pallas")) else 1
 
 
+def _overlaps(row: dict[str, str]) -> bool:
+    """NeMo's configurations for these models have it on (`ub_tp_comm_overlap` in NeMo-Framework-Launcher)."""
+    return "overlap" in row["schedule"].lower() or "AsyncTP" in row["notes"] or "NeMo" in row["framework"]
+
+
 def _is_sequence_parallel(row: dict[str, str]) -> bool:
     said = " ".join((row["recompute"], row["schedule"], row["notes"])).lower()
     modern = any(name in row["framework"] for name in ("torchtitan", "Megatron-Bridge", "NeMo", "nanotron"))
     return "sequence parallel" in said or "reduce_scatter" in said or modern
 
 
-def tau(a: list[float], b: list[float]) -> float:
-    """Kendall's rank correlation, ties counting nothing."""
-    pairs = [(x, y) for x in range(len(a)) for y in range(x)]
+def tau(a: list[float], b: list[float], least: float = 0.0) -> float:
+    """Kendall's rank correlation, ties counting nothing; without pairs of which `a` differs by less than the part `least`."""
+    pairs = [(x, y) for x in range(len(a)) for y in range(x) if abs(a[x] - a[y]) >= least * min(a[x], a[y])]
     agree = sum(math.copysign(1, (a[x] - a[y]) * (b[x] - b[y])) for x, y in pairs if a[x] != a[y] and b[x] != b[y])
     return agree / max(1, len(pairs))

@@ -5,8 +5,8 @@ Out:    `Prediction`: seconds, where they go, and memory.
 Method: autopar plans one layer, forward and backward, and the embedding with the loss, for one microbatch on its
         tensor-parallel group; costs of kernels and collectives are the planner's own. A model is that many equal layers in
         equal stages: what planning it whole does too, and would take minutes for a thousand devices. What is not the
-        planner's is what the frameworks did that autopar's programs do not: `EAGER`, `HOST_SECONDS`, `OVERLAPPED`,
-        `FIRST_FLASH`; and what they kept in memory (`published_memory.py`).
+        planner's is what the frameworks did that autopar's programs do not (`published_frameworks.py`), and what they kept in
+        memory (`published_memory.py`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,24 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from published_frameworks import (
+    ADAM_BYTES,
+    FIRST_FLASH,
+    OMNI_PATH,
+    OVERLAPPED,
+    eager_seconds,
+    generation_of,
+    launching_seconds,
+    padded_vocabulary,
+    stage_layers,
+)
 from published_layers import CORE, Sizes, ends_step, layer_step
 from published_memory import capacity_of, memory_of
 from published_runs import Run
 
 import autopar
 from autopar.cost import collective_seconds, kernel_seconds
-from autopar.cost.kernels import Kernel, Pass
+from autopar.cost.kernels import Kernel, Pass, Product
 from autopar.intra_op.kernels import kernel_of
 from autopar.intra_op.sharded import Collective, Compute, Fused, Move, collectives_of
 from autopar.intra_op.traffic import find_reads, find_traffic
@@ -32,19 +43,6 @@ from autopar.ir.source import is_backward
 from autopar.mesh import Device, Link, LogicalMesh, find_device
 
 PHASES = ("forward", "core", "backward")
-EAGER = 2.0
-"""Passes over memory that frameworks without a compiler make where a compiled program makes one; fitted, one for all."""
-HOST_SECONDS = 1e-5
-"""To launch a kernel from Python, framework included, as profiles of such frameworks show; it runs ahead of the device, so
-that only small kernels wait for it."""
-OVERLAPPED = 0.75
-"""Part of a tensor-parallel collective behind the product it feeds, where a run says so: it is cut in four, one of which
-has nothing to hide behind (Transformer Engine's user buffers)."""
-FIRST_FLASH = {"Ampere": 0.68, "Hopper": 0.36}
-"""Rate of the first FlashAttention's kernels over that of the device's own; fitted. Hopper's own multiply asynchronously."""
-ADAM_BYTES = 34
-"""Moved by an update for each parameter, in mixed precision: gradient read twice, once for its norm, weights of both
-widths and moments read and written."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +69,9 @@ class Work:
     kept_bytes: int
     working_bytes: int
 
-    def compute(self, phase: str, device: Device, passes: float = 1.0) -> float:
-        """Seconds of its kernels; elementwise work takes so many passes instead of one."""
-        return sum((passes if isinstance(k, Pass) else 1.0) * kernel_seconds(k, device) for k in self.kernels[phase])
-
-    def host(self, phase: str) -> float:
-        """Seconds of a host that launches its kernels one by one."""
-        return sum(EAGER if isinstance(k, Pass) else 1 for k in self.kernels[phase]) * HOST_SECONDS
+    def compute(self, phase: str, device: Device, is_compiled: bool) -> float:
+        """Seconds of its kernels, in a compiled program or one by one."""
+        return sum((kernel_seconds if is_compiled else eager_seconds)(k, device) for k in self.kernels[phase])
 
     def communication(self, phase: str, mesh: LogicalMesh) -> float:
         """Seconds of its collectives."""
@@ -129,12 +123,11 @@ def machine_of(run: Run) -> Machine:
     per_host = model.devices_per_host if "NVL72" in run.network else run.per_host or model.devices_per_host
     rate = _network_rate(run.network, per_host)
     if rate is not None:
-        reached = inter.bytes_per_second / model.inter_peak
+        reached = OMNI_PATH if "Omni-Path" in run.network else inter.bytes_per_second / model.inter_peak
         inter = dataclasses.replace(inter, bytes_per_second=rate * reached)
     device = model.device
     if run.kernel == 1:
-        generation = "Hopper" if device.achieved.balance > 100 else "Ampere"
-        fused = device.achieved.fused * FIRST_FLASH[generation]
+        fused = device.achieved.fused * FIRST_FLASH[generation_of(device)]
         device = dataclasses.replace(device, achieved=dataclasses.replace(device.achieved, fused=fused))
     return Machine(device, per_host, intra, inter)
 
@@ -175,7 +168,7 @@ def _read(sharded: Any, mesh: LogicalMesh) -> Work:
             eqn = instruction.eqn
             core = CORE in str(eqn.source_info.name_stack)
             phase = "backward" if is_backward(eqn) else "core" if core else "forward"
-            node = graph.nodes[graph.op_node[id(eqn)]]
+            node = graph.nodes[graph.op_node[eqn]]
             kernel = kernel_of(node, instruction.strategy, traffic[node.index], mesh)
             if kernel.num_bytes or not isinstance(kernel, Pass):
                 kernels[phase].append(kernel)
@@ -214,7 +207,7 @@ def sizes_of(run: Run) -> Sizes:
         heads=run.heads,
         kv_heads=run.kv_heads,
         hidden=run.hidden,
-        vocabulary=run.vocabulary,
+        vocabulary=padded_vocabulary(run),
         gated=run.gated,
         flash=run.flash,
         dtype=run.dtype if run.dtype in ("float32", "float8") else "bfloat16",
@@ -235,33 +228,40 @@ def predict(run: Run) -> Prediction:
 
 def compose(run: Run, machine: Machine, mesh: LogicalMesh, layer: Work, ends: Work) -> Prediction:
     """The step from its layers: `count` microbatches through the fullest stage, and a bubble of the others."""
-    device, passes = machine.device, 1.0 if run.compiled else EAGER
+    device = machine.device
     again = {"full": ("forward", "core"), "selective": () if run.flash else ("core",)}.get(run.recompute, ())
 
     def compute(phases: tuple[str, ...]) -> float:
-        launching = 0.0 if run.compiled else sum(map(layer.host, phases))
-        return max(launching, sum(layer.compute(phase, device, passes) for phase in phases))
+        launching = 0.0 if run.compiled else sum(launching_seconds(run, layer.kernels[phase]) for phase in phases)
+        return max(launching, sum(layer.compute(phase, device, run.compiled) for phase in phases))
 
-    forward, work = compute(("forward", "core")), compute((*PHASES, *again))
+    forward = compute(("forward", "core"))
+    work = compute((*PHASES, *again)) + again_between_products(run, layer, device)
     tensor = sum(layer.communication(phase, mesh) for phase in (*PHASES, *again))
-    end = sum(ends.compute(phase, device, passes) for phase in PHASES)
+    end = sum(ends.compute(phase, device, run.compiled) for phase in PHASES)
     end_tensor = sum(ends.communication(phase, mesh) for phase in PHASES)
     tensor *= 1 - OVERLAPPED if run.overlaps else 1
-    layers = math.ceil(run.layers / run.pipeline)
-    params = params_of(run, layers)
+    layers = stage_layers(run)
+    most, params = max(layers), params_of(run, layers[0], 0)
     # Gradients of a microbatch are added to those before it: two reads and a write.
     adding = kernel_seconds(Pass(3 * 2 * params), device) if run.count > 1 else 0.0
-    middle = layers * (work + tensor) + adding
-    stage = middle + end + end_tensor + border_seconds(run, machine)
-    bubble = (run.pipeline - 1) / run.chunks * middle
-    once, with_each = data_seconds(run, machine, params, layers, forward, work + tensor)
+    fullest = max((most, 0.0, 0.0), (layers[-1], end, end_tensor), key=lambda s: s[0] * (work + tensor) + s[1] + s[2])
+    busy, sending = fullest[0] * work + fullest[1] + adding, fullest[0] * tensor + fullest[2]
+    bubble = (run.pipeline - 1) / run.chunks * (most * (work + tensor) + adding)
+    once, with_each = data_seconds(run, machine, params, most, forward, work + tensor)
     update = kernel_seconds(Pass(ADAM_BYTES * params / (run.shards if run.zero else 1)), device)
     capacity = capacity_of(device)
-    memory = memory_of(run, params, layers, layer, ends, capacity)
+    memory = max(
+        (
+            memory_of(run, params_of(run, count, stage), count, layer, ends, capacity, stage)
+            for stage, count in enumerate(layers[:2])
+        ),
+        key=lambda found: found.reserved,
+    )
     return Prediction(
-        run.count * (stage + with_each) + bubble + once + update,
-        run.count * (layers * work + end + adding),
-        run.count * (layers * tensor + end_tensor),
+        run.count * (busy + sending + border_seconds(run, machine) + with_each) + bubble + once + update,
+        run.count * busy,
+        run.count * sending,
         bubble,
         once + run.count * with_each,
         update,
@@ -269,6 +269,22 @@ def compose(run: Run, machine: Machine, mesh: LogicalMesh, layer: Work, ends: Wo
         memory.needed,
         capacity,
     )
+
+
+def again_between_products(run: Run, layer: Work, device: Device) -> float:
+    """Seconds of what a layer computes again where the results of products are kept, as compiled programs do.
+
+    That is all elementwise work, and attention in one kernel, which such policies take for no product unless they name it.
+    """
+    if not run.recompute.startswith("dots"):
+        return 0.0
+    again: list[Kernel] = [k for k in layer.kernels["forward"] if isinstance(k, Pass)]
+    if "context" not in run.recompute:
+        again += layer.kernels["core"]
+    if "except mlp" in run.recompute:
+        columns = run.hidden // run.tensor
+        again += [k for k in layer.kernels["forward"] if isinstance(k, Product) and columns in (k.rows, k.columns)]
+    return sum(kernel_seconds(k, device) for k in again)
 
 
 def border_seconds(run: Run, machine: Machine) -> float:
@@ -279,16 +295,19 @@ def border_seconds(run: Run, machine: Machine) -> float:
     """
     if run.pipeline == 1 or run.chunks > 1:
         return 0.0
-    link = machine.intra if run.devices <= machine.per_host else machine.inter
     part = 2 * run.microbatch * run.tokens // run.context * run.width / run.tensor
-    return 2 * (link.latency_seconds + part / link.bytes_per_second)
+    near, far = (link.latency_seconds + part / link.bytes_per_second for link in (machine.intra, machine.inter))
+    if run.devices <= machine.per_host:
+        return 2 * near
+    # Several stages in one host: of the two borders of a stage one at most leaves it.
+    return 2 * far if run.devices // run.pipeline >= machine.per_host else near + far
 
 
-def params_of(run: Run, layers: int) -> float:
-    """Parameters on one device of a stage, replicas counted whole: of the first and last one, with the vocabulary."""
+def params_of(run: Run, layers: int, stage: int) -> float:
+    """Parameters on one device of a stage, replicas counted whole; the first one has the embedding."""
     size = run.width // run.heads
     per_layer = run.width * size * (2 * run.heads + 2 * run.kv_heads) + run.width * run.hidden * (2 + run.gated)
-    ends = 2 if run.pipeline == 1 and run.gated else 1
+    ends = 2 if run.pipeline == 1 and run.gated else int(stage == 0)
     return (layers * per_layer + ends * run.width * run.vocabulary) / run.tensor
 
 
@@ -305,11 +324,16 @@ def data_seconds(
     inside = math.gcd(run.data, max(1, machine.per_host // run.tensor))
     links = machine.inter, machine.intra.within(inside * run.tensor)
     mesh = LogicalMesh((run.data // inside, inside), links=links)
+    if "DeepSpeed" in run.framework and run.zero == 3 and run.devices > machine.per_host:
+        mesh = LogicalMesh((run.data,), links=(machine.inter,))
 
     def seconds(kind: str, num_bytes: float) -> float:
         return collective_seconds(kind, num_bytes, mesh.axis_names, mesh)
 
     width = 4 if run.dtype == "float32" else 2
+    if run.dtype == "bfloat16" and "Megatron-DeepSpeed" in run.framework:
+        # `bf16_optimizer.py` adds gradients up in 32 bits on every replica, and gathers what each has updated.
+        return seconds("all-reduce", params * 4) + seconds("all-gather", params * 2), 0.0
     if run.zero == 0:
         return seconds("all-reduce", params * width), 0.0
     if run.zero < 3:

@@ -23,9 +23,9 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
+from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.costs import build_problem
 from autopar.intra_op.elimination import eliminate
-from autopar.intra_op.graph import build_graph
 from autopar.intra_op.problem import Problem
 from autopar.intra_op.searches import SEARCHES, search
 from autopar.intra_op.solve import solve

@@ -45,7 +45,7 @@ def test_driver_of_a_pipeline(benchmark):
 
 @pytest.mark.parametrize("scanned", [False, True], ids=["unrolled", "scanned"])
 def test_planning(scanned, benchmark):
-    """A GPT of 12 layers on a (2, 4) mesh, from the function to the plan; `planning_time.py` goes on to 96 layers."""
+    """A GPT of 6 layers on a (2, 4) mesh, from the function to the plan; `planning_time.py` goes on to 96 layers."""
     benchmark.group = "planning"
-    row = benchmark.pedantic(plan_once, args=(Config(layers=12, scanned=scanned, batch=16), (2, 4), "highs"), rounds=1)
+    row = benchmark.pedantic(plan_once, args=(Config(layers=6, scanned=scanned, batch=16), (2, 4), "highs"), rounds=1)
     benchmark.extra_info.update(equations=row[0], decisions=row[1], step=row[5], gap=row[6])

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 from cases import CASES, SMALL
 from ways import WAYS, NotThere, run_of
+
+
+@functools.cache
+def made(model, size):
+    """The same functions for all ways: what JAX traces of them once, it knows."""
+    return getattr(CASES[model], size)()
 
 
 @pytest.mark.predicted
@@ -15,7 +23,7 @@ def test_step(model, way, cluster, size, clocked):
         pytest.skip("not in the small set: --size full")
     case = CASES[model]
     try:
-        run = run_of(case, getattr(case, size)(), way, cluster)
+        run = run_of(case, made(model, size), way, cluster)
     except NotThere as why:
         pytest.skip(str(why))
     clocked(model, way, run)

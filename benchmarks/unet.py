@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from parts import apply, dense_params, make_train_step, norm_params, state_types
 
 
 @dataclass(frozen=True)
@@ -32,19 +34,11 @@ class Config:
 def make_step(config: Config) -> tuple[Callable[..., Any], Any, Any]:
     """The step, and the types of its state and batch."""
     optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-4))
-
-    def train_step(state, batch):
-        loss, grads = jax.value_and_grad(loss_of)(state["params"], batch, config)
-        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
-
-    def init():
-        params = init_params(config)
-        return {"params": params, "opt_state": optimizer.init(params)}
-
+    train_step = make_train_step(partial(loss_of, config=config), optimizer)
+    state = state_types(jax.eval_shape(partial(init_params, config)), optimizer)
     images = jax.ShapeDtypeStruct((config.batch, config.pixels, config.pixels, 3), jnp.float32)
     noisiness = jax.ShapeDtypeStruct((config.batch,), jnp.float32)
-    return train_step, jax.eval_shape(init), {"images": images, "noise": images, "noisiness": noisiness}
+    return train_step, state, {"images": images, "noise": images, "noisiness": noisiness}
 
 
 def init_params(config: Config) -> Any:
@@ -54,27 +48,21 @@ def init_params(config: Config) -> Any:
     def conv(size, channels_in, channels):
         return {"kernel": jnp.zeros((size, size, channels_in, channels)), "bias": jnp.zeros(channels)}
 
-    def norm(channels):
-        return {"scale": jnp.ones(channels), "bias": jnp.zeros(channels)}
-
-    def dense(rows, columns):
-        return {"kernel": jnp.zeros((rows, columns)), "bias": jnp.zeros(columns)}
-
     def block(channels_in, channels, attends):
         made = {
-            "norm1": norm(channels_in),
+            "norm1": norm_params(channels_in),
             "conv1": conv(3, channels_in, channels),
-            "time": dense(time, channels),
-            "norm2": norm(channels),
+            "time": dense_params(time, channels),
+            "norm2": norm_params(channels),
             "conv2": conv(3, channels, channels),
         }
         if channels_in != channels:
-            made["skip"] = dense(channels_in, channels)
+            made["skip"] = dense_params(channels_in, channels)
         if attends:
             made["norm3"], made["qkv"], made["out"] = (
-                norm(channels),
-                dense(channels, 3 * channels),
-                dense(channels, channels),
+                norm_params(channels),
+                dense_params(channels, 3 * channels),
+                dense_params(channels, channels),
             )
         return made
 
@@ -98,12 +86,12 @@ def init_params(config: Config) -> Any:
             channels = multiple * config.width
         up.append({"blocks": blocks, **({"grow": conv(3, channels, channels)} if level else {})})
     return {
-        "time": [dense(config.width, time), dense(time, time)],
+        "time": [dense_params(config.width, time), dense_params(time, time)],
         "first": conv(3, 3, config.width),
         "down": down,
         "middle": middle,
         "up": up,
-        "norm": norm(channels),
+        "norm": norm_params(channels),
         "last": conv(3, channels, 3),
     }
 
@@ -162,11 +150,6 @@ def normalize(layer: Any, x: jax.Array, groups: int) -> jax.Array:
     centred = grouped - mean
     scale = jax.lax.rsqrt((centred**2).mean((1, 2, 4), keepdims=True) + 1e-5)
     return (centred * scale).reshape(x.shape) * layer["scale"] + layer["bias"]
-
-
-def apply(layer: Any, x: jax.Array) -> jax.Array:
-    """Dense layer."""
-    return x @ layer["kernel"] + layer["bias"]
 
 
 def convolve(layer: Any, x: jax.Array, stride: int = 1) -> jax.Array:

@@ -33,6 +33,7 @@ from rich.console import Console
 from rich.table import Table
 
 import autopar
+from autopar.cost.steps import COLLECTIVE_KINDS
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.verify.targets import find_target
 
@@ -59,7 +60,6 @@ METHODS: dict[str, Callable[..., Any]] = {
 NO_BUDGET = 1e15
 MICROBATCHES = {"wide-resnet": 1}
 """4, but where the batch is normalized as a whole."""
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
 def main() -> None:
@@ -112,7 +112,7 @@ def row(case: tuple[Any, Any, Any], method: Callable[..., Any], parts: int, targ
         "predicted": list(checked.predicted_bytes),
         "compiled": list(checked.compiled_bytes),
         "bytes": {
-            side: {k: sum(p.runs * getattr(p, side).get(k, 0) for p in checked.programs) for k in KINDS}
+            side: {k: sum(p.runs * getattr(p, side).get(k, 0) for p in checked.programs) for k in COLLECTIVE_KINDS}
             for side in ("planned", "emitted")
         },
         "asynchronous": checked.async_share,

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from gpt import apply, normalize
 from jax import lax
+from parts import apply, dense_params, make_train_step, norm_params, normalize, state_types
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,11 @@ class Config:
 def make_step(config: Config) -> tuple[Callable[..., Any], Any, Any]:
     """The step, and the types of its state and batch."""
     optimizer = optax.adamw(1e-3, weight_decay=0.1)
-
-    def train_step(state, batch):
-        loss, grads = jax.value_and_grad(loss_of)(state["params"], batch, config)
-        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
-
-    def init():
-        params = init_params(config)
-        return {"params": params, "opt_state": optimizer.init(params)}
-
+    train_step = make_train_step(partial(loss_of, config=config), optimizer)
+    state = state_types(jax.eval_shape(partial(init_params, config)), optimizer)
     images = jax.ShapeDtypeStruct((config.batch, config.pixels, config.pixels, 3), jnp.float32)
     labels = jax.ShapeDtypeStruct((config.batch,), jnp.int32)
-    return train_step, jax.eval_shape(init), {"images": images, "labels": labels}
+    return train_step, state, {"images": images, "labels": labels}
 
 
 def init_params(config: Config) -> Any:
@@ -68,16 +61,6 @@ def init_params(config: Config) -> Any:
         "norm": norm_params(width),
         "head": dense_params(width, config.classes),
     }
-
-
-def dense_params(rows: int, columns: int, lead: tuple[int, ...] = ()) -> Any:
-    """Of a dense layer."""
-    return {"kernel": jnp.zeros((*lead, rows, columns)), "bias": jnp.zeros((*lead, columns))}
-
-
-def norm_params(width: int, lead: tuple[int, ...] = ()) -> Any:
-    """Of a layer norm."""
-    return {"scale": jnp.ones((*lead, width)), "bias": jnp.zeros((*lead, width))}
 
 
 def loss_of(params: Any, batch: Any, config: Config) -> jax.Array:

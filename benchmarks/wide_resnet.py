@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
+from parts import make_train_step, state_types
 
 
 @dataclass(frozen=True)
@@ -29,19 +31,11 @@ class Config:
 def make_step(config: Config) -> tuple[Callable[..., Any], Any, Any]:
     """The step, and the types of its state and batch."""
     optimizer = optax.sgd(0.1, momentum=0.9)
-
-    def train_step(state, batch):
-        loss, grads = jax.value_and_grad(loss_of)(state["params"], batch, config)
-        updates, opt_state = optimizer.update(grads, state["opt_state"], state["params"])
-        return {"params": optax.apply_updates(state["params"], updates), "opt_state": opt_state}, loss
-
-    def init():
-        params = init_params(config)
-        return {"params": params, "opt_state": optimizer.init(params)}
-
+    train_step = make_train_step(partial(loss_of, config=config), optimizer)
+    state = state_types(jax.eval_shape(partial(init_params, config)), optimizer)
     images = jax.ShapeDtypeStruct((config.batch, config.pixels, config.pixels, 3), jnp.float32)
     labels = jax.ShapeDtypeStruct((config.batch,), jnp.int32)
-    return train_step, jax.eval_shape(init), {"images": images, "labels": labels}
+    return train_step, state, {"images": images, "labels": labels}
 
 
 def init_params(config: Config) -> Any:

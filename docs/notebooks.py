@@ -17,17 +17,39 @@ from typing import Any
 import nbformat
 from mkdocs.structure.files import File, Files
 from nbclient import NotebookClient
+from nbclient.util import run_sync
 
 ANSI = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
 FIT = "this.style.height=this.contentDocument.documentElement.scrollHeight+8+'px'"
 
 
-def executed(path: Path, timeout_seconds: int = 600) -> Any:
-    """The notebook with what its cells show; raises if one of them does."""
+def executed(path: Path, kernel: Any = None) -> Any:
+    """The notebook with what its cells show; raises if one of them does. A kernel that is given goes on after it."""
     notebook = nbformat.read(path, as_version=4)
     if os.environ.get("AUTOPAR_DOCS") != "unexecuted":
-        NotebookClient(notebook, timeout=timeout_seconds, kernel_name="python3").execute()
+        execute(notebook, kernel)
     return notebook
+
+
+def execute(notebook: Any, kernel: Any = None) -> None:
+    """Run the cells of a notebook, by a kernel of its own or by one that is running."""
+    client = NotebookClient(notebook, km=kernel, timeout=600, kernel_name="python3")
+    client.execute()
+    if kernel is not None and client.kc is not None:
+        client.kc.stop_channels()
+
+
+def start_kernel() -> Any:
+    """A kernel that runs several notebooks, one after the other; whoever starts it shuts it down."""
+    client = NotebookClient(nbformat.v4.new_notebook(), kernel_name="python3")
+    kernel = client.create_kernel_manager()
+    client.start_new_kernel()
+    return kernel
+
+
+def end_kernel(kernel: Any) -> None:
+    """Shut a kernel down."""
+    run_sync(kernel.shutdown_kernel)(now=True)
 
 
 def page_of(notebook: Any) -> str:

@@ -60,9 +60,9 @@ photograph(
 columns, rows = P(None, "y"), P("y", None)
 megatron = {"qkv": columns, "out": rows, "up": columns, "down": rows}
 pins = {f"state/params/layers/*/{name}/kernel": spec for name, spec in megatron.items()}
-method = autopar.ShardParallel(mesh_shape=(2, 4), constraints=pins | {"tokens": P("x", None)})
+method = autopar.ShardParallel(mesh_shape=(2, 4), constraints=pins | {"batch": P("x", None)})
 mesh = autopar.parallelize(step, cluster=autopar.Cluster.of("8 h100"), method=method).plan(state, tokens)
-kept = [v for v in mesh.values if v.name.startswith(("state/params", "tokens")) and "norm" not in v.name]
+kept = [v for v in mesh.values if v.name.startswith(("state/params", "batch")) and "norm" not in v.name]
 made = list(dict.fromkeys(v for v in mesh.values if v.role == "activation" and "(block)" in v.name))
 kept += made[:4]
 photograph("plan_tensors", ("How each tensor lies", tensor_table(dataclasses.replace(mesh, values=tuple(kept)))))

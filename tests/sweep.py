@@ -23,16 +23,16 @@ import numpy as np
 
 import autopar
 from autopar._jax import Jaxpr, open_jaxpr
-from autopar.intra_op.draw import draw_choices
-from autopar.intra_op.graph import build_graph
+from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.restrict import Allowed, pin_constraints
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 from autopar.mesh import logical_mesh
 from autopar.search.one_mesh import in_microbatches, restrict_plan
-from autopar.search.restore import plan_of_choices
 from tests.conftest import XLA_FLAGS
+from tests.draw import draw_choices
 from tests.models.case import Case
+from tests.planned_choices import plan_of_choices
 
 MESHES: dict[str, tuple[int, ...]] = {"8": (8,), "2x4": (2, 4), "2x2x2": (2, 2, 2), "6": (6,)}
 SLOW, QUICK = autopar.Device("slow", 1e8, memory_bytes_per_second=1e9), autopar.Link(1e-7, 1e9)

@@ -301,6 +301,14 @@ def test_arguments_that_are_traced():
         jax.jit(lambda s: autopar.parallelize(train_step)(s, batch()))(state())
 
 
+@pytest.mark.parametrize("method", [Auto(), autopar.PipelineParallel(num_stages=2, num_microbatches=2)], ids=str)
+def test_arguments_that_are_traced_after_a_call(method):
+    step = autopar.parallelize(train_step, method=method)
+    step(state(), batch())
+    with raises(TraceError, "argument `state/v` of `train_step` is being traced", "outside of other transformations"):
+        jax.jit(lambda s: step(s, batch()))(state())
+
+
 def test_the_users_own_exception_passes():
     def broken(state, batch):
         raise ZeroDivisionError("mine")

@@ -34,6 +34,10 @@ def pipeline_step(state, x):
     loss, grads = jax.value_and_grad(loss_fn)(state["w"])
     return {"w": state["w"] - grads}, loss
 
+def plain_step(state, x):
+    loss, grads = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(state["w"])
+    return {"w": state["w"] - grads}, loss
+
 def arguments(batch=64):
     return {"w": jax.ShapeDtypeStruct((16, 8), jnp.float32)}, jax.ShapeDtypeStruct((batch, 16), jnp.float32)
 
@@ -124,7 +128,7 @@ def test_verify_for_a_target(saved, monkeypatch, tmp_path):
         (["plan", STEP], "a step needs its arguments"),
         (["plan", "--step=nowhere:f", ARGS], "nothing of this name"),
         (["plan", "--step=cli_example:nothing", ARGS], "nothing of this name"),
-        (["plan", "--step=cli_example:not_a_step", ARGS], "no parallelized step"),
+        (["plan", "--step=cli_example:not_a_step", ARGS], "this is no step"),
         (["plan", "--step", "./cli_example.py:train_step", ARGS], "for `step` in train.py"),
         (["plan", "--step=cli_example", ARGS], "name it as module:name"),
         (["plan", "--step=cli_example.train_step:f", ARGS], "nothing of this name"),
@@ -187,8 +191,12 @@ def test_a_reader_that_goes_away(run, tmp_path):
 
 
 def test_plan_for_another_cluster(run):
-    status, out, _ = run("plan", STEP, ARGS, "--cluster=2xh100", "--method=fsdp")
-    assert status == 0 and "2 H100" in out and "DataParallel(zero=3)" in out
+    for step in (
+        STEP,
+        "--step=cli_example:plain_step",
+    ):  # undecorated, too: which machine comes before any line of ours
+        status, out, _ = run("plan", step, ARGS, "--cluster=2xh100", "--method=fsdp")
+        assert status == 0 and "2 H100" in out and "DataParallel(zero=3)" in out
     for words, message in (
         (["plan", "a.json", "--cluster=2 h100"], "made anew"),
         (["plan", STEP, ARGS, "--cluster=h100 x 2"], 'did you mean "2 h100"?'),

@@ -171,6 +171,7 @@ def test_method_names(text, method):
     [
         ("zero", "did you mean zero1, zero2 or zero3"),
         ("fsdpp", "did you mean fsdp"),
+        ("fspd", "did you mean fsdp"),
         ("pipeline", "did you mean PipelineParallel(num_stages=...)"),
         ("PipelineParalel", "did you mean PipelineParallel(...)"),
         ("megatron", "did you mean ThreeD(data=..., tensor=..., pipeline=...)"),

@@ -96,21 +96,43 @@ def test_a_page_that_is_wrong_fails():
     assert pieces_of(page) == [(1, "x = 1\n"), (8, "y = x + 1\n")]
 
 
+@pytest.fixture(scope="module")
+def hook():
+    """docs/notebooks.py, which MkDocs imports by its path."""
+    for module in ("nbformat", "nbclient", "ipykernel"):
+        pytest.importorskip(module, reason="no notebooks: pip install nbformat nbclient ipykernel")
+    pytest.importorskip("mkdocs", reason="MkDocs is not installed: pip install 'autopar[docs]'")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(DOCS)
+        yield importlib.import_module("notebooks")
+
+
+@pytest.fixture(scope="module")
+def kernel(hook):
+    """One for all notebooks: JAX starts once in it, with the devices and flags of these tests, whatever a cell sets after."""
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", path)
+        patch.delenv("AUTOPAR_DOCS", raising=False)
+        kernel = hook.start_kernel()
+        run_cell(hook, kernel, "import jax; jax.devices()")
+        yield kernel
+        hook.end_kernel(kernel)
+
+
+def run_cell(hook, kernel, code):
+    hook.execute(hook.nbformat.v4.new_notebook(cells=[hook.nbformat.v4.new_code_cell(code)]), kernel)
+
+
 @pytest.mark.parametrize("page", NOTEBOOKS)
-def test_notebook(page, monkeypatch):
-    """Committed as it is before it runs; runs to its end, and shows what it should."""
-    nbformat = pytest.importorskip("nbformat", reason="no notebooks: pip install nbformat nbclient ipykernel")
-    pytest.importorskip("nbclient", reason="no notebooks: pip install nbformat nbclient ipykernel")
+def test_notebook(page, hook, kernel):
+    """Committed as it is before it runs; runs to its end, with nothing that another defined, and shows what it should."""
     if "cluster" in page:
         pytest.importorskip("ray", reason="Ray is not installed: pip install 'autopar[ray]'")
-    committed = nbformat.read(DOCS / page, as_version=4)
+    committed = hook.nbformat.read(DOCS / page, as_version=4)
     assert not any(cell.get("outputs") or cell.get("execution_count") for cell in committed.cells)
-    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    monkeypatch.setenv("PYTHONPATH", path)
-    monkeypatch.delenv("XLA_FLAGS", raising=False)
-    monkeypatch.delenv("AUTOPAR_DOCS", raising=False)
-    hook = site_hook(monkeypatch)
-    notebook = hook.executed(DOCS / page)
+    run_cell(hook, kernel, "get_ipython().run_line_magic('reset', '-f')")
+    notebook = hook.executed(DOCS / page, kernel)
     shown = [
         output.data["text/html"]
         for cell in notebook.cells
@@ -134,13 +156,6 @@ PICTURES = {
     ),
     "choosing_a_machine": ("Where the time goes",),
 }
-
-
-def site_hook(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """docs/notebooks.py, which MkDocs imports by its path."""
-    pytest.importorskip("mkdocs", reason="MkDocs is not installed: pip install 'autopar[docs]'")
-    monkeypatch.syspath_prepend(DOCS)
-    return importlib.import_module("notebooks")
 
 
 @pytest.fixture(scope="module")

@@ -198,7 +198,7 @@ def test_follow_says_what_it_cannot():
         autopar.follow(evaluate, evaluate)
     train = parallel(autopar.ShardParallel((8,)))
     train(init(), BATCH)
-    with pytest.raises(StructureChangedError, match="no argument of the eval step is state"):
+    with pytest.raises(StructureChangedError, match="no argument of the step is state of the one that it follows"):
         autopar.follow(lambda x: x, train)(jnp.ones(3))
     piped = parallel(autopar.PipelineParallel(num_stages=4, num_microbatches=2))
     state, _ = piped(init(), BATCH)

@@ -14,8 +14,13 @@ sys.path.insert(0, str(BENCHMARKS))
 
 import wide_resnet  # noqa: E402
 from published import group_taus  # noqa: E402
+from published_frameworks import eager_seconds, padded_vocabulary, stage_layers  # noqa: E402
 from published_runs import DATA, Run, read_runs, tau  # noqa: E402
-from published_steps import predict  # noqa: E402
+from published_steps import machine_of, predict  # noqa: E402
+
+from autopar.cost import kernel_seconds  # noqa: E402
+from autopar.cost.kernels import Product  # noqa: E402
+from autopar.mesh import find_device  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +99,7 @@ def llama(**fields) -> Run:
         compiled=True,
         overlaps=False,
         ranks_only=False,
+        is_profiled=False,
         schedule="",
         seconds=None,
         memory_gib=None,
@@ -133,9 +139,49 @@ def test_order_of_plans(runs):
     assert min(values) > 0.6
 
 
+def test_order_of_plans_of_a_vocabulary_that_is_not_padded(runs):
+    """Pipelines wait for the stage with the head, whose products no tensor core loads well: the more stages, the slower they
+    were. Launches bind the smallest microbatch."""
+    plans = {(2, 1, 8), (1, 4, 4), (1, 8, 4), (2, 2, 1)}
+    chosen = [r for r in runs if r.framework == "nanotron" and (r.tensor, r.pipeline, r.microbatch) in plans]
+    ((_, _, count, value),) = group_taus([(run, predict(run)) for run in chosen])
+    assert count == 4 and value == 1
+
+
+@pytest.mark.parametrize(
+    "framework, layers, stages, expected",
+    [
+        ("Megatron-LM", 24, 4, [6, 6, 6, 6]),
+        ("Megatron-DeepSpeed", 82, 12, [6, *[7] * 10, 6]),  # as its authors say: two layers' room for both embeddings
+        ("Megatron-DeepSpeed", 78, 12, [*[7] * 11, 1]),  # as its authors say: 1 on the last
+        ("nanotron", 24, 4, [6, 7, 6, 5]),
+        ("JAX", 32, 1, [32]),
+    ],
+)
+def test_layers_of_stages(framework, layers, stages, expected):
+    run = llama(framework=framework, layers=layers, pipeline=stages, width=2048, hidden=4096, vocabulary=50257)
+    assert stage_layers(run) == expected
+
+
+def test_rows_that_begin_anywhere_are_multiplied_without_tensor_cores():
+    device = find_device("a100").device
+    even, odd = (Product(12, 2048, 2048, depth, 1e8, ("bfloat16", "bfloat16")) for depth in (152, 150))
+    assert eager_seconds(even, device) == kernel_seconds(even, device)
+    assert eager_seconds(odd, device) > 5 * eager_seconds(even, device)
+    assert padded_vocabulary(llama(framework="nanotron", vocabulary=50257, tensor=4)) == 50260
+    assert padded_vocabulary(llama(vocabulary=50257, tensor=4)) % (4 * 128) == 0
+
+
+def test_omni_path_is_as_fast_as_its_users_measured(runs):
+    """5.06 GB/s of a card's 12.5, and four cards for eight devices."""
+    run = next(run for run in runs if "Omni-Path" in run.network)
+    assert machine_of(run).inter.bytes_per_second == pytest.approx(5.06e9 * 4 / 8, rel=0.01)
+
+
 def test_tau():
     assert tau([1, 2, 3], [2, 4, 9]) == 1
     assert tau([1, 2, 3], [9, 4, 2]) == -1
+    assert tau([1, 1.01, 3], [2, 1, 9], least=0.02) == 1
 
 
 def planned_seconds(devices: int, channels: int, method) -> float:

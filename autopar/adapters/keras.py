@@ -15,11 +15,12 @@ from typing import Any
 
 import keras
 
-from autopar.api import ParallelStep, parallelize
+from autopar.api import parallelize
 from autopar.errors import AutoparError
 from autopar.follow import follow
 from autopar.mesh import Cluster
 from autopar.search.methods import Method
+from autopar.step import ParallelStep
 
 TRAINED = ("trainable", "non_trainable", "optimizer", "metrics")
 TESTED = ("trainable", "non_trainable", "metrics")

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.cost.kernels import FusedProducts, Kernel, Pass, Product
+from autopar.cost.steps import COLLECTIVE_KINDS, CollectiveKind
 
 SMALL = 1e-6
 """Keeps numbers of one size however long a loop runs."""
@@ -47,7 +48,7 @@ class Case:
     dtypes: tuple[str, ...]
     turn: Callable[..., jax.Array]
     kernels: tuple[Kernel, ...]
-    collectives: tuple[tuple[str, float], ...] = ()
+    collectives: tuple[tuple[CollectiveKind, float], ...] = ()
     group: int = 1
     is_fitted: bool = True
 
@@ -62,7 +63,7 @@ def all_cases(num_devices: int, is_cpu: bool) -> list[Case]:
         list(_products(is_cpu)),
         list(_convolutions(is_cpu)),
         list(_attention(is_cpu)),
-        *([collective(kind, size, group) for size, group in _messages(groups, is_cpu)] for kind in _COLLECTIVES),
+        *([collective(kind, size, group) for size, group in _messages(groups, is_cpu)] for kind in COLLECTIVE_KINDS),
         list(_indexing(is_cpu)),
     ]
     rounds = itertools.zip_longest(*kinds)
@@ -223,8 +224,6 @@ def _indexing(is_cpu: bool) -> Iterator[Case]:
 
 # Collectives.
 
-_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
-
 
 def _messages(groups: Sequence[int], is_cpu: bool) -> Iterator[tuple[int, int]]:
     """(bytes on one device, devices of a group)."""
@@ -233,7 +232,7 @@ def _messages(groups: Sequence[int], is_cpu: bool) -> Iterator[tuple[int, int]]:
         yield from ((size, group) for group in groups)
 
 
-def collective(kind: str, num_bytes: int, group: int) -> Case:
+def collective(kind: CollectiveKind, num_bytes: int, group: int) -> Case:
     """One collective in groups of neighbours; what a turn does besides is a pass in the model, too."""
     count = max(1, num_bytes // 4 // group) * group
     part = count // group

@@ -22,6 +22,7 @@ import numpy as np
 from autopar.calibrate.cases import collective
 from autopar.calibrate.timing import turn_seconds
 from autopar.cost import collective_seconds
+from autopar.cost.steps import CollectiveKind
 from autopar.mesh import Cluster
 from autopar.plan.decision import Decision
 from autopar.report.measured import Lane, MeasuredStep
@@ -49,7 +50,7 @@ def whole_steps(run: Callable[[list[Any]], Any], leaves: Sequence[Any], donated:
 def one_program(plan: Decision, devices: Sequence[jax.Device], step_seconds: float, steps: int) -> MeasuredStep:
     """The lanes of a step that is one program."""
     cost, mesh = plan.cost, plan.mesh
-    predicted: dict[tuple[str, tuple[str, ...], int], tuple[float, int]] = {}
+    predicted: dict[tuple[CollectiveKind, tuple[str, ...], int], tuple[float, int]] = {}
     for c in cost.collectives:
         key = c.kind, c.axes, c.bytes
         seconds, times = predicted.get(key, (0.0, 0))

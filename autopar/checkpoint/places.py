@@ -17,11 +17,12 @@ import jax
 import numpy as np
 
 from autopar._jax import is_key, key_data, shaped
-from autopar.api import CompiledStep, ParallelStep
 from autopar.checkpoint.leaves import is_function
+from autopar.compiled import CompiledStep
 from autopar.errors import CheckpointError
 from autopar.runtime.ray.driver.driver import RayStep
 from autopar.runtime.stacks import Stack, StackedArray
+from autopar.step import ParallelStep
 
 
 class Nowhere(enum.Enum):
@@ -92,11 +93,7 @@ def places_by_plan(like: Any, step: CompiledStep | ParallelStep) -> list[Place]:
             do="pass what step.compile(state, batch) returns; types do for arguments.",
             path="",
         )
-    found = _argument(like, compiled)
-    if found is None and isinstance(like, tuple | list | dict):
-        parts = jax.tree.leaves(like, is_leaf=lambda part: part is not like)  # of a dict in the order of its leaves
-        each = [_argument(part, compiled) for part in parts]
-        found = None if any(e is None for e in each) else [k for e in each for k in e or ()]
+    found = _argument(like, compiled) or _several_arguments(like, compiled)
     if found is None:
         raise CheckpointError(
             "the state does not fit the step.",
@@ -129,6 +126,20 @@ def _argument(like: Any, compiled: CompiledStep) -> list[int] | None:
                 return list(range(start, stop))
             start = stop
     return None
+
+
+def _several_arguments(like: Any, compiled: CompiledStep) -> list[int] | None:
+    """The flat inputs of the step that the children of a container are: {"params": params}, or (params, cache)."""
+    if not isinstance(like, tuple | list | dict):
+        return None
+    children = jax.tree.leaves(like, is_leaf=lambda node: node is not like)  # of a dict in the order of its leaves
+    found: list[int] = []
+    for child in children:
+        own = _argument(child, compiled)
+        if own is None:
+            return None
+        found += own
+    return found
 
 
 def _types(leaves: Sequence[Any]) -> list[Any]:

@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopar.checkpoint.storage as storage
-from autopar.api import CompiledStep, ParallelStep
 from autopar.checkpoint.apart import read_apart
 from autopar.checkpoint.folder import check, step_folder, step_number, steps
 from autopar.checkpoint.leaves import (
@@ -33,10 +32,12 @@ from autopar.checkpoint.leaves import (
 )
 from autopar.checkpoint.manifest import Manifest
 from autopar.checkpoint.places import UNCOMMITTED, OnWorkers, Place, places_by_like, places_by_plan
+from autopar.compiled import CompiledStep
 from autopar.errors import CheckpointError, warn
 from autopar.frameworks import without_arrays
 from autopar.ir.trace.containers import plain_containers
 from autopar.runtime.stacks import Stack
+from autopar.step import ParallelStep
 
 
 def restore(
@@ -98,7 +99,7 @@ def read_state(
     for k, kind in zip(positions, kinds, strict=True):
         request[k] = None if k in remote else _request(kind, places[k])
     asked_for = _without_empty_nodes(plain_containers(like).unflatten(request))
-    _check_lengths(asked_for, (), _lengths(manifest.leaves))
+    _check_sequences_whole(asked_for, (), _saved_lengths(manifest.leaves))
     read = [k for k, wish in enumerate(request) if wish is not None]
     found = dict(zip(read, jax.tree.leaves(storage.read(folder, asked_for)), strict=True))
     for k, kind, (_, _, asked) in zip(positions, kinds, wanted, strict=True):
@@ -115,7 +116,7 @@ def _without_empty_nodes(tree: Any) -> Any:
     return jax.tree.map(lambda value: None if is_empty(value) else value, tree, is_leaf=is_empty)
 
 
-def _lengths(saved: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], int]:
+def _saved_lengths(saved: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], int]:
     """For each node that may be a sequence, how many children were saved."""
     lengths: dict[tuple[str, ...], int] = {}
     for path in saved:
@@ -125,8 +126,13 @@ def _lengths(saved: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], int]:
     return lengths
 
 
-def _check_lengths(tree: Any, path: tuple[str, ...], lengths: Mapping[tuple[str, ...], int]) -> None:
+def _check_sequences_whole(tree: Any, path: tuple[str, ...], lengths: Mapping[tuple[str, ...], int]) -> None:
     """A tuple or list comes back whole: orbax reads a part of a dict, and not of these.
+
+    Args:
+        tree: What is asked for.
+        path: Of this node of it.
+        lengths: How many children were saved of each node that may be a sequence.
 
     Raises:
         CheckpointError: Of one only some children are asked for.
@@ -142,7 +148,7 @@ def _check_lengths(tree: Any, path: tuple[str, ...], lengths: Mapping[tuple[str,
         )
     children = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list | tuple) else ()
     for name, child in children:
-        _check_lengths(child, (*path, str(name)), lengths)
+        _check_sequences_whole(child, (*path, str(name)), lengths)
 
 
 def find_checkpoint(directory: str | os.PathLike, step: int | None = None) -> Manifest:

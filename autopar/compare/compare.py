@@ -15,7 +15,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from autopar.api import ParallelStep, parallelize
+from autopar.api import parallelize
 from autopar.compare.page import comparison_html, comparison_text
 from autopar.compare.prices import Price, read_prices
 from autopar.compare.row import Row
@@ -26,6 +26,7 @@ from autopar.report.show import write_page
 from autopar.search.figures import sum_stated
 from autopar.search.method_names import method_of
 from autopar.search.methods import Method, method_text
+from autopar.step import ParallelStep
 
 SORTS = ("step", "rate", "price", "energy")
 

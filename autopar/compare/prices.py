@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import AutoparError, ClusterError
-from autopar.mesh.catalog import find_device
+from autopar.mesh.find_device import find_device
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,15 +10,21 @@ Method: ring algorithms, and a tree where a small all-reduce is faster so, or th
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from typing import assert_never
 
+from autopar.cost.steps import CollectiveKind
 from autopar.mesh import Link, LogicalMesh
 
 _Line = tuple[float, float]
 """Seconds = first + second * bytes."""
+_LEAST_IN_SWITCH = 5
+"""Fewer devices gain nothing of a switch that adds up: 2 to 8 H100s reach 370, 370, 370, 420, 440, 460 and 480 GB/s of bus
+bandwidth with NVLink SHARP, and 365 to 370 with rings (nccl-tests; NVIDIA/nccl, issue 1455)."""
 _PROTOCOLS = ((1.0, 1.0), (0.56, 0.92), (0.14, 0.25))
 """Share of the latency of a hop and share of the rate, of NCCL's protocols Simple, LL128 and LL on a ring; from the figures
 with which it chooses between them (`src/graph/tuning.cc`: 3.4, 1.9 and 0.47 us over NVLink)."""
@@ -69,9 +75,11 @@ def reduce_scatter_seconds(num_bytes: float, group_size: int, link: Link) -> flo
 def all_to_all_seconds(num_bytes: float, group_size: int, link: Link) -> float:
     """Time of one pairwise all-to-all: p - 1 messages of num_bytes / p each; `num_bytes` is one device's operand.
 
-    Thakur, Rabenseifner & Gropp, 2005, sec. 4.4.
+    Thakur, Rabenseifner & Gropp, 2005, sec. 4.4. On a ring of a torus what is sent goes on over all links on its way, a
+    quarter of the ring on average: Austin et al., "How to scale your model", 2025, ch. 3.
     """
-    return (group_size - 1) * (link.latency_seconds + num_bytes / group_size / link.bytes_per_second)
+    passed_on = max(1.0, group_size / 4) if link.torus else 1.0
+    return (group_size - 1) * (link.latency_seconds + passed_on * num_bytes / group_size / link.bytes_per_second)
 
 
 def switch_all_reduce_seconds(num_bytes: float, link: Link) -> float:
@@ -82,7 +90,7 @@ def switch_all_reduce_seconds(num_bytes: float, link: Link) -> float:
     return 2 * link.latency_seconds + num_bytes / link.switch_bytes_per_second
 
 
-def shared_memory_seconds(kind: str, num_bytes: float, group_size: int, link: Link) -> float:
+def shared_memory_seconds(kind: CollectiveKind, num_bytes: float, group_size: int, link: Link) -> float:
     """Time of one collective among devices that share memory: a latency for each that takes part, then copies.
 
     All devices copy at once, each at the link's rate, whatever the size of the group.
@@ -90,23 +98,23 @@ def shared_memory_seconds(kind: str, num_bytes: float, group_size: int, link: Li
     return link.latency_seconds * group_size + _PASSES[kind] * num_bytes / link.bytes_per_second
 
 
-_PASSES = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 2.0, "collective-permute": 2.0}
+_PASSES: dict[CollectiveKind, float] = {
+    "all-reduce": 2.0,
+    "all-gather": 1.0,
+    "reduce-scatter": 1.0,
+    "all-to-all": 2.0,
+    "collective-permute": 2.0,
+}
 """How often a device's bytes (as `collective_seconds` counts them) pass through memory: what all-gather writes and
 reduce-scatter reads, once; what an all-reduce reads and then writes, and what others read in one place and write in another,
 twice. So XLA's CPU collectives were measured."""
 
 
-def collective_permute_seconds(num_bytes: float, group_size: int, link: Link) -> float:
-    """Time of one permute: every device sends its operand of `num_bytes` to one other."""
-    return link.latency_seconds + num_bytes / link.bytes_per_second if group_size > 1 else 0.0
-
-
-def collective_seconds(kind: str, num_bytes: float, axes: tuple[str, ...], mesh: LogicalMesh) -> float:
+def collective_seconds(kind: CollectiveKind, num_bytes: float, axes: tuple[str, ...], mesh: LogicalMesh) -> float:
     """Time of one collective over one or several axes of a mesh, its launch included.
 
     Args:
-        kind: As HLO spells it: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`,
-            `"collective-permute"`.
+        kind: What it does.
         num_bytes: Operand bytes on one device; of an all-gather, result bytes.
         axes: Mesh axes; those of size 1 take no time.
         mesh: Sizes and links.
@@ -119,7 +127,7 @@ def collective_seconds(kind: str, num_bytes: float, axes: tuple[str, ...], mesh:
 
 
 @functools.lru_cache(maxsize=4096)
-def _lines(kind: str, axes: tuple[str, ...], mesh: LogicalMesh) -> tuple[_Line, ...]:
+def _lines(kind: CollectiveKind, axes: tuple[str, ...], mesh: LogicalMesh) -> tuple[_Line, ...]:
     groups = [(mesh.size_of(axis), mesh.link_of(axis)) for axis in axes if mesh.size_of(axis) > 1]
     if not groups:
         return ()
@@ -139,26 +147,35 @@ def _lines(kind: str, axes: tuple[str, ...], mesh: LogicalMesh) -> tuple[_Line, 
 
 
 def _protocols(groups: Sequence[tuple[int, Link]]) -> Iterator[list[tuple[int, Link]]]:
-    """The axes with the links of each protocol that all of them have."""
+    """The axes with the links of each protocol that all of them have; on a torus one after the other, or all at once."""
+    if all(link.torus for _, link in groups):
+        yield [(size, link.along(size)) for size, link in groups]
+        if len(groups) > 1:
+            size, hops = math.prod(size for size, _ in groups), sum(size - 1 for size, _ in groups)
+            link = groups[0][1].along(size)
+            yield [(size, dataclasses.replace(link, latency_seconds=link.latency_seconds * hops / (size - 1)))]
+        return
     yield list(groups)
     if all(link.has_short_messages for _, link in groups):
         for latency, rate in _PROTOCOLS[1:]:
             yield [(size, Link(link.latency_seconds * latency, link.bytes_per_second * rate)) for size, link in groups]
 
 
-def _orders(kind: str, groups: tuple[tuple[int, Link], ...]) -> Iterator[_Line]:
+def _orders(kind: CollectiveKind, groups: tuple[tuple[int, Link], ...]) -> Iterator[_Line]:
     """Ways to go through the axes in one order: each as (seconds for no bytes, seconds per byte)."""
     match kind:
         case "all-reduce":
             # Scatter the sum along the first axes, reduce the rest along the last, gather back.
             *outer, (size, link) = groups
+            is_ring = bool(link.torus)  # neighbours only: a tree has no links of its own
             steps = [(lambda n, p=p, a=a: 2 * reduce_scatter_seconds(n, p, a)) for p, a in outer]
             share = 1.0 / math.prod(p for p, _ in outer)
             shares = [1.0 / math.prod(p for p, _ in outer[:k]) for k in range(len(outer))]
-            for last in (all_reduce_seconds, tree_all_reduce_seconds):
+            for last in (all_reduce_seconds,) if is_ring else (all_reduce_seconds, tree_all_reduce_seconds):
                 yield _sum_of([*zip(steps, shares, strict=True), (lambda n, last=last: last(n, size, link), share)])
-            yield _sum_of([((lambda n, p=p, a=a: tree_all_reduce_seconds(n, p, a)), 1.0) for p, a in groups])
-            if link.switch_bytes_per_second:
+            if not is_ring:
+                yield _sum_of([((lambda n, p=p, a=a: tree_all_reduce_seconds(n, p, a)), 1.0) for p, a in groups])
+            if link.switch_bytes_per_second and size >= _LEAST_IN_SWITCH:
                 yield _sum_of(
                     [*zip(steps, shares, strict=True), ((lambda n: switch_all_reduce_seconds(n, link)), share)]
                 )
@@ -173,11 +190,10 @@ def _orders(kind: str, groups: tuple[tuple[int, Link], ...]) -> Iterator[_Line]:
         case "all-to-all":
             yield _sum_of([((lambda n, p=p, a=a: all_to_all_seconds(n, p, a)), 1.0) for p, a in groups])
         case "collective-permute":
-            slowest = min((link for _, link in groups), key=lambda link: link.bytes_per_second)
-            worst = max(link.latency_seconds for _, link in groups)
-            yield worst, 1.0 / slowest.bytes_per_second
+            # Every device sends its operand to one other, at worst over the slowest link.
+            yield max(a.latency_seconds for _, a in groups), 1.0 / min(a.bytes_per_second for _, a in groups)
         case _:
-            raise ValueError(f"no collective is called {kind!r}")
+            assert_never(kind)
 
 
 def _sum_of(parts: list) -> _Line:

@@ -26,6 +26,7 @@ from autopar.cost.steps import (
     AllGather,
     AllReduce,
     AllToAll,
+    CollectiveKind,
     Mask,
     Permute,
     ReduceScatter,
@@ -105,7 +106,7 @@ class _Layout:
     sources: np.ndarray
     targets: np.ndarray
     group_of: np.ndarray
-    groups: tuple[tuple[str | None, tuple[str, ...], int], ...]
+    groups: tuple[tuple[CollectiveKind | None, tuple[str, ...], int], ...]
 
     def position(self, sharding: Sharding, dims: tuple[int, ...]) -> int:
         """Position of a sharding of the whole tensor, whose splittable dims are `dims`."""
@@ -159,7 +160,7 @@ def _layout(fits: tuple[tuple[tuple[int, ...], ...], ...], mesh: LogicalMesh) ->
     allowed = [{(), *(tuple(names[k] for k in axes) for axes in fitting)} for fitting in fits]
     index = {sharding: k for k, sharding in enumerate(_all_shardings(allowed, mesh))}
     steps: dict[tuple[int, int], Step] = {}
-    groups: dict[tuple[str | None, tuple[str, ...], int], int] = {}
+    groups: dict[tuple[CollectiveKind | None, tuple[str, ...], int], int] = {}
     group_of: dict[tuple[int, int], int] = {}
     for sharding, position in index.items():
         for step in _steps_from(sharding, mesh):

@@ -9,9 +9,13 @@ Method: a dim's axes are major to minor and ascending in mesh order, so a gather
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import assert_never
+from typing import Literal, assert_never, get_args
 
 from autopar.mesh import LogicalMesh, Sharding
+
+CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
+"""A collective as HLO spells it."""
+COLLECTIVE_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,8 +104,8 @@ def apply_to_sharding(step: Step, sharding: Sharding, mesh: LogicalMesh) -> Shar
     return Sharding(tuple(dims), partial)
 
 
-def step_kind(step: Step) -> str | None:
-    """The collective a step is, as HLO spells it; None where it does not communicate."""
+def step_kind(step: Step) -> CollectiveKind | None:
+    """The collective a step is; None where it does not communicate."""
     match step:
         case AllReduce():
             return "all-reduce"

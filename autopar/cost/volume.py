@@ -10,16 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autopar.cost.steps import CollectiveKind
 from autopar.mesh import LogicalMesh
 
-_PASSES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1, "collective-permute": 1}
+_PASSES: dict[CollectiveKind, int] = {
+    "all-reduce": 2,
+    "all-gather": 1,
+    "reduce-scatter": 1,
+    "all-to-all": 1,
+    "collective-permute": 1,
+}
 
 
-def sent_bytes(kind: str, num_bytes: float, axes: tuple[str, ...], mesh: LogicalMesh) -> Iterator[tuple[str, float]]:
+def sent_bytes(
+    kind: CollectiveKind, num_bytes: float, axes: tuple[str, ...], mesh: LogicalMesh
+) -> Iterator[tuple[str, float]]:
     """(axis, bytes that one device sends along it).
 
     Args:
-        kind: As HLO spells it.
+        kind: What the collective does.
         num_bytes: Operand bytes on one device; of an all-gather, result bytes.
         axes: Mesh axes.
         mesh: Their sizes.

@@ -13,6 +13,8 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.fit.batches import Batches, EndOfBatches, Source
+from autopar.fit.hosts import batches as by_host
+from autopar.fit.parts import ByHost, is_by_host
 from autopar.fit.remainder import weight_of
 from autopar.fit.values import scalars_of
 from autopar.follow import Following
@@ -21,7 +23,7 @@ from autopar.follow import Following
 class Evaluation:
     """When the state is measured, and how."""
 
-    def __init__(self, step: Callable[..., Any], batches: Source, every: int | None, remainder: str):
+    def __init__(self, step: Callable[..., Any], batches: Source | ByHost, every: int | None, remainder: str):
         """Raises `AutoparError` if the batches can be gone through only once."""
         if not callable(batches) and iter(batches) is batches:
             raise AutoparError(
@@ -45,15 +47,18 @@ class Evaluation:
         """Means over all eval batches, by name."""
         sums: dict[str, float] = {}
         total = 0.0
-        for batch in self._batches():
+        for batch in self._batches(state):
             weight = weight_of(batch)
             total += weight
             for name, value in scalars_of(self._step(state, batch)).items():
                 sums[name] = sums.get(name, 0.0) + weight * value
         return {name: value / total for name, value in sums.items()}
 
-    def _batches(self) -> Iterator[Any]:
-        source = Batches(self._source, remainder=self._remainder)
+    def _batches(self, state: Any) -> Iterator[Any]:
+        if is_by_host(self._source):
+            yield from by_host(self._source, self._step, state, remainder=self._remainder)  # type: ignore[arg-type]
+            return
+        source = Batches(self._source, remainder=self._remainder)  # type: ignore[arg-type]
         number = 0
         while True:
             try:

@@ -12,13 +12,12 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 
-from autopar.api import ParallelStep
 from autopar.checkpoint.folder import read_note, steps
 from autopar.checkpoint.owner import hold
 from autopar.checkpoint.restore import find_checkpoint, read_state
@@ -26,6 +25,8 @@ from autopar.checkpoint.save import Saving, begin_save
 from autopar.errors import AutoparError, CheckpointError, NodeLostError, WorkerError, warn
 from autopar.fit.batches import Batches, EndOfBatches, Source
 from autopar.fit.evaluate import Evaluation
+from autopar.fit.hosts import HostBatches
+from autopar.fit.parts import ByHost, is_by_host
 from autopar.fit.prefetch import placed_for
 from autopar.fit.progress import Bar
 from autopar.fit.remainder import Remainder, check_remainder
@@ -35,6 +36,7 @@ from autopar.follow import Following
 from autopar.frameworks import Shell, without_arrays
 from autopar.loggers import Logger
 from autopar.mesh import Cluster
+from autopar.step import ParallelStep
 
 BACK_OFF_SECONDS, MOST_SECONDS = 1.0, 60.0
 """How long to wait before a second failure in a row is mended: twice as long each time, up to the latter."""
@@ -43,7 +45,7 @@ BACK_OFF_SECONDS, MOST_SECONDS = 1.0, 60.0
 def fit(
     step: Callable[..., Any],
     state: Any,
-    batches: Source,
+    batches: Source | ByHost,
     *,
     num_steps: int | None = None,
     checkpoint_dir: str | os.PathLike | None = None,
@@ -74,7 +76,10 @@ def fit(
         batches: A list or dataset, whose first n batches are dropped when the run resumes after n steps; a loader that
             knows its position (`state_dict` and `load_state_dict`, as torchdata's, or `get_state` and `set_state`, as
             grain's), which is saved with each checkpoint; or a function from n to an iterator over the batches from
-            there on. Must be the same each time. Tensors of torch and TensorFlow become NumPy arrays.
+            there on. Must be the same each time. Or a function `batches(host, hosts)` (perhaps with `start`, the number to
+            begin with) to one of these, of which each batch is part `host` of `hosts` equal ones that lie one below the
+            other: on a Ray cluster each worker reads its own, by this function, and nothing goes through this process but
+            the first batch, to plan for; elsewhere there is one part. Tensors of torch and TensorFlow become NumPy arrays.
         num_steps: How many steps in all, those before a break counted; None: until the batches end.
         checkpoint_dir: Where checkpoints are and go; None: none are.
         save_every: Steps between checkpoints; there is one of the beginning and one of the end too.
@@ -110,19 +115,13 @@ def fit(
         WorkerError: The machine failed, and that was not to be mended.
         NodeLostError: The same, before the workers had started.
     """
-    _check_settings(on_failure, save_every=save_every, keep=keep, eval_every=eval_every, log_every=log_every)
+    counts = {"save_every": save_every, "keep": keep, "eval_every": eval_every, "log_every": log_every}
+    _check_settings(on_failure, prefetch, counts)
     check_remainder(remainder)
-    if not isinstance(prefetch, Integral) or prefetch < 0:
-        raise AutoparError(
-            "`prefetch` must be a whole number, 0 or more.",
-            given=f"fit(prefetch={prefetch!r})",
-            wrong="there is no such number of batches.",
-            do="pass 0 to draw none ahead, or leave it out.",
-        )
     state, shell = without_arrays(state)
     if shell is not None:
         step, eval_step = _on_arrays(step, eval_step, shell)
-    feed = Batches(batches, stop=num_steps, remainder=remainder, every=save_every)
+    feed = _feed(batches, num_steps, remainder, save_every, prefetch)
     bar = Bar(getattr(step, "__name__", "fit"), num_steps, progress)
     reports = Reports([loggers] if callable(loggers) else list(loggers), log_every, bar)
     evaluation = _evaluation(eval_step, eval_batches, eval_every or save_every, remainder)
@@ -130,6 +129,14 @@ def fit(
     with hold(checkpoint_dir) if checkpoint_dir is not None else contextlib.nullcontext():
         final, metrics = _survive(run, state, on_failure, cluster, max_failures)
     return final if shell is None else shell.around(final), metrics
+
+
+def _feed(
+    batches: Source | ByHost, stop: int | None, remainder: str, every: int, prefetch: int
+) -> Batches | HostBatches:
+    if is_by_host(batches):
+        return HostBatches(cast(ByHost, batches), stop=stop, remainder=remainder, every=every, ahead=prefetch)
+    return Batches(cast(Source, batches), stop=stop, remainder=remainder, every=every)
 
 
 def _survive(
@@ -182,13 +189,20 @@ def _on_arrays(step: Any, eval_step: Any, shell: Shell) -> tuple[Any, Any]:
     return step, eval_step
 
 
-def _check_settings(on_failure: Any, **counts: Any) -> None:
+def _check_settings(on_failure: Any, prefetch: Any, counts: Mapping[str, Any]) -> None:
     if on_failure not in ("replan", "raise"):
         raise AutoparError(
             "fit does not know what to do on a failure.",
             given=f"fit(on_failure={on_failure!r})",
             wrong="it is neither 'replan' nor 'raise'.",
             do="leave it out to plan anew for what is left, or pass 'raise'.",
+        )
+    if not isinstance(prefetch, Integral) or int(prefetch) < 0:
+        raise AutoparError(
+            "`prefetch` must be a whole number, 0 or more.",
+            given=f"fit(prefetch={prefetch!r})",
+            wrong="there is no such number of batches.",
+            do="pass 0 to draw none ahead, or leave it out.",
         )
     for name, value in counts.items():
         may_be_none = name in ("keep", "eval_every")
@@ -230,7 +244,7 @@ class _Run:
         self,
         step: Callable[..., Any],
         state: Any,
-        batches: Batches,
+        batches: Batches | HostBatches,
         directory: str | os.PathLike | None,
         save_every: int,
         keep: int | None,
@@ -247,6 +261,7 @@ class _Run:
         self.number = 0
         self.metrics: dict[int, Any] = {}
         self._like = jax.tree.map(type_of, state)
+        self._serve()
         self._saving: Saving | None = None
         self._saved = -1
         self._came = 0
@@ -256,8 +271,14 @@ class _Run:
     def replan(self, cluster: Cluster | None) -> None:
         """Plan the step anew; an eval step that follows it, too."""
         self.step = self.step.replan(cluster)
+        self._serve()
         if self.evaluation is not None:
             self.evaluation.follow(self.step)
+
+    def _serve(self) -> None:
+        """Hosts read what the plan of this step wants of them."""
+        if isinstance(self.batches, HostBatches):
+            self.batches.serve(self.step, self._like)
 
     def resume(self, state: Any) -> None:
         """Go to the newest whole checkpoint; if there was none when it began, to the beginning, with this state."""
@@ -311,6 +332,8 @@ class _Run:
         if self.evaluation is not None and self.number > first and not self.evaluation.is_due(self.number):
             self._evaluate(self.evaluation)
         self.settle()
+        if isinstance(self.batches, HostBatches):
+            self.batches.close()
         if self.number == first and self.directory is not None and first:
             warn(
                 f"the run in {os.fspath(self.directory)} is finished: all its {first} steps are done, and none was done now. "

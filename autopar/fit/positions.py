@@ -34,18 +34,28 @@ def position_of(source: Any, iterator: Iterator[Any]) -> Any | None:
 
 
 def iterator_at(source: Any, position: Any) -> Iterator[Any] | None:
-    """An iterator that goes on from a position; None: the source has no such thing any more."""
+    """An iterator that goes on from a position; None: the source does not go there, and the caller draws and drops."""
     state = _decoded(position)
     tell, go = _WAYS[0]
     if hasattr(source, tell) and hasattr(source, go):
-        getattr(source, go)(state)
-        return iter(source)
+        return iter(source) if _goes(source, go, state) else None
     iterator = iter(source)
     found = _holder(source, iterator)
     if found is None:
         return None
-    getattr(found[0], found[1][1])(state)
-    return iterator
+    return iterator if _goes(found[0], found[1][1], state) else None
+
+
+def _goes(holder: Any, go: str, state: Any) -> bool:
+    try:
+        getattr(holder, go)(state)
+    except (
+        Exception
+    ) as error:  # a loader's own, which compares its data with that of the run before, such as by its `repr`
+        name = f"{type(holder).__name__}.{go}"
+        warn(f"{name} refuses where the run was ({error}): batches are drawn and dropped instead.")
+        return False
+    return True
 
 
 def has_position(source: Any) -> bool:
@@ -65,10 +75,25 @@ def as_arrays(batch: Any) -> Any:
     import jax
 
     def as_array(leaf: Any) -> Any:
-        library = type(leaf).__module__.partition(".")[0]
-        return leaf.numpy() if library in ("torch", "tensorflow") and hasattr(leaf, "numpy") else leaf
+        match type(leaf).__module__.partition(".")[0]:
+            case "torch" if hasattr(leaf, "detach"):
+                return _of_torch(leaf)
+            case "tensorflow" if hasattr(leaf, "numpy"):
+                return leaf.numpy()
+        return leaf
 
     return jax.tree.map(as_array, batch)
+
+
+def _of_torch(tensor: Any) -> np.ndarray:
+    tensor = tensor.detach().cpu()
+    try:
+        return tensor.numpy()
+    except TypeError:  # of a dtype that NumPy has not, and JAX brings, such as bfloat16
+        import torch
+
+        bits = {1: torch.uint8, 2: torch.int16}[tensor.element_size()]
+        return tensor.contiguous().view(bits).numpy().view(str(tensor.dtype).removeprefix("torch."))
 
 
 def _holder(source: Any, iterator: Iterator[Any]) -> tuple[Any, tuple[str, str]] | None:

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.api import ParallelStep
 from autopar.ir.trace.state import argument_slices
+from autopar.step import ParallelStep
 
 
 def placed_for(step: Any, last: Any) -> Callable[[Any], Any]:

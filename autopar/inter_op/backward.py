@@ -17,11 +17,9 @@ from autopar._jax import JaxprEqn, Var, new_var
 from autopar.inter_op.residuals import ALL, CHEAP, Kept, can_run_again, choose_residuals
 from autopar.ir.dataflow import inputs_of, needed
 from autopar.ir.work import Work
+from autopar.tuning import TUNING
 
-Gates = dict[int, tuple[Var, ...]]
-
-MAX_LEVELS = 6
-"""At most so many levels of a stage are told apart."""
+Gates = dict[JaxprEqn, tuple[Var, ...]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +66,7 @@ class Backward:
         eqns: Those of its task B, in order.
         weight: Those of its task W, in order.
         passed: Forward values that B runs again and W reads: value -> the name of B's copy.
-        gates: Of tasks B and W: equations that run again, by identity, from which on the readers of some values wait for
+        gates: Of tasks B and W: equations that run again, from which on the readers of some values wait for
             another, which comes first.
     """
 
@@ -83,7 +81,7 @@ class Backward:
 def backward_at(passes: Passes, level: float) -> Backward:
     """The backward pass at a level of recomputation."""
     kept = passes.kept(level)
-    heavy = {id(eqn) for eqn in kept.heavy}
+    heavy = set(kept.heavy)
     if not heavy:
         helpers = [*passes.light, *kept.again]
         return Backward(level, kept, _early(helpers, passes.at_once), _early(helpers, passes.later), {}, {})
@@ -109,7 +107,7 @@ def _late(
     helpers: Sequence[JaxprEqn],
     eqns: Sequence[JaxprEqn],
     wanted: Sequence[Var],
-    heavy: Collection[int],
+    heavy: Collection[JaxprEqn],
     gated: Collection[Var],
     gates: Gates,
 ) -> list[JaxprEqn]:
@@ -125,13 +123,13 @@ def _late(
     for wants, eqn in (*((inputs_of(eqn), eqn) for eqn in eqns), (wanted, None)):
         group = needed(left, wants, effects=False) if not missing.isdisjoint(wants) else []
         if group:
-            chosen = {id(helper) for helper in group}
-            left = [helper for helper in left if id(helper) not in chosen]
+            chosen = set(group)
+            left = [helper for helper in left if helper not in chosen]
             made = {var for helper in group for var in helper.outvars}
             missing -= made
             if latest is not None and not chosen.isdisjoint(heavy):
                 read = dict.fromkeys(a for helper in group for a in inputs_of(helper) if a in gated)
-                gates |= {id(group[0]): (latest, *read)} if read else {}
+                gates |= {group[0]: (latest, *read)} if read else {}
             found += group
         if eqn is not None:
             found.append(eqn)
@@ -156,7 +154,7 @@ def find_levels(passes: Passes) -> tuple[float, ...]:
     if ends[0][1] == ends[1][1]:
         return (CHEAP,)
     found, waiting = list(ends), [ends]
-    while waiting and len(found) < MAX_LEVELS:
+    while waiting and len(found) < TUNING.recompute_levels:
         # The stretch over which most bytes are saved first.
         waiting.sort(key=lambda pair: pair[1][1] - pair[0][1])
         first, last = waiting.pop(0)

@@ -19,20 +19,9 @@ from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.signature import equation_signature
 from autopar.ir.source import is_backward
-from autopar.ir.trace.flatten import is_recomputed
+from autopar.ir.trace.inline_calls import is_recomputed
 from autopar.ir.work import Work, num_bytes, num_elements_of
-
-MAX_SEGMENTS = 256
-SMALL_ELEMENTS = 4096
-"""What has no more elements may be held by every stage."""
-AROUND = 4
-"""So many operations before and after a place tell what kind of place it is."""
-_ODD, _UNEVEN = 5e-3, 1e-3
-"""What a border at an odd place, and uneven work, cost beside the bytes over the fullest border."""
-_BESIDE = 1.05
-"""Times the work of a segment that is a layer by itself: so much may a layer have that holds it."""
-LIGHT = 1e-3
-"""An equation of at most this part of the whole work may be repeated in every stage that needs it."""
+from autopar.tuning import TUNING
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +63,7 @@ def make_chain(loop: Jaxpr, fixed_inputs: Sequence[Var]) -> Chain:
 class _Builder:
     def __init__(self, loop: Jaxpr, fixed_inputs: Sequence[Var]):
         self.loop, self.eqns = loop, loop.eqns
-        self.fixed = {var for var in fixed_inputs if num_elements_of(var) > SMALL_ELEMENTS}
+        self.fixed = {var for var in fixed_inputs if num_elements_of(var) > TUNING.shared_elements}
         self.parameters = set(fixed_inputs)
         self.work = Work().of_equations(loop.eqns)
         self.backward = self.find_backward()
@@ -123,7 +112,7 @@ class _Builder:
         return found
 
     def find_light(self) -> list[bool]:
-        limit = LIGHT * sum(self.work)
+        limit = TUNING.repeated_work * sum(self.work)
         light = {var for var in self.loop.invars if var not in self.fixed}
         found = []
         for eqn, work in zip(self.eqns, self.work, strict=True):
@@ -147,10 +136,10 @@ class _Builder:
             start = position[self.made_by[var]]
             crossing[start + 1 : end + 1] += num_bytes(var)
         marks = [order + 1 for order, k in enumerate(self.forward) if self.eqns[k].primitive.name == "mark_stage"]
-        if count <= MAX_SEGMENTS:
+        if count <= TUNING.max_segments:
             return list(range(1, count))
         done = np.cumsum([self.work[k] for k in self.forward])
-        stretch = np.minimum((done / done[-1] * MAX_SEGMENTS).astype(int), MAX_SEGMENTS - 1)
+        stretch = np.minimum((done / done[-1] * TUNING.max_segments).astype(int), TUNING.max_segments - 1)
         found: dict[int, int] = {}
         for order in range(1, count):
             window = int(stretch[order - 1])
@@ -238,7 +227,7 @@ class _Builder:
         """What stands around each place, numbered."""
         signatures = [equation_signature(self.eqns[k]) for k in self.forward]
         number: dict[Hashable, int] = {}
-        around = [tuple(signatures[max(0, at - AROUND) : at + AROUND]) for at in places]
+        around = [tuple(signatures[max(0, at - TUNING.around_border) : at + TUNING.around_border]) for at in places]
         return tuple(number.setdefault(what, len(number)) for what in around)
 
 
@@ -289,13 +278,13 @@ def _balance(chain: Chain, places: Sequence[int], end: int, speed: np.ndarray, s
     came = np.zeros((num_stages + 1, n + 1), int)
     best[0, 0] = 0.0
     begin = chain.cut_bytes[at] / max(float(chain.cut_bytes.max()), 1.0)
-    begin += _ODD * ~np.isin(at, _alike(chain))
+    begin += TUNING.odd_border * ~np.isin(at, _alike(chain))
     for stage in range(1, num_stages + 1):
         for last in range(stage, n + 1):
             starts = np.arange(stage - 1, last)
             work = (total[last] - total[starts]) / speed[stage - 1]
             # Among cuts of equal bytes the more balanced one.
-            cost = best[stage - 1, starts] + begin[starts] + _UNEVEN * (work / max(cap, 1e-30)) ** 2
+            cost = best[stage - 1, starts] + begin[starts] + TUNING.uneven_work * (work / max(cap, 1e-30)) ** 2
             cost[work > cap * (1 + 1e-9)] = np.inf
             least = int(np.argmin(cost))
             best[stage, last], came[stage, last] = cost[least], starts[least]
@@ -321,7 +310,7 @@ def layer_borders(chain: Chain, num_layers: int, slack: float) -> tuple[int, ...
     total = np.concatenate([[0.0], np.cumsum(chain.work)])
     cap = float(total[-1]) / num_layers * (1 + slack)
     begin = chain.cut_bytes[:-1] / max(float(chain.cut_bytes.max()), 1.0)
-    begin = begin + _ODD * ~np.isin(np.arange(chain.num_segments), _alike(chain)) + _ODD
+    begin = begin + TUNING.odd_border * ~np.isin(np.arange(chain.num_segments), _alike(chain)) + TUNING.odd_border
     best, came = np.zeros(chain.num_segments + 1), np.zeros(chain.num_segments + 1, int)
     floor = 0  # no layer reaches back over a mark
     for end in range(1, chain.num_segments + 1):
@@ -329,8 +318,8 @@ def layer_borders(chain: Chain, num_layers: int, slack: float) -> tuple[int, ...
         starts = np.arange(floor, end)
         work = total[end] - total[starts]
         largest = np.maximum.accumulate(chain.work[starts][::-1])[::-1]
-        cost = best[starts] + begin[starts] + _UNEVEN * (work / max(cap, 1e-30)) ** 2
-        cost[work > np.maximum(cap, _BESIDE * largest) * (1 + 1e-9)] = np.inf
+        cost = best[starts] + begin[starts] + TUNING.uneven_work * (work / max(cap, 1e-30)) ** 2
+        cost[work > np.maximum(cap, TUNING.beside_layer * largest) * (1 + 1e-9)] = np.inf
         least = int(np.argmin(cost))
         best[end], came[end] = cost[least], starts[least]
     found, end = [], chain.num_segments

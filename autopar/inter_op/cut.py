@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autopar._jax import Jaxpr, Var
+from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.debug import check_behind
 from autopar.errors import PipelineError
 from autopar.inter_op.chain import Chain, make_chain
@@ -247,13 +247,13 @@ def _of_arguments(jaxpr: Jaxpr, split: Microbatches) -> list[Var]:
     return [var for var, outside in zip(inside, split.invariants, strict=True) if outside in made]
 
 
-def _rules(jaxpr: Jaxpr, found: dict[int, ShardingRule]) -> dict[int, ShardingRule]:
+def _rules(jaxpr: Jaxpr, found: dict[JaxprEqn, ShardingRule]) -> dict[JaxprEqn, ShardingRule]:
     for eqn in jaxpr.eqns:
         if is_region(eqn):
             for body in bodies_of(eqn):
                 _rules(body, found)
         else:
-            found[id(eqn)] = rule_for(eqn)
+            found[eqn] = rule_for(eqn)
     return found
 
 

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import StagePlan, TaskPlan, lower_stage
 from autopar.inter_op.stage_tasks import Slot, Task
+from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.costs import build_problem
-from autopar.intra_op.graph import build_graph
-from autopar.intra_op.shard import Sharded, read_off
+from autopar.intra_op.read_off import Sharded, read_off
 from autopar.ir.canonical import canonical_key
 from autopar.mesh import Device
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from autopar.inter_op.stage import Slot, StageProgram, Task
 from autopar.inter_op.stage_plan import StagePlan, TaskPlan, placed
-from autopar.intra_op.shard import Sharded
+from autopar.intra_op.read_off import Sharded
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.mesh import LogicalMesh

@@ -124,13 +124,13 @@ class _Costs:
 
     def __init__(self, level: float):
         self.level, self.work = level, Work()
-        self.known: dict[int, float] = {}
+        self.known: dict[JaxprEqn, float] = {}
 
     def of(self, eqn: JaxprEqn) -> float:
         """0 of what is cheap, inf of what may not run again."""
-        if id(eqn) not in self.known:
-            self.known[id(eqn)] = self.bytes(eqn)
-        return self.known[id(eqn)]
+        if eqn not in self.known:
+            self.known[eqn] = self.bytes(eqn)
+        return self.known[eqn]
 
     def bytes(self, eqn: JaxprEqn) -> float:
         if can_run_again(eqn):
@@ -167,7 +167,7 @@ class _Network:
         self.at = {var: 2 * k for k, var in enumerate(values)}
         self.source, self.sink = 2 * len(values), 2 * len(values) + 1
         self.size = self.sink + 1
-        self.eqn_at: dict[int, int] = {}
+        self.eqn_at: dict[JaxprEqn, int] = {}
         self.edges: list[tuple[int, int, int]] = []
         total = sum(map(_capacity, values)) + 1
         # The solver's integers have 32 bits: coarser units for larger programs.
@@ -181,8 +181,8 @@ class _Network:
         if eqn is None or not math.isfinite(again_bytes):
             self.edges.append((self.source, enters, self.infinite))
             return
-        if id(eqn) not in self.eqn_at:
-            at = self.eqn_at[id(eqn)] = self.size
+        if eqn not in self.eqn_at:
+            at = self.eqn_at[eqn] = self.size
             self.size += 1
             if again_bytes:
                 cost = min(again_bytes / _UNIT / self.scale, self.infinite)
@@ -190,7 +190,7 @@ class _Network:
             for operand in dict.fromkeys(inputs_of(eqn)):
                 if operand in self.at:
                     self.edges.append((self.at[operand] + 1, at, self.infinite))
-        self.edges.append((self.eqn_at[id(eqn)], enters, self.infinite))
+        self.edges.append((self.eqn_at[eqn], enters, self.infinite))
 
     def read(self, var: Var) -> None:
         """The backward pass reads a value."""

@@ -24,7 +24,10 @@ TaskKind = Literal["step", "init", "F", "B", "W", "U"]
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One operand or result of a task.
+    """One operand or result of a task: which value it is.
+
+    How it lies is known once its stage has a mesh (`stage_plan.Placed`), where and for which microbatch it is there, once
+    there is a schedule (`streams.Buffer`): each holds the one before, for what asks a slot must not wait for a mesh.
 
     Attributes:
         kind: `"argument"`: of the step; `"value"`: made before the loop or by the update; `"const"`: what every
@@ -44,7 +47,10 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
-    """A part of a stage's program that is run at once.
+    """A part of a stage's program that is run at once: what it computes, whatever mesh it is on.
+
+    One stage is sharded on many meshes, and its tasks stay the same; what they are there is a `stage_plan.TaskPlan`, and what
+    is compiled of that, of which workers know nothing else, a `partition.task.DeviceProgram`.
 
     Attributes:
         kind: What it does.
@@ -64,7 +70,7 @@ class Task:
     jaxpr: Jaxpr
     inputs: tuple[Slot, ...]
     outputs: tuple[Slot, ...]
-    gates: Mapping[int, tuple[Var, ...]] = field(default_factory=dict)
+    gates: Mapping[JaxprEqn, tuple[Var, ...]] = field(default_factory=dict)
 
     @property
     def is_in_loop(self) -> bool:
@@ -92,7 +98,7 @@ class StageProgram:
         rounds: Equations of its update; the first round begins with what the loop has made.
         tasks: In order of a step.
         anew: Values that the tasks of both passes have, or make, for themselves.
-        twice: Equations, by identity, that both passes run.
+        twice: Equations that both passes run.
     """
 
     stage: int
@@ -110,7 +116,7 @@ class StageProgram:
     rounds: tuple[tuple[JaxprEqn, ...], ...]
     tasks: tuple[Task, ...]
     anew: frozenset[Var]
-    twice: frozenset[int]
+    twice: frozenset[JaxprEqn]
 
     @property
     def stacked(self) -> tuple[Var, ...]:

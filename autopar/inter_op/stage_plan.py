@@ -24,24 +24,23 @@ from autopar.intra_op.batch import batch_factors
 from autopar.intra_op.costs import OperationSeconds, held_values
 from autopar.intra_op.graph import Graph, stacked
 from autopar.intra_op.lanes import run_lanes
-from autopar.intra_op.liveness import measure_liveness
+from autopar.intra_op.liveness import fullest_moments, measure_liveness
 from autopar.intra_op.lower import lower_part
+from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.restrict import Allowed, Restrict
-from autopar.intra_op.shard import Sharded, shard
+from autopar.intra_op.shard import shard
 from autopar.intra_op.sharded import Body, Collective, Compute, Region, calls_host, collectives_of
-from autopar.ir.region import trip_count
+from autopar.ir.region import Role, trip_count
 from autopar.ir.split.accumulate import accumulator_type
 from autopar.ir.split.placement import Split
 from autopar.mesh import ArrayType, Device, LogicalMesh, Sharding
 from autopar.options import Options
-
-STAGE_GAP = 3e-3
-"""A stage is sharded to this part of its cost: the last of it would take most of the time of planning."""
+from autopar.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Placed:
-    """A value as a task takes or leaves it on its mesh.
+    """A value as a task takes or leaves it on its mesh: a slot, and the array that it is there.
 
     Attributes:
         slot: Which value.
@@ -142,7 +141,8 @@ def plan_stage(
     options: Options,
     restrict: Restrict | None = None,
     all_again: bool = False,
-    gap: float = STAGE_GAP,
+    gap: float = TUNING.stage_gap,
+    like: Graph | None = None,
 ) -> StagePlan:
     """Shard one stage.
 
@@ -154,6 +154,7 @@ def plan_stage(
         restrict: Forbids choices.
         gap: Part of its cost by which it may miss the least.
         all_again: Whether what its forward pass makes does not count as memory, for it may run again.
+        like: As of `build_graph`.
 
     Raises:
         InfeasibleError: A pin or the memory budget cannot be kept.
@@ -164,8 +165,7 @@ def plan_stage(
         if restrict is not None:
             restrict(graph, allowed)
 
-    # Of what is received and sent one microbatch is there at a time; what waits is known with the schedule.
-    uncounted = {program.jaxpr.invars[k] for k in program.received}.union(program.scan.sent if program.scan else ())
+    uncounted = _elsewhere(program)
     if all_again:
         forward = [eqn for task in program.tasks if task.kind == "F" for eqn in task.jaxpr.eqns]
         uncounted.update(var for eqn in forward for var in eqn.outvars)
@@ -182,8 +182,21 @@ def plan_stage(
         elsewhere=uncounted,
         anew=program.anew,
         twice=program.twice,
+        like=like,
     )
     return lower_stage(program, mesh, device, sharded)
+
+
+def _elsewhere(program: StageProgram) -> set[Var]:
+    """Of what is received and sent one microbatch is there at a time; what waits is known with the schedule."""
+    return {program.jaxpr.invars[k] for k in program.received}.union(program.scan.sent if program.scan else ())
+
+
+def peak_bytes_here(stage: StagePlan) -> int:
+    """Most bytes alive at once in a stage's joint program, as its memory budget counts them."""
+    sharded, program = stage.sharded, stage.program
+    held, elsewhere = held_values(sharded.graph), _elsewhere(program)
+    return fullest_moments(sharded.body, stage.mesh, held, program.donated, 1, elsewhere)[0].peak_bytes
 
 
 def lower_stage(program: StageProgram, mesh: LogicalMesh, device: Device, sharded: Sharded) -> StagePlan:
@@ -196,7 +209,7 @@ def _keep_stacks_whole(program: StageProgram, graph: Graph, allowed: Allowed) ->
     if program.scan is None:
         return
     for k in range(len(program.stacked)):
-        node = graph.nodes[graph.ports[id(program.scan.eqn), "ys", k]]
+        node = graph.nodes[graph.ports[program.scan.eqn, "ys", k]]
         if any(s.partial for s in node.shardings):
             allowed.only(node, [not s.partial for s in node.shardings], "leaves the microbatch")
 
@@ -222,9 +235,9 @@ class _Lowering:
     def chosen(self, node: int) -> Sharding:
         return self.graph.nodes[node].shardings[self.choices[node]]
 
-    def port(self, role: str, k: int) -> Sharding:
+    def port(self, role: Role, k: int) -> Sharding:
         assert self.program.scan is not None, "a value of the loop, and there is none"
-        return self.chosen(self.graph.ports[id(self.program.scan.eqn), role, k])
+        return self.chosen(self.graph.ports[self.program.scan.eqn, role, k])
 
     def produced(self, var: Var) -> Sharding:
         made = self.graph.produced[var]

@@ -94,7 +94,7 @@ class _Builder:
             tuple(map(tuple, rounds)),
             (),
             frozenset((*self.entering(scan), *(var for eqn in self.twice() for var in eqn.outvars))),
-            frozenset(map(id, self.twice())),
+            frozenset(self.twice()),
         )
         return with_tasks(program, self.tasks)
 
@@ -106,14 +106,14 @@ class _Builder:
         """Equations of the loop that the forward and the backward pass both run."""
         # At whatever level the stage is run later: the same program has the same decisions.
         cheap = self.tasks.at_level(self.stage, CHEAP).behind[self.stage]
-        behind = {id(eqn) for eqn in (*cheap.eqns, *cheap.weight)}
-        return [eqn for eqn in self.tasks.forward[self.stage] if id(eqn) in behind]
+        behind = {*cheap.eqns, *cheap.weight}
+        return [eqn for eqn in self.tasks.forward[self.stage] if eqn in behind]
 
     def scan(self) -> AccumulatingScan | None:
         """The stage's part of the loop, in the loop's order."""
         parts = (self.tasks.forward[self.stage], self.tasks.backward[self.stage], self.tasks.weight[self.stage])
-        own = {id(eqn) for eqns in parts for eqn in eqns}
-        eqns = [eqn for eqn in self.split.loop.eqns if id(eqn) in own]
+        own = {eqn for eqns in parts for eqn in eqns}
+        eqns = [eqn for eqn in self.split.loop.eqns if eqn in own]
         results = self.loop_results()
         if not eqns and not results:
             return None

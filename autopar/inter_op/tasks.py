@@ -11,7 +11,7 @@ Method: an equation of the loop runs where its segment is. Light ones run wherev
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar._jax import Jaxpr, JaxprEqn, Var
@@ -19,7 +19,7 @@ from autopar.inter_op.backward import Backward, Passes, backward_at
 from autopar.inter_op.chain import Chain
 from autopar.inter_op.residuals import CHEAP, Kept
 from autopar.inter_op.update import Update, place_update
-from autopar.ir.dataflow import inputs_of, needed, variables
+from autopar.ir.dataflow import inputs_of, needed, variables, with_makers
 from autopar.ir.split.microbatch import Microbatches
 
 
@@ -110,23 +110,12 @@ def make_tasks(
         at = ("B" if is_behind else "F", stage_of[segment])
         own[at].append(eqn)
         made_at.update(dict.fromkeys(eqn.outvars, at))
-    position = {id(eqn): k for k, eqn in enumerate(eqns)}
+    position = {eqn: k for k, eqn in enumerate(eqns)}
     results = variables(chain.loop.outvars)
-
-    def with_light(task: Iterable[JaxprEqn], wanted: Iterable[Var] = ()) -> list[JaxprEqn]:
-        found = {id(eqn): eqn for eqn in task}
-        waiting = [*(a for eqn in found.values() for a in inputs_of(eqn)), *wanted]
-        while waiting:
-            maker = light.get(waiting.pop())
-            if maker is not None and id(maker) not in found:
-                found[id(maker)] = maker
-                waiting += inputs_of(maker)
-        return sorted(found.values(), key=lambda eqn: position[id(eqn)])
-
     light_eqns = [eqn for eqn in eqns if any(light.get(var) is eqn for var in eqn.outvars)]
     light_results = [a for a in results if a in light]
     made_at.update(dict.fromkeys(light_results, ("F", 0)))
-    forward = [with_light(own["F", s], light_results if s == 0 else ()) for s in range(num_stages)]
+    forward = [with_makers(own["F", s], light_results if s == 0 else (), light, position) for s in range(num_stages)]
     free = {*light, *chain.loop.invars}
     pieces = chain.loop.invars[1 + len(split.invariants) :]
     passes = []

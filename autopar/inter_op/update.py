@@ -16,14 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, new_var, replace_eqn
-from autopar.ir.dataflow import inputs_of, needed
+from autopar.ir.dataflow import inputs_of, needed, with_makers
 from autopar.ir.split.microbatch import Microbatches
 from autopar.ir.work import num_bytes, num_elements_of
+from autopar.tuning import TUNING
 
-SCALAR_ELEMENTS = 16
-"""What has no more elements is joined across stages element by element: norms, flags, counters."""
-SMALL_ELEMENTS = 1024
-"""What is made of arguments with no more elements is made wherever it is read: learning rates, random keys."""
 _JOINS = frozenset({"add", "add_any", "and", "or", "max", "min", "mul"})
 
 
@@ -99,7 +96,7 @@ class _Placement:
     aliases: Mapping[int, int]
     eqns: Sequence[JaxprEqn]
     stage: dict[Var, int] = field(default_factory=dict)
-    stage_of_eqn: dict[int, int] = field(default_factory=dict)
+    stage_of_eqn: dict[JaxprEqn, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.arguments = dict.fromkeys(self.jaxpr.invars)
@@ -129,7 +126,7 @@ class _Placement:
         for eqn in self.eqns:
             if any(waiting.get(var) is eqn for var in eqn.outvars):
                 self.settle(eqn, min(range(self.num_stages), key=lambda s: (self.load[s], s)), waiting)
-            elif not eqn.outvars and id(eqn) not in self.stage_of_eqn:  # it is there for its effect
+            elif not eqn.outvars and eqn not in self.stage_of_eqn:  # it is there for its effect
                 self.settle(eqn, 0, waiting)
 
     def settle(self, eqn: JaxprEqn, at: int, waiting: dict[Var, JaxprEqn]) -> None:
@@ -137,7 +134,7 @@ class _Placement:
         todo = [eqn]
         while todo:
             eqn = todo.pop()
-            self.stage_of_eqn[id(eqn)] = at
+            self.stage_of_eqn[eqn] = at
             for var in eqn.outvars:
                 self.stage[var] = at
                 waiting.pop(var, None)
@@ -197,10 +194,10 @@ class _Placement:
                     waiting += reversed(eqn.invars)
             return found
 
-        dropped: dict[int, None] = {}
-        replaced: dict[int, list[JaxprEqn]] = {}
+        dropped: dict[JaxprEqn, None] = {}
+        replaced: dict[JaxprEqn, list[JaxprEqn]] = {}
         for eqn in reversed(self.eqns):
-            if id(eqn) in dropped or not eqn.outvars or eqn.outvars[0] not in inner:
+            if eqn in dropped or not eqn.outvars or eqn.outvars[0] not in inner:
                 continue
             gone: list[JaxprEqn] = []
             parts = leaves(eqn, gone)
@@ -209,23 +206,23 @@ class _Placement:
                 at = -1 if isinstance(part, Literal) else self.stage.get(part, -1)  # type: ignore[call-overload]
                 groups.setdefault(at, []).append(part)
             if len(parts) > 2 and len([s for s in groups if s >= 0]) > 1 and _same_types(parts, eqn):
-                dropped.update((id(e), None) for e in gone)
-                replaced[id(eqn)] = _chains(eqn, groups)
+                dropped.update(dict.fromkeys(gone))
+                replaced[eqn] = _chains(eqn, groups)
         kept: list[JaxprEqn] = []
         for eqn in self.eqns:
-            if id(eqn) in replaced:
-                kept += replaced[id(eqn)]
-            elif id(eqn) not in dropped:
+            if eqn in replaced:
+                kept += replaced[eqn]
+            elif eqn not in dropped:
                 kept.append(eqn)
         return kept
 
     def update(self) -> Update:
-        floating = {var: eqn for eqn in self.eqns if id(eqn) not in self.stage_of_eqn for var in eqn.outvars}
-        order = {id(eqn): k for k, eqn in enumerate(self.eqns)}
+        floating = {var: eqn for eqn in self.eqns if eqn not in self.stage_of_eqn for var in eqn.outvars}
+        order = {eqn: k for k, eqn in enumerate(self.eqns)}
         round_of: dict[Var, int] = {}
         by_round: list[dict[int, list[JaxprEqn]]] = [{} for _ in range(self.num_stages)]
         for eqn in self.eqns:
-            at = self.stage_of_eqn.get(id(eqn))
+            at = self.stage_of_eqn.get(eqn)
             if at is None:
                 continue
             number = 0
@@ -245,12 +242,13 @@ class _Placement:
         rounds = []
         for stage in range(self.num_stages):
             numbers = range(1 + max([-1, *by_round[stage], *([0] if stage in extra else [])]))
-            done: dict[int, None] = {}
+            done: dict[JaxprEqn, None] = {}
             of_stage = []
             for number in numbers:
                 own = by_round[stage].get(number, [])
                 wanted = extra.get(stage, []) if number == numbers[0] else []
-                of_stage.append(tuple(_with_floating(own, wanted, floating, order, done)))
+                of_stage.append(tuple(with_makers(own, wanted, floating, order, done)))
+                done.update(dict.fromkeys(of_stage[-1]))
             rounds.append(tuple(of_stage))
         readers: dict[Var, dict[int, None]] = {}
         for stage in range(self.num_stages):
@@ -311,11 +309,11 @@ class _Placement:
 
 
 def _is_scalar(atom: Var) -> bool:
-    return num_elements_of(atom) <= SCALAR_ELEMENTS
+    return num_elements_of(atom) <= TUNING.joined_elements
 
 
 def _is_small(atom: Var) -> bool:
-    return num_elements_of(atom) <= SMALL_ELEMENTS
+    return num_elements_of(atom) <= TUNING.copied_elements
 
 
 def _end_of(var: Var, passed: Mapping[Var, Var], home: Mapping[Var, int]) -> int:
@@ -363,22 +361,3 @@ def _chains(root: JaxprEqn, groups: Mapping[int, Sequence[object]]) -> list[Jaxp
     joined = [chain(groups[stage], None) for stage in sorted(groups)]
     chain(joined, root.outvars[0])
     return made
-
-
-def _with_floating(
-    own: Sequence[JaxprEqn],
-    wanted: Sequence[Var],
-    floating: Mapping[Var, JaxprEqn],
-    order: Mapping[int, int],
-    done: dict[int, None],
-) -> list[JaxprEqn]:
-    """A round's equations and those that are made wherever they are read, once per stage."""
-    found = {id(eqn): eqn for eqn in own}
-    waiting = [*(a for eqn in own for a in inputs_of(eqn)), *wanted]
-    while waiting:
-        maker = floating.get(waiting.pop())
-        if maker is not None and id(maker) not in found and id(maker) not in done:
-            found[id(maker)] = maker
-            waiting += inputs_of(maker)
-    done.update(dict.fromkeys(found))
-    return sorted(found.values(), key=lambda eqn: order[id(eqn)])

@@ -14,10 +14,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from autopar._jax import Jaxpr, make_jaxpr
+from autopar._jax import Jaxpr, JaxprEqn, make_jaxpr
 from autopar.inter_op.cut import CutStep
+from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.costs import operation_seconds
-from autopar.intra_op.graph import build_graph
 from autopar.ir.dataflow import inputs_of, variables
 from autopar.ir.region import bodies_of, is_region
 from autopar.mesh import Device, LogicalMesh
@@ -56,9 +56,9 @@ def layer_seconds(cut: CutStep, first: int, end: int, num_devices: int, device: 
     return sum(operation_seconds(graph, device).values())
 
 
-def _seconds_of(jaxpr: Jaxpr, seconds: Mapping[int, float]) -> list[float]:
-    """Of each equation, all runs of what is inside it counted; `seconds` are those of plain ones, by identity."""
+def _seconds_of(jaxpr: Jaxpr, seconds: Mapping[JaxprEqn, float]) -> list[float]:
+    """Of each equation, all runs of what is inside it counted; `seconds` are those of plain ones."""
     return [
-        sum(sum(_seconds_of(body, seconds)) for body in bodies_of(eqn)) if is_region(eqn) else seconds.get(id(eqn), 0.0)
+        sum(sum(_seconds_of(body, seconds)) for body in bodies_of(eqn)) if is_region(eqn) else seconds.get(eqn, 0.0)
         for eqn in jaxpr.eqns
     ]

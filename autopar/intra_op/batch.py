@@ -27,12 +27,14 @@ class BatchDims:
     readers: Values that an equation with batch factors reads and that have no batch dim: what samples are
         multiplied with, that is parameters and what is made of them.
     lent: Dims of values without samples that meet samples' dims in whoever reads them: of random bits, of a mask.
+    factors: Of equations, the factors that run over samples, once they are asked for (`factors_of`).
     """
 
     of: dict[Var, Dims] = field(default_factory=dict)
     pure: dict[Var, Dims] = field(default_factory=dict)
     readers: dict[Var, None] = field(default_factory=dict)
     lent: dict[Var, Dims] = field(default_factory=dict)
+    factors: dict[JaxprEqn, tuple[str, ...]] = field(default_factory=dict)
 
     def dims(self, atom: object) -> Dims:
         """Batch dims of a value; none for a literal, or where there is no value."""
@@ -69,6 +71,14 @@ def batch_factors(eqn: JaxprEqn, rule: ShardingRule, batch: BatchDims) -> tuple[
     return tuple(dict.fromkeys((*found, *_pure_factors(eqn, rule, batch))))
 
 
+def factors_of(eqn: JaxprEqn, rule: ShardingRule, batch: BatchDims) -> tuple[str, ...]:
+    """`batch_factors` of a program that has been followed to its end: found once."""
+    found = batch.factors.get(eqn)
+    if found is None:
+        found = batch.factors[eqn] = batch_factors(eqn, rule, batch)
+    return found
+
+
 def _pure_factors(eqn: JaxprEqn, rule: ShardingRule, batch: BatchDims) -> tuple[str, ...]:
     found: dict[str, None] = {}
     for atom, term in zip(eqn.invars, rule.operands, strict=True):
@@ -77,12 +87,12 @@ def _pure_factors(eqn: JaxprEqn, rule: ShardingRule, batch: BatchDims) -> tuple[
     return tuple(found)
 
 
-def follow_batch(jaxpr: Jaxpr, rule_of: Mapping[int, ShardingRule], inputs: Mapping[int, Dims]) -> BatchDims:
+def follow_batch(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], inputs: Mapping[int, Dims]) -> BatchDims:
     """Follow the batch from the inputs.
 
     Args:
         jaxpr: Flat program.
-        rule_of: Rule of each plain equation, by identity.
+        rule_of: Rule of each plain equation.
         inputs: Batch dims of the inputs that have some, by position.
     """
     batch = BatchDims()
@@ -94,19 +104,19 @@ def follow_batch(jaxpr: Jaxpr, rule_of: Mapping[int, ShardingRule], inputs: Mapp
     return batch
 
 
-def _lend(jaxpr: Jaxpr, rule_of: Mapping[int, ShardingRule], batch: BatchDims) -> None:
+def _lend(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], batch: BatchDims) -> None:
     """Follow the samples' factors backwards, to what is made for them; not around loops."""
     for eqn in reversed(jaxpr.eqns):
         if is_region(eqn):
             _lend_region(eqn, rule_of, batch)
             continue
-        rule = rule_of[id(eqn)]
-        factors = batch_factors(eqn, rule, batch) or batch.lent_factors(eqn, rule)
+        rule = rule_of[eqn]
+        factors = factors_of(eqn, rule, batch) or batch.lent_factors(eqn, rule)
         for atom, term in zip(eqn.invars, rule.operands, strict=True) if factors else ():
             batch.lend(atom, (d for d, dim in enumerate(term) if dim and dim[0] in factors))
 
 
-def _lend_region(eqn: JaxprEqn, rule_of: Mapping[int, ShardingRule], batch: BatchDims) -> None:
+def _lend_region(eqn: JaxprEqn, rule_of: Mapping[JaxprEqn, ShardingRule], batch: BatchDims) -> None:
     region = region_of(eqn)
     for b in region.bindings:
         lent = batch.lent.get(b.result, frozenset()) if b.result is not None else frozenset()
@@ -120,12 +130,12 @@ def _lend_region(eqn: JaxprEqn, rule_of: Mapping[int, ShardingRule], batch: Batc
             batch.lend(b.outer, {d + 1 for d in lent} if b.is_stacked else lent)
 
 
-def _follow(jaxpr: Jaxpr, rule_of: Mapping[int, ShardingRule], batch: BatchDims) -> None:
+def _follow(jaxpr: Jaxpr, rule_of: Mapping[JaxprEqn, ShardingRule], batch: BatchDims) -> None:
     for eqn in jaxpr.eqns:
         if is_region(eqn):
             _follow_region(eqn, rule_of, batch)
             continue
-        rule = rule_of[id(eqn)]
+        rule = rule_of[eqn]
         factors = batch_factors(eqn, rule, batch)
         if not factors:
             continue
@@ -139,7 +149,7 @@ def _follow(jaxpr: Jaxpr, rule_of: Mapping[int, ShardingRule], batch: BatchDims)
                 batch.pure[var] = frozenset(d for d, dim in enumerate(term) if dim and all(f in pure for f in dim))
 
 
-def _follow_region(eqn: JaxprEqn, rule_of: Mapping[int, ShardingRule], batch: BatchDims) -> None:
+def _follow_region(eqn: JaxprEqn, rule_of: Mapping[JaxprEqn, ShardingRule], batch: BatchDims) -> None:
     """Through the bodies, to a fixed point: what is carried has the dims of any trip."""
     region = region_of(eqn)
     for b in region.bindings:

@@ -16,9 +16,7 @@ import numpy as np
 from scipy.sparse import csr_array
 
 from autopar.intra_op.problem import Problem
-
-_CHUNK = 200_000
-"""Entries of a sum of tables and messages that are computed at once: they stay in the processor's cache."""
+from autopar.tuning import TUNING
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +45,7 @@ class Batch:
     chunks: list[slice] = field(init=False)
 
     def __post_init__(self) -> None:
-        count, size = self.tables.shape[1], max(1, _CHUNK // max(1, self.tables[:, 0].size))
+        count, size = self.tables.shape[1], max(1, TUNING.message_chunk // max(1, self.tables[:, 0].size))
         self.chunks = [slice(k, min(k + size, count)) for k in range(0, count, size)]
 
     def send(self, messages: np.ndarray, part: np.ndarray) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from autopar._jax import Literal
 from autopar.cost.steps import apply_to_sharding
+from autopar.intra_op.graph import Graph
 from autopar.intra_op.sharded import (
     Body,
     Compute,
@@ -24,6 +25,24 @@ from autopar.intra_op.sharded import (
 )
 from autopar.ir.region import region_of
 from autopar.mesh import LogicalMesh, Sharding
+
+
+def check_graph(graph: Graph) -> None:
+    """Assert that decisions can be taken: each has choices, and edges join those that both ends have.
+
+    Raises:
+        AssertionError: They cannot; the message names the decision.
+    """
+    for position, node in enumerate(graph.nodes):
+        assert node.index == position and node.num_choices, f"{node.name}: out of place, or without a choice"
+        assert (node.kind == "op") == bool(node.strategies), (
+            f"{node.name}: a {node.kind} with strategies, or an op without"
+        )
+    for edge in graph.edges:
+        source, target = graph.nodes[edge.source], graph.nodes[edge.target]
+        joined = f"{edge.var}, from {source.name} to {target.name}"
+        assert len(edge.given) == source.num_choices, f"{joined}: {len(edge.given)} ways given"
+        assert len(edge.wanted) == target.num_choices, f"{joined}: {len(edge.wanted)} ways wanted"
 
 
 def check_body(body: Body, mesh: LogicalMesh) -> None:

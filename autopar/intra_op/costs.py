@@ -27,10 +27,7 @@ from autopar.intra_op.problem import Problem
 from autopar.intra_op.traffic import Traffic, find_held, find_traffic, is_pointwise
 from autopar.ir.rules.rule import num_elements
 from autopar.mesh import Device, LogicalMesh
-
-FUSED_SHARE = 0.1
-"""Part of its latency that a small collective bears where others like it are ready too: parameters, gradients and
-optimizer state are many, and `fuse.py` sends them together. More where only a few of its size go into one message."""
+from autopar.tuning import TUNING
 
 
 def build_problem(
@@ -85,7 +82,8 @@ class Prices:
             kind, weight_of = kind_of(edge), weights.setdefault(key, {})
             weight_of[kind] = weight_of.get(kind, 0.0) + edge.weight
             first.setdefault(key, edge)
-        self.matrices: dict[tuple[Any, ...], np.ndarray] = {}
+        self.small = small_bytes(graph.mesh)
+        self.matrices: dict[tuple[Any, ...], np.ndarray] = _known(graph, "conversions")
         for key, weight_of in weights.items():
             matrix = self.matrix(first[key])
             if matrix.any():
@@ -93,9 +91,8 @@ class Prices:
 
     def matrix(self, edge: Edge) -> np.ndarray:
         """What a conversion takes, by the choices at both ends of an edge."""
-        small = small_bytes(self.graph.mesh)
         size = num_elements(edge.shape) * edge.itemsize
-        joins = not edge.is_sample and size <= small
+        joins = not edge.is_sample and size <= self.small
         table = (edge.shape, edge.itemsize, id(edge.given), id(edge.wanted), joins)
         if table not in self.matrices:
             mesh = _sent_together(self.graph.mesh, size) if joins else self.graph.mesh
@@ -108,17 +105,27 @@ class Prices:
     def problem(self, exposure: Exposure | None = None) -> Problem:
         """The choice problem, in which of each conversion the part counts that is exposed; None: all of it."""
         problem = Problem(list(self.costs))
+        parts: dict[Kind, float] = {}
+        weighed: dict[tuple[int, float], np.ndarray] = {}  # equal tables are one object, which elimination makes use of
         for (u, v), found in self.edges.items():
             for matrix, weight_of in found:
-                weights = (n * (1.0 if exposure is None else exposure.of(kind)) for kind, n in weight_of.items())
-                problem.add_edge(u, v, matrix * sum(weights))
+                weight = 0.0
+                for kind, n in weight_of.items():
+                    part = parts.get(kind)
+                    if part is None:
+                        part = parts[kind] = 1.0 if exposure is None else exposure.of(kind)
+                    weight += n * part
+                table = weighed.get((id(matrix), weight))
+                if table is None:
+                    table = weighed[id(matrix), weight] = matrix * weight
+                problem.add_edge(u, v, table)
         return problem
 
 
-def operation_seconds(graph: Graph, device: Device) -> dict[int, float]:
-    """Of each plain equation, by identity, the seconds of all its runs under the choice that takes least."""
+def operation_seconds(graph: Graph, device: Device) -> dict[JaxprEqn, float]:
+    """Of each plain equation the seconds of all its runs under the choice that takes least."""
     costs = _NodeCosts(graph, device)
-    return {id(node.eqn): float(costs.of(node).min()) for node in graph.nodes if node.kind == "op"}
+    return {node.eqn: float(costs.of(node).min()) for node in graph.nodes if node.kind == "op"}
 
 
 class OperationSeconds:
@@ -127,15 +134,15 @@ class OperationSeconds:
     def __init__(self, graph: Graph, choices: Sequence[int], device: Device):
         self.graph, self.choices, self.device = graph, choices, device
         self.traffic = find_traffic(graph)
-        self.known: dict[object, float] = {}
+        self.known: dict[object, float] = _known(graph, "kernels", device)
 
     def of(self, eqn: JaxprEqn) -> float:
         """Seconds of an equation of the graph; of one that is not in it, none."""
-        index = self.graph.op_node.get(id(eqn))
+        index = self.graph.op_node.get(eqn)
         if index is None:
             return 0.0
         node, choice, traffic = self.graph.nodes[index], self.choices[index], self.traffic[index]
-        key = (node.signature, choice, traffic)
+        key = (node.signature, choice, id(traffic))
         if key not in self.known:
             kernel = kernel_of(node, node.strategies[choice], traffic, self.graph.mesh)
             idle = isinstance(kernel, Pass) and not kernel.num_bytes
@@ -143,9 +150,15 @@ class OperationSeconds:
         return self.known[key]
 
 
+def _known(graph: Graph, what: str, device: Device | None = None) -> dict[Any, Any]:
+    """What was priced of a graph before: the same however its nodes are tied and whatever is allowed."""
+    # The device stays with what was priced for it, so that its id stays its own.
+    return graph.priced.setdefault((what, id(device)), (device, {}))[1]
+
+
 def _sent_together(mesh: LogicalMesh, num_bytes: float) -> LogicalMesh:
     """The mesh as a small collective sees it that is sent with others: it bears a part of the latency."""
-    share = max(FUSED_SHARE, num_bytes / BUCKET_BYTES)
+    share = max(TUNING.fused_latency, num_bytes / BUCKET_BYTES)
     links = tuple(dataclasses.replace(link, latency_seconds=link.latency_seconds * share) for link in mesh.links)
     return LogicalMesh(mesh.shape, mesh.axis_names, links)
 
@@ -168,13 +181,13 @@ class _NodeCosts:
     def __init__(self, graph: Graph, device: Device):
         self.graph, self.device, self.mesh = graph, device, graph.mesh
         self.traffic = find_traffic(graph)
-        self.known: dict[object, np.ndarray] = {}
+        self.known: dict[object, np.ndarray] = _known(graph, "operations", device)
 
     def of(self, node: Node) -> np.ndarray:
         if node.kind != "op":
             return np.zeros(node.num_choices)
         traffic = self.traffic[node.index]
-        key = (node.signature, node.weight, traffic, node.communicates)
+        key = (node.signature, node.weight, id(traffic), node.communicates)
         if key not in self.known:
             self.known[key] = node.weight * self.operation(node, traffic)
         return self.known[key]

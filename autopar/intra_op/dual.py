@@ -20,14 +20,10 @@ import numpy as np
 
 from autopar.intra_op.batches import Layout
 from autopar.intra_op.problem import Problem
+from autopar.tuning import TUNING
 
 _FORBIDDEN = 1e3
 """Stands for infinity, in units of the problem's scale: messages must stay finite."""
-_STALLED = 0.02
-"""Where ten rounds raise the bound by less than this part of what is missing, more rounds are not worth their time."""
-_LOOK_EVERY = 10
-"""Rounds between looks at how far the ascent has come."""
-_SWEEPS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,9 +78,9 @@ class Ascent:
             self.lower = max(self.lower, self._backward())
             if self.lower >= min(enough, self.upper - gap * abs(self.upper) if self.best else enough):
                 break
-            if number % _LOOK_EVERY == 0:
+            if number % TUNING.message_look == 0:
                 missing = min(self.upper, 1.1 * abs(self.lower)) - self.lower
-                if self.lower - before <= _STALLED * min(missing, 0.01 * abs(self.lower)):
+                if self.lower - before <= TUNING.message_stalled * min(missing, 0.01 * abs(self.lower)):
                     break
                 before = self.lower
         self._read()
@@ -102,7 +98,7 @@ class Ascent:
         for level in self.layout.levels:
             level.choose(choices, level.costs + level.heard_later @ self.messages, level.into)
         best = self.problem.cost(self.layout.in_order(choices))
-        for _ in range(_SWEEPS):
+        for _ in range(TUNING.message_sweeps):
             for level in self.layout.levels:
                 level.choose(choices, level.costs.copy(), (*level.into, *level.out))
             cost = self.problem.cost(self.layout.in_order(choices))

@@ -19,13 +19,7 @@ from typing import Any
 import numpy as np
 
 from autopar.intra_op.problem import Problem
-
-_MAX_FOLD_ELEMENTS = 40_000_000
-"""Largest table [u, node, v] built to fold a node with two neighbours: 320 MB of float64."""
-_MANY = 300
-"""Edges from which on equal tables are looked for."""
-_MAX_COMPARED = 400_000
-"""Comparisons of a node's choices with each other, beside all choices of its neighbours, at most."""
+from autopar.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,7 +150,8 @@ class _State:
     def drop_dominated(self, node: int) -> bool:
         """Drop choices that another choice beats for every choice of the neighbours; whether any went."""
         cost = self.costs[node]
-        if len(cost) == 1 or sum(len(self.costs[n]) for n in self.edges[node]) * len(cost) ** 2 > _MAX_COMPARED:
+        compared = sum(len(self.costs[n]) for n in self.edges[node]) * len(cost) ** 2
+        if len(cost) == 1 or compared > TUNING.compared_choices:
             return False
         keep = self.once(_undominated, cost, *self.edges[node].values())
         if keep is None:
@@ -168,7 +163,7 @@ class _State:
         if len(self.costs[node]) == 1:
             return True
         sizes = [len(self.costs[n]) for n in self.edges[node]]
-        return len(sizes) < 2 or sizes[0] * sizes[1] * len(self.costs[node]) <= _MAX_FOLD_ELEMENTS
+        return len(sizes) < 2 or sizes[0] * sizes[1] * len(self.costs[node]) <= TUNING.fold_elements
 
     def settle(self, node: int) -> _Folded:
         """Remove a node with one choice: what it costs beside each choice of a neighbour is the neighbour's cost."""
@@ -215,11 +210,12 @@ class _Once:
     def __init__(self, arrays: dict[Hashable, np.ndarray] | None):
         self._arrays = arrays
         self._known: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+        self._seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # by id, each beside what it is equal to
 
     @staticmethod
     def of(problem: Problem) -> _Once:
         size = sum(matrix.size for matrix in problem.edges.values())
-        if len(problem.edges) < _MANY or size > _MAX_FOLD_ELEMENTS:
+        if len(problem.edges) < TUNING.equal_edges or size > TUNING.fold_elements:
             return _Once(None)
         once = _Once({})
         distinct = {id(once.same(matrix)) for matrix in problem.edges.values()}
@@ -227,11 +223,13 @@ class _Once:
 
     def same(self, array: np.ndarray) -> np.ndarray:
         """The first array that is equal to this one."""
-        return (
-            array
-            if self._arrays is None
-            else self._arrays.setdefault((array.dtype, array.shape, array.tobytes()), array)
-        )
+        if self._arrays is None:
+            return array
+        seen = self._seen.get(id(array))
+        if seen is None:
+            first = self._arrays.setdefault((array.dtype, array.shape, array.tobytes()), array)
+            seen = self._seen[id(array)] = array, first
+        return seen[1]
 
     def __call__(self, function: Callable[..., Any], *arrays: np.ndarray) -> Any:
         if self._arrays is None:

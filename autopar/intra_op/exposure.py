@@ -51,6 +51,17 @@ class Exposure:
                 seen[one.kind] = seconds + one.seconds, exposed + one.exposed_seconds
         return Exposure(self.least, seen)
 
+    def in_microbatches(self, before: int, after: int) -> Exposure:
+        """What is known of a step in some number of microbatches, said of it in another one: what runs for each runs as much
+        oftener. A guess, to begin with."""
+        seen: dict[Kind, tuple[float, float]] = {}
+        for (is_sample, phase, times), (seconds, exposed) in self.seen.items():
+            is_inside = times % before == 0 if before > 1 else phase in ("f", "b")
+            kind = is_sample, phase, times / before * after if is_inside else times
+            known = seen.get(kind, (0.0, 0.0))
+            seen[kind] = known[0] + seconds, known[1] + exposed
+        return Exposure(self.least, seen)
+
     def seconds_of(self, shown: Sequence[Shown]) -> float:
         """What a program's collectives count, all together."""
         return sum(one.seconds * (1.0 if one.kind is None else self.of(one.kind)) for one in shown)

@@ -24,9 +24,7 @@ from autopar.intra_op.traffic import is_in_place
 from autopar.ir.dataflow import inputs_of, variables
 from autopar.ir.region import is_region, region_of
 from autopar.ir.work import num_bytes
-
-TRIED = 4
-"""Moments of each body of which the bytes are proved."""
+from autopar.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +89,7 @@ class _Floors:
         if not jaxpr.eqns:
             return []
         around = np.cumsum(change)[:-1] + [self.own(eqn) for eqn in jaxpr.eqns]
-        order = np.argsort(-around, kind="stable")[:TRIED]
+        order = np.argsort(-around, kind="stable")[: TUNING.floor_moments]
         return [self.moment(jaxpr, int(k), size, stays) for k in order]
 
     def moment(self, jaxpr: Jaxpr, position: int, size: Mapping[Var, float], stays: Mapping[Var, float]) -> Floor:
@@ -121,14 +119,14 @@ class _Floors:
             row = next((a for a in (*b.variables, *b.values) if _is_var(a)), None)
             if row is not None and b.is_stacked:
                 stack = b.result if b.outer is None else b.outer
-                size = 0.0 if stack in self.elsewhere else region.trips * self.at_node(row, ports[id(eqn), role, k])
+                size = 0.0 if stack in self.elsewhere else region.trips * self.at_node(row, ports[eqn, role, k])
                 stacks[stack] = min(size, stacks.get(stack, np.inf))
         passed = [v for b in region.bindings if not b.is_stacked for v in b.variables]
         inner = [floor.num_bytes for body in region.bodies for floor in self.moments(body, {}, passed)]
         return sum(stacks.values()) + max(inner, default=0.0)
 
     def operation(self, eqn: JaxprEqn) -> float:
-        node = self.graph.nodes[self.graph.op_node[id(eqn)]]
+        node = self.graph.nodes[self.graph.op_node[eqn]]
         total = np.zeros(node.num_choices)
         for k, var in _first(eqn.invars):
             if var in self.held and var not in self.elsewhere:

@@ -1,6 +1,6 @@
 """Send small collectives together.
 
-In:     instructions of one body, in order.
+In:     a sharded program.
 Out:    the same, with small moves of one kind over the same axes made one `Fused` where none waits for another.
 Method: the *height* of a move is the largest number of small moves still to come on a path from it to the results.
         Moves of equal height never depend on each other, nor do groups of them in a circle, so all of one kind can be
@@ -10,15 +10,18 @@ Method: the *height* of a move is the largest number of small moves still to com
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections.abc import Sequence
 
 from autopar.cost.steps import AllGather, AllReduce, ReduceScatter
 from autopar.intra_op.sharded import (
+    Body,
     Copy,
     Fused,
     Instruction,
     Move,
+    Region,
     copies_awaited,
     copies_made,
     copies_read,
@@ -42,10 +45,22 @@ def small_bytes(mesh: LogicalMesh) -> float:
     return min(max(SMALL_BYTES, 9 * even), BUCKET_BYTES / 4)
 
 
-def fuse_collectives(instructions: Sequence[Instruction], mesh: LogicalMesh) -> tuple[Instruction, ...]:
-    """Pack small moves that do not wait for each other."""
+def fuse_collectives(body: Body, mesh: LogicalMesh) -> Body:
+    """Pack small moves that do not wait for each other, in the bodies of loops and branches too."""
+    inside = [
+        dataclasses.replace(i, bodies=tuple(fuse_collectives(inner, mesh) for inner in i.bodies))
+        if isinstance(i, Region)
+        else i
+        for i in body.instructions
+    ]
+    return dataclasses.replace(body, instructions=_packed(inside, mesh))
+
+
+def _packed(instructions: Sequence[Instruction], mesh: LogicalMesh) -> tuple[Instruction, ...]:
     small = small_bytes(mesh)
     keys = [_key(instruction, mesh, small) for instruction in instructions]
+    if len(keys) - keys.count(None) < 2:
+        return tuple(instructions)
     needs = _dependencies(instructions)
     heights = _heights(needs, keys)
     together: dict[object, list[list[int]]] = {}
@@ -79,9 +94,12 @@ def _dependencies(instructions: Sequence[Instruction]) -> list[list[int]]:
     readers: dict[Copy, list[int]] = {}
     needs: list[list[int]] = []
     for position, instruction in enumerate(instructions):
-        read = [copy for copy in (*copies_read(instruction), *copies_awaited(instruction)) if copy in maker]
-        made = list(copies_made(instruction))
-        before = [maker[copy] for copy in read]
+        read, before, made = [], [], copies_made(instruction)
+        for copy in (*copies_read(instruction), *copies_awaited(instruction)):
+            at = maker.get(copy)
+            if at is not None:
+                read.append(copy)
+                before.append(at)
         for copy in made:
             before += readers.pop(copy, ())
         needs.append([k for k in dict.fromkeys(before) if k != position])

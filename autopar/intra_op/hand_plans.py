@@ -23,20 +23,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar._jax import Jaxpr, Literal, Var
-from autopar.intra_op.batch import BatchDims, batch_factors
+from autopar.intra_op.batch import BatchDims, factors_of
 from autopar.intra_op.graph import Graph, Node, Shardings
 from autopar.intra_op.restrict import Allowed
 from autopar.intra_op.strategies import IDLE
 from autopar.ir.region import is_region, region_of
 from autopar.ir.rules import ShardingRule
 from autopar.mesh import Sharding
+from autopar.tuning import TUNING
 
 REPLICATED, PARTIAL = -1, -2
 """Beside the number of a dim: how a value lies along one axis."""
-
-UNMEANT = 100.0
-"""Times its seconds that a gather counts where the method means none: models not written for it, and a user's pins, may
-leave no other way."""
 
 
 def restrict_to_data_parallel(
@@ -71,7 +68,7 @@ def restrict_to_data_parallel(
 
     for node in graph.nodes:
         if node.kind == "op":
-            factors = batch_factors(node.eqn, node.rule, batch)
+            factors = factors_of(node.eqn, node.rule, batch)
             if factors:
                 only, some = masks(node, factors)
                 # A loop of unknown length may not communicate: there samples are split only if that needs nothing.
@@ -117,7 +114,7 @@ class InPlace:
         if self.scatters:
             meant |= (source == PARTIAL) | ((source >= 0) & (target == REPLICATED))
         nobody_takes_it_so = ~np.isin(sources, targets)[:, None] & (source >= 0)
-        return np.where(meant | nobody_takes_it_so, 1.0, UNMEANT)
+        return np.where(meant | nobody_takes_it_so, 1.0, TUNING.unmeant_gather)
 
 
 def _state_on(sharding: Sharding, axis: str) -> int:
@@ -134,10 +131,8 @@ def restrict_to_axes(
     state_inputs: Sequence[int],
     zero: int = 0,
     sequence: bool = False,
-    data: str = "data",
-    tensor: str = "tensor",
 ) -> None:
-    """Data parallelism over one axis of a mesh, tensor parallelism over the other, as Megatron-LM has them.
+    """Data parallelism over the axis "data" of a mesh, tensor parallelism over "tensor", as Megatron-LM has them.
 
     Args:
         jaxpr: The stage's program.
@@ -146,15 +141,13 @@ def restrict_to_axes(
         state_inputs: Inputs that are state.
         zero: What of the state is split over the data axis, as of `restrict_to_data_parallel`.
         sequence: Whether activations lie in parts over the tensor axis between products.
-        data: Name of the axis that splits samples.
-        tensor: Name of the other.
     """
     at = {axis: k for k, axis in enumerate(graph.mesh.axis_sizes)}
     multiplied: dict[Var, None] = {}
     for node in graph.nodes:
         if node.kind == "op":
-            factors = batch_factors(node.eqn, node.rule, graph.batch)
-            mask = _axis_mask(node, graph, factors, at[data], at[tensor], zero, sequence)
+            factors = factors_of(node.eqn, node.rule, graph.batch)
+            mask = _axis_mask(node, graph, factors, at["data"], at["tensor"], zero, sequence)
             allowed.only(node, mask, ("axes", tuple(mask)))
             if _weight_factors(node, graph.batch):
                 multiplied.update((a, None) for a in node.eqn.invars if isinstance(a, Var) and a in graph.batch.readers)
@@ -162,11 +155,11 @@ def restrict_to_axes(
     for position in state_inputs:
         node = graph.nodes[graph.inputs[position]]
         split = zero == 3 or (zero > 0 and node.var not in parameters)
-        _store(node, data, split, allowed, "splits state" if split else "keeps state whole")
+        _store(node, "data", split, allowed, "splits state" if split else "keeps state whole")
         if node.var in weights:
-            _store(node, tensor, True, allowed, "splits weights")
-    if graph.mesh.axis_sizes[tensor] > 1:
-        sent, kept = InPlace(tensor, scatters=sequence), InPlace(tensor, scatters=False)
+            _store(node, "tensor", True, allowed, "splits weights")
+    if graph.mesh.axis_sizes["tensor"] > 1:
+        sent, kept = InPlace("tensor", scatters=sequence), InPlace("tensor", scatters=False)
         graph.edges = [dataclasses.replace(e, moves=sent if e.is_sample else kept) for e in graph.edges]
 
 

@@ -20,6 +20,7 @@ from autopar._jax import JaxprEqn
 from autopar.cost import collective_seconds
 from autopar.intra_op.sharded import (
     Body,
+    Collective,
     Compute,
     Copy,
     Instruction,
@@ -31,9 +32,7 @@ from autopar.intra_op.sharded import (
 )
 from autopar.ir.region import region_of, trip_count
 from autopar.mesh import LogicalMesh
-
-TURNS = 3
-"""So many turns of a loop are simulated; each further one takes as long as the last of these."""
+from autopar.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +110,15 @@ class _Build:
         return maker
 
     def plain(self, instruction: Instruction, needs: tuple[int, ...], place: int) -> _Task | None:
-        own = list(collectives_of(Body((), (instruction,), ()), self.mesh))
-        sent = sum(collective_seconds(c.kind, c.bytes, c.axes, self.mesh) for c in own)
-        kernel = self.seconds_of(instruction.eqn) if isinstance(instruction, Compute) else None
+        kernel: float | None = None
+        own: list[Collective] = []
+        if isinstance(instruction, Compute):
+            kernel = self.seconds_of(instruction.eqn)
+        if not isinstance(instruction, Compute) or instruction.strategy.reductions:
+            own = list(collectives_of(Body((), (instruction,), ()), self.mesh))
         if not kernel and not own:
             return None
+        sent = sum(collective_seconds(c.kind, c.bytes, c.axes, self.mesh) for c in own)
         return _Task(kernel, sent, needs, tuple(range(place, place + len(own))))
 
     def region(self, region: Region, needs: tuple[int, ...], place: int) -> _Task:
@@ -133,7 +136,7 @@ class _Build:
         build = _Build(self.seconds_of, self.mesh, self.overlap)
         ends: list[tuple[float, tuple[float, ...]]] = []
         given: dict[Copy, tuple[int, ...]] = {}
-        for _ in range(min(TURNS, trips)):
+        for _ in range(min(TUNING.loop_turns, trips)):
             maker = build.add(inner, given)
             if region.eqn.primitive.name == "scan":
                 loop = region_of(region.eqn)
@@ -142,9 +145,9 @@ class _Build:
                 given = {copy: maker[out] for copy, out in carried if out in maker}  # type: ignore[index]
             ends.append(_run(build.tasks, build.count, self.overlap))
         seconds, exposed = ends[-1]
-        if trips <= TURNS:
+        if trips <= TUNING.loop_turns:
             return seconds, list(exposed)
-        rest = trips - TURNS
+        rest = trips - TUNING.loop_turns
         before, exposed_before = ends[-2]
         more = [max(0.0, a - b) for a, b in zip(exposed, exposed_before, strict=True)]
         return seconds + rest * (seconds - before), [a + rest * b for a, b in zip(exposed, more, strict=True)]

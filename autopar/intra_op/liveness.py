@@ -32,13 +32,7 @@ from autopar.intra_op.sharded import (
 from autopar.intra_op.traffic import is_in_place
 from autopar.ir.region import kind_of, region_of
 from autopar.mesh import LogicalMesh
-
-_FALLEN = 0.99
-"""Where memory has fallen to this share of a peak, the next peak is another one."""
-
-
-_Version = tuple[Copy, int]
-"""A copy, and the place of the instruction that made it."""
+from autopar.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,122 +144,139 @@ def _peaks(
     Copies in `free` are counted by the caller, values `elsewhere` by no one. What is alive at each instruction is added to
     `curve`.
     """
-    last, over = _lifetimes(body, pinned, stored)
-    alive: dict[_Version, int] = {
-        (copy, -1): 0 if copy in free or copy[0] in elsewhere else local_bytes(*copy, mesh) for copy in body.inputs
-    }
-    total = sum(alive.values())
-    size = dict(alive)
+    made = _versions(body, pinned, stored)
+    size: list[int] = []
+    for copy, position in zip(made.copies, made.starts, strict=True):
+        is_stored = copy[0] not in elsewhere
+        if position < 0:
+            is_stored = is_stored and copy not in free
+        elif isinstance(body.instructions[position], Compute):
+            is_stored = is_stored and copy[0] in stored
+        size.append(local_bytes(*copy, mesh) if is_stored else 0)
+    made.write_over(size)
+    changes = made.changes(size, len(body.instructions))
+    total = sum(size[: len(body.inputs)])
     peaks: list[_Peak] = []
     most = _Peak(total, -1, ())
-    dying: dict[int, list[_Version]] = {}
-    for made, position in last.items():
-        dying.setdefault(position, []).append(made)
-    for copy in body.inputs:
-        if (copy, -1) not in last:
-            total -= alive.pop((copy, -1))
-    start = dict.fromkeys(body.inputs, -1)
+    total += changes[0][1]
     for position, instruction in enumerate(body.instructions):
-        sent = [
-            Alive(copy, local_bytes(*copy, mesh), body, position)
-            for copy in _sent(instruction, stored)
-            if start[copy] >= 0 and not alive.get((copy, start[copy]), 1) and copy[0] not in elsewhere
-        ]
-        start.update(dict.fromkeys(copies_made(instruction), position))
-        for copy in copies_made(instruction):
-            var = copy[0]
-            is_stored = (var in stored or not isinstance(instruction, Compute)) and var not in elsewhere
-            alive[copy, position] = size[copy, position] = local_bytes(*copy, mesh) if is_stored else 0
-            total += alive[copy, position]
-            for source in over.get((copy, position), ()):
-                if last.get(source) == position and alive.get(source, 0) == alive[copy, position] > 0:
-                    total -= alive.pop(source)
-                    last[source] = position - 1
-                    break
+        born, freed = changes[position + 1]
+        total += born
         inner = _inner_peak(instruction, mesh, stored)
+        sent: tuple[Alive, ...] = ()
+        if position in made.sent and not size[made.sent[position]]:
+            copy = made.copies[made.sent[position]]
+            sent = () if copy[0] in elsewhere else (Alive(copy, local_bytes(*copy, mesh), body, position),)
         now = total + inner.bytes + sum(each.num_bytes for each in sent)
         if curve is not None:
             curve.append(now)
-        if now < _FALLEN * most.bytes:
+        if now < TUNING.peak_fallen * most.bytes:
             peaks.append(most)
             most = _Peak(0, position, ())
         if now > most.bytes:
             most = _Peak(now, position, (*sent, *inner.alive), inner.packed, inner.at or instruction)
-        for made in dying.get(position, ()):
-            total -= alive.pop(made, 0)
-        for copy in copies_made(instruction):
-            if (copy, position) not in last:
-                total -= alive.pop((copy, position), 0)
+        total += freed
     # Who is alive is looked up in the end: most instructions of a step are fuller than all before them.
     fullest = sorted((*peaks, most), key=lambda peak: -peak.bytes)[:count]
-    return [dataclasses.replace(p, alive=(*_at(body, p.moment, size, last), *p.alive)) for p in fullest]
+    return [dataclasses.replace(p, alive=(*made.alive(body, p.moment, size), *p.alive)) for p in fullest]
 
 
-def _sent(instruction: Instruction, stored: AbstractSet[Var]) -> list[Copy]:
-    """Copies inside kernels that a collective takes: they go through memory, if only for that."""
-    if isinstance(instruction, Move) and step_kind(instruction.step) is not None and instruction.var not in stored:
-        return [(instruction.var, instruction.source)]
-    return []
+@dataclass(frozen=True, slots=True, eq=False)
+class _Versions:
+    """The copies of a body in the order in which they are made, its inputs first; one that is made again is another.
 
-
-def _at(body: Body, moment: int, size: Mapping[_Version, int], last: Mapping[_Version, int]) -> Iterator[Alive]:
-    """Copies that are alive at a moment: made by then, and read there or later; or made there."""
-    for version, num_bytes in size.items():
-        copy, start = version
-        if num_bytes and start <= moment and (start == moment or last.get(version, -1) >= moment):
-            yield Alive(copy, num_bytes, body, moment)
-
-
-def _lifetimes(
-    body: Body, pinned: AbstractSet[Copy], stored: AbstractSet[Var]
-) -> tuple[dict[_Version, int], dict[_Version, tuple[_Version, ...]]]:
-    """Where each copy is read last, and over which others it may be written.
-
-    A copy that is made again is another. What takes no memory is computed where it is read: what it is made from is read
-    there, too.
+    Attributes:
+        copies: Each.
+        starts: The instruction that makes it; -1: it is an input.
+        ends: The last that reads it; -1: none, the number of instructions: it stays.
+        over: The copies over which one may be written, by its number.
+        sent: By the place of a collective the number of its operand, if that is inside a kernel: it goes through memory for
+            that alone.
     """
-    start = dict.fromkeys(body.inputs, -1)
-    last: dict[_Version, int] = {(copy, -1): len(body.instructions) for copy in pinned}
-    # What a copy that takes no memory is made from.
-    made_from: dict[_Version, tuple[_Version, ...]] = {}
-    over: dict[_Version, tuple[_Version, ...]] = {}
 
-    def read(copy: Copy, position: int) -> tuple[_Version, ...]:
-        version = copy, start[copy]
-        sources = made_from.get(version, (version,))
-        for each in (version, *sources):
-            last[each] = max(position, last.get(each, 0))
+    copies: list[Copy]
+    starts: list[int]
+    ends: list[int]
+    over: dict[int, tuple[int, ...]]
+    sent: dict[int, int]
+
+    def write_over(self, size: Sequence[int]) -> None:
+        """End those copies a moment earlier over which another of their size is written."""
+        for number, sources in self.over.items():
+            for source in sources:
+                if self.ends[source] == self.starts[number] and size[source] == size[number] > 0:
+                    self.ends[source] -= 1
+                    break
+
+    def changes(self, size: Sequence[int], count: int) -> list[tuple[int, int]]:
+        """Of the beginning and then each of so many instructions, the bytes that it adds, and those that are free behind it
+        (less than nothing)."""
+        born, freed = [0] * (count + 1), [0] * (count + 2)
+        for num_bytes, start, end in zip(size, self.starts, self.ends, strict=True):
+            born[start + 1] += num_bytes
+            freed[(end if end >= 0 else start) + 1] -= num_bytes
+        return list(zip(born, freed, strict=False))
+
+    def alive(self, body: Body, moment: int, size: Sequence[int]) -> Iterator[Alive]:
+        """Copies that are alive at a moment: made by then, and read there or later; or made there."""
+        for copy, num_bytes, start, end in zip(self.copies, size, self.starts, self.ends, strict=True):
+            if num_bytes and start <= moment and (start == moment or end >= moment):
+                yield Alive(copy, num_bytes, body, moment)
+
+
+def _versions(body: Body, pinned: AbstractSet[Copy], stored: AbstractSet[Var]) -> _Versions:
+    """When each copy is made and read last.
+
+    What takes no memory is computed where it is read: what it is made from is read there, too.
+    """
+    count = len(body.instructions)
+    copies, starts = list(body.inputs), [-1] * len(body.inputs)
+    ends = [count if copy in pinned else -1 for copy in body.inputs]
+    current = {copy: k for k, copy in enumerate(copies)}
+    made = _Versions(copies, starts, ends, {}, {})
+    made_from: dict[int, tuple[int, ...]] = {}  # of copies that take no memory
+
+    def read(copy: Copy, position: int) -> tuple[int, ...]:
+        number = current[copy]
+        sources = made_from.get(number, (number,))
+        for each in (number, *sources):
+            ends[each] = max(position, ends[each])
         return sources
 
     for position, instruction in enumerate(body.instructions):
         operands = [read(copy, position) for copy in copies_read(instruction)]
-        start.update(dict.fromkeys(copies_made(instruction), position))
-        if isinstance(instruction, Compute):
-            sources = tuple(dict.fromkeys(source for found in operands for source in found))
-            for copy in copies_made(instruction):
-                if copy[0] not in stored:
-                    made_from[copy, position] = sources
-                elif is_in_place(instruction.eqn) and operands:
-                    over[copy, position] = operands[0]
-        elif isinstance(instruction, Region):
-            over.update(_carried(instruction, position, start))
+        if isinstance(instruction, Move) and step_kind(instruction.step) is not None and instruction.var not in stored:
+            number = current[instruction.var, instruction.source]
+            if starts[number] >= 0:
+                made.sent[position] = number
+        carried = dict(_carried(instruction, current)) if isinstance(instruction, Region) else {}
+        is_kernel = isinstance(instruction, Compute)
+        sources = tuple(dict.fromkeys(source for found in operands for source in found)) if is_kernel else ()
+        for copy in copies_made(instruction):
+            number = current[copy] = len(copies)
+            copies.append(copy)
+            starts.append(position)
+            ends.append(-1)
+            if isinstance(instruction, Compute) and copy[0] not in stored:
+                made_from[number] = sources
+            elif isinstance(instruction, Compute) and operands and is_in_place(instruction.eqn):
+                made.over[number] = operands[0]
+            elif copy in carried:
+                made.over[number] = (carried[copy],)
     for atom, sharding in body.outputs:
         if not isinstance(atom, Literal):
-            read((atom, sharding), len(body.instructions))
-    return last, over
+            read((atom, sharding), count)
+    return made
 
 
-def _carried(
-    region: Region, position: int, start: Mapping[Copy, int]
-) -> Iterator[tuple[_Version, tuple[_Version, ...]]]:
-    """The results of a loop that are written over what they were before it."""
+def _carried(region: Region, current: Mapping[Copy, int]) -> Iterator[tuple[Copy, int]]:
+    """The results of a loop that are written over what they were before it, and the number of that."""
     results = dict(zip(region.eqn.outvars, region.results, strict=True))
     read = zip(region.eqn.invars, region.operands, strict=True)
     operands = {atom: sharding for atom, sharding in read if isinstance(atom, Var)}
     for b in region_of(region.eqn).of_role("carry", "through"):
         if b.result in results and isinstance(b.outer, Var):
-            copy = b.outer, operands[b.outer]
-            yield ((b.result, results[b.result]), position), ((copy, start.get(copy, -1)),)
+            yield (b.result, results[b.result]), current[b.outer, operands[b.outer]]
 
 
 def packed_bytes(move: Move, mesh: LogicalMesh) -> int:

@@ -5,33 +5,35 @@ Out:    `Body` (`sharded.py`).
 Method: values are converted when first needed, through the hub's sharding where the value has one; within one phase all
         copies made on the way may be used again. Between two phases a value waits in the sharding that its keep chose,
         and is converted to it after its last reader of the earlier phase; the later phase has that copy alone. What is
-        made again waits for what the gather before the last was made for: one at a time is ahead. Small collectives of
-        one kind over the same axes whose operands are ready together are sent as one (`fuse.py`).
+        made again waits for what the gather before the last was made for: one at a time is ahead.
+        Then small collectives are sent together (`fuse.py`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
 from autopar.cost.reshard import cheapest_reshard
 from autopar.cost.steps import apply_to_sharding, step_kind
-from autopar.debug import check_behind
 from autopar.intra_op.check import check_body
 from autopar.intra_op.fuse import fuse_collectives
 from autopar.intra_op.graph import PHASES, Graph, Keep, Phase, stacked
 from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Move, Region, describe
 from autopar.intra_op.strategies import Strategy
 from autopar.ir.dataflow import inputs_of
-from autopar.ir.region import is_region, region_of
+from autopar.ir.passes import Pass, run_passes
+from autopar.ir.region import Role, is_region, region_of
 from autopar.mesh import Sharding
 
 
 def lower(jaxpr: Jaxpr, graph: Graph, choices: Sequence[int]) -> Body:
     """The sharded program of a flat program under one choice per node of its graph."""
-    body = _Lowering(graph, choices, {}).program(jaxpr)
-    check_behind("lower", lambda made: check_body(made, graph.mesh), body)
-    return body
+    chosen = [graph.nodes[node].shardings[choices[node]] for node in (*graph.inputs, *graph.outputs)]
+    inputs, outputs = chosen[: len(graph.inputs)], chosen[len(graph.inputs) :]
+    return run_passes(LOWER, Lowered(jaxpr, graph, choices, inputs, outputs), check_lowered).body
 
 
 def lower_part(
@@ -40,7 +42,7 @@ def lower_part(
     choices: Sequence[int],
     inputs: Sequence[Sharding],
     outputs: Sequence[Sharding],
-    gates: Mapping[int, Sequence[Var]] | None = None,
+    gates: Mapping[JaxprEqn, Sequence[Var]] | None = None,
 ) -> Body:
     """The sharded program of a part of a graph's program.
 
@@ -50,15 +52,51 @@ def lower_part(
         choices: One per node.
         inputs: The sharding in which each invar arrives.
         outputs: The sharding in which each outvar leaves.
-        gates: Equations, by identity, from which on the readers of some values wait for another: that one first.
+        gates: Equations from which on the readers of some values wait for another: that one first.
     """
-    body = _Lowering(graph, choices, gates or {}).part(jaxpr, inputs, outputs)
-    check_behind("lower", lambda made: check_body(made, graph.mesh), body)
-    return body
+    given = Lowered(jaxpr, graph, choices, inputs, outputs, gates or {}, is_part=True)
+    return run_passes(LOWER, given, check_lowered).body
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Lowered:
+    """A program on its way to a sharded one; attributes as of `lower_part`, and the body as far as it is."""
+
+    jaxpr: Jaxpr
+    graph: Graph
+    choices: Sequence[int]
+    inputs: Sequence[Sharding]
+    outputs: Sequence[Sharding]
+    gates: Mapping[JaxprEqn, Sequence[Var]] = field(default_factory=dict)
+    is_part: bool = False
+    body: Body = Body((), (), ())
+
+
+def check_lowered(lowered: Lowered) -> None:
+    """Assert that the sharded program can be carried out."""
+    check_body(lowered.body, lowered.graph.mesh)
+
+
+def _convert(given: Lowered) -> Lowered:
+    lowering = _Lowering(given.graph, given.choices, given.gates)
+    if given.is_part:
+        lowering.arrived.update(zip(given.jaxpr.invars, given.inputs, strict=True))
+    return dataclasses.replace(given, body=lowering.body(given.jaxpr, given.inputs, given.outputs))
+
+
+LOWER: tuple[Pass[Lowered], ...] = (
+    Pass("lower", "every conversion in its place, those that were chosen and no others", _convert),
+    Pass(
+        "fuse",
+        "small collectives of one kind that are ready together are sent as one",
+        lambda given: dataclasses.replace(given, body=fuse_collectives(given.body, given.graph.mesh)),
+    ),
+)
+"""Of each program that a mesh runs: a step, or each task of a stage."""
 
 
 class _Lowering:
-    def __init__(self, graph: Graph, choices: Sequence[int], gates: Mapping[int, Sequence[Var]]):
+    def __init__(self, graph: Graph, choices: Sequence[int], gates: Mapping[JaxprEqn, Sequence[Var]]):
         self.graph, self.choices, self.mesh, self.gates = graph, choices, graph.mesh, gates
         self.made: dict[Var, Sharding] = {}
         self.arrived: dict[Var, Sharding] = {}  # what a part has from elsewhere, in which no keep has a say any more
@@ -69,24 +107,15 @@ class _Lowering:
         self.pace: list[list[Copy]] = []  # of each open body, what was computed from copies made again, in order
         self.is_again = False
 
-    def program(self, jaxpr: Jaxpr) -> Body:
-        inputs = [self.chosen(node) for node in self.graph.inputs]
-        outputs = [self.chosen(node) for node in self.graph.outputs]
-        return self.body(jaxpr, inputs, outputs)
-
-    def part(self, jaxpr: Jaxpr, inputs: Sequence[Sharding], outputs: Sequence[Sharding]) -> Body:
-        self.arrived.update(zip(jaxpr.invars, inputs, strict=True))
-        return self.body(jaxpr, inputs, outputs)
-
     def chosen(self, node: int) -> Sharding:
         """The chosen sharding of a port, hub or keep."""
         return self.graph.nodes[node].shardings[self.choices[node]]
 
-    def port(self, eqn: JaxprEqn, role: str, k: int) -> Sharding:
-        return self.chosen(self.graph.ports[id(eqn), role, k])
+    def port(self, eqn: JaxprEqn, role: Role, k: int) -> Sharding:
+        return self.chosen(self.graph.ports[eqn, role, k])
 
     def strategy(self, eqn: JaxprEqn) -> Strategy:
-        node = self.graph.op_node[id(eqn)]
+        node = self.graph.op_node[eqn]
         return self.graph.nodes[node].strategies[self.choices[node]]
 
     def body(self, jaxpr: Jaxpr, inputs: Sequence[Sharding], outputs: Sequence[Sharding]) -> Body:
@@ -95,8 +124,8 @@ class _Lowering:
         self.made.update(zip(jaxpr.invars, inputs, strict=True))
         leaving = self.leaving(jaxpr, outputs)
         for position, eqn in enumerate(jaxpr.eqns):
-            if id(eqn) in self.gates:
-                self.gate(*self.gates[id(eqn)])
+            if eqn in self.gates:
+                self.gate(*self.gates[eqn])
             if is_region(eqn):
                 self.region(eqn)
             else:
@@ -106,7 +135,7 @@ class _Lowering:
         for atom, sharding in zip(jaxpr.outvars, outputs, strict=True):
             self.need(atom, sharding)
         self.pace.pop()
-        instructions = fuse_collectives(self.emitted.pop(), self.mesh)
+        instructions = tuple(self.emitted.pop())
         return Body(
             tuple(zip(jaxpr.invars, inputs, strict=True)), instructions, tuple(zip(jaxpr.outvars, outputs, strict=True))
         )
@@ -115,7 +144,7 @@ class _Lowering:
         """By the place of its last reader of the earlier phase, each value that then waits for a later one."""
         reads: dict[tuple[Var, Phase], int] = {}
         for position, eqn in enumerate(jaxpr.eqns):
-            phase = self.graph.phases.get(id(eqn), "f")
+            phase = self.graph.phases.get(eqn, "f")
             reads.update(((var, phase), position) for var in inputs_of(eqn))
         wanted = dict.fromkeys(reads)
         for atom, sharding in zip(jaxpr.outvars, outputs, strict=True):
@@ -143,7 +172,7 @@ class _Lowering:
         """Have the copy of `atom` in `sharding` that `eqn` reads (None: it is a result), converting it now if there is none."""
         if isinstance(atom, Literal):
             return
-        phase: Phase = "o" if eqn is None else self.graph.phases.get(id(eqn), "f")
+        phase: Phase = "o" if eqn is None else self.graph.phases.get(eqn, "f")
         if eqn is None and (sharding == self.made[atom] or self.was_made(atom, sharding)):
             return
         copies = self.at_hand(atom, phase, eqn)
@@ -216,7 +245,7 @@ class _Lowering:
         strategy = self.strategy(eqn)
         for atom, sharding in zip(eqn.invars, strategy.operands, strict=True):
             self.need(atom, sharding, eqn)
-        rule = self.graph.nodes[self.graph.op_node[id(eqn)]].rule
+        rule = self.graph.nodes[self.graph.op_node[eqn]].rule
         self.emit(Compute(eqn, rule, strategy))
         self.define(eqn.outvars, strategy.results)
 

@@ -25,9 +25,7 @@ from autopar.intra_op.sharded import Body, Compute, Fused, Gate, Instruction, Mo
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.rules.rule import num_elements
 from autopar.mesh import Sharding
-
-MAX_ROWS = 8
-"""Moments of a program over budget that become rows at once."""
+from autopar.tuning import TUNING
 
 
 def broken_memory_rows(
@@ -50,7 +48,7 @@ def broken_memory_rows(
         budget: Bytes.
         elsewhere: Values that take no memory here.
     """
-    moments = fullest_moments(body, graph.mesh, held_values(graph), donated, MAX_ROWS, elsewhere)
+    moments = fullest_moments(body, graph.mesh, held_values(graph), donated, TUNING.memory_rows, elsewhere)
     return rows_of(graph, class_of, choices, moments, budget)
 
 
@@ -159,7 +157,7 @@ class _Owners:
         for edge in sorted(graph.edges, key=lambda edge: edge.target not in hubs):
             if graph.nodes[edge.target].kind != "keep":
                 self.readers.setdefault((edge.var, edge.phase), []).append((edge.target, edge.wanted))
-        self.reads_of: dict[int, dict[Var, list[tuple[int, Phase]]]] = {}
+        self.reads_of: dict[Body, dict[Var, list[tuple[int, Phase]]]] = {}
 
     def of(self, alive: Alive) -> tuple[int, _Owner | None, bool]:
         """The place in line of a copy's owner, the owner, and whether the copy is there because of its choice."""
@@ -199,14 +197,14 @@ class _Owners:
 
     def _reads(self, body: Body) -> Mapping[Var, list[tuple[int, Phase]]]:
         """Where each value of a body is read by operations, and in which phase."""
-        if id(body) not in self.reads_of:
-            reads = self.reads_of[id(body)] = {}
+        if body not in self.reads_of:
+            reads = self.reads_of[body] = {}
             for position, instruction in enumerate(body.instructions):
                 if isinstance(instruction, Compute | Region):
-                    phase = self.graph.phases.get(id(instruction.eqn), "f")
+                    phase = self.graph.phases.get(instruction.eqn, "f")
                     for var in inputs_of(instruction.eqn):
                         reads.setdefault(var, []).append((position, phase))
             for atom, _ in body.outputs:
                 if isinstance(atom, Var):
                     reads.setdefault(atom, []).append((len(body.instructions), "o"))
-        return self.reads_of[id(body)]
+        return self.reads_of[body]

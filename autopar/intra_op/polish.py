@@ -20,16 +20,7 @@ from autopar.intra_op.elimination import eliminate
 from autopar.intra_op.ilp import solve_ilp
 from autopar.intra_op.problem import MemoryRow, Problem, Solution, num_pairs
 from autopar.intra_op.time_limit import TimeLimit
-
-_SIZES = (24, 80)
-"""Nodes of a neighbourhood, in one round after the other."""
-_ROUNDS = 3
-_ENOUGH = 1e-4
-"""A round that wins less than this part of the cost is the last."""
-_MAX_PAIRS = 40_000
-"""Pairs of choices of a neighbourhood with memory rows, which no elimination makes smaller: larger ones are left out."""
-_MAX_CORE = 1_000
-"""Pairs of choices that elimination may leave of a neighbourhood for the solver."""
+from autopar.tuning import TUNING
 
 
 def polish(
@@ -52,14 +43,14 @@ def polish(
         around[u].append(v)
         around[v].append(u)
     choices, cost = list(found.choices), found.objective
-    for size in _SIZES:
-        for _ in range(_ROUNDS):
+    for size in TUNING.polish_nodes:
+        for _ in range(TUNING.polish_rounds):
             before = cost
             for free in _neighbourhoods(around, size):
                 if limit.is_spent or cost <= enough:
                     break
                 cost -= _choose_anew(problem, choices, free, around, limit, solver)
-            if limit.is_spent or cost <= enough or before - cost <= _ENOUGH * abs(before):
+            if limit.is_spent or cost <= enough or before - cost <= TUNING.polish_gain * abs(before):
                 break
     cost = problem.cost(choices)
     if not cost < found.objective:
@@ -123,7 +114,7 @@ def _best(small: Problem, now: tuple[int, ...], limit: TimeLimit, solver: str) -
     """The best choices; of nodes without which elimination leaves little, those they have `now`."""
     reduced = eliminate(small)
     ways = [reduced]
-    while num_pairs(reduced.problem) > _MAX_CORE:
+    while num_pairs(reduced.problem) > TUNING.polish_core:
         core, stay = reduced.problem, reduced.narrow(now)
         weight = [0] * len(core.costs)
         for (u, v), matrix in core.edges.items():
@@ -148,7 +139,7 @@ def _best(small: Problem, now: tuple[int, ...], limit: TimeLimit, solver: str) -
 
 
 def _best_within_rows(small: Problem, limit: TimeLimit, solver: str) -> tuple[int, ...]:
-    if num_pairs(small) > _MAX_PAIRS:
+    if num_pairs(small) > TUNING.polish_pairs:
         return ()
     with limit.running() as seconds:
         return solve_ilp(small, solver, seconds).choices

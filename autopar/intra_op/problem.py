@@ -133,15 +133,3 @@ class Solution:
         if self.objective <= 0 or self.objective == float("inf"):
             return 0.0 if self.status == "optimal" else float("inf")
         return max(0.0, (self.objective - self.bound) / self.objective)
-
-
-def brute_force(problem: Problem) -> Solution:
-    """The least assignment by trying all: the oracle of the tests."""
-    best, best_cost = None, float("inf")
-    for choices in itertools.product(*(range(len(c)) for c in problem.costs)):
-        cost = problem.cost(choices)
-        if cost < best_cost and problem.fits(choices):
-            best, best_cost = choices, cost
-    if best is None:
-        return Solution((), float("inf"), float("inf"), "infeasible", "brute force")
-    return Solution(best, best_cost, best_cost, "optimal", "brute force")

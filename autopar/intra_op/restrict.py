@@ -105,7 +105,7 @@ def pin_constraints(jaxpr: Jaxpr, graph: Graph, allowed: Allowed) -> None:
             for body in bodies_of(eqn):
                 pin_constraints(body, graph, allowed)
         elif eqn.primitive.name == "sharding_constraint":
-            node = graph.nodes[graph.op_node[id(eqn)]]
+            node = graph.nodes[graph.op_node[eqn]]
             what = f"with_sharding_constraint at {source_line(eqn)}"
             spec = getattr(eqn.params["sharding"], "spec", None)
             if spec is None:

@@ -1,8 +1,10 @@
-"""Shard one program on one logical mesh: graph, costs, solve, lower, measure; memory by demand.
+"""Shard one program on one logical mesh: the passes of the sharding phase, in order.
 
 In:     flat program, alias rows, logical mesh, device, what is allowed, options.
-Out:    `Sharded`: the choices, the sharded program, and what is predicted of it.
-Method: the passes of DESIGN section 5, "Sharding", in order.
+Out:    `Sharded` (`read_off.py`): the choices, the sharded program, and what is predicted of it.
+Method: the decisions, and the passes of `SHARD` over them (`setting.py`), once; then solve, lower, put on the clock, and
+        solve again with what the clock showed to be exposed, until that is what was thought; then the well-known plans,
+        where one may be as fast.
 """
 
 from __future__ import annotations
@@ -10,112 +12,31 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 
 import numpy as np
 
-from autopar._jax import Jaxpr, Var
-from autopar.cost import collective_seconds
-from autopar.errors import InfeasibleError
+from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.intra_op.budget import BudgetSearch
-from autopar.intra_op.costs import OperationSeconds, Prices, held_values
+from autopar.intra_op.build_graph import build_graph
+from autopar.intra_op.costs import held_values
 from autopar.intra_op.exposure import Exposure, show
 from autopar.intra_op.floor import Floor, memory_floor
-from autopar.intra_op.graph import Graph, build_graph
-from autopar.intra_op.lanes import run_lanes
-from autopar.intra_op.liveness import Liveness, fullest_moments, measure_liveness
+from autopar.intra_op.graph import Graph
+from autopar.intra_op.liveness import Liveness, fullest_moments
 from autopar.intra_op.lower import lower
-from autopar.intra_op.memory import MAX_ROWS, rows_of
+from autopar.intra_op.memory import rows_of
 from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution
-from autopar.intra_op.restrict import Allowed, Restrict, pin_constraints
-from autopar.intra_op.sharded import Body, Collective, collectives_of
-from autopar.intra_op.solve import LARGE_GAP, ROUGH, solve
+from autopar.intra_op.read_off import Sharded, read_off
+from autopar.intra_op.restrict import Allowed, Restrict
+from autopar.intra_op.setting import SHARD, Setting, check_setting
+from autopar.intra_op.sharded import Body
+from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit
-from autopar.intra_op.tying import tie_nodes
 from autopar.intra_op.within import solve_within
-from autopar.mesh import Device, LogicalMesh, Sharding
+from autopar.ir.passes import run_passes
+from autopar.mesh import Device, LogicalMesh
 from autopar.options import Options
-
-TURNS = 3
-"""Problems that are solved on a mesh, each with what the answer before showed of what is exposed."""
-_SAME = 5e-3
-"""Up to this part of the step, it takes as long as was thought."""
-_FAR = 0.01
-"""A known plan that is thought to take so much longer, at what is exposed in the best one, is not looked at."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Sharded:
-    """A program sharded on one mesh.
-
-    Attributes:
-        graph: The decisions.
-        choices: The choice of each node.
-        class_of: Class of each node in the problem.
-        problem: What was solved.
-        solution: Its solution, per class.
-        allowed: What was forbidden beforehand.
-        body: The sharded program.
-        liveness: Its memory on one device.
-        collectives: All it communicates in one step.
-        compute_seconds: Time of its kernels.
-        communication_seconds: Time of its collectives.
-        exposed_seconds: Of each collective, the seconds that no kernel hides.
-        exposure: Which part of each conversion counted in the problem; None: all.
-    """
-
-    graph: Graph
-    choices: tuple[int, ...]
-    class_of: tuple[int, ...]
-    problem: Problem
-    solution: Solution
-    allowed: Allowed
-    body: Body
-    liveness: Liveness
-    collectives: tuple[Collective, ...]
-    compute_seconds: float
-    communication_seconds: float
-    exposed_seconds: tuple[float, ...]
-    exposure: Exposure | None = None
-
-    @property
-    def step_seconds(self) -> float:
-        """Predicted time of one step: kernels, and what is exposed of collectives."""
-        return self.compute_seconds + sum(self.exposed_seconds)
-
-    def priced_seconds(
-        self, body: Body, exposed: Sequence[float], compute_seconds: float, sent_seconds: float
-    ) -> float:
-        """What a program of these choices costs, counted as the problem counts.
-
-        Args:
-            body: The program.
-            exposed: Of each of its collectives, the seconds that nothing hides.
-            compute_seconds: Of its kernels.
-            sent_seconds: Of its collectives.
-        """
-        if self.exposure is None:
-            return compute_seconds + sent_seconds
-        return compute_seconds + self.exposure.seconds_of(show(self.graph, body, exposed))
-
-    def gap_of(self, seconds: float) -> float:
-        """The part of these priced seconds, which a program of these choices costs, by which others may cost less, at most.
-
-        Never less than the gap of the choices alone: a program that came out cheaper than they were priced proves nothing.
-        """
-        gap = max(self.solution.gap, 1 - self.solution.bound / seconds) if seconds > 0 else 0.0
-        return gap if gap > PROVED else 0.0
-
-    @property
-    def gap(self) -> float:
-        """The gap of the program as it was lowered, and not of its choices as they were priced alone."""
-        taken = self.compute_seconds, self.communication_seconds
-        return self.gap_of(self.priced_seconds(self.body, self.exposed_seconds, *taken))
-
-    def input_sharding(self, position: int) -> Sharding:
-        """How an input lies on the mesh."""
-        node = self.graph.inputs[position]
-        return self.graph.nodes[node].shardings[self.choices[node]]
+from autopar.tuning import TUNING
 
 
 class Beaten(Exception):
@@ -140,8 +61,9 @@ def shard(
     gap: float = PROVED,
     elsewhere: AbstractSet[Var] = frozenset(),
     anew: AbstractSet[Var] = frozenset(),
-    twice: AbstractSet[int] = frozenset(),
+    twice: AbstractSet[JaxprEqn] = frozenset(),
     exposure: Exposure | None = None,
+    like: Graph | None = None,
 ) -> Sharded:
     """Find the cheapest sharding of a program on one mesh.
 
@@ -163,101 +85,140 @@ def shard(
         twice: As of `build_graph`.
         exposure: What is known of it from elsewhere; the problem is then solved again with what its answer shows, and the
             fastest on the clock is taken. None: every collective counts in full, and no more is asked.
+        like: As of `build_graph`.
 
     Raises:
         InfeasibleError: A pin or the memory budget cannot be kept; says which and by how much.
         ConstraintError: A pin does not fit.
         Beaten: Nothing here is better than `beat`.
     """
-    graph = build_graph(jaxpr, mesh, aliases, batch, anew, twice)
-    allowed = Allowed()
-    pin_constraints(jaxpr, graph, allowed)
-    if restrict is not None:
-        restrict(graph, allowed)
-    _check_pins(graph, allowed)
-    class_of = tie_nodes(graph, allowed.keys)
-    prices = Prices(graph, device, class_of, allowed.masks)
-    problem = prices.problem(exposure)
-    budget = options.memory_budget_bytes or device.memory_bytes
-
-    lowered: dict[tuple[int, ...], Body] = {}
-
-    def body_of(choices: tuple[int, ...]) -> Body:
-        if choices not in lowered:
-            lowered.clear()
-            lowered[choices] = lower(jaxpr, graph, choices)
-        return lowered[choices]
-
-    measured: dict[tuple[int, ...], tuple[Liveness, ...]] = {}
-
-    def rows_at(choices: Sequence[int]) -> list[MemoryRow]:
-        nodes = tuple(choices[c] for c in class_of)
-        if nodes not in measured:
-            measured.clear()
-            body = body_of(nodes)
-            measured[nodes] = fullest_moments(body, mesh, held_values(graph), donated, MAX_ROWS, elsewhere)
-        return rows_of(graph, class_of, choices, measured[nodes], budget)
-
-    def floor() -> Floor:
-        return memory_floor(jaxpr, graph, problem.costs, class_of, donated, elsewhere)
-
-    search = BudgetSearch(budget, mesh, rows_at, floor)
-
-    # One limit for all: where the first takes it all, the others are only looked at.
-    limit = TimeLimit(options.solver_seconds)
-
-    def solved(problem: Problem, beat: float = np.inf) -> Solution:
-        if np.isfinite(budget):
-            hopeless = search.is_hopeless
-            return solve_within(problem, search.broken_rows, options.solver, limit, 30, beat, gap, hopeless)
-        return solve(problem, options.solver, limit, gap, beat)
-
-    def read(problem: Problem, solution: Solution, exposure: Exposure | None) -> Sharded:
-        choices = tuple(solution.choices[c] for c in class_of)
-        body, moments = body_of(choices), () if elsewhere else measured.get(choices, ())
-        liveness = moments[0] if moments else None
-        return read_off(
-            jaxpr, graph, choices, class_of, problem, solution, allowed, device, donated, body, exposure, liveness
-        )
-
-    solution = solved(problem, beat)
+    graph = build_graph(jaxpr, mesh, aliases, batch, anew, twice, like)
+    setting = run_passes(SHARD, Setting(jaxpr, graph, device, restrict), check_setting)
+    instance = _Instance(setting, options, donated, elsewhere, gap)
+    problem = instance.prices.problem(exposure)
+    solution = instance.solve(problem, beat)
     if solution.status == "beaten":
         raise Beaten(solution.bound)
-    best = read(problem, solution, exposure) if solution.choices else None
-    if best is None and (not problem.rows or search.is_hopeless()):
-        search.explain(problem)
-    last, seen = best, [solution.choices]
-    for _ in range(1, TURNS):
-        if last is None or not _misjudged(last):
-            break
-        further = _shown(last)
-        problem = prices.problem(further)
-        solution = solved(problem)
-        if not solution.choices:
-            break
-        if solution.choices in seen:
-            if best is not None and tuple(solution.choices[c] for c in class_of) == best.choices:
-                best = dataclasses.replace(best, problem=problem, solution=solution, exposure=further)
-            break
-        seen.append(solution.choices)
-        last = read(problem, solution, further)
-        best = min(best or last, last, key=lambda sharded: sharded.step_seconds)
+    tried = [solution.choices]
+    best = last = instance.read_off(problem, solution, exposure) if solution.choices else None
+    if best is not None:
+        best, last = _follow_clock(instance, best, tried)
+    elif not problem.rows or instance.budget_search.is_hopeless():
+        instance.budget_search.explain(problem)
     expected = exposure if last is None or last.exposure is None else _shown(last)
+    wider = instance.prices.problem(expected) if known else problem
     for other in known:
-        narrowed = _narrowed(prices.problem(expected), graph, class_of, other)
-        if narrowed is None or (best is not None and not _may_win(narrowed, best, options.solver, limit)):
-            continue
-        answer = solved(narrowed)
-        if answer.choices and answer.choices not in seen:
-            seen.append(answer.choices)
-            candidate = read(narrowed, answer, expected)
-            if best is None or candidate.step_seconds < best.step_seconds * (1 - 1e-9):
-                wider = prices.problem(expected)
-                answer = answer.bounded(solve(wider, options.solver, limit, max(gap, LARGE_GAP)).bound)
-                best = dataclasses.replace(candidate, problem=wider, solution=answer)
+        best = _with_known(instance, best, other, wider, expected, tried)
     if best is None:
-        search.explain(problem)
+        instance.budget_search.explain(problem)
     return best
+
+
+class _Instance:
+    """One program on one mesh: its decisions tied and priced, the limits of the search, and what was lowered last.
+
+    Attributes:
+        class_of: Class of each node in the problems.
+        prices: Of which problems are made.
+        budget_search: What is learnt of its memory.
+    """
+
+    def __init__(
+        self, setting: Setting, options: Options, donated: Sequence[bool], elsewhere: AbstractSet[Var], gap: float
+    ):
+        self.jaxpr, self.graph, self.allowed, self.device = (
+            setting.jaxpr,
+            setting.graph,
+            setting.allowed,
+            setting.device,
+        )
+        self.donated, self.elsewhere, self.gap, self.solver = donated, elsewhere, gap, options.solver
+        self.class_of, self.prices = setting.class_of, setting.priced
+        budget = options.memory_budget_bytes or self.device.memory_bytes
+        self.budget_search = BudgetSearch(budget, self.graph.mesh, self._rows_at, self._floor)
+        # One limit for all: where the first problem takes it all, the others are only looked at.
+        self.limit = TimeLimit(options.solver_seconds)
+        # The last alone: a body is as large as the program.
+        self._lowered: dict[tuple[int, ...], Body] = {}
+        self._moments: dict[tuple[int, ...], tuple[Liveness, ...]] = {}
+
+    def solve(self, problem: Problem, beat: float = np.inf) -> Solution:
+        """A problem of this program, within the memory budget."""
+        search = self.budget_search
+        if np.isfinite(search.budget):
+            hopeless = search.is_hopeless
+            return solve_within(problem, search.broken_rows, self.solver, self.limit, 30, beat, self.gap, hopeless)
+        return solve(problem, self.solver, self.limit, self.gap, beat)
+
+    def read_off(self, problem: Problem, solution: Solution, exposure: Exposure | None) -> Sharded:
+        """What the choices of a solution come to."""
+        choices = self.nodes(solution.choices)
+        moments = () if self.elsewhere else self._moments.get(choices, ())
+        return read_off(
+            self.jaxpr,
+            self.graph,
+            choices,
+            self.class_of,
+            problem,
+            solution,
+            self.allowed,
+            self.device,
+            self.donated,
+            self._body_of(choices),
+            exposure,
+            moments[0] if moments else None,
+        )
+
+    def nodes(self, choices: Sequence[int]) -> tuple[int, ...]:
+        """The choice of each node, from that of each class."""
+        return tuple(choices[c] for c in self.class_of)
+
+    def _body_of(self, choices: tuple[int, ...]) -> Body:
+        if choices not in self._lowered:
+            self._lowered = {choices: lower(self.jaxpr, self.graph, choices)}
+        return self._lowered[choices]
+
+    def _rows_at(self, choices: Sequence[int]) -> list[MemoryRow]:
+        nodes, graph = self.nodes(choices), self.graph
+        if nodes not in self._moments:
+            body, most = self._body_of(nodes), TUNING.memory_rows
+            found = fullest_moments(body, graph.mesh, held_values(graph), self.donated, most, self.elsewhere)
+            self._moments = {nodes: found}
+        return rows_of(graph, self.class_of, choices, self._moments[nodes], self.budget_search.budget)
+
+    def _floor(self) -> Floor:
+        costs = self.prices.problem().costs
+        return memory_floor(self.jaxpr, self.graph, costs, self.class_of, self.donated, self.elsewhere)
+
+
+def _follow_clock(instance: _Instance, first: Sharded, tried: list[tuple[int, ...]]) -> tuple[Sharded, Sharded]:
+    """Solve again with what the clock showed of the answer before, until that is what was thought.
+
+    Args:
+        instance: The program on its mesh.
+        first: The first answer.
+        tried: Choices that were read off; extended.
+
+    Returns:
+        The fastest on the clock, and the last.
+    """
+    best = last = first
+    for _ in range(1, TUNING.exposure_turns):
+        if not _misjudged(last):
+            break
+        exposure = _shown(last)
+        problem = instance.prices.problem(exposure)
+        solution = instance.solve(problem, (1 + TUNING.known_far) * best.step_seconds)
+        if not solution.choices or solution.status == "beaten":
+            break
+        if solution.choices in tried:
+            if instance.nodes(solution.choices) == best.choices:
+                best = dataclasses.replace(best, problem=problem, solution=solution, exposure=exposure)
+            break
+        tried.append(solution.choices)
+        last = instance.read_off(problem, solution, exposure)
+        best = min(best, last, key=lambda sharded: sharded.step_seconds)
+    return best, last
 
 
 def _shown(sharded: Sharded) -> Exposure:
@@ -270,18 +231,53 @@ def _misjudged(sharded: Sharded) -> bool:
     """Whether a program takes longer than was thought, or less long, for more or less is exposed than was thought."""
     if sharded.exposure is None:
         return False
-    shown, much = show(sharded.graph, sharded.body, sharded.exposed_seconds), _SAME * sharded.step_seconds
+    shown = show(sharded.graph, sharded.body, sharded.exposed_seconds)
+    much = TUNING.exposure_same * sharded.step_seconds
     now, before = sharded.exposure.after(shown), sharded.exposure
     wrong = sum(abs(now.of(one.kind) - before.of(one.kind)) * one.seconds for one in shown if one.kind is not None)
     return wrong > much and abs(sharded.solution.objective - sharded.step_seconds) > much
 
 
+def _with_known(
+    instance: _Instance,
+    best: Sharded | None,
+    known: Restrict,
+    wider: Problem,
+    exposure: Exposure | None,
+    tried: list[tuple[int, ...]],
+) -> Sharded | None:
+    """The better of the best answer and the best under a well-known plan's restrictions, which is looked at if it may win.
+
+    Args:
+        instance: The program on its mesh.
+        best: The best answer so far; None: none fits.
+        known: The plan.
+        wider: The problem without its restrictions.
+        exposure: What is known of it after all answers.
+        tried: Choices that were read off; extended.
+    """
+    narrowed = _narrowed(wider, instance.graph, instance.class_of, known)
+    if narrowed is None or (best is not None and not _may_win(narrowed, best, instance.solver, instance.limit)):
+        return best
+    solution = instance.solve(narrowed)
+    if not solution.choices or solution.choices in tried:
+        return best
+    tried.append(solution.choices)
+    candidate = instance.read_off(narrowed, solution, exposure)
+    if best is not None and candidate.step_seconds >= best.step_seconds * (1 - 1e-9):
+        return best
+    bound = solve(wider, instance.solver, instance.limit, max(instance.gap, TUNING.large_gap)).bound
+    return dataclasses.replace(candidate, problem=wider, solution=solution.bounded(bound))
+
+
 def _may_win(problem: Problem, best: Sharded, solver: str, limit: TimeLimit) -> bool:
     """Whether an answer of a problem may be faster than the best, as far as prices tell."""
-    if abs(best.solution.objective - best.step_seconds) > _FAR * best.step_seconds:
+    if abs(best.solution.objective - best.step_seconds) > TUNING.known_far * best.step_seconds:
         return True  # as where many small collectives are sent together
-    least = (1 + _FAR) * best.step_seconds
-    answer = solve(problem, solver, limit, ROUGH, least)
+    if np.isfinite(problem.cost(best.solution.choices)):
+        return False  # the best answer is one of these, and the best of all as they are priced
+    least = (1 + TUNING.known_far) * best.step_seconds
+    answer = solve(problem, solver, limit, TUNING.rough_gap, least)
     return bool(answer.choices) and answer.status != "beaten" and answer.objective <= least
 
 
@@ -295,55 +291,3 @@ def _narrowed(problem: Problem, graph: Graph, class_of: Sequence[int], restrict:
     if any(not np.isfinite(cost).any() for cost in costs):
         return None
     return Problem(costs, problem.edges)
-
-
-def read_off(
-    jaxpr: Jaxpr,
-    graph: Graph,
-    choices: Sequence[int],
-    class_of: Sequence[int],
-    problem: Problem,
-    solution: Solution,
-    allowed: Allowed,
-    device: Device,
-    donated: Sequence[bool],
-    body: Body | None = None,
-    exposure: Exposure | None = None,
-    liveness: Liveness | None = None,
-) -> Sharded:
-    """Lower given choices and measure their memory, unless that has been done, and predict what they cost."""
-    body = lower(jaxpr, graph, choices) if body is None else body
-    collectives = tuple(collectives_of(body, graph.mesh))
-    communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, graph.mesh) for c in collectives)
-    lanes = run_lanes(body, OperationSeconds(graph, choices, device).of, graph.mesh, device.achieved.overlap)
-    liveness = liveness or measure_liveness(body, graph.mesh, held_values(graph), donated)
-    besides = device.achieved.program_seconds(max(0, liveness.peak_bytes - liveness.argument_bytes))
-    return Sharded(
-        graph,
-        tuple(choices),
-        tuple(class_of),
-        problem,
-        solution,
-        allowed,
-        body,
-        liveness,
-        collectives,
-        lanes.compute_seconds + besides,
-        communication,
-        lanes.exposed,
-        exposure,
-    )
-
-
-def _check_pins(graph: Graph, allowed: Allowed) -> None:
-    for index, mask in allowed.masks.items():
-        if not mask.any():
-            node = graph.nodes[index]
-            reasons = allowed.reasons.get(index, [str(allowed.keys[index])])
-            raise InfeasibleError(
-                "the pins on one value contradict each other or the method.",
-                given="; ".join(reasons),
-                wrong=f"no sharding of {node.name} keeps all of them.",
-                do="drop one of them, or choose another mesh.",
-                constraint=reasons[0],
-            )

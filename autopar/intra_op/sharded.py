@@ -11,12 +11,12 @@ Method: a *copy* is a value in one sharding, `(var, sharding)`; an instruction m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import assert_never
 
 from autopar._jax import JaxprEqn, Literal, Var
-from autopar.cost.steps import AllGather, Step, step_kind
+from autopar.cost.steps import AllGather, CollectiveKind, Step, step_kind
 from autopar.intra_op.graph import Phase
 from autopar.intra_op.strategies import Strategy
 from autopar.ir.region import bodies_of, trip_count
@@ -61,11 +61,18 @@ class Fused:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Compute:
-    """Run one equation under a strategy."""
+    """Run one equation under a strategy, which reads and makes these copies."""
 
     eqn: JaxprEqn
     rule: ShardingRule
     strategy: Strategy
+    reads: tuple[Copy, ...] = field(init=False, repr=False)
+    makes: tuple[Copy, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Most of a program are these, and every pass over it asks for both.
+        object.__setattr__(self, "reads", _but_literals(self.eqn.invars, self.strategy.operands))
+        object.__setattr__(self, "makes", tuple(zip(self.eqn.outvars, self.strategy.results, strict=True)))
 
     def __str__(self) -> str:
         return f"{', '.join(map(str, self.eqn.outvars))} = {self.eqn.primitive} [{self.rule}] by {self.strategy}"
@@ -113,43 +120,53 @@ class Body:
     outputs: tuple[tuple[Var | Literal, Sharding], ...]
 
 
-def copies_awaited(instruction: Instruction) -> Iterator[Copy]:
+def copies_awaited(instruction: Instruction) -> tuple[Copy, ...]:
     """Copies that must be there before an instruction begins, though it does not need what is in them."""
-    for move in instruction.moves if isinstance(instruction, Fused) else (instruction,):
-        if isinstance(move, Move) and move.earlier is not None:
-            yield move.earlier
+    match instruction:
+        case Move():
+            return () if instruction.earlier is None else (instruction.earlier,)
+        case Fused(moves):
+            return tuple(move.earlier for move in moves if move.earlier is not None)
+        case _:
+            return ()
 
 
-def copies_read(instruction: Instruction) -> Iterator[Copy]:
+def copies_read(instruction: Instruction) -> tuple[Copy, ...]:
     """Copies an instruction reads."""
     match instruction:
+        case Compute():
+            return instruction.reads
         case Move(var, source):
-            yield var, source
+            return ((var, source),)
         case Fused(moves):
-            for move in moves:
-                yield move.var, move.source
-        case Compute(eqn, _, strategy):
-            yield from (
-                (a, s) for a, s in zip(eqn.invars, strategy.operands, strict=True) if not isinstance(a, Literal)
-            )
+            return tuple((move.var, move.source) for move in moves)
         case Region(eqn, operands):
-            yield from ((a, s) for a, s in zip(eqn.invars, operands, strict=True) if not isinstance(a, Literal))
+            return _but_literals(eqn.invars, operands)
         case Gate(earlier, copies):
-            yield from (earlier, *copies)
+            return (earlier, *copies)
+        case _:
+            assert_never(instruction)
 
 
-def copies_made(instruction: Instruction) -> Iterator[Copy]:
+def _but_literals(atoms: Sequence[Var | Literal], shardings: Sequence[Sharding]) -> tuple[Copy, ...]:
+    return tuple((a, s) for a, s in zip(atoms, shardings, strict=True) if not isinstance(a, Literal))
+
+
+def copies_made(instruction: Instruction) -> tuple[Copy, ...]:
     """Copies an instruction makes."""
     match instruction:
+        case Compute():
+            return instruction.makes
         case Move(var, _, target):
-            yield var, target
+            return ((var, target),)
         case Fused(moves):
-            for move in moves:
-                yield move.var, move.target
-        case Compute(eqn, _, strategy):
-            yield from zip(eqn.outvars, strategy.results, strict=True)
+            return tuple((move.var, move.target) for move in moves)
         case Region(eqn, _, results):
-            yield from zip(eqn.outvars, results, strict=True)
+            return tuple(zip(eqn.outvars, results, strict=True))
+        case Gate():
+            return ()
+        case _:
+            assert_never(instruction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +174,7 @@ class Collective:
     """One communication of the step.
 
     Attributes:
-        kind: As HLO spells it: `"all-reduce"`, `"all-gather"`, `"reduce-scatter"`, `"all-to-all"`.
+        kind: What it does.
         axes: Mesh axes whose devices take part.
         bytes: Operand bytes on one device; of an all-gather, result bytes on one device.
         times: Executions in one step, loop trips counted.
@@ -165,7 +182,7 @@ class Collective:
         stage: On the mesh of which pipeline stage.
     """
 
-    kind: str
+    kind: CollectiveKind
     axes: tuple[str, ...]
     bytes: int
     times: int
@@ -181,17 +198,12 @@ def local_bytes(atom: Var | Literal, sharding: Sharding, mesh: LogicalMesh) -> i
     return math.prod(sharding.local_shape(tuple(atom.aval.shape), mesh)) * atom.aval.dtype.itemsize
 
 
-def collectives_of(
-    body: Body, mesh: LogicalMesh, times: int = 1, *, only_reductions: bool = False
-) -> Iterator[Collective]:
+def collectives_of(body: Body, mesh: LogicalMesh) -> Iterator[Collective]:
     """All communication of a program, in order; one entry per place, `times` counts loop trips.
 
     A branch of a `cond` is counted as if it were taken; a loop of unknown length communicates nothing.
-    `only_reductions` leaves out the conversions between shardings.
     """
-    for instruction, sent in sent_by(body, mesh, times):
-        if isinstance(instruction, Compute) or not only_reductions:
-            yield sent
+    return (sent for _, sent in sent_by(body, mesh))
 
 
 def sent_by(body: Body, mesh: LogicalMesh, times: int = 1) -> Iterator[tuple[Move | Fused | Compute, Collective]]:

@@ -24,27 +24,7 @@ from autopar.intra_op.problem import PROVED, Problem, Solution, num_pairs
 from autopar.intra_op.searches import SEARCHES, search
 from autopar.intra_op.time_limit import TimeLimit, time_limit
 from autopar.options import SOLVERS
-
-ROUGH = 1e-2
-"""Where so much may be left, what message passing has found at its first attempt is taken, whatever it has proved."""
-SMALL_CORE = 60_000
-"""Pairs of choices that meet on an edge: up to so many the ILP gets them all, and proves its answer least."""
-SEARCH_STEPS = 50
-"""Steps of a search that proves nothing, for each node."""
-EARLY_CORE = 5_000
-"""Where more rounds of message passing can still narrow it, the ILP gets no more than so many."""
-LARGE_CORE = 500_000
-"""Beyond so many (meshes of three axes, large models without equal layers) a small gap is left as it is."""
-LARGE_GAP = 2e-3
-"""So small."""
-_FEWER = (8, 4, 2)
-"""Choices of a node that are taken, where more would be too many for the ILP."""
-PROMISING = 8
-"""Choices of a node, at most, that the ILP gets of a larger core, beside those around the best answer known."""
-_PARTS = (1 / 32, 1 / 8, 1)
-"""Parts of the room between the bounds: first the choices that exceed the bound least, whose best narrows the room."""
-ROUNDS = (60, 120, 200)
-"""Rounds of message passing before each attempt of the ILP."""
+from autopar.tuning import TUNING
 
 
 def solve(
@@ -102,40 +82,47 @@ def _solve_core(
     if searched is not None and np.isfinite(searched.objective):
         return searched
     pairs = num_pairs(core)
-    gap = gap if pairs <= LARGE_CORE else max(gap, LARGE_GAP)
+    gap = gap if pairs <= TUNING.large_core else max(gap, TUNING.large_gap)
     ascent = Ascent(core)
     if start:
         ascent.offer(start)
-    how = "message passing"
+    how, proved = "message passing", -np.inf
     # By size and not by the clock, so that the same problem always has the same answer.
-    stages = ROUNDS[: 3 - (pairs > LARGE_CORE) - (pairs > 4 * LARGE_CORE)]
+    stages = TUNING.message_rounds[: 3 - (pairs > TUNING.large_core) - (pairs > 4 * TUNING.large_core)]
     for stage, rounds in enumerate(stages, 1):
-        bounds = ascent.run(rounds if gap < ROUGH else rounds // 2, gap=gap, enough=known * (1 - PROVED))
+        bounds = ascent.run(rounds if gap < TUNING.rough_gap else rounds // 2, gap=gap, enough=known * (1 - PROVED))
         if bounds.lower + constant >= (known + constant) * (1 - gap):
             return Solution(bounds.choices, bounds.upper, bounds.lower, "beaten", how)
         room = bounds.upper - bounds.lower
         allowed = gap * abs(bounds.upper + constant)
-        if np.isfinite(bounds.upper) and (room <= allowed or gap >= ROUGH or limit.is_spent):
+        # Whoever asks for no more than about a hundredth waits for no proof of the rest by the ILP.
+        content = TUNING.rough_gap * abs(bounds.upper + constant) if gap > TUNING.large_gap else allowed
+        if np.isfinite(bounds.upper) and (room <= allowed or gap >= TUNING.rough_gap or limit.is_spent):
             break
-        for part in _PARTS:
+        for part in TUNING.room_parts:
             room = ascent.upper - bounds.lower
             if room <= allowed:
                 break
             narrowed = _promising(core, bounds, ascent.best, part * room, part == 1, stage == len(stages))
-            if narrowed is None:
+            if narrowed is None or (part == 1 and room <= content and num_pairs(narrowed.problem) > TUNING.early_core):
                 break
-            answer = _solve_whole(narrowed.problem, solver, limit, gap)
+            enough = _gap_of_part(narrowed, ascent.upper, constant, gap)
+            answer = _solve_whole(narrowed.problem, solver, limit, enough)
+            if part == 1 and answer.choices:  # no better assignment has any other choice
+                proved = max(proved, answer.bound + narrowed.constant)
             if answer.choices or not narrowed.kept:
                 ascent.offer(narrowed.expand(answer.choices))
                 how = _told(answer.solver, core) if narrowed.kept else "message passing and elimination"
             if part == 1 and answer.status == "optimal":
                 return Solution(ascent.best, ascent.upper, ascent.upper * (1 - 0.5 * PROVED), "optimal", how)
-        if ascent.upper - bounds.lower <= allowed:
+        if ascent.upper - bounds.lower <= allowed or ascent.upper - proved <= TUNING.large_gap * abs(
+            ascent.upper + constant
+        ):
             break
     if not np.isfinite(ascent.upper):
         return _solve_whole(core, solver, limit, gap)
-    found = Solution(ascent.best, ascent.upper, min(ascent.lower, ascent.upper), "feasible", how)
-    done = gap >= ROUGH or found.objective - found.bound <= allowed
+    found = Solution(ascent.best, ascent.upper, min(max(ascent.lower, proved), ascent.upper), "feasible", how)
+    done = gap >= TUNING.rough_gap or found.objective - found.bound <= content
     if done:
         return found
     room = found.objective - found.bound
@@ -143,6 +130,14 @@ def _solve_core(
     for mask, choice in zip(masks, found.choices, strict=True):
         mask[choice] = True
     return polish(_narrowed(core, masks), found, limit, solver, found.bound + allowed)
+
+
+def _gap_of_part(narrowed: Reduced, upper: float, constant: float, gap: float) -> float:
+    """The relative gap at which the ILP may stop on what is left of a core; of the whole cost `large_gap` where that is much:
+    the last thousandth takes most of the time, and is less than seconds are known to."""
+    if num_pairs(narrowed.problem) <= TUNING.early_core or upper <= narrowed.constant:
+        return gap
+    return max(gap, max(gap, TUNING.large_gap) * (upper + constant) / (upper - narrowed.constant))
 
 
 def _promising(
@@ -155,13 +150,14 @@ def _promising(
     """
     masks = [excess <= room * (1 + 1e-9) for excess in bounds.excess]
     narrowed = eliminate(_narrowed(core, masks))
-    if num_pairs(narrowed.problem) <= (SMALL_CORE if is_last and must else SMALL_CORE // 4 if is_last else EARLY_CORE):
+    most = TUNING.early_core if not is_last else TUNING.small_core if must else TUNING.small_core // 4
+    if num_pairs(narrowed.problem) <= most:
         return narrowed
     around = _around(core, best) if is_last and not must else []
-    for count in _FEWER if around else ():
+    for count in TUNING.fewer_choices if around else ():
         few = [near | (m & _least(e, count)) for m, e, near in zip(masks, bounds.excess, around, strict=True)]
         narrowed = eliminate(_narrowed(core, few))
-        if num_pairs(narrowed.problem) <= SMALL_CORE // 2:
+        if num_pairs(narrowed.problem) <= TUNING.small_core // 2:
             return narrowed
     return None
 
@@ -169,17 +165,17 @@ def _promising(
 def _solve_with_rows(core: Problem, solver: str, limit: TimeLimit, gap: float, constant: float) -> Solution:
     """The least assignment of a core within its memory rows."""
     pairs = num_pairs(core)
-    if pairs <= SMALL_CORE:
+    if pairs <= TUNING.small_core:
         return _solve_whole(core, solver, limit, gap)
     ascent = Ascent(Problem(core.costs, core.edges))
     best: Solution | None = None
-    for rounds in ROUNDS[: 3 - (pairs > LARGE_CORE) - (pairs > 4 * LARGE_CORE)]:
+    for rounds in TUNING.message_rounds[: 3 - (pairs > TUNING.large_core) - (pairs > 4 * TUNING.large_core)]:
         bounds = ascent.run(rounds, gap=gap)
         masks = _masks_with_rows(core, bounds, best)
         answer = _solve_restricted(core, masks, solver, limit, gap)
         if answer.status != "infeasible" and (best is None or answer.objective < best.objective):
             best = answer
-        room = gap if pairs <= LARGE_CORE else max(gap, LARGE_GAP)
+        room = gap if pairs <= TUNING.large_core else max(gap, TUNING.large_gap)
         if best is not None and (
             limit.is_spent or best.objective - ascent.lower <= room * abs(best.objective + constant)
         ):
@@ -194,8 +190,8 @@ def _solve_with_rows(core: Problem, solver: str, limit: TimeLimit, gap: float, c
 
 def _searched(core: Problem, name: str) -> Solution:
     """What a search finds that proves nothing, and how far from the bound of message passing that is."""
-    choices = search(core, name, SEARCH_STEPS * len(core.costs))
-    bounds = Ascent(core).run(ROUNDS[0])
+    choices = search(core, name, TUNING.search_steps * len(core.costs))
+    bounds = Ascent(core).run(TUNING.message_rounds[0])
     return Solution(choices, core.cost(choices), bounds.lower, "feasible", name)
 
 
@@ -205,7 +201,7 @@ def _told(solver: str, core: Problem) -> str:
 
 def _masks_with_rows(core: Problem, bounds: Bounds, best: Solution | None) -> list[np.ndarray]:
     """The promising choices, those around the best answer, and those that take least memory."""
-    count = max(3, min(PROMISING, int((SMALL_CORE / max(len(core.edges), 1)) ** 0.5)))
+    count = max(3, min(TUNING.promising_choices, int((TUNING.small_core / max(len(core.edges), 1)) ** 0.5)))
     masks = [_least(excess, count) for excess in bounds.excess]
     near = best.choices if best else bounds.choices
     others = zip(_around(core, near), _thrifty(core), strict=True)
@@ -228,7 +224,7 @@ def _around(core: Problem, choices: Sequence[int]) -> list[np.ndarray]:
     for (u, v), matrix in core.edges.items():
         costs[u] += matrix[:, choices[v]]
         costs[v] += matrix[choices[u]]
-    masks = [_least(cost, PROMISING // 4) for cost in costs]
+    masks = [_least(cost, TUNING.promising_choices // 4) for cost in costs]
     for mask, choice in zip(masks, choices, strict=True):
         mask[choice] = True
     return masks
@@ -239,7 +235,7 @@ def _thrifty(core: Problem) -> list[np.ndarray]:
     masks = [np.zeros(len(cost), bool) for cost in core.costs]
     for row in core.rows:
         for node, num_bytes in row.bytes_of.items():
-            masks[node] |= _least(np.where(np.isfinite(core.costs[node]), num_bytes, np.inf), PROMISING)
+            masks[node] |= _least(np.where(np.isfinite(core.costs[node]), num_bytes, np.inf), TUNING.promising_choices)
     return masks
 
 

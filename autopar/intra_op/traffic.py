@@ -54,7 +54,7 @@ class Traffic:
 
 
 def find_traffic(graph: Graph) -> dict[int, Traffic]:
-    """The traffic of each operation, by the index of its node; found once for a graph."""
+    """The traffic of each operation, by the index of its node; found once for a graph, and equal ones are one object."""
     if graph.traffic is None:
         graph.traffic = _Finder(graph).all_traffic()
     return graph.traffic
@@ -238,7 +238,8 @@ class _Finder:
         launched: set[int] = set()
         # A kernel that leaves nothing behind is not run: whoever reads what it makes makes it again.
         leaving = {self.find(node.index) for node in self.ops if any(var in self.stored for var in node.eqn.outvars)}
-        found = {}
+        found: dict[int, Traffic] = {}
+        same: dict[Traffic, Traffic] = {}
         for node in self.ops:
             eqn = node.eqn
             num_operands = len(eqn.invars)
@@ -260,7 +261,8 @@ class _Finder:
             if any(counts) and kernel not in launched:
                 launched.add(kernel)
                 launches = 1.0
-            found[node.index] = Traffic(tuple(counts), tuple(touched), launches)
+            traffic = Traffic(tuple(counts), tuple(touched), launches)
+            found[node.index] = same.setdefault(traffic, traffic)
         return found
 
 

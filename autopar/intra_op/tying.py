@@ -16,17 +16,10 @@ from collections.abc import Mapping
 import numpy as np
 
 from autopar.intra_op.graph import Graph
-
-UNTIED_NODES = 700
-"""Graphs up to this size are solved as they are."""
-MIN_REPEATS = 3
-ROUNDS = 4
-"""So far the surroundings of two nodes are compared: farther away, what differs does not change what is best here."""
-_STRETCH = 8
-"""Equations that must be equal in a row before a distance between them is looked at."""
+from autopar.tuning import TUNING
 
 
-def tie_nodes(graph: Graph, pins: Mapping[int, object], untied_nodes: int = UNTIED_NODES) -> list[int]:
+def tie_nodes(graph: Graph, pins: Mapping[int, object], untied_nodes: int = TUNING.untied_nodes) -> list[int]:
     """Class of each node, numbered in order of first appearance.
 
     Args:
@@ -51,7 +44,7 @@ def tie_nodes(graph: Graph, pins: Mapping[int, object], untied_nodes: int = UNTI
     source = np.array([e.source for e in graph.edges])
     target = np.array([e.target for e in graph.edges])
     slot = np.array([max(e.slot, -1) + 1 for e in graph.edges], dtype=np.uint64)  # all outputs alike
-    for _ in range(ROUNDS):
+    for _ in range(TUNING.tie_rounds):
         heard = np.zeros_like(colours)
         np.add.at(heard, target, _mix(colours[source] * np.uint64(31) + slot))
         np.add.at(heard, source, _mix(colours[target] * np.uint64(37) + slot * np.uint64(7) + np.uint64(5)))
@@ -86,7 +79,7 @@ def repeated_places(graph: Graph, signatures: np.ndarray) -> np.ndarray:
         for start, length in _runs(same & free[:-period] & free[period:]):
             repeats = length // period + 1
             unit = 2 * period if heavy[start : start + period].sum() == 1 else period
-            if repeats * period < MIN_REPEATS * unit or repeats < MIN_REPEATS:
+            if repeats * period < TUNING.tie_repeats * unit or repeats < TUNING.tie_repeats:
                 continue
             where = np.arange(start, start + length + period)
             places[ops[where]] = run * (1 << 20) + (where - start) % unit
@@ -96,21 +89,21 @@ def repeated_places(graph: Graph, signatures: np.ndarray) -> np.ndarray:
 
 def _candidate_periods(sequence: np.ndarray) -> list[int]:
     """Distances between equal stretches of the program, those that cover most of it first."""
-    if len(sequence) <= _STRETCH:
+    if len(sequence) <= TUNING.tie_stretch:
         return []
-    count = len(sequence) - _STRETCH + 1
+    count = len(sequence) - TUNING.tie_stretch + 1
     hashes = np.zeros(count, dtype=np.uint64)
     with np.errstate(over="ignore"):
-        for k in range(_STRETCH):
+        for k in range(TUNING.tie_stretch):
             hashes = _mix(hashes * np.uint64(31) + sequence[k : k + count].astype(np.uint64))
     order = np.argsort(hashes, kind="stable")
     distances = np.diff(order)[hashes[order[1:]] == hashes[order[:-1]]]
     periods, counts = np.unique(distances, return_counts=True)
-    periods = periods[counts >= MIN_REPEATS - 1]
+    periods = periods[counts >= TUNING.tie_repeats - 1]
     covered = []
     for period in map(int, periods):
         same = sequence[:-period] == sequence[period:]
-        length = sum(n + period for _, n in _runs(same) if n >= (MIN_REPEATS - 1) * period)
+        length = sum(n + period for _, n in _runs(same) if n >= (TUNING.tie_repeats - 1) * period)
         if length:
             covered.append((-length, period))
     return [period for _, period in sorted(covered)]

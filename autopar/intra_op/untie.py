@@ -15,13 +15,11 @@ from collections.abc import Callable, Sequence
 from autopar._jax import Jaxpr
 from autopar.intra_op.costs import build_problem
 from autopar.intra_op.problem import Solution
-from autopar.intra_op.shard import Sharded, read_off
-from autopar.intra_op.solve import LARGE_GAP, solve
+from autopar.intra_op.read_off import Sharded, read_off
+from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit
 from autopar.mesh import Device
-
-MAX_PAIRS = 30_000_000
-"""Pairs of choices that meet on an edge, of the untied problem: beyond so many its tables take gigabytes."""
+from autopar.tuning import TUNING
 
 
 def untie(
@@ -50,10 +48,10 @@ def untie(
     graph, count = sharded.graph, len(sharded.graph.nodes)
     alone = list(range(count))
     # Of rows only those of the tied problem are known: the answer within them stays.
-    if len(sharded.problem.costs) == count or sharded.problem.rows or _untied_pairs(sharded) > MAX_PAIRS:
+    if len(sharded.problem.costs) == count or sharded.problem.rows or _untied_pairs(sharded) > TUNING.untied_pairs:
         return sharded
     problem = build_problem(graph, device, alone, sharded.allowed.masks, sharded.exposure)
-    answer = solve(problem, solver, limit, LARGE_GAP, start=sharded.choices)
+    answer = solve(problem, solver, limit, TUNING.large_gap, start=sharded.choices)
     before = problem.cost(sharded.choices)
     same = Solution(sharded.choices, before, before, "feasible", sharded.solution.solver).bounded(answer.bound)
     kept = dataclasses.replace(sharded, problem=problem, class_of=tuple(alone), solution=same)

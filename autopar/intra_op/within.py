@@ -18,15 +18,7 @@ import numpy as np
 from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution, num_pairs
 from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit, time_limit
-
-SMALL_WITH_ROWS = 10_000
-"""Pairs of choices that meet on an edge: up to so many a problem is solved with its memory rows as they are."""
-_MAX_PRICES = 10
-_PRICE_STEP = 4.0
-_MAX_MIXES = 5
-_MAX_TRIES = 2
-_DEAR = 100.0
-"""Times all seconds: what the bytes over budget cost where any sharding that fits is welcome."""
+from autopar.tuning import TUNING
 
 
 def solve_within(
@@ -65,12 +57,12 @@ def solve_within(
     unlikely = any(row.least(problem.costs) > row.budget_bytes for row in problem.rows)
     if is_hopeless() or (unlikely and not _fits_somehow(problem, base, broken_rows, solver, limit)):
         return dataclasses.replace(base, choices=(), status="infeasible")
-    if num_pairs(problem) <= SMALL_WITH_ROWS:
+    if num_pairs(problem) <= TUNING.rows_core:
         exact = _cut(problem, broken_rows, solver, limit, max_rounds, gap)
         if exact.status != "infeasible":
             return exact
     # A row says what is alive at its moment in one program; of another it may say too much.
-    return _solve_priced(problem, base, broken_rows, solver, limit, gap)
+    return _solve_priced(problem, base, broken_rows, solver, limit, max(gap, TUNING.large_gap), known)
 
 
 def _fits_somehow(
@@ -81,9 +73,9 @@ def _fits_somehow(
     limit: TimeLimit,
 ) -> bool:
     """Whether anything is found that fits where the rows say that nothing does: bytes cost more than all seconds."""
-    for _ in range(_MAX_TRIES):
+    for _ in range(TUNING.price_tries):
         over = max(row.used(base.choices) - row.budget_bytes for row in problem.rows)
-        price = _DEAR * base.objective / max(over, 1.0)
+        price = TUNING.dear_bytes * base.objective / max(over, 1.0)
         broken = broken_rows(solve(problem.priced(problem.rows, price), solver, limit, 1e-2).choices)
         if not broken:
             return True
@@ -116,21 +108,25 @@ def _solve_priced(
     solver: str,
     limit: TimeLimit,
     gap: float,
+    known: float,
 ) -> Solution:
     """Keep memory by a price on bytes instead of by rows: every problem is then one without rows, which solves fast.
 
     The price is raised until everything fits, or lowered until it does not. What a priced problem proves, less what the
-    budget is worth at that price, bounds the least assignment from below. One price for all gives layers that are alike
-    the same choices, where the budget may have room for some of them: so at the end rows choose among what was found.
+    budget is worth at that price, bounds the least assignment from below: where that is no better than `known`, the search
+    ends. One price for all gives layers that are alike the same choices, where the budget may have room for some of them:
+    so at the end rows choose among what was found.
     """
     best: Solution | None = None
     rows, answers, lower = list(problem.rows), [base], base.bound
     over = max(row.used(base.choices) - row.budget_bytes for row in rows)
     price, low, high = 0.01 * base.objective / max(over, 1.0), 0.0, 0.0
-    for _ in range(_MAX_PRICES):
+    for _ in range(TUNING.prices):
         answer = solve(problem.priced(rows, price), solver, limit, gap)
         answers.append(answer)
         lower = max(lower, answer.bound - price * sum(row.budget_bytes - row.constant_bytes for row in rows))
+        if lower >= known * (1 - PROVED):
+            return dataclasses.replace(base, bound=lower, status="beaten")
         broken = broken_rows(answer.choices)
         if broken:
             rows += [row for row in broken if all(known.used(answer.choices) <= known.budget_bytes for known in rows)]
@@ -143,7 +139,7 @@ def _solve_priced(
         # Where saving the bytes is worth many steps already, and nothing more is saved, no price will help.
         if (high and low) or (price * over > 10 * base.objective and answer.choices == answers[-2].choices):
             break
-        price = high / _PRICE_STEP if high else _PRICE_STEP * price
+        price = high / TUNING.price_step if high else TUNING.price_step * price
     mixed = _mix(problem, rows, answers, broken_rows, solver, limit, gap)
     if mixed is not None and (best is None or mixed.objective < best.objective):
         best = mixed
@@ -169,14 +165,14 @@ def _mix(
         mask[[answer.choices[node] for answer in answers]] = True
         costs.append(np.where(mask, cost, np.inf))
     share = 1.0
-    for attempt in range(2 * _MAX_MIXES):
+    for attempt in range(2 * TUNING.price_mixes):
         aimed = [dataclasses.replace(row, budget_bytes=share * row.budget_bytes) for row in rows]
         answer = solve(Problem(costs, problem.edges, aimed), solver, limit, gap)
         broken = broken_rows(answer.choices) if answer.choices else []
         if not broken:
             mixed = f"{answer.solver}, what prices on memory found"
             return dataclasses.replace(answer, status="feasible", solver=mixed) if answer.choices else None
-        if attempt + 1 >= _MAX_MIXES:
+        if attempt + 1 >= TUNING.price_mixes:
             # The fullest moment is another one each time: aiming lower ends it.
             share *= min(row.budget_bytes / row.used(answer.choices) for row in broken)
         rows = [*rows, *broken]

@@ -24,7 +24,8 @@ from autopar._jax import (
     open_jaxpr,
     trace,
 )
-from autopar.ir.trace.flatten import Block, Walk, append_flat, append_function, flatten
+from autopar.ir.trace.flatten import flatten
+from autopar.ir.trace.inline_calls import Block, Walk, append_flat, append_function
 
 
 def flat_function(function: Function, *avals: Aval | jax.ShapeDtypeStruct) -> Jaxpr:
@@ -63,7 +64,7 @@ def inline(
 
 def substitute(jaxpr: Jaxpr, operands: Sequence[Atom]) -> tuple[list[JaxprEqn], list[Atom]]:
     """The same, where each equation keeps its own source."""
-    walk = Walk(Block(), NameStack())
+    walk = Walk(Block(), NameStack(), flatten)
     return walk.block.eqns, append_flat(walk, jaxpr, (), operands)
 
 
@@ -76,4 +77,4 @@ def renamed(jaxpr: Jaxpr) -> Jaxpr:
 
 def _walk_at(source: SourceInfo | None) -> Walk:
     traceback, scope = (source.traceback, source.name_stack) if source is not None else (None, NameStack())
-    return Walk(Block(), scope, lambda _: traceback)
+    return Walk(Block(), scope, flatten, lambda _: traceback)

@@ -7,7 +7,7 @@ Method: one walk backwards.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
 from autopar.ir.source import is_backward
@@ -41,6 +41,32 @@ def needed(
             kept.append(eqn)
             alive.update(a for a in inputs_of(eqn) if a not in given)
     return kept[::-1]
+
+
+def with_makers(
+    eqns: Iterable[JaxprEqn],
+    wanted: Iterable[Var],
+    maker_of: Mapping[Var, JaxprEqn],
+    order: Mapping[JaxprEqn, int],
+    done: Collection[JaxprEqn] = (),
+) -> list[JaxprEqn]:
+    """Equations and the makers of what they and wanted values read, in order.
+
+    Args:
+        eqns: Equations.
+        wanted: Values.
+        maker_of: Of values that are made wherever they are read, the equations.
+        order: Position of each equation.
+        done: Makers that have run.
+    """
+    found = dict.fromkeys(eqns)
+    waiting = [*(a for eqn in found for a in inputs_of(eqn)), *wanted]
+    while waiting:
+        maker = maker_of.get(waiting.pop())
+        if maker is not None and maker not in found and maker not in done:
+            found[maker] = None
+            waiting += inputs_of(maker)
+    return sorted(found, key=lambda eqn: order[eqn])
 
 
 def feeds_backward(jaxpr: Jaxpr) -> list[bool]:

@@ -1,11 +1,12 @@
 """The machine: devices, links, clusters, logical meshes, and how a tensor lies on one."""
 
 from autopar.mesh.array_type import ArrayType, Box, boxes
-from autopar.mesh.catalog import MODELS, Model, find_device
+from autopar.mesh.catalog import MODELS, Model
 from autopar.mesh.cluster import Cluster, more_devices_text
 from autopar.mesh.device import Achieved, Device
+from autopar.mesh.find_device import find_device
 from autopar.mesh.link import Link
-from autopar.mesh.logical_mesh import LogicalMesh, logical_mesh, logical_meshes, mixed_meshes
+from autopar.mesh.logical_mesh import LogicalMesh, finer_meshes, linked_mesh, logical_mesh, logical_meshes
 from autopar.mesh.machine_profile import MachineProfile, Measured
 from autopar.mesh.sharding import Sharding
 
@@ -24,8 +25,9 @@ __all__ = [
     "Sharding",
     "boxes",
     "find_device",
+    "finer_meshes",
+    "linked_mesh",
     "logical_mesh",
     "logical_meshes",
-    "mixed_meshes",
     "more_devices_text",
 ]

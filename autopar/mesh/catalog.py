@@ -1,7 +1,7 @@
 """The accelerators that people use: rates, memory, what kernels reach of them, and how they are usually connected.
 
-In:     a name, such as `"h100"`.
-Out:    `Model`: the device, the devices of a usual host, the link within it and that between hosts.
+In:     (data only; `find_device.py` finds a device by its name.)
+Out:    `MODELS`: of each device a `Model`: its rates, the devices of a usual host, the link within it and that between hosts.
 Method: peak rates are dense, without sparsity, as the vendors' datasheets state them; beside them stands what is reached.
         Products: what the best of many shapes reaches for seconds (Bekman, "Machine Learning Engineering", table of
         maximum achievable matmul FLOPS), times `SUSTAINED`, the part of it that a device holds all through a step.
@@ -13,14 +13,13 @@ Method: peak rates are dense, without sparsity, as the vendors' datasheets state
 
 from __future__ import annotations
 
-import difflib
-import re
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar.errors import ClusterError
 from autopar.mesh.device import Achieved, Device
 from autopar.mesh.link import Link
+from autopar.mesh.torus import torus_parts
 
 SUSTAINED = 0.9
 """Part of the best product's rate that training holds: fitted to published steps on A100, H100 and V100, one number for all."""
@@ -50,6 +49,7 @@ class Model:
         intra_peak: Bytes per second of the former as the datasheet has it, one device in one direction.
         inter_peak: The same of the latter.
         source: Where the figures are from.
+        torus: Axes of the torus that its links form, and a multiple of which length closes such an axis; None: no torus.
     """
 
     device: Device
@@ -59,6 +59,14 @@ class Model:
     intra_peak: float
     inter_peak: float
     source: str
+    torus: tuple[int, int] | None = None
+
+    def links_of(self, num_devices: int) -> tuple[Link, Link]:
+        """Links inside a host and between hosts, of a machine with so many devices."""
+        if self.torus is None:
+            return self.intra, self.inter
+        parts = torus_parts(num_devices, *self.torus)
+        return dataclasses.replace(self.intra, torus=parts), dataclasses.replace(self.inter, torus=parts)
 
 
 def _gpu(
@@ -98,6 +106,7 @@ def _tpu(
     per_host: int,
     torus_gb_per_second: float,
     source: str,
+    torus: tuple[int, int],
 ) -> Model:
     """A chip of a torus: the links between hosts are those inside one, and a ring along an axis has a link each way."""
     rates = {k: v * 1e12 for k, v in tflops.items()}
@@ -105,7 +114,7 @@ def _tpu(
     achieved = Achieved(product=0.85, memory=_MEMORY, fused=0.5, overlap=0.95)
     device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved)
     rate = torus_gb_per_second * 1e9
-    return Model(device, per_host, Link(1e-6, rate * 0.9), Link(1e-6, rate * 0.9), rate, rate, source)
+    return Model(device, per_host, Link(1e-6, rate * 0.9), Link(1e-6, rate * 0.9), rate, rate, source, torus)
 
 
 def _reached(best: float, cores: int, fused: float = 0.45, balance: float = 137.0) -> Achieved:
@@ -122,46 +131,23 @@ def _reached(best: float, cores: int, fused: float = 0.45, balance: float = 137.
     )
 
 
+def _rates(
+    eight: float, sixteen: float, tfloat32: float, single: float, double: float | None = None
+) -> dict[str, float]:
+    """Peak TFLOP/s of products by the bits of what is multiplied."""
+    rates = {"float8": eight, "int8": eight, "bfloat16": sixteen, "float16": sixteen}
+    rates |= {"tfloat32": tfloat32, "float32": single}
+    return rates if double is None else {**rates, "float64": double}
+
+
 _OLD_TILES = 80.0
 """Balance of tiles before Hopper: a core multiplies 0.6 times as fast and loads as fast."""
 _VOLTA = {"float16": 125, "float32": 15.7, "float64": 7.8}
 _AMPERE = {"bfloat16": 312, "float16": 312, "tfloat32": 156, "float32": 19.5, "float64": 19.5, "int8": 624}
-_HOPPER = {
-    "float8": 1979,
-    "int8": 1979,
-    "bfloat16": 989.5,
-    "float16": 989.5,
-    "tfloat32": 494.5,
-    "float32": 67,
-    "float64": 67,
-}
-_HOPPER_PCIE = {
-    "float8": 1513,
-    "int8": 1513,
-    "bfloat16": 756.5,
-    "float16": 756.5,
-    "tfloat32": 378,
-    "float32": 51,
-    "float64": 51,
-}
-_BLACKWELL = {
-    "float8": 4500,
-    "int8": 4500,
-    "bfloat16": 2250,
-    "float16": 2250,
-    "tfloat32": 1125,
-    "float32": 75,
-    "float64": 37,
-}
-_GRACE_BLACKWELL = {
-    "float8": 5000,
-    "int8": 5000,
-    "bfloat16": 2500,
-    "float16": 2500,
-    "tfloat32": 1250,
-    "float32": 80,
-    "float64": 40,
-}
+_HOPPER = _rates(1979, 989.5, 494.5, 67, 67)
+_HOPPER_PCIE = _rates(1513, 756.5, 378, 51, 51)
+_BLACKWELL = _rates(4500, 2250, 1125, 75, 37)
+_GRACE_BLACKWELL = _rates(5000, 2500, 1250, 80, 40)
 _V100 = _reached(0.755, 80, 0.35, _OLD_TILES)
 _A100 = _reached(0.869, 108, 0.5, _OLD_TILES)
 _H100 = _reached(0.803, 132)
@@ -169,313 +155,53 @@ _B200 = _reached(0.776, 148)
 _CUBE = ((2, 1 / 6), (4, 2 / 3))
 """A hybrid cube of V100s, as DGX-1 and p3.16xlarge have it: of the six links of each, one joins the first two of a host, and
 rings through a group of four find four."""
+_CUBES, _SQUARES = (3, 4), (2, 16)
+"""Tori of TPUs: slices of whole cubes of 4 x 4 x 4 chips close on all axes, those on 2 axes on sides of 16."""
 _PCIE4, _PCIE5 = 32.0, 64.0
 _PCIE_HOPS = 5.7e-6, 9.6e-6
 
+# fmt: off
 MODELS: dict[str, Model] = {
-    "v100-16": _gpu(
-        "V100-16GB",
-        _VOLTA,
-        16,
-        900,
-        150,
-        3.125,
-        _V100,
-        "NVIDIA V100 datasheet (SXM2); DGX-1: 4 x 100 Gb/s / 8, halved",
-        groups=_CUBE,
-        watts=300,
-    ),
-    "v100-32": _gpu(
-        "V100-32GB",
-        _VOLTA,
-        32,
-        900,
-        150,
-        6.25,
-        _V100,
-        "NVIDIA V100 datasheet (SXM2); DGX-1: 4 x 100 Gb/s / 8",
-        groups=_CUBE,
-        watts=300,
-    ),
-    "a100-40": _gpu(
-        "A100-40GB",
-        _AMPERE,
-        40,
-        1555,
-        300,
-        25,
-        _A100,
-        "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s",
-        watts=400,
-    ),
-    "a100-80": _gpu(
-        "A100-80GB",
-        _AMPERE,
-        80,
-        2039,
-        300,
-        25,
-        _A100,
-        "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s",
-        watts=400,
-    ),
-    "h100": _gpu(
-        "H100",
-        _HOPPER,
-        80,
-        3350,
-        450,
-        50,
-        _H100,
+    # name, peak rates, GB of memory, its GB/s, GB/s within a host, GB/s between hosts, what is reached; source
+    "v100-16": _gpu("V100-16GB", _VOLTA, 16, 900, 150, 3.125, _V100,
+        "NVIDIA V100 datasheet (SXM2); DGX-1: 4 x 100 Gb/s / 8, halved", groups=_CUBE, watts=300),
+    "v100-32": _gpu("V100-32GB", _VOLTA, 32, 900, 150, 6.25, _V100,
+        "NVIDIA V100 datasheet (SXM2); DGX-1: 4 x 100 Gb/s / 8", groups=_CUBE, watts=300),
+    "a100-40": _gpu("A100-40GB", _AMPERE, 40, 1555, 300, 25, _A100,
+        "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s", watts=400),
+    "a100-80": _gpu("A100-80GB", _AMPERE, 80, 2039, 300, 25, _A100,
+        "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s", watts=400),
+    "h100": _gpu("H100", _HOPPER, 80, 3350, 450, 50, _H100,
         "NVIDIA H100 datasheet (SXM5); DGX H100: 8 x 400 Gb/s; NVLink SHARP: 480 GB/s of bus bandwidth (nccl-tests)",
-        switch_gb_per_second=274,
-        watts=700,
-    ),
-    "h100-500w": _gpu(
-        "H100-500W",
-        _HOPPER,
-        96,
-        2400,
-        450,
-        50,
-        _reached(0.62, 132, 0.35),
-        "H100 with HBM2e and a limit of 500 W, as torchtitan's reports describe theirs",
-        watts=500,
-    ),
-    "h100-pcie": _gpu(
-        "H100-PCIe",
-        _HOPPER_PCIE,
-        80,
-        2000,
-        _PCIE5,
-        25,
-        _reached(0.7, 114),
-        "NVIDIA H100 datasheet (PCIe, 350 W); PCIe 5.0 x16",
-        hops=_PCIE_HOPS,
-        watts=350,
-    ),
-    "h200": _gpu(
-        "H200",
-        _HOPPER,
-        141,
-        4800,
-        450,
-        50,
-        _H100,
-        "NVIDIA H200 datasheet (SXM); DGX H200: 8 x 400 Gb/s",
-        switch_gb_per_second=274,
-        watts=700,
-    ),
-    "b200": _gpu(
-        "B200",
-        _BLACKWELL,
-        180,
-        8000,
-        900,
-        50,
-        _B200,
-        "NVIDIA DGX B200 datasheet, one of eight",
-        switch_gb_per_second=480,
-        watts=1000,
-    ),
-    "b300": _gpu(
-        "B300",
-        _BLACKWELL,
-        288,
-        8000,
-        900,
-        100,
-        _reached(0.786, 148),
-        "NVIDIA DGX B300 datasheet, one of eight; 8 x 800 Gb/s",
-        switch_gb_per_second=480,
-        watts=1400,
-    ),
-    "gb200": _gpu(
-        "GB200",
-        _GRACE_BLACKWELL,
-        186,
-        8000,
-        900,
-        50,
-        _reached(0.729, 148),
-        "NVIDIA GB200 NVL72 datasheet, one of 72; 400 Gb/s each",
-        per_host=72,
-        switch_gb_per_second=480,
-        watts=1200,
-    ),
-    "gb300": _gpu(
-        "GB300",
-        _GRACE_BLACKWELL,
-        288,
-        8000,
-        900,
-        100,
-        _reached(0.74, 148),
-        "NVIDIA GB300 NVL72 datasheet, one of 72; 800 Gb/s each",
-        per_host=72,
-        switch_gb_per_second=480,
-        watts=1400,
-    ),
-    "l4": _gpu(
-        "L4",
-        {"float8": 242, "int8": 242, "bfloat16": 121, "float16": 121, "tfloat32": 60, "float32": 30.3},
-        24,
-        300,
-        _PCIE4,
-        12.5,
-        _reached(0.7, 58, 0.4, _OLD_TILES),
-        "NVIDIA L4 datasheet; PCIe 4.0 x16",
-        hops=_PCIE_HOPS,
-        watts=72,
-    ),
-    "l40s": _gpu(
-        "L40S",
-        {"float8": 733, "int8": 733, "bfloat16": 362, "float16": 362, "tfloat32": 183, "float32": 91.6},
-        48,
-        864,
-        _PCIE4,
-        25,
-        _reached(0.7, 142, 0.4, _OLD_TILES),
-        "NVIDIA L40S datasheet; PCIe 4.0 x16",
-        hops=_PCIE_HOPS,
-        watts=350,
-    ),
-    "mi300x": _gpu(
-        "MI300X",
-        {
-            "float8": 2615,
-            "int8": 2615,
-            "bfloat16": 1307,
-            "float16": 1307,
-            "tfloat32": 654,
-            "float32": 163.4,
-            "float64": 81.7,
-        },
-        192,
-        5300,
-        448,
-        50,
-        _reached(0.514, 304, 0.3),
-        "AMD Instinct MI300X datasheet; 7 Infinity Fabric links of 128 GB/s",
-        watts=750,
-    ),
-    "tpu-v4": _tpu(
-        "TPU v4",
-        {"bfloat16": 275, "int8": 275},
-        32,
-        1200,
-        4,
-        100,
-        "Google Cloud TPU v4 documentation; 6 links of 50 GB/s on 3 axes, two each",
-    ),
-    "tpu-v5e": _tpu(
-        "TPU v5e",
-        {"bfloat16": 197, "int8": 394},
-        16,
-        819,
-        8,
-        100,
-        "Google Cloud TPU v5e documentation; 1600 Gb/s on 2 axes",
-    ),
-    "tpu-v5p": _tpu(
-        "TPU v5p",
-        {"bfloat16": 459, "int8": 918},
-        95,
-        2765,
-        4,
-        200,
-        "Google Cloud TPU v5p documentation; 4800 Gb/s on 3 axes",
-    ),
-    "tpu-v6e": _tpu(
-        "TPU v6e",
-        {"bfloat16": 918, "int8": 1836},
-        32,
-        1640,
-        8,
-        224,
-        "Google Cloud TPU v6e documentation; 3584 Gb/s on 2 axes",
-    ),
+        switch_gb_per_second=274, watts=700),
+    "h100-500w": _gpu("H100-500W", _HOPPER, 96, 2400, 450, 50, _reached(0.62, 132, 0.35),
+        "H100 with HBM2e and a limit of 500 W, as torchtitan's reports describe theirs", watts=500),
+    "h100-pcie": _gpu("H100-PCIe", _HOPPER_PCIE, 80, 2000, _PCIE5, 25, _reached(0.7, 114),
+        "NVIDIA H100 datasheet (PCIe, 350 W); PCIe 5.0 x16", hops=_PCIE_HOPS, watts=350),
+    "h200": _gpu("H200", _HOPPER, 141, 4800, 450, 50, _H100,
+        "NVIDIA H200 datasheet (SXM); DGX H200: 8 x 400 Gb/s", switch_gb_per_second=274, watts=700),
+    "b200": _gpu("B200", _BLACKWELL, 180, 8000, 900, 50, _B200,
+        "NVIDIA DGX B200 datasheet, one of eight", switch_gb_per_second=480, watts=1000),
+    "b300": _gpu("B300", _BLACKWELL, 288, 8000, 900, 100, _reached(0.786, 148),
+        "NVIDIA DGX B300 datasheet, one of eight; 8 x 800 Gb/s", switch_gb_per_second=480, watts=1400),
+    "gb200": _gpu("GB200", _GRACE_BLACKWELL, 186, 8000, 900, 50, _reached(0.729, 148),
+        "NVIDIA GB200 NVL72 datasheet, one of 72; 400 Gb/s each", per_host=72, switch_gb_per_second=480, watts=1200),
+    "gb300": _gpu("GB300", _GRACE_BLACKWELL, 288, 8000, 900, 100, _reached(0.74, 148),
+        "NVIDIA GB300 NVL72 datasheet, one of 72; 800 Gb/s each", per_host=72, switch_gb_per_second=480, watts=1400),
+    "l4": _gpu("L4", _rates(242, 121, 60, 30.3), 24, 300, _PCIE4, 12.5, _reached(0.7, 58, 0.4, _OLD_TILES),
+        "NVIDIA L4 datasheet; PCIe 4.0 x16", hops=_PCIE_HOPS, watts=72),
+    "l40s": _gpu("L40S", _rates(733, 362, 183, 91.6), 48, 864, _PCIE4, 25, _reached(0.7, 142, 0.4, _OLD_TILES),
+        "NVIDIA L40S datasheet; PCIe 4.0 x16", hops=_PCIE_HOPS, watts=350),
+    "mi300x": _gpu("MI300X", _rates(2615, 1307, 654, 163.4, 81.7), 192, 5300, 448, 50, _reached(0.514, 304, 0.3),
+        "AMD Instinct MI300X datasheet; 7 Infinity Fabric links of 128 GB/s", watts=750),
+    # name, peak rates, GB of memory, its GB/s, chips in a host, GB/s along an axis of the torus; source
+    "tpu-v4": _tpu("TPU v4", {"bfloat16": 275, "int8": 275}, 32, 1200, 4, 100,
+        "Google Cloud TPU v4 documentation; 6 links of 50 GB/s on 3 axes, two each", _CUBES),
+    "tpu-v5e": _tpu("TPU v5e", {"bfloat16": 197, "int8": 394}, 16, 819, 8, 100,
+        "Google Cloud TPU v5e documentation; 1600 Gb/s on 2 axes", _SQUARES),
+    "tpu-v5p": _tpu("TPU v5p", {"bfloat16": 459, "int8": 918}, 95, 2765, 4, 200,
+        "Google Cloud TPU v5p documentation; 4800 Gb/s on 3 axes", _CUBES),
+    "tpu-v6e": _tpu("TPU v6e", {"bfloat16": 918, "int8": 1836}, 32, 1640, 8, 224,
+        "Google Cloud TPU v6e documentation; 3584 Gb/s on 2 axes", _SQUARES),
 }
-_ALIASES = {
-    "v100": "v100-16",
-    "a100": "a100-80",
-    "v4": "tpu-v4",
-    "v5e": "tpu-v5e",
-    "v5p": "tpu-v5p",
-    "v6e": "tpu-v6e",
-    "h100pcie80": "h100-pcie",
-    "v5lite": "tpu-v5e",
-    "v6lite": "tpu-v6e",
-}
-
-
-_CORES_PER_CHIP = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2}
-"""Of TPUs that are sold by cores; the others are by chips."""
-
-
-def slice_chips(text: str) -> tuple[int, Model] | None:
-    """The chips of a slice of TPUs under the name that it is sold by, such as `v5p-64` or `v5litepod-16`; None: it is none.
-
-    Raises:
-        ClusterError: There is no such slice, or no such TPU in the catalog.
-    """
-    found = re.fullmatch(r"\s*(?:tpu[\s_-]*)?(v\d+[a-z]*?)(?:lite)?(?:pod)?[\s_-]+(\d+)\s*", text, re.IGNORECASE)
-    if found is None or (found[1].lower() == "v100"):
-        return None
-    kind, number = found[1].lower(), int(found[2])
-    kind = {"v5": "v5e", "v5l": "v5e"}.get(kind, kind)
-    model = find_device(kind)
-    chips, rest = divmod(number, _CORES_PER_CHIP.get(kind, 1))
-    if rest or chips < 1 or (chips > model.devices_per_host and chips % model.devices_per_host):
-        what = f"{number / _CORES_PER_CHIP.get(kind, 1):g} chips"
-        raise ClusterError(
-            "no such slice.",
-            given=repr(text.strip()),
-            wrong=f"that would be {what}, and hosts have {model.devices_per_host} each.",
-            do=f'write a slice that there is, or hosts and chips: "2x{model.devices_per_host} {kind}".',
-        )
-    return chips, model
-
-
-def find_device(name: str) -> Model:
-    """The model of this name; case, spaces, vendor, form factor and "GB" do not matter.
-
-    Raises:
-        ClusterError: There is none; lists those there are.
-    """
-    plain = re.sub(r"[\s_\-]+", "", name.lower())
-    plain = re.sub(r"^(nvidia|amd|google|instinct|tesla|cloud)+", "", plain)
-    plain = re.sub(r"(sxm\d?|hbm3e?|hbm2e?|(?<=\d)gb?)", "", plain)
-    known = {re.sub(r"-", "", key): model for key, model in MODELS.items()}
-    known.update({alias: MODELS[key] for alias, key in _ALIASES.items()})
-    without = re.sub(r"(80|141|180|192|288|24|48)$", "", plain)
-    for text in (plain, without, plain.replace("tpu", ""), re.sub(r"(80|40)?(pcie)(80|40)?$", r"\1\3", plain)):
-        if text in known:
-            return known[text]
-    near = difflib.get_close_matches(plain, list(known), n=3)
-    raise ClusterError(
-        "no such device.",
-        given=repr(name),
-        wrong=f"the catalog has {', '.join(MODELS)}." + (f" Did you mean {near[0]}?" if near else ""),
-        do="use one of these, or describe yours: Cluster(hosts=, devices_per_host=, device=Device(...), intra=Link(...), "
-        "inter=Link(...)).",
-    )
-
-
-_CAPABILITIES: Mapping[str, tuple[int, int]] = {
-    "v100": (7, 0),
-    "a100": (8, 0),
-    "l4": (8, 9),
-    "l40s": (8, 9),
-    "h100": (9, 0),
-    "h200": (9, 0),
-    "b200": (10, 0),
-    "gb200": (10, 0),
-    "b300": (10, 3),
-    "gb300": (10, 3),
-}
-
-
-def compute_capability(device: Device) -> tuple[int, int] | None:
-    """The compute capability of an NVIDIA GPU of the catalog; None of other devices."""
-    return _CAPABILITIES.get(re.split(r"[- ]", device.name.lower())[0])
+# fmt: on

@@ -17,8 +17,8 @@ import jax
 
 from autopar.errors import ClusterError
 from autopar.markup import facts
-from autopar.mesh.catalog import find_device, slice_chips
 from autopar.mesh.device import Device
+from autopar.mesh.find_device import find_device, slice_chips
 from autopar.mesh.link import Link
 from autopar.mesh.machine_profile import MachineProfile, read_profile
 from autopar.mesh.ray_nodes import RayMachine, find_hosts
@@ -170,7 +170,9 @@ class Cluster:
             profile = read_profile(profile, platform, kind, "Cluster.local()")
             own = profile.for_devices(count)
             device, intra, inter = device or own[0], intra or own[1], inter or own[2]
-        known = _known_model(devices[0]) if not (device and intra and inter) else (CPU, CPU_LINK, CPU_LINK)
+        known = (
+            _known_model(devices[0], len(devices)) if not (device and intra and inter) else (CPU, CPU_LINK, CPU_LINK)
+        )
         return cls(
             len(per_host),
             count,
@@ -258,7 +260,7 @@ class Cluster:
             device, intra, inter = device or own[0], intra or own[1], inter or own[2]
         known = CPU, CPU_LINK, CPU_LINK
         if accelerator is not None and not (device and intra and inter):
-            known = _catalog_model(accelerator, f"a GPU that Ray calls {accelerator!r}", "ray")
+            known = _catalog_model(accelerator, f"a GPU that Ray calls {accelerator!r}", "ray", len(found) * count)
         parts = device or known[0], intra or known[1], inter or known[2]
         return cls(len(found), count, *parts, machine=machine, profile=profile)
 
@@ -306,7 +308,7 @@ def _parse_group(part: str, text: str) -> Cluster:
     if chips is not None:
         count, model = chips
         hosts = max(1, count // model.devices_per_host)
-        return Cluster(hosts, count // hosts, model.device, model.intra, model.inter)
+        return Cluster(hosts, count // hosts, model.device, *model.links_of(count))
     found = re.fullmatch(r"\s*(?:(\d+)\s*[x*]\s*)?(\d+)\s*[x*]?\s*([a-wyz].*?|x[a-z].*?)\s*", part, re.IGNORECASE)
     if not found:
         raise ClusterError(
@@ -317,7 +319,7 @@ def _parse_group(part: str, text: str) -> Cluster:
         )
     hosts, count, name = int(found[1] or 1), int(found[2]), found[3]
     model = find_device(name)
-    return Cluster(hosts, count, model.device, model.intra, model.inter)
+    return Cluster(hosts, count, model.device, *model.links_of(hosts * count))
 
 
 def _calibrated(group: Cluster, profile: MachineProfile | str | Path, given: str) -> Cluster:
@@ -349,14 +351,15 @@ def _meant(part: str) -> str:
     return f'did you mean "{found[2] or 8} {found[1]}"? Or '
 
 
-def _known_model(device: Any) -> tuple[Device, Link, Link]:
+def _known_model(device: Any, num_devices: int) -> tuple[Device, Link, Link]:
     """Rates to plan with for a real device."""
     if getattr(device, "platform", "cpu") == "cpu":
         return CPU, CPU_LINK, CPU_LINK
-    return _catalog_model(device.device_kind, f"a {device.device_kind!r} of platform {device.platform}", "local")
+    given = f"a {device.device_kind!r} of platform {device.platform}"
+    return _catalog_model(device.device_kind, given, "local", num_devices)
 
 
-def _catalog_model(name: str, given: str, maker: str) -> tuple[Device, Link, Link]:
+def _catalog_model(name: str, given: str, maker: str, num_devices: int) -> tuple[Device, Link, Link]:
     try:
         model = find_device(name)
     except ClusterError as error:
@@ -367,4 +370,4 @@ def _catalog_model(name: str, given: str, maker: str) -> tuple[Device, Link, Lin
             do=f"pass Cluster.{maker}(device=Device(name, peak_flops, memory_bytes, memory_bytes_per_second), "
             "intra=Link(...), inter=Link(...)).",
         ) from error
-    return model.device, model.intra, model.inter
+    return model.device, *model.links_of(num_devices)

@@ -120,11 +120,15 @@ def logical_mesh(cluster: Cluster, shape: tuple[int, ...]) -> LogicalMesh:
             wanted=math.prod(shape),
             available=cluster.num_devices,
         )
-    links, inside = [], 1
-    for size in reversed(shape):
-        inside *= size
-        links.append(cluster.link_at(cluster.level_over(inside)).within(size))
-    return LogicalMesh(tuple(shape), links=tuple(reversed(links)))
+    return linked_mesh(cluster, shape)
+
+
+def linked_mesh(cluster: Cluster, shape: tuple[int, ...], axis_names: tuple[str, ...] | None = None) -> LogicalMesh:
+    """The mesh of one shape over neighbouring devices: an axis takes the link of the level that it reaches over."""
+    reaches = [math.prod(shape[axis:]) for axis in range(len(shape))]
+    links = (cluster.link_at(cluster.level_over(reach)) for reach in reaches)
+    within = (link.within(size) for link, size in zip(links, shape, strict=True))
+    return LogicalMesh(tuple(shape), axis_names or tuple(_NAMES[: len(shape)]), tuple(within))
 
 
 def logical_meshes(cluster: Cluster, num_devices: int | None = None, max_axes: int = 3) -> list[LogicalMesh]:
@@ -184,25 +188,22 @@ def _outer_axes(cluster: Cluster, hosts: int) -> Iterator[tuple[tuple[int, Link]
         yield ((hosts, slow),)
 
 
-def mixed_meshes(cluster: Cluster, num_devices: int) -> list[LogicalMesh]:
-    """Meshes of two axes over whole hosts whose first axis goes over hosts and over a part of each: data and tensor parallelism
-    of any degree. What goes along the first counts as if it all went between hosts.
+def finer_meshes(cluster: Cluster, num_devices: int, wide: bool = True) -> list[LogicalMesh]:
+    """Meshes that take longer to plan for, or that win little, so that they are tried last.
+
+    On several hosts those of two axes whose first goes over hosts and over a part of each: data and tensor parallelism of
+    any degree. What goes along it counts as if it all went over its slowest link.
 
     Args:
         cluster: The machine.
-        num_devices: How many of its devices; two hosts' or more.
+        num_devices: How many of its devices.
+        wide: With those of three axes behind them.
     """
     inside = cluster.devices_per_host
-    if num_devices <= inside or num_devices % inside:
-        return []
-    return [
-        LogicalMesh(
-            (num_devices // size, size),
-            links=(cluster.inter.within(num_devices // size), cluster.intra.within(size)),
-        )
-        for size in range(inside // 2, 1, -1)
-        if inside % size == 0
-    ]
+    several = num_devices > inside and num_devices % inside == 0
+    parts = [size for size in range(inside // 2, 1, -1) if inside % size == 0] if several else []
+    mixed = [linked_mesh(cluster, (num_devices // size, size)) for size in parts]
+    return [*mixed, *(mesh for mesh in logical_meshes(cluster, num_devices) if wide and len(mesh.shape) > 2)]
 
 
 def _factorizations(number: int, least: int = 2) -> Iterator[tuple[int, ...]]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import os
 import statistics
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.entry import DamageError, Entry, read_json
+from autopar.entry import DamageError, Entry, number_or_inf, read_versioned, unwritable, write_whole
 from autopar.errors import AutoparError, ProfileError
 from autopar.markup import facts
 from autopar.mesh.device import Achieved, Device
@@ -84,18 +83,10 @@ class MachineProfile:
         Raises:
             ProfileError: The file cannot be written.
         """
-        beside = Path(f"{path}.part")
         try:
-            beside.write_text(json.dumps(_record(self), indent=1) + "\n", encoding="utf-8")
-            os.replace(beside, path)
+            write_whole(path, json.dumps(_record(self), indent=1) + "\n")
         except OSError as error:
-            raise ProfileError(
-                "the profile cannot be saved.",
-                given=str(path),
-                wrong=f"{error.strerror or error}.",
-                do="name a file in a directory that exists and may be written to.",
-                path=str(path),
-            ) from error
+            raise unwritable(ProfileError, "profile", path, error) from error
 
     @staticmethod
     def load(path: str | Path) -> MachineProfile:
@@ -105,11 +96,7 @@ class MachineProfile:
             ProfileError: The file is missing, damaged, no profile, or of another version.
         """
         try:
-            return _profile(Entry(read_json(Path(path).read_text(encoding="utf-8")), ""))
-        except OSError as error:
-            raise _unreadable(path, f"{error.strerror or error}.") from error
-        except UnicodeDecodeError as error:
-            raise _unreadable(path, "it is not text.") from error
+            return _profile(read_versioned(path, FORMAT, VERSION))
         except DamageError as error:
             raise _unreadable(path, str(error)) from error
         except AutoparError as error:
@@ -207,10 +194,6 @@ def _unreadable(path: str | Path, wrong: str) -> ProfileError:
     )
 
 
-def _number(value: float) -> float | str:
-    return "inf" if math.isinf(value) else value
-
-
 def _record(profile: MachineProfile) -> dict[str, Any]:
     device = profile.device
     peak = dict(device.peak_flops) if isinstance(device.peak_flops, Mapping) else {"float32": device.peak_flops}
@@ -225,11 +208,12 @@ def _record(profile: MachineProfile) -> dict[str, Any]:
         "device": {
             "name": device.name,
             "peak_flops": peak,
-            "memory_bytes": _number(device.memory_bytes),
-            "memory_bytes_per_second": _number(device.memory_bytes_per_second),
+            "memory_bytes": number_or_inf(device.memory_bytes),
+            "memory_bytes_per_second": number_or_inf(device.memory_bytes_per_second),
             "watts": device.watts,
             "achieved": {
-                k: _number(v) if isinstance(v, float) else v for k, v in dataclasses.asdict(device.achieved).items()
+                k: number_or_inf(v) if isinstance(v, float) else v
+                for k, v in dataclasses.asdict(device.achieved).items()
             },
         },
         "intra": _link_record(profile.intra),
@@ -240,15 +224,12 @@ def _record(profile: MachineProfile) -> dict[str, Any]:
 
 
 def _link_record(link: Link | None) -> dict[str, Any] | None:
-    return None if link is None else {**dataclasses.asdict(link), "bytes_per_second": _number(link.bytes_per_second)}
+    return (
+        None if link is None else {**dataclasses.asdict(link), "bytes_per_second": number_or_inf(link.bytes_per_second)}
+    )
 
 
 def _profile(entry: Entry) -> MachineProfile:
-    if not isinstance(entry.value, dict) or entry.value.get("format") != FORMAT:
-        raise DamageError("it is no profile of a machine.")
-    version = entry["version"].count()
-    if version != VERSION:
-        raise DamageError(f"it is of version {version}; this autopar reads version {VERSION}.")
     machine = entry["machine"]
     device, peak = entry["device"], entry["device"]["peak_flops"]
     for part in (machine, peak):
@@ -297,9 +278,14 @@ def _link(entry: Entry) -> Link | None:
         entry["latency_seconds"].number(),
         entry["bytes_per_second"].number(or_infinite=True),
         entry["switch_bytes_per_second"].number(),
-        groups=entry["groups"].items(lambda group: group.pair(lambda size: size.count(1), Entry.number)),
+        groups=entry["groups"].items(_part),
+        torus=entry["torus"].items(_part) if "torus" in entry.value else (),  # files of before there were tori
         **{name: switch.value for name, switch in switches.items()},
     )
+
+
+def _part(entry: Entry) -> tuple[int, float]:
+    return entry.pair(lambda size: size.count(1), Entry.number)
 
 
 def _measured(entry: Entry) -> Measured:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from jax.sharding import PartitionSpec
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from autopar.mesh.logical_mesh import LogicalMesh
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Sharding:
     """Attributes:
     dims: For each tensor dim the mesh axes that split it, major to minor, in mesh order.
@@ -27,6 +27,25 @@ class Sharding:
 
     dims: tuple[tuple[str, ...], ...]
     partial: tuple[str, ...] = ()
+    _hash: int = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        # Planning asks for it a million times.
+        object.__setattr__(self, "_hash", hash((self.dims, self.partial)))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, Sharding):
+            return NotImplemented
+        return self._hash == other._hash and self.dims == other.dims and self.partial == other.partial
+
+    def __reduce__(self) -> tuple[type[Sharding], tuple[object, ...]]:
+        # Hashes of strings are another process's own.
+        return Sharding, (self.dims, self.partial)
 
     @classmethod
     def replicated(cls, ndim: int) -> Sharding:

@@ -19,7 +19,7 @@ from autopar.mesh import LogicalMesh, Sharding
 from autopar.plan.figures import Figures
 from autopar.plan.origin import Origin
 from autopar.plan.profile import Profile
-from autopar.plan.words import bytes_text, seconds_text
+from autopar.plan.words import ValueRole, bytes_text, seconds_text
 from autopar.streams.assemble import ONE_PROGRAM
 from autopar.streams.instructions import Instruction, Run
 from autopar.streams.timeline import Timeline
@@ -182,7 +182,9 @@ class Recomputed:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Consecutive layers on one submesh.
+    """Consecutive layers on one submesh, as a plan tells of them and its file keeps them.
+
+    Apart from `StagePlan`, which holds equations: a plan must be read without its program.
 
     Attributes:
         submesh: Its devices.
@@ -207,7 +209,7 @@ class Value:
 
     Attributes:
         name: Path of an argument or result, or the operation and line that make it.
-        role: `"state"`, `"batch"`, `"argument"`, `"constant"`, `"result"` or `"activation"`.
+        role: What it is to the user.
         shape: Global shape.
         dtype: Element type.
         sharding: How it lies on the mesh.
@@ -215,7 +217,7 @@ class Value:
     """
 
     name: str
-    role: str
+    role: ValueRole
     shape: tuple[int, ...]
     dtype: str
     sharding: Sharding
@@ -245,6 +247,8 @@ class Decision:
         microbatch_semantics: `"exact"`, or `"per_microbatch"` where the user allowed it.
         parts: Into how many parts scans over layers are taken, which stages are made of; 1: there are none.
         profile: What the step does with its time and memory.
+        padded: Lengths of the step's products that are made longer, so that devices can split them, each with what it
+            becomes: of what lies between products, and of no argument or result.
     """
 
     name: str
@@ -264,6 +268,7 @@ class Decision:
     parts: int = 1
     budget_bytes: float = math.inf
     profile: Profile = field(default=Profile(), repr=False, compare=False)
+    padded: tuple[tuple[int, int], ...] = ()
     origin: Origin | None = field(default=None, compare=False, repr=False, hash=False)
     """The planning problem in memory, for `explain`; absent in a plan read from a file until it is compiled."""
 
@@ -275,11 +280,7 @@ class Decision:
     @property
     def interval_seconds(self) -> float:
         """Predicted time from one call to the next where calls do not wait for each other: of the busiest mesh."""
-        busy: dict[int, float] = {}
-        for event in self.events.events:
-            if event.kind != "transfer":
-                busy[event.mesh] = busy.get(event.mesh, 0.0) + event.end - event.start
-        return max(busy.values(), default=self.cost.step_seconds)
+        return max(self.events.busy_seconds.values(), default=self.cost.step_seconds)
 
     @property
     def attached(self) -> Origin:

@@ -3,17 +3,14 @@
 In:     a plan and a path.
 Out:    a file with one entry per line; or the plan again, its shardings by path until it is compiled for its program.
 Method: everything is checked when it is read (`read.py`), so that damage is a `PlanFileError` that names the entry, never a
-        surprise later. What stands there: `record.py`. Written beside the target and renamed, so that a reader never sees
-        half a plan.
+        surprise later. What stands there: `record.py`.
 """
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
-from autopar.entry import DamageError, Entry, read_json
+from autopar.entry import DamageError, read_versioned, unwritable, write_whole
 from autopar.errors import PlanFileError
 from autopar.plan.decision import Decision
 from autopar.plan.read import read_plan
@@ -26,25 +23,10 @@ def save_decision(plan: Decision, path: str | Path) -> None:
     Raises:
         PlanFileError: The file cannot be written.
     """
-    path = Path(path)
     try:
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".part")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(dumps(record_of(plan)))
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        write_whole(path, dumps(record_of(plan)))
     except OSError as error:
-        raise PlanFileError(
-            "the plan cannot be saved.",
-            given=str(path),
-            wrong=f"{error.strerror or error}.",
-            do="name a file in a directory that exists and may be written to.",
-            path=str(path),
-        ) from error
+        raise unwritable(PlanFileError, "plan", path, error) from error
 
 
 def load_decision(path: str | Path) -> Decision:
@@ -54,30 +36,12 @@ def load_decision(path: str | Path) -> Decision:
         PlanFileError: The file is missing, damaged, or of another version.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise _error(
-            path, f"{error.strerror}." if isinstance(error, OSError) and error.strerror else "it is not text."
+        return read_plan(read_versioned(path, FORMAT, VERSION))
+    except DamageError as error:
+        raise PlanFileError(
+            "the file cannot be read as a plan.",
+            given=str(path),
+            wrong=str(error),
+            do="plan again, step.plan(...).save(path), with the autopar that is to read it.",
+            path=str(path),
         ) from error
-    try:
-        record = read_json(text)
-    except DamageError as error:
-        raise _error(path, str(error)) from error
-    if not isinstance(record, dict) or record.get("format") != FORMAT:
-        raise _error(path, f'it is JSON, but no plan: "format" is not "{FORMAT}".')
-    if record.get("version") != VERSION:
-        raise _error(path, f"it is of version {record.get('version')!r}; this autopar reads version {VERSION}.")
-    try:
-        return read_plan(Entry(record, ""))
-    except DamageError as error:
-        raise _error(path, str(error)) from error
-
-
-def _error(path: str | Path, wrong: str) -> PlanFileError:
-    return PlanFileError(
-        "the file cannot be read as a plan.",
-        given=str(path),
-        wrong=wrong,
-        do="plan again, step.plan(...).save(path), with the autopar that is to read it.",
-        path=str(path),
-    )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import jax
 
+from autopar.cost.steps import COLLECTIVE_KINDS
 from autopar.entry import LARGEST, Entry
 from autopar.errors import AutoparError
 from autopar.intra_op.sharded import Collective
@@ -20,12 +21,10 @@ from autopar.options import SEMANTICS
 from autopar.plan.decision import Cost, Decision, Recomputed, Stage, Submesh, Value
 from autopar.plan.figures import Figures
 from autopar.plan.profile import CROSSINGS, MEMORY_UNITS, Crossing, Memory, Profile, Work
-from autopar.plan.words import ARGUMENT_ROLES
+from autopar.plan.words import ARGUMENT_ROLES, VALUE_ROLES
 from autopar.streams.assemble import ONE_PROGRAM
 from autopar.streams.instructions import Free, Instruction, Recv, Run, Send
 from autopar.streams.timeline import KINDS, Event, Timeline
-
-_ROLES = (*ARGUMENT_ROLES, "result", "activation")
 
 
 def read_plan(entry: Entry) -> Decision:
@@ -54,6 +53,7 @@ def read_plan(entry: Entry) -> Decision:
         microbatch_semantics=entry["microbatch_semantics"].one_of(SEMANTICS),
         schedule=schedule,
         parts=entry["parts"].count(1),
+        padded=entry["padded"].items(_longer),
         shardings={v.name: v.sharding.partition_spec() for v in values if v.role in ARGUMENT_ROLES},
         cost=_cost(
             entry["cost"], entry["collectives"].items(lambda e: _collective(e, _mesh_of(e, stages))), len(stages)
@@ -155,6 +155,13 @@ def _memory(entry: Entry, bounds: _Bounds) -> Memory:
     )
 
 
+def _longer(entry: Entry) -> tuple[int, int]:
+    length, longer = entry.pair(Entry.count, Entry.count)
+    if not 1 < length < longer < 2 * length:
+        raise entry.wrong("a length and one that is longer, by less than as much again")
+    return length, longer
+
+
 def _pair(entry: Entry) -> tuple[str, str]:
     return entry.pair(Entry.text, Entry.text)
 
@@ -184,12 +191,13 @@ def _stage(entry: Entry) -> Stage:
 
 
 def _link(entry: Entry) -> Link:
-    if not isinstance(entry.value, list) or len(entry.value) != 4:
-        raise entry.wrong("a list of 4")
-    latency, rate, switch, way = (Entry(value, f"{entry.where}[{k}]") for k, value in enumerate(entry.value))
+    if not isinstance(entry.value, list) or len(entry.value) not in (4, 5):
+        raise entry.wrong("a list of 4, or of 5 on a torus")
+    latency, rate, switch, way, *rest = (Entry(value, f"{entry.where}[{k}]") for k, value in enumerate(entry.value))
     rates = rate.number(or_infinite=True), switch.number(or_infinite=True)
     way.below(4, "0 to 3: 1 where there are short messages, 2 more where memory is shared")
-    return Link(latency.number(), *rates, bool(way.value & 1), shared_memory=bool(way.value & 2))
+    torus = rest[0].items(lambda part: part.pair(lambda size: size.count(1), Entry.number)) if rest else ()
+    return Link(latency.number(), *rates, bool(way.value & 1), shared_memory=bool(way.value & 2), torus=torus)
 
 
 def _recomputed(entry: Entry) -> Recomputed:
@@ -211,7 +219,9 @@ def _value(entry: Entry, mesh: LogicalMesh) -> Value:
     used = [axis for axes in (*sharding.dims, sharding.partial) for axis in axes]
     if len(set(used)) < len(used) or not sharding.is_valid(shape, mesh):
         raise entry["dims"].wrong(f"a way to split {list(shape)} over the mesh")
-    return Value(entry["name"].text(), entry["role"].one_of(_ROLES), shape, dtype, sharding, entry["stage"].count())
+    return Value(
+        entry["name"].text(), entry["role"].one_of(VALUE_ROLES), shape, dtype, sharding, entry["stage"].count()
+    )
 
 
 def _dtype(entry: Entry) -> str:
@@ -231,7 +241,7 @@ def _axes(entry: Entry, mesh: LogicalMesh) -> tuple[str, ...]:
 
 
 def _collective(entry: Entry, mesh: LogicalMesh) -> Collective:
-    kind = entry["kind"].one_of(("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"))
+    kind = entry["kind"].one_of(COLLECTIVE_KINDS)
     return Collective(
         kind,
         _axes(entry["axes"], mesh),

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Literal, get_args
 
 import numpy as np
 
 from autopar.mesh import Cluster, LogicalMesh, Sharding
 
-ARGUMENT_ROLES = ("state", "batch", "argument", "constant")
+ArgumentRole = Literal["state", "batch", "argument", "constant"]
 """What an input of the program can be to the user."""
+ARGUMENT_ROLES: tuple[ArgumentRole, ...] = get_args(ArgumentRole)
+ValueRole = ArgumentRole | Literal["result", "activation"]
+"""What a value of the program can be to the user."""
+VALUE_ROLES: tuple[ValueRole, ...] = (*ARGUMENT_ROLES, "result", "activation")
 
 
 def machine_text(cluster: Cluster) -> str:
@@ -46,6 +51,11 @@ def local_bytes(shape: Sequence[int], dtype: str, sharding: Sharding, mesh: Logi
 def type_text(shape: Sequence[int], dtype: str) -> str:
     """Such as "float32[32,8]"."""
     return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def padding_text(lengths: Mapping[int, int]) -> str:
+    """Which dims are longer than the user's: "dims of 50257 as 50264"."""
+    return "dims of " + ", ".join(f"{length} as {longer}" for length, longer in lengths.items())
 
 
 def bytes_text(num_bytes: float) -> str:

@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from autopar.cost import collective_seconds
 from autopar.errors import AutoparError
 from autopar.plan.decision import Decision, Value
-from autopar.plan.words import bytes_text, mesh_text, seconds_text, type_text
-from autopar.report.page import MAX_ROWS, Page, Table, collapse_paths, levels_text, solver_text
+from autopar.plan.words import bytes_text, mesh_text, padding_text, seconds_text, type_text
+from autopar.report.page import MAX_ROWS, Page, Table, levels_text, solver_text
+from autopar.report.paths import collapse_paths
 from autopar.report.text import page_text
 
 ABSENT = "(not there)"
@@ -61,6 +62,7 @@ def _fact_pairs(plan: Decision) -> Iterator[tuple[str, str]]:
     yield "stages", str(len(plan.stages))
     yield "schedule", plan.schedule
     yield "microbatches", str(plan.num_microbatches)
+    yield "padded", padding_text(dict(plan.padded)) if plan.padded else ""
     yield "recomputed", levels_text(plan)
     yield "memory budget", bytes_text(plan.budget_bytes)
     yield "step time", seconds_text(cost.step_seconds)

@@ -31,7 +31,8 @@ from autopar.plan.decision import Decision
 from autopar.plan.words import bytes_text, seconds_text, type_text
 from autopar.report.alternatives import Study, studies
 from autopar.report.cuts import asked_for_stages, cuts_page
-from autopar.report.page import Page, Table, collapse_paths, numbers_text
+from autopar.report.page import Page, Table
+from autopar.report.paths import collapse_paths, numbers_text
 from autopar.report.text import page_text
 from autopar.report.uses import conversions, describe_phase, readers, result_sharding
 

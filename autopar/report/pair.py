@@ -16,7 +16,7 @@ from autopar.plan.words import bytes_text, local_bytes, seconds_text, type_text
 from autopar.report.diff import diff_tables
 from autopar.report.html import device_places, section, table_html, whole_file, wrapped
 from autopar.report.measured import MeasuredStep
-from autopar.report.page import collapse_paths
+from autopar.report.paths import collapse_paths
 from autopar.report.pictures.memory import memory_pictures, peak_bytes
 from autopar.report.pictures.tensors import device_grid
 from autopar.report.pictures.time import time_picture

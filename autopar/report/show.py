@@ -13,6 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from autopar.entry import unwritable
 from autopar.errors import AutoparError
 from autopar.plan.decision import Decision
 from autopar.report.html import plan_html, whole_file
@@ -80,12 +81,7 @@ def write_page(path: str | Path, text: str) -> Path:
     try:
         Path(path).write_text(text, encoding="utf-8")
     except OSError as error:
-        raise AutoparError(
-            "the file cannot be written.",
-            given=str(path),
-            wrong=f"{error.strerror or error}.",
-            do="name a file in a directory that exists and may be written to.",
-        ) from error
+        raise unwritable(AutoparError, "file", path, error) from error
     return Path(path).resolve()
 
 

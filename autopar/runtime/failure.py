@@ -119,9 +119,9 @@ def _advice(error: BaseException) -> str:
     return "mend what raised it, see the cause above."
 
 
-def _first_lines(text: str, count: int = 3) -> str:
+def _first_lines(text: str) -> str:
     lines = [line for line in text.splitlines() if line.strip()] or ["(it says nothing)"]
-    return "\n".join(lines[:count]) + (" ..." if len(lines) > count else "")
+    return "\n".join(lines[:3]) + (" ..." if len(lines) > 3 else "")
 
 
 def cause_of(error: BaseException) -> BaseException:

@@ -9,6 +9,7 @@ Method: state is donated. Arrays that are not where the plan wants them are move
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -28,6 +29,8 @@ from autopar.runtime.stacks import Stack
 from autopar.streams.assemble import StepPlan
 from autopar.streams.clock import measured
 from autopar.streams.timeline import Timeline
+
+_IS_DELETED = operator.methodcaller("is_deleted")
 
 
 class Executable:
@@ -67,8 +70,8 @@ class Executable:
     def place(self, arrays: Sequence[Any]) -> list[jax.Array]:
         """Put arrays where the program wants them; those that are there already are passed on as they are."""
         placed, seen = list(arrays), self._seen
-        away = []
-        for k, array in enumerate(placed):
+        away: list[int] = []
+        for k, array in () if self._are_there(placed) else enumerate(placed):
             if isinstance(array, jax.Array):
                 if array.is_deleted():  # JAX crashes on it where it has several devices
                     gone = [path for path, a in zip(self._paths, arrays, strict=False) if is_gone(a)]
@@ -85,6 +88,13 @@ class Executable:
         self._move(placed, away)
         self._move(placed, self._ownership.shared(arrays, placed, [k for k in away if self._donated[k]]))
         return placed
+
+    def _are_there(self, arrays: list[Any]) -> bool:
+        """Whether each array is where it was found in its place before, as in nearly all steps but the first."""
+        try:
+            return [array.sharding for array in arrays] == self._seen and not any(map(_IS_DELETED, arrays))
+        except AttributeError:  # it is no array of JAX
+            return False
 
     def _move(self, placed: list[Any], away: Sequence[int]) -> None:
         if away:
@@ -125,7 +135,7 @@ class Executable:
         return results, measured(self._planned.streams, self._planned.stages, seconds)
 
     def hold(self, arrays: Sequence[Any], first: int) -> list[Any]:
-        """Put arguments that are the same in every step where they are read; the first of them is argument `first`."""
+        """Put arguments that are the same in every step where they are read; as of `Runtime`."""
         return jax.device_put(list(arrays), self.in_shardings[first:])
 
     def stack(self, argument: int) -> Stack | None:
@@ -133,14 +143,7 @@ class Executable:
         return None
 
     def create(self, init: Callable[..., list[Any]], args: Sequence[Any], first: int, count: int) -> list[Any]:
-        """State that is born in its place.
-
-        Args:
-            init: Makes the leaves.
-            args: Its arguments.
-            first: The first of the arguments' leaves that it makes.
-            count: How many.
-        """
+        """State that is born in its place; as of `Runtime`."""
         return jax.jit(init, out_shardings=self.in_shardings[first : first + count])(*args)
 
     def _watched(self, results: list[jax.Array], watch: Watch) -> list[jax.Array]:

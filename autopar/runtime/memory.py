@@ -9,6 +9,7 @@ Method: two arguments can be one array, or two arrays over the same buffers (`de
 
 from __future__ import annotations
 
+import operator
 import weakref
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import Any
@@ -72,6 +73,8 @@ class Ownership:
         )
 
     def _passed_twice(self, given: Sequence[Any], copies: Collection[int]) -> list[int]:
+        if len(set(map(id, given))) == len(given):
+            return []
         seen = {id(array) for array, gone in zip(given, self._donated, strict=True) if not gone}
         twice = []
         for k, array in enumerate(given):
@@ -83,6 +86,8 @@ class Ownership:
 
     def _under_moved(self, given: Sequence[Any], placed: Sequence[jax.Array], apart: Collection[int]) -> list[int]:
         """Donated arguments over the memory of one that is only read and was moved for that: the user still has it."""
+        if all(map(operator.is_, given, placed)):
+            return []
         pairs = enumerate(zip(given, placed, strict=True))
         moved = [a for k, (a, b) in pairs if a is not b and not self._donated[k] and isinstance(a, jax.Array)]
         if not moved:

@@ -193,7 +193,7 @@ class Pipeline:
         return entering, leaving
 
     def hold(self, arrays: Sequence[Any], first: int) -> list[Any]:
-        """Put arguments that are the same in every step where they are read; the first of them is argument `first`."""
+        """Put arguments that are the same in every step where they are read; as of `Runtime`."""
         return jax.device_put(list(arrays), self.in_shardings[first:])
 
     def stack(self, argument: int) -> Stack | None:
@@ -201,14 +201,7 @@ class Pipeline:
         return self._stacks_in.get(argument)
 
     def create(self, init: Callable[..., list[Any]], args: Sequence[Any], first: int, count: int) -> list[Any]:
-        """State that is born in its place: `init` is run once for each stage, which keeps what is its own.
-
-        Args:
-            init: Makes the leaves.
-            args: Its arguments.
-            first: The first of the user's arguments' leaves that it makes.
-            count: How many.
-        """
+        """State that is born in its place: `init` is run once for each stage, which keeps what is its own; as of `Runtime`."""
         wanted: dict[Any, list[tuple[int, int]]] = {}
         for leaf in range(count):
             for number, at in enumerate(self._unstacked.inputs[first + leaf]):

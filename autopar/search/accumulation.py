@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.errors import AutoparError
+from autopar.intra_op.exposure import Exposure
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh
@@ -21,11 +22,7 @@ from autopar.search.meshes import Searched, search_meshes
 from autopar.search.methods import Auto
 from autopar.search.one_mesh import in_microbatches
 from autopar.search.progress import Report
-
-WORTH_BYTES = 0.1
-"""Part of the bytes needed that twice as many microbatches must save, where nothing fits yet."""
-MAX_MESHES = 3
-"""Meshes that are tried in microbatches: the best of those that were tried without."""
+from autopar.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +66,16 @@ def search_accumulation(
             whole.tried.append((f"{count} microbatches", error.summary))
             break
         searched = Searched([], [])
-        search_meshes(split, roles, cluster, method, _best_meshes(meshes, best or whole), told, searched)
+        beat, exposure = _to_beat(best or whole, count)
+        search_meshes(
+            split, roles, cluster, method, _best_meshes(meshes, best or whole), told, searched, beat, exposure
+        )
         whole.tried += [(f"{name}, {count} microbatches", outcome) for name, outcome in searched.tried]
+        if searched.beaten and not searched.results:
+            break
         if not searched.results:
             before, needed = needed, _needed_bytes(searched)
-            if needed > (1 - WORTH_BYTES) * before:  # what is left is no sample's: parameters, gradients
+            if needed > (1 - TUNING.accumulation_bytes) * before:  # what is left is no sample's: parameters, gradients
                 break
             continue
         seconds = searched.best[1].step_seconds
@@ -83,6 +85,16 @@ def search_accumulation(
         yield best
         if not memory_binds(searched):
             break
+
+
+def _to_beat(known: Searched | Accumulated, count: int) -> tuple[float, Exposure | None]:
+    """The objective that another number of microbatches has to beat, and what is known of exposure there."""
+    before, searched = (known.count, known.searched) if isinstance(known, Accumulated) else (1, known)
+    if not searched.results:
+        return math.inf, None
+    best = searched.best[1]
+    exposure = None if best.exposure is None else best.exposure.in_microbatches(before, count)
+    return (1 + TUNING.exposure_guessed) * best.step_seconds, exposure
 
 
 def memory_binds(searched: Searched) -> bool:
@@ -106,4 +118,4 @@ def _counts(program: Program, roles: Roles) -> Iterator[int]:
 def _best_meshes(meshes: list[LogicalMesh], known: Searched | Accumulated) -> list[LogicalMesh]:
     searched = known.searched if isinstance(known, Accumulated) else known
     order = sorted(searched.results, key=lambda pair: pair[1].step_seconds)
-    return [mesh for mesh, _ in order[:MAX_MESHES]] or meshes[:MAX_MESHES]
+    return [mesh for mesh, _ in order[: TUNING.accumulation_meshes]] or meshes[: TUNING.accumulation_meshes]

@@ -4,11 +4,12 @@ In:     costs of layers (`layer_costs.py`), what crosses their borders.
 Out:    `Candidate`s, best first.
 Method: for each number of microbatches, stages of equal work on equal submeshes, as one would write them by hand, and what the
         DP of `inter_op/slicing.py` picks; ranked as under the schedule that is best for them. What rests on a guess is
-        solved first, where it stands among the best.
+        solved first, where it stands among the best and may beat the best step known.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,9 +20,7 @@ from autopar.inter_op.slicing import slice_stages
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.search.layer_costs import LayerCosts
 from autopar.search.table import Kinds, equal_stages, kinds_of
-
-MOST_SOLVED = 8
-"""So many candidates at most have their layers sharded for their number of microbatches, where scaling only guesses."""
+from autopar.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +63,10 @@ class Candidate:
     meshes: tuple[tuple[LogicalMesh, ...], ...]
     parts: int = 0
 
+    def may_beat(self, known: float) -> bool:
+        """Whether it may take less than so many seconds, as far as the table tells; of single layers it knows nothing."""
+        return self.least * (1 - TUNING.table_doubt) < known or self.parts > 0
+
     def text(self, schedule: str) -> str:
         """For people."""
         sizes = "+".join(map(str, self.sizes))
@@ -83,10 +86,11 @@ def find_candidates(
     rounds: Rounds,
     num_firm: int,
     most_stages: int,
+    known: float = math.inf,
 ) -> list[Candidate]:
     """Candidates, best first; those that rest on guesses last.
 
-    A guess is on the fast side: it is solved as long as it stands among the best `num_firm`.
+    A guess is on the fast side: it is solved as long as it stands among the best `num_firm`, and may win.
 
     Args:
         layers: Costs of layers.
@@ -97,6 +101,7 @@ def find_candidates(
         rounds: How microbatches go round.
         num_firm: So many of the best are not to rest on guesses.
         most_stages: More cannot be cut.
+        known: Seconds of the best step known.
     """
     slicings = {
         count: _slicings(layers, count, crossing / count, cluster, budget, rounds, most_stages) for count in counts
@@ -105,13 +110,13 @@ def find_candidates(
     def guessed(candidate: Candidate) -> list[int]:
         return [size for size in dict.fromkeys(candidate.sizes) if layers.is_guess(size, candidate.count)]
 
-    for solved in range(MOST_SOLVED + 1):
+    for solved in range(TUNING.guesses_solved + 1):
         ranked = sorted((c for some in slicings.values() for c in some), key=lambda c: c.seconds)
-        unsure = next((c for c in ranked[:num_firm] if guessed(c)), None)
-        if unsure is None or solved == MOST_SOLVED:
+        unsure = next((c for c in ranked[:num_firm] if c.may_beat(known) and guessed(c)), None)
+        if unsure is None or solved == TUNING.guesses_solved:
             break
         for size in guessed(unsure):
-            layers.solve(size, unsure.count)
+            layers.refine(size, unsure.count)
         count = unsure.count
         slicings[count] = _slicings(layers, count, crossing / count, cluster, budget, rounds, most_stages)
     return sorted(ranked, key=lambda c: bool(guessed(c)))

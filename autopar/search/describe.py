@@ -22,7 +22,7 @@ from autopar.plan.figures import Figures
 from autopar.plan.fingerprint import fingerprints
 from autopar.plan.origin import Origin
 from autopar.plan.profile import Crossing, Profile
-from autopar.plan.words import machine_text
+from autopar.plan.words import ArgumentRole, machine_text
 from autopar.report.plan import Plan
 from autopar.report.uses import describe_phase
 from autopar.search.figures import figures_of
@@ -187,7 +187,7 @@ def _activations(body: Body) -> Iterator[tuple[str, Var, Sharding]]:
                     yield from _activations(inner)
 
 
-def role_of(program: Program, roles: Roles, k: int) -> str:
+def role_of(program: Program, roles: Roles, k: int) -> ArgumentRole:
     """What an input of the flat program is to the user: state, batch, another argument, or a constant."""
     if k >= program.num_args:
         return "constant"

@@ -22,8 +22,9 @@ from autopar.intra_op.sharded import Body, Collective, Compute, Region
 from autopar.ir.program import Program
 from autopar.ir.region import bodies_of, is_region, trip_count
 from autopar.ir.rules import rule_for
+from autopar.ir.signature import equation_signature
 from autopar.ir.source import name_scope
-from autopar.ir.trace.flatten import RECOMPUTED
+from autopar.ir.trace.inline_calls import RECOMPUTED
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.plan.figures import Figures
@@ -83,16 +84,22 @@ def least_seconds(program: Program, cluster: Cluster) -> float:
 
 def _peak_seconds(work: Iterable[tuple[JaxprEqn, int]], cluster: Cluster) -> float:
     """Seconds of equations, each so many times, on all devices of the cluster at their peak."""
-    groups = cluster.groups or (cluster,)
-    total = 0.0
+    counts: dict[object, tuple[JaxprEqn, int]] = {}
     for eqn, times in work:
-        rule = rule_for(eqn)
-        if is_contraction(rule):
-            dtypes = [v.aval.dtype for v in eqn.invars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
-            dtypes = dtypes or [v.aval.dtype for v in eqn.outvars]
-            rate = sum(g.num_devices * g.device.product_flops_per_second(dtypes) for g in groups)
-            total += times * rule.flops / rate
-    return total
+        same = equation_signature(eqn)
+        first, before = counts.get(same, (eqn, 0))
+        counts[same] = first, before + times
+    return sum(times * _seconds_at_peak(eqn, cluster) for eqn, times in counts.values())
+
+
+def _seconds_at_peak(eqn: JaxprEqn, cluster: Cluster) -> float:
+    rule = rule_for(eqn)
+    if not is_contraction(rule):
+        return 0.0
+    dtypes = [v.aval.dtype for v in eqn.invars if jnp.issubdtype(v.aval.dtype, jnp.inexact)]
+    dtypes = dtypes or [v.aval.dtype for v in eqn.outvars]
+    groups = cluster.groups or (cluster,)
+    return rule.flops / sum(g.num_devices * g.device.product_flops_per_second(dtypes) for g in groups)
 
 
 def _needed(eqns: Sequence[JaxprEqn], times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:

@@ -5,11 +5,13 @@ Out:    `LayerCosts`: for a submesh and a number of microbatches, a `LayerCost` 
 Method: each layer that differs from the others is sharded once on every logical mesh of every submesh (Alpa's stage
         table, filled without compiling anything and without solving equal layers twice), for one number of microbatches;
         for others it is stretched as its kernels are, for which nothing is solved. That holds while the samples of a
-        microbatch divide over the devices alike; where they do not, it is a guess until `solve` is asked for it.
+        microbatch divide over the devices alike; where they do not, it is a guess until `solve` is asked for it. So it is
+        of layers that are larger than memory: to shard them within it takes many times as long, and they are slower then.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -22,7 +24,7 @@ from autopar.inter_op.cut import CutStep
 from autopar.inter_op.equal_stages import lowered
 from autopar.inter_op.residuals import ALL, CHEAP
 from autopar.inter_op.stage import StageProgram
-from autopar.inter_op.stage_plan import StagePlan, lower_stage
+from autopar.inter_op.stage_plan import StagePlan, lower_stage, peak_bytes_here
 from autopar.inter_op.stage_program import stage_program, with_tasks
 from autopar.inter_op.tasks import Tasks, make_tasks
 from autopar.inter_op.weigh import layer_seconds
@@ -33,9 +35,7 @@ from autopar.search.pins import RestrictStage, restrict_stages
 from autopar.search.progress import Report, part_of
 from autopar.search.recompute import kept_bytes
 from autopar.search.solve_stages import Solved, solve_stage
-
-LAYER_GAP = 1e-2
-"""Layers are sharded to this part of their cost: they only choose stages."""
+from autopar.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +106,7 @@ class LayerCosts:
         self._kinds: list[int] = []
         self._layers: dict[int, dict[int, tuple[StageProgram, list[Tasks]]]] = {}
         self._known: dict[int, dict[int, list[list[tuple[LayerCost, ...] | None]]]] = {}
+        self._beyond: dict[tuple[int, int], bool] = {}
         self._seconds_on: dict[int, dict[int, float]] = {}
         self._batch_sizes = batch_sizes
         middle = len(counts) // 2
@@ -113,7 +114,7 @@ class LayerCosts:
         for number, size in enumerate(self.meshes):
             self._report = part_of(report, number / len(self.meshes), (number + 1) / len(self.meshes))
             best = max(range(len(counts)), key=lambda k: (sum(self._ways(size, counts[k])), -abs(k - middle)))
-            self.solve(size, counts[best])
+            self.solve(size, counts[best], within=False)
         self._report = part_of(report, 1.0, 1.0)
 
     def _ways(self, size: int, count: int) -> tuple[int, ...]:
@@ -124,8 +125,12 @@ class LayerCosts:
         """The number of microbatches that was solved for, and `[mesh][layer]` costs, at each level; None: does not fit."""
         known = self._known[size]
         alike = [c for c in known if self._ways(size, c) == self._ways(size, count)]
-        solved_for = min(alike or known, key=lambda c: (abs(math.log(c / count)), c))
+        solved_for = min(alike or known, key=lambda c: (self._beyond[size, c], abs(math.log(c / count)), c))
         return solved_for, known[solved_for]
+
+    def is_beyond(self, size: int, count: int) -> bool:
+        """Whether what is said of a submesh is of layers some of which are larger than memory: no layer takes less time."""
+        return self._beyond[size, self.of(size, count)[0]]
 
     def stretch(self, size: int, solved_for: int, count: int) -> np.ndarray:
         """Of each layer, how its kernels' seconds for one microbatch change from one number of microbatches to another.
@@ -155,11 +160,18 @@ class LayerCosts:
         return self._seconds_on[num_devices]
 
     def is_guess(self, size: int, count: int) -> bool:
-        """Whether what is said of a submesh is scaled from samples that divide over its devices otherwise."""
-        return self._ways(size, self.of(size, count)[0]) != self._ways(size, count)
+        """Whether what is said of a submesh is scaled from samples that divide over its devices otherwise, or is of layers that
+        do not fit."""
+        return self.is_beyond(size, count) or self._ways(size, self.of(size, count)[0]) != self._ways(size, count)
 
-    def solve(self, size: int, count: int) -> None:
-        """Shard every layer on every mesh of a submesh, for a number of microbatches."""
+    def refine(self, size: int, count: int) -> None:
+        """Shard every layer for a number of microbatches; if that has been done, within memory."""
+        self.solve(size, count, within=count in self._known[size])
+
+    def solve(self, size: int, count: int, within: bool = True) -> None:
+        """Shard every layer on every mesh of a submesh, for a number of microbatches; as if memory were without end, unless
+        `within` it."""
+        self._beyond[size, count] = False
         try:
             layers = self._layers_for(count)
             restrict = restrict_stages(self._cut_for(count), self._options.constraints)
@@ -170,21 +182,34 @@ class LayerCosts:
         for number, mesh in enumerate(self.meshes[size]):
             text = f"sharding {len(layers)} kinds of layers on {mesh}, {count} microbatches"
             self._report(text, number / len(self.meshes[size]))
-            costs = {kind: self._cost(program, tasks, mesh, restrict) for kind, (program, tasks) in layers.items()}
+            costs: dict[int, tuple[LayerCost, ...] | None] = {}
+            for kind, (program, tasks) in layers.items():
+                costs[kind], fits = self._cost(program, tasks, mesh, restrict, within)
+                self._beyond[size, count] |= not fits
             found.append([costs[kind] for kind in self._kinds])
         self._known.setdefault(size, {})[count] = found
 
     def _cost(
-        self, program: StageProgram, tasks: Sequence[Tasks], mesh: LogicalMesh, restrict: RestrictStage
-    ) -> tuple[LayerCost, ...] | None:
-        further, key = restrict(program, mesh)
+        self, program: StageProgram, tasks: Sequence[Tasks], mesh: LogicalMesh, restrict: RestrictStage, within: bool
+    ) -> tuple[tuple[LayerCost, ...] | None, bool]:
+        """Of one layer on one mesh, at each level; and whether it is within memory."""
+        (further, key), gap = restrict(program, mesh), TUNING.layer_gap
+        budget = self._options.memory_budget_bytes or self._cluster.device.memory_bytes
+        endless = dataclasses.replace(self._options, memory_budget_bytes=math.inf)
+
+        def solve(options: Options) -> StagePlan:
+            made = solve_stage(program, mesh, self._cluster, options, self._solved, further, key, gap=gap)
+            return lowered(made, self._cluster.device)
+
         try:
-            made = solve_stage(program, mesh, self._cluster, self._options, self._solved, further, key, gap=LAYER_GAP)
+            made = solve(endless)
+            fits = peak_bytes_here(made) <= budget
+            if within and not fits:
+                made, fits = solve(self._options), True
         except (InfeasibleError, ConstraintError):
-            return None
-        made = lowered(made, self._cluster.device)
+            return None, True
         others = [lower_stage(with_tasks(program, t), mesh, self._cluster.device, made.sharded) for t in tasks[1:]]
-        return tuple(_cost(stage, t) for stage, t in zip((made, *others), tasks, strict=True))
+        return tuple(_cost(stage, t) for stage, t in zip((made, *others), tasks, strict=True)), fits
 
     def _layers_for(self, count: int) -> dict[int, tuple[StageProgram, list[Tasks]]]:
         """Of each kind of layers the first one: its program, and the tasks at each level."""

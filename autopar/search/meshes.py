@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import AutoparError
-from autopar.intra_op.shard import Beaten, Sharded
+from autopar.intra_op.exposure import Exposure
+from autopar.intra_op.read_off import Sharded
+from autopar.intra_op.shard import Beaten
 from autopar.intra_op.time_limit import TimeLimit
 from autopar.intra_op.untie import untie
 from autopar.ir.program import Program
@@ -23,15 +25,7 @@ from autopar.mesh import Cluster, LogicalMesh
 from autopar.search.methods import Method
 from autopar.search.one_mesh import shard_on
 from autopar.search.progress import Report
-
-THIRD_AXIS = 5e-3
-"""A mesh of three axes is of use if it wins so much over fewer: it takes many times as long as those."""
-PAIRS_PER_SECOND = 2e6
-"""Pairs of choices that planning gets through, roughly."""
-STEPS = 1000
-"""Planning may take as long as what it may win in so many steps of training."""
-LARGE = 1_000_000
-"""Pairs of choices: meshes with no more of them are planned whatever they may win."""
+from autopar.tuning import TUNING
 
 
 @dataclass(slots=True)
@@ -64,8 +58,13 @@ def search_meshes(
     meshes: Sequence[LogicalMesh],
     report: Report,
     searched: Searched,
+    beat: float = math.inf,
+    exposure: Exposure | None = None,
 ) -> None:
-    """Shard the step on the meshes, one after the other; extends `searched` as it goes on."""
+    """Shard the step on the meshes, one after the other; extends `searched` as it goes on.
+
+    As long as nothing is found, `beat` is the objective to be beaten, and `exposure` what is known of it.
+    """
     for number, mesh in enumerate(meshes):
         reason = _not_worth_it(searched, mesh, cluster.hosts) if len(meshes) > 1 or searched.results else ""
         if reason:
@@ -74,13 +73,13 @@ def search_meshes(
         least = min((sharded.step_seconds for _, sharded in searched.results), default=math.inf)
         report(f"sharding {program.name} on mesh {mesh}", number / len(meshes), least)
         # Data parallelism over all axes is the same on every mesh: compared with once.
-        beat, exposure = math.inf, None
         if searched.results:
             best = searched.best[1]
             beat, exposure = best.solution.objective, best.exposure
-            beat *= 1 - THIRD_AXIS if len(mesh.shape) > 2 else 1
+            beat *= 1 - TUNING.third_axis_gain if len(mesh.shape) > 2 else 1
         try:
-            sharded = shard_on(program, roles, cluster, method, mesh, not searched.results, beat, exposure)
+            like = searched.results[0][1].graph if searched.results else None
+            sharded = shard_on(program, roles, cluster, method, mesh, not searched.results, beat, exposure, like)
         except Beaten as beaten:
             searched.beaten.append(mesh)
             searched.tried.append((str(mesh), f"at least {beaten.seconds:.3e} s"))
@@ -131,14 +130,14 @@ def _not_worth_it(searched: Searched, mesh: LogicalMesh, hosts: int) -> str:
     # A third axis multiplies the choices of a node as those before did.
     pairs = sum(float(matrix.size) ** (3 / len(wide.shape)) for matrix in widest.problem.edges.values())
     won = best.step_seconds - shared_seconds(best)
-    if pairs <= LARGE:
+    if pairs <= TUNING.small_mesh_pairs:
         return ""
     if hosts > 1:
         return "left out: stages win what a third axis would, in a part of the time it takes to plan that"
-    if won <= THIRD_AXIS * best.step_seconds:
+    if won <= TUNING.third_axis_gain * best.step_seconds:
         return f"left out: no plan takes less than {shared_seconds(best):.3e} s"
-    if by_axes.get(2, math.inf) > (1 - THIRD_AXIS) * by_axes.get(1, math.inf):
+    if by_axes.get(2, math.inf) > (1 - TUNING.third_axis_gain) * by_axes.get(1, math.inf):
         return "left out: the second axis won next to nothing"
-    if pairs / PAIRS_PER_SECOND > STEPS * won:
-        return f"left out: it would take longer to plan than {STEPS} steps can win"
+    if pairs / TUNING.pairs_per_second > TUNING.repaying_steps * won:
+        return f"left out: it would take longer to plan than {TUNING.repaying_steps} steps can win"
     return ""

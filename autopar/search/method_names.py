@@ -63,7 +63,8 @@ def method_of(text: str) -> Method:
     if called is not None:
         return called
     classes = {name.lower(): f"{name}(...)" for name in CLASSES}
-    near = difflib.get_close_matches(plain, [*NAMES, *MEANT, *classes], n=1)
+    near = difflib.get_close_matches(plain, [*NAMES, *MEANT, *classes])
+    near.sort(key=lambda name: sorted(name) != sorted(plain))  # letters in another order are nearer than other letters
     meant = MEANT.get(plain) or next((MEANT.get(name) or classes.get(name) or name for name in near), "")
     raise AutoparError(
         "unknown method.",

@@ -21,6 +21,7 @@ from autopar.errors import (
 from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.hand_plans import restrict_to_data_parallel
+from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.restrict import (
     Allowed,
     Restrict,
@@ -28,7 +29,7 @@ from autopar.intra_op.restrict import (
     pin_inputs,
     pin_outputs,
 )
-from autopar.intra_op.shard import Sharded, shard
+from autopar.intra_op.shard import shard
 from autopar.ir.check import check_program
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
@@ -121,10 +122,12 @@ def shard_on(
     compare: bool = True,
     beat: float = math.inf,
     exposure: Exposure | None = None,
+    like: Graph | None = None,
 ) -> Sharded:
     """Shard the program on one mesh under the method's restrictions; `compare` with data parallelism too.
 
-    `beat` is the objective of the best plan known on other meshes, `exposure` what it was priced with.
+    `beat` is the objective of the best plan known on other meshes, `exposure` what it was priced with, `like` the graph of
+    the program on one of them.
     """
 
     def restrict(graph: Graph, allowed: Allowed) -> None:
@@ -142,6 +145,7 @@ def shard_on(
         _known_plans(program, roles, mesh) if compare and not isinstance(method, DataParallel) else (),
         beat,
         exposure=exposure or Exposure(1 - cluster.device.achieved.overlap),
+        like=like,
     )
 
 

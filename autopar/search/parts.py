@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.inter_op.chain import MAX_SEGMENTS, least_largest
+from autopar.inter_op.chain import least_largest
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.residuals import CHEAP
 from autopar.ir.program import Program
@@ -22,10 +22,7 @@ from autopar.ir.split.layers import layer_count
 from autopar.ir.split.placement import share_of
 from autopar.ir.trace.state import Roles
 from autopar.streams.assemble import PipelinePlan
-
-MOST_PARTS = 16
-TOLERANCE = 0.05
-"""How far the largest stage may be over the least that finer parts would make it."""
+from autopar.tuning import TUNING
 
 
 def even_parts(cut: CutStep, num_stages: int) -> int:
@@ -46,31 +43,29 @@ def even_parts(cut: CutStep, num_stages: int) -> int:
     finer = _finer(length, count)
     pieces = [{k: _pieces(n, length, count, of_part) for k, of_part in trips.items()} for n in finer]
     largest = [_largest(chain.work, of_segment, num_stages) for of_segment in pieces]
-    serves = min(largest) * (1 + TOLERANCE)
+    serves = min(largest) * (1 + TUNING.parts_tolerance)
     return next(n for n, share in zip(finer, largest, strict=True) if share <= serves)
 
 
-def parts_apart(program: Program, roles: Roles, planned: PipelinePlan | None, balanced: bool = True) -> int:
+def parts_apart(program: Program, roles: Roles, planned: PipelinePlan | None) -> int:
     """As many parts as layers, if these are in loops that memory demands to run again; else 0.
 
     Args:
         program: The step.
         roles: Its roles.
         planned: A pipeline of it; None: none fits.
-        balanced: Its stages begin where they come out even, and not with whole layers of a table.
     """
     length = layer_count(program.jaxpr, roles.state, roles.aliases)
-    if length > MAX_SEGMENTS or (planned is not None and balanced and planned.cut.stacks.count == length):
-        return 0
-    return length if planned is None or any(level > CHEAP for level in planned.tasks.levels) else 0
+    runs_again = planned is None or any(level > CHEAP for level in planned.tasks.levels)
+    return length if runs_again and length <= TUNING.max_segments else 0
 
 
 def _finer(length: int, count: int) -> list[int]:
     """The numbers of parts, from `count` on, whose borders are those of `count` parts and others."""
-    multiples = range(2 * count, min(length, MOST_PARTS) + 1, count)
+    multiples = range(2 * count, min(length, TUNING.most_parts) + 1, count)
     if length % count == 0:
         return [count, *(n for n in multiples if length % n == 0)]
-    return [count, *multiples, *([length] if length <= MOST_PARTS and length not in multiples else [])]
+    return [count, *multiples, *([length] if length <= TUNING.most_parts and length not in multiples else [])]
 
 
 def _pieces(parts: int, length: int, count: int, trips: int) -> list[int]:

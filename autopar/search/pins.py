@@ -161,4 +161,4 @@ def _in_the_loop(stage: StageProgram, graph: Graph, at: int) -> tuple[Node, Var]
     assert stage.scan is not None, "a batch argument in pieces is read in the loop"
     var = stage.stacks[at][1]
     number = list(stage.scan.stacked).index(var)
-    return graph.nodes[graph.ports[id(stage.scan.eqn), "xs", 1 + number]], var
+    return graph.nodes[graph.ports[stage.scan.eqn, "xs", 1 + number]], var

@@ -14,13 +14,13 @@ import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, NoPlanFoundError
 from autopar.inter_op.backward import find_levels
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.placement import place_stages
 from autopar.inter_op.residuals import CHEAP
 from autopar.inter_op.stage import StageProgram
-from autopar.inter_op.stage_plan import STAGE_GAP, StagePlan
+from autopar.inter_op.stage_plan import StagePlan
 from autopar.inter_op.stage_program import stage_program
 from autopar.inter_op.tasks import make_tasks
 from autopar.mesh import Cluster, LogicalMesh
@@ -30,11 +30,10 @@ from autopar.search.progress import Report, part_of, silent
 from autopar.search.solve_stages import SameStacks, Solved, best_stage, pinned, solve_stage, stage_seconds
 from autopar.streams.assemble import PipelinePlan, assemble, at_levels
 from autopar.streams.schedules import Schedule, num_chunks, splits_backward
+from autopar.tuning import TUNING
 
-ONE_ARRAY = 0.02
-"""Part of its time that a stage may lose so that its part of a stack lies like the others: the user then has one array."""
-NEAR = 0.05
-"""What cannot be faster than what is known by more than this part is not worth solving under a memory budget."""
+FLUSHED = "gpipe", "1f1b"
+"""Schedules under which every microbatch goes through all stages there and back."""
 
 
 def plan_pipeline(
@@ -47,7 +46,7 @@ def plan_pipeline(
     solved: Solved,
     restrict: RestrictStage = unrestricted,
     beat: float = math.inf,
-    gap: float = STAGE_GAP,
+    gap: float = TUNING.stage_gap,
     report: Report = silent,
 ) -> PipelinePlan:
     """Plan a pipeline whose borders and submeshes are given.
@@ -80,12 +79,20 @@ def plan_pipeline(
     budget = options.memory_budget_bytes or cluster.device.memory_bytes
     fitting: list[PipelinePlan] = []
     failures: list[InfeasibleError] = []
-    fastest = 0.0
+    fastest, endless = 0.0, [0.0] * len(borders)
+    is_bounded = schedule.name in FLUSHED and options.goal == "step"
     ways = [*_ways(options, budget)]
     for number, (memory, all_again) in enumerate(ways):
         part = part_of(report, number / len(ways), (number + 1) / len(ways))
         try:
-            stages = _shard_stages(cut, programs, meshes, cluster, memory, solved, restrict, all_again, gap, part)
+            stages: list[StagePlan] = []
+            for stage in _shard_stages(cut, programs, meshes, cluster, memory, solved, restrict, all_again, gap, part):
+                stages.append(stage)
+                # No stage is faster within memory than without end.
+                least = least_seconds([*map(once_seconds, stages), *endless[len(stages) :]], cut.split.count)
+                if is_bounded and number and least >= beat:
+                    raise _slower(least, budget)
+            endless = endless if number else [*map(once_seconds, stages)]
             planned = assemble(cut, tuple(borders), tasks, stages, cluster, schedule)
             fastest = fastest or planned.seconds_for(options.goal)
             if fastest >= beat:
@@ -96,7 +103,7 @@ def plan_pipeline(
             failures.append(error)
         else:
             fitting.append(planned)
-        if min([beat, *(p.seconds_for(options.goal) for p in fitting)]) * (1 - NEAR) <= fastest:
+        if min([beat, *(p.seconds_for(options.goal) for p in fitting)]) * (1 - TUNING.near) <= fastest:
             break
     if not fitting:
         raise min(failures, key=lambda error: getattr(error, "needed_bytes", math.inf))
@@ -123,9 +130,8 @@ def _shard_stages(
     all_again: bool,
     gap: float,
     report: Report,
-) -> list[StagePlan]:
+) -> Iterator[StagePlan]:
     """Each stage on the best of its meshes; the parts of one stack alike."""
-    stages: list[StagePlan] = []
     same = SameStacks(cut)
     for number, (program, candidates) in enumerate(zip(programs, meshes, strict=True)):
         report(f"sharding stage {number} of {len(programs)}", number / len(programs))
@@ -135,15 +141,40 @@ def _shard_stages(
         if there is not None and there != made.mesh and there in candidates:
             with contextlib.suppress(InfeasibleError):
                 alike = best_stage(program, [there], cluster, options, solved, restrict, all_again, gap)
-                made = alike if stage_seconds(alike) <= (1 + ONE_ARRAY) * stage_seconds(made) else made
+                made = alike if stage_seconds(alike) <= (1 + TUNING.one_array) * stage_seconds(made) else made
         pins = same.pins(program, made)
         if pins:
             further, key = restrict(program, made.mesh)
             both, key = pinned(pins, further), (tuple(pins.items()), key)
             made = solve_stage(program, made.mesh, cluster, options, solved, both, key, all_again, gap)
         same.add(program, made)
-        stages.append(made)
-    return stages
+        yield made
+
+
+def once_seconds(stage: StagePlan) -> float:
+    """Of one microbatch, there and back; what the stage runs again comes on top."""
+    return sum(t.seconds for t in stage.tasks if t.task.is_in_loop)
+
+
+def least_seconds(once: Sequence[float], count: int) -> float:
+    """What a step takes at least where each stage is its own mesh and every microbatch goes through all, there and back:
+    before the slowest stage begins and after it ends, one goes through the others.
+
+    Args:
+        once: Of each stage, seconds of one microbatch.
+        count: Number of microbatches.
+    """
+    return sum(once) + (count - 1) * max(once)
+
+
+def _slower(seconds: float, budget: float) -> NoPlanFoundError:
+    return NoPlanFoundError(
+        f"left out: within memory at least {seconds:.3e} s",
+        given=f"{budget:.0f} bytes on each device",
+        wrong="a faster step is known.",
+        do="nothing: another plan is taken.",
+        budget_bytes=int(budget),
+    )
 
 
 @contextlib.contextmanager

@@ -14,17 +14,21 @@ import gc
 import math
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 
 from autopar.debug import dump
 from autopar.errors import (
+    AutoparError,
     BatchError,
     DeviceCountError,
+    InfeasibleError,
     NotBuiltYetError,
     warn,
 )
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
-from autopar.mesh import Cluster, LogicalMesh, logical_mesh, logical_meshes, mixed_meshes, more_devices_text
+from autopar.mesh import Cluster, LogicalMesh, finer_meshes, logical_mesh, logical_meshes, more_devices_text
+from autopar.plan.words import padding_text, seconds_text
 from autopar.report.plan import Plan
 from autopar.search.accumulation import search_accumulation
 from autopar.search.anytime import Anytime
@@ -43,17 +47,18 @@ from autopar.search.methods import (
     ThreeD,
 )
 from autopar.search.one_mesh import count_of, in_microbatches
+from autopar.search.padding import (
+    Lengths,
+    lengths_that_do_not_divide,
+    padded_program,
+    worth_padding,
+)
 from autopar.search.pins import find_pins
 from autopar.search.progress import Report, part_of, silent
 from autopar.search.stage_planner import pipeline_of
 from autopar.search.stage_search import Stages, search_pipelines
 from autopar.streams.assemble import StepPlan, all_lowered, assemble_step
-
-SHARE_OF_MESHES = 0.4
-"""Part of the time to plan everything that meshes without stages take, for progress."""
-WORTH_STAGES, WORTH_SECONDS = 0.1, 1e-2
-"""Within one host, stages are tried if this part of the best plan without them, and so many seconds, can be won: less is
-eaten up by their bubble, and to search for it takes many steps' time. Calls that follow each other are short and many."""
+from autopar.tuning import TUNING
 
 
 @contextlib.contextmanager
@@ -92,11 +97,45 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
     # A mistake in them is told before any work.
     find_pins(program.in_paths, method.options().constraints, program.out_paths)
     anytime = Anytime(report, method.planning_seconds)
-    planned, tried = _planned(program, roles, cluster, method, anytime)
+    planned, tried, padded = _with_padding(program, roles, cluster, method, anytime)
     dump_plan(planned)
     plan = describe_plan(program, roles, cluster, method, planned, time.perf_counter() - started)
     cost = dataclasses.replace(plan.cost, search=anytime.search())
-    return dataclasses.replace(plan, alternatives=tuple(tried), cost=cost)
+    return dataclasses.replace(plan, alternatives=tuple(tried), cost=cost, padded=tuple(padded.items()))
+
+
+def _with_padding(
+    program: Program, roles: Roles, cluster: Cluster, method: Method, report: Anytime
+) -> tuple[StepPlan, list[tuple[str, str]], Lengths]:
+    """The step planned as it stands, or with longer dims where that is faster; what else was tried; how these are longer."""
+    planned: StepPlan | None = None
+    tried: list[tuple[str, str]] = []
+    failure: InfeasibleError | None = None
+    splits_other_dims = not isinstance(method, DataParallel | Follow)
+    lengths = lengths_that_do_not_divide(program, roles, cluster.num_devices) if splits_other_dims else {}
+    try:
+        planned, tried = _planned(program, roles, cluster, method, report)
+    except InfeasibleError as error:
+        if not lengths:
+            raise
+        failure = error
+    if planned is not None:
+        lengths = {} if report.reason else worth_padding(planned, lengths, cluster)
+    if lengths:
+        try:
+            longer, more = _planned(padded_program(program, lengths), roles, cluster, method, report)
+        except AutoparError as error:
+            tried = [*tried, (padding_text(lengths), error.summary)]
+        else:
+            goal = method.options().goal
+            least = math.inf if planned is None else planned.seconds_for(goal)
+            if longer.seconds_for(goal) < (1 - TUNING.padding_gains) * least:
+                return longer, [*tried, *more], lengths
+            tried = [*tried, (padding_text(lengths), seconds_text(longer.seconds))]
+    if planned is None:
+        assert failure is not None, "there is a plan, or why there is none"
+        raise failure
+    return planned, tried, {}
 
 
 def _planned(
@@ -115,56 +154,106 @@ def _search(
     program: Program, roles: Roles, cluster: Cluster, method: Method, report: Anytime
 ) -> tuple[StepPlan, list[tuple[str, str]]]:
     """The best of the meshes that a method allows; `Auto()` looks for microbatches and pipelines too."""
-    step, count = program, count_of(method)
-    program = in_microbatches(step, roles, count, method.options().microbatch_semantics)
-    meshes = candidate_meshes(cluster, method)
-    searches = isinstance(method, Auto | Inference) and cluster.hosts > 1
-    if searches:
-        # Stages are there to take what a third axis would, at a fraction of the time it takes to plan that.
-        meshes = [mesh for mesh in meshes if len(mesh.shape) <= 2] or meshes
-    part = SHARE_OF_MESHES if isinstance(method, Auto | Inference) else 1.0
-    searched, accumulated, stages = Searched([], []), None, Stages()
-    with report.one_pass("meshes", lambda: bool(searched.results)):
-        search_meshes(program, roles, cluster, method, meshes, part_of(report, 0.0, part), searched)
-    whole = searched
-    if isinstance(method, Auto) and not report.reason:
-        silently = part_of(report, part, part)
-        with report.one_pass("microbatches", lambda: bool(searched.results)):
-            for accumulated in search_accumulation(step, roles, cluster, method, meshes, whole, silently):
-                count, program, searched = accumulated.count, accumulated.program, accumulated.searched
-    if searches and searched.results and not report.reason:
-        further = Searched(list(searched.results), [])
-        with report.one_pass("finer meshes", lambda: True):
-            finer = finer_meshes(cluster, meshes)
-            search_meshes(program, roles, cluster, method, finer, part_of(report, part, part), further)
-        searched.results = further.results
-        suffix = "" if accumulated is None else f", {count} microbatches"
-        whole.tried += [(f"{name}{suffix}", outcome) for name, outcome in further.tried]
-    tried = whole.tried
-    worth = searches or (isinstance(method, Auto | Inference) and _can_gain(method, searched))
-    if worth and not report.reason:
-        least = min((sharded.step_seconds for _, sharded in searched.results), default=math.inf)
-        telling = part_of(report, part, 1.0)
-        with report.one_pass("stages", lambda: bool(searched.results or stages.best)):
-            search_pipelines(step, roles, cluster, method.options(), stages, telling, least)
-        tried = [*tried, *stages.tried]
-    report.tried = tried
+    search = _Search(program, roles, cluster, method, report)
+    search.on_meshes()
+    search.in_microbatches()
+    if search.on_hosts:
+        search.on_finer_meshes()
+    if search.on_hosts or (isinstance(method, Auto | Inference) and _can_gain(method, search.searched)):
+        search.in_stages()
+    report.tried = search.tried
     if report.reason and report.reason != report.time_is_up:
-        warn(f"{step.name}: planning was stopped, and the best plan so far is used. Ctrl-C again stops the step.")
-    if stages.best is not None:
-        return all_lowered(stages.best, cluster), tried
-    if not searched.results:
-        assert searched.failure is not None, "there is always one mesh to try"
-        raise searched.failure
-    mesh, best = untie_best(program, roles, cluster, method, searched)
-    chosen = str(mesh) if accumulated is None else f"{mesh}, {count} microbatches"
-    return assemble_step(program, roles, count, mesh, best), [pair for pair in tried if pair[0] != chosen]
+        warn(f"{program.name}: planning was stopped, and the best plan so far is used. Ctrl-C again stops the step.")
+    return search.best()
 
 
-def finer_meshes(cluster: Cluster, known: Sequence[LogicalMesh]) -> list[LogicalMesh]:
-    """On several hosts: axes over hosts and a part of each; then those of three axes, which only small steps are planned on."""
-    wide = [mesh for mesh in logical_meshes(cluster) if len(mesh.shape) > 2 and mesh not in known]
-    return [*mixed_meshes(cluster, cluster.num_devices), *wide]
+class _Search:
+    """What a search has found of a step, pass by pass; a pass is left out once planning is to end.
+
+    Attributes:
+        searched: What was found of the step on one mesh, in `count` microbatches.
+        tried: What was tried: (what, its time or why not).
+        on_hosts: Whether stages are looked for whatever they can win: on several hosts.
+    """
+
+    def __init__(self, step: Program, roles: Roles, cluster: Cluster, method: Method, report: Anytime):
+        self.step, self.roles, self.cluster, self.method, self.report = step, roles, cluster, method, report
+        self.on_hosts = isinstance(method, Auto | Inference) and cluster.hosts > 1
+        self.meshes = candidate_meshes(cluster, method)
+        if self.on_hosts:
+            # Stages are there to take what a third axis would, at a fraction of the time it takes to plan that.
+            self.meshes = [mesh for mesh in self.meshes if len(mesh.shape) <= 2] or self.meshes
+        self.count = count_of(method)
+        self.program = in_microbatches(step, roles, self.count, method.options().microbatch_semantics)
+        self.searched, self.stages = Searched([], []), Stages()
+        self.tried = self.searched.tried
+        self.share = TUNING.meshes_share if isinstance(method, Auto | Inference) else 1.0
+
+    def on_meshes(self) -> None:
+        """The step as a whole, or in the microbatches that the method asks for, on each mesh."""
+        with self._a_pass("meshes"):
+            self._search_meshes(self.meshes, part_of(self.report, 0.0, self.share), self.searched)
+
+    def in_microbatches(self) -> None:
+        """`Auto()`: more microbatches, where that makes the step faster, or makes it fit."""
+        step, roles, cluster, method = self.step, self.roles, self.cluster, self.method
+        if self.report.reason or not isinstance(method, Auto):
+            return
+        with self._a_pass("microbatches"):
+            whole, silently = self.searched, self._silently
+            for found in search_accumulation(step, roles, cluster, method, self.meshes, whole, silently):
+                self.count, self.program, self.searched = found.count, found.program, found.searched
+
+    def on_finer_meshes(self) -> None:
+        """The program found so far on meshes that win little, or take long, once it is known what there is to beat."""
+        if self.report.reason or not self.searched.results:
+            return
+        finer = [m for m in finer_meshes(self.cluster, self.cluster.num_devices) if m not in self.meshes]
+        further = Searched(list(self.searched.results), [])
+        with self._a_pass("finer meshes"):
+            self._search_meshes(finer, self._silently, further)
+        self.searched.results = further.results
+        self.tried += [(self._named(name), outcome) for name, outcome in further.tried]
+
+    def in_stages(self) -> None:
+        """Pipelines."""
+        if self.report.reason:
+            return
+        least = min((sharded.step_seconds for _, sharded in self.searched.results), default=math.inf)
+        telling, options = part_of(self.report, self.share, 1.0), self.method.options()
+        with self._a_pass("stages"):
+            search_pipelines(self.step, self.roles, self.cluster, options, self.stages, telling, least)
+        self.tried += self.stages.tried
+
+    def best(self) -> tuple[StepPlan, list[tuple[str, str]]]:
+        """The fastest of all, and what was tried beside it.
+
+        Raises:
+            AutoparError: There is none; why the last mesh has none.
+        """
+        if self.stages.best is not None:
+            return all_lowered(self.stages.best, self.cluster), self.tried
+        if not self.searched.results:
+            assert self.searched.failure is not None, "there is always one mesh to try"
+            raise self.searched.failure
+        mesh, best = untie_best(self.program, self.roles, self.cluster, self.method, self.searched)
+        others = [pair for pair in self.tried if pair[0] != self._named(str(mesh))]
+        return assemble_step(self.program, self.roles, self.count, mesh, best), others
+
+    @property
+    def _silently(self) -> Report:
+        """Tells of progress that is none of the whole."""
+        return part_of(self.report, self.share, self.share)
+
+    def _a_pass(self, name: str) -> AbstractContextManager[None]:
+        return self.report.one_pass(name, lambda: bool(self.searched.results or self.stages.best))
+
+    def _search_meshes(self, meshes: Sequence[LogicalMesh], report: Report, searched: Searched) -> None:
+        search_meshes(self.program, self.roles, self.cluster, self.method, meshes, report, searched)
+
+    def _named(self, mesh: str) -> str:
+        """A mesh and, where the search chose it, the number of microbatches."""
+        return mesh if self.count == count_of(self.method) else f"{mesh}, {self.count} microbatches"
 
 
 def _can_gain(method: Method, searched: Searched) -> bool:
@@ -172,8 +261,8 @@ def _can_gain(method: Method, searched: Searched) -> bool:
     if not searched.results:
         return True
     _, best = searched.best
-    least = WORTH_SECONDS if method.options().goal == "step" else 0.0
-    return best.step_seconds - shared_seconds(best) > max(WORTH_STAGES * best.step_seconds, least)
+    least = TUNING.stages_gain_seconds if method.options().goal == "step" else 0.0
+    return best.step_seconds - shared_seconds(best) > max(TUNING.stages_gain * best.step_seconds, least)
 
 
 def _check_one_kind(cluster: Cluster) -> None:

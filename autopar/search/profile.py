@@ -14,7 +14,7 @@ from typing import Any
 from autopar._jax import JaxprEqn, Var
 from autopar.intra_op.costs import OperationSeconds, held_values
 from autopar.intra_op.liveness import memory_curve
-from autopar.intra_op.shard import Sharded
+from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.sharded import Body, Compute, Region, copies_made
 from autopar.ir.program import Program
 from autopar.ir.region import trip_count
@@ -24,9 +24,9 @@ from autopar.plan.profile import Crossing, CrossingKind, Memory, Profile, Work
 from autopar.plan.words import type_text
 from autopar.streams.assemble import StepPlan
 from autopar.streams.clock import kind_of, simulate_streams
-from autopar.streams.emit import Streams
 from autopar.streams.instructions import Recv, Send
 from autopar.streams.simulate import Watch
+from autopar.streams.streams import Streams
 from autopar.streams.timeline import EventKind
 
 MAX_POINTS = 400
@@ -48,8 +48,8 @@ def _of_program(planned: StepPlan, device: Device) -> Profile:
     sharded = stage.sharded
     phases = _phases(sharded.body)
     seconds: dict[EventKind, float] = {"F": 0.0, "B": 0.0, "U": 0.0}
-    for eqn_id, time in _kernels(sharded.body, OperationSeconds(sharded.graph, sharded.choices, device).of):
-        seconds[phases[eqn_id]] += time
+    for eqn, time in _kernels(sharded.body, OperationSeconds(sharded.graph, sharded.choices, device).of):
+        seconds[phases[eqn]] += time
     # Of branches the longest counts, so that these sum to at least what the step computes.
     scale = sharded.compute_seconds / (sum(seconds.values()) or 1.0)
     curve = memory_curve(sharded.body, stage.mesh, held_values(sharded.graph), stage.program.donated)
@@ -60,49 +60,48 @@ def _of_program(planned: StepPlan, device: Device) -> Profile:
     )
 
 
-def _kernels(body: Body, seconds_of: Callable[[JaxprEqn], float], times: int = 1) -> Iterator[tuple[int, float]]:
-    """(identity of an equation, its seconds in one step)."""
+def _kernels(body: Body, seconds_of: Callable[[JaxprEqn], float], times: int = 1) -> Iterator[tuple[JaxprEqn, float]]:
+    """(an equation, its seconds in one step)."""
     for i in body.instructions:
         match i:
             case Compute(eqn):
-                yield id(eqn), times * seconds_of(eqn)
+                yield eqn, times * seconds_of(eqn)
             case Region(eqn, _, _, bodies):
                 trips = trip_count(eqn) if eqn.primitive.name == "scan" else 1
                 for inner in bodies:
                     yield from _kernels(inner, seconds_of, times * trips)
 
 
-def _phases(body: Body) -> dict[int, EventKind]:
-    """Of each equation, by identity, to which phase it belongs."""
+def _phases(body: Body) -> dict[JaxprEqn, EventKind]:
+    """Of each equation to which phase it belongs."""
     eqns = [i.eqn for i in body.instructions if isinstance(i, Compute | Region)]
     behind = [k for k, eqn in enumerate(eqns) if _holds_backward(eqn)]
-    found: dict[int, EventKind] = {}
+    found: dict[JaxprEqn, EventKind] = {}
 
     def note(body: Body, phase: EventKind) -> None:
         for i in body.instructions:
             if isinstance(i, Compute | Region):
                 own: EventKind = "B" if phase == "B" or is_backward(i.eqn) else phase
-                found[id(i.eqn)] = own
+                found[i.eqn] = own
                 for inner in i.bodies if isinstance(i, Region) else ():
                     note(inner, own)
 
     note(body, "F")
     for eqn in eqns[behind[-1] + 1 :] if behind else ():
-        found[id(eqn)] = "U"
+        found[eqn] = "U"
     for i in body.instructions if behind else ():
-        if isinstance(i, Region) and found[id(i.eqn)] == "U":
+        if isinstance(i, Region) and found[i.eqn] == "U":
             for inner in i.bodies:
-                for eqn_id in _eqn_ids(inner):
-                    found[eqn_id] = "U"
+                found.update(dict.fromkeys(_eqns(inner), "U"))
     return found
 
 
-def _eqn_ids(body: Body) -> Iterable[int]:
+def _eqns(body: Body) -> Iterator[JaxprEqn]:
     for i in body.instructions:
         if isinstance(i, Compute | Region):
-            yield id(i.eqn)
+            yield i.eqn
             for inner in i.bodies if isinstance(i, Region) else ():
-                yield from _eqn_ids(inner)
+                yield from _eqns(inner)
 
 
 def _holds_backward(eqn: Any) -> bool:
@@ -113,7 +112,7 @@ def _holds_backward(eqn: Any) -> bool:
 
 
 def _parts_of_program(
-    program: Program, sharded: Sharded, phases: Mapping[int, EventKind]
+    program: Program, sharded: Sharded, phases: Mapping[JaxprEqn, EventKind]
 ) -> tuple[tuple[str, int], ...]:
     maker: dict[Var, str] = {}
     for k, (var, _) in enumerate(sharded.body.inputs):
@@ -122,7 +121,7 @@ def _parts_of_program(
     for i in sharded.body.instructions:
         if isinstance(i, Compute | Region):
             for var, _ in copies_made(i):
-                maker.setdefault(var, names[phases[id(i.eqn)]])
+                maker.setdefault(var, names[phases[i.eqn]])
     totals: dict[str, int] = {}
     for alive in sharded.liveness.alive:
         name = maker.get(alive.copy[0], "inside a loop")

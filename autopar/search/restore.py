@@ -16,14 +16,11 @@ from autopar.inter_op.fused import fused_program
 from autopar.inter_op.stage_plan import lower_stage
 from autopar.inter_op.stage_program import stage_program
 from autopar.inter_op.tasks import make_tasks
-from autopar.intra_op.costs import build_problem
 from autopar.intra_op.graph import Graph
-from autopar.intra_op.problem import Solution
 from autopar.intra_op.restrict import (
     Allowed,
     pin_constraints,
 )
-from autopar.intra_op.shard import read_off
 from autopar.intra_op.sharded import Collective
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
@@ -32,7 +29,8 @@ from autopar.plan.decision import Value
 from autopar.report.plan import Plan
 from autopar.search.describe import describe_plan
 from autopar.search.methods import Method, method_text
-from autopar.search.one_mesh import count_of, in_microbatches, restrict_plan
+from autopar.search.one_mesh import in_microbatches, restrict_plan
+from autopar.search.padding import padded_program
 from autopar.search.solve_stages import given_choices
 from autopar.streams.assemble import StepPlan, assemble, assemble_step
 from autopar.streams.schedules import find_schedule, splits_backward
@@ -55,7 +53,7 @@ def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, pl
     _check_devices(cluster, plan)
     carry_out = _one_program if plan.is_one_program else _pipeline
     try:
-        planned = carry_out(program, roles, cluster, method, plan)
+        planned = carry_out(padded_program(program, dict(plan.padded)), roles, cluster, method, plan)
         fresh = describe_plan(program, roles, cluster, method, planned, plan.cost.planning_seconds)
     except PlanFileError:
         raise
@@ -130,29 +128,6 @@ def _check_same(plan: Plan, fresh: Plan) -> None:
     ):
         if now != was:
             raise _not_these_choices(plan, f"they give other {what} than it lists")
-
-
-def plan_of_choices(
-    step: Program,
-    program: Program,
-    roles: Roles,
-    cluster: Cluster,
-    method: Method,
-    graph: Graph,
-    choices: Sequence[int],
-) -> Plan:
-    """The plan of given choices, one per node of `graph`; nothing is solved, and nothing is known of its optimality.
-
-    The graph is that of `program`, the step in the method's number of microbatches (`in_microbatches`).
-    """
-    class_of = list(range(len(graph.nodes)))
-    problem = build_problem(graph, cluster.device, class_of)
-    solution = Solution(tuple(choices), problem.cost(choices), 0.0, "feasible", "given")
-    sharded = read_off(
-        program.jaxpr, graph, choices, class_of, problem, solution, Allowed(), cluster.device, roles.donated
-    )
-    planned = assemble_step(program, roles, count_of(method), graph.mesh, sharded)
-    return describe_plan(step, roles, cluster, method, planned, 0.0)
 
 
 def _unnamed(entries: Sequence[Value | Collective]) -> list[Value | Collective]:

@@ -14,25 +14,33 @@ from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.equal_stages import take_over
 from autopar.inter_op.stage import StageProgram
-from autopar.inter_op.stage_plan import STAGE_GAP, StagePlan, plan_stage
+from autopar.inter_op.stage_plan import StagePlan, plan_stage
+from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.costs import build_problem
-from autopar.intra_op.graph import Graph, build_graph
+from autopar.intra_op.graph import Graph
 from autopar.intra_op.problem import Solution
+from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.restrict import Allowed, Restrict
-from autopar.intra_op.shard import Sharded, read_off
 from autopar.intra_op.tying import tie_nodes
 from autopar.ir.canonical import canonical_key
 from autopar.mesh import Cluster, LogicalMesh, Sharding
 from autopar.options import Options
 from autopar.plan.decision import Cost
 from autopar.search.pins import RestrictStage, unrestricted
+from autopar.tuning import TUNING
 
 
 @dataclass(slots=True)
 class Solved:
-    """Stages that have been sharded, so that equal ones are solved once: key -> the stage that was."""
+    """Stages that have been sharded, so that equal ones are solved once.
+
+    Attributes:
+        known: Key -> the stage that was.
+        graphs: Of programs, by identity, a graph: on another mesh, what does not depend on the mesh is taken from there.
+    """
 
     known: dict[Hashable, StagePlan] = field(default_factory=dict)
+    graphs: dict[int, tuple[StageProgram, Graph]] = field(default_factory=dict)
 
 
 def best_stage(
@@ -43,7 +51,7 @@ def best_stage(
     solved: Solved,
     restrict: RestrictStage = unrestricted,
     all_again: bool = False,
-    gap: float = STAGE_GAP,
+    gap: float = TUNING.stage_gap,
 ) -> StagePlan:
     """A stage on the logical mesh on which it is fastest; `all_again` and `gap` as of `solve_stage`.
 
@@ -74,7 +82,7 @@ def solve_stage(
     restrict: Restrict | None = None,
     pins: Hashable = (),
     all_again: bool = False,
-    gap: float = STAGE_GAP,
+    gap: float = TUNING.stage_gap,
 ) -> StagePlan:
     """Shard a stage, or take over the choices of an equal one.
 
@@ -106,8 +114,10 @@ def solve_stage(
     )
     if key in solved.known:
         return take_over(program, solved.known[key], cluster.device)
-    made = plan_stage(program, mesh, cluster.device, options, restrict, all_again, gap)
+    _, like = solved.graphs.get(id(program), (program, None))
+    made = plan_stage(program, mesh, cluster.device, options, restrict, all_again, gap, like)
     solved.known[key] = made
+    solved.graphs.setdefault(id(program), (program, made.sharded.graph))
     return made
 
 

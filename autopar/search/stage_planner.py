@@ -16,16 +16,15 @@ from autopar.errors import DeviceCountError, InfeasibleError, PipelineError, war
 from autopar.inter_op.chain import balanced_borders
 from autopar.inter_op.cut import CutStep, check_stage_count, cut_step
 from autopar.inter_op.stage import StageProgram
-from autopar.inter_op.stage_plan import STAGE_GAP
 from autopar.inter_op.weigh import weigh_segments
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.hand_plans import restrict_to_axes
 from autopar.intra_op.restrict import Allowed, Restrict
 from autopar.ir.program import Program
 from autopar.ir.source import is_backward
-from autopar.ir.trace.flatten import is_recomputed
+from autopar.ir.trace.inline_calls import is_recomputed
 from autopar.ir.trace.state import Roles
-from autopar.mesh import Cluster, LogicalMesh, logical_meshes, more_devices_text
+from autopar.mesh import Cluster, LogicalMesh, linked_mesh, logical_meshes, more_devices_text
 from autopar.search.methods import PipelineParallel, ThreeD, method_text
 from autopar.search.parts import even_parts, parts_apart
 from autopar.search.pipeline import plan_pipeline
@@ -34,10 +33,7 @@ from autopar.search.solve_stages import Solved
 from autopar.search.uneven import uneven_text
 from autopar.streams.assemble import PipelinePlan, all_lowered
 from autopar.streams.schedules import find_schedule, num_chunks
-
-MICROBATCHES_PER_STAGE = 4
-HAND_GAP = 1e-5
-"""A method of the papers is to be that of the papers: no collective more or less, however little it costs."""
+from autopar.tuning import TUNING
 
 
 def pipeline_of(
@@ -85,7 +81,7 @@ def pipeline_of(
 
     def plan(cut: CutStep, beat: float) -> PipelinePlan:
         borders = balanced_borders(cut.chain, num_stages, shares=sizes)
-        gap = HAND_GAP if isinstance(method, ThreeD) else STAGE_GAP
+        gap = TUNING.hand_gap if isinstance(method, ThreeD) else TUNING.stage_gap
         return plan_pipeline(cut, borders, meshes, cluster, schedule, options, solved, restrict, beat, gap, report)
 
     report(f"cutting {program.name} into {num_stages} stages, {count} microbatches", 0.0)
@@ -136,7 +132,7 @@ def _best_in_memory(
 def default_microbatches(program: Program, roles: Roles, num_stages: int) -> int:
     """Four for each stage, or the most below that which divide the batch."""
     sizes = [program.in_avals[k].shape[0] for k in roles.batch]
-    wanted = MICROBATCHES_PER_STAGE * num_stages if num_stages > 1 else 1
+    wanted = TUNING.microbatches_per_stage * num_stages if num_stages > 1 else 1
     return next((m for m in range(wanted, 0, -1) if all(size % m == 0 for size in sizes)), 1)
 
 
@@ -214,10 +210,7 @@ def _submesh_sizes(method: PipelineParallel | ThreeD, num_stages: int, cluster: 
 
 def _meshes(method: PipelineParallel | ThreeD, cluster: Cluster, size: int) -> list[LogicalMesh]:
     if isinstance(method, ThreeD):
-        reaches = method.data * method.tensor, method.tensor
-        outer, inner = (cluster.link_at(cluster.level_over(reach)) for reach in reaches)
-        outer, inner = outer.within(method.data), inner.within(method.tensor)
-        return [LogicalMesh((method.data, method.tensor), axis_names=("data", "tensor"), links=(outer, inner))]
+        return [linked_mesh(cluster, (method.data, method.tensor), ("data", "tensor"))]
     return logical_meshes(cluster, size)
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,7 +24,7 @@ from autopar.inter_op.weigh import weigh_segments
 from autopar.ir.program import Program
 from autopar.ir.split.layers import layer_count
 from autopar.ir.trace.state import Roles
-from autopar.mesh import Cluster, LogicalMesh, logical_meshes, mixed_meshes
+from autopar.mesh import Cluster, finer_meshes
 from autopar.options import Goal, Options
 from autopar.search.candidates import Candidate, Rounds, equal_candidates, find_candidates
 from autopar.search.layer_costs import LayerCosts, submesh_sizes
@@ -34,33 +34,11 @@ from autopar.search.progress import Report, part_of, silent
 from autopar.search.solve_stages import Solved
 from autopar.streams.assemble import PipelinePlan
 from autopar.streams.schedules import SCHEDULES, Schedule, num_chunks
+from autopar.tuning import TUNING
 
-MAX_LAYERS = 16
-"""Of how many equal layers each has a share of the work; more parts of it than these are interpolated."""
-LAYERS_SHARE = 0.4
-"""Part of the search that costs of layers take, for progress."""
-LAYER_SLACK = 0.35
-"""Layers may be so uneven, that more of them are equal."""
-FEW = (1, 2)
-COUNTS = (4, 8, 16, 32, 64, 128)
-"""Numbers of microbatches that are tried, if they divide the batch; a few only without a backward pass."""
-FINALISTS = 2
-"""At least so many of the best pipelines of the table are planned as they are; of small programs more."""
-MUCH_WAITING = 0.03
 FIRST_SCHEDULE, FORWARD_ONLY = "1f1b", "inference"
 """With a backward pass, and without."""
-CALLS = 64
-"""Calls in a row that stand for many: where calls do not wait for each other, a pipeline fills once for all of them."""
-BUBBLE = 0.5
-"""Part of 1F1B's bubble that the schedules which send or keep more for it leave."""
 """Where devices wait longer than this part of a step, the schedules that send or keep more for it are tried too."""
-EFFORT = 6000
-"""As many as this many equations allow, each pipeline planned again counting the program's."""
-MOST = 16
-DOUBT = 0.1
-"""The table may be wrong by this part: what it says to take longer at least than the best step known by more is left out."""
-GENEROUS = 4.0
-"""Where no step is known that fits: no stage takes so many times as long as if all devices shared all work evenly."""
 
 
 @dataclass(slots=True)
@@ -96,91 +74,93 @@ def search_pipelines(
         report: Told of progress.
         known: Seconds of the best step known without stages.
     """
-    tried = found.tried
     batch_sizes = [program.in_avals[k].shape[0] for k in roles.batch]
-    counts = _counts(batch_sizes)
-    reference = counts[len(counts) // 2]
-    cuts: dict[tuple[int, int], CutStep] = {}
-    length = layer_count(program.jaxpr, roles.state, roles.aliases)
-    fine = layer_parts(length)
-
-    def cut_for(count: int, parts: int = fine) -> CutStep:
-        # Only scans over layers are taken into parts.
-        key = parts if length else 0, count
-        if key not in cuts:
-            cuts[key] = cut_step(program, roles, parts, count, options.microbatch_semantics)
-        return cuts[key]
-
+    cuts = _Cuts(program, roles, options.microbatch_semantics)
     report("cutting the step into layers", 0.0, known)
-    try:
-        cut = cut_for(reference)
-    except (MicrobatchError, BatchError) as error:
-        tried.append((f"{reference} microbatches", error.summary))
-        counts, reference = [1], 1
-        cut = cut_for(1)
+    cut, counts = _first_cut(cuts, _counts(batch_sizes), found.tried)
+    reference = counts[len(counts) // 2]
     forward_only = not any(cut.chain.backward)
-    first = FORWARD_ONLY if forward_only else FIRST_SCHEDULE
     if forward_only:  # nothing is added up over microbatches, and the pipeline fills at once
-        few = [m for m in FEW if all(size % m == 0 for size in batch_sizes) and m not in counts]
+        few = [m for m in TUNING.few_microbatches if all(size % m == 0 for size in batch_sizes) and m not in counts]
         counts = [*few, *counts]
-    rounds = Rounds(CALLS if options.goal == "calls" else 1, 1.0 if forward_only else BUBBLE)
     # The same segments make a layer for every number of microbatches: what they do does not depend on it.
     chain = weigh_segments(cut, 1, cluster.device).chain
-    borders = layer_borders(chain, MAX_LAYERS, LAYER_SLACK)
+    borders = layer_borders(chain, TUNING.table_layers, TUNING.layer_slack)
     if len(borders) < 2:
         return
     budget = options.memory_budget_bytes or cluster.device.memory_bytes
     work = np.add.reduceat(chain.work, borders)
-    sizes = _worthy_sizes(work * reference, cluster, known, tried)
+    sizes = _worthy_sizes(work * reference, cluster, known, found.tried)
     solved = Solved()
-    telling = part_of(report, 0.0, LAYERS_SHARE)
-    layers = LayerCosts(cut_for, borders, work, sizes, batch_sizes, counts, cluster, options, solved, telling)
+    telling = part_of(report, 0.0, TUNING.layers_share)
+    layers = LayerCosts(cuts.of, borders, work, sizes, batch_sizes, counts, cluster, options, solved, telling)
+    calls = TUNING.calls_in_a_row if options.goal == "calls" else 1
+    rounds = Rounds(calls, 1.0 if forward_only else TUNING.bubble_left)
     crossing = reference * _transfers([cut.chain.cut_bytes[k] for k in borders], cluster)
-    finalists = max(FINALISTS, min(MOST, EFFORT // max(1, len(cut.program.jaxpr.eqns))))
-    most_stages = max(cut.chain.num_segments, length)
-    candidates = find_candidates(layers, counts, crossing, cluster, budget, rounds, finalists // 2, most_stages)
+    affordable = TUNING.finalist_equations // max(1, len(cut.program.jaxpr.eqns))
+    effort = max(TUNING.finalists, min(TUNING.most_finalists, affordable))
+    most_stages = max(cut.chain.num_segments, cuts.length)
+    candidates = find_candidates(layers, counts, crossing, cluster, budget, rounds, effort // 2, most_stages, known)
+    finalists = candidates[:effort]
 
     def plan(candidate: Candidate, schedule: Schedule, beat: float) -> PipelinePlan:
-        return _plan(cut_for, cluster, options, candidate, schedule, borders, solved, beat)
+        return _plan(cuts, cluster, options, candidate, schedule, borders, solved, beat)
 
-    attempts = _Attempts(plan, options.goal, budget, known, part_of(report, LAYERS_SHARE, 1.0), found)
-    attempts.expected = min(finalists, len(candidates)) + max(1, finalists // 4) + 2
-    for candidate in candidates[:finalists]:
-        attempts.make(candidate, first)
+    attempts = _Attempts(plan, options.goal, budget, known, part_of(report, TUNING.layers_share, 1.0), found)
+    attempts.expected = len(finalists) + max(1, effort // 4) + 2
+    first = FORWARD_ONLY if forward_only else FIRST_SCHEDULE
+    attempts.make_all(finalists, first)
     if found.best is None and math.isinf(known):
         # The table's memory is an estimate: what takes least of it may fit after all.
-        for candidate in equal_candidates(layers, crossing * 0, counts[-1], cluster, math.inf, rounds, most_stages):
-            if candidate not in candidates[:finalists]:
-                attempts.make(candidate, first)
-    balanced = all(candidate.firsts is None for candidate in attempts.fastest(1))
-    parts = parts_apart(program, roles, attempts.least, balanced) if attempts.planned else 0
-    for candidate in (attempts.fastest(1) or candidates[:FINALISTS]) if parts else ():
-        attempts.make(dataclasses.replace(candidate, firsts=None, parts=parts), first)
-    for candidate in () if forward_only else attempts.fastest(max(1, finalists // 4)):
-        attempts.make(candidate, "zb-h1")
-    if attempts.least is not None and attempts.least.waiting_share > MUCH_WAITING and not forward_only:
-        for candidate in attempts.fastest(1):
-            attempts.make(candidate, "gpipe")
-            attempts.make(candidate, "interleaved")
-    fastest = found.best
-    for candidate in attempts.fastest(1) if fastest is not None else ():
-        finer = {size: finer_meshes(cluster, size, finalists > FINALISTS) for size in candidate.sizes}
-        meshes = tuple((*own, *finer[size]) for own, size in zip(candidate.meshes, candidate.sizes, strict=True))
-        if meshes != candidate.meshes:
-            assert fastest is not None, "there is a schedule to keep to"
-            attempts.make(dataclasses.replace(candidate, meshes=meshes), fastest.schedule.name)
+        frugal = equal_candidates(layers, crossing * 0, counts[-1], cluster, math.inf, rounds, most_stages)
+        attempts.make_all([candidate for candidate in frugal if candidate not in finalists], first)
+    _try_layers_apart(attempts, candidates, program, roles, first)
+    if not forward_only:
+        _try_schedules(attempts, effort)
+    if found.best is not None:
+        _try_finer_meshes(attempts, cluster, effort > TUNING.finalists, found.best.schedule.name)
+
+
+class _Cuts:
+    """The step, cut for numbers of microbatches and parts of its scans over layers; each way once.
+
+    Attributes:
+        length: Layers of the scans that are taken into parts; 0: there are none.
+    """
+
+    def __init__(self, program: Program, roles: Roles, semantics: str):
+        self.length = layer_count(program.jaxpr, roles.state, roles.aliases)
+        self._program, self._roles, self._semantics = program, roles, semantics
+        self._known: dict[tuple[int, int], CutStep] = {}
+
+    def of(self, count: int, parts: int = 0) -> CutStep:
+        """The step in `count` microbatches, its scans in `parts`; 0: as many as layers are told apart.
+
+        Raises:
+            BatchError: The batch does not divide.
+            MicrobatchError: Microbatches would compute something else.
+        """
+        key = (parts or layer_parts(self.length) if self.length else 0), count
+        if key not in self._known:
+            self._known[key] = cut_step(self._program, self._roles, key[0], count, self._semantics)
+        return self._known[key]
+
+
+def _first_cut(cuts: _Cuts, counts: list[int], tried: list[tuple[str, str]]) -> tuple[CutStep, list[int]]:
+    """The step cut for a number of microbatches in the middle, and the numbers to try: 1 alone, where it has none."""
+    reference = counts[len(counts) // 2]
+    try:
+        return cuts.of(reference), counts
+    except (MicrobatchError, BatchError) as error:
+        tried.append((f"{reference} microbatches", error.summary))
+        return cuts.of(1), [1]
 
 
 def layer_parts(length: int) -> int:
     """Into how many parts scans over so many layers are taken: equal ones, if these are at least half as many as may be."""
-    equal = next((n for n in range(min(length, MAX_LAYERS), MAX_LAYERS // 2 - 1, -1) if length % n == 0), 0)
-    return equal or min(length, MAX_LAYERS)
-
-
-def finer_meshes(cluster: Cluster, size: int, wide: bool) -> tuple[LogicalMesh, ...]:
-    """Meshes for a stage beside those of its layers: axes over hosts and a part of each, and three axes."""
-    three = [mesh for mesh in logical_meshes(cluster, size) if len(mesh.shape) > 2] if wide else []
-    return (*mixed_meshes(cluster, size), *three)
+    most = TUNING.table_layers
+    equal = next((n for n in range(min(length, most), most // 2 - 1, -1) if length % n == 0), 0)
+    return equal or min(length, most)
 
 
 def _worthy_sizes(work: np.ndarray, cluster: Cluster, known: float, tried: list[tuple[str, str]]) -> list[int]:
@@ -193,7 +173,7 @@ def _worthy_sizes(work: np.ndarray, cluster: Cluster, known: float, tried: list[
         tried: Extended.
     """
     least = float(np.median(work))
-    limit = known if math.isfinite(known) else GENEROUS * float(work.sum()) / cluster.num_devices
+    limit = known if math.isfinite(known) else TUNING.generous * float(work.sum()) / cluster.num_devices
     sizes = submesh_sizes(cluster)
     worthy = [size for size in sizes if least / size < limit]
     if len(worthy) < len(sizes) and math.isfinite(known):
@@ -237,7 +217,7 @@ class _Attempts:
         beat = min(self._known, self._least_seconds)
         self._report(f"planning {text}", self._made / max(self.expected, self._made + 1), beat)
         self._made += 1
-        if candidate.least * (1 - DOUBT) >= beat and not candidate.parts:  # of single layers the table knows nothing
+        if not candidate.may_beat(beat):
             self._found.tried.append((text, f"left out: about {candidate.least:.3e} s at least"))
             return
         self.planned += 1
@@ -253,13 +233,51 @@ class _Attempts:
             self._least_seconds, self.least = seconds, made
             self._found.best = made if seconds < self._known else self._found.best
 
+    def make_all(self, candidates: Iterable[Candidate], schedule: str) -> None:
+        """Plan some candidates under a schedule."""
+        for candidate in candidates:
+            self.make(candidate, schedule)
+
     def fastest(self, count: int) -> list[Candidate]:
         """The candidates that were fastest."""
         return sorted(self._seconds, key=lambda candidate: self._seconds[candidate])[:count]
 
 
+def _try_layers_apart(
+    attempts: _Attempts, candidates: Sequence[Candidate], program: Program, roles: Roles, schedule: str
+) -> None:
+    """The fastest with every layer by itself, where memory demands that layers run again (`parts.py`)."""
+    if not attempts.planned:
+        return
+    fastest, least = attempts.fastest(1), attempts.least
+    parts = parts_apart(program, roles, least)
+    # Stages of a table's layers, each of these one of the program's, may still come out more even.
+    are_so = least is not None and least.cut.stacks.count == parts and all(each.firsts is None for each in fastest)
+    if parts and not are_so:
+        chosen = fastest or candidates[: TUNING.finalists]
+        attempts.make_all([dataclasses.replace(each, firsts=None, parts=parts) for each in chosen], schedule)
+
+
+def _try_schedules(attempts: _Attempts, effort: int) -> None:
+    """The fastest under the schedules that fill the bubble, and where devices wait much, that send or keep more for it."""
+    attempts.make_all(attempts.fastest(max(1, effort // 4)), "zb-h1")
+    if attempts.least is not None and attempts.least.waiting_share > TUNING.much_waiting:
+        for candidate in attempts.fastest(1):
+            attempts.make(candidate, "gpipe")
+            attempts.make(candidate, "interleaved")
+
+
+def _try_finer_meshes(attempts: _Attempts, cluster: Cluster, wide: bool, schedule: str) -> None:
+    """The fastest with more meshes to choose from for its stages; `wide` as of `finer_meshes`."""
+    for candidate in attempts.fastest(1):
+        finer = {size: finer_meshes(cluster, size, wide) for size in candidate.sizes}
+        meshes = tuple((*own, *finer[size]) for own, size in zip(candidate.meshes, candidate.sizes, strict=True))
+        if meshes != candidate.meshes:
+            attempts.make(dataclasses.replace(candidate, meshes=meshes), schedule)
+
+
 def _counts(batch_sizes: Sequence[int]) -> list[int]:
-    found = [m for m in COUNTS if batch_sizes and all(size % m == 0 for size in batch_sizes)]
+    found = [m for m in TUNING.microbatch_counts if batch_sizes and all(size % m == 0 for size in batch_sizes)]
     if found:
         return found
     every = [m for m in range(2, 129) if batch_sizes and all(size % m == 0 for size in batch_sizes)]
@@ -273,7 +291,7 @@ def _transfers(crossing_bytes: Sequence[float], cluster: Cluster) -> np.ndarray:
 
 
 def _plan(
-    cut_for: Callable[..., CutStep],
+    cuts: _Cuts,
     cluster: Cluster,
     options: Options,
     candidate: Candidate,
@@ -286,14 +304,14 @@ def _plan(
     chunks, firsts = num_chunks(schedule), candidate.firsts
     num_stages = len(candidate.sizes) * chunks
     anew = firsts is None or chunks > 1
-    cut = cut_for(candidate.count, candidate.parts or num_stages) if anew else cut_for(candidate.count)
+    cut = cuts.of(candidate.count, (candidate.parts or num_stages) if anew else 0)
     check_stage_count(cut, num_stages, chunks)
     if anew:
         sizes = candidate.sizes * chunks
         even = weigh_segments(cut, min(sizes), cluster.device)
         parts = even_parts(even, num_stages)
         if not candidate.parts and parts != cut.stacks.count:
-            cut = cut_for(candidate.count, parts)
+            cut = cuts.of(candidate.count, parts)
             even = weigh_segments(cut, min(sizes), cluster.device)
         borders = balanced_borders(even.chain, num_stages, shares=sizes)
     else:

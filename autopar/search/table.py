@@ -9,6 +9,7 @@ Method: a stage's cost is the sum of its layers', or of parts of them. A stage t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -56,6 +57,8 @@ class _Costs:
         plain_kept: What it would keep, and
         plain_working: work with, if only what is cheap ran again.
         again: Whether all of a stage may run again at once, from its input alone.
+        budget: Bytes of one device; inf: these layers are larger than memory, and how they would be sharded within it is not
+            known yet.
     """
 
     seconds: np.ndarray
@@ -66,9 +69,10 @@ class _Costs:
     plain_kept: np.ndarray
     plain_working: np.ndarray
     again: bool
+    budget: float
 
 
-def _costs(layers: LayerCosts, count: int) -> Iterator[tuple[int, int, LogicalMesh, _Costs]]:
+def _costs(layers: LayerCosts, count: int, budget: float) -> Iterator[tuple[int, int, LogicalMesh, _Costs]]:
     """(size, level, mesh, costs of all layers there) for so many microbatches."""
     for level, what in enumerate(layers.levels):
         for size in layers.meshes:
@@ -81,7 +85,9 @@ def _costs(layers: LayerCosts, count: int) -> Iterator[tuple[int, int, LogicalMe
                 ]
                 seconds, least, held, kept, working, plain_kept, plain_working = np.array(rows).T
                 again = what == ALL and len(layers.levels) > 1
-                yield size, level, mesh, _Costs(seconds, least, held, kept, working, plain_kept, plain_working, again)
+                room = math.inf if layers.is_beyond(size, count) else budget
+                of_mesh = _Costs(seconds, least, held, kept, working, plain_kept, plain_working, again, room)
+                yield size, level, mesh, of_mesh
 
 
 def _row(cost: LayerCost, plain: LayerCost, longer: float, scale: float, count: int) -> tuple[float, ...]:
@@ -93,7 +99,7 @@ def _row(cost: LayerCost, plain: LayerCost, longer: float, scale: float, count: 
 
 
 def _holds(
-    costs: _Costs, share: np.ndarray, first: np.ndarray, count: int, budget: float
+    costs: _Costs, share: np.ndarray, first: np.ndarray, count: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Seconds of stages for one microbatch (and at least), and how many their memory holds; of those at most `count`.
 
@@ -102,7 +108,6 @@ def _holds(
         share: `[stage, layer]`: how much of each layer is in a stage.
         first: `[stage]`: the layer that a stage begins with, whose input it keeps where all else runs again.
         count: Number of microbatches.
-        budget: Bytes of one device.
     """
     inside = share > 0
     fits = ~(inside & np.isnan(costs.seconds)).any(1)
@@ -113,7 +118,7 @@ def _holds(
     def most(values: np.ndarray) -> np.ndarray:
         return np.where(inside, np.nan_to_num(values), 0.0).max(1)
 
-    room = budget - total(costs.held)
+    room = costs.budget - total(costs.held)
 
     def flight(kept: np.ndarray, working: np.ndarray) -> np.ndarray:
         left = room - working
@@ -145,9 +150,9 @@ def kinds_of(layers: LayerCosts, count: int, budget: float) -> Kinds:
     seconds = np.full((num_layers, num_layers, len(kinds)), np.inf)
     least, flight = seconds.copy(), np.zeros(seconds.shape)
     chosen: dict[tuple[int, int, int], LogicalMesh] = {}
-    for size, level, mesh, costs in _costs(layers, count):
+    for size, level, mesh, costs in _costs(layers, count, budget):
         number = kinds.index((level, size))
-        times, lower, holds = _holds(costs, share, firsts, count, budget)
+        times, lower, holds = _holds(costs, share, firsts, count)
         for k in np.flatnonzero(times < seconds[firsts, lasts, number]):
             place = int(firsts[k]), int(lasts[k]), number
             seconds[place], least[place], flight[place], chosen[place] = times[k], lower[k], holds[k], mesh
@@ -184,9 +189,9 @@ def equal_stages(
     first = np.argmax(share > 0, axis=1)
     behind = np.minimum(count, num_stages - np.arange(num_stages))
     best: dict[LogicalMesh, tuple[np.ndarray, np.ndarray]] = {}
-    for of_size, _, mesh, costs in _costs(layers, count):
+    for of_size, _, mesh, costs in _costs(layers, count, budget):
         if of_size == size:
-            times, lower, holds = _holds(costs, share, first, count, budget)
+            times, lower, holds = _holds(costs, share, first, count)
             times = np.where(holds >= behind, times, np.inf)
             before = best.get(mesh, (np.full(num_stages, np.inf),) * 2)
             best[mesh] = np.minimum(before[0], times), np.where(times < before[0], lower, before[1])

@@ -17,9 +17,7 @@ from autopar.inter_op.cut import CutStep
 from autopar.intra_op.sharded import describe
 from autopar.ir.region import kind_of, region_of, trip_count
 from autopar.ir.work import Work
-
-UNEVEN = 1.5
-"""Equal shares of the work that one stage may have."""
+from autopar.tuning import TUNING
 
 
 def uneven_text(cut: CutStep, borders: Sequence[int], sizes: Sequence[int]) -> str:
@@ -38,7 +36,7 @@ def uneven_text(cut: CutStep, borders: Sequence[int], sizes: Sequence[int]) -> s
     whole = float(of_mesh.sum())
     even = whole * np.array(sizes) / sum(sizes)
     mesh = int((of_mesh / even).argmax()) if whole else 0
-    if of_mesh[mesh] <= UNEVEN * even[mesh]:
+    if of_mesh[mesh] <= TUNING.uneven_stage * even[mesh]:
         return ""
     stage = mesh + num_meshes * int(of_stage[mesh::num_meshes].argmax())
     last = borders[stage + 1] if stage + 1 < len(borders) else chain.num_segments

@@ -20,18 +20,19 @@ from autopar.inter_op.placement import place_stages
 from autopar.inter_op.stage_plan import StagePlan, lower_stage
 from autopar.inter_op.stage_program import with_tasks
 from autopar.inter_op.tasks import Tasks
-from autopar.intra_op.shard import Sharded
+from autopar.intra_op.read_off import Sharded
 from autopar.ir.program import Program
 from autopar.ir.split.layers import LayerSplit, whole_stacks
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Goal
 from autopar.streams.check import check_streams
-from autopar.streams.clock import check_order, contract_of, simulate_streams
-from autopar.streams.emit import Streams, emit_instructions, emit_step
+from autopar.streams.clock import check_order, simulate_streams
+from autopar.streams.emit import emit_instructions, emit_step
 from autopar.streams.instructions import Run
 from autopar.streams.schedules import Schedule, num_chunks
 from autopar.streams.simulate import Interval, Simulation
+from autopar.streams.streams import Streams, contract_of
 
 ONE_PROGRAM = "none"
 """What stands for the schedule of a step that is one program."""

@@ -15,12 +15,11 @@ from autopar.inter_op.stage import TaskKind
 from autopar.inter_op.stage_plan import StagePlan
 from autopar.inter_op.tasks import Tasks
 from autopar.mesh import Cluster, Link
-from autopar.streams.check import Contract
-from autopar.streams.emit import Streams
 from autopar.streams.instructions import Instruction, Run, Send
 from autopar.streams.schedules import Schedule, Step, num_chunks
 from autopar.streams.schedules.schedule import clocks
 from autopar.streams.simulate import Simulation, simulate
+from autopar.streams.streams import Streams
 from autopar.streams.timeline import Event, EventKind, Timeline
 
 
@@ -70,36 +69,6 @@ def check_order(order: Sequence[Sequence[Step]], schedule: Schedule, tasks: Task
 
 
 _MEANING = {"F": "forward", "B": "backward", "W": "backward, the weights' half"}
-
-
-def contract_of(streams: Streams, num_microbatches: int) -> Contract:
-    """What the streams must keep, told from the programs and not from the streams."""
-    number = next(iter(streams.numbers.values()), None)
-    number_key = streams.buffers[number].key if number is not None else None
-
-    def operands(name: str) -> list[tuple[str, object]]:
-        plan = streams.programs[name]
-        found = [(b.slot.kind, b.slot.key) for b in (*plan.inputs, *plan.written_rows)]
-        return found + [("number", number_key)] * plan.needs_number
-
-    given: dict[int, list[int]] = {mesh: [] for mesh in streams.instructions}
-    for at in (*streams.arguments.values(), *streams.pieces.values(), *streams.numbers.values()):
-        given[streams.buffers[at].mesh].append(at)
-    runs = [
-        (name, k)
-        for name, plan in streams.programs.items()
-        for k in range(num_microbatches if plan.task.is_in_loop else 1)
-    ]
-    return Contract(
-        given,
-        [at for at in streams.results if at is not None],
-        {name: operands(name) for name in streams.programs},
-        {name: [(b.slot.kind, b.slot.key) for b in plan.outputs] for name, plan in streams.programs.items()},
-        [(b.kind, b.key, b.microbatch) for b in streams.buffers],
-        [b.mesh for b in streams.buffers],
-        runs,
-        [b.num_bytes for b in streams.buffers],
-    )
 
 
 def simulate_streams(

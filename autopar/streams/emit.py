@@ -1,87 +1,31 @@
 """From stages and a schedule to instruction streams.
 
 In:     the stages' tasks on their meshes, the order of their steps.
-Out:    `Streams`: per mesh its instructions, and what every buffer is.
+Out:    `Streams` (`streams.py`): per mesh its instructions, and what every buffer is.
 Method: each mesh runs its tasks in the schedule's order. After a task everything that another mesh reads of it is sent
-        there in one message, which the reader receives before its first task that reads any of it. A buffer is let go
-        of after its last reader.
+        there in one message, which the reader receives before its first task that reads any of it. What follows is a
+        list: `EMIT`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import dataclasses
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autopar._jax import Var
-from autopar.inter_op.stage import Slot, SlotKind
+from autopar.inter_op.stage import Slot
 from autopar.inter_op.stage_plan import Placed, StagePlan, TaskPlan, placed
 from autopar.inter_op.tasks import Tasks
-from autopar.mesh import ArrayType, Sharding
-from autopar.streams.instructions import BufferId, Free, Instruction, MeshId, Recv, Run, Send, reads, writes
+from autopar.ir.passes import Pass, run_passes
+from autopar.mesh import Sharding
+from autopar.streams.check import check_streams
+from autopar.streams.free import free
+from autopar.streams.instructions import BufferId, Free, Instruction, MeshId, Recv, Run, Send
+from autopar.streams.overwrite import overwrite
 from autopar.streams.schedules import Step
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Buffer:
-    """What a buffer holds.
-
-    Attributes:
-        value: The value, its type and how it lies on the mesh.
-        mesh: Where it is.
-        stage: Whose it is.
-        microbatch: Of which; -1: of none.
-    """
-
-    value: Placed
-    mesh: MeshId
-    stage: int
-    microbatch: int
-
-    @property
-    def key(self) -> Var:
-        """The value's variable."""
-        return self.value.slot.key
-
-    @property
-    def kind(self) -> SlotKind:
-        """Its kind."""
-        return self.value.slot.kind
-
-    @property
-    def type(self) -> ArrayType:
-        """Its type."""
-        return self.value.type
-
-    @property
-    def num_bytes(self) -> int:
-        """On one device."""
-        return self.value.num_bytes
-
-
-@dataclass(frozen=True, eq=False)
-class Streams:
-    """A step as instructions.
-
-    Attributes:
-        instructions: Per mesh.
-        buffers: What each buffer is.
-        arguments: Buffers that hold arguments when the step begins: (argument's variable, stage) -> buffer.
-        pieces: The same for batch arguments in pieces.
-        numbers: (stage, microbatch) -> buffer of the microbatch's number.
-        results: For each result of the step its buffer; None: it is a constant.
-        programs: Program name -> its task.
-        overwritten: Program name -> positions of the operands whose memory its results take.
-    """
-
-    instructions: Mapping[MeshId, tuple[Instruction, ...]]
-    buffers: tuple[Buffer, ...]
-    arguments: Mapping[tuple[Var, int], BufferId]
-    pieces: Mapping[tuple[Var, int], BufferId]
-    numbers: Mapping[tuple[int, int], BufferId]
-    results: tuple[BufferId | None, ...]
-    programs: Mapping[str, TaskPlan]
-    overwritten: Mapping[str, tuple[int, ...]]
+from autopar.streams.streams import Buffer, Streams, contract_of
 
 
 def emit_instructions(
@@ -100,7 +44,48 @@ def emit_instructions(
         state: Arguments that come back: they live at one stage, which sends them to the others that read them.
         donated: Arguments whose memory new values may take.
     """
-    return _Emitter(tasks, stages, order, state).emit(donated)
+    given = Emission(tasks, stages, order, state, donated)
+    return run_passes(EMIT, given, check_emission).streams
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Emission:
+    """Streams on their way; attributes as of `emit_instructions`, and the streams as far as they are."""
+
+    tasks: Tasks
+    stages: Sequence[StagePlan]
+    order: Sequence[Sequence[Step]]
+    state: Sequence[Var]
+    donated: Collection[Var]
+    streams: Streams = Streams({}, (), {}, {}, {}, (), {}, {})
+
+    def to(self, streams: Streams) -> Emission:
+        """The same with other streams."""
+        return dataclasses.replace(self, streams=streams)
+
+
+def check_emission(emission: Emission) -> None:
+    """Assert that the streams keep their contract; before buffers are let go of, as they do once that is done."""
+    streams = emission.streams
+    if not any(isinstance(i, Free) for stream in streams.instructions.values() for i in stream):
+        streams = free(streams)
+    check_streams(streams.instructions, contract_of(streams, emission.tasks.split.count))
+
+
+EMIT: tuple[Pass[Emission], ...] = (
+    Pass(
+        "emit",
+        "each mesh runs its tasks in the schedule's order; messages come before who reads them first",
+        lambda e: e.to(_Emitter(e.tasks, e.stages, e.order, e.state).emit()),
+    ),
+    Pass(
+        "overwrite",
+        "results take the memory of operands that end there",
+        lambda e: e.to(overwrite(e.streams, e.donated)),
+    ),
+    Pass("free", "every buffer is let go of behind its last reader", lambda e: e.to(free(e.streams))),
+)
+"""Of a step that is cut into stages; a step that is one program needs none of it."""
 
 
 def emit_step(stage: StagePlan) -> Streams:
@@ -155,7 +140,7 @@ class _Emitter:
     def mesh_of(self, stage: int) -> MeshId:
         return stage % self.num_meshes
 
-    def emit(self, donated: Collection[Var]) -> Streams:
+    def emit(self) -> Streams:
         events = [self.events(mesh) for mesh in range(self.num_meshes)]
         # Who makes what, and who reads it: messages are known before anything is written.
         maker: dict[tuple[str, Any, int], tuple[MeshId, int]] = {}
@@ -200,43 +185,16 @@ class _Emitter:
                     buffers = tuple(self.held[(event.stage, *name)] for name in wanted[channel])
                     self.streams[mesh].append(Send(buffers, self.mesh_of(channel[2]), numbers[channel]))
         self.unread_state()
-        results = self.results()
-        kept = {b for b in results if b is not None}
-        programs = {t.task.name: t for stage in self.stages for t in stage.tasks}
         return Streams(
-            {mesh: tuple(_with_frees(stream, kept)) for mesh, stream in self.streams.items()},
+            {mesh: tuple(stream) for mesh, stream in self.streams.items()},
             tuple(self.buffers),
             self.arguments,
             self.pieces,
             self.numbers,
-            results,
-            programs,
-            {name: tuple(over) for name, over in self.overwritten(programs, kept, donated)},
+            self.results(),
+            {t.task.name: t for stage in self.stages for t in stage.tasks},
+            {},
         )
-
-    def overwritten(
-        self, programs: Mapping[str, TaskPlan], kept: Collection[BufferId], donated: Collection[Var]
-    ) -> Iterator[tuple[str, list[int]]]:
-        """Operands whose memory a result of the same type takes: sums, rows, and in the update the state it replaces."""
-        for stream in self.streams.values():
-            last = {at: k for k, instruction in enumerate(stream) for at in reads(instruction)}
-            seen = set()
-            for k, instruction in enumerate(stream):
-                if not isinstance(instruction, Run) or instruction.program in seen:
-                    continue
-                seen.add(instruction.program)
-                kind, operands = programs[instruction.program].task.kind, instruction.inputs
-                free = [self.buffers[at].type for at in instruction.outputs]
-                found = []
-                for position, at in enumerate(operands):
-                    buffer = self.buffers[at]
-                    in_place = kind != "U" and buffer.kind in ("sum", "rows")
-                    replaced = kind == "U" and buffer.kind == "argument" and buffer.key in donated
-                    replaced = replaced and last[at] == k and at not in kept
-                    if (in_place or replaced) and buffer.type in free:
-                        free.remove(buffer.type)
-                        found.append(position)
-                yield instruction.program, found
 
     def events(self, mesh: MeshId) -> list[_Event]:
         """The runs of a mesh, in order."""
@@ -362,21 +320,3 @@ class _Emitter:
                 self.arguments[atom, stage] = at
             found.append(at)
         return tuple(found)
-
-
-def _with_frees(stream: Sequence[Instruction], kept: set[BufferId]) -> list[Instruction]:
-    """The stream, with every buffer let go of after its last reader."""
-    last: dict[BufferId, int] = {}
-    for k, instruction in enumerate(stream):
-        for buffer in (*writes(instruction), *reads(instruction)):
-            last[buffer] = k
-    ending: dict[int, list[BufferId]] = {}
-    for buffer, k in last.items():
-        if buffer not in kept:
-            ending.setdefault(k, []).append(buffer)
-    found: list[Instruction] = []
-    for k, instruction in enumerate(stream):
-        found.append(instruction)
-        if k in ending:
-            found.append(Free(tuple(sorted(ending[k]))))
-    return found

@@ -46,6 +46,15 @@ class Timeline:
         """Length of the step."""
         return max((e.end for e in self.events), default=0.0)
 
+    @property
+    def busy_seconds(self) -> dict[int, float]:
+        """Of each mesh, the time that its runs take."""
+        found: dict[int, float] = {}
+        for event in self.events:
+            if event.kind != "transfer":
+                found[event.mesh] = found.get(event.mesh, 0.0) + event.end - event.start
+        return found
+
     def trace(self) -> dict[str, Any]:
         """The Chrome trace as an object: `{"traceEvents": [...]}`, times in microseconds."""
         found: list[dict[str, Any]] = []

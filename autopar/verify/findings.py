@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from autopar.cost.steps import COLLECTIVE_KINDS
 from autopar.plan.words import bytes_text
-from autopar.verify.schedule import KINDS, Emitted
+from autopar.verify.schedule import Emitted
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class Findings:
 
     def _problems(self) -> Iterator[str]:
         for program in self.programs:
-            for kind in KINDS:
+            for kind in COLLECTIVE_KINDS:
                 planned, emitted = program.planned.get(kind, 0), program.emitted.get(kind, 0)
                 if planned != emitted:
                     yield f"{program.name}: {kind} of {emitted:,} B are executed, and {planned:,} B planned."
@@ -86,11 +87,6 @@ class Findings:
             if peak > self.budget_bytes:
                 where = f"mesh {mesh}: " if len(self.compiled_bytes) > 1 else ""
                 yield f"{where}XLA takes {bytes_text(peak)}, over the budget of {bytes_text(self.budget_bytes)}."
-
-    @property
-    def surplus_bytes(self) -> int:
-        """What XLA takes beyond what was predicted, on the fullest mesh."""
-        return max(self.compiled_bytes) - max(self.predicted_bytes)
 
     @property
     def communication_seconds(self) -> float:

@@ -11,12 +11,12 @@ from html import escape
 from rich.console import Console
 from rich.table import Table as TextTable
 
+from autopar.cost.steps import COLLECTIVE_KINDS
 from autopar.markup import tag
 from autopar.plan.words import bytes_text, seconds_text
 from autopar.report.html import table_html, wrapped
 from autopar.report.page import Table
 from autopar.verify.findings import Findings
-from autopar.verify.schedule import KINDS
 
 
 def verification_text(found: Findings) -> str:
@@ -82,7 +82,7 @@ def _tables(found: Findings) -> list[Table]:
     columns = ("program", "runs", "predicted", "XLA's peak", "ratio", "kernels", "waiting", "kernels not of XLA")
     collectives = []
     for program in found.programs:
-        for kind in KINDS:
+        for kind in COLLECTIVE_KINDS:
             of_kind = [c for c in program.collectives if c.kind == kind]
             planned, emitted = program.planned.get(kind, 0), program.emitted.get(kind, 0)
             if planned or emitted:

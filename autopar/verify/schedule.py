@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from autopar.cost import collective_seconds
+from autopar.cost.steps import COLLECTIVE_KINDS, CollectiveKind
 from autopar.mesh import Device, LogicalMesh
 from autopar.verify.hlo import Hlo, Module, dims_of, dtype_of, groups_of, parts_of
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 _FREE = {
     "parameter",
     "constant",
@@ -51,7 +51,7 @@ class Emitted:
         hidden_seconds: Of one execution, kernels that stand between its begin and its end.
     """
 
-    kind: str
+    kind: CollectiveKind
     axes: tuple[str, ...]
     bytes: int
     times: int
@@ -192,10 +192,10 @@ def _begins(hlo: Hlo) -> bool:
     return hlo.opcode.endswith("-start")
 
 
-def kind_of(opcode: str) -> str | None:
+def kind_of(opcode: str) -> CollectiveKind | None:
     """The kind of collective that an opcode is; None: it is none."""
     kind = opcode.removesuffix("-start")
-    return kind if kind in KINDS else None
+    return next((known for known in COLLECTIVE_KINDS if known == kind), None)
 
 
 def _groups_of_axes(mesh: LogicalMesh) -> Iterator[tuple[frozenset[frozenset[int]], tuple[str, ...]]]:

@@ -19,7 +19,7 @@ from jax.experimental import topologies
 
 from autopar.errors import AutoparError, ClusterError
 from autopar.mesh import Cluster
-from autopar.mesh.catalog import compute_capability, find_device
+from autopar.mesh.find_device import compute_capability, find_device
 
 GPU_OPTIONS: Mapping[str, Any] = {"xla_gpu_enable_triton_gemm": False}
 """Without a device to try kernels on, XLA would split products in ways, and with buffers, that are not what runs."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
-from autopar.mesh.catalog import find_device
+from autopar.mesh.find_device import find_device
 from autopar.plan.decision import Decision
 from autopar.report.html import whole_file
 from autopar.report.show import write_page

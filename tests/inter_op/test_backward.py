@@ -75,8 +75,8 @@ def test_what_runs_again_runs_late():
     """Of two layers the second runs again first, and the first not before the second's backward has begun."""
     tasks = tasks_of("unrolled", 2, level=find_levels(tasks_of("unrolled", 2).passes[1])[-2])
     behind = tasks.behind[1]
-    again = {id(eqn) for eqn in behind.kept.heavy}
-    order = [id(eqn) in again for eqn in behind.eqns]
+    again = set(behind.kept.heavy)
+    order = [eqn in again for eqn in behind.eqns]
     runs = [a for a, b in zip(order, [*order[1:], None], strict=True) if a != b]
     assert runs.count(True) > 2, "they stand apart"
     made = set()
@@ -84,9 +84,9 @@ def test_what_runs_again_runs_late():
         assert not any(var in made for var in eqn.outvars), "nothing twice"
         made.update(eqn.outvars)
     gates = behind.gates["B"]
-    assert gates and set(gates) <= set(map(id, behind.eqns))
+    assert gates and set(gates) <= set(behind.eqns)
     for eqn in behind.eqns:
-        earlier, *gated = gates.get(id(eqn), [None])
+        earlier, *gated = gates.get(eqn, [None])
         assert set(gated) <= {*behind.kept.values, *tasks.passes[1].pieces} and (earlier is None or gated)
     places = {var: k for k, eqn in enumerate(behind.eqns) for var in eqn.outvars}
     assert all(places.get(a, -1) < k for k, eqn in enumerate(behind.eqns) for a in inputs_of(eqn))
@@ -97,8 +97,8 @@ def test_nothing_heavy_runs_again_in_both_halves(kind):
     tasks = tasks_of(kind, 2, split_backward=True, level=ALL)
     passed = 0
     for behind in tasks.behind:
-        heavy = {id(eqn) for eqn in behind.kept.heavy}
-        halves = [[eqn for eqn in eqns if id(eqn) in heavy] for eqns in (behind.eqns, behind.weight)]
+        heavy = set(behind.kept.heavy)
+        halves = [[eqn for eqn in eqns if eqn in heavy] for eqns in (behind.eqns, behind.weight)]
         assert sum(map(len, halves)) == len(heavy) and (not halves[1] or not behind.eqns)
         made = {var for eqn in behind.eqns for var in eqn.outvars}
         assert set(behind.passed) <= made and not set(behind.passed.values()) & made

@@ -12,11 +12,12 @@ import pytest
 
 import autopar
 from autopar._jax import Literal, make_jaxpr
-from autopar.inter_op.chain import LIGHT, Chain, balanced_borders
+from autopar.inter_op.chain import Chain, balanced_borders
 from autopar.inter_op.cut import cut_step
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 from autopar.ir.work import Work
+from autopar.tuning import TUNING
 from tests.models.registry import CASES
 from tests.sweep import QUICK, SLOW
 
@@ -133,7 +134,7 @@ def test_every_equation_has_a_segment_or_is_light(name):
     light = set()
     for eqn, segment, cost in zip(chain.loop.eqns, chain.segment, work, strict=True):
         if segment == -1:
-            assert cost <= LIGHT * sum(work) and not eqn.effects
+            assert cost <= TUNING.repeated_work * sum(work) and not eqn.effects
             assert all(a in light or a in chain.loop.invars for a in operands_of(eqn))
             light.update(eqn.outvars)
     sums = np.zeros(chain.num_segments)

@@ -102,7 +102,7 @@ def makes(kept, eqns, wanted, free, level):
         eqn = made_by.get(var)
         if eqn is None or (eqn.primitive.name == "dot_general" and level == CHEAP):
             return None
-        again[id(eqn)] = eqn
+        again[eqn] = eqn
         waiting += operands_of(eqn)
     return list(again.values())
 

@@ -12,8 +12,8 @@ import optax
 import pytest
 
 import autopar
-from autopar.inter_op.update import SCALAR_ELEMENTS
 from autopar.streams.instructions import Run, Send
+from autopar.tuning import TUNING
 from tests.models.registry import CASES
 from tests.sweep import QUICK, SLOW
 
@@ -72,12 +72,14 @@ def size(buffer):
 
 def large_values_of_the_update(plan):
     """Shapes of what is no scalar and crosses stages after the loop, by (mesh, peer)."""
-    return [(m, p, b.type.shape) for m, p, _, b in sent(plan) if b.kind == "value" and size(b) > SCALAR_ELEMENTS]
+    return [(m, p, b.type.shape) for m, p, _, b in sent(plan) if b.kind == "value" and size(b) > TUNING.joined_elements]
 
 
 def large_arguments(plan):
     """The same of what is sent before it."""
-    return [(m, p, b.type.shape) for m, p, _, b in sent(plan) if b.kind == "argument" and size(b) > SCALAR_ELEMENTS]
+    return [
+        (m, p, b.type.shape) for m, p, _, b in sent(plan) if b.kind == "argument" and size(b) > TUNING.joined_elements
+    ]
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])

@@ -7,7 +7,8 @@ import pytest
 
 from autopar.intra_op.batches import Layout, _padded
 from autopar.intra_op.dual import Ascent
-from autopar.intra_op.problem import Problem, brute_force
+from autopar.intra_op.problem import Problem
+from tests.brute_force import brute_force
 from tests.intra_op.test_solve import draw
 
 

@@ -132,3 +132,11 @@ def test_experts_are_sent_tokens_as_often_as_by_hand():
     (free, seconds), (hand, by_hand_seconds) = exchanges({}), exchanges(by_hand)
     assert free == hand == 4 * depth
     assert seconds <= by_hand_seconds * (1 + 1e-3)
+
+
+def test_what_is_known_is_said_of_another_number_of_microbatches():
+    """What runs for each of them runs as much oftener, the update as often as before."""
+    before, inside = Exposure(0.1, {(True, "f", 12.0): (2.0, 1.0), GRADIENTS: (4.0, 1.0)}), (True, "f", 24.0)
+    assert before.in_microbatches(4, 8).seen == {inside: (2.0, 1.0), GRADIENTS: (4.0, 1.0)}
+    whole = Exposure(0.1, {SAMPLES: (2.0, 1.0), GRADIENTS: (4.0, 1.0)})
+    assert whole.in_microbatches(1, 8).seen == {(True, "f", 8.0): (2.0, 1.0), GRADIENTS: (4.0, 1.0)}

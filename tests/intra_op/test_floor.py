@@ -9,10 +9,9 @@ from jax import lax
 import autopar
 from autopar import Cluster, DataParallel, Device, Link, ShardParallel
 from autopar.errors import InfeasibleError, NoPlanFoundError
+from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.costs import build_problem, held_values
-from autopar.intra_op.draw import draw_choices
 from autopar.intra_op.floor import memory_floor
-from autopar.intra_op.graph import build_graph
 from autopar.intra_op.liveness import measure_liveness
 from autopar.intra_op.lower import lower
 from autopar.intra_op.restrict import Allowed
@@ -20,6 +19,7 @@ from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 from autopar.mesh import logical_mesh
 from autopar.search.one_mesh import restrict_plan
+from tests.draw import draw_choices
 from tests.models.registry import CASES
 
 CLUSTER = Cluster(1, 4, Device("toy", 1e12, 80e9, 1e12), Link(1e-6, 1e10), Link(1e-6, 1e10))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.intra_op.graph import build_graph
+from autopar.intra_op.build_graph import build_graph
 from autopar.mesh import LogicalMesh
 from tests.ir.traced import traced
 from tests.models.case import Case

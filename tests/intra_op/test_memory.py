@@ -8,15 +8,16 @@ from jax import lax
 import autopar
 from autopar import Cluster, DataParallel, Device, Link, ShardParallel
 from autopar.errors import InfeasibleError
+from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.costs import held_values
-from autopar.intra_op.draw import draw_choices
-from autopar.intra_op.graph import build_graph
 from autopar.intra_op.liveness import fullest_moments
 from autopar.intra_op.lower import lower
-from autopar.intra_op.memory import MAX_ROWS, broken_memory_rows
+from autopar.intra_op.memory import broken_memory_rows
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 from autopar.mesh import logical_mesh
+from autopar.tuning import TUNING
+from tests.draw import draw_choices
 from tests.models.registry import CASES
 
 LAYERS, WIDTH, TOKENS, BATCH = 6, 64, 64, 64
@@ -112,6 +113,6 @@ def test_a_row_says_what_is_alive_in_its_own_program(name, seed):
     graph = build_graph(program.jaxpr, mesh, roles.aliases, roles.batch)
     choices, classes = draw_choices(graph, seed), range(len(graph.nodes))
     body = lower(program.jaxpr, graph, choices)
-    moments = fullest_moments(body, mesh, held_values(graph), roles.donated, MAX_ROWS)
+    moments = fullest_moments(body, mesh, held_values(graph), roles.donated, TUNING.memory_rows)
     rows = broken_memory_rows(graph, classes, choices, body, roles.donated, 0.0)
     assert [row.used(choices) for row in rows] == pytest.approx([moment.peak_bytes for moment in moments], rel=1e-6)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
+from autopar.intra_op import polish as polishing
 from autopar.intra_op.polish import _neighbourhoods, polish
-from autopar.intra_op.problem import Problem, Solution, brute_force
+from autopar.intra_op.problem import Problem, Solution
 from autopar.intra_op.time_limit import TimeLimit
+from tests.brute_force import brute_force
 from tests.intra_op.test_solve import draw, frustrated
+from tests.tuned import tune
 
 
 def worst(problem):
@@ -42,7 +45,7 @@ def test_rows_are_kept():
 
 
 def test_small_neighbourhoods_help_too(monkeypatch):
-    monkeypatch.setattr("autopar.intra_op.polish._SIZES", (3,))
+    tune(monkeypatch, polishing, polish_nodes=(3,))
     for seed in range(8):
         problem = frustrated(seed, nodes=7)
         begun = worst(problem)

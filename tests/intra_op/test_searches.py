@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from autopar.intra_op.problem import brute_force
 from autopar.intra_op.searches import SEARCHES, search
 from autopar.intra_op.solve import solve
 from autopar.options import SEARCHERS
+from tests.brute_force import brute_force
 from tests.intra_op.test_solve import draw, frustrated
 
 CLOSE = {"random": 1.6, "greedy": 1.8, "beam": 1.05, "bfs": 1.0, "halving": 1.4, "mcmc": 1.15, "mcts": 1.4}

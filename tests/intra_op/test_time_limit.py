@@ -12,12 +12,14 @@ import autopar
 from autopar.intra_op import shard as sharding
 from autopar.intra_op import solve as solving
 from autopar.intra_op import time_limit
-from autopar.intra_op.problem import Solution, brute_force
+from autopar.intra_op.problem import Solution
 from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit
+from tests.brute_force import brute_force
 from tests.intra_op.test_solve import draw, frustrated
 from tests.small_mlp import train_step
 from tests.sweep import QUICK, SLOW
+from tests.tuned import tune
 
 
 @pytest.fixture
@@ -90,7 +92,7 @@ def test_what_the_solver_had_no_time_for_message_passing_finds(monkeypatch, answ
 
 def test_known_plans_share_the_limit(limits, monkeypatch):
     """Data parallelism is compared with, and takes no time of its own."""
-    monkeypatch.setattr(sharding, "_FAR", -1.0)  # as if small collectives had changed the cost
+    tune(monkeypatch, sharding, known_far=-1.0)  # as if small collectives had changed the cost
     array = jax.ShapeDtypeStruct((64, 72), np.float32)
     method = autopar.ShardParallel(mesh_shape=(2, 4), solver_seconds=15.0)
     plan = autopar.parallelize(

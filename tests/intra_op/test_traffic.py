@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
-from autopar.intra_op.graph import build_graph
+from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.kernels import kernel_of
 from autopar.intra_op.traffic import find_traffic
 from autopar.ir.trace.trace import trace_step

@@ -9,7 +9,7 @@ import pytest
 
 import autopar
 from autopar.intra_op import tying
-from autopar.intra_op.graph import build_graph
+from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.shard import shard
 from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit

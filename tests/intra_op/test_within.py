@@ -4,9 +4,12 @@ import numpy as np
 import pytest
 
 import autopar.intra_op.within as within
-from autopar.intra_op.problem import MemoryRow, Problem, brute_force
+from autopar.intra_op.problem import MemoryRow, Problem
+from autopar.intra_op.solve import solve
 from autopar.intra_op.within import solve_within
+from tests.brute_force import brute_force
 from tests.intra_op.test_solve import draw
+from tests.tuned import tune
 
 
 def test_rows_are_added_until_none_is_broken():
@@ -25,7 +28,7 @@ def test_rows_are_added_until_none_is_broken():
 
 @pytest.mark.parametrize("small", [0, 10_000], ids=["price", "rows"])
 def test_budgets_against_brute_force(small, monkeypatch):
-    monkeypatch.setattr(within, "SMALL_WITH_ROWS", small)
+    tune(monkeypatch, within, rows_core=small)
     feasible, solved, least = 0, 0, 0
     for seed in range(60):
         problem = draw(seed, rows=True, forbidden=0.0, nodes=(4, 7), choices=(3, 5))
@@ -44,3 +47,26 @@ def test_budgets_against_brute_force(small, monkeypatch):
     assert feasible > 40
     assert solved == feasible
     assert least == feasible if small else least > feasible // 2
+
+
+def test_what_cannot_beat_a_known_plan_ends_early(monkeypatch):
+    """At some price on bytes it is proved that no assignment is as good as one known from elsewhere."""
+    tune(monkeypatch, within, rows_core=0)
+    beaten = by_price = 0
+    for seed in range(30):
+        problem = draw(seed, rows=True, forbidden=0.0, nodes=(4, 7), choices=(3, 5))
+        wanted, rows = brute_force(problem), problem.rows
+        endless = solve(Problem(problem.costs, problem.edges)).objective
+
+        def broken(choices, rows=rows):
+            return [row for row in rows if row.used(choices) > row.budget_bytes]
+
+        for known in (0.5 * wanted.objective, wanted.objective, 1.5 * wanted.objective) if wanted.choices else ():
+            found = solve_within(Problem(problem.costs, problem.edges), broken, known=known)
+            if found.status == "beaten":
+                beaten += 1
+                by_price += endless < known * (1 - 1e-6)
+                assert known * (1 - 1e-5) <= found.bound <= wanted.objective * (1 + 1e-9)
+            else:
+                assert found.choices and problem.fits(found.choices)
+    assert beaten > 20 and by_price > 0

@@ -6,14 +6,18 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import autopar
 from autopar._jax import make_jaxpr
 from autopar.inter_op import cut
+from autopar.intra_op import shard
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.trace.trace import trace_step
 from autopar.search.passes import PHASES
+from autopar.streams import emit
+from autopar.streams.instructions import Recv
 
 HOW_IT_WORKS = Path(__file__).parents[2] / "docs" / "how-it-works.md"
 
@@ -24,6 +28,15 @@ def train_step(w, batch):
 
 
 ARGS = jnp.ones((8, 8)), jnp.ones((8, 8))
+
+
+def two_layers(weights, batch):
+    def loss_of(weights):
+        first, second = weights
+        return jnp.mean((jnp.tanh(batch @ first) @ second) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_of)(weights)
+    return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], loss
 
 
 def broken(passes, name, breaks):
@@ -54,13 +67,47 @@ def test_also_of_a_pipeline(name, monkeypatch):
         step.plan(*ARGS)
 
 
+def without_the_first_instruction(body, mesh):
+    return dataclasses.replace(body, instructions=body.instructions[1:])
+
+
+def with_one_choice_less(setting):
+    """Of the first decision that has several, the mask tells of one less."""
+    node = next(node for node in setting.graph.nodes if node.num_choices > 1)
+    setting.allowed.masks[node.index] = np.ones(node.num_choices - 1, bool)
+    return setting
+
+
+def with_a_lost_message(emission):
+    streams = dict(emission.streams.instructions)
+    at = next(k for k, i in enumerate(streams[1]) if isinstance(i, Recv))
+    streams[1] = (*streams[1][:at], *streams[1][at + 1 :])
+    return emission.to(dataclasses.replace(emission.streams, instructions=streams))
+
+
+@pytest.mark.parametrize(
+    "module, phase, name, breaks, says",
+    [
+        (shard, "SHARD", "restrict", with_one_choice_less, "a mask of"),
+        (emit, "EMIT", "emit", with_a_lost_message, "no one receives message"),
+        (emit, "EMIT", "free", with_a_lost_message, "no one receives message"),
+    ],
+)
+def test_also_of_sharding_and_of_streams(module, phase, name, breaks, says, monkeypatch):
+    monkeypatch.setattr(module, phase, broken(getattr(module, phase), name, breaks))
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=2)
+    step = autopar.parallelize(two_layers, cluster=autopar.Cluster.of("4 h100"), method=method)
+    with pytest.raises(AssertionError, match=f"behind the pass `{name}`: .*{says}"):
+        step.plan([ARGS[0], ARGS[0]], ARGS[1])
+
+
 def test_a_wrong_conversion_is_found(monkeypatch):
     """A sharded program that reads what was never made."""
-    monkeypatch.setattr("autopar.intra_op.lower.fuse_collectives", lambda instructions, mesh: tuple(instructions[1:]))
+    monkeypatch.setattr("autopar.intra_op.lower.fuse_collectives", without_the_first_instruction)
     step = autopar.parallelize(
         train_step, cluster=autopar.Cluster.of("4 h100"), method=autopar.ShardParallel(mesh_shape=(4,))
     )
-    with pytest.raises(AssertionError, match="behind the pass `lower`: .* is not there"):
+    with pytest.raises(AssertionError, match="behind the pass `fuse`: .* is not there"):
         step.plan(*ARGS)
 
 
@@ -79,6 +126,9 @@ def test_documents_tell_the_lists():
         "trace": [*named["flatten"], *named["rewrite"]],
         "apart": named["apart"],
         "microbatches": named["microbatches"],
+        "shard": named["shard"],
+        "lower": named["lower"],
+        "emit": named["emit"],
     }
     for phase, passes in PHASES.items():
         assert [stem for stem in told[phase] if stem in [p.name for p in passes]] == [p.name for p in passes], phase

@@ -63,7 +63,7 @@ def saved(tmp_path, change):
     [
         (lambda r: r.update(version=0), "of version 0; this autopar reads version 1"),
         (lambda r: r.update(version=99), "of version 99"),
-        (lambda r: r.update(format="autopar plan"), "no profile of a machine"),
+        (lambda r: r.update(format="autopar plan"), "but no autopar machine profile"),
         (lambda r: r.pop("device"), '"device" is missing'),
         (lambda r: r["device"]["achieved"].pop("balance"), '"device.achieved.balance" is missing'),
         (lambda r: r["device"]["achieved"].update(overlap=3), "overlap=3"),
@@ -89,7 +89,7 @@ def test_what_is_no_profile(text, tmp_path):
         MachineProfile.load(path)
     with pytest.raises(ProfileError, match="No such file"):
         MachineProfile.load(tmp_path / "none.json")
-    with pytest.raises(ProfileError, match="cannot be saved"):
+    with pytest.raises(ProfileError, match="cannot be written"):
         CPU.save(tmp_path / "no" / "folder.json")
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(ProfileError, match="not text"):

@@ -8,7 +8,18 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.errors import ClusterError, DeviceCountError, MeshError
-from autopar.mesh import MODELS, Cluster, Device, Link, LogicalMesh, Sharding, find_device, logical_mesh, logical_meshes
+from autopar.mesh import (
+    MODELS,
+    Cluster,
+    Device,
+    Link,
+    LogicalMesh,
+    Sharding,
+    find_device,
+    finer_meshes,
+    logical_mesh,
+    logical_meshes,
+)
 
 
 @pytest.mark.parametrize(
@@ -215,3 +226,23 @@ def test_pods_are_equal_and_joined(fields):
     given = {"hosts_per_pod": 3, "across": Link(1e-5, 1e9)} if fields == {"hosts_per_pod": 3} else fields
     with pytest.raises(ClusterError, match="pods"):
         Cluster(4, 2, **given)
+
+
+def test_a_sharding_is_the_same_in_another_process():
+    """Its hash is kept, and strings have another one in every process."""
+    sharding = Sharding(((), ("x", "y")), ("z",))
+    again = pickle.loads(pickle.dumps(sharding))
+    assert again == sharding and hash(again) == hash(sharding) and again is not sharding
+    object.__setattr__(sharding, "_hash", 0)
+    assert hash(pickle.loads(pickle.dumps(sharding))) == hash(again), "and is not sent along"
+
+
+def test_meshes_over_hosts_and_a_part_of_each():
+    """Their first axis takes the link of the level that it reaches over: within a pod that of hosts, else that between pods."""
+    intra, inter, across = Link(1e-6, 1e11), Link(1e-5, 1e10), Link(1e-4, 1e9)
+    cluster = Cluster(4, 4, device=Device(), intra=intra, inter=inter, hosts_per_pod=2, across=across)
+    for num_devices, outer in ((8, inter), (16, across)):
+        (mesh,) = finer_meshes(cluster, num_devices, wide=False)
+        assert mesh.shape == (num_devices // 2, 2)
+        assert mesh.links == (outer.within(num_devices // 2), intra.within(2))
+    assert finer_meshes(cluster, 4, wide=False) == []

@@ -65,10 +65,10 @@ def test_a_loaded_plan_runs(file, make_step, types):
     [
         ("", "not whole JSON"),
         ('{"format": "autopar plan", "version": 2,', "not whole JSON"),
-        ("[1, 2]", "no plan"),
-        ('{"version": 2}', "no plan"),
-        ('{"format": "autopar plan", "version": 99}', "version 99; this autopar reads version 6"),
-        ('{"format": "autopar plan", "version": 6}', '"stages" is missing'),
+        ("[1, 2]", "no autopar plan"),
+        ('{"version": 2}', "no autopar plan"),
+        ('{"format": "autopar plan", "version": 99}', "version 99; this autopar reads version 7"),
+        ('{"format": "autopar plan", "version": 7}', '"stages" is missing'),
         ("\x00\x01", "not whole JSON"),
     ],
 )
@@ -91,7 +91,7 @@ def test_no_file(tmp_path):
 
 
 def test_cannot_be_saved(plan, tmp_path):
-    with pytest.raises(PlanFileError, match="cannot be saved"):
+    with pytest.raises(PlanFileError, match="cannot be written"):
         plan.save(tmp_path / "absent" / "plan.json")
 
 

@@ -207,7 +207,7 @@ def test_the_start_has_a_limit(ray_started):
     workers = Workers(make_cluster(1, 2).machine, ((0, 1), (1, 1)))
 
     def patch(self):
-        sys.modules["autopar.runtime.ray.worker.worker"].new_id = stand_still
+        sys.modules["autopar.runtime.ray.worker.member"].new_id = stand_still
 
     ray.get(workers._actors[1].__ray_call__.remote(patch))
     workers._machine.start_seconds = 1.0

@@ -10,7 +10,8 @@ import pytest
 
 from autopar import Cluster
 from autopar.plan.words import bytes_text, seconds_text
-from autopar.report.page import collapse_paths, numbers_text, page_of, solver_text
+from autopar.report.page import page_of, solver_text
+from autopar.report.paths import collapse_paths, numbers_text
 from autopar.streams.timeline import Event, Timeline
 
 

@@ -9,6 +9,7 @@ import pytest
 
 import autopar
 from autopar.errors import AutoparError, CheckpointError, ConstraintError
+from autopar.streams.instructions import Free, Run, writes
 from tests.sweep import QUICK, SLOW
 
 LAYERS, HEADS, WIDTH, CONTEXT, TEXTS, VOCABULARY = 2, 4, 32, 16, 8, 64
@@ -93,6 +94,58 @@ def test_tokens_are_those_of_one_device(method):
     first, _ = step(params, cache, token, np.int32(6))  # a decode step is planned; what fills its cache follows
     np.testing.assert_array_equal(first, wanted[:, 1:2])
     np.testing.assert_array_equal(generate(autopar.follow(prefill, step), step, params), wanted)
+
+
+PIPELINE = autopar.PipelineParallel(num_stages=2, schedule="inference", num_microbatches=2)
+
+
+def test_a_pipeline_takes_the_cache_over():
+    """Of its part of it a stage has the old one, which no caller keeps, and the rows that microbatches write: no third."""
+    params, (token, cache) = jax.eval_shape(init), jax.eval_shape(prefill, jax.eval_shape(init), PROMPTS)
+    cache = {
+        name: jax.ShapeDtypeStruct((LAYERS, TEXTS, 4096, *old.shape[3:]), old.dtype) for name, old in cache.items()
+    }
+
+    def step(params, cache, token, position):
+        visible = jnp.arange(4096) <= position
+        x = params["embed"][token][:, 0]
+
+        def layer(x, inputs):
+            weights, old = inputs
+            q, k, v = (t.reshape(TEXTS, 1, HEADS, -1) for t in jnp.split(x @ weights["qkv"], 3, axis=-1))
+            k = jax.lax.dynamic_update_slice_in_dim(old["k"], k, position, axis=1)
+            v = jax.lax.dynamic_update_slice_in_dim(old["v"], v, position, axis=1)
+            scores = jnp.where(visible, jnp.einsum("bqhd,bkhd->bhqk", q, k), -1e9)
+            x = x + jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).reshape(x.shape) @ weights["proj"]
+            return x, {"k": k, "v": v}
+
+        x, cache = jax.lax.scan(layer, x, (params["layers"], cache))
+        return (x @ params["embed"].T).argmax(-1), cache
+
+    cluster = autopar.Cluster.local(jax.devices()[:2], device=SLOW, intra=QUICK)
+    parallel = autopar.parallelize(step, cluster=cluster, method=PIPELINE, batch_argnums=(2,))
+    plan = parallel.plan(params, cache, token, jax.ShapeDtypeStruct((), jnp.int32))
+    own = sum(old.size * old.dtype.itemsize for old in cache.values()) // 2
+    streams = plan.attached.pipeline.streams
+    at_once = {m: sum(streams.buffers[b].num_bytes for b in h) for m, h in most_held(streams).items()}
+    assert all(held < 2.2 * own for held in at_once.values()), (at_once, own)
+
+
+def most_held(streams):
+    """For each mesh the buffers between two instructions that are the most bytes."""
+    found = {}
+    for mesh, stream in streams.instructions.items():
+        held = {b for b in (*streams.arguments.values(), *streams.pieces.values()) if streams.buffers[b].mesh == mesh}
+        most = set(held)
+        for instruction in stream:
+            if isinstance(instruction, Run):
+                held -= {instruction.inputs[k] for k in streams.overwritten[instruction.program]}
+            held |= set(writes(instruction))
+            most = max(most, set(held), key=lambda h: sum(streams.buffers[b].num_bytes for b in h))
+            if isinstance(instruction, Free):
+                held -= set(instruction.buffers)
+        found[mesh] = most
+    return found
 
 
 def test_the_cache_is_born_where_the_decoder_wants_it():

@@ -180,7 +180,7 @@ def pinned_operations(plan):
         for task in stage.tasks:
             for eqn in task.task.jaxpr.eqns:
                 if eqn.primitive.name == "sharding_constraint":
-                    node = graph.op_node[id(eqn)]
+                    node = graph.op_node[eqn]
                     yield graph.nodes[node].strategies[choices[node]].results[0].dims
 
 

@@ -10,9 +10,13 @@ import pytest
 import autopar
 from autopar.inter_op.chain import balanced_borders
 from autopar.inter_op.cut import cut_step
+from autopar.inter_op.stage_plan import peak_bytes_here
+from autopar.search.candidates import Rounds, find_candidates
 from autopar.search.layer_costs import LayerCosts, submesh_sizes
+from autopar.search.pipeline import least_seconds, once_seconds
 from autopar.search.progress import silent
 from autopar.search.solve_stages import Solved
+from autopar.tuning import TUNING
 from tests.small_mlp import train_step
 
 FIXED = [
@@ -49,8 +53,9 @@ def test_nothing_fixed_by_hand_is_faster(hosts, rate, rows):
         assert best.cost.step_seconds <= seconds * (1 + 1e-6), method
 
 
-def test_a_stage_is_not_guessed_from_samples_that_divide_otherwise():
-    """8 samples over 4 devices say nothing of 2 samples over 4 devices: that is solved when it is asked for."""
+@pytest.fixture(scope="module")
+def layers_on():
+    """Costs of the layers of a small MLP on two hosts of four, and the stages that they were read off, for a memory budget."""
     cluster = autopar.Cluster.of("2x4 v100")
     params = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 4
     batch = {name: jax.ShapeDtypeStruct((32, 256), jnp.float32) for name in ("x", "y")}
@@ -60,12 +65,51 @@ def test_a_stage_is_not_guessed_from_samples_that_divide_otherwise():
     def cut_for(count):
         return cut_step(origin.program, origin.roles, 4, count)
 
-    borders = balanced_borders(cut_for(4).chain, 4)
-    options, sizes = autopar.Auto().options(), submesh_sizes(cluster)
-    layers = LayerCosts(cut_for, borders, np.ones(4), sizes, (32, 32), (4, 8, 16), cluster, options, Solved(), silent)
+    def layers(budget=None):
+        borders, solved = balanced_borders(cut_for(4).chain, 4), Solved()
+        options, sizes = autopar.Auto(memory_budget_bytes=budget).options(), submesh_sizes(cluster)
+        given = cut_for, borders, np.ones(4), sizes, (32, 32), (4, 8, 16), cluster, options, solved, silent
+        return LayerCosts(*given), solved, cluster
+
+    return layers
+
+
+def test_a_stage_is_not_guessed_from_samples_that_divide_otherwise(layers_on):
+    """8 samples over 4 devices say nothing of 2 samples over 4 devices: that is solved when it is asked for."""
+    layers, _, _ = layers_on()
     assert not layers.is_guess(4, 4) and not layers.is_guess(4, 8) and layers.is_guess(4, 16)
     before = layers.of(4, 16)
     layers.solve(4, 16)
     solved_for, costs = layers.of(4, 16)
     assert not layers.is_guess(4, 16) and before[0] != solved_for == 16
     assert np.shape([[c is None for c in of_mesh] for of_mesh in costs]) == (len(layers.meshes[4]), 4)
+
+
+def test_layers_are_sharded_within_memory_only_where_that_may_win(layers_on):
+    """As if memory were without end they are solved first, and are no slower so; what cannot win even then stays so."""
+    _, solved, _ = layers_on()
+    budget = 0.9 * max(peak_bytes_here(stage) for stage in solved.known.values())
+    layers, solved, cluster = layers_on(budget)
+    beyond = [size for size in layers.meshes if layers.is_beyond(size, 4)]
+    assert beyond and all(layers.is_guess(size, 4) for size in beyond)
+    before, few = layers.of(beyond[0], 4)[1], len(solved.known)
+    given = layers, (4,), np.zeros(4), cluster, budget, Rounds(), 4, 4
+    assert find_candidates(*given, 0.0) and len(solved.known) == few, "nothing can win"
+    while layers.is_guess(beyond[0], 4):  # for so many microbatches, and then within memory
+        layers.refine(beyond[0], 4)
+    after = layers.of(beyond[0], 4)[1]
+    assert not layers.is_beyond(beyond[0], 4) and len(solved.known) > few
+    for endless, within in zip(before, after, strict=True):
+        for one, other in zip(endless, within, strict=True):
+            assert other is None or one[0].work_seconds <= other[0].work_seconds * (1 + TUNING.layer_gap)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_no_pipeline_takes_less_than_its_microbatches(schedule):
+    """One goes through all stages before the slowest begins and after it ends."""
+    cluster = autopar.Cluster.of("1x4 v100")
+    for count in (1, 4):
+        method = autopar.PipelineParallel(num_stages=4, num_microbatches=count, schedule=schedule)
+        plan = predicted(cluster, method, 64, 256)
+        least = least_seconds([*map(once_seconds, plan.origin.pipeline.stages)], count)
+        assert 0 < least <= plan.cost.step_seconds * (1 + 1e-9)

@@ -19,10 +19,10 @@ import pytest
 
 import autopar
 from autopar.streams.check import StreamError, check_streams
-from autopar.streams.clock import contract_of
-from autopar.streams.emit import Streams, emit_instructions
+from autopar.streams.emit import emit_instructions
 from autopar.streams.instructions import Free, Instruction, Recv, Run, Send
 from autopar.streams.schedules import find_schedule
+from autopar.streams.streams import Streams, contract_of
 from tests.models.registry import CASES
 from tests.sweep import QUICK, SLOW
 

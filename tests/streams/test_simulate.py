@@ -11,11 +11,12 @@ import pytest
 
 import autopar
 from autopar.streams.check import check_streams
-from autopar.streams.clock import contract_of, simulate_streams
+from autopar.streams.clock import simulate_streams
 from autopar.streams.emit import emit_instructions
 from autopar.streams.instructions import Free, Recv, Run, Send
 from autopar.streams.schedules import find_schedule
 from autopar.streams.simulate import simulate
+from autopar.streams.streams import contract_of
 from tests.small_mlp import train_step
 from tests.sweep import QUICK, SLOW
 

@@ -4,7 +4,7 @@ import pytest
 
 from autopar import Cluster
 from autopar.errors import AutoparError, ClusterError
-from autopar.mesh.catalog import compute_capability, find_device
+from autopar.mesh.find_device import compute_capability, find_device
 from autopar.verify import targets
 from autopar.verify.targets import GPUS, find_target
 

@@ -25,12 +25,7 @@ from autopar.ir.region import Binding, Region, bodies_of, is_region, kind_of, re
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.source import is_backward
 from autopar.ir.work import Work, num_bytes, num_elements_of
-
-OPERATIONS = 16
-"""So many operations for each element that an equation reads or makes are few."""
-
-ROOM = 1.25
-"""Conditions are merged as long as together they make so much of what the largest makes."""
+from autopar.tuning import TUNING
 
 
 def fission(jaxpr: Jaxpr) -> Jaxpr:
@@ -220,7 +215,7 @@ def _is_cheap(eqn: JaxprEqn, work: Work) -> bool:
         inner = [inner for body in bodies_of(eqn) for inner in body.eqns]
         return kind_of(eqn) in ("cond", "barrier") and all(_is_cheap(e, work) for e in inner)
     elements = sum(num_elements_of(atom) for atom in (*eqn.invars, *eqn.outvars))
-    return work.of(eqn) <= OPERATIONS * elements
+    return work.of(eqn) <= TUNING.fission_operations * elements
 
 
 # Together again.
@@ -233,7 +228,7 @@ def merge_conditions(eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
     """
     place = {var: k for k, eqn in enumerate(eqns) for var in eqn.outvars}
     conditions = [eqn for eqn in eqns if _is_pure_cond(eqn)]
-    most = ROOM * max(map(_made_bytes, conditions), default=0)
+    most = TUNING.fission_room * max(map(_made_bytes, conditions), default=0)
     made: list[JaxprEqn] = []
     open_at: dict[Var, list[tuple[int, int]]] = {}
     for k, eqn in enumerate(eqns):

@@ -21,7 +21,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from autopar._jax import JaxprEqn, bind_eqn, find_primitives
 from autopar.ir.rules.linearity import linear_groups, may_be_partial
 from autopar.ir.rules.locate import signed
-from autopar.ir.rules.registry import register
+from autopar.ir.rules.registry import register, register_named
 from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, factor_names, infer_sizes, num_elements
 from autopar.ir.rules.terms import drop_units, factors_of, new_term
 
@@ -165,6 +165,21 @@ def scaled_dot(eqn: JaxprEqn) -> ShardingRule:
     ]
     blocks = [scale[d][0] for scale, dims in zip(scales, contracted, strict=True) for d in dims]
     return _product(eqn, (lhs, rhs, *scales), out, whole=(*summed, *blocks))
+
+
+@register_named("scaled_matmul", "scaled_matmul_wrapper")
+def scaled_matmul(eqn: JaxprEqn) -> ShardingRule:
+    """`ab(cd),ae(cd),abc,aec->abe {sum c d}`: cuDNN's product of operands with a scale for each block of d; whole blocks split.
+
+    Operands whose blocks differ in length are whole along the contracted dim.
+    """
+    lhs, rhs, lhs_scale, rhs_scale = (var.aval.shape for var in eqn.invars)
+    if lhs_scale[2] != rhs_scale[2] or lhs[2] % lhs_scale[2]:
+        terms: tuple[Term, ...] = tuple(((f,), (g,), (h,)) for f, g, h in ("abk", "aek", "abx", "aey"))
+        return _product(eqn, terms, (("a",), ("b",), ("e",)), whole=("k", "x", "y"))
+    depth: Dim = ("c", "d")
+    operands = ((("a",), ("b",), depth), (("a",), ("e",), depth), (("a",), ("b",), ("c",)), (("a",), ("e",), ("c",)))
+    return _product(eqn, operands, (("a",), ("b",), ("e",)), summed=depth)
 
 
 def _cubic(factor: float) -> Callable[[int, int], float]:

@@ -63,6 +63,12 @@ def has_rule(primitive: Primitive) -> bool:
     return _find(primitive) is not None
 
 
+def family_of(primitive: Primitive) -> str:
+    """The family that the rule of a primitive belongs to, which is its file's name; "": it has none."""
+    rule = _find(primitive)
+    return "" if rule is None else rule.__module__.rpartition(".")[2]
+
+
 def rule_for(eqn: JaxprEqn) -> ShardingRule:
     """The sharding rule of an equation.
 

@@ -43,7 +43,7 @@ KERNELS: tuple[str, ...] = tuple(
     (
         "core_map cudnn_fusion dot_product_attention_fp8_bwd dot_product_attention_fp8_bwd_wrapper "
         "dot_product_attention_fp8_fwd dot_product_attention_fp8_fwd_wrapper ffi_call "
-        "mosaic_gpu_call scaled_matmul scaled_matmul_wrapper tpu_custom_call triton_call"
+        "mosaic_gpu_call tpu_custom_call triton_call"
     ).split()
 )
 """Foreign kernels: only who wrote them knows what they compute. Whole on every device, with a warning, unless

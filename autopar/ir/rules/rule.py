@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import jax
-import numpy as np
 from jax import lax
 
 from autopar._jax import JaxprEqn
@@ -236,4 +235,4 @@ def infer_sizes(
 
 def num_elements(shape: Sequence[int]) -> int:
     """Elements of an array of this shape."""
-    return int(np.prod(shape, dtype=np.int64)) if len(shape) else 1
+    return math.prod(map(int, shape))

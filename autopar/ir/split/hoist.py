@@ -17,9 +17,7 @@ from autopar.ir.dataflow import inputs_of
 from autopar.ir.split.placement import REPLICATED, Partial, Split
 from autopar.ir.split.solution import LoopSolution
 from autopar.ir.split.solver import Cause
-
-CHEAP = 0.02
-"""What is needed of the whole batch is computed up front if it takes at most this part of the step's work."""
+from autopar.tuning import TUNING
 
 
 class Hoist:
@@ -34,7 +32,7 @@ class Hoist:
         self.eqns, self.solution, self.cost, self.late = jaxpr.eqns, solution, cost, late
         self.number = {eqn: k for k, eqn in enumerate(jaxpr.eqns)}
         self.origin = {var: k for k, eqn in enumerate(jaxpr.eqns) for var in eqn.outvars}
-        self.limit = CHEAP * sum(cost)
+        self.limit = TUNING.hoisted_work * sum(cost)
         self.gathered: Cause | None = None
         self._rearranged: dict[Var, int] = {}
 

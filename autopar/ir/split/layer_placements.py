@@ -21,9 +21,7 @@ from autopar.ir.split.placement import REPLICATED, Placement, Split, Unrolled
 from autopar.ir.split.solution import Solution
 from autopar.ir.split.solver import Solver, StuckError
 from autopar.ir.work import Work
-
-WORTH = 0.2
-"""Scans of one length are split if they do at least this part of the forward and backward passes' work."""
+from autopar.tuning import TUNING
 
 
 class LayerPlacements:
@@ -49,7 +47,7 @@ class LayerPlacements:
         self.chains = {
             eqn: None
             for eqn, cost in zip(jaxpr.eqns, costs, strict=True)
-            if is_over_stacks(eqn) and trip_count(eqn) == length and cost >= WORTH / 4 * whole
+            if is_over_stacks(eqn) and trip_count(eqn) == length and cost >= TUNING.layers_work / 4 * whole
         }
 
     def find_borders(self) -> tuple[dict[int, int], dict[int, int]]:

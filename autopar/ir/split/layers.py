@@ -18,9 +18,10 @@ from typing import TypeVar
 from autopar._jax import Jaxpr, make_jaxpr
 from autopar.ir.region import trip_count
 from autopar.ir.rewrite.dead_code import remove_dead_code
-from autopar.ir.split.layer_placements import WORTH, LayerPlacements, is_over_stacks, work_of_passes
+from autopar.ir.split.layer_placements import LayerPlacements, is_over_stacks, work_of_passes
 from autopar.ir.split.layer_writer import LayerWriter
 from autopar.ir.split.placement import Split
+from autopar.tuning import TUNING
 
 _T = TypeVar("_T")
 
@@ -80,7 +81,7 @@ def layer_count(
     for eqn, cost in zip(jaxpr.eqns, costs, strict=True):
         if is_over_stacks(eqn):
             of_length[trip_count(eqn)] = of_length.get(trip_count(eqn), 0.0) + cost
-    worth = [length for length, cost in of_length.items() if cost >= WORTH * whole]
+    worth = [length for length, cost in of_length.items() if cost >= TUNING.layers_work * whole]
     if len(worth) < 2:
         return next(iter(worth), 0)
     for length in sorted(worth, key=lambda length: (-of_length[length], -length)):

@@ -24,13 +24,14 @@ from autopar.ir.dataflow import feeds_backward, inputs_of, variables
 from autopar.ir.region import is_region
 from autopar.ir.source import is_backward
 from autopar.ir.split.demand import Demand, Uses
-from autopar.ir.split.hoist import CHEAP, Hoist
+from autopar.ir.split.hoist import Hoist
 from autopar.ir.split.local_statistics import sums_behind
 from autopar.ir.split.placement import OWN, REPLICATED, SUM, Loop, Partial, Placement, Split
 from autopar.ir.split.refusal import refusal
 from autopar.ir.split.solution import LoopSolution
 from autopar.ir.split.solver import Cause, Solver, StuckError
 from autopar.ir.work import Work, num_bytes
+from autopar.tuning import TUNING
 
 
 def find_phases(
@@ -170,7 +171,7 @@ class _Phases:
 
     def check_late_work(self) -> None:
         """After the loop, little is done on single samples: all of them are in memory then."""
-        limit = CHEAP * sum(self.cost)
+        limit = TUNING.hoisted_work * sum(self.cost)
         late: dict[Var, None] = {}
         total = 0.0
         for eqn, cost in zip(self.jaxpr.eqns, self.cost, strict=True):

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from autopar._jax import Atom, JaxprEqn, Var
-from autopar.ir.dataflow import inputs_of
 from autopar.ir.region import Binding, Region, bodies_of
 from autopar.ir.rules import rule_for
 from autopar.ir.signature import equation_signature
@@ -91,10 +90,6 @@ class Solution:
                 self.made.pop(var, None)
             for inner in body.eqns:
                 self.forget(inner)
-
-    def touches(self, eqn: JaxprEqn) -> bool:
-        """Whether something that an equation reads or makes is not whole."""
-        return any(self.of(a) != REPLICATED for a in (*inputs_of(eqn), *eqn.outvars))
 
 
 Phase: TypeAlias = Literal["before", "loop", "after"]

@@ -5,7 +5,7 @@ Out:    the placements of their results, and the strategies; or `StuckError`: an
 Method: the transfer function of an equation is the cheapest of its strategies that its operands can be converted to: a
         whole value to a part of it, or to one term of a sum. Across the border of a region a value keeps its placement;
         what a loop carries is joined over its turns. What to do with an equation that fits no strategy is the policy of
-        who asks (`microbatches.py`, `layers.py`).
+        who asks (`microbatch.py`, `layers.py`).
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from autopar._jax import Jaxpr, Literal, Var, make_jaxpr, new_var, shaped
+from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr, new_var, shaped
 from autopar.ir.build import substitute
-from autopar.ir.dataflow import feeds_backward, inputs_of, needed
+from autopar.ir.dataflow import feeds_backward, inputs_of
 from autopar.ir.rewrite.views import views_of_arguments
 from autopar.ir.source import is_backward
 from autopar.ir.split.microbatch import Microbatches, Result, for_the_loop
@@ -53,8 +53,7 @@ def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
     results = [var for var in dict.fromkeys(outer) if var in made]
     # What is an argument in another shape is made where it is read.
     views = views_of_arguments(jaxpr)
-    again = [eqn for eqn in before if any(var in views for var in eqn.outvars)]
-    loop = [*needed(again, [a for eqn in loop for a in inputs_of(eqn)], effects=False), *loop]
+    loop = _with_views(loop, [eqn for eqn in before if any(var in views for var in eqn.outvars)])
     made = {var for eqn in loop for var in eqn.outvars}
     read = dict.fromkeys(a for eqn in loop for a in eqn.invars if not isinstance(a, Literal) and a not in made)
     pieces = [var for var in read if var in {jaxpr.invars[k] for k in batch}]
@@ -72,3 +71,19 @@ def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
         tuple(Result(var, BY_EACH) for var in results),
         tuple(after),
     )
+
+
+def _with_views(loop: Sequence[JaxprEqn], views: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+    """The equations of the loop, each view of an argument right before the first that reads it: so it is of the same layer."""
+    maker = {var: eqn for eqn in views for var in eqn.outvars}
+    found: dict[JaxprEqn, None] = {}
+
+    def make(eqn: JaxprEqn) -> None:
+        for operand in inputs_of(eqn):
+            if operand in maker and maker[operand] not in found:
+                make(maker[operand])
+        found[eqn] = None
+
+    for eqn in loop:
+        make(eqn)
+    return list(found)

@@ -4,7 +4,8 @@ In:     the traced program: trees and types of arguments and outputs.
 Out:    for each output leaf the input leaf it replaces; which argument leaves are batch.
 Method: an argument is state if a subtree of the outputs has its structure, shapes and dtypes; arguments are matched in
         order. One whose floating leaves come back in another dtype is state too, with a warning, but for an array by
-        itself. The batch is what is not state and whose leaves share their leading dim. An array by itself may also be
+        itself. The batch is what is not state and whose leaves share their leading dim; of several such (frozen
+        weights may be one) it is the one that the step can be worked through row by row. An array by itself may also be
         the batch of which the step returns a reconstruction: after other state it is taken for the batch if nothing else
         can be, or if the batch has its leading dim. A random key, typed or of integers, has no samples, and what the
         step does not read decides nothing. What the user names as the batch is not state.
@@ -23,6 +24,7 @@ from jax.tree_util import PyTreeDef
 from autopar._jax import Aval, Var, is_key
 from autopar.errors import BatchError, warn
 from autopar.ir.program import Program
+from autopar.ir.split.samples import rows_are_samples
 from autopar.ir.trace.parameters import Argument, integers
 from autopar.ir.trace.returned import num_updated, objects_in
 
@@ -86,12 +88,17 @@ def find_roles(program: Program, batch_argnums: Any = "auto", donate_argnums: An
 def find_batch(program: Program, state: Iterable[int]) -> tuple[int, ...]:
     """Positions (among the program's arguments) of those that share their leading dim and are not in `state`.
 
+    Of several leading dims it is the one along which the step can be worked through row by row.
+
     Raises:
         BatchError: Several leading dims are to choose from.
     """
     arguments = argument_slices(program)
     candidates = _candidates(program, arguments, state)
     if len(set(candidates.values())) > 1:
+        rows = rows_are_samples(program.jaxpr, _leaves_by_size(program, arguments, candidates))
+        if len(rows) == 1:
+            return tuple(number for number, size in candidates.items() if size == rows[0])
         listed = "; ".join(f"argument {_label(program.arguments[n])}: leading dim {d}" for n, d in candidates.items())
         raise BatchError(
             "which arguments are the batch cannot be told.",
@@ -113,6 +120,15 @@ def _find_batch(
     doubtful = _candidates(program, arguments, set(range(len(arguments))).difference(alone))
     state = [n for n in found if n not in doubtful or (sizes and doubtful[n] not in sizes)]
     return find_batch(program, state)
+
+
+def _leaves_by_size(
+    program: Program, arguments: Sequence[tuple[int, int]], candidates: Mapping[int, int]
+) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for number, size in candidates.items():
+        found.setdefault(size, []).extend(k for k in range(*arguments[number]) if program.in_avals[k].shape)
+    return found
 
 
 def _candidates(program: Program, arguments: Sequence[tuple[int, int]], state: Iterable[int]) -> dict[int, int]:

@@ -70,8 +70,6 @@ def trace_step(
     static = static or static_of(parameters_of(fn), static_argnums, static_argnames)
     call = static.split(args, kwargs)
     check_hashable(call.static, name)
-    static_positions = static.positions(len(args))
-    static_names = [key for key in sorted(kwargs) if key in static.names]
     dynamic_names = [argument.name for argument in call.arguments]
     passed = {*range(len(args)), *(static.parameters.number_of(key) for key in kwargs)}
 
@@ -79,24 +77,9 @@ def trace_step(
     in_paths = _shortened([(_argument_path(path, dynamic_names), path[-1]) for path, _ in paths_and_leaves])
     in_avals = tuple(_aval_of(leaf, path, name) for path, (_, leaf) in zip(in_paths, paths_and_leaves, strict=True))
 
-    try:
-        if accepts(in_tree, types := [_type_of(aval) for aval in in_avals]):
-            args, kwargs = call.joined(*jax.tree.unflatten(in_tree, types))
-            closed, captured, out_tree = trace_function(fn, args, kwargs, static_positions, static_names)
-        else:  # a class takes nothing but arrays, and only while JAX traces there are any
-            closed, captured, out_tree = trace_function(functools.partial(_call_flat, fn, call, in_tree), types, {})
-    except jax.errors.UnexpectedTracerError as error:
-        raise TraceError(
-            f"`{name}` uses a value that was left over from another trace.",
-            given=f"`{name}`, which closes over a traced value (or reads one from a global, a list, an object)",
-            wrong=f"a traced value means nothing outside of the function that it was made in.\n{error}",
-            do=f"pass the value to `{name}` as an argument, or return it from where it was made.",
-        ) from error
-    jaxpr, consts = open_jaxpr(closed)
-    foreign = [value for value in (*captured, *consts) if isinstance(value, jax.core.Tracer)] or captured
-    if foreign:
-        raise _closed_over_tracer(name, foreign[0])
-    traced = Traced(jaxpr, dict(zip(jaxpr.constvars, consts, strict=True)), len(jaxpr.invars))
+    names = [key for key in sorted(kwargs) if key in static.names]
+    traced, out_tree = _traced(fn, call, in_tree, in_avals, static.positions(len(args)), names)
+    jaxpr = traced.jaxpr
     flat = run_passes(TRACE, traced, check_flat)
     _warn_of_host_memory(name, host_lines(jaxpr))
     out_avals = tuple(var.aval for var in jaxpr.outvars)
@@ -125,6 +108,40 @@ def trace_step(
         left_out=tuple(n for n in static.parameters.optional if n not in passed),
         gradient=gradient_line(jaxpr),
     )
+
+
+def _traced(
+    fn: Function,
+    call: Split,
+    in_tree: PyTreeDef,
+    in_avals: Sequence[Aval],
+    static_positions: Sequence[int],
+    static_names: Sequence[str],
+) -> tuple[Traced, PyTreeDef]:
+    """What JAX makes of the step, and the structure of its results.
+
+    Raises:
+        TraceError: It uses a value that belongs to another trace.
+    """
+    name, types = name_of(fn), [_type_of(aval) for aval in in_avals]
+    try:
+        if accepts(in_tree, types):
+            args, kwargs = call.joined(*jax.tree.unflatten(in_tree, types))
+            closed, captured, out_tree = trace_function(fn, args, kwargs, static_positions, static_names)
+        else:  # a class takes nothing but arrays, and only while JAX traces there are any
+            closed, captured, out_tree = trace_function(functools.partial(_call_flat, fn, call, in_tree), types, {})
+    except jax.errors.UnexpectedTracerError as error:
+        raise TraceError(
+            f"`{name}` uses a value that was left over from another trace.",
+            given=f"`{name}`, which closes over a traced value (or reads one from a global, a list, an object)",
+            wrong=f"a traced value means nothing outside of the function that it was made in.\n{error}",
+            do=f"pass the value to `{name}` as an argument, or return it from where it was made.",
+        ) from error
+    jaxpr, consts = open_jaxpr(closed)
+    foreign = [value for value in (*captured, *consts) if isinstance(value, jax.core.Tracer)] or captured
+    if foreign:
+        raise _closed_over_tracer(name, foreign[0])
+    return Traced(jaxpr, dict(zip(jaxpr.constvars, consts, strict=True)), len(jaxpr.invars)), out_tree
 
 
 def _call_flat(fn: Function, call: Split, tree: PyTreeDef, *leaves: object) -> object:
@@ -186,7 +203,12 @@ def _shortened(paths: Sequence[tuple[str, object]]) -> tuple[str, ...]:
     )
 
 
-def _aval_of(leaf: object, path: str, name: str) -> Aval:
+def check_not_traced(leaf: object, path: str, name: str) -> None:
+    """Arguments are there, and not yet to be computed.
+
+    Raises:
+        TraceError: One is being traced.
+    """
     if isinstance(leaf, jax.core.Tracer):
         raise TraceError(
             f"argument `{path}` of `{name}` is being traced.",
@@ -195,6 +217,10 @@ def _aval_of(leaf: object, path: str, name: str) -> Aval:
             do=f"call `{name}` outside of other transformations, or transform the function before autopar sees it.",
             path=path,
         )
+
+
+def _aval_of(leaf: object, path: str, name: str) -> Aval:
+    check_not_traced(leaf, path, name)
     try:
         return shaped(leaf)
     except (TypeError, ValueError, OverflowError) as error:

@@ -19,7 +19,7 @@ from autopar.markup import tag
 from autopar.plan.decision import Decision, Stage, Value
 from autopar.plan.profile import Crossing
 from autopar.plan.words import bytes_text, count_text, local_bytes
-from autopar.report.page import collapse_paths
+from autopar.report.paths import collapse_paths
 
 Block = tuple[str, int, int, int]
 """Name, arrays, bytes of the whole, bytes on one device."""

@@ -3,7 +3,7 @@
 In:     a plan's values.
 Out:    a table that can be searched by path; a row opens and says in words what its grid shows.
 Method: devices that hold the same piece have the same colour; a partial sum is hatched, for every device holds a part of
-        each number. What repeats is said once (`page.collapse_paths`).
+        each number. What repeats is said once (`paths.collapse_paths`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autopar.markup import picture, tag
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.plan.decision import Decision, Value
 from autopar.plan.words import bytes_text, local_bytes, type_text
-from autopar.report.page import collapse_paths
+from autopar.report.paths import collapse_paths
 
 MAX_ROWS = 400
 MAX_DEVICES = 256

@@ -54,6 +54,24 @@ def packed_calls(watch: Watch, callbacks: Mapping[str, Sequence[tuple[str, Calla
     return _dumped(HostCalls(watch, {n: tuple(call for _, call in found) for n, found in own.items()})) if own else b""
 
 
+def packed(reader: Any, name: str) -> bytes:
+    """What workers read their parts of batches with, as bytes.
+
+    Raises:
+        NotBuiltYetError: It cannot be sent.
+    """
+    try:
+        return _dumped(reader)
+    except Exception as error:
+        raise NotBuiltYetError(
+            "a function of batches cannot be sent to the workers.",
+            given=f"`{name}(host, hosts)`",
+            wrong=f"it runs there, and it holds what cannot be pickled: {type(error).__name__}: {error}",
+            do="make it of plain functions and data: open files, locks and connections inside it, when it is called.",
+            feature="batches on Ray that cannot be pickled",
+        ) from error
+
+
 def unpacked_calls(data: bytes) -> HostCalls:
     """The callbacks on the worker."""
     return pickle.loads(data) if data else HostCalls(Watch(), {})

@@ -8,8 +8,8 @@ Method: what lies before the first updates must need nothing of what lies behind
 
 from __future__ import annotations
 
-from autopar.streams.emit import Streams
 from autopar.streams.instructions import MeshId, Recv, Run, Send
+from autopar.streams.streams import Streams
 
 
 def find_pauses(streams: Streams) -> dict[MeshId, int]:

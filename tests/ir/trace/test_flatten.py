@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from autopar._jax import Var, eval_jaxpr, open_jaxpr, scan_counts
-from autopar.ir.trace.flatten import is_recomputed
+from autopar.ir.trace.inline_calls import is_recomputed
 from tests.ir.traced import traced
 
 W = np.linspace(-1, 1, 16, dtype=np.float32).reshape(4, 4)

@@ -95,6 +95,21 @@ def test_two_that_may_be_the_batch():
     assert roles_of(fn, (PARAMS, array(2), SAMPLES), None, 2) == (["p/w", "pair"], ["x"], ["p/w", "pair"])
 
 
+@pytest.mark.parametrize("shape", [(3, 8, 8), (8, 8)], ids=["stack", "matrix"])
+def test_frozen_weights_are_no_batch(shape):
+    """All arrays of a frozen stack share their first dim, too; but no step goes through layers, or columns, row by row."""
+
+    def step(adapter, frozen, batch):
+        def loss(adapter):
+            layers = frozen["w"] if len(shape) == 3 else jnp.stack([frozen["w"]] * 3)
+            x, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ (w + adapter["w"])), None), batch["x"], layers)
+            return jnp.mean(x**2)
+
+        return jax.tree.map(lambda p, g: p - g, adapter, jax.grad(loss)(adapter))
+
+    assert roles_of(step, (PARAMS, {"w": array(*shape)}, BATCH)) == (["adapter/w"], ["batch/x"], ["adapter/w"])
+
+
 def noise(key, p):
     return jax.random.normal(jax.random.wrap_key_data(key), p.shape)
 

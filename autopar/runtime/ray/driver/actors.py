@@ -21,9 +21,9 @@ from autopar.runtime.ray.driver.calls import POLL_SECONDS
 from autopar.runtime.ray.seats import Seat, environment
 from autopar.runtime.ray.worker.worker import Worker
 
-GROUPS = {"mail": 2, "control": 1, "disk": 1}
-"""Threads of an actor beside its one dispatching thread: for parcels that come in, for answering at any time, and for
-writing checkpoints."""
+GROUPS = {"mail": 2, "control": 1, "disk": 1, "data": 1}
+"""Threads of an actor beside its one dispatching thread: for parcels that come in, for answering at any time, for writing
+checkpoints, and for reading batches."""
 
 
 def start_all(machine: RayMachine, seats: Sequence[Seat], actors: dict[int, Any], groups: list[Any]) -> None:

@@ -14,8 +14,8 @@ from autopar.errors import StepError
 from autopar.partition.host_calls import Raised
 from autopar.runtime.failure import place_in, step_error
 from autopar.runtime.order import merged
-from autopar.streams.emit import Streams
 from autopar.streams.instructions import Run
+from autopar.streams.streams import Streams
 
 
 def callback_error(

@@ -34,8 +34,8 @@ from autopar.runtime.ray.share import Report, Share, StepCall
 from autopar.runtime.ray.transport.parcels import holders_of, messages_of, own_boxes, pack, slices
 from autopar.runtime.stacks import Stack, part_of, parts_of
 from autopar.streams.clock import recorded
-from autopar.streams.emit import Streams
 from autopar.streams.instructions import BufferId, MeshId
+from autopar.streams.streams import Streams
 from autopar.streams.timeline import Timeline
 
 
@@ -264,7 +264,7 @@ class RayStep:
             mesh, kind = self.job.mesh_of[entry.buffer], self.job.types[entry.buffer]
             for copy in part.copies:
                 same = copy.kind is kind or copy.kind == kind
-                if copy.owner is self.workers and copy.mesh == mesh and same and not entry.is_piece:
+                if copy.owner is self.workers and copy.mesh == mesh and same:
                     return copy.key
         return None
 
@@ -332,12 +332,7 @@ class RayStep:
         return None
 
     def hold(self, arrays: Sequence[Any], first: int) -> list[RemoteArray | Any]:
-        """Put arguments that are the same in every step where they are read.
-
-        Args:
-            arrays: The arguments.
-            first: Position of the first of them among the user's.
-        """
+        """Put arguments that are the same in every step where they are read; as of `Runtime`."""
         found: list[Any] = []
         for array, positions in zip(arrays, self._interface.stacks.inputs[first:], strict=True):
             entries = [e for e in self._read.get(positions[0], []) if not e.is_piece]
@@ -354,20 +349,19 @@ class RayStep:
             found.append(RemoteArray([Part(tuple(copies))]))
         return found
 
+    def wanted(self, argument: int) -> list[tuple[MeshId, ArrayType, bool]]:
+        """Where one of the user's arguments, which is in one part, is read: on which mesh, how, whether in microbatches."""
+        (at,) = self._interface.stacks.inputs[argument]
+        entries = self._read.get(at, [])
+        return [(self.job.mesh_of[e.buffer], self.job.types[e.buffer], e.is_piece) for e in entries]
+
     def homes(self, argument: int) -> tuple[list[tuple[MeshId, ArrayType]], int]:
         """Where the parts of one of the user's arguments live between steps, and along which dim they lie."""
         stacks = self._interface.stacks
         return [(self.job.home[at], self._kind(at)) for at in stacks.inputs[argument]], stacks.input_dims[argument]
 
     def create(self, init: Callable[..., list[Any]], args: Sequence[Any], first: int, count: int) -> list[Any]:
-        """State that is born in its place: `init` is run on each mesh, which keeps what is its own.
-
-        Args:
-            init: Makes the leaves.
-            args: Its arguments.
-            first: The first of the user's arguments' leaves that it makes.
-            count: How many.
-        """
+        """State that is born in its place: `init` is run on each mesh, which keeps what is its own; as of `Runtime`."""
         inputs, dims = self._interface.stacks.inputs, self._interface.stacks.input_dims
         wanted: dict[MeshId, list[tuple[int, int]]] = {}
         for leaf in range(count):

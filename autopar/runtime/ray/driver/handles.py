@@ -108,10 +108,11 @@ class RemoteArray(Shaped):
         sharding: How it lies on the devices.
     """
 
-    def __init__(self, parts: Sequence[Part], dim: int = 0):
+    def __init__(self, parts: Sequence[Part], dim: int = 0, shape: tuple[int, ...] | None = None):
+        """As of the attributes; `shape` where the one part that it has lies there in another, in microbatches."""
         self.parts, self.dim = tuple(parts), dim
         kinds = [part.copies[0].kind for part in parts]
-        self.shape = joined_shape([kind.shape for kind in kinds], dim)
+        self.shape = joined_shape([kind.shape for kind in kinds], dim) if shape is None else shape
         self.dtype = kinds[0].dtype
         self.weak_type = False
 
@@ -150,7 +151,7 @@ class RemoteArray(Shaped):
         """The whole array in this process."""
         self.check()
         found = [copy.owner.fetch(copy.mesh, copy.key, copy.kind) for copy in (part.copies[0] for part in self.parts)]
-        return found[0] if len(found) == 1 else np.concatenate(found, axis=self.dim)
+        return found[0].reshape(self.shape) if len(found) == 1 else np.concatenate(found, axis=self.dim)
 
     def item(self) -> Any:
         """The one element as a Python number."""

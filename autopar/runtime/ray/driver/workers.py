@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar.errors import WorkerError, warn
+from autopar.errors import BatchError, WorkerError, warn
 from autopar.mesh import ArrayType
 from autopar.mesh.ray_nodes import RayMachine
 from autopar.runtime.digest import Digest, digest
@@ -237,22 +237,50 @@ class Workers:
             WorkerError: A worker has ended, or does not come on.
             OSError: A worker could not write; RuntimeError: it failed in another way.
         """
-        actors = dict(self._actors)
-        if self.closed or not actors:
-            raise ended()
-        limits = self._machine.silence_seconds, self._machine.wait_seconds
-        refs = {
-            number: actors[number].write.options(concurrency_group="disk").remote(save, *own)
-            for number, own in arguments.items()
-        }
+        refs = self.begin("write", {number: (save, *own) for number, own in arguments.items()}, "disk")
         try:
-            return wait_for(refs, lambda n: actors[n].writing.options(concurrency_group="control").remote(), *limits)
+            return self._watched(refs, "writing")
         except FailedError as failed:
             # What the others write would come up again behind whoever takes away the folder.
             self.forget(save)
             settle(refs, self._machine.silence_seconds)
             failure = dataclasses.replace(failed.failure, method="write")
             raise write_error(failure, self.seats) from failed.failure.cause
+
+    # Calls beside the steps, on another thread of the workers.
+
+    def begin(self, method: str, arguments: Mapping[int, tuple[Any, ...]], group: str) -> dict[int, Any]:
+        """Call a method of several workers on a thread of theirs that is for it; waits for nothing."""
+        actors = dict(self._actors)
+        if self.closed or not actors:
+            raise ended()
+        return {
+            number: getattr(actors[number], method).options(concurrency_group=group).remote(*own)
+            for number, own in arguments.items()
+        }
+
+    def end_reading(self, refs: Mapping[int, Any], method: str) -> dict[int, Any]:
+        """Wait for what was begun on the thread for batches.
+
+        Raises:
+            BatchError: The user's function has raised; the workers go on.
+            WorkerError: A worker failed. All have ended.
+        """
+        try:
+            return self._watched(refs, "reading")
+        except FailedError as failed:
+            if isinstance(failed.failure.cause, BatchError):
+                raise failed.failure.cause from None
+            raise self._told(dataclasses.replace(failed.failure, method=method), -1, False) from failed.failure.cause
+
+    def _watched(self, refs: Mapping[int, Any], watch: str) -> dict[int, Any]:
+        """Wait for calls of workers that tell by another method how long they have stood where they are."""
+        actors = dict(self._actors)
+        if self.closed or not actors:
+            raise ended()
+        limits = self._machine.silence_seconds, self._machine.wait_seconds
+        ask = lambda n: getattr(actors[n], watch).options(concurrency_group="control").remote()  # noqa: E731
+        return wait_for(refs, ask, *limits)
 
     def forget(self, save: int) -> None:
         """As of `Owner`; waits for nothing."""

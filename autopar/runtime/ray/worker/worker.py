@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,23 +21,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.errors import ClusterError, DeviceCountError, WorkerError
+from autopar.errors import WorkerError
 from autopar.mesh import ArrayType, Box
 from autopar.partition.task import DeviceProgram
 from autopar.runtime.digest import Digest
 from autopar.runtime.ray.functions import HostCalls, portable, unpacked_calls
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.share import Key, Position, Report, Share, StepCall, Tiles
-from autopar.runtime.ray.transport.direct import Channel, Direct, Pair
-from autopar.runtime.ray.transport.nccl import NcclChannel, can_use_nccl, new_id
-from autopar.runtime.ray.transport.parcels import Message, box_shape, moved, own_boxes, pack, unpack
-from autopar.runtime.ray.transport.sockets import Listener, Post, make_post
-from autopar.runtime.ray.transport.transport import Mailbox, ObjectStore, Receive, Transport, WaitError
-from autopar.runtime.ray.transport.transport import Send as SendTo
+from autopar.runtime.ray.transport.parcels import box_shape, moved, own_boxes, pack, unpack
+from autopar.runtime.ray.transport.transport import WaitError
 from autopar.runtime.ray.worker.acts import Held, act, compiled
 from autopar.runtime.ray.worker.disk import Disk, OnDisk, read_tiles, unseen
-from autopar.runtime.ray.worker.places import Places, on_devices
-from autopar.streams.instructions import BufferId, MeshId, Recv, Run, Send, writes
+from autopar.runtime.ray.worker.member import Member
+from autopar.runtime.ray.worker.places import on_devices
+from autopar.runtime.ray.worker.reading import PartKind, Readings
+from autopar.streams.instructions import BufferId, Recv, Run, Send, writes
 
 
 @dataclass(slots=True)
@@ -60,29 +58,19 @@ class _Step:
     spans: dict[int, tuple[float, float]]
 
 
-class Worker:
+class Worker(Member):
     """One process of a job; an actor in `workers.py`."""
 
     def __init__(self, seat: Seat, wait_seconds: float):
-        self.seat, self._wait_seconds = seat, wait_seconds
-        self.position, self._since = Position(0, None), time.monotonic()
-        self.places = Places(seat)
+        super().__init__(seat, wait_seconds)
         self.arrays: dict[Key, jax.Array] = {}
         self.loaded: dict[int, _Loaded] = {}
         self._given: dict[int, tuple[Share, dict[str, jax.stages.Compiled], HostCalls]] = {}
         self._step: _Step | None = None
-        self._mailbox = Mailbox()
         self._disk = Disk()
-        self._listener: Listener
-        self._store: ObjectStore
-        self._direct: Direct | None = None
-        self._channels: dict[Pair, Channel] = {}
+        self._readings = Readings(self.places)
 
     # Asked at any time, by other threads.
-
-    def where(self) -> Position:
-        """Where it stands; that it answers says that it lives."""
-        return dataclasses.replace(self.position, seconds=time.monotonic() - self._since)
 
     def pid(self) -> int:
         """Its process."""
@@ -92,95 +80,7 @@ class Worker:
         """What its host's clock shows: seconds since any time."""
         return time.perf_counter()
 
-    def deliver(self, step: int, message: int, source: int, tiles: Tiles) -> None:
-        """A parcel of another worker."""
-        self._mailbox.put((step, message, source), tiles)
-
-    # Before the first step.
-
-    def coordinator(self, host: str) -> str:
-        """Where the workers of its mesh can meet: its host has this address.
-
-        Raises:
-            ClusterError: It has not: to listen at every address instead would let in anyone, for JAX asks for no secret.
-        """
-        try:
-            with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-                port = probe.getsockname()[1]
-        except OSError as error:
-            raise ClusterError(
-                "the workers of a stage over several hosts cannot meet.",
-                given=f"{self.seat}, on the node that Ray knows by {host}",
-                wrong=f"that is no address of an interface of this node ({error}).",
-                do="start Ray there with `ray start --node-ip-address=` and the address of an interface which the other "
-                "nodes reach.",
-            ) from error
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-
-    def join(self, coordinator: str, count: int) -> None:
-        """Form one group of processes with the other workers of its mesh."""
-        # Told all of it: under Slurm and others JAX would ask their variables, which are of another job than this one.
-        jax.distributed.initialize(
-            coordinator,
-            count,
-            self.seat.rank,
-            local_device_ids=range(self.seat.count),
-            cluster_detection_method="deactivate",
-            coordinator_bind_address=coordinator,  # JAX's own choice is every interface, and it asks for no secret
-        )
-
-    def can_go_direct(self) -> bool:
-        """Whether it can send from GPU to GPU."""
-        return jax.default_backend() == "gpu" and can_use_nccl()
-
-    def listen(self, host: str, word: bytes) -> int:
-        """Take in parcels of others, who must know the word; its host has this address. Returns the port."""
-        self._listener = Listener(host, word, self.deliver)
-        return self._listener.port
-
-    def connect(
-        self,
-        peers: Mapping[int, Any],
-        addresses: Mapping[int, tuple[str, int]],
-        word: bytes,
-        owner: Mapping[MeshId, Mapping[int, int]],
-        direct: bool,
-    ) -> None:
-        """Get to know the other workers.
-
-        Args:
-            peers: Their actors, by number.
-            addresses: Where they listen.
-            word: What they want to hear.
-            owner: For each mesh, the worker of each device.
-            direct: Whether all can send from GPU to GPU.
-
-        Raises:
-            DeviceCountError: JAX found other devices than this worker was to have.
-        """
-        if jax.local_device_count() != self.seat.count:
-            raise DeviceCountError(
-                "a worker has other devices than were given to it.",
-                given=f"{self.seat}, {self.seat.count} devices; environment {_variables()}",
-                wrong=f"its JAX has {jax.local_devices()}.",
-                do="install JAX for these devices on every node, and set none of these variables there.",
-                wanted=self.seat.count,
-                available=jax.local_device_count(),
-            )
-        posts = {number: make_post(addresses[number], word, _through_ray(peer)) for number, peer in peers.items()}
-        self._store = ObjectStore(self.seat, self.places, self._mailbox, posts, self._wait_seconds)
-        if direct:
-            self._direct = Direct(self.seat, self.places, self._channels, owner, self._wait_seconds)
-
-    def new_channel(self) -> tuple[int, ...]:
-        """An id for a channel of which it has the first rank."""
-        return new_id()
-
-    def open(self, pair: Pair, unique_id: tuple[int, ...], num_sources: int, num_targets: int) -> None:
-        """Open a channel from one mesh to another, together with all workers of both."""
-        first = self.seat.first + (0 if self.seat.mesh == pair[0] else num_sources)
-        own = {first + k: device for k, device in enumerate(jax.local_devices())}
-        self._channels[pair] = NcclChannel(unique_id, num_sources, num_sources + num_targets, own)
+    # Jobs.
 
     def compile(self, number: int, share: Share) -> None:
         """Take a share of a job, and compile its programs."""
@@ -195,7 +95,7 @@ class Worker:
         """Prepare the stream of a job that all have compiled, together with the other workers."""
         self._stand(0)
         share, programs, calls = self._given.pop(number)
-        sends, receives = self._ways(share)
+        sends, receives = self._ways(share.messages.values())
         watched = {program.name for program in share.programs if program.calls_host}
         self.loaded[number] = _Loaded(
             share,
@@ -205,28 +105,6 @@ class Worker:
             [own_boxes(share.types[at], self.seat) for at, _ in share.entries],
             calls,
         )
-
-    def _ways(self, share: Share) -> tuple[dict[int, SendTo], dict[int, Receive]]:
-        """How each message is sent or received: from GPU to GPU, or through Ray; within a mesh always the latter."""
-        sends: dict[int, SendTo] = {}
-        receives: dict[int, Receive] = {}
-        for transport in self._transports():
-            own = [m for m in share.messages.values() if self._transport_of(m) is transport]
-            for message in own:
-                if message.source == self.seat.mesh:
-                    sends[message.number] = transport.sender(message)
-                    self._stand(0)
-            coming = [m for m in own if m.target == self.seat.mesh]
-            for source in dict.fromkeys(m.source for m in coming):
-                receives.update(transport.receivers([m for m in coming if m.source == source]))
-                self._stand(0)
-        return sends, receives
-
-    def _transports(self) -> list[Transport]:
-        return [self._store] if self._direct is None else [self._store, self._direct]
-
-    def _transport_of(self, message: Message) -> Transport:
-        return self._store if self._direct is None or message.source == message.target else self._direct
 
     # Steps.
 
@@ -312,16 +190,13 @@ class Worker:
             self._stand(len(share.stream))
         return results, self._report(loaded, step)
 
-    def _stand(self, at: int, awaited: int | None = None) -> None:
-        self.position, self._since = Position(at, awaited), time.monotonic()
-
     def _begin(self, loaded: _Loaded, call: StepCall) -> _Step:
         self._mailbox.came.clear()
         held = dict(loaded.numbers)
         values = iter(call.values)
         for number, ((at, _), key) in enumerate(zip(loaded.share.entries, call.given, strict=True)):
             if key is not None:
-                held[at] = self.arrays[key]
+                held[at] = self._array(key)
                 continue
             dtype = loaded.share.types[at].dtype
             parts = zip(next(values), loaded.boxes[number], strict=True)
@@ -389,13 +264,20 @@ class Worker:
         found = []
         for device in devices:
             self._stand(0)
-            found += self._parts(self.arrays[key], kind, [device])
+            found += self._parts(self._array(key), kind, [device])
         return found
 
     def drop(self, keys: Sequence[Key]) -> None:
         """Let go of arrays."""
         for key in keys:
             self.arrays.pop(key, None)
+            self._readings.arrays.pop(key, None)
+
+    def _array(self, key: Key) -> jax.Array:
+        """An array by its key; of a batch that was read aside, it is this thread's from now on."""
+        if key not in self.arrays:
+            self.arrays[key] = self._readings.arrays.pop(key)
+        return self.arrays[key]
 
     def counts(self) -> dict[str, int]:
         """What it sent so far, how much of it was copied on the way, and how many arrays it holds."""
@@ -444,19 +326,35 @@ class Worker:
         """Let go of what was copied, also while it is being written."""
         self._disk.forget(save)
 
+    # Batches, on a thread of their own; arguments as of `Readings`.
+
+    def open_batches(self, *arguments: Any) -> None:
+        """Open batches of which it reads its own part."""
+        self._readings.open(*arguments)
+
+    def draw(self, source: int, number: int, keys: Sequence[Key]) -> dict[int, PartKind | None]:
+        """Read its part of a batch."""
+        return self._readings.draw(source, number, keys)
+
+    def place(self, *arguments: Any) -> None:
+        """Put a part that was read on its devices."""
+        self._readings.place(*arguments)
+
+    def bring(self, source: int, number: int, hosts: Sequence[int]) -> dict[int, list[np.ndarray]]:
+        """Parts that were read, as they are."""
+        return self._readings.bring(source, number, hosts)
+
+    def positions(self, source: int, number: int, hosts: Sequence[int]) -> dict[int, Any]:
+        """Where the sources of parts are when this batch is the next."""
+        return self._readings.positions(source, number, hosts)
+
+    def close_batches(self, source: int, keys: Sequence[Key]) -> None:
+        """Read nothing more of a source."""
+        self._readings.close(source, keys)
+
+    def reading(self) -> Position:
+        """How long it has stood where it is in reading."""
+        return Position(0, None, self._readings.standing_seconds())
+
     def _placed(self, kind: ArrayType, value: Any) -> jax.Array:
         return on_devices(kind, self.places, True)([np.asarray(value)] * len(own_boxes(kind, self.seat)))
-
-
-def _through_ray(peer: Any) -> Post:
-    deliver = peer.deliver.options(concurrency_group="mail", num_returns=0)
-
-    def post(step: int, message: int, source: int, tiles: Tiles) -> None:
-        deliver.remote(step, message, source, tiles)
-
-    return post
-
-
-def _variables() -> dict[str, str]:
-    names = ("CUDA_VISIBLE_DEVICES", "JAX_PLATFORMS", "XLA_FLAGS")
-    return {name: os.environ[name] for name in names if name in os.environ}

@@ -1,0 +1,75 @@
+"""The only door to `jax.extend` and `jax._src`: what JAX's releases may move, under names that stay.
+
+In:     JAX 0.10 or 0.11.
+Out:    the types of a jaxpr, and small functions for what differs between the two.
+Method: imports and adapters, no ideas of its own. No file of autopar outside of this folder imports those modules.
+"""
+
+# ruff: noqa: F401
+from autopar._jax.compiled import host_callbacks, load_elsewhere, nan_error
+from autopar._jax.primitives import (
+    TensorType,
+    find_primitives,
+    high_primitive_jaxpr,
+    iota_2x32_shape_p,
+    key_primitive_implementation,
+    primitives,
+    random_gamma_p,
+    shardy_rule,
+    threefry2x32_p,
+    with_cudnn_of,
+)
+from autopar._jax.program import (
+    all_equations,
+    bind_eqn,
+    bodies_in,
+    close_jaxpr,
+    eqn_context,
+    eval_jaxpr,
+    make_jaxpr,
+    new_eqn,
+    new_scan_params,
+    new_var,
+    open_jaxpr,
+    optimization_barrier_p,
+    replace_eqn,
+    scan_counts,
+    scan_params,
+    trace,
+    trace_context,
+    trace_function,
+    with_automatic_axes,
+    without_context_mesh,
+    without_mesh,
+)
+from autopar._jax.source import function_file, function_name, line_of, new_source_info, raw_frames
+from autopar._jax.types import (
+    Atom,
+    Aval,
+    ClosedJaxpr,
+    Constant,
+    DropVar,
+    Function,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    NameStack,
+    Params,
+    Primitive,
+    SourceInfo,
+    Var,
+)
+from autopar._jax.values import (
+    as_key,
+    buffer_addresses,
+    is_key,
+    is_key_dtype,
+    key_data,
+    key_impl_name,
+    outermost_node,
+    physical_aval,
+    put_shards,
+    reads_as_array,
+    shaped,
+    weakly_typed,
+)

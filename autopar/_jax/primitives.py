@@ -1,0 +1,156 @@
+"""Primitives: found by name, and what those stand for of which JAX alone knows it.
+
+In:     names, equations.
+Out:    the primitives; programs and rules of some equations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import custom_partitioning_sharding_rule as _sdy_rule
+from jax._src.cudnn import fused_attention_stablehlo as _cudnn_attention
+from jax._src.random import prng as _prng
+from jax._src.random.core import random_gamma_p
+from jax._src.random.threefry2x32 import threefry2x32_p  # noqa: F401
+from jax.extend.core import Primitive, primitives
+
+from autopar._jax.program import trace
+from autopar._jax.types import ClosedJaxpr, JaxprEqn
+from autopar._jax.values import physical_aval
+
+iota_2x32_shape_p = _prng.iota_2x32_shape_p
+
+
+@functools.cache
+def _primitives_of_name() -> dict[str, tuple[Primitive, ...]]:
+    modules = [primitives, *(sys.modules[name] for name in sorted(sys.modules) if name.startswith("jax._src."))]
+    found: dict[str, dict[int, Primitive]] = {}
+    for module in modules:
+        for value in list(vars(module).values()) if module is not None else ():
+            if isinstance(value, Primitive):
+                found.setdefault(value.name, {})[id(value)] = value
+    return {name: tuple(same.values()) for name, same in found.items()}
+
+
+def find_primitives(*names: str) -> tuple[Primitive, ...]:
+    """The primitives that bear these names; a name that this JAX does not know is left out.
+
+    Those outside `jax.extend.core.primitives` are found in JAX's modules as far as `import jax` has loaded them.
+    """
+    return tuple(primitive for name in names for primitive in _primitives_of_name().get(name, ()))
+
+
+def high_primitive_jaxpr(eqn: JaxprEqn) -> ClosedJaxpr:
+    """The program that a primitive of JAX's high-level kind (`call_hi_primitive`) stands for."""
+    return trace(lambda *operands: eqn.primitive.to_lojax(*operands, **eqn.params), *(x.aval for x in eqn.invars))
+
+
+def key_primitive_implementation(eqn: JaxprEqn) -> Callable[..., Any] | None:
+    """What a random primitive computes, on the integers of its keys, as JAX's own lowering does; None if it is none."""
+    params: Any = eqn.params
+    aval: Any = eqn.invars[0].aval if eqn.invars else None
+    match eqn.primitive.name:
+        case "empty" | "create_empty":
+            physical = physical_aval(eqn.outvars[0].aval)
+            return lambda: jax.numpy.zeros(physical.shape, physical.dtype)
+        case "random_seed":
+            return _prng.iterated_vmap_unary(aval.ndim, params["impl"].seed)
+        case "random_split":
+            split = aval.dtype._impl.split
+            return _prng.iterated_vmap_unary(aval.ndim, lambda key: split(key, params["shape"]))
+        case "random_bits":
+            bits = aval.dtype._impl.random_bits
+            return _prng.iterated_vmap_unary(aval.ndim, lambda key: bits(key, params["bit_width"], params["shape"]))
+        case "random_fold_in":
+            data: Any = eqn.invars[1].aval
+            return _fold_in(aval.shape, data.shape, aval.dtype._impl.fold_in)
+        case "random_gamma":
+            impl, sample = aval.dtype._impl.name, random_gamma_p.impl
+            return lambda key, a: sample(jax.random.wrap_key_data(key, impl=impl), a, **params, use_vmap=True)
+    return None
+
+
+def _fold_in(keys_shape: tuple[int, ...], data_shape: tuple[int, ...], fold_in: Callable) -> Callable:
+    if not keys_shape and not data_shape:
+        return fold_in
+    if not data_shape:
+        return lambda keys, data: _prng.iterated_vmap_unary(len(keys_shape), lambda key: fold_in(key, data))(keys)
+    if not keys_shape:
+        return lambda key, data: _prng.iterated_vmap_unary(len(data_shape), lambda item: fold_in(key, item))(data)
+    shape = np.broadcast_shapes(keys_shape, data_shape)
+    function = fold_in
+    for _ in shape:
+        function = jax.vmap(function)
+    return lambda keys, data: function(
+        jax.numpy.broadcast_to(keys, (*shape, *keys.shape[len(keys_shape) :])), jax.numpy.broadcast_to(data, shape)
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorType:
+    """What a function that makes a Shardy rule may ask of the type of an array."""
+
+    shape: tuple[int, ...]
+    rank: int
+
+
+def shardy_rule(eqn: JaxprEqn) -> Any:
+    """The `sharding_rule` of a `custom_partitioning`, read; None where it has none.
+
+    Returns:
+        An object with the fields of `jax.experimental.custom_partitioning.SdyShardingRule`.
+
+    Raises:
+        Exception: What JAX or a function of the user's says of a rule that does not fit.
+    """
+    rule, notes = eqn.params.get("sharding_rule"), {}
+    if callable(rule):
+        types = [[TensorType(v.aval.shape, v.aval.ndim) for v in vs] for vs in (eqn.invars, eqn.outvars)]
+        rule = rule(*eqn.params["static_args"], jax.sharding.get_abstract_mesh(), *types)
+    if isinstance(rule, list | tuple) and len(rule) == 2:
+        rule, notes = rule
+    return _sdy_rule.str_to_sdy_sharding_rule(rule, **notes) if isinstance(rule, str) else rule
+
+
+@contextmanager
+def with_cudnn_of(capability: tuple[int, int] | None) -> Iterator[None]:
+    """Context manager: JAX traces cuDNN's attention for a GPU that is not here.
+
+    Tracing it JAX asks for the version of cuDNN, and which GPU there is; nothing of the answers is left in the program.
+
+    Args:
+        capability: Compute capability of the GPU; None, or where this process has CUDA: JAX finds out by itself.
+    """
+    module = _cudnn_attention
+    names = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
+    if capability is None or not all(hasattr(module, name) for name in names) or module.cuda_versions is not None:
+        yield
+        return
+
+    def as_numbers(text: str) -> tuple[int, ...]:
+        return tuple(map(int, text.split(".")))
+
+    answers = (
+        lambda: _CUDNN_VERSION,
+        lambda text: capability >= as_numbers(text),
+        lambda text: capability == as_numbers(text),
+    )
+    kept = [getattr(module, name) for name in names]
+    for name, answer in zip(names, answers, strict=True):
+        setattr(module, name, answer)
+    try:
+        yield
+    finally:
+        for name, function in zip(names, kept, strict=True):
+            setattr(module, name, function)
+
+
+_CUDNN_VERSION = 91100  # 9.11, the oldest that does everything that JAX 0.10 asks of it

@@ -1,0 +1,100 @@
+"""Values: abstract ones, arrays, typed random keys, pytrees.
+
+In:     arrays, their types, structures of pytrees.
+Out:    what JAX knows of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax._src import core as _core
+from jax._src import dtypes as _dtypes
+from jax._src.array import ArrayImpl as _ArrayImpl
+from jax._src.interpreters import pxla as _pxla
+from jax._src.random import prng as _prng
+
+
+def shaped(value: Any) -> Any:
+    """The abstract value of an array, a number (weakly typed), or a `jax.ShapeDtypeStruct`.
+
+    Raises:
+        TypeError: It is none of these.
+    """
+    return _core.shaped_abstractify(value)
+
+
+def weakly_typed(array: Any) -> Any:
+    """The same array, and the same memory, as weakly typed as a Python number."""
+    return _ArrayImpl(
+        array.aval.update(weak_type=True), array.sharding, array._arrays, committed=array.committed, _skip_checks=True
+    )
+
+
+def buffer_addresses(array: Any) -> list[int]:
+    """Where the parts of an array lie that are on devices of this process."""
+    return [part.unsafe_buffer_pointer() for part in array._arrays]
+
+
+def put_shards(kind: jax.ShapeDtypeStruct, parts: Sequence[np.ndarray], devices: Sequence[jax.Device]) -> jax.Array:
+    """An array of its parts in host memory: `jax.device_put` and `make_array_from_single_device_arrays`, in 5 us for 100.
+
+    Args:
+        kind: Its type, with its sharding.
+        parts: Of each of this process's devices.
+        devices: These.
+    """
+    aval = _core.ShapedArray(kind.shape, kind.dtype)
+    return _pxla.batched_device_put(aval, kind.sharding, parts, devices)
+
+
+def is_key_dtype(dtype: Any) -> bool:
+    """Whether `dtype` is that of typed random keys (`jax.random.key`)."""
+    return type(dtype) is _prng.KeyTy
+
+
+def is_key(aval: Any) -> bool:
+    """Whether an abstract value is an array of typed random keys."""
+    return type(getattr(aval, "dtype", None)) is _prng.KeyTy
+
+
+def key_impl_name(aval: Any) -> str:
+    """Name of the generator of a key array, as `jax.random.wrap_key_data(impl=...)` takes it."""
+    return aval.dtype._impl.name
+
+
+def physical_aval(aval: Any) -> Any:
+    """The array of integers that a key array is made of (`key[s]` is `uint32[s, 2]`); other values unchanged."""
+    return _core.physical_aval(aval)
+
+
+def key_data(value: Any) -> Any:
+    """The integers of a concrete key array, without copying."""
+    return value._base_array if isinstance(value, _prng.PRNGKeyArray) else jax.random.key_data(value)
+
+
+def as_key(value: Any, impl: str) -> jax.Array:
+    """Integers as a key array of the generator of that name; a handle of ours is read."""
+    return jax.random.wrap_key_data(value if isinstance(value, jax.Array) else np.asarray(value), impl=impl)
+
+
+def outermost_node(tree: Any) -> Any:
+    """The structure that is the outermost node of `tree`, with a leaf for each child."""
+    leaf = jax.tree.structure(0)
+    return type(tree).from_node_data_and_children(
+        jax.tree_util.default_registry, tree.node_data(), [leaf] * len(tree.children())
+    )
+
+
+def reads_as_array(kind: type) -> None:
+    """JAX's functions, jitted ones too, take values of this type for the arrays that `np.asarray` makes of them."""
+
+    def on_devices(values: Sequence[Any], shardings: Any, layouts: Any, copy_semantics: Any) -> Any:
+        return _pxla.shard_args(shardings, layouts, copy_semantics, [np.asarray(value) for value in values])
+
+    _core.pytype_aval_mappings[kind] = lambda value: _core.ShapedArray(value.shape, value.dtype)
+    _dtypes.register_canonicalize_value_handler(kind, None)
+    _pxla.shard_arg_handlers[kind] = on_devices

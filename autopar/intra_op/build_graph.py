@@ -1,0 +1,335 @@
+"""The decision graph of a program on a mesh.
+
+In:     the flat program (`ir/trace/flatten.py`) and a logical mesh; of a stage, what its passes share.
+Out:    `Graph` (`graph.py`).
+Method: one walk through the program and its bodies. What is read waits until all readers of a body are known, for a value
+        with several in a phase gets a hub; what does not depend on the mesh is found once for all meshes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
+from autopar.intra_op.batch import Dims, between_samples, follow_batch
+from autopar.intra_op.graph import PHASES, Edge, Graph, Keep, Node, NodeKind, Phase, Produced, Shardings, stacked
+from autopar.intra_op.strategies import Strategy, enumerate_strategies
+from autopar.ir.region import Binding, Region, Role, bodies_of, is_region, region_of
+from autopar.ir.rules import ShardingRule, rule_for
+from autopar.ir.rules.linearity import may_be_partial, survives_infinity
+from autopar.ir.signature import equation_signature
+from autopar.ir.source import is_backward
+from autopar.mesh import LogicalMesh, Sharding
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where an equation stands: how often it runs, and whether it may communicate."""
+
+    weight: float = 1.0
+    communicates: bool = True
+    is_scan: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A value that a node reads, in one sharding for each choice of the node."""
+
+    atom: Atom
+    node: Node
+    slot: int
+    wanted: Shardings
+    phase: Phase
+
+
+def build_graph(
+    jaxpr: Jaxpr,
+    mesh: LogicalMesh,
+    aliases: Mapping[int, int],
+    batch: Sequence[int] | Mapping[int, Dims] = (),
+    anew: AbstractSet[Var] = frozenset(),
+    twice: AbstractSet[JaxprEqn] = frozenset(),
+    like: Graph | None = None,
+) -> Graph:
+    """The decision graph of a flat program.
+
+    Args:
+        jaxpr: Flat program without constants.
+        mesh: Logical mesh.
+        aliases: Output index -> input index of the state it replaces; both get one port.
+        batch: Inputs whose leading dim runs over samples; or, by input, the dims that do.
+        anew: Values of which no copy waits: each phase begins with them as they were made.
+        twice: Equations that both passes run.
+        like: A graph of the same program on another mesh: what does not depend on the mesh is taken from there.
+    """
+    graph = _Builder(jaxpr, mesh, anew, twice, like).build(aliases)
+    if like is not None:
+        _take_over(graph, like)
+        return graph
+    rule_of = {node.eqn: node.rule for node in graph.nodes if node.kind == "op"}
+    graph.batch = follow_batch(
+        jaxpr, rule_of, batch if isinstance(batch, Mapping) else {k: frozenset({0}) for k in batch}
+    )
+    if batch:
+        waited_for = between_samples(jaxpr, graph.batch)
+        _mark_samples(graph, {e.var for e in graph.edges if graph.batch.dims(e.var) or e.var in waited_for})
+    return graph
+
+
+def _mark_samples(graph: Graph, samples: AbstractSet[Var]) -> None:
+    graph.edges = [e if e.var in samples else dataclasses.replace(e, is_sample=False) for e in graph.edges]
+
+
+def _take_over(graph: Graph, like: Graph) -> None:
+    graph.batch, graph.held = like.batch, like.held
+    _mark_samples(graph, {e.var for e in like.edges if e.is_sample})
+    if like.traffic is not None:
+        graph.traffic = {graph.op_node[eqn]: like.traffic[node] for eqn, node in like.op_node.items()}
+
+
+class _Builder:
+    def __init__(
+        self, jaxpr: Jaxpr, mesh: LogicalMesh, anew: AbstractSet[Var], twice: AbstractSet[JaxprEqn], like: Graph | None
+    ):
+        self.jaxpr, self.mesh, self.anew, self.twice, self.like = jaxpr, mesh, anew, twice, like
+        self.graph = Graph(mesh)
+        self.axis_sizes = mesh.axis_sizes
+        self.lists: dict[Shardings, Shardings] = {}
+        self.rules: dict[object, ShardingRule] = {}
+        self.numbers: dict[object, int] = {}
+        self.choices: dict[object, tuple[tuple[Strategy, ...], list[Shardings], list[Shardings]]] = {}
+        self.port_lists: dict[tuple[tuple[int, ...], bool], Shardings] = {}
+        # Readers of each open body, innermost last: they wait until all are known, for a value with several gets a hub.
+        self.pending: list[list[_Read]] = []
+        self.is_behind: list[bool] = []  # of each open body, whether its backward pass has begun
+
+    def build(self, aliases: Mapping[int, int]) -> Graph:
+        graph = self.graph
+        place = _Place()
+        for position, var in enumerate(self.jaxpr.invars):
+            node = self.port(f"input {position}", var, place, partial=False)
+            graph.inputs.append(node.index)
+            graph.produced[var] = Produced(node.index, node.shardings)
+        self.body(self.jaxpr, place)
+        for position, atom in enumerate(self.jaxpr.outvars):
+            if position in aliases:
+                node = graph.nodes[graph.inputs[aliases[position]]]
+            else:
+                node = self.port(f"output {position}", atom, place, partial=False)
+            graph.outputs.append(node.index)
+        readers = [
+            _Read(atom, graph.nodes[index], -1 - k, graph.nodes[index].shardings, "o")
+            for k, (atom, index) in enumerate(zip(self.jaxpr.outvars, graph.outputs, strict=True))
+        ]
+        self.connect([*self.pending.pop(), *readers], place)
+        return graph
+
+    def body(self, jaxpr: Jaxpr, place: _Place) -> None:
+        """Nodes of all equations of one body; `connect` its readers afterwards."""
+        self.pending.append([])
+        self.is_behind.append(False)
+        for eqn in jaxpr.eqns:
+            backward = is_backward(eqn)
+            self.graph.phases[eqn] = "b" if backward else "u" if self.is_behind[-1] else "f"
+            self.is_behind[-1] |= backward
+            if is_region(eqn):
+                self.region(eqn, place)
+                # Behind a loop over microbatches, which holds both passes, is the update.
+                inner = (e for body in bodies_of(eqn) for e in body.eqns)
+                self.is_behind[-1] |= any(self.graph.phases[e] == "b" for e in inner)
+            else:
+                self.operation(eqn, place)
+        self.is_behind.pop()
+
+    def read(self, atom: Atom, node: Node, slot: int, wanted: Shardings, eqn: JaxprEqn) -> None:
+        self.pending[-1].append(_Read(atom, node, slot, wanted, self.graph.phases[eqn]))
+
+    def connect(self, reads: Sequence[_Read], place: _Place) -> None:
+        """Edges of one body: straight where a value has one reader in a phase, through a hub where it has several."""
+        by_value: dict[Var, dict[Phase, list[_Read]]] = {}
+        for read in reads:
+            if not isinstance(read.atom, Literal):
+                by_value.setdefault(read.atom, {}).setdefault(read.phase, []).append(read)
+        for var, readers_of in by_value.items():
+            made = self.graph.produced[var]
+            for phase, readers in sorted(readers_of.items(), key=lambda pair: PHASES.index(pair[0])):
+                source = self.kept(var, phase, made, place)
+                shared = Produced(readers[0].node.index, readers[0].wanted)
+                if len(readers) > 1:
+                    hub = self.port(f"hub {phase}", var, place, partial=True, kind="hub")
+                    self.graph.hubs[var, phase] = hub.index
+                    self.edge(source, hub, 0, hub.shardings, var, place, phase)
+                    source = shared = Produced(hub.index, hub.shardings)
+                for read in readers:
+                    self.edge(source, read.node, read.slot, read.wanted, var, place, phase)
+                self.graph.used[var, phase] = shared
+
+    def kept(self, var: Var, phase: Phase, made: Produced, place: _Place) -> Produced:
+        """The copy that a phase begins with: as the value was made, or as it waited since the phase before."""
+        earlier = self.graph.used.get((var, "f")) or self.graph.used.get((var, "b"))
+        waits = phase == "b" or (phase == "o" and place.is_scan)
+        if earlier is None or not waits or var in self.anew or not place.communicates:
+            return made
+        shardings = self.all_shardings(tuple(var.aval.shape), may_be_partial(var.aval.dtype))
+        if len(shardings) == 1:
+            return made
+        node = self.port(f"keep {phase}", var, place, partial=True, kind="keep", only=shardings)
+        self.graph.keeps[var, phase] = Keep(node.index, earlier)
+        self.edge(earlier, node, 0, shardings, var, place, phase)
+        return Produced(node.index, shardings)
+
+    def edge(
+        self, made: Produced, node: Node, slot: int, wanted: Shardings, var: Var, place: _Place, phase: Phase
+    ) -> None:
+        weight, communicates = place.weight, place.communicates
+        self.graph.edges.append(
+            Edge(made.node, node.index, slot, made.shardings, wanted, var, weight, communicates, phase=phase)
+        )
+
+    # Nodes
+
+    def node(self, **fields: Any) -> Node:
+        node = Node(index=len(self.graph.nodes), **fields)
+        self.graph.nodes.append(node)
+        return node
+
+    def port(
+        self,
+        name: str,
+        atom: Atom,
+        place: _Place,
+        partial: bool,
+        kind: NodeKind = "port",
+        only: Shardings | None = None,
+    ) -> Node:
+        shape, dtype = tuple(atom.aval.shape), atom.aval.dtype
+        partial = partial and may_be_partial(dtype)
+        shardings = only or self.all_shardings(shape, partial)
+        return self.node(
+            kind=kind,
+            name=name,
+            shardings=shardings,
+            weight=place.weight,
+            var=None if isinstance(atom, Literal) else atom,
+            communicates=place.communicates,
+            signature=self.number((kind, name.rstrip("0123456789"), shape, str(dtype))),
+        )
+
+    def number(self, signature: object) -> int:
+        """Of what is equal for nodes that have the same choices for the same reasons: small, for it is looked up often."""
+        return self.numbers.setdefault(signature, len(self.numbers))
+
+    def all_shardings(self, shape: tuple[int, ...], partial: bool) -> Shardings:
+        """Every sharding of a value of this shape, the replicated one last."""
+        if (shape, partial) not in self.port_lists:
+            self.port_lists[shape, partial] = self.shared(list(_shardings(shape, self.axis_sizes, partial)))
+        return self.port_lists[shape, partial]
+
+    def shared(self, shardings: Sequence[Sharding]) -> Shardings:
+        key = tuple(shardings)
+        return self.lists.setdefault(key, key)
+
+    def operation(self, eqn: JaxprEqn, place: _Place) -> None:
+        rule, carried, signature = self.rule(eqn)
+        if signature not in self.choices:
+            strategies = tuple(enumerate_strategies(rule, self.axis_sizes, carried))
+            wanted = [self.shared([s.operands[k] for s in strategies]) for k in range(len(rule.operands))]
+            given = [self.shared([s.results[k] for s in strategies]) for k in range(len(rule.results))]
+            self.choices[signature] = strategies, wanted, given
+        strategies, wanted, given = self.choices[signature]
+        node = self.node(
+            kind="op",
+            name=eqn.primitive.name,
+            strategies=strategies,
+            weight=place.weight * (2 if eqn in self.twice else 1),
+            eqn=eqn,
+            rule=rule,
+            carried=carried,
+            communicates=place.communicates,
+            signature=self.number(signature),
+        )
+        self.graph.op_node[eqn] = node.index
+        for slot, atom in enumerate(eqn.invars):
+            self.read(atom, node, slot, wanted[slot], eqn)
+            if eqn in self.twice:
+                self.pending[-1].append(_Read(atom, node, slot, wanted[slot], "b"))
+        for k, var in enumerate(eqn.outvars):
+            self.graph.produced[var] = Produced(node.index, given[k], k)
+
+    def rule(self, eqn: JaxprEqn) -> tuple[ShardingRule, tuple[int, ...], object]:
+        """What an equation is, which of its linear groups partial sums pass, and what is equal for equal ones."""
+        if self.like is not None:
+            known = self.like.nodes[self.like.op_node[eqn]]
+            return known.rule, known.carried, ("op", known.signature)
+        same_rule = equation_signature(eqn)
+        if same_rule not in self.rules:
+            self.rules[same_rule] = rule_for(eqn)
+        rule = self.rules[same_rule]
+        carried = self.carried(eqn, rule)
+        return rule, carried, (same_rule, carried)
+
+    def carried(self, eqn: JaxprEqn, rule: ShardingRule) -> tuple[int, ...]:
+        """Linear groups that partial sums pass: those where infinity passes too; and all in products of gradients.
+
+        Products of matrices, that is: they may make much smaller what is reduced (the gradient of a weight, times a thin
+        matrix, is one of LoRA). What is done element by element does not.
+        """
+        is_large = bool(rule.summed or rule.whole) and self.graph.phases[eqn] == "b"
+        return tuple(k for k, group in enumerate(rule.linear) if is_large or survives_infinity(eqn, group))
+
+    # Regions
+
+    def region(self, eqn: JaxprEqn, around: _Place) -> None:
+        """A port for each value at the border; the bodies are part of the graph."""
+        region = region_of(eqn)
+        within = _Place(
+            around.weight * region.trips, around.communicates and region.kind != "while", region.kind == "scan"
+        )
+        leaving: list[list[_Read]] = [[] for _ in region.bodies]
+        for (role, k), b in region.named():
+            node = self.border(eqn, region, role, k, b, around if b.role != "test" else within)
+            outside = self.shared([stacked(s) for s in node.shardings]) if b.is_stacked else node.shardings
+            if b.outer is not None:
+                self.read(b.outer, node, 0, outside, eqn)
+            for var in b.variables:
+                self.graph.produced[var] = Produced(node.index, node.shardings)
+            if b.result is not None:
+                self.graph.produced[b.result] = Produced(node.index, outside)
+            slots = itertools.count(0 if b.outer is None else 1)
+            for reads, atom in zip(leaving, b.inside, strict=False):
+                if atom is not None:
+                    reads.append(_Read(atom, node, next(slots), node.shardings, "o"))
+        for body, reads in zip(region.bodies, leaving, strict=True):
+            self.body(body, within)
+            self.connect([*self.pending.pop(), *reads], within)
+
+    def border(self, eqn: JaxprEqn, region: Region, role: Role, k: int, b: Binding, place: _Place) -> Node:
+        """The port of a value at the border; in a loop of known length, what leaves it may be partial."""
+        # What a branch reads is the operand itself; what a loop reads is there for all of its trips.
+        entering = [b.outer] if region.kind == "cond" else b.variables
+        known = (*entering, None if b.is_stacked else b.result, *b.values, b.outer)
+        atom = next(a for a in known if a is not None)
+        partial = b.result is not None and region.kind in ("scan", "barrier")
+        whole = self.shared([Sharding.replicated(0)]) if b.role == "test" else None
+        node = self.port(f"{region.kind} {role} {k}", atom, place, partial, only=whole)
+        self.graph.ports[eqn, role, k] = node.index
+        return node
+
+
+def _shardings(shape: tuple[int, ...], axis_sizes: Mapping[str, int], partial: bool) -> Iterator[Sharding]:
+    options = [
+        [*(d for d, length in enumerate(shape) if length > 1 and length % size == 0), *(["+"] if partial else []), None]
+        if size > 1
+        else [None]
+        for size in axis_sizes.values()
+    ]
+    for choice in itertools.product(*options):
+        dims = tuple(tuple(a for a, c in zip(axis_sizes, choice, strict=True) if c == d) for d in range(len(shape)))
+        if all(length % math.prod(axis_sizes[a] for a in axes) == 0 for length, axes in zip(shape, dims, strict=True)):
+            yield Sharding(dims, tuple(a for a, c in zip(axis_sizes, choice, strict=True) if c == "+"))

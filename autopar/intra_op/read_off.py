@@ -1,0 +1,136 @@
+"""What choices come to: the sharded program they give, and what is predicted of it.
+
+In:     a program, its decisions, a choice for each, the solution they come from.
+Out:    `Sharded`.
+Method: lower (`lower.py`), list the collectives, put the program on the clock (`lanes.py`), follow its memory (`liveness.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar._jax import Jaxpr
+from autopar.cost import collective_seconds
+from autopar.intra_op.costs import OperationSeconds, held_values
+from autopar.intra_op.exposure import Exposure, show
+from autopar.intra_op.graph import Graph
+from autopar.intra_op.lanes import run_lanes
+from autopar.intra_op.liveness import Liveness, measure_liveness
+from autopar.intra_op.lower import lower
+from autopar.intra_op.problem import PROVED, Problem, Solution
+from autopar.intra_op.restrict import Allowed
+from autopar.intra_op.sharded import Body, Collective, collectives_of
+from autopar.mesh import Device, Sharding
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sharded:
+    """A program sharded on one mesh.
+
+    Attributes:
+        graph: The decisions.
+        choices: The choice of each node.
+        class_of: Class of each node in the problem.
+        problem: What was solved.
+        solution: Its solution, per class.
+        allowed: What was forbidden beforehand.
+        body: The sharded program.
+        liveness: Its memory on one device.
+        collectives: All it communicates in one step.
+        compute_seconds: Time of its kernels.
+        communication_seconds: Time of its collectives.
+        exposed_seconds: Of each collective, the seconds that no kernel hides.
+        exposure: Which part of each conversion counted in the problem; None: all.
+    """
+
+    graph: Graph
+    choices: tuple[int, ...]
+    class_of: tuple[int, ...]
+    problem: Problem
+    solution: Solution
+    allowed: Allowed
+    body: Body
+    liveness: Liveness
+    collectives: tuple[Collective, ...]
+    compute_seconds: float
+    communication_seconds: float
+    exposed_seconds: tuple[float, ...]
+    exposure: Exposure | None = None
+
+    @property
+    def step_seconds(self) -> float:
+        """Predicted time of one step: kernels, and what is exposed of collectives."""
+        return self.compute_seconds + sum(self.exposed_seconds)
+
+    def priced_seconds(
+        self, body: Body, exposed: Sequence[float], compute_seconds: float, sent_seconds: float
+    ) -> float:
+        """What a program of these choices costs, counted as the problem counts.
+
+        Args:
+            body: The program.
+            exposed: Of each of its collectives, the seconds that nothing hides.
+            compute_seconds: Of its kernels.
+            sent_seconds: Of its collectives.
+        """
+        if self.exposure is None:
+            return compute_seconds + sent_seconds
+        return compute_seconds + self.exposure.seconds_of(show(self.graph, body, exposed))
+
+    def gap_of(self, seconds: float) -> float:
+        """The part of these priced seconds, which a program of these choices costs, by which others may cost less, at most.
+
+        Never less than the gap of the choices alone: a program that came out cheaper than they were priced proves nothing.
+        """
+        gap = max(self.solution.gap, 1 - self.solution.bound / seconds) if seconds > 0 else 0.0
+        return gap if gap > PROVED else 0.0
+
+    @property
+    def gap(self) -> float:
+        """The gap of the program as it was lowered, and not of its choices as they were priced alone."""
+        taken = self.compute_seconds, self.communication_seconds
+        return self.gap_of(self.priced_seconds(self.body, self.exposed_seconds, *taken))
+
+    def input_sharding(self, position: int) -> Sharding:
+        """How an input lies on the mesh."""
+        node = self.graph.inputs[position]
+        return self.graph.nodes[node].shardings[self.choices[node]]
+
+
+def read_off(
+    jaxpr: Jaxpr,
+    graph: Graph,
+    choices: Sequence[int],
+    class_of: Sequence[int],
+    problem: Problem,
+    solution: Solution,
+    allowed: Allowed,
+    device: Device,
+    donated: Sequence[bool],
+    body: Body | None = None,
+    exposure: Exposure | None = None,
+    liveness: Liveness | None = None,
+) -> Sharded:
+    """Lower given choices and measure their memory, unless that has been done, and predict what they cost."""
+    body = lower(jaxpr, graph, choices) if body is None else body
+    collectives = tuple(collectives_of(body, graph.mesh))
+    communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, graph.mesh) for c in collectives)
+    lanes = run_lanes(body, OperationSeconds(graph, choices, device).of, graph.mesh, device.achieved.overlap)
+    liveness = liveness or measure_liveness(body, graph.mesh, held_values(graph), donated)
+    besides = device.achieved.program_seconds(max(0, liveness.peak_bytes - liveness.argument_bytes))
+    return Sharded(
+        graph,
+        tuple(choices),
+        tuple(class_of),
+        problem,
+        solution,
+        allowed,
+        body,
+        liveness,
+        collectives,
+        lanes.compute_seconds + besides,
+        communication,
+        lanes.exposed,
+        exposure,
+    )

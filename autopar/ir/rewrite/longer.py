@@ -1,0 +1,240 @@
+"""Which operations work on longer dims: matrix products over a length that does not divide, and what lies between them.
+
+In:     a flat program, and for some lengths of its products' factors what these are to become.
+Out:    for each equation its rule and those of its factors that become longer.
+Method: from the products along factors, forward and backward, as far as each operation can do with garbage in the tail: it
+        works on each index by itself, or adds up or compares what a mask leaves. Then what does not pay is left out: an
+        operation stays as the user wrote it if only what it reads is to become longer (a cast of weights, norms before
+        the first product), or if it reads state and leads to no product (the optimizer). What is made of nothing (positions,
+        random bits, zeros) follows those who read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal as Choice
+
+from autopar._jax import Jaxpr, JaxprEqn, Var
+from autopar.ir.region import kind_of
+from autopar.ir.rewrite.tails import Tail
+from autopar.ir.rules.registry import family_of, rule_for
+from autopar.ir.rules.rule import Factor, ShardingRule, Term, factor_names
+from autopar.ir.rules.terms import new_term, sizes_of
+
+_FAMILIES = ("elementwise", "indexing", "movement", "reductions", "reshape", "scatter")
+"""Files of rules whose operations work on arrays of any length."""
+_PLACED = ("sharding_constraint", "layout_constraint", "device_put", "dynamic_update_slice")
+"""Those of them that do not, or that speak of the user's own shape."""
+_Kind = Choice["longer", "as it is", "either"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Longer:
+    """Of one equation: its rule, None if it has none here, and the factors that become longer."""
+
+    rule: ShardingRule | None
+    tails: Mapping[Factor, Tail]
+
+
+def is_product(eqn: JaxprEqn) -> bool:
+    """Whether it is a matrix product: what is worth a longer dim."""
+    return eqn.primitive.name == "dot_general"
+
+
+def find_longer(jaxpr: Jaxpr, lengths: Mapping[int, int]) -> list[Longer]:
+    """For each equation of one body, what becomes longer.
+
+    Args:
+        jaxpr: Flat program; bodies of loops and branches are looked at by themselves.
+        lengths: Of a factor of products -> what it is to become.
+    """
+    reach = _Reach(jaxpr)
+    for k, eqn in enumerate(jaxpr.eqns):
+        if is_product(eqn):
+            rule = reach.rules[k]
+            assert rule is not None, "products have a rule"
+            for factor, size in rule.sizes.items():
+                if size in lengths:
+                    reach.add(k, factor, Tail(1, size, lengths[size], 1))
+    reach.spread()
+    return reach.chosen()
+
+
+@dataclass(slots=True)
+class _Reach:
+    """What could become longer together, from where it was begun."""
+
+    jaxpr: Jaxpr
+    rules: list[ShardingRule | None] = field(init=False)
+    made_by: dict[Var, int] = field(init=False)
+    readers: dict[Var, list[int]] = field(init=False)
+    found: list[dict[Factor, Tail]] = field(init=False)
+    places: dict[Var, dict[int, Tail]] = field(default_factory=dict)
+    waiting: list[tuple[Var, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        eqns = self.jaxpr.eqns
+        self.rules = [_rule_here(eqn) for eqn in eqns]
+        self.found = [{} for _ in eqns]
+        self.made_by = {var: k for k, eqn in enumerate(eqns) for var in eqn.outvars}
+        self.readers = {}
+        for k, eqn in enumerate(eqns):
+            for var in dict.fromkeys(a for a in eqn.invars if isinstance(a, Var)):
+                self.readers.setdefault(var, []).append(k)
+
+    def add(self, k: int, factor: Factor, tail: Tail) -> None:
+        """A factor of an equation may be longer, and with it the dims in which it stands."""
+        rule = self.rules[k]
+        if rule is None or factor in self.found[k] or not _can_be_longer(self.jaxpr.eqns[k], rule, factor, tail):
+            return
+        stands = list(_stands_in(self.jaxpr.eqns[k], rule, factor))
+        if any(other in dim for _, _, dim in stands for other in self.found[k]):
+            return  # one longer factor in a dim is enough to keep apart
+        self.found[k][factor] = tail
+        for var, place, dim in stands:
+            known = self.places.setdefault(var, {})
+            if place not in known:
+                known[place] = tail.of_dim(dim, factor, rule.sizes)
+                self.waiting.append((var, place))
+
+    def spread(self) -> None:
+        """To whoever makes or reads what may be longer."""
+        while self.waiting:
+            var, place = self.waiting.pop()
+            tail = self.places[var][place]
+            around = [*([self.made_by[var]] if var in self.made_by else []), *self.readers.get(var, ())]
+            for k in around:
+                for term in self._terms(k, var):
+                    for factor in term[place]:
+                        part = tail.of_factor(term[place], factor, self._sizes(k))
+                        if part is not None:
+                            self.add(k, factor, part)
+
+    def _terms(self, k: int, var: Var) -> Iterator[Term]:
+        rule, eqn = self.rules[k], self.jaxpr.eqns[k]
+        if rule is not None:
+            pairs = (*zip(eqn.invars, rule.operands, strict=True), *zip(eqn.outvars, rule.results, strict=True))
+            yield from (term for atom, term in pairs if atom is var)
+
+    def _sizes(self, k: int) -> Mapping[Factor, int]:
+        rule = self.rules[k]
+        return {} if rule is None else rule.sizes
+
+    # What of it pays.
+
+    def chosen(self) -> list[Longer]:
+        """Of each equation, the factors that do become longer."""
+        leads = self._leads_to_product()
+        kinds: list[dict[Factor, _Kind]] = [{} for _ in self.jaxpr.eqns]
+        for k, eqn in enumerate(self.jaxpr.eqns):
+            for factor in self.found[k]:
+                kinds[k][factor] = "longer" if is_product(eqn) else self._kind(k, factor, kinds, leads[k][factor])
+        self._decide_either(kinds)
+        return [
+            Longer(rule, {f: tail for f, tail in found.items() if of[f] == "longer"})
+            for rule, found, of in zip(self.rules, self.found, kinds, strict=True)
+        ]
+
+    def _operands(self, k: int, factor: Factor) -> list[tuple[Var, int]]:
+        eqn, rule = self.jaxpr.eqns[k], self.rules[k]
+        assert rule is not None
+        return [
+            (atom, place)
+            for atom, term in zip(eqn.invars, rule.operands, strict=True)
+            for place, dim in enumerate(term)
+            if factor in dim and isinstance(atom, Var)
+        ]
+
+    def _readers_of(self, k: int, factor: Factor) -> Iterator[tuple[int, Factor]]:
+        """Who reads the dims of its results in which a factor stands, and as which factor of theirs."""
+        eqn, rule = self.jaxpr.eqns[k], self.rules[k]
+        assert rule is not None
+        for var, term in zip(eqn.outvars, rule.results, strict=True):
+            for place in (p for p, dim in enumerate(term) if factor in dim):
+                yield from self._read_as(var, place)
+
+    def _read_as(self, var: Var, place: int) -> Iterator[tuple[int, Factor]]:
+        tail = self.places.get(var, {}).get(place)
+        for k in self.readers.get(var, ()) if tail is not None else ():
+            for factor in self.found[k]:
+                if (var, place) in self._operands(k, factor):
+                    yield k, factor
+
+    def _leads_to_product(self) -> list[dict[Factor, bool]]:
+        leads: list[dict[Factor, bool]] = [{} for _ in self.jaxpr.eqns]
+        for k in reversed(range(len(self.jaxpr.eqns))):
+            for factor in self.found[k]:
+                behind = self._readers_of(k, factor)
+                leads[k][factor] = any(is_product(self.jaxpr.eqns[j]) or leads[j][f] for j, f in behind)
+        return leads
+
+    def _kind(self, k: int, factor: Factor, kinds: Sequence[Mapping[Factor, _Kind]], leads: bool) -> _Kind:
+        given = [self._kind_at(var, place, kinds) for var, place in self._operands(k, factor)]
+        if all(kind == "either" for kind in given):
+            return "either"
+        if "longer" not in given or (not leads and "as it is" in given):
+            return "as it is"
+        return "longer"
+
+    def _kind_at(self, var: Var, place: int, kinds: Sequence[Mapping[Factor, _Kind]]) -> _Kind:
+        """Of a dim of a value."""
+        k = self.made_by.get(var)
+        tail = self.places.get(var, {}).get(place)
+        if k is None or tail is None:
+            return "as it is"
+        for term in self._terms(k, var):
+            for factor in term[place]:
+                if factor in kinds[k] and tail == self.found[k][factor].of_dim(term[place], factor, self._sizes(k)):
+                    return kinds[k][factor]
+        return "as it is"
+
+    def _decide_either(self, kinds: list[dict[Factor, _Kind]]) -> None:
+        for k in reversed(range(len(kinds))):
+            for factor, kind in kinds[k].items():
+                if kind == "either":
+                    wanted = any(kinds[j][f] == "longer" for j, f in self._readers_of(k, factor))
+                    kinds[k][factor] = "longer" if wanted else "as it is"
+
+
+def _rule_here(eqn: JaxprEqn) -> ShardingRule | None:
+    if kind_of(eqn) == "barrier":
+        return _passing_rule(eqn)
+    known = is_product(eqn) or family_of(eqn.primitive) in _FAMILIES
+    return rule_for(eqn) if known and eqn.primitive.name not in _PLACED else None
+
+
+def _passing_rule(eqn: JaxprEqn) -> ShardingRule:
+    """Of a barrier: each operand is a result."""
+    fresh = factor_names()
+    terms = tuple(new_term(atom.aval.shape, fresh) for atom in eqn.invars)
+    sizes: dict[Factor, int] = {}
+    for atom, term in zip(eqn.invars, terms, strict=True):
+        sizes |= sizes_of(term, atom.aval.shape)
+    return ShardingRule(terms, terms, sizes)
+
+
+def _stands_in(eqn: JaxprEqn, rule: ShardingRule, factor: Factor) -> Iterator[tuple[Var, int, tuple[Factor, ...]]]:
+    pairs = (*zip(eqn.invars, rule.operands, strict=True), *zip(eqn.outvars, rule.results, strict=True))
+    for atom, term in pairs:
+        for place, dim in enumerate(term):
+            if factor in dim and isinstance(atom, Var):
+                yield atom, place, dim
+
+
+def is_searched(eqn: JaxprEqn, rule: ShardingRule, factor: Factor) -> bool:
+    """Whether single elements along a factor are read by index."""
+    return factor in rule.picked and eqn.primitive.name == "gather"
+
+
+def _can_be_longer(eqn: JaxprEqn, rule: ShardingRule, factor: Factor, tail: Tail) -> bool:
+    """Whether what stands in the tail stays there, or a mask keeps it out."""
+    if factor in rule.whole or factor in rule.joined:
+        return False
+    if is_searched(eqn, rule, factor):
+        return tail.outer == 1 == tail.inner
+    if factor in rule.summed:
+        return eqn.primitive.name in ("dot_general", "reduce_sum")
+    if factor in rule.reduced:
+        return family_of(eqn.primitive) == "reductions"
+    return True

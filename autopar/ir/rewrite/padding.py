@@ -1,0 +1,221 @@
+"""Dims that do not divide are made longer: the 50257 tokens of a vocabulary become 50264, which eight devices split.
+
+In:     a flat program, and for some lengths of its products' factors what these are to become.
+Out:    the same function of the same arguments: products and what lies between them (`longer.py`) on longer dims.
+Method: an operation on longer operands is its local program for a shard that is longer than the whole, as a device's is
+        for one that is shorter. What it makes in the tail is garbage. Before a sum or a maximum over the longer dim a mask
+        puts in the number that changes nothing, unless zeros of ours stand there; an index never leads into the tail; and
+        what anyone else reads is cut to the user's length. What splits, and what it costs, the planner finds as of any
+        other program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopar._jax import (
+    Atom,
+    Function,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    SourceInfo,
+    Var,
+    bind_eqn,
+    make_jaxpr,
+    new_var,
+    replace_eqn,
+)
+from autopar.ir.build import inline_function
+from autopar.ir.region import is_region, kind_of, region_of
+from autopar.ir.rewrite.dead_code import remove_dead_code
+from autopar.ir.rewrite.longer import Longer, find_longer, is_searched
+from autopar.ir.rewrite.tails import Tail, Tails, cut, fill_tails, identity_of, lengthen
+from autopar.ir.rules.locate import signed
+from autopar.ir.rules.rule import Factor, Shard, ShardingRule, Term
+
+
+def pad_dims(jaxpr: Jaxpr, lengths: Mapping[int, int]) -> Jaxpr:
+    """The program with longer dims where its products have these lengths; over the same inputs.
+
+    Args:
+        jaxpr: Flat program.
+        lengths: Of a factor of products -> what it becomes.
+    """
+    return remove_dead_code(_pad_body(jaxpr, lengths))
+
+
+def _pad_body(jaxpr: Jaxpr, lengths: Mapping[int, int]) -> Jaxpr:
+    writer = _Writer()
+    for eqn, longer in zip(jaxpr.eqns, find_longer(jaxpr, lengths), strict=True):
+        if longer.tails and longer.rule is not None:
+            writer.longer(eqn, longer)
+        else:
+            writer.as_it_is(eqn, lengths)
+    outvars = [writer.form(atom, {}, writer.source_of.get(atom)).atom for atom in jaxpr.outvars]
+    if len(writer.eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(writer.eqns, jaxpr.eqns, strict=True)):
+        return jaxpr
+    return make_jaxpr(jaxpr.invars, outvars, writer.eqns)
+
+
+@dataclass(frozen=True, slots=True)
+class _Long(Shard):
+    """A shard that has all of every factor, and of some a tail behind it."""
+
+    lengths: Mapping[Factor, int] = field(default_factory=dict)
+
+    def local_size(self, factor: Factor) -> int:
+        return self.lengths.get(factor, self.sizes[factor])
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A value with longer dims: what holds it, which dims these are, and in the tails of which there are zeros."""
+
+    atom: Atom
+    tails: Tails
+    zeros: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True, eq=False)
+class _Writer:
+    """Equations behind each other, and the forms in which each value of the user's program is at hand."""
+
+    eqns: list[JaxprEqn] = field(default_factory=list)
+    made: dict[Atom, _Form] = field(default_factory=dict)
+    forms: dict[tuple[Var, tuple[tuple[int, Tail], ...]], _Form] = field(default_factory=dict)
+    filled: dict[tuple[Atom, tuple[int, ...], object], Atom] = field(default_factory=dict)
+    source_of: dict[Atom, SourceInfo] = field(default_factory=dict)
+
+    def add(self, function: Function, operands: Sequence[Atom], source: SourceInfo | None) -> list[Atom]:
+        more, results = inline_function(function, operands, source)
+        self.eqns += more
+        return results
+
+    def as_it_is(self, eqn: JaxprEqn, lengths: Mapping[int, int]) -> None:
+        """An equation on the user's shapes; what is in its bodies may be longer there."""
+        operands = [self.form(atom, {}, eqn.source_info).atom for atom in eqn.invars]
+        if is_region(eqn) and kind_of(eqn) != "barrier":
+            region = region_of(eqn)
+            bodies = [_pad_body(body, lengths) for body in region.bodies]
+            if any(a is not b for a, b in zip(bodies, region.bodies, strict=True)):
+                eqn = region.with_bodies(bodies)
+        same = all(a is b for a, b in zip(operands, eqn.invars, strict=True))
+        self.eqns.append(eqn if same else replace_eqn(eqn, invars=operands))
+
+    def longer(self, eqn: JaxprEqn, longer: Longer) -> None:
+        """An equation on longer operands."""
+        rule, tails = longer.rule, longer.tails
+        assert rule is not None, "without a rule nothing is longer"
+        wanted = [_of_term(term, rule, tails) for term in rule.operands]
+        given = [self.form(a, w, eqn.source_info) for a, w in zip(eqn.invars, wanted, strict=True)]
+        operands = [self.masked(form, term, rule, tails, eqn) for form, term in zip(given, rule.operands, strict=True)]
+        results = [_of_term(term, rule, tails) for term in rule.results]
+        if kind_of(eqn) == "barrier":
+            made: list[Atom] = [new_var(atom.aval) for atom in operands]
+            self.eqns.append(replace_eqn(eqn, invars=operands, outvars=made))
+            zeros = [form.zeros for form in given]
+        else:
+            made = self.run(eqn, rule, tails, operands)
+            zeros = [_zeros_behind(given, rule, term) for term in rule.results]
+        for var, atom, where, known in zip(eqn.outvars, made, results, zeros, strict=True):
+            self.made[var] = _Form(atom, where, known & frozenset(where))
+            self.source_of[var] = eqn.source_info
+
+    def run(
+        self, eqn: JaxprEqn, rule: ShardingRule, tails: Mapping[Factor, Tail], operands: Sequence[Atom]
+    ) -> list[Atom]:
+        """What the operation makes of longer operands."""
+        shard = _Long({}, {}, rule.sizes, {factor: tail.length for factor, tail in tails.items()})
+        searched = {f: tail for f, tail in tails.items() if is_searched(eqn, rule, f)}
+
+        def program(*arrays: jax.Array) -> Sequence[jax.Array]:
+            if searched:
+                columns = {d: searched[f] for d, dim in enumerate(rule.operands[0]) for f in dim if f in searched}
+                arrays = (arrays[0], _kept_out(eqn, arrays[1], columns))
+            return bind_eqn(eqn, *arrays) if rule.local is None else list(rule.local(eqn, shard, *arrays))
+
+        return self.add(program, operands, eqn.source_info)
+
+    def masked(self, form: _Form, term: Term, rule: ShardingRule, tails: Mapping[Factor, Tail], eqn: JaxprEqn) -> Atom:
+        """An operand whose tails have no part in what the operation adds up or compares."""
+        atom = form.atom
+        for kind, factors in (("sum", rule.summed), *((kind, (f,)) for f, kind in rule.reduced.items())):
+            gone = [f for f in factors if f in tails and not is_searched(eqn, rule, f)]
+            where = {
+                d: form.tails[d]
+                for d, dim in enumerate(term)
+                if any(f in dim for f in gone) and not (kind == "sum" and d in form.zeros)
+            }
+            if where:
+                value = identity_of(kind, atom.aval.dtype)
+                key = atom, tuple(where), value
+                if key not in self.filled:
+                    fill = partial(fill_tails, tails=where, value=value)
+                    (self.filled[key],) = self.add(fill, [atom], eqn.source_info)
+                atom = self.filled[key]
+        return atom
+
+    def form(self, atom: Atom, wanted: Tails, source: SourceInfo | None) -> _Form:
+        """A value, longer in these dims and no others."""
+        if isinstance(atom, Literal):
+            return _Form(atom, {})
+        made = self.made.get(atom) or _Form(atom, {})
+        if made.tails == wanted:
+            return made
+        key = atom, tuple(sorted(wanted.items()))
+        if key not in self.forms:
+            cuts = {d: tail for d, tail in made.tails.items() if wanted.get(d) != tail}
+            pads = {d: tail for d, tail in wanted.items() if made.tails.get(d) != tail}
+
+            def reshaped(array: jax.Array) -> jax.Array:
+                for dim, tail in cuts.items():
+                    array = cut(array, dim, tail)
+                for dim, tail in pads.items():
+                    array = lengthen(array, dim, tail)
+                return array
+
+            (found,) = self.add(reshaped, [made.atom], source)
+            zeros = frozenset(pads) | (made.zeros - frozenset(cuts))
+            self.forms[key] = _Form(found, dict(wanted), zeros)
+        return self.forms[key]
+
+
+def _of_term(term: Term, rule: ShardingRule, tails: Mapping[Factor, Tail]) -> dict[int, Tail]:
+    """Which dims are longer if these factors are: in each dim there is one of them at most."""
+    return {
+        d: tails[factor].of_dim(dim, factor, rule.sizes)
+        for d, dim in enumerate(term)
+        for factor in dim
+        if factor in tails
+    }
+
+
+def _zeros_behind(given: Sequence[_Form], rule: ShardingRule, result: Term) -> frozenset[int]:
+    """Dims of a result in whose tails there are zeros: those that were moved there."""
+    if not rule.moves or len(given) != 1:
+        return frozenset()
+    known = {f for d, dim in enumerate(rule.operands[0]) if d in given[0].zeros for f in dim}
+    return frozenset(d for d, dim in enumerate(result) if dim and all(f in known for f in dim))
+
+
+def _kept_out(eqn: JaxprEqn, indices: jax.Array, columns: Tails) -> jax.Array:
+    """Indices of a gather that lead into no tail: what is out of range stays so, or is clamped as the mode wants it."""
+    fills = eqn.params["mode"] == lax.GatherScatterMode.FILL_OR_DROP
+    indices = signed(indices)
+    if indices.dtype.itemsize < 4:
+        indices = lax.convert_element_type(indices, jnp.int32)
+    parts = []
+    for k, d in enumerate(eqn.params["dimension_numbers"].start_index_map):
+        column = lax.slice_in_dim(indices, k, k + 1, axis=indices.ndim - 1)
+        if d in columns:
+            last, instead = columns[d].valid - 1, columns[d].padded if fills else columns[d].valid - 1
+            column = jnp.where(column > last, jnp.asarray(instead, column.dtype), column)
+        parts.append(column)
+    return lax.concatenate(parts, indices.ndim - 1) if len(parts) > 1 else parts[0]

@@ -1,0 +1,368 @@
+"""Calls inlined: what a jaxpr's equations flatten to, appended to a block of equations.
+
+In:     any jaxpr, the values of its constants, what stands for its arguments.
+Out:    flat equations in a `Block`. Inlined: `jit`, custom derivatives (they are not differentiated any more), `remat`,
+        `composite`, linear solves, random bits. Kept, with flat bodies and without constants inside: `scan`, `while`, `cond`.
+        Kept whole: Pallas, FFI, callbacks, `shard_map`, and what `autopar.sharding_rule` made one operation.
+Method: one walk. A differentiated `remat` is inlined behind an `optimization_barrier` on its inputs, as JAX's own
+        lowering does, so that no compiler merges the recomputation with the first computation. Name stacks are joined
+        outside in, so that `transpose(jvp(...))` stands on every backward equation.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from autopar._jax import (
+    Atom,
+    Aval,
+    ClosedJaxpr,
+    Constant,
+    Function,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    NameStack,
+    Var,
+    high_primitive_jaxpr,
+    is_key,
+    key_data,
+    new_eqn,
+    new_source_info,
+    new_var,
+    open_jaxpr,
+    optimization_barrier_p,
+    physical_aval,
+    replace_eqn,
+    shaped,
+    trace,
+    without_context_mesh,
+)
+from autopar.ir.region import Binding, closed_bodies, region_of
+from autopar.ir.source import caller_traceback
+from autopar.ir.trace.fold import fold
+from autopar.ir.trace.random import ALIASES, cache_key, physical_jaxpr, touches_keys
+
+_JITS = ("jit", "pjit")
+RECOMPUTED = "rematted_computation"
+"""Scope that JAX itself puts on the equations that `remat` computes again in the backward pass."""
+
+
+def is_recomputed(eqn: JaxprEqn) -> bool:
+    """Whether `eqn` belongs to the second run of a `remat` body."""
+    return any(getattr(scope, "name", None) == RECOMPUTED for scope in eqn.source_info.name_stack.stack)
+
+
+@dataclass
+class Block:
+    """The equations of one body under construction, and the constants it uses, by identity."""
+
+    eqns: list[JaxprEqn] = field(default_factory=list)
+    captured: dict[int, Var] = field(default_factory=dict)
+    values: dict[int, Constant] = field(default_factory=dict)
+
+    def constant(self, value: Constant) -> Var:
+        """The variable of a constant that a jaxpr inside holds."""
+        return self.capture(id(value), key_data(value) if is_key(shaped(value)) else value)
+
+    def capture(self, identity: int, value: Constant) -> Var:
+        if identity not in self.captured:
+            self.captured[identity] = new_var(shaped(value))
+            self.values[identity] = value
+        return self.captured[identity]
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """Where equations go, and what the calls above them add to their source.
+
+    Attributes:
+        block: Where to.
+        scope: Names of the calls above.
+        flatten: What makes a whole program flat, for those that random bits stand for.
+        place: Gives a traceback the place of the call.
+        shared: Such programs, once each.
+    """
+
+    block: Block
+    scope: NameStack
+    flatten: Callable[[Jaxpr, Sequence[Constant]], tuple[Jaxpr, tuple[Constant, ...]]]
+    place: Callable[[Any], Any] = lambda traceback: traceback
+    shared: dict[Hashable, tuple[Jaxpr, tuple[Constant, ...]]] = field(default_factory=dict)
+
+    def into(self, block: Block, callee: Jaxpr, eqn: JaxprEqn, extra_scope: str | None = None) -> Walk:
+        """The walk through `callee`, called by `eqn` (already placed)."""
+        caller = eqn.source_info.traceback
+        scope = eqn.source_info.name_stack
+        if extra_scope is not None:
+            scope = scope.extend(extra_scope)
+        is_jit = eqn.primitive.name in _JITS
+        place = functools.partial(caller_traceback, callee, caller=caller, is_jit=is_jit)
+        return Walk(block, scope, self.flatten, place, self.shared)
+
+    def instead_of(self, eqn: JaxprEqn) -> Walk:
+        """The walk through a program of ours that stands for `eqn` (already placed)."""
+        traceback = eqn.source_info.traceback
+        return Walk(self.block, eqn.source_info.name_stack, self.flatten, lambda _: traceback, self.shared)
+
+
+def append_function(walk: Walk, function: Function, operands: Sequence[Atom]) -> list[Atom]:
+    """The same of a small function of ours."""
+    jaxpr, consts = open_jaxpr(trace(function, *(a.aval for a in operands)))
+    return append_flat(walk, jaxpr, consts, operands)
+
+
+def fresh(aval: Aval) -> Var:
+    """A new variable; of typed keys one of their integers."""
+    return new_var(physical_aval(aval) if is_key(aval) else aval)
+
+
+def append_flat(walk: Walk, jaxpr: Jaxpr, consts: Sequence[Constant], operands: Sequence[Atom]) -> list[Atom]:
+    """Append the flat equations of a program to the walk's block.
+
+    Args:
+        walk: Where to.
+        jaxpr: Flat or not.
+        consts: Values of its `constvars`.
+        operands: One per invar.
+
+    Returns:
+        What its results are.
+    """
+    block = walk.block
+    env: dict[Var, Atom] = dict(zip(jaxpr.constvars, map(block.constant, consts), strict=True))
+    env.update(zip(jaxpr.invars, operands, strict=True))
+
+    def read(atom: Atom) -> Atom:
+        if isinstance(atom, Literal):
+            return atom if np.ndim(atom.val) == 0 and not is_key(atom.aval) else block.constant(atom.val)
+        return env[atom]
+
+    for eqn in jaxpr.eqns:
+        source = eqn.source_info
+        source = new_source_info(walk.place(source.traceback), walk.scope + source.name_stack)
+        placed = replace_eqn(without_context_mesh(eqn), source_info=source)
+        results = _step(walk, placed, [read(atom) for atom in eqn.invars])
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [read(atom) for atom in jaxpr.outvars]
+
+
+def _step(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    """Append what one equation flattens to; its own invars are only looked at, `operands` stand for them."""
+    name = eqn.primitive.name
+    if name in _HANDLERS:
+        return _HANDLERS[name](walk, eqn, operands)
+    if name in ALIASES or _is_identity(eqn, operands):
+        return operands[:1]
+    if name == "device_put" and all(device is None for device in eqn.params["devices"]):
+        return operands  # to nowhere in particular, as `jax.scipy.sparse.linalg.cg` has it
+    if touches_keys(eqn):
+        return _keys(walk, eqn, operands)
+    known = fold(eqn, operands)
+    if known is not None:
+        return [known]
+    return _keep(walk, eqn, operands)
+
+
+def _keep(walk: Walk, eqn: JaxprEqn, operands: Sequence[Atom]) -> list[Atom]:
+    outvars = [fresh(var.aval) for var in eqn.outvars]
+    walk.block.eqns.append(replace_eqn(eqn, invars=operands, outvars=outvars))
+    return list(outvars)
+
+
+def _is_identity(eqn: JaxprEqn, operands: Sequence[Atom]) -> bool:
+    name = eqn.primitive.name
+    if name not in _MAYBE_IDENTITY or eqn.outvars[0].aval != operands[0].aval:
+        return False
+    match name:
+        case "transpose":
+            return list(eqn.params["permutation"]) == sorted(eqn.params["permutation"])
+        case "reshape":
+            return eqn.params["dimensions"] is None and len(operands) == 1
+        case "broadcast_in_dim":
+            return list(eqn.params["broadcast_dimensions"]) == list(range(operands[0].aval.ndim))
+    return True
+
+
+_MAYBE_IDENTITY = frozenset(
+    {"broadcast_in_dim", "convert_element_type", "copy", "copy_p", "reshape", "squeeze", "stop_gradient", "transpose"}
+)
+
+
+# Calls.
+
+
+def _call(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    body, consts = open_jaxpr(_callee(eqn))
+    return append_flat(walk.into(walk.block, body, eqn), body, consts, operands)
+
+
+def _callee(eqn: JaxprEqn) -> Jaxpr | ClosedJaxpr:
+    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr", "fwd_jaxpr", "call", "callee"):
+        if isinstance(eqn.params.get(name), Jaxpr | ClosedJaxpr):
+            return eqn.params[name]
+    raise AssertionError(f"`{eqn.primitive}` holds no program among {list(eqn.params)}")
+
+
+def _high(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    body, consts = open_jaxpr(high_primitive_jaxpr(eqn))
+    return append_flat(walk.instead_of(eqn), body, consts, operands)
+
+
+def _of_mapped(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    """What `jax.vmap(..., axis_name=...)` leaves of a `psum` over its axis: over dims of its operands, which have no name."""
+    axes = eqn.params["axes"]
+    if not all(isinstance(axis, int) for axis in axes):
+        return _keep(walk, eqn, operands)
+    if not axes:
+        return operands
+    reduce = _REDUCTIONS[eqn.primitive.name]
+    return append_function(walk.instead_of(eqn), lambda *arrays: [reduce(a, axes) for a in arrays], operands)
+
+
+_REDUCTIONS: dict[str, Function] = {"psum": lax.reduce_sum, "pmax": lax.reduce_max, "pmin": lax.reduce_min}
+
+
+def _linear_solve(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    """`custom_linear_solve` only differs from its solve function when it is differentiated."""
+    lengths = eqn.params["const_lengths"]
+    first = lengths.matvec + lengths.vecmat
+    solve_operands = operands[first : first + lengths.solve] + operands[sum(lengths) :]
+    body, consts = open_jaxpr(eqn.params["jaxprs"].solve)
+    return append_flat(walk.into(walk.block, body, eqn), body, consts, solve_operands)
+
+
+def _remat(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    """Inlined; in the backward pass behind one barrier on the inputs that are not to be shared with the forward."""
+    body, consts = open_jaxpr(eqn.params["jaxpr"])
+    prevent_cse = eqn.params["prevent_cse"]
+    behind = [prevent_cse] * len(operands) if isinstance(prevent_cse, bool) else list(prevent_cse)
+    behind = [wanted and isinstance(atom, Var) for wanted, atom in zip(behind, operands, strict=True)]
+    differentiated = eqn.params["differentiated"]
+    if differentiated and any(behind):
+        entering = [atom for atom, wanted in zip(operands, behind, strict=True) if wanted]
+        fresh = [new_var(atom.aval) for atom in entering]
+        source = new_source_info(eqn.source_info.traceback, eqn.source_info.name_stack.extend("checkpoint"))
+        walk.block.eqns.append(new_eqn(optimization_barrier_p, entering, fresh, {}, source_info=source))
+        passed = iter(fresh)
+        operands = [next(passed) if wanted else atom for atom, wanted in zip(operands, behind, strict=True)]
+    return append_flat(walk.into(walk.block, body, eqn, "checkpoint"), body, consts, operands)
+
+
+def _keys(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    key = cache_key(eqn)
+    if key not in walk.shared:
+        jaxpr, consts = open_jaxpr(physical_jaxpr(eqn))
+        walk.shared[key] = walk.flatten(jaxpr, consts)
+    flat, values = walk.shared[key] if key is not None else walk.shared.pop(key)
+    return append_flat(walk.instead_of(eqn), flat, (), [*operands, *map(walk.block.constant, values)])
+
+
+# Loops and branches.
+
+
+def _region(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    """A region with flat bodies; the constants that they hold become operands."""
+    region = region_of(eqn)
+    blocks = [Block() for _ in region.bodies]
+    inputs = [[fresh(var.aval) for var in body.invars] for body in region.bodies]
+    outputs = []
+    for block, closed, invars in zip(blocks, closed_bodies(eqn), inputs, strict=True):
+        body, consts = open_jaxpr(closed)
+        outputs.append(append_flat(walk.into(block, body, eqn), body, consts, invars))
+    outvars = [fresh(var.aval) for var in eqn.outvars]
+    values = {identity: value for block in blocks for identity, value in block.values.items()}
+    nowhere = (None,) * len(blocks)
+    captured = [
+        Binding("const", walk.block.capture(key, value), tuple(block.captured.get(key) for block in blocks), nowhere)
+        for key, value in values.items()
+    ]
+    bindings = [*captured, *region.rebound(operands, inputs, outputs, outvars)]
+    flat = region.rebuild(bindings, [block.eqns for block in blocks])
+    if region.kind == "while" and outputs[0][0].aval.shape:
+        return _while_of_each(walk, flat)
+    walk.block.eqns.append(flat)
+    return list(outvars)
+
+
+def _while_of_each(walk: Walk, eqn: JaxprEqn) -> list[Atom]:
+    """A loop that ends for each sample in its own time (`vmap` of a `while`): what is done is kept as it is.
+
+    As in JAX's lowering, but for what goes on, which is carried along instead of being computed in test and body both.
+    """
+    region = region_of(eqn)
+    (test, body), consts, carries = region.bodies, region.consts, region.carries
+    around, inside = (Walk(block, NameStack(), walk.flatten) for block in (walk.block, Block()))
+    testing = Block()
+    (going,) = append_flat(around, test, (), region.entering(0, [b.outer for b in region.bindings]))
+    held, old, go = [new_var(b.var.aval) for b in consts], [new_var(b.var.aval) for b in carries], new_var(going.aval)
+    of_test, of_body = ([var for var, b in zip(held, consts, strict=True) if b.inner[k] is not None] for k in (0, 1))
+    new = append_flat(inside, body, (), [*of_body, *old])
+    ours = replace(walk.instead_of(eqn), block=inside.block)
+    kept = [append_function(ours, _where, [go, *both])[0] for both in zip(new, old, strict=True)]
+    (still,) = append_flat(inside, test, (), [*of_test, *kept])
+    (still_going,) = append_function(ours, jnp.logical_and, [go, still])
+    tested = new_var(go.aval)
+    (any_goes,) = append_function(replace(ours, block=testing), jnp.any, [tested])
+    nowhere, outvars = (None, None), [new_var(var.aval) for var in old]
+    bindings = [
+        Binding("test", None, nowhere, (any_goes, None)),
+        *(Binding("const", b.outer, (None, var), nowhere) for b, var in zip(consts, held, strict=True)),
+        *(
+            Binding("carry", b.outer, (new_var(var.aval), var), (None, value), result)
+            for b, var, value, result in zip(carries, old, kept, outvars, strict=True)
+        ),
+        Binding("carry", going, (tested, go), (None, still_going), new_var(go.aval)),
+    ]
+    walk.block.eqns.append(region.rebuild(bindings, [testing.eqns, inside.block.eqns]))
+    return list(outvars)
+
+
+def _where(go: jax.Array, new: jax.Array, old: jax.Array) -> jax.Array:
+    return lax.select(lax.broadcast_in_dim(go, old.shape, range(go.ndim)), new, old)
+
+
+def _cond(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    only = _only_branch(eqn, operands[0])
+    if only is not None:
+        body, consts = open_jaxpr(only)
+        return append_flat(walk.into(walk.block, body, eqn), body, consts, operands[1:])
+    return _region(walk, eqn, operands)
+
+
+def _only_branch(eqn: JaxprEqn, index: Atom) -> ClosedJaxpr | None:
+    """The branch that is always taken: of a known index, or where no machine of ours has a branch of its own."""
+    branches = eqn.params["branches"]
+    if isinstance(index, Literal):
+        return branches[min(max(int(index.val), 0), len(branches) - 1)]
+    platforms = eqn.params.get("branches_platforms")
+    if platforms and platforms[-1] is None and not any(_MACHINES & set(names) for names in platforms[:-1]):
+        return branches[-1]  # `jnp.diag` has one for Mosaic, which exists only inside of Pallas kernels
+    return None
+
+
+_MACHINES = frozenset({"cpu", "cuda", "rocm", "tpu"})
+_CALLS = (
+    "call", "closed_call", "composite", "core_call", "core_closed_call", "custom_jvp_call", "custom_jvp_call_jaxpr",
+    "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_vmap_call", "eval_jaxpr", "jit", "linear_call", "pjit",
+    "remat_opt", "xla_metadata_call",
+)  # fmt: skip
+_HANDLERS: dict[str, Callable[[Walk, JaxprEqn, list[Atom]], list[Atom]]] = {
+    **dict.fromkeys(_CALLS, _call),
+    **dict.fromkeys(("checkpoint", "remat", "remat2"), _remat),
+    "call_hi_primitive": _high,
+    "call_hi_primitive_linearized": _high,
+    "custom_linear_solve": _linear_solve,
+    **dict.fromkeys(_REDUCTIONS, _of_mapped),
+    "scan": _region,
+    "while": _region,
+    "cond": _cond,
+}

@@ -1,0 +1,97 @@
+"""A device of the catalog by its name, as people, clouds and drivers write it.
+
+In:     a name, such as `"h100"`, `"NVIDIA H100 80GB HBM3"` or `"v5p-64"`.
+Out:    its `Model`; of a slice of TPUs the number of its chips; of a GPU its compute capability.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+
+from autopar.errors import ClusterError
+from autopar.mesh.catalog import MODELS, Model
+from autopar.mesh.device import Device
+
+_ALIASES = {
+    "v100": "v100-16",
+    "a100": "a100-80",
+    "v4": "tpu-v4",
+    "v5e": "tpu-v5e",
+    "v5p": "tpu-v5p",
+    "v6e": "tpu-v6e",
+    "h100pcie80": "h100-pcie",
+    "v5lite": "tpu-v5e",
+    "v6lite": "tpu-v6e",
+}
+_CORES_PER_CHIP = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2}
+"""Of TPUs that are sold by cores; the others are by chips."""
+
+
+def slice_chips(text: str) -> tuple[int, Model] | None:
+    """The chips of a slice of TPUs under the name that it is sold by, such as `v5p-64` or `v5litepod-16`; None: it is none.
+
+    Raises:
+        ClusterError: There is no such slice, or no such TPU in the catalog.
+    """
+    found = re.fullmatch(r"\s*(?:tpu[\s_-]*)?(v\d+[a-z]*?)(?:lite)?(?:pod)?[\s_-]+(\d+)\s*", text, re.IGNORECASE)
+    if found is None or (found[1].lower() == "v100"):
+        return None
+    kind, number = found[1].lower(), int(found[2])
+    kind = {"v5": "v5e", "v5l": "v5e"}.get(kind, kind)
+    model = find_device(kind)
+    chips, rest = divmod(number, _CORES_PER_CHIP.get(kind, 1))
+    if rest or chips < 1 or (chips > model.devices_per_host and chips % model.devices_per_host):
+        what = f"{number / _CORES_PER_CHIP.get(kind, 1):g} chips"
+        raise ClusterError(
+            "no such slice.",
+            given=repr(text.strip()),
+            wrong=f"that would be {what}, and hosts have {model.devices_per_host} each.",
+            do=f'write a slice that there is, or hosts and chips: "2x{model.devices_per_host} {kind}".',
+        )
+    return chips, model
+
+
+def find_device(name: str) -> Model:
+    """The model of this name; case, spaces, vendor, form factor and "GB" do not matter.
+
+    Raises:
+        ClusterError: There is none; lists those there are.
+    """
+    plain = re.sub(r"[\s_\-]+", "", name.lower())
+    plain = re.sub(r"^(nvidia|amd|google|instinct|tesla|cloud)+", "", plain)
+    plain = re.sub(r"(sxm\d?|hbm3e?|hbm2e?|(?<=\d)gb?)", "", plain)
+    known = {re.sub(r"-", "", key): model for key, model in MODELS.items()}
+    known.update({alias: MODELS[key] for alias, key in _ALIASES.items()})
+    without = re.sub(r"(80|141|180|192|288|24|48)$", "", plain)
+    for text in (plain, without, plain.replace("tpu", ""), re.sub(r"(80|40)?(pcie)(80|40)?$", r"\1\3", plain)):
+        if text in known:
+            return known[text]
+    near = difflib.get_close_matches(plain, list(known), n=3)
+    raise ClusterError(
+        "no such device.",
+        given=repr(name),
+        wrong=f"the catalog has {', '.join(MODELS)}." + (f" Did you mean {near[0]}?" if near else ""),
+        do="use one of these, or describe yours: Cluster(hosts=, devices_per_host=, device=Device(...), intra=Link(...), "
+        "inter=Link(...)).",
+    )
+
+
+_CAPABILITIES: Mapping[str, tuple[int, int]] = {
+    "v100": (7, 0),
+    "a100": (8, 0),
+    "l4": (8, 9),
+    "l40s": (8, 9),
+    "h100": (9, 0),
+    "h200": (9, 0),
+    "b200": (10, 0),
+    "gb200": (10, 0),
+    "b300": (10, 3),
+    "gb300": (10, 3),
+}
+
+
+def compute_capability(device: Device) -> tuple[int, int] | None:
+    """The compute capability of an NVIDIA GPU of the catalog; None of other devices."""
+    return _CAPABILITIES.get(re.split(r"[- ]", device.name.lower())[0])

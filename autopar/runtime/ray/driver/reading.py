@@ -1,0 +1,185 @@
+"""Batches that the workers of a step read by themselves, as the driver sees them.
+
+In:     a step on a Ray cluster, which of its arguments are the batch, a reader (`worker/reading.py`).
+Out:    for each batch what its parts are like; then its arrays, which are on the workers and never were here.
+Method: `rows.py` says which parts a worker needs. It is asked for a batch ahead of time, and reads it while it goes on with
+        its steps; what becomes of it are `RemoteArray`s like others. A batch that is unlike the others is put where another
+        plan wants it, or, where that wants other parts, brought here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.runtime.ray.driver.driver import RayStep
+from autopar.runtime.ray.driver.handles import Copy, Part, RemoteArray
+from autopar.runtime.ray.rows import Wanted, count_parts, parts_for
+from autopar.runtime.ray.worker.reading import PartKind
+from autopar.streams.instructions import MeshId
+
+
+class Layout:
+    """Where a batch goes.
+
+    Attributes:
+        hosts: In how many parts it is cut.
+        wanted: For each worker that holds some of it, by number: its arrays there.
+        parts: And the parts that it needs.
+    """
+
+    def __init__(self, step: RayStep, first: int, types: Sequence[jax.ShapeDtypeStruct], rows: int):
+        """Find it out.
+
+        Args:
+            step: The step.
+            first: The first of its arguments that is the batch's.
+            types: Of the batch's arrays.
+            rows: Of the batch.
+        """
+        self.types = tuple(types)
+        self.wanted: dict[int, tuple[Wanted, ...]] = {}
+        self.meshes: dict[int, MeshId] = {}
+        found: dict[MeshId, list[Wanted]] = {}
+        for leaf in range(len(types)):
+            for mesh, kind, is_piece in step.wanted(first + leaf):
+                found.setdefault(mesh, []).append(Wanted(leaf, kind, is_piece))
+        seats = {seat.number: seat for mesh in sorted(found) for seat in step.workers.seats_on(mesh)}
+        for number, seat in seats.items():
+            self.wanted[number], self.meshes[number] = tuple(found[seat.mesh]), seat.mesh
+        self.hosts = count_parts(rows, [(self.wanted[n], seat) for n, seat in seats.items()])
+        self.parts = {n: parts_for(rows, self.hosts, self.wanted[n], seat) for n, seat in seats.items()}
+
+    def fits(self, other: Layout) -> bool:
+        """Whether each worker has read the parts that it needs, if it has read those of another."""
+        return self.hosts == other.hosts and self.parts == other.parts
+
+
+class Reading:
+    """Batches being read by the workers of a step; tells them when no one wants more.
+
+    Attributes:
+        layout: Where they go, as they usually are.
+    """
+
+    def __init__(self, step: RayStep, layout: Layout, kind: PartKind):
+        """Opens nothing.
+
+        Args:
+            step: The step.
+            layout: Where its batches go.
+            kind: Of a part.
+        """
+        self._workers, self.layout, self._kind = step.workers, layout, kind
+        self._source = self._workers.number()[0]
+        self._begun: dict[int, tuple[dict[int, Any], dict[MeshId, range]]] = {}
+        self._keys: dict[int, dict[MeshId, range]] = {}
+        self._of_part: dict[int, int] = {}  # the worker that answers for a part
+        for worker, parts in layout.parts.items():
+            for part in parts:
+                self._of_part.setdefault(part, worker)
+
+    @property
+    def closed(self) -> bool:
+        """Whether the workers have ended."""
+        return self._workers.closed
+
+    def open(self, reader: bytes, number: int, positions: Sequence[Any]) -> None:
+        """Have the workers open their parts.
+
+        Args:
+            reader: What opens them, packed.
+            number: Of the first batch.
+            positions: Where each part is then.
+        """
+        arguments = {
+            worker: (
+                self._source,
+                reader,
+                self.layout.hosts,
+                number,
+                {part: positions[part] for part in parts},
+                self._kind,
+                self.layout.wanted[worker],
+            )
+            for worker, parts in self.layout.parts.items()
+        }
+        self._asked("open_batches", arguments)
+
+    def begin(self, number: int) -> None:
+        """Have a batch read; waits for nothing."""
+        if number not in self._begun:
+            keys = self._new_keys(self.layout)
+            asked = {w: (self._source, number, tuple(keys[mesh])) for w, mesh in self.layout.meshes.items()}
+            self._begun[number] = self._workers.begin("draw", asked, "data"), keys
+
+    def drawn(self, number: int) -> dict[int, list[tuple[int, PartKind | None]]]:
+        """A batch, once it is read: for each part what each worker that has read it says it is like; None: it has ended."""
+        self.begin(number)
+        refs, self._keys[number] = self._begun.pop(number)
+        found: dict[int, list[tuple[int, PartKind | None]]] = {}
+        for worker, own in self._workers.end_reading(refs, "draw").items():
+            for part, kind in own.items():
+                found.setdefault(part, []).append((worker, kind))
+        return dict(sorted(found.items()))
+
+    def arrays(self, number: int, layout: Layout | None = None) -> list[Any]:
+        """The arrays of a batch that was read, in their places; of one that no worker holds, its type.
+
+        Args:
+            number: Of the batch.
+            layout: Where it goes, if it is unlike the others.
+        """
+        keys = self._keys.pop(number)
+        if layout is not None:
+            keys = self._new_keys(layout)
+            placed = {w: (self._source, number, layout.wanted[w], tuple(keys[m])) for w, m in layout.meshes.items()}
+            self._asked("place", placed)
+        layout = layout or self.layout
+        copies: list[list[Copy]] = [[] for _ in layout.types]
+        for mesh, worker in {mesh: worker for worker, mesh in layout.meshes.items()}.items():
+            for each, key in zip(layout.wanted[worker], keys[mesh], strict=True):
+                copies[each.leaf].append(Copy(self._workers, mesh, each.kind, key))
+        return [
+            RemoteArray([Part(tuple(own))], shape=tuple(kind.shape)) if own else kind
+            for own, kind in zip(copies, layout.types, strict=True)
+        ]
+
+    def bring(self, number: int) -> list[list[np.ndarray]]:
+        """The parts of a batch that was read, each with its arrays, in this process."""
+        del self._keys[number]
+        parts: dict[int, list[np.ndarray]] = {}
+        for own in self._asked("bring", self._answering(number)).values():
+            parts |= own
+        return [parts[part] for part in sorted(parts)]
+
+    def positions(self, number: int) -> list[Any]:
+        """Where each part is when batch `number` is the next; None: it cannot tell."""
+        found: dict[int, Any] = {}
+        for own in self._asked("positions", self._answering(number)).values():
+            found |= own
+        return [found[part] for part in sorted(found)]
+
+    def close(self) -> None:
+        """No one wants more."""
+        if not self._workers.closed:
+            left = [*(keys for _, keys in self._begun.values()), *self._keys.values()]
+            gone = {w: tuple(k for keys in left for k in keys[mesh]) for w, mesh in self.layout.meshes.items()}
+            self._workers.begin("close_batches", {w: (self._source, own) for w, own in gone.items()}, "data")
+
+    def _new_keys(self, layout: Layout) -> dict[MeshId, range]:
+        sizes = {mesh: len(layout.wanted[worker]) for worker, mesh in layout.meshes.items()}
+        return {mesh: self._workers.number(size) for mesh, size in sizes.items()}
+
+    def _answering(self, number: int) -> dict[int, tuple[Any, ...]]:
+        """Arguments of calls that concern each part once."""
+        asked: dict[int, list[int]] = {worker: [] for worker in self.layout.parts}
+        for part, worker in self._of_part.items():
+            asked[worker].append(part)
+        return {worker: (self._source, number, tuple(parts)) for worker, parts in asked.items()}
+
+    def _asked(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
+        return self._workers.end_reading(self._workers.begin(method, arguments, "data"), method)

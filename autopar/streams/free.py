@@ -1,0 +1,37 @@
+"""Buffers are let go of: behind its last reader, each that is no result of the step.
+
+In:     `Streams` whose buffers all stay.
+Out:    the same with `Free` instructions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+from autopar.streams.instructions import BufferId, Free, Instruction, reads, writes
+from autopar.streams.streams import Streams
+
+
+def free(streams: Streams) -> Streams:
+    """The streams, with every buffer let go of behind its last reader."""
+    kept = {at for at in streams.results if at is not None}
+    instructions = {mesh: tuple(_with_frees(stream, kept)) for mesh, stream in streams.instructions.items()}
+    return dataclasses.replace(streams, instructions=instructions)
+
+
+def _with_frees(stream: Sequence[Instruction], kept: Collection[BufferId]) -> list[Instruction]:
+    last: dict[BufferId, int] = {}
+    for k, instruction in enumerate(stream):
+        for buffer in (*writes(instruction), *reads(instruction)):
+            last[buffer] = k
+    ending: dict[int, list[BufferId]] = {}
+    for buffer, k in last.items():
+        if buffer not in kept:
+            ending.setdefault(k, []).append(buffer)
+    found: list[Instruction] = []
+    for k, instruction in enumerate(stream):
+        found.append(instruction)
+        if k in ending:
+            found.append(Free(tuple(sorted(ending[k]))))
+    return found

@@ -1,0 +1,65 @@
+"""Results take the memory of operands: sums and rows in place, new state that of the old.
+
+In:     `Streams`, whose programs make all results anew; arguments whose memory may be taken.
+Out:    the same, telling of each program which operands end in it.
+Method: a step that trains overwrites state in its updates alone: one that fails before leaves it as it was. Without gradients
+        every program takes what it is the last to read, state and what other programs of its stage have made, so that a
+        decoder's cache is there once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator
+
+from autopar._jax import Var
+from autopar.inter_op.stage_plan import TaskPlan
+from autopar.streams.instructions import Run, reads, writes
+from autopar.streams.streams import Streams
+
+_MADE = ("const", "value", "loop", "sum", "rows")
+"""Kinds of buffers that hold what a program has made."""
+
+
+def overwrite(streams: Streams, donated: Collection[Var]) -> Streams:
+    """The streams, their programs taking the memory of what nobody reads later."""
+    return dataclasses.replace(streams, overwritten=dict(_overwritten(streams, donated)))
+
+
+def _overwritten(streams: Streams, donated: Collection[Var]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Operands whose memory a result of the same type takes."""
+    trains = any(plan.task.kind in ("B", "W") for plan in streams.programs.values())
+    kept = {at for at in streams.results if at is not None}
+    of_user = {key for plan in streams.programs.values() for key in _passed_on(plan, donated)}
+    for stream in streams.instructions.values():
+        last = {at: k for k, instruction in enumerate(stream) for at in reads(instruction)}
+        travel = {at for i in stream if not isinstance(i, Run) for at in (*reads(i), *writes(i))}
+        runs: dict[str, list[tuple[int, Run]]] = {}
+        for k, instruction in enumerate(stream):
+            if isinstance(instruction, Run):
+                runs.setdefault(instruction.program, []).append((k, instruction))
+        for program, places in runs.items():
+            kind, (_, first) = streams.programs[program].task.kind, places[0]
+            free = [streams.buffers[at].type for at in first.outputs]
+            found = []
+            for position, at in enumerate(first.inputs):
+                buffer = streams.buffers[at]
+                is_state = buffer.kind == "argument" and buffer.key in donated
+                is_made = buffer.kind in _MADE and buffer.key not in of_user
+                each = [(k, run.inputs[position], run.inputs.count(run.inputs[position])) for k, run in places]
+                read_last = all(last[b] == k and b not in kept and count == 1 for k, b, count in each)
+                in_place = kind != "U" and buffer.kind in ("sum", "rows")
+                replaced = kind == "U" and is_state and read_last
+                spent = not trains and (is_state or is_made) and read_last and at not in travel
+                if (in_place or replaced or spent) and buffer.type in free:
+                    free.remove(buffer.type)
+                    found.append(position)
+            yield program, tuple(found)
+
+
+def _passed_on(plan: TaskPlan, donated: Collection[Var]) -> Iterator[Var]:
+    """Values that a program hands on as the user gave them, who keeps them."""
+    given = {slot.var for slot in plan.task.inputs if slot.kind == "argument" and slot.key not in donated}
+    for slot in plan.task.outputs:
+        if slot.var is not None and slot.var in given:
+            yield slot.key

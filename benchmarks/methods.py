@@ -1,0 +1,279 @@
+"""`Auto()` against every method with all its settings, predicted: the best that anyone could have asked for by name.
+
+    python benchmarks/methods.py [--models gpt,vit] [--clusters "1x8 h100,8x8 v100"] [--found FILE] [--plans 24]
+
+For each model on each described machine: seconds of `Auto()`, the best other method with its settings, and the first over
+the second; above 1.000 the automatic plan was beaten. The settings of `DataParallel` (ZeRO stage, microbatches),
+`ShardParallel` (every mesh of up to three axes, microbatches), `ThreeD` (three degrees, microbatches, schedule, ZeRO,
+sequence parallelism) and `PipelineParallel` (stages, schedule, microbatches, recomputation) are searched one at a time from
+several starts, until no change of one is faster or `--plans` of a method were made. What is planned is written to `--found`,
+line by line, and not planned again: run it in pieces, as often as you like.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import gpt
+import jax.numpy as jnp
+import llama
+import t5
+import vit
+import wide_resnet
+from rich.console import Console
+from rich.table import Table
+
+import autopar
+from autopar.errors import AutoparError
+from autopar.ir.trace.state import find_roles
+from autopar.ir.trace.trace import trace_step
+from autopar.search.methods import Method, method_text
+from autopar.search.planner import make_plan
+
+CLUSTERS = "1x8 h100,8x8 h100,1x4 v100,8x8 v100,16x8 a100,4x4 tpu v5e"
+GPT_1B = gpt.Config(layers=24, width=2048, heads=32, batch=1024, scanned=True, remat=True, dtype=jnp.bfloat16)
+MODELS: dict[str, Callable[[], Any]] = {
+    "gpt": lambda: gpt.make_step(
+        gpt.Config(8, 1024, 16, vocabulary=8192, tokens=512, batch=256, scanned=True, dtype=jnp.bfloat16)
+    ),
+    "llama": lambda: llama.make_step(llama.Llama(8, 2048, 5632, heads=16, vocabulary=16384, tokens=1024, batch=256)),
+    "experts": lambda: gpt.make_step(
+        gpt.Config(2, 1024, 16, vocabulary=8192, tokens=512, batch=256, experts=16, dtype=jnp.bfloat16)
+    ),
+    "wide_resnet": lambda: wide_resnet.make_step(wide_resnet.Config((1, 1, 1, 1), pixels=64, batch=512)),
+    "t5": lambda: t5.make_step(t5.Config(layers=4, vocabulary=8192, batch=256)),
+    "vit": lambda: vit.make_step(vit.Config(layers=6, batch=512)),
+    "gpt-1.3b": lambda: gpt.make_step(GPT_1B),
+    "llama-8b": lambda: llama.make_step(llama.Llama(32, 4096, 14336, heads=32, batch=512)),
+}
+"""Few layers of real widths, and some of real size, which take longer: ask for those by name."""
+SMALL = "gpt,llama,experts,wide_resnet,t5,vit"
+SEMANTICS = {"wide_resnet": "per_microbatch"}
+MICROBATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
+FAR, FEW = 1.5, 4
+"""Settings that take so many times as long as the best method known are changed a few times only."""
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
+
+
+@dataclass(frozen=True)
+class Family:
+    """One method.
+
+    Attributes:
+        method: Its class.
+        settings: Of each setting the values in order; an ordered one is changed to the next or the one before.
+        starts: Settings to start from.
+    """
+
+    method: Callable[..., Method]
+    settings: dict[str, Sequence[Any]]
+    starts: Sequence[dict[str, Any]]
+
+    def neighbours(self, at: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """What differs in one setting."""
+        for name, values in self.settings.items():
+            place = values.index(at[name])
+            near = (place + 1, place - 1) if name == "num_microbatches" else range(len(values))
+            for k in near:
+                if 0 <= k < len(values) and k != place and not (name == "degrees" and apart(at[name], values[k]) > 2):
+                    yield at | {name: values[k]}
+
+
+def families(cluster: autopar.Cluster) -> Iterator[Family]:
+    """Every method with all its settings there."""
+    count, inside = cluster.num_devices, cluster.devices_per_host
+    yield Family(
+        autopar.DataParallel,
+        {"zero": (0, 1, 3), "num_microbatches": MICROBATCHES},
+        [{"zero": z, "num_microbatches": 1} for z in (1, 3)],
+    )
+    shapes = [shape for axes in (1, 2, 3) for shape in ordered_factors(count, axes)]
+    own = (cluster.hosts, inside) if cluster.hosts > 1 else (count,)
+    yield Family(
+        autopar.ShardParallel,
+        {"mesh_shape": shapes, "num_microbatches": MICROBATCHES},
+        [{"mesh_shape": own, "num_microbatches": 1}],
+    )
+    degrees = [each for each in ordered_factors(count, 3, least=1) if each[1] <= inside]
+    for tensor, pipeline in dict.fromkeys([(1, 1), (min(8, inside), 1), (1, 2), (2, 2)]):
+        if count % (tensor * pipeline) == 0:
+            yield Family(
+                _three_d,
+                {
+                    "degrees": degrees,
+                    "num_microbatches": MICROBATCHES,
+                    "zero": (0, 1, 3),
+                    "sequence": (False, True),
+                    "schedule": ("1f1b", "zb-h1", "interleaved"),
+                },
+                [
+                    {
+                        "degrees": (count // tensor // pipeline, tensor, pipeline),
+                        "num_microbatches": 4 * pipeline if pipeline > 1 else 1,
+                        "zero": 1,
+                        "sequence": tensor > 1,
+                        "schedule": "1f1b",
+                    }
+                ],
+            )
+    yield Family(
+        autopar.PipelineParallel,
+        {
+            "num_stages": [n for n in range(2, 17) if count % n == 0],
+            "num_microbatches": MICROBATCHES,
+            "schedule": SCHEDULES,
+            "recompute": ("auto", "all"),
+        },
+        [
+            {"num_stages": n, "num_microbatches": 4 * n, "schedule": "1f1b", "recompute": "auto"}
+            for n in (2, 4)
+            if count % n == 0
+        ],
+    )
+
+
+def _three_d(degrees: tuple[int, int, int], **settings: Any) -> Method:
+    data, tensor, pipeline = degrees
+    idle = {"zero": 0 if data == 1 else None, "sequence": False if tensor == 1 else None}
+    idle["schedule"] = "1f1b" if pipeline == 1 else None
+    settings |= {name: value for name, value in idle.items() if value is not None}
+    return autopar.ThreeD(data=data, tensor=tensor, pipeline=pipeline, **settings)
+
+
+def apart(one: Sequence[int], other: Sequence[int]) -> int:
+    """In how many factors two lists of degrees differ: 2 where one factor went from one degree to another."""
+    return sum(len(factors(Fraction(a, b))) for a, b in zip(one, other, strict=True))
+
+
+def factors(ratio: Fraction) -> list[int]:
+    """Prime factors of a ratio, above and below."""
+    found, prime = [], 2
+    for left in (ratio.numerator, ratio.denominator):
+        prime = 2
+        while left > 1:
+            if left % prime:
+                prime += 1
+            else:
+                found.append(prime)
+                left //= prime
+    return found
+
+
+def ordered_factors(number: int, axes: int, least: int = 2) -> Iterator[tuple[int, ...]]:
+    """Ways to write a number as a product of so many factors, in order."""
+    divisors = [n for n in range(least, number + 1) if number % n == 0]
+    for factors in itertools.product(divisors, repeat=axes):
+        if math.prod(factors) == number:
+            yield factors
+
+
+class Cell:
+    """A model on a machine: what was planned of it, and what is planned now."""
+
+    def __init__(self, model: str, cluster: str, found: Path):
+        self.model, self.cluster, self._file = model, autopar.Cluster.of(cluster), found
+        self._name = cluster
+        self.seconds: dict[str, float] = {}
+        self._program: Any = None
+        for line in found.read_text().splitlines() if found.exists() else ():
+            row = json.loads(line)
+            if (row["model"], row["cluster"]) == (model, cluster):
+                self.seconds[row["method"]] = row["seconds"]
+
+    def plan(self, method: Method) -> float:
+        """Seconds of the method's plan; inf: there is none."""
+        text = method_text(method)
+        if text not in self.seconds:
+            if self._program is None:
+                step, *arguments = MODELS[self.model]()
+                self._program = trace_step(step, tuple(arguments))
+            started, why, words = time.process_time(), "", ""
+            try:
+                plan = make_plan(self._program, find_roles(self._program, (1,)), self.cluster, method)
+            except AutoparError as error:
+                seconds, why = math.inf, error.summary
+            else:
+                seconds = plan.cost.step_seconds
+                words = f"{len(plan.stages)} stages {plan.mesh}, {plan.num_microbatches} microbatches, {plan.schedule}"
+            taken = time.process_time() - started
+            self.seconds[text] = seconds
+            row = {"model": self.model, "cluster": self._name, "method": text, "seconds": seconds, "cpu": taken}
+            with self._file.open("a") as file:
+                file.write(json.dumps(row | {"plan": words, "why": why}) + "\n")
+        return self.seconds[text]
+
+    def climb(self, family: Family, most: int) -> None:
+        """Settings of a method, one changed at a time."""
+        extra = {"microbatch_semantics": SEMANTICS[self.model]} if self.model in SEMANTICS else {}
+        known, made = min(self.seconds.values(), default=math.inf), dict[str, float]()
+
+        def seconds(settings: dict[str, Any]) -> float:
+            try:
+                method = family.method(**settings, **extra)
+            except AutoparError:
+                return math.inf
+            return made.setdefault(method_text(method), self.plan(method))
+
+        for start in family.starts:
+            before, at, least, better = len(made), start, seconds(start), True
+            while better:
+                better = False
+                for other in family.neighbours(at):
+                    if len(made) - before >= (most if least < FAR * known else min(most, FEW)):
+                        break
+                    taken = seconds(other)
+                    if taken < least * (1 - 1e-9):
+                        at, least, better = other, taken, True
+
+
+def main() -> None:
+    """Plan what is missing, print the table; fail where a method is faster than `Auto()`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", default=SMALL)
+    parser.add_argument("--clusters", default=CLUSTERS)
+    parser.add_argument("--found", type=Path, default=Path("methods.jsonl"))
+    parser.add_argument("--plans", type=int, default=24, help="of each method and start, at most; 0: what was found")
+    parser.add_argument("--auto-again", action="store_true", help="plan Auto() again, after a change of the search")
+    chosen = parser.parse_args()
+    table = Table(title="Auto() against every method, predicted")
+    for heading in ("model", "machine", "Auto()", "best other method", "its step", "Auto() over it"):
+        table.add_column(heading, justify="right" if "step" in heading or "Auto()" in heading else "left")
+    beaten = 0
+    for model, cluster in itertools.product(chosen.models.split(","), chosen.clusters.split(",")):
+        cell = Cell(model, cluster, chosen.found)
+        auto = autopar.Auto(microbatch_semantics=SEMANTICS.get(model, "exact"))
+        name = method_text(auto)
+        if chosen.auto_again:
+            cell.seconds.pop(name, None)
+        if chosen.plans:
+            cell.plan(auto)
+            for family in families(cell.cluster):
+                cell.climb(family, chosen.plans)
+        others = {text: seconds for text, seconds in cell.seconds.items() if text != name}
+        if not others or name not in cell.seconds:
+            continue
+        best = min(others, key=lambda text: others[text])
+        ratio = cell.seconds[name] / others[best]
+        beaten += ratio > 1.0005
+        times = f"{cell.seconds[name] * 1e3:.3f} ms", best, f"{others[best] * 1e3:.3f} ms"
+        table.add_row(model, cluster, *times, f"{ratio:.4f}")
+        print(f"{model} on {cluster}: {ratio:.4f} of {best}", file=sys.stderr, flush=True)
+    Console(width=180).print(table)
+    sys.exit(f"{beaten} times a method was faster than Auto()" if beaten else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""What the frameworks of published runs did that autopar's programs do not.
+
+In:     `Run`, a kernel, a device.
+Out:    which layers a stage held, how long the vocabulary was, and seconds of products whose rows begin anywhere.
+Method: each rule is what the framework's own code or manual says; numbers that were fitted say so.
+"""
+
+from __future__ import annotations
+
+import math
+
+from published_runs import Run
+
+from autopar.cost import kernel_seconds
+from autopar.cost.kernels import Kernel, Pass, Product
+from autopar.mesh import Device
+
+EAGER = 2.0
+"""Passes over memory that frameworks without a compiler make where a compiled program makes one; fitted, one for all."""
+HOST_SECONDS = 1e-5
+"""To launch a kernel from Python, framework included, as profiles of such frameworks show; it runs ahead of the device, so
+that only small kernels wait for it."""
+PROFILED = 5.0
+"""Of a launch with PyTorch's profiler, which records shapes, memory and the Python stack of each; fitted to one source."""
+OVERLAPPED = 0.75
+"""Part of a tensor-parallel collective behind the product it feeds, where a run says so: it is cut in four, one of which
+has nothing to hide behind (Transformer Engine's user buffers)."""
+FIRST_FLASH = {"Ampere": 0.68, "Hopper": 0.36}
+"""Rate of the first FlashAttention's kernels over that of the device's own; fitted. Hopper's own multiply asynchronously."""
+ADAM_BYTES = 34
+"""Moved by an update for each parameter, in mixed precision: gradient read twice, once for its norm, weights of both
+widths and moments read and written."""
+OMNI_PATH = 0.405
+"""Part of a card's rate that NCCL's rings reach over Omni-Path, which it drives through the host: 5.06 of 12.5 GB/s, as the
+users of Jean Zay measured it (BigScience, experiments/bandwidth, all_reduce_bench-a100-n4)."""
+ALIGNMENT_BYTES = 16
+"""What rows of a product's operands begin at a multiple of, or else it is not multiplied by tensor cores at full rate (NVIDIA,
+"Matrix multiplication background user's guide": tensor core requirements). XLA pads operands, frameworks do not."""
+UNALIGNED = {"Ampere": 1.0, "Hopper": 2.0}
+"""Rate of such products over that of the device's ordinary cores in float32, where they are multiplied then: on Ampere and
+before in 32 bits, with the libraries of its time, later two numbers of 16 bits at once. Of the rates that datasheets state,
+those that published runs show (heads of 150 and of 450 on A100, a vocabulary of 50,257 on H100)."""
+VOCABULARY_MULTIPLE = 128
+"""To which frameworks pad the vocabulary, on each device; nanotron only to the number of devices (`ModelArgs`)."""
+
+
+def generation_of(device: Device) -> str:
+    """Of its products: those of Hopper and later are asynchronous, and load tiles while they multiply."""
+    return "Hopper" if device.achieved.balance > 100 else "Ampere"
+
+
+def padded_vocabulary(run: Run) -> int:
+    """Rows of the embedding."""
+    multiple = run.tensor * (1 if "nanotron" in run.framework else VOCABULARY_MULTIPLE)
+    return -(-run.vocabulary // multiple) * multiple
+
+
+def stage_layers(run: Run) -> list[int]:
+    """Layers on each stage; the embedding is on the first one, head and loss are on the last.
+
+    Megatron's stages are equal. DeepSpeed's are too, or embedding and head count as a layer each where the sum then divides
+    (`--pp-partition-method type:transformer|embedding`); else the last one has the rest. nanotron counts the head by its
+    parameters, and a stage ends before the layer with which it would have more than its part of the sum.
+    """
+    count, most = run.pipeline, math.ceil(run.layers / run.pipeline)
+    if "nanotron" in run.framework:
+        weight = run.vocabulary * run.width / (4 * run.width**2 + 3 * run.width * run.hidden)
+        ends = [min(run.layers, int((run.layers + weight) * (k + 1) / count + 1e-9)) for k in range(count - 1)]
+        borders = [0, *ends, run.layers]
+        return [b - a for a, b in zip(borders, borders[1:], strict=False)]
+    if run.layers % count == 0:
+        return [most] * count
+    if (run.layers + 2) % count == 0 and count > 1:
+        most = (run.layers + 2) // count
+        return [most - 1, *[most] * (count - 2), most - 1]
+    return [*[most] * (count - 1), run.layers - most * (count - 1)]
+
+
+def eager_seconds(kernel: Kernel, device: Device) -> float:
+    """Time of a kernel in a framework that runs operation by operation, with what libraries have for its shape."""
+    seconds = kernel_seconds(kernel, device)
+    match kernel:
+        case Pass():
+            return EAGER * seconds
+        case Product() if not _is_aligned(kernel):
+            flops = kernel.work * kernel.count * kernel.rows * kernel.columns * kernel.depth
+            rate = device.flops_per_second("float32") * UNALIGNED[generation_of(device)]
+            return max(seconds, flops / (rate * device.achieved.product))
+        case _:
+            return seconds
+
+
+def _is_aligned(kernel: Product) -> bool:
+    itemsize = 4 if "float32" in kernel.dtypes else 1 if any("float8" in name for name in kernel.dtypes) else 2
+    return all(side * itemsize % ALIGNMENT_BYTES == 0 for side in (kernel.rows, kernel.columns, kernel.depth))
+
+
+def launching_seconds(run: Run, kernels: tuple[Kernel, ...]) -> float:
+    """Of a host that launches them one by one."""
+    each = HOST_SECONDS * (PROFILED if run.is_profiled else 1)
+    return sum(EAGER if isinstance(k, Pass) else 1 for k in kernels) * each

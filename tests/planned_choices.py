@@ -1,0 +1,40 @@
+"""The plan of choices that nobody solved for: of all plans that there are, not only of good ones."""
+
+from collections.abc import Sequence
+
+from autopar.intra_op.costs import build_problem
+from autopar.intra_op.graph import Graph
+from autopar.intra_op.problem import Solution
+from autopar.intra_op.read_off import read_off
+from autopar.intra_op.restrict import Allowed
+from autopar.ir.program import Program
+from autopar.ir.trace.state import Roles
+from autopar.mesh import Cluster
+from autopar.report.plan import Plan
+from autopar.search.describe import describe_plan
+from autopar.search.methods import Method
+from autopar.search.one_mesh import count_of
+from autopar.streams.assemble import assemble_step
+
+
+def plan_of_choices(
+    step: Program,
+    program: Program,
+    roles: Roles,
+    cluster: Cluster,
+    method: Method,
+    graph: Graph,
+    choices: Sequence[int],
+) -> Plan:
+    """The plan of given choices, one per node of `graph`; nothing is solved, and nothing is known of its optimality.
+
+    The graph is that of `program`, the step in the method's number of microbatches (`in_microbatches`).
+    """
+    class_of = list(range(len(graph.nodes)))
+    problem = build_problem(graph, cluster.device, class_of)
+    solution = Solution(tuple(choices), problem.cost(choices), 0.0, "feasible", "given")
+    sharded = read_off(
+        program.jaxpr, graph, choices, class_of, problem, solution, Allowed(), cluster.device, roles.donated
+    )
+    planned = assemble_step(program, roles, count_of(method), graph.mesh, sharded)
+    return describe_plan(step, roles, cluster, method, planned, 0.0)

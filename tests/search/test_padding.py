@@ -1,0 +1,132 @@
+"""Dims that do not divide are split with padding where that is faster; what the user sees has the user's lengths."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.search import padding
+from autopar.search.padding import longer_length
+from autopar.tuning import TUNING
+from tests.sweep import check_faithful
+from tests.tuned import tune
+
+VOCABULARY, WIDTH, HEADS, LENGTH = 61, 16, 2, 8
+SLOW = autopar.Device("slow", peak_flops=1e7, memory_bytes=1e9, memory_bytes_per_second=1e9)
+
+
+def cluster(bytes_per_second=1e9):
+    link = autopar.Link(1e-7, bytes_per_second)
+    return autopar.Cluster.local(jax.devices()[:8], device=SLOW, intra=link)
+
+
+def norm(x):
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-5)
+
+
+def layer(p, x):
+    q, k, v = ((norm(x) @ p[name]).reshape(*x.shape[:2], HEADS, -1) for name in "qkv")
+    scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", q, k))
+    return x + jnp.einsum("bhqk,bkhd->bqhd", scores, v).reshape(x.shape) @ p["o"]
+
+
+def train_step(params, batch):
+    """GPT-2 in small: tied embedding, a vocabulary that no number of devices divides."""
+
+    def loss_fn(params):
+        x = params["table"][batch["ids"]]
+        for p in params["layers"]:
+            x = layer(p, x)
+        scores = jax.nn.log_softmax(norm(x) @ params["table"].T)
+        return -jnp.take_along_axis(scores, batch["next"][..., None], -1).mean()
+
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+def arguments(batch, num_layers, length=LENGTH):
+    rng = np.random.default_rng(0)
+    layers = [{name: rng.normal(size=(WIDTH, WIDTH), scale=0.2) for name in "qkvo"} for _ in range(num_layers)]
+    params = {"table": rng.normal(size=(VOCABULARY, WIDTH)), "layers": layers}
+    ids = rng.integers(0, VOCABULARY, (2, batch, length)).astype(np.int32)
+    params = jax.tree.map(lambda a: jnp.asarray(a, jnp.float32), params)
+    return params, {"ids": jnp.asarray(ids[0]), "next": jnp.asarray(ids[1])}
+
+
+@pytest.mark.parametrize(
+    "length, num_devices, longer",
+    [
+        (50257, 8, 50264),
+        (50257, 64, 50304),
+        (197, 8, 200),
+        (5, 4, 8),
+        (5, 8, 8),
+        (12, 8, 16),
+        (3, 8, 4),
+        (768, 8, 768),
+        (9, 16, 12),
+        (2, 8, 2),
+        (1, 8, 1),
+        (50257, 1, 50257),
+    ],
+)
+def test_longer_length(length, num_devices, longer):
+    assert longer_length(length, num_devices) == longer
+
+
+def test_padded_where_that_is_faster(tmp_path):
+    args = arguments(1, 0, length=7)
+    step = autopar.parallelize(
+        train_step, cluster=cluster(1e7), method=autopar.ShardParallel(mesh_shape=(8,)), donate_argnums=()
+    )
+    plan = step.plan(*args)
+    assert (VOCABULARY, 64) in plan.padded
+    assert "61 as 64" in str(plan)
+    plan.save(tmp_path / "plan.json")
+    compiled = step.compile(*args, plan=autopar.Plan.load(tmp_path / "plan.json"))
+    check_faithful(compiled)
+    wanted, got = args, args
+    for _ in range(2):
+        wanted, got = (jax.jit(train_step)(wanted[0], args[1]), compiled(got[0], args[1]))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
+    assert got[0]["table"].shape == (VOCABULARY, WIDTH)
+
+
+def test_not_where_the_batch_is_split():
+    step = autopar.parallelize(train_step, cluster=cluster(), method=autopar.DataParallel())
+    assert step.plan(*arguments(8, 1)).padded == ()
+
+
+def test_not_where_next_to_nothing_is_won(monkeypatch):
+    """Of a step of milliseconds more than a second cannot be won."""
+    tune(monkeypatch, padding, padding_least=1.0)
+    step = autopar.parallelize(train_step, cluster=cluster(1e7), method=autopar.ShardParallel(mesh_shape=(8,)))
+    plan = step.plan(*arguments(1, 0, length=7))
+    assert plan.padded == () and len(plan.cost.search.tried) == 1
+
+
+METHODS = {
+    "auto": autopar.Auto(),
+    "zero3": autopar.DataParallel(zero=3),
+    "three_d": autopar.ThreeD(data=2, tensor=2, pipeline=2, num_microbatches=2),
+    "stages": autopar.PipelineParallel(num_stages=2, num_microbatches=2),
+    "microbatches": autopar.ShardParallel(mesh_shape=(2, 4), num_microbatches=2),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_gpt_with_an_odd_vocabulary(name, monkeypatch):
+    """As the costs have it data parallelism is best; here the longer step is taken all the same, where there is one."""
+    always = dataclasses.replace(TUNING, padding_looks=0.0, padding_least=0.0, padding_gains=-np.inf)
+    for module in ("padding", "planner"):
+        monkeypatch.setattr(f"autopar.search.{module}.TUNING", always)
+    args = arguments(8, 1)
+    step = autopar.parallelize(train_step, cluster=cluster(), method=METHODS[name], donate_argnums=())
+    compiled = step.compile(*args)
+    assert compiled.plan.padded == (() if name == "zero3" else ((VOCABULARY, 64),))
+    check_faithful(compiled)
+    got, wanted = compiled(*args), jax.jit(train_step)(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), got, wanted)
