@@ -178,7 +178,8 @@ class Tuning:
     one_array: float = 0.02
     """Part of its time that a stage may lose so that its part of a stack lies like the others: the user then has one array."""
     near: float = 0.05
-    """What cannot be faster than what is known by more than this part is not worth solving under a memory budget."""
+    """What cannot be faster than what is known by more than this part is not worth solving under a memory budget;
+    stages of more than `small_core` pairs may show that while they are solved."""
     microbatches_per_stage: int = 4
     """Microbatches for each stage where the user names no number: the bubble of 1F1B is then at most a fifth."""
 

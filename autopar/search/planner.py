@@ -8,12 +8,10 @@ Method: every logical mesh that the method allows is solved; the cheapest wins, 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from autopar.debug import dump
@@ -25,6 +23,7 @@ from autopar.errors import (
     NotBuiltYetError,
     warn,
 )
+from autopar.ir.passes import without_collection
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh, finer_meshes, logical_mesh, logical_meshes, more_devices_text
@@ -61,19 +60,7 @@ from autopar.streams.assemble import StepPlan, all_lowered, assemble_step
 from autopar.tuning import TUNING
 
 
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """No search for garbage in circles: planning makes millions of small objects, and that takes a sixth of its time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_without_collection()
+@without_collection()
 def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, report: Report = silent) -> Plan:
     """Plan one step.
 
