@@ -14,7 +14,7 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.mesh import LogicalMesh
-from autopar.options import MicrobatchSemantics, Options, Recompute, Solver
+from autopar.options import Memory, MicrobatchSemantics, Options, Recompute, Solver
 from autopar.plan.decision import Decision
 from autopar.streams.schedules import AUTOMATIC, find_schedule
 
@@ -32,6 +32,8 @@ class _Settings:
             for. None: as long as it takes.
         microbatch_semantics: `"exact"`: microbatches that would compute something else are refused;
             `"per_microbatch"`: batch statistics are those of each microbatch.
+        memory: `"predicted"`: the plan fits by the planner's own count; `"compiler"`: by XLA's, which compiles it for these
+            devices, or for such as are described (`autopar[verify]`). It is planned again until they agree.
     """
 
     memory_budget_bytes: int | None = None
@@ -40,6 +42,7 @@ class _Settings:
     solver_seconds: float = 60.0
     planning_seconds: float | None = None
     microbatch_semantics: MicrobatchSemantics = "exact"
+    memory: Memory = "predicted"
 
     def __post_init__(self) -> None:
         self.options()  # a mistake in it is told at once
@@ -53,6 +56,7 @@ class _Settings:
             solver_seconds=self.solver_seconds,
             planning_seconds=self.planning_seconds,
             microbatch_semantics=self.microbatch_semantics,
+            memory=self.memory,
         )
 
 
