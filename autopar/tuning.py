@@ -128,6 +128,13 @@ class Tuning:
     dear_bytes: float = 100.0
     """Times all seconds: what the bytes over budget cost where any sharding that fits is welcome."""
 
+    late_bytes: int = 1 << 24
+    """Bytes. What is smaller may live through a loop; of what is larger, what frees it is done before."""
+    late_part: float = 1 / 8
+    """Part of the bytes that become free so which what is made to wait for it may have: to wait may cost a pass over it."""
+    fitting_turns: int = 8
+    """Plans that are made and compiled, at most, until the compiler agrees that one fits."""
+
     # The clock
 
     exposure_turns: int = 3
