@@ -21,6 +21,10 @@ class Tuning:
     hoisted_work: float = 0.02
     """Part of the step's work. What is needed of the whole batch (a mask's denominator) and takes no more is computed before
     the loop over microbatches: every microbatch waits for it, and it saves a second loop."""
+    most_rounds: int = 4
+    """Loops over microbatches, one after the other, at most: of each, samples wait for what the one before makes."""
+    repeated_rounds: float = 0.5
+    """Part of the step's work that these loops may do once more."""
     layers_work: float = 0.2
     """Part of the forward and backward passes' work. Scans of one length are cut between stages if they do at least so much:
     a smaller scan is no chain of layers, and cutting it makes programs longer for nothing."""
