@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from autopar._jax import Checked, dispatched, has_refused, is_from_dispatch
+from autopar._jax import Checked, dispatched, has_refused, is_from_dispatch, looks_at_numbers
 
 Failure: TypeAlias = tuple[BaseException, BaseException]
 """What is raised of a call that failed, and its cause."""
@@ -45,9 +45,9 @@ class DirectCalls:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The step's result."""
         known = self._known
-        if known is None:
+        if known is None or looks_at_numbers():
             returned, direct = self._checked(*args, **kwargs)
-            if direct is not None:
+            if direct is not None and known is None:
                 self._known = dispatched(*self._as_told)
             return returned
         try:

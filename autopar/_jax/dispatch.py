@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import jax
+from jax._src import config as _config
 from jax._src import tree_util as _tree_util
 from jax._src.array import ArrayImpl as _ArrayImpl
 from jax._src.interpreters import pxla as _pxla
@@ -73,6 +74,11 @@ def direct_call(compiled: jax.stages.Compiled, returned: Any) -> Direct | None:
         in_device_local_layouts=executable._dispatch_in_layouts,
         const_args=[],
     )
+
+
+def looks_at_numbers() -> bool:
+    """Whether `jax_debug_nans` or `jax_debug_infs` is on. JAX's dispatch forgets that in a thread that has called `jnp.std`."""
+    return bool(_config.debug_nans.value or _config.debug_infs.value)
 
 
 def is_from_dispatch(error: BaseException) -> bool:
