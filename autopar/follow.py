@@ -83,6 +83,9 @@ class Following:
         self._traced = ParallelStep(fn, None, ShardParallel(), batch_argnums, donate_argnums, *self._static)
         self._parallel: ParallelStep | None = None
 
+    def __repr__(self) -> str:
+        return f"<parallel step {name_of(self._fn)}; follows {name_of(self._step)}>"
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step; plan and compile at the first call."""
         return self.parallel(*args, **kwargs)(*args, **kwargs)
