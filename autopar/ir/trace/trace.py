@@ -17,7 +17,8 @@ from jax.tree_util import GetAttrKey, KeyPath, PyTreeDef
 
 from autopar._jax import Aval, Function, Var, is_key, key_impl_name, open_jaxpr, shaped, trace_function
 from autopar.errors import TraceError, warn
-from autopar.ir.passes import Pass, run_passes, without_collection
+from autopar.ir.garbage import without_collection
+from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
 from autopar.ir.rewrite.scan_slices import scan_slices
 from autopar.ir.source import gradient_line, host_lines
