@@ -108,6 +108,8 @@ class Tuning:
     """Pairs of a neighbourhood with memory rows, which no elimination makes smaller: larger ones are left out."""
     polish_core: int = 1_000
     """Pairs that elimination may leave of a neighbourhood for the solver."""
+    axis_gain: float = 1e-4
+    """Part of the cost. Where holding any one axis wins less than that, an answer on three axes is taken."""
     search_steps: int = 50
     """Steps for each node of the searches that prove nothing (`solver="mcmc"` and others)."""
 
@@ -200,11 +202,11 @@ class Tuning:
     """Part of the time to plan everything that meshes without stages take; for progress."""
     layers_share: float = 0.4
     """Part of the search over pipelines that costs of layers take; for progress."""
-    third_axis_gain: float = 5e-3
-    """Part of the step that a mesh of three axes must win over fewer: it takes many times as long to plan."""
-    pairs_per_second: float = 2e6
-    """Pairs that planning gets through in a second on one core, roughly."""
-    repaying_steps: int = 1000
+    third_axis_gain: float = 1e-3
+    """Part of the step that the second axis must have won, for the third wins less, and takes several times as long to plan."""
+    pairs_per_second: float = 5e6
+    """Pairs of a mesh of three axes that planning gets through in a second on one core, roughly."""
+    repaying_steps: int = 20_000
     """Steps of training. Planning may take as long as what it may win in so many."""
     clock_doubt: float = 5e-3
     """Part of the cost that a mesh may be priced above the best so far and still be faster on the clock. Problems of no more
