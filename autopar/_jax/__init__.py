@@ -62,10 +62,13 @@ from autopar._jax.types import (
 from autopar._jax.values import (
     as_key,
     buffer_addresses,
+    copies_to_or_from_host,
     is_key,
     is_key_dtype,
     key_data,
     key_impl_name,
+    on_device,
+    on_host,
     outermost_node,
     physical_aval,
     put_shards,

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar._jax import JaxprEqn
+from autopar._jax import JaxprEqn, copies_to_or_from_host
 from autopar.cost import collective_seconds
 from autopar.intra_op.sharded import (
     Body,
@@ -114,6 +114,8 @@ class _Build:
         own: list[Collective] = []
         if isinstance(instruction, Compute):
             kernel = self.seconds_of(instruction.eqn)
+            if copies_to_or_from_host(instruction.eqn):  # beside the kernels, like collectives
+                return _Task(None, kernel, needs)
         if not isinstance(instruction, Compute) or instruction.strategy.reductions:
             own = list(collectives_of(Body((), (instruction,), ()), self.mesh))
         if not kernel and not own:

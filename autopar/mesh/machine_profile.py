@@ -211,6 +211,7 @@ def _record(profile: MachineProfile) -> dict[str, Any]:
             "memory_bytes": number_or_inf(device.memory_bytes),
             "memory_bytes_per_second": number_or_inf(device.memory_bytes_per_second),
             "watts": device.watts,
+            "host_bytes_per_second": number_or_inf(device.host_bytes_per_second),
             "achieved": {
                 k: number_or_inf(v) if isinstance(v, float) else v
                 for k, v in dataclasses.asdict(device.achieved).items()
@@ -248,6 +249,7 @@ def _profile(entry: Entry) -> MachineProfile:
             device["memory_bytes_per_second"].number(or_infinite=True),
             _achieved(device["achieved"]),
             None if device["watts"].value is None else device["watts"].number(),
+            device["host_bytes_per_second"].number(or_infinite=True),
         ),
         _link(entry["intra"]),
         _link(entry["inter"]),

@@ -83,6 +83,7 @@ class Cost:
         exposed_seconds: Of each of `collectives`, the seconds of a step in which it runs and no kernel does, all its times
             together; the others are hidden.
         figures: What is counted beside the seconds; `mfu`, `hfu`, `rate` and the like follow from them.
+        host_bytes: Most bytes that one device has in its host's memory at once: what the step itself moves there.
         search: What was tried; of a plan from a file, nothing is known of that.
     """
 
@@ -98,6 +99,7 @@ class Cost:
     planning_seconds: float
     exposed_seconds: tuple[float, ...] = ()
     figures: Figures = Figures()
+    host_bytes: int = 0
     search: Search = field(default=Search(), compare=False)
 
     def __repr__(self) -> str:

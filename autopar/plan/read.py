@@ -269,6 +269,7 @@ def _cost(entry: Entry, collectives: tuple[Collective, ...], num_stages: int) ->
         planning_seconds=entry["planning_seconds"].number(),
         exposed_seconds=entry["exposed_seconds"].items(Entry.number, len(collectives)),
         figures=_figures(entry["figures"]),
+        host_bytes=entry["host_bytes"].count(),
     )
 
 

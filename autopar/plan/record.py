@@ -73,7 +73,10 @@ def _stage_record(stage: Stage) -> dict[str, Any]:
 
 def _cost_record(cost: Cost) -> dict[str, Any]:
     return {
-        **_fields(cost, "step_seconds compute_seconds communication_seconds bubble_seconds peak_bytes argument_bytes"),
+        **_fields(
+            cost,
+            "step_seconds compute_seconds communication_seconds bubble_seconds peak_bytes argument_bytes host_bytes",
+        ),
         "optimality_gap": number_or_inf(cost.optimality_gap),
         **_fields(cost, "solver_status planning_seconds exposed_seconds"),
         "figures": dataclasses.asdict(cost.figures),

@@ -109,6 +109,8 @@ def _facts(plan: Decision) -> Iterable[tuple[str, str]]:
             f"{bytes_text(cost.argument_bytes)} of arguments"
         ),
     )
+    if cost.host_bytes:
+        yield "host memory", f"{bytes_text(cost.host_bytes)} for each device at the peak"
     yield "solver", solver_text(cost.solver_status, cost.optimality_gap)
     if cost.search.ended_early:
         yield "search", f"ended early: {cost.search.ended_early}"

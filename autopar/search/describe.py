@@ -13,6 +13,7 @@ from collections.abc import Iterator
 
 from autopar._jax import Literal, Var
 from autopar.intra_op.costs import stored_values
+from autopar.intra_op.host_memory import host_peak_bytes
 from autopar.intra_op.sharded import Body, Collective, Compute, Region, describe
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
@@ -139,6 +140,7 @@ def cost_of(planned: StepPlan, planning_seconds: float) -> Cost:
         "feasible" if gap else "optimal",
         planning_seconds,
         tuple(exposed),
+        host_bytes=max(host_peak_bytes(task.body, s.mesh) for s in stages for task in s.tasks),
     )
 
 

@@ -56,6 +56,12 @@ def test_bytes_are_equal_and_memory_is_near(found, name):
         assert compiled < 1.03 * predicted + 2**22  # cuBLAS has 4 MiB to work in
 
 
+def test_what_is_offloaded_lies_in_the_memory_of_hosts(found):
+    there, saved = found["offloaded"], found["saved"]
+    assert there["host"] == there["planned_host"] == found["entering"] and saved["host"] == 0
+    assert there["device"] < saved["device"] and there["planned_device"] < saved["planned_device"]
+
+
 def test_weights_are_gathered_while_kernels_run(found):
     assert found["zero"]["async"] > 0.5
     gathered = found["zero"]["bytes"]["all-gather"]
