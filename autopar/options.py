@@ -27,6 +27,8 @@ SEMANTICS: tuple[MicrobatchSemantics, ...] = ("exact", "per_microbatch")
 RecomputeLevel = Literal["cheap", "all"] | float
 Recompute = Literal["auto"] | RecomputeLevel | tuple[RecomputeLevel, ...]
 Goal = Literal["step", "calls"]
+Memory = Literal["predicted", "compiler"]
+MEMORY: tuple[Memory, ...] = ("predicted", "compiler")
 _LEVELS = {"cheap": 0.0, "all": math.inf}
 
 
@@ -47,6 +49,8 @@ class Options:
         recompute: What the backward pass of a pipeline stage runs again instead of keeping it. `"auto"`: what is cheap,
             and on stages that do not fit as much more as makes them fit; `"cheap"`: never more; `"all"`: everything; a
             number: what takes at most so many operations for each byte saved; a tuple of these: one for each stage.
+        memory: Who says what a plan takes of the budget: `"predicted"`, the planner; `"compiler"`, XLA: what it takes beyond
+            the prediction is held back, and planned again, until its own buffers fit.
         goal: What is to be least: `"step"`, the seconds of one step; `"calls"`, the seconds from one call to the next
             where calls do not wait for each other's results.
     """
@@ -58,6 +62,7 @@ class Options:
     constraints: Mapping[str, PartitionSpec] = field(default_factory=dict, hash=False)
     microbatch_semantics: MicrobatchSemantics = "exact"
     recompute: Recompute = "auto"
+    memory: Memory = "predicted"
     goal: Goal = "step"
 
     def __post_init__(self) -> None:
@@ -75,6 +80,13 @@ class Options:
                 given=f"microbatch_semantics={self.microbatch_semantics!r}",
                 wrong=f"autopar knows {', '.join(map(repr, SEMANTICS))}.",
                 do="leave it out for 'exact'.",
+            )
+        if self.memory not in MEMORY:
+            raise AutoparError(
+                "unknown judge of memory.",
+                given=f"memory={self.memory!r}",
+                wrong=f"autopar knows {', '.join(map(repr, MEMORY))}.",
+                do="leave it out for 'predicted', or pass 'compiler' to have XLA agree that the plan fits.",
             )
         _check_recompute(self.recompute)
         _check_positive("solver_seconds", self.solver_seconds)

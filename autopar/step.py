@@ -36,7 +36,7 @@ from autopar.search.methods import Method, method_text
 from autopar.search.planner import make_plan
 from autopar.search.progress import planning_progress
 from autopar.search.restore import restore
-from autopar.verify import verify_plan
+from autopar.verify import plan_that_fits, verify_plan
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -304,10 +304,18 @@ class ParallelStep(Generic[P, R]):
         planned = self._made.planned
         if key not in planned:
             program, roles = self._roles(args, kwargs)
-            with without_mesh(), planning_progress(program.name) as report:
-                plan = make_plan(program, roles, self.cluster, self._method, report)
-            planned[key] = program, roles, dataclasses.replace(plan, verifier=verify_plan)
+            planned[key] = program, roles, self._planned(program, roles)
         return planned[key]
+
+    def _planned(self, program: Program, roles: Roles) -> Plan:
+        """As the method says."""
+
+        def make(method: Method) -> Plan:
+            with without_mesh(), planning_progress(program.name) as report:
+                plan = make_plan(program, roles, self.cluster, method, report)
+            return dataclasses.replace(plan, verifier=verify_plan)
+
+        return plan_that_fits(make, self._method) if self._method.memory == "compiler" else make(self._method)
 
     def _split(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, dict[str, Any]], Any]:
         """Dynamic arguments, and a key for the static ones: equal values of two types are two programs, as in `jax.jit`."""

@@ -178,7 +178,8 @@ class Tuning:
     one_array: float = 0.02
     """Part of its time that a stage may lose so that its part of a stack lies like the others: the user then has one array."""
     near: float = 0.05
-    """What cannot be faster than what is known by more than this part is not worth solving under a memory budget."""
+    """What cannot be faster than what is known by more than this part is not worth solving under a memory budget;
+    stages of more than `small_core` pairs may show that while they are solved."""
     microbatches_per_stage: int = 4
     """Microbatches for each stage where the user names no number: the bubble of 1F1B is then at most a fifth."""
 
@@ -194,6 +195,9 @@ class Tuning:
     """Pairs that planning gets through in a second on one core, roughly."""
     repaying_steps: int = 1000
     """Steps of training. Planning may take as long as what it may win in so many."""
+    clock_doubt: float = 5e-3
+    """Part of the cost that a mesh may be priced above the best so far and still be faster on the clock. Problems of no more
+    than `small_mesh_pairs` are solved to see."""
     small_mesh_pairs: int = 1_000_000
     """Pairs: half a second. Meshes with no more of them are planned whatever they may win."""
     accumulation_bytes: float = 0.1

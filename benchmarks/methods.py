@@ -92,15 +92,15 @@ class Family:
                     yield at | {name: values[k]}
 
 
-def families(cluster: autopar.Cluster) -> Iterator[Family]:
-    """Every method with all its settings there."""
+def families(cluster: autopar.Cluster, most_axes: int) -> Iterator[Family]:
+    """Every method with all its settings there; meshes of so many axes at most."""
     count, inside = cluster.num_devices, cluster.devices_per_host
     yield Family(
         autopar.DataParallel,
         {"zero": (0, 1, 3), "num_microbatches": MICROBATCHES},
         [{"zero": z, "num_microbatches": 1} for z in (1, 3)],
     )
-    shapes = [shape for axes in (1, 2, 3) for shape in ordered_factors(count, axes)]
+    shapes = [shape for axes in range(1, most_axes + 1) for shape in ordered_factors(count, axes)]
     own = (cluster.hosts, inside) if cluster.hosts > 1 else (count,)
     yield Family(
         autopar.ShardParallel,
@@ -246,6 +246,7 @@ def main() -> None:
     parser.add_argument("--clusters", default=CLUSTERS)
     parser.add_argument("--found", type=Path, default=Path("methods.jsonl"))
     parser.add_argument("--plans", type=int, default=24, help="of each method and start, at most; 0: what was found")
+    parser.add_argument("--axes", type=int, default=3, help="of a mesh, at most: those of three take long to plan")
     parser.add_argument("--auto-again", action="store_true", help="plan Auto() again, after a change of the search")
     chosen = parser.parse_args()
     table = Table(title="Auto() against every method, predicted")
@@ -260,7 +261,7 @@ def main() -> None:
             cell.seconds.pop(name, None)
         if chosen.plans:
             cell.plan(auto)
-            for family in families(cell.cluster):
+            for family in families(cell.cluster, chosen.axes):
                 cell.climb(family, chosen.plans)
         others = {text: seconds for text, seconds in cell.seconds.items() if text != name}
         if not others or name not in cell.seconds:

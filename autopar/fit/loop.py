@@ -14,7 +14,7 @@ import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 
@@ -135,8 +135,8 @@ def _feed(
     batches: Source | ByHost, stop: int | None, remainder: str, every: int, prefetch: int
 ) -> Batches | HostBatches:
     if is_by_host(batches):
-        return HostBatches(batches, stop=stop, remainder=remainder, every=every, ahead=prefetch)  # type: ignore[arg-type]
-    return Batches(batches, stop=stop, remainder=remainder, every=every)
+        return HostBatches(cast(ByHost, batches), stop=stop, remainder=remainder, every=every, ahead=prefetch)
+    return Batches(cast(Source, batches), stop=stop, remainder=remainder, every=every)
 
 
 def _survive(

@@ -217,7 +217,9 @@ class _Lowering:
         at, route = min(routes, key=lambda pair: (pair[1].seconds, len(pair[1].steps)))
         for step in route.steps:
             following = apply_to_sharding(step, at, self.mesh)
-            if following not in copies:
+            if following not in copies and step_kind(step) is None and self.is_there(var, following):
+                copies.append(following)
+            elif following not in copies:
                 again = (var, following) in self.ever and step_kind(step) is not None
                 earlier = self.hold_back() if again else None
                 name = "result" if reader is None else describe(reader)
@@ -226,6 +228,10 @@ class _Lowering:
                 copies.append(following)
             at = following
         assert at == target, f"reshard of {var} ended in {at}, not {target}"
+
+    def is_there(self, var: Var, sharding: Sharding) -> bool:
+        """Whether a copy is there that another phase of this body began with, or made."""
+        return self.made[var] == sharding or self.was_made(var, sharding)
 
     def hold_back(self) -> Copy | None:
         """What a copy that is made again waits for: what was computed from the one before the last."""

@@ -121,8 +121,10 @@ def _solve_priced(
     rows, answers, lower = list(problem.rows), [base], base.bound
     over = max(row.used(base.choices) - row.budget_bytes for row in rows)
     price, low, high = 0.01 * base.objective / max(over, 1.0), 0.0, 0.0
+    # Rows choose in the end among what the prices found: where a small gap may be left, a rough answer to each will do.
+    rough = max(gap, TUNING.rough_gap) if gap > TUNING.large_gap else gap
     for _ in range(TUNING.prices):
-        answer = solve(problem.priced(rows, price), solver, limit, gap)
+        answer = solve(problem.priced(rows, price), solver, limit, rough)
         answers.append(answer)
         lower = max(lower, answer.bound - price * sum(row.budget_bytes - row.constant_bytes for row in rows))
         if lower >= known * (1 - PROVED):

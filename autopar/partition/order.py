@@ -43,10 +43,14 @@ def after(operand: jax.Array, earlier: jax.Array | None) -> jax.Array:
     """`operand`, which now waits for `earlier`."""
     if earlier is None or earlier.size == 0 or operand.size == 0:
         return operand
+    return jnp.where(never(earlier), jnp.zeros_like(operand), operand)
+
+
+def never(earlier: jax.Array) -> jax.Array:
+    """A boolean that is never true, which compilers do not know before the array is there."""
     witness = lax.squeeze(lax.slice(earlier, (0,) * earlier.ndim, (1,) * earlier.ndim), range(earlier.ndim))
     if jnp.iscomplexobj(witness):
         witness = witness.real
     if witness.dtype == bool:
         witness = witness.astype(jnp.int8)
-    never = (witness < 1) & (witness > 1)
-    return jnp.where(never, jnp.zeros_like(operand), operand)
+    return (witness < 1) & (witness > 1)

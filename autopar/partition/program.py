@@ -8,6 +8,7 @@ Method: an interpreter over copies `(var, sharding) -> local array`; loops and b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Sequence
 from typing import assert_never
 
@@ -18,14 +19,18 @@ from jax import lax
 from autopar._jax import Literal, Var
 from autopar.cost.steps import Mask, Step
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, Region
-from autopar.ir.region import region_of
+from autopar.ir.region import kind_of, region_of
 from autopar.mesh import Sharding
+from autopar.partition.ahead import done_before
 from autopar.partition.collectives import apply_fused, apply_step
 from autopar.partition.equation import run_equation
 from autopar.partition.order import after, communicates, needs_order
 from autopar.partition.owned import owned_copies, without_loss
+from autopar.partition.stacks import scan_into_late_stacks
 
 Copies = dict[Copy, jax.Array]
+_LITTLE = 8
+"""To make something wait may cost one more pass over it: at most over this part of the bytes that are free for it."""
 
 
 def run_body(
@@ -43,9 +48,10 @@ def run_body(
     owned: dict[Copy, None] = {}
     waits = in_order and needs_order(body)
     earlier: jax.Array | None = None
-    for instruction in body.instructions:
+    for position, instruction in enumerate(body.instructions):
         loud = waits and communicates(instruction)
-        made = _run_instruction(instruction, copies, axis_sizes, in_order, earlier if loud else None, owned)
+        first = _done_before(body, position, copies)
+        made = _run_instruction(instruction, copies, axis_sizes, in_order, earlier if loud else None, owned, first)
         copies.update(made)
         still = list(owned_copies(instruction, owned))
         for copy in made:
@@ -63,8 +69,12 @@ def _run_instruction(
     in_order: bool,
     earlier: jax.Array | None,
     owned: Container[Copy],
+    first: Sequence[tuple[jax.Array, int]],
 ) -> Copies:
-    """The copies that an instruction makes; its operands wait for `earlier`; `owned` are those of `owned.py`."""
+    """The copies that an instruction makes.
+
+    Its operands wait for `earlier`, if it is a loop for what is `first`; `owned` are copies as of `owned.py`.
+    """
     match instruction:
         case Move() | Fused():
             moves = instruction.moves if isinstance(instruction, Fused) else (instruction,)
@@ -79,6 +89,7 @@ def _run_instruction(
             return dict(zip(zip(eqn.outvars, strategy.results, strict=True), results, strict=True))
         case Region(eqn, operands, results):
             arrays = [_read(copies, a, s, axis_sizes) for a, s in zip(eqn.invars, operands, strict=True)]
+            arrays = _begin_after(instruction, arrays, first)
             made = _run_region(instruction, _some_after(arrays, earlier), axis_sizes, in_order)
             return dict(zip(zip(eqn.outvars, results, strict=True), made, strict=True))
         case Gate(gate, gated):
@@ -110,11 +121,50 @@ def _some_after(operands: Sequence[jax.Array], earlier: jax.Array | None) -> lis
     return [after(array, earlier) if array.size <= limit else array for array in operands]
 
 
+def _done_before(body: Body, position: int, copies: Copies) -> list[tuple[jax.Array, int]]:
+    """What a loop waits for, and what is free then (`ahead.py`); nothing, of what is no loop."""
+    instruction = body.instructions[position]
+    if not isinstance(instruction, Region) or kind_of(instruction.eqn) not in ("scan", "while"):
+        return []
+    found = done_before(body, position, lambda copy: _num_bytes(copies[copy]))
+    return [(copies[copy], freed) for copy, freed in found]
+
+
+def _begin_after(
+    region: Region, operands: Sequence[jax.Array], first: Sequence[tuple[jax.Array, int]]
+) -> list[jax.Array]:
+    """Of a loop, what it carries from trip to trip waits, unless that is large; of the others the smallest."""
+    arrays = list(operands)
+    if not arrays or not first:
+        return arrays
+    entering = [b for b in region_of(region.eqn).bindings if b.outer is not None]
+    smallest = min(range(len(arrays)), key=lambda k: (not arrays[k].size, arrays[k].size, k))
+    for witness, freed in first:
+        for k, (b, array) in enumerate(zip(entering, arrays, strict=True)):
+            if k == smallest or (b.role == "carry" and _LITTLE * _num_bytes(array) <= freed):
+                arrays[k] = after(array, witness)
+    return arrays
+
+
+def _num_bytes(array: jax.Array) -> int:
+    return array.size * array.dtype.itemsize
+
+
 def _read(copies: Copies, atom: Var | Literal, sharding: Sharding, axis_sizes: Mapping[str, int]) -> jax.Array:
     if not isinstance(atom, Literal):
         return copies[atom, sharding]
     value = jnp.asarray(atom.val, dtype=atom.aval.dtype)
     return apply_step(value, Mask(sharding.partial), axis_sizes) if sharding.partial else value
+
+
+def _local_types(region: Region, axis_sizes: Mapping[str, int]) -> list[jax.ShapeDtypeStruct]:
+    """Of a region's results on one device."""
+    found = []
+    for var, sharding in zip(region.eqn.outvars, region.results, strict=True):
+        parts = [math.prod(axis_sizes[axis] for axis in axes) for axes in sharding.dims]
+        shape = [size // count for size, count in zip(var.aval.shape, parts, strict=True)]
+        found.append(jax.ShapeDtypeStruct(tuple(shape), var.aval.dtype))
+    return found
 
 
 def _run_region(
@@ -135,7 +185,11 @@ def _run_region(
                 return made[: len(carried)], made[len(carried) :]
 
             how = {name: params[name] for name in ("length", "reverse", "unroll")}
-            last, stacks = lax.scan(step, carries, tuple(of_role["xs"]), **how)
+            if in_order:
+                types = _local_types(region, axis_sizes)[len(carries) :]
+                last, stacks = scan_into_late_stacks(step, carries, tuple(of_role["xs"]), types, **how)
+            else:
+                last, stacks = lax.scan(step, carries, tuple(of_role["xs"]), **how)
             return [*last, *stacks]
         case "while":
             num_tests = sum(b.inner[0] is not None for b in parts.consts)

@@ -69,9 +69,20 @@ class Executable:
 
     def place(self, arrays: Sequence[Any]) -> list[jax.Array]:
         """Put arrays where the program wants them; those that are there already are passed on as they are."""
-        placed, seen = list(arrays), self._seen
-        away: list[int] = []
-        for k, array in () if self._are_there(placed) else enumerate(placed):
+        placed = list(arrays)
+        away = [] if self._are_there(placed) else self._away(placed)
+        self._move(placed, away)
+        self._move(placed, self._ownership.shared(arrays, placed, [k for k in away if self._donated[k]]))
+        return placed
+
+    def _away(self, arrays: Sequence[Any]) -> list[int]:
+        """Positions of arrays that are not where the program wants them.
+
+        Raises:
+            DonatedError: One is no more.
+        """
+        seen, away = self._seen, []
+        for k, array in enumerate(arrays):
             if isinstance(array, jax.Array):
                 if array.is_deleted():  # JAX crashes on it where it has several devices
                     gone = [path for path, a in zip(self._paths, arrays, strict=False) if is_gone(a)]
@@ -85,9 +96,7 @@ class Executable:
                     seen[k] = sharding
                     continue
             away.append(k)
-        self._move(placed, away)
-        self._move(placed, self._ownership.shared(arrays, placed, [k for k in away if self._donated[k]]))
-        return placed
+        return away
 
     def _are_there(self, arrays: list[Any]) -> bool:
         """Whether each array is where it was found in its place before, as in nearly all steps but the first."""

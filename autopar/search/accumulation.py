@@ -59,7 +59,7 @@ def search_accumulation(
     best: Accumulated | None = None
     least = min((sharded.step_seconds for _, sharded in whole.results), default=math.inf)
     needed = _needed_bytes(whole)
-    for count in _counts(program, roles):
+    for count in counts_of(program, roles):
         try:
             split = in_microbatches(program, roles, count, method.options().microbatch_semantics)
         except AutoparError as error:
@@ -67,9 +67,7 @@ def search_accumulation(
             break
         searched = Searched([], [])
         beat, exposure = _to_beat(best or whole, count)
-        search_meshes(
-            split, roles, cluster, method, _best_meshes(meshes, best or whole), told, searched, beat, exposure
-        )
+        search_meshes(split, roles, cluster, method, best_meshes(meshes, best or whole), told, searched, beat, exposure)
         whole.tried += [(f"{name}, {count} microbatches", outcome) for name, outcome in searched.tried]
         if searched.beaten and not searched.results:
             break
@@ -107,7 +105,7 @@ def _needed_bytes(searched: Searched) -> float:
     return float(getattr(searched.failure, "needed_bytes", math.inf))
 
 
-def _counts(program: Program, roles: Roles) -> Iterator[int]:
+def counts_of(program: Program, roles: Roles) -> Iterator[int]:
     """2, 4, 8, ...: as far as they divide the batch."""
     count = 2
     while roles.batch and all(program.in_avals[leaf].shape[0] % count == 0 for leaf in roles.batch):
@@ -115,7 +113,8 @@ def _counts(program: Program, roles: Roles) -> Iterator[int]:
         count *= 2
 
 
-def _best_meshes(meshes: list[LogicalMesh], known: Searched | Accumulated) -> list[LogicalMesh]:
+def best_meshes(meshes: list[LogicalMesh], known: Searched | Accumulated) -> list[LogicalMesh]:
+    """The fastest of the meshes; the first of all, where none has a plan."""
     searched = known.searched if isinstance(known, Accumulated) else known
     order = sorted(searched.results, key=lambda pair: pair[1].step_seconds)
     return [mesh for mesh, _ in order[: TUNING.accumulation_meshes]] or meshes[: TUNING.accumulation_meshes]

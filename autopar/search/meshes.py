@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 from autopar.errors import AutoparError
 from autopar.intra_op.exposure import Exposure
+from autopar.intra_op.problem import num_pairs
 from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.shard import Beaten
 from autopar.intra_op.time_limit import TimeLimit
@@ -72,14 +73,13 @@ def search_meshes(
             continue
         least = min((sharded.step_seconds for _, sharded in searched.results), default=math.inf)
         report(f"sharding {program.name} on mesh {mesh}", number / len(meshes), least)
-        # Data parallelism over all axes is the same on every mesh: compared with once.
+        # Data parallelism over all axes is the same on every mesh of a host: compared with once, and where it takes turns.
+        compare = not searched.results or mesh.shape == (cluster.hosts, cluster.devices_per_host)
         if searched.results:
-            best = searched.best[1]
-            beat, exposure = best.solution.objective, best.exposure
-            beat *= 1 - TUNING.third_axis_gain if len(mesh.shape) > 2 else 1
+            beat, exposure = _to_beat(searched, mesh), searched.best[1].exposure
         try:
             like = searched.results[0][1].graph if searched.results else None
-            sharded = shard_on(program, roles, cluster, method, mesh, not searched.results, beat, exposure, like)
+            sharded = shard_on(program, roles, cluster, method, mesh, compare, beat, exposure, like)
         except Beaten as beaten:
             searched.beaten.append(mesh)
             searched.tried.append((str(mesh), f"at least {beaten.seconds:.3e} s"))
@@ -89,6 +89,18 @@ def search_meshes(
         else:
             searched.results.append((mesh, sharded))
             searched.tried.append((str(mesh), f"{sharded.step_seconds:.3e} s"))
+
+
+def _to_beat(searched: Searched, mesh: LogicalMesh) -> float:
+    """What a plan on this mesh must be priced below to be worth a look: as the best so far, or a little more.
+
+    Prices are not the clock: of two plans that are priced alike, each on its mesh, either may be faster.
+    """
+    best = searched.best[1]
+    if len(mesh.shape) > 2:
+        return best.solution.objective * (1 - TUNING.third_axis_gain)
+    small = num_pairs(best.problem) <= TUNING.small_mesh_pairs
+    return best.solution.objective * (1 + TUNING.clock_doubt if small else 1)
 
 
 def untie_best(

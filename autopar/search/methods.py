@@ -14,9 +14,9 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.mesh import LogicalMesh
-from autopar.options import MicrobatchSemantics, Options, Recompute, Solver
+from autopar.options import Memory, MicrobatchSemantics, Options, Recompute, Solver
 from autopar.plan.decision import Decision
-from autopar.streams.schedules import find_schedule
+from autopar.streams.schedules import AUTOMATIC, find_schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +32,8 @@ class _Settings:
             for. None: as long as it takes.
         microbatch_semantics: `"exact"`: microbatches that would compute something else are refused;
             `"per_microbatch"`: batch statistics are those of each microbatch.
+        memory: `"predicted"`: the plan fits by the planner's own count; `"compiler"`: by XLA's, which compiles it for these
+            devices, or for such as are described (`autopar[verify]`). It is planned again until they agree.
     """
 
     memory_budget_bytes: int | None = None
@@ -40,6 +42,7 @@ class _Settings:
     solver_seconds: float = 60.0
     planning_seconds: float | None = None
     microbatch_semantics: MicrobatchSemantics = "exact"
+    memory: Memory = "predicted"
 
     def __post_init__(self) -> None:
         self.options()  # a mistake in it is told at once
@@ -53,6 +56,7 @@ class _Settings:
             solver_seconds=self.solver_seconds,
             planning_seconds=self.planning_seconds,
             microbatch_semantics=self.microbatch_semantics,
+            memory=self.memory,
         )
 
 
@@ -171,9 +175,9 @@ class PipelineParallel(_StageSettings):
 
     Attributes:
         num_stages: How many; None: one more than the `mark_stage`s in the step. With `"interleaved"`, how many meshes:
-            each of them holds two stages.
-        schedule: `"gpipe"`, `"1f1b"`, `"interleaved"`, `"zb-h1"`, `"inference"`, or an object with `name` and
-            `order(num_stages, num_microbatches)`.
+            each of them holds two stages; with `"interleaved-4"`, four.
+        schedule: `"gpipe"`, `"1f1b"`, `"interleaved"`, `"interleaved-4"`, `"zb-h1"`, `"inference"`, or an object with `name`
+            and `order(num_stages, num_microbatches)`. `"auto"`: the fastest of those that train.
         num_microbatches: None: four for each stage, or what divides the batch below that.
         submeshes: Devices of each stage, such as (1, 1, 2, 4); None: equally many.
     """
@@ -188,7 +192,7 @@ class PipelineParallel(_StageSettings):
         for name in ("num_stages", "num_microbatches"):
             if getattr(self, name) is not None:
                 _check_count("PipelineParallel", name, getattr(self, name))
-        find_schedule(self.schedule)
+        _check_schedule(self.schedule)
         if self.submeshes is not None:
             if not isinstance(self.submeshes, tuple | list) or not self.submeshes:
                 raise AutoparError(
@@ -216,7 +220,7 @@ class ThreeD(_StageSettings):
         data: Each stage's samples are split over so many devices.
         tensor: Each stage's weights are split over so many devices, by columns and rows, heads and vocabulary; none is
             gathered.
-        pipeline: Number of stages; with `"interleaved"`, of meshes, which hold two stages each.
+        pipeline: Number of stages; with `"interleaved"`, of meshes, which hold two stages each (`"interleaved-4"`: four).
         num_microbatches: None: four for each stage, or what divides the batch below that.
         schedule: As of `PipelineParallel`.
         zero: What of the state is split over the data axis too, as of `DataParallel`.
@@ -238,7 +242,7 @@ class ThreeD(_StageSettings):
             _check_count("ThreeD", name, getattr(self, name))
         if self.num_microbatches is not None:
             _check_count("ThreeD", "num_microbatches", self.num_microbatches)
-        find_schedule(self.schedule)
+        _check_schedule(self.schedule)
         _check_zero("ThreeD", self.zero)
 
 
@@ -253,6 +257,11 @@ class Follow(_Settings):
 
     plan: Decision = field(repr=False, hash=False)
     paths: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+
+def _check_schedule(schedule: Any) -> None:
+    if schedule != AUTOMATIC:
+        find_schedule(schedule)
 
 
 def _check_zero(method: str, zero: object) -> None:

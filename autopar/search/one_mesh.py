@@ -18,6 +18,7 @@ from autopar.errors import (
     BatchError,
     InfeasibleError,
 )
+from autopar.inter_op.lean_scans import lean_scans
 from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.hand_plans import restrict_to_data_parallel
@@ -85,6 +86,13 @@ def _in_a_loop(step: Divided) -> Divided:
     return step.rewritten(accumulate(jaxpr, split))
 
 
+LEAN: Pass[Divided] = Pass(
+    "lean_scans",
+    "loops that keep less for their gradient",
+    lambda step: step.rewritten(lean_scans(step.program.jaxpr)),
+)
+WHOLE: tuple[Pass[Divided], ...] = (LEAN,)
+"""Of a step on one mesh that takes its batch at once."""
 MICROBATCHES: tuple[Pass[Divided], ...] = (
     Pass(
         "fission",
@@ -96,25 +104,26 @@ MICROBATCHES: tuple[Pass[Divided], ...] = (
         "casts to 16 bits leave loops",
         lambda step: step.rewritten(narrow_late(step.program.jaxpr)),
     ),
+    LEAN,
     Pass("accumulate", "before the loop over microbatches, the loop as a scan, behind it", _in_a_loop),
 )
-"""Of a step on one mesh."""
+"""Of a step on one mesh in microbatches."""
 
 
 def in_microbatches(program: Program, roles: Roles, count: int, semantics: str) -> Program:
-    """The program that works through its batch in `count` microbatches, one after the other.
+    """The program that works through its batch in `count` microbatches, one after the other, or at once.
 
     Raises:
         BatchError: The batch does not divide.
         MicrobatchError: That would compute something else.
     """
-    if count == 1:
-        return program
-    if uses_host_memory(program.jaxpr):
+    if count > 1 and uses_host_memory(program.jaxpr):
         warn_of_host_memory(program.name, host_lines(program.jaxpr), "microbatches")
         program = dataclasses.replace(program, jaxpr=keep_on_device(program.jaxpr))
-    step = run_passes(MICROBATCHES, Divided(program, roles, count, semantics), check_divided)
-    dump("microbatches", step.program.__str__)
+    passes = MICROBATCHES if count > 1 else WHOLE
+    step = run_passes(passes, Divided(program, roles, count, semantics), check_divided)
+    if count > 1:
+        dump("microbatches", step.program.__str__)
     return step.program
 
 

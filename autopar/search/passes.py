@@ -17,12 +17,13 @@ from autopar.intra_op.lower import LOWER
 from autopar.intra_op.setting import SHARD
 from autopar.ir.passes import Pass
 from autopar.ir.trace.trace import TRACE
-from autopar.search.one_mesh import MICROBATCHES
+from autopar.search.one_mesh import MICROBATCHES, WHOLE
 from autopar.streams.emit import EMIT
 
 PHASES: dict[str, tuple[Pass[Any], ...]] = {
     "trace": TRACE,  # every step, once: from what JAX traced to one flat program
     "apart": APART,  # pipelines, for each number of parts: so that there is something to cut
+    "whole": WHOLE,  # one mesh, the batch at once
     "microbatches": MICROBATCHES,  # one mesh, for each number of microbatches: a loop that adds up sums
     "shard": SHARD,  # on every mesh that is tried, of a step or a stage: from decisions to a choice problem
     "lower": LOWER,  # of every solution that is looked at, and every task: from choices to a sharded program

@@ -23,6 +23,7 @@ from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import StagePlan
 from autopar.inter_op.stage_program import stage_program
 from autopar.inter_op.tasks import make_tasks
+from autopar.intra_op.problem import num_pairs
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Options
 from autopar.search.pins import RestrictStage, restrict_stages, unrestricted
@@ -90,7 +91,8 @@ def plan_pipeline(
                 stages.append(stage)
                 # No stage is faster within memory than without end.
                 least = least_seconds([*map(once_seconds, stages), *endless[len(stages) :]], cut.split.count)
-                if is_bounded and number and least >= beat:
+                may_lose = TUNING.near if num_pairs(stage.sharded.problem) > TUNING.small_core else 0.0
+                if is_bounded and number and least >= beat * (1 - may_lose):
                     raise _slower(least, budget)
             endless = endless if number else [*map(once_seconds, stages)]
             planned = assemble(cut, tuple(borders), tasks, stages, cluster, schedule)

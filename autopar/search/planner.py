@@ -8,12 +8,10 @@ Method: every logical mesh that the method allows is solved; the cheapest wins, 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from autopar.debug import dump
@@ -25,12 +23,14 @@ from autopar.errors import (
     NotBuiltYetError,
     warn,
 )
+from autopar.ir.passes import without_collection
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh, finer_meshes, logical_mesh, logical_meshes, more_devices_text
 from autopar.plan.words import padding_text, seconds_text
 from autopar.report.plan import Plan
-from autopar.search.accumulation import search_accumulation
+from autopar.search.accumulation import best_meshes, memory_binds, search_accumulation
+from autopar.search.alone import search_alone
 from autopar.search.anytime import Anytime
 from autopar.search.describe import describe_plan
 from autopar.search.dumped import dump_plan
@@ -61,19 +61,7 @@ from autopar.streams.assemble import StepPlan, all_lowered, assemble_step
 from autopar.tuning import TUNING
 
 
-@contextlib.contextmanager
-def _without_collection() -> Iterator[None]:
-    """No search for garbage in circles: planning makes millions of small objects, and that takes a sixth of its time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_without_collection()
+@without_collection()
 def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, report: Report = silent) -> Plan:
     """Plan one step.
 
@@ -159,6 +147,7 @@ def _search(
     search.in_microbatches()
     if search.on_hosts:
         search.on_finer_meshes()
+    search.alone()
     if search.on_hosts or (isinstance(method, Auto | Inference) and _can_gain(method, search.searched)):
         search.in_stages()
     report.tried = search.tried
@@ -215,11 +204,20 @@ class _Search:
         self.searched.results = further.results
         self.tried += [(self._named(name), outcome) for name, outcome in further.tried]
 
+    def alone(self) -> None:
+        """`Auto()`: as one stage whose forward pass may run again, where memory binds."""
+        method, searched = self.method, self.searched
+        if self.report.reason or not isinstance(method, Auto) or not memory_binds(searched):
+            return
+        meshes, step, roles = best_meshes(self.meshes, searched), self.step, self.roles
+        with self._a_pass("run again"):
+            search_alone(step, roles, self.cluster, method, meshes, self.stages, self._silently, self._least)
+
     def in_stages(self) -> None:
         """Pipelines."""
         if self.report.reason:
             return
-        least = min((sharded.step_seconds for _, sharded in self.searched.results), default=math.inf)
+        least = self._least
         telling, options = part_of(self.report, self.share, 1.0), self.method.options()
         with self._a_pass("stages"):
             search_pipelines(self.step, self.roles, self.cluster, options, self.stages, telling, least)
@@ -239,6 +237,12 @@ class _Search:
         mesh, best = untie_best(self.program, self.roles, self.cluster, self.method, self.searched)
         others = [pair for pair in self.tried if pair[0] != self._named(str(mesh))]
         return assemble_step(self.program, self.roles, self.count, mesh, best), others
+
+    @property
+    def _least(self) -> float:
+        """Seconds of the best step known."""
+        known = [sharded.step_seconds for _, sharded in self.searched.results]
+        return min([*known, *([self.stages.best.seconds] if self.stages.best else [])], default=math.inf)
 
     @property
     def _silently(self) -> Report:

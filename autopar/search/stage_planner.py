@@ -9,8 +9,9 @@ Method: `PipelineParallel` and `ThreeD` fix the number of stages and their subme
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 
 from autopar.errors import DeviceCountError, InfeasibleError, PipelineError, warn
 from autopar.inter_op.chain import balanced_borders
@@ -32,8 +33,11 @@ from autopar.search.progress import Report, silent
 from autopar.search.solve_stages import Solved
 from autopar.search.uneven import uneven_text
 from autopar.streams.assemble import PipelinePlan, all_lowered
-from autopar.streams.schedules import find_schedule, num_chunks
+from autopar.streams.schedules import AUTOMATIC, find_schedule, num_chunks
 from autopar.tuning import TUNING
+
+SCHEDULES_TRIED = ("1f1b", "zb-h1", "interleaved", "interleaved-4")
+"""Where a method leaves the schedule open, and devices wait under those before."""
 
 
 def pipeline_of(
@@ -43,7 +47,44 @@ def pipeline_of(
     method: PipelineParallel | ThreeD,
     report: Report = silent,
 ) -> PipelinePlan:
-    """Plan the pipeline that a method asks for.
+    """Plan the pipeline that a method asks for; where it leaves the schedule open, the fastest of all that may help.
+
+    Raises:
+        As of `pipeline_under`.
+    """
+    if method.schedule != AUTOMATIC:
+        return pipeline_under(program, roles, cluster, method, report)
+    first, *others = SCHEDULES_TRIED
+    best = pipeline_under(program, roles, cluster, dataclasses.replace(method, schedule=first), report)
+    for name in others:
+        if best.waiting_share <= TUNING.much_waiting:
+            break
+        with contextlib.suppress(InfeasibleError, PipelineError):
+            other = pipeline_under(program, roles, cluster, dataclasses.replace(method, schedule=name), report)
+            best = min(best, other, key=lambda planned: planned.seconds)
+    return best
+
+
+def pipeline_under(
+    program: Program,
+    roles: Roles,
+    cluster: Cluster,
+    method: PipelineParallel | ThreeD,
+    report: Report = silent,
+    meshes: Sequence[LogicalMesh] = (),
+    beat: float = math.inf,
+) -> PipelinePlan:
+    """Plan the pipeline that a method asks for under its schedule.
+
+    Args:
+        program: The step.
+        roles: Its roles.
+        cluster: The machine.
+        method: What is asked for.
+        report: Told of progress.
+        meshes: Of every stage, the logical meshes to try; (): those that the method allows.
+        beat: Seconds of the best step known. What takes as long even if memory were without end is returned as it is then,
+            whether it fits or not.
 
     Raises:
         DeviceCountError: The devices do not divide into the stages.
@@ -68,7 +109,7 @@ def pipeline_of(
     num_stages *= num_chunks(schedule)
     sizes = _submesh_sizes(method, num_stages // num_chunks(schedule), cluster) * num_chunks(schedule)
     count = method.num_microbatches or default_microbatches(program, roles, num_stages // num_chunks(schedule))
-    meshes = [_meshes(method, cluster, size) for size in sizes]
+    of_stages = [meshes or _meshes(method, cluster, size) for size in sizes]
     solved = Solved()
 
     def restrict(stage: StageProgram, mesh: LogicalMesh) -> tuple[Restrict | None, Hashable]:
@@ -82,7 +123,7 @@ def pipeline_of(
     def plan(cut: CutStep, beat: float) -> PipelinePlan:
         borders = balanced_borders(cut.chain, num_stages, shares=sizes)
         gap = TUNING.hand_gap if isinstance(method, ThreeD) else TUNING.stage_gap
-        return plan_pipeline(cut, borders, meshes, cluster, schedule, options, solved, restrict, beat, gap, report)
+        return plan_pipeline(cut, borders, of_stages, cluster, schedule, options, solved, restrict, beat, gap, report)
 
     report(f"cutting {program.name} into {num_stages} stages, {count} microbatches", 0.0)
     cut = cut_in(num_stages)
@@ -90,7 +131,7 @@ def pipeline_of(
     cut = cut if parts == cut.stacks.count else cut_in(parts)
     if isinstance(method, PipelineParallel) and not (method.num_stages or method.submeshes):
         _check_marks(cut, num_stages)
-    planned = all_lowered(_best_in_memory(program, roles, cut, cut_in, plan, report), cluster)
+    planned = all_lowered(_best_in_memory(program, roles, cut, cut_in, plan, report, beat), cluster)
     text = uneven_text(planned.cut, planned.borders, sizes[: num_stages // num_chunks(schedule)])
     if text:
         warn(f"{program.name}: {text}")
@@ -104,22 +145,27 @@ def _best_in_memory(
     cut_in: Callable[[int], CutStep],
     plan: Callable[[CutStep, float], PipelinePlan],
     report: Report,
+    beat: float,
 ) -> PipelinePlan:
     """The plan of a cut; or of one whose layers are in no loop, if memory demands that some run again, and that is faster.
+
+    `beat` is as of `pipeline_under`.
 
     Raises:
         InfeasibleError: Neither fits.
     """
     planned = failure = None
     try:
-        planned = plan(cut, math.inf)
+        planned = plan(cut, beat)
     except InfeasibleError as error:
         failure = error
+    if planned is not None and planned.seconds >= beat:
+        return planned
     parts = parts_apart(program, roles, planned)
     finer = cut_in(parts) if parts not in (0, cut.stacks.count) else cut
     if finer is not cut and finer.stacks.count == parts:
         report(f"cutting {program.name} into {parts} layers, each by itself: memory demands that some run again")
-        beat = planned.seconds if planned is not None else math.inf
+        beat = planned.seconds if planned is not None else beat
         with contextlib.suppress(InfeasibleError):
             other = plan(finer, beat)
             planned = other if other.seconds < beat else planned

@@ -38,7 +38,8 @@ from autopar.tuning import TUNING
 
 FIRST_SCHEDULE, FORWARD_ONLY = "1f1b", "inference"
 """With a backward pass, and without."""
-"""Where devices wait longer than this part of a step, the schedules that send or keep more for it are tried too."""
+KEEPING, CHUNKED = ("gpipe",), ("interleaved", "interleaved-4")
+"""Where devices wait: schedules that keep more at once for it; and those that send more often, each more than the last."""
 
 
 @dataclass(slots=True)
@@ -238,6 +239,11 @@ class _Attempts:
         for candidate in candidates:
             self.make(candidate, schedule)
 
+    @property
+    def waits(self) -> bool:
+        """Whether devices wait much in the fastest."""
+        return self.least is not None and self.least.waiting_share > TUNING.much_waiting
+
     def fastest(self, count: int) -> list[Candidate]:
         """The candidates that were fastest."""
         return sorted(self._seconds, key=lambda candidate: self._seconds[candidate])[:count]
@@ -261,10 +267,15 @@ def _try_layers_apart(
 def _try_schedules(attempts: _Attempts, effort: int) -> None:
     """The fastest under the schedules that fill the bubble, and where devices wait much, that send or keep more for it."""
     attempts.make_all(attempts.fastest(max(1, effort // 4)), "zb-h1")
-    if attempts.least is not None and attempts.least.waiting_share > TUNING.much_waiting:
-        for candidate in attempts.fastest(1):
-            attempts.make(candidate, "gpipe")
-            attempts.make(candidate, "interleaved")
+    for schedule in KEEPING:
+        attempts.make_all(attempts.fastest(1) if attempts.waits else (), schedule)
+    for schedule in CHUNKED:
+        if not attempts.waits:
+            break
+        before = attempts.least
+        attempts.make_all(attempts.fastest(1), schedule)
+        if attempts.least is before:  # what is sent takes longer than what is waited less
+            break
 
 
 def _try_finer_meshes(attempts: _Attempts, cluster: Cluster, wide: bool, schedule: str) -> None:

@@ -125,6 +125,7 @@ def test_documents_tell_the_lists():
     told = {
         "trace": [*named["flatten"], *named["rewrite"]],
         "apart": named["apart"],
+        "whole": named["microbatches"],
         "microbatches": named["microbatches"],
         "shard": named["shard"],
         "lower": named["lower"],

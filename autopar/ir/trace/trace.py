@@ -17,7 +17,7 @@ from jax.tree_util import GetAttrKey, KeyPath, PyTreeDef
 
 from autopar._jax import Aval, Function, Var, is_key, key_impl_name, on_host, open_jaxpr, shaped, trace_function
 from autopar.errors import TraceError
-from autopar.ir.passes import Pass, run_passes
+from autopar.ir.passes import Pass, run_passes, without_collection
 from autopar.ir.program import Program
 from autopar.ir.rewrite.host_memory import keep_on_device
 from autopar.ir.rewrite.scan_slices import scan_slices
@@ -40,6 +40,7 @@ TRACE: tuple[Pass[Traced], ...] = (
 """What every step goes through."""
 
 
+@without_collection()
 def trace_step(
     fn: Function,
     args: Sequence[object],

@@ -13,7 +13,11 @@ from autopar.streams.schedules.one_f_one_b import OneFOneB
 from autopar.streams.schedules.schedule import Schedule, Step, num_chunks, splits_backward
 from autopar.streams.schedules.zero_bubble import ZeroBubbleH1
 
-SCHEDULES: dict[str, Schedule] = {s.name: s for s in (GPipe(), OneFOneB(), Interleaved(), ZeroBubbleH1(), Inference())}
+SCHEDULES: dict[str, Schedule] = {
+    s.name: s for s in (GPipe(), OneFOneB(), Interleaved(), Interleaved(4), ZeroBubbleH1(), Inference())
+}
+AUTOMATIC = "auto"
+"""Stands for none of them: the planner chooses."""
 
 
 def find_schedule(schedule: str | Schedule) -> Schedule:
@@ -44,6 +48,7 @@ def find_schedule(schedule: str | Schedule) -> Schedule:
 
 
 __all__ = [
+    "AUTOMATIC",
     "SCHEDULES",
     "GPipe",
     "Inference",

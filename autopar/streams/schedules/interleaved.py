@@ -16,10 +16,9 @@ from autopar.streams.schedules.schedule import Step
 class Interleaved:
     """One forward, one backward, over `num_chunks` chunks per mesh."""
 
-    name = "interleaved"
-
     def __init__(self, num_chunks: int = 2):
         self.num_chunks = num_chunks
+        self.name = "interleaved" if num_chunks == 2 else f"interleaved-{num_chunks}"
 
     def order(self, num_stages: int, num_microbatches: int) -> list[list[Step]]:
         """`num_stages` counts meshes here; each gets `num_chunks` stages."""

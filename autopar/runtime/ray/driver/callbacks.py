@@ -7,15 +7,21 @@ Method: of several exceptions the first in the order in which one process would 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.errors import StepError
 from autopar.partition.host_calls import Raised
 from autopar.runtime.failure import place_in, step_error
 from autopar.runtime.order import merged
+from autopar.runtime.ray.share import Report
 from autopar.streams.instructions import Run
 from autopar.streams.streams import Streams
+
+
+def all_raised(made: Mapping[int, tuple[Any, Report | None]]) -> list[Raised]:
+    """What callbacks raised in a step, of what all workers tell of it."""
+    return [r for _, report in made.values() if report is not None for r in report.raised]
 
 
 def callback_error(

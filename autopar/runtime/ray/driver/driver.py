@@ -22,7 +22,7 @@ from autopar.mesh import ArrayType, Box, Sharding
 from autopar.mesh.ray_nodes import RayMachine
 from autopar.partition.host_calls import Raised
 from autopar.partition.task import abstract_mesh
-from autopar.runtime.ray.driver.callbacks import callback_error
+from autopar.runtime.ray.driver.callbacks import all_raised, callback_error
 from autopar.runtime.ray.driver.clocks import spans_of
 from autopar.runtime.ray.driver.faults import microbatch_of
 from autopar.runtime.ray.driver.handles import Copy, Part, RemoteArray, host_array, remote_sharding
@@ -203,13 +203,13 @@ class RayStep:
         for copy in taken:
             copy.is_deleted = True
         made = self.workers.run(calls, self._number)
-        raised = _raised(made)
+        raised = all_raised(made)
         if self._pauses and raised:
             self._leave(calls, taken)
             raise self._callback_error(raised, False)
         if self._pauses:
             made = self.workers.call("go_on", dict.fromkeys(calls, ()), job=self._number)
-            raised = _raised(made)
+            raised = all_raised(made)
         results = self._results({number: tiles for number, (tiles, _) in made.items()}, keep)
         if raised:
             whole = results if all(r.makes_nothing for r in raised) else None
@@ -387,10 +387,6 @@ class RayStep:
             RemoteArray([made[leaf, number] for number in range(len(inputs[first + leaf]))], dims[first + leaf])
             for leaf in range(count)
         ]
-
-
-def _raised(made: Mapping[int, tuple[Any, Report | None]]) -> list[Raised]:
-    return [r for _, report in made.values() if report is not None for r in report.raised]
 
 
 def _fetched(part: Any) -> np.ndarray:

@@ -1,0 +1,54 @@
+"""A scan whose results begin as zeros no earlier than the scan does.
+
+In:     what `jax.lax.scan` takes.
+Out:    what it returns.
+Method: `lax.scan` writes its rows into stacks that begin as zeros. These wait for nothing, and XLA:CPU makes them when the
+        program begins: the stacks of the backward loop are then there all through the forward loop. Here the zeros wait
+        for what the loop carries. XLA's schedulers for GPUs make zeros late by themselves, and know the stacks of a plain
+        scan when they move collectives into other trips: there it stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopar.partition.order import never
+
+_Arrays = Sequence[jax.Array]
+
+
+def scan_into_late_stacks(
+    step: Callable[[_Arrays, _Arrays], tuple[_Arrays, _Arrays]],
+    carries: tuple[jax.Array, ...],
+    xs: tuple[jax.Array, ...],
+    types: Sequence[jax.ShapeDtypeStruct],
+    *,
+    length: int,
+    reverse: bool,
+    unroll: Any,
+) -> tuple[_Arrays, _Arrays]:
+    """`lax.scan(step, carries, xs, ...)`, which returns stacks of these `types`."""
+    first = max(carries, key=lambda array: array.size, default=None)
+    if first is None or first.size == 0 or not types or not length:
+        return lax.scan(step, carries, xs, length=length, reverse=reverse, unroll=unroll)
+    late = never(first)
+    stacks = [
+        jnp.broadcast_to(jnp.where(late, jnp.ones((), stack.dtype), jnp.zeros((), stack.dtype)), stack.shape)
+        for stack in types
+    ]
+
+    def write(carried: Any, rows: _Arrays) -> tuple[Any, None]:
+        trip, held, stacks = carried
+        held, made = step(held, rows)
+        at = length - 1 - trip if reverse else trip
+        written = [lax.dynamic_update_index_in_dim(s, row, at, 0) for s, row in zip(stacks, made, strict=True)]
+        return (trip + 1, tuple(held), written), None
+
+    begun = jnp.zeros((), jnp.int32), carries, stacks
+    (_, last, stacks), _ = lax.scan(write, begun, xs, length=length, reverse=reverse, unroll=unroll)
+    return last, stacks

@@ -1,0 +1,72 @@
+"""One stage on all devices: gradients accumulated, and of the forward pass run again what memory demands.
+
+In:     a traced step, the meshes that were best without; where memory binds.
+Out:    `Stages`: the fastest such step, if it is faster than what is known, and what was tried.
+Method: a pipeline of one stage, which no one waits for: its backward pass is a program of its own, and may make again what
+        it would else have to find. In 1, 2, 4, ... microbatches, until more are no faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autopar.errors import AutoparError
+from autopar.ir.program import Program
+from autopar.ir.trace.state import Roles
+from autopar.mesh import Cluster, LogicalMesh
+from autopar.search.accumulation import counts_of
+from autopar.search.methods import Auto, PipelineParallel
+from autopar.search.progress import Report, silent
+from autopar.search.stage_planner import pipeline_under
+from autopar.search.stage_search import Stages
+
+
+def search_alone(
+    program: Program,
+    roles: Roles,
+    cluster: Cluster,
+    method: Auto,
+    meshes: Sequence[LogicalMesh],
+    found: Stages,
+    report: Report,
+    known: float,
+) -> None:
+    """Plan the step as one stage; extends `found`.
+
+    Args:
+        program: The step.
+        roles: Its roles.
+        cluster: The machine.
+        method: What was asked for.
+        meshes: Logical meshes of all devices, to choose from.
+        found: Extended.
+        report: Told of progress.
+        known: Seconds of the best step known.
+    """
+    for count in (1, *counts_of(program, roles)):
+        text = f"1 stage on {cluster.num_devices}, {count} microbatches"
+        report(f"planning {text}", None, known)
+        try:
+            planned = pipeline_under(program, roles, cluster, _as_stage(method, count), silent, meshes, known)
+        except AutoparError as error:
+            found.tried.append((text, error.summary))
+            continue
+        wins = planned.seconds < known
+        found.tried.append((text, f"{'' if wins else 'at least '}{planned.seconds:.3e} s"))
+        if not wins:  # more microbatches take longer still
+            return
+        found.best, known = planned, planned.seconds
+
+
+def _as_stage(method: Auto, count: int) -> PipelineParallel:
+    """The same settings, of a pipeline of one stage."""
+    return PipelineParallel(
+        num_stages=1,
+        num_microbatches=count,
+        recompute=method.recompute,
+        memory_budget_bytes=method.memory_budget_bytes,
+        constraints=method.constraints,
+        solver=method.solver,
+        solver_seconds=method.solver_seconds,
+        microbatch_semantics=method.microbatch_semantics,
+    )

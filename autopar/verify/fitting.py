@@ -1,0 +1,67 @@
+"""A plan that fits by the compiler's count: planned again with what the compiler takes beyond the prediction held back.
+
+In:     how to plan under a method; the method, with the user's budget.
+Out:    the first plan of whose programs XLA's own buffers fit that budget.
+Method: a plan that is too large comes out `surplus` bytes above its prediction. The next may be predicted to take the
+        budget less that, which the last one was not: no plan is met twice. What is shown is the user's budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+
+from autopar.errors import InfeasibleError, NoPlanFoundError
+from autopar.plan.words import bytes_text
+from autopar.report.plan import Plan
+from autopar.search.methods import Method, method_text
+from autopar.verify.verify import Verification, verify_plan
+
+MOST_TURNS = 8
+"""Each plans and compiles the step."""
+
+
+def plan_that_fits(make: Callable[[Method], Plan], method: Method) -> Plan:
+    """Plan until the compiler agrees that it fits: that of the cluster's devices, or, of one that is described, for such ones.
+
+    Args:
+        make: Plans the step under a method; the plan is in memory.
+        method: What was asked for.
+
+    Raises:
+        NoPlanFoundError: No plan that the compiler agrees to was found.
+        AutoparError: The compiler for the devices is not installed.
+    """
+    plan = make(method)
+    budget, least = plan.budget_bytes, math.inf
+    if not math.isfinite(budget):
+        return plan
+    for _ in range(MOST_TURNS):
+        found = verify_plan(plan)
+        peak, surplus = max(found.compiled_bytes), _surplus_bytes(found, budget)
+        if surplus is None:
+            return dataclasses.replace(plan, method=method_text(method), budget_bytes=budget)
+        least = min(least, peak)
+        try:
+            plan = make(dataclasses.replace(method, memory_budget_bytes=max(1, math.floor(budget - surplus))))
+        except InfeasibleError as error:
+            raise _refusal(found, budget, least, f"and {error.wrong.removesuffix('.')}") from error
+    raise _refusal(found, budget, least, f"and none of {MOST_TURNS} plans fits")
+
+
+def _surplus_bytes(found: Verification, budget: float) -> float | None:
+    """What the compiler takes beyond the prediction where it is over the budget, most of all meshes; None: all fit."""
+    sides = zip(found.predicted_bytes, found.compiled_bytes, strict=True)
+    return max((compiled - predicted for predicted, compiled in sides if compiled > budget), default=None)
+
+
+def _refusal(found: Verification, budget: float, least: float, why: str) -> NoPlanFoundError:
+    return NoPlanFoundError(
+        "no plan was found of which the compiler says that it fits.",
+        given=f'memory="compiler" and {bytes_text(budget)} on each device',
+        wrong=f"by XLA's count for {found.target} the smallest takes {bytes_text(least)}, {why}.",
+        do=f"allow memory_budget_bytes={math.ceil(least)}, or use more devices, microbatches or recomputation.",
+        budget_bytes=int(budget),
+        needed_bytes=math.ceil(least),
+    )

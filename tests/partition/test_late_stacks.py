@@ -1,0 +1,45 @@
+"""A scan whose stacks begin no earlier than it does returns what `lax.scan` does."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+from autopar.partition.stacks import scan_into_late_stacks
+
+XS = jnp.arange(12.0).reshape(4, 3)
+TYPES = [jax.ShapeDtypeStruct((4, 3), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.bool_)]
+
+
+def step(carried, rows):
+    (total,), (row,) = carried, rows
+    total = 0.5 * total + row
+    return (total,), (total * row, total.sum() > 5)
+
+
+@pytest.mark.parametrize("how", [{"reverse": False, "unroll": 1}, {"reverse": True, "unroll": 2}], ids=str)
+def test_as_scan(how):
+    found = jax.jit(lambda x: scan_into_late_stacks(step, (x,), (XS,), TYPES, length=4, **how))(jnp.ones(3))
+    expected = lax.scan(step, (jnp.ones(3),), (XS,), length=4, **how)
+    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_without_stacks_or_carries_it_is_that_scan():
+    how = {"length": 4, "reverse": False, "unroll": 1}
+    assert str(
+        jax.make_jaxpr(lambda x: scan_into_late_stacks(lambda c, r: (c, ()), (x,), (XS,), [], **how))(1.0)
+    ) == str(jax.make_jaxpr(lambda x: lax.scan(lambda c, r: (c, ()), (x,), (XS,), **how))(1.0))
+
+
+def test_the_zeros_wait_for_what_is_carried():
+    how = {"length": 4, "reverse": False, "unroll": 1}
+    jaxpr = jax.make_jaxpr(lambda x: scan_into_late_stacks(step, (x,), (XS,), TYPES, **how))(jnp.ones(3)).jaxpr
+    known = {jaxpr.invars[0]}
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "scan":
+            stacks = [a for a in eqn.invars if a.aval.shape in ((4, 3), (4,)) and a is not jaxpr.constvars[0]]
+            assert stacks and all(a in known for a in stacks)
+        if any(a in known for a in eqn.invars if not hasattr(a, "val")):
+            known.update(eqn.outvars)

@@ -1,0 +1,113 @@
+"""Every method is a point of `Auto()`'s space: by the same costs none of them is faster, whatever its settings."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.errors import AutoparError
+from tests.small_transformer import arguments, train_step
+
+ROUNDING = 1 + 1e-6
+
+
+def seconds_of(step, args, cluster, method):
+    """Of one step as planned; None: the method cannot be kept here."""
+    try:
+        plan = autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=1).plan(*args)
+    except AutoparError:
+        return None
+    return plan.cost.step_seconds
+
+
+def methods(cluster):
+    """One or two settings of each method; `benchmarks/methods.py` has them all."""
+    devices = cluster.num_devices
+    yield autopar.DataParallel(zero=1)
+    yield autopar.DataParallel(zero=3, num_microbatches=2)
+    yield autopar.ThreeD(data=devices, zero=3, num_microbatches=1)
+    yield autopar.ThreeD(data=devices // 2, pipeline=2, zero=1, num_microbatches=4)
+    yield autopar.PipelineParallel(num_stages=2, num_microbatches=4)
+
+
+@pytest.mark.parametrize("text, memory", [("4 h100", "enough"), ("4 v100", "short")])
+def test_none_is_faster(text, memory):
+    """A scanned transformer; short of memory, some methods do not fit, and others run again or accumulate."""
+    cluster = autopar.Cluster.of(text)
+    args = arguments("scan", 4, batch=256)
+    budget = None if memory == "enough" else 12e6
+    if budget:
+        cluster = dataclasses.replace(cluster, device=dataclasses.replace(cluster.device, memory_bytes=budget))
+    best = seconds_of(train_step, args, cluster, autopar.Auto())
+    assert best is not None
+    others = {str(method): seconds_of(train_step, args, cluster, method) for method in methods(cluster)}
+    assert sum(seconds is not None for seconds in others.values()) > 3
+    for method, seconds in others.items():
+        assert seconds is None or best <= seconds * ROUNDING, method
+
+
+def test_a_step_on_one_mesh_keeps_no_more_than_a_pipeline():
+    """Of a scan over layers its gradient finds what is heavy to make; it was all that JAX would keep."""
+    cluster, args = autopar.Cluster.of("4 h100"), arguments("scan", 4, batch=256)
+
+    def plan(method):
+        return autopar.parallelize(train_step, cluster=cluster, method=method, batch_argnums=1).plan(*args)
+
+    whole, staged = plan(autopar.DataParallel()), plan(autopar.ThreeD(data=4, num_microbatches=1))
+    assert whole.cost.step_seconds <= staged.cost.step_seconds * ROUNDING
+    assert whole.cost.peak_bytes[0] <= 1.2 * staged.cost.peak_bytes[0]
+
+
+def wide_step(params, batch):
+    """Two products with much between them: no place to cut that pays, and most of the memory is the batch's."""
+
+    def loss_fn(params):
+        return jnp.mean((jnp.tanh(batch["x"] @ params["up"]) @ params["down"] - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_fn)(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+
+def test_accumulation_wins_where_memory_binds():
+    """On one mesh: nothing else that fits is as fast, and more memory would be used for a step without microbatches."""
+    rows, width, hidden = 4096, 16, 4096
+    kernels = {"up": (width, hidden), "down": (hidden, width)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in kernels.items()}
+    args = params, {name: jax.ShapeDtypeStruct((rows, width), jnp.float32) for name in ("x", "y")}
+    cluster = autopar.Cluster.of("4 h100")
+
+    def plan(budget, method=autopar.Auto):
+        asked = method(memory_budget_bytes=budget)
+        return autopar.parallelize(wide_step, cluster=cluster, method=asked, batch_argnums=1).plan(*args)
+
+    roomy = plan(None)
+    assert roomy.num_microbatches == 1 and len(roomy.stages) == 1
+    budget = int(0.6 * max(roomy.cost.peak_bytes))
+    tight = plan(budget)
+    assert tight.num_microbatches > 1 and len(tight.stages) == 1
+    assert max(tight.cost.peak_bytes) <= budget
+    whole = (
+        autopar.DataParallel(),
+        autopar.ThreeD(tensor=4, num_microbatches=1),
+        autopar.PipelineParallel(num_stages=2),
+    )
+    for method in (*whole, autopar.DataParallel(num_microbatches=2)):
+        asked = dataclasses.replace(method, memory_budget_bytes=budget)
+        seconds = seconds_of(wide_step, args, cluster, asked)
+        assert seconds is None or tight.cost.step_seconds <= seconds * ROUNDING, asked
+        if getattr(method, "num_microbatches", 2) == 1:
+            assert seconds is None or tight.cost.step_seconds < seconds, asked
+
+
+def test_schedule_is_chosen_where_devices_wait():
+    """Many layers on few meshes, few microbatches: each mesh takes layers from several places."""
+    stages, count = 4, 16
+    method = autopar.PipelineParallel(num_stages=stages, num_microbatches=count, schedule="auto")
+    parallel = autopar.parallelize(train_step, cluster=autopar.Cluster.of("4 h100"), method=method, batch_argnums=1)
+    plan = parallel.plan(*arguments("scan", 8, batch=128))
+    waiting = plan.origin.pipeline.waiting_share
+    assert plan.schedule.startswith("interleaved") and waiting < 0.8 * (stages - 1) / (count + stages - 1)
