@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import autopar
@@ -128,15 +128,14 @@ def resident(sizes: Sizes, x: jax.Array) -> jax.Array:
     """Pin activations to how they lie between the parts of a layer."""
     if sizes.tensor == 1:
         return x
-    return jax.lax.with_sharding_constraint(x, NamedSharding(AbstractMesh((sizes.tensor,), (AXIS,)), spec(sizes)))
+    return jax.lax.with_sharding_constraint(x, _placed(sizes, spec(sizes)))
 
 
 def by_heads(sizes: Sizes, x: jax.Array) -> jax.Array:
     """Pin heads to be split, where there are enough of them."""
     if sizes.tensor == 1 or x.shape[2] % sizes.tensor:
         return x
-    mesh = AbstractMesh((sizes.tensor,), (AXIS,))
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(None, None, AXIS, None)))
+    return jax.lax.with_sharding_constraint(x, _placed(sizes, P(None, None, AXIS, None)))
 
 
 def enter(sizes: Sizes, x: jax.Array) -> jax.Array:
@@ -150,7 +149,8 @@ def leave(sizes: Sizes, x: jax.Array) -> jax.Array:
 
 
 def _placed(sizes: Sizes, how: P) -> NamedSharding:
-    return NamedSharding(AbstractMesh((sizes.tensor,), (AXIS,)), how)
+    # JAX 0.11 takes axes of no stated type for explicit ones, which no constraint may name.
+    return NamedSharding(AbstractMesh((sizes.tensor,), (AXIS,), axis_types=(AxisType.Auto,)), how)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -174,8 +174,7 @@ def by_columns(sizes: Sizes, x: jax.Array) -> jax.Array:
     """Pin the last dim to be split: activations move and not weights, whichever would be less."""
     if sizes.tensor == 1:
         return x
-    mesh = AbstractMesh((sizes.tensor,), (AXIS,))
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P(*[None] * (x.ndim - 1), AXIS)))
+    return jax.lax.with_sharding_constraint(x, _placed(sizes, P(*[None] * (x.ndim - 1), AXIS)))
 
 
 def layer(sizes: Sizes, params: Any, x: jax.Array) -> jax.Array:

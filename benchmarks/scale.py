@@ -73,6 +73,9 @@ def main() -> None:
     parser.add_argument("--cases", default=",".join([*CASES, TIMETABLE]))
     parser.add_argument("--alone", default="", help="measure this one here, as JSON")
     chosen = parser.parse_args()
+    unknown = {chosen.alone or TIMETABLE, *chosen.cases.split(",")} - {*CASES, TIMETABLE}
+    if unknown:
+        parser.error(f"no case {', '.join(sorted(unknown))}; there are {', '.join([*CASES, TIMETABLE])}")
     if chosen.alone:
         print(json.dumps(simulate_timetable() if chosen.alone == TIMETABLE else measure(chosen.alone)))
         return

@@ -24,7 +24,7 @@ from autopar.intra_op.fuse import BUCKET_BYTES, small_bytes
 from autopar.intra_op.graph import Edge, Graph, Node, Shardings
 from autopar.intra_op.kernels import is_contraction, kernel_of
 from autopar.intra_op.problem import Problem
-from autopar.intra_op.traffic import Traffic, find_held, find_traffic, is_pointwise
+from autopar.intra_op.traffic import Traffic, find_traffic, is_pointwise
 from autopar.ir.rules.rule import num_elements
 from autopar.mesh import Device, LogicalMesh
 from autopar.tuning import TUNING
@@ -231,5 +231,17 @@ def stored_values(graph: Graph) -> set[Var]:
 
 
 def held_values(graph: Graph) -> AbstractSet[Var]:
-    """Values that take memory while they wait, as kernels are priced (`traffic.py`)."""
-    return find_held(graph)
+    """Values that take memory while they wait: those that go through memory, and those that several operations read.
+
+    A compiler fuses a pointwise operation into its one reader; with several, some of them later, it keeps the result.
+    Found once for a graph.
+    """
+    if graph.held is None:
+        readers: dict[Var, int] = {}
+        for node in graph.nodes:
+            if node.kind == "op":
+                for var in dict.fromkeys(atom for atom in node.eqn.invars if isinstance(atom, Var)):
+                    readers[var] = readers.get(var, 0) + 1
+        made = (v for node in graph.nodes if node.kind == "op" for v in node.eqn.outvars)
+        graph.held = frozenset(stored_values(graph).union(v for v in made if readers.get(v, 0) > 1))
+    return graph.held

@@ -20,7 +20,6 @@ from autopar._jax import Jaxpr, JaxprEqn, Var, on_host
 from autopar.intra_op.costs import held_values
 from autopar.intra_op.graph import Graph, Shardings
 from autopar.intra_op.sharded import describe_moment
-from autopar.intra_op.traffic import is_in_place
 from autopar.ir.dataflow import inputs_of, variables
 from autopar.ir.region import is_region, region_of
 from autopar.ir.work import num_bytes
@@ -132,7 +131,7 @@ class _Floors:
             if var in self.held and var not in self.elsewhere:
                 total += self.bytes(var, tuple(s.operands[k] for s in node.strategies))
         for k, var in enumerate(eqn.outvars):
-            if not is_in_place(eqn) and var in self.held and var not in self.elsewhere:
+            if var in self.held and var not in self.elsewhere:
                 total += self.bytes(var, tuple(s.results[k] for s in node.strategies))
         return float(total[self.allowed[node.index]].min(initial=np.inf))
 

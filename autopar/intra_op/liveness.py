@@ -2,21 +2,19 @@
 
 In:     `Body`, the mesh, which values are stored at all, which inputs are donated.
 Out:    `Liveness`: bytes of arguments and results, the peak, when it is, and who is alive then.
-Method: a copy lives from the instruction that makes it to its last reader. What a scatter or a loop is the last to read, it
-        changes where it lies. Inputs live throughout unless donated, then to their last reader. A loop's body adds its own
-        peak; its stacked outputs live from before the loop. Values inside kernels take no memory of their own
-        (`traffic.py`): what they are made from is read where they are.
+Method: a copy lives from the instruction that makes it to its last reader. Inputs live throughout unless donated, then
+        to their last reader. A loop's body adds its own peak; its stacked outputs live from before the loop. Values
+        inside chains of pointwise operations take no memory of their own (`costs.py`): compilers fuse those.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from autopar._jax import Literal, Var
-from autopar.cost.steps import step_kind
 from autopar.intra_op.sharded import (
     Body,
     Compute,
@@ -29,8 +27,7 @@ from autopar.intra_op.sharded import (
     copies_read,
     local_bytes,
 )
-from autopar.intra_op.traffic import is_in_place
-from autopar.ir.region import kind_of, region_of
+from autopar.ir.region import kind_of
 from autopar.mesh import LogicalMesh
 from autopar.tuning import TUNING
 
@@ -144,7 +141,7 @@ def _peaks(
     Copies in `free` are counted by the caller, values `elsewhere` by no one. What is alive at each instruction is added to
     `curve`.
     """
-    made = _versions(body, pinned, stored)
+    made = _versions(body, pinned)
     size: list[int] = []
     for copy, position in zip(made.copies, made.starts, strict=True):
         is_stored = copy[0] not in elsewhere
@@ -153,7 +150,6 @@ def _peaks(
         elif isinstance(body.instructions[position], Compute):
             is_stored = is_stored and copy[0] in stored
         size.append(local_bytes(*copy, mesh) if is_stored else 0)
-    made.write_over(size)
     changes = made.changes(size, len(body.instructions))
     total = sum(size[: len(body.inputs)])
     peaks: list[_Peak] = []
@@ -163,18 +159,13 @@ def _peaks(
         born, freed = changes[position + 1]
         total += born
         inner = _inner_peak(instruction, mesh, stored)
-        sent: tuple[Alive, ...] = ()
-        if position in made.sent and not size[made.sent[position]]:
-            copy = made.copies[made.sent[position]]
-            sent = () if copy[0] in elsewhere else (Alive(copy, local_bytes(*copy, mesh), body, position),)
-        now = total + inner.bytes + sum(each.num_bytes for each in sent)
         if curve is not None:
-            curve.append(now)
-        if now < TUNING.peak_fallen * most.bytes:
+            curve.append(total + inner.bytes)
+        if total + inner.bytes < TUNING.peak_fallen * most.bytes:
             peaks.append(most)
             most = _Peak(0, position, ())
-        if now > most.bytes:
-            most = _Peak(now, position, (*sent, *inner.alive), inner.packed, inner.at or instruction)
+        if total + inner.bytes > most.bytes:
+            most = _Peak(total + inner.bytes, position, inner.alive, inner.packed, inner.at or instruction)
         total += freed
     # Who is alive is looked up in the end: most instructions of a step are fuller than all before them.
     fullest = sorted((*peaks, most), key=lambda peak: -peak.bytes)[:count]
@@ -189,24 +180,11 @@ class _Versions:
         copies: Each.
         starts: The instruction that makes it; -1: it is an input.
         ends: The last that reads it; -1: none, the number of instructions: it stays.
-        over: The copies over which one may be written, by its number.
-        sent: By the place of a collective the number of its operand, if that is inside a kernel: it goes through memory for
-            that alone.
     """
 
     copies: list[Copy]
     starts: list[int]
     ends: list[int]
-    over: dict[int, tuple[int, ...]]
-    sent: dict[int, int]
-
-    def write_over(self, size: Sequence[int]) -> None:
-        """End those copies a moment earlier over which another of their size is written."""
-        for number, sources in self.over.items():
-            for source in sources:
-                if self.ends[source] == self.starts[number] and size[source] == size[number] > 0:
-                    self.ends[source] -= 1
-                    break
 
     def changes(self, size: Sequence[int], count: int) -> list[tuple[int, int]]:
         """Of the beginning and then each of so many instructions, the bytes that it adds, and those that are free behind it
@@ -224,59 +202,25 @@ class _Versions:
                 yield Alive(copy, num_bytes, body, moment)
 
 
-def _versions(body: Body, pinned: AbstractSet[Copy], stored: AbstractSet[Var]) -> _Versions:
-    """When each copy is made and read last.
-
-    What takes no memory is computed where it is read: what it is made from is read there, too.
-    """
+def _versions(body: Body, pinned: AbstractSet[Copy]) -> _Versions:
+    """When each copy is made and read last."""
     count = len(body.instructions)
     copies, starts = list(body.inputs), [-1] * len(body.inputs)
     ends = [count if copy in pinned else -1 for copy in body.inputs]
     current = {copy: k for k, copy in enumerate(copies)}
-    made = _Versions(copies, starts, ends, {}, {})
-    made_from: dict[int, tuple[int, ...]] = {}  # of copies that take no memory
-
-    def read(copy: Copy, position: int) -> tuple[int, ...]:
-        number = current[copy]
-        sources = made_from.get(number, (number,))
-        for each in (number, *sources):
-            ends[each] = max(position, ends[each])
-        return sources
-
     for position, instruction in enumerate(body.instructions):
-        operands = [read(copy, position) for copy in copies_read(instruction)]
-        if isinstance(instruction, Move) and step_kind(instruction.step) is not None and instruction.var not in stored:
-            number = current[instruction.var, instruction.source]
-            if starts[number] >= 0:
-                made.sent[position] = number
-        carried = dict(_carried(instruction, current)) if isinstance(instruction, Region) else {}
-        is_kernel = isinstance(instruction, Compute)
-        sources = tuple(dict.fromkeys(source for found in operands for source in found)) if is_kernel else ()
+        for copy in copies_read(instruction):
+            number = current[copy]
+            ends[number] = max(position, ends[number])
         for copy in copies_made(instruction):
-            number = current[copy] = len(copies)
+            current[copy] = len(copies)
             copies.append(copy)
             starts.append(position)
             ends.append(-1)
-            if isinstance(instruction, Compute) and copy[0] not in stored:
-                made_from[number] = sources
-            elif isinstance(instruction, Compute) and operands and is_in_place(instruction.eqn):
-                made.over[number] = operands[0]
-            elif copy in carried:
-                made.over[number] = (carried[copy],)
     for atom, sharding in body.outputs:
         if not isinstance(atom, Literal):
-            read((atom, sharding), count)
-    return made
-
-
-def _carried(region: Region, current: Mapping[Copy, int]) -> Iterator[tuple[Copy, int]]:
-    """The results of a loop that are written over what they were before it, and the number of that."""
-    results = dict(zip(region.eqn.outvars, region.results, strict=True))
-    read = zip(region.eqn.invars, region.operands, strict=True)
-    operands = {atom: sharding for atom, sharding in read if isinstance(atom, Var)}
-    for b in region_of(region.eqn).of_role("carry", "through"):
-        if b.result in results and isinstance(b.outer, Var):
-            yield (b.result, results[b.result]), current[b.outer, operands[b.outer]]
+            ends[current[atom, sharding]] = count
+    return _Versions(copies, starts, ends)
 
 
 def packed_bytes(move: Move, mesh: LogicalMesh) -> int:

@@ -11,7 +11,6 @@ Method: compilers make one kernel of elementwise operations and sums that are re
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,10 +31,6 @@ MOST_LEAVES = 8
 """What is made of more values than these is stored rather than made again."""
 SORT_PASSES = 4.0
 """A radix sort of 32 bits in digits of 8 reads and writes everything so often; Merrill & Grimshaw, 2011."""
-
-
-WASTE = 1.25
-"""Compilers make a value again in each kernel that reads it, also much later, unless that reads so many times its bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,41 +66,6 @@ def find_reads(graph: Graph) -> dict[int, tuple[Var, ...]]:
     }
 
 
-def find_held(graph: Graph) -> frozenset[Var]:
-    """Values that go through memory; the others are computed, from these, where they are read. Found once for a graph."""
-    if graph.held is None:
-        finder = _Finder(graph, WASTE, ("gather",))
-        sums = _sums_from_zero(finder)
-        graph.held = frozenset((finder.stored | {total for _, total in sums}) - {begun for begun, _ in sums})
-    return graph.held
-
-
-def _sums_from_zero(finder: _Finder) -> list[tuple[Var, Var]]:
-    """What is scattered into zeros and then added to another value, and the sum: compilers scatter into that value."""
-    readers: dict[Var, list[Node]] = {}
-    for node in finder.ops:
-        for var in finder.operands(node.eqn):
-            readers.setdefault(var, []).append(node)
-    found = []
-    for node in finder.ops:
-        if node.eqn.primitive.name != "scatter-add" or isinstance(node.eqn.invars[0], Literal):
-            continue
-        empty, (made,) = finder.made_by.get(finder.origin(node.eqn.invars[0])), node.eqn.outvars
-        added = [n for n in readers.get(made, ()) if n.eqn.primitive.name in ("add", "add_any")]
-        if empty is not None and _is_zeros(empty.eqn) and len(added) == len(readers.get(made, ())) == 1:
-            found.append((made, added[0].eqn.outvars[0]))
-    return found
-
-
-def _is_zeros(eqn: JaxprEqn) -> bool:
-    return eqn.primitive.name == "broadcast_in_dim" and isinstance(eqn.invars[0], Literal) and not eqn.invars[0].val
-
-
-def is_in_place(eqn: JaxprEqn) -> bool:
-    """Whether a kernel changes its first operand where it lies."""
-    return eqn.primitive.name in _WRITING
-
-
 def is_pointwise(node: Node) -> bool:
     """Whether each element of the result needs one element of each operand, as far as a compiler can tell."""
     rule = node.rule
@@ -129,23 +89,14 @@ def is_fused(node: Node) -> bool:
 
 
 class _Finder:
-    """Tells what is stored.
-
-    Args:
-        graph: Decisions.
-        waste: A value that is read late is stored where it is made of more than so many times its bytes.
-        fused: Primitives that are one kernel with their neighbours, too.
-    """
-
-    def __init__(self, graph: Graph, waste: float = 1.0, fused: Sequence[str] = ()):
-        self.waste = waste
+    def __init__(self, graph: Graph):
         self.ops = [node for node in graph.nodes if node.kind == "op"]
         self.root: dict[Var, Var] = {}
         self.floating: set[Var] = set()
         self.level: dict[Var, int] = {}
         self.level_of: dict[int, int | None] = {}
         self.parent: dict[int, int] = {}
-        self.fused = {node.index: is_fused(node) or node.eqn.primitive.name in fused for node in self.ops}
+        self.fused = {node.index: is_fused(node) for node in self.ops}
         self.made_by = {var: node for node in self.ops for var in node.eqn.outvars}
         ports = [graph.nodes[edge.target].kind == "port" for edge in graph.edges]
         crossing = [edge.var for edge, is_port in zip(graph.edges, ports, strict=True) if is_port]
@@ -202,12 +153,7 @@ class _Finder:
             read = dict.fromkeys(leaf for var in self.operands(node.eqn) for leaf in self.leaves_of(var))
             again = sum(map(_bytes_of, read))
             for var in node.eqn.outvars:
-                if (
-                    var in late
-                    and var not in self.floating
-                    and self.waste * _bytes_of(var) < again
-                    or len(read) > MOST_LEAVES
-                ):
+                if var in late and var not in self.floating and _bytes_of(var) < again or len(read) > MOST_LEAVES:
                     self.stored.add(var)
                 self.leaves[var] = tuple(read)
 

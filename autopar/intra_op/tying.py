@@ -73,22 +73,25 @@ def repeated_places(graph: Graph, signatures: np.ndarray) -> np.ndarray:
     heavy = np.array([len(graph.nodes[i].rule.operands) > 1 and bool(graph.nodes[i].rule.summed) for i in ops])
     sequence = signatures[ops]
     run = 0
-    for period in _candidate_periods(sequence):
-        same = sequence[:-period] == sequence[period:]
-        free = places[ops] < 0
+    for first, stop, period in _repetitions(sequence):
+        same = sequence[first : stop - period] == sequence[first + period : stop]
+        free = places[ops[first:stop]] < 0
         for start, length in _runs(same & free[:-period] & free[period:]):
-            repeats = length // period + 1
-            unit = 2 * period if heavy[start : start + period].sum() == 1 else period
+            begin, repeats = first + start, length // period + 1
+            unit = 2 * period if heavy[begin : begin + period].sum() == 1 else period
             if repeats * period < TUNING.tie_repeats * unit or repeats < TUNING.tie_repeats:
                 continue
-            where = np.arange(start, start + length + period)
-            places[ops[where]] = run * (1 << 20) + (where - start) % unit
+            where = np.arange(begin, begin + length + period)
+            places[ops[where]] = run * (1 << 20) + (where - begin) % unit
             run += 1
     return places
 
 
-def _candidate_periods(sequence: np.ndarray) -> list[int]:
-    """Distances between equal stretches of the program, those that cover most of it first."""
+def _repetitions(sequence: np.ndarray) -> list[tuple[int, int, int]]:
+    """(start, stop, period) of stretches that repeat with a period, the longest first.
+
+    Layers are longer than what repeats within each of them, even where that is repeated elsewhere, too: in the updates.
+    """
     if len(sequence) <= TUNING.tie_stretch:
         return []
     count = len(sequence) - TUNING.tie_stretch + 1
@@ -100,13 +103,12 @@ def _candidate_periods(sequence: np.ndarray) -> list[int]:
     distances = np.diff(order)[hashes[order[1:]] == hashes[order[:-1]]]
     periods, counts = np.unique(distances, return_counts=True)
     periods = periods[counts >= TUNING.tie_repeats - 1]
-    covered = []
+    found = []
     for period in map(int, periods):
-        same = sequence[:-period] == sequence[period:]
-        length = sum(n + period for _, n in _runs(same) if n >= (TUNING.tie_repeats - 1) * period)
-        if length:
-            covered.append((-length, period))
-    return [period for _, period in sorted(covered)]
+        for start, length in _runs(sequence[:-period] == sequence[period:]):
+            if length >= (TUNING.tie_repeats - 1) * period:
+                found.append((start, start + length + period, period))
+    return sorted(found, key=lambda each: (each[0] - each[1], each[2], each[0]))
 
 
 def _runs(flags: np.ndarray) -> list[tuple[int, int]]:

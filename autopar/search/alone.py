@@ -8,6 +8,7 @@ Method: a pipeline of one stage, which no one waits for: its backward pass is a 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from autopar.errors import AutoparError
@@ -60,13 +61,6 @@ def search_alone(
 
 def _as_stage(method: Auto, count: int) -> PipelineParallel:
     """The same settings, of a pipeline of one stage."""
-    return PipelineParallel(
-        num_stages=1,
-        num_microbatches=count,
-        recompute=method.recompute,
-        memory_budget_bytes=method.memory_budget_bytes,
-        constraints=method.constraints,
-        solver=method.solver,
-        solver_seconds=method.solver_seconds,
-        microbatch_semantics=method.microbatch_semantics,
-    )
+    shared = {f.name for f in dataclasses.fields(method)} & {f.name for f in dataclasses.fields(PipelineParallel)}
+    settings = {name: getattr(method, name) for name in sorted(shared)}
+    return PipelineParallel(**settings | {"num_stages": 1, "num_microbatches": count})
