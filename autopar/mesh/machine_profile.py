@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from autopar.entry import DamageError, Entry, number_or_inf, read_versioned, unwritable, write_whole
-from autopar.errors import AutoparError, ProfileError
+from autopar.errors import AutoparError, ClusterError, ProfileError
 from autopar.markup import facts
 from autopar.mesh.device import Achieved, Device
+from autopar.mesh.find_device import find_device
 from autopar.mesh.link import Link
 
 FORMAT = "autopar machine profile"
@@ -249,12 +250,22 @@ def _profile(entry: Entry) -> MachineProfile:
             device["memory_bytes_per_second"].number(or_infinite=True),
             _achieved(device["achieved"]),
             None if device["watts"].value is None else device["watts"].number(),
-            device["host_bytes_per_second"].number(or_infinite=True),
+            *_host_rate(device),
         ),
         _link(entry["intra"]),
         _link(entry["inter"]),
         entry["measured"].items(_measured),
     )
+
+
+def _host_rate(entry: Entry) -> tuple[float, ...]:
+    """Rate of the link to the host; of older files, which do not state it, the catalog's, or what `Device` takes without."""
+    if "host_bytes_per_second" in entry.value:
+        return (entry["host_bytes_per_second"].number(or_infinite=True),)
+    try:
+        return (find_device(entry["name"].text()).device.host_bytes_per_second,)
+    except ClusterError:
+        return ()
 
 
 def _achieved(entry: Entry) -> Achieved:

@@ -269,7 +269,7 @@ def _cost(entry: Entry, collectives: tuple[Collective, ...], num_stages: int) ->
         planning_seconds=entry["planning_seconds"].number(),
         exposed_seconds=entry["exposed_seconds"].items(Entry.number, len(collectives)),
         figures=_figures(entry["figures"]),
-        host_bytes=entry["host_bytes"].count(),
+        host_bytes=entry["host_bytes"].count() if "host_bytes" in entry.value else 0,  # files of before it was counted
     )
 
 

@@ -123,6 +123,18 @@ def test_a_result_on_the_host_comes_back():
     np.testing.assert_allclose(got, np.sin(np.ones((8, 4))), rtol=1e-6)
 
 
+def test_what_lies_on_the_host_is_not_made_again(recwarn):
+    """Even where that would be cheap: it was to be read from there."""
+
+    def loss(ws, x):
+        block = jax.checkpoint(lambda x, w: x + jnp.cos(checkpoint_name(jnp.sin(x), "h")) @ w, policy=POLICY)
+        return jnp.mean(jax.lax.scan(lambda x, w: (block(x, w), None), x, ws)[0] ** 2)
+
+    compiled = parallel(train(loss), autopar.DataParallel()).compile(*arguments())
+    assert list(kept_on_host(compiled)) == [(BATCH // 4, WIDTH)]
+    assert compiled.plan.cost.host_bytes == LAYERS * BATCH // 4 * WIDTH * 4
+
+
 def test_there_and_back_by_hand():
     def fn(x, w):
         kept = jax.device_put(jnp.tanh(x @ w), jax.memory.Space.Host)
