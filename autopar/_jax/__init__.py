@@ -73,6 +73,7 @@ from autopar._jax.values import (
     physical_aval,
     put_shards,
     reads_as_array,
+    resized,
     shaped,
     weakly_typed,
 )

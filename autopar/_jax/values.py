@@ -46,6 +46,12 @@ def on_device(aval: Any) -> Any:
     return aval.update(memory_space=jax.memory.Space.Device) if on_host(aval) else aval
 
 
+def resized(aval: Any, shape: Sequence[int]) -> Any:
+    """The type of a value of another shape, in the same memory."""
+    made = shaped(jax.ShapeDtypeStruct(tuple(shape), aval.dtype))
+    return made.update(memory_space=jax.memory.Space.Host) if on_host(aval) else made
+
+
 def copies_to_or_from_host(eqn: JaxprEqn) -> bool:
     """Whether an equation copies values between the memories of device and host."""
     if eqn.primitive.name != "device_put":

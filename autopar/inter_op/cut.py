@@ -25,10 +25,8 @@ from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
 from autopar.ir.region import bodies_of, is_region
 from autopar.ir.rewrite.fission import fission
-from autopar.ir.rewrite.host_memory import keep_on_device, uses_host_memory
 from autopar.ir.rewrite.late_narrowing import narrow_late
 from autopar.ir.rules import ShardingRule, rule_for
-from autopar.ir.source import host_lines, warn_of_host_memory
 from autopar.ir.split.layers import LayerSplit, layer_count, split_layers, whole_stacks
 from autopar.ir.split.microbatch import Microbatches, check_phases, split_microbatches
 from autopar.ir.split.whole_batch import whole_batch
@@ -185,15 +183,7 @@ def _in_parts(step: Rewritten) -> Rewritten:
     return dataclasses.replace(step, program=program, roles=roles, stacks=stacks)
 
 
-def _on_devices(step: Rewritten) -> Rewritten:
-    if not uses_host_memory(step.program.jaxpr):
-        return step
-    warn_of_host_memory(step.program.name, host_lines(step.program.jaxpr), "stages of a pipeline")
-    return step.by(keep_on_device)
-
-
 APART: tuple[Pass[Rewritten], ...] = (
-    Pass("host_memory", "nothing lies in the host's memory", _on_devices),
     Pass("fission", "conditions in as many as share no work", lambda step: step.by(fission)),
     Pass(
         "late_narrowing",

@@ -13,9 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-
-from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr, new_var, shaped
+from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr, new_var, resized
 from autopar.inter_op.residuals import Kept, choose_residuals, device_bytes
 from autopar.ir.build import substitute
 from autopar.ir.dataflow import inputs_of, variables
@@ -93,7 +91,7 @@ def _kept(first: Region, second: Region, wanted: Sequence[Var], given: Collectio
 
 
 def _rows_of(var: Var, length: int) -> Any:
-    return shaped(jax.ShapeDtypeStruct((length, *var.aval.shape), var.aval.dtype))
+    return resized(var.aval, (length, *var.aval.shape))
 
 
 def _made_again(second: Region, kept: Kept, value_of: Mapping[Var, Var], entering: Sequence[Binding]) -> JaxprEqn:

@@ -13,7 +13,6 @@ from collections.abc import Iterator
 
 from autopar._jax import Literal, Var
 from autopar.intra_op.costs import stored_values
-from autopar.intra_op.host_memory import host_peak_bytes
 from autopar.intra_op.sharded import Body, Collective, Compute, Region, describe
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
@@ -31,7 +30,7 @@ from autopar.search.methods import Method, method_text
 from autopar.search.profile import profile_of
 from autopar.search.recompute import recomputed_by
 from autopar.streams.assemble import PipelinePlan, StepPlan
-from autopar.streams.clock import timeline_of
+from autopar.streams.clock import most_host_bytes, timeline_of
 
 
 def describe_plan(
@@ -51,7 +50,7 @@ def describe_plan(
     by_name = {v.name: v for v in values}
     firsts = [parts[0] for parts in planned.stacks.inputs[: step.num_args]]
     specs = [by_name[planned.program.in_paths[at]].sharding.partition_spec() for at in firsts]
-    cost, profile = cost_of(planned, planning_seconds), profile_of(planned, cluster)
+    cost, profile = cost_of(planned, cluster, planning_seconds), profile_of(planned, cluster)
     return Plan(
         name=step.name,
         method=method_text(method),
@@ -107,7 +106,7 @@ def _figures(step: Program, roles: Roles, cluster: Cluster, planned: StepPlan, c
     )
 
 
-def cost_of(planned: StepPlan, planning_seconds: float) -> Cost:
+def cost_of(planned: StepPlan, cluster: Cluster, planning_seconds: float) -> Cost:
     """What the clock says of a step, on average over all devices."""
     stages, simulation = planned.stages, planned.simulation
     num_meshes = len(planned.streams.instructions)
@@ -140,7 +139,7 @@ def cost_of(planned: StepPlan, planning_seconds: float) -> Cost:
         "feasible" if gap else "optimal",
         planning_seconds,
         tuple(exposed),
-        host_bytes=max(host_peak_bytes(task.body, s.mesh) for s in stages for task in s.tasks),
+        host_bytes=most_host_bytes(planned.streams, stages, planned.first_device, cluster),
     )
 
 

@@ -35,9 +35,7 @@ from autopar.ir.check import check_program
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
 from autopar.ir.rewrite.fission import behind_gradients
-from autopar.ir.rewrite.host_memory import keep_on_device, uses_host_memory
 from autopar.ir.rewrite.late_narrowing import narrow_late
-from autopar.ir.source import host_lines, warn_of_host_memory
 from autopar.ir.split.accumulate import accumulate
 from autopar.ir.split.microbatch import NO_BATCH, check_phases, split_microbatches
 from autopar.ir.trace.state import Roles
@@ -117,9 +115,6 @@ def in_microbatches(program: Program, roles: Roles, count: int, semantics: str) 
         BatchError: The batch does not divide.
         MicrobatchError: That would compute something else.
     """
-    if count > 1 and uses_host_memory(program.jaxpr):
-        warn_of_host_memory(program.name, host_lines(program.jaxpr), "microbatches")
-        program = dataclasses.replace(program, jaxpr=keep_on_device(program.jaxpr))
     passes = MICROBATCHES if count > 1 else WHOLE
     step = run_passes(passes, Divided(program, roles, count, semantics), check_divided)
     if count > 1:

@@ -60,6 +60,10 @@ def parallel(fn, method, device=SLOW):
     return autopar.parallelize(fn, cluster=cluster, method=method, donate_argnums=())
 
 
+def check_equal(got, expected):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, expected)
+
+
 def kept_on_host(compiled):
     """Shapes of what the programs that run copy to the host."""
     for function in compiled.functions.values():
@@ -79,9 +83,7 @@ def test_lies_on_the_host(loss, policy, copies, method, recwarn):
     assert list(kept_on_host(compiled)) == [(rows, WIDTH)] * copies
     assert compiled.plan.cost.host_bytes == LAYERS * rows * WIDTH * 4
     assert "host memory" in str(compiled.plan)
-    jax.tree.map(
-        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), compiled(*args), jax.jit(fn)(*args)
-    )
+    check_equal(compiled(*args), jax.jit(fn)(*args))
     assert not [w for w in recwarn if "host" in str(w.message)]
 
 
@@ -97,20 +99,33 @@ def test_not_in_the_memory_of_devices_and_at_a_price():
     assert dear.cost.step_seconds > offloaded.cost.step_seconds + rows / 1e5
 
 
-@pytest.mark.parametrize(
-    "method, where",
-    [
-        (autopar.PipelineParallel(num_stages=2, num_microbatches=2), "stages"),
-        (autopar.DataParallel(num_microbatches=2), "microbatches"),
-    ],
-)
-def test_stages_and_microbatches_keep_it_in_the_memory_of_devices(method, where):
-    args, fn = arguments(), train(unrolled(POLICY))
-    with pytest.warns(UserWarning, match=r"(?s)host's memory at test_host_memory\.py:\d+.*no effect yet in " + where):
-        step = parallel(fn, method)
-        got = step(*args)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, jax.jit(fn)(*args))
-    assert step.plan(*args).cost.host_bytes == 0
+@pytest.mark.parametrize("loss, policy", [(in_a_scan, POLICY), (unrolled, DOTS)])
+def test_in_microbatches(loss, policy, recwarn):
+    args, fn = arguments(), train(loss(policy))
+    compiled = parallel(fn, autopar.DataParallel(num_microbatches=2)).compile(*args)
+    check_faithful(compiled)
+    assert compiled.plan.cost.host_bytes == LAYERS * BATCH // 4 // 2 * WIDTH * 4
+    assert set(kept_on_host(compiled)) == {(BATCH // 4 // 2, WIDTH)}
+    check_equal(compiled(*args), jax.jit(fn)(*args))
+    assert not [w for w in recwarn if "host" in str(w.message)]
+
+
+@pytest.mark.parametrize("loss, policy", [(in_a_scan, POLICY), (unrolled, DOTS)])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_in_stages(loss, policy, schedule, recwarn):
+    """A forward pass leaves on the host what its backward pass reads there."""
+    args, fn = arguments(), train(loss(policy))
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=2, schedule=schedule)
+    compiled = parallel(fn, method).compile(*args)
+    check_faithful(compiled)
+    there = [t for f in compiled.functions.values() if f.name.endswith("/F") for t in f.outputs if t.on_host]
+    assert sum(t.num_bytes for t in there) == LAYERS * BATCH // 2 * WIDTH * 4
+    assert compiled.plan.cost.host_bytes == max(
+        in_flight * sum(t.local_bytes for t in compiled.functions[f"stage{k}/F"].outputs if t.on_host)
+        for k, in_flight in ((0, 2), (1, 1))
+    )
+    check_equal(compiled(*args), jax.jit(fn)(*args))
+    assert not [w for w in recwarn if "host" in str(w.message)]
 
 
 def test_a_result_on_the_host_comes_back():
