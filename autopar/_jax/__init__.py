@@ -63,6 +63,7 @@ from autopar._jax.values import (
     as_key,
     buffer_addresses,
     copies_to_or_from_host,
+    in_host_memory,
     is_key,
     is_key_dtype,
     key_data,

@@ -46,10 +46,15 @@ def on_device(aval: Any) -> Any:
     return aval.update(memory_space=jax.memory.Space.Device) if on_host(aval) else aval
 
 
+def in_host_memory(aval: Any) -> Any:
+    """The type of the same value in the host's memory."""
+    return aval.update(memory_space=jax.memory.Space.Host)
+
+
 def resized(aval: Any, shape: Sequence[int]) -> Any:
     """The type of a value of another shape, in the same memory."""
     made = shaped(jax.ShapeDtypeStruct(tuple(shape), aval.dtype))
-    return made.update(memory_space=jax.memory.Space.Host) if on_host(aval) else made
+    return in_host_memory(made) if on_host(aval) else made
 
 
 def copies_to_or_from_host(eqn: JaxprEqn) -> bool:

@@ -284,16 +284,13 @@ def _link(entry: Entry) -> Link | None:
     if entry.value is None:
         return None
     switches = {name: entry[name] for name in ("has_short_messages", "shared_memory")}
-    for switch in switches.values():
-        if not isinstance(switch.value, bool):
-            raise switch.wrong("true or false")
     return Link(
         entry["latency_seconds"].number(),
         entry["bytes_per_second"].number(or_infinite=True),
         entry["switch_bytes_per_second"].number(),
         groups=entry["groups"].items(_part),
         torus=entry["torus"].items(_part) if "torus" in entry.value else (),  # files of before there were tori
-        **{name: switch.value for name, switch in switches.items()},
+        **{name: switch.flag() for name, switch in switches.items()},
     )
 
 

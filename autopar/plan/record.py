@@ -31,6 +31,7 @@ def record_of(plan: Decision) -> dict[str, Any]:
         "fingerprints": dict(plan.fingerprints),
         **_fields(plan, "num_microbatches microbatch_semantics schedule parts"),
         "padded": [list(pair) for pair in plan.padded],
+        "offloaded": list(plan.offloaded),
         "stages": [_stage_record(stage) for stage in plan.stages],
         "streams": [
             {"mesh": mesh, **_instruction_record(instruction)}
@@ -45,7 +46,11 @@ def record_of(plan: Decision) -> dict[str, Any]:
         "cost": _cost_record(plan.cost),
         "collectives": [_fields(c, "kind axes bytes times operation stage") for c in plan.cost.collectives],
         "values": [
-            {**_fields(v, "name role shape dtype"), **_fields(v.sharding, "dims partial"), "stage": v.stage}
+            {
+                **_fields(v, "name role shape dtype"),
+                **_fields(v.sharding, "dims partial"),
+                **_fields(v, "stage on_host"),
+            }
             for v in plan.values
         ],
     }

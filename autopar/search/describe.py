@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from autopar._jax import Literal, Var
+from autopar._jax import Literal, Var, on_host
 from autopar.intra_op.costs import stored_values
 from autopar.intra_op.sharded import Body, Collective, Compute, Region, describe
 from autopar.ir.program import Program
@@ -153,6 +153,7 @@ def _values(planned: StepPlan) -> Iterator[Value]:
     program, roles, streams, home = planned.program, planned.roles, planned.streams, planned.home
     position = {var: k for k, var in enumerate(program.jaxpr.invars)}
     found: dict[int, tuple[Sharding, int]] = {}
+    there = {position[var] for var in program.jaxpr.invars if on_host(var.aval)}
     for (var, mesh), at in (*streams.arguments.items(), *streams.pieces.items()):
         k = position[var]
         if k not in found or mesh == home.get(var):
@@ -160,12 +161,14 @@ def _values(planned: StepPlan) -> Iterator[Value]:
     for k, var in enumerate(program.jaxpr.invars):
         sharding, mesh = found.get(k, (Sharding.replicated(len(var.aval.shape)), home.get(var, 0)))
         name = program.in_paths[k] if k < program.num_args else f"constant {k - program.num_args}"
-        yield Value(name, role_of(program, roles, k), tuple(var.aval.shape), str(var.aval.dtype), sharding, mesh)
+        role, shape, dtype = role_of(program, roles, k), tuple(var.aval.shape), str(var.aval.dtype)
+        yield Value(name, role, shape, dtype, sharding, mesh, k in there)
     for k, result in enumerate(streams.results):
         if k not in roles.aliases and result is not None:
             buffer = streams.buffers[result]
             kind = buffer.type
-            yield Value(program.out_paths[k], "result", kind.shape, str(kind.dtype), kind.sharding, buffer.stage)
+            shape, dtype = kind.shape, str(kind.dtype)
+            yield Value(program.out_paths[k], "result", shape, dtype, kind.sharding, buffer.stage, kind.on_host)
     for number, stage in enumerate(planned.stages):
         stored = stored_values(stage.sharded.graph)
         for task in stage.tasks:
