@@ -21,6 +21,10 @@ class Tuning:
     hoisted_work: float = 0.02
     """Part of the step's work. What is needed of the whole batch (a mask's denominator) and takes no more is computed before
     the loop over microbatches: every microbatch waits for it, and it saves a second loop."""
+    most_rounds: int = 4
+    """Loops over microbatches, one after the other, at most: of each, samples wait for what the one before makes."""
+    repeated_rounds: float = 0.5
+    """Part of the step's work that these loops may do once more."""
     layers_work: float = 0.2
     """Part of the forward and backward passes' work. Scans of one length are cut between stages if they do at least so much:
     a smaller scan is no chain of layers, and cutting it makes programs longer for nothing."""
@@ -130,6 +134,13 @@ class Tuning:
     """Times that all this is done again with the rows that were found on the way."""
     dear_bytes: float = 100.0
     """Times all seconds: what the bytes over budget cost where any sharding that fits is welcome."""
+
+    late_bytes: int = 1 << 24
+    """Bytes. What is smaller may live through a loop; of what is larger, what frees it is done before."""
+    late_part: float = 1 / 8
+    """Part of the bytes that become free so which what is made to wait for it may have: to wait may cost a pass over it."""
+    fitting_turns: int = 8
+    """Plans that are made and compiled, at most, until the compiler agrees that one fits."""
 
     # The clock
 

@@ -7,6 +7,15 @@ Method: imports and adapters, no ideas of its own. No file of autopar outside of
 
 # ruff: noqa: F401
 from autopar._jax.compiled import host_callbacks, load_elsewhere, nan_error
+from autopar._jax.dispatch import (
+    Checked,
+    Direct,
+    direct_call,
+    dispatched,
+    has_refused,
+    is_from_dispatch,
+    looks_at_numbers,
+)
 from autopar._jax.primitives import (
     TensorType,
     find_primitives,

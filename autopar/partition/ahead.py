@@ -14,9 +14,7 @@ from collections.abc import Callable
 
 from autopar._jax import Literal
 from autopar.intra_op.sharded import Body, Compute, Copy, Instruction, Region, copies_made, copies_read
-
-LARGE_BYTES = 1 << 24
-"""What is smaller may live through a loop."""
+from autopar.tuning import TUNING
 
 
 def done_before(body: Body, position: int, num_bytes: Callable[[Copy], int]) -> list[tuple[Copy, int]]:
@@ -35,6 +33,6 @@ def done_before(body: Body, position: int, num_bytes: Callable[[Copy], int]) -> 
         if isinstance(instruction, Compute | Region):
             freed = max((num_bytes(copy) for copy in copies_read(instruction) if copy not in stays), default=0)
             made = list(copies_made(instruction))
-            if made and freed >= LARGE_BYTES and 2 * sum(map(num_bytes, made)) < freed:
+            if made and freed >= TUNING.late_bytes and 2 * sum(map(num_bytes, made)) < freed:
                 found.append((made[0], freed))
     return found

@@ -27,10 +27,9 @@ from autopar.partition.equation import run_equation
 from autopar.partition.order import after, communicates, needs_order
 from autopar.partition.owned import owned_copies, without_loss
 from autopar.partition.stacks import scan_into_late_stacks
+from autopar.tuning import TUNING
 
 Copies = dict[Copy, jax.Array]
-_LITTLE = 8
-"""To make something wait may cost one more pass over it: at most over this part of the bytes that are free for it."""
 
 
 def run_body(
@@ -141,7 +140,7 @@ def _begin_after(
     smallest = min(range(len(arrays)), key=lambda k: (not arrays[k].size, arrays[k].size, k))
     for witness, freed in first:
         for k, (b, array) in enumerate(zip(entering, arrays, strict=True)):
-            if k == smallest or (b.role == "carry" and _LITTLE * _num_bytes(array) <= freed):
+            if k == smallest or (b.role == "carry" and _num_bytes(array) <= TUNING.late_part * freed):
                 arrays[k] = after(array, witness)
     return arrays
 

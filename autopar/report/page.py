@@ -36,13 +36,14 @@ MAX_ROWS = 32
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of words; the columns in `numbers` hold numbers."""
+    """Rows of words; the columns in `numbers` hold numbers, those in `names` words that stay on one line."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     numbers: tuple[int, ...] = ()
     note: str = ""
+    names: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from autopar.errors import (
     NotBuiltYetError,
     warn,
 )
-from autopar.ir.passes import without_collection
+from autopar.ir.garbage import without_collection
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh, finer_meshes, logical_mesh, logical_meshes, more_devices_text

@@ -7,6 +7,7 @@ Method: equal programs have equal keys (`ir/canonical.py`) and share their choic
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -14,7 +15,7 @@ from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.equal_stages import take_over
 from autopar.inter_op.stage import StageProgram
-from autopar.inter_op.stage_plan import StagePlan, plan_stage
+from autopar.inter_op.stage_plan import StagePlan, peak_bytes_here, plan_stage
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.costs import build_problem
 from autopar.intra_op.graph import Graph
@@ -100,7 +101,7 @@ def solve_stage(
     Raises:
         InfeasibleError: It does not fit.
     """
-    key = (
+    same = (
         canonical_key(program.jaxpr),
         tuple(sorted(program.aliases.items())),
         tuple(sorted((k, tuple(sorted(d))) for k, d in program.batch.items())),
@@ -109,9 +110,14 @@ def solve_stage(
         restrict is None,
         pins,
         gap,
-        options.memory_budget_bytes,
-        all_again,
     )
+    key = *same, options.memory_budget_bytes, all_again
+    endless = solved.known.get((*same, math.inf, False))
+    if key not in solved.known and endless is not None:
+        # What is best with memory without end, and takes no more than there is, is best within it.
+        budget = options.memory_budget_bytes or cluster.device.memory_bytes
+        if peak_bytes_here(endless, all_again) <= budget:
+            solved.known[key] = endless
     if key in solved.known:
         return take_over(program, solved.known[key], cluster.device)
     _, like = solved.graphs.get(id(program), (program, None))

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 
 import autopar
 from autopar.intra_op.sharded import Region, local_bytes
-from autopar.partition.ahead import LARGE_BYTES, done_before
+from autopar.partition.ahead import done_before
 from autopar.partition.program import run_body
+from autopar.tuning import TUNING
 
 WIDTH, TOKENS, VOCABULARY = 16, 512, 8192
 
@@ -48,7 +49,7 @@ def test_the_gradient_of_the_head_is_made_before_the_loop_of_the_backward_pass()
     assert done_before(body, forward, num_bytes) == []
     found = done_before(body, backward, num_bytes)
     assert any(is_of_head(var) for (var, _), _ in found)
-    assert all(freed >= LARGE_BYTES for _, freed in found)
+    assert all(freed >= TUNING.late_bytes for _, freed in found)
     # In what is emitted, the loop reads something that depends on it.
     types = [jax.ShapeDtypeStruct(s.local_shape(v.aval.shape, mesh), v.aval.dtype) for v, s in body.inputs]
     sizes = dict(mesh.axis_sizes)

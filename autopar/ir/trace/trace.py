@@ -15,9 +15,21 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 from jax.tree_util import GetAttrKey, KeyPath, PyTreeDef
 
-from autopar._jax import Aval, Function, Var, is_key, key_impl_name, on_host, open_jaxpr, shaped, trace_function
+from autopar._jax import (
+    Aval,
+    Function,
+    Var,
+    is_key,
+    key_impl_name,
+    on_device,
+    on_host,
+    open_jaxpr,
+    shaped,
+    trace_function,
+)
 from autopar.errors import TraceError
-from autopar.ir.passes import Pass, run_passes, without_collection
+from autopar.ir.garbage import without_collection
+from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
 from autopar.ir.rewrite.host_memory import keep_on_device
 from autopar.ir.rewrite.scan_slices import scan_slices
@@ -216,7 +228,7 @@ def check_not_traced(leaf: object, path: str, name: str) -> None:
 def _aval_of(leaf: object, path: str, name: str) -> Aval:
     check_not_traced(leaf, path, name)
     try:
-        return shaped(leaf)
+        return on_device(shaped(leaf))  # where it lies now decides nothing
     except (TypeError, ValueError, OverflowError) as error:
         raise TraceError(
             f"argument `{path}` of `{name}` is not an array.",
