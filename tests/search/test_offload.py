@@ -156,9 +156,9 @@ def test_a_step_that_follows_leaves_it_there(offloaded):
 def test_copies_have_their_price(offloaded):
     step, args, _ = offloaded
     dear = parallel(step.method, device=dataclasses.replace(DEVICE, host_bytes_per_second=1e5)).plan(*args)
-    cheap, there = step.plan(*args), sum(x.nbytes for x in moments_of(args[0]))
-    assert cheap.cost.host_bytes == dear.cost.host_bytes == there
-    assert dear.cost.step_seconds - cheap.cost.step_seconds == pytest.approx(2 * there * (1e-5 - 1e-7), rel=0.1)
+    cheap = step.plan(*args).cost
+    assert dear.cost.step_seconds > 2 * dear.cost.host_bytes / 1e5 > 10 * cheap.step_seconds  # there and back
+    assert dear.cost.host_bytes < cheap.host_bytes == sum(x.nbytes for x in moments_of(args[0])), "each copies its share"
 
 
 def test_nothing_else_is_moved():

@@ -96,8 +96,6 @@ def main():
     # The whole way of a compiled step touches no device either.
     target = find_target("h100", Cluster.of("8 h100"))
     cluster = Cluster.local(devices=list(target.devices), device=Cluster.of("8 h100").device)
-    step = autopar.parallelize(train_step, cluster=cluster, method=PipelineParallel(num_stages=2, num_microbatches=2))
-    found["programs"] = sorted(step.compile(*arguments()).programs)
     policies = jax.checkpoint_policies
     offloads = policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
@@ -105,6 +103,15 @@ def main():
         offload_src="device",
         offload_dst="pinned_host",
     )
+    step = autopar.parallelize(
+        train_in_layers(offloads), cluster=cluster, method=PipelineParallel(num_stages=2, num_microbatches=2)
+    )
+    compiled = step.compile(*arguments())
+    found["programs"] = sorted(compiled.programs)
+    sizes = {name: program.memory_analysis() for name, program in compiled.programs.items()}
+    found["left"] = [sizes[f"stage{k}/F"].host_output_size_in_bytes for k in range(2)]
+    found["read"] = [sizes[f"stage{k}/B"].host_argument_size_in_bytes for k in range(2)]
+    found["planned_left"] = compiled.plan.cost.host_bytes
     found["offloaded"] = memory_of(offloads, cluster)
     found["saved"] = memory_of(policies.save_only_these_names("entering"), cluster)
     found["entering"] = LAYERS * BATCH // 8 * TOKENS * WIDTH * 4

@@ -62,6 +62,11 @@ def test_what_is_offloaded_lies_in_the_memory_of_hosts(found):
     assert there["device"] < saved["device"] and there["planned_device"] < saved["planned_device"]
 
 
+def test_a_stage_leaves_there_what_its_backward_pass_reads(found):
+    assert found["left"] == found["read"] == [found["entering"] // 2] * 2
+    assert found["planned_left"] == 2 * found["left"][0]  # two microbatches are in flight on the first
+
+
 def test_weights_are_gathered_while_kernels_run(found):
     assert found["zero"]["async"] > 0.5
     gathered = found["zero"]["bytes"]["all-gather"]
