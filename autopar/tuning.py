@@ -43,6 +43,9 @@ class Tuning:
     padding_gains: float = 0.01
     """Part of a step by which longer dims must make it faster: programs as they are written are easier to read."""
 
+    offloaded_least: float = 1e-3
+    """Part of the largest of the optimizer's arrays. Smaller ones stay on the device where the others go to the hosts."""
+
     # Decisions on one mesh
 
     untied_nodes: int = 700

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar._jax import Literal, Var
+from autopar._jax import Literal, Var, on_host
 from autopar.cost.steps import Mask, Step
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, Region
 from autopar.ir.region import kind_of, region_of
@@ -156,10 +156,13 @@ def _read(copies: Copies, atom: Var | Literal, sharding: Sharding, axis_sizes: M
     return apply_step(value, Mask(sharding.partial), axis_sizes) if sharding.partial else value
 
 
-def _local_types(region: Region, axis_sizes: Mapping[str, int]) -> list[jax.ShapeDtypeStruct]:
-    """Of a region's results on one device."""
-    found = []
+def _local_types(region: Region, axis_sizes: Mapping[str, int]) -> list[jax.ShapeDtypeStruct | None]:
+    """Of a region's results on one device; None: it lies in the host's memory."""
+    found: list[jax.ShapeDtypeStruct | None] = []
     for var, sharding in zip(region.eqn.outvars, region.results, strict=True):
+        if on_host(var.aval):
+            found.append(None)
+            continue
         parts = [math.prod(axis_sizes[axis] for axis in axes) for axes in sharding.dims]
         shape = [size // count for size, count in zip(var.aval.shape, parts, strict=True)]
         found.append(jax.ShapeDtypeStruct(tuple(shape), var.aval.dtype))
