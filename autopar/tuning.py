@@ -139,6 +139,8 @@ class Tuning:
 
     late_bytes: int = 1 << 24
     """Bytes. What is smaller may live through a loop; of what is larger, what frees it is done before."""
+    again_bytes: int = 1 << 20
+    """Bytes. What is smaller may live beside what runs again."""
     late_part: float = 1 / 8
     """Part of the bytes that become free so which what is made to wait for it may have: to wait may cost a pass over it."""
     fitting_turns: int = 8
