@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar._jax import Literal, Var
+from autopar._jax import Literal, Var, on_host
 from autopar.cost import collective_seconds
 from autopar.inter_op.stage import Slot, StageProgram, Task, TaskKind
 from autopar.intra_op.batch import batch_factors
@@ -45,18 +45,20 @@ class Placed:
     Attributes:
         slot: Which value.
         type: Of its array, and how that lies; of a piece or rows with a leading dim of microbatches.
-        num_bytes: Of that array on one device.
+        num_bytes: Of that array in one device's memory.
+        host_bytes: Of it that one device has in its host's memory.
     """
 
     slot: Slot
     type: ArrayType
     num_bytes: int
+    host_bytes: int = 0
 
 
 def placed(slot: Slot, sharding: Sharding, shape: Sequence[int], dtype: Any, mesh: LogicalMesh) -> Placed:
     """A value that lies so."""
-    kind = ArrayType(tuple(shape), np.dtype(dtype), sharding, mesh)
-    return Placed(slot, kind, kind.local_bytes)
+    kind = ArrayType(tuple(shape), np.dtype(dtype), sharding, mesh, on_host(slot.key.aval))
+    return Placed(slot, kind, *((0, kind.local_bytes) if kind.on_host else (kind.local_bytes,)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
