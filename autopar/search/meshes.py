@@ -114,20 +114,28 @@ def _begin(searched: Searched, mesh: LogicalMesh) -> Sharded | None:
 def untie_best(
     program: Program, roles: Roles, cluster: Cluster, method: Method, searched: Searched
 ) -> tuple[LogicalMesh, Sharded]:
-    """The best plan with every node by itself."""
+    """The best plan with every node by itself; of small programs the best of all that are nearly as fast."""
     mesh, best = searched.best
     options = method.options()
     budget = options.memory_budget_bytes or cluster.device.memory_bytes
-    untied = untie(
-        program.jaxpr,
-        best,
-        cluster.device,
-        roles.donated,
-        lambda sharded: sharded.liveness.peak_bytes <= budget,
-        options.solver,
-        TimeLimit(options.solver_seconds),
-    )
-    return mesh, untied
+
+    def untied(sharded: Sharded) -> Sharded:
+        return untie(
+            program.jaxpr,
+            sharded,
+            cluster.device,
+            roles.donated,
+            lambda sharded: sharded.liveness.peak_bytes <= budget,
+            options.solver,
+            TimeLimit(options.solver_seconds),
+        )
+
+    found = [(mesh, untied(best))]
+    if len(best.graph.nodes) <= TUNING.untied_each:
+        near = (1 + TUNING.untied_near) * best.step_seconds
+        others = [(m, s) for m, s in searched.results if s is not best and s.step_seconds <= near]
+        found += [(m, untied(s)) for m, s in others if len(m.shape) < 3]
+    return min(found, key=lambda pair: (pair[1].step_seconds, len(pair[0].shape)))
 
 
 def shared_seconds(sharded: Sharded) -> float:
