@@ -130,11 +130,15 @@ def untie_best(
             TimeLimit(options.solver_seconds),
         )
 
-    found = [(mesh, untied(best))]
-    if len(best.graph.nodes) <= TUNING.untied_each:
-        near = (1 + TUNING.untied_near) * best.step_seconds
-        others = [(m, s) for m, s in searched.results if s is not best and s.step_seconds <= near]
-        found += [(m, untied(s)) for m, s in others if len(m.shape) < 3]
+    near = (1 + TUNING.untied_near) * best.step_seconds
+    small = len(best.graph.nodes) <= TUNING.untied_each
+    others = [(m, s) for m, s in searched.results if s is not best and len(m.shape) < 3 and s.step_seconds <= near]
+    found: list[tuple[LogicalMesh, Sharded]] = []
+    # Three axes last: of such an answer a bound is still to be found, if it is not beaten by now.
+    for other, sharded in sorted([(mesh, best), *(others if small else ())], key=lambda pair: len(pair[0].shape)):
+        beaten = any(known.step_seconds <= sharded.step_seconds for _, known in found)
+        if not (beaten and len(other.shape) > 2):
+            found.append((other, untied(sharded)))
     return min(found, key=lambda pair: (pair[1].step_seconds, len(pair[0].shape)))
 
 
