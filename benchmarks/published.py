@@ -52,9 +52,15 @@ def main() -> None:
     if chosen.pairs:
         console.print(_wrong_pairs(rows))
     if chosen.json:
-        chosen.json.write_text(json.dumps([{**asdict(run), **asdict(p), "published": run.seconds} for run, p in rows]))
+        chosen.json.write_text(json.dumps([_record(run, p) for run, p in rows]))
     if chosen.plot:
         _scatter(timed, chosen.plot)
+
+
+def _record(run: Run, predicted: Prediction) -> dict[str, object]:
+    """A run with its prediction; where both have a name it is the run's, but for the seconds."""
+    parts = {"tensor_seconds": predicted.tensor, "data_seconds": predicted.data}
+    return {**asdict(predicted), **asdict(run), **parts, "seconds": predicted.seconds, "published": run.seconds}
 
 
 def error_of(row: Row) -> float:

@@ -137,14 +137,14 @@ def test_a_larger_microbatch_is_faster_where_it_was(runs):
     bloom = [r for r in runs if r.model == "GPT 181B" and r.heads == 64]
     bloom = [r for r in bloom if (r.tensor, r.pipeline, r.batch) == (8, 6, 2048)]
     seconds = {r.microbatch: predict(r).seconds for r in bloom}
-    assert seconds[1] > 1.03 * seconds[2]
+    assert seconds[1] > 1.03 * seconds[2] > 1.03 * seconds[4]
 
 
 def test_order_of_plans(runs):
     rows = [(run, predict(run)) for run in runs if run.model == "GPT 181B" and run.batch == 2048 and run.heads == 64]
     values = [value for _, _, count, value in group_taus(rows) if count > 10]
     assert values
-    assert min(values) > 0.6
+    assert min(values) > 0.7
 
 
 def test_order_of_plans_of_a_vocabulary_that_is_not_padded(runs):
