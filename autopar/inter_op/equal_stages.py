@@ -44,7 +44,8 @@ def lowered(stage: StagePlan, device: Device) -> StagePlan:
     if not stage.borrowed:
         return stage
     program, mesh, old = stage.program, stage.mesh, stage.sharded
-    graph = build_graph(program.jaxpr, mesh, program.aliases, dict(program.batch), program.anew, program.twice)
+    tables, batch = old.graph.tables, dict(program.batch)
+    graph = build_graph(program.jaxpr, mesh, program.aliases, batch, program.anew, program.twice, tables=tables)
     assert len(graph.nodes) == len(old.choices), "the stages are not equal"
     # The problem is about numbers of nodes and choices, and the same for both.
     sharded: Sharded = read_off(

@@ -21,7 +21,7 @@ from autopar.inter_op.stage_program import stage_program
 from autopar.inter_op.tasks import Tasks, make_tasks
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.costs import build_problem
-from autopar.intra_op.graph import Graph
+from autopar.intra_op.graph import Graph, Tables
 from autopar.intra_op.problem import Solution
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.restrict import Allowed, Restrict
@@ -41,12 +41,14 @@ class Solved:
     Attributes:
         known: Key -> the stage that was.
         graphs: Of programs, by identity, a graph: on another mesh, what does not depend on the mesh is taken from there.
+        tables: Of meshes, what all programs on them have in common.
         keys: Of programs, by identity, each beside what is equal for equal ones.
         pieces: Of steps that are cut, by identity, the tasks and programs of stages: under another schedule they are the same.
     """
 
     known: dict[Hashable, StagePlan] = field(default_factory=dict)
     graphs: dict[int, tuple[StageProgram, Graph]] = field(default_factory=dict)
+    tables: dict[LogicalMesh, Tables] = field(default_factory=dict)
     keys: dict[int, tuple[Jaxpr, Hashable]] = field(default_factory=dict)
     pieces: dict[Hashable, tuple[CutStep, Tasks, list[StageProgram]]] = field(default_factory=dict)
 
@@ -145,8 +147,9 @@ def solve_stage(
             solved.known[key] = endless
     if key in solved.known:
         return take_over(program, solved.known[key], cluster.device, solved.key_of)
+    tables = solved.tables.setdefault(mesh, Tables())
     _, like = solved.graphs.get(id(program), (program, None))
-    made = plan_stage(program, mesh, cluster.device, options, restrict, all_again, gap, like)
+    made = plan_stage(program, mesh, cluster.device, options, restrict, all_again, gap, like, tables)
     solved.known[key] = made
     solved.graphs.setdefault(id(program), (program, made.sharded.graph))
     return made
