@@ -54,9 +54,9 @@ class Ahead:
             latest, held = instruction.earlier, list(instruction.copies)
         else:
             read = list(dict.fromkeys(copies_read(instruction)))
-            latest = max(read, key=lambda copy: self.made_at[copy], default=None)
-            if latest is None or self.made_at[latest] < 0:
+            if all(self.made_at[copy] < 0 for copy in read):
                 return [], []
+            latest = max(read, key=lambda copy: self.made_at[copy])
             others = [copy for copy in read if copy != latest]
             alike = [copy for copy in others if copy[0].aval.shape == latest[0].aval.shape]
             held = [copy for copy in others if self.made_at[copy] >= 0] or alike or others
