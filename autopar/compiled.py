@@ -13,8 +13,9 @@ from typing import Any
 
 import jax
 
-from autopar._jax import as_key, key_data, weakly_typed, without_mesh
+from autopar._jax import Direct, as_key, key_data, weakly_typed, without_mesh
 from autopar.calibrate.steps import one_program, pipeline, whole_steps
+from autopar.direct import DirectCalls, Failure
 from autopar.errors import AutoparError, PipelineError, StepError, StructureChangedError
 from autopar.frameworks import Adapter, Apart
 from autopar.ir.program import Program
@@ -60,6 +61,7 @@ class CompiledStep:
         self.in_shardings = program.in_containers(shardings)
         self._has_keys = any(program.key_inputs) or any(program.key_outputs)
         self._weak = [k for k, aval in enumerate(program.out_avals) if aval.weak_type]
+        self._calls = DirectCalls(program.name, self._checked, self._failed)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step. Static arguments are left out, as with `jax.stages.Compiled`.
@@ -67,8 +69,16 @@ class CompiledStep:
         Raises:
             StructureChangedError: These are not arguments it was compiled for.
         """
+        return self._calls(*args, **kwargs)
+
+    def _checked(self, *args: Any, **kwargs: Any) -> tuple[Any, Direct | None]:
+        """A call with all checks, and how others like it may do without."""
         apart, leaves = self._arguments(args, kwargs)
-        return self._put_together(apart, self.run(leaves))
+        returned = self.run(leaves)
+        return self._put_together(apart, returned), None if apart is not None else self.direct(returned)
+
+    def _failed(self, error: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Failure:
+        return self.failed(error, jax.tree.leaves((args, kwargs)))
 
     def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Apart | None, list[Any]]:
         """Objects taken apart, and flat leaves."""
@@ -103,6 +113,18 @@ class CompiledStep:
         """Run one step on flat argument leaves; of objects, what the program returns for them."""
         with without_mesh():
             return self._as_returned(self._carry_out(self.executable, leaves))
+
+    def direct(self, returned: Any) -> Direct | None:
+        """How JAX's dispatch carries out calls like the last one, which returned this; None: they need more than that."""
+        # It passes what a program has captured in front of the arguments, and ours take it behind them.
+        if not isinstance(self.executable, Executable) or self.program.consts:
+            return None
+        return self.executable.direct(returned)
+
+    def failed(self, error: BaseException, leaves: Sequence[Any]) -> Failure:
+        """What is raised where such a call, on these leaves, fails."""
+        assert isinstance(self.executable, Executable), "no other runtime is called so"
+        return self.executable.failed(error, leaves)
 
     def _carry_out(self, how: Callable[[list[Any]], Any], leaves: list[Any]) -> Any:
         """What the executable makes of flat argument leaves; results that an error carries are as the step returns them."""

@@ -17,9 +17,10 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 import jax
 
-from autopar._jax import shaped, trace_context, with_cudnn_of, without_mesh
+from autopar._jax import Direct, shaped, trace_context, with_cudnn_of, without_mesh
 from autopar.compiled import CompiledStep, compile_plan
 from autopar.create import Unborn
+from autopar.direct import DirectCalls, Failure
 from autopar.errors import BatchError, StructureChangedError
 from autopar.frameworks import Adapter, Apart, Shell, StaticKey, adapter_of, on_arrays
 from autopar.ir.program import Program
@@ -71,6 +72,7 @@ class _Made:
     latest: CompiledStep | None = None
     adapter: Adapter | None = None
     last: _Call | None = None
+    calls: DirectCalls | None = None
 
 
 class ParallelStep(Generic[P, R]):
@@ -142,19 +144,37 @@ class ParallelStep(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run one step; plan and compile at the first call for these shapes."""
+        if self._bound:
+            return self._checked(*args, **kwargs)[0]
+        if self._made.calls is None:
+            self._made.calls = self._direct_calls()
+        return self._made.calls(*args, **kwargs)
+
+    def _direct_calls(self) -> DirectCalls:
+        numbers, names = self._static.numbers, self._static.names
+        return DirectCalls(name_of(self._fn), self._checked, self._failed, numbers, names)
+
+    def _checked(self, *args: Any, **kwargs: Any) -> tuple[Any, Direct | None]:
+        """A call with all checks, and how others like it may do without."""
         last = self._made.last
         again = None if last is None else self._again(last, args, kwargs)
         if last is not None and again is not None:
-            return last.compiled.run(again)
+            returned = last.compiled.run(again)
+            return returned, last.compiled.direct(returned)
         key, leaves, apart = self._key(args, kwargs)
         compiled = self._made.compiled.get(key)
         if compiled is None or compiled.has_ended:
             compiled = self._compile(args, kwargs, None)
         returned = compiled.run(leaves)
         if apart is not None:
-            return apart.adapter.put_together(apart, returned)
+            return apart.adapter.put_together(apart, returned), None
         self._made.last = self._call(args, kwargs, leaves, compiled)
-        return returned
+        is_comparable = not self._bound and all(n >= 0 for n in self._static.numbers)
+        return returned, compiled.direct(returned) if is_comparable else None
+
+    def _failed(self, error: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Failure:
+        key, leaves, _ = self._key(args, kwargs)
+        return self._made.compiled[key].failed(error, leaves)
 
     def _call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: list[Any], compiled: CompiledStep

@@ -21,6 +21,10 @@ class Tuning:
     hoisted_work: float = 0.02
     """Part of the step's work. What is needed of the whole batch (a mask's denominator) and takes no more is computed before
     the loop over microbatches: every microbatch waits for it, and it saves a second loop."""
+    most_rounds: int = 4
+    """Loops over microbatches, one after the other, at most: of each, samples wait for what the one before makes."""
+    repeated_rounds: float = 0.5
+    """Part of the step's work that these loops may do once more."""
     layers_work: float = 0.2
     """Part of the forward and backward passes' work. Scans of one length are cut between stages if they do at least so much:
     a smaller scan is no chain of layers, and cutting it makes programs longer for nothing."""
@@ -38,6 +42,9 @@ class Tuning:
     """Seconds of a step that could be won so, at least: planning once more takes those of tens of thousands of steps."""
     padding_gains: float = 0.01
     """Part of a step by which longer dims must make it faster: programs as they are written are easier to read."""
+
+    offloaded_least: float = 1e-3
+    """Part of the largest of the optimizer's arrays. Smaller ones stay on the device where the others go to the hosts."""
 
     # Decisions on one mesh
 
@@ -104,6 +111,8 @@ class Tuning:
     """Pairs of a neighbourhood with memory rows, which no elimination makes smaller: larger ones are left out."""
     polish_core: int = 1_000
     """Pairs that elimination may leave of a neighbourhood for the solver."""
+    axis_gain: float = 1e-4
+    """Part of the cost. Where holding any one axis wins less than that, an answer on three axes is taken."""
     search_steps: int = 50
     """Steps for each node of the searches that prove nothing (`solver="mcmc"` and others)."""
 
@@ -127,6 +136,15 @@ class Tuning:
     """Times that all this is done again with the rows that were found on the way."""
     dear_bytes: float = 100.0
     """Times all seconds: what the bytes over budget cost where any sharding that fits is welcome."""
+
+    late_bytes: int = 1 << 24
+    """Bytes. What is smaller may live through a loop; of what is larger, what frees it is done before."""
+    again_bytes: int = 1 << 20
+    """Bytes. What is smaller may live beside what runs again."""
+    late_part: float = 1 / 8
+    """Part of the bytes that become free so which what is made to wait for it may have: to wait may cost a pass over it."""
+    fitting_turns: int = 8
+    """Plans that are made and compiled, at most, until the compiler agrees that one fits."""
 
     # The clock
 
@@ -189,11 +207,11 @@ class Tuning:
     """Part of the time to plan everything that meshes without stages take; for progress."""
     layers_share: float = 0.4
     """Part of the search over pipelines that costs of layers take; for progress."""
-    third_axis_gain: float = 5e-3
-    """Part of the step that a mesh of three axes must win over fewer: it takes many times as long to plan."""
-    pairs_per_second: float = 2e6
-    """Pairs that planning gets through in a second on one core, roughly."""
-    repaying_steps: int = 1000
+    third_axis_gain: float = 1e-3
+    """Part of the step that the second axis must have won, for the third wins less, and takes several times as long to plan."""
+    pairs_per_second: float = 5e6
+    """Pairs of a mesh of three axes that planning gets through in a second on one core, roughly."""
+    repaying_steps: int = 20_000
     """Steps of training. Planning may take as long as what it may win in so many."""
     clock_doubt: float = 5e-3
     """Part of the cost that a mesh may be priced above the best so far and still be faster on the clock. Problems of no more

@@ -27,7 +27,7 @@ LAYERS = (
     ("runtime",),
     ("verify", "calibrate"),
     ("frameworks",),
-    ("compiled", "create", "step", "api", "follow"),
+    ("direct", "compiled", "create", "step", "api", "follow"),
     ("adapters",),
     ("checkpoint",),
     ("loggers", "fit", "compare", "doctor"),

@@ -7,6 +7,15 @@ Method: imports and adapters, no ideas of its own. No file of autopar outside of
 
 # ruff: noqa: F401
 from autopar._jax.compiled import host_callbacks, load_elsewhere, nan_error
+from autopar._jax.dispatch import (
+    Checked,
+    Direct,
+    direct_call,
+    dispatched,
+    has_refused,
+    is_from_dispatch,
+    looks_at_numbers,
+)
 from autopar._jax.primitives import (
     TensorType,
     find_primitives,
@@ -62,14 +71,19 @@ from autopar._jax.types import (
 from autopar._jax.values import (
     as_key,
     buffer_addresses,
+    copies_to_or_from_host,
+    in_host_memory,
     is_key,
     is_key_dtype,
     key_data,
     key_impl_name,
+    on_device,
+    on_host,
     outermost_node,
     physical_aval,
     put_shards,
     reads_as_array,
+    resized,
     shaped,
     weakly_typed,
 )

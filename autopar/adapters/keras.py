@@ -1,10 +1,11 @@
 """Keras 3 on JAX: `model.fit` whose training step runs on many devices.
 
 In:     a compiled Keras model.
-Out:    the same model; its `fit` calls a parallel step, its `evaluate` one that takes the weights as they lie.
+Out:    the same model; its `fit` calls a parallel step, its `evaluate` and `predict` ones that take the weights as they lie.
 Method: Keras' own hook: on JAX a model's `train_function` maps (state, iterator) to (logs, state), where the state is lists
         of variables' values, and `fit` makes its own only where there is none. The lists become dicts by the variables'
-        paths, so that plans and constraints name them as Keras does.
+        paths, so that plans and constraints name them as Keras does. Before anything has been trained the weights lie where
+        Keras has put them: it then evaluates and predicts itself.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from autopar.step import ParallelStep
 
 TRAINED = ("trainable", "non_trainable", "optimizer", "metrics")
 TESTED = ("trainable", "non_trainable", "metrics")
+ASKED = ("trainable", "non_trainable")
 
 
 def distribute(
     model: keras.Model, *, cluster: Cluster | None = None, method: Method | str | None = None
 ) -> ParallelStep:
-    """Make `model.fit` and `model.evaluate` run on many devices.
+    """Make `model.fit`, `model.evaluate` and `model.predict` run on many devices.
 
     Call it after each `model.compile(...)`, which forgets it. The plan is made at the first batch.
 
@@ -62,9 +64,18 @@ def distribute(
         logs, lists = model.test_step(values(state, TESTED), batch)
         return named(lists, TESTED), logs
 
-    train_step.__name__, test_step.__name__ = f"{model.name}_train_step", f"{model.name}_test_step"
+    def predict_step(trainable: Any, non_trainable: Any, batch: Any) -> tuple[Any, Any]:
+        state = {"trainable": trainable, "non_trainable": non_trainable}
+        outputs, others = model.predict_step(values(state, ASKED), batch)
+        return outputs, named([others], ASKED[1:])["non_trainable"]
+
+    for own in (train_step, test_step, predict_step):
+        own.__name__ = f"{model.name}_{own.__name__}"
     step = parallelize(train_step, cluster=cluster, method=method, batch_argnums=1)
-    test = follow(test_step, step, batch_argnums=3)
+    test, predict = follow(test_step, step, batch_argnums=3), follow(predict_step, step, batch_argnums=2)
+    model.make_test_function(force=True)
+    model.make_predict_function(force=True)
+    tested_by_keras, predicted_by_keras = model.test_function, model.predict_function
 
     def train_function(lists: Sequence[Any], batches: Iterator[Any]) -> tuple[Any, Any]:
         if not names:
@@ -73,13 +84,19 @@ def distribute(
         return logs, values(state, TRAINED)
 
     def test_function(lists: Sequence[Any], batches: Iterator[Any]) -> tuple[Any, Any]:
-        if step.latest() is None:  # nothing has been trained: the weights lie where Keras has put them
-            logs, lists = model.test_step(lists, next(batches))
-            return logs, lists
+        if step.latest() is None:
+            return tested_by_keras(lists, batches)
         state, logs = test(*named(lists, TESTED).values(), next(batches))
         return logs, values(state, TESTED)
 
-    model.train_function, model.test_function = train_function, test_function
+    def predict_function(lists: Sequence[Any], batches: Iterator[Any]) -> tuple[Any, Any]:
+        if step.latest() is None:
+            return predicted_by_keras(lists, batches)
+        trainable, non_trainable = named(lists, ASKED).values()
+        outputs, non_trainable = predict(trainable, non_trainable, next(batches))
+        return outputs, values({"trainable": trainable, "non_trainable": non_trainable}, ASKED)
+
+    model.train_function, model.test_function, model.predict_function = train_function, test_function, predict_function
     return step
 
 

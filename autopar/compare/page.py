@@ -32,7 +32,7 @@ def table_of(rows: Sequence[Row], currency: str) -> Table:
     columns = ["cluster", "method", "step", "MFU", f"{unit}/s", "peak", "left", "exposed", "bubbles"]
     columns += [f"{currency or 'price'} per million"] * has_price + ["kWh per million"] * has_watts
     cells = tuple(_cells(row, has_price, has_watts) for row in rows)
-    return Table("All figures", tuple(columns), cells, tuple(range(2, len(columns))), problems_text(rows))
+    return Table("All figures", tuple(columns), cells, tuple(range(2, len(columns))), problems_text(rows), (0, 1))
 
 
 def comparison_text(title: str, rows: Sequence[Row], currency: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar._jax import Literal, Var
+from autopar._jax import Literal, Var, on_host
 from autopar.cost import collective_seconds
 from autopar.inter_op.stage import Slot, StageProgram, Task, TaskKind
 from autopar.intra_op.batch import batch_factors
@@ -45,18 +45,20 @@ class Placed:
     Attributes:
         slot: Which value.
         type: Of its array, and how that lies; of a piece or rows with a leading dim of microbatches.
-        num_bytes: Of that array on one device.
+        num_bytes: Of that array in one device's memory.
+        host_bytes: Of it that one device has in its host's memory.
     """
 
     slot: Slot
     type: ArrayType
     num_bytes: int
+    host_bytes: int = 0
 
 
 def placed(slot: Slot, sharding: Sharding, shape: Sequence[int], dtype: Any, mesh: LogicalMesh) -> Placed:
     """A value that lies so."""
-    kind = ArrayType(tuple(shape), np.dtype(dtype), sharding, mesh)
-    return Placed(slot, kind, kind.local_bytes)
+    kind = ArrayType(tuple(shape), np.dtype(dtype), sharding, mesh, on_host(slot.key.aval))
+    return Placed(slot, kind, *((0, kind.local_bytes) if kind.on_host else (kind.local_bytes,)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -165,10 +167,6 @@ def plan_stage(
         if restrict is not None:
             restrict(graph, allowed)
 
-    uncounted = _elsewhere(program)
-    if all_again:
-        forward = [eqn for task in program.tasks if task.kind == "F" for eqn in task.jaxpr.eqns]
-        uncounted.update(var for eqn in forward for var in eqn.outvars)
     sharded = shard(
         program.jaxpr,
         program.aliases,
@@ -179,7 +177,7 @@ def plan_stage(
         program.donated,
         dict(program.batch),
         gap=gap,
-        elsewhere=uncounted,
+        elsewhere=_elsewhere(program, all_again),
         anew=program.anew,
         twice=program.twice,
         like=like,
@@ -187,15 +185,19 @@ def plan_stage(
     return lower_stage(program, mesh, device, sharded)
 
 
-def _elsewhere(program: StageProgram) -> set[Var]:
+def _elsewhere(program: StageProgram, all_again: bool) -> set[Var]:
     """Of what is received and sent one microbatch is there at a time; what waits is known with the schedule."""
-    return {program.jaxpr.invars[k] for k in program.received}.union(program.scan.sent if program.scan else ())
+    passing = {program.jaxpr.invars[k] for k in program.received}.union(program.scan.sent if program.scan else ())
+    if all_again:
+        forward = [eqn for task in program.tasks if task.kind == "F" for eqn in task.jaxpr.eqns]
+        passing.update(var for eqn in forward for var in eqn.outvars)
+    return passing
 
 
-def peak_bytes_here(stage: StagePlan) -> int:
-    """Most bytes alive at once in a stage's joint program, as its memory budget counts them."""
+def peak_bytes_here(stage: StagePlan, all_again: bool = False) -> int:
+    """Most bytes alive at once in a stage's joint program, as its memory budget counts them; `all_again` as of `plan_stage`."""
     sharded, program = stage.sharded, stage.program
-    held, elsewhere = held_values(sharded.graph), _elsewhere(program)
+    held, elsewhere = held_values(sharded.graph), _elsewhere(program, all_again)
     return fullest_moments(sharded.body, stage.mesh, held, program.donated, 1, elsewhere)[0].peak_bytes
 
 

@@ -6,7 +6,8 @@ Out:    `Update`: the equations after the loop, per stage in rounds (values cros
 Method: an equation that makes new state runs where the old lives, any other where the largest of its operands does.
         Small values of several stages (the norm of all gradients, whether all are finite) are joined on the last stage,
         after those of one stage have been joined there. What is made of small arguments alone (a learning rate) is made
-        wherever it is read.
+        wherever it is read. Scalars of the state that only the update reads (sums and counts of metrics) live on the last
+        stage, where losses are: so they can be computed with, one with the other.
 """
 
 from __future__ import annotations
@@ -154,6 +155,8 @@ class _Placement:
         old = self.replaced.get(eqn.outvars[0]) if len(eqn.outvars) == 1 else None
         if old is not None and (old in self.stage or old in self.read_at):
             return self.stage[old] if old in self.stage else self.read_at[old]
+        if old is not None and all(map(_is_scalar, (old, *inputs_of(eqn)))):
+            return self.num_stages - 1
         return self.num_stages - 1 if joins else -max((num_bytes(var), -self.stage[var]) for var in placed)[1]
 
     def is_join(self, eqn: JaxprEqn) -> bool:
@@ -236,8 +239,8 @@ class _Placement:
         for atom in self.jaxpr.outvars:
             at = self.stage.get(atom, 0) if not isinstance(atom, Literal) else 0
             if not isinstance(atom, Literal) and atom in floating:
-                extra.setdefault(0, []).append(atom)
-                at = 0
+                at = self.num_stages - 1
+                extra.setdefault(at, []).append(atom)
             outputs.append(at)
         rounds = []
         for stage in range(self.num_stages):

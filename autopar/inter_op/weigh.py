@@ -2,14 +2,16 @@
 
 In:     `CutStep`, how many devices a stage has, what one is.
 Out:    `CutStep`, the work of whose segments is seconds of one microbatch.
-Method: each operation at its fastest on one axis of so many devices, by the cost model that plans are priced with, nobody
+Method: each operation at its fastest on two axes of so many devices, by the cost model that plans are priced with, nobody
         communicating. Operations that move bytes (a softmax over the vocabulary, norms) take their time though they compute
-        little, and small ones their launch.
+        little, and small ones their launch. On one axis of thousands of devices, what has no dim that divides by so many
+        would stay whole, and a head weigh more than all layers.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -33,7 +35,7 @@ def weigh_segments(cut: CutStep, num_devices: int, device: Device) -> CutStep:
     """
     loop = cut.chain.loop
     pieces = {k: cut.batch.dims(var) for k, var in enumerate(loop.invars) if cut.batch.dims(var)}
-    graph = build_graph(loop, LogicalMesh((num_devices,)), {}, pieces)
+    graph = build_graph(loop, _two_axes(num_devices), {}, pieces)
     seconds = _seconds_of(loop, operation_seconds(graph, device))
     work = np.zeros(cut.chain.num_segments)
     for segment, time in zip(cut.chain.segment, seconds, strict=True):
@@ -52,8 +54,14 @@ def layer_seconds(cut: CutStep, first: int, end: int, num_devices: int, device: 
     outside = list(dict.fromkeys(a for a in (*read, *variables(loop.outvars)) if a in made))
     given = list(dict.fromkeys(a for eqn in own for a in inputs_of(eqn) if a not in made))
     batch = {k: cut.batch.dims(var) for k, var in enumerate(given) if cut.batch.dims(var)}
-    graph = build_graph(make_jaxpr(given, outside, own), LogicalMesh((num_devices,)), {}, batch)
+    graph = build_graph(make_jaxpr(given, outside, own), _two_axes(num_devices), {}, batch)
     return sum(operation_seconds(graph, device).values())
+
+
+def _two_axes(num_devices: int) -> LogicalMesh:
+    """So many devices on two axes that are as even as may be."""
+    side = next(n for n in range(math.isqrt(num_devices), 0, -1) if num_devices % n == 0)
+    return LogicalMesh((num_devices // side, side))
 
 
 def _seconds_of(jaxpr: Jaxpr, seconds: Mapping[JaxprEqn, float]) -> list[float]:

@@ -16,7 +16,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
-from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, on_host
 from autopar.intra_op.batch import Dims, between_samples, follow_batch
 from autopar.intra_op.graph import PHASES, Edge, Graph, Keep, Node, NodeKind, Phase, Produced, Shardings, stacked
 from autopar.intra_op.strategies import Strategy, enumerate_strategies
@@ -174,7 +174,7 @@ class _Builder:
         """The copy that a phase begins with: as the value was made, or as it waited since the phase before."""
         earlier = self.graph.used.get((var, "f")) or self.graph.used.get((var, "b"))
         waits = phase == "b" or (phase == "o" and place.is_scan)
-        if earlier is None or not waits or var in self.anew or not place.communicates:
+        if earlier is None or not waits or var in self.anew or not place.communicates or on_host(var.aval):
             return made
         shardings = self.all_shardings(tuple(var.aval.shape), may_be_partial(var.aval.dtype))
         if len(shardings) == 1:
@@ -187,7 +187,8 @@ class _Builder:
     def edge(
         self, made: Produced, node: Node, slot: int, wanted: Shardings, var: Var, place: _Place, phase: Phase
     ) -> None:
-        weight, communicates = place.weight, place.communicates
+        # What lies in the host's memory is copied there and back as it is: no collective reaches it.
+        weight, communicates = place.weight, place.communicates and not on_host(var.aval)
         self.graph.edges.append(
             Edge(made.node, node.index, slot, made.shardings, wanted, var, weight, communicates, phase=phase)
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar._jax import JaxprEqn, Literal, Var
+from autopar._jax import JaxprEqn, Literal, Var, copies_to_or_from_host
 from autopar.cost import collective_seconds, kernel_seconds, reshard_seconds
 from autopar.cost.kernels import Pass
 from autopar.intra_op.exposure import Exposure, Kind, kind_of
@@ -219,7 +219,7 @@ def stored_values(graph: Graph) -> set[Var]:
                 stored.add(node.var)
             continue
         pointwise = is_pointwise(node)
-        single = len([o for o in node.rule.operands if o]) <= 1
+        single = len([o for o in node.rule.operands if o]) <= 1 and not copies_to_or_from_host(node.eqn)
         for atom in node.eqn.invars:
             if not isinstance(atom, Literal):
                 read.add(atom)

@@ -8,9 +8,7 @@ Method: one after the other. `AUTOPAR_CHECK=1` runs the checker of that form beh
 
 from __future__ import annotations
 
-import contextlib
-import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -49,15 +47,3 @@ def run_passes(passes: Sequence[Pass[Form]], given: Form, check: Callable[[Form]
         given = each.run(given)
         check_behind(each.name, check, given)
     return given
-
-
-@contextlib.contextmanager
-def without_collection() -> Iterator[None]:
-    """No search for garbage in circles: passes make millions of small objects, and that takes a sixth of their time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()

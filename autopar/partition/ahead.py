@@ -18,11 +18,7 @@ from collections.abc import Set as AbstractSet
 from autopar._jax import Literal
 from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Region, copies_made, copies_read
 from autopar.ir.region import kind_of
-
-LARGE_BYTES = 1 << 24
-"""What is smaller may live through a loop."""
-AGAIN_BYTES = 1 << 20
-"""What is smaller may live beside what runs again."""
+from autopar.tuning import TUNING
 
 
 def waits_at(instruction: Instruction) -> bool:
@@ -46,7 +42,7 @@ class Ahead:
 
     def of_loop(self, position: int) -> list[tuple[Copy, int]]:
         """Copies that the loop at this place waits for, and the bytes on one device that are free when each is there."""
-        return self.done_before(position, 0, LARGE_BYTES)
+        return self.done_before(position, 0, TUNING.late_bytes)
 
     def of_again(self, position: int) -> tuple[list[Copy], list[Copy]]:
         """Copies that what runs again from this place on reads and that are there before their time, and what they wait for.
@@ -65,9 +61,9 @@ class Ahead:
             others = [copy for copy in read if copy != latest]
             alike = [copy for copy in others if copy[0].aval.shape == latest[0].aval.shape]
             held = [copy for copy in others if self.made_at[copy] >= 0] or alike or others
-            held = [copy for copy in held if self.num_bytes(copy) >= AGAIN_BYTES]
+            held = [copy for copy in held if self.num_bytes(copy) >= TUNING.again_bytes]
         before = [k for k in self.waits if k < position]
-        first = self.done_before(position, before[-1] if before else 0, AGAIN_BYTES) if held else []
+        first = self.done_before(position, before[-1] if before else 0, TUNING.again_bytes) if held else []
         return held, [latest, *(copy for copy, _ in first)]
 
     def done_before(self, position: int, begin: int, least_bytes: int) -> list[tuple[Copy, int]]:

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar._jax import Literal, Var
+from autopar._jax import Literal, Var, on_host
 from autopar.cost.steps import Mask, Step
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, Region
 from autopar.ir.region import kind_of, region_of
@@ -27,10 +27,9 @@ from autopar.partition.equation import run_equation
 from autopar.partition.order import after, communicates, needs_order
 from autopar.partition.owned import owned_copies, without_loss
 from autopar.partition.stacks import scan_into_late_stacks
+from autopar.tuning import TUNING
 
 Copies = dict[Copy, jax.Array]
-_LITTLE = 8
-"""To make something wait may cost one more pass over it: at most over this part of the bytes that are free for it."""
 
 
 def run_body(
@@ -149,7 +148,7 @@ def _begin_after(
     smallest = min(range(len(arrays)), key=lambda k: (not arrays[k].size, arrays[k].size, k))
     for witness, freed in first:
         for k, (b, array) in enumerate(zip(entering, arrays, strict=True)):
-            if k == smallest or (b.role == "carry" and _LITTLE * _num_bytes(array) <= freed):
+            if k == smallest or (b.role == "carry" and _num_bytes(array) <= TUNING.late_part * freed):
                 arrays[k] = after(array, witness)
     return arrays
 
@@ -165,10 +164,13 @@ def _read(copies: Copies, atom: Var | Literal, sharding: Sharding, axis_sizes: M
     return apply_step(value, Mask(sharding.partial), axis_sizes) if sharding.partial else value
 
 
-def _local_types(region: Region, axis_sizes: Mapping[str, int]) -> list[jax.ShapeDtypeStruct]:
-    """Of a region's results on one device."""
-    found = []
+def _local_types(region: Region, axis_sizes: Mapping[str, int]) -> list[jax.ShapeDtypeStruct | None]:
+    """Of a region's results on one device; None: it lies in the host's memory."""
+    found: list[jax.ShapeDtypeStruct | None] = []
     for var, sharding in zip(region.eqn.outvars, region.results, strict=True):
+        if on_host(var.aval):
+            found.append(None)
+            continue
         parts = [math.prod(axis_sizes[axis] for axis in axes) for axes in sharding.dims]
         shape = [size // count for size, count in zip(var.aval.shape, parts, strict=True)]
         found.append(jax.ShapeDtypeStruct(tuple(shape), var.aval.dtype))

@@ -126,4 +126,6 @@ def table_html(table: Table) -> str:
 
 
 def _class(table: Table, column: int) -> str:
-    return ' class="number"' if column in table.numbers else ' class="code"'
+    if column in table.numbers:
+        return ' class="number"'
+    return ' class="code name"' if column in table.names else ' class="code"'

@@ -94,6 +94,7 @@ body.autopar {{ margin:0; background:#fff }}
 .autopar-plan th, .autopar-plan td {{ text-align:left; padding:2px 14px 2px 0; vertical-align:top; background:none; border:0 }}
 .autopar-plan thead th {{ border-bottom:1px solid var(--line); font-weight:600 }}
 .autopar-plan td.number, .autopar-plan th.number {{ text-align:right; white-space:nowrap }}
+.autopar-plan td.name {{ white-space:nowrap }}
 .autopar-plan .code, .autopar-plan code {{ font-family:ui-monospace, "DejaVu Sans Mono", monospace; font-size:12px }}
 .autopar-plan .parts table {{ width:100% }}
 .autopar-plan .tensors {{ width:100% }}

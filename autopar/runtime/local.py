@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar._jax import Direct, direct_call
 from autopar.errors import StepError
 from autopar.intra_op.sharded import Compute, Region
 from autopar.partition.host_calls import Watch
@@ -66,14 +67,21 @@ class Executable:
         types = [(s.shard_shape(k.shape), k.dtype) for k, s in zip(function.inputs, self.in_shardings, strict=True)]
         self._ownership = Ownership(types, self._donated)
         self.devices = tuple(places.devices.flat)
+        self._was_as_passed = False
 
     def place(self, arrays: Sequence[Any]) -> list[jax.Array]:
         """Put arrays where the program wants them; those that are there already are passed on as they are."""
         placed = list(arrays)
         away = [] if self._are_there(placed) else self._away(placed)
         self._move(placed, away)
-        self._move(placed, self._ownership.shared(arrays, placed, [k for k in away if self._donated[k]]))
+        shared = self._ownership.shared(arrays, placed, [k for k in away if self._donated[k]])
+        self._move(placed, shared)
+        self._was_as_passed = not shared and all(self._is_taken(k, arrays[k]) for k in away)
         return placed
+
+    def _is_taken(self, k: int, array: Any) -> bool:
+        """Whether JAX itself puts such an argument, which is not in its place, there in each call."""
+        return not self._donated[k] and not isinstance(array, jax.Array)
 
     def _away(self, arrays: Sequence[Any]) -> list[int]:
         """Positions of arrays that are not where the program wants them.
@@ -130,7 +138,7 @@ class Executable:
             check_results(results)
             return results if self._watch is None else self._watched(results, self._watch)
         except Exception as error:
-            failure, cause = self._failure(error, arrays)
+            failure, cause = self.failed(error, arrays)
             raise failure from cause
         finally:
             if len(self.devices) > 1:
@@ -163,7 +171,17 @@ class Executable:
             raise CallbacksRaised(raised, results)
         return results
 
-    def _failure(self, error: Exception, arrays: Sequence[Any]) -> tuple[StepError, BaseException]:
+    def direct(self, returned: Any) -> Direct | None:
+        """How JAX's dispatch carries out calls like the last one, which returned this; None: they need more than that.
+
+        Of several devices they do: donated memory that is passed again ends the process, or one device waits for others.
+        """
+        if len(self.devices) > 1 or self._watch is not None or not self._was_as_passed:
+            return None
+        return direct_call(self._compiled, returned)
+
+    def failed(self, error: BaseException, arrays: Sequence[Any]) -> tuple[StepError, BaseException]:
+        """What is raised of an error of the program, and its cause."""
         lost = any(map(is_gone, arrays))
         if isinstance(error, CallbacksRaised):
             first = error.raised[0]

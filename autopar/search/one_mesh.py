@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from autopar._jax import Jaxpr
-from autopar.debug import check_behind, dump
+from autopar.debug import dump
 from autopar.errors import (
     BatchError,
     InfeasibleError,
@@ -36,8 +36,8 @@ from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
 from autopar.ir.rewrite.fission import behind_gradients
 from autopar.ir.rewrite.late_narrowing import narrow_late
-from autopar.ir.split.accumulate import accumulate
-from autopar.ir.split.microbatch import NO_BATCH, check_phases, split_microbatches
+from autopar.ir.split.microbatch import NO_BATCH
+from autopar.ir.split.rounds import accumulate_in_rounds
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.plan.words import mesh_text
@@ -79,9 +79,7 @@ def check_divided(step: Divided) -> None:
 def _in_a_loop(step: Divided) -> Divided:
     jaxpr, batch = step.program.jaxpr, step.roles.batch
     names = ", ".join(dict.fromkeys(step.program.in_paths[k].split("/")[0] for k in batch))
-    split = split_microbatches(jaxpr, step.count, batch, step.semantics == "per_microbatch", names)
-    check_behind("microbatch", check_phases(jaxpr), split)
-    return step.rewritten(accumulate(jaxpr, split))
+    return step.rewritten(accumulate_in_rounds(jaxpr, step.count, batch, step.semantics == "per_microbatch", names))
 
 
 LEAN: Pass[Divided] = Pass(
@@ -103,7 +101,11 @@ MICROBATCHES: tuple[Pass[Divided], ...] = (
         lambda step: step.rewritten(narrow_late(step.program.jaxpr)),
     ),
     LEAN,
-    Pass("accumulate", "before the loop over microbatches, the loop as a scan, behind it", _in_a_loop),
+    Pass(
+        "rounds",
+        "before the loop over microbatches, the loop as a scan, behind it; where samples wait, twice",
+        _in_a_loop,
+    ),
 )
 """Of a step on one mesh in microbatches."""
 
@@ -132,11 +134,13 @@ def shard_on(
     beat: float = math.inf,
     exposure: Exposure | None = None,
     like: Graph | None = None,
+    begin: Sharded | None = None,
+    explore: bool = False,
 ) -> Sharded:
     """Shard the program on one mesh under the method's restrictions; `compare` with data parallelism too.
 
     `beat` is the objective of the best plan known on other meshes, `exposure` what it was priced with, `like` the graph of
-    the program on one of them.
+    the program on one of them, `begin` an answer to begin with, as of `shard`; so is `explore`.
     """
 
     def restrict(graph: Graph, allowed: Allowed) -> None:
@@ -155,6 +159,8 @@ def shard_on(
         beat,
         exposure=exposure or Exposure(1 - cluster.device.achieved.overlap),
         like=like,
+        begin=begin,
+        explore=explore,
     )
 
 

@@ -21,8 +21,6 @@ from autopar.inter_op.placement import place_stages
 from autopar.inter_op.residuals import CHEAP
 from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import StagePlan
-from autopar.inter_op.stage_program import stage_program
-from autopar.inter_op.tasks import make_tasks
 from autopar.intra_op.problem import num_pairs
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Options
@@ -35,6 +33,10 @@ from autopar.tuning import TUNING
 
 FLUSHED = "gpipe", "1f1b"
 """Schedules under which every microbatch goes through all stages there and back."""
+
+
+class Slower(NoPlanFoundError):
+    """Within memory a pipeline is slower than the best step known, even if what may run again took no memory at all."""
 
 
 def plan_pipeline(
@@ -67,20 +69,20 @@ def plan_pipeline(
 
     Raises:
         InfeasibleError: A stage does not fit; says which and by how much.
+        Slower: `beat` is out of reach, whatever runs again.
         ConstraintError: A constraint cannot be kept on any mesh of a stage.
         PipelineError: The stages cannot be placed on the hosts.
     """
     num_meshes = len(borders) // num_chunks(schedule)
     place_stages([candidates[0].num_devices for candidates in meshes[:num_meshes]], cluster)  # fails before solving
     levels = options.recompute_levels(len(borders))
-    aliases, splits = cut.roles.aliases, splits_backward(schedule)
-    tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits, levels or (), aliases)
-    programs = [stage_program(tasks, k, aliases, cut.batch.dims) for k in range(len(borders))]
+    tasks, programs = solved.pieces_of(cut, borders, splits_backward(schedule), levels or ())
     restrict = restrict_stages(cut, options.constraints, restrict)
     budget = options.memory_budget_bytes or cluster.device.memory_bytes
     fitting: list[PipelinePlan] = []
     failures: list[InfeasibleError] = []
     fastest, endless = 0.0, [0.0] * len(borders)
+    before: list[StagePlan] = []
     is_bounded = schedule.name in FLUSHED and options.goal == "step"
     ways = [*_ways(options, budget)]
     for number, (memory, all_again) in enumerate(ways):
@@ -95,6 +97,9 @@ def plan_pipeline(
                 if is_bounded and number and least >= beat * (1 - may_lose):
                     raise _slower(least, budget)
             endless = endless if number else [*map(once_seconds, stages)]
+            if before and all(now.sharded is then.sharded for now, then in zip(stages, before, strict=True)):
+                continue  # it comes to the same
+            before = stages
             planned = assemble(cut, tuple(borders), tasks, stages, cluster, schedule)
             fastest = fastest or planned.seconds_for(options.goal)
             if fastest >= beat:
@@ -108,6 +113,9 @@ def plan_pipeline(
         if min([beat, *(p.seconds_for(options.goal) for p in fitting)]) * (1 - TUNING.near) <= fastest:
             break
     if not fitting:
+        # Of the last way the forward pass took no memory, if it may run again.
+        if isinstance(failures[-1], Slower):
+            raise failures[-1]
         raise min(failures, key=lambda error: getattr(error, "needed_bytes", math.inf))
     return min(fitting, key=lambda p: p.seconds_for(options.goal))
 
@@ -169,8 +177,8 @@ def least_seconds(once: Sequence[float], count: int) -> float:
     return sum(once) + (count - 1) * max(once)
 
 
-def _slower(seconds: float, budget: float) -> NoPlanFoundError:
-    return NoPlanFoundError(
+def _slower(seconds: float, budget: float) -> Slower:
+    return Slower(
         f"left out: within memory at least {seconds:.3e} s",
         given=f"{budget:.0f} bytes on each device",
         wrong="a faster step is known.",

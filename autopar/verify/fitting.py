@@ -16,10 +16,8 @@ from autopar.errors import InfeasibleError, NoPlanFoundError
 from autopar.plan.words import bytes_text
 from autopar.report.plan import Plan
 from autopar.search.methods import Method, method_text
+from autopar.tuning import TUNING
 from autopar.verify.verify import Verification, verify_plan
-
-MOST_TURNS = 8
-"""Each plans and compiles the step."""
 
 
 def plan_that_fits(make: Callable[[Method], Plan], method: Method) -> Plan:
@@ -37,7 +35,7 @@ def plan_that_fits(make: Callable[[Method], Plan], method: Method) -> Plan:
     budget, least = plan.budget_bytes, math.inf
     if not math.isfinite(budget):
         return plan
-    for _ in range(MOST_TURNS):
+    for _ in range(TUNING.fitting_turns):
         found = verify_plan(plan)
         peak, surplus = max(found.compiled_bytes), _surplus_bytes(found, budget)
         if surplus is None:
@@ -47,7 +45,7 @@ def plan_that_fits(make: Callable[[Method], Plan], method: Method) -> Plan:
             plan = make(dataclasses.replace(method, memory_budget_bytes=max(1, math.floor(budget - surplus))))
         except InfeasibleError as error:
             raise _refusal(found, budget, least, f"and {error.wrong.removesuffix('.')}") from error
-    raise _refusal(found, budget, least, f"and none of {MOST_TURNS} plans fits")
+    raise _refusal(found, budget, least, f"and none of {TUNING.fitting_turns} plans fits")
 
 
 def _surplus_bytes(found: Verification, budget: float) -> float | None:

@@ -47,6 +47,17 @@ def test_fit(method):
     assert {f"state/trainable/{v.path}" for v in ours.trainable_variables} <= names
     measured = [model.evaluate(*data(), batch_size=16, verbose=0) for model in (ours, theirs)]
     np.testing.assert_allclose(*measured, rtol=1e-4)
+    predicted = [model.predict(data()[0][:32], batch_size=16, verbose=0) for model in (ours, theirs)]
+    np.testing.assert_allclose(*predicted, rtol=1e-3, atol=1e-4)
+
+
+def test_before_anything_is_trained():
+    ours, theirs = make(), make()
+    distribute(ours)
+    for ask in ("evaluate", "predict"):
+        given = data() if ask == "evaluate" else data()[:1]
+        got = [getattr(model, ask)(*given, batch_size=16, verbose=0) for model in (ours, theirs)]
+        np.testing.assert_allclose(*got, rtol=1e-4)
 
 
 def test_a_model_without_a_step():

@@ -89,6 +89,8 @@ def test_a_step_in_place(method):
     step, jitted = autopar.parallelize(train_step, method=method), nnx.jit(train_step)
     for batch in batches():
         np.testing.assert_allclose(step(*ours, batch), jitted(*theirs, batch), rtol=1e-5)
+        measured = [metrics.compute()["loss"] for _, _, metrics in (ours, theirs)]  # outside of the step
+        np.testing.assert_allclose(*measured, rtol=1e-5)
     check(ours, theirs)
     assert ours[0] is model and model.last.kernel is model.first.kernel is kernel
     assert len(step._made.compiled) == 1 and int(model.calls[...]) == 3

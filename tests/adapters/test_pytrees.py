@@ -34,17 +34,41 @@ class Linen(nn.Module):
         return nn.Dense(16)(nn.LayerNorm()(jnp.tanh(nn.Dense(16)(x))))
 
 
+class StateWithMetrics(TrainState):
+    """As in linen's "Getting started": sums and counts, divided outside of the step."""
+
+    metrics: dict
+
+
+def add_metrics(state, predicted, batch, loss):
+    right = jnp.sum(predicted.argmax(-1) == batch["y"].argmax(-1))
+    new = {"right": right, "samples": predicted.shape[0], "loss": loss, "steps": 1}
+    return state.replace(metrics=jax.tree.map(jnp.add, state.metrics, new))
+
+
 @pytest.mark.parametrize("method", METHODS.values(), ids=METHODS)
 def test_linen_train_state(method):
     def step(state, batch):
         def loss_fn(params):
-            return jnp.mean((state.apply_fn({"params": params}, batch["x"]) - batch["y"]) ** 2)
+            predicted = state.apply_fn({"params": params}, batch["x"])
+            return jnp.mean((predicted - batch["y"]) ** 2), predicted
 
-        loss, grads = jax.value_and_grad(loss_fn)(state.params)
-        return state.apply_gradients(grads=grads), loss
+        (loss, predicted), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
+        return add_metrics(state.apply_gradients(grads=grads), predicted, batch, loss), loss
+
+    def compute_metrics(*, state, batch):
+        predicted = state.apply_fn({"params": state.params}, batch["x"])
+        return add_metrics(state, predicted, batch, jnp.mean((predicted - batch["y"]) ** 2))
 
     params = Linen().init(jax.random.key(0), jnp.zeros((1, 16)))["params"]
-    plan = check(step, TrainState.create(apply_fn=Linen().apply, params=params, tx=optax.adam(1e-2, eps=1e-3)), method)
+    metrics = {"right": jnp.int32(0), "samples": jnp.int32(0), "loss": jnp.float32(0), "steps": jnp.int32(0)}
+    adam = optax.adam(1e-2, eps=1e-3)
+    state = StateWithMetrics.create(apply_fn=Linen().apply, params=params, tx=adam, metrics=metrics)
+    plan = check(step, state, method)
+    ours = autopar.parallelize(compute_metrics, method=method)
+    got, expected = (run(state=state, batch=batches()[0]).metrics for run in (ours, compute_metrics))
+    for sums, count in (("right", "samples"), ("loss", "steps")):
+        np.testing.assert_allclose(got[sums] / got[count], expected[sums] / expected[count], rtol=1e-5)
     assert "state/params/Dense_0/kernel" in {value.name for value in plan.values}
 
 

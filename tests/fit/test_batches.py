@@ -13,16 +13,7 @@ from autopar.errors import AutoparError, BatchError
 from autopar.fit.batches import Batches, EndOfBatches
 from autopar.fit.positions import _decoded, _encoded
 from autopar.fit.remainder import check_remainder, weight_of, whole
-
-
-def numbers(batches, start=0):
-    found = []
-    while True:
-        try:
-            found.append(batches.at(start + len(found)))
-        except EndOfBatches:
-            return found
-
+from tests.fit.drawn import all_of
 
 # Loaders that know where they are.
 
@@ -95,11 +86,11 @@ def test_a_loader_goes_where_it_was(make, ahead):
     other = make()
     resumed = Batches(other, every=2)
     resumed.go_to(4, position)
-    assert numbers(resumed, 4) == list(range(4, 10))
+    assert all_of(resumed, 4) == list(range(4, 10))
     assert getattr(other, "drawn", None) in (None, list(range(4, 10))), "nothing before"
 
     batches.go_to(4, position)
-    assert numbers(batches, 4) == list(range(4, 10))
+    assert all_of(batches, 4) == list(range(4, 10))
     assert batches.position(10) is None, "an end is no place to go on from: the loader would begin again"
 
 
@@ -107,7 +98,7 @@ def test_without_a_position_batches_are_drawn_and_dropped():
     source = Stateful()
     batches = Batches(source)
     batches.go_to(4, None)
-    assert numbers(batches, 4) == list(range(4, 10)) and source.drawn == list(range(10))
+    assert all_of(batches, 4) == list(range(4, 10)) and source.drawn == list(range(10))
 
 
 def test_a_position_that_cannot_be_written():
@@ -141,7 +132,7 @@ def test_a_dataset_of_tensorflow_skips(monkeypatch):
             super().__init__(numpy=lambda: np.int32(value))
 
     Dataset.__module__ = Tensor.__module__ = "tensorflow.python"
-    found = numbers(Batches(Dataset()), 3)
+    found = all_of(Batches(Dataset()), 3)
     assert found == [3, 4] and all(isinstance(batch, np.int32) for batch in found)
 
 
@@ -163,7 +154,7 @@ def test_what_is_placed_ahead_is_given_out_once():
     placed = []
     batches = Batches([0, 1, 2])
     batches.fetch_ahead(range(5), lambda batch: placed.append(batch) or -batch)
-    assert numbers(batches) == [0, -1, -2] and placed == [0, 1, 2]
+    assert all_of(batches) == [0, -1, -2] and placed == [0, 1, 2]
     batches.go_to(1)
     assert batches.at(1) == 1, "another machine may want it elsewhere"
 
@@ -187,24 +178,24 @@ SOURCES = {
 @pytest.mark.parametrize("kind", SOURCES)
 def test_partial_batches_are_dropped(kind):
     """Those in the middle, too; the others keep their numbers in a run that goes on."""
-    whole_ones = numbers(Batches(SOURCES[kind]([data(n) for n in SIZES]), remainder="drop"))
+    whole_ones = all_of(Batches(SOURCES[kind]([data(n) for n in SIZES]), remainder="drop"))
     assert [len(batch["x"]) for batch in whole_ones] == [4, 4, 4]
-    resumed = numbers(Batches(SOURCES[kind]([data(n) for n in SIZES]), remainder="drop"), 2)
+    resumed = all_of(Batches(SOURCES[kind]([data(n) for n in SIZES]), remainder="drop"), 2)
     assert [len(batch["x"]) for batch in resumed] == [4]
 
 
 def test_of_a_function_a_partial_batch_is_the_last():
     """It counts its batches itself."""
     source = lambda start: iter([data(n) for n in SIZES][start:])  # noqa: E731
-    assert len(numbers(Batches(source, remainder="drop"))) == 2
+    assert len(all_of(Batches(source, remainder="drop"))) == 2
     resumed = Batches(source, remainder="drop")
     resumed.go_to(2, None, rows=4)
-    assert numbers(resumed, 2) == []
+    assert all_of(resumed, 2) == []
 
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_partial_batches_are_padded(kind):
-    found = numbers(Batches(SOURCES[kind]([data(n) for n in SIZES]), remainder="pad"))
+    found = all_of(Batches(SOURCES[kind]([data(n) for n in SIZES]), remainder="pad"))
     assert [len(batch["x"]) for batch in found] == [4] * 5
     assert found[2]["mask"].tolist() == [True, True, True, False] and found[2]["mask"].dtype == bool
     np.testing.assert_array_equal(found[2]["x"], [[0, 1], [2, 3], [4, 5], [4, 5]])
@@ -221,10 +212,10 @@ def test_batches_that_cannot_be_padded():
 
 def test_partial_batches_are_refused_or_kept():
     partial = [data(4), data(3)]
-    assert [len(batch["x"]) for batch in numbers(Batches(partial))] == [4, 3]
+    assert [len(batch["x"]) for batch in all_of(Batches(partial))] == [4, 3]
     for remainder, batches in (("error", partial), ("pad", [data(4), data(5)]), ("drop", [data(4), data(5)])):
         with pytest.raises(BatchError, match='another number of rows(?s:.*)remainder="drop"'):
-            numbers(Batches(batches, remainder=remainder))
+            all_of(Batches(batches, remainder=remainder))
     with pytest.raises(AutoparError, match="none of 'keep', 'drop', 'pad', 'error'"):
         check_remainder("cut")
 

@@ -9,20 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.fit.batches import Batches, EndOfBatches
+from autopar.fit.batches import Batches
 from autopar.fit.parts import PartReader
+from tests.fit.drawn import all_of
 
 ROWS = 24
 DATA = np.arange(ROWS * 2, dtype=np.float32).reshape(ROWS, 2)
-
-
-def all_of(batches, start=0):
-    found = []
-    while True:
-        try:
-            found.append(batches.at(start + len(found)))
-        except EndOfBatches:
-            return found
 
 
 def check_goes_on(make, drawn=None):

@@ -137,6 +137,24 @@ def test_nothing_crosses_where_nothing_joins(optimizer):
     assert large_arguments(plan) == []
 
 
+def test_metrics_live_where_the_loss_is():
+    """Sums and counts, also of what the first stage reads: users divide one by the other outside of the step."""
+    step, state, batch = mlp(4, NARROW, optax.adam(1e-2))
+
+    def with_metrics(state, batch):
+        new, loss = step(state["model"], batch)
+        count, seen = state["count"] + batch["x"].shape[0], state["seen"] + jnp.sum(batch["x"] > 0)
+        return {"model": new, "total": state["total"] + loss, "count": count, "seen": seen}, loss
+
+    counts = {"count": jnp.int32(0), "seen": jnp.int32(0), "total": jnp.float32(0)}
+    plan = planned(with_metrics, {"model": state, **counts}, batch, 2)
+    pipeline = plan.origin.pipeline
+    names = dict(zip(pipeline.program.jaxpr.invars, pipeline.program.in_paths, strict=False))
+    lives = {names[var]: stage for var, stage in pipeline.home.items() if var in names}
+    assert {lives[f"state/{name}"] for name in counts} == {1}
+    assert {lives["state/model/params/0/kernel"], lives["state/model/params/3/kernel"]} == {0, 1}
+
+
 def test_a_norm_that_only_is_reported():
     def with_norm(state, batch):
         loss, grads = jax.value_and_grad(lambda p: jnp.mean(jnp.tanh(jnp.tanh(batch @ p[0]) @ p[1]) ** 2))(state)

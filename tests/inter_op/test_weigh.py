@@ -9,6 +9,7 @@ import numpy as np
 import autopar
 from autopar.inter_op.chain import balanced_borders
 from autopar.inter_op.cut import cut_step
+from autopar.inter_op.weigh import weigh_segments
 
 WIDTH, ROWS = 64, 256
 DEVICE = autopar.Device("slow memory", 2e10, memory_bytes_per_second=1e9)
@@ -63,3 +64,29 @@ def test_more_devices_take_more_of_the_work():
     cut = plan.origin.pipeline.cut
     work = np.add.reduceat(cut.chain.work, plan.origin.pipeline.borders) / cut.chain.work.sum()
     assert work[2] > 1.5 * max(work[:2])
+
+
+def test_what_one_axis_of_many_devices_cannot_split_does_not_stay_whole():
+    """Samples, tokens and vocabulary of this head divide by 16 at most; on two axes 256 devices share it all the same."""
+
+    def headed(params, x):
+        def loss_fn(params):
+            y = x
+            for kernel in params["layers"]:
+                y = jnp.tanh(y @ kernel)
+            return jnp.mean(jax.nn.softmax(y @ params["head"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    count, width, vocabulary = 4, 4096, 16 * 1001
+    params = {
+        "layers": [jax.ShapeDtypeStruct((width, width), jnp.float32)] * 4,
+        "head": jax.ShapeDtypeStruct((width, vocabulary), jnp.float32),
+    }
+    batch = jax.ShapeDtypeStruct((48 * count, 1001, width), jnp.float32)
+    cluster = autopar.Cluster.of("32x8 a100")
+    program, roles = autopar.parallelize(headed, cluster=cluster, batch_argnums=(1,))._roles((params, batch), {})
+    cut = cut_step(program, roles, 1, count)
+    few, many = (weigh_segments(cut, devices, cluster.device).chain.work.sum() for devices in (16, 256))
+    assert many < few / 8

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 
 import autopar
 from autopar.intra_op.sharded import Region, local_bytes
-from autopar.partition.ahead import LARGE_BYTES, Ahead, waits_at
+from autopar.partition.ahead import Ahead, waits_at
 from autopar.partition.program import run_body
+from autopar.tuning import TUNING
 
 WIDTH, TOKENS, VOCABULARY = 16, 512, 8192
 
@@ -70,7 +71,7 @@ def test_the_gradient_of_the_head_is_made_before_the_loop_of_the_backward_pass()
     assert ahead.of_loop(forward) == []
     found = ahead.of_loop(backward)
     assert any(is_of_head(var) for (var, _), _ in found)
-    assert all(freed >= LARGE_BYTES for _, freed in found)
+    assert all(freed >= TUNING.late_bytes for _, freed in found)
     # In what is emitted, the loop reads something that depends on it.
     jaxpr = emitted(body, mesh)
     *_, loop = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]

@@ -7,7 +7,7 @@ import struct
 
 import pytest
 
-from autopar import Auto, Cluster, DataParallel, PipelineParallel
+from autopar import Auto, Cluster, DataParallel, PipelineParallel, compare
 from autopar.markup import picture, tag, text
 from autopar.report.html import document, whole_file, wrapped
 from autopar.report.pair import pair_document
@@ -123,3 +123,12 @@ def test_a_screenshot(plans, flags, tmp_path):
     assert len(data) > 20_000, "an empty page is smaller"
     ground = evaluate(page, "return getComputedStyle(document.querySelector('.autopar-plan')).backgroundColor", *flags)
     assert ground == ("rgb(20, 24, 29)" if flags else "rgb(255, 255, 255)")
+
+
+def test_a_comparison_keeps_names_on_one_line(make_step, types, tmp_path):
+    methods = [DataParallel(zero=3), "fsdp", PipelineParallel(num_stages=2, num_microbatches=4, schedule="1f1b")]
+    prices = {"h100": {"per_hour": 2.5, "watts": 700}}
+    page = compare(make_step(Auto()), types(), ["8 h100"], methods, prices=prices).save_html(tmp_path / "page.html")
+    lines = "[...document.querySelectorAll('td.name')].map(e => Math.round(e.clientHeight / 18))"
+    seen = evaluate(page, f"const {{wrong}} = (() => {{{MEASURE}}})(); return {{wrong, lines: {lines}}};", width=900)
+    assert seen == {"wrong": [], "lines": [1] * 6}

@@ -13,7 +13,13 @@ import pytest
 import autopar
 from autopar import PipelineParallel
 from autopar.errors import AutoparError, InfeasibleError, PipelineError
+from autopar.inter_op.cut import cut_step
+from autopar.inter_op.stage_plan import plan_stage
 from autopar.report.page import page_of
+from autopar.search import solve_stages
+from autopar.search.pipeline import Slower
+from autopar.search.progress import silent
+from autopar.search.stage_planner import _best_in_memory
 from tests.small_transformer import arguments, train_step
 from tests.sweep import QUICK, SLOW
 
@@ -215,3 +221,26 @@ def test_auto_runs_again_where_that_is_faster():
     assert max(found.cost.peak_bytes) <= budget
     with contextlib.suppress(InfeasibleError):
         assert found.cost.step_seconds <= plan("cheap", budget).cost.step_seconds * (1 + 1e-6)
+
+
+def test_a_stage_that_fits_as_it_is_is_sharded_once(monkeypatch):
+    """What is best with memory without end, and takes no more than there is, is not looked for again within it."""
+    budget = max(planned("unrolled").cost.peak_bytes) - 1
+    sharded = []
+    monkeypatch.setattr(solve_stages, "plan_stage", lambda *a, **k: sharded.append(a[0]) or plan_stage(*a, **k))
+    with pytest.raises(InfeasibleError):  # microbatches in flight do not fit
+        make_step(memory_budget_bytes=budget, recompute="cheap").plan(*ARGUMENTS["unrolled"])
+    assert sharded and len(sharded) == len(dict.fromkeys(map(id, sharded)))
+
+
+def test_layers_stay_in_loops_where_nothing_that_runs_again_can_win():
+    program, roles = make_step()._roles(ARGUMENTS["scan"], {})
+    cut, tried = cut_step(program, roles, 1, COUNT), []
+
+    def slower(cut, beat):
+        tried.append(cut)
+        raise Slower("left out", given="", wrong="", do="")
+
+    with pytest.raises(Slower):
+        _best_in_memory(program, roles, cut, lambda parts: cut_step(program, roles, parts, COUNT), slower, silent, 1.0)
+    assert tried == [cut]

@@ -129,7 +129,7 @@ def _results_apart(eqn: JaxprEqn, work: Work) -> list[JaxprEqn]:
             for var in branch.numbers_of(branch.body.outvars[at] for at in group):
                 readers.setdefault(var, {})[number] = None
         shared = [var for var, of in readers.items() if len(of) > 1 or branch.is_of_arrays(var)]
-        operands = [b.outer for b in entering if b.role == "const"]
+        operands = [b.outer for b in region.of_role("const") if b.inner[k] is not None]
         alone = make_jaxpr(branch.body.invars, shared, needed(branch.body.eqns, shared))
         eqns, made = substitute(alone, operands)
         hoisted += eqns

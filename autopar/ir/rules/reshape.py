@@ -104,13 +104,21 @@ def _until_equal(left: _Side, right: _Side) -> Iterator[tuple[_Side, int]]:
 
 
 def _separate(source: Sequence[int], target: Sequence[int], fresh: Iterator[Factor]):
-    """Nothing in common, all whole: an array without elements."""
+    """An array without elements: equal dims in front and behind are the same, those between are whole."""
+    least = min(len(source), len(target))
+    front = next((k for k in range(least) if source[k] != target[k]), least)
+    behind = next((k for k in range(least - front) if source[-1 - k] != target[-1 - k]), least - front)
     sizes: dict[Factor, int] = {}
 
-    def term(shape: Sequence[int]) -> list[tuple[Factor, ...]]:
+    def terms(shape: Sequence[int]) -> list[tuple[Factor, ...]]:
         dims: list[tuple[Factor, ...]] = [() if size == 1 else (next(fresh),) for size in shape]
         sizes.update({dim[0]: size for dim, size in zip(dims, shape, strict=True) if dim})
         return dims
 
-    dims = term(source), term(target)
-    return *dims, sizes, tuple(sizes)
+    first, last = terms(source[:front]), terms(source[len(source) - behind :])
+    shared = len(sizes)
+    dims = (
+        first + terms(source[front : len(source) - behind]) + last,
+        first + terms(target[front : len(target) - behind]) + last,
+    )
+    return *dims, sizes, tuple(sizes)[shared:]

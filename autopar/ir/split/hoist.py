@@ -39,7 +39,9 @@ class Hoist:
     def take_whole(self, eqn: JaxprEqn) -> bool:
         """Compute operands up front, of the whole batch, if that is cheap; whether any was."""
         for kind in (Partial, Split):
-            cones = {var: self._cone([var]) for var in inputs_of(eqn) if isinstance(self.solution.of(var), kind)}
+            # What reads all samples does so in every turn, or of all of them at once.
+            own = self.cost[self.number[eqn]] if kind is Split else 0.0
+            cones = {var: self._cone([var], own) for var in inputs_of(eqn) if isinstance(self.solution.of(var), kind)}
             cheap = {var: cone for var, cone in cones.items() if cone is not None}
             for var, cone in cheap.items():
                 if kind is Split:

@@ -92,7 +92,12 @@ def split_microbatches(
         MicrobatchError: The step cannot be split exactly.
     """
     check_divides(jaxpr, count, batch, name)
-    return _Loop(jaxpr, find_phases(jaxpr, count, batch, per_microbatch, apart)).write()
+    return write_phases(jaxpr, find_phases(jaxpr, count, batch, per_microbatch, apart))
+
+
+def write_phases(jaxpr: Jaxpr, solution: LoopSolution) -> Microbatches:
+    """The phases of a program, once it is known how each equation is done."""
+    return _Loop(jaxpr, solution).write()
 
 
 def check_phases(jaxpr: Jaxpr) -> Callable[[Microbatches], None]:

@@ -30,6 +30,7 @@ from autopar.ir.split.placement import OWN, REPLICATED, SUM, Loop, Partial, Plac
 from autopar.ir.split.refusal import refusal
 from autopar.ir.split.solution import LoopSolution
 from autopar.ir.split.solver import Cause, Solver, StuckError
+from autopar.ir.split.waiting import SamplesWaitError, Waiting
 from autopar.ir.work import Work, num_bytes
 from autopar.tuning import TUNING
 
@@ -37,7 +38,21 @@ from autopar.tuning import TUNING
 def find_phases(
     jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False, apart: bool = False
 ) -> LoopSolution:
-    """Decide how a program is worked through in `count` microbatches.
+    """Decide how a program is worked through in `count` microbatches, once.
+
+    Raises:
+        MicrobatchError: Samples wait for what all of them make together; names the operation and the user's line.
+    """
+    try:
+        return find_phases_or_values(jaxpr, count, batch, per_microbatch, apart)
+    except SamplesWaitError as waits:
+        raise waits.error from None
+
+
+def find_phases_or_values(
+    jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False, apart: bool = False
+) -> LoopSolution:
+    """The same, for those who can have values made before.
 
     Args:
         jaxpr: Flat program.
@@ -47,7 +62,8 @@ def find_phases(
         apart: Add up the parts of a gradient (of a tied weight) one by one, and join them after the loop.
 
     Raises:
-        MicrobatchError: Samples wait for what all of them make together; names the operation and the user's line.
+        SamplesWaitError: Samples wait for what all of them make together.
+        MicrobatchError: Too much would be done of the whole batch at once.
     """
     policy = _Phases(jaxpr, count, per_microbatch)
     policy.run(batch)
@@ -71,6 +87,7 @@ class _Phases:
         self.position = {eqn: k for k, eqn in enumerate(jaxpr.eqns)}
         self.cost = Work().of_equations(jaxpr.eqns)
         self.hoist = Hoist(jaxpr, self.solution, self.cost, self.late)
+        self.waiting = Waiting(jaxpr, self.solution, self.late)
 
     def run(self, batch: Sequence[int]) -> None:
         for position in batch:
@@ -79,6 +96,7 @@ class _Phases:
         at = 0
         while at < len(self.jaxpr.eqns):
             at = self.visit(at, matters[at])
+        self.waiting.check()
         self.check_early_work()
         self.check_late_work()
 
@@ -122,14 +140,16 @@ class _Phases:
         """The equation runs after the loop, unless samples wait for it."""
         eqn, solution = self.jaxpr.eqns[at], self.solution
         has_samples = any(isinstance(solution.of(a), Split) for a in eqn.invars)
-        # A sum that samples wait for, or that is part of what is differentiated: its gradient would need a second pass.
-        if matters and (has_samples or not is_backward(eqn)):
-            if not self.per_microbatch or not self.has_own(cause.operand):
-                raise self.refusal(cause, eqn)
+        takes_own = self.per_microbatch and self.has_own(cause.operand)
+        if matters and takes_own and (has_samples or not is_backward(eqn)):
             # All that is made of the sums over samples reads a microbatch's own: the loss is the one whose gradient is taken.
             sums = sums_behind(self.jaxpr, solution, cause.operand)
             solution.own.update(dict.fromkeys(sums))
             return min(self.position.get(cause.eqn, at), *(self.first_reader.get(var, at) for var in sums))
+        if matters and has_samples:
+            self.waiting.add(eqn, self.refusal(cause, eqn))
+        else:
+            self.waiting.follow(eqn)
         solution.phase[eqn] = "after"
         self.late.update(dict.fromkeys(eqn.outvars, cause))
         return at + 1
@@ -180,7 +200,8 @@ class _Phases:
                 late.update(dict.fromkeys(eqn.outvars))
                 total += cost
                 if total > limit and cost > limit / 2:
-                    raise self.refusal(self.late[eqn.outvars[0]], eqn)
+                    self.waiting.add(eqn, self.refusal(self.late[eqn.outvars[0]], eqn))
+        self.waiting.check()
 
 
 class _LoopDemand(Demand):

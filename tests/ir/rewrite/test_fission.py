@@ -56,6 +56,21 @@ def clipped_updates(state, batch):
     return lax.cond(flag, update, lambda _: (params, moments, count), None)
 
 
+def line_search(state, batch):
+    """A number of each branch serves several results of it."""
+    flag, length = state
+
+    def shorter(x):
+        length_now = length / 2
+        return x * length_now, jnp.tanh(x) + length_now, length_now
+
+    def longer(x):
+        length_now = 2 * length + 1
+        return x - length_now, x / length_now, length_now
+
+    return lax.cond(flag, shorter, longer, batch)
+
+
 def heavy(state, batch):
     """One factorization serves both results, and another one neither."""
 
@@ -77,8 +92,9 @@ STATES = {
 STATES[clipped_updates] = [
     (np.bool_(k), [BATCH + 1, BATCH - 2], [BATCH * 2, BATCH * 3], np.int32(5)) for k in (False, True)
 ]
+STATES[line_search] = [(np.bool_(k), np.float32(3)) for k in (False, True)]
 STATES[heavy] = [np.bool_(False), np.bool_(True)]
-CONDITIONS = {three_ways: 1, skipped_update: 2, one_in_another: 1, clipped_updates: 3, heavy: 2}
+CONDITIONS = {three_ways: 1, skipped_update: 2, one_in_another: 1, clipped_updates: 3, line_search: 3, heavy: 2}
 """Weights and their moments are one, numbers another; the two solutions are one, and what is only scaled another."""
 
 

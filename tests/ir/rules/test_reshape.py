@@ -26,6 +26,7 @@ from tests.ir.rules.harness import FEW, MESH_SHAPES, check_equation, only_eqn
         ((2, 6, 4), (4, 3, 4), "a(bc)d->(ab)cd"),
         ((), (1, 1), "->11"),
         ((4, 0), (0, 7), "ab->cd {whole a b c d}"),
+        ((8, 0, 2, 6), (8, 0, 1, 6), "abdc->ab1c {whole d}"),
     ],
 )
 def test_golden(source, target, rule):

@@ -1,0 +1,139 @@
+"""Rounds: where samples wait for what all of them make together, one loop over microbatches makes it, and the next reads it.
+
+In:     a flat program, its batch inputs, the number of microbatches.
+Out:    a flat program with the same inputs and outputs, in which each round is a scan that adds up (`accumulate.py`).
+Method: the program is cut at the values that samples wait for: a program that makes them, and one that is given them. Each
+        is worked through in microbatches, cut again where it must be. What both need is done in both. So the second
+        update of a GAN sees the first, a gradient is taken where another has led (sharpness-aware minimization), and a
+        contrastive loss has all embeddings of a batch of which the activations are never there together. Batch
+        statistics in every layer would need a round for each layer, with all layers before it: that is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, new_var, replace_eqn
+from autopar.debug import check_behind
+from autopar.ir.build import substitute
+from autopar.ir.dataflow import inputs_of, needed, variables
+from autopar.ir.split.accumulate import accumulate
+from autopar.ir.split.microbatch import check_divides, check_phases, write_phases
+from autopar.ir.split.phases import find_phases_or_values
+from autopar.ir.split.solution import LoopSolution
+from autopar.ir.split.waiting import SamplesWaitError
+from autopar.ir.work import Work
+from autopar.tuning import TUNING
+
+
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """A program over the step's inputs and some of its values, and how it is worked through; None: not known yet.
+
+    Attributes:
+        jaxpr: The step's inputs come first; results are the step's, or values for later rounds.
+        gathered: Inputs that are samples, which a round before has made one microbatch after the other.
+        solution: Its phases.
+    """
+
+    jaxpr: Jaxpr
+    gathered: tuple[Var, ...] = ()
+    solution: LoopSolution | None = None
+
+
+def accumulate_in_rounds(
+    jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False, name: str = "the batch"
+) -> Jaxpr:
+    """One program that works through its microbatches in turn, in as many rounds as it takes.
+
+    Args:
+        jaxpr: Flat program.
+        count: Number of microbatches, at least 2.
+        batch: Inputs whose leading dim runs over samples.
+        per_microbatch: Where samples wait for a sum over the batch, each microbatch takes its own.
+        name: What messages call the batch.
+
+    Raises:
+        BatchError: There is no batch, or it does not divide.
+        MicrobatchError: Too much would be done more than once.
+    """
+    check_divides(jaxpr, count, batch, name)
+    rounds = _rounds(jaxpr, count, batch, per_microbatch)
+    made: dict[Var, Atom] = {var: var for var in jaxpr.invars}
+    eqns: list[JaxprEqn] = []
+    for each in rounds:
+        assert each.solution is not None
+        split = write_phases(each.jaxpr, each.solution)
+        check_behind("microbatch", check_phases(each.jaxpr), split)
+        program = accumulate(each.jaxpr, split)
+        if len(rounds) == 1:
+            return program
+        more, results = substitute(program, [made[var] for var in each.jaxpr.invars])
+        eqns += more
+        made |= {var: atom for var, atom in zip(each.jaxpr.outvars, results, strict=True) if isinstance(var, Var)}
+        outvars = results
+    return make_jaxpr(jaxpr.invars, outvars, eqns)
+
+
+def _rounds(jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool) -> list[_Round]:
+    """In order; the results of the last are the program's."""
+    rounds, at = [_Round(jaxpr)], 0
+    first: SamplesWaitError | None = None
+    while at < len(rounds):
+        current = rounds[at].jaxpr
+        try:
+            rounds[at] = replace(rounds[at], solution=find_phases_or_values(current, count, batch, per_microbatch))
+            at += 1
+        except SamplesWaitError as waits:
+            first = first or waits
+            halves, gathered = _halves(current, waits.sums + waits.samples), rounds[at].gathered
+            of_halves = (gathered, gathered + waits.samples)
+            rounds[at : at + 1] = [_Round(half, own) for half, own in zip(halves, of_halves, strict=False)]
+            if not halves or len(rounds) > TUNING.most_rounds or not _is_worth_it(jaxpr, rounds):
+                raise first.error from None
+    if first is not None and not _is_worth_it(jaxpr, rounds):
+        raise first.error
+    return rounds
+
+
+def _halves(jaxpr: Jaxpr, values: Sequence[Var]) -> list[Jaxpr]:
+    """What makes values, and what is left to do when they are there; none, if an effect would happen twice."""
+    earlier = needed(jaxpr.eqns, values, effects=False)
+    later = needed(jaxpr.eqns, variables(jaxpr.outvars), given=values)
+    twice = set(earlier) & set(later)
+    if not values or any(eqn.effects for eqn in twice) or len(later) == len(jaxpr.eqns):
+        return []
+    given = set(values)
+    # An equation of several results may make a value again beside another one: under another name.
+    later = [
+        replace_eqn(eqn, outvars=[new_var(v.aval) if v in given else v for v in eqn.outvars])
+        if given.intersection(eqn.outvars)
+        else eqn
+        for eqn in later
+    ]
+    read = dict.fromkeys([*(a for eqn in later for a in inputs_of(eqn)), *variables(jaxpr.outvars)])
+    return [
+        make_jaxpr(jaxpr.invars, list(values), earlier),
+        make_jaxpr([*jaxpr.invars, *(var for var in values if var in read)], jaxpr.outvars, later),
+    ]
+
+
+def _is_worth_it(jaxpr: Jaxpr, rounds: Sequence[_Round]) -> bool:
+    """Whether little is done again; once all is known, also whether more is done in loops than on all samples at once."""
+    work = Work()
+    whole = sum(work.of_equations(jaxpr.eqns))
+    again = sum(sum(work.of_equations(each.jaxpr.eqns)) for each in rounds) - whole
+    in_loops = at_once = 0.0
+    for each in rounds:
+        if each.solution is None:
+            return again <= TUNING.repeated_rounds * whole
+        of_all = set(each.gathered)
+        for eqn in each.jaxpr.eqns:
+            match each.solution.phase[eqn]:
+                case "loop":
+                    in_loops += work.of(eqn)
+                case "before" if not of_all.isdisjoint(inputs_of(eqn)):
+                    of_all.update(eqn.outvars)
+                    at_once += work.of(eqn)
+    return again <= TUNING.repeated_rounds * whole and at_once <= in_loops

@@ -1,0 +1,89 @@
+"""What samples wait for: values that all microbatches make together, and that are needed before one of them can go on.
+
+In:     equations that would read such values, as the policy comes by them (`phases.py`).
+Out:    `SamplesWaitError`: the first of them, for the user; and the values, for who can have them made before (`rounds.py`).
+Method: from such an equation back through what would run after the loop, to what the loop makes: sums, or if nothing but
+        samples is read, these. What waits for equations that wait themselves is left for later: it may need nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from autopar._jax import Jaxpr, JaxprEqn, Var
+from autopar.errors import MicrobatchError
+from autopar.ir.dataflow import inputs_of
+from autopar.ir.split.placement import Partial, Split
+from autopar.ir.split.solution import LoopSolution
+from autopar.ir.split.solver import Cause
+
+
+class SamplesWaitError(Exception):
+    """Samples wait for what all of them make together.
+
+    Attributes:
+        error: For the user.
+        sums: Of the step, that the loop makes: were they there before it, samples would wait no more, or for later ones.
+        samples: The same of rows of all samples, where no sums are waited for.
+    """
+
+    def __init__(self, error: MicrobatchError, sums: Iterable[Var], samples: Iterable[Var]):
+        super().__init__()
+        self.error, self.sums, self.samples = error, tuple(sums), tuple(samples)
+
+
+class Waiting:
+    """Collects equations of one step that wait."""
+
+    def __init__(self, jaxpr: Jaxpr, solution: LoopSolution, late: Mapping[Var, Cause]):
+        """`late` is what would be made after the loop; it grows while equations are added."""
+        self.solution, self.late = solution, late
+        self.maker = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+        self.error: MicrobatchError | None = None
+        self.sums: dict[Var, None] = {}
+        self.samples: dict[Var, None] = {}
+        self.behind: dict[Var, None] = {}
+
+    def check(self) -> None:
+        """Raise what was found.
+
+        Raises:
+            SamplesWaitError: An equation waits.
+        """
+        if self.error is not None:
+            raise SamplesWaitError(self.error, self.sums, self.samples)
+
+    def add(self, eqn: JaxprEqn, error: MicrobatchError) -> None:
+        """An equation on samples that would have to run after the loop."""
+        self.error = self.error or error
+        if self._is_behind(eqn):
+            return
+        found = self._needed(eqn)
+        sums = [var for var in found if isinstance(self.solution.of(var), Partial)]
+        samples = [var for var in found if isinstance(self.solution.of(var), Split)]
+        self.sums.update(dict.fromkeys(sums))
+        self.samples.update(dict.fromkeys(() if sums else samples))
+        self.behind.update(dict.fromkeys(eqn.outvars))
+
+    def follow(self, eqn: JaxprEqn) -> None:
+        """Any other equation that would run after the loop."""
+        if self._is_behind(eqn):
+            self.behind.update(dict.fromkeys(eqn.outvars))
+
+    def _is_behind(self, eqn: JaxprEqn) -> bool:
+        return not self.behind.keys().isdisjoint(inputs_of(eqn))
+
+    def _needed(self, eqn: JaxprEqn) -> list[Var]:
+        """What the loop makes and an equation needs of all microbatches."""
+        found: list[Var] = []
+        seen = dict.fromkeys(inputs_of(eqn))
+        waiting = [a for a in seen if a in self.late] or list(seen)
+        while waiting:
+            var = waiting.pop()
+            if var in self.late:
+                more = [a for a in inputs_of(self.maker[var]) if a not in seen]
+                seen.update(dict.fromkeys(more))
+                waiting += more
+            else:
+                found.append(var)
+        return found

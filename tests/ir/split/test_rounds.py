@@ -1,0 +1,120 @@
+"""Where samples wait for what all of them make, a first loop over microbatches makes it: equal to the whole batch at once."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from autopar._jax import eval_jaxpr
+from autopar.errors import MicrobatchError
+from autopar.ir.check import check_program
+from autopar.ir.split.rounds import accumulate_in_rounds
+from tests.ir.split.cases import COUNTS, Case, Tree, assert_same, cases, full_batch, mlp, sgd, squares, traced
+from tests.ir.split.losses import root_loss
+
+
+def contrastive_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Each sample against all others, in both directions."""
+    z = mlp(params, batch["x"])
+    logits = z @ jnp.roll(z, 1, axis=1).T
+    labels = jnp.arange(len(z))
+    rows, columns = (optax.softmax_cross_entropy_with_integer_labels(x, labels) for x in (logits, logits.T))
+    return (rows + columns).mean()
+
+
+def sharpness_aware(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    """A gradient where another has led."""
+    params = state["params"]
+    grads = jax.grad(squares_mean)(params, batch)
+    scale = 0.05 / optax.global_norm(grads)
+    ahead = jax.tree.map(lambda p, g: p + scale * g, params, grads)
+    value, grads = jax.value_and_grad(squares_mean)(ahead, batch)
+    return {**state, "params": jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)}, {"loss": value}
+
+
+def squares_mean(params: Tree, batch: Tree) -> jax.Array:
+    return squares(params, batch).mean()
+
+
+def two_players(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    """The second is trained against the first as it is after its own update."""
+    params = state["params"]
+
+    def judged(judge, made):
+        return jnp.tanh(made @ judge).mean()
+
+    def first(judge):
+        return judged(judge, mlp(params, batch["x"])) - judged(judge, batch["y"])
+
+    judge = params["w2"].T @ params["w2"]
+    judge = judge - 0.1 * jax.grad(first)(judge)
+    value, grads = jax.value_and_grad(lambda p: -judged(judge, mlp(p, batch["x"])))(params)
+    return {**state, "params": jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)}, {"loss": value}
+
+
+CASES = {
+    "contrastive": (Case(sgd(contrastive_loss)), 2),
+    "sharpness-aware": (Case(sharpness_aware), 2),
+    "two players": (Case(two_players), 2),
+    "root of the mean": (Case(sgd(root_loss)), 2),
+}
+
+
+def loops_of(jaxpr):
+    return [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+
+
+@pytest.mark.parametrize("count", COUNTS)
+@cases({name: case for name, (case, _) in CASES.items()})
+def test_equal(case, count):
+    rounds = next(rounds for each, rounds in CASES.values() if each is case)
+    program, batch = traced(case)
+    flat = accumulate_in_rounds(program.jaxpr, count, batch)
+    check_program(flat)
+    loops = [eqn for eqn in loops_of(flat) if eqn.params["length"] == count]
+    assert len(loops) == rounds
+    run = jax.jit(lambda *args: eval_jaxpr(flat, (), *args))
+    found = program.unflatten_outputs(run(*program.flatten_inputs(jax.tree.leaves((case.state(), case.batch())))))
+    assert_same(found, full_batch(case))
+
+
+def test_not_in_every_layer():
+    """As many rounds as layers would do most of the work again and again."""
+
+    def loss(params, batch):
+        x = batch["x"]
+        for _ in range(8):
+            x = jnp.tanh(x @ params["w1"] @ params["w2"] @ params["w2"].T @ params["w1"].T)
+            x = (x - x.mean(0)) / (x.std(0) + 1e-3)
+        return (x**2).mean()
+
+    program, batch = traced(Case(sgd(loss)))
+    with pytest.raises(MicrobatchError, match="batch statistics"):
+        accumulate_in_rounds(program.jaxpr, 2, batch)
+
+
+def test_not_where_nothing_is_left():
+    """All pairs of samples are the work; to make the samples first would leave all of it before the loop."""
+
+    def loss(params, batch):
+        return jnp.tanh(batch["x"][:, None] - batch["x"][None] + params["w1"][0, 0]).mean()
+
+    program, batch = traced(Case(sgd(loss)))
+    with pytest.raises(MicrobatchError, match="all of the samples"):
+        accumulate_in_rounds(program.jaxpr, 2, batch)
+
+
+def test_what_is_seen_outside_happens_once():
+    seen = []
+
+    def loss(params, batch):
+        each = squares(params, batch)
+        jax.debug.callback(lambda x: seen.append(np.asarray(x)), each.sum())
+        return jnp.sqrt(each.mean())
+
+    program, batch = traced(Case(sgd(loss)))
+    flat = accumulate_in_rounds(program.jaxpr, 2, batch)
+    assert sum(bool(eqn.effects) for eqn in loops_of(flat)) <= 1
