@@ -56,6 +56,10 @@ class Tuning:
     """Edges. So far the surroundings of two nodes are compared: what differs farther away does not change what is best here."""
     tie_stretch: int = 8
     """Equations. So many must be equal in a row before a distance between them is looked at: fewer are found everywhere."""
+    untied_each: int = 2_000
+    """Graphs with no more nodes are solved without ties on every mesh whose answer is nearly the best."""
+    untied_near: float = 0.015
+    """Part of the step: as much may be won by what ties keep alike."""
     untied_pairs: int = 30_000_000
     """Pairs. Beyond so many, the tables of the problem with every layer by itself take gigabytes."""
     unmeant_gather: float = 100.0
@@ -111,6 +115,8 @@ class Tuning:
     """Pairs of a neighbourhood with memory rows, which no elimination makes smaller: larger ones are left out."""
     polish_core: int = 1_000
     """Pairs that elimination may leave of a neighbourhood for the solver."""
+    axis_gain: float = 1e-4
+    """Part of the cost. Where holding any one axis wins less than that, an answer on three axes is taken."""
     search_steps: int = 50
     """Steps for each node of the searches that prove nothing (`solver="mcmc"` and others)."""
 
@@ -137,6 +143,8 @@ class Tuning:
 
     late_bytes: int = 1 << 24
     """Bytes. What is smaller may live through a loop; of what is larger, what frees it is done before."""
+    again_bytes: int = 1 << 20
+    """Bytes. What is smaller may live beside what runs again."""
     late_part: float = 1 / 8
     """Part of the bytes that become free so which what is made to wait for it may have: to wait may cost a pass over it."""
     fitting_turns: int = 8
@@ -203,11 +211,11 @@ class Tuning:
     """Part of the time to plan everything that meshes without stages take; for progress."""
     layers_share: float = 0.4
     """Part of the search over pipelines that costs of layers take; for progress."""
-    third_axis_gain: float = 5e-3
-    """Part of the step that a mesh of three axes must win over fewer: it takes many times as long to plan."""
-    pairs_per_second: float = 2e6
-    """Pairs that planning gets through in a second on one core, roughly."""
-    repaying_steps: int = 1000
+    third_axis_gain: float = 1e-3
+    """Part of the step that the second axis must have won, for the third wins less, and takes several times as long to plan."""
+    pairs_per_second: float = 5e6
+    """Pairs of a mesh of three axes that planning gets through in a second on one core, roughly."""
+    repaying_steps: int = 20_000
     """Steps of training. Planning may take as long as what it may win in so many."""
     clock_doubt: float = 5e-3
     """Part of the cost that a mesh may be priced above the best so far and still be faster on the clock. Problems of no more

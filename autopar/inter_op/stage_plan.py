@@ -22,7 +22,7 @@ from autopar.cost import collective_seconds
 from autopar.inter_op.stage import Slot, StageProgram, Task, TaskKind
 from autopar.intra_op.batch import batch_factors
 from autopar.intra_op.costs import OperationSeconds, held_values
-from autopar.intra_op.graph import Graph, stacked
+from autopar.intra_op.graph import Graph, Tables, stacked
 from autopar.intra_op.lanes import run_lanes
 from autopar.intra_op.liveness import fullest_moments, measure_liveness
 from autopar.intra_op.lower import lower_part
@@ -145,6 +145,7 @@ def plan_stage(
     all_again: bool = False,
     gap: float = TUNING.stage_gap,
     like: Graph | None = None,
+    tables: Tables | None = None,
 ) -> StagePlan:
     """Shard one stage.
 
@@ -157,6 +158,7 @@ def plan_stage(
         gap: Part of its cost by which it may miss the least.
         all_again: Whether what its forward pass makes does not count as memory, for it may run again.
         like: As of `build_graph`.
+        tables: As of `build_graph`.
 
     Raises:
         InfeasibleError: A pin or the memory budget cannot be kept.
@@ -181,6 +183,7 @@ def plan_stage(
         anew=program.anew,
         twice=program.twice,
         like=like,
+        tables=tables,
     )
     return lower_stage(program, mesh, device, sharded)
 

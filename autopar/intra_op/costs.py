@@ -83,7 +83,7 @@ class Prices:
             weight_of[kind] = weight_of.get(kind, 0.0) + edge.weight
             first.setdefault(key, edge)
         self.small = small_bytes(graph.mesh)
-        self.matrices: dict[tuple[Any, ...], np.ndarray] = _known(graph, "conversions")
+        self.matrices = graph.tables.conversions
         for key, weight_of in weights.items():
             matrix = self.matrix(first[key])
             if matrix.any():
@@ -150,7 +150,7 @@ class OperationSeconds:
         return self.known[key]
 
 
-def _known(graph: Graph, what: str, device: Device | None = None) -> dict[Any, Any]:
+def _known(graph: Graph, what: str, device: Device) -> dict[Any, Any]:
     """What was priced of a graph before: the same however its nodes are tied and whatever is allowed."""
     # The device stays with what was priced for it, so that its id stays its own.
     return graph.priced.setdefault((what, id(device)), (device, {}))[1]

@@ -12,6 +12,7 @@ Method: conversions of one kind (of samples or not; for the forward pass, the ba
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -30,16 +31,18 @@ class Exposure:
     Attributes:
         least: The part that counts of what is hidden as well as can be: it slows down the kernels beside it.
         seen: Of each kind the seconds of all programs that were put on the clock, and how many of them were exposed.
+        unseen: The part that counts where samples wait for a conversion of a kind that no program has shown.
     """
 
     least: float
     seen: Mapping[Kind, tuple[float, float]] = field(default_factory=dict)
+    unseen: float = 1.0
 
     def of(self, kind: Kind) -> float:
         """The part for a kind of conversions."""
         seconds, exposed = self.seen.get(kind, (0.0, 0.0))
         if not seconds:
-            return 1.0 if kind[0] else self.least
+            return self.unseen if kind[0] else self.least
         return min(1.0, max(self.least, exposed / seconds))
 
     def after(self, shown: Sequence[Shown]) -> Exposure:
@@ -50,6 +53,10 @@ class Exposure:
                 seconds, exposed = seen.get(one.kind, (0.0, 0.0))
                 seen[one.kind] = seconds + one.seconds, exposed + one.exposed_seconds
         return Exposure(self.least, seen)
+
+    def hopeful(self) -> Exposure:
+        """The same, if all hides that no program has shown."""
+        return dataclasses.replace(self, unseen=self.least)
 
     def in_microbatches(self, before: int, after: int) -> Exposure:
         """What is known of a step in some number of microbatches, said of it in another one: what runs for each runs as much

@@ -12,27 +12,29 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from functools import partial
 
 import numpy as np
 
 from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.intra_op.budget import BudgetSearch
 from autopar.intra_op.build_graph import build_graph
+from autopar.intra_op.by_axes import behaviours, descend, lift
 from autopar.intra_op.costs import held_values
 from autopar.intra_op.exposure import Exposure, show
 from autopar.intra_op.floor import Floor, memory_floor
-from autopar.intra_op.graph import Graph
+from autopar.intra_op.graph import Graph, Tables
 from autopar.intra_op.liveness import Liveness, fullest_moments
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import rows_of
-from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution
+from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution, num_pairs
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.restrict import Allowed, Restrict
 from autopar.intra_op.setting import SHARD, Setting, check_setting
 from autopar.intra_op.sharded import Body
 from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit
-from autopar.intra_op.within import solve_within
+from autopar.intra_op.within import Solve, solve_within
 from autopar.ir.passes import run_passes
 from autopar.mesh import Device, LogicalMesh
 from autopar.options import Options
@@ -64,6 +66,9 @@ def shard(
     twice: AbstractSet[JaxprEqn] = frozenset(),
     exposure: Exposure | None = None,
     like: Graph | None = None,
+    tables: Tables | None = None,
+    begin: Sharded | None = None,
+    explore: bool = False,
 ) -> Sharded:
     """Find the cheapest sharding of a program on one mesh.
 
@@ -86,16 +91,22 @@ def shard(
         exposure: What is known of it from elsewhere; the problem is then solved again with what its answer shows, and the
             fastest on the clock is taken. None: every collective counts in full, and no more is asked.
         like: As of `build_graph`.
+        tables: As of `build_graph`.
+        begin: An answer on a mesh each of whose axes is some of this one's: a large problem is not solved as a whole but
+            from there (`by_axes.py`), and nothing is proved of it.
+        explore: Whether to look, too, at what is best if all hides that no program has shown.
 
     Raises:
         InfeasibleError: A pin or the memory budget cannot be kept; says which and by how much.
         ConstraintError: A pin does not fit.
-        Beaten: Nothing here is better than `beat`.
+        Beaten: Nothing here is better than `beat`, or nothing better was found from `begin`.
     """
-    graph = build_graph(jaxpr, mesh, aliases, batch, anew, twice, like)
+    graph = build_graph(jaxpr, mesh, aliases, batch, anew, twice, like, tables)
     setting = run_passes(SHARD, Setting(jaxpr, graph, device, restrict), check_setting)
     instance = _Instance(setting, options, donated, elsewhere, gap)
     problem = instance.prices.problem(exposure)
+    if begin is not None and num_pairs(problem) > TUNING.small_mesh_pairs:
+        instance.begin_at(begin)
     solution = instance.solve(problem, beat)
     if solution.status == "beaten":
         raise Beaten(solution.bound)
@@ -103,6 +114,7 @@ def shard(
     best = last = instance.read_off(problem, solution, exposure) if solution.choices else None
     if best is not None:
         best, last = _follow_clock(instance, best, tried)
+        best, last = _explore(instance, best, last, tried) if explore else (best, last)
     elif not problem.rows or instance.budget_search.is_hopeless():
         instance.budget_search.explain(problem)
     expected = exposure if last is None or last.exposure is None else _shown(last)
@@ -141,14 +153,22 @@ class _Instance:
         # The last alone: a body is as large as the program.
         self._lowered: dict[tuple[int, ...], Body] = {}
         self._moments: dict[tuple[int, ...], tuple[Liveness, ...]] = {}
+        self._solve_one: Solve = solve
+
+    def begin_at(self, known: Sharded) -> None:
+        """Solve by axes from here on, beginning with what is known on a mesh of fewer axes."""
+        lifted = lift(known.choices, known.graph, self.graph)
+        of_class = dict(zip(reversed(self.class_of), reversed(lifted), strict=True))  # that of a class's first node
+        start = tuple(of_class[number] for number in range(len(of_class)))
+        self._solve_one = partial(descend, start=start, does=behaviours(self.graph, self.class_of))
 
     def solve(self, problem: Problem, beat: float = np.inf) -> Solution:
         """A problem of this program, within the memory budget."""
-        search = self.budget_search
+        search, one = self.budget_search, self._solve_one
         if np.isfinite(search.budget):
             hopeless = search.is_hopeless
-            return solve_within(problem, search.broken_rows, self.solver, self.limit, 30, beat, self.gap, hopeless)
-        return solve(problem, self.solver, self.limit, self.gap, beat)
+            return solve_within(problem, search.broken_rows, self.solver, self.limit, 30, beat, self.gap, hopeless, one)
+        return one(problem, self.solver, self.limit, self.gap, beat)
 
     def read_off(self, problem: Problem, solution: Solution, exposure: Exposure | None) -> Sharded:
         """What the choices of a solution come to."""
@@ -219,6 +239,32 @@ def _follow_clock(instance: _Instance, first: Sharded, tried: list[tuple[int, ..
         last = instance.read_off(problem, solution, exposure)
         best = min(best, last, key=lambda sharded: sharded.step_seconds)
     return best, last
+
+
+def _explore(
+    instance: _Instance, best: Sharded, last: Sharded, tried: list[tuple[int, ...]]
+) -> tuple[Sharded, Sharded]:
+    """Solve as if all hid that no program has shown; a program that comes of it shows what does.
+
+    A plan that is like none seen before (experts over devices, where all seen so far split samples) would else be judged by
+    conversions that are thought to be waited for in full. Arguments and results as of `_follow_clock`.
+    """
+    if last.exposure is None:
+        return best, last
+    exposure = _shown(last).hopeful()
+    problem = instance.prices.problem(exposure)
+    solution = instance.solve(problem, (1 - TUNING.exposure_same) * best.step_seconds)
+    if not solution.choices or solution.status == "beaten" or solution.choices in tried:
+        return best, last
+    tried.append(solution.choices)
+    found, last = _follow_clock(instance, instance.read_off(problem, solution, exposure), tried)
+    if last.exposure is None or found.step_seconds >= best.step_seconds:
+        found = best
+    # What is known by now holds for it, too, and for the meshes that it is compared with.
+    seconds = last.problem.cost(found.solution.choices)
+    priced = Solution(found.solution.choices, seconds, seconds, "feasible", found.solution.solver)
+    priced = priced.bounded(last.solution.bound)
+    return dataclasses.replace(found, problem=last.problem, solution=priced, exposure=last.exposure), last
 
 
 def _shown(sharded: Sharded) -> Exposure:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 
 from autopar._jax import Jaxpr
 from autopar.intra_op.costs import build_problem
-from autopar.intra_op.problem import Solution
+from autopar.intra_op.problem import Problem, Solution
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit
@@ -43,13 +43,15 @@ def untie(
         limit: What it may use of time.
 
     Returns:
-        The better one; the same choices where none is, with the bound of the untied problem.
+        The better one; the same choices where none is, with the bound of the untied problem (of the tied one, where that is
+        as far as it goes).
     """
     graph, count = sharded.graph, len(sharded.graph.nodes)
     alone = list(range(count))
     # Of rows only those of the tied problem are known: the answer within them stays.
     if len(sharded.problem.costs) == count or sharded.problem.rows or _untied_pairs(sharded) > TUNING.untied_pairs:
-        return sharded
+        by_axes = len(graph.mesh.shape) > 2 and sharded.solution.gap > TUNING.rough_gap
+        return _proved(sharded, solver, limit) if by_axes else sharded
     problem = build_problem(graph, device, alone, sharded.allowed.masks, sharded.exposure)
     answer = solve(problem, solver, limit, TUNING.large_gap, start=sharded.choices)
     before = problem.cost(sharded.choices)
@@ -70,6 +72,13 @@ def untie(
         exposure=sharded.exposure,
     )
     return better if fits(better) and better.step_seconds <= sharded.step_seconds else kept
+
+
+def _proved(sharded: Sharded, solver: str, limit: TimeLimit) -> Sharded:
+    """The same answer, with a bound of the problem as a whole where it has been solved by axes alone."""
+    problem, solution = sharded.problem, sharded.solution
+    answer = solve(Problem(problem.costs, problem.edges), solver, limit, TUNING.rough_gap, start=solution.choices)
+    return dataclasses.replace(sharded, solution=solution.bounded(max(solution.bound, answer.bound)))
 
 
 def _untied_pairs(sharded: Sharded) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -19,6 +20,19 @@ from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution, num_p
 from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit, time_limit
 from autopar.tuning import TUNING
+
+
+class Solve(Protocol):
+    """How one problem without rows is solved: as `solve` says."""
+
+    def __call__(
+        self,
+        problem: Problem,
+        solver: str = "highs",
+        seconds: float | TimeLimit = 60.0,
+        gap: float = PROVED,
+        known: float = np.inf,
+    ) -> Solution: ...
 
 
 def solve_within(
@@ -30,6 +44,7 @@ def solve_within(
     known: float = np.inf,
     gap: float = PROVED,
     is_hopeless: Callable[[], bool] = lambda: False,
+    solve_one: Solve = solve,
 ) -> Solution:
     """Least assignment for which `broken_rows(choices)` is empty, adding the rows it names until it is.
 
@@ -42,12 +57,13 @@ def solve_within(
         known: As of `solve`.
         gap: As of `solve`.
         is_hopeless: Asked when something is broken: whether it is proved that nothing will do.
+        solve_one: Solves problems without rows.
 
     Returns:
         The assignment; `"infeasible"` where none was found.
     """
     limit = time_limit(seconds)
-    base = solve(problem, solver, limit, gap, known)
+    base = solve_one(problem, solver, limit, gap, known)
     if base.status in ("infeasible", "beaten"):
         return base
     rows = broken_rows(base.choices)
@@ -55,14 +71,15 @@ def solve_within(
         return base
     problem.rows.extend(rows)
     unlikely = any(row.least(problem.costs) > row.budget_bytes for row in problem.rows)
-    if is_hopeless() or (unlikely and not _fits_somehow(problem, base, broken_rows, solver, limit)):
+    if is_hopeless() or (unlikely and not _fits_somehow(problem, base, broken_rows, solver, limit, solve_one)):
         return dataclasses.replace(base, choices=(), status="infeasible")
     if num_pairs(problem) <= TUNING.rows_core:
         exact = _cut(problem, broken_rows, solver, limit, max_rounds, gap)
         if exact.status != "infeasible":
             return exact
     # A row says what is alive at its moment in one program; of another it may say too much.
-    return _solve_priced(problem, base, broken_rows, solver, limit, max(gap, TUNING.large_gap), known)
+    gap = max(gap, TUNING.large_gap)
+    return _solve_priced(problem, base, broken_rows, solver, limit, gap, known, solve_one)
 
 
 def _fits_somehow(
@@ -71,12 +88,13 @@ def _fits_somehow(
     broken_rows: Callable[[Sequence[int]], list[MemoryRow]],
     solver: str,
     limit: TimeLimit,
+    solve_one: Solve,
 ) -> bool:
     """Whether anything is found that fits where the rows say that nothing does: bytes cost more than all seconds."""
     for _ in range(TUNING.price_tries):
         over = max(row.used(base.choices) - row.budget_bytes for row in problem.rows)
         price = TUNING.dear_bytes * base.objective / max(over, 1.0)
-        broken = broken_rows(solve(problem.priced(problem.rows, price), solver, limit, 1e-2).choices)
+        broken = broken_rows(solve_one(problem.priced(problem.rows, price), solver, limit, 1e-2).choices)
         if not broken:
             return True
         problem.rows.extend(broken)
@@ -109,6 +127,7 @@ def _solve_priced(
     limit: TimeLimit,
     gap: float,
     known: float,
+    solve_one: Solve,
 ) -> Solution:
     """Keep memory by a price on bytes instead of by rows: every problem is then one without rows, which solves fast.
 
@@ -124,7 +143,7 @@ def _solve_priced(
     # Rows choose in the end among what the prices found: where a small gap may be left, a rough answer to each will do.
     rough = max(gap, TUNING.rough_gap) if gap > TUNING.large_gap else gap
     for _ in range(TUNING.prices):
-        answer = solve(problem.priced(rows, price), solver, limit, rough)
+        answer = solve_one(problem.priced(rows, price), solver, limit, rough)
         answers.append(answer)
         lower = max(lower, answer.bound - price * sum(row.budget_bytes - row.constant_bytes for row in rows))
         if lower >= known * (1 - PROVED):

@@ -3,7 +3,8 @@
 In:     a step (in microbatches), the meshes that the method allows, fewer axes first.
 Out:    `Searched`: what was found on each mesh, and what was tried or left out, and why.
 Method: what is known of one mesh bounds the next: a mesh that cannot beat the best so far ends early, and one of three
-        axes, which takes many times as long to plan as others, is begun only where it can win as much as that costs.
+        axes, which takes many times as long to plan as others, begins at the best answer on fewer, and only where it can
+        win as much as that costs.
         Equal layers share their choices in all of this; the best answer is then untied (`intra_op/untie.py`).
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from autopar.errors import AutoparError
+from autopar.intra_op.by_axes import joined_axes
 from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.problem import num_pairs
 from autopar.intra_op.read_off import Sharded
@@ -67,7 +69,7 @@ def search_meshes(
     As long as nothing is found, `beat` is the objective to be beaten, and `exposure` what is known of it.
     """
     for number, mesh in enumerate(meshes):
-        reason = _not_worth_it(searched, mesh, cluster.hosts) if len(meshes) > 1 or searched.results else ""
+        reason = _not_worth_it(searched, mesh) if len(meshes) > 1 or searched.results else ""
         if reason:
             searched.tried.append((str(mesh), reason))
             continue
@@ -79,7 +81,8 @@ def search_meshes(
             beat, exposure = _to_beat(searched, mesh), searched.best[1].exposure
         try:
             like = searched.results[0][1].graph if searched.results else None
-            sharded = shard_on(program, roles, cluster, method, mesh, compare, beat, exposure, like)
+            begin, explore = _begin(searched, mesh), not searched.results
+            sharded = shard_on(program, roles, cluster, method, mesh, compare, beat, exposure, like, begin, explore)
         except Beaten as beaten:
             searched.beaten.append(mesh)
             searched.tried.append((str(mesh), f"at least {beaten.seconds:.3e} s"))
@@ -97,29 +100,46 @@ def _to_beat(searched: Searched, mesh: LogicalMesh) -> float:
     Prices are not the clock: of two plans that are priced alike, each on its mesh, either may be faster.
     """
     best = searched.best[1]
-    if len(mesh.shape) > 2:
-        return best.solution.objective * (1 - TUNING.third_axis_gain)
     small = num_pairs(best.problem) <= TUNING.small_mesh_pairs
     return best.solution.objective * (1 + TUNING.clock_doubt if small else 1)
+
+
+def _begin(searched: Searched, mesh: LogicalMesh) -> Sharded | None:
+    """Where to begin on a mesh of three axes: the fastest answer on a mesh each of whose axes is some of these."""
+    known = [sharded for other, sharded in searched.results if len(other.shape) < len(mesh.shape)]
+    known = [sharded for sharded in known if len(mesh.shape) > 2 and joined_axes(sharded.graph.mesh, mesh)]
+    return min(known, key=lambda sharded: sharded.step_seconds, default=None)
 
 
 def untie_best(
     program: Program, roles: Roles, cluster: Cluster, method: Method, searched: Searched
 ) -> tuple[LogicalMesh, Sharded]:
-    """The best plan with every node by itself."""
+    """The best plan with every node by itself; of small programs the best of all that are nearly as fast."""
     mesh, best = searched.best
     options = method.options()
     budget = options.memory_budget_bytes or cluster.device.memory_bytes
-    untied = untie(
-        program.jaxpr,
-        best,
-        cluster.device,
-        roles.donated,
-        lambda sharded: sharded.liveness.peak_bytes <= budget,
-        options.solver,
-        TimeLimit(options.solver_seconds),
-    )
-    return mesh, untied
+
+    def untied(sharded: Sharded) -> Sharded:
+        return untie(
+            program.jaxpr,
+            sharded,
+            cluster.device,
+            roles.donated,
+            lambda sharded: sharded.liveness.peak_bytes <= budget,
+            options.solver,
+            TimeLimit(options.solver_seconds),
+        )
+
+    near = (1 + TUNING.untied_near) * best.step_seconds
+    small = len(best.graph.nodes) <= TUNING.untied_each
+    others = [(m, s) for m, s in searched.results if s is not best and len(m.shape) < 3 and s.step_seconds <= near]
+    found: list[tuple[LogicalMesh, Sharded]] = []
+    # Three axes last: of such an answer a bound is still to be found, if it is not beaten by now.
+    for other, sharded in sorted([(mesh, best), *(others if small else ())], key=lambda pair: len(pair[0].shape)):
+        beaten = any(known.step_seconds <= sharded.step_seconds for _, known in found)
+        if not (beaten and len(other.shape) > 2):
+            found.append((other, untied(sharded)))
+    return min(found, key=lambda pair: (pair[1].step_seconds, len(pair[0].shape)))
 
 
 def shared_seconds(sharded: Sharded) -> float:
@@ -127,7 +147,7 @@ def shared_seconds(sharded: Sharded) -> float:
     return sum(float(costs.min()) for costs in sharded.problem.costs)
 
 
-def _not_worth_it(searched: Searched, mesh: LogicalMesh, hosts: int) -> str:
+def _not_worth_it(searched: Searched, mesh: LogicalMesh) -> str:
     """Why a mesh is left out; "": it is not."""
     if len(mesh.shape) < 3 or not searched.results:
         return ""
@@ -139,17 +159,18 @@ def _not_worth_it(searched: Searched, mesh: LogicalMesh, hosts: int) -> str:
         by_axes.setdefault(len(known.shape), best.step_seconds)
     if len(by_axes) < 2 and 1 in by_axes:
         return ""
-    # A third axis multiplies the choices of a node as those before did.
+    # A third axis multiplies the choices of a node as those before did, and wins less than the second.
     pairs = sum(float(matrix.size) ** (3 / len(wide.shape)) for matrix in widest.problem.edges.values())
     won = best.step_seconds - shared_seconds(best)
     if pairs <= TUNING.small_mesh_pairs:
         return ""
-    if hosts > 1:
-        return "left out: stages win what a third axis would, in a part of the time it takes to plan that"
     if won <= TUNING.third_axis_gain * best.step_seconds:
         return f"left out: no plan takes less than {shared_seconds(best):.3e} s"
     if by_axes.get(2, math.inf) > (1 - TUNING.third_axis_gain) * by_axes.get(1, math.inf):
         return "left out: the second axis won next to nothing"
+    fewer = min(by_axes.get(1, math.inf), by_axes.get(2, math.inf))
+    if by_axes.get(3, -math.inf) > (1 - TUNING.third_axis_gain) * fewer:
+        return "left out: a third axis won next to nothing elsewhere"
     if pairs / TUNING.pairs_per_second > TUNING.repaying_steps * won:
         return f"left out: it would take longer to plan than {TUNING.repaying_steps} steps can win"
     return ""

@@ -134,11 +134,13 @@ def shard_on(
     beat: float = math.inf,
     exposure: Exposure | None = None,
     like: Graph | None = None,
+    begin: Sharded | None = None,
+    explore: bool = False,
 ) -> Sharded:
     """Shard the program on one mesh under the method's restrictions; `compare` with data parallelism too.
 
     `beat` is the objective of the best plan known on other meshes, `exposure` what it was priced with, `like` the graph of
-    the program on one of them.
+    the program on one of them, `begin` an answer to begin with, as of `shard`; so is `explore`.
     """
 
     def restrict(graph: Graph, allowed: Allowed) -> None:
@@ -157,6 +159,8 @@ def shard_on(
         beat,
         exposure=exposure or Exposure(1 - cluster.device.achieved.overlap),
         like=like,
+        begin=begin,
+        explore=explore,
     )
 
 

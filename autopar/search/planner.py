@@ -179,7 +179,7 @@ class _Search:
         self.on_hosts = isinstance(method, Auto | Inference) and cluster.hosts > 1
         self.meshes = candidate_meshes(cluster, method)
         if self.on_hosts:
-            # Stages are there to take what a third axis would, at a fraction of the time it takes to plan that.
+            # Those of three axes begin at what is found on these.
             self.meshes = [mesh for mesh in self.meshes if len(mesh.shape) <= 2] or self.meshes
         self.count = count_of(method)
         self.program = in_microbatches(step, roles, self.count, method.options().microbatch_semantics)

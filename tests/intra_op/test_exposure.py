@@ -30,6 +30,9 @@ def test_what_was_seen_of_a_kind_counts_for_all_of_it():
     assert known.of(GRADIENTS) == 0.5 and known.after([Shown(GRADIENTS, 6.0, 1.0)]).of(GRADIENTS) == 0.25
     assert known.after([Shown(GRADIENTS, 100.0, 0.0)]).of(GRADIENTS) == 0.1, "what is hidden slows kernels down"
     assert Exposure(0.1).of(GRADIENTS) == 0.1 and Exposure(0.1).of(SAMPLES) == 1.0, "before anything was seen"
+    hopeful = known.hopeful()
+    assert hopeful.of(SAMPLES) == 0.1 and hopeful.of(GRADIENTS) == 0.5, "what is known stays"
+    assert hopeful.after([Shown(GRADIENTS, 2.0, 1.0)]).of(SAMPLES) == 1.0, "hope lasts for one problem"
 
 
 @pytest.mark.parametrize("scanned", [False, True])

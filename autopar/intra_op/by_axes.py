@@ -1,0 +1,161 @@
+"""A mesh of three axes, two at a time: an answer made better where a problem is too large to be solved at once.
+
+In:     a problem, an answer on a mesh some of whose axes are one axis on another mesh of fewer axes.
+Out:    `Solution`: no worse than that answer; nothing is proved.
+Method: what every decision does on one axis is held, and on the others chosen anew, as on a mesh of two axes; then another
+        axis is held, until none is worth it. Tables are k x k times smaller than those of all choices at once: block
+        coordinate descent (Bertsekas, "Nonlinear Programming", sec. 2.7), whose blocks are solved as any problem is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from autopar.intra_op.graph import Graph, Node
+from autopar.intra_op.problem import PROVED, Problem, Solution
+from autopar.intra_op.solve import solve
+from autopar.intra_op.time_limit import TimeLimit, time_limit
+from autopar.mesh import LogicalMesh, Sharding
+from autopar.tuning import TUNING
+
+Behaviours = tuple[tuple[np.ndarray, ...], ...]
+"""Of each mesh axis, of each decision of a problem: a number for each choice, equal where it does the same on that axis."""
+
+
+def joined_axes(fewer: LogicalMesh, more: LogicalMesh) -> Mapping[str, tuple[str, ...]]:
+    """Of each axis of a mesh the neighbouring axes of another one that together are as long; {}: there are none."""
+    left, found = list(more.axis_sizes.items()), dict[str, tuple[str, ...]]()
+    for axis, size in fewer.axis_sizes.items():
+        names, product = [], 1
+        while left and product < size:
+            name, length = left.pop(0)
+            names.append(name)
+            product *= length
+        if product != size:
+            return {}
+        found[axis] = tuple(names)
+    return {} if left else found
+
+
+def lift(choices: Sequence[int], known: Graph, graph: Graph) -> tuple[int, ...]:
+    """The same answer on a mesh whose axes are parts of those of the mesh that it was found on.
+
+    Args:
+        choices: Of each node of `known`.
+        known: The program on the mesh of fewer axes.
+        graph: The same program on the mesh of more.
+
+    Returns:
+        A choice for each node of `graph`; of decisions that `known` does not have, to keep the value whole.
+    """
+    axes = joined_axes(known.mesh, graph.mesh)
+    at = {name: known.nodes[index] for name, index in _names(known)}
+    places: dict[int, dict[Hashable, int]] = {}
+    found = [node.num_choices - 1 for node in graph.nodes]
+    for name, index in _names(graph):
+        node, before = graph.nodes[index], at.get(name)
+        if before is None:
+            continue
+        listed = node.strategies or node.shardings
+        place = places.setdefault(id(listed), {key: k for k, key in reversed([*enumerate(_keys(node))])})
+        found[index] = place.get(_key(before, choices[before.index], axes), found[index])
+    return tuple(found)
+
+
+def behaviours(graph: Graph, class_of: Sequence[int]) -> Behaviours:
+    """What the choices of each class of nodes do on each axis."""
+    first = dict(zip(reversed(class_of), reversed(graph.nodes), strict=True))
+    known: dict[tuple[int, str], np.ndarray] = {}
+
+    def numbers(node: Node, axis: str) -> np.ndarray:
+        listed = node.strategies or node.shardings
+        if (id(listed), axis) not in known:
+            order: dict[Hashable, int] = {}
+            does = [_on_axis(key, axis) for key in _keys(node)]
+            known[id(listed), axis] = np.array([order.setdefault(what, len(order)) for what in does])
+        return known[id(listed), axis]
+
+    return tuple(tuple(numbers(first[k], axis) for k in range(len(first))) for axis in graph.mesh.axis_names)
+
+
+def descend(
+    problem: Problem,
+    solver: str = "highs",
+    seconds: float | TimeLimit = 60.0,
+    gap: float = PROVED,
+    known: float = np.inf,
+    *,
+    start: Sequence[int],
+    does: Behaviours,
+) -> Solution:
+    """Hold one axis after the other, and choose the rest anew.
+
+    Args:
+        problem: Costs, without rows.
+        solver: As of `solve`.
+        seconds: As of `solve`.
+        gap: As of `solve`, of each block.
+        known: Cost of an answer on another mesh: where nothing found is better, its status is `"beaten"`.
+        start: Where to begin.
+        does: What choices do on each axis.
+    """
+    limit = time_limit(seconds)
+    floor = sum(float(cost.min()) for cost in problem.costs)
+    best = Solution(tuple(start), problem.cost(start), floor, "feasible", "two axes at a time")
+    held = failed = 0
+    while failed < len(does) and not limit.is_spent:
+        before = best.objective
+        masks = [numbers == numbers[choice] for numbers, choice in zip(does[held], best.choices, strict=True)]
+        block = Problem(
+            [np.where(mask, cost, np.inf) for mask, cost in zip(masks, problem.costs, strict=True)], problem.edges
+        )
+        answer = solve(block, solver, limit, max(gap, TUNING.large_gap), start=best.choices)
+        if answer.choices and answer.objective < before:
+            best = Solution(answer.choices, answer.objective, floor, "feasible", best.solver)
+        failed = 0 if best.objective < before * (1 - TUNING.axis_gain) else failed + 1
+        held = (held + 1) % len(does)
+    if not np.isfinite(best.objective):
+        return Solution((), np.inf, np.inf, "infeasible", best.solver)
+    return best if best.objective < known else dataclasses.replace(best, status="beaten")
+
+
+def _names(graph: Graph) -> Iterator[tuple[Hashable, int]]:
+    """Each node with a name that it has in every graph of its program."""
+    yield from ((("input", k), index) for k, index in enumerate(graph.inputs))
+    yield from ((("output", k), index) for k, index in enumerate(graph.outputs))
+    yield from ((("op", eqn), index) for eqn, index in graph.op_node.items())
+    yield from ((("port", key), index) for key, index in graph.ports.items())
+    yield from ((("hub", key), index) for key, index in graph.hubs.items())
+    yield from ((("keep", key), keep.node) for key, keep in graph.keeps.items())
+
+
+Key = tuple[tuple[Sharding, ...], tuple[tuple[str, tuple[str, ...]], ...]]
+"""What a choice is: how each value lies, and reductions."""
+
+
+def _keys(node: Node) -> Iterator[Key]:
+    for strategy in node.strategies:
+        yield (*strategy.operands, *strategy.results), strategy.reductions
+    if not node.strategies:
+        yield from (((sharding,), ()) for sharding in node.shardings)
+
+
+def _key(node: Node, choice: int, axes: Mapping[str, tuple[str, ...]]) -> Key:
+    """A choice under other names of axes."""
+
+    def renamed(names: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(name for axis in names for name in axes[axis])
+
+    shardings, reductions = [*_keys(node)][choice]
+    as_there = (Sharding(tuple(map(renamed, s.dims)), renamed(s.partial)) for s in shardings)
+    return tuple(as_there), tuple((kind, renamed(names)) for kind, names in reductions)
+
+
+def _on_axis(key: Key, axis: str) -> Hashable:
+    """What a choice does on one axis."""
+    shardings, reductions = key
+    lies = tuple((tuple(axis in names for names in s.dims), axis in s.partial) for s in shardings)
+    return lies, tuple(axis in names for _, names in reductions)

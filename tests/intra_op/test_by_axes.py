@@ -1,0 +1,115 @@
+"""A mesh of three axes, begun at an answer on fewer: nothing is lost, and what is found is no worse."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from autopar import Cluster, LogicalMesh
+from autopar.intra_op.build_graph import build_graph
+from autopar.intra_op.by_axes import behaviours, descend, joined_axes, lift
+from autopar.intra_op.costs import build_problem
+from autopar.intra_op.problem import Problem
+from autopar.intra_op.shard import shard
+from autopar.intra_op.solve import solve
+from autopar.ir.trace.state import find_roles
+from autopar.ir.trace.trace import trace_step
+from autopar.mesh import logical_mesh
+from autopar.options import Options
+from tests import planned_mlp
+
+CLUSTER = Cluster.of("1x8 v100")
+
+
+@pytest.mark.parametrize(
+    "fewer, more, axes",
+    [
+        ((2, 4), (2, 2, 2), {"x": ("x",), "y": ("y", "z")}),
+        ((8,), (2, 2, 2), {"x": ("x", "y", "z")}),
+        ((8, 8), (2, 4, 8), {"x": ("x", "y"), "y": ("z",)}),
+        ((16, 4), (8, 2, 4), {"x": ("x", "y"), "y": ("z",)}),
+        ((8, 8), (16, 2, 2), {}),
+        ((4,), (2, 2, 2), {}),
+        ((8, 2), (2, 2, 2), {}),
+    ],
+)
+def test_axes_are_joined(fewer, more, axes):
+    assert joined_axes(LogicalMesh(fewer), LogicalMesh(more)) == axes
+
+
+def test_an_answer_is_lifted_as_it_is():
+    """Each value lies in as many parts as before; what is new to the graph is kept whole."""
+    program = trace_step(planned_mlp.train_step, planned_mlp.arguments(64, 32, 2))
+    roles = find_roles(program, (1,))
+    known, graph = (
+        build_graph(program.jaxpr, logical_mesh(CLUSTER, shape), roles.aliases, roles.batch)
+        for shape in ((2, 4), (2, 2, 2))
+    )
+    problem = build_problem(known, CLUSTER.device, range(len(known.nodes)))
+    answer = solve(problem)
+    lifted = lift(answer.choices, known, graph)
+    for before, now in zip(known.inputs, graph.inputs, strict=True):
+        one, other = known.nodes[before], graph.nodes[now]
+        parts = one.shardings[answer.choices[before]].num_shards(known.mesh)
+        assert other.shardings[lifted[now]].num_shards(graph.mesh) == parts
+    wider = build_problem(graph, CLUSTER.device, range(len(graph.nodes)))
+    begun = wider.cost(lifted)
+    assert begun <= 1.05 * answer.objective, "what differs is what collectives over several axes take"
+    found = descend(wider, start=lifted, does=behaviours(graph, range(len(graph.nodes))))
+    assert found.objective == pytest.approx(wider.cost(found.choices)) and found.objective <= begun
+    assert found.bound <= solve(wider).objective <= found.objective
+
+
+def random_problem(
+    rng: np.random.Generator, nodes: int, axes: int
+) -> tuple[Problem, tuple[tuple[np.ndarray, ...], ...]]:
+    """A chain and two chords; each choice is one of two things on each axis."""
+    size = 2**axes
+    costs = [rng.random(size) for _ in range(nodes)]
+    edges = {(k, k + 1): rng.random((size, size)) for k in range(nodes - 1)}
+    edges |= {(0, nodes - 1): rng.random((size, size)), (1, nodes - 2): rng.random((size, size))}
+    does = tuple((np.arange(size) >> axis & 1,) * nodes for axis in range(axes))
+    return Problem(costs, edges), does
+
+
+def test_every_block_is_at_its_best():
+    """Whichever axis is held, no other choices of the rest cost less; and some answer of all is reached from somewhere."""
+    rng = np.random.default_rng(0)
+    problem, does = random_problem(rng, 6, 3)
+    least, reached = solve(problem).objective, math.inf
+    for _ in range(8):
+        start = rng.integers(8, size=6)
+        found = descend(problem, start=start, does=does)
+        assert least * (1 - 1e-9) <= found.objective <= problem.cost(start)
+        reached = min(reached, found.objective)
+        for numbers in does:
+            masks = [n == n[choice] for n, choice in zip(numbers, found.choices, strict=True)]
+            costs = [np.where(mask, cost, np.inf) for mask, cost in zip(masks, problem.costs, strict=True)]
+            assert solve(Problem(costs, problem.edges)).objective >= found.objective * (1 - 3e-3)
+    assert reached == pytest.approx(least)
+
+
+def test_what_cannot_be_is_no_answer():
+    problem, does = random_problem(np.random.default_rng(1), 4, 3)
+    problem.costs[2] = np.full(8, np.inf)
+    assert descend(problem, start=(0, 0, 0, 0), does=does).status == "infeasible"
+
+
+def test_a_large_problem_begins_where_it_is_told(monkeypatch):
+    """The answer is no worse than the one it began at, by the same prices."""
+    program = trace_step(planned_mlp.train_step, planned_mlp.arguments(64, 32, 2))
+    roles = find_roles(program, (1,))
+
+    def sharded(shape, **how):
+        mesh = logical_mesh(CLUSTER, shape)
+        return shard(program.jaxpr, roles.aliases, mesh, CLUSTER.device, Options(), batch=roles.batch, **how)
+
+    known = sharded((2, 4))
+    monkeypatch.setattr("autopar.intra_op.shard.num_pairs", lambda problem: math.inf)
+    found = sharded((2, 2, 2), begin=known)
+    assert "two axes at a time" in found.solution.solver
+    begun = dict(zip(reversed(found.class_of), reversed(lift(known.choices, known.graph, found.graph)), strict=True))
+    assert found.solution.objective <= found.problem.cost([begun[number] for number in range(len(begun))])
+    assert found.solution.bound <= found.solution.objective
