@@ -18,7 +18,9 @@ from autopar.debug import check_behind
 from autopar.errors import InfeasibleError
 from autopar.ir.check import check_program
 from autopar.ir.program import Program
+from autopar.ir.rewrite.host_memory import keep_on_device, uses_host_memory
 from autopar.ir.rewrite.state_on_host import only_for_update, state_on_host
+from autopar.ir.source import host_lines, warn_of_host_memory
 from autopar.ir.trace.state import Roles
 from autopar.ir.work import num_bytes
 from autopar.mesh import Cluster
@@ -69,6 +71,14 @@ def within_memory(
 
 def _again(error: InfeasibleError, given: str, do: str) -> InfeasibleError:
     return type(error)(error.summary, given=given, wrong=error.wrong, do=do, **error.facts)
+
+
+def where_hosts_are_used(program: Program, cluster: Cluster) -> Program:
+    """The step; on a Ray cluster, whose workers know the memory of devices alone, without its copies to that of the hosts."""
+    if cluster.machine is None or not uses_host_memory(program.jaxpr):
+        return program
+    warn_of_host_memory(program.name, host_lines(program.jaxpr), "steps on Ray")
+    return dataclasses.replace(program, jaxpr=keep_on_device(program.jaxpr))
 
 
 def optimizer_state(program: Program, roles: Roles) -> tuple[str, ...]:

@@ -110,7 +110,6 @@ def main():
     found["programs"] = sorted(compiled.programs)
     sizes = {name: program.memory_analysis() for name, program in compiled.programs.items()}
     found["left"] = [sizes[f"stage{k}/F"].host_output_size_in_bytes for k in range(2)]
-    found["read"] = [sizes[f"stage{k}/B"].host_argument_size_in_bytes for k in range(2)]
     found["planned_left"] = compiled.plan.cost.host_bytes
     found["offloaded"] = memory_of(offloads, cluster)
     found["saved"] = memory_of(policies.save_only_these_names("entering"), cluster)

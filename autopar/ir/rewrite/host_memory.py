@@ -1,4 +1,4 @@
-"""Copies to the host's memory and back, left out: for steps in which nothing can lie there yet.
+"""Copies to the host's memory and back, left out: for steps in which nothing can lie there yet (on Ray, as results).
 
 In:     a flat program.
 Out:    the same program with everything in the devices' memory.
