@@ -30,8 +30,8 @@ EXAMPLES = """examples, for `step` in train.py and the types of its arguments, `
   autopar plan --step train:step --args train:arguments                how the step would be split here
   autopar plan --step train:step --args train:arguments --cluster "8x8 h100" --method fsdp --save plan.json
   autopar plan plan.json                                               read it
-  autopar explain plan.json "state/params/*" --step train:step --args train:arguments
-  autopar verify plan.json --step train:step --args train:arguments --target h100    as XLA's compiler for GPUs sees it
+  autopar explain plan.json "state/params/*" --step train:step --args train:arguments --cluster "8x8 h100"
+  autopar verify plan.json --step train:step --args train:arguments --cluster "8x8 h100" --target h100    as XLA sees it
   autopar compare train:step --args train:arguments --cluster "8 h100" "16 a100-80" v5p-64 --method auto fsdp
 """
 
@@ -98,21 +98,23 @@ def _version() -> int:
 def _add_plan(commands: Any) -> None:
     command = commands.add_parser("plan", help="print a plan file; or plan a step and print, perhaps save, its plan")
     command.add_argument("file", nargs="?", help="a plan file")
-    command.add_argument("--step", help=STEP_HELP)
-    command.add_argument("--args", help=ARGS_HELP)
-    command.add_argument("--cluster", help=CLUSTER_HELP + "; else the step's own")
-    command.add_argument("--method", help=METHOD_HELP)
+    _add_step(command)
     command.add_argument("--save", metavar="FILE", help="write the plan")
     command.add_argument("--html", metavar="FILE", help="write a page of pictures, for a browser")
     command.set_defaults(run=_plan)
 
 
+def _add_step(command: Any, required: bool = False, why: str = "") -> None:
+    command.add_argument("--step", required=required, help=STEP_HELP + why)
+    command.add_argument("--args", required=required, help=ARGS_HELP)
+    command.add_argument("--cluster", help=CLUSTER_HELP + "; else the step's own")
+    command.add_argument("--method", help=METHOD_HELP)
+
+
 def _plan(options: argparse.Namespace) -> int:
-    from autopar.mesh import Cluster
     from autopar.report.html import document
     from autopar.report.plan import Plan
     from autopar.report.show import write_page
-    from autopar.search.method_names import method_of
 
     if (options.file is None) == (options.step is None):
         raise AutoparError(
@@ -131,9 +133,8 @@ def _plan(options: argparse.Namespace) -> int:
     if options.file is not None:
         plan = Plan.load(options.file)
     else:
-        step, args = _step_and_args(options)
-        cluster = Cluster.of(options.cluster) if options.cluster else None
-        plan = step.replan(cluster, method_of(options.method) if options.method else None).plan(*args)
+        step, args = _replanned(options)
+        plan = step.plan(*args)
     if options.save:
         plan.save(options.save)
     if options.html:
@@ -192,17 +193,14 @@ def _add_explain(commands: Any) -> None:
     command.add_argument(
         "name", help='path of an argument, a glob, or part of an operation such as "dot_general at train.py:12"'
     )
-    command.add_argument(
-        "--step", required=True, help=STEP_HELP + ": a file holds what was decided, not the alternatives"
-    )
-    command.add_argument("--args", required=True, help=ARGS_HELP)
+    _add_step(command, required=True, why=": a file holds what was decided, not the alternatives")
     command.set_defaults(run=_explain)
 
 
 def _explain(options: argparse.Namespace) -> int:
     from autopar.report.plan import Plan
 
-    step, args = _step_and_args(options)
+    step, args = _replanned(options)
     print(step.attach(*args, plan=Plan.load(options.file)).explain(options.name))
     return 0
 
@@ -214,8 +212,7 @@ def _add_verify(commands: Any) -> None:
         "target is; exit status 1 if anything does not",
     )
     command.add_argument("file", help="a plan file")
-    command.add_argument("--step", help=STEP_HELP)
-    command.add_argument("--args", help=ARGS_HELP)
+    _add_step(command)
     command.add_argument("--target", metavar="DEVICE", help=TARGET_HELP)
     command.add_argument("--html", metavar="FILE", help="write what the compiler says as a page, too")
     command.set_defaults(run=_verify)
@@ -230,7 +227,7 @@ def _verify(options: argparse.Namespace) -> int:
     problems = contradictions(plan)
     found = None
     if (options.step or options.target) and not problems:
-        step, args = _step_and_args(options)
+        step, args = _replanned(options)
         try:
             plan = step.attach(*args, plan=plan)
             found = plan.verify(options.target) if options.target else None
@@ -352,6 +349,16 @@ def _step_and_args(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
         step = parallelize(step)
     args = args() if callable(args) else args
     return step, tuple(args) if isinstance(args, tuple | list) else (args,)
+
+
+def _replanned(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
+    """The step for the machine and by the method that are named, and its arguments."""
+    from autopar.mesh import Cluster
+    from autopar.search.method_names import method_of
+
+    step, args = _step_and_args(options)
+    cluster = Cluster.of(options.cluster) if options.cluster else None
+    return step.replan(cluster, method_of(options.method) if options.method else None), args
 
 
 def _named(text: str) -> Any:

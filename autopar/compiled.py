@@ -63,6 +63,9 @@ class CompiledStep:
         self._weak = [k for k, aval in enumerate(program.out_avals) if aval.weak_type]
         self._calls = DirectCalls(program.name, self._checked, self._failed)
 
+    def __repr__(self) -> str:
+        return f"<compiled step; {self.plan!r}>"
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run one step. Static arguments are left out, as with `jax.stages.Compiled`.
 

@@ -161,6 +161,12 @@ class Entry:
             raise self.wrong("a number of 0 or more")
         return self.value
 
+    def flag(self) -> bool:
+        """True or false."""
+        if not isinstance(self.value, bool):
+            raise self.wrong("true or false")
+        return self.value
+
     def one_of(self, known: tuple[_T, ...]) -> _T:
         """One of some words."""
         if self.value not in known:

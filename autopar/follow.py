@@ -24,7 +24,7 @@ from autopar.ir.program import Program
 from autopar.ir.trace.state import find_batch
 from autopar.ir.trace.trace import name_of
 from autopar.mesh import Cluster
-from autopar.search.methods import Follow, Method, ShardParallel
+from autopar.search.methods import Follow, FollowMesh, Method, ShardParallel
 from autopar.step import ParallelStep
 
 
@@ -82,6 +82,9 @@ class Following:
         self._donate_argnums, self._static = donate_argnums, (static_argnums, static_argnames)
         self._traced = ParallelStep(fn, None, ShardParallel(), batch_argnums, donate_argnums, *self._static)
         self._parallel: ParallelStep | None = None
+
+    def __repr__(self) -> str:
+        return f"<parallel step {name_of(self._fn)}; follows {name_of(self._step)}>"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step; plan and compile at the first call."""
@@ -168,6 +171,10 @@ class Following:
         for k, at in _returned(program, held).items():
             if at in state:
                 pins[glob.escape(program.out_paths[k])] = shardings[at].spec
+        kept, names = set(compiled.plan.offloaded), compiled.program.in_paths
+        on_host = tuple(program.in_paths[k] for k, at in found.items() if names[at] in kept)
+        if on_host:
+            return FollowMesh(mesh_shape=compiled.plan.mesh, constraints=pins, on_host=on_host), batch
         return ShardParallel(mesh_shape=compiled.plan.mesh, constraints=pins), batch
 
 

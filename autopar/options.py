@@ -29,6 +29,8 @@ Recompute = Literal["auto"] | RecomputeLevel | tuple[RecomputeLevel, ...]
 Goal = Literal["step", "calls"]
 Memory = Literal["predicted", "compiler"]
 MEMORY: tuple[Memory, ...] = ("predicted", "compiler")
+Offload = Literal["auto", "never"]
+OFFLOAD: tuple[Offload, ...] = ("auto", "never")
 _LEVELS = {"cheap": 0.0, "all": math.inf}
 
 
@@ -51,6 +53,7 @@ class Options:
             number: what takes at most so many operations for each byte saved; a tuple of these: one for each stage.
         memory: Who says what a plan takes of the budget: `"predicted"`, the planner; `"compiler"`, XLA: what it takes beyond
             the prediction is held back, and planned again, until its own buffers fit.
+        offload: `"auto"`: where no plan fits, the optimizer's state waits in the memory of the hosts; `"never"`: it does not.
         goal: What is to be least: `"step"`, the seconds of one step; `"calls"`, the seconds from one call to the next
             where calls do not wait for each other's results.
     """
@@ -63,6 +66,7 @@ class Options:
     microbatch_semantics: MicrobatchSemantics = "exact"
     recompute: Recompute = "auto"
     memory: Memory = "predicted"
+    offload: Offload = "auto"
     goal: Goal = "step"
 
     def __post_init__(self) -> None:
@@ -87,6 +91,13 @@ class Options:
                 given=f"memory={self.memory!r}",
                 wrong=f"autopar knows {', '.join(map(repr, MEMORY))}.",
                 do="leave it out for 'predicted', or pass 'compiler' to have XLA agree that the plan fits.",
+            )
+        if self.offload not in OFFLOAD:
+            raise AutoparError(
+                "unknown way to use the memory of the hosts.",
+                given=f"offload={self.offload!r}",
+                wrong=f"autopar knows {', '.join(map(repr, OFFLOAD))}.",
+                do="leave it out for 'auto', or pass 'never' to keep everything in the memory of the devices.",
             )
         _check_recompute(self.recompute)
         _check_positive("solver_seconds", self.solver_seconds)

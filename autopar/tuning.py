@@ -43,6 +43,9 @@ class Tuning:
     padding_gains: float = 0.01
     """Part of a step by which longer dims must make it faster: programs as they are written are easier to read."""
 
+    offloaded_least: float = 1e-3
+    """Part of the largest of the optimizer's arrays. Smaller ones stay on the device where the others go to the hosts."""
+
     # Decisions on one mesh
 
     untied_nodes: int = 700
@@ -140,6 +143,8 @@ class Tuning:
 
     late_bytes: int = 1 << 24
     """Bytes. What is smaller may live through a loop; of what is larger, what frees it is done before."""
+    again_bytes: int = 1 << 20
+    """Bytes. What is smaller may live beside what runs again."""
     late_part: float = 1 / 8
     """Part of the bytes that become free so which what is made to wait for it may have: to wait may cost a pass over it."""
     fitting_turns: int = 8

@@ -1,6 +1,6 @@
 """Predicted against published: every fully specified run of a table, as it was run.
 
-    python benchmarks/published.py [--data FILE] [--rows N] [--json OUT] [--plot PNG]
+    python benchmarks/published.py [--data FILE] [--rows N] [--json OUT] [--plot PNG] [--pairs]
 
 Prints predicted over published step times by source, the median error, the part within 30 %, rank correlations, memory and
 verdicts on it, which rows are left out and why, and how the few fitted numbers do on sources they were not fitted to.
@@ -16,19 +16,15 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
-from published_runs import DATA, Left, Run, read_runs, tau
+from published_order import Row, group_taus, pairs_of, repeated_tau, spreads
+from published_runs import DATA, Left, Run, read_runs
 from published_steps import Prediction, predict
 from rich.console import Console
 from rich.table import Table
 
 from autopar.errors import AutoparError
 from autopar.mesh import find_device
-
-Row = tuple[Run, Prediction]
-NOISE = 0.02
-"""Times that differ by less are taken for equal in one of the two figures on order."""
 
 
 def main() -> None:
@@ -38,6 +34,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=None, help="only so many rows, spread over the table")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--plot", type=Path, default=None)
+    parser.add_argument("--pairs", action="store_true", help="list the plans of one model whose order is wrong")
     chosen = parser.parse_args()
     runs, left = read_runs(chosen.data)
     step = max(1, len(runs) // chosen.rows) if chosen.rows else 1
@@ -52,10 +49,18 @@ def main() -> None:
     console.print(_by_source(timed))
     for line in (*_figures(rows, timed), *_left_out(left)):
         console.print(line, highlight=False)
+    if chosen.pairs:
+        console.print(_wrong_pairs(rows))
     if chosen.json:
-        chosen.json.write_text(json.dumps([{**asdict(run), **asdict(p), "published": run.seconds} for run, p in rows]))
+        chosen.json.write_text(json.dumps([_record(run, p) for run, p in rows]))
     if chosen.plot:
         _scatter(timed, chosen.plot)
+
+
+def _record(run: Run, predicted: Prediction) -> dict[str, object]:
+    """A run with its prediction; where both have a name it is the run's, but for the seconds."""
+    parts = {"tensor_seconds": predicted.tensor, "data_seconds": predicted.data}
+    return {**asdict(predicted), **asdict(run), **parts, "seconds": predicted.seconds, "published": run.seconds}
 
 
 def error_of(row: Row) -> float:
@@ -100,17 +105,7 @@ def _figures(rows: Sequence[Row], timed: Sequence[Row]) -> Iterable[str]:
     )
     out = f"{left_out_error(timed):.1%}"
     yield f"the part of the best product's rate fitted to all sources but the one it is judged by: median error {out}"
-    taus = group_taus(rows)
-    if taus:
-        text = ", ".join(f"{model} x{devices}: {value:.2f} of {count}" for model, devices, count, value in taus)
-        yield f"Kendall's tau within {len(taus)} groups of plans, on average {statistics.mean(t[3] for t in taus):.2f} ({text})"
-        apart = statistics.mean(t[3] for t in group_taus(rows, NOISE))
-        yield f"the same, of pairs whose published times are at least {NOISE:.0%} apart: {apart:.2f}"
-        again = spreads(rows)
-        yield (
-            f"of these plans {len(again)} were published more than once, their times "
-            f"{statistics.median(again):.1%} apart, {max(again):.1%} at most"
-        )
+    yield from _order(rows)
     published = [_mfu(run, run.seconds) for run, _ in timed]
     predicted = [_mfu(run, p.seconds) for run, p in timed]
     yield f"rank correlation of MFU {_spearman(published, predicted):.2f}"
@@ -121,6 +116,44 @@ def _figures(rows: Sequence[Row], timed: Sequence[Row]) -> Iterable[str]:
     verdicts = [(run.seconds is None) == (p.needed_bytes > p.capacity_bytes) for run, p in rows]
     failed = [p.needed_bytes > p.capacity_bytes for run, p in rows if run.seconds is None]
     yield f"verdicts on memory: {_share(verdicts):.0%} of {len(verdicts)} right; of {len(failed)} that ran out, {sum(failed)}"
+
+
+def _order(rows: Sequence[Row]) -> Iterable[str]:
+    """Figures on the order of plans of one model."""
+    taus = group_taus(rows)
+    if not taus:
+        return
+    text = ", ".join(f"{model} x{devices}: {value:.2f} of {count}" for model, devices, count, value in taus)
+    yield f"Kendall's tau within {len(taus)} groups of plans, on average {statistics.mean(t[3] for t in taus):.2f} ({text})"
+    again = spreads(rows)
+    if math.isnan(again[0]):
+        return
+    noise = statistics.median(again)
+    yield (
+        f"of these plans {len(again)} were published more than once, their times {noise:.1%} apart, {max(again):.1%} at most: "
+        f"a repetition of all these runs would score {repeated_tau(rows):.2f}"
+    )
+    apart = [pair for pair in pairs_of(rows) if pair.published >= noise]
+    yield (
+        f"of {len(apart)} pairs further apart than that {_share(pair.predicted > 0 for pair in apart):.0%} in order; "
+        f"tau of these pairs, on average over groups: {statistics.mean(t[3] for t in group_taus(rows, noise)):.2f}"
+    )
+
+
+def _wrong_pairs(rows: Sequence[Row]) -> Table:
+    """Pairs of plans in the wrong order, the worst first."""
+    table = Table(title="plans in the wrong order: how much slower the second is, as published and as predicted")
+    for heading in ("group", "published faster", "published slower", "differ in", "published", "predicted"):
+        table.add_column(heading, justify="right" if heading in ("published", "predicted") else "left")
+    wrong = [pair for pair in pairs_of(rows) if pair.predicted <= 0]
+    for pair in sorted(wrong, key=lambda pair: pair.predicted - pair.published):
+        names = pair.differs.split(", ")
+        plans = (
+            " ".join(f"{name} {value}" for name, value in plan.settings if name in names)
+            for plan in (pair.faster, pair.slower)
+        )
+        table.add_row(pair.group, *plans, pair.differs, f"{pair.published:+.1%}", f"{pair.predicted:+.1%}")
+    return table
 
 
 def left_out_error(rows: Sequence[Row]) -> float:
@@ -146,45 +179,6 @@ def left_out_error(rows: Sequence[Row]) -> float:
         best = min(scales, key=lambda scale: statistics.mean(statistics.median(table[s, scale]) for s in others))
         found += table[judged, best]
     return statistics.median(found)
-
-
-Group = dict[tuple[Any, ...], list[tuple[float, float]]]
-"""Plans of the same model, devices, batch and framework: each with its published and predicted seconds, as often as it ran."""
-
-
-def plan_groups(rows: Sequence[Row]) -> dict[tuple[Any, ...], Group]:
-    """Timed runs by all that they have in common but the plan; the key ends with devices, their kind and the model."""
-    groups: dict[tuple[Any, ...], Group] = {}
-    for run, predicted in rows:
-        if run.seconds is None:
-            continue
-        model = (run.source, run.framework, run.layers, run.width, run.heads, run.tokens, run.dtype, run.recompute)
-        group = groups.setdefault((*model, run.batch, run.devices, run.device, run.model), {})
-        plan = (run.tensor, run.pipeline, run.data, run.context, run.chunks, run.microbatch, run.zero, run.overlaps)
-        group.setdefault(plan, []).append((run.seconds, predicted.seconds))
-    return groups
-
-
-def group_taus(rows: Sequence[Row], least: float = 0.0) -> list[tuple[str, int, int, float]]:
-    """Kendall's tau within groups of three different plans or more: (model, devices, plans, tau).
-
-    A plan that was measured several times counts once, by its median; pairs whose published times differ by less than the
-    part `least` do not count.
-    """
-    found = []
-    for key, group in plan_groups(rows).items():
-        if len(group) >= 3:
-            medians = [tuple(statistics.median(side) for side in zip(*pairs, strict=True)) for pairs in group.values()]
-            published, predicted_seconds = (list(side) for side in zip(*medians, strict=True))
-            found.append((str(key[-1]), int(key[-3]), len(group), tau(published, predicted_seconds, least)))
-    return found
-
-
-def spreads(rows: Sequence[Row]) -> list[float]:
-    """Of each plan of these groups that was published more than once, by how much its slowest time is above its fastest."""
-    groups = [group for group in plan_groups(rows).values() if len(group) >= 3]
-    again = [[published for published, _ in pairs] for group in groups for pairs in group.values()]
-    return [max(times) / min(times) - 1 for times in again if len(times) > 1] or [math.nan]
 
 
 def _mfu(run: Run, seconds: float | None) -> float:

@@ -15,17 +15,17 @@ from autopar.cost import kernel_seconds
 from autopar.cost.kernels import Kernel, Pass, Product
 from autopar.mesh import Device
 
-EAGER = 2.0
+EAGER = 2.3
 """Passes over memory that frameworks without a compiler make where a compiled program makes one; fitted, one for all."""
 HOST_SECONDS = 1e-5
 """To launch a kernel from Python, framework included, as profiles of such frameworks show; it runs ahead of the device, so
 that only small kernels wait for it."""
-PROFILED = 5.0
+PROFILED = 5.8
 """Of a launch with PyTorch's profiler, which records shapes, memory and the Python stack of each; fitted to one source."""
 OVERLAPPED = 0.75
 """Part of a tensor-parallel collective behind the product it feeds, where a run says so: it is cut in four, one of which
 has nothing to hide behind (Transformer Engine's user buffers)."""
-FIRST_FLASH = {"Ampere": 0.68, "Hopper": 0.36}
+FIRST_FLASH = {"Ampere": 0.62, "Hopper": 0.36}
 """Rate of the first FlashAttention's kernels over that of the device's own; fitted. Hopper's own multiply asynchronously."""
 ADAM_BYTES = 34
 """Moved by an update for each parameter, in mixed precision: gradient read twice, once for its norm, weights of both
@@ -40,6 +40,14 @@ UNALIGNED = {"Ampere": 1.0, "Hopper": 2.0}
 """Rate of such products over that of the device's ordinary cores in float32, where they are multiplied then: on Ampere and
 before in 32 bits, with the libraries of its time, later two numbers of 16 bits at once. Of the rates that datasheets state,
 those that published runs show (heads of 150 and of 450 on A100, a vocabulary of 50,257 on H100)."""
+SEPARATE = ("torchtitan", "MaxText", "Alpa")
+"""Frameworks whose layers multiply by queries', keys' and values' weights one after the other."""
+BLOCKING_SECONDS = 1.5e-5
+"""To launch a kernel and wait until it is done, which adds to its own time: what BigScience lost by `CUDA_LAUNCH_BLOCKING=1`
+on 80 GPUs, 91.04 instead of 97.20 TFLOP/s (chronicles-prequel, "dealing with JZ hanging"), is 3.5 ms for a layer and
+microbatch of 230 launches."""
+BLOCKING_FROM = 320
+"""GPUs from which on they could not do without it: with fewer it hung at times, with so many always."""
 VOCABULARY_MULTIPLE = 128
 """To which frameworks pad the vocabulary, on each device; nanotron only to the number of devices (`ModelArgs`)."""
 
@@ -47,6 +55,11 @@ VOCABULARY_MULTIPLE = 128
 def generation_of(device: Device) -> str:
     """Of its products: those of Hopper and later are asynchronous, and load tiles while they multiply."""
     return "Hopper" if device.achieved.balance > 100 else "Ampere"
+
+
+def joins_products(run: Run) -> bool:
+    """Whether queries, keys and values are one product, as nearly all have it; torchtitan and MaxText have one each."""
+    return not any(name in run.framework for name in SEPARATE)
 
 
 def padded_vocabulary(run: Run) -> int:
@@ -95,7 +108,16 @@ def _is_aligned(kernel: Product) -> bool:
     return all(side * itemsize % ALIGNMENT_BYTES == 0 for side in (kernel.rows, kernel.columns, kernel.depth))
 
 
-def launching_seconds(run: Run, kernels: tuple[Kernel, ...]) -> float:
-    """Of a host that launches them one by one."""
-    each = HOST_SECONDS * (PROFILED if run.is_profiled else 1)
-    return sum(EAGER if isinstance(k, Pass) else 1 for k in kernels) * each
+def with_launches(run: Run, kernels: tuple[Kernel, ...], seconds: float) -> float:
+    """Seconds of kernels that a host launches one by one: ahead of the device, or each when the one before is done."""
+    if run.compiled:
+        return seconds
+    count = sum(EAGER if isinstance(k, Pass) else 1 for k in kernels)
+    if waits_for_kernels(run):
+        return seconds + count * BLOCKING_SECONDS
+    return max(seconds, count * HOST_SECONDS * (PROFILED if run.is_profiled else 1))
+
+
+def waits_for_kernels(run: Run) -> bool:
+    """Whether kernels ran one by one, host and device in turns: on Jean Zay's network nothing else worked."""
+    return "Omni-Path" in run.network and run.devices >= BLOCKING_FROM

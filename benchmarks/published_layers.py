@@ -28,7 +28,11 @@ CORE = "attention_core"
 
 @dataclass(frozen=True)
 class Sizes:
-    """What decides about the seconds of one microbatch in one tensor-parallel group."""
+    """What decides about the seconds of one microbatch in one tensor-parallel group.
+
+    `joined`: whether products of the same operand are one, as most frameworks have queries, keys and values, and what is
+    gated with its gate.
+    """
 
     samples: int
     tokens: int
@@ -43,6 +47,7 @@ class Sizes:
     tensor: int
     sequence: bool
     context: int = 1
+    joined: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,10 +61,8 @@ class Step:
 
 def layer_step(sizes: Sizes) -> Step:
     """One layer, forward and backward."""
-    width, hidden, kv = sizes.width, sizes.hidden, sizes.width // sizes.heads * sizes.kv_heads
-    dtype = storage(sizes)
-    shapes = {"q": (width, width), "k": (width, kv), "v": (width, kv), "o": (width, width)}
-    shapes |= {"up": (width, hidden), "down": (hidden, width)} | ({"gate": (width, hidden)} if sizes.gated else {})
+    width, dtype = sizes.width, storage(sizes)
+    shapes = weights(sizes)
     params = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
     norms = ("norm1", "norm2")
     params |= {name: {"scale": jax.ShapeDtypeStruct((width,), dtype)} for name in norms}
@@ -74,11 +77,23 @@ def layer_step(sizes: Sizes) -> Step:
         dparams, dx = backward(dy)
         return resident(sizes, y), dparams, resident(sizes, dx)
 
-    split = ("q", "k", "v", "up", "gate")
-    pins = {f"params/{name}": P(None, AXIS) if name in split else P(AXIS, None) for name in shapes}
-    pins |= {f"params/{name}_bias": P(AXIS) if name in split else P() for name in shapes if not sizes.gated}
+    pins = {f"params/{name}": P(AXIS, None) if name in ("o", "down") else P(None, AXIS) for name in shapes}
+    pins |= {f"params/{name}_bias": P() if name in ("o", "down") else P(AXIS) for name in shapes if not sizes.gated}
     pins |= {"params/norm*": P(), "x": spec(sizes), "dy": spec(sizes)}
     return Step(step, (params, x, x), pins if sizes.tensor > 1 else {})
+
+
+def weights(sizes: Sizes) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's weights; joined ones by what goes to one device together: heads that share keys, or columns."""
+    width, hidden, size = sizes.width, sizes.hidden, sizes.width // sizes.heads
+    queries = sizes.heads // sizes.kv_heads
+    if sizes.joined:
+        first: dict[str, tuple[int, ...]] = {"qkv": (width, sizes.kv_heads, (queries + 2) * size)}
+        second: dict[str, tuple[int, ...]] = {"up": (width, hidden, 2) if sizes.gated else (width, hidden)}
+    else:
+        first = {"q": (width, width)} | dict.fromkeys("kv", (width, sizes.kv_heads * size))
+        second = dict.fromkeys(("up", "gate") if sizes.gated else ("up",), (width, hidden))
+    return first | {"o": (width, width)} | second | {"down": (hidden, width)}
 
 
 def ends_step(sizes: Sizes) -> Step:
@@ -181,8 +196,14 @@ def layer(sizes: Sizes, params: Any, x: jax.Array) -> jax.Array:
     """One transformer layer: norms first, the residual stream resident between."""
     x = resident(sizes, x + attention(sizes, params, enter(sizes, norm(sizes, params["norm1"], x))))
     h = enter(sizes, norm(sizes, params["norm2"], x))
-    up = by_columns(sizes, dense(sizes, params, "up", h))
-    inside = jax.nn.silu(by_columns(sizes, dense(sizes, params, "gate", h))) * up if sizes.gated else jax.nn.gelu(up)
+    if sizes.gated and sizes.joined:
+        both = by_heads(sizes, dense(sizes, params, "up", h))
+        inside = by_columns(sizes, jax.nn.silu(both[..., 0]) * both[..., 1])
+    else:
+        up = by_columns(sizes, dense(sizes, params, "up", h))
+        inside = (
+            jax.nn.silu(by_columns(sizes, dense(sizes, params, "gate", h))) * up if sizes.gated else jax.nn.gelu(up)
+        )
     return resident(sizes, x + leave(sizes, dense(sizes, params, "down", inside)))
 
 
@@ -197,7 +218,8 @@ def norm(sizes: Sizes, params: Any, x: jax.Array) -> jax.Array:
 
 def dense(sizes: Sizes, params: Any, name: str, x: jax.Array) -> jax.Array:
     """A dense layer in the run's precision."""
-    y = eight_bits(x, params[name]) if sizes.dtype == "float8" else x @ params[name]
+    w = params[name]
+    y = eight_bits(x, w) if sizes.dtype == "float8" else jax.lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
     return y + params[f"{name}_bias"] if f"{name}_bias" in params else y
 
 
@@ -214,8 +236,8 @@ def _narrow(a: jax.Array, b: jax.Array, numbers: Any) -> jax.Array:
 
 def _eight_bits_backward(saved: Any, dy: jax.Array) -> Any:
     x, w = saved
-    dx = _narrow(dy, w, (((dy.ndim - 1,), (1,)), ((), ())))
     lead = tuple(range(x.ndim - 1))
+    dx = _narrow(dy, w, ((tuple(range(len(lead), dy.ndim)), tuple(range(1, w.ndim))), ((), ())))
     return dx, _narrow(x, dy, ((lead, lead), ((), ())))
 
 
@@ -226,7 +248,12 @@ def attention(sizes: Sizes, params: Any, x: jax.Array) -> jax.Array:
     """Causal self-attention, fused or written out."""
     samples, tokens, width = x.shape
     size = width // sizes.heads
-    q, k, v = (dense(sizes, params, name, x) for name in ("q", "k", "v"))
+    if sizes.joined:
+        joined = by_heads(sizes, dense(sizes, params, "qkv", x))
+        ends = joined.shape[-1] - 2 * size, joined.shape[-1] - size
+        q, k, v = (joined[..., a:b] for a, b in zip((0, *ends), (*ends, None), strict=True))
+    else:
+        q, k, v = (dense(sizes, params, name, x) for name in ("q", "k", "v"))
     q = q.reshape(samples, tokens, sizes.heads, size)
     k, v = (t.reshape(samples, tokens, sizes.kv_heads, size) for t in (k, v))
     if sizes.gated:

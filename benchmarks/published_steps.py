@@ -25,9 +25,10 @@ from published_frameworks import (
     OVERLAPPED,
     eager_seconds,
     generation_of,
-    launching_seconds,
+    joins_products,
     padded_vocabulary,
     stage_layers,
+    with_launches,
 )
 from published_layers import CORE, Sizes, ends_step, layer_step
 from published_memory import capacity_of, memory_of
@@ -214,6 +215,7 @@ def sizes_of(run: Run) -> Sizes:
         tensor=run.tensor,
         sequence=run.sequence and run.tensor > 1,
         context=run.context,
+        joined=joins_products(run),
     )
 
 
@@ -232,8 +234,8 @@ def compose(run: Run, machine: Machine, mesh: LogicalMesh, layer: Work, ends: Wo
     again = {"full": ("forward", "core"), "selective": () if run.flash else ("core",)}.get(run.recompute, ())
 
     def compute(phases: tuple[str, ...]) -> float:
-        launching = 0.0 if run.compiled else sum(launching_seconds(run, layer.kernels[phase]) for phase in phases)
-        return max(launching, sum(layer.compute(phase, device, run.compiled) for phase in phases))
+        kernels = tuple(kernel for phase in phases for kernel in layer.kernels[phase])
+        return with_launches(run, kernels, sum(layer.compute(phase, device, run.compiled) for phase in phases))
 
     forward = compute(("forward", "core"))
     work = compute((*PHASES, *again)) + again_between_products(run, layer, device)
@@ -249,6 +251,7 @@ def compose(run: Run, machine: Machine, mesh: LogicalMesh, layer: Work, ends: Wo
     busy, sending = fullest[0] * work + fullest[1] + adding, fullest[0] * tensor + fullest[2]
     bubble = (run.pipeline - 1) / run.chunks * (most * (work + tensor) + adding)
     once, with_each = data_seconds(run, machine, params, most, forward, work + tensor)
+    once += tied_seconds(run, machine)
     update = kernel_seconds(Pass(ADAM_BYTES * params / (run.shards if run.zero else 1)), device)
     capacity = capacity_of(device)
     memory = max(
@@ -259,7 +262,10 @@ def compose(run: Run, machine: Machine, mesh: LogicalMesh, layer: Work, ends: Wo
         key=lambda found: found.reserved,
     )
     return Prediction(
-        run.count * (busy + sending + border_seconds(run, machine) + with_each) + bubble + once + update,
+        run.count * (busy + sending + border_seconds(run, machine, fullest[1] > 0) + with_each)
+        + bubble
+        + once
+        + update,
         run.count * busy,
         run.count * sending,
         bubble,
@@ -287,20 +293,31 @@ def again_between_products(run: Run, layer: Work, device: Device) -> float:
     return sum(kernel_seconds(k, device) for k in again)
 
 
-def border_seconds(run: Run, machine: Machine) -> float:
-    """Seconds in which a stage waits for a microbatch to come over its border, there and back.
+def border_seconds(run: Run, machine: Machine, is_last: bool) -> float:
+    """Seconds in which a stage waits for a microbatch at its borders: there and back at once over each.
 
     Each device of a tensor-parallel group sends its part, which the others then gather. Stages in several chunks receive the
-    next one while they compute.
+    next one while they compute. The last stage has one border; where it is the slowest, those before it wait for it anyway.
     """
     if run.pipeline == 1 or run.chunks > 1:
         return 0.0
     part = 2 * run.microbatch * run.tokens // run.context * run.width / run.tensor
     near, far = (link.latency_seconds + part / link.bytes_per_second for link in (machine.intra, machine.inter))
     if run.devices <= machine.per_host:
-        return 2 * near
-    # Several stages in one host: of the two borders of a stage one at most leaves it.
-    return 2 * far if run.devices // run.pipeline >= machine.per_host else near + far
+        return near if is_last else 2 * near
+    # Several stages in one host: of the two borders of a stage one at most leaves it, of the last one none.
+    if run.devices // run.pipeline >= machine.per_host:
+        return far if is_last else 2 * far
+    return near if is_last else near + far
+
+
+def tied_seconds(run: Run, machine: Machine) -> float:
+    """Seconds in which first and last stage add up their gradients of the embedding, which GPT multiplies by at its end."""
+    if run.pipeline == 1 or run.gated:
+        return 0.0
+    link = machine.intra if run.devices <= machine.per_host else machine.inter
+    num_bytes = (4 if run.dtype == "float32" else 2) * run.vocabulary * run.width / run.tensor
+    return collective_seconds("all-reduce", num_bytes, ("x",), LogicalMesh((2,), links=(link,)))
 
 
 def params_of(run: Run, layers: int, stage: int) -> float:

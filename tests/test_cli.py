@@ -90,6 +90,17 @@ def test_explain(saved):
     assert status == 2 and "no such argument" in err
 
 
+def test_a_plan_for_a_machine_that_is_not_there(run):
+    """The sequence that `autopar` alone prints."""
+    there = ("--cluster=4 h100", STEP, ARGS)
+    assert run("plan", *there, "--method=fsdp", "--save=a.json")[0] == 0
+    status, out, _ = run("explain", "a.json", "state/w", *there)
+    assert status == 0 and "Alternatives" in out
+    assert run("verify", "a.json", *there)[:2] == (0, "verified: the file agrees with itself and with the step\n")
+    status, _, err = run("explain", "a.json", "state/w", STEP, ARGS)
+    assert status == 2 and "--cluster" in err
+
+
 def test_verify(saved, tmp_path):
     assert saved("verify", "a.json")[:2] == (
         0,

@@ -130,6 +130,7 @@ def test_memory_that_is_passed_twice():
 
 def test_other_arguments_of_a_compiled_step():
     compiled = on_one_device().compile(first(), positive())
+    assert repr(compiled).startswith("<compiled step; Plan(step by Auto(), ")
     state = first()
     for _ in range(4):
         state, _ = compiled(state, positive())

@@ -70,6 +70,11 @@ def test_state_is_born_in_its_place(method):
         np.testing.assert_allclose(np.asarray(a), b, rtol=1e-5, atol=1e-6)
 
 
+def test_it_says_whom_it_follows():
+    train = parallel(autopar.ShardParallel((2, 4)))
+    assert repr(autopar.follow(step, train)) == "<parallel step step; follows step>"
+
+
 def test_a_stack_on_equal_stages_is_one_array():
     train = parallel(autopar.PipelineParallel(num_stages=4, num_microbatches=2))
     state = train.create_state(init, example=(BATCH,))

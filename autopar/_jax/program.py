@@ -20,6 +20,7 @@ from jax._src.core import eval_jaxpr as _eval_jaxpr
 from jax._src.lax.lax import optimization_barrier_p
 
 from autopar._jax.types import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Primitive, SourceInfo, Var
+from autopar._jax.values import on_host
 
 
 def open_jaxpr(closed: Any) -> tuple[Jaxpr, list[Any]]:
@@ -55,7 +56,8 @@ def make_jaxpr(invars: Sequence[Var], outvars: Sequence[Atom], eqns: Sequence[Ja
 
 def trace(function: Callable[..., Any], *avals: Any) -> ClosedJaxpr:
     """The closed jaxpr of `function` at abstract arguments."""
-    return jax.make_jaxpr(function)(*(jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals))
+    types = (aval if on_host(aval) else jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
+    return jax.make_jaxpr(function)(*types)
 
 
 def trace_function(

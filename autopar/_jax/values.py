@@ -17,6 +17,8 @@ from jax._src.array import ArrayImpl as _ArrayImpl
 from jax._src.interpreters import pxla as _pxla
 from jax._src.random import prng as _prng
 
+from autopar._jax.types import JaxprEqn
+
 
 def shaped(value: Any) -> Any:
     """The abstract value of an array, a number (weakly typed), or a `jax.ShapeDtypeStruct`.
@@ -32,6 +34,34 @@ def weakly_typed(array: Any) -> Any:
     return _ArrayImpl(
         array.aval.update(weak_type=True), array.sharding, array._arrays, committed=array.committed, _skip_checks=True
     )
+
+
+def on_host(aval: Any) -> bool:
+    """Whether a value of this type lies in the host's memory."""
+    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+
+
+def on_device(aval: Any) -> Any:
+    """The type of the same value in the device's memory."""
+    return aval.update(memory_space=jax.memory.Space.Device) if on_host(aval) else aval
+
+
+def in_host_memory(aval: Any) -> Any:
+    """The type of the same value in the host's memory."""
+    return aval.update(memory_space=jax.memory.Space.Host)
+
+
+def resized(aval: Any, shape: Sequence[int]) -> Any:
+    """The type of a value of another shape, in the same memory."""
+    made = shaped(jax.ShapeDtypeStruct(tuple(shape), aval.dtype))
+    return in_host_memory(made) if on_host(aval) else made
+
+
+def copies_to_or_from_host(eqn: JaxprEqn) -> bool:
+    """Whether an equation copies values between the memories of device and host."""
+    if eqn.primitive.name != "device_put":
+        return False
+    return any(on_host(a.aval) != on_host(v.aval) for a, v in zip(eqn.invars, eqn.outvars, strict=True))
 
 
 def buffer_addresses(array: Any) -> list[int]:

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autopar.calibrate.cases import all_cases
 from autopar.calibrate.fit import Sample, as_measured, fit
-from autopar.calibrate.timing import dispatch_seconds, fresh_bytes_per_second, turn_seconds
+from autopar.calibrate.timing import dispatch_seconds, fresh_bytes_per_second, shared_cores, turn_times, undisturbed
 from autopar.errors import ClusterError, ProfileError
 from autopar.mesh import Achieved, Device, Link, MachineProfile, find_device
 
@@ -111,21 +111,22 @@ def _measure(devices: Sequence[Any], deadline: float, tell: Tell) -> tuple[list[
     cases = all_cases(len(devices), is_cpu)
     own: dict[str, Any] = {"dispatch_seconds": dispatch_seconds(devices)}
     if is_cpu:  # others keep the memory of a program that has ended
-        own["host_cores"] = min(os.cpu_count() or 1, len(devices))
+        own["host_cores"] = shared_cores(devices)
         if deadline - time.monotonic() > LONG_SECONDS:
             rates = [fresh_bytes_per_second(devices, size) for size in FRESH_BYTES]
             own["fresh_bytes_per_second"] = statistics.geometric_mean(rates)
     samples: list[Sample] = []
+    stretched: list[float] = []
     for number, case in enumerate(cases):
         if samples and time.monotonic() > deadline:
             break
         tell(f"{case.kind}: {case.text}", number / len(cases))
         try:
-            found = turn_seconds(case, devices, deadline)
+            found = turn_times(case, devices, deadline)
         except (jax.errors.JaxRuntimeError, NotImplementedError, RuntimeError, ValueError):
             continue  # no kernel of this kind here, or no memory for it: the profile lists what there is
         if found is not None:
-            samples.append(Sample(case, found))
+            samples.append(Sample(case, undisturbed(case, *found, stretched)))
     if not samples:
         raise ProfileError(
             "nothing was measured.",

@@ -1,15 +1,19 @@
 """How long a turn of a loop takes, on all devices at once.
 
 In:     a `Case`, the devices, a deadline.
-Out:    seconds of one turn; of starting a program.
+Out:    seconds of one turn, by the clock and by what it keeps the cores busy; of starting a program.
 Method: one compiled loop, called with few and with many turns: the difference has no dispatch in it. The shortest of
         alternating calls, after one of each that is not counted: whatever else the machine does only adds to a call.
+        Where devices share the cores of the host, other programs may be on these all the time; how long this process
+        had them does not depend on that.
 """
 
 from __future__ import annotations
 
 import functools
 import math
+import os
+import statistics
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +35,16 @@ NUM_ARGUMENTS = 8
 
 
 def turn_seconds(case: Case, devices: Sequence[jax.Device], deadline: float) -> float | None:
-    """Seconds of one turn; None: the deadline came before it could be told."""
+    """Seconds of one turn by the clock; None: the deadline came before it could be told."""
+    found = turn_times(case, devices, deadline)
+    return None if found is None else found[0]
+
+
+def turn_times(case: Case, devices: Sequence[jax.Device], deadline: float) -> tuple[float, float] | None:
+    """Seconds of one turn by the clock, and for how long it keeps the cores busy that the devices share.
+
+    The latter are those of the clock where devices have cores of their own.
+    """
     places = jax.sharding.Mesh(np.array(devices).reshape(-1, case.group), ("g", "x"))
     sharding = NamedSharding(places, PartitionSpec(("g", "x")))
 
@@ -53,28 +66,55 @@ def turn_seconds(case: Case, devices: Sequence[jax.Device], deadline: float) -> 
     run = jax.jit(loop, static_argnums=(0,) if is_static else ())
     arrays = [_filled(shape, dtype, sharding) for shape, dtype in zip(case.shapes, case.dtypes, strict=True)]
 
-    def call(turns: int) -> float:
-        started = time.perf_counter()
+    cores = shared_cores(devices)
+
+    def call(turns: int) -> tuple[float, float]:
+        started, busy = time.perf_counter(), time.process_time()
         jax.block_until_ready(run(turns if is_static else np.int32(turns), *arrays))
-        return time.perf_counter() - started
+        clock = time.perf_counter() - started
+        return clock, (time.process_time() - busy) / cores if cores else clock
 
     call(1)
-    turns, taken = 1, call(1)
+    turns, (taken, _) = 1, call(1)
     while taken < CALL_SECONDS / 4 and turns < MOST_TURNS and time.monotonic() < deadline:
         turns *= 8
         call(turns)
-        taken = call(turns)
+        taken, _ = call(turns)
     many = turns if taken > CALL_SECONDS / 2 else round(turns * CALL_SECONDS / taken)
     many, few = max(2, many), max(1, many // 8)
     call(few), call(many)
-    taken_by: dict[int, list[float]] = {few: [], many: []}
+    taken_by: dict[int, list[tuple[float, float]]] = {few: [], many: []}
     for _ in range(REPEATS):
         for count in (few, many):
             taken_by[count].append(call(count))
         if time.monotonic() > deadline:
             break
-    seconds = (min(taken_by[many]) - min(taken_by[few])) / (many - few)
-    return seconds if seconds > 0 else None
+    shortest = {count: tuple(map(min, zip(*taken, strict=True))) for count, taken in taken_by.items()}
+    clock, work = ((m - f) / (many - few) for m, f in zip(shortest[many], shortest[few], strict=True))
+    return (clock, work) if clock > 0 and work > 0 else None
+
+
+def undisturbed(case: Case, clock: float, work: float, stretched: list[float]) -> float:
+    """Seconds of a turn on a machine that does nothing else.
+
+    Kernels of all devices keep their cores busy, and other programs only stretch the clock. Where devices meet, cores also
+    rest, so that the clock counts, less what kernels beside were stretched by.
+
+    Args:
+        case: What was measured.
+        clock: Its seconds by the clock.
+        work: Its seconds of busy cores.
+        stretched: By which factor the clock of each kernel so far was ahead of the cores; this one's is added.
+    """
+    if case.collectives:
+        return max(work, clock / statistics.median(stretched or [1.0]))
+    stretched.append(max(1.0, clock / work))
+    return min(clock, work)
+
+
+def shared_cores(devices: Sequence[jax.Device]) -> int:
+    """Cores of the host that devices share, of which none uses more than one; 0: they have their own."""
+    return min(os.cpu_count() or 1, len(devices)) if devices[0].platform == "cpu" else 0
 
 
 def _filled(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> jax.Array:

@@ -66,7 +66,14 @@ class Pass:
     launches: float = 1.0
 
 
-Kernel = Product | FusedProducts | Pass
+@dataclass(frozen=True, slots=True)
+class HostCopy:
+    """Bytes between the memories of a device and of its host."""
+
+    num_bytes: float
+
+
+Kernel = Product | FusedProducts | Pass | HostCopy
 
 
 @functools.lru_cache(maxsize=1 << 16)
@@ -82,6 +89,8 @@ def kernel_seconds(kernel: Kernel, device: Device) -> float:
             return reached.launch_seconds + max(flops / rate, moving)
         case Pass(_, launches):
             return reached.launch_seconds * launches + moving
+        case HostCopy(num_bytes):
+            return reached.launch_seconds + num_bytes / device.host_bytes_per_second
 
 
 def product_seconds(kernel: Product, device: Device) -> float:

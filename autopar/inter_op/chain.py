@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar._jax import Jaxpr, JaxprEqn, Var
+from autopar._jax import Jaxpr, JaxprEqn, Var, copies_to_or_from_host
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.signature import equation_signature
 from autopar.ir.source import is_backward
@@ -80,6 +80,8 @@ class _Builder:
             while at < len(places) and order >= places[at]:
                 at += 1
             self.segment[k] = at
+            if copies_to_or_from_host(self.eqns[k]):  # who makes a value copies it
+                self.segment[k] = min([at, *(self.segment[self.made_by[var]] for var in self.made_here(self.eqns[k]))])
         self.num_segments = len(places) + 1
         self.find_available()
         for k in range(len(self.eqns)):
@@ -100,6 +102,10 @@ class _Builder:
             self.marks(),
             self.kinds([0, *places]),
         )
+
+    def made_here(self, eqn: JaxprEqn) -> list[Var]:
+        """Operands that a segment makes."""
+        return [v for v in inputs_of(eqn) if v in self.made_by and not self.light[self.made_by[v]]]
 
     def find_backward(self) -> list[bool]:
         behind: dict[Var, None] = {}

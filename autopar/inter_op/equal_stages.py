@@ -9,24 +9,31 @@ Method: the choices are taken over. For the clock it is enough to give the other
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 
+from autopar._jax import Jaxpr
 from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import StagePlan, TaskPlan, lower_stage
 from autopar.inter_op.stage_tasks import Slot, Task
 from autopar.intra_op.build_graph import build_graph
-from autopar.intra_op.costs import build_problem
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.ir.canonical import canonical_key
 from autopar.mesh import Device
 
 
-def take_over(program: StageProgram, like: StagePlan, device: Device) -> StagePlan:
-    """An equal stage under the same choices, its tasks with the names of its values where these are equal too."""
+def take_over(
+    program: StageProgram, like: StagePlan, device: Device, key_of: Callable[[Jaxpr], Hashable] = canonical_key
+) -> StagePlan:
+    """An equal stage under the same choices, its tasks with the names of its values where these are equal too.
+
+    `key_of` is `canonical_key`, or what remembers it.
+    """
     if like.program is program:
         return like
     taken = StagePlan(program, like.mesh, like.sharded, like.tasks, borrowed=True)
-    if len(program.tasks) == len(like.tasks) and all(map(_are_equal, program.tasks, like.tasks)):
+    if len(program.tasks) == len(like.tasks) and all(
+        _are_equal(task, other, key_of) for task, other in zip(program.tasks, like.tasks, strict=True)
+    ):
         tasks = tuple(map(_renamed, program.tasks, like.tasks))
         return dataclasses.replace(taken, tasks=tasks)
     return lowered(taken, device)
@@ -37,22 +44,23 @@ def lowered(stage: StagePlan, device: Device) -> StagePlan:
     if not stage.borrowed:
         return stage
     program, mesh, old = stage.program, stage.mesh, stage.sharded
-    graph = build_graph(program.jaxpr, mesh, program.aliases, dict(program.batch), program.anew, program.twice)
+    tables, batch = old.graph.tables, dict(program.batch)
+    graph = build_graph(program.jaxpr, mesh, program.aliases, batch, program.anew, program.twice, tables=tables)
     assert len(graph.nodes) == len(old.choices), "the stages are not equal"
-    problem = build_problem(graph, device, old.class_of, old.allowed.masks)
+    # The problem is about numbers of nodes and choices, and the same for both.
     sharded: Sharded = read_off(
-        program.jaxpr, graph, old.choices, old.class_of, problem, old.solution, old.allowed, device, program.donated
+        program.jaxpr, graph, old.choices, old.class_of, old.problem, old.solution, old.allowed, device, program.donated
     )
     return lower_stage(program, mesh, device, sharded)
 
 
-def _are_equal(task: Task, other: TaskPlan) -> bool:
+def _are_equal(task: Task, other: TaskPlan, key_of: Callable[[Jaxpr], Hashable]) -> bool:
     """Whether they do the same, with the same kinds of operands and results."""
     kinds = [(s.kind, s.placement) for s in (*task.inputs, *task.outputs)]
     return (
         task.kind == other.task.kind
         and kinds == [(s.kind, s.placement) for s in (*other.task.inputs, *other.task.outputs)]
-        and canonical_key(task.jaxpr) == canonical_key(other.task.jaxpr)
+        and key_of(task.jaxpr) == key_of(other.task.jaxpr)
     )
 
 

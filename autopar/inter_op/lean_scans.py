@@ -13,15 +13,12 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-
-from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr, new_var, shaped
-from autopar.inter_op.residuals import Kept, choose_residuals
+from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr, new_var, resized
+from autopar.inter_op.residuals import Kept, choose_residuals, device_bytes
 from autopar.ir.build import substitute
 from autopar.ir.dataflow import inputs_of, variables
 from autopar.ir.region import Binding, Region, kind_of, region_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
-from autopar.ir.work import num_bytes
 
 
 def lean_scans(jaxpr: Jaxpr) -> Jaxpr:
@@ -73,7 +70,7 @@ def _lean(
     value_of = {b.result: b.value for b in first.ys if b.result in stacks and not isinstance(b.value, Literal)}
     stack_of = {value: stack for stack, value in value_of.items()}
     kept = _kept(first, second, list(stack_of), given)
-    if kept.num_bytes >= sum(map(num_bytes, stack_of)):
+    if kept.num_bytes >= sum(map(device_bytes, stack_of)):
         return forward, backward
     made = {var for eqn in kept.again for var in eqn.outvars}
     read = dict.fromkeys([*(var for eqn in kept.again for var in inputs_of(eqn)), *stack_of])
@@ -94,7 +91,7 @@ def _kept(first: Region, second: Region, wanted: Sequence[Var], given: Collectio
 
 
 def _rows_of(var: Var, length: int) -> Any:
-    return shaped(jax.ShapeDtypeStruct((length, *var.aval.shape), var.aval.dtype))
+    return resized(var.aval, (length, *var.aval.shape))
 
 
 def _made_again(second: Region, kept: Kept, value_of: Mapping[Var, Var], entering: Sequence[Binding]) -> JaxprEqn:

@@ -7,7 +7,8 @@ Method: minimum cut. A value is kept, which costs its bytes, or made again from 
         again at no cost; what is heavy (products, convolutions, loops, random bits) at its operations, of which `level`
         are worth a byte: never at level 0, wherever a byte is saved at level inf. Between the two lie the selective ones
         (attention scores first, whole layers later), without a list of names. Among cuts of equal cost the one with the
-        least to run again. The idea is that of the min-cut partitioner of PyTorch (Chen and others, "min-cut
+        least to run again. What lies in the host's memory costs nothing to keep, and no copy there or back is made twice
+        unless memory demands it. The idea is that of the min-cut partitioner of PyTorch (Chen and others, "min-cut
         rematerialization"); the price makes it the Lagrangian of Korthikanti et al., "Reducing activation recomputation
         in large transformer models", MLSys 2023.
 """
@@ -22,7 +23,7 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
-from autopar._jax import JaxprEqn, Var
+from autopar._jax import JaxprEqn, Var, copies_to_or_from_host, on_host
 from autopar.ir.dataflow import inputs_of, needed
 from autopar.ir.region import bodies_of, is_region, kind_of
 from autopar.ir.rules import has_rule, rule_for
@@ -52,8 +53,8 @@ class Kept:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all kept values, whole."""
-        return sum(map(num_bytes, self.values))
+        """Bytes of all kept values in devices' memory, whole."""
+        return sum(map(device_bytes, self.values))
 
     @property
     def heavy(self) -> tuple[JaxprEqn, ...]:
@@ -93,9 +94,14 @@ def choose_residuals(
     return Kept(tuple(values), tuple(needed(eqns, wanted, effects=False, given=free.union(values))))
 
 
+def device_bytes(var: Var) -> int:
+    """Bytes of a value, whole, if it lies in devices' memory."""
+    return 0 if on_host(var.aval) else num_bytes(var)
+
+
 def can_run_again(eqn: JaxprEqn) -> bool:
     """Whether an operation is cheap enough to be done twice: its time is that of reading and writing."""
-    if not is_repeatable(eqn):
+    if not is_repeatable(eqn) or copies_to_or_from_host(eqn):
         return False
     if is_region(eqn):
         return kind_of(eqn) == "barrier"
@@ -135,7 +141,7 @@ class _Costs:
     def bytes(self, eqn: JaxprEqn) -> float:
         if can_run_again(eqn):
             return 0.0
-        if self.level == CHEAP or not is_repeatable(eqn):
+        if self.level == CHEAP or not is_repeatable(eqn) or any(on_host(var.aval) for var in eqn.outvars):
             return math.inf
         # How often a loop of unknown length runs is not known; it does so again only where everything does.
         unknown = kind_of(eqn) == "while" and self.level < ALL
@@ -207,7 +213,7 @@ class _Network:
 
 
 def _capacity(var: Var) -> int:
-    return -(-num_bytes(var) // _UNIT)
+    return -(-device_bytes(var) // _UNIT)
 
 
 def _reaches(residual: csr_array, sink: int) -> np.ndarray:

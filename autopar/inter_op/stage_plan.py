@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from autopar._jax import Literal, Var
+from autopar._jax import Literal, Var, on_host
 from autopar.cost import collective_seconds
 from autopar.inter_op.stage import Slot, StageProgram, Task, TaskKind
 from autopar.intra_op.batch import batch_factors
 from autopar.intra_op.costs import OperationSeconds, held_values
-from autopar.intra_op.graph import Graph, stacked
+from autopar.intra_op.graph import Graph, Tables, stacked
 from autopar.intra_op.lanes import run_lanes
 from autopar.intra_op.liveness import fullest_moments, measure_liveness
 from autopar.intra_op.lower import lower_part
@@ -45,18 +45,20 @@ class Placed:
     Attributes:
         slot: Which value.
         type: Of its array, and how that lies; of a piece or rows with a leading dim of microbatches.
-        num_bytes: Of that array on one device.
+        num_bytes: Of that array in one device's memory.
+        host_bytes: Of it that one device has in its host's memory.
     """
 
     slot: Slot
     type: ArrayType
     num_bytes: int
+    host_bytes: int = 0
 
 
 def placed(slot: Slot, sharding: Sharding, shape: Sequence[int], dtype: Any, mesh: LogicalMesh) -> Placed:
     """A value that lies so."""
-    kind = ArrayType(tuple(shape), np.dtype(dtype), sharding, mesh)
-    return Placed(slot, kind, kind.local_bytes)
+    kind = ArrayType(tuple(shape), np.dtype(dtype), sharding, mesh, on_host(slot.key.aval))
+    return Placed(slot, kind, *((0, kind.local_bytes) if kind.on_host else (kind.local_bytes,)))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,6 +145,7 @@ def plan_stage(
     all_again: bool = False,
     gap: float = TUNING.stage_gap,
     like: Graph | None = None,
+    tables: Tables | None = None,
 ) -> StagePlan:
     """Shard one stage.
 
@@ -155,6 +158,7 @@ def plan_stage(
         gap: Part of its cost by which it may miss the least.
         all_again: Whether what its forward pass makes does not count as memory, for it may run again.
         like: As of `build_graph`.
+        tables: As of `build_graph`.
 
     Raises:
         InfeasibleError: A pin or the memory budget cannot be kept.
@@ -179,6 +183,7 @@ def plan_stage(
         anew=program.anew,
         twice=program.twice,
         like=like,
+        tables=tables,
     )
     return lower_stage(program, mesh, device, sharded)
 

@@ -75,7 +75,7 @@ class _Builder:
             sums = [s for s in self.sums if self.kind_of(s.part) == kind]
             rows = [r for r in self.rows if self.kind_of(r.part) == kind]
             if eqns or sums or rows:
-                whole = [*eqns, *(eqn for s in sums for eqn in s.eqns)]
+                whole = _beside_makers(eqns, [s.eqns for s in sums])
                 outputs = [Slot("loop", v, v) for v in self.leaving(kind, (*self.program.sent, *waiting))]
                 outputs += passed.values() if kind == "B" else ()
                 outputs += [_sum(s.result, s.after) for s in sums]
@@ -116,6 +116,16 @@ class _Builder:
                 inputs = [known.get(v) or Slot("value", v, v) for v in read]
                 outputs = [Slot("value", v, v) for v in wanted if made_in.get(v) == number]
                 yield self.task("U", number, inputs, outputs, eqns)
+
+
+def _beside_makers(eqns: Sequence[JaxprEqn], added: Iterable[Sequence[JaxprEqn]]) -> list[JaxprEqn]:
+    """Equations with others behind what these read: a gradient is added when it is made, and need not wait."""
+    made_at = {var: k for k, eqn in enumerate(eqns) for var in eqn.outvars}
+    behind: dict[int, list[JaxprEqn]] = {}
+    for group in added:
+        last = max((made_at.get(a, -1) for eqn in group for a in inputs_of(eqn)), default=-1)
+        behind.setdefault(last, []).extend(group)
+    return [*behind.get(-1, ()), *(e for k, eqn in enumerate(eqns) for e in (eqn, *behind.get(k, ())))]
 
 
 def _sum(result: Result, var: Any) -> Slot:

@@ -6,8 +6,8 @@ Out:    `Update`: the equations after the loop, per stage in rounds (values cros
 Method: an equation that makes new state runs where the old lives, any other where the largest of its operands does.
         Small values of several stages (the norm of all gradients, whether all are finite) are joined on the last stage,
         after those of one stage have been joined there. What is made of small arguments alone (a learning rate) is made
-        wherever it is read. Scalars of the state that only the update reads (sums and counts of metrics) live on the last
-        stage, where losses are: so they can be computed with, one with the other.
+        wherever it is read. Scalars that only add up, or count (those of metrics), live on the last stage, where losses are:
+        so one can be divided by the other.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class _Placement:
         old = self.replaced.get(eqn.outvars[0]) if len(eqn.outvars) == 1 else None
         if old is not None and (old in self.stage or old in self.read_at):
             return self.stage[old] if old in self.stage else self.read_at[old]
-        if old is not None and all(map(_is_scalar, (old, *inputs_of(eqn)))):
+        if old in inputs_of(eqn) and eqn.primitive.name in _JOINS and all(map(_is_scalar, inputs_of(eqn))):
             return self.num_stages - 1
         return self.num_stages - 1 if joins else -max((num_bytes(var), -self.stage[var]) for var in placed)[1]
 

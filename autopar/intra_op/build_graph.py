@@ -16,10 +16,22 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
 
-from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, on_host
 from autopar.intra_op.batch import Dims, between_samples, follow_batch
-from autopar.intra_op.graph import PHASES, Edge, Graph, Keep, Node, NodeKind, Phase, Produced, Shardings, stacked
-from autopar.intra_op.strategies import Strategy, enumerate_strategies
+from autopar.intra_op.graph import (
+    PHASES,
+    Edge,
+    Graph,
+    Keep,
+    Node,
+    NodeKind,
+    Phase,
+    Produced,
+    Shardings,
+    Tables,
+    stacked,
+)
+from autopar.intra_op.strategies import enumerate_strategies
 from autopar.ir.region import Binding, Region, Role, bodies_of, is_region, region_of
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.rules.linearity import may_be_partial, survives_infinity
@@ -56,6 +68,7 @@ def build_graph(
     anew: AbstractSet[Var] = frozenset(),
     twice: AbstractSet[JaxprEqn] = frozenset(),
     like: Graph | None = None,
+    tables: Tables | None = None,
 ) -> Graph:
     """The decision graph of a flat program.
 
@@ -67,8 +80,9 @@ def build_graph(
         anew: Values of which no copy waits: each phase begins with them as they were made.
         twice: Equations that both passes run.
         like: A graph of the same program on another mesh: what does not depend on the mesh is taken from there.
+        tables: What is known from other programs on this mesh; extended.
     """
-    graph = _Builder(jaxpr, mesh, anew, twice, like).build(aliases)
+    graph = _Builder(jaxpr, Graph(mesh, tables=tables or Tables()), anew, twice, like).build(aliases)
     if like is not None:
         _take_over(graph, like)
         return graph
@@ -95,16 +109,12 @@ def _take_over(graph: Graph, like: Graph) -> None:
 
 class _Builder:
     def __init__(
-        self, jaxpr: Jaxpr, mesh: LogicalMesh, anew: AbstractSet[Var], twice: AbstractSet[JaxprEqn], like: Graph | None
+        self, jaxpr: Jaxpr, graph: Graph, anew: AbstractSet[Var], twice: AbstractSet[JaxprEqn], like: Graph | None
     ):
-        self.jaxpr, self.mesh, self.anew, self.twice, self.like = jaxpr, mesh, anew, twice, like
-        self.graph = Graph(mesh)
-        self.axis_sizes = mesh.axis_sizes
-        self.lists: dict[Shardings, Shardings] = {}
+        self.jaxpr, self.graph, self.anew, self.twice, self.like = jaxpr, graph, anew, twice, like
+        self.axis_sizes = graph.mesh.axis_sizes
         self.rules: dict[object, ShardingRule] = {}
         self.numbers: dict[object, int] = {}
-        self.choices: dict[object, tuple[tuple[Strategy, ...], list[Shardings], list[Shardings]]] = {}
-        self.port_lists: dict[tuple[tuple[int, ...], bool], Shardings] = {}
         # Readers of each open body, innermost last: they wait until all are known, for a value with several gets a hub.
         self.pending: list[list[_Read]] = []
         self.is_behind: list[bool] = []  # of each open body, whether its backward pass has begun
@@ -174,7 +184,7 @@ class _Builder:
         """The copy that a phase begins with: as the value was made, or as it waited since the phase before."""
         earlier = self.graph.used.get((var, "f")) or self.graph.used.get((var, "b"))
         waits = phase == "b" or (phase == "o" and place.is_scan)
-        if earlier is None or not waits or var in self.anew or not place.communicates:
+        if earlier is None or not waits or var in self.anew or not place.communicates or on_host(var.aval):
             return made
         shardings = self.all_shardings(tuple(var.aval.shape), may_be_partial(var.aval.dtype))
         if len(shardings) == 1:
@@ -187,7 +197,8 @@ class _Builder:
     def edge(
         self, made: Produced, node: Node, slot: int, wanted: Shardings, var: Var, place: _Place, phase: Phase
     ) -> None:
-        weight, communicates = place.weight, place.communicates
+        # What lies in the host's memory is copied there and back as it is: no collective reaches it.
+        weight, communicates = place.weight, place.communicates and not on_host(var.aval)
         self.graph.edges.append(
             Edge(made.node, node.index, slot, made.shardings, wanted, var, weight, communicates, phase=phase)
         )
@@ -223,26 +234,31 @@ class _Builder:
 
     def number(self, signature: object) -> int:
         """Of what is equal for nodes that have the same choices for the same reasons: small, for it is looked up often."""
-        return self.numbers.setdefault(signature, len(self.numbers))
+        number = self.numbers.setdefault(signature, len(self.numbers))
+        if number == len(self.graph.signatures):
+            self.graph.signatures.append(signature)
+        return number
 
     def all_shardings(self, shape: tuple[int, ...], partial: bool) -> Shardings:
         """Every sharding of a value of this shape, the replicated one last."""
-        if (shape, partial) not in self.port_lists:
-            self.port_lists[shape, partial] = self.shared(list(_shardings(shape, self.axis_sizes, partial)))
-        return self.port_lists[shape, partial]
+        known = self.graph.tables.ports
+        if (shape, partial) not in known:
+            known[shape, partial] = self.shared(list(_shardings(shape, self.axis_sizes, partial)))
+        return known[shape, partial]
 
     def shared(self, shardings: Sequence[Sharding]) -> Shardings:
         key = tuple(shardings)
-        return self.lists.setdefault(key, key)
+        return self.graph.tables.lists.setdefault(key, key)
 
     def operation(self, eqn: JaxprEqn, place: _Place) -> None:
         rule, carried, signature = self.rule(eqn)
-        if signature not in self.choices:
+        choices = self.graph.tables.choices
+        if signature not in choices:
             strategies = tuple(enumerate_strategies(rule, self.axis_sizes, carried))
             wanted = [self.shared([s.operands[k] for s in strategies]) for k in range(len(rule.operands))]
             given = [self.shared([s.results[k] for s in strategies]) for k in range(len(rule.results))]
-            self.choices[signature] = strategies, wanted, given
-        strategies, wanted, given = self.choices[signature]
+            choices[signature] = strategies, wanted, given
+        strategies, wanted, given = choices[signature]
         node = self.node(
             kind="op",
             name=eqn.primitive.name,
@@ -266,7 +282,7 @@ class _Builder:
         """What an equation is, which of its linear groups partial sums pass, and what is equal for equal ones."""
         if self.like is not None:
             known = self.like.nodes[self.like.op_node[eqn]]
-            return known.rule, known.carried, ("op", known.signature)
+            return known.rule, known.carried, self.like.signatures[known.signature]
         same_rule = equation_signature(eqn)
         if same_rule not in self.rules:
             self.rules[same_rule] = rule_for(eqn)

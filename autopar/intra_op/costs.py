@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar._jax import JaxprEqn, Literal, Var
+from autopar._jax import JaxprEqn, Literal, Var, copies_to_or_from_host
 from autopar.cost import collective_seconds, kernel_seconds, reshard_seconds
 from autopar.cost.kernels import Pass
 from autopar.intra_op.exposure import Exposure, Kind, kind_of
@@ -83,7 +83,7 @@ class Prices:
             weight_of[kind] = weight_of.get(kind, 0.0) + edge.weight
             first.setdefault(key, edge)
         self.small = small_bytes(graph.mesh)
-        self.matrices: dict[tuple[Any, ...], np.ndarray] = _known(graph, "conversions")
+        self.matrices = graph.tables.conversions
         for key, weight_of in weights.items():
             matrix = self.matrix(first[key])
             if matrix.any():
@@ -150,7 +150,7 @@ class OperationSeconds:
         return self.known[key]
 
 
-def _known(graph: Graph, what: str, device: Device | None = None) -> dict[Any, Any]:
+def _known(graph: Graph, what: str, device: Device) -> dict[Any, Any]:
     """What was priced of a graph before: the same however its nodes are tied and whatever is allowed."""
     # The device stays with what was priced for it, so that its id stays its own.
     return graph.priced.setdefault((what, id(device)), (device, {}))[1]
@@ -219,7 +219,7 @@ def stored_values(graph: Graph) -> set[Var]:
                 stored.add(node.var)
             continue
         pointwise = is_pointwise(node)
-        single = len([o for o in node.rule.operands if o]) <= 1
+        single = len([o for o in node.rule.operands if o]) <= 1 and not copies_to_or_from_host(node.eqn)
         for atom in node.eqn.invars:
             if not isinstance(atom, Literal):
                 read.add(atom)

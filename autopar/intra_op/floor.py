@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar._jax import Jaxpr, JaxprEqn, Var
+from autopar._jax import Jaxpr, JaxprEqn, Var, on_host
 from autopar.intra_op.costs import held_values
 from autopar.intra_op.graph import Graph, Shardings
 from autopar.intra_op.sharded import describe_moment
@@ -142,7 +142,7 @@ class _Floors:
         return float(self.bytes(var, self.graph.nodes[index].shardings)[self.allowed[index]].min(initial=np.inf))
 
     def bytes(self, var: Var, shardings: Shardings) -> np.ndarray:
-        return num_bytes(var) / np.array([s.num_shards(self.graph.mesh) for s in shardings])
+        return _device_bytes(var) / np.array([s.num_shards(self.graph.mesh) for s in shardings])
 
     def least(self, var: Var) -> float:
         """A copy of a value that is split as far as it can be; nothing where it is not held."""
@@ -151,7 +151,11 @@ class _Floors:
         shape = tuple(var.aval.shape)
         if shape not in self.most:
             self.most[shape] = _most_shards(shape, self.graph.mesh.axis_sizes)
-        return num_bytes(var) / self.most[shape]
+        return _device_bytes(var) / self.most[shape]
+
+
+def _device_bytes(var: Var) -> int:
+    return 0 if on_host(var.aval) else num_bytes(var)
 
 
 def _first(atoms: Iterable[object]) -> list[tuple[int, Var]]:

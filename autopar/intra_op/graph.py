@@ -132,6 +132,23 @@ class Keep:
 
 
 @dataclass(eq=False, slots=True)
+class Tables:
+    """What all programs on one mesh have in common, as far as it is known.
+
+    Attributes:
+        lists: Of equal tuples of shardings the first: they are told apart by identity.
+        ports: All shardings of a shape, with partial sums or without.
+        choices: Of what is equal for equal equations, their strategies, and the shardings that these want and give.
+        conversions: What conversions take (`costs.py`).
+    """
+
+    lists: dict[Shardings, Shardings] = field(default_factory=dict)
+    ports: dict[tuple[tuple[int, ...], bool], Shardings] = field(default_factory=dict)
+    choices: dict[object, tuple[tuple[Strategy, ...], list[Shardings], list[Shardings]]] = field(default_factory=dict)
+    conversions: dict[tuple[Any, ...], np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(eq=False, slots=True)
 class Graph:
     """All decisions of one program on one mesh.
 
@@ -151,7 +168,9 @@ class Graph:
         batch: Which dims run over samples.
         traffic: What each operation brings through memory, once that is known (`traffic.py`).
         held: Values that take memory, once that is known (`costs.held_values`).
-        priced: What conversions and operations take, as far as that is known (`costs.py`).
+        priced: What operations take, as far as that is known (`costs.py`).
+        signatures: What the signature of a node stands for.
+        tables: What the graphs of other programs on this mesh may share.
     """
 
     mesh: LogicalMesh
@@ -170,6 +189,8 @@ class Graph:
     traffic: Any = None
     held: Any = None
     priced: dict[Any, Any] = field(default_factory=dict)
+    signatures: list[object] = field(default_factory=list)
+    tables: Tables = field(default_factory=Tables)
 
 
 def stacked(sharding: Sharding) -> Sharding:

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import jax.lax
 import numpy as np
 
-from autopar._jax import JaxprEqn
-from autopar.cost.kernels import FusedProducts, Kernel, Pass, Product
+from autopar._jax import JaxprEqn, copies_to_or_from_host
+from autopar.cost.kernels import FusedProducts, HostCopy, Kernel, Pass, Product
 from autopar.intra_op.graph import Node
 from autopar.intra_op.strategies import Strategy, split_fraction
 from autopar.intra_op.traffic import Traffic, is_indexing
@@ -32,6 +32,8 @@ def kernel_of(node: Node, strategy: Strategy, traffic: Traffic, mesh: LogicalMes
     atoms, shardings = (*eqn.invars, *eqn.outvars), (*strategy.operands, *strategy.results)
     shapes = [s.local_shape(tuple(a.aval.shape), mesh) for a, s in zip(atoms, shardings, strict=True)]
     sizes = [num_elements(shape) * atom.aval.dtype.itemsize for shape, atom in zip(shapes, atoms, strict=True)]
+    if copies_to_or_from_host(eqn):
+        return HostCopy(sum(sizes[: len(eqn.invars)]))
     num_bytes = sum(count * sizes[at] for count, at in zip(traffic.counts, traffic.touched, strict=True) if count)
     if not is_contraction(node.rule) or is_indexing(node):
         return Pass(num_bytes, traffic.launches)

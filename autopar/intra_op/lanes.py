@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar._jax import JaxprEqn
+from autopar._jax import JaxprEqn, copies_to_or_from_host
 from autopar.cost import collective_seconds
 from autopar.intra_op.sharded import (
     Body,
@@ -79,7 +79,7 @@ def run_lanes(body: Body, seconds_of: Callable[[JaxprEqn], float], mesh: Logical
         overlap: Part of a collective that leaves the kernels alone; 0: every collective stops them.
     """
     build = _Build(seconds_of, mesh, overlap)
-    build.add(body, {})
+    build.add(body, {}, in_turn=True)
     end, exposed = _run(build.tasks, build.count, overlap)
     return Lanes(end, end - sum(exposed), exposed)
 
@@ -90,19 +90,30 @@ class _Build:
     def __init__(self, seconds_of: Callable[[JaxprEqn], float], mesh: LogicalMesh, overlap: float):
         self.seconds_of, self.mesh, self.overlap = seconds_of, mesh, overlap
         self.tasks: list[_Task] = []
+        self.latest: tuple[int, ...] = ()
         self.count = 0
 
-    def add(self, body: Body, given: Mapping[Copy, tuple[int, ...]]) -> dict[Copy, tuple[int, ...]]:
-        """Append a body's tasks; returns the tasks that each of its copies waits for."""
+    def add(
+        self, body: Body, given: Mapping[Copy, tuple[int, ...]], in_turn: bool = False
+    ) -> dict[Copy, tuple[int, ...]]:
+        """Append a body's tasks; returns the tasks that each of its copies waits for.
+
+        What lies in the host's memory from the beginning comes from there not before its turn, if `in_turn`: until then no
+        memory is counted for it.
+        """
         maker, place = dict(given), 0
+        waiting = set(body.inputs) if in_turn else set()
         for instruction in body.instructions:
             waited = (*copies_read(instruction), *copies_awaited(instruction))
             needs = tuple(dict.fromkeys(n for copy in waited for n in maker.get(copy, ())))
+            if isinstance(instruction, Compute) and copies_to_or_from_host(instruction.eqn):
+                needs = (*needs, *self.latest) if not waiting.isdisjoint(waited) else needs
             task = self.region(instruction, needs, place) if isinstance(instruction, Region) else None
             task = task or self.plain(instruction, needs, place)
             if task is not None:
                 self.tasks.append(task)
                 place += len(task.places)
+                self.latest = (len(self.tasks) - 1,) if task.kernel is not None else self.latest
             # A view or a slice is made where it is read: whoever reads it waits for what it is made of.
             for copy in copies_made(instruction):
                 maker[copy] = (len(self.tasks) - 1,) if task is not None else needs
@@ -114,6 +125,8 @@ class _Build:
         own: list[Collective] = []
         if isinstance(instruction, Compute):
             kernel = self.seconds_of(instruction.eqn)
+            if copies_to_or_from_host(instruction.eqn):  # beside the kernels, like collectives
+                return _Task(None, kernel, needs)
         if not isinstance(instruction, Compute) or instruction.strategy.reductions:
             own = list(collectives_of(Body((), (instruction,), ()), self.mesh))
         if not kernel and not own:

@@ -23,7 +23,7 @@ from autopar.intra_op.by_axes import behaviours, descend, lift
 from autopar.intra_op.costs import held_values
 from autopar.intra_op.exposure import Exposure, show
 from autopar.intra_op.floor import Floor, memory_floor
-from autopar.intra_op.graph import Graph
+from autopar.intra_op.graph import Graph, Tables
 from autopar.intra_op.liveness import Liveness, fullest_moments
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import rows_of
@@ -66,6 +66,7 @@ def shard(
     twice: AbstractSet[JaxprEqn] = frozenset(),
     exposure: Exposure | None = None,
     like: Graph | None = None,
+    tables: Tables | None = None,
     begin: Sharded | None = None,
     explore: bool = False,
 ) -> Sharded:
@@ -90,6 +91,7 @@ def shard(
         exposure: What is known of it from elsewhere; the problem is then solved again with what its answer shows, and the
             fastest on the clock is taken. None: every collective counts in full, and no more is asked.
         like: As of `build_graph`.
+        tables: As of `build_graph`.
         begin: An answer on a mesh each of whose axes is some of this one's: a large problem is not solved as a whole but
             from there (`by_axes.py`), and nothing is proved of it.
         explore: Whether to look, too, at what is best if all hides that no program has shown.
@@ -99,7 +101,7 @@ def shard(
         ConstraintError: A pin does not fit.
         Beaten: Nothing here is better than `beat`, or nothing better was found from `begin`.
     """
-    graph = build_graph(jaxpr, mesh, aliases, batch, anew, twice, like)
+    graph = build_graph(jaxpr, mesh, aliases, batch, anew, twice, like, tables)
     setting = run_passes(SHARD, Setting(jaxpr, graph, device, restrict), check_setting)
     instance = _Instance(setting, options, donated, elsewhere, gap)
     problem = instance.prices.problem(exposure)

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
-from autopar._jax import JaxprEqn, Literal, Var
+from autopar._jax import JaxprEqn, Literal, Var, on_host
 from autopar.cost.steps import AllGather, CollectiveKind, Step, step_kind
 from autopar.intra_op.graph import Phase
 from autopar.intra_op.strategies import Strategy
@@ -194,7 +194,12 @@ class Collective:
 
 
 def local_bytes(atom: Var | Literal, sharding: Sharding, mesh: LogicalMesh) -> int:
-    """Bytes of a value on one device."""
+    """Bytes of a value in one device's memory: none of what lies in the host's."""
+    return 0 if on_host(atom.aval) else share_bytes(atom, sharding, mesh)
+
+
+def share_bytes(atom: Var | Literal, sharding: Sharding, mesh: LogicalMesh) -> int:
+    """Bytes of one device's share of a value, wherever it lies."""
     return math.prod(sharding.local_shape(tuple(atom.aval.shape), mesh)) * atom.aval.dtype.itemsize
 
 

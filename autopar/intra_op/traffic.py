@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from autopar._jax import JaxprEqn, Literal, Var
+from autopar._jax import JaxprEqn, Literal, Var, copies_to_or_from_host
 from autopar.intra_op.graph import Graph, Node
 from autopar.ir.rules.replicated import KERNELS
 from autopar.ir.rules.rule import num_elements
@@ -69,7 +69,8 @@ def find_reads(graph: Graph) -> dict[int, tuple[Var, ...]]:
 def is_pointwise(node: Node) -> bool:
     """Whether each element of the result needs one element of each operand, as far as a compiler can tell."""
     rule = node.rule
-    return not (rule.summed or rule.reduced or rule.whole or node.eqn.primitive.name in _KERNELS)
+    in_one = not (rule.summed or rule.reduced or rule.whole or node.eqn.primitive.name in _KERNELS)
+    return in_one and not copies_to_or_from_host(node.eqn)
 
 
 def is_indexing(node: Node) -> bool:

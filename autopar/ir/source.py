@@ -14,12 +14,12 @@ import os
 import re
 import sys
 import sysconfig
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
 from autopar._jax import (
-    Aval,
     Jaxpr,
     JaxprEqn,
     NameStack,
@@ -27,8 +27,10 @@ from autopar._jax import (
     function_file,
     function_name,
     line_of,
+    on_host,
     raw_frames,
 )
+from autopar.errors import warn
 
 UNKNOWN = "unknown line"
 
@@ -157,10 +159,16 @@ def host_lines(jaxpr: Jaxpr) -> list[str]:
     lines = [
         source_line(eqn)
         for eqn in all_equations(jaxpr)
-        if eqn.primitive.name == "device_put" and any(_is_on_host(var.aval) for var in eqn.outvars)
+        if eqn.primitive.name == "device_put" and any(on_host(var.aval) for var in eqn.outvars)
     ]
     return list(dict.fromkeys(lines))
 
 
-def _is_on_host(aval: Aval) -> bool:
-    return getattr(aval, "memory_space", None) == jax.memory.Space.Host
+def warn_of_host_memory(name: str, lines: Sequence[str], where: str) -> None:
+    """Say that these copies to the host's memory are left out."""
+    at = f" at {', '.join(lines[:3])}" if lines else ""
+    more = f" and {len(lines) - 3} more lines" if len(lines) > 3 else ""
+    warn(
+        f"`{name}` moves values to the host's memory{at}{more}. That has no effect yet in {where}: they stay in the devices' "
+        f"memory, and the plan counts them there. Where they do not fit, `recompute` of a method keeps fewer of them."
+    )

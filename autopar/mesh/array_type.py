@@ -33,12 +33,14 @@ class ArrayType:
         dtype: Its element type.
         sharding: How its last dims lie on the mesh; those before are whole.
         mesh: The mesh.
+        on_host: Whether it lies in the memory of the devices' hosts.
     """
 
     shape: tuple[int, ...]
     dtype: np.dtype
     sharding: Sharding
     mesh: LogicalMesh
+    on_host: bool = False
 
     @property
     def array(self) -> ArrayType:
@@ -49,7 +51,7 @@ class ArrayType:
             return self
         rows = (math.prod(self.mesh.size_of(axis) for axis in partial),) if partial else ()
         dims = (*((partial,) if partial else ()), *leading, *self.sharding.dims)
-        return ArrayType((*rows, *self.shape), self.dtype, Sharding(dims), self.mesh)
+        return ArrayType((*rows, *self.shape), self.dtype, Sharding(dims), self.mesh, self.on_host)
 
     @property
     def num_bytes(self) -> int:
@@ -58,14 +60,15 @@ class ArrayType:
 
     @property
     def local_bytes(self) -> int:
-        """On one device."""
+        """Of one device's share."""
         leading = len(self.shape) - len(self.sharding.dims)
         local = self.sharding.local_shape(self.shape[leading:], self.mesh)
         return math.prod((*self.shape[:leading], *local)) * self.dtype.itemsize
 
     def on(self, places: jax.sharding.Mesh | AbstractMesh) -> NamedSharding:
         """How the array of `array` lies over these devices, as JAX has it."""
-        return NamedSharding(places, self.array.sharding.partition_spec())
+        memory = "pinned_host" if self.on_host else None
+        return NamedSharding(places, self.array.sharding.partition_spec(), memory_kind=memory)
 
     def struct(self, places: jax.sharding.Mesh | AbstractMesh) -> jax.ShapeDtypeStruct:
         """The array of `array` over these devices, as JAX wants it for lowering."""
@@ -77,7 +80,7 @@ class ArrayType:
         return boxes(array.shape, array.sharding, array.mesh)
 
     def __str__(self) -> str:
-        return f"{self.dtype}[{','.join(map(str, self.shape))}]"
+        return f"{self.dtype}{'<host>' if self.on_host else ''}[{','.join(map(str, self.shape))}]"
 
 
 def boxes(shape: Sequence[int], sharding: Sharding, mesh: LogicalMesh) -> list[Box]:

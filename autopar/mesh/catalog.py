@@ -7,6 +7,8 @@ Method: peak rates are dense, without sparsity, as the vendors' datasheets state
         maximum achievable matmul FLOPS), times `SUSTAINED`, the part of it that a device holds all through a step.
         A link's rate is what one device sends in one direction (half of the datasheet's figure), times what large
         collectives reach of it. The rate between hosts is one network card per device where such hosts have one.
+        The link to the host is PCIe x16 in one direction: 3.0 of V100 and TPUs (16 GB/s), 4.0 of A100, L4 and L40S (32), 5.0
+        since H100 (64); or NVLink-C2C of Grace (450: half of its datasheet's 900).
         Watts are what a device is rated for, as its datasheet has it.
         Latencies are those of a hop with which NCCL chooses its algorithms. `Cluster(...)` takes measured figures instead.
 """
@@ -21,7 +23,7 @@ from autopar.mesh.device import Achieved, Device
 from autopar.mesh.link import Link
 from autopar.mesh.torus import torus_parts
 
-SUSTAINED = 0.9
+SUSTAINED = 0.915
 """Part of the best product's rate that training holds: fitted to published steps on A100, H100 and V100, one number for all."""
 _MEMORY = 0.88
 """Part of the memory's rate that long streams reach; BabelStream's triad: 0.87 on V100 and A100, 0.90 on H100."""
@@ -31,6 +33,9 @@ that OpenXLA's cost model lists as measured on an H100 (`matmul_interpolator_dat
 _NVLINK, _NETWORK = 0.8, 0.92
 """Parts of their rates that NCCL's rings reach: 235 of 300 GB/s between A100s and 360 of 450 between H100s, 23 of 25 GB/s
 over InfiniBand HDR (nccl-tests)."""
+_HOST = 0.8
+"""Part of the link to the host that copies of pinned memory reach: 12.8 of 16 GB/s on V100, 26 of 32 on A100 (CUDA's
+bandwidthTest)."""
 _OVERLAP = 0.85
 """Part of a collective that leaves the kernels beside it alone: NCCL's own kernels hold 16 to 24 of 132 multiprocessors."""
 _HOPS = 3.4e-6, 9.6e-6
@@ -83,9 +88,11 @@ def _gpu(
     switch_gb_per_second: float = 0.0,
     groups: tuple[tuple[int, float], ...] = (),
     watts: float | None = None,
+    host_gb_per_second: float = 64.0,
 ) -> Model:
     rates = {k: v * 1e12 for k, v in tflops.items()}
-    device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved, watts)
+    host = host_gb_per_second * 1e9 * _HOST
+    device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved, watts, host)
     intra, inter = intra_gb_per_second * 1e9, inter_gb_per_second * 1e9
     return Model(
         device,
@@ -157,20 +164,20 @@ _CUBE = ((2, 1 / 6), (4, 2 / 3))
 rings through a group of four find four."""
 _CUBES, _SQUARES = (3, 4), (2, 16)
 """Tori of TPUs: slices of whole cubes of 4 x 4 x 4 chips close on all axes, those on 2 axes on sides of 16."""
-_PCIE4, _PCIE5 = 32.0, 64.0
+_PCIE3, _PCIE4, _PCIE5, _C2C = 16.0, 32.0, 64.0, 450.0
 _PCIE_HOPS = 5.7e-6, 9.6e-6
 
 # fmt: off
 MODELS: dict[str, Model] = {
     # name, peak rates, GB of memory, its GB/s, GB/s within a host, GB/s between hosts, what is reached; source
     "v100-16": _gpu("V100-16GB", _VOLTA, 16, 900, 150, 3.125, _V100,
-        "NVIDIA V100 datasheet (SXM2); DGX-1: 4 x 100 Gb/s / 8, halved", groups=_CUBE, watts=300),
+        "NVIDIA V100 datasheet (SXM2); DGX-1: 4 x 100 Gb/s / 8, halved", groups=_CUBE, watts=300, host_gb_per_second=_PCIE3),
     "v100-32": _gpu("V100-32GB", _VOLTA, 32, 900, 150, 6.25, _V100,
-        "NVIDIA V100 datasheet (SXM2); DGX-1: 4 x 100 Gb/s / 8", groups=_CUBE, watts=300),
+        "NVIDIA V100 datasheet (SXM2); DGX-1: 4 x 100 Gb/s / 8", groups=_CUBE, watts=300, host_gb_per_second=_PCIE3),
     "a100-40": _gpu("A100-40GB", _AMPERE, 40, 1555, 300, 25, _A100,
-        "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s", watts=400),
+        "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s", watts=400, host_gb_per_second=_PCIE4),
     "a100-80": _gpu("A100-80GB", _AMPERE, 80, 2039, 300, 25, _A100,
-        "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s", watts=400),
+        "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s", watts=400, host_gb_per_second=_PCIE4),
     "h100": _gpu("H100", _HOPPER, 80, 3350, 450, 50, _H100,
         "NVIDIA H100 datasheet (SXM5); DGX H100: 8 x 400 Gb/s; NVLink SHARP: 480 GB/s of bus bandwidth (nccl-tests)",
         switch_gb_per_second=274, watts=700),
@@ -185,13 +192,15 @@ MODELS: dict[str, Model] = {
     "b300": _gpu("B300", _BLACKWELL, 288, 8000, 900, 100, _reached(0.786, 148),
         "NVIDIA DGX B300 datasheet, one of eight; 8 x 800 Gb/s", switch_gb_per_second=480, watts=1400),
     "gb200": _gpu("GB200", _GRACE_BLACKWELL, 186, 8000, 900, 50, _reached(0.729, 148),
-        "NVIDIA GB200 NVL72 datasheet, one of 72; 400 Gb/s each", per_host=72, switch_gb_per_second=480, watts=1200),
+        "NVIDIA GB200 NVL72 datasheet, one of 72; 400 Gb/s each", per_host=72, switch_gb_per_second=480,
+        watts=1200, host_gb_per_second=_C2C),
     "gb300": _gpu("GB300", _GRACE_BLACKWELL, 288, 8000, 900, 100, _reached(0.74, 148),
-        "NVIDIA GB300 NVL72 datasheet, one of 72; 800 Gb/s each", per_host=72, switch_gb_per_second=480, watts=1400),
+        "NVIDIA GB300 NVL72 datasheet, one of 72; 800 Gb/s each", per_host=72, switch_gb_per_second=480,
+        watts=1400, host_gb_per_second=_C2C),
     "l4": _gpu("L4", _rates(242, 121, 60, 30.3), 24, 300, _PCIE4, 12.5, _reached(0.7, 58, 0.4, _OLD_TILES),
-        "NVIDIA L4 datasheet; PCIe 4.0 x16", hops=_PCIE_HOPS, watts=72),
+        "NVIDIA L4 datasheet; PCIe 4.0 x16", hops=_PCIE_HOPS, watts=72, host_gb_per_second=_PCIE4),
     "l40s": _gpu("L40S", _rates(733, 362, 183, 91.6), 48, 864, _PCIE4, 25, _reached(0.7, 142, 0.4, _OLD_TILES),
-        "NVIDIA L40S datasheet; PCIe 4.0 x16", hops=_PCIE_HOPS, watts=350),
+        "NVIDIA L40S datasheet; PCIe 4.0 x16", hops=_PCIE_HOPS, watts=350, host_gb_per_second=_PCIE4),
     "mi300x": _gpu("MI300X", _rates(2615, 1307, 654, 163.4, 81.7), 192, 5300, 448, 50, _reached(0.514, 304, 0.3),
         "AMD Instinct MI300X datasheet; 7 Infinity Fabric links of 128 GB/s", watts=750),
     # name, peak rates, GB of memory, its GB/s, chips in a host, GB/s along an axis of the torus; source

@@ -145,6 +145,8 @@ class Device:
         memory_bytes_per_second: Rate of reading or writing it.
         achieved: What its kernels reach of these rates.
         watts: Power that it is rated for; None: not stated. Nothing is decided by it.
+        host_bytes_per_second: That copies to its host's memory or back reach, in one direction; over PCIe 3.0 if it is not
+            stated.
 
     Raises:
         ClusterError: A rate or size is no positive number.
@@ -156,12 +158,14 @@ class Device:
     memory_bytes_per_second: float = math.inf
     achieved: Achieved = Achieved()
     watts: float | None = field(default=None, compare=False, repr=False)
+    host_bytes_per_second: float = field(default=12.8e9, repr=False)
 
     def __post_init__(self) -> None:
         for name, value in (
             *(("peak_flops", rate) for rate in self._rates() or [0.0]),
             ("memory_bytes", self.memory_bytes),
             ("memory_bytes_per_second", self.memory_bytes_per_second),
+            ("host_bytes_per_second", self.host_bytes_per_second),
         ):
             if not isinstance(value, Real) or not value > 0:
                 raise ClusterError(
@@ -209,12 +213,13 @@ class Device:
         return self.peak_flops.get("tfloat32", self.flops_per_second(dtype))
 
     def __hash__(self) -> int:
-        rates = (tuple(self._rates()), self.memory_bytes, self.memory_bytes_per_second)
+        rates = (tuple(self._rates()), self.memory_bytes, self.memory_bytes_per_second, self.host_bytes_per_second)
         return hash((self.name, rates, self.achieved))
 
     def __reduce__(self) -> tuple[Any, ...]:
         peak = dict(self.peak_flops) if isinstance(self.peak_flops, Mapping) else self.peak_flops
-        return Device, (self.name, peak, self.memory_bytes, self.memory_bytes_per_second, self.achieved, self.watts)
+        sizes = self.memory_bytes, self.memory_bytes_per_second
+        return Device, (self.name, peak, *sizes, self.achieved, self.watts, self.host_bytes_per_second)
 
     def __str__(self) -> str:
         return self.name

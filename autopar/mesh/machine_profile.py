@@ -18,9 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from autopar.entry import DamageError, Entry, number_or_inf, read_versioned, unwritable, write_whole
-from autopar.errors import AutoparError, ProfileError
+from autopar.errors import AutoparError, ClusterError, ProfileError
 from autopar.markup import facts
 from autopar.mesh.device import Achieved, Device
+from autopar.mesh.find_device import find_device
 from autopar.mesh.link import Link
 
 FORMAT = "autopar machine profile"
@@ -211,6 +212,7 @@ def _record(profile: MachineProfile) -> dict[str, Any]:
             "memory_bytes": number_or_inf(device.memory_bytes),
             "memory_bytes_per_second": number_or_inf(device.memory_bytes_per_second),
             "watts": device.watts,
+            "host_bytes_per_second": number_or_inf(device.host_bytes_per_second),
             "achieved": {
                 k: number_or_inf(v) if isinstance(v, float) else v
                 for k, v in dataclasses.asdict(device.achieved).items()
@@ -248,11 +250,22 @@ def _profile(entry: Entry) -> MachineProfile:
             device["memory_bytes_per_second"].number(or_infinite=True),
             _achieved(device["achieved"]),
             None if device["watts"].value is None else device["watts"].number(),
+            *_host_rate(device),
         ),
         _link(entry["intra"]),
         _link(entry["inter"]),
         entry["measured"].items(_measured),
     )
+
+
+def _host_rate(entry: Entry) -> tuple[float, ...]:
+    """Rate of the link to the host; of older files, which do not state it, the catalog's, or what `Device` takes without."""
+    if "host_bytes_per_second" in entry.value:
+        return (entry["host_bytes_per_second"].number(or_infinite=True),)
+    try:
+        return (find_device(entry["name"].text()).device.host_bytes_per_second,)
+    except ClusterError:
+        return ()
 
 
 def _achieved(entry: Entry) -> Achieved:
@@ -271,16 +284,13 @@ def _link(entry: Entry) -> Link | None:
     if entry.value is None:
         return None
     switches = {name: entry[name] for name in ("has_short_messages", "shared_memory")}
-    for switch in switches.values():
-        if not isinstance(switch.value, bool):
-            raise switch.wrong("true or false")
     return Link(
         entry["latency_seconds"].number(),
         entry["bytes_per_second"].number(or_infinite=True),
         entry["switch_bytes_per_second"].number(),
         groups=entry["groups"].items(_part),
         torus=entry["torus"].items(_part) if "torus" in entry.value else (),  # files of before there were tori
-        **{name: switch.value for name, switch in switches.items()},
+        **{name: switch.flag() for name, switch in switches.items()},
     )
 
 

@@ -1,38 +1,105 @@
-"""What is done before a loop begins: compilers would leave it for later, and keep all that it reads so long.
+"""What is done before a loop, or what runs again, begins: compilers would leave it for later, and keep all that it reads.
 
-In:     a sharded body, the place of a loop in it.
-Out:    copies that the loop waits for.
+In:     a sharded body, the place in it of a loop, or of the barrier or gate before what runs again.
+Out:    copies that are waited for there.
 Method: a scheduler that hides latency runs first what others wait for. The gradient of a model's head is needed by the
         update alone, and may come behind the loop of the backward pass, which waits for the other product with the same
         logits: these then live through the loop. So a loop waits for what it does not need, if that reads something large
-        which nobody needs afterwards, and makes less of it.
+        which nobody needs afterwards, and makes less of it. What runs again, layer by layer, is like such a loop written
+        out: without waiting for the gradients of one layer's weights, the activations of all layers would be there at once.
+        A product that is only added to something is waited for when it is added, which is one kernel.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 
 from autopar._jax import Literal
-from autopar.intra_op.sharded import Body, Compute, Copy, Instruction, Region, copies_made, copies_read
+from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Region, copies_made, copies_read
+from autopar.ir.region import kind_of
 from autopar.tuning import TUNING
 
 
-def done_before(body: Body, position: int, num_bytes: Callable[[Copy], int]) -> list[tuple[Copy, int]]:
-    """Copies that the loop at this place waits for, and the bytes on one device that are free when each is there."""
-    needed = set(copies_read(body.instructions[position]))
-    idle: list[Instruction] = []
-    for instruction in reversed(body.instructions[:position]):
-        if needed.isdisjoint(copies_made(instruction)):
-            idle.append(instruction)
+def waits_at(instruction: Instruction) -> bool:
+    """Whether an instruction is the first of what runs again: a barrier or a gate."""
+    return isinstance(instruction, Gate) or (isinstance(instruction, Region) and kind_of(instruction.eqn) == "barrier")
+
+
+class Ahead:
+    """What is waited for in a body; `num_bytes` says how large copies are on one device."""
+
+    def __init__(self, body: Body, num_bytes: Callable[[Copy], int]):
+        self.body, self.num_bytes = body, num_bytes
+        self.made_at = dict.fromkeys(body.inputs, -1)
+        self.readers: dict[Copy, list[int]] = {}
+        for position, instruction in enumerate(body.instructions):
+            for copy in copies_read(instruction):
+                self.readers.setdefault(copy, []).append(position)
+            self.made_at.update(dict.fromkeys(copies_made(instruction), position))
+        self.waits = [k for k, i in enumerate(body.instructions) if waits_at(i)]
+        self.stay = {*body.inputs, *((a, s) for a, s in body.outputs if not isinstance(a, Literal))}
+
+    def of_loop(self, position: int) -> list[tuple[Copy, int]]:
+        """Copies that the loop at this place waits for, and the bytes on one device that are free when each is there."""
+        return self.done_before(position, 0, TUNING.late_bytes)
+
+    def of_again(self, position: int) -> tuple[list[Copy], list[Copy]]:
+        """Copies that what runs again from this place on reads and that are there before their time, and what they wait for.
+
+        Those are what the body has made before; else of what it is given the layer's input, as large as the gradient of its
+        result. That is what comes last, and is waited for.
+        """
+        instruction = self.body.instructions[position]
+        if isinstance(instruction, Gate):
+            latest, held = instruction.earlier, list(instruction.copies)
         else:
-            needed.update(copies_read(instruction))
-    stays = {copy for instruction in body.instructions[position:] for copy in copies_read(instruction)}
-    stays.update(body.inputs, ((a, s) for a, s in body.outputs if not isinstance(a, Literal)))
-    found = []
-    for instruction in reversed(idle):
-        if isinstance(instruction, Compute | Region):
-            freed = max((num_bytes(copy) for copy in copies_read(instruction) if copy not in stays), default=0)
-            made = list(copies_made(instruction))
-            if made and freed >= TUNING.late_bytes and 2 * sum(map(num_bytes, made)) < freed:
-                found.append((made[0], freed))
-    return found
+            read = list(dict.fromkeys(copies_read(instruction)))
+            if all(self.made_at[copy] < 0 for copy in read):
+                return [], []
+            latest = max(read, key=lambda copy: self.made_at[copy])
+            others = [copy for copy in read if copy != latest]
+            alike = [copy for copy in others if copy[0].aval.shape == latest[0].aval.shape]
+            held = [copy for copy in others if self.made_at[copy] >= 0] or alike or others
+            held = [copy for copy in held if self.num_bytes(copy) >= TUNING.again_bytes]
+        before = [k for k in self.waits if k < position]
+        first = self.done_before(position, before[-1] if before else 0, TUNING.again_bytes) if held else []
+        return held, [latest, *(copy for copy, _ in first)]
+
+    def done_before(self, position: int, begin: int, least_bytes: int) -> list[tuple[Copy, int]]:
+        """What stands from `begin` on, does not lead to this place, and reads what is large and nobody needs from there on."""
+        idle = list(self._idle(position, begin))
+        found, among = [], frozenset(idle)
+        for at in reversed(idle):
+            instruction = self.body.instructions[at]
+            if isinstance(instruction, Compute | Region):
+                read = [self.num_bytes(copy) for copy in copies_read(instruction) if not self._stays(copy, position)]
+                freed, made = max(read, default=0), copies_made(instruction)
+                if made and freed >= least_bytes and 2 * sum(map(self.num_bytes, made)) < freed:
+                    found.append((self._added(made[0], position, among), freed))
+        return list(dict.fromkeys(found))
+
+    def _idle(self, position: int, begin: int) -> Iterator[int]:
+        needed = set(copies_read(self.body.instructions[position]))
+        for at in reversed(range(begin, position)):
+            instruction = self.body.instructions[at]
+            if needed.isdisjoint(copies_made(instruction)):
+                yield at
+            else:
+                needed.update(copies_read(instruction))
+
+    def _stays(self, copy: Copy, position: int) -> bool:
+        return copy in self.stay or self.readers[copy][-1] >= position
+
+    def _added(self, copy: Copy, position: int, idle: AbstractSet[int]) -> Copy:
+        """What becomes of a copy by elementwise operations that alone read it."""
+        readers = self.readers.get(copy, [])
+        while len(readers) == 1 and readers[0] < position and readers[0] in idle and copy not in self.stay:
+            reader = self.body.instructions[readers[0]]
+            if not isinstance(reader, Compute) or reader.rule.summed or len(reader.makes) != 1:
+                break
+            if reader.makes[0][0].aval.shape != copy[0].aval.shape:
+                break
+            copy = reader.makes[0]
+            readers = self.readers.get(copy, [])
+        return copy

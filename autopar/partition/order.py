@@ -10,6 +10,8 @@ Method: XLA:CPU tells collectives apart by the order in which devices reach them
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -39,11 +41,12 @@ def needs_order(body: Body) -> bool:
     return len(loud) > 1 and any(isinstance(instruction, Region) for instruction in loud)
 
 
-def after(operand: jax.Array, earlier: jax.Array | None) -> jax.Array:
-    """`operand`, which now waits for `earlier`."""
-    if earlier is None or earlier.size == 0 or operand.size == 0:
+def after(operand: jax.Array, *earlier: jax.Array | None) -> jax.Array:
+    """`operand`, which now waits for all that is `earlier`."""
+    signs = [never(array) for array in earlier if array is not None and array.size]
+    if not signs or operand.size == 0:
         return operand
-    return jnp.where(never(earlier), jnp.zeros_like(operand), operand)
+    return jnp.where(functools.reduce(jnp.logical_or, signs), jnp.zeros_like(operand), operand)
 
 
 def never(earlier: jax.Array) -> jax.Array:

@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar._jax import Literal, Var
+from autopar._jax import Literal, Var, on_host
 from autopar.cost.steps import Mask, Step
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, Region
 from autopar.ir.region import kind_of, region_of
 from autopar.mesh import Sharding
-from autopar.partition.ahead import done_before
+from autopar.partition.ahead import Ahead, waits_at
 from autopar.partition.collectives import apply_fused, apply_step
 from autopar.partition.equation import run_equation
 from autopar.partition.order import after, communicates, needs_order
@@ -47,9 +47,18 @@ def run_body(
     owned: dict[Copy, None] = {}
     waits = in_order and needs_order(body)
     earlier: jax.Array | None = None
+    ahead = Ahead(body, lambda copy: _num_bytes(copies[copy]))
     for position, instruction in enumerate(body.instructions):
         loud = waits and communicates(instruction)
-        first = _done_before(body, position, copies)
+        if waits_at(instruction):
+            held, awaited = ahead.of_again(position)
+            copies.update(
+                {
+                    copy: after(copies[copy], *map(lax.optimization_barrier, (copies[c] for c in awaited)))
+                    for copy in held
+                }
+            )
+        first = _done_before(ahead, position, copies)
         made = _run_instruction(instruction, copies, axis_sizes, in_order, earlier if loud else None, owned, first)
         copies.update(made)
         still = list(owned_copies(instruction, owned))
@@ -91,8 +100,8 @@ def _run_instruction(
             arrays = _begin_after(instruction, arrays, first)
             made = _run_region(instruction, _some_after(arrays, earlier), axis_sizes, in_order)
             return dict(zip(zip(eqn.outvars, results, strict=True), made, strict=True))
-        case Gate(gate, gated):
-            return {copy: after(copies[copy], copies[gate]) for copy in gated}
+        case Gate():
+            return {}  # its copies wait already
         case _:
             assert_never(instruction)
 
@@ -120,13 +129,12 @@ def _some_after(operands: Sequence[jax.Array], earlier: jax.Array | None) -> lis
     return [after(array, earlier) if array.size <= limit else array for array in operands]
 
 
-def _done_before(body: Body, position: int, copies: Copies) -> list[tuple[jax.Array, int]]:
+def _done_before(ahead: Ahead, position: int, copies: Copies) -> list[tuple[jax.Array, int]]:
     """What a loop waits for, and what is free then (`ahead.py`); nothing, of what is no loop."""
-    instruction = body.instructions[position]
+    instruction = ahead.body.instructions[position]
     if not isinstance(instruction, Region) or kind_of(instruction.eqn) not in ("scan", "while"):
         return []
-    found = done_before(body, position, lambda copy: _num_bytes(copies[copy]))
-    return [(copies[copy], freed) for copy, freed in found]
+    return [(copies[copy], freed) for copy, freed in ahead.of_loop(position)]
 
 
 def _begin_after(
@@ -156,10 +164,13 @@ def _read(copies: Copies, atom: Var | Literal, sharding: Sharding, axis_sizes: M
     return apply_step(value, Mask(sharding.partial), axis_sizes) if sharding.partial else value
 
 
-def _local_types(region: Region, axis_sizes: Mapping[str, int]) -> list[jax.ShapeDtypeStruct]:
-    """Of a region's results on one device."""
-    found = []
+def _local_types(region: Region, axis_sizes: Mapping[str, int]) -> list[jax.ShapeDtypeStruct | None]:
+    """Of a region's results on one device; None: it lies in the host's memory."""
+    found: list[jax.ShapeDtypeStruct | None] = []
     for var, sharding in zip(region.eqn.outvars, region.results, strict=True):
+        if on_host(var.aval):
+            found.append(None)
+            continue
         parts = [math.prod(axis_sizes[axis] for axis in axes) for axes in sharding.dims]
         shape = [size // count for size, count in zip(var.aval.shape, parts, strict=True)]
         found.append(jax.ShapeDtypeStruct(tuple(shape), var.aval.dtype))

@@ -26,29 +26,31 @@ def scan_into_late_stacks(
     step: Callable[[_Arrays, _Arrays], tuple[_Arrays, _Arrays]],
     carries: tuple[jax.Array, ...],
     xs: tuple[jax.Array, ...],
-    types: Sequence[jax.ShapeDtypeStruct],
+    types: Sequence[jax.ShapeDtypeStruct | None],
     *,
     length: int,
     reverse: bool,
     unroll: Any,
 ) -> tuple[_Arrays, _Arrays]:
-    """`lax.scan(step, carries, xs, ...)`, which returns stacks of these `types`."""
+    """`lax.scan(step, carries, xs, ...)`, which returns stacks of these `types`; None: one that the device does not hold."""
     first = max(carries, key=lambda array: array.size, default=None)
-    if first is None or first.size == 0 or not types or not length:
+    if first is None or first.size == 0 or not any(types) or not length:
         return lax.scan(step, carries, xs, length=length, reverse=reverse, unroll=unroll)
     late = never(first)
-    stacks = [
-        jnp.broadcast_to(jnp.where(late, jnp.ones((), stack.dtype), jnp.zeros((), stack.dtype)), stack.shape)
-        for stack in types
-    ]
+    begun = {
+        k: jnp.broadcast_to(jnp.where(late, jnp.ones((), kind.dtype), jnp.zeros((), kind.dtype)), kind.shape)
+        for k, kind in enumerate(types)
+        if kind is not None
+    }
 
-    def write(carried: Any, rows: _Arrays) -> tuple[Any, None]:
+    def write(carried: Any, rows: _Arrays) -> tuple[Any, _Arrays]:
         trip, held, stacks = carried
         held, made = step(held, rows)
         at = length - 1 - trip if reverse else trip
-        written = [lax.dynamic_update_index_in_dim(s, row, at, 0) for s, row in zip(stacks, made, strict=True)]
-        return (trip + 1, tuple(held), written), None
+        written = {k: lax.dynamic_update_index_in_dim(stack, made[k], at, 0) for k, stack in stacks.items()}
+        return (trip + 1, tuple(held), written), [row for k, row in enumerate(made) if k not in stacks]
 
-    begun = jnp.zeros((), jnp.int32), carries, stacks
-    (_, last, stacks), _ = lax.scan(write, begun, xs, length=length, reverse=reverse, unroll=unroll)
-    return last, stacks
+    start = jnp.zeros((), jnp.int32), carries, begun
+    (_, last, stacks), others = lax.scan(write, start, xs, length=length, reverse=reverse, unroll=unroll)
+    left = iter(others)
+    return last, [stacks[k] if k in stacks else next(left) for k in range(len(types))]

@@ -30,7 +30,9 @@ def contradictions(plan: Decision) -> list[str]:
 def _of_program(plan: Decision) -> list[str]:
     cost = plan.cost
     arguments = sum(
-        local_bytes(v.shape, v.dtype, v.sharding, plan.mesh) for v in plan.values if v.role in ARGUMENT_ROLES
+        local_bytes(v.shape, v.dtype, v.sharding, plan.mesh)
+        for v in plan.values
+        if v.role in ARGUMENT_ROLES and not v.on_host
     )
     communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, plan.mesh) for c in cost.collectives)
     step = cost.compute_seconds + sum(cost.exposed_seconds)

@@ -83,6 +83,7 @@ class Cost:
         exposed_seconds: Of each of `collectives`, the seconds of a step in which it runs and no kernel does, all its times
             together; the others are hidden.
         figures: What is counted beside the seconds; `mfu`, `hfu`, `rate` and the like follow from them.
+        host_bytes: Most bytes that one device has in its host's memory at once.
         search: What was tried; of a plan from a file, nothing is known of that.
     """
 
@@ -98,6 +99,7 @@ class Cost:
     planning_seconds: float
     exposed_seconds: tuple[float, ...] = ()
     figures: Figures = Figures()
+    host_bytes: int = 0
     search: Search = field(default=Search(), compare=False)
 
     def __repr__(self) -> str:
@@ -214,6 +216,7 @@ class Value:
         dtype: Element type.
         sharding: How it lies on the mesh.
         stage: On the mesh of which stage.
+        on_host: Whether it lies in the memory of the hosts.
     """
 
     name: str
@@ -222,6 +225,12 @@ class Value:
     dtype: str
     sharding: Sharding
     stage: int = 0
+    on_host: bool = False
+
+    @property
+    def lies(self) -> str:
+        """Where and how, in words."""
+        return f"{self.sharding} on the host" if self.on_host else str(self.sharding)
 
 
 @dataclass(frozen=True)
@@ -249,6 +258,7 @@ class Decision:
         profile: What the step does with its time and memory.
         padded: Lengths of the step's products that are made longer, so that devices can split them, each with what it
             becomes: of what lies between products, and of no argument or result.
+        offloaded: Paths of the arguments that lie in the memory of the hosts.
     """
 
     name: str
@@ -269,6 +279,7 @@ class Decision:
     budget_bytes: float = math.inf
     profile: Profile = field(default=Profile(), repr=False, compare=False)
     padded: tuple[tuple[int, int], ...] = ()
+    offloaded: tuple[str, ...] = ()
     origin: Origin | None = field(default=None, compare=False, repr=False, hash=False)
     """The planning problem in memory, for `explain`; absent in a plan read from a file until it is compiled."""
 

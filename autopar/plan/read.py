@@ -54,6 +54,7 @@ def read_plan(entry: Entry) -> Decision:
         schedule=schedule,
         parts=entry["parts"].count(1),
         padded=entry["padded"].items(_longer),
+        offloaded=entry["offloaded"].items(Entry.text) if "offloaded" in entry.value else (),
         shardings={v.name: v.sharding.partition_spec() for v in values if v.role in ARGUMENT_ROLES},
         cost=_cost(
             entry["cost"], entry["collectives"].items(lambda e: _collective(e, _mesh_of(e, stages))), len(stages)
@@ -219,9 +220,9 @@ def _value(entry: Entry, mesh: LogicalMesh) -> Value:
     used = [axis for axes in (*sharding.dims, sharding.partial) for axis in axes]
     if len(set(used)) < len(used) or not sharding.is_valid(shape, mesh):
         raise entry["dims"].wrong(f"a way to split {list(shape)} over the mesh")
-    return Value(
-        entry["name"].text(), entry["role"].one_of(VALUE_ROLES), shape, dtype, sharding, entry["stage"].count()
-    )
+    on_host = entry["on_host"].flag() if "on_host" in entry.value else False  # files of before there was a choice
+    name, role = entry["name"].text(), entry["role"].one_of(VALUE_ROLES)
+    return Value(name, role, shape, dtype, sharding, entry["stage"].count(), on_host)
 
 
 def _dtype(entry: Entry) -> str:
@@ -269,6 +270,7 @@ def _cost(entry: Entry, collectives: tuple[Collective, ...], num_stages: int) ->
         planning_seconds=entry["planning_seconds"].number(),
         exposed_seconds=entry["exposed_seconds"].items(Entry.number, len(collectives)),
         figures=_figures(entry["figures"]),
+        host_bytes=entry["host_bytes"].count() if "host_bytes" in entry.value else 0,  # files of before it was counted
     )
 
 

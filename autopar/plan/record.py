@@ -31,6 +31,7 @@ def record_of(plan: Decision) -> dict[str, Any]:
         "fingerprints": dict(plan.fingerprints),
         **_fields(plan, "num_microbatches microbatch_semantics schedule parts"),
         "padded": [list(pair) for pair in plan.padded],
+        "offloaded": list(plan.offloaded),
         "stages": [_stage_record(stage) for stage in plan.stages],
         "streams": [
             {"mesh": mesh, **_instruction_record(instruction)}
@@ -45,7 +46,11 @@ def record_of(plan: Decision) -> dict[str, Any]:
         "cost": _cost_record(plan.cost),
         "collectives": [_fields(c, "kind axes bytes times operation stage") for c in plan.cost.collectives],
         "values": [
-            {**_fields(v, "name role shape dtype"), **_fields(v.sharding, "dims partial"), "stage": v.stage}
+            {
+                **_fields(v, "name role shape dtype"),
+                **_fields(v.sharding, "dims partial"),
+                **_fields(v, "stage on_host"),
+            }
             for v in plan.values
         ],
     }
@@ -73,7 +78,10 @@ def _stage_record(stage: Stage) -> dict[str, Any]:
 
 def _cost_record(cost: Cost) -> dict[str, Any]:
     return {
-        **_fields(cost, "step_seconds compute_seconds communication_seconds bubble_seconds peak_bytes argument_bytes"),
+        **_fields(
+            cost,
+            "step_seconds compute_seconds communication_seconds bubble_seconds peak_bytes argument_bytes host_bytes",
+        ),
         "optimality_gap": number_or_inf(cost.optimality_gap),
         **_fields(cost, "solver_status planning_seconds exposed_seconds"),
         "figures": dataclasses.asdict(cost.figures),

@@ -28,8 +28,10 @@ def check_fresh(program: Program, cluster: Cluster, plan: Decision) -> None:
         StalePlanError: It was not.
     """
     changed: list[str] = []
+    elsewhere = ""
     if plan.fingerprints.get("cluster") != cluster_fingerprint(cluster):
         changed.append(_cluster_change(plan, cluster))
+        elsewhere = " Only to look at this one, name its machine: cluster=Cluster.of(...), or --cluster in a shell."
     if plan.fingerprints.get("program") != program_fingerprint(program):
         lines = list(_argument_changes(program, plan))
         changed += lines[:MAX_LINES] + (
@@ -42,7 +44,7 @@ def check_fresh(program: Program, cluster: Cluster, plan: Decision) -> None:
             "the plan is stale.",
             given=f"a plan of `{plan.name}`, made by {plan.method} for {plan.machine or plan.mesh}",
             wrong="\n".join(changed),
-            do="plan again, step.plan(...), and save that.",
+            do="plan again, step.plan(...), and save that." + elsewhere,
             changed=tuple(changed),
         )
 

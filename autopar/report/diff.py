@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from autopar.cost import collective_seconds
 from autopar.errors import AutoparError
 from autopar.plan.decision import Decision, Value
-from autopar.plan.words import bytes_text, mesh_text, padding_text, seconds_text, type_text
+from autopar.plan.words import bytes_text, count_text, mesh_text, padding_text, seconds_text, type_text
 from autopar.report.page import MAX_ROWS, Page, Table, levels_text, solver_text
 from autopar.report.paths import collapse_paths
 from autopar.report.text import page_text
@@ -63,6 +63,7 @@ def _fact_pairs(plan: Decision) -> Iterator[tuple[str, str]]:
     yield "schedule", plan.schedule
     yield "microbatches", str(plan.num_microbatches)
     yield "padded", padding_text(dict(plan.padded)) if plan.padded else ""
+    yield "on the hosts", count_text(len(plan.offloaded), "array") + " of state" if plan.offloaded else ""
     yield "recomputed", levels_text(plan)
     yield "memory budget", bytes_text(plan.budget_bytes)
     yield "step time", seconds_text(cost.step_seconds)
@@ -111,7 +112,7 @@ def _by_name(plan: Decision, activations: bool) -> dict[str, str]:
 
 
 def _value_text(value: Value) -> str:
-    return f"{type_text(value.shape, value.dtype)} {value.sharding}"
+    return f"{type_text(value.shape, value.dtype)} {value.lies}"
 
 
 def _collectives(this: Decision, other: Decision) -> Table:

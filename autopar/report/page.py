@@ -110,6 +110,9 @@ def _facts(plan: Decision) -> Iterable[tuple[str, str]]:
             f"{bytes_text(cost.argument_bytes)} of arguments"
         ),
     )
+    if cost.host_bytes:
+        own = f"; {count_text(len(plan.offloaded), 'array')} of state wait there" if plan.offloaded else ""
+        yield "host memory", f"{bytes_text(cost.host_bytes)} for each device at the peak{own}"
     yield "solver", solver_text(cost.solver_status, cost.optimality_gap)
     if cost.search.ended_early:
         yield "search", f"ended early: {cost.search.ended_early}"
@@ -260,14 +263,14 @@ def solver_text(status: str, gap: float) -> str:
 
 def _arguments(plan: Decision) -> Table:
     values = [v for v in plan.values if v.role != "activation"]
-    merged = collapse_paths([(v.name, (v.role, v.shape, v.dtype, v.sharding, v.stage)) for v in values])
+    merged = collapse_paths([(v.name, (v.role, v.shape, v.dtype, v.sharding, v.stage, v.lies)) for v in values])
     staged = len(plan.stages) > 1
     rows, sizes = [], []
-    for path, (role, shape, dtype, sharding, stage), count in merged:
+    for path, (role, shape, dtype, sharding, stage, lies), count in merged:
         each = local_bytes(shape, dtype, sharding, plan.stages[stage].logical_mesh)
         sizes.append(each * count)
         where = (str(stage),) if staged else ()
-        rows.append((path, role, *where, type_text(shape, dtype), str(sharding), str(count), bytes_text(each * count)))
+        rows.append((path, role, *where, type_text(shape, dtype), lies, str(count), bytes_text(each * count)))
     largest, note = _largest(rows, sizes)
     columns = ("path", "role", *(("stage",) if staged else ()), "type", "sharding", "arrays", "per device")
     numbers = (len(columns) - 2, len(columns) - 1)

@@ -163,7 +163,8 @@ def joint_sharding(parts: Sequence[NamedSharding], dim: int = 0) -> NamedShardin
     alike = all(p.spec == first.spec and p.mesh.axis_names == first.mesh.axis_names for p in parts)
     shapes = {p.mesh.devices.shape for p in parts}
     devices = [d for p in parts for d in p.mesh.devices.flat]
+    alike = alike and all(p.memory_kind == first.memory_kind for p in parts)
     if not alike or len(shapes) > 1 or len(set(devices)) < len(devices):
         return None
     mesh = jax.sharding.Mesh(np.stack([p.mesh.devices for p in parts]), ("stage", *first.mesh.axis_names))
-    return NamedSharding(mesh, joint_spec(first.spec, dim))
+    return NamedSharding(mesh, joint_spec(first.spec, dim), memory_kind=first.memory_kind)

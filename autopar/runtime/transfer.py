@@ -40,8 +40,9 @@ def make_transfer(
         return lambda array: jnp.array(array, copy=True)
     plan = plan_transfer(source.shape, source.sharding, source.mesh, target.sharding, target.mesh)
     shared = set(source_places.devices.flat) & set(target_places.devices.flat)
-    if plan.straight or shared or not math.prod(source.shape):
-        # Of two stages on the same devices, the sender's program may take the array's memory over.
+    if plan.straight or shared or source.on_host or not math.prod(source.shape):
+        # Of two stages on the same devices, the sender's program may take the array's memory over. What lies on the host
+        # need not be cut by a device.
         return lambda array: jax.device_put(array, want, may_alias=False)
     return _by_tiles(plan, source, source_places, target, target_places)
 

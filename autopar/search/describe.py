@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from autopar._jax import Literal, Var
+from autopar._jax import Literal, Var, on_host
 from autopar.intra_op.costs import stored_values
 from autopar.intra_op.sharded import Body, Collective, Compute, Region, describe
 from autopar.ir.program import Program
@@ -30,7 +30,7 @@ from autopar.search.methods import Method, method_text
 from autopar.search.profile import profile_of
 from autopar.search.recompute import recomputed_by
 from autopar.streams.assemble import PipelinePlan, StepPlan
-from autopar.streams.clock import timeline_of
+from autopar.streams.clock import most_host_bytes, timeline_of
 
 
 def describe_plan(
@@ -50,7 +50,7 @@ def describe_plan(
     by_name = {v.name: v for v in values}
     firsts = [parts[0] for parts in planned.stacks.inputs[: step.num_args]]
     specs = [by_name[planned.program.in_paths[at]].sharding.partition_spec() for at in firsts]
-    cost, profile = cost_of(planned, planning_seconds), profile_of(planned, cluster)
+    cost, profile = cost_of(planned, cluster, planning_seconds), profile_of(planned, cluster)
     return Plan(
         name=step.name,
         method=method_text(method),
@@ -106,7 +106,7 @@ def _figures(step: Program, roles: Roles, cluster: Cluster, planned: StepPlan, c
     )
 
 
-def cost_of(planned: StepPlan, planning_seconds: float) -> Cost:
+def cost_of(planned: StepPlan, cluster: Cluster, planning_seconds: float) -> Cost:
     """What the clock says of a step, on average over all devices."""
     stages, simulation = planned.stages, planned.simulation
     num_meshes = len(planned.streams.instructions)
@@ -139,6 +139,7 @@ def cost_of(planned: StepPlan, planning_seconds: float) -> Cost:
         "feasible" if gap else "optimal",
         planning_seconds,
         tuple(exposed),
+        host_bytes=most_host_bytes(planned.streams, stages, planned.first_device, cluster),
     )
 
 
@@ -152,6 +153,7 @@ def _values(planned: StepPlan) -> Iterator[Value]:
     program, roles, streams, home = planned.program, planned.roles, planned.streams, planned.home
     position = {var: k for k, var in enumerate(program.jaxpr.invars)}
     found: dict[int, tuple[Sharding, int]] = {}
+    there = {position[var] for var in program.jaxpr.invars if on_host(var.aval)}
     for (var, mesh), at in (*streams.arguments.items(), *streams.pieces.items()):
         k = position[var]
         if k not in found or mesh == home.get(var):
@@ -159,12 +161,14 @@ def _values(planned: StepPlan) -> Iterator[Value]:
     for k, var in enumerate(program.jaxpr.invars):
         sharding, mesh = found.get(k, (Sharding.replicated(len(var.aval.shape)), home.get(var, 0)))
         name = program.in_paths[k] if k < program.num_args else f"constant {k - program.num_args}"
-        yield Value(name, role_of(program, roles, k), tuple(var.aval.shape), str(var.aval.dtype), sharding, mesh)
+        role, shape, dtype = role_of(program, roles, k), tuple(var.aval.shape), str(var.aval.dtype)
+        yield Value(name, role, shape, dtype, sharding, mesh, k in there)
     for k, result in enumerate(streams.results):
         if k not in roles.aliases and result is not None:
             buffer = streams.buffers[result]
             kind = buffer.type
-            yield Value(program.out_paths[k], "result", kind.shape, str(kind.dtype), kind.sharding, buffer.stage)
+            shape, dtype = kind.shape, str(kind.dtype)
+            yield Value(program.out_paths[k], "result", shape, dtype, kind.sharding, buffer.stage, kind.on_host)
     for number, stage in enumerate(planned.stages):
         stored = stored_values(stage.sharded.graph)
         for task in stage.tasks:

@@ -14,7 +14,7 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.mesh import LogicalMesh
-from autopar.options import Memory, MicrobatchSemantics, Options, Recompute, Solver
+from autopar.options import Memory, MicrobatchSemantics, Offload, Options, Recompute, Solver
 from autopar.plan.decision import Decision
 from autopar.streams.schedules import AUTOMATIC, find_schedule
 
@@ -34,6 +34,8 @@ class _Settings:
             `"per_microbatch"`: batch statistics are those of each microbatch.
         memory: `"predicted"`: the plan fits by the planner's own count; `"compiler"`: by XLA's, which compiles it for these
             devices, or for such as are described (`autopar[verify]`). It is planned again until they agree.
+        offload: `"auto"`: where nothing else fits, the optimizer's state waits in the memory of the hosts, and is copied to
+            the devices for the update; `"never"`: it does not.
     """
 
     memory_budget_bytes: int | None = None
@@ -43,6 +45,7 @@ class _Settings:
     planning_seconds: float | None = None
     microbatch_semantics: MicrobatchSemantics = "exact"
     memory: Memory = "predicted"
+    offload: Offload = "auto"
 
     def __post_init__(self) -> None:
         self.options()  # a mistake in it is told at once
@@ -57,6 +60,7 @@ class _Settings:
             planning_seconds=self.planning_seconds,
             microbatch_semantics=self.microbatch_semantics,
             memory=self.memory,
+            offload=self.offload,
         )
 
 
@@ -257,6 +261,22 @@ class Follow(_Settings):
 
     plan: Decision = field(repr=False, hash=False)
     paths: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    @property
+    def on_host(self) -> tuple[str, ...]:
+        """Arguments that the other step keeps in the memory of the hosts."""
+        return tuple(path for path, there in self.paths.items() if there in self.plan.offloaded)
+
+
+@dataclass(frozen=True)
+class FollowMesh(ShardParallel):
+    """Run on the mesh of another step, of whose state some lies in the memory of the hosts; `autopar.follow` makes it.
+
+    Attributes:
+        on_host: Paths of the arguments that lie there.
+    """
+
+    on_host: tuple[str, ...] = ()
 
 
 def _check_schedule(schedule: Any) -> None:

@@ -21,8 +21,6 @@ from autopar.inter_op.placement import place_stages
 from autopar.inter_op.residuals import CHEAP
 from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import StagePlan
-from autopar.inter_op.stage_program import stage_program
-from autopar.inter_op.tasks import make_tasks
 from autopar.intra_op.problem import num_pairs
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Options
@@ -78,9 +76,7 @@ def plan_pipeline(
     num_meshes = len(borders) // num_chunks(schedule)
     place_stages([candidates[0].num_devices for candidates in meshes[:num_meshes]], cluster)  # fails before solving
     levels = options.recompute_levels(len(borders))
-    aliases, splits = cut.roles.aliases, splits_backward(schedule)
-    tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits, levels or (), aliases)
-    programs = [stage_program(tasks, k, aliases, cut.batch.dims) for k in range(len(borders))]
+    tasks, programs = solved.pieces_of(cut, borders, splits_backward(schedule), levels or ())
     restrict = restrict_stages(cut, options.constraints, restrict)
     budget = options.memory_budget_bytes or cluster.device.memory_bytes
     fitting: list[PipelinePlan] = []

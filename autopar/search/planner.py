@@ -46,6 +46,7 @@ from autopar.search.methods import (
     ShardParallel,
     ThreeD,
 )
+from autopar.search.offload import within_memory
 from autopar.search.one_mesh import count_of, in_microbatches
 from autopar.search.padding import (
     Lengths,
@@ -85,11 +86,17 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
     # A mistake in them is told before any work.
     find_pins(program.in_paths, method.options().constraints, program.out_paths)
     anytime = Anytime(report, method.planning_seconds)
-    planned, tried, padded = _with_padding(program, roles, cluster, method, anytime)
+
+    def plan_of(written: Program) -> tuple[StepPlan, list[tuple[str, str]], Lengths]:
+        return _with_padding(written, roles, cluster, method, anytime)
+
+    (planned, tried, padded), offloaded = within_memory(plan_of, program, roles, cluster, method)
     dump_plan(planned)
     plan = describe_plan(program, roles, cluster, method, planned, time.perf_counter() - started)
     cost = dataclasses.replace(plan.cost, search=anytime.search())
-    return dataclasses.replace(plan, alternatives=tuple(tried), cost=cost, padded=tuple(padded.items()))
+    return dataclasses.replace(
+        plan, alternatives=tuple(tried), cost=cost, padded=tuple(padded.items()), offloaded=offloaded
+    )
 
 
 def _with_padding(

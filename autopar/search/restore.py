@@ -29,6 +29,7 @@ from autopar.plan.decision import Value
 from autopar.report.plan import Plan
 from autopar.search.describe import describe_plan
 from autopar.search.methods import Method, method_text
+from autopar.search.offload import offloaded_program
 from autopar.search.one_mesh import in_microbatches, restrict_plan
 from autopar.search.padding import padded_program
 from autopar.search.solve_stages import given_choices
@@ -53,7 +54,8 @@ def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, pl
     _check_devices(cluster, plan)
     carry_out = _one_program if plan.is_one_program else _pipeline
     try:
-        planned = carry_out(padded_program(program, dict(plan.padded)), roles, cluster, method, plan)
+        written = padded_program(offloaded_program(program, roles, plan.offloaded), dict(plan.padded))
+        planned = carry_out(written, roles, cluster, method, plan)
         fresh = describe_plan(program, roles, cluster, method, planned, plan.cost.planning_seconds)
     except PlanFileError:
         raise

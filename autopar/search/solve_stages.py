@@ -11,14 +11,17 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autopar._jax import Jaxpr
 from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.equal_stages import take_over
 from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import StagePlan, peak_bytes_here, plan_stage
+from autopar.inter_op.stage_program import stage_program
+from autopar.inter_op.tasks import Tasks, make_tasks
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.costs import build_problem
-from autopar.intra_op.graph import Graph
+from autopar.intra_op.graph import Graph, Tables
 from autopar.intra_op.problem import Solution
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.restrict import Allowed, Restrict
@@ -38,10 +41,34 @@ class Solved:
     Attributes:
         known: Key -> the stage that was.
         graphs: Of programs, by identity, a graph: on another mesh, what does not depend on the mesh is taken from there.
+        tables: Of meshes, what all programs on them have in common.
+        keys: Of programs, by identity, each beside what is equal for equal ones.
+        pieces: Of steps that are cut, by identity, the tasks and programs of stages: under another schedule they are the same.
     """
 
     known: dict[Hashable, StagePlan] = field(default_factory=dict)
     graphs: dict[int, tuple[StageProgram, Graph]] = field(default_factory=dict)
+    tables: dict[LogicalMesh, Tables] = field(default_factory=dict)
+    keys: dict[int, tuple[Jaxpr, Hashable]] = field(default_factory=dict)
+    pieces: dict[Hashable, tuple[CutStep, Tasks, list[StageProgram]]] = field(default_factory=dict)
+
+    def key_of(self, jaxpr: Jaxpr) -> Hashable:
+        """As `canonical_key`."""
+        if id(jaxpr) not in self.keys:
+            self.keys[id(jaxpr)] = jaxpr, canonical_key(jaxpr)
+        return self.keys[id(jaxpr)][1]
+
+    def pieces_of(
+        self, cut: CutStep, borders: Sequence[int], splits: bool, levels: Sequence[float]
+    ) -> tuple[Tasks, list[StageProgram]]:
+        """What each stage between such borders does; `splits` and `levels` as of `make_tasks`."""
+        key = id(cut), tuple(borders), splits, tuple(levels)
+        if key not in self.pieces:
+            aliases = cut.roles.aliases
+            tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, borders, splits, levels, aliases)
+            programs = [stage_program(tasks, k, aliases, cut.batch.dims) for k in range(len(borders))]
+            self.pieces[key] = cut, tasks, programs
+        return self.pieces[key][1:]
 
 
 def best_stage(
@@ -102,7 +129,7 @@ def solve_stage(
         InfeasibleError: It does not fit.
     """
     same = (
-        canonical_key(program.jaxpr),
+        solved.key_of(program.jaxpr),
         tuple(sorted(program.aliases.items())),
         tuple(sorted((k, tuple(sorted(d))) for k, d in program.batch.items())),
         len(program.stacked),
@@ -119,9 +146,10 @@ def solve_stage(
         if peak_bytes_here(endless, all_again) <= budget:
             solved.known[key] = endless
     if key in solved.known:
-        return take_over(program, solved.known[key], cluster.device)
+        return take_over(program, solved.known[key], cluster.device, solved.key_of)
+    tables = solved.tables.setdefault(mesh, Tables())
     _, like = solved.graphs.get(id(program), (program, None))
-    made = plan_stage(program, mesh, cluster.device, options, restrict, all_again, gap, like)
+    made = plan_stage(program, mesh, cluster.device, options, restrict, all_again, gap, like, tables)
     solved.known[key] = made
     solved.graphs.setdefault(id(program), (program, made.sharded.graph))
     return made

@@ -24,7 +24,7 @@ from autopar.inter_op.weigh import weigh_segments
 from autopar.ir.program import Program
 from autopar.ir.split.layers import layer_count
 from autopar.ir.trace.state import Roles
-from autopar.mesh import Cluster, finer_meshes
+from autopar.mesh import Cluster, Device, finer_meshes
 from autopar.options import Goal, Options
 from autopar.search.candidates import Candidate, Rounds, equal_candidates, find_candidates
 from autopar.search.layer_costs import LayerCosts, submesh_sizes
@@ -133,6 +133,7 @@ class _Cuts:
         self.length = layer_count(program.jaxpr, roles.state, roles.aliases)
         self._program, self._roles, self._semantics = program, roles, semantics
         self._known: dict[tuple[int, int], CutStep] = {}
+        self._weighed: dict[tuple[int, int], tuple[CutStep, CutStep]] = {}
 
     def of(self, count: int, parts: int = 0) -> CutStep:
         """The step in `count` microbatches, its scans in `parts`; 0: as many as layers are told apart.
@@ -145,6 +146,13 @@ class _Cuts:
         if key not in self._known:
             self._known[key] = cut_step(self._program, self._roles, key[0], count, self._semantics)
         return self._known[key]
+
+    def weighed(self, cut: CutStep, num_devices: int, device: Device) -> CutStep:
+        """As `weigh_segments`, once."""
+        key = id(cut), num_devices
+        if key not in self._weighed:
+            self._weighed[key] = cut, weigh_segments(cut, num_devices, device)
+        return self._weighed[key][1]
 
 
 def _first_cut(cuts: _Cuts, counts: list[int], tried: list[tuple[str, str]]) -> tuple[CutStep, list[int]]:
@@ -319,11 +327,11 @@ def _plan(
     check_stage_count(cut, num_stages, chunks)
     if anew:
         sizes = candidate.sizes * chunks
-        even = weigh_segments(cut, min(sizes), cluster.device)
+        even = cuts.weighed(cut, min(sizes), cluster.device)
         parts = even_parts(even, num_stages)
         if not candidate.parts and parts != cut.stacks.count:
             cut = cuts.of(candidate.count, parts)
-            even = weigh_segments(cut, min(sizes), cluster.device)
+            even = cuts.weighed(cut, min(sizes), cluster.device)
         borders = balanced_borders(even.chain, num_stages, shares=sizes)
     else:
         borders = tuple(layers[first] for first in firsts or ())

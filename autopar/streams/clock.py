@@ -14,6 +14,7 @@ from autopar.errors import PipelineError
 from autopar.inter_op.stage import TaskKind
 from autopar.inter_op.stage_plan import StagePlan
 from autopar.inter_op.tasks import Tasks
+from autopar.intra_op.host_memory import host_peak_bytes
 from autopar.mesh import Cluster, Link
 from autopar.streams.instructions import Instruction, Run, Send
 from autopar.streams.schedules import Schedule, Step, num_chunks
@@ -78,6 +79,7 @@ def simulate_streams(
     cluster: Cluster,
     watched: bool = False,
     working_bytes: Mapping[str, int] | None = None,
+    buffer_bytes: Sequence[int] | None = None,
 ) -> Simulation:
     """The streams on the clock of the cost model.
 
@@ -88,6 +90,7 @@ def simulate_streams(
         cluster: The machine.
         watched: As of `simulate`.
         working_bytes: Of each program, where it is known better than as predicted.
+        buffer_bytes: Of each buffer, where another memory is looked at than that of the devices.
     """
     works_with = working_bytes or {name: plan.working_bytes for name, plan in streams.programs.items()}
 
@@ -107,13 +110,28 @@ def simulate_streams(
         streams.instructions,
         lambda run: streams.programs[run.program].seconds,
         message_seconds,
-        [b.num_bytes for b in streams.buffers],
+        buffer_bytes or [b.num_bytes for b in streams.buffers],
         lambda run: works_with[run.program],
         held,
         lambda run: [run.inputs[k] for k in streams.overwritten[run.program]],
         watched,
         sharing(stages, first_device, cluster),
     )
+
+
+def most_host_bytes(
+    streams: Streams, stages: Sequence[StagePlan], first_device: Sequence[int], cluster: Cluster
+) -> int:
+    """Most bytes that one device has in its host's memory at once."""
+    buffers = [b.host_bytes for b in streams.buffers]
+    inside = {t.task.name: host_peak_bytes(t.body, stage.mesh) for stage in stages for t in stage.tasks}
+    if not any(buffers):
+        return max(inside.values())
+    for name, plan in streams.programs.items():  # what it overwrites is there while it works
+        operands = (*plan.inputs, *plan.written_rows)
+        inside[name] += sum(operands[k].host_bytes for k in streams.overwritten[name])
+    walked = simulate_streams(streams, stages, first_device, cluster, working_bytes=inside, buffer_bytes=buffers)
+    return max(walked.peak_bytes.values())
 
 
 def sharing(

@@ -50,8 +50,13 @@ class Buffer:
 
     @property
     def num_bytes(self) -> int:
-        """On one device."""
+        """In one device's memory."""
         return self.value.num_bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """Of one device, in its host's memory."""
+        return self.value.host_bytes
 
 
 @dataclass(frozen=True, eq=False)

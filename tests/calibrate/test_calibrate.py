@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -12,6 +13,7 @@ import pytest
 import autopar
 from autopar.calibrate.cases import all_cases, collective
 from autopar.calibrate.fit import Fitted, Sample, as_measured, fit
+from autopar.calibrate.timing import shared_cores, undisturbed
 from autopar.calibrate.words import profile_text
 from autopar.cli import main
 from autopar.errors import ClusterError, ProfileError
@@ -60,6 +62,24 @@ def test_a_gpu_of_the_catalog_keeps_its_peaks():
     assert found.device.achieved.fused == pytest.approx(0.3, rel=0.05)
     assert found.device.achieved.cores == model.device.achieved.cores
     assert found.link.bytes_per_second == pytest.approx(3e11, rel=0.1)
+
+
+def test_other_programs_on_shared_cores_do_not_stretch_what_is_measured():
+    """Kernels count by the cores they keep busy; where devices meet and cores rest, the clock counts, less the stretch."""
+    kernels = [case for case in all_cases(8, True) if not case.collectives][:3]
+    meeting = collective("all-reduce", 4096, 8)
+    loaded: list[float] = []
+    assert [undisturbed(case, 3e-3, 1e-3, loaded) for case in kernels] == [1e-3] * 3
+    assert undisturbed(meeting, 6e-3, 1e-3, loaded) == pytest.approx(2e-3)
+    assert undisturbed(meeting, 6e-3, 4e-3, loaded) == 4e-3
+    quiet: list[float] = []
+    assert undisturbed(kernels[0], 1e-3, 1e-3, quiet) == 1e-3
+    assert undisturbed(meeting, 6e-3, 1e-3, quiet) == 6e-3
+
+
+def test_devices_share_cores_on_cpus_only():
+    assert 1 <= shared_cores(jax.devices()) <= len(jax.devices())
+    assert shared_cores([SimpleNamespace(platform="gpu")] * 8) == 0
 
 
 def test_what_was_not_measured_stays():

@@ -43,6 +43,16 @@ def test_to_a_file_and_back(profile, tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("profile", [CPU, GPU])
+def test_files_of_before_there_was_a_rate_to_the_host(profile, tmp_path):
+    path = tmp_path / "machine.json"
+    profile.save(path)
+    record = json.loads(path.read_text())
+    del record["device"]["host_bytes_per_second"]
+    path.write_text(json.dumps(record))
+    assert MachineProfile.load(path) == profile
+
+
 def test_how_well_it_agrees():
     assert CPU.errors == {"product": pytest.approx(0.5)}
     assert "2026-01-02" in repr(CPU) and "median error, product" in CPU._repr_html_()

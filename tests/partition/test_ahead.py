@@ -1,11 +1,11 @@
-"""A loop waits for what nobody in it needs, if that frees what is large."""
+"""A loop, and what runs again, waits for what nobody in it needs, if that frees what is large."""
 
 import jax
 import jax.numpy as jnp
 
 import autopar
 from autopar.intra_op.sharded import Region, local_bytes
-from autopar.partition.ahead import done_before
+from autopar.partition.ahead import Ahead, waits_at
 from autopar.partition.program import run_body
 from autopar.tuning import TUNING
 
@@ -20,15 +20,36 @@ def train_step(params, tokens):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss_of)(params))
 
 
-def planned(batch):
-    def array(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
+def array(*shape):
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
+
+def planned(batch):
     params = {"embed": array(VOCABULARY, WIDTH), "layers": array(2, WIDTH, WIDTH), "head": array(WIDTH, VOCABULARY)}
+    return body_of(train_step, params, jax.ShapeDtypeStruct((batch, TOKENS), jnp.int32))
+
+
+def body_of(train_step, *arguments):
     method = autopar.DataParallel(zero=0)
     step = autopar.parallelize(train_step, cluster=autopar.Cluster.of("8 h100"), method=method, batch_argnums=(1,))
-    (stage,) = step.plan(params, jax.ShapeDtypeStruct((batch, TOKENS), jnp.int32)).attached.pipeline.stages
+    (stage,) = step.plan(*arguments).attached.pipeline.stages
     return stage.tasks[0].body, stage.mesh
+
+
+def emitted(body, mesh):
+    types = [jax.ShapeDtypeStruct(s.local_shape(v.aval.shape, mesh), v.aval.dtype) for v, s in body.inputs]
+    sizes = dict(mesh.axis_sizes)
+    return jax.make_jaxpr(lambda *a: run_body(body, a, sizes), axis_env=list(sizes.items()))(*types).jaxpr
+
+
+def needed_by(jaxpr, last):
+    """The equations that lead to one of them."""
+    needed, found = {a for a in last.invars if not hasattr(a, "val")}, []
+    for eqn in reversed(jaxpr.eqns[: jaxpr.eqns.index(last)]):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(a for a in eqn.invars if not hasattr(a, "val"))
+            found.append(eqn)
+    return found
 
 
 def loops_of(body):
@@ -46,24 +67,53 @@ def test_the_gradient_of_the_head_is_made_before_the_loop_of_the_backward_pass()
     def num_bytes(copy):
         return local_bytes(*copy, mesh)
 
-    assert done_before(body, forward, num_bytes) == []
-    found = done_before(body, backward, num_bytes)
+    ahead = Ahead(body, num_bytes)
+    assert ahead.of_loop(forward) == []
+    found = ahead.of_loop(backward)
     assert any(is_of_head(var) for (var, _), _ in found)
     assert all(freed >= TUNING.late_bytes for _, freed in found)
     # In what is emitted, the loop reads something that depends on it.
-    types = [jax.ShapeDtypeStruct(s.local_shape(v.aval.shape, mesh), v.aval.dtype) for v, s in body.inputs]
-    sizes = dict(mesh.axis_sizes)
-    jaxpr = jax.make_jaxpr(lambda *a: run_body(body, a, sizes), axis_env=list(sizes.items()))(*types).jaxpr
+    jaxpr = emitted(body, mesh)
     *_, loop = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
-    needed, products = {a for a in loop.invars if not hasattr(a, "val")}, []
-    for eqn in reversed(jaxpr.eqns[: jaxpr.eqns.index(loop)]):
-        if not needed.isdisjoint(eqn.outvars):
-            needed.update(a for a in eqn.invars if not hasattr(a, "val"))
-            products += [v for v in eqn.outvars if eqn.primitive.name == "dot_general" and is_of_head(v)]
-    assert products
+    products = [eqn for eqn in needed_by(jaxpr, loop) if eqn.primitive.name == "dot_general"]
+    assert any(is_of_head(eqn.outvars[0]) for eqn in products)
 
 
 def test_what_is_small_may_come_later():
     body, mesh = planned(batch=8)
     *_, backward = loops_of(body)
-    assert done_before(body, backward, lambda copy: local_bytes(*copy, mesh) // 64) == []
+    assert Ahead(body, lambda copy: local_bytes(*copy, mesh) // 64).of_loop(backward) == []
+
+
+def test_what_runs_again_waits_for_the_gradients_of_the_layer_behind_it():
+    layers, rows, width = 3, 2048, 512
+
+    def train_step(weights, x):
+        def loss_of(weights):
+            h = x
+            for w in weights:
+                h = jax.checkpoint(lambda h, w: jnp.tanh(h @ w + 1.0))(h, w)
+            return jnp.mean(h * h)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, weights, jax.grad(loss_of)(weights))
+
+    body, mesh = body_of(train_step, [array(width, width)] * layers, array(8 * rows, width))
+    starts = [k for k, instruction in enumerate(body.instructions) if waits_at(instruction)]
+    assert len(starts) == layers
+    waits = [Ahead(body, lambda copy: local_bytes(*copy, mesh)).of_again(k) for k in starts]
+    for held, awaited in waits[1:]:
+        assert [var.aval.shape for var, _ in held] == [(8 * rows, width)]
+        assert (width, width) in [var.aval.shape for var, _ in awaited]
+    # Small layers run again when they like.
+    assert not any(held for held, _ in (Ahead(body, lambda copy: 64).of_again(k) for k in starts))
+    # In what is emitted, each second run leads back to the gradient of the weights behind it, which nothing else needs.
+    jaxpr = emitted(body, mesh)
+    of_weights = [e for e in jaxpr.eqns if e.primitive.name == "dot_general" and is_of_weights(e.outvars[0], width)]
+    again = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "optimization_barrier" and len(eqn.invars) > 1]
+    assert len(of_weights) == len(again) == layers
+    for k, barrier in enumerate(again):
+        assert sum(eqn in of_weights for eqn in needed_by(jaxpr, barrier)) == k
+
+
+def is_of_weights(atom, width):
+    return atom.aval.shape == (width, width)

@@ -44,6 +44,11 @@ def test_attached_it_is_the_plan_again(plan, file, make_step, types):
     assert jax.tree.structure(attached.shardings) == jax.tree.structure(plan.shardings)
 
 
+def test_files_of_before_the_memory_of_hosts_was_counted(plan, file):
+    edited(file, lambda record: record["cost"].pop("host_bytes"))
+    assert Plan.load(file).cost == plan.cost
+
+
 def test_infinite_numbers(plan, tmp_path):
     unbounded = dataclasses.replace(plan, budget_bytes=math.inf)
     unbounded.save(tmp_path / "p")

@@ -93,6 +93,23 @@ def test_padded_where_that_is_faster(tmp_path):
         wanted, got = (jax.jit(train_step)(wanted[0], args[1]), compiled(got[0], args[1]))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), got, wanted)
     assert got[0]["table"].shape == (VOCABULARY, WIDTH)
+    loss = autopar.follow(lambda params, batch: train_step(params, batch)[1], step)
+    np.testing.assert_allclose(loss(got[0], args[1]), jax.jit(train_step)(wanted[0], args[1])[1], rtol=1e-5)
+    check_read_by_another_plan(got[0], args, tmp_path / "checkpoint")
+
+
+def check_read_by_another_plan(params, args, path):
+    """Checkpoints hold the user's lengths, whatever was longer inside of the step."""
+    checkpoint = pytest.importorskip("autopar.checkpoint")
+    checkpoint.save(path, params, 0).wait()
+    pins = {"params/table": jax.sharding.PartitionSpec(None, "y")}
+    method = autopar.ShardParallel(mesh_shape=(2, 4), constraints=pins)
+    other = autopar.parallelize(train_step, cluster=cluster(), method=method)
+    other.compile(*args)
+    like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
+    restored = checkpoint.restore(path, like, compiled=other)
+    assert restored["table"].shape == (VOCABULARY, WIDTH) and restored["table"].sharding.spec[1] == "y"
+    jax.tree.map(np.testing.assert_array_equal, restored, params)
 
 
 def test_not_where_the_batch_is_split():

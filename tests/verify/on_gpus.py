@@ -14,6 +14,7 @@ if sys.argv[1]:
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 import autopar
 from autopar import Cluster, DataParallel, PipelineParallel
@@ -58,14 +59,62 @@ def found_of(method):
     }
 
 
+def train_in_layers(policy):
+    """The same, where a policy says what the layers keep for their gradients."""
+
+    def loss_of(params, x):
+        def block(x, layer):
+            x = checkpoint_name(x, "entering")
+            return x + jax.nn.gelu(x @ layer["up"]) @ layer["down"], None
+
+        return jnp.mean(jax.lax.scan(jax.checkpoint(block, policy=policy), x, params)[0] ** 2)
+
+    def train_step(params, batch):
+        loss, grads = jax.value_and_grad(loss_of)(params, batch["x"])
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    return train_step
+
+
+def memory_of(policy, cluster):
+    """Where XLA and the plan have it."""
+    step = autopar.parallelize(train_in_layers(policy), cluster=cluster, method=DataParallel())
+    compiled = step.compile(*arguments())
+    (program,) = compiled.programs.values()
+    found, cost = program.memory_analysis(), compiled.plan.cost
+    return {
+        "host": found.host_temp_size_in_bytes,
+        "device": found.temp_size_in_bytes,
+        "planned_host": cost.host_bytes,
+        "planned_device": max(cost.peak_bytes),
+    }
+
+
 def main():
     found = {"zero": found_of(DataParallel(zero=3))}
     found["stages"] = found_of(PipelineParallel(num_stages=2, num_microbatches=2))
     # The whole way of a compiled step touches no device either.
     target = find_target("h100", Cluster.of("8 h100"))
     cluster = Cluster.local(devices=list(target.devices), device=Cluster.of("8 h100").device)
-    step = autopar.parallelize(train_step, cluster=cluster, method=PipelineParallel(num_stages=2, num_microbatches=2))
-    found["programs"] = sorted(step.compile(*arguments()).programs)
+    policies = jax.checkpoint_policies
+    offloads = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["entering"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    step = autopar.parallelize(
+        train_in_layers(offloads), cluster=cluster, method=PipelineParallel(num_stages=2, num_microbatches=2)
+    )
+    compiled = step.compile(*arguments())
+    found["programs"] = sorted(compiled.programs)
+    sizes = {name: program.memory_analysis() for name, program in compiled.programs.items()}
+    found["left"] = [sizes[f"stage{k}/F"].host_output_size_in_bytes for k in range(2)]
+    found["read"] = [sizes[f"stage{k}/B"].host_argument_size_in_bytes for k in range(2)]
+    found["planned_left"] = compiled.plan.cost.host_bytes
+    found["offloaded"] = memory_of(offloads, cluster)
+    found["saved"] = memory_of(policies.save_only_these_names("entering"), cluster)
+    found["entering"] = LAYERS * BATCH // 8 * TOKENS * WIDTH * 4
     print(json.dumps(found))
 
 

@@ -56,6 +56,17 @@ def test_bytes_are_equal_and_memory_is_near(found, name):
         assert compiled < 1.03 * predicted + 2**22  # cuBLAS has 4 MiB to work in
 
 
+def test_what_is_offloaded_lies_in_the_memory_of_hosts(found):
+    there, saved = found["offloaded"], found["saved"]
+    assert there["host"] == there["planned_host"] == found["entering"] and saved["host"] == 0
+    assert there["device"] < saved["device"] and there["planned_device"] < saved["planned_device"]
+
+
+def test_a_stage_leaves_there_what_its_backward_pass_reads(found):
+    assert found["left"] == found["read"] == [found["entering"] // 2] * 2
+    assert found["planned_left"] == 2 * found["left"][0]  # two microbatches are in flight on the first
+
+
 def test_weights_are_gathered_while_kernels_run(found):
     assert found["zero"]["async"] > 0.5
     gathered = found["zero"]["bytes"]["all-gather"]

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from autopar._jax import JaxprEqn, find_primitives
+from autopar._jax import JaxprEqn, bind_eqn, copies_to_or_from_host, find_primitives, on_host
 from autopar.ir.rules.linearity import linear_groups
 from autopar.ir.rules.registry import register
 from autopar.ir.rules.rule import Factor, Shard, ShardingRule, Term, factor_names, num_elements
@@ -74,7 +74,10 @@ def copy(eqn: JaxprEqn) -> ShardingRule:
 
 @register(*_ANNOTATIONS)
 def annotation(eqn: JaxprEqn) -> ShardingRule:
-    """Operands passed through: what it asks of their placement is for the planner, not for the per-device program."""
+    """Operands passed through: what it asks of their placement is for the planner, not for the per-device program.
+
+    But to the host's memory and back each device copies its share.
+    """
     operands: list[Term] = []
     sizes: dict[Factor, int] = {}
     fresh = factor_names()
@@ -83,11 +86,17 @@ def annotation(eqn: JaxprEqn) -> ShardingRule:
         operands.append(term)
         sizes |= sizes_of(term, var.aval.shape)
     linear = linear_groups(eqn, tuple(range(len(operands))))
-    return ShardingRule(tuple(operands), tuple(operands), sizes, linear=linear, moves=True, local=_identity)
+    local = _copied if copies_to_or_from_host(eqn) else _identity
+    return ShardingRule(tuple(operands), tuple(operands), sizes, linear=linear, moves=True, local=local)
 
 
 def _identity(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
     return operands
+
+
+def _copied(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
+    spaces = tuple(jax.memory.Space.Host if on_host(v.aval) else jax.memory.Space.Device for v in eqn.outvars)
+    return bind_eqn(eqn, *operands, params={**eqn.params, "devices": spaces, "srcs": (None,) * len(spaces)})
 
 
 def _elementwise(eqn: JaxprEqn, groups: Sequence[tuple[int, ...]] = (), flops: float | None = None) -> ShardingRule:

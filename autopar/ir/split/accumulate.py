@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar._jax import Atom, Aval, Jaxpr, JaxprEqn, Var, make_jaxpr, new_eqn, new_var, primitives, shaped
+from autopar._jax import Atom, Aval, Jaxpr, JaxprEqn, Var, make_jaxpr, new_eqn, new_var, primitives, resized, shaped
 from autopar.ir.build import flat_function, inline, inline_function
 from autopar.ir.region import Binding, new_scan
 from autopar.ir.split.microbatch import Microbatches, Result
@@ -217,7 +217,7 @@ def accumulating_scan(
 
 def stack_type(aval: Aval, count: int) -> Aval:
     """Type of a stack of as many values as there are microbatches."""
-    return shaped(jax.ShapeDtypeStruct((count, *aval.shape), aval.dtype))
+    return resized(aval, (count, *aval.shape))
 
 
 def _in_order(result: Result) -> Callable[[jax.Array], jax.Array]:

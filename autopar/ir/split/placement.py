@@ -13,9 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-import jax
-
-from autopar._jax import Aval, shaped
+from autopar._jax import Aval, resized
 
 Made: TypeAlias = Literal["once", "each", "own"]
 Reduction: TypeAlias = Literal["sum", "max", "min"]
@@ -131,4 +129,4 @@ def local_aval(aval: Aval, placement: Placement, share: Share | int) -> Aval:
     if isinstance(placement, Split):
         size = shape[placement.dim]
         shape[placement.dim] = share.of(size) if isinstance(share, Share) else size // share
-    return shaped(jax.ShapeDtypeStruct(tuple(shape), aval.dtype))
+    return resized(aval, shape)

@@ -14,7 +14,17 @@ from typing import cast
 
 from jax import lax
 
-from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, SourceInfo, Var, new_var, replace_eqn
+from autopar._jax import (
+    Atom,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    SourceInfo,
+    Var,
+    copies_to_or_from_host,
+    new_var,
+    replace_eqn,
+)
 from autopar.ir.build import inline, inline_function, substitute
 from autopar.ir.region import Binding, Region, is_region, region_of
 from autopar.ir.rules import rule_for
@@ -138,7 +148,8 @@ class ShardWriter:
         wants = strategy.operands if strategy is not None else (REPLICATED,) * len(eqn.invars)
         made = strategy.results if strategy is not None else [solution.made_as(var) for var in eqn.outvars]
         operands = [self.value(a, want, source) for a, want in zip(eqn.invars, wants, strict=True)]
-        constrains = eqn.primitive.name == "sharding_constraint"  # nothing to compute, but the planner reads it
+        # Nothing to compute, but the planner reads it; a copy says in its types where it goes.
+        constrains = eqn.primitive.name == "sharding_constraint" or copies_to_or_from_host(eqn)
         if strategy is None or strategy.factor is None or constrains:
             pairs = zip(eqn.outvars, made, strict=True)
             results: Sequence[Atom] = [

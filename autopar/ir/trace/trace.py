@@ -15,13 +15,25 @@ from collections.abc import Iterable, Mapping, Sequence
 import jax
 from jax.tree_util import GetAttrKey, KeyPath, PyTreeDef
 
-from autopar._jax import Aval, Function, Var, is_key, key_impl_name, open_jaxpr, shaped, trace_function
-from autopar.errors import TraceError, warn
+from autopar._jax import (
+    Aval,
+    Function,
+    Var,
+    is_key,
+    key_impl_name,
+    on_device,
+    on_host,
+    open_jaxpr,
+    shaped,
+    trace_function,
+)
+from autopar.errors import TraceError
 from autopar.ir.garbage import without_collection
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
+from autopar.ir.rewrite.host_memory import keep_on_device
 from autopar.ir.rewrite.scan_slices import scan_slices
-from autopar.ir.source import gradient_line, host_lines
+from autopar.ir.source import gradient_line, host_lines, warn_of_host_memory
 from autopar.ir.trace.containers import accepts, in_containers
 from autopar.ir.trace.flatten import FLATTEN, Traced, check_flat
 from autopar.ir.trace.key_text import key_text
@@ -83,7 +95,9 @@ def trace_step(
     traced, out_tree = _traced(fn, call, in_tree, in_avals, static.positions(len(args)), names)
     jaxpr = traced.jaxpr
     flat = run_passes(TRACE, traced, check_flat)
-    _warn_of_host_memory(name, host_lines(jaxpr))
+    if any(on_host(var.aval) for var in (*flat.jaxpr.invars, *flat.jaxpr.outvars)):
+        warn_of_host_memory(name, host_lines(jaxpr), "steps that take or return such values")
+        flat = dataclasses.replace(flat, jaxpr=keep_on_device(flat.jaxpr))
     out_avals = tuple(var.aval for var in jaxpr.outvars)
     out = in_containers(out_tree, [_type_of(aval) for aval in out_avals], ())
     out_paths = jax.tree_util.tree_flatten_with_path(out)[0]
@@ -156,16 +170,6 @@ def _type_of(aval: Aval) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))
 
 
-def _warn_of_host_memory(name: str, lines: Sequence[str]) -> None:
-    if lines:
-        more = f" and {len(lines) - 3} more lines" if len(lines) > 3 else ""
-        warn(
-            f"`{name}` moves values to the host's memory at {', '.join(lines[:3])}{more}. That has no effect yet: they stay "
-            f"in the devices' memory, and the plan counts them there. Where they do not fit, `recompute` of a method "
-            f"keeps fewer of them."
-        )
-
-
 def _positions(invars: Sequence[Var], chosen: Mapping[Var, None]) -> tuple[int, ...]:
     return tuple(k for k, var in enumerate(invars) if var in chosen)
 
@@ -224,7 +228,7 @@ def check_not_traced(leaf: object, path: str, name: str) -> None:
 def _aval_of(leaf: object, path: str, name: str) -> Aval:
     check_not_traced(leaf, path, name)
     try:
-        return shaped(leaf)
+        return on_device(shaped(leaf))  # where it lies now decides nothing
     except (TypeError, ValueError, OverflowError) as error:
         raise TraceError(
             f"argument `{path}` of `{name}` is not an array.",

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.ad_checkpoint import checkpoint_name
 
 from autopar._jax import eval_jaxpr
 from autopar.errors import TraceError
@@ -174,27 +173,6 @@ def test_frameworks():
     graph, state = nnx.split(nnx.Linear(3, 4, rngs=nnx.Rngs(0)))
     program = trace_step(lambda state, x: nnx.merge(graph, state)(x), (state, jnp.ones((2, 3))))
     assert program.in_paths == ("state/bias", "state/kernel", "x")
-
-
-def offloading(x, w):
-    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=["h"], offload_src="device", offload_dst="pinned_host"
-    )
-    layer = jax.checkpoint(lambda w: jnp.cos(checkpoint_name(jnp.sin(x @ w), "h")), policy=policy)
-    return jax.grad(lambda w: jnp.sum(layer(w)))(w)
-
-
-def there_and_back(x, w):
-    there = jax.device_put(x, jax.memory.Space.Host)
-    return jax.device_put(there, jax.memory.Space.Device) @ w
-
-
-@pytest.mark.parametrize("fn", [offloading, there_and_back])
-def test_host_memory_is_not_used_yet_and_that_is_said(fn):
-    x = jnp.eye(4)
-    with pytest.warns(UserWarning, match=r"(?s)host's memory at test_trace\.py:\d+.*no effect") as caught:
-        trace_step(fn, (x, x))
-    assert len(caught) == 1
 
 
 def test_memory_of_the_device_needs_no_warning(recwarn):

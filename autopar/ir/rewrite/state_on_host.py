@@ -1,0 +1,88 @@
+"""State that waits in the host's memory while a step computes gradients.
+
+In:     a flat program; which of its inputs lie there, and the results that are their new values.
+Out:    the same program: these inputs and results are values of the host. Each is copied to the device before its first
+        reader, and its new value back behind its maker.
+Method: what gradients wait for stays as it is; what comes behind is done parameter by parameter, so that state of few of
+        them is on the device at once. Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", ATC 2021.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+import jax
+
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, in_host_memory, make_jaxpr, new_var, replace_eqn
+from autopar.ir.build import inline_function
+from autopar.ir.dataflow import feeds_backward, inputs_of, variables
+
+
+def only_for_update(jaxpr: Jaxpr) -> list[bool]:
+    """For each input, whether something reads it, and no gradient waits for that; of a program without gradients, none."""
+    head = feeds_backward(jaxpr)
+    early = {a for eqn, waits in zip(jaxpr.eqns, head, strict=True) if waits for a in inputs_of(eqn)}
+    late = {a for eqn, waits in zip(jaxpr.eqns, head, strict=True) if not waits for a in inputs_of(eqn)}
+    return [any(head) and var in late and var not in early for var in jaxpr.invars]
+
+
+def state_on_host(jaxpr: Jaxpr, inputs: Sequence[int], aliases: Mapping[int, int]) -> Jaxpr:
+    """The program with some of its state in the host's memory.
+
+    Args:
+        jaxpr: Flat program.
+        inputs: Which of its inputs lie there.
+        aliases: Result -> input whose new value it is.
+    """
+    there = {jaxpr.invars[k]: new_var(in_host_memory(jaxpr.invars[k].aval)) for k in inputs}
+    leaving = {k: jaxpr.outvars[k] for k, at in aliases.items() if jaxpr.invars[at] in there}
+    eqns = _by_parameter(jaxpr, [a for k, a in enumerate(jaxpr.outvars) if k not in leaving])
+    fetched: list[JaxprEqn] = []
+    brought: set[Var] = set()
+    for eqn in eqns:
+        for var in dict.fromkeys(inputs_of(eqn)):
+            if var in there and var not in brought:
+                brought.add(var)
+                fetched.append(_copy(there[var], var, jax.memory.Space.Device, eqn))
+        fetched.append(eqn)
+    sent: dict[Atom, Var] = {}
+    for atom in leaving.values():
+        sent.setdefault(atom, there[atom] if atom in there else new_var(in_host_memory(atom.aval)))
+    made = {var for eqn in fetched for var in eqn.outvars}
+    written = [_copy(a, v, jax.memory.Space.Host) for a, v in sent.items() if a not in made and a not in there]
+    for eqn in fetched:
+        written.append(eqn)
+        for var in eqn.outvars:
+            if var in sent and var not in there:
+                written.append(_copy(var, sent[var], jax.memory.Space.Host, eqn))
+    outvars = [sent[atom] if k in leaving else atom for k, atom in enumerate(jaxpr.outvars)]
+    return make_jaxpr([there.get(var, var) for var in jaxpr.invars], outvars, written)
+
+
+def _copy(atom: Atom, made: Var, space: jax.memory.Space, near: JaxprEqn | None = None) -> JaxprEqn:
+    """A copy to a memory, told of as `near` what it is for."""
+    source = None if near is None else near.source_info
+    (eqn,), _ = inline_function(lambda x: jax.device_put(x, space), [atom], source)
+    return replace_eqn(eqn, outvars=[made])
+
+
+def _by_parameter(jaxpr: Jaxpr, results: Iterable[Atom]) -> list[JaxprEqn]:
+    """The equations, what no gradient waits for behind all others, in the order in which results need it."""
+    head = feeds_backward(jaxpr)
+    tail = [eqn for eqn, waits in zip(jaxpr.eqns, head, strict=True) if not waits]
+    if not any(head) or any(eqn.effects for eqn in tail):
+        return list(jaxpr.eqns)
+    position = {eqn: k for k, eqn in enumerate(tail)}
+    maker = {var: eqn for eqn in tail for var in eqn.outvars}
+    done: dict[JaxprEqn, None] = {}
+    for atom in variables(itertools.chain(results, jaxpr.outvars)):
+        group: dict[JaxprEqn, None] = {}
+        waiting = [atom]
+        while waiting:
+            eqn = maker.get(waiting.pop())
+            if eqn is not None and eqn not in done and eqn not in group:
+                group[eqn] = None
+                waiting += inputs_of(eqn)
+        done |= dict.fromkeys(sorted(group, key=lambda eqn: position[eqn]))
+    return [*(eqn for eqn, waits in zip(jaxpr.eqns, head, strict=True) if waits), *done]

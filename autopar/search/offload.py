@@ -1,0 +1,96 @@
+"""The optimizer's state in the memory of the hosts, where a step does not fit without.
+
+In:     a step and its roles.
+Out:    which of its arguments are state that only the update reads; the step with these in the hosts' memory.
+Method: a rewrite of the program (`ir/rewrite/state_on_host.py`), which is planned like any other: what lies there is not in
+        the devices' memory, and each copy has its seconds. It is tried where nothing else fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Collection
+from typing import TypeVar
+
+import jax.numpy as jnp
+
+from autopar.debug import check_behind
+from autopar.errors import InfeasibleError
+from autopar.ir.check import check_program
+from autopar.ir.program import Program
+from autopar.ir.rewrite.state_on_host import only_for_update, state_on_host
+from autopar.ir.trace.state import Roles
+from autopar.ir.work import num_bytes
+from autopar.mesh import Cluster
+from autopar.search.methods import Follow, FollowMesh, Method
+from autopar.tuning import TUNING
+
+_T = TypeVar("_T")
+
+
+def within_memory(
+    plan: Callable[[Program], _T], program: Program, roles: Roles, cluster: Cluster, method: Method
+) -> tuple[_T, tuple[str, ...]]:
+    """What `plan` makes of a step; where nothing fits, of the same with its optimizer's state in the memory of the hosts.
+
+    Args:
+        plan: Plans a step.
+        program: The step.
+        roles: Its roles.
+        cluster: The machine.
+        method: What was asked for.
+
+    Returns:
+        The plan, and the paths of the arguments that lie there.
+
+    Raises:
+        InfeasibleError: Nothing fits either way.
+    """
+    followed = method.on_host if isinstance(method, Follow | FollowMesh) else ()
+    if followed:
+        return plan(offloaded_program(program, roles, followed)), tuple(followed)
+    try:
+        return plan(program), ()
+    except InfeasibleError as error:
+        paths = optimizer_state(program, roles) if hasattr(error, "budget_bytes") else ()
+        if not paths:
+            raise
+        if cluster.machine is not None:  # its workers put arrays into the memory of devices only
+            raise
+        if method.offload == "never":
+            also = 'offload="auto" has the optimizer\'s state wait in the memory of the hosts.'
+            raise _again(error, error.given, f"{error.do} Or {also}") from error
+        failure = error
+    try:
+        return plan(offloaded_program(program, roles, paths)), paths
+    except InfeasibleError as error:
+        raise _again(error, f"{error.given}, the optimizer's state in the memory of the hosts", error.do) from failure
+
+
+def _again(error: InfeasibleError, given: str, do: str) -> InfeasibleError:
+    return type(error)(error.summary, given=given, wrong=error.wrong, do=do, **error.facts)
+
+
+def optimizer_state(program: Program, roles: Roles) -> tuple[str, ...]:
+    """Paths of the arguments that come back, and that nothing but the update reads: moments, but no parameters.
+
+    What is small beside the largest of them stays: its copies would take more time than their bytes.
+    """
+    late, of_state = only_for_update(program.jaxpr), set(roles.aliases.values())
+    sizes = {
+        k: num_bytes(var)
+        for k, var in enumerate(program.jaxpr.invars)
+        if k in of_state and late[k] and jnp.issubdtype(var.aval.dtype, jnp.inexact)
+    }
+    least = TUNING.offloaded_least * max(sizes.values(), default=0)
+    return tuple(program.in_paths[k] for k, size in sizes.items() if size >= least and size)
+
+
+def offloaded_program(program: Program, roles: Roles, paths: Collection[str]) -> Program:
+    """The step with these arguments, and their new values, in the memory of the hosts."""
+    if not paths:
+        return program
+    inputs = [k for k, path in enumerate(program.in_paths) if path in paths]
+    jaxpr = state_on_host(program.jaxpr, inputs, roles.aliases)
+    check_behind("offload", check_program, jaxpr)
+    return dataclasses.replace(program, jaxpr=jaxpr)
