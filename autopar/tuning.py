@@ -56,6 +56,10 @@ class Tuning:
     """Edges. So far the surroundings of two nodes are compared: what differs farther away does not change what is best here."""
     tie_stretch: int = 8
     """Equations. So many must be equal in a row before a distance between them is looked at: fewer are found everywhere."""
+    untied_each: int = 2_000
+    """Graphs with no more nodes are solved without ties on every mesh whose answer is nearly the best."""
+    untied_near: float = 0.015
+    """Part of the step: as much may be won by what ties keep alike."""
     untied_pairs: int = 30_000_000
     """Pairs. Beyond so many, the tables of the problem with every layer by itself take gigabytes."""
     unmeant_gather: float = 100.0

@@ -15,7 +15,7 @@ from autopar.cost import kernel_seconds
 from autopar.cost.kernels import Kernel, Pass, Product
 from autopar.mesh import Device
 
-EAGER = 2.2
+EAGER = 2.3
 """Passes over memory that frameworks without a compiler make where a compiled program makes one; fitted, one for all."""
 HOST_SECONDS = 1e-5
 """To launch a kernel from Python, framework included, as profiles of such frameworks show; it runs ahead of the device, so
@@ -42,10 +42,10 @@ before in 32 bits, with the libraries of its time, later two numbers of 16 bits 
 those that published runs show (heads of 150 and of 450 on A100, a vocabulary of 50,257 on H100)."""
 SEPARATE = ("torchtitan", "MaxText", "Alpa")
 """Frameworks whose layers multiply by queries', keys' and values' weights one after the other."""
-BLOCKING_SECONDS = 1.6e-5
+BLOCKING_SECONDS = 1.5e-5
 """To launch a kernel and wait until it is done, which adds to its own time: what BigScience lost by `CUDA_LAUNCH_BLOCKING=1`
 on 80 GPUs, 91.04 instead of 97.20 TFLOP/s (chronicles-prequel, "dealing with JZ hanging"), is 3.5 ms for a layer and
-microbatch of 220 launches."""
+microbatch of 230 launches."""
 BLOCKING_FROM = 320
 """GPUs from which on they could not do without it: with fewer it hung at times, with so many always."""
 VOCABULARY_MULTIPLE = 128

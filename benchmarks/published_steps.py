@@ -262,7 +262,10 @@ def compose(run: Run, machine: Machine, mesh: LogicalMesh, layer: Work, ends: Wo
         key=lambda found: found.reserved,
     )
     return Prediction(
-        run.count * (busy + sending + border_seconds(run, machine) + with_each) + bubble + once + update,
+        run.count * (busy + sending + border_seconds(run, machine, fullest[1] > 0) + with_each)
+        + bubble
+        + once
+        + update,
         run.count * busy,
         run.count * sending,
         bubble,
@@ -290,20 +293,22 @@ def again_between_products(run: Run, layer: Work, device: Device) -> float:
     return sum(kernel_seconds(k, device) for k in again)
 
 
-def border_seconds(run: Run, machine: Machine) -> float:
-    """Seconds in which a stage waits for a microbatch to come over its border, there and back.
+def border_seconds(run: Run, machine: Machine, is_last: bool) -> float:
+    """Seconds in which a stage waits for a microbatch at its borders: there and back at once over each.
 
     Each device of a tensor-parallel group sends its part, which the others then gather. Stages in several chunks receive the
-    next one while they compute.
+    next one while they compute. The last stage has one border; where it is the slowest, those before it wait for it anyway.
     """
     if run.pipeline == 1 or run.chunks > 1:
         return 0.0
     part = 2 * run.microbatch * run.tokens // run.context * run.width / run.tensor
     near, far = (link.latency_seconds + part / link.bytes_per_second for link in (machine.intra, machine.inter))
     if run.devices <= machine.per_host:
-        return 2 * near
-    # Several stages in one host: of the two borders of a stage one at most leaves it.
-    return 2 * far if run.devices // run.pipeline >= machine.per_host else near + far
+        return near if is_last else 2 * near
+    # Several stages in one host: of the two borders of a stage one at most leaves it, of the last one none.
+    if run.devices // run.pipeline >= machine.per_host:
+        return far if is_last else 2 * far
+    return near if is_last else near + far
 
 
 def tied_seconds(run: Run, machine: Machine) -> float:

@@ -110,12 +110,15 @@ def draw(found: dict[str, dict[str, list[tuple[float, float]]]], path: str) -> N
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(found), figsize=(4 * len(found), 4), squeeze=False)
+    figure, axes = pyplot.subplots(1, len(found), figsize=(4 * len(found), 4), squeeze=False, sharex=True, sharey=True)
     for place, (name, kinds) in zip(axes[0], found.items(), strict=True):
         for kind, results in kinds.items():
             seconds, ratios = np.array(results).T
             place.plot(seconds, ratios, marker="o", label=kind)
-        place.set(title=name, xscale="log", yscale="log", xlabel="CPU seconds", ylabel="cost over the best")
+        place.set(title=name, xscale="log", yscale="log", xlabel="CPU seconds")
+        place.set_yticks([1, 2, 5, 10], ["1", "2", "5", "10"])
+        place.minorticks_off()
+    axes[0][0].set_ylabel("cost over the best")
     axes[0][0].legend(fontsize="x-small")
     figure.tight_layout()
     figure.savefig(path, dpi=120)

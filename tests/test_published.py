@@ -24,7 +24,7 @@ from published_frameworks import (  # noqa: E402
 from published_layers import weights  # noqa: E402
 from published_order import group_taus, pairs_of, repeated_tau  # noqa: E402
 from published_runs import DATA, Run, read_runs, tau  # noqa: E402
-from published_steps import Prediction, machine_of, predict, sizes_of, tied_seconds  # noqa: E402
+from published_steps import Prediction, border_seconds, machine_of, predict, sizes_of, tied_seconds  # noqa: E402
 
 from autopar.cost import kernel_seconds  # noqa: E402
 from autopar.cost.kernels import Product  # noqa: E402
@@ -210,6 +210,13 @@ def test_first_and_last_stage_add_up_what_they_share(runs):
     assert whole == pytest.approx(2 * bloom.vocabulary * bloom.width / bloom.tensor / (5.06e9 / 2), rel=0.05)
     assert tied_seconds(replace(bloom, pipeline=1), machine_of(bloom)) == 0
     assert tied_seconds(replace(bloom, gated=True), machine_of(bloom)) == 0
+
+
+def test_the_last_stage_has_one_border(runs):
+    bloom = next(run for run in runs if run.model == "GPT 181B" and run.pipeline == 12)
+    machine = machine_of(bloom)
+    assert border_seconds(bloom, machine, is_last=True) == border_seconds(bloom, machine, is_last=False) / 2 > 0
+    assert border_seconds(replace(bloom, chunks=2), machine, is_last=False) == 0
 
 
 def test_pairs_of_plans_and_what_a_repetition_would_score(runs):

@@ -12,7 +12,8 @@ Method: a scheduler that hides latency runs first what others wait for. The grad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from collections.abc import Set as AbstractSet
 
 from autopar._jax import Literal
 from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Region, copies_made, copies_read
@@ -54,13 +55,13 @@ class Ahead:
             latest, held = instruction.earlier, list(instruction.copies)
         else:
             read = list(dict.fromkeys(copies_read(instruction)))
-            latest = max(read, key=lambda copy: self.made_at[copy], default=None)
-            if latest is None or self.made_at[latest] < 0:
+            if all(self.made_at[copy] < 0 for copy in read):
                 return [], []
+            latest = max(read, key=lambda copy: self.made_at[copy])
             others = [copy for copy in read if copy != latest]
             alike = [copy for copy in others if copy[0].aval.shape == latest[0].aval.shape]
             held = [copy for copy in others if self.made_at[copy] >= 0] or alike or others
-        held = [copy for copy in held if self.num_bytes(copy) >= TUNING.again_bytes]
+            held = [copy for copy in held if self.num_bytes(copy) >= TUNING.again_bytes]
         before = [k for k in self.waits if k < position]
         first = self.done_before(position, before[-1] if before else 0, TUNING.again_bytes) if held else []
         return held, [latest, *(copy for copy, _ in first)]
@@ -68,14 +69,14 @@ class Ahead:
     def done_before(self, position: int, begin: int, least_bytes: int) -> list[tuple[Copy, int]]:
         """What stands from `begin` on, does not lead to this place, and reads what is large and nobody needs from there on."""
         idle = list(self._idle(position, begin))
-        found = []
+        found, among = [], frozenset(idle)
         for at in reversed(idle):
             instruction = self.body.instructions[at]
             if isinstance(instruction, Compute | Region):
                 read = [self.num_bytes(copy) for copy in copies_read(instruction) if not self._stays(copy, position)]
                 freed, made = max(read, default=0), copies_made(instruction)
                 if made and freed >= least_bytes and 2 * sum(map(self.num_bytes, made)) < freed:
-                    found.append((self._added(made[0], position, idle), freed))
+                    found.append((self._added(made[0], position, among), freed))
         return list(dict.fromkeys(found))
 
     def _idle(self, position: int, begin: int) -> Iterator[int]:
@@ -90,7 +91,7 @@ class Ahead:
     def _stays(self, copy: Copy, position: int) -> bool:
         return copy in self.stay or self.readers[copy][-1] >= position
 
-    def _added(self, copy: Copy, position: int, idle: Sequence[int]) -> Copy:
+    def _added(self, copy: Copy, position: int, idle: AbstractSet[int]) -> Copy:
         """What becomes of a copy by elementwise operations that alone read it."""
         readers = self.readers.get(copy, [])
         while len(readers) == 1 and readers[0] < position and readers[0] in idle and copy not in self.stay:
