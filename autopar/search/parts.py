@@ -17,10 +17,12 @@ from autopar.inter_op.chain import least_largest
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.residuals import CHEAP
 from autopar.ir.program import Program
-from autopar.ir.region import kind_of, trip_count
+from autopar.ir.region import kind_of, region_of, trip_count
+from autopar.ir.source import is_backward
 from autopar.ir.split.layers import layer_count
 from autopar.ir.split.placement import share_of
 from autopar.ir.trace.state import Roles
+from autopar.ir.work import num_bytes
 from autopar.streams.assemble import PipelinePlan
 from autopar.tuning import TUNING
 
@@ -48,7 +50,7 @@ def even_parts(cut: CutStep, num_stages: int) -> int:
 
 
 def parts_apart(program: Program, roles: Roles, planned: PipelinePlan | None) -> int:
-    """As many parts as layers, if these are in loops that memory demands to run again; else 0.
+    """As many parts as layers, if these are in loops that memory demands to run again, and that keep what might; else 0.
 
     Args:
         program: The step.
@@ -57,7 +59,22 @@ def parts_apart(program: Program, roles: Roles, planned: PipelinePlan | None) ->
     """
     length = layer_count(program.jaxpr, roles.state, roles.aliases)
     runs_again = planned is None or any(level > CHEAP for level in planned.tasks.levels)
-    return length if runs_again and length <= TUNING.max_segments else 0
+    return length if runs_again and length <= TUNING.max_segments and _keep_what_they_make(program, length) else 0
+
+
+def _keep_what_they_make(program: Program, length: int) -> bool:
+    """Whether scans over so many layers keep more of what a layer makes than what goes on to the next.
+
+    Where `jax.checkpoint` has all of a layer run again, its input is kept, and there is nothing left that might.
+    """
+    kept = carried = 0
+    for eqn in program.jaxpr.eqns:
+        if kind_of(eqn) == "scan" and trip_count(eqn) == length and not is_backward(eqn):
+            region = region_of(eqn)
+            made = {var for body in region.bodies for inner in body.eqns for var in inner.outvars}
+            kept += sum(num_bytes(b.value) for b in region.bindings if b.role == "ys" and b.value in made)
+            carried += sum(num_bytes(b.value) for b in region.bindings if b.role == "carry")
+    return kept > carried
 
 
 def _finer(length: int, count: int) -> list[int]:

@@ -11,7 +11,7 @@ import autopar
 from autopar.inter_op.cut import cut_step
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
-from autopar.search.parts import even_parts
+from autopar.search.parts import even_parts, parts_apart
 from autopar.search.stage_search import Stages, search_pipelines
 
 LAYERS, BATCH, LENGTH, WIDTH = 8, 8, 80, 32
@@ -119,3 +119,20 @@ def test_the_search_tries_layers_by_themselves():
     apart = [seconds for name, seconds in tried if "in no loop" in name]
     assert in_loops and apart and apart[0] < min(in_loops)
     assert found.best is not None and found.best.cut.stacks.count == LAYERS
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_layers_that_run_again_anyway_stay_in_loops(checkpointed):
+    """By themselves they would keep as much."""
+
+    def step(w, x):
+        def layer(x, k):
+            return jnp.tanh(jnp.tanh(x @ k) @ k), None
+
+        each = jax.checkpoint(layer) if checkpointed else layer
+        loss, grad = jax.value_and_grad(lambda w: (jax.lax.scan(each, x, w)[0] ** 2).mean())(w)
+        return w - grad, loss
+
+    types = jax.ShapeDtypeStruct((LAYERS, 16, 16), jnp.float32), jax.ShapeDtypeStruct((8, 16), jnp.float32)
+    program = trace_step(step, types)
+    assert parts_apart(program, find_roles(program, (1,)), None) == (0 if checkpointed else LAYERS)
