@@ -213,9 +213,9 @@ class Tuning:
     """Part of the search over pipelines that costs of layers take; for progress."""
     third_axis_gain: float = 1e-3
     """Part of the step that the second axis must have won, for the third wins less, and takes several times as long to plan."""
-    pairs_per_second: float = 5e6
+    pairs_per_second: float = 2.5e6
     """Pairs of a mesh of three axes that planning gets through in a second on one core, roughly."""
-    repaying_steps: int = 20_000
+    repaying_steps: int = 10_000
     """Steps of training. Planning may take as long as what it may win in so many."""
     clock_doubt: float = 5e-3
     """Part of the cost that a mesh may be priced above the best so far and still be faster on the clock. Problems of no more

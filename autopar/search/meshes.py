@@ -159,7 +159,7 @@ def _not_worth_it(searched: Searched, mesh: LogicalMesh) -> str:
         by_axes.setdefault(len(known.shape), best.step_seconds)
     if len(by_axes) < 2 and 1 in by_axes:
         return ""
-    # A third axis multiplies the choices of a node as those before did, and wins less than the second.
+    # A third axis multiplies the choices of a node as those before did, and wins less than the second did.
     pairs = sum(float(matrix.size) ** (3 / len(wide.shape)) for matrix in widest.problem.edges.values())
     won = best.step_seconds - shared_seconds(best)
     if pairs <= TUNING.small_mesh_pairs:
@@ -171,6 +171,11 @@ def _not_worth_it(searched: Searched, mesh: LogicalMesh) -> str:
     fewer = min(by_axes.get(1, math.inf), by_axes.get(2, math.inf))
     if by_axes.get(3, -math.inf) > (1 - TUNING.third_axis_gain) * fewer:
         return "left out: a third axis won next to nothing elsewhere"
+    finer = [sharded.step_seconds for known, sharded in searched.results if len(known.shape) > 2]
+    if finer and finer[-1] > min(finer):
+        return "left out: the last mesh of three axes was slower than one before"
+    if 1 in by_axes and 2 in by_axes:
+        won = min(won, by_axes[1] - by_axes[2])
     if pairs / TUNING.pairs_per_second > TUNING.repaying_steps * won:
         return f"left out: it would take longer to plan than {TUNING.repaying_steps} steps can win"
     return ""

@@ -218,7 +218,9 @@ class _Search:
         method, searched = self.method, self.searched
         if self.report.reason or not isinstance(method, Auto) or not memory_binds(searched):
             return
-        meshes, step, roles = best_meshes(self.meshes, searched), self.step, self.roles
+        step, roles = self.step, self.roles
+        best = best_meshes(self.meshes, searched)
+        meshes = [mesh for mesh in best if len(mesh.shape) < 3] or best[:1]
         with self._a_pass("run again"):
             search_alone(step, roles, self.cluster, method, meshes, self.stages, self._silently, self._least)
 
