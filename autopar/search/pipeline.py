@@ -35,7 +35,7 @@ FLUSHED = "gpipe", "1f1b"
 """Schedules under which every microbatch goes through all stages there and back."""
 
 
-class Slower(NoPlanFoundError):
+class SlowerError(NoPlanFoundError):
     """Within memory a pipeline is slower than the best step known, even if what may run again took no memory at all."""
 
 
@@ -69,7 +69,7 @@ def plan_pipeline(
 
     Raises:
         InfeasibleError: A stage does not fit; says which and by how much.
-        Slower: `beat` is out of reach, whatever runs again.
+        SlowerError: `beat` is out of reach, whatever runs again.
         ConstraintError: A constraint cannot be kept on any mesh of a stage.
         PipelineError: The stages cannot be placed on the hosts.
     """
@@ -114,7 +114,7 @@ def plan_pipeline(
             break
     if not fitting:
         # Of the last way the forward pass took no memory, if it may run again.
-        if isinstance(failures[-1], Slower):
+        if isinstance(failures[-1], SlowerError):
             raise failures[-1]
         raise min(failures, key=lambda error: getattr(error, "needed_bytes", math.inf))
     return min(fitting, key=lambda p: p.seconds_for(options.goal))
@@ -177,8 +177,8 @@ def least_seconds(once: Sequence[float], count: int) -> float:
     return sum(once) + (count - 1) * max(once)
 
 
-def _slower(seconds: float, budget: float) -> Slower:
-    return Slower(
+def _slower(seconds: float, budget: float) -> SlowerError:
+    return SlowerError(
         f"left out: within memory at least {seconds:.3e} s",
         given=f"{budget:.0f} bytes on each device",
         wrong="a faster step is known.",

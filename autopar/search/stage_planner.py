@@ -28,7 +28,7 @@ from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh, linked_mesh, logical_meshes, more_devices_text
 from autopar.search.methods import PipelineParallel, ThreeD, method_text
 from autopar.search.parts import even_parts, parts_apart
-from autopar.search.pipeline import Slower, plan_pipeline
+from autopar.search.pipeline import SlowerError, plan_pipeline
 from autopar.search.progress import Report, silent
 from autopar.search.solve_stages import Solved
 from autopar.search.uneven import uneven_text
@@ -153,12 +153,12 @@ def _best_in_memory(
 
     Raises:
         InfeasibleError: Neither fits.
-        Slower: `beat` is out of reach, whichever layers run again.
+        SlowerError: `beat` is out of reach, whichever layers run again.
     """
     planned = failure = None
     try:
         planned = plan(cut, beat)
-    except Slower:
+    except SlowerError:
         raise
     except InfeasibleError as error:
         failure = error

@@ -17,7 +17,7 @@ from autopar.inter_op.cut import cut_step
 from autopar.inter_op.stage_plan import plan_stage
 from autopar.report.page import page_of
 from autopar.search import solve_stages
-from autopar.search.pipeline import Slower
+from autopar.search.pipeline import SlowerError
 from autopar.search.progress import silent
 from autopar.search.stage_planner import _best_in_memory
 from tests.small_transformer import arguments, train_step
@@ -239,8 +239,8 @@ def test_layers_stay_in_loops_where_nothing_that_runs_again_can_win():
 
     def slower(cut, beat):
         tried.append(cut)
-        raise Slower("left out", given="", wrong="", do="")
+        raise SlowerError("left out", given="", wrong="", do="")
 
-    with pytest.raises(Slower):
+    with pytest.raises(SlowerError):
         _best_in_memory(program, roles, cut, lambda parts: cut_step(program, roles, parts, COUNT), slower, silent, 1.0)
     assert tried == [cut]
