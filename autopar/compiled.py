@@ -77,8 +77,8 @@ class CompiledStep:
     def _checked(self, *args: Any, **kwargs: Any) -> tuple[Any, Direct | None]:
         """A call with all checks, and how others like it may do without."""
         apart, leaves = self._arguments(args, kwargs)
-        returned = self.run(leaves)
-        return self._put_together(apart, returned), None if apart is not None else self.direct(returned)
+        returned, direct = self.run_and_tell(leaves)
+        return self._put_together(apart, returned), None if apart is not None else direct
 
     def _failed(self, error: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Failure:
         return self.failed(error, jax.tree.leaves((args, kwargs)))
@@ -117,12 +117,13 @@ class CompiledStep:
         with without_mesh():
             return self._as_returned(self._carry_out(self.executable, leaves))
 
-    def direct(self, returned: Any) -> Direct | None:
-        """How JAX's dispatch carries out calls like the last one, which returned this; None: they need more than that."""
+    def run_and_tell(self, leaves: list[Any]) -> tuple[Any, Direct | None]:
+        """As `run`, and how JAX's dispatch carries out calls like this one; None: they need more than that."""
+        returned = self.run(leaves)
         # It passes what a program has captured in front of the arguments, and ours take it behind them.
         if not isinstance(self.executable, Executable) or self.program.consts:
-            return None
-        return self.executable.direct(returned)
+            return returned, None
+        return returned, self.executable.direct(returned)
 
     def failed(self, error: BaseException, leaves: Sequence[Any]) -> Failure:
         """What is raised where such a call, on these leaves, fails."""

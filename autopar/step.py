@@ -147,30 +147,24 @@ class ParallelStep(Generic[P, R]):
         if self._bound:
             return self._checked(*args, **kwargs)[0]
         if self._made.calls is None:
-            self._made.calls = self._direct_calls()
+            static = self._static.numbers, self._static.names
+            self._made.calls = DirectCalls(name_of(self._fn), self._checked, self._failed, *static)
         return self._made.calls(*args, **kwargs)
-
-    def _direct_calls(self) -> DirectCalls:
-        numbers, names = self._static.numbers, self._static.names
-        return DirectCalls(name_of(self._fn), self._checked, self._failed, numbers, names)
 
     def _checked(self, *args: Any, **kwargs: Any) -> tuple[Any, Direct | None]:
         """A call with all checks, and how others like it may do without."""
         last = self._made.last
-        again = None if last is None else self._again(last, args, kwargs)
-        if last is not None and again is not None:
-            returned = last.compiled.run(again)
-            return returned, last.compiled.direct(returned)
+        if last is not None and (again := self._again(last, args, kwargs)) is not None:
+            return last.compiled.run_and_tell(again)
         key, leaves, apart = self._key(args, kwargs)
         compiled = self._made.compiled.get(key)
         if compiled is None or compiled.has_ended:
             compiled = self._compile(args, kwargs, None)
-        returned = compiled.run(leaves)
+        returned, direct = compiled.run_and_tell(leaves)
         if apart is not None:
             return apart.adapter.put_together(apart, returned), None
         self._made.last = self._call(args, kwargs, leaves, compiled)
-        is_comparable = not self._bound and all(n >= 0 for n in self._static.numbers)
-        return returned, compiled.direct(returned) if is_comparable else None
+        return returned, direct if all(n >= 0 for n in self._static.numbers) else None
 
     def _failed(self, error: BaseException, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Failure:
         key, leaves, _ = self._key(args, kwargs)
@@ -183,8 +177,7 @@ class ParallelStep(Generic[P, R]):
         is_plain = not (self._bound or self._static.names or self._static.numbers)
         if not is_plain or not all(isinstance(x, jax.Array) for x in leaves):
             return None
-        tree = jax.tree.structure((args, kwargs))
-        return _Call(tree, [x.aval for x in leaves], trace_context(), compiled)
+        return _Call(jax.tree.structure((args, kwargs)), [x.aval for x in leaves], trace_context(), compiled)
 
     def _again(self, last: _Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any] | None:
         """The leaves of a call like the last one: what it runs is then known without a look at each of them."""

@@ -146,7 +146,7 @@ class Tuning:
     again_bytes: int = 1 << 20
     """Bytes. What is smaller may live beside what runs again."""
     late_part: float = 1 / 8
-    """Part of the bytes that become free so which what is made to wait for it may have: to wait may cost a pass over it."""
+    """Part of the bytes that become free. What is made to wait for that has no more: to wait may cost a pass over it."""
     fitting_turns: int = 8
     """Plans that are made and compiled, at most, until the compiler agrees that one fits."""
 

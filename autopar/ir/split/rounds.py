@@ -47,12 +47,7 @@ def accumulate_in_rounds(
 ) -> Jaxpr:
     """One program that works through its microbatches in turn, in as many rounds as it takes.
 
-    Args:
-        jaxpr: Flat program.
-        count: Number of microbatches, at least 2.
-        batch: Inputs whose leading dim runs over samples.
-        per_microbatch: Where samples wait for a sum over the batch, each microbatch takes its own.
-        name: What messages call the batch.
+    Arguments are those of `split_microbatches`.
 
     Raises:
         BatchError: There is no batch, or it does not divide.
