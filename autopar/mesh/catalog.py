@@ -9,6 +9,9 @@ Method: peak rates are dense, without sparsity, as the vendors' datasheets state
         collectives reach of it. The rate between hosts is one network card per device where such hosts have one.
         The link to the host is PCIe x16 in one direction: 3.0 of V100 and TPUs (16 GB/s), 4.0 of A100, L4 and L40S (32), 5.0
         since H100 (64); or NVLink-C2C of Grace (450: half of its datasheet's 900).
+        The host's memory is that of the usual host, shared among its devices: 512 GB of DGX-1, 1 and 2 TB of DGX A100, 2 TB
+        of DGX H100, H200, B200 and B300, 480 GB of a Grace for two, 384 GB for eight L4 and 1536 GB for eight L40S where
+        they are rented, and what Google Cloud's documentation has of hosts of TPUs (407, 384, 448 and 1440 GB).
         Watts are what a device is rated for, as its datasheet has it.
         Latencies are those of a hop with which NCCL chooses its algorithms. `Cluster(...)` takes measured figures instead.
 """
@@ -89,10 +92,11 @@ def _gpu(
     groups: tuple[tuple[int, float], ...] = (),
     watts: float | None = None,
     host_gb_per_second: float = 64.0,
+    host_gigabytes: float = 256.0,
 ) -> Model:
     rates = {k: v * 1e12 for k, v in tflops.items()}
-    host = host_gb_per_second * 1e9 * _HOST
-    device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved, watts, host)
+    host = host_gb_per_second * 1e9 * _HOST, host_gigabytes * 1e9
+    device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved, watts, *host)
     intra, inter = intra_gb_per_second * 1e9, inter_gb_per_second * 1e9
     return Model(
         device,
@@ -114,12 +118,14 @@ def _tpu(
     torus_gb_per_second: float,
     source: str,
     torus: tuple[int, int],
+    host_gigabytes: float,
 ) -> Model:
     """A chip of a torus: the links between hosts are those inside one, and a ring along an axis has a link each way."""
     rates = {k: v * 1e12 for k, v in tflops.items()}
     # Programs are compiled whole, so nothing is launched; the units take tiles of 128 or 256 one after the other.
     achieved = Achieved(product=0.85, memory=_MEMORY, fused=0.5, overlap=0.95)
-    device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved)
+    host = host_gigabytes / per_host * 1e9
+    device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved, host_memory_bytes=host)
     rate = torus_gb_per_second * 1e9
     return Model(device, per_host, Link(1e-6, rate * 0.9), Link(1e-6, rate * 0.9), rate, rate, source, torus)
 
@@ -171,11 +177,13 @@ _PCIE_HOPS = 5.7e-6, 9.6e-6
 MODELS: dict[str, Model] = {
     # name, peak rates, GB of memory, its GB/s, GB/s within a host, GB/s between hosts, what is reached; source
     "v100-16": _gpu("V100-16GB", _VOLTA, 16, 900, 150, 3.125, _V100,
-        "NVIDIA V100 datasheet (SXM2); DGX-1: 4 x 100 Gb/s / 8, halved", groups=_CUBE, watts=300, host_gb_per_second=_PCIE3),
+        "NVIDIA V100 datasheet (SXM2); DGX-1: 4 x 100 Gb/s / 8, halved", groups=_CUBE, watts=300, host_gb_per_second=_PCIE3,
+        host_gigabytes=64),
     "v100-32": _gpu("V100-32GB", _VOLTA, 32, 900, 150, 6.25, _V100,
-        "NVIDIA V100 datasheet (SXM2); DGX-1: 4 x 100 Gb/s / 8", groups=_CUBE, watts=300, host_gb_per_second=_PCIE3),
+        "NVIDIA V100 datasheet (SXM2); DGX-1: 4 x 100 Gb/s / 8", groups=_CUBE, watts=300, host_gb_per_second=_PCIE3,
+        host_gigabytes=64),
     "a100-40": _gpu("A100-40GB", _AMPERE, 40, 1555, 300, 25, _A100,
-        "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s", watts=400, host_gb_per_second=_PCIE4),
+        "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s", watts=400, host_gb_per_second=_PCIE4, host_gigabytes=128),
     "a100-80": _gpu("A100-80GB", _AMPERE, 80, 2039, 300, 25, _A100,
         "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s", watts=400, host_gb_per_second=_PCIE4),
     "h100": _gpu("H100", _HOPPER, 80, 3350, 450, 50, _H100,
@@ -193,24 +201,24 @@ MODELS: dict[str, Model] = {
         "NVIDIA DGX B300 datasheet, one of eight; 8 x 800 Gb/s", switch_gb_per_second=480, watts=1400),
     "gb200": _gpu("GB200", _GRACE_BLACKWELL, 186, 8000, 900, 50, _reached(0.729, 148),
         "NVIDIA GB200 NVL72 datasheet, one of 72; 400 Gb/s each", per_host=72, switch_gb_per_second=480,
-        watts=1200, host_gb_per_second=_C2C),
+        watts=1200, host_gb_per_second=_C2C, host_gigabytes=240),
     "gb300": _gpu("GB300", _GRACE_BLACKWELL, 288, 8000, 900, 100, _reached(0.74, 148),
         "NVIDIA GB300 NVL72 datasheet, one of 72; 800 Gb/s each", per_host=72, switch_gb_per_second=480,
-        watts=1400, host_gb_per_second=_C2C),
+        watts=1400, host_gb_per_second=_C2C, host_gigabytes=240),
     "l4": _gpu("L4", _rates(242, 121, 60, 30.3), 24, 300, _PCIE4, 12.5, _reached(0.7, 58, 0.4, _OLD_TILES),
-        "NVIDIA L4 datasheet; PCIe 4.0 x16", hops=_PCIE_HOPS, watts=72, host_gb_per_second=_PCIE4),
+        "NVIDIA L4 datasheet; PCIe 4.0 x16", hops=_PCIE_HOPS, watts=72, host_gb_per_second=_PCIE4, host_gigabytes=48),
     "l40s": _gpu("L40S", _rates(733, 362, 183, 91.6), 48, 864, _PCIE4, 25, _reached(0.7, 142, 0.4, _OLD_TILES),
-        "NVIDIA L40S datasheet; PCIe 4.0 x16", hops=_PCIE_HOPS, watts=350, host_gb_per_second=_PCIE4),
+        "NVIDIA L40S datasheet; PCIe 4.0 x16", hops=_PCIE_HOPS, watts=350, host_gb_per_second=_PCIE4, host_gigabytes=192),
     "mi300x": _gpu("MI300X", _rates(2615, 1307, 654, 163.4, 81.7), 192, 5300, 448, 50, _reached(0.514, 304, 0.3),
         "AMD Instinct MI300X datasheet; 7 Infinity Fabric links of 128 GB/s", watts=750),
     # name, peak rates, GB of memory, its GB/s, chips in a host, GB/s along an axis of the torus; source
     "tpu-v4": _tpu("TPU v4", {"bfloat16": 275, "int8": 275}, 32, 1200, 4, 100,
-        "Google Cloud TPU v4 documentation; 6 links of 50 GB/s on 3 axes, two each", _CUBES),
+        "Google Cloud TPU v4 documentation; 6 links of 50 GB/s on 3 axes, two each", _CUBES, 407),
     "tpu-v5e": _tpu("TPU v5e", {"bfloat16": 197, "int8": 394}, 16, 819, 8, 100,
-        "Google Cloud TPU v5e documentation; 1600 Gb/s on 2 axes", _SQUARES),
+        "Google Cloud TPU v5e documentation; 1600 Gb/s on 2 axes", _SQUARES, 384),
     "tpu-v5p": _tpu("TPU v5p", {"bfloat16": 459, "int8": 918}, 95, 2765, 4, 200,
-        "Google Cloud TPU v5p documentation; 4800 Gb/s on 3 axes", _CUBES),
+        "Google Cloud TPU v5p documentation; 4800 Gb/s on 3 axes", _CUBES, 448),
     "tpu-v6e": _tpu("TPU v6e", {"bfloat16": 918, "int8": 1836}, 32, 1640, 8, 224,
-        "Google Cloud TPU v6e documentation; 3584 Gb/s on 2 axes", _SQUARES),
+        "Google Cloud TPU v6e documentation; 3584 Gb/s on 2 axes", _SQUARES, 1440),
 }
 # fmt: on
