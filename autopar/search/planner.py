@@ -46,7 +46,7 @@ from autopar.search.methods import (
     ShardParallel,
     ThreeD,
 )
-from autopar.search.offload import where_hosts_are_used, within_memory
+from autopar.search.offload import check_hosts, within_memory
 from autopar.search.one_mesh import count_of, in_microbatches
 from autopar.search.padding import (
     Lengths,
@@ -90,15 +90,15 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
     def plan_of(written: Program) -> tuple[StepPlan, list[tuple[str, str]], Lengths]:
         return _with_padding(written, roles, cluster, method, anytime)
 
-    (planned, tried, padded), offloaded = within_memory(
-        plan_of, where_hosts_are_used(program, cluster), roles, cluster, method
-    )
+    (planned, tried, padded), offloaded = within_memory(plan_of, program, roles, method)
     dump_plan(planned)
     plan = describe_plan(program, roles, cluster, method, planned, time.perf_counter() - started)
     cost = dataclasses.replace(plan.cost, search=anytime.search())
-    return dataclasses.replace(
+    plan = dataclasses.replace(
         plan, alternatives=tuple(tried), cost=cost, padded=tuple(padded.items()), offloaded=offloaded
     )
+    check_hosts(plan, cluster.device)
+    return plan
 
 
 def _with_padding(
