@@ -31,9 +31,9 @@ docs: $(STAMP)
 bench: $(STAMP)
 	$(RUN) -m pytest benchmarks/ -q $(PYTEST_ARGS)
 
-# Every script of benchmarks/ that prints figures of its own.
+# Every script of benchmarks/ that prints figures of its own; those that are for GPUs have a target below.
 bench-scripts: $(STAMP)
-	@for script in $$(grep -l __main__ benchmarks/*.py); do \
+	@for script in $$(grep -l __main__ benchmarks/*.py | grep -v /gpu); do \
 	  echo "== $$script"; $(RUN) "$$script" || exit 1; done
 
 # Every model of tests/models under every mesh and method, and as every pipeline, as tables; then a thousand random small

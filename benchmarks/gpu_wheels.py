@@ -15,7 +15,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-NEEDED = {"pulp": "states integer programs", "orloge": "is read by PuLP 4", "highspy": "solves them"}
+NEEDED = ("pulp>=3.3,<4", "highspy")
+"""What states integer programs, with CBC inside and without needs of its own, as PuLP 4 has; what solves them."""
 MOST_BYTES = 60 * 2**20
 PLATFORMS = ("manylinux1", "manylinux2010", "manylinux2014", *(f"manylinux_2_{n}" for n in (12, 17, 24, 27, 28)))
 

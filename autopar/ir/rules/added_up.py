@@ -9,7 +9,7 @@ Method: at the first step of these dims zeros are stored (`pl.when(pl.program_id
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, all_equations, bodies_in, open_jaxpr
 
@@ -40,6 +40,8 @@ class _Body:
         writes: How often each is added to.
         spoiled: Results of which something else is done.
         asked: Dims whose index is asked for something else.
+
+    A number that depends on what was added up so far (loaded, or one step further) has one use, and is spent then.
     """
 
     def __init__(self, shared: Mapping[Var, Dims]):
@@ -52,6 +54,7 @@ class _Body:
         self._is_first: dict[Var, Dims] = {}
         self._loaded: dict[Var, Var] = {}
         self._more: dict[Var, Var] = {}
+        self._spent: dict[Var, Var] = {}
 
     def visit(self, eqn: JaxprEqn) -> None:
         if not self._understood(eqn):
@@ -87,10 +90,10 @@ class _Body:
                 old, new = (one, eqn.invars[1]) if one in self._loaded else (other, eqn.invars[0])
                 assert old is not None
                 self._used_otherwise(new)
-                self._more[eqn.outvars[0]] = self._loaded.pop(old)
+                self._more[eqn.outvars[0]] = self._spent[old] = self._loaded.pop(old)
                 return True
             case "swap", [Var() as result, Var() as new] if self._more.get(new) is result and _is_whole(new, result):
-                del self._more[new]
+                self._spent[new] = self._more.pop(new)
                 return self._is_added(result, eqn)
             case "addupdate", [Var() as result, new, *_] if result in self.shared and _is_whole(eqn.invars[1], result):
                 self._used_otherwise(eqn.invars[1])
@@ -99,12 +102,8 @@ class _Body:
 
     def _is_added(self, result: Var, eqn: JaxprEqn) -> bool:
         self.writes[result] += 1
-        self._dropped(eqn.outvars, result)
+        self._spent.update((var, result) for var in eqn.outvars)  # what was there before
         return True
-
-    def _dropped(self, outvars: Sequence[Var], result: Var) -> None:
-        """What was there before is a number that no one may read."""
-        self._more.update((var, result) for var in outvars)
 
     def _zeros(self, eqn: JaxprEqn, dims: Dims) -> bool:
         """A condition whose one branch does nothing but store zeros, before anything is added."""
@@ -124,7 +123,7 @@ class _Body:
             return
         if atom in self.shared:
             self.spoiled.add(atom)
-        for values in (self._loaded, self._more):
+        for values in (self._loaded, self._more, self._spent):
             if atom in values:
                 self.spoiled.add(values[atom])
         self.asked |= self._is_first.get(atom, frozenset())

@@ -203,6 +203,21 @@ def twice(x, out, first):
     out[...] += x[...]
 
 
+def running(x, out, first):
+    """What was there before, or is there now, is read for something else."""
+    pl.when(first)(lambda: out.__setitem__(..., jnp.zeros_like(out)))
+    before = out[...]
+    out[...] = before + x[...]
+    x[...] = before
+
+
+def running_after(x, out, first):
+    pl.when(first)(lambda: out.__setitem__(..., jnp.zeros_like(out)))
+    after = out[...] + x[...]
+    out[...] = after
+    x[...] = after
+
+
 def inside_a_condition(x, out, first):
     pl.when(first)(lambda: out.__setitem__(..., jnp.zeros_like(out)))
     out[...] += x[...]
@@ -221,7 +236,7 @@ def begun_anew():
     )
 
 
-NO_SUMS = [weighed, decayed, squared, largest, from_one, twice, inside_a_condition]
+NO_SUMS = [weighed, decayed, squared, largest, from_one, twice, running, running_after, inside_a_condition]
 
 
 @pytest.mark.parametrize("step", NO_SUMS)
