@@ -88,7 +88,7 @@ def kernel_seconds(kernel: Kernel, device: Device) -> float:
             rate = device.product_flops_per_second(dtypes) * reached.fused
             return reached.launch_seconds + max(flops / rate, moving)
         case Pass(_, launches):
-            return reached.launch_seconds * launches + moving
+            return reached.passes * (reached.launch_seconds * launches + moving)
         case HostCopy(num_bytes):
             return reached.launch_seconds + num_bytes / device.host_bytes_per_second
 
