@@ -1,4 +1,4 @@
-"""Layers of models with their gradients, as the cost model sees them: what compilers make of work between products.
+"""Layers of models with their gradients, and updates, as the cost model sees them: what compilers make of their work.
 
 In:     whether the devices are CPU devices.
 Out:    `Case`s whose kernels are those that a plan would count (`intra_op/traffic.py`).
@@ -8,14 +8,14 @@ Method: thin layers, whose products take little: what is left of the time is pas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from autopar.calibrate.cases import SMALL, Case
-from autopar.cost.kernels import Kernel
+from autopar.cost.kernels import Kernel, Pass
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.kernels import kernel_of
 from autopar.intra_op.traffic import find_traffic
@@ -26,14 +26,15 @@ _ONE = LogicalMesh((1,))
 
 
 def blocks(is_cpu: bool) -> Iterator[Case]:
-    """A layer of a transformer and its gradient: unrolled, and in a loop over two; of few and of many tokens."""
+    """A layer of a transformer and its gradient, alone and in a loop; and updates of parameters, which are other work."""
     width, heads = (128, 4) if is_cpu else (512, 8)
-    long, short = ((8, 128), (2, 64)) if is_cpu else ((8, 1024), (2, 256))
-    for (batch, length), layers in ((long, 1), (long, 2), (short, 1), (short, 2)):
-        yield _block(batch, length, width, heads, layers)
+    length = 128 if is_cpu else 1024
+    yield _layer(8, length, width, heads, 1)
+    yield _update(2**18 if is_cpu else 2**24)
+    yield _layer(2, length, width, heads, 2)
 
 
-def _block(batch: int, length: int, width: int, heads: int, layers: int) -> Case:
+def _layer(batch: int, length: int, width: int, heads: int, layers: int) -> Case:
     shapes = ((batch, length, width), (layers, width, 3 * width), (layers, width, width), (layers, width))
 
     def layer(x: jax.Array, weights: Sequence[jax.Array]) -> jax.Array:
@@ -54,12 +55,26 @@ def _block(batch: int, length: int, width: int, heads: int, layers: int) -> Case
         return jnp.mean(lax.scan(lambda x, own: (layer(x, own), None), x, weights)[0] ** 2)
 
     def turn(x: jax.Array, *weights: jax.Array) -> jax.Array:
-        along, *others = jax.grad(loss, argnums=range(len(shapes)))(x, *weights)
+        along, *others = jax.grad(loss, argnums=tuple(range(len(shapes))))(x, *weights)
         return x * 0.5 + SMALL * along + SMALL * sum(grad.sum() for grad in others)
 
     text = f"{'a layer' if layers == 1 else f'a loop of {layers} layers'} of {width}, {batch} x {length} tokens"
     dtypes = ("float32",) * len(shapes)
-    return Case("layer", text, shapes, dtypes, turn, kernels_of(turn, shapes, dtypes))
+    return Case("layer", text, shapes, dtypes, turn, kernels_of(turn, shapes, dtypes, {0: frozenset({0})}))
+
+
+def _update(size: int) -> Case:
+    """Adam's, of one parameter."""
+    shapes, dtypes = ((3, size), (size,)), ("float32", "float32")
+
+    def turn(state: jax.Array, gradient: jax.Array) -> jax.Array:
+        value, mean, square = state
+        mean = 0.9 * mean + 0.1 * gradient
+        square = 0.999 * square + 0.001 * gradient**2
+        return jnp.stack([value - SMALL * mean / (jnp.sqrt(square) + 1e-8), mean, square])
+
+    kernel = Pass(7 * 4.0 * size, 1.0, "parameters")  # reads four arrays, writes three
+    return Case("update", f"Adam of {size} float32", shapes, dtypes, turn, (kernel,))
 
 
 def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -68,11 +83,14 @@ def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:
 
 
 def kernels_of(
-    function: Callable[..., jax.Array], shapes: Sequence[tuple[int, ...]], dtypes: Sequence[str]
+    function: Callable[..., jax.Array],
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[str],
+    batch: Mapping[int, frozenset[int]],
 ) -> tuple[Kernel, ...]:
-    """What a function is to the cost model on one device."""
+    """What a function is to the cost model on one device; `batch` as of `build_graph`."""
     given = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    graph = build_graph(trace_step(function, given).jaxpr, _ONE, {})
+    graph = build_graph(trace_step(function, given).jaxpr, _ONE, {}, batch)
     traffic = find_traffic(graph)
     found: list[Kernel] = []
     for node in graph.nodes:

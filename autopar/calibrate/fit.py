@@ -3,8 +3,9 @@
 In:     seconds of cases, the catalog's device and link of this kind where it has them.
 Out:    `Device` and `Link` that come closest, and what they say of each case.
 Method: one thing after the other: launch and memory from passes, products by their dtype, then convolutions, fused
-        kernels, what compilers make of whole layers, and links. Each parameter is the one with the least mean error, as a part of what was measured (medians
-        are not smooth), found on a grid that closes in on it, over the formulas that plans are priced with.
+        kernels, what compilers make of whole layers and updates, and links. Each parameter is the one with the least mean
+        error, as a part of what was measured (medians are not smooth), found on a grid that closes in on it, over the
+        formulas that plans are priced with.
 """
 
 from __future__ import annotations
@@ -42,9 +43,7 @@ class Fitted:
 
     def seconds(self, case: Case) -> float:
         """What the cost model says of a turn."""
-        # What is written as one pass is one, whatever compilers make of models.
-        device = self.device if case.kind == "layer" else _with(self.device, passes=1.0)
-        kernels = sum(kernel_seconds(kernel, device) for kernel in case.kernels)
+        kernels = sum(kernel_seconds(kernel, self.device) for kernel in case.kernels)
         if not case.collectives or self.link is None:
             return kernels
         mesh = LogicalMesh((case.group,), links=(self.link.within(case.group),))
@@ -67,11 +66,12 @@ def fit(samples: Sequence[Sample], start: Device, link: Link) -> Fitted:
     device = _fit_share(device, of_kind["convolution"], "convolution", 0.01, 4.0)
     device = _fit_share(device, of_kind["attention"], "fused", 0.01, 1.0)
     device = _fit_share(device, of_kind["layer"], "passes", 0.5, 20.0)
+    device = _fit_share(device, of_kind["update"], "update_passes", 0.5, 20.0)
     messages = [s for s in samples if s.case.collectives]
-    return Fitted(device, _fit_link(_with(device, passes=1.0), messages, link) if messages else None)
+    return Fitted(device, _fit_link(device, messages, link) if messages else None)
 
 
-_KINDS = ("launch", "pass", "product", "convolution", "attention", "layer")
+_KINDS = ("launch", "pass", "product", "convolution", "attention", "layer", "update")
 
 
 def as_measured(samples: Sequence[Sample], fitted: Fitted) -> tuple[Measured, ...]:

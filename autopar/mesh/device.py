@@ -55,8 +55,9 @@ class Achieved:
         fresh_bytes_per_second: Rate at which a program gets memory for what it makes, where each run asks the system for it
             anew, as XLA's CPU programs do; inf: memory is kept.
         kept_bytes: A program that needs no more than this is given memory that is there, as C libraries keep some.
-        passes: How often elementwise work goes through memory, and in how many kernels, for each time that it would if all
-            of it that stands together were one kernel; compilers for GPUs come near 1, XLA's for CPUs does not.
+        passes: How often elementwise work on samples goes through memory, and in how many kernels, for each time that it
+            would if all of it that stands together were one kernel; compilers for GPUs come near 1, XLA's for CPUs does not.
+        update_passes: The same of work on parameters alone, such as an optimizer's.
 
     Raises:
         ClusterError: A share that is not between 0 and 1, or something negative.
@@ -77,6 +78,7 @@ class Achieved:
     fresh_bytes_per_second: float = math.inf
     kept_bytes: float = 0.0
     passes: float = 1.0
+    update_passes: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("product", "memory", "fused"):
@@ -110,7 +112,7 @@ class Achieved:
                     wrong="it is less than 0.",
                     do="pass 0 where it does not matter.",
                 )
-        for name in ("convolution", "fresh_bytes_per_second", "passes"):
+        for name in ("convolution", "fresh_bytes_per_second", "passes", "update_passes"):
             if not getattr(self, name) > 0:
                 raise ClusterError(
                     "what is done comes at a rate.",

@@ -28,7 +28,7 @@ FORMAT = "autopar machine profile"
 VERSION = 1
 """Raised with every change that an older reader cannot take, or that gives a number another meaning."""
 _COUNTS = ("cores", "host_cores")
-_SINCE = ("kept_bytes", "passes")
+_SINCE = ("kept_bytes", "passes", "update_passes")
 """Files of before these were measured do not have them."""
 
 
