@@ -49,6 +49,11 @@ def build_problem(
     return Prices(graph, device, class_of, allowed).problem(exposure)
 
 
+_BEFORE_A_TRANSPOSE = 1 + 1e-6
+"""XLA's CPU collectives along another dim than the first are of copies in that order, and a gradient's dims are the other
+way round before it is transposed as its parameter is: of two that cost the same, the one behind the transpose."""
+
+
 class Prices:
     """Seconds of all choices and of all conversions of a graph, by kind; arguments as of `build_problem`."""
 
@@ -83,6 +88,7 @@ class Prices:
             weight_of[kind] = weight_of.get(kind, 0.0) + edge.weight
             first.setdefault(key, edge)
         self.small = small_bytes(graph.mesh)
+        self.copies_inner_dims = all(link.shared_memory for link in graph.mesh.links)
         self.matrices = graph.tables.conversions
         for key, weight_of in weights.items():
             matrix = self.matrix(first[key])
@@ -100,6 +106,8 @@ class Prices:
             mesh = _sent_together(self.graph.mesh, size) if joins else self.graph.mesh
             self.matrices[table] = _matrix(edge.shape, edge.itemsize, edge.given, edge.wanted, mesh)
         matrix = self.matrices[table]
+        if self.copies_inner_dims and _is_transposed(self.graph.nodes[edge.target]):
+            matrix = matrix * _BEFORE_A_TRANSPOSE
         if not edge.communicates:
             matrix = np.where(matrix > 0, np.inf, 0.0)
         return matrix if edge.moves is None else matrix * edge.moves.price(edge.given, edge.wanted)
@@ -169,6 +177,10 @@ def _matrix(shape, itemsize: int, given: Shardings, wanted: Shardings, mesh: Log
     targets, target_of = _distinct(wanted)
     table = np.asarray(reshard_seconds(shape, itemsize, sources, targets, mesh))
     return table[np.ix_(source_of, target_of)]
+
+
+def _is_transposed(node: Node) -> bool:
+    return node.kind == "op" and node.name == "transpose"
 
 
 def _distinct(shardings: Shardings) -> tuple[Shardings, list[int]]:
