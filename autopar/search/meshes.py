@@ -125,7 +125,8 @@ def untie_best(
     budget = options.memory_budget_bytes or cluster.device.memory_bytes
 
     def untied(sharded: Sharded) -> Sharded:
-        if not options.repays(TUNING.untied_near * sharded.step_seconds, planning_seconds(sharded.problem)):
+        takes = TUNING.solve_share * planning_seconds(sharded.problem)
+        if not options.repays(TUNING.untied_near * sharded.step_seconds, takes):
             return sharded
         return untie(
             program.jaxpr,

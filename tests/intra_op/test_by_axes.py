@@ -70,14 +70,16 @@ def test_an_answer_is_lifted_to_axes_of_other_sizes():
         build_graph(program.jaxpr, logical_mesh(CLUSTER, shape), roles.aliases, roles.batch)
         for shape in ((2, 4), (4, 2))
     )
-    answer = solve(build_problem(known, CLUSTER.device, range(len(known.nodes))))
-    lifted = lift(answer.choices, known, graph)
-    split = 0
+    choices = [0] * len(known.nodes)
+    for index in known.inputs:
+        shardings = known.nodes[index].shardings
+        choices[index] = next((k for k, sharding in enumerate(shardings) if any(sharding.dims)), 0)
+    lifted, split = lift(choices, known, graph), 0
     for before, now in zip(known.inputs, graph.inputs, strict=True):
-        one = known.nodes[before].shardings[answer.choices[before]]
+        one = known.nodes[before].shardings[choices[before]]
         assert graph.nodes[now].shardings[lifted[now]] == one
         split += any(one.dims)
-    assert split and math.isfinite(build_problem(graph, CLUSTER.device, range(len(graph.nodes))).cost(lifted))
+    assert split > 1
 
 
 def random_problem(
