@@ -37,6 +37,7 @@ from published_runs import Run
 import autopar
 from autopar.cost import collective_seconds, kernel_seconds
 from autopar.cost.kernels import Kernel, Pass, Product
+from autopar.errors import AutoparError
 from autopar.intra_op.kernels import kernel_of
 from autopar.intra_op.sharded import Collective, Compute, Fused, Move, collectives_of
 from autopar.intra_op.traffic import find_reads, find_traffic
@@ -110,7 +111,7 @@ def machine_of(run: Run) -> Machine:
     """The machine of a run: the catalog's device, the network that the table states.
 
     Raises:
-        ClusterError: The catalog does not have the device.
+        AutoparError: The catalog does not have the device, or it is not what the table counts.
     """
     power = re.search(r"(\d+) W\b", run.device)
     limited = f"-{power[1]}w" if power and power[1] != "700" else ""
@@ -127,6 +128,13 @@ def machine_of(run: Run) -> Machine:
         reached = OMNI_PATH if "Omni-Path" in run.network else inter.bytes_per_second / model.inter_peak
         inter = dataclasses.replace(inter, bytes_per_second=rate * reached)
     device = model.device
+    if "chips" in run.device and model.per_chip > 1:
+        raise AutoparError(
+            "chips of several devices are not predicted.",
+            given=run.device,
+            wrong=f"JAX makes {model.per_chip} devices of each, and the degrees of parallelism are those of chips.",
+            do="state them in devices.",
+        )
     if run.kernel == 1:
         fused = device.achieved.fused * FIRST_FLASH[generation_of(device)]
         device = dataclasses.replace(device, achieved=dataclasses.replace(device.achieved, fused=fused))

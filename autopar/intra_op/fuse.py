@@ -31,6 +31,8 @@ from autopar.mesh import LogicalMesh
 
 SMALL_BYTES = 4 << 20
 """A collective up to this size may be packed with others on any mesh."""
+_COPIES = 4
+"""How often a byte passes through memory that is packed and unpacked."""
 BUCKET_BYTES = 64 << 20
 """At most so much is sent as one, and so bounded is what waiting for the others costs in memory."""
 
@@ -38,10 +40,13 @@ BUCKET_BYTES = 64 << 20
 def small_bytes(mesh: LogicalMesh) -> float:
     """Size up to which a collective may be packed: where latency is a tenth of its time, but a quarter of a bucket.
 
-    A ring over p devices takes (p - 1) hops of latency + bytes / (p * bandwidth) each.
+    A ring over p devices takes (p - 1) hops of latency + bytes / (p * bandwidth) each. Where devices share a memory,
+    packing and unpacking take what sending takes: both read and write every byte, at the link's rate.
     """
     links = [(mesh.size_of(axis), mesh.link_of(axis)) for axis in mesh.axis_names]
     even = max(size * link.latency_seconds * link.bytes_per_second for size, link in links)
+    if all(link.shared_memory for _, link in links):
+        return even / _COPIES
     return min(max(SMALL_BYTES, 9 * even), BUCKET_BYTES / 4)
 
 

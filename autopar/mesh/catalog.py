@@ -4,11 +4,15 @@ In:     (data only; `find_device.py` finds a device by its name.)
 Out:    `MODELS`: of each device a `Model`: its rates, the devices of a usual host, the link within it and that between hosts.
 Method: peak rates are dense, without sparsity, as the vendors' datasheets state them; beside them stands what is reached.
         Products: what the best of many shapes reaches for seconds (Bekman, "Machine Learning Engineering", table of
-        maximum achievable matmul FLOPS), times `SUSTAINED`, the part of it that a device holds all through a step.
+        maximum achievable matmul FLOPS; of devices that are not in it 0.7, or that of their sister), times `SUSTAINED`, the
+        part of it that a device holds all through a step.
         A link's rate is what one device sends in one direction (half of the datasheet's figure), times what large
         collectives reach of it. The rate between hosts is one network card per device where such hosts have one.
-        The link to the host is PCIe x16 in one direction: 3.0 of V100 and TPUs (16 GB/s), 4.0 of A100, L4 and L40S (32), 5.0
+        The link to the host is PCIe x16 in one direction: 3.0 of V100, T4 and TPUs (16 GB/s), 4.0 of Ampere and Ada (32), 5.0
         since H100 (64); or NVLink-C2C of Grace (450: half of its datasheet's 900).
+        The host's memory is that of the usual host, shared among its devices: 512 GB of DGX-1, 1 and 2 TB of DGX A100, 2 TB
+        of DGX H100, H200, B200 and B300, 480 GB of a Grace for one or two; 48 GB for each card of 24 where they are rented
+        (G5, G6), 96 and 192 GB for larger ones; and what Google Cloud's documentation has of hosts of TPUs.
         Watts are what a device is rated for, as its datasheet has it.
         Latencies are those of a hop with which NCCL chooses its algorithms. `Cluster(...)` takes measured figures instead.
 """
@@ -38,8 +42,8 @@ _HOST = 0.8
 bandwidthTest)."""
 _OVERLAP = 0.85
 """Part of a collective that leaves the kernels beside it alone: NCCL's own kernels hold 16 to 24 of 132 multiprocessors."""
-_HOPS = 3.4e-6, 9.6e-6
-"""Latency of a hop over NVLink and over a network, NCCL's protocol for long messages (`src/graph/tuning.cc`)."""
+_HOPS, _PCIE_HOPS = (3.4e-6, 9.6e-6), (5.7e-6, 9.6e-6)
+"""Latency of a hop over NVLink, or PCIe, and over a network, NCCL's protocol for long messages (`src/graph/tuning.cc`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,8 @@ class Model:
         inter_peak: The same of the latter.
         source: Where the figures are from.
         torus: Axes of the torus that its links form, and a multiple of which length closes such an axis; None: no torus.
+        capability: Compute capability of a GPU by NVIDIA; None of other devices.
+        per_chip: Devices that JAX makes of a chip of a TPU.
     """
 
     device: Device
@@ -65,6 +71,8 @@ class Model:
     inter_peak: float
     source: str
     torus: tuple[int, int] | None = None
+    capability: tuple[int, int] | None = None
+    per_chip: int = 1
 
     def links_of(self, num_devices: int) -> tuple[Link, Link]:
         """Links inside a host and between hosts, of a machine with so many devices."""
@@ -83,16 +91,18 @@ def _gpu(
     inter_gb_per_second: float,
     achieved: Achieved,
     source: str,
+    capability: tuple[int, int] | None = None,
     per_host: int = 8,
     hops: tuple[float, float] = _HOPS,
     switch_gb_per_second: float = 0.0,
     groups: tuple[tuple[int, float], ...] = (),
     watts: float | None = None,
     host_gb_per_second: float = 64.0,
+    host_gigabytes: float = 256.0,
 ) -> Model:
     rates = {k: v * 1e12 for k, v in tflops.items()}
-    host = host_gb_per_second * 1e9 * _HOST
-    device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved, watts, host)
+    host = host_gb_per_second * 1e9 * _HOST, host_gigabytes * 1e9
+    device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved, watts, *host)
     intra, inter = intra_gb_per_second * 1e9, inter_gb_per_second * 1e9
     return Model(
         device,
@@ -102,6 +112,38 @@ def _gpu(
         intra,
         inter,
         source,
+        capability=capability,
+    )
+
+
+def _card(
+    name: str,
+    tflops: Mapping[str, float],
+    gigabytes: float,
+    memory_gb_per_second: float,
+    achieved: Achieved,
+    source: str,
+    capability: tuple[int, int],
+    watts: float,
+    host_gb_per_second: float = 32.0,
+    inter_gb_per_second: float = 12.5,
+    host_gigabytes: float | None = None,
+) -> Model:
+    """A GPU on a card: what it sends to others of its host goes over PCIe x16 as well."""
+    return _gpu(
+        name,
+        tflops,
+        gigabytes,
+        memory_gb_per_second,
+        host_gb_per_second,
+        inter_gb_per_second,
+        achieved,
+        f"{source}; PCIe x16",
+        capability,
+        hops=_PCIE_HOPS,
+        watts=watts,
+        host_gb_per_second=host_gb_per_second,
+        host_gigabytes=host_gigabytes or 2 * gigabytes,
     )
 
 
@@ -114,14 +156,19 @@ def _tpu(
     torus_gb_per_second: float,
     source: str,
     torus: tuple[int, int],
+    host_gigabytes: float,
+    per_chip: int = 1,
 ) -> Model:
     """A chip of a torus: the links between hosts are those inside one, and a ring along an axis has a link each way."""
     rates = {k: v * 1e12 for k, v in tflops.items()}
     # Programs are compiled whole, so nothing is launched; the units take tiles of 128 or 256 one after the other.
     achieved = Achieved(product=0.85, memory=_MEMORY, fused=0.5, overlap=0.95)
-    device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved)
+    host = host_gigabytes / per_host * 1e9
+    device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved, host_memory_bytes=host)
     rate = torus_gb_per_second * 1e9
-    return Model(device, per_host, Link(1e-6, rate * 0.9), Link(1e-6, rate * 0.9), rate, rate, source, torus)
+    return Model(
+        device, per_host, Link(1e-6, rate * 0.9), Link(1e-6, rate * 0.9), rate, rate, source, torus, None, per_chip
+    )
 
 
 def _reached(best: float, cores: int, fused: float = 0.45, balance: float = 137.0) -> Achieved:
@@ -147,14 +194,21 @@ def _rates(
     return rates if double is None else {**rates, "float64": double}
 
 
+def _ampere(sixteen: float, single: float, double: float | None = None) -> dict[str, float]:
+    """The same of a generation without products of 8-bit floats."""
+    rates = _rates(2 * sixteen, sixteen, sixteen / 2, single, double)
+    return {dtype: rate for dtype, rate in rates.items() if dtype != "float8"}
+
+
 _OLD_TILES = 80.0
 """Balance of tiles before Hopper: a core multiplies 0.6 times as fast and loads as fast."""
 _VOLTA = {"float16": 125, "float32": 15.7, "float64": 7.8}
-_AMPERE = {"bfloat16": 312, "float16": 312, "tfloat32": 156, "float32": 19.5, "float64": 19.5, "int8": 624}
+_TURING = {"float16": 65, "float32": 8.1, "int8": 130}
 _HOPPER = _rates(1979, 989.5, 494.5, 67, 67)
 _HOPPER_PCIE = _rates(1513, 756.5, 378, 51, 51)
 _BLACKWELL = _rates(4500, 2250, 1125, 75, 37)
 _GRACE_BLACKWELL = _rates(5000, 2500, 1250, 80, 40)
+_AMPERE = _ampere(312, 19.5, 19.5)
 _V100 = _reached(0.755, 80, 0.35, _OLD_TILES)
 _A100 = _reached(0.869, 108, 0.5, _OLD_TILES)
 _H100 = _reached(0.803, 132)
@@ -165,52 +219,91 @@ rings through a group of four find four."""
 _CUBES, _SQUARES = (3, 4), (2, 16)
 """Tori of TPUs: slices of whole cubes of 4 x 4 x 4 chips close on all axes, those on 2 axes on sides of 16."""
 _PCIE3, _PCIE4, _PCIE5, _C2C = 16.0, 32.0, 64.0, 450.0
-_PCIE_HOPS = 5.7e-6, 9.6e-6
 
 # fmt: off
 MODELS: dict[str, Model] = {
     # name, peak rates, GB of memory, its GB/s, GB/s within a host, GB/s between hosts, what is reached; source
     "v100-16": _gpu("V100-16GB", _VOLTA, 16, 900, 150, 3.125, _V100,
-        "NVIDIA V100 datasheet (SXM2); DGX-1: 4 x 100 Gb/s / 8, halved", groups=_CUBE, watts=300, host_gb_per_second=_PCIE3),
+        "NVIDIA V100 datasheet (SXM2); DGX-1: 4 x 100 Gb/s / 8, halved", (7, 0), groups=_CUBE, watts=300,
+        host_gb_per_second=_PCIE3, host_gigabytes=64),
     "v100-32": _gpu("V100-32GB", _VOLTA, 32, 900, 150, 6.25, _V100,
-        "NVIDIA V100 datasheet (SXM2); DGX-1: 4 x 100 Gb/s / 8", groups=_CUBE, watts=300, host_gb_per_second=_PCIE3),
+        "NVIDIA V100 datasheet (SXM2); DGX-1: 4 x 100 Gb/s / 8", (7, 0), groups=_CUBE, watts=300,
+        host_gb_per_second=_PCIE3, host_gigabytes=64),
+    "t4": _card("T4", _TURING, 16, 320, _reached(0.7, 40, 0.35, _OLD_TILES), "NVIDIA T4 datasheet", (7, 5), 70, _PCIE3),
     "a100-40": _gpu("A100-40GB", _AMPERE, 40, 1555, 300, 25, _A100,
-        "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s", watts=400, host_gb_per_second=_PCIE4),
+        "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s", (8, 0), watts=400, host_gb_per_second=_PCIE4,
+        host_gigabytes=128),
     "a100-80": _gpu("A100-80GB", _AMPERE, 80, 2039, 300, 25, _A100,
-        "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s", watts=400, host_gb_per_second=_PCIE4),
+        "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s", (8, 0), watts=400, host_gb_per_second=_PCIE4),
+    "a800": _gpu("A800", _AMPERE, 80, 2039, 200, 25, _A100,
+        "NVIDIA A800 datasheet (SXM4): an A100 with 8 of its 12 links", (8, 0), watts=400, host_gb_per_second=_PCIE4),
+    "a30": _card("A30", _ampere(165, 10.3, 10.3), 24, 933, _reached(0.811, 56, 0.5, _OLD_TILES), "NVIDIA A30 datasheet",
+        (8, 0), 165),
+    "a10": _card("A10", _ampere(125, 31.2), 24, 600, _reached(0.7, 72, 0.4, _OLD_TILES), "NVIDIA A10 datasheet", (8, 6), 150),
+    "a10g": _card("A10G", _ampere(70, 35), 24, 600, _reached(0.7, 80, 0.4, _OLD_TILES),
+        "NVIDIA A10G datasheet, as in g5 instances", (8, 6), 300),
+    "a40": _card("A40", _ampere(149.7, 37.4), 48, 696, _reached(0.7, 84, 0.4, _OLD_TILES), "NVIDIA A40 datasheet", (8, 6),
+        300),
+    "rtx-a6000": _card("RTX-A6000", _ampere(154.8, 38.7), 48, 768, _reached(0.7, 84, 0.4, _OLD_TILES),
+        "NVIDIA RTX A6000 datasheet", (8, 6), 300),
+    "rtx-3090": _card("RTX-3090", _ampere(71, 35.6), 24, 936, _reached(0.7, 82, 0.4, _OLD_TILES),
+        "NVIDIA GA102 whitepaper, sums in 32 bits", (8, 6), 350),
+    "l4": _card("L4", _rates(242, 121, 60, 30.3), 24, 300, _reached(0.7, 58, 0.4, _OLD_TILES), "NVIDIA L4 datasheet", (8, 9),
+        72),
+    "l40s": _card("L40S", _rates(733, 362, 183, 91.6), 48, 864, _reached(0.7, 142, 0.4, _OLD_TILES),
+        "NVIDIA L40S datasheet", (8, 9), 350, inter_gb_per_second=25, host_gigabytes=192),
+    "rtx-6000-ada": _card("RTX-6000-Ada", _rates(729, 364, 182, 91.1), 48, 960, _reached(0.7, 142, 0.4, _OLD_TILES),
+        "NVIDIA RTX 6000 Ada datasheet", (8, 9), 300),
+    "rtx-4090": _card("RTX-4090", _rates(330, 165, 82.6, 82.6), 24, 1008, _reached(0.7, 128, 0.4, _OLD_TILES),
+        "NVIDIA Ada whitepaper, sums in 32 bits", (8, 9), 450),
     "h100": _gpu("H100", _HOPPER, 80, 3350, 450, 50, _H100,
-        "NVIDIA H100 datasheet (SXM5); DGX H100: 8 x 400 Gb/s; NVLink SHARP: 480 GB/s of bus bandwidth (nccl-tests)",
+        "NVIDIA H100 datasheet (SXM5); DGX H100: 8 x 400 Gb/s; NVLink SHARP: 480 GB/s of bus bandwidth (nccl-tests)", (9, 0),
         switch_gb_per_second=274, watts=700),
     "h100-500w": _gpu("H100-500W", _HOPPER, 96, 2400, 450, 50, _reached(0.62, 132, 0.35),
-        "H100 with HBM2e and a limit of 500 W, as torchtitan's reports describe theirs", watts=500),
+        "H100 with HBM2e and a limit of 500 W, as torchtitan's reports describe theirs", (9, 0), watts=500),
     "h100-pcie": _gpu("H100-PCIe", _HOPPER_PCIE, 80, 2000, _PCIE5, 25, _reached(0.7, 114),
-        "NVIDIA H100 datasheet (PCIe, 350 W); PCIe 5.0 x16", hops=_PCIE_HOPS, watts=350),
+        "NVIDIA H100 datasheet (PCIe, 350 W); PCIe 5.0 x16", (9, 0), hops=_PCIE_HOPS, watts=350),
+    "h800": _gpu("H800", _rates(1979, 989.5, 494.5, 67, 1), 80, 3350, 200, 50, _H100,
+        "NVIDIA H800 datasheet (SXM5): an H100 with 8 of its 18 links", (9, 0), watts=700),
+    "h20": _gpu("H20", _rates(296, 148, 74, 44, 1), 96, 4000, 450, 50, _reached(0.803, 78),
+        "NVIDIA H20 datasheet (SXM5)", (9, 0), switch_gb_per_second=274, watts=400),
     "h200": _gpu("H200", _HOPPER, 141, 4800, 450, 50, _H100,
-        "NVIDIA H200 datasheet (SXM); DGX H200: 8 x 400 Gb/s", switch_gb_per_second=274, watts=700),
+        "NVIDIA H200 datasheet (SXM); DGX H200: 8 x 400 Gb/s", (9, 0), switch_gb_per_second=274, watts=700),
+    "gh200": _gpu("GH200", _HOPPER, 96, 4000, 450, 50, _reached(0.838, 132),
+        "NVIDIA GH200 datasheet, one a host; 400 Gb/s", (9, 0), per_host=1, watts=900, host_gb_per_second=_C2C,
+        host_gigabytes=480),
     "b200": _gpu("B200", _BLACKWELL, 180, 8000, 900, 50, _B200,
-        "NVIDIA DGX B200 datasheet, one of eight", switch_gb_per_second=480, watts=1000),
+        "NVIDIA DGX B200 datasheet, one of eight", (10, 0), switch_gb_per_second=480, watts=1000),
     "b300": _gpu("B300", _BLACKWELL, 288, 8000, 900, 100, _reached(0.786, 148),
-        "NVIDIA DGX B300 datasheet, one of eight; 8 x 800 Gb/s", switch_gb_per_second=480, watts=1400),
+        "NVIDIA DGX B300 datasheet, one of eight; 8 x 800 Gb/s", (10, 3), switch_gb_per_second=480, watts=1400),
     "gb200": _gpu("GB200", _GRACE_BLACKWELL, 186, 8000, 900, 50, _reached(0.729, 148),
-        "NVIDIA GB200 NVL72 datasheet, one of 72; 400 Gb/s each", per_host=72, switch_gb_per_second=480,
-        watts=1200, host_gb_per_second=_C2C),
+        "NVIDIA GB200 NVL72 datasheet, one of 72; 400 Gb/s each", (10, 0), per_host=72, switch_gb_per_second=480,
+        watts=1200, host_gb_per_second=_C2C, host_gigabytes=240),
     "gb300": _gpu("GB300", _GRACE_BLACKWELL, 288, 8000, 900, 100, _reached(0.74, 148),
-        "NVIDIA GB300 NVL72 datasheet, one of 72; 800 Gb/s each", per_host=72, switch_gb_per_second=480,
-        watts=1400, host_gb_per_second=_C2C),
-    "l4": _gpu("L4", _rates(242, 121, 60, 30.3), 24, 300, _PCIE4, 12.5, _reached(0.7, 58, 0.4, _OLD_TILES),
-        "NVIDIA L4 datasheet; PCIe 4.0 x16", hops=_PCIE_HOPS, watts=72, host_gb_per_second=_PCIE4),
-    "l40s": _gpu("L40S", _rates(733, 362, 183, 91.6), 48, 864, _PCIE4, 25, _reached(0.7, 142, 0.4, _OLD_TILES),
-        "NVIDIA L40S datasheet; PCIe 4.0 x16", hops=_PCIE_HOPS, watts=350, host_gb_per_second=_PCIE4),
+        "NVIDIA GB300 NVL72 datasheet, one of 72; 800 Gb/s each", (10, 3), per_host=72, switch_gb_per_second=480,
+        watts=1400, host_gb_per_second=_C2C, host_gigabytes=240),
+    "rtx-5090": _card("RTX-5090", _rates(419, 209.5, 104.8, 104.8), 32, 1792, _reached(0.7, 170, 0.4, _OLD_TILES),
+        "NVIDIA RTX Blackwell whitepaper, sums in 32 bits", (12, 0), 575, _PCIE5),
+    "mi250x": _gpu("MI250X", {"bfloat16": 191.5, "float16": 191.5, "float32": 47.9, "float64": 47.9, "int8": 191.5},
+        64, 1638, 50, 12.5, _reached(0.767, 110, 0.3, _OLD_TILES),
+        "AMD Instinct MI250X datasheet, one of its two dies, which JAX calls a device; 4 x 200 Gb/s for eight", watts=280,
+        host_gb_per_second=36, host_gigabytes=64),
     "mi300x": _gpu("MI300X", _rates(2615, 1307, 654, 163.4, 81.7), 192, 5300, 448, 50, _reached(0.514, 304, 0.3),
         "AMD Instinct MI300X datasheet; 7 Infinity Fabric links of 128 GB/s", watts=750),
+    "mi325x": _gpu("MI325X", _rates(2615, 1307, 654, 163.4, 81.7), 256, 6000, 448, 50, _reached(0.604, 304, 0.3),
+        "AMD Instinct MI325X datasheet; 7 Infinity Fabric links of 128 GB/s", watts=1000),
     # name, peak rates, GB of memory, its GB/s, chips in a host, GB/s along an axis of the torus; source
+    "tpu-v3": _tpu("TPU v3", {"bfloat16": 61.5}, 16, 450, 8, 82,
+        "Google Cloud TPU v3 documentation, half a chip; 4 links of 82 GB/s on 2 axes", (2, 32), 340, 2),
     "tpu-v4": _tpu("TPU v4", {"bfloat16": 275, "int8": 275}, 32, 1200, 4, 100,
-        "Google Cloud TPU v4 documentation; 6 links of 50 GB/s on 3 axes, two each", _CUBES),
+        "Google Cloud TPU v4 documentation; 6 links of 50 GB/s on 3 axes, two each", _CUBES, 407),
     "tpu-v5e": _tpu("TPU v5e", {"bfloat16": 197, "int8": 394}, 16, 819, 8, 100,
-        "Google Cloud TPU v5e documentation; 1600 Gb/s on 2 axes", _SQUARES),
+        "Google Cloud TPU v5e documentation; 1600 Gb/s on 2 axes", _SQUARES, 384),
     "tpu-v5p": _tpu("TPU v5p", {"bfloat16": 459, "int8": 918}, 95, 2765, 4, 200,
-        "Google Cloud TPU v5p documentation; 4800 Gb/s on 3 axes", _CUBES),
+        "Google Cloud TPU v5p documentation; 4800 Gb/s on 3 axes", _CUBES, 448),
     "tpu-v6e": _tpu("TPU v6e", {"bfloat16": 918, "int8": 1836}, 32, 1640, 8, 224,
-        "Google Cloud TPU v6e documentation; 3584 Gb/s on 2 axes", _SQUARES),
+        "Google Cloud TPU v6e documentation; 3584 Gb/s on 2 axes", _SQUARES, 1440),
+    "tpu-v7x": _tpu("TPU7x", {"bfloat16": 1153.5, "float8": 2307, "int8": 2307}, 96, 3690, 8, 100,
+        "Google Cloud TPU7x documentation, half a chip; 1200 GB/s on 3 axes in both directions", _CUBES, 960, 2),
 }
 # fmt: on

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
 
 from autopar.errors import ClusterError
 from autopar.mesh.catalog import MODELS, Model
@@ -17,16 +16,25 @@ from autopar.mesh.device import Device
 _ALIASES = {
     "v100": "v100-16",
     "a100": "a100-80",
+    "a6000": "rtx-a6000",
+    "3090": "rtx-3090",
+    "4090": "rtx-4090",
+    "5090": "rtx-5090",
+    "v3": "tpu-v3",
     "v4": "tpu-v4",
+    "v5": "tpu-v5p",
     "v5e": "tpu-v5e",
     "v5p": "tpu-v5p",
     "v6e": "tpu-v6e",
-    "h100pcie80": "h100-pcie",
+    "v7x": "tpu-v7x",
+    "7x": "tpu-v7x",
+    "trillium": "tpu-v6e",
+    "ironwood": "tpu-v7x",
     "v5lite": "tpu-v5e",
     "v6lite": "tpu-v6e",
 }
-_CORES_PER_CHIP = {"v2": 2, "v3": 2, "v4": 2, "v5p": 2}
-"""Of TPUs that are sold by cores; the others are by chips."""
+_CORES_PER_DEVICE = {"v4": 2, "v5p": 2}
+"""Of TPUs that are sold by cores of which JAX makes a device of several."""
 
 
 def slice_chips(text: str) -> tuple[int, Model] | None:
@@ -41,9 +49,9 @@ def slice_chips(text: str) -> tuple[int, Model] | None:
     kind, number = found[1].lower(), int(found[2])
     kind = {"v5": "v5e", "v5l": "v5e"}.get(kind, kind)
     model = find_device(kind)
-    chips, rest = divmod(number, _CORES_PER_CHIP.get(kind, 1))
+    chips, rest = divmod(number, _CORES_PER_DEVICE.get(kind, 1))
     if rest or chips < 1 or (chips > model.devices_per_host and chips % model.devices_per_host):
-        what = f"{number / _CORES_PER_CHIP.get(kind, 1):g} chips"
+        what = f"{number / _CORES_PER_DEVICE.get(kind, 1):g} chips"
         raise ClusterError(
             "no such slice.",
             given=repr(text.strip()),
@@ -59,13 +67,13 @@ def find_device(name: str) -> Model:
     Raises:
         ClusterError: There is none; lists those there are.
     """
-    plain = re.sub(r"[\s_\-]+", "", name.lower())
-    plain = re.sub(r"^(nvidia|amd|google|instinct|tesla|cloud)+", "", plain)
-    plain = re.sub(r"(sxm\d?|hbm3e?|hbm2e?|(?<=\d)gb?)", "", plain)
+    plain = re.sub(r"[\s_\-]+", "", name.lower().partition("/")[0])
+    plain = re.sub(r"^(nvidia|amd|google|instinct|tesla|cloud|geforce|tpu)+|generation$", "", plain)
+    without_form = re.sub(r"(sxm\d?|hbm3e?|hbm2e?|(?<=\d)gb?)", "", plain)
+    on_card = re.sub(r"(\d*)pcie(\d*)$", r"\1\2", without_form)
     known = {re.sub(r"-", "", key): model for key, model in MODELS.items()}
     known.update({alias: MODELS[key] for alias, key in _ALIASES.items()})
-    without = re.sub(r"(80|141|180|192|288|24|48)$", "", plain)
-    for text in (plain, without, plain.replace("tpu", ""), re.sub(r"(80|40)?(pcie)(80|40)?$", r"\1\3", plain)):
+    for text in (plain, without_form, _without_memory(without_form), on_card, _without_memory(on_card)):
         if text in known:
             return known[text]
     near = difflib.get_close_matches(plain, list(known), n=3)
@@ -78,20 +86,15 @@ def find_device(name: str) -> Model:
     )
 
 
-_CAPABILITIES: Mapping[str, tuple[int, int]] = {
-    "v100": (7, 0),
-    "a100": (8, 0),
-    "l4": (8, 9),
-    "l40s": (8, 9),
-    "h100": (9, 0),
-    "h200": (9, 0),
-    "b200": (10, 0),
-    "gb200": (10, 0),
-    "b300": (10, 3),
-    "gb300": (10, 3),
-}
+def _without_memory(text: str) -> str:
+    """A name that ends in gigabytes, without them; `h100-pcie` may have them in its middle."""
+    sizes = "16|24|32|40|48|64|80|94|96|141|144|180|192|256|288|480"
+    return re.sub(rf"(?<=\w\w)({sizes})(pcie)?$", r"\2", text)
 
 
 def compute_capability(device: Device) -> tuple[int, int] | None:
     """The compute capability of an NVIDIA GPU of the catalog; None of other devices."""
-    return _CAPABILITIES.get(re.split(r"[- ]", device.name.lower())[0])
+    try:
+        return find_device(device.name).capability
+    except ClusterError:
+        return None

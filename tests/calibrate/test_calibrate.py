@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.calibrate.calibrate import host_memory_bytes
 from autopar.calibrate.cases import all_cases, collective
 from autopar.calibrate.fit import Fitted, Sample, as_measured, fit
 from autopar.calibrate.timing import shared_cores, undisturbed
@@ -80,6 +81,10 @@ def test_other_programs_on_shared_cores_do_not_stretch_what_is_measured():
 def test_devices_share_cores_on_cpus_only():
     assert 1 <= shared_cores(jax.devices()) <= len(jax.devices())
     assert shared_cores([SimpleNamespace(platform="gpu")] * 8) == 0
+
+
+def test_devices_share_the_memory_of_their_host():
+    assert 4 * host_memory_bytes(4) == host_memory_bytes(1) > 2**28
 
 
 def test_what_was_not_measured_stays():

@@ -79,6 +79,17 @@ def test_of_unreadable(text, wrong):
         ("NVIDIA A100-PCIE-40GB", "A100-40GB"),
         ("NVIDIA A100 80GB PCIe", "A100-80GB"),
         ("h100-500w", "H100-500W"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA GeForce RTX 4090", "RTX-4090"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX-6000-Ada"),
+        ("NVIDIA RTX A6000", "RTX-A6000"),
+        ("Tesla T4", "T4"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA A800 80GB PCIe", "A800"),
+        ("AMD Instinct MI250X / MI250", "MI250X"),
+        ("TPU v3", "TPU v3"),
+        ("TPU v5", "TPU v5p"),
+        ("TPU7x", "TPU7x"),
     ],
 )
 def test_names_as_jax_reports_them(kind, name):
@@ -86,9 +97,10 @@ def test_names_as_jax_reports_them(kind, name):
 
 
 def test_catalog():
-    assert len(MODELS) == 19
-    for model in MODELS.values():
+    for name, model in MODELS.items():
         device = model.device
+        assert find_device(name) is find_device(device.name) is model
+        assert (model.capability is None) == ("tpu" in name or "mi" in name), "NVIDIA's have one"
         assert model.source
         assert 1e13 < device.flops_per_second(jnp.bfloat16) < 1e16
         assert device.flops_per_second(jnp.float32) <= device.flops_per_second(jnp.bfloat16) * 1.001
@@ -97,6 +109,11 @@ def test_catalog():
         assert model.inter.bytes_per_second <= model.intra.bytes_per_second
         hash(device)
         assert pickle.loads(pickle.dumps(device)) == device == copy.deepcopy(device)
+
+
+def test_devices_that_jax_makes_of_a_chip():
+    """A slice of TPUs has as many as JAX has: one a core, or one of a chip's two."""
+    assert [Cluster.of(name).num_devices for name in ("v3-8", "v4-8", "v5p-16", "v5e-16")] == [8, 4, 8, 16]
 
 
 def test_flops_of_a_dtype():
