@@ -5,7 +5,7 @@ VENV   := .venv
 RUN    := $(VENV)/bin/python
 STAMP  := $(VENV)/.installed
 
-.PHONY: demo test test-matrix lint docs bench bench-scripts sweep clean
+.PHONY: demo test test-matrix lint docs bench bench-scripts sweep gpu gpu-wheels clean
 
 # The console shows the plan and a live loss; the plan in pictures is train_gpt.html, the curves are train_gpt.png.
 demo: $(STAMP)
@@ -31,9 +31,9 @@ docs: $(STAMP)
 bench: $(STAMP)
 	$(RUN) -m pytest benchmarks/ -q $(PYTEST_ARGS)
 
-# Every script of benchmarks/ that prints figures of its own.
+# Every script of benchmarks/ that prints figures of its own; those that are for GPUs have a target below.
 bench-scripts: $(STAMP)
-	@for script in $$(grep -l __main__ benchmarks/*.py); do \
+	@for script in $$(grep -l __main__ benchmarks/*.py | grep -v /gpu); do \
 	  echo "== $$script"; $(RUN) "$$script" || exit 1; done
 
 # Every model of tests/models under every mesh and method, and as every pipeline, as tables; then a thousand random small
@@ -42,6 +42,18 @@ sweep: $(STAMP)
 	$(RUN) -m tests.sweep
 	$(RUN) -m tests.pipeline_sweep
 	$(RUN) -m tests.random_sweep
+
+# On a machine with NVIDIA GPUs, and no network: what needs one, in parts, as a table and in gpu.json; started again it goes on.
+# PYTHON is one that has JAX for GPUs. GPU_ARGS: --rehearse, --only PARTS, --again.
+WHEELS ?= wheels
+gpu:
+	@if [ -d $(WHEELS) ]; then $(PYTHON) -m pip install --quiet --no-index --no-deps --upgrade \
+	  --target $(WHEELS)/installed $(WHEELS)/*.whl; fi
+	PYTHONPATH=$(WHEELS)/installed$${PYTHONPATH:+:$$PYTHONPATH} $(PYTHON) benchmarks/gpu.py $(GPU_ARGS)
+
+# Where there is a network: what `make gpu` needs beyond JAX for GPUs, to be carried there in one folder.
+gpu-wheels:
+	$(PYTHON) benchmarks/gpu_wheels.py $(WHEELS) --python $(or $(GPU_PYTHON),3.12)
 
 clean:
 	rm -rf $(VENV) .venv-3.11-jax0.10 .venv-3.12-jax0.11 site

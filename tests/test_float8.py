@@ -58,9 +58,9 @@ def test_rule_of_scaled_matmul():
     assert check_equation(eqn, limit=5) > 1
 
 
-def block_scaled():
-    """Blocks of 32 numbers share an exponent."""
-    configs = [jax.nn.get_scaled_dot_general_config("mxfp8")] * 3
+def block_scaled(mode="mxfp8", **settings):
+    """Blocks of 32 numbers share an exponent; of numbers of 4 bits blocks of 16, with a scale of 8 bits."""
+    configs = [jax.nn.get_scaled_dot_general_config(mode, **settings)] * 3
 
     def apply(w, x):
         return jax.nn.scaled_dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())), configs=configs)
@@ -97,8 +97,17 @@ def flax_layers():
     return train_step, jax.jit(model.init)(jax.random.key(0), jnp.ones((BATCH, WIDTH)))
 
 
+def in_4_bits():
+    return block_scaled("nvfp4", global_scale=jnp.ones((1,)))
+
+
 @pytest.mark.parametrize(
-    "make, method", [(flax_layers, autopar.Auto()), *itertools.product([block_scaled, flax_layers], METHODS)]
+    "make, method",
+    [
+        (flax_layers, autopar.Auto()),
+        *itertools.product([block_scaled, flax_layers], METHODS),
+        *((in_4_bits, method) for method in METHODS[1::2]),
+    ],
 )
 def test_equal_to_jit(make, method):
     fn, state = make()

@@ -103,3 +103,83 @@ def test_heads_are_split_where_the_batch_cannot_be():
     specs = plan.shardings[0][0]
     assert specs == {"qkv": PartitionSpec(None, None, "x", None), "out": PartitionSpec("x", None, None)}
     assert [(each.kind, each.bytes) for each in plan.cost.collectives] == [("all-reduce", 2048 * 4096 * 2)]
+
+
+NUM_EXPERTS = 4
+
+
+def experts(x, pick, up, down):
+    """Each row goes through the expert that it picked, however many pick the same: sorted, multiplied in groups, put back."""
+    order, sizes = jnp.argsort(pick), jnp.bincount(pick, length=len(up)).astype(jnp.int32)
+    hidden = jnp.tanh(jax.lax.ragged_dot(x[order], up, sizes))
+    return jnp.zeros_like(x).at[order].set(jax.lax.ragged_dot(hidden, down, sizes))
+
+
+def experts_backward(x, pick, up, down, gradient):
+    return jax.vjp(lambda x, up, down: experts(x, pick, up, down), x, up, down)[1](gradient)
+
+
+by_rows = jax.custom_vjp(autopar.sharding_rule("t d, t, e d f, e f d -> t d")(experts))
+by_rows_backward = autopar.sharding_rule("t d, t, e d f, e f d, t d -> t d, e d f, e f d {sum t}")(experts_backward)
+
+
+def keep(*arguments):
+    return by_rows(*arguments), arguments
+
+
+def backward(kept, gradient):
+    x, up, down = by_rows_backward(*kept, gradient)
+    return x, None, up, down
+
+
+by_rows.defvjp(keep, backward)
+
+
+def routed(params, x, mixed=by_rows):
+    for k in range(len(params["up"])):
+        rows = x.reshape(-1, WIDTH)
+        gates = jax.nn.softmax(rows @ params["router"][k])
+        out = mixed(rows, gates.argmax(-1), params["up"][k], params["down"][k]) * gates.max(-1, keepdims=True)
+        x = x + out.reshape(x.shape)
+    return x
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        pytest.param(autopar.ShardParallel(mesh_shape=(4,), num_microbatches=2), id="microbatches"),
+        pytest.param(autopar.ThreeD(data=2, pipeline=2, num_microbatches=2), id="stages"),
+    ],
+)
+def test_experts_without_capacity(method):
+    """Rows that are sorted in the model, of which each is by itself: as one operation they are split like any others."""
+    rng = np.random.default_rng(0)
+
+    def draw(*shape):
+        return np.float32(rng.normal(size=shape) * 0.3)
+
+    params = {
+        "router": draw(2, WIDTH, NUM_EXPERTS),
+        "up": draw(2, NUM_EXPERTS, WIDTH, 8),
+        "down": draw(2, NUM_EXPERTS, 8, WIDTH),
+    }
+    args = params, {"x": draw(BATCH, 4, WIDTH), "y": draw(BATCH, 4, WIDTH)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        cluster = autopar.Cluster.local(jax.devices()[:4])
+        results = autopar.parallelize(make_step(routed), cluster=cluster, method=method)(*args)
+    plain = make_step(functools.partial(routed, mixed=experts))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), results, jax.jit(plain)(*args))
+
+
+def test_sorted_rows_are_refused_with_what_to_write():
+    params = {
+        "router": jnp.zeros((1, WIDTH, 2)),
+        "up": jnp.zeros((1, 2, WIDTH, 8)),
+        "down": jnp.zeros((1, 2, 8, WIDTH)),
+    }
+    plain = make_step(functools.partial(routed, mixed=experts))
+    batch = {name: jnp.zeros((BATCH, 4, WIDTH)) for name in ("x", "y")}
+    step = autopar.parallelize(plain, method=autopar.ShardParallel(mesh_shape=(8,), num_microbatches=2))
+    with pytest.raises(autopar.errors.MicrobatchError, match=r"each sample is by itself.*@autopar\.sharding_rule"):
+        step.plan(params, batch)

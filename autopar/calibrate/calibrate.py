@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import math
 import os
 import platform
 import socket
@@ -140,6 +141,8 @@ def _measure(devices: Sequence[Any], deadline: float, tell: Tell) -> tuple[list[
 def _profile(devices: Sequence[Any], samples: Sequence[Sample], own: dict[str, Any], seconds: float) -> MachineProfile:
     first = devices[0]
     start, link = _known(first)
+    if first.platform != "cpu":
+        start = dataclasses.replace(start, host_memory_bytes=host_memory_bytes(len(devices)))
     fitted = fit(samples, dataclasses.replace(start, achieved=dataclasses.replace(start.achieved, **own)), link)
     machine = {
         "host": socket.gethostname(),
@@ -182,6 +185,14 @@ def _known(device: Any) -> tuple[Device, Link]:
         limit = (device.memory_stats() or {}).get("bytes_limit", 0)
         sizes = {"memory_bytes": float(limit)} if limit else {}
         return Device(device.device_kind, achieved=Achieved(cores=cores), **sizes), _GPU_LINK
+
+
+def host_memory_bytes(num_devices: int) -> float:
+    """A device's share of this host's memory; inf where the system does not tell."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / num_devices
+    except (AttributeError, ValueError, OSError):
+        return math.inf
 
 
 def _processor() -> str:

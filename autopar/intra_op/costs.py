@@ -94,6 +94,8 @@ class Prices:
             matrix = self.matrix(first[key])
             if matrix.any():
                 self.edges.setdefault(key[:2], []).append((matrix, weight_of))
+        priced = (weight_of for found in self.edges.values() for _, weight_of in found)
+        self.kinds = tuple(dict.fromkeys(kind for weight_of in priced for kind in weight_of))
 
     def matrix(self, edge: Edge) -> np.ndarray:
         """What a conversion takes, by the choices at both ends of an edge."""
@@ -110,19 +112,18 @@ class Prices:
             matrix = np.where(matrix > 0, np.inf, 0.0)
         return matrix if edge.moves is None else matrix * edge.moves.price(edge.given, edge.wanted)
 
+    def parts(self, exposure: Exposure | None) -> tuple[float, ...]:
+        """All that a problem takes from what is known of exposure: where they are equal, so are the problems."""
+        return tuple(1.0 if exposure is None else exposure.of(kind) for kind in self.kinds)
+
     def problem(self, exposure: Exposure | None = None) -> Problem:
         """The choice problem, in which of each conversion the part counts that is exposed; None: all of it."""
         problem = Problem(list(self.costs))
-        parts: dict[Kind, float] = {}
+        parts = dict(zip(self.kinds, self.parts(exposure), strict=True))
         weighed: dict[tuple[int, float], np.ndarray] = {}  # equal tables are one object, which elimination makes use of
         for (u, v), found in self.edges.items():
             for matrix, weight_of in found:
-                weight = 0.0
-                for kind, n in weight_of.items():
-                    part = parts.get(kind)
-                    if part is None:
-                        part = parts[kind] = 1.0 if exposure is None else exposure.of(kind)
-                    weight += n * part
+                weight = sum(n * parts[kind] for kind, n in weight_of.items())
                 table = weighed.get((id(matrix), weight))
                 if table is None:
                     table = weighed[id(matrix), weight] = matrix * weight

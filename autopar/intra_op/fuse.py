@@ -89,7 +89,7 @@ def _key(instruction: Instruction, mesh: LogicalMesh, small: float) -> object:
         return None
     if move_bytes(instruction, mesh) > small:
         return None
-    return type(instruction.step), instruction.step.axes, instruction.var.aval.dtype
+    return type(instruction.step), instruction.step.axes, instruction.dtype
 
 
 def _dependencies(instructions: Sequence[Instruction]) -> list[list[int]]:

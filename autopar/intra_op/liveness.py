@@ -225,7 +225,8 @@ def _versions(body: Body, pinned: AbstractSet[Copy]) -> _Versions:
 
 def packed_bytes(move: Move, mesh: LogicalMesh) -> int:
     """What sending a move together with others takes: it is packed into one array, and arrives as one."""
-    return local_bytes(move.var, move.source, mesh) + local_bytes(move.var, move.target, mesh)
+    num_bytes = local_bytes(move.var, move.source, mesh) + local_bytes(move.var, move.target, mesh)
+    return num_bytes * move.dtype.itemsize // move.var.aval.dtype.itemsize
 
 
 def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: AbstractSet[Var]) -> _Peak:

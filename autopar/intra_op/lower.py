@@ -15,13 +15,16 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
 from autopar.cost.reshard import cheapest_reshard
 from autopar.cost.steps import apply_to_sharding, step_kind
 from autopar.intra_op.check import check_body
 from autopar.intra_op.fuse import fuse_collectives
 from autopar.intra_op.graph import PHASES, Graph, Keep, Phase, stacked
-from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Move, Region, describe
+from autopar.intra_op.narrow import narrow_dtype
+from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Move, Region, copies_made, describe
 from autopar.intra_op.strategies import Strategy
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.passes import Pass, run_passes
@@ -102,6 +105,7 @@ class _Lowering:
         self.arrived: dict[Var, Sharding] = {}  # what a part has from elsewhere, in which no keep has a say any more
         self.copies: dict[tuple[Var, Phase], list[Sharding]] = {}  # at hand in each phase
         self.ever: dict[Copy, None] = {}
+        self.narrow: dict[Copy, np.dtype | None] = {}
         self.emitted: list[list[Instruction]] = []
         self.last: Copy | None = None
         self.pace: list[list[Copy]] = []  # of each open body, what was computed from copies made again, in order
@@ -166,6 +170,11 @@ class _Lowering:
         self.emit(Gate((earlier, self.made[earlier]), tuple(dict.fromkeys(copies))))
 
     def emit(self, instruction: Instruction) -> None:
+        narrow = narrow_dtype(instruction, self.narrow)
+        if isinstance(instruction, Move) and step_kind(instruction.step) is not None:
+            instruction = dataclasses.replace(instruction, narrow=narrow)
+        for copy in copies_made(instruction):
+            self.narrow[copy] = narrow
         self.emitted[-1].append(instruction)
 
     def need(self, atom: Var | Literal, sharding: Sharding, eqn: JaxprEqn | None = None) -> None:

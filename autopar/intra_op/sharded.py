@@ -15,6 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import assert_never
 
+import numpy as np
+
 from autopar._jax import JaxprEqn, Literal, Var, on_host
 from autopar.cost.steps import AllGather, CollectiveKind, Step, step_kind
 from autopar.intra_op.graph import Phase
@@ -35,6 +37,7 @@ class Move:
         reader: For whom, for people.
         earlier: A copy that the move waits for: what is made again is not made too early.
         phase: Of the reader.
+        narrow: The dtype in which it travels (`narrow.py`); None: its own.
     """
 
     var: Var
@@ -44,6 +47,12 @@ class Move:
     reader: str = ""
     earlier: Copy | None = None
     phase: Phase = "f"
+    narrow: np.dtype | None = None
+
+    @property
+    def dtype(self) -> np.dtype:
+        """In which it travels."""
+        return self.var.aval.dtype if self.narrow is None else self.narrow
 
     def __str__(self) -> str:
         return f"{self.var}: {self.source} => {self.target} by {self.step}"
@@ -263,7 +272,8 @@ def describe_moment(eqn: JaxprEqn) -> str:
 
 def move_bytes(move: Move, mesh: LogicalMesh) -> int:
     """What `Collective.bytes` counts of one move."""
-    return local_bytes(move.var, move.target if isinstance(move.step, AllGather) else move.source, mesh)
+    num_bytes = local_bytes(move.var, move.target if isinstance(move.step, AllGather) else move.source, mesh)
+    return num_bytes * move.dtype.itemsize // move.var.aval.dtype.itemsize
 
 
 def _move_collective(moves: tuple[Move, ...], mesh: LogicalMesh, times: int) -> Iterator[Collective]:

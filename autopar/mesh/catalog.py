@@ -10,6 +10,9 @@ Method: peak rates are dense, without sparsity, as the vendors' datasheets state
         collectives reach of it. The rate between hosts is one network card per device where such hosts have one.
         The link to the host is PCIe x16 in one direction: 3.0 of V100, T4 and TPUs (16 GB/s), 4.0 of Ampere and Ada (32), 5.0
         since H100 (64); or NVLink-C2C of Grace (450: half of its datasheet's 900).
+        The host's memory is that of the usual host, shared among its devices: 512 GB of DGX-1, 1 and 2 TB of DGX A100, 2 TB
+        of DGX H100, H200, B200 and B300, 480 GB of a Grace for one or two; 48 GB for each card of 24 where they are rented
+        (G5, G6), 96 and 192 GB for larger ones; and what Google Cloud's documentation has of hosts of TPUs.
         Watts are what a device is rated for, as its datasheet has it.
         Latencies are those of a hop with which NCCL chooses its algorithms. `Cluster(...)` takes measured figures instead.
 """
@@ -95,10 +98,11 @@ def _gpu(
     groups: tuple[tuple[int, float], ...] = (),
     watts: float | None = None,
     host_gb_per_second: float = 64.0,
+    host_gigabytes: float = 256.0,
 ) -> Model:
     rates = {k: v * 1e12 for k, v in tflops.items()}
-    host = host_gb_per_second * 1e9 * _HOST
-    device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved, watts, host)
+    host = host_gb_per_second * 1e9 * _HOST, host_gigabytes * 1e9
+    device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved, watts, *host)
     intra, inter = intra_gb_per_second * 1e9, inter_gb_per_second * 1e9
     return Model(
         device,
@@ -123,6 +127,7 @@ def _card(
     watts: float,
     host_gb_per_second: float = 32.0,
     inter_gb_per_second: float = 12.5,
+    host_gigabytes: float | None = None,
 ) -> Model:
     """A GPU on a card: what it sends to others of its host goes over PCIe x16 as well."""
     return _gpu(
@@ -138,6 +143,7 @@ def _card(
         hops=_PCIE_HOPS,
         watts=watts,
         host_gb_per_second=host_gb_per_second,
+        host_gigabytes=host_gigabytes or 2 * gigabytes,
     )
 
 
@@ -150,13 +156,15 @@ def _tpu(
     torus_gb_per_second: float,
     source: str,
     torus: tuple[int, int],
+    host_gigabytes: float,
     per_chip: int = 1,
 ) -> Model:
     """A chip of a torus: the links between hosts are those inside one, and a ring along an axis has a link each way."""
     rates = {k: v * 1e12 for k, v in tflops.items()}
     # Programs are compiled whole, so nothing is launched; the units take tiles of 128 or 256 one after the other.
     achieved = Achieved(product=0.85, memory=_MEMORY, fused=0.5, overlap=0.95)
-    device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved)
+    host = host_gigabytes / per_host * 1e9
+    device = Device(name, rates, gigabytes * 1e9, memory_gb_per_second * 1e9, achieved, host_memory_bytes=host)
     rate = torus_gb_per_second * 1e9
     return Model(
         device, per_host, Link(1e-6, rate * 0.9), Link(1e-6, rate * 0.9), rate, rate, source, torus, None, per_chip
@@ -217,13 +225,14 @@ MODELS: dict[str, Model] = {
     # name, peak rates, GB of memory, its GB/s, GB/s within a host, GB/s between hosts, what is reached; source
     "v100-16": _gpu("V100-16GB", _VOLTA, 16, 900, 150, 3.125, _V100,
         "NVIDIA V100 datasheet (SXM2); DGX-1: 4 x 100 Gb/s / 8, halved", (7, 0), groups=_CUBE, watts=300,
-        host_gb_per_second=_PCIE3),
+        host_gb_per_second=_PCIE3, host_gigabytes=64),
     "v100-32": _gpu("V100-32GB", _VOLTA, 32, 900, 150, 6.25, _V100,
         "NVIDIA V100 datasheet (SXM2); DGX-1: 4 x 100 Gb/s / 8", (7, 0), groups=_CUBE, watts=300,
-        host_gb_per_second=_PCIE3),
+        host_gb_per_second=_PCIE3, host_gigabytes=64),
     "t4": _card("T4", _TURING, 16, 320, _reached(0.7, 40, 0.35, _OLD_TILES), "NVIDIA T4 datasheet", (7, 5), 70, _PCIE3),
     "a100-40": _gpu("A100-40GB", _AMPERE, 40, 1555, 300, 25, _A100,
-        "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s", (8, 0), watts=400, host_gb_per_second=_PCIE4),
+        "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s", (8, 0), watts=400, host_gb_per_second=_PCIE4,
+        host_gigabytes=128),
     "a100-80": _gpu("A100-80GB", _AMPERE, 80, 2039, 300, 25, _A100,
         "NVIDIA A100 datasheet (SXM4); DGX A100: 8 x 200 Gb/s", (8, 0), watts=400, host_gb_per_second=_PCIE4),
     "a800": _gpu("A800", _AMPERE, 80, 2039, 200, 25, _A100,
@@ -242,7 +251,7 @@ MODELS: dict[str, Model] = {
     "l4": _card("L4", _rates(242, 121, 60, 30.3), 24, 300, _reached(0.7, 58, 0.4, _OLD_TILES), "NVIDIA L4 datasheet", (8, 9),
         72),
     "l40s": _card("L40S", _rates(733, 362, 183, 91.6), 48, 864, _reached(0.7, 142, 0.4, _OLD_TILES),
-        "NVIDIA L40S datasheet", (8, 9), 350, inter_gb_per_second=25),
+        "NVIDIA L40S datasheet", (8, 9), 350, inter_gb_per_second=25, host_gigabytes=192),
     "rtx-6000-ada": _card("RTX-6000-Ada", _rates(729, 364, 182, 91.1), 48, 960, _reached(0.7, 142, 0.4, _OLD_TILES),
         "NVIDIA RTX 6000 Ada datasheet", (8, 9), 300),
     "rtx-4090": _card("RTX-4090", _rates(330, 165, 82.6, 82.6), 24, 1008, _reached(0.7, 128, 0.4, _OLD_TILES),
@@ -261,39 +270,40 @@ MODELS: dict[str, Model] = {
     "h200": _gpu("H200", _HOPPER, 141, 4800, 450, 50, _H100,
         "NVIDIA H200 datasheet (SXM); DGX H200: 8 x 400 Gb/s", (9, 0), switch_gb_per_second=274, watts=700),
     "gh200": _gpu("GH200", _HOPPER, 96, 4000, 450, 50, _reached(0.838, 132),
-        "NVIDIA GH200 datasheet, one a host; 400 Gb/s", (9, 0), per_host=1, watts=900, host_gb_per_second=_C2C),
+        "NVIDIA GH200 datasheet, one a host; 400 Gb/s", (9, 0), per_host=1, watts=900, host_gb_per_second=_C2C,
+        host_gigabytes=480),
     "b200": _gpu("B200", _BLACKWELL, 180, 8000, 900, 50, _B200,
         "NVIDIA DGX B200 datasheet, one of eight", (10, 0), switch_gb_per_second=480, watts=1000),
     "b300": _gpu("B300", _BLACKWELL, 288, 8000, 900, 100, _reached(0.786, 148),
         "NVIDIA DGX B300 datasheet, one of eight; 8 x 800 Gb/s", (10, 3), switch_gb_per_second=480, watts=1400),
     "gb200": _gpu("GB200", _GRACE_BLACKWELL, 186, 8000, 900, 50, _reached(0.729, 148),
         "NVIDIA GB200 NVL72 datasheet, one of 72; 400 Gb/s each", (10, 0), per_host=72, switch_gb_per_second=480,
-        watts=1200, host_gb_per_second=_C2C),
+        watts=1200, host_gb_per_second=_C2C, host_gigabytes=240),
     "gb300": _gpu("GB300", _GRACE_BLACKWELL, 288, 8000, 900, 100, _reached(0.74, 148),
         "NVIDIA GB300 NVL72 datasheet, one of 72; 800 Gb/s each", (10, 3), per_host=72, switch_gb_per_second=480,
-        watts=1400, host_gb_per_second=_C2C),
+        watts=1400, host_gb_per_second=_C2C, host_gigabytes=240),
     "rtx-5090": _card("RTX-5090", _rates(419, 209.5, 104.8, 104.8), 32, 1792, _reached(0.7, 170, 0.4, _OLD_TILES),
         "NVIDIA RTX Blackwell whitepaper, sums in 32 bits", (12, 0), 575, _PCIE5),
     "mi250x": _gpu("MI250X", {"bfloat16": 191.5, "float16": 191.5, "float32": 47.9, "float64": 47.9, "int8": 191.5},
         64, 1638, 50, 12.5, _reached(0.767, 110, 0.3, _OLD_TILES),
         "AMD Instinct MI250X datasheet, one of its two dies, which JAX calls a device; 4 x 200 Gb/s for eight", watts=280,
-        host_gb_per_second=36),
+        host_gb_per_second=36, host_gigabytes=64),
     "mi300x": _gpu("MI300X", _rates(2615, 1307, 654, 163.4, 81.7), 192, 5300, 448, 50, _reached(0.514, 304, 0.3),
         "AMD Instinct MI300X datasheet; 7 Infinity Fabric links of 128 GB/s", watts=750),
     "mi325x": _gpu("MI325X", _rates(2615, 1307, 654, 163.4, 81.7), 256, 6000, 448, 50, _reached(0.604, 304, 0.3),
         "AMD Instinct MI325X datasheet; 7 Infinity Fabric links of 128 GB/s", watts=1000),
     # name, peak rates, GB of memory, its GB/s, chips in a host, GB/s along an axis of the torus; source
     "tpu-v3": _tpu("TPU v3", {"bfloat16": 61.5}, 16, 450, 8, 82,
-        "Google Cloud TPU v3 documentation, half a chip; 4 links of 82 GB/s on 2 axes", (2, 32), 2),
+        "Google Cloud TPU v3 documentation, half a chip; 4 links of 82 GB/s on 2 axes", (2, 32), 340, 2),
     "tpu-v4": _tpu("TPU v4", {"bfloat16": 275, "int8": 275}, 32, 1200, 4, 100,
-        "Google Cloud TPU v4 documentation; 6 links of 50 GB/s on 3 axes, two each", _CUBES),
+        "Google Cloud TPU v4 documentation; 6 links of 50 GB/s on 3 axes, two each", _CUBES, 407),
     "tpu-v5e": _tpu("TPU v5e", {"bfloat16": 197, "int8": 394}, 16, 819, 8, 100,
-        "Google Cloud TPU v5e documentation; 1600 Gb/s on 2 axes", _SQUARES),
+        "Google Cloud TPU v5e documentation; 1600 Gb/s on 2 axes", _SQUARES, 384),
     "tpu-v5p": _tpu("TPU v5p", {"bfloat16": 459, "int8": 918}, 95, 2765, 4, 200,
-        "Google Cloud TPU v5p documentation; 4800 Gb/s on 3 axes", _CUBES),
+        "Google Cloud TPU v5p documentation; 4800 Gb/s on 3 axes", _CUBES, 448),
     "tpu-v6e": _tpu("TPU v6e", {"bfloat16": 918, "int8": 1836}, 32, 1640, 8, 224,
-        "Google Cloud TPU v6e documentation; 3584 Gb/s on 2 axes", _SQUARES),
+        "Google Cloud TPU v6e documentation; 3584 Gb/s on 2 axes", _SQUARES, 1440),
     "tpu-v7x": _tpu("TPU7x", {"bfloat16": 1153.5, "float8": 2307, "int8": 2307}, 96, 3690, 8, 100,
-        "Google Cloud TPU7x documentation, half a chip; 1200 GB/s on 3 axes in both directions", _CUBES, 2),
+        "Google Cloud TPU7x documentation, half a chip; 1200 GB/s on 3 axes in both directions", _CUBES, 960, 2),
 }
 # fmt: on

@@ -155,6 +155,7 @@ class Device:
         watts: Power that it is rated for; None: not stated. Nothing is decided by it.
         host_bytes_per_second: That copies to its host's memory or back reach, in one direction; over PCIe 3.0 if it is not
             stated.
+        host_memory_bytes: Its share of its host's memory; inf: not stated, and what is offloaded is taken to fit.
 
     Raises:
         ClusterError: A rate or size is no positive number.
@@ -167,6 +168,7 @@ class Device:
     achieved: Achieved = Achieved()
     watts: float | None = field(default=None, compare=False, repr=False)
     host_bytes_per_second: float = field(default=12.8e9, repr=False)
+    host_memory_bytes: float = field(default=math.inf, repr=False)
 
     def __post_init__(self) -> None:
         for name, value in (
@@ -174,6 +176,7 @@ class Device:
             ("memory_bytes", self.memory_bytes),
             ("memory_bytes_per_second", self.memory_bytes_per_second),
             ("host_bytes_per_second", self.host_bytes_per_second),
+            ("host_memory_bytes", self.host_memory_bytes),
         ):
             if not isinstance(value, Real) or not value > 0:
                 raise ClusterError(
@@ -221,13 +224,14 @@ class Device:
         return self.peak_flops.get("tfloat32", self.flops_per_second(dtype))
 
     def __hash__(self) -> int:
-        rates = (tuple(self._rates()), self.memory_bytes, self.memory_bytes_per_second, self.host_bytes_per_second)
-        return hash((self.name, rates, self.achieved))
+        rates = (tuple(self._rates()), self.memory_bytes, self.memory_bytes_per_second)
+        return hash((self.name, rates, self.achieved, self.host_bytes_per_second, self.host_memory_bytes))
 
     def __reduce__(self) -> tuple[Any, ...]:
         peak = dict(self.peak_flops) if isinstance(self.peak_flops, Mapping) else self.peak_flops
         sizes = self.memory_bytes, self.memory_bytes_per_second
-        return Device, (self.name, peak, *sizes, self.achieved, self.watts, self.host_bytes_per_second)
+        host = self.host_bytes_per_second, self.host_memory_bytes
+        return Device, (self.name, peak, *sizes, self.achieved, self.watts, *host)
 
     def __str__(self) -> str:
         return self.name

@@ -27,6 +27,7 @@ from autopar.mesh.link import Link
 FORMAT = "autopar machine profile"
 VERSION = 1
 """Raised with every change that an older reader cannot take, or that gives a number another meaning."""
+_OF_HOST = "host_bytes_per_second", "host_memory_bytes"
 _COUNTS = ("cores", "host_cores")
 _SINCE = ("kept_bytes", "passes", "update_passes")
 """Files of before these were measured do not have them."""
@@ -214,7 +215,7 @@ def _record(profile: MachineProfile) -> dict[str, Any]:
             "memory_bytes": number_or_inf(device.memory_bytes),
             "memory_bytes_per_second": number_or_inf(device.memory_bytes_per_second),
             "watts": device.watts,
-            "host_bytes_per_second": number_or_inf(device.host_bytes_per_second),
+            **{name: number_or_inf(getattr(device, name)) for name in _OF_HOST},
             "achieved": {
                 k: number_or_inf(v) if isinstance(v, float) else v
                 for k, v in dataclasses.asdict(device.achieved).items()
@@ -252,7 +253,7 @@ def _profile(entry: Entry) -> MachineProfile:
             device["memory_bytes_per_second"].number(or_infinite=True),
             _achieved(device["achieved"]),
             None if device["watts"].value is None else device["watts"].number(),
-            *_host_rate(device),
+            **_of_host(device),
         ),
         _link(entry["intra"]),
         _link(entry["inter"]),
@@ -260,14 +261,14 @@ def _profile(entry: Entry) -> MachineProfile:
     )
 
 
-def _host_rate(entry: Entry) -> tuple[float, ...]:
-    """Rate of the link to the host; of older files, which do not state it, the catalog's, or what `Device` takes without."""
-    if "host_bytes_per_second" in entry.value:
-        return (entry["host_bytes_per_second"].number(or_infinite=True),)
+def _of_host(entry: Entry) -> dict[str, float]:
+    """The host's memory and the link to it; of older files, which do not state them, the catalog's, or what `Device` takes."""
+    found = {name: entry[name].number(or_infinite=True) for name in _OF_HOST if name in entry.value}
     try:
-        return (find_device(entry["name"].text()).device.host_bytes_per_second,)
+        known = find_device(entry["name"].text()).device
     except ClusterError:
-        return ()
+        return found
+    return {name: getattr(known, name) for name in _OF_HOST} | found
 
 
 def _achieved(entry: Entry) -> Achieved:

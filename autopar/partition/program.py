@@ -88,9 +88,13 @@ def _run_instruction(
             moves = instruction.moves if isinstance(instruction, Fused) else (instruction,)
             arrays = [after(copies[m.var, m.source], copies[m.earlier] if m.earlier else None) for m in moves]
             arrays[0] = after(arrays[0], earlier)
+            arrays = [a if m.narrow is None else a.astype(m.narrow) for m, a in zip(moves, arrays, strict=True)]
             exact = all((move.var, move.source) in owned for move in moves)
             results = _move(arrays, [move.step for move in moves], axis_sizes, exact)
-            return {(move.var, move.target): array for move, array in zip(moves, results, strict=True)}
+            return {
+                (m.var, m.target): a if m.narrow is None else a.astype(m.var.aval.dtype)
+                for m, a in zip(moves, results, strict=True)
+            }
         case Compute(eqn, rule, strategy):
             operands = [_read(copies, a, s, axis_sizes) for a, s in zip(eqn.invars, strategy.operands, strict=True)]
             results = run_equation(eqn, rule, strategy, axis_sizes, _first_after(operands, earlier))

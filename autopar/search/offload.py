@@ -18,12 +18,12 @@ from autopar.debug import check_behind
 from autopar.errors import InfeasibleError
 from autopar.ir.check import check_program
 from autopar.ir.program import Program
-from autopar.ir.rewrite.host_memory import keep_on_device, uses_host_memory
 from autopar.ir.rewrite.state_on_host import only_for_update, state_on_host
-from autopar.ir.source import host_lines, warn_of_host_memory
 from autopar.ir.trace.state import Roles
 from autopar.ir.work import num_bytes
-from autopar.mesh import Cluster
+from autopar.mesh import Device
+from autopar.plan.decision import Decision
+from autopar.plan.words import bytes_text
 from autopar.search.methods import Follow, FollowMesh, Method
 from autopar.tuning import TUNING
 
@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 
 def within_memory(
-    plan: Callable[[Program], _T], program: Program, roles: Roles, cluster: Cluster, method: Method
+    plan: Callable[[Program], _T], program: Program, roles: Roles, method: Method
 ) -> tuple[_T, tuple[str, ...]]:
     """What `plan` makes of a step; where nothing fits, of the same with its optimizer's state in the memory of the hosts.
 
@@ -39,7 +39,6 @@ def within_memory(
         plan: Plans a step.
         program: The step.
         roles: Its roles.
-        cluster: The machine.
         method: What was asked for.
 
     Returns:
@@ -57,8 +56,6 @@ def within_memory(
         paths = optimizer_state(program, roles) if hasattr(error, "budget_bytes") else ()
         if not paths:
             raise
-        if cluster.machine is not None:  # its workers put arrays into the memory of devices only
-            raise
         if method.offload == "never":
             also = 'offload="auto" has the optimizer\'s state wait in the memory of the hosts.'
             raise _again(error, error.given, f"{error.do} Or {also}") from error
@@ -73,12 +70,24 @@ def _again(error: InfeasibleError, given: str, do: str) -> InfeasibleError:
     return type(error)(error.summary, given=given, wrong=error.wrong, do=do, **error.facts)
 
 
-def where_hosts_are_used(program: Program, cluster: Cluster) -> Program:
-    """The step; on a Ray cluster, whose workers know the memory of devices alone, without its copies to that of the hosts."""
-    if cluster.machine is None or not uses_host_memory(program.jaxpr):
-        return program
-    warn_of_host_memory(program.name, host_lines(program.jaxpr), "steps on Ray")
-    return dataclasses.replace(program, jaxpr=keep_on_device(program.jaxpr))
+def check_hosts(plan: Decision, device: Device) -> None:
+    """What lies in the hosts' memory must fit there.
+
+    Raises:
+        InfeasibleError: It does not.
+    """
+    needed, there = plan.cost.host_bytes, device.host_memory_bytes
+    if needed <= there:
+        return
+    what = "the optimizer's state" if plan.offloaded else "what the step copies there"
+    raise InfeasibleError(
+        "the hosts' memory is too small.",
+        given=f"`{plan.name}`, whose plan has {bytes_text(needed)} of each {device} in the memory of its host",
+        wrong=f"{what} is more than a device's share of it, {bytes_text(there)}.",
+        do="take more devices or microbatches, offload less, or state how much there is: Device(host_memory_bytes=...).",
+        budget_bytes=there,
+        needed_bytes=needed,
+    )
 
 
 def optimizer_state(program: Program, roles: Roles) -> tuple[str, ...]:

@@ -29,7 +29,7 @@ from autopar.plan.decision import Value
 from autopar.report.plan import Plan
 from autopar.search.describe import describe_plan
 from autopar.search.methods import Method, method_text
-from autopar.search.offload import offloaded_program, where_hosts_are_used
+from autopar.search.offload import offloaded_program
 from autopar.search.one_mesh import in_microbatches, restrict_plan
 from autopar.search.padding import padded_program
 from autopar.search.solve_stages import given_choices
@@ -54,7 +54,7 @@ def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, pl
     _check_devices(cluster, plan)
     carry_out = _one_program if plan.is_one_program else _pipeline
     try:
-        there = offloaded_program(where_hosts_are_used(program, cluster), roles, plan.offloaded)
+        there = offloaded_program(program, roles, plan.offloaded)
         written = padded_program(there, dict(plan.padded))
         planned = carry_out(written, roles, cluster, method, plan)
         fresh = describe_plan(program, roles, cluster, method, planned, plan.cost.planning_seconds)

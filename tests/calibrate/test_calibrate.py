@@ -13,6 +13,7 @@ import pytest
 
 import autopar
 from autopar.calibrate.blocks import blocks
+from autopar.calibrate.calibrate import host_memory_bytes
 from autopar.calibrate.cases import all_cases, collective
 from autopar.calibrate.fit import Fitted, Sample, as_measured, fit
 from autopar.calibrate.timing import fresh_memory, shared_cores, undisturbed
@@ -94,6 +95,10 @@ def test_memory_is_new_where_the_system_gave_pages(monkeypatch):
 def test_devices_share_cores_on_cpus_only():
     assert 1 <= shared_cores(jax.devices()) <= len(jax.devices())
     assert shared_cores([SimpleNamespace(platform="gpu")] * 8) == 0
+
+
+def test_devices_share_the_memory_of_their_host():
+    assert 4 * host_memory_bytes(4) == host_memory_bytes(1) > 2**28
 
 
 def test_what_was_not_measured_stays():

@@ -44,11 +44,11 @@ def test_to_a_file_and_back(profile, tmp_path):
 
 
 @pytest.mark.parametrize("profile", [CPU, GPU])
-def test_files_of_before_there_was_a_rate_to_the_host(profile, tmp_path):
+def test_files_of_before_the_host_was_described(profile, tmp_path):
     path = tmp_path / "machine.json"
     profile.save(path)
     record = json.loads(path.read_text())
-    del record["device"]["host_bytes_per_second"]
+    del record["device"]["host_bytes_per_second"], record["device"]["host_memory_bytes"]
     path.write_text(json.dumps(record))
     assert MachineProfile.load(path) == profile
 

@@ -10,9 +10,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 import autopar
 from autopar._jax import all_equations, on_host
-from autopar.ir.rewrite.host_memory import uses_host_memory
-from autopar.ir.trace.trace import trace_step
-from autopar.search.offload import where_hosts_are_used
 from tests.sweep import check_faithful
 
 LAYERS, WIDTH, BATCH = 3, 8, 16
@@ -129,17 +126,6 @@ def test_in_stages(loss, policy, schedule, recwarn):
     )
     check_equal(compiled(*args), jax.jit(fn)(*args))
     assert not [w for w in recwarn if "host" in str(w.message)]
-
-
-def test_on_ray_it_stays_on_the_devices():
-    program = trace_step(train(unrolled(POLICY)), arguments())
-    cluster = dataclasses.replace(autopar.Cluster.of("4 h100"), machine=object())
-    with pytest.warns(
-        UserWarning, match=r"(?s)host's memory at test_host_memory\.py:\d+.*no effect yet in steps on Ray"
-    ):
-        kept = where_hosts_are_used(program, cluster)
-    assert not uses_host_memory(kept.jaxpr) and uses_host_memory(program.jaxpr)
-    assert where_hosts_are_used(program, autopar.Cluster.of("4 h100")) is program
 
 
 def test_a_result_on_the_host_comes_back():

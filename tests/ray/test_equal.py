@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
 
 import autopar
+from autopar.tuning import TUNING
 from tests.models.registry import CASES
+from tests.partition import test_host_memory as in_steps
+from tests.search import test_offload as of_state
+from tests.search import test_padding as longer
 from tests.sweep import QUICK, SLOW, _host
 
 pytestmark = pytest.mark.ray
@@ -104,3 +111,46 @@ def test_schedules(clusters, schedule):
     on_ray = autopar.parallelize(case.step, cluster=clusters[1, 4], method=method, batch_argnums=(1,))
     here = autopar.parallelize(case.step, cluster=local(4), method=method, batch_argnums=(1,))
     check_equal(five_steps(case, on_ray), five_steps(case, here))
+
+
+STAGES = autopar.PipelineParallel(num_stages=2, num_microbatches=2)
+
+
+def compared(clusters, step, state, batch, method):
+    """The same steps on Ray and here; what was compiled there."""
+    case = SimpleNamespace(step=step, state=state, batches=[batch])
+    there, here = (
+        autopar.parallelize(case.step, cluster=cluster, method=method, batch_argnums=(1,))
+        for cluster in (clusters[1, 4], local(4))
+    )
+    check_equal(five_steps(case, there), five_steps(case, here))
+    return there.compile(state, batch)
+
+
+@pytest.mark.parametrize("policy", [in_steps.POLICY, in_steps.DOTS])
+def test_activations_on_the_host(clusters, policy, recwarn):
+    loss = in_steps.in_a_scan if policy is in_steps.POLICY else in_steps.unrolled
+    ws, batch = in_steps.arguments()
+    compiled = compared(clusters, in_steps.train(loss(policy)), ws, batch, STAGES)
+    left = [kind for program in compiled.functions.values() for kind in program.outputs if kind.on_host]
+    assert left and compiled.plan.cost.host_bytes > 0
+    assert not [w for w in recwarn if "host" in str(w.message)]
+
+
+def test_optimizer_state_on_the_host(clusters):
+    _, budget = of_state.tight(of_state.in_stages)
+    state, batch = of_state.arguments()
+    method = of_state.in_stages(memory_budget_bytes=budget)
+    compiled = compared(clusters, of_state.train(of_state.loss_of), state, batch, method)
+    assert compiled.plan.offloaded
+    assert {s.memory_kind for s in jax.tree.leaves(compiled.in_shardings[0][0][1])} == {"pinned_host"}
+
+
+def test_longer_dims(clusters, monkeypatch):
+    always = dataclasses.replace(TUNING, padding_looks=0.0, padding_least=0.0, padding_gains=-np.inf)
+    for module in ("padding", "planner"):
+        monkeypatch.setattr(f"autopar.search.{module}.TUNING", always)
+    params, batch = longer.arguments(8, 1)
+    compiled = compared(clusters, longer.train_step, params, batch, STAGES)
+    assert compiled.plan.padded == ((longer.VOCABULARY, 64),)
+    assert compiled(params, batch)[0]["table"].shape == (longer.VOCABULARY, longer.WIDTH)

@@ -14,6 +14,7 @@ from autopar import Auto, Cluster, DataParallel, Link, PipelineParallel, Plan
 from autopar.errors import AutoparError, InfeasibleError
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
+from autopar.mesh.catalog import MODELS
 from autopar.search.offload import optimizer_state
 from tests.sweep import check_faithful
 
@@ -159,6 +160,26 @@ def test_copies_have_their_price(offloaded):
     cheap = step.plan(*args).cost
     assert dear.cost.step_seconds > 2 * dear.cost.host_bytes / 1e5 > 10 * cheap.step_seconds  # there and back
     assert dear.cost.host_bytes == sum(x.nbytes for x in moments_of(args[0]))
+
+
+def test_the_memory_of_hosts_has_an_end(offloaded):
+    step, args, _ = offloaded
+
+    def planned(size):
+        return parallel(step.method, device=dataclasses.replace(DEVICE, host_memory_bytes=size)).plan(*args)
+
+    needed = planned(np.inf).cost.host_bytes
+    assert planned(needed).cost.host_bytes == needed
+    with pytest.raises(
+        InfeasibleError, match="(?s)hosts' memory is too small.*the optimizer's state is more"
+    ) as caught:
+        planned(needed - 1)
+    assert (caught.value.needed_bytes, caught.value.budget_bytes) == (needed, needed - 1)
+
+
+def test_hosts_of_the_catalog():
+    for model in MODELS.values():
+        assert 40e9 < model.device.host_memory_bytes < 300e9, model.device.name
 
 
 def test_nothing_else_is_moved():

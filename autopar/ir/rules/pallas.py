@@ -2,10 +2,11 @@
 
 In:     a `pallas_call`: a grid, and for each array the shape of a block and which block each step of the grid holds.
 Out:    `ShardingRule`: a grid dim that walks the blocks of every result, and of the operands or not at all, is a factor
-        that can be split; its length is that of the grid dim. On one device runs the same kernel over fewer steps.
+        that can be split; its length is that of the grid dim. On one device runs the same kernel over fewer steps. So is
+        one whose steps add up the results that it does not walk (`added_up.py`): fewer steps make a part of the sum.
 Method: a dim of n blocks of b elements is two factors, `(block, inside)`, the second whole. What else keeps a grid dim
-        whole: the kernel asks at which step it is (`program_id`: a causal mask), results are added up over its steps, or
-        which block a step holds is known only when it runs. In a scratch buffer a step finds what the step before it left;
+        whole: the kernel asks at which step it is (`program_id`: a causal mask), a block is written at several of its steps,
+        or which one a step holds is known only when it runs. In a scratch buffer a step finds what the step before it left;
         a dim is split only if no step could tell this from the first: neither it nor a dim outside of it is asked for.
         Positions within a block need no such care: a block is the same block on one device.
 """
@@ -22,8 +23,10 @@ import jax
 
 from autopar._jax import Jaxpr, JaxprEqn, Var, all_equations, bind_eqn, bodies_in, function_name, open_jaxpr
 from autopar.errors import warn
+from autopar.ir.rules.added_up import dims_added_up
 from autopar.ir.rules.index_map import BlockNumbers, block_numbers, digits_in, split_steps
 from autopar.ir.rules.kernel_flops import kernel_flops
+from autopar.ir.rules.linearity import may_be_partial
 from autopar.ir.rules.registry import register_named, replicated_rule, whole_kernel_warning
 from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, factor_names
 from autopar.ir.source import source_line
@@ -89,11 +92,12 @@ class _Kernel:
         """The rule; `whole` then says why grid dims are."""
         eqn, num_inputs = self.eqn, self.mapping.num_inputs
         first = eqn.invars[: len(eqn.invars) - num_inputs]  # lengths of the grid, scalars for the index maps
-        self._keep_what_is_asked_for()
         scalars = [tuple(self._inner(size) for size in atom.aval.shape) for atom in first]
         terms = [self._term(k) for k in range(len(self.maps))]
         operands, results = (*scalars, *terms[:num_inputs]), tuple(terms[num_inputs:])
-        self._keep_what_does_not_move(results)
+        sums = self._added_up(results)
+        self._keep_what_is_asked_for(sums)
+        self._keep_what_does_not_move(results, sums)
         self._keep_what_is_overwritten(operands, results)
         standing = {factor for term in (*operands, *results) for dim in term for factor in dim}
         whole = [f for (d, k), f in self.factor_of.items() if d in self.whole or k < len(self.lengths[d]) - 1]
@@ -102,16 +106,38 @@ class _Kernel:
             operands,
             results,
             {factor: size for factor, size in self.sizes.items() if factor in standing},
+            summed=tuple(steps[dim] for dim in sorted(sums) if dim not in self.whole and steps[dim] in standing),
             whole=tuple(factor for factor in (*whole, *self.never) if factor in standing),
             flops=kernel_flops(eqn),
             local=functools.partial(_on_part, steps=steps, results=results),
         )
 
-    def _keep_what_is_asked_for(self) -> None:
-        """Grid dims whose index the kernel reads, by `program_id` or a name; with scratch also those within them."""
-        user_dims = [dim for dim in range(len(self.grid)) if dim not in self.mapping.vmapped_dims]
+    @functools.cached_property
+    def _user_dims(self) -> list[int]:
+        """Which grid dim is the first, second, ... that the kernel itself knows of."""
+        return [dim for dim in range(len(self.grid)) if dim not in self.mapping.vmapped_dims]
+
+    def _added_up(self, results: Sequence[Term]) -> set[int]:
+        """Grid dims over whose steps those results are sums that do not move with them."""
         body, _ = open_jaxpr(self.eqn.params["jaxpr"])
-        asked = {user_dims[dim] for dim in _asked_for(body) if dim < len(user_dims)}
+        if self.mapping.scratch_avals or self.eqn.params.get("input_output_aliases"):
+            return set()  # more may go from step to step than the sum
+        shared = {}
+        for k, (term, var) in enumerate(zip(results, self.eqn.outvars, strict=True)):
+            still = [d for d in self._user_dims if self.grid[d] != 1 and not self._moves(term, d)]
+            if still and not may_be_partial(var.aval.dtype):
+                return set()
+            shared[len(body.invars) - len(results) + k] = frozenset(map(self._user_dims.index, still))
+        return {self._user_dims[dim] for dim in dims_added_up(body, {at: dims for at, dims in shared.items() if dims})}
+
+    def _moves(self, term: Term, grid_dim: int) -> bool:
+        factor = self.factor_of[grid_dim, len(self.lengths[grid_dim]) - 1]
+        return any(factor in dim for dim in term)
+
+    def _keep_what_is_asked_for(self, sums: set[int]) -> None:
+        """Grid dims whose index the kernel reads, by `program_id` or a name; with scratch also those within them."""
+        body, _ = open_jaxpr(self.eqn.params["jaxpr"])
+        asked = {self._user_dims[dim] for dim in _asked_for(body) if dim < len(self._user_dims)} - sums
         if self.mapping.grid_names is not None:
             asked |= {dim for dim, name in enumerate(self.mapping.grid_names) if name is not None}
         for dim, length in enumerate(self.grid):
@@ -165,12 +191,11 @@ class _Kernel:
         self.sizes.update({self.factor_of[d, k]: self.lengths[d][k] for d, k in digits or ()})
         return walk
 
-    def _keep_what_does_not_move(self, results: Sequence[Term]) -> None:
+    def _keep_what_does_not_move(self, results: Sequence[Term], sums: set[int]) -> None:
         """A grid dim that does not walk through every result: some block of it is written at several steps."""
-        for dim, digits in enumerate(self.lengths):
-            factor = self.factor_of[dim, len(digits) - 1]
-            if self.grid[dim] != 1 and not all(any(factor in d for d in term) for term in results):
-                self.whole.setdefault(dim, "results do not move with it: they are added up over its steps")
+        for dim, length in enumerate(self.grid):
+            if length != 1 and dim not in sums and not all(self._moves(term, dim) for term in results):
+                self.whole.setdefault(dim, "results do not move with it: blocks are written at several of its steps")
 
     def _keep_what_is_overwritten(self, operands: Sequence[Term], results: Sequence[Term]) -> None:
         """An operand whose memory a result takes must lie as the result does."""

@@ -42,6 +42,11 @@ def refusal(cause: Cause, eqn: JaxprEqn, placement: Placement, count: int, can_s
         f"wait for it ({waits}), as with batch statistics or a loss over pairs of samples."
     )
     do = "use num_microbatches=1 (Auto() does)"
+    if isinstance(placement, Split):
+        do += (
+            ", or, if each sample is by itself in what is done there (rows sorted by expert and put back), make that one "
+            'function and say so above it: @autopar.sharding_rule("b d -> b d")'
+        )
     match cause.eqn.primitive.name:
         case "concatenate" if isinstance(placement, Split):
             wrong = (

@@ -94,6 +94,8 @@ def _rounds(jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool
 
 def _halves(jaxpr: Jaxpr, values: Sequence[Var]) -> list[Jaxpr]:
     """What makes values, and what is left to do when they are there; none, if an effect would happen twice."""
+    inputs = set(jaxpr.invars)
+    values = [var for var in values if var not in inputs]
     earlier = needed(jaxpr.eqns, values, effects=False)
     later = needed(jaxpr.eqns, variables(jaxpr.outvars), given=values)
     twice = set(earlier) & set(later)

@@ -218,9 +218,10 @@ def check_not_traced(leaf: object, path: str, name: str) -> None:
     if isinstance(leaf, jax.core.Tracer):
         raise TraceError(
             f"argument `{path}` of `{name}` is being traced.",
-            given=f"{path} = {leaf}",
+            given=f"{path} = {_tracer_text(leaf)}",
             wrong="autopar plans and runs whole steps; inside of jit, grad, vmap or scan there is nothing to run on.",
-            do=f"call `{name}` outside of other transformations, or transform the function before autopar sees it.",
+            do=f"call `{name}` outside of other transformations, or transform the function before autopar sees it, "
+            f"which is `{name}.__wrapped__` (for `jax.eval_shape`, too).",
             path=path,
         )
 
@@ -247,10 +248,15 @@ def _short(value: object) -> str:
     return text if len(text) <= 80 else text[:77] + "..."
 
 
+def _tracer_text(tracer: object) -> str:
+    """Not its numbers, which a tracer of `jax.grad` prints, all of them."""
+    return f"a {type(tracer).__name__} of {jax.typeof(tracer)}"
+
+
 def _closed_over_tracer(name: str, tracer: object) -> TraceError:
     return TraceError(
         f"`{name}` closes over a traced value.",
-        given=f"`{name}`, which uses {tracer} from outside",
+        given=f"`{name}`, which uses {_tracer_text(tracer)} from outside",
         wrong="the value exists only while the jit, grad, vmap or scan that made it is traced: it has no data.",
         do=f"pass it to `{name}` as an argument, and call `{name}` outside of other transformations.",
     )

@@ -60,6 +60,17 @@ def matmul(x, y, out):
     out[...] += x[...] @ y[...]
 
 
+def rows_and_sum(x, y, out, total):
+    """A norm's backward pass: gradients of rows, and of what all rows share."""
+
+    @pl.when((pl.program_id(0) == 0) & (pl.program_id(1) == 0))
+    def _():
+        total[...] = jnp.zeros_like(total)
+
+    out[...] = x[...] * y[...]
+    total[...] += jnp.sum(x[...] * y[...], axis=0, keepdims=True)
+
+
 TABLE = {
     "elementwise": (
         copied((4,), [spec((2, 8), lambda i: (i, 0))], spec((2, 8), lambda i: (i, 0)), (8, 8)),
@@ -115,7 +126,19 @@ TABLE = {
             matmul,
         ),
         [(8, 8), (8, 8)],
-        "(ad)(ce),(cf)(bg)->(ah)(bi) {whole c d e f g h i}",
+        "(ad)(ce),(cf)(bg)->(ah)(bi) {sum c, whole d e f g h i}",
+    ),
+    "rows, and a sum over them": (
+        lambda x, y: pl.pallas_call(
+            rows_and_sum,
+            grid=(2, 4),
+            in_specs=[spec((None, 2, 8), lambda i, j: (i, j, 0))] * 2,
+            out_specs=[spec((None, 2, 8), lambda i, j: (i, j, 0)), spec((1, 8), lambda i, j: (0, 0))],
+            out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype), jax.ShapeDtypeStruct((1, 8), x.dtype)],
+            interpret=True,
+        )(x, y),
+        [(2, 8, 8), (2, 8, 8)],
+        "a(bc)d,a(be)f->a(bg)h,1i {sum a b, whole c d e f g h i}",
     ),
 }
 
@@ -137,6 +160,91 @@ def sequential(*refs):
 
     total[...] += x[...]
     out[...] = total[...]
+
+
+def shared_block(step):
+    """A kernel whose steps all write one block, in some way that is no sum of their parts."""
+
+    def kernel(x, out):
+        first = pl.program_id(0) == 0
+        step(x, out, first)
+
+    return copied((4,), [spec((2, 8), lambda i: (i, 0))], spec((2, 8), lambda i: (0, 0)), (2, 8), kernel)
+
+
+def weighed(x, out, first):
+    pl.when(first)(lambda: out.__setitem__(..., jnp.zeros_like(out)))
+    out[...] += x[...] * (pl.program_id(0) + 1.0)
+
+
+def decayed(x, out, first):
+    pl.when(first)(lambda: out.__setitem__(..., jnp.zeros_like(out)))
+    out[...] = out[...] * 0.5 + x[...]
+
+
+def squared(x, out, first):
+    pl.when(first)(lambda: out.__setitem__(..., jnp.zeros_like(out)))
+    out[...] += out[...] * x[...]
+
+
+def largest(x, out, first):
+    pl.when(first)(lambda: out.__setitem__(..., jnp.zeros_like(out)))
+    out[...] = jnp.maximum(out[...], x[...])
+
+
+def from_one(x, out, first):
+    pl.when(first)(lambda: out.__setitem__(..., jnp.ones_like(out)))
+    out[...] += x[...]
+
+
+def twice(x, out, first):
+    pl.when(first)(lambda: out.__setitem__(..., jnp.zeros_like(out)))
+    out[...] += x[...]
+    out[...] += x[...]
+
+
+def running(x, out, first):
+    """What was there before, or is there now, is read for something else."""
+    pl.when(first)(lambda: out.__setitem__(..., jnp.zeros_like(out)))
+    before = out[...]
+    out[...] = before + x[...]
+    x[...] = before
+
+
+def running_after(x, out, first):
+    pl.when(first)(lambda: out.__setitem__(..., jnp.zeros_like(out)))
+    after = out[...] + x[...]
+    out[...] = after
+    x[...] = after
+
+
+def inside_a_condition(x, out, first):
+    pl.when(first)(lambda: out.__setitem__(..., jnp.zeros_like(out)))
+    out[...] += x[...]
+    pl.when(x[0, 0] > 0)(lambda: out.__setitem__(..., x[...] * pl.program_id(0)))
+
+
+def begun_anew():
+    """Of two dims whose steps share a block, one begins it anew each time."""
+
+    def kernel(x, out):
+        pl.when(pl.program_id(1) == 0)(lambda: out.__setitem__(..., jnp.zeros_like(out)))
+        out[...] += x[...]
+
+    return copied(
+        (4, 2), [spec((1, 8), lambda i, j: (2 * i + j, 0))], spec((1, 8), lambda i, j: (0, 0)), (1, 8), kernel
+    )
+
+
+NO_SUMS = [weighed, decayed, squared, largest, from_one, twice, running, running_after, inside_a_condition]
+
+
+@pytest.mark.parametrize("step", NO_SUMS)
+def test_what_is_no_sum_over_steps(step):
+    with pytest.warns(UserWarning, match="computed whole on every device"):
+        assert rule_for(eqn_of("pallas_call", shared_block(step), (8, 8))).splittable() == ()
+    with pytest.warns(UserWarning, match="computed whole on every device"):
+        assert rule_for(eqn_of("pallas_call", begun_anew(), (8, 8))).splittable() == ()
 
 
 WHOLE = {

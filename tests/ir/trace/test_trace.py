@@ -128,6 +128,8 @@ def _step_of_anything():
 def test_argument_under_trace():
     with pytest.raises(TraceError, match="argument `n` of `step` is being traced.*\n(.*\n)*.*outside of other"):
         jax.jit(lambda x: trace_step(_step_of_anything(), ({}, x)).num_args)(1.0)
+    with pytest.raises(TraceError, match=r"given:  n = a \w+ of float32\[100\]\n"):  # its type, not its numbers
+        jax.vmap(lambda x: trace_step(_step_of_anything(), ({}, x)).num_args)(jnp.ones((3, 100)))
 
 
 def test_closing_over_a_tracer():

@@ -194,7 +194,7 @@ def remote_sharding(kinds: Sequence[ArrayType], dim: int) -> NamedSharding:
         return first.on(abstract_mesh(first.mesh))
     names = ("stage", *first.mesh.axis_names)
     mesh = abstract_mesh(LogicalMesh((len(kinds), *first.mesh.shape), names))
-    return NamedSharding(mesh, joint_spec(first.sharding.partition_spec(), dim))
+    return first.on(mesh).update(spec=joint_spec(first.sharding.partition_spec(), dim))
 
 
 def host_array(array: Any) -> np.ndarray:

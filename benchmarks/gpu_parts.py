@@ -1,0 +1,314 @@
+"""What `gpu.py` runs on GPUs, part by part; each is small enough for a CPU, too, where it is rehearsed.
+
+In:     `python gpu_parts.py PART RESULT.json FOLDER [--rehearse]`; in the folder one part leaves a calibration for others.
+Out:    figures by name, as a row of `gpu.py`. What is wrong raises; what cannot be had on this machine raises `LeftOut`.
+Method: a step through autopar is held against plain `jax.jit` of the same step; the benchmarks' own models and measures do
+        the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gpt
+import jax
+import jax.numpy as jnp
+import llama
+import numpy as np
+import overhead
+import unet
+import vit
+import wide_resnet
+from cases import Made, example
+from jax.ad_checkpoint import checkpoint_name
+
+import autopar
+
+ROOT = Path(__file__).parent.parent
+PROFILE = "gpu_machine.json"
+Figures = dict[str, Any]
+Part = Callable[[bool, Path], Figures]
+
+
+class LeftOut(Exception):
+    """A part cannot be run on this machine; says why."""
+
+
+def marked_tests(small: bool, folder: Path) -> Figures:
+    """`pytest -m gpu`: among them NCCL between processes, on one GPU, each passing for a host of its own."""
+    files = [str(f) for f in sorted(ROOT.glob("tests/**/test_*.py")) if re.search(r"mark\.gpu\b", f.read_text())]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "gpu", "-p", "no:cacheprovider", *files],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    last = next((line for line in reversed(done.stdout.splitlines()) if " in " in line), "")
+    counts = {what: int(n) for n, what in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
+    if done.returncode:
+        raise AssertionError(done.stdout[-2000:] + done.stderr[-1000:])
+    if not counts.get("passed"):
+        reason = re.search(r"SKIPPED \[\d+\] (.*)", done.stdout)
+        raise LeftOut(reason[1] if reason else last)
+    return counts
+
+
+def over_jit(small: bool, folder: Path) -> Figures:
+    """A step through autopar over the same under `jax.jit`, one device."""
+    sizes = ((16, 2),) if small else ((256, 4), (512, 4), (2048, 12))
+    rounds, steps = (2, 2) if small else (40, 20)
+    found = {f"{layers} x {width}": overhead.measure(width, layers, rounds, steps) for width, layers in sizes}
+    return {name: ours / plain for name, (plain, ours) in found.items()}
+
+
+def calibration(small: bool, folder: Path) -> Figures:
+    """The cost model's parameters fitted to this machine; median error of each kind of kernel."""
+    profile = autopar.calibrate(seconds=1 if small else 120, save=folder / PROFILE)
+    return {"seconds": float(profile.machine["seconds"]), **profile.errors}
+
+
+def _gpt(small: bool, **changed: Any) -> Made:
+    size = (
+        {"layers": 2, "width": 32, "heads": 4, "vocabulary": 64, "tokens": 16, "batch": 8} if small else {"batch": 16}
+    )
+    return gpt.make_step(gpt.Config(**{**size, "scanned": True, "dtype": jnp.bfloat16, **changed}))
+
+
+def _llama(small: bool) -> Made:
+    sizes = (2, 32, 64, 4, 2, 64, 16, 8) if small else (12, 2048, 5632, 16, 8, 32000, 2048, 8)
+    return llama.make_step(llama.Llama(*sizes))
+
+
+def _vit(small: bool) -> Made:
+    changed = {"layers": 2, "width": 32, "heads": 4, "pixels": 32, "batch": 8} if small else {"batch": 128}
+    return vit.make_step(vit.Config(**changed))
+
+
+def _unet(small: bool) -> Made:
+    changed: Any = {"width": 32, "multiples": (1, 2), "blocks": 1, "groups": 8, "pixels": 8, "batch": 8}
+    return unet.make_step(unet.Config(**changed) if small else unet.Config(batch=64))
+
+
+def _wide_resnet(small: bool) -> Made:
+    if small:
+        return wide_resnet.make_step(wide_resnet.Config((1, 1), width=16, classes=16, pixels=16, batch=8))
+    return wide_resnet.make_step(wide_resnet.Config(batch=64))
+
+
+MODELS: dict[str, Callable[[bool], Made]] = {
+    "gpt": _gpt,
+    "llama": _llama,
+    "experts": lambda small: _gpt(small, experts=2 if small else 8, layers=2 if small else 6),
+    "vit": _vit,
+    "unet": _unet,
+    "wide-resnet": _wide_resnet,
+}
+
+
+def seconds_of(model: str, small: bool, folder: Path) -> Figures:
+    """Predicted and measured step, and memory, of a model on all devices; planned with the calibration if there is one."""
+    step, *types = MODELS[model](small)
+    train = autopar.parallelize(step, cluster=_cluster(folder), batch_argnums=(1,), donate_argnums=(0,))
+    compiled = train.compile(*types)
+    (_, loss), measured = compiled.measure(*example(types), steps=3 if small else 10)
+    assert np.isfinite(float(loss)), f"the loss is {float(loss)}"
+    cost = compiled.plan.cost
+    found = {
+        "plan": str(compiled.plan.mesh) if compiled.plan.schedule == "none" else f"{len(compiled.plan.stages)} stages",
+        "predicted ms": cost.step_seconds * 1e3,
+        "measured ms": measured.step_seconds * 1e3,
+        "predicted over measured": cost.step_seconds / measured.step_seconds,
+        "predicted GB": max(cost.peak_bytes) / 1e9,
+    }
+    return found | _compiled_memory(compiled)
+
+
+def two_stages(small: bool, folder: Path) -> Figures:
+    """A pipeline of two stages; of one GPU both are on it, which shows that it runs and is right, not that it is fast."""
+    step, *types = _gpt(small, dtype=jnp.float32)
+    devices = jax.devices()[:2] if len(jax.devices()) > 1 else jax.devices()[:1] * 2
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=4)
+    cluster = autopar.Cluster.local(devices, profile=_profile(folder))
+    return _beside_jit(step, types, 1e-4, cluster=cluster, method=method) | {"devices": len(dict.fromkeys(devices))}
+
+
+def attention(kernel: str, small: bool, folder: Path) -> Figures:
+    """A step with an attention kernel, which two microbatches split, on all devices; over the same with plain attention."""
+    attend = _attention_of(kernel, small)
+    batch, tokens, heads, width = (4, 32, 2, 16) if small else (8, 2048, 16, 64)
+    dtype = jnp.float32 if small else jnp.bfloat16
+
+    def step_with(attend: Callable[..., jax.Array]) -> Callable[..., Any]:
+        def loss_fn(params: Any, batch: Any) -> jax.Array:
+            q, k, v = jnp.einsum("bsd,ndhe->nbshe", batch["x"], params["qkv"])
+            out = jnp.einsum("bshe,hed->bsd", attend(q, k, v), params["out"])
+            return jnp.mean((out - batch["y"]).astype(jnp.float32) ** 2)
+
+        def train_step(params: Any, batch: Any) -> Any:
+            loss, grads = jax.value_and_grad(loss_fn)(params, batch)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+        return train_step
+
+    def shape(*sizes: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    params = {"qkv": shape(3, heads * width, heads, width), "out": shape(heads, width, heads * width)}
+    types = [params, {name: shape(batch, tokens, heads * width) for name in ("x", "y")}]
+    method = autopar.ShardParallel(num_microbatches=2)
+    close = 1e-5 if small else 3e-2
+    found = _beside_jit(step_with(attend), types, close, cluster=_cluster(folder), method=method)
+    plain = _beside_jit(step_with(_attention_of("xla", small)), types, close, cluster=_cluster(folder), method=method)
+    return found | {"over plain attention": found["ms"] / plain["ms"]}
+
+
+def _attention_of(kernel: str, small: bool) -> Callable[..., jax.Array]:
+    if kernel == "pallas":
+        from jax.experimental.pallas.ops.gpu.attention import BlockSizes, mha
+
+        names = "block_q block_k block_q_dkv block_kv_dkv block_q_dq block_kv_dq".split()
+        blocks = BlockSizes(**dict.fromkeys(names, 16 if small else 64))
+        return partial(mha, segment_ids=None, causal=True, block_sizes=blocks, interpret=small)
+    implementation: Any = "xla" if small else kernel
+    return partial(jax.nn.dot_product_attention, is_causal=True, implementation=implementation)
+
+
+def offloaded_activations(small: bool, folder: Path) -> Figures:
+    """A checkpoint policy that offloads: what then lies on the host by XLA and by the plan, and what the step takes."""
+    layers, width, rows = (3, 16, 16) if small else (8, 4096, 32768)
+
+    def step_with(policy: Any) -> Callable[..., Any]:
+        def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+            return x + jnp.sin(checkpoint_name(jnp.tanh(x @ w), "inside"))
+
+        def train_step(params: Any, batch: Any) -> Any:
+            def loss_fn(params: Any) -> jax.Array:
+                block = jax.checkpoint(layer, policy=policy)
+                x, _ = jax.lax.scan(lambda x, w: (block(x, w), None), batch["x"], params)
+                return jnp.mean(x**2)
+
+            loss, grads = jax.value_and_grad(loss_fn)(params)
+            return params - 0.1 * grads, loss
+
+        return train_step
+
+    types = [
+        jax.ShapeDtypeStruct((layers, width, width), jnp.float32),
+        {"x": jax.ShapeDtypeStruct((rows, width), jnp.float32)},
+    ]
+    policies = jax.checkpoint_policies
+    offload = policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["inside"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    how = {"cluster": _cluster(folder), "method": autopar.DataParallel()}
+    kept = _beside_jit(step_with(policies.save_only_these_names("inside")), types, 1e-4, **how)
+    found = _beside_jit(step_with(offload), types, 1e-4, **how)
+    assert found["planned host GB"] > 0, "nothing is offloaded"
+    return found | {"over what is kept on the device": found["ms"] / kept["ms"]}
+
+
+def offloaded_optimizer(small: bool, folder: Path) -> Figures:
+    """The optimizer's state in the host's memory, in a budget that holds the step no other way."""
+    step, *types = _gpt(small, dtype=jnp.float32, **({} if small else {"batch": 4}))
+    cluster, budget, plan = _cluster(folder), None, None
+    while plan is None or not plan.offloaded:
+        method = autopar.DataParallel(memory_budget_bytes=budget)
+        plan = autopar.parallelize(step, batch_argnums=(1,), cluster=cluster, method=method).plan(*types)
+        budget = 0.9 * max(plan.cost.peak_bytes)
+    return _beside_jit(step, types, 1e-4, cluster=cluster, method=method)
+
+
+def _beside_jit(step: Any, types: list[Any], close: float, **how: Any) -> Figures:
+    """A step once through autopar and once through `jax.jit`; its time, and its memory.
+
+    Raises:
+        AssertionError: They differ by more than `close` of the scale of a leaf.
+    """
+    arguments = example(types)
+    expected = jax.jit(step)(*arguments)
+    compiled = autopar.parallelize(step, batch_argnums=(1,), donate_argnums=(), **how).compile(*types)
+    got = compiled(*arguments)
+    errors = [_error(a, b) for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True)]
+    assert max(errors) <= close, f"a leaf differs from plain jax.jit by {max(errors):.1e} of its scale"
+    taken = []
+    for _ in range(6):
+        started = time.perf_counter()
+        jax.block_until_ready(compiled(*arguments))
+        taken.append(time.perf_counter() - started)
+    cost = compiled.plan.cost
+    found = {"error": max(errors), "ms": statistics.median(taken[1:]) * 1e3, "predicted ms": cost.step_seconds * 1e3}
+    return found | {"planned host GB": cost.host_bytes / 1e9} | _compiled_memory(compiled)
+
+
+def _error(got: Any, wanted: Any) -> float:
+    """Largest difference as a part of the largest number."""
+    got, wanted = (np.asarray(x).astype(np.float64) for x in (got, wanted))
+    return float(abs(got - wanted).max() / max(abs(wanted).max(), 1e-6))
+
+
+def _compiled_memory(compiled: Any) -> Figures:
+    """What the largest program takes on a device and on the host, by XLA."""
+    sizes = [program.memory_analysis() for program in compiled.programs.values()]
+    peaks = [getattr(size, "peak_memory_in_bytes", 0) for size in sizes]
+    return {"XLA GB": max(peaks) / 1e9, "XLA host GB": max(size.host_temp_size_in_bytes for size in sizes) / 1e9}
+
+
+def _profile(folder: Path) -> str | None:
+    return str(folder / PROFILE) if (folder / PROFILE).exists() else None
+
+
+def _cluster(folder: Path) -> autopar.Cluster:
+    return autopar.Cluster.local(profile=_profile(folder))
+
+
+PARTS: dict[str, Part] = {
+    "tests": marked_tests,
+    "over jax.jit": over_jit,
+    "calibration": calibration,
+    **{f"step: {model}": partial(seconds_of, model) for model in MODELS},
+    "two stages": two_stages,
+    "attention: cuDNN": partial(attention, "cudnn"),
+    "attention: Pallas": partial(attention, "pallas"),
+    "offload: activations": offloaded_activations,
+    "offload: optimizer": offloaded_optimizer,
+}
+
+
+def run_part(name: str, small: bool, folder: Path) -> dict[str, Any]:
+    """The row of one part, but for its seconds."""
+    try:
+        return {"state": "well", "figures": PARTS[name](small, folder), "why": ""}
+    except LeftOut as why:
+        return {"state": "left out", "figures": {}, "why": str(why)}
+    except Exception as error:
+        traceback.print_exc()
+        return {"state": "wrong", "figures": {}, "why": f"{type(error).__name__}: {error}"[:400]}
+
+
+def main() -> None:
+    """Run one part, and write its row."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("part", choices=tuple(PARTS))
+    parser.add_argument("result", type=Path)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--rehearse", action="store_true")
+    chosen = parser.parse_args()
+    chosen.result.write_text(json.dumps(run_part(chosen.part, chosen.rehearse, chosen.folder)))
+
+
+if __name__ == "__main__":
+    main()
