@@ -101,6 +101,8 @@ def test_what_a_program_takes_besides():
 
 
 def test_compilers_that_fuse_less_go_through_memory_more_often():
-    device = Device("d", memory_bytes_per_second=1e9, achieved=Achieved(launch_seconds=1.0, passes=3.0, update_passes=2.0))
+    device = Device(
+        "d", memory_bytes_per_second=1e9, achieved=Achieved(launch_seconds=1.0, passes=3.0, update_passes=2.0)
+    )
     seconds = [kernel_seconds(Pass(1e9, 1.0, on), device) for on in ("alone", "parameters", "samples")]
     assert seconds == [2.0, 4.0, 6.0]
