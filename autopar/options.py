@@ -56,6 +56,7 @@ class Options:
         offload: `"auto"`: where no plan fits, the optimizer's state waits in the memory of the hosts; `"never"`: it does not.
         goal: What is to be least: `"step"`, the seconds of one step; `"calls"`, the seconds from one call to the next
             where calls do not wait for each other's results.
+        repaying_steps: Steps of training in which what a step of planning may win has to repay what it takes.
     """
 
     solver: Solver = "highs"
@@ -68,6 +69,7 @@ class Options:
     memory: Memory = "predicted"
     offload: Offload = "auto"
     goal: Goal = "step"
+    repaying_steps: float = math.inf
 
     def __post_init__(self) -> None:
         if self.solver not in SOLVERS + SEARCHERS:
@@ -116,6 +118,10 @@ class Options:
                 spec=self.constraints,
             )
         object.__setattr__(self, "constraints", dict(self.constraints or {}))
+
+    def repays(self, won_seconds: float, planning_seconds: float) -> bool:
+        """Whether planning goes on: for what may be won of a step it takes so long (by its size, never by the clock)."""
+        return planning_seconds <= self.repaying_steps * won_seconds
 
     def recompute_levels(self, num_stages: int) -> tuple[float, ...] | None:
         """For each stage how many operations may run again for each byte saved; None: the planner decides.

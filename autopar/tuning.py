@@ -38,8 +38,6 @@ class Tuning:
     """Times its length that a dim is made longer at most, so that more devices split it: 5 heads become 8, 9 not 16."""
     padding_looks: float = 0.03
     """Part of a step that could be won, and of its products along these dims, before it is planned with longer dims, too."""
-    padding_least: float = 1e-4
-    """Seconds of a step that could be won so, at least: planning once more takes those of tens of thousands of steps."""
     padding_gains: float = 0.01
     """Part of a step by which longer dims must make it faster: programs as they are written are easier to read."""
 
@@ -87,6 +85,12 @@ class Tuning:
     """Rounds between looks at how far the ascent has come."""
     message_chunk: int = 200_000
     """Entries of tables that are computed at once: 1.6 MB of float64, which stay in a core's cache."""
+    message_call_seconds: float = 1.6e-5
+    """Seconds for each level of nodes and each array of tables of a round, forth and back, roughly."""
+    message_pair_seconds: float = 8e-9
+    """And for each pair of a round."""
+    solver_pairs_per_second: float = 3.5e4
+    """Pairs of what is left for the ILP that its solver gets through in a second, roughly."""
     rough_gap: float = 1e-2
     """Part of the cost. Where so much may be left, what message passing has found at its first attempt is taken."""
     small_core: int = 60_000
@@ -105,6 +109,8 @@ class Tuning:
     """Choices of a node that are taken, one number after the other, where more would be too many for the ILP."""
     room_parts: tuple[float, ...] = (1 / 32, 1 / 8, 1)
     """Parts of the room between the bounds: first the choices that exceed the bound least, whose best narrows the room."""
+    first_slack: float = 2e-3
+    """Part of the cost, by which these first ones exceed the bound at most."""
     polish_nodes: tuple[int, ...] = (24, 80)
     """Nodes of a neighbourhood in which everything is chosen anew, in one round after the other: small ones first."""
     polish_rounds: int = 3
@@ -113,6 +119,8 @@ class Tuning:
     """Part of the cost. A round that wins less is the last."""
     polish_pairs: int = 40_000
     """Pairs of a neighbourhood with memory rows, which no elimination makes smaller: larger ones are left out."""
+    polish_node_seconds: float = 1.3e-3
+    """Seconds for each node of a problem, roughly."""
     polish_core: int = 1_000
     """Pairs that elimination may leave of a neighbourhood for the solver."""
     axis_gain: float = 1e-4
@@ -213,10 +221,16 @@ class Tuning:
     """Part of the search over pipelines that costs of layers take; for progress."""
     third_axis_gain: float = 1e-3
     """Part of the step that the second axis must have won, for the third wins less, and takes several times as long to plan."""
+    nodes_per_second: float = 1e3
+    """Nodes of a problem that planning of a mesh gets through in a second on one core, roughly."""
     pairs_per_second: float = 2.5e6
-    """Pairs of a mesh of three axes that planning gets through in a second on one core, roughly."""
+    """And pairs."""
     repaying_steps: int = 10_000
-    """Steps of training. Planning may take as long as what it may win in so many."""
+    """Steps of training. A step of planning may take as long as what it may win in so many."""
+    hoped: float = 0.25
+    """Part of what lies between the best that is known and what nothing beats: so much is thought to be won of it."""
+    stages_seconds: float = 25.0
+    """Seconds that a search for stages takes, roughly."""
     clock_doubt: float = 5e-3
     """Part of the cost that a mesh may be priced above the best so far and still be faster on the clock. Problems of no more
     than `small_mesh_pairs` are solved to see."""
@@ -232,8 +246,6 @@ class Tuning:
     stages_gain: float = 0.1
     """Part of the best step without stages. Within one host stages are tried if so much can be won: less is eaten up by
     their bubble."""
-    stages_gain_seconds: float = 1e-2
-    """And if so many seconds of a step can be won: to search for stages takes many steps' time."""
     table_layers: int = 16
     """Equal layers of which each has a share of the work; more parts of a scan than these are interpolated."""
     layer_slack: float = 0.35

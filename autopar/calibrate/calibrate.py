@@ -14,7 +14,6 @@ import math
 import os
 import platform
 import socket
-import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +25,10 @@ import jaxlib
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from autopar.calibrate.blocks import blocks
 from autopar.calibrate.cases import all_cases
 from autopar.calibrate.fit import Sample, as_measured, fit
-from autopar.calibrate.timing import dispatch_seconds, fresh_bytes_per_second, shared_cores, turn_times, undisturbed
+from autopar.calibrate.timing import dispatch_seconds, fresh_memory, shared_cores, turn_times, undisturbed
 from autopar.errors import ClusterError, ProfileError
 from autopar.mesh import Achieved, Device, Link, MachineProfile, find_device
 
@@ -36,8 +36,8 @@ SECONDS = 120.0
 """To spend, by default."""
 LONG_SECONDS = 10.0
 """With less time than this, memory is taken to be kept: to see that it is not takes seconds."""
-FRESH_BYTES = 8 * 2**20, 16 * 2**20, 40 * 2**20
-"""On a device, to see how fast memory is got: pieces that the C library may keep, and some that it never does (over 32 MiB)."""
+FRESH_BYTES = 4 * 2**20, 12 * 2**20, 24 * 2**20, 40 * 2**20, 64 * 2**20
+"""On a device, to see how fast memory is got, and which pieces the C library keeps: glibc none over 32 MiB."""
 _CPU = Device("cpu", 1e10, achieved=Achieved(cores=1, tile=(256, 256), tile_seconds=1e-6, balance=20.0))
 """A product is cut for the caches of one core; its rates are fitted whole."""
 _CPU_LINK = Link(1e-5, 1e9, shared_memory=True)
@@ -109,13 +109,12 @@ def _measure(devices: Sequence[Any], deadline: float, tell: Tell) -> tuple[list[
     """Seconds of cases; and what programs as such take."""
     tell("starting programs", 0.0)
     is_cpu = devices[0].platform == "cpu"
-    cases = all_cases(len(devices), is_cpu)
+    cases = all_cases(len(devices), is_cpu, blocks(is_cpu))
     own: dict[str, Any] = {"dispatch_seconds": dispatch_seconds(devices)}
     if is_cpu:  # others keep the memory of a program that has ended
         own["host_cores"] = shared_cores(devices)
         if deadline - time.monotonic() > LONG_SECONDS:
-            rates = [fresh_bytes_per_second(devices, size) for size in FRESH_BYTES]
-            own["fresh_bytes_per_second"] = statistics.geometric_mean(rates)
+            own |= fresh_memory(devices, FRESH_BYTES)
     samples: list[Sample] = []
     stretched: list[float] = []
     for number, case in enumerate(cases):

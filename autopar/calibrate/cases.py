@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,14 +53,15 @@ class Case:
     is_fitted: bool = True
 
 
-def all_cases(num_devices: int, is_cpu: bool) -> list[Case]:
-    """Everything that is measured on a host: of each kind one case, then of each the next."""
+def all_cases(num_devices: int, is_cpu: bool, blocks: Iterable[Case] = ()) -> list[Case]:
+    """Everything that is measured on a host: of each kind one case, then of each the next; `blocks` are one more kind."""
     groups = [size for size in range(num_devices, 1, -1) if num_devices % size == 0 and (size & (size - 1)) == 0]
     groups = list(dict.fromkeys([num_devices, *groups])) if num_devices > 1 else []
     kinds = [
         list(_passes(is_cpu)),
         list(_rows(is_cpu)),
         list(_products(is_cpu)),
+        list(blocks),
         list(_convolutions(is_cpu)),
         list(_attention(is_cpu)),
         *([collective(kind, size, group) for size, group in _messages(groups, is_cpu)] for kind in COLLECTIVE_KINDS),

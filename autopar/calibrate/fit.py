@@ -3,8 +3,9 @@
 In:     seconds of cases, the catalog's device and link of this kind where it has them.
 Out:    `Device` and `Link` that come closest, and what they say of each case.
 Method: one thing after the other: launch and memory from passes, products by their dtype, then convolutions, fused
-        kernels, and links. Each parameter is the one with the least mean error, as a part of what was measured (medians
-        are not smooth), found on a grid that closes in on it, over the formulas that plans are priced with.
+        kernels, what compilers make of whole layers and updates, and links. Each parameter is the one with the least mean
+        error, as a part of what was measured (medians are not smooth), found on a grid that closes in on it, over the
+        formulas that plans are priced with.
 """
 
 from __future__ import annotations
@@ -62,13 +63,15 @@ def fit(samples: Sequence[Sample], start: Device, link: Link) -> Fitted:
     device = _fit_passes(device, of_kind["pass"])
     device = _fit_products(device, of_kind["product"])
     device = _fit_launch(device, of_kind["launch"])  # again: now it is known what else these kernels take
-    device = _fit_share(device, of_kind["convolution"], "convolution", 4.0)
-    device = _fit_share(device, of_kind["attention"], "fused", 1.0)
+    device = _fit_share(device, of_kind["convolution"], "convolution", 0.01, 4.0)
+    device = _fit_share(device, of_kind["attention"], "fused", 0.01, 1.0)
+    device = _fit_share(device, of_kind["layer"], "passes", 0.5, 20.0)
+    device = _fit_share(device, of_kind["update"], "update_passes", 0.5, 20.0)
     messages = [s for s in samples if s.case.collectives]
     return Fitted(device, _fit_link(device, messages, link) if messages else None)
 
 
-_KINDS = ("launch", "pass", "product", "convolution", "attention")
+_KINDS = ("launch", "pass", "product", "convolution", "attention", "layer", "update")
 
 
 def as_measured(samples: Sequence[Sample], fitted: Fitted) -> tuple[Measured, ...]:
@@ -80,10 +83,9 @@ def _fit_launch(device: Device, samples: Sequence[Sample]) -> Device:
     """How long a kernel takes that does next to nothing, besides what it takes without a launch."""
     if not samples:
         return device
-    none = dataclasses.replace(device, achieved=dataclasses.replace(device.achieved, launch_seconds=0.0))
-    known = Fitted(none, None)
+    known = Fitted(_with(device, launch_seconds=0.0), None)
     each = [max(0.0, s.seconds - known.seconds(s.case)) / len(s.case.kernels) for s in samples]
-    return dataclasses.replace(device, achieved=dataclasses.replace(device.achieved, launch_seconds=min(each)))
+    return _with(device, launch_seconds=min(each))
 
 
 def _fit_passes(device: Device, samples: Sequence[Sample]) -> Device:
@@ -144,16 +146,19 @@ def _fit_products(device: Device, samples: Sequence[Sample]) -> Device:
     return dataclasses.replace(found, peak_flops=peak)
 
 
-def _fit_share(device: Device, samples: Sequence[Sample], name: str, most: float) -> Device:
-    """One of the shares that kernels of a kind reach."""
+def _fit_share(device: Device, samples: Sequence[Sample], name: str, least: float, most: float) -> Device:
+    """One of the numbers of `Achieved` that a kind of kernels depends on."""
     if not samples:
         return device
 
     def made(share: float) -> Device:
-        changed: dict[str, Any] = {name: min(most, share)}
-        return dataclasses.replace(device, achieved=dataclasses.replace(device.achieved, **changed))
+        return _with(device, **{name: min(most, share)})
 
-    return made(*_closest(lambda share: _error(made(share), samples), [(0.01, most)]))
+    return made(*_closest(lambda share: _error(made(share), samples), [(least, most)]))
+
+
+def _with(device: Device, **achieved: Any) -> Device:
+    return dataclasses.replace(device, achieved=dataclasses.replace(device.achieved, **achieved))
 
 
 def _fit_link(device: Device, samples: Sequence[Sample], link: Link) -> Link:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import math
+import mmap
 import os
 import statistics
 import time
@@ -25,6 +26,11 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.calibrate.cases import Case, dispatched
+
+try:
+    import resource
+except ImportError:  # Windows does not tell: memory is taken to be kept
+    resource = None  # type: ignore[assignment]
 
 CALL_SECONDS = 0.02
 """A call has so many turns that it takes about so long."""
@@ -142,20 +148,45 @@ def dispatch_seconds(devices: Sequence[jax.Device]) -> float:
     return min(taken[REPEATS:])
 
 
-def fresh_bytes_per_second(devices: Sequence[jax.Device], num_bytes: int) -> float:
-    """Rate at which a program gets memory: one that writes where it reads beside one that does not."""
+def fresh_memory(devices: Sequence[jax.Device], sizes: Sequence[int]) -> dict[str, float]:
+    """Up to which size programs are given memory that is there, and the rate at which they get more than that.
+
+    Seen on programs that write elsewhere than where they read, beside ones that do not.
+
+    Args:
+        devices: All at once.
+        sizes: Bytes on each, ascending.
+    """
+    kept, rate = 0.0, math.inf
+    for size in sizes:
+        seconds, new_bytes = _of_fresh(devices, size)
+        if new_bytes < size / 2:
+            kept = float(size)
+        elif seconds > 0:
+            rate = size / seconds
+    return {"kept_bytes": kept, "fresh_bytes_per_second": rate}
+
+
+def _of_fresh(devices: Sequence[jax.Device], num_bytes: int) -> tuple[float, float]:
+    """Seconds that new memory of so many bytes on each device takes, and how many of these the system gave anew."""
     places = jax.sharding.Mesh(np.array(devices), ("x",))
     sharding = NamedSharding(places, PartitionSpec("x"))
     x = _filled((num_bytes // 4,), "float32", sharding)
     kept, fresh = (jax.jit(lambda x: x * 0.5 + 1.0, donate_argnums=argnums) for argnums in ((0,), ()))
-    taken: dict[bool, list[float]] = {True: [], False: []}
+    taken: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
     for number in range(2 * REPEATS):
         for is_kept in (True, False):
-            started = time.perf_counter()
+            started, before = time.process_time(), _new_pages()
             made = jax.block_until_ready((kept if is_kept else fresh)(x))
             if number > 1:
-                taken[is_kept].append(time.perf_counter() - started)
+                taken[is_kept].append((time.process_time() - started, _new_pages() - before))
             x = made if is_kept else x
             del made
-    more = min(taken[False]) - min(taken[True])
-    return num_bytes / more if more > 0 else math.inf
+    (least, _), (most, _) = (map(min, zip(*taken[is_kept], strict=True)) for is_kept in (True, False))
+    pages = statistics.median(pages for _, pages in taken[False])
+    return (most - least) / max(1, shared_cores(devices)), pages * mmap.PAGESIZE / len(devices)
+
+
+def _new_pages() -> int:
+    """Pages of memory that the system has given this process so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt if resource else 0

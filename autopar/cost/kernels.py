@@ -15,6 +15,7 @@ import functools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Literal
 
 from autopar.mesh import Device
 
@@ -60,10 +61,15 @@ class FusedProducts:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Elementwise work and sums: bytes that go through; `launches` kernels, or parts of one."""
+    """Elementwise work and sums: bytes that go through; `launches` kernels, or parts of one.
+
+    What models do is counted as if compilers made one kernel of all that stands together; `on` what it works tells which of
+    the device's numbers says how much more they do. What is measured by itself is counted as it is.
+    """
 
     num_bytes: float
     launches: float = 1.0
+    on: Literal["samples", "parameters", "alone"] = "alone"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +93,9 @@ def kernel_seconds(kernel: Kernel, device: Device) -> float:
         case FusedProducts(flops, _, dtypes):
             rate = device.product_flops_per_second(dtypes) * reached.fused
             return reached.launch_seconds + max(flops / rate, moving)
-        case Pass(_, launches):
-            return reached.launch_seconds * launches + moving
+        case Pass(_, launches, on):
+            times = {"samples": reached.passes, "parameters": reached.update_passes, "alone": 1.0}[on]
+            return times * (reached.launch_seconds * launches + moving)
         case HostCopy(num_bytes):
             return reached.launch_seconds + num_bytes / device.host_bytes_per_second
 

@@ -41,17 +41,18 @@ def joined_axes(fewer: LogicalMesh, more: LogicalMesh) -> Mapping[str, tuple[str
 
 
 def lift(choices: Sequence[int], known: Graph, graph: Graph) -> tuple[int, ...]:
-    """The same answer on a mesh whose axes are parts of those of the mesh that it was found on.
+    """The same answer on a mesh whose axes are parts of those of the mesh that it was found on, or as many, of other sizes.
 
     Args:
         choices: Of each node of `known`.
-        known: The program on the mesh of fewer axes.
-        graph: The same program on the mesh of more.
+        known: The program on that mesh.
+        graph: The same program on the other.
 
     Returns:
         A choice for each node of `graph`; of decisions that `known` does not have, to keep the value whole.
     """
-    axes = joined_axes(known.mesh, graph.mesh)
+    same = {axis: (axis,) for axis in known.mesh.axis_names}
+    axes = same if known.mesh.axis_names == graph.mesh.axis_names else joined_axes(known.mesh, graph.mesh)
     at = {name: known.nodes[index] for name, index in _names(known)}
     places: dict[int, dict[Hashable, int]] = {}
     found = [node.num_choices - 1 for node in graph.nodes]

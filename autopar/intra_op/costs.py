@@ -49,6 +49,11 @@ def build_problem(
     return Prices(graph, device, class_of, allowed).problem(exposure)
 
 
+_BEFORE_A_TRANSPOSE = 1 + 1e-6
+"""XLA's CPU collectives along another dim than the first are of copies in that order, and a gradient's dims are the other
+way round before it is transposed as its parameter is: of two that cost the same, the one behind the transpose."""
+
+
 class Prices:
     """Seconds of all choices and of all conversions of a graph, by kind; arguments as of `build_problem`."""
 
@@ -83,11 +88,14 @@ class Prices:
             weight_of[kind] = weight_of.get(kind, 0.0) + edge.weight
             first.setdefault(key, edge)
         self.small = small_bytes(graph.mesh)
+        self.copies_inner_dims = all(link.shared_memory for link in graph.mesh.links)
         self.matrices = graph.tables.conversions
         for key, weight_of in weights.items():
             matrix = self.matrix(first[key])
             if matrix.any():
                 self.edges.setdefault(key[:2], []).append((matrix, weight_of))
+        priced = (weight_of for found in self.edges.values() for _, weight_of in found)
+        self.kinds = tuple(dict.fromkeys(kind for weight_of in priced for kind in weight_of))
 
     def matrix(self, edge: Edge) -> np.ndarray:
         """What a conversion takes, by the choices at both ends of an edge."""
@@ -98,23 +106,24 @@ class Prices:
             mesh = _sent_together(self.graph.mesh, size) if joins else self.graph.mesh
             self.matrices[table] = _matrix(edge.shape, edge.itemsize, edge.given, edge.wanted, mesh)
         matrix = self.matrices[table]
+        if self.copies_inner_dims and _is_transposed(self.graph.nodes[edge.target]):
+            matrix = matrix * _BEFORE_A_TRANSPOSE
         if not edge.communicates:
             matrix = np.where(matrix > 0, np.inf, 0.0)
         return matrix if edge.moves is None else matrix * edge.moves.price(edge.given, edge.wanted)
 
+    def parts(self, exposure: Exposure | None) -> tuple[float, ...]:
+        """All that a problem takes from what is known of exposure: where they are equal, so are the problems."""
+        return tuple(1.0 if exposure is None else exposure.of(kind) for kind in self.kinds)
+
     def problem(self, exposure: Exposure | None = None) -> Problem:
         """The choice problem, in which of each conversion the part counts that is exposed; None: all of it."""
         problem = Problem(list(self.costs))
-        parts: dict[Kind, float] = {}
+        parts = dict(zip(self.kinds, self.parts(exposure), strict=True))
         weighed: dict[tuple[int, float], np.ndarray] = {}  # equal tables are one object, which elimination makes use of
         for (u, v), found in self.edges.items():
             for matrix, weight_of in found:
-                weight = 0.0
-                for kind, n in weight_of.items():
-                    part = parts.get(kind)
-                    if part is None:
-                        part = parts[kind] = 1.0 if exposure is None else exposure.of(kind)
-                    weight += n * part
+                weight = sum(n * parts[kind] for kind, n in weight_of.items())
                 table = weighed.get((id(matrix), weight))
                 if table is None:
                     table = weighed[id(matrix), weight] = matrix * weight
@@ -168,6 +177,10 @@ def _matrix(shape, itemsize: int, given: Shardings, wanted: Shardings, mesh: Log
     targets, target_of = _distinct(wanted)
     table = np.asarray(reshard_seconds(shape, itemsize, sources, targets, mesh))
     return table[np.ix_(source_of, target_of)]
+
+
+def _is_transposed(node: Node) -> bool:
+    return node.kind == "op" and node.name == "transpose"
 
 
 def _distinct(shardings: Shardings) -> tuple[Shardings, list[int]]:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.intra_op.batches import Layout
-from autopar.intra_op.problem import Problem
+from autopar.intra_op.problem import Problem, num_pairs
 from autopar.tuning import TUNING
 
 _FORBIDDEN = 1e3
@@ -85,6 +85,11 @@ class Ascent:
                 before = self.lower
         self._read()
         return Bounds(self.lower, self.upper, self.best, self._excess())
+
+    def seconds(self, rounds: int) -> float:
+        """What so many rounds take, by the number and the size of the tables."""
+        calls = sum(1 + len(level.out) for level in self.layout.levels)
+        return rounds * (TUNING.message_call_seconds * calls + TUNING.message_pair_seconds * num_pairs(self.problem))
 
     def offer(self, choices: Sequence[int]) -> None:
         """An assignment from elsewhere."""

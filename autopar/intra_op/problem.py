@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from autopar.tuning import TUNING
+
 PROVED = 1e-6
 """A gap of one part in a million counts as none: "optimal" is said of no more."""
 
@@ -101,6 +103,18 @@ class Problem:
 def num_pairs(problem: Problem) -> int:
     """Pairs of choices that meet on an edge: the size of a problem."""
     return sum(matrix.size for matrix in problem.edges.values())
+
+
+def planning_seconds(problem: Problem, axes: int = 1, of: int = 1) -> float:
+    """What it takes to shard a program whose problem this is, roughly, by its size alone.
+
+    Args:
+        problem: On a mesh of `of` axes.
+        axes: Of the mesh on which it is to be planned: each further axis multiplies the choices of a node as those before did.
+        of: As above.
+    """
+    pairs = sum(float(matrix.size) ** (axes / of) for matrix in problem.edges.values())
+    return len(problem.costs) / TUNING.nodes_per_second + pairs / TUNING.pairs_per_second
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,11 @@ class Sharded:
         """Predicted time of one step: kernels, and what is exposed of collectives."""
         return self.compute_seconds + sum(self.exposed_seconds)
 
+    @property
+    def shared_seconds(self) -> float:
+        """The step if all devices shared every operation and no one communicated: no plan takes less."""
+        return sum(float(costs.min()) for costs in self.problem.costs)
+
     def priced_seconds(
         self, body: Body, exposed: Sequence[float], compute_seconds: float, sent_seconds: float
     ) -> float:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from functools import partial
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from autopar.intra_op.graph import Graph, Tables
 from autopar.intra_op.liveness import Liveness, fullest_moments
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import rows_of
-from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution, num_pairs
+from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution, num_pairs, planning_seconds
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.restrict import Allowed, Restrict
 from autopar.intra_op.setting import SHARD, Setting, check_setting
@@ -67,7 +66,7 @@ def shard(
     exposure: Exposure | None = None,
     like: Graph | None = None,
     tables: Tables | None = None,
-    begin: Sharded | None = None,
+    begin: Sequence[Sharded] = (),
     explore: bool = False,
 ) -> Sharded:
     """Find the cheapest sharding of a program on one mesh.
@@ -92,8 +91,8 @@ def shard(
             fastest on the clock is taken. None: every collective counts in full, and no more is asked.
         like: As of `build_graph`.
         tables: As of `build_graph`.
-        begin: An answer on a mesh each of whose axes is some of this one's: a large problem is not solved as a whole but
-            from there (`by_axes.py`), and nothing is proved of it.
+        begin: Answers on meshes each of whose axes is some of this one's, or that have as many: a large problem is not solved
+            as a whole but from the best of them (`by_axes.py`), and nothing is proved of it.
         explore: Whether to look, too, at what is best if all hides that no program has shown.
 
     Raises:
@@ -104,10 +103,9 @@ def shard(
     graph = build_graph(jaxpr, mesh, aliases, batch, anew, twice, like, tables)
     setting = run_passes(SHARD, Setting(jaxpr, graph, device, restrict), check_setting)
     instance = _Instance(setting, options, donated, elsewhere, gap)
-    problem = instance.prices.problem(exposure)
-    if begin is not None and num_pairs(problem) > TUNING.small_mesh_pairs:
+    if begin and num_pairs(instance.prices.problem()) > TUNING.small_mesh_pairs:
         instance.begin_at(begin)
-    solution = instance.solve(problem, beat)
+    problem, solution = instance.solve_under(exposure, beat)
     if solution.status == "beaten":
         raise Beaten(solution.bound)
     tried = [solution.choices]
@@ -149,18 +147,53 @@ class _Instance:
         budget = options.memory_budget_bytes or self.device.memory_bytes
         self.budget_search = BudgetSearch(budget, self.graph.mesh, self._rows_at, self._floor)
         # One limit for all: where the first problem takes it all, the others are only looked at.
-        self.limit = TimeLimit(options.solver_seconds)
+        self.limit = TimeLimit(options.solver_seconds, options.repaying_steps)
         # The last alone: a body is as large as the program.
         self._lowered: dict[tuple[int, ...], Body] = {}
         self._moments: dict[tuple[int, ...], tuple[Liveness, ...]] = {}
         self._solve_one: Solve = solve
+        self._solved: dict[tuple[float, ...], tuple[Problem, Solution]] = {}
 
-    def begin_at(self, known: Sharded) -> None:
-        """Solve by axes from here on, beginning with what is known on a mesh of fewer axes."""
-        lifted = lift(known.choices, known.graph, self.graph)
-        of_class = dict(zip(reversed(self.class_of), reversed(lifted), strict=True))  # that of a class's first node
-        start = tuple(of_class[number] for number in range(len(of_class)))
-        self._solve_one = partial(descend, start=start, does=behaviours(self.graph, self.class_of))
+    def begin_at(self, known: Sequence[Sharded]) -> None:
+        """Solve by axes from here on, beginning with what is known on other meshes, or has been found since."""
+        starts: list[tuple[int, ...]] = []
+        for sharded in known:
+            lifted = lift(sharded.choices, sharded.graph, self.graph)
+            of_class = dict(zip(reversed(self.class_of), reversed(lifted), strict=True))  # that of a class's first node
+            starts.append(tuple(of_class[number] for number in range(len(of_class))))
+        does = behaviours(self.graph, self.class_of)
+
+        def by_axes(
+            problem: Problem,
+            solver: str = "highs",
+            seconds: float | TimeLimit = 60.0,
+            gap: float = PROVED,
+            known: float = np.inf,
+        ) -> Solution:
+            found = descend(problem, solver, seconds, gap, known, start=min(starts, key=problem.cost), does=does)
+            if found.choices and found.choices not in starts:
+                starts.append(found.choices)
+            return found
+
+        self._solve_one = by_axes
+
+    def solve_under(self, exposure: Exposure | None, beat: float = np.inf) -> tuple[Problem, Solution]:
+        """The problem, as what is known of exposure prices it, and its solution: of equal problems that of the first."""
+        parts = self.prices.parts(exposure)
+        if parts not in self._solved:
+            problem = self.prices.problem(exposure)
+            solution = self.solve(problem, beat)
+            if not solution.choices or solution.status == "beaten":
+                return problem, solution
+            self._solved[parts] = problem, solution
+        return self._solved[parts]
+
+    def bound_under(self, exposure: Exposure | None, problem: Problem) -> float:
+        """What no answer of the program's problem, so priced, costs less than."""
+        solved = self._solved.get(self.prices.parts(exposure))
+        if solved is not None:
+            return solved[1].bound
+        return solve(problem, self.solver, self.limit, max(self.gap, TUNING.large_gap)).bound
 
     def solve(self, problem: Problem, beat: float = np.inf) -> Solution:
         """A problem of this program, within the memory budget."""
@@ -224,11 +257,11 @@ def _follow_clock(instance: _Instance, first: Sharded, tried: list[tuple[int, ..
     """
     best = last = first
     for _ in range(1, TUNING.exposure_turns):
-        if not _misjudged(last):
+        wrong = _misjudged_seconds(last)
+        if not wrong or not instance.limit.repays(wrong, planning_seconds(last.problem)):
             break
         exposure = _shown(last)
-        problem = instance.prices.problem(exposure)
-        solution = instance.solve(problem, (1 + TUNING.known_far) * best.step_seconds)
+        problem, solution = instance.solve_under(exposure, (1 + TUNING.known_far) * best.step_seconds)
         if not solution.choices or solution.status == "beaten":
             break
         if solution.choices in tried:
@@ -249,11 +282,11 @@ def _explore(
     A plan that is like none seen before (experts over devices, where all seen so far split samples) would else be judged by
     conversions that are thought to be waited for in full. Arguments and results as of `_follow_clock`.
     """
-    if last.exposure is None:
+    won = TUNING.hoped * (best.step_seconds - best.shared_seconds)
+    if last.exposure is None or not instance.limit.repays(won, planning_seconds(last.problem)):
         return best, last
     exposure = _shown(last).hopeful()
-    problem = instance.prices.problem(exposure)
-    solution = instance.solve(problem, (1 - TUNING.exposure_same) * best.step_seconds)
+    problem, solution = instance.solve_under(exposure, (1 - TUNING.exposure_same) * best.step_seconds)
     if not solution.choices or solution.status == "beaten" or solution.choices in tried:
         return best, last
     tried.append(solution.choices)
@@ -273,15 +306,15 @@ def _shown(sharded: Sharded) -> Exposure:
     return sharded.exposure.after(show(sharded.graph, sharded.body, sharded.exposed_seconds))
 
 
-def _misjudged(sharded: Sharded) -> bool:
-    """Whether a program takes longer than was thought, or less long, for more or less is exposed than was thought."""
+def _misjudged_seconds(sharded: Sharded) -> float:
+    """Seconds by which a program was misjudged, for more or less of it is exposed than was thought; 0: next to none."""
     if sharded.exposure is None:
-        return False
+        return 0.0
     shown = show(sharded.graph, sharded.body, sharded.exposed_seconds)
     much = TUNING.exposure_same * sharded.step_seconds
     now, before = sharded.exposure.after(shown), sharded.exposure
     wrong = sum(abs(now.of(one.kind) - before.of(one.kind)) * one.seconds for one in shown if one.kind is not None)
-    return wrong > much and abs(sharded.solution.objective - sharded.step_seconds) > much
+    return wrong if wrong > much and abs(sharded.solution.objective - sharded.step_seconds) > much else 0.0
 
 
 def _with_known(
@@ -312,7 +345,7 @@ def _with_known(
     candidate = instance.read_off(narrowed, solution, exposure)
     if best is not None and candidate.step_seconds >= best.step_seconds * (1 - 1e-9):
         return best
-    bound = solve(wider, instance.solver, instance.limit, max(instance.gap, TUNING.large_gap)).bound
+    bound = instance.bound_under(exposure, wider)
     return dataclasses.replace(candidate, problem=wider, solution=solution.bounded(bound))
 
 
@@ -320,6 +353,8 @@ def _may_win(problem: Problem, best: Sharded, solver: str, limit: TimeLimit) -> 
     """Whether an answer of a problem may be faster than the best, as far as prices tell."""
     if abs(best.solution.objective - best.step_seconds) > TUNING.known_far * best.step_seconds:
         return True  # as where many small collectives are sent together
+    if num_pairs(problem) <= TUNING.small_core:
+        return True  # to look takes no longer than to ask
     if np.isfinite(problem.cost(best.solution.choices)):
         return False  # the best answer is one of these, and the best of all as they are priced
     least = (1 + TUNING.known_far) * best.step_seconds

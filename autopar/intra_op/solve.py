@@ -89,6 +89,7 @@ def _solve_core(
     how, proved = "message passing", -np.inf
     # By size and not by the clock, so that the same problem always has the same answer.
     stages = TUNING.message_rounds[: 3 - (pairs > TUNING.large_core) - (pairs > 4 * TUNING.large_core)]
+    is_last = False
     for stage, rounds in enumerate(stages, 1):
         bounds = ascent.run(rounds if gap < TUNING.rough_gap else rounds // 2, gap=gap, enough=known * (1 - PROVED))
         if bounds.lower + constant >= (known + constant) * (1 - gap):
@@ -99,11 +100,18 @@ def _solve_core(
         content = TUNING.rough_gap * abs(bounds.upper + constant) if gap > TUNING.large_gap else allowed
         if np.isfinite(bounds.upper) and (room <= allowed or gap >= TUNING.rough_gap or limit.is_spent):
             break
+        # All that comes wins no more than what the bounds leave open, of which mostly the lower one takes the larger part.
+        won = TUNING.hoped * room
+        is_last = stage == len(stages) or not limit.repays(won, ascent.seconds(stages[stage]))
         for part in TUNING.room_parts:
             room = ascent.upper - bounds.lower
             if room <= allowed:
                 break
-            narrowed = _promising(core, bounds, ascent.best, part * room, part == 1, stage == len(stages))
+            most = limit.steps * won * TUNING.solver_pairs_per_second
+            slack = part * room
+            if part == TUNING.room_parts[0]:  # what is read from messages may be far from the best, the bound seldom is
+                slack = min(slack, TUNING.first_slack * abs(bounds.lower + constant))
+            narrowed = _promising(core, bounds, ascent.best, slack, part == 1, is_last, most)
             if narrowed is None or (part == 1 and room <= content and num_pairs(narrowed.problem) > TUNING.early_core):
                 break
             enough = _gap_of_part(narrowed, ascent.upper, constant, gap)
@@ -115,17 +123,16 @@ def _solve_core(
                 how = _told(answer.solver, core) if narrowed.kept else "message passing and elimination"
             if part == 1 and answer.status == "optimal":
                 return Solution(ascent.best, ascent.upper, ascent.upper * (1 - 0.5 * PROVED), "optimal", how)
-        if ascent.upper - bounds.lower <= allowed or ascent.upper - proved <= TUNING.large_gap * abs(
-            ascent.upper + constant
-        ):
+        proved_enough = ascent.upper - proved <= TUNING.large_gap * abs(ascent.upper + constant)
+        if is_last or ascent.upper - bounds.lower <= allowed or proved_enough:
             break
     if not np.isfinite(ascent.upper):
         return _solve_whole(core, solver, limit, gap)
     found = Solution(ascent.best, ascent.upper, min(max(ascent.lower, proved), ascent.upper), "feasible", how)
-    done = gap >= TUNING.rough_gap or found.objective - found.bound <= content
-    if done:
-        return found
     room = found.objective - found.bound
+    polishing = TUNING.polish_node_seconds * len(core.costs)
+    if gap >= TUNING.rough_gap or room <= content or not limit.repays(TUNING.hoped * room, polishing):
+        return found
     masks = [excess <= room * (1 + 1e-9) for excess in bounds.excess]
     for mask, choice in zip(masks, found.choices, strict=True):
         mask[choice] = True
@@ -141,23 +148,24 @@ def _gap_of_part(narrowed: Reduced, upper: float, constant: float, gap: float) -
 
 
 def _promising(
-    core: Problem, bounds: Bounds, best: Sequence[int], room: float, must: bool, is_last: bool
+    core: Problem, bounds: Bounds, best: Sequence[int], room: float, must: bool, is_last: bool, most: float
 ) -> Reduced | None:
     """What is left of a core of the choices that exceed the bound by no more than `room`.
 
-    It is to be small enough for the ILP: where it is not, None is the answer, for more rounds may make it so; or if these
-    were the last ones, and it need not (`must`) be all of them, the best few of each node and those around `best`.
+    It is to be small enough for the ILP, `most` pairs at most: where it is not, None is the answer, for more rounds may make
+    it so; or if these were the last ones, and it need not (`must`) be all of them, the best few of each node and those around
+    `best`.
     """
     masks = [excess <= room * (1 + 1e-9) for excess in bounds.excess]
     narrowed = eliminate(_narrowed(core, masks))
-    most = TUNING.early_core if not is_last else TUNING.small_core if must else TUNING.small_core // 4
-    if num_pairs(narrowed.problem) <= most:
+    large = TUNING.small_core if must else TUNING.small_core // 4
+    if num_pairs(narrowed.problem) <= min(most, large if is_last else TUNING.early_core):
         return narrowed
     around = _around(core, best) if is_last and not must else []
     for count in TUNING.fewer_choices if around else ():
         few = [near | (m & _least(e, count)) for m, e, near in zip(masks, bounds.excess, around, strict=True)]
         narrowed = eliminate(_narrowed(core, few))
-        if num_pairs(narrowed.problem) <= TUNING.small_core // 2:
+        if num_pairs(narrowed.problem) <= min(most, TUNING.small_core // 2):
             return narrowed
     return None
 

@@ -1,14 +1,16 @@
 """How long solvers may work on one question, however many problems it takes.
 
-In:     seconds.
+In:     seconds; how often the answer is used.
 Out:    `TimeLimit`, which all solves of that question draw on.
 Method: only the ILP solver's own time counts: what message passing takes depends on the size of a problem alone, so that
-        where no solver runs out of time the same question always has the same answer.
+        where no solver runs out of time the same question always has the same answer. So it is with work that is not worth
+        what it can win: it is counted, in tables and pairs.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Iterator
 
@@ -19,13 +21,19 @@ class TimeLimit:
     Attributes:
         seconds: At the beginning.
         left: Of them, now.
+        steps: How often what is won is won: more work than that is worth is not begun.
     """
 
     LEAST = 0.05
     """Part of the limit: with less left, no solver is begun; one that must be gets so much."""
 
-    def __init__(self, seconds: float):
+    def __init__(self, seconds: float, steps: float = math.inf):
         self.seconds = self.left = seconds
+        self.steps = steps
+
+    def repays(self, won_seconds: float, work_seconds: float) -> bool:
+        """Whether work that takes so long, counted, is worth what it may win."""
+        return work_seconds <= self.steps * won_seconds
 
     @property
     def is_spent(self) -> bool:

@@ -41,11 +41,13 @@ class Traffic:
         counts: For each operand and then each result, how often its bytes on one device are moved.
         touched: For each of these, an index of another operand or result whose bytes count instead; its own where none.
         launches: Kernels that it launches.
+        on_samples: Whether anything it reads or makes is of samples, as far as is known; else it works on parameters.
     """
 
     counts: tuple[float, ...]
     touched: tuple[int, ...]
     launches: float
+    on_samples: bool
 
 
 def find_traffic(graph: Graph) -> dict[int, Traffic]:
@@ -91,6 +93,7 @@ def is_fused(node: Node) -> bool:
 class _Finder:
     def __init__(self, graph: Graph):
         self.ops = [node for node in graph.nodes if node.kind == "op"]
+        self.batch = graph.batch
         self.root: dict[Var, Var] = {}
         self.floating: set[Var] = set()
         self.level: dict[Var, int] = {}
@@ -208,7 +211,8 @@ class _Finder:
             if any(counts) and kernel not in launched:
                 launched.add(kernel)
                 launches = 1.0
-            traffic = Traffic(tuple(counts), tuple(touched), launches)
+            on_samples = not self.batch.of or any(map(self.batch.dims, (*eqn.invars, *eqn.outvars)))
+            traffic = Traffic(tuple(counts), tuple(touched), launches, on_samples)
             found[node.index] = same.setdefault(traffic, traffic)
         return found
 

@@ -54,6 +54,10 @@ class Achieved:
             cannot compute meanwhile; others compute while the next program is started.
         fresh_bytes_per_second: Rate at which a program gets memory for what it makes, where each run asks the system for it
             anew, as XLA's CPU programs do; inf: memory is kept.
+        kept_bytes: A program that needs no more than this is given memory that is there, as C libraries keep some.
+        passes: How often elementwise work on samples goes through memory, and in how many kernels, for each time that it
+            would if all of it that stands together were one kernel; compilers for GPUs come near 1, XLA's for CPUs does not.
+        update_passes: The same of work on parameters alone, such as an optimizer's.
 
     Raises:
         ClusterError: A share that is not between 0 and 1, or something negative.
@@ -72,6 +76,9 @@ class Achieved:
     host_cores: int = 0
     dispatch_seconds: float = 0.0
     fresh_bytes_per_second: float = math.inf
+    kept_bytes: float = 0.0
+    passes: float = 1.0
+    update_passes: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("product", "memory", "fused"):
@@ -96,6 +103,7 @@ class Achieved:
             "balance",
             "host_cores",
             "dispatch_seconds",
+            "kept_bytes",
         ):
             if getattr(self, name) < 0:
                 raise ClusterError(
@@ -104,7 +112,7 @@ class Achieved:
                     wrong="it is less than 0.",
                     do="pass 0 where it does not matter.",
                 )
-        for name in ("convolution", "fresh_bytes_per_second"):
+        for name in ("convolution", "fresh_bytes_per_second", "passes", "update_passes"):
             if not getattr(self, name) > 0:
                 raise ClusterError(
                     "what is done comes at a rate.",
@@ -120,7 +128,7 @@ class Achieved:
             num_bytes: That it needs on a device besides its operands.
         """
         starting = self.dispatch_seconds if self.host_cores else 0.0
-        return starting + num_bytes / self.fresh_bytes_per_second
+        return starting + (num_bytes / self.fresh_bytes_per_second if num_bytes > self.kept_bytes else 0.0)
 
     def sharing_speed(self, num_busy: int, num_devices: int) -> float:
         """How much faster devices are than their rates while some of their host's rest: no program uses more than a core.

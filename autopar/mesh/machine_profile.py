@@ -29,6 +29,8 @@ VERSION = 1
 """Raised with every change that an older reader cannot take, or that gives a number another meaning."""
 _OF_HOST = "host_bytes_per_second", "host_memory_bytes"
 _COUNTS = ("cores", "host_cores")
+_SINCE = ("kept_bytes", "passes", "update_passes")
+"""Files of before these were measured do not have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +274,8 @@ def _of_host(entry: Entry) -> dict[str, float]:
 def _achieved(entry: Entry) -> Achieved:
     found: dict[str, Any] = {}
     for part in dataclasses.fields(Achieved):
+        if part.name in _SINCE and part.name not in entry.value:
+            continue
         value = entry[part.name]
         if part.name == "tile":
             found[part.name] = value.pair(lambda side: side.count(1), lambda side: side.count(1))

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from autopar.errors import AutoparError
 from autopar.intra_op.exposure import Exposure
+from autopar.intra_op.problem import planning_seconds
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh
@@ -52,11 +53,16 @@ def search_accumulation(
     """Numbers of microbatches beyond one, each better than the one before and the batch as a whole; extends `whole.tried`."""
     if not memory_binds(whole):
         return
+    if whole.results:
+        best = whole.best[1]
+        won = TUNING.hoped * (best.step_seconds - best.shared_seconds)
+        if not method.options().repays(won, planning_seconds(best.problem)):
+            return
 
     def told(text: str, done: float | None = None, best: float = math.inf) -> None:
         report(text, done, least)  # what is found of a number of microbatches is known when all its meshes are
 
-    best: Accumulated | None = None
+    found: Accumulated | None = None
     least = min((sharded.step_seconds for _, sharded in whole.results), default=math.inf)
     needed = _needed_bytes(whole)
     for count in counts_of(program, roles):
@@ -66,8 +72,10 @@ def search_accumulation(
             whole.tried.append((f"{count} microbatches", error.summary))
             break
         searched = Searched([], [])
-        beat, exposure = _to_beat(best or whole, count)
-        search_meshes(split, roles, cluster, method, best_meshes(meshes, best or whole), told, searched, beat, exposure)
+        beat, exposure = _to_beat(found or whole, count)
+        search_meshes(
+            split, roles, cluster, method, best_meshes(meshes, found or whole), told, searched, beat, exposure
+        )
         whole.tried += [(f"{name}, {count} microbatches", outcome) for name, outcome in searched.tried]
         if searched.beaten and not searched.results:
             break
@@ -79,8 +87,8 @@ def search_accumulation(
         seconds = searched.best[1].step_seconds
         if seconds >= least:
             break
-        best, least = Accumulated(count, split, searched), seconds
-        yield best
+        found, least = Accumulated(count, split, searched), seconds
+        yield found
         if not memory_binds(searched):
             break
 

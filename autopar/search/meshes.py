@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from autopar.errors import AutoparError
 from autopar.intra_op.by_axes import joined_axes
 from autopar.intra_op.exposure import Exposure
-from autopar.intra_op.problem import num_pairs
+from autopar.intra_op.problem import num_pairs, planning_seconds
 from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.shard import Beaten
 from autopar.intra_op.time_limit import TimeLimit
@@ -25,6 +25,7 @@ from autopar.intra_op.untie import untie
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh
+from autopar.options import Options
 from autopar.search.methods import Method
 from autopar.search.one_mesh import shard_on
 from autopar.search.progress import Report
@@ -69,7 +70,7 @@ def search_meshes(
     As long as nothing is found, `beat` is the objective to be beaten, and `exposure` what is known of it.
     """
     for number, mesh in enumerate(meshes):
-        reason = _not_worth_it(searched, mesh) if len(meshes) > 1 or searched.results else ""
+        reason = _not_worth_it(searched, mesh, method.options()) if len(meshes) > 1 or searched.results else ""
         if reason:
             searched.tried.append((str(mesh), reason))
             continue
@@ -104,11 +105,15 @@ def _to_beat(searched: Searched, mesh: LogicalMesh) -> float:
     return best.solution.objective * (1 + TUNING.clock_doubt if small else 1)
 
 
-def _begin(searched: Searched, mesh: LogicalMesh) -> Sharded | None:
-    """Where to begin on a mesh of three axes: the fastest answer on a mesh each of whose axes is some of these."""
-    known = [sharded for other, sharded in searched.results if len(other.shape) < len(mesh.shape)]
-    known = [sharded for sharded in known if len(mesh.shape) > 2 and joined_axes(sharded.graph.mesh, mesh)]
-    return min(known, key=lambda sharded: sharded.step_seconds, default=None)
+def _begin(searched: Searched, mesh: LogicalMesh) -> list[Sharded]:
+    """Where to begin on a mesh of three axes: the fastest answer on a mesh each of whose axes is some of these, and the
+    fastest on one of as many."""
+    if len(mesh.shape) < 3:
+        return []
+    known = sorted((sharded for _, sharded in searched.results), key=lambda sharded: sharded.step_seconds)
+    joined = [sharded for sharded in known if joined_axes(sharded.graph.mesh, mesh)]
+    alike = [sharded for sharded in known if len(sharded.graph.mesh.shape) == len(mesh.shape)]
+    return [*joined[:1], *alike[:1]] if joined else []
 
 
 def untie_best(
@@ -120,6 +125,8 @@ def untie_best(
     budget = options.memory_budget_bytes or cluster.device.memory_bytes
 
     def untied(sharded: Sharded) -> Sharded:
+        if not options.repays(TUNING.untied_near * sharded.step_seconds, planning_seconds(sharded.problem)):
+            return sharded
         return untie(
             program.jaxpr,
             sharded,
@@ -127,7 +134,7 @@ def untie_best(
             roles.donated,
             lambda sharded: sharded.liveness.peak_bytes <= budget,
             options.solver,
-            TimeLimit(options.solver_seconds),
+            TimeLimit(options.solver_seconds, options.repaying_steps),
         )
 
     near = (1 + TUNING.untied_near) * best.step_seconds
@@ -142,30 +149,23 @@ def untie_best(
     return min(found, key=lambda pair: (pair[1].step_seconds, len(pair[0].shape)))
 
 
-def shared_seconds(sharded: Sharded) -> float:
-    """The step if all devices shared every operation and no one communicated: no plan takes less."""
-    return sum(float(costs.min()) for costs in sharded.problem.costs)
-
-
-def _not_worth_it(searched: Searched, mesh: LogicalMesh) -> str:
+def _not_worth_it(searched: Searched, mesh: LogicalMesh, options: Options) -> str:
     """Why a mesh is left out; "": it is not."""
-    if len(mesh.shape) < 3 or not searched.results:
+    if not searched.results:
         return ""
+    (wide, widest), best = max(searched.results, key=lambda pair: len(pair[0].shape)), searched.best[1]
+    takes = planning_seconds(widest.problem, len(mesh.shape), len(wide.shape))
+    won = best.step_seconds - best.shared_seconds
+    too_long = f"left out: it would take longer to plan than {options.repaying_steps:.0f} steps can win"
     by_axes: dict[int, float] = {}
     for known, sharded in searched.results:
         by_axes[len(known.shape)] = min(by_axes.get(len(known.shape), math.inf), sharded.step_seconds)
-    (wide, widest), best = max(searched.results, key=lambda pair: len(pair[0].shape)), searched.best[1]
     for known in searched.beaten:
         by_axes.setdefault(len(known.shape), best.step_seconds)
-    if len(by_axes) < 2 and 1 in by_axes:
-        return ""
-    # A third axis multiplies the choices of a node as those before did, and wins less than the second did.
-    pairs = sum(float(matrix.size) ** (3 / len(wide.shape)) for matrix in widest.problem.edges.values())
-    won = best.step_seconds - shared_seconds(best)
-    if pairs <= TUNING.small_mesh_pairs:
-        return ""
+    if len(mesh.shape) < 3 or (len(by_axes) < 2 and 1 in by_axes):
+        return "" if options.repays(TUNING.hoped * won, takes) else too_long
     if won <= TUNING.third_axis_gain * best.step_seconds:
-        return f"left out: no plan takes less than {shared_seconds(best):.3e} s"
+        return f"left out: no plan takes less than {best.shared_seconds:.3e} s"
     if by_axes.get(2, math.inf) > (1 - TUNING.third_axis_gain) * by_axes.get(1, math.inf):
         return "left out: the second axis won next to nothing"
     fewer = min(by_axes.get(1, math.inf), by_axes.get(2, math.inf))
@@ -174,8 +174,6 @@ def _not_worth_it(searched: Searched, mesh: LogicalMesh) -> str:
     finer = [sharded.step_seconds for known, sharded in searched.results if len(known.shape) > 2]
     if finer and finer[-1] > min(finer):
         return "left out: the last mesh of three axes was slower than one before"
-    if 1 in by_axes and 2 in by_axes:
+    if 1 in by_axes and 2 in by_axes:  # a third axis wins less than the second did
         won = min(won, by_axes[1] - by_axes[2])
-    if pairs / TUNING.pairs_per_second > TUNING.repaying_steps * won:
-        return f"left out: it would take longer to plan than {TUNING.repaying_steps} steps can win"
-    return ""
+    return "" if options.repays(won, takes) else too_long

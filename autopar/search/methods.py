@@ -8,15 +8,17 @@ Method: a hand method only forbids choices (`intra_op/restrict.py`), so all meth
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.mesh import LogicalMesh
-from autopar.options import Memory, MicrobatchSemantics, Offload, Options, Recompute, Solver
+from autopar.options import Goal, Memory, MicrobatchSemantics, Offload, Options, Recompute, Solver
 from autopar.plan.decision import Decision
 from autopar.streams.schedules import AUTOMATIC, find_schedule
+from autopar.tuning import TUNING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,6 +95,11 @@ class ShardParallel(_Settings):
     mesh_shape: Any = "auto"
     num_microbatches: int = 1
 
+    def options(self) -> Options:
+        """The planner's options; one mesh is taken all pains with."""
+        steps = TUNING.repaying_steps if isinstance(self.mesh_shape, str) else math.inf
+        return dataclasses.replace(super().options(), repaying_steps=steps)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         _check_count("ShardParallel", "num_microbatches", self.num_microbatches)
@@ -133,6 +140,10 @@ class Auto(_StageSettings):
     accumulated; and on several hosts, or where nothing else fits, whether to cut the step into pipeline stages, which, on
     which submeshes, in how many microbatches and by which schedule."""
 
+    def options(self) -> Options:
+        """The planner's options."""
+        return dataclasses.replace(super().options(), repaying_steps=TUNING.repaying_steps)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if isinstance(self.recompute, tuple):
@@ -170,7 +181,8 @@ class Inference(_Settings):
 
     def options(self) -> Options:
         """The planner's options."""
-        return dataclasses.replace(super().options(), goal="step" if self.latency else "calls")
+        goal: Goal = "step" if self.latency else "calls"
+        return dataclasses.replace(super().options(), goal=goal, repaying_steps=TUNING.repaying_steps)
 
 
 @dataclass(frozen=True)

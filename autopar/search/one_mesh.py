@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -134,13 +135,13 @@ def shard_on(
     beat: float = math.inf,
     exposure: Exposure | None = None,
     like: Graph | None = None,
-    begin: Sharded | None = None,
+    begin: Sequence[Sharded] = (),
     explore: bool = False,
 ) -> Sharded:
     """Shard the program on one mesh under the method's restrictions; `compare` with data parallelism too.
 
     `beat` is the objective of the best plan known on other meshes, `exposure` what it was priced with, `like` the graph of
-    the program on one of them, `begin` an answer to begin with, as of `shard`; so is `explore`.
+    the program on one of them, `begin` answers to begin with, as of `shard`; so is `explore`.
     """
 
     def restrict(graph: Graph, allowed: Allowed) -> None:

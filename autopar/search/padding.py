@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from autopar._jax import Jaxpr, JaxprEqn
 from autopar.debug import check_behind
 from autopar.intra_op.costs import OperationSeconds
+from autopar.intra_op.problem import planning_seconds
 from autopar.intra_op.strategies import split_fraction
 from autopar.ir.check import check_program
 from autopar.ir.program import Program
@@ -64,8 +65,14 @@ def longer_length(length: int, num_devices: int) -> int:
     return length
 
 
-def worth_padding(planned: StepPlan, lengths: Lengths, cluster: Cluster) -> dict[int, int]:
+def worth_padding(planned: StepPlan, lengths: Lengths, cluster: Cluster, num_tried: int = 1) -> dict[int, int]:
     """Those lengths of which longer ones may win what it takes to plan them, by what the plan without them does.
+
+    Args:
+        planned: The plan of the step as it stands.
+        lengths: As of `lengths_that_do_not_divide`.
+        cluster: The machine.
+        num_tried: About how many plans were tried for this one, and will be again.
 
     Products along a length are repeated by some devices; or, if none can split it at all, their collectives are exposed.
     """
@@ -94,7 +101,8 @@ def worth_padding(planned: StepPlan, lengths: Lengths, cluster: Cluster) -> dict
         hardly_split = math.gcd(length, cluster.num_devices) == 1
         return (1 - exposed) * repeated[length] / operations + hardly_split * exposed * along[length] / products
 
-    least = max(TUNING.padding_looks, TUNING.padding_least / planned.seconds)
+    takes = num_tried * sum(planning_seconds(stage.sharded.problem) for stage in planned.stages)
+    least = max(TUNING.padding_looks, takes / (TUNING.repaying_steps * planned.seconds))
     return {n: m for n, m in lengths.items() if gain(n) >= least}
 
 

@@ -35,7 +35,7 @@ from autopar.search.anytime import Anytime
 from autopar.search.describe import describe_plan
 from autopar.search.dumped import dump_plan
 from autopar.search.followed import pipeline_behind
-from autopar.search.meshes import Searched, search_meshes, shared_seconds, untie_best
+from autopar.search.meshes import Searched, search_meshes, untie_best
 from autopar.search.methods import (
     Auto,
     DataParallel,
@@ -117,7 +117,7 @@ def _with_padding(
             raise
         failure = error
     if planned is not None:
-        lengths = {} if report.reason else worth_padding(planned, lengths, cluster)
+        lengths = {} if report.reason else worth_padding(planned, lengths, cluster, 1 + len(tried))
     if lengths:
         try:
             longer, more = _planned(padded_program(program, lengths), roles, cluster, method, report)
@@ -229,7 +229,9 @@ class _Search:
         if self.report.reason:
             return
         least = self._least
-        telling, options = part_of(self.report, self.share, 1.0), self.method.options()
+        telling = part_of(self.report, self.share, 1.0)
+        # What a stage may win it wins for each microbatch.
+        options = dataclasses.replace(self.method.options(), repaying_steps=math.inf)
         with self._a_pass("stages"):
             search_pipelines(self.step, self.roles, self.cluster, options, self.stages, telling, least)
         self.tried += self.stages.tried
@@ -276,8 +278,9 @@ def _can_gain(method: Method, searched: Searched) -> bool:
     if not searched.results:
         return True
     _, best = searched.best
-    least = TUNING.stages_gain_seconds if method.options().goal == "step" else 0.0
-    return best.step_seconds - shared_seconds(best) > max(TUNING.stages_gain * best.step_seconds, least)
+    won, options = best.step_seconds - best.shared_seconds, method.options()
+    repaid = options.goal == "calls" or options.repays(TUNING.hoped * won, TUNING.stages_seconds)
+    return repaid and won > TUNING.stages_gain * best.step_seconds
 
 
 def _check_one_kind(cluster: Cluster) -> None:

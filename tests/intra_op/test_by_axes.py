@@ -108,7 +108,7 @@ def test_a_large_problem_begins_where_it_is_told(monkeypatch):
 
     known = sharded((2, 4))
     monkeypatch.setattr("autopar.intra_op.shard.num_pairs", lambda problem: math.inf)
-    found = sharded((2, 2, 2), begin=known)
+    found = sharded((2, 2, 2), begin=[known])
     assert "two axes at a time" in found.solution.solver
     begun = dict(zip(reversed(found.class_of), reversed(lift(known.choices, known.graph, found.graph)), strict=True))
     assert found.solution.objective <= found.problem.cost([begun[number] for number in range(len(begun))])

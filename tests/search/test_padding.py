@@ -118,8 +118,8 @@ def test_not_where_the_batch_is_split():
 
 
 def test_not_where_next_to_nothing_is_won(monkeypatch):
-    """Of a step of milliseconds more than a second cannot be won."""
-    tune(monkeypatch, padding, padding_least=1.0)
+    """Of a step of milliseconds no more can be won than is worth a thousandth of a step of planning."""
+    tune(monkeypatch, padding, repaying_steps=1e-3)
     step = autopar.parallelize(train_step, cluster=cluster(1e7), method=autopar.ShardParallel(mesh_shape=(8,)))
     plan = step.plan(*arguments(1, 0, length=7))
     assert plan.padded == () and len(plan.cost.search.tried) == 1
@@ -137,7 +137,8 @@ METHODS = {
 @pytest.mark.parametrize("name", METHODS)
 def test_gpt_with_an_odd_vocabulary(name, monkeypatch):
     """As the costs have it data parallelism is best; here the longer step is taken all the same, where there is one."""
-    always = dataclasses.replace(TUNING, padding_looks=0.0, padding_least=0.0, padding_gains=-np.inf)
+    always = dataclasses.replace(TUNING, padding_looks=0.0, padding_gains=-np.inf)
+    monkeypatch.setattr(padding, "planning_seconds", lambda problem: 0.0)
     for module in ("padding", "planner"):
         monkeypatch.setattr(f"autopar.search.{module}.TUNING", always)
     args = arguments(8, 1)

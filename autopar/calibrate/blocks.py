@@ -1,0 +1,100 @@
+"""Layers of models with their gradients, and updates, as the cost model sees them: what compilers make of their work.
+
+In:     whether the devices are CPU devices.
+Out:    `Case`s whose kernels are those that a plan would count (`intra_op/traffic.py`).
+Method: thin layers, whose products take little: what is left of the time is passes over memory and launches, of which the
+        cost model counts as many as with perfect fusion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopar.calibrate.cases import SMALL, Case
+from autopar.cost.kernels import Kernel, Pass
+from autopar.intra_op.build_graph import build_graph
+from autopar.intra_op.kernels import kernel_of
+from autopar.intra_op.traffic import find_traffic
+from autopar.ir.trace.trace import trace_step
+from autopar.mesh import LogicalMesh
+
+_ONE = LogicalMesh((1,))
+
+
+def blocks(is_cpu: bool) -> Iterator[Case]:
+    """A layer of a transformer and its gradient, alone and in a loop; and updates of parameters, which are other work."""
+    width, heads = (128, 4) if is_cpu else (512, 8)
+    length = 128 if is_cpu else 1024
+    yield _layer(8, length, width, heads, 1)
+    yield _update(2**18 if is_cpu else 2**24)
+    yield _layer(2, length, width, heads, 2)
+
+
+def _layer(batch: int, length: int, width: int, heads: int, layers: int) -> Case:
+    shapes = ((batch, length, width), (layers, width, 3 * width), (layers, width, width), (layers, width))
+
+    def layer(x: jax.Array, weights: Sequence[jax.Array]) -> jax.Array:
+        mixed, up, scale = weights
+        queries, keys, values = (
+            part.reshape(batch, length, heads, width // heads)
+            for part in jnp.split(_normed(x, scale) @ mixed, 3, axis=-1)
+        )
+        scores = jnp.einsum("bqhd,bkhd->bhqk", queries, keys)
+        scores = jnp.where(jnp.tri(length, dtype=bool), scores, -1e9)
+        found = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), values)
+        x = x + found.reshape(x.shape)
+        return x + jax.nn.gelu(_normed(x, scale) @ up)
+
+    def loss(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        if layers == 1:
+            return jnp.mean(layer(x, [w[0] for w in weights]) ** 2)
+        return jnp.mean(lax.scan(lambda x, own: (layer(x, own), None), x, weights)[0] ** 2)
+
+    def turn(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        along, *others = jax.grad(loss, argnums=tuple(range(len(shapes))))(x, *weights)
+        return x * 0.5 + SMALL * along + SMALL * sum(grad.sum() for grad in others)
+
+    text = f"{'a layer' if layers == 1 else f'a loop of {layers} layers'} of {width}, {batch} x {length} tokens"
+    dtypes = ("float32",) * len(shapes)
+    return Case("layer", text, shapes, dtypes, turn, kernels_of(turn, shapes, dtypes, {0: frozenset({0})}))
+
+
+def _update(size: int) -> Case:
+    """Adam's, of one parameter."""
+    shapes, dtypes = ((3, size), (size,)), ("float32", "float32")
+
+    def turn(state: jax.Array, gradient: jax.Array) -> jax.Array:
+        value, mean, square = state
+        mean = 0.9 * mean + 0.1 * gradient
+        square = 0.999 * square + 0.001 * gradient**2
+        return jnp.stack([value - SMALL * mean / (jnp.sqrt(square) + 1e-8), mean, square])
+
+    kernel = Pass(7 * 4.0 * size, 1.0, "parameters")  # reads four arrays, writes three
+    return Case("update", f"Adam of {size} float32", shapes, dtypes, turn, (kernel,))
+
+
+def _normed(x: jax.Array, scale: jax.Array) -> jax.Array:
+    centred = x - x.mean(-1, keepdims=True)
+    return centred * lax.rsqrt((centred**2).mean(-1, keepdims=True) + 1e-5) * scale
+
+
+def kernels_of(
+    function: Callable[..., jax.Array],
+    shapes: Sequence[tuple[int, ...]],
+    dtypes: Sequence[str],
+    batch: Mapping[int, frozenset[int]],
+) -> tuple[Kernel, ...]:
+    """What a function is to the cost model on one device; `batch` as of `build_graph`."""
+    given = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+    graph = build_graph(trace_step(function, given).jaxpr, _ONE, {}, batch)
+    traffic = find_traffic(graph)
+    found: list[Kernel] = []
+    for node in graph.nodes:
+        if node.kind == "op":
+            kernel = kernel_of(node, node.strategies[0], traffic[node.index], _ONE)
+            found += [kernel] * round(node.weight) if kernel.num_bytes else []
+    return tuple(found)

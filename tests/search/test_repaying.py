@@ -1,0 +1,90 @@
+"""Planning takes no longer than what it may win repays: counted by the size of problems, never by the clock."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+import autopar
+from autopar.intra_op import shard as sharding
+from autopar.intra_op import solve as solving
+from autopar.intra_op.problem import Problem, num_pairs, planning_seconds
+from autopar.intra_op.solve import solve
+from autopar.intra_op.time_limit import TimeLimit
+from autopar.search import methods
+from tests.intra_op.test_solve import draw, frustrated
+from tests.small_mlp import train_step
+from tests.sweep import QUICK, SLOW
+from tests.tuned import tune
+
+CLUSTER = autopar.Cluster(1, 8, SLOW, QUICK)
+
+
+@pytest.fixture
+def solved(monkeypatch):
+    """Pairs of what the ILP solver was called with."""
+    found, real = [], solving.solve_ilp
+
+    def solve_ilp(problem, *given):
+        found.append(num_pairs(problem))
+        return real(problem, *given)
+
+    monkeypatch.setattr(solving, "solve_ilp", solve_ilp)
+    return found
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_bounds_leave_open_is_left_where_the_rest_takes_longer(solved, seed):
+    problem = frustrated(seed)
+    exact = solve(problem)
+    assert exact.gap == 0 and sum(solved) > 0
+    solved.clear()
+    quick = solve(problem, seconds=TimeLimit(60.0, steps=1e-6))
+    assert sum(solved) == 0, "of a cost of seconds a millionth is won"
+    assert quick.bound <= exact.objective <= quick.objective == pytest.approx(problem.cost(quick.choices))
+    solved.clear()
+    assert solve(problem, seconds=TimeLimit(60.0, steps=1e6)).objective == pytest.approx(exact.objective)
+    assert sum(solved) > 0
+
+
+def test_a_further_axis_multiplies_choices():
+    problem = draw(3)
+    on_two = Problem(
+        [np.zeros(len(cost) ** 2) for cost in problem.costs],
+        {ends: np.zeros((matrix.shape[0] ** 2, matrix.shape[1] ** 2)) for ends, matrix in problem.edges.items()},
+    )
+    assert planning_seconds(problem, 2, 1) == pytest.approx(planning_seconds(on_two))
+    assert planning_seconds(on_two, 3, 2) > planning_seconds(on_two)
+
+
+def plan(method):
+    array = jax.ShapeDtypeStruct((64, 72), np.float32)
+    parallel = autopar.parallelize(train_step, cluster=CLUSTER, method=method, batch_argnums=(1,))
+    return parallel.plan([jax.ShapeDtypeStruct((72, 72), np.float32)] * 4, {"x": array, "y": array})
+
+
+@pytest.mark.parametrize("steps", [1e-9, 1e9])
+def test_meshes_are_tried_as_far_as_they_repay(monkeypatch, steps):
+    tune(monkeypatch, methods, repaying_steps=steps)
+    planned = plan(autopar.Auto())
+    told = [text for mesh, text in planned.alternatives if mesh in ("(x=2, y=4)", "(x=8)")]
+    assert any("longer to plan than" in text for text in told) == (steps < 1)
+    if steps < 1:
+        assert plan(autopar.ShardParallel(mesh_shape=(2, 4))).cost.optimality_gap < 1e-3, (
+            "who names a mesh gets its best"
+        )
+
+
+def test_equal_problems_are_solved_once(monkeypatch):
+    """Where nothing hides behind kernels, no exposure changes a price: no further turn of the clock solves the same again."""
+    asked, real = [], sharding.solve
+
+    def solve(problem, *given, **more):
+        asked.append((*map(bytes, problem.costs), *map(bytes, problem.edges.values())))
+        return real(problem, *given, **more)
+
+    monkeypatch.setattr(sharding, "solve", solve)
+    assert SLOW.achieved.overlap == 0
+    plan(autopar.ShardParallel())
+    assert len(asked) > 3 and len(asked) == len(set(asked))
