@@ -39,7 +39,7 @@ def test_models():
         step, state, batch = make(True)
         new, loss = jax.eval_shape(step, state, batch)
         assert jax.tree.structure(new) == jax.tree.structure(state) and loss.shape == ()
-        assert sum(x.size for x in jax.tree.leaves(make(False)[1])) > 100 * sum(x.size for x in jax.tree.leaves(state))
+        assert sum(x.size for x in jax.tree.leaves(make(False)[1])) > 10 * sum(x.size for x in jax.tree.leaves(state))
 
 
 @pytest.mark.parametrize(
