@@ -11,7 +11,6 @@ Method: the joint program is sharded as a whole (`intra_op/shard.py`); each task
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -61,15 +60,6 @@ def placed(slot: Slot, sharding: Sharding, shape: Sequence[int], dtype: Any, mes
     """A value that lies so."""
     kind = ArrayType(tuple(shape), np.dtype(dtype), sharding, mesh, on_host(slot.key.aval))
     return Placed(slot, kind, *((0, kind.local_bytes) if kind.on_host else (kind.local_bytes,)))
-
-
-def _taken_over(task: Task, inputs: Sequence[Placed], outputs: Sequence[Placed]) -> int:
-    """Bytes of results for which no memory is needed: sums go where they were, new state where the old was."""
-    kinds = ("argument", "sum", "rows") if task.kind in ("U", "step") else ("sum", "rows")
-    free = Counter(b.type for b in inputs if b.slot.kind in kinds)
-    taken = Counter({b.type: b.num_bytes for b in outputs if b.type in free})
-    count = Counter(b.type for b in outputs)
-    return sum(num_bytes * min(free[kind], count[kind]) for kind, num_bytes in taken.items())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -317,12 +307,13 @@ class _Lowering:
         liveness = measure_liveness(body, self.mesh, self.stored, in_place=self.in_place(task, inputs, body_outputs))
         lanes = run_lanes(body, self.operations.of, self.mesh, self.achieved.overlap)
         own_bytes = max(0, liveness.peak_bytes - liveness.argument_bytes)
+        made = sum(b.num_bytes for b in outputs)  # where operands were, or each a piece by itself
         return TaskPlan(
             task,
             body,
             inputs,
             outputs,
-            lanes.seconds + self.achieved.program_seconds(max(0, own_bytes - _taken_over(task, inputs, outputs))),
+            lanes.seconds + self.achieved.program_seconds(max(0, own_bytes - made)),
             communication,
             lanes.exposed,
             self.batchless(body),
