@@ -84,7 +84,7 @@ def measure_liveness(
     Args:
         body: The program.
         mesh: Its mesh.
-        stored: Values that take memory (`costs.stored_values`).
+        stored: Values that take memory (`held.py`).
         donated: For each input, whether its memory may be reused after its last reader.
         in_place: Results that are written over inputs.
     """
