@@ -1,13 +1,15 @@
 """`Auto()` against every method with all its settings, predicted: the best that anyone could have asked for by name.
 
     python benchmarks/methods.py [--models gpt,vit] [--clusters "1x8 h100,8x8 v100"] [--found FILE] [--plans 24]
+        [--methods DataParallel,ShardParallel,ThreeD,PipelineParallel]
 
 For each model on each described machine: seconds of `Auto()`, the best other method with its settings, and the first over
 the second; above 1.000 the automatic plan was beaten. The settings of `DataParallel` (ZeRO stage, microbatches),
 `ShardParallel` (every mesh of up to three axes, microbatches), `ThreeD` (three degrees, microbatches, schedule, ZeRO,
 sequence parallelism) and `PipelineParallel` (stages, schedule, microbatches, recomputation) are searched one at a time from
 several starts, until no change of one is faster or `--plans` of a method were made. What is planned is written to `--found`,
-line by line, and not planned again: run it in pieces, as often as you like.
+line by line, and not planned again: run it in pieces, as often as you like. `--methods` plans those alone, and the table
+then says nothing of the others.
 """
 
 from __future__ import annotations
@@ -65,6 +67,7 @@ SEMANTICS = {"wide_resnet": "per_microbatch"}
 MICROBATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 FAR, FEW = 1.5, 4
 """Settings that take so many times as long as the best method known are changed a few times only."""
+METHODS = "DataParallel,ShardParallel,ThreeD,PipelineParallel"
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1")
 
 
@@ -73,11 +76,13 @@ class Family:
     """One method.
 
     Attributes:
-        method: Its class.
+        name: Of the method.
+        method: Makes one of some settings.
         settings: Of each setting the values in order; an ordered one is changed to the next or the one before.
         starts: Settings to start from.
     """
 
+    name: str
     method: Callable[..., Method]
     settings: dict[str, Sequence[Any]]
     starts: Sequence[dict[str, Any]]
@@ -96,6 +101,7 @@ def families(cluster: autopar.Cluster, most_axes: int) -> Iterator[Family]:
     """Every method with all its settings there; meshes of so many axes at most."""
     count, inside = cluster.num_devices, cluster.devices_per_host
     yield Family(
+        "DataParallel",
         autopar.DataParallel,
         {"zero": (0, 1, 3), "num_microbatches": MICROBATCHES},
         [{"zero": z, "num_microbatches": 1} for z in (1, 3)],
@@ -103,6 +109,7 @@ def families(cluster: autopar.Cluster, most_axes: int) -> Iterator[Family]:
     shapes = [shape for axes in range(1, most_axes + 1) for shape in ordered_factors(count, axes)]
     own = (cluster.hosts, inside) if cluster.hosts > 1 else (count,)
     yield Family(
+        "ShardParallel",
         autopar.ShardParallel,
         {"mesh_shape": shapes, "num_microbatches": MICROBATCHES},
         [{"mesh_shape": own, "num_microbatches": 1}],
@@ -111,6 +118,7 @@ def families(cluster: autopar.Cluster, most_axes: int) -> Iterator[Family]:
     for tensor, pipeline in dict.fromkeys([(1, 1), (min(8, inside), 1), (1, 2), (2, 2)]):
         if count % (tensor * pipeline) == 0:
             yield Family(
+                "ThreeD",
                 _three_d,
                 {
                     "degrees": degrees,
@@ -130,6 +138,7 @@ def families(cluster: autopar.Cluster, most_axes: int) -> Iterator[Family]:
                 ],
             )
     yield Family(
+        "PipelineParallel",
         autopar.PipelineParallel,
         {
             "num_stages": [n for n in range(2, 17) if count % n == 0],
@@ -247,12 +256,13 @@ def main() -> None:
     parser.add_argument("--found", type=Path, default=Path("methods.jsonl"))
     parser.add_argument("--plans", type=int, default=24, help="of each method and start, at most; 0: what was found")
     parser.add_argument("--axes", type=int, default=3, help="of a mesh, at most: those of three take long to plan")
+    parser.add_argument("--methods", default=METHODS, help="those that are held against Auto()")
     parser.add_argument("--auto-again", action="store_true", help="plan Auto() again, after a change of the search")
     chosen = parser.parse_args()
     table = Table(title="Auto() against every method, predicted")
     for heading in ("model", "machine", "Auto()", "best other method", "its step", "Auto() over it"):
         table.add_column(heading, justify="right" if "step" in heading or "Auto()" in heading else "left")
-    beaten = 0
+    beaten, methods = 0, tuple(chosen.methods.split(","))
     for model, cluster in itertools.product(chosen.models.split(","), chosen.clusters.split(",")):
         cell = Cell(model, cluster, chosen.found)
         auto = autopar.Auto(microbatch_semantics=SEMANTICS.get(model, "exact"))
@@ -262,8 +272,9 @@ def main() -> None:
         if chosen.plans:
             cell.plan(auto)
             for family in families(cell.cluster, chosen.axes):
-                cell.climb(family, chosen.plans)
-        others = {text: seconds for text, seconds in cell.seconds.items() if text != name}
+                if family.name in methods:
+                    cell.climb(family, chosen.plans)
+        others = {text: seconds for text, seconds in cell.seconds.items() if text.startswith(methods)}
         if not others or name not in cell.seconds:
             continue
         best = min(others, key=lambda text: others[text])

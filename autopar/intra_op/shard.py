@@ -19,10 +19,10 @@ from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.intra_op.budget import BudgetSearch
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.by_axes import behaviours, descend, lift
-from autopar.intra_op.costs import held_values
 from autopar.intra_op.exposure import Exposure, show
 from autopar.intra_op.floor import Floor, memory_floor
 from autopar.intra_op.graph import Graph, Tables
+from autopar.intra_op.held import held_values
 from autopar.intra_op.liveness import Liveness, fullest_moments
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import rows_of
