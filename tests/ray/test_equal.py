@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from types import SimpleNamespace
 
 import jax
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 import autopar
-from autopar.tuning import TUNING
 from tests.models.registry import CASES
 from tests.partition import test_host_memory as in_steps
 from tests.search import test_offload as of_state
@@ -147,9 +145,7 @@ def test_optimizer_state_on_the_host(clusters):
 
 
 def test_longer_dims(clusters, monkeypatch):
-    always = dataclasses.replace(TUNING, padding_looks=0.0, padding_least=0.0, padding_gains=-np.inf)
-    for module in ("padding", "planner"):
-        monkeypatch.setattr(f"autopar.search.{module}.TUNING", always)
+    longer.take_the_longer_step(monkeypatch)
     params, batch = longer.arguments(8, 1)
     compiled = compared(clusters, longer.train_step, params, batch, STAGES)
     assert compiled.plan.padded == ((longer.VOCABULARY, 64),)

@@ -134,13 +134,18 @@ METHODS = {
 }
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_gpt_with_an_odd_vocabulary(name, monkeypatch):
-    """As the costs have it data parallelism is best; here the longer step is taken all the same, where there is one."""
+def take_the_longer_step(monkeypatch):
+    """Whether it is faster or not."""
     always = dataclasses.replace(TUNING, padding_looks=0.0, padding_gains=-np.inf)
     monkeypatch.setattr(padding, "planning_seconds", lambda problem: 0.0)
     for module in ("padding", "planner"):
         monkeypatch.setattr(f"autopar.search.{module}.TUNING", always)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_gpt_with_an_odd_vocabulary(name, monkeypatch):
+    """As the costs have it data parallelism is best; here the longer step is taken all the same, where there is one."""
+    take_the_longer_step(monkeypatch)
     args = arguments(8, 1)
     step = autopar.parallelize(train_step, cluster=cluster(), method=METHODS[name], donate_argnums=())
     compiled = step.compile(*args)
