@@ -227,6 +227,8 @@ class Tuning:
     """Nodes of a problem that planning of a mesh gets through in a second on one core, roughly."""
     pairs_per_second: float = 2.5e6
     """And pairs."""
+    solve_share: float = 1 / 3
+    """Part of that which one solve takes, roughly."""
     repaying_steps: int = 10_000
     """Steps of training. A step of planning may take as long as what it may win in so many."""
     hoped: float = 0.25

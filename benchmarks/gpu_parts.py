@@ -227,7 +227,8 @@ def offloaded_optimizer(small: bool, folder: Path) -> Figures:
     cluster, budget, plan = _cluster(folder), None, None
     while plan is None or not plan.offloaded:
         method = autopar.DataParallel(memory_budget_bytes=budget)
-        plan = autopar.parallelize(step, batch_argnums=(1,), cluster=cluster, method=method).plan(*types)
+        how: Any = {"batch_argnums": (1,), "donate_argnums": (), "cluster": cluster, "method": method}
+        plan = autopar.parallelize(step, **how).plan(*types)
         budget = 0.9 * max(plan.cost.peak_bytes)
     return _beside_jit(step, types, 1e-4, cluster=cluster, method=method)
 

@@ -93,6 +93,20 @@ def test_arrays_of_an_explicit_mesh():
             check(step, jax.device_put(params(), NamedSharding(mesh, P("x"))))
 
 
+def test_arrays_of_an_explicit_mesh_in_pieces_and_parts():
+    """A pipeline takes the batch apart into microbatches, and stacks into their layers."""
+
+    def step(layers, x):
+        grads = jax.grad(lambda w: jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, w)[0]))(layers)
+        return layers - grads
+
+    layers, x = np.stack([np.eye(8, dtype=np.float32)] * 2), BATCH["x"]
+    put = NamedSharding(make_mesh(EXPLICIT), P("x"))
+    parallel = autopar.parallelize(step, method=autopar.PipelineParallel(num_stages=2, num_microbatches=2))
+    got = parallel(jax.device_put(layers, put), jax.device_put(x, put))
+    np.testing.assert_allclose(got, jax.jit(step)(layers, x), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize("spec", [P("x", "y"), P("y", None), P(None, ("x", "y"))])
 def test_a_constraint_is_a_pin(spec):
     step = autopar.parallelize(step_with(NamedSharding(make_mesh(), spec)), method=METHOD, batch_argnums=1)

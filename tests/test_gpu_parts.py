@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import gpu_parts  # noqa: E402
 import gpu_wheels  # noqa: E402
 
 ONE_MODEL = "step: vit"
-PARTS = [name for name in gpu_parts.PARTS if name == ONE_MODEL or not name.startswith("step: ")]
+PARTS = [name for name in gpu_parts.PARTS if name == ONE_MODEL or not name.startswith(("step: ", "tests"))]
 
 
 @pytest.mark.parametrize("name", PARTS)
@@ -23,9 +24,6 @@ def test_rehearsal(name, tmp_path, monkeypatch):
     devices = jax.devices()[: 1 if name == "two stages" else 2]
     monkeypatch.setattr(jax, "devices", lambda *_: devices)
     row = gpu_parts.run_part(name, True, tmp_path)
-    if name == "tests":  # there is no CuPy, or no GPU, here
-        assert row["state"] == "left out" and row["why"]
-        return
     assert row["state"] == "well", row["why"]
     assert json.loads(json.dumps(row["figures"])) == row["figures"] and row["figures"]
     if name == "calibration":
@@ -34,14 +32,36 @@ def test_rehearsal(name, tmp_path, monkeypatch):
         assert row["figures"]["planned host GB"] > 0
 
 
-@pytest.mark.parametrize("small", [True, False])
-def test_models(small):
-    """Both sizes of each can be traced: nothing is allocated."""
+def test_models():
+    """Each can be traced, and there is more of it on GPUs; nothing is allocated."""
     assert len(gpu_parts.MODELS) == 6
     for make in gpu_parts.MODELS.values():
-        step, state, batch = make(small)
+        step, state, batch = make(True)
         new, loss = jax.eval_shape(step, state, batch)
         assert jax.tree.structure(new) == jax.tree.structure(state) and loss.shape == ()
+        assert sum(x.size for x in jax.tree.leaves(make(False)[1])) > 10 * sum(x.size for x in jax.tree.leaves(state))
+
+
+@pytest.mark.parametrize(
+    "said, status, state",
+    [
+        ("4 passed, 2 skipped in 3.1s", 0, "well"),
+        ("SKIPPED [4] test_nccl.py:76: could not import 'cupy'\n4 skipped in 3.1s", 0, "left out"),
+        ("1 failed, 3 passed in 3.1s", 1, "wrong"),
+    ],
+)
+def test_tests_on_gpus(said, status, state, tmp_path, monkeypatch):
+    def run(command, **_):
+        assert any(word.endswith("test_nccl.py") for word in command)
+        return subprocess.CompletedProcess(command, status, said, "")
+
+    monkeypatch.setattr(gpu_parts.subprocess, "run", run)
+    row = gpu_parts.run_part("tests", False, tmp_path)
+    assert row["state"] == state and (row["figures"] or row["why"])
+    if state == "well":
+        assert row["figures"] == {"passed": 4, "skipped": 2}
+    if state == "left out":
+        assert "cupy" in row["why"]
 
 
 def test_a_wrong_part_says_why(tmp_path, monkeypatch):

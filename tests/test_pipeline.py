@@ -384,6 +384,22 @@ def test_what_a_step_passes_on_has_memory_of_its_own():
     np.testing.assert_array_equal(third["frozen"] + third["twice"], np.full(3, 4.0))
 
 
+def test_a_constant_is_a_result():
+    """No stage reads it: it is handed back as it lies."""
+
+    def step(params, x):
+        loss, grads = jax.value_and_grad(lambda p: jnp.mean((jnp.tanh(x @ p[0]) @ p[1]) ** 2))(params)
+        return [p - 0.1 * g for p, g in zip(params, grads, strict=True)], loss, jnp.arange(3)[::-1], np.arange(3)
+
+    cluster = autopar.Cluster.local(jax.devices()[:2])
+    method = autopar.PipelineParallel(num_stages=2, num_microbatches=2)
+    *_, made, constant = autopar.parallelize(step, cluster=cluster, method=method)(
+        [jnp.eye(8)] * 2, np.ones((4, 8), np.float32)
+    )
+    np.testing.assert_array_equal(made, [2, 1, 0])
+    np.testing.assert_array_equal(constant, [0, 1, 2])
+
+
 def test_inference():
     def predict(params, x):
         for kernel in params:

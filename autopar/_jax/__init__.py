@@ -71,7 +71,6 @@ from autopar._jax.types import (
 from autopar._jax.values import (
     as_key,
     buffer_addresses,
-    can_be_passed,
     copies_to_or_from_host,
     in_host_memory,
     is_key,

@@ -127,11 +127,11 @@ def with_cudnn_of(capability: tuple[int, int] | None) -> Iterator[None]:
     Tracing it JAX asks for the version of cuDNN, and which GPU there is; nothing of the answers is left in the program.
 
     Args:
-        capability: Compute capability of the GPU; None, or where this process has CUDA: JAX finds out by itself.
+        capability: Compute capability of the GPU; None, or where this process has cuDNN: JAX finds out by itself.
     """
     module = _cudnn_attention
     names = ("check_cudnn_version", "check_compute_capability", "is_cuda_compute_capability_equal")
-    if capability is None or not all(hasattr(module, name) for name in names) or module.cuda_versions is not None:
+    if capability is None or not all(hasattr(module, name) for name in names) or _has_cudnn():
         yield
         return
 
@@ -151,6 +151,14 @@ def with_cudnn_of(capability: tuple[int, int] | None) -> Iterator[None]:
     finally:
         for name, function in zip(names, kept, strict=True):
             setattr(module, name, function)
+
+
+def _has_cudnn() -> bool:
+    """Whether cuDNN is here: JAX's plugin for GPUs may be without NVIDIA's libraries."""
+    try:
+        return bool(_cudnn_attention.check_cudnn_version())
+    except RuntimeError:
+        return False
 
 
 _CUDNN_VERSION = 91100  # 9.11, the oldest that does everything that JAX 0.10 asks of it

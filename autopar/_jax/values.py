@@ -57,11 +57,6 @@ def resized(aval: Any, shape: Sequence[int]) -> Any:
     return in_host_memory(made) if on_host(aval) else made
 
 
-def can_be_passed(dtype: Any) -> bool:
-    """Whether a compiled program takes arrays of this dtype: JAX mistakes the layout of those of 4-bit floats."""
-    return not _dtypes.issubdtype(dtype, np.floating) or _dtypes.itemsize_bits(dtype) >= 8
-
-
 def copies_to_or_from_host(eqn: JaxprEqn) -> bool:
     """Whether an equation copies values between the memories of device and host."""
     if eqn.primitive.name != "device_put":

@@ -2,7 +2,8 @@
 
 In:     devices of one host; a time budget.
 Out:    `MachineProfile` (`mesh/machine_profile.py`), which `Cluster.local(profile=...)` and the others take.
-Method: `cases.py` says what is measured, `timing.py` measures, `fit.py` fits, `calibrate.py` holds them together.
+Method: `cases.py` and `blocks.py` say what is measured, `timing.py` measures, `fit.py` fits, and `calibrate.py` holds them
+        together.
 """
 
 from autopar.calibrate.calibrate import calibrate

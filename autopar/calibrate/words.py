@@ -42,7 +42,9 @@ def _facts(profile: MachineProfile) -> Iterator[tuple[str, str]]:
     yield "products", ", ".join(f"{rate * achieved.product / 1e12:.3g} TFLOP/s {name}" for name, rate in peak.items())
     yield "memory", rate_text(device.memory_bytes_per_second * achieved.memory)
     if math.isfinite(achieved.fresh_bytes_per_second):
-        yield "", f"{rate_text(achieved.fresh_bytes_per_second)} where a program gets it anew"
+        kept = f", which needs over {achieved.kept_bytes / 2**20:.0f} MiB" if achieved.kept_bytes else ""
+        yield "", f"{rate_text(achieved.fresh_bytes_per_second)} where a program gets it anew{kept}"
+    yield "passes", f"{achieved.passes:.1f} where one would do, {achieved.update_passes:.1f} in updates"
     yield (
         "launch",
         f"{seconds_text(achieved.launch_seconds)} a kernel, {seconds_text(achieved.dispatch_seconds)} a program",

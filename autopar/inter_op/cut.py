@@ -69,7 +69,7 @@ def in_parts(
             `num_parts` says.
     """
     count, there, stacked = (0, 0, {}) if layout is None else layout
-    length = layer_count(program.jaxpr, roles.state, roles.aliases, stacked)
+    length = layer_count(program.jaxpr, roles.may_hold_layers, roles.aliases, stacked)
     count = count or min(length, num_parts)
     if count < 2 or (layout is not None and not stacked):
         return program, roles, whole_stacks(program.jaxpr)
@@ -112,8 +112,8 @@ def in_parts(
 
 
 def _has_parts(stacks: LayerSplit, roles: Roles) -> bool:
-    """Whether any state is in parts."""
-    return any(len(stacks.inputs[k]) > 1 for k in roles.state)
+    """Whether any weights are in parts."""
+    return any(len(stacks.inputs[k]) > 1 for k in roles.may_hold_layers)
 
 
 def _of_parts(impls: Sequence[str | None], positions: Sequence[Sequence[int]]) -> tuple[str | None, ...]:

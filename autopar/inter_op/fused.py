@@ -59,8 +59,7 @@ def fused_stage(program: StageProgram, mesh: LogicalMesh, sharded: Sharded) -> S
         sharded.communication_seconds,
         sharded.exposed_seconds,
         0.0,
-        # Besides the operands that outlive it: what it overwrites it may use as it likes.
-        sharded.liveness.peak_bytes - sum(v.num_bytes for v, d in zip(inputs, program.donated, strict=True) if not d),
+        max(0, sharded.liveness.peak_bytes - sum(v.num_bytes for v in inputs)),
         sharded.collectives,
     )
     return StagePlan(program, mesh, sharded, (plan,))

@@ -23,7 +23,7 @@ import numpy as np
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
-from autopar._jax import JaxprEqn, Var, can_be_passed, copies_to_or_from_host, on_host
+from autopar._jax import JaxprEqn, Var, copies_to_or_from_host, on_host
 from autopar.ir.dataflow import inputs_of, needed
 from autopar.ir.region import bodies_of, is_region, kind_of
 from autopar.ir.rules import has_rule, rule_for
@@ -182,10 +182,9 @@ class _Network:
 
     def value(self, var: Var, eqn: JaxprEqn | None, again_bytes: float) -> None:
         """A value: kept, or made again by its equation at a cost; inf: it cannot be."""
-        enters, is_needed = self.at[var], eqn is None or not math.isfinite(again_bytes)
-        kept = max(1, _capacity(var) // self.scale)
-        self.edges.append((enters, enters + 1, kept if is_needed or can_be_passed(var.aval.dtype) else self.infinite))
-        if eqn is None or is_needed:
+        enters = self.at[var]
+        self.edges.append((enters, enters + 1, max(1, _capacity(var) // self.scale)))
+        if eqn is None or not math.isfinite(again_bytes):
             self.edges.append((self.source, enters, self.infinite))
             return
         if eqn not in self.eqn_at:

@@ -11,7 +11,6 @@ Method: the joint program is sharded as a whole (`intra_op/shard.py`); each task
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,15 +21,16 @@ from autopar._jax import Literal, Var, on_host
 from autopar.cost import collective_seconds
 from autopar.inter_op.stage import Slot, StageProgram, Task, TaskKind
 from autopar.intra_op.batch import batch_factors
-from autopar.intra_op.costs import OperationSeconds, held_values
+from autopar.intra_op.costs import OperationSeconds
 from autopar.intra_op.graph import Graph, Tables, stacked
+from autopar.intra_op.held import held_values
 from autopar.intra_op.lanes import run_lanes
 from autopar.intra_op.liveness import Waiting, fullest_moments, measure_liveness
 from autopar.intra_op.lower import lower_part
 from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.restrict import Allowed, Restrict
 from autopar.intra_op.shard import shard
-from autopar.intra_op.sharded import Body, Collective, Compute, Region, calls_host, collectives_of
+from autopar.intra_op.sharded import Body, Collective, Compute, Copy, Region, calls_host, collectives_of
 from autopar.ir.region import Role, trip_count
 from autopar.ir.split.accumulate import accumulator_type
 from autopar.ir.split.placement import Split
@@ -62,15 +62,6 @@ def placed(slot: Slot, sharding: Sharding, shape: Sequence[int], dtype: Any, mes
     return Placed(slot, kind, *((0, kind.local_bytes) if kind.on_host else (kind.local_bytes,)))
 
 
-def _taken_over(task: Task, inputs: Sequence[Placed], outputs: Sequence[Placed]) -> int:
-    """Bytes of results for which no memory is needed: sums go where they were, new state where the old was."""
-    kinds = ("argument", "sum", "rows") if task.kind in ("U", "step") else ("sum", "rows")
-    free = Counter(b.type for b in inputs if b.slot.kind in kinds)
-    taken = Counter({b.type: b.num_bytes for b in outputs if b.type in free})
-    count = Counter(b.type for b in outputs)
-    return sum(num_bytes * min(free[kind], count[kind]) for kind, num_bytes in taken.items())
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class TaskPlan:
     """A task on its mesh.
@@ -84,7 +75,7 @@ class TaskPlan:
         communication_seconds: Of its collectives, hidden or not.
         exposed_seconds: Of each of `collectives`, the seconds that no kernel hides.
         batchless_seconds: Part of it: operations on no samples, which smaller microbatches do not shorten.
-        working_bytes: Most bytes alive on one device during a run, its operands left out.
+        working_bytes: Most bytes alive on one device during a run, its operands left out and what is written over them.
         collectives: Of one run.
     """
 
@@ -323,21 +314,36 @@ class _Lowering:
         body = lower_part(task.jaxpr, self.graph, self.choices, entering, leaving, task.gates)
         collectives = tuple(collectives_of(body, self.mesh))
         communication = sum(c.times * collective_seconds(c.kind, c.bytes, c.axes, self.mesh) for c in collectives)
-        liveness = measure_liveness(body, self.mesh, self.stored)
+        liveness = measure_liveness(body, self.mesh, self.stored, in_place=self.in_place(task, inputs, body_outputs))
         lanes = run_lanes(body, self.operations.of, self.mesh, self.achieved.overlap)
         own_bytes = max(0, liveness.peak_bytes - liveness.argument_bytes)
+        made = sum(b.num_bytes for b in outputs)  # where operands were, or each a piece by itself
         return TaskPlan(
             task,
             body,
             inputs,
             outputs,
-            lanes.seconds + self.achieved.program_seconds(max(0, own_bytes - _taken_over(task, inputs, outputs))),
+            lanes.seconds + self.achieved.program_seconds(max(0, own_bytes - made)),
             communication,
             lanes.exposed,
             self.batchless(body),
             own_bytes,
             collectives,
         )
+
+    def in_place(self, task: Task, inputs: Sequence[Placed], outputs: Sequence[Placed]) -> frozenset[Copy]:
+        """Results that take the memory of an operand: sums that of the sums before, new state that of the old."""
+        names = self.program.arguments
+        results = [(self.program.jaxpr.outvars[k], names[at]) for k, at in self.program.aliases.items()]
+        of_old = {atom: var for atom, var in results if isinstance(atom, Var)}
+        kept = {var for at, var in names.items() if self.program.donated and not self.program.donated[at]}
+        there = [(b.slot.kind, b.slot.key, b.type) for b in inputs]
+        found = []
+        for value, atom in zip(outputs, task.jaxpr.outvars, strict=True):
+            old = ("sum", value.slot.key) if value.slot.kind == "sum" else ("argument", of_old.get(value.slot.key))
+            if isinstance(atom, Var) and old[1] not in kept and (*old, value.type) in there:
+                found.append((atom, self.entering(value)))
+        return frozenset(found)
 
     def entering(self, value: Placed) -> Sharding:
         """Sharding of a value's variable in the task's own program."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Any
 
 import numpy as np
@@ -241,20 +240,3 @@ def stored_values(graph: Graph) -> set[Var]:
         if not pointwise:
             stored.update(node.eqn.outvars)
     return stored
-
-
-def held_values(graph: Graph) -> AbstractSet[Var]:
-    """Values that take memory while they wait: those that go through memory, and those that several operations read.
-
-    A compiler fuses a pointwise operation into its one reader; with several, some of them later, it keeps the result.
-    Found once for a graph.
-    """
-    if graph.held is None:
-        readers: dict[Var, int] = {}
-        for node in graph.nodes:
-            if node.kind == "op":
-                for var in dict.fromkeys(atom for atom in node.eqn.invars if isinstance(atom, Var)):
-                    readers[var] = readers.get(var, 0) + 1
-        made = (v for node in graph.nodes if node.kind == "op" for v in node.eqn.outvars)
-        graph.held = frozenset(stored_values(graph).union(v for v in made if readers.get(v, 0) > 1))
-    return graph.held

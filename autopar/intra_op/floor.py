@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar._jax import Jaxpr, JaxprEqn, Var, on_host
-from autopar.intra_op.costs import held_values
 from autopar.intra_op.graph import Graph, Shardings
+from autopar.intra_op.held import held_values
 from autopar.intra_op.sharded import describe_moment
 from autopar.ir.dataflow import inputs_of, variables
 from autopar.ir.region import is_region, region_of

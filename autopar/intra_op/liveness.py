@@ -4,8 +4,8 @@ In:     `Body`, the mesh, which values are stored at all, which inputs are donat
 Out:    `Liveness`: bytes of arguments and results, the peak, when it is, and who is alive then.
 Method: a copy lives from the instruction that makes it to its last reader. Inputs live throughout unless donated, then
         to their last reader. A loop's body adds its own peak; its stacked outputs live from before the loop. Values
-        inside chains of pointwise operations take no memory of their own (`costs.py`): compilers fuse those. Of a stage of a
-        pipeline some values are not there, and some are there for several microbatches (`Waiting`).
+        that kernels make again take no memory of their own (`held.py`): what they are made of lives until it is read there.
+        Of a stage of a pipeline some values are not there, and some are there for several microbatches (`Waiting`).
 """
 
 from __future__ import annotations
@@ -94,16 +94,23 @@ class Liveness:
     at: Instruction | None = None
 
 
-def measure_liveness(body: Body, mesh: LogicalMesh, stored: AbstractSet[Var], donated: Sequence[bool] = ()) -> Liveness:
+def measure_liveness(
+    body: Body,
+    mesh: LogicalMesh,
+    stored: AbstractSet[Var],
+    donated: Sequence[bool] = (),
+    in_place: AbstractSet[Copy] = frozenset(),
+) -> Liveness:
     """Memory of a sharded program at its fullest moment.
 
     Args:
         body: The program.
         mesh: Its mesh.
-        stored: Values that take memory (`costs.stored_values`).
+        stored: Values that take memory (`held.py`).
         donated: For each input, whether its memory may be reused after its last reader.
+        in_place: Results that are written over inputs.
     """
-    return fullest_moments(body, mesh, stored, donated)[0]
+    return fullest_moments(body, mesh, stored, donated, in_place=in_place)[0]
 
 
 def fullest_moments(
@@ -113,6 +120,7 @@ def fullest_moments(
     donated: Sequence[bool] = (),
     count: int = 1,
     waiting: Waiting = ONE_PROGRAM,
+    in_place: AbstractSet[Copy] = frozenset(),
 ) -> tuple[Liveness, ...]:
     """Memory of a sharded program at up to `count` moments, each the fullest of its part of the program, fullest first.
 
@@ -122,7 +130,7 @@ def fullest_moments(
     arguments = [local_bytes(var, sharding, mesh) for var, sharding in body.inputs]
     outputs = {(a, s): local_bytes(a, s, mesh) for a, s in body.outputs if not isinstance(a, Literal)}
     pinned = {copy for copy, freed in zip(body.inputs, donated or [False] * len(arguments), strict=True) if not freed}
-    peaks = _peaks(body, mesh, stored, pinned, count, waiting=waiting)
+    peaks = _peaks(body, mesh, stored, pinned, count, waiting=waiting, in_place=in_place)
     return tuple(
         Liveness(sum(arguments), sum(outputs.values()), peak.bytes, peak.moment, peak.alive, peak.packed, peak.at)
         for peak in peaks
@@ -156,22 +164,22 @@ def _peaks(
     count: int,
     free: AbstractSet[Copy] = frozenset(),
     waiting: Waiting = ONE_PROGRAM,
+    in_place: AbstractSet[Copy] = frozenset(),
     curve: list[int] | None = None,
 ) -> list[_Peak]:
     """The `count` fullest moments, each of a part of the body, fullest first.
 
-    Copies in `free` are counted by the caller. What is alive at each instruction is added to `curve`.
+    Copies in `free` are counted by the caller, those `in_place` lie in inputs. What is alive at each instruction is added to
+    `curve`.
     """
-    made = _versions(body, pinned)
-    size: list[int] = []
+    made = _versions(body, pinned, stored)
     times = made.times(body, waiting)
-    for copy, position, number in zip(made.copies, made.starts, times, strict=True):
-        is_stored = copy[0] not in waiting.elsewhere
-        if position < 0:
-            is_stored = is_stored and copy not in free
-        elif isinstance(body.instructions[position], Compute):
-            is_stored = is_stored and copy[0] in stored
-        size.append(number * local_bytes(*copy, mesh) if is_stored else 0)
+    size = [
+        number * local_bytes(*copy, mesh)
+        if is_there and copy[0] not in waiting.elsewhere and copy not in (in_place if start >= 0 else free)
+        else 0
+        for copy, start, is_there, number in zip(made.copies, made.starts, made.takes_memory, times, strict=True)
+    ]
     changes = made.changes(size, len(body.instructions))
     total = sum(size[: len(body.inputs)])
     peaks: list[_Peak] = []
@@ -201,12 +209,14 @@ class _Versions:
     Attributes:
         copies: Each.
         starts: The instruction that makes it; -1: it is an input.
-        ends: The last that reads it; -1: none, the number of instructions: it stays.
+        ends: The last that reads it, or what is made of it there; -1: none, the number of instructions: it stays.
+        takes_memory: Whether it does, or is made again by each that reads it.
     """
 
     copies: list[Copy]
     starts: list[int]
     ends: list[int]
+    takes_memory: list[bool]
 
     def changes(self, size: Sequence[int], count: int) -> list[tuple[int, int]]:
         """Of the beginning and then each of so many instructions, the bytes that it adds, and those that are free behind it
@@ -236,25 +246,28 @@ class _Versions:
                 yield Alive(copy, num_bytes, number, body, moment)
 
 
-def _versions(body: Body, pinned: AbstractSet[Copy]) -> _Versions:
-    """When each copy is made and read last."""
+def _versions(body: Body, pinned: AbstractSet[Copy], stored: AbstractSet[Var]) -> _Versions:
+    """When each copy is made and read last; who reads what takes no memory reads what that is made of."""
     count = len(body.instructions)
     copies, starts = list(body.inputs), [-1] * len(body.inputs)
     ends = [count if copy in pinned else -1 for copy in body.inputs]
     current = {copy: k for k, copy in enumerate(copies)}
+    made_of: list[tuple[int, ...]] = [(k,) for k in range(len(copies))]
+    results = {(atom, sharding) for atom, sharding in body.outputs if not isinstance(atom, Literal)}
     for position, instruction in enumerate(body.instructions):
-        for copy in copies_read(instruction):
-            number = current[copy]
+        read = tuple(dict.fromkeys(number for copy in copies_read(instruction) for number in made_of[current[copy]]))
+        for number in read:
             ends[number] = max(position, ends[number])
         for copy in copies_made(instruction):
+            is_there = not isinstance(instruction, Compute) or copy[0] in stored or copy in results
             current[copy] = len(copies)
+            made_of.append((len(copies),) if is_there else read)
             copies.append(copy)
             starts.append(position)
             ends.append(-1)
-    for atom, sharding in body.outputs:
-        if not isinstance(atom, Literal):
-            ends[current[atom, sharding]] = count
-    return _Versions(copies, starts, ends)
+    for result in dict.fromkeys((a, s) for a, s in body.outputs if not isinstance(a, Literal)):
+        ends[current[result]] = count
+    return _Versions(copies, starts, ends, [number in made for number, made in enumerate(made_of)])
 
 
 def packed_bytes(move: Move, mesh: LogicalMesh) -> int:

@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from autopar._jax import Var
-from autopar.intra_op.costs import held_values
 from autopar.intra_op.graph import PHASES, Graph, Phase, Shardings
+from autopar.intra_op.held import held_values
 from autopar.intra_op.liveness import Alive, Liveness, fullest_moments, packed_bytes
 from autopar.intra_op.problem import MemoryRow
 from autopar.intra_op.sharded import Body, Compute, Fused, Gate, Instruction, Move, Region, describe_moment

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from autopar._jax import Jaxpr
 from autopar.cost import collective_seconds
-from autopar.intra_op.costs import OperationSeconds, held_values
+from autopar.intra_op.costs import OperationSeconds
 from autopar.intra_op.exposure import Exposure, show
 from autopar.intra_op.graph import Graph
+from autopar.intra_op.held import held_values
 from autopar.intra_op.lanes import run_lanes
 from autopar.intra_op.liveness import Liveness, measure_liveness
 from autopar.intra_op.lower import lower

@@ -19,14 +19,14 @@ from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.intra_op.budget import BudgetSearch
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.by_axes import behaviours, descend, lift
-from autopar.intra_op.costs import held_values
 from autopar.intra_op.exposure import Exposure, show
 from autopar.intra_op.floor import Floor, memory_floor
 from autopar.intra_op.graph import Graph, Tables
+from autopar.intra_op.held import held_values
 from autopar.intra_op.liveness import ONE_PROGRAM, Liveness, Waiting, fullest_moments
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import rows_of
-from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution, num_pairs, planning_seconds
+from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution, num_pairs
 from autopar.intra_op.read_off import Sharded, read_off
 from autopar.intra_op.restrict import Allowed, Restrict
 from autopar.intra_op.setting import SHARD, Setting, check_setting
@@ -255,8 +255,7 @@ def _follow_clock(instance: _Instance, first: Sharded, tried: list[tuple[int, ..
     """
     best = last = first
     for _ in range(1, TUNING.exposure_turns):
-        wrong = _misjudged_seconds(last)
-        if not wrong or not instance.limit.repays(wrong, planning_seconds(last.problem)):
+        if not _misjudged(last):
             break
         exposure = _shown(last)
         problem, solution = instance.solve_under(exposure, (1 + TUNING.known_far) * best.step_seconds)
@@ -280,8 +279,7 @@ def _explore(
     A plan that is like none seen before (experts over devices, where all seen so far split samples) would else be judged by
     conversions that are thought to be waited for in full. Arguments and results as of `_follow_clock`.
     """
-    won = TUNING.hoped * (best.step_seconds - best.shared_seconds)
-    if last.exposure is None or not instance.limit.repays(won, planning_seconds(last.problem)):
+    if last.exposure is None:
         return best, last
     exposure = _shown(last).hopeful()
     problem, solution = instance.solve_under(exposure, (1 - TUNING.exposure_same) * best.step_seconds)
@@ -304,15 +302,15 @@ def _shown(sharded: Sharded) -> Exposure:
     return sharded.exposure.after(show(sharded.graph, sharded.body, sharded.exposed_seconds))
 
 
-def _misjudged_seconds(sharded: Sharded) -> float:
-    """Seconds by which a program was misjudged, for more or less of it is exposed than was thought; 0: next to none."""
+def _misjudged(sharded: Sharded) -> bool:
+    """Whether a program takes longer than was thought, or less long, for more or less is exposed than was thought."""
     if sharded.exposure is None:
-        return 0.0
+        return False
     shown = show(sharded.graph, sharded.body, sharded.exposed_seconds)
     much = TUNING.exposure_same * sharded.step_seconds
     now, before = sharded.exposure.after(shown), sharded.exposure
     wrong = sum(abs(now.of(one.kind) - before.of(one.kind)) * one.seconds for one in shown if one.kind is not None)
-    return wrong if wrong > much and abs(sharded.solution.objective - sharded.step_seconds) > much else 0.0
+    return wrong > much and abs(sharded.solution.objective - sharded.step_seconds) > much
 
 
 def _with_known(
@@ -336,7 +334,8 @@ def _with_known(
     narrowed = _narrowed(wider, instance.graph, instance.class_of, known)
     if narrowed is None or (best is not None and not _may_win(narrowed, best, instance.solver, instance.limit)):
         return best
-    solution = instance.solve(narrowed)
+    with instance.limit.thorough():  # whoever asks for that plan by its name gets no better one
+        solution = instance.solve(narrowed)
     if not solution.choices or solution.choices in tried:
         return best
     tried.append(solution.choices)
@@ -351,7 +350,7 @@ def _may_win(problem: Problem, best: Sharded, solver: str, limit: TimeLimit) -> 
     """Whether an answer of a problem may be faster than the best, as far as prices tell."""
     if abs(best.solution.objective - best.step_seconds) > TUNING.known_far * best.step_seconds:
         return True  # as where many small collectives are sent together
-    if num_pairs(problem) <= TUNING.small_core:
+    if num_pairs(problem) <= TUNING.small_core and len(best.graph.nodes) <= TUNING.untied_each:
         return True  # to look takes no longer than to ask
     if np.isfinite(problem.cost(best.solution.choices)):
         return False  # the best answer is one of these, and the best of all as they are priced

@@ -89,7 +89,7 @@ def _solve_core(
     how, proved = "message passing", -np.inf
     # By size and not by the clock, so that the same problem always has the same answer.
     stages = TUNING.message_rounds[: 3 - (pairs > TUNING.large_core) - (pairs > 4 * TUNING.large_core)]
-    is_last = False
+    is_last, solved_pairs = False, 0
     for stage, rounds in enumerate(stages, 1):
         bounds = ascent.run(rounds if gap < TUNING.rough_gap else rounds // 2, gap=gap, enough=known * (1 - PROVED))
         if bounds.lower + constant >= (known + constant) * (1 - gap):
@@ -107,13 +107,14 @@ def _solve_core(
             room = ascent.upper - bounds.lower
             if room <= allowed:
                 break
-            most = limit.steps * won * TUNING.solver_pairs_per_second
+            most = limit.steps * won * TUNING.solver_pairs_per_second - solved_pairs
             slack = part * room
             if part == TUNING.room_parts[0]:  # what is read from messages may be far from the best, the bound seldom is
                 slack = min(slack, TUNING.first_slack * abs(bounds.lower + constant))
             narrowed = _promising(core, bounds, ascent.best, slack, part == 1, is_last, most)
             if narrowed is None or (part == 1 and room <= content and num_pairs(narrowed.problem) > TUNING.early_core):
                 break
+            solved_pairs += num_pairs(narrowed.problem)
             enough = _gap_of_part(narrowed, ascent.upper, constant, gap)
             answer = _solve_whole(narrowed.problem, solver, limit, enough)
             if part == 1 and answer.choices:  # no better assignment has any other choice

@@ -41,6 +41,15 @@ class TimeLimit:
         return self.left < self.LEAST * self.seconds
 
     @contextlib.contextmanager
+    def thorough(self) -> Iterator[None]:
+        """While work is done whatever it wins."""
+        steps, self.steps = self.steps, math.inf
+        try:
+            yield
+        finally:
+            self.steps = steps
+
+    @contextlib.contextmanager
     def running(self) -> Iterator[float]:
         """While a solver works; hands out its time limit."""
         started = time.monotonic()

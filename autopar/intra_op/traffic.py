@@ -80,6 +80,11 @@ def is_indexing(node: Node) -> bool:
     return node.eqn.primitive.name in _PICKING | _WRITING | _SORTING
 
 
+def is_picking(node: Node) -> bool:
+    """Whether an operation reads no more of its first operand than it returns."""
+    return node.eqn.primitive.name in _PICKING
+
+
 def is_fused(node: Node) -> bool:
     """Whether compilers put the operation into one kernel with its neighbours: elementwise work, sums of one operand."""
     rule, name = node.rule, node.eqn.primitive.name
@@ -154,9 +159,9 @@ class _Finder:
             if not self.fused[node.index] or _is_view(node.eqn):
                 continue
             read = dict.fromkeys(leaf for var in self.operands(node.eqn) for leaf in self.leaves_of(var))
-            again = sum(map(_bytes_of, read))
+            again = sum(map(bytes_of, read))
             for var in node.eqn.outvars:
-                if var in late and var not in self.floating and _bytes_of(var) < again or len(read) > MOST_LEAVES:
+                if var in late and var not in self.floating and bytes_of(var) < again or len(read) > MOST_LEAVES:
                     self.stored.add(var)
                 self.leaves[var] = tuple(read)
 
@@ -203,7 +208,7 @@ class _Finder:
                 leaves = [leaf for leaf in self.leaves_of(self.origin(atom)) if (kernel, leaf) not in paid]
                 paid.update((kernel, leaf) for leaf in leaves)
                 if leaves:
-                    counts[k] = sum(map(_bytes_of, leaves)) / max(1, _bytes_of(atom))
+                    counts[k] = sum(map(bytes_of, leaves)) / max(1, bytes_of(atom))
             for k, var in enumerate(eqn.outvars):
                 counts[num_operands + k] = float(var in self.stored)
             _touch(eqn, counts, touched)
@@ -217,7 +222,8 @@ class _Finder:
         return found
 
 
-def _bytes_of(atom: Any) -> int:
+def bytes_of(atom: Any) -> int:
+    """Of a whole value."""
     return num_elements(tuple(atom.aval.shape)) * atom.aval.dtype.itemsize
 
 

@@ -7,7 +7,8 @@ Method: a scheduler that hides latency runs first what others wait for. The grad
         logits: these then live through the loop. So a loop waits for what it does not need, if that reads something large
         which nobody needs afterwards, and makes less of it. What runs again, layer by layer, is like such a loop written
         out: without waiting for the gradients of one layer's weights, the activations of all layers would be there at once.
-        A product that is only added to something is waited for when it is added, which is one kernel.
+        A product that is only added to something is waited for when it is added, which is one kernel. And the backward pass
+        begins with numbers in which no array has a part: they wait for the loss, for which the logits would be kept.
 """
 
 from __future__ import annotations
@@ -15,15 +16,24 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 
+import numpy as np
+
 from autopar._jax import Literal
 from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Region, copies_made, copies_read
 from autopar.ir.region import kind_of
+from autopar.ir.source import is_backward
 from autopar.tuning import TUNING
 
 
 def waits_at(instruction: Instruction) -> bool:
     """Whether an instruction is the first of what runs again: a barrier or a gate."""
     return isinstance(instruction, Gate) or (isinstance(instruction, Region) and kind_of(instruction.eqn) == "barrier")
+
+
+def is_seed(compute: Compute) -> bool:
+    """Whether an operation of the backward pass reads numbers alone, and not only zeros."""
+    numbers = [atom.val for atom in compute.eqn.invars if isinstance(atom, Literal)]
+    return not compute.reads and any(map(np.any, numbers)) and is_backward(compute.eqn)
 
 
 class Ahead:

@@ -21,7 +21,7 @@ from autopar.cost.steps import Mask, Step
 from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, Region
 from autopar.ir.region import kind_of, region_of
 from autopar.mesh import Sharding
-from autopar.partition.ahead import Ahead, waits_at
+from autopar.partition.ahead import Ahead, is_seed, waits_at
 from autopar.partition.collectives import apply_fused, apply_step
 from autopar.partition.equation import run_equation
 from autopar.partition.order import after, communicates, needs_order
@@ -48,6 +48,7 @@ def run_body(
     waits = in_order and needs_order(body)
     earlier: jax.Array | None = None
     ahead = Ahead(body, lambda copy: _num_bytes(copies[copy]))
+    results, losses = {atom for atom, _ in body.outputs if isinstance(atom, Var)}, list[jax.Array]()
     for position, instruction in enumerate(body.instructions):
         loud = waits and communicates(instruction)
         if waits_at(instruction):
@@ -60,6 +61,10 @@ def run_body(
             )
         first = _done_before(ahead, position, copies)
         made = _run_instruction(instruction, copies, axis_sizes, in_order, earlier if loud else None, owned, first)
+        if isinstance(instruction, Compute) and all(_num_bytes(array) < TUNING.late_bytes for array in made.values()):
+            if is_seed(instruction):
+                made = {copy: after(array, *losses) for copy, array in made.items()}
+            losses += [array for (var, _), array in made.items() if var in results and not array.ndim]
         copies.update(made)
         still = list(owned_copies(instruction, owned))
         for copy in made:

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.inter_op.stage_plan import StagePlan
-from autopar.intra_op.costs import build_problem, held_values
+from autopar.intra_op.costs import build_problem
 from autopar.intra_op.graph import Node
+from autopar.intra_op.held import held_values
 from autopar.intra_op.liveness import measure_liveness
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import broken_memory_rows

@@ -38,7 +38,7 @@ from autopar.runtime.local import copied
 from autopar.runtime.memory import Ownership, let_go
 from autopar.runtime.nans import find_nan
 from autopar.runtime.order import merged
-from autopar.runtime.stacks import Stack, part_of
+from autopar.runtime.stacks import Stack, part_of, plainly_typed
 from autopar.runtime.transfer import Transfer, make_transfer
 from autopar.streams.assemble import StepPlan
 from autopar.streams.clock import measured
@@ -367,7 +367,7 @@ class Pipeline:
                         self._name, [p for p, a in zip(self._paths, arrays, strict=False) if is_gone(a)]
                     )
                 if what == "piece":
-                    away.append((jnp.reshape(array, kind.shape), kind, at))
+                    away.append((jnp.reshape(plainly_typed(array), kind.shape), kind, at))
                     continue
                 if array.sharding is self._seen[number]:
                     held[at] = array

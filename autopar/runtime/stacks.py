@@ -100,8 +100,7 @@ class Stack:
             return known[1]
         if isinstance(array, jax.Array) and self.sharding is not None and array.sharding == self.sharding:
             return self._of_shards(array)
-        if not isinstance(array, jax.Array):
-            array = np.asarray(array)
+        array = plainly_typed(array) if isinstance(array, jax.Array) else np.asarray(array)
         return parts_of(array, [shape[self.dim] for shape in self._shapes], self.dim)
 
     def place(self, array: np.ndarray) -> Any:
@@ -140,6 +139,15 @@ def part_of(array: Any, number: int, sizes: Sequence[int], dim: int = 0) -> Any:
         return array
     first = sum(sizes[:number])
     return array[(*(slice(None),) * dim, slice(first, first + sizes[number]))]
+
+
+def plainly_typed(array: jax.Array) -> jax.Array:
+    """The same array, whose type says nothing of an explicit mesh: it may be sliced and reshaped like any other."""
+    sharding = array.sharding
+    if not isinstance(sharding, NamedSharding) or not sharding.mesh.explicit_axes:
+        return array
+    mesh = jax.sharding.Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
+    return jax.device_put(array, NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind))
 
 
 def joined_shape(shapes: Sequence[Sequence[int]], dim: int) -> tuple[int, ...]:

@@ -3,8 +3,8 @@
 In:     a step (in microbatches), the meshes that the method allows, fewer axes first.
 Out:    `Searched`: what was found on each mesh, and what was tried or left out, and why.
 Method: what is known of one mesh bounds the next: a mesh that cannot beat the best so far ends early, and one of three
-        axes, which takes many times as long to plan as others, begins at the best answer on fewer, and only where it can
-        win as much as that costs.
+        axes, which takes many times as long to plan as others, begins at the best answer on fewer, or on as many, and
+        only where it can win as much as that costs.
         Equal layers share their choices in all of this; the best answer is then untied (`intra_op/untie.py`).
 """
 
@@ -125,7 +125,8 @@ def untie_best(
     budget = options.memory_budget_bytes or cluster.device.memory_bytes
 
     def untied(sharded: Sharded) -> Sharded:
-        if not options.repays(TUNING.untied_near * sharded.step_seconds, planning_seconds(sharded.problem)):
+        takes = TUNING.solve_share * planning_seconds(sharded.problem)
+        if not options.repays(TUNING.untied_near * sharded.step_seconds, takes):
             return sharded
         return untie(
             program.jaxpr,

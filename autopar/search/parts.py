@@ -57,7 +57,7 @@ def parts_apart(program: Program, roles: Roles, planned: PipelinePlan | None) ->
         roles: Its roles.
         planned: A pipeline of it; None: none fits.
     """
-    length = layer_count(program.jaxpr, roles.state, roles.aliases)
+    length = layer_count(program.jaxpr, roles.may_hold_layers, roles.aliases)
     runs_again = planned is None or any(level > CHEAP for level in planned.tasks.levels)
     return length if runs_again and length <= TUNING.max_segments and _keep_what_they_make(program, length) else 0
 

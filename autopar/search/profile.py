@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from autopar._jax import JaxprEqn, Var
-from autopar.intra_op.costs import OperationSeconds, held_values
+from autopar.intra_op.costs import OperationSeconds
+from autopar.intra_op.held import held_values
 from autopar.intra_op.liveness import memory_curve
 from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.sharded import Body, Compute, Region, copies_made

@@ -130,7 +130,7 @@ class _Cuts:
     """
 
     def __init__(self, program: Program, roles: Roles, semantics: str):
-        self.length = layer_count(program.jaxpr, roles.state, roles.aliases)
+        self.length = layer_count(program.jaxpr, roles.may_hold_layers, roles.aliases)
         self._program, self._roles, self._semantics = program, roles, semantics
         self._known: dict[tuple[int, int], CutStep] = {}
         self._weighed: dict[tuple[int, int], tuple[CutStep, CutStep]] = {}

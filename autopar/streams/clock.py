@@ -127,9 +127,6 @@ def most_host_bytes(
     inside = {t.task.name: host_peak_bytes(t.body, stage.mesh) for stage in stages for t in stage.tasks}
     if not any(buffers):
         return max(inside.values())
-    for name, plan in streams.programs.items():  # what it overwrites is there while it works
-        operands = (*plan.inputs, *plan.written_rows)
-        inside[name] += sum(operands[k].host_bytes for k in streams.overwritten[name])
     walked = simulate_streams(streams, stages, first_device, cluster, working_bytes=inside, buffer_bytes=buffers)
     return max(walked.peak_bytes.values())
 

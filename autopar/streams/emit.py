@@ -185,13 +185,14 @@ class _Emitter:
                     buffers = tuple(self.held[(event.stage, *name)] for name in wanted[channel])
                     self.streams[mesh].append(Send(buffers, self.mesh_of(channel[2]), numbers[channel]))
         self.unread_state()
+        results = self.results()
         return Streams(
             {mesh: tuple(stream) for mesh, stream in self.streams.items()},
             tuple(self.buffers),
             self.arguments,
             self.pieces,
             self.numbers,
-            self.results(),
+            results,
             {t.task.name: t for stage in self.stages for t in stage.tasks},
             {},
         )

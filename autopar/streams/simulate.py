@@ -91,7 +91,7 @@ def simulate(
         run_seconds: Length of a run.
         message_seconds: Length of a message of a mesh.
         buffer_bytes: Bytes of each buffer on one device.
-        working_bytes: Bytes that a run needs at most, its operands left out.
+        working_bytes: Bytes that a run needs at most, its operands left out and what is written over them.
         held: Per mesh, buffers that are there when the step begins.
         overwritten: Operands of a run whose memory its results take.
         watched: Whether memory is written down over the whole step, and what it holds at its peak.
@@ -251,10 +251,10 @@ class _Simulator:
 
     def run(self, mesh: MeshId, start: float, run: Run) -> None:
         seconds, memory, gone = self.run_seconds(run), self.memory[mesh], self.overwritten(run)
-        memory.drop(gone)
-        working = max(self.working_bytes(run), memory.sum(gone))
+        working = max(self.working_bytes(run), memory.sum(run.outputs) - memory.sum(gone))
         memory.touch(working)
         going = _Running(run, start, seconds, memory.now + working)
+        memory.drop(gone)
         memory.hold(run.outputs)
         if self.speeds is None:
             self.end_run(mesh, going, start + seconds)

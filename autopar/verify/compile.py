@@ -46,15 +46,15 @@ class Program:
     collectives: tuple[Collective, ...]
 
     @property
-    def memory(self) -> tuple[int, int]:
-        """Bytes on one device that XLA takes: of operands, and besides them; results that take over operands count there."""
+    def working_bytes(self) -> int:
+        """Bytes on one device that XLA takes besides operands, and what is written over them."""
         found = self.compiled.memory_analysis()
-        return found.argument_size_in_bytes, found.output_size_in_bytes + found.temp_size_in_bytes
+        return found.output_size_in_bytes + found.temp_size_in_bytes - found.alias_size_in_bytes
 
     @property
     def peak_bytes(self) -> int:
         """What XLA takes on one device."""
-        return sum(self.memory) - self.compiled.memory_analysis().alias_size_in_bytes
+        return self.compiled.memory_analysis().argument_size_in_bytes + self.working_bytes
 
 
 def compile_programs(plan: Decision, target: Target) -> list[Program]:
@@ -77,4 +77,4 @@ def _peak_bytes(task: TaskPlan, donated: Sequence[bool]) -> int:
     """Predicted bytes of one run by itself, as the simulator walks it: results take the memory of what is overwritten."""
     operands = [b.num_bytes for b in (*task.inputs, *task.written_rows)]
     gone = sum(size for size, is_gone in zip(operands, donated, strict=False) if is_gone)
-    return sum(operands) - gone + max(gone, task.working_bytes, sum(b.num_bytes for b in task.outputs))
+    return sum(operands) + max(task.working_bytes, sum(b.num_bytes for b in task.outputs) - gone)

@@ -68,7 +68,7 @@ def _peaks(plan: Decision, programs: list[Program]) -> tuple[tuple[int, ...], tu
     if plan.is_one_program:
         return plan.cost.peak_bytes, (programs[0].peak_bytes,)
     pipeline = plan.attached.pipeline
-    working = {program.name: program.memory[1] for program in programs}
+    working = {program.name: program.working_bytes for program in programs}
     streams, stages = pipeline.streams, pipeline.stages
     walked = simulate_streams(
         streams, stages, pipeline.first_device, plan.attached.cluster, working_bytes=working

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from types import SimpleNamespace
 
 import jax
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 
 import autopar
+from autopar.calibrate.blocks import blocks
 from autopar.calibrate.calibrate import host_memory_bytes
 from autopar.calibrate.cases import all_cases, collective
 from autopar.calibrate.fit import Fitted, Sample, as_measured, fit
-from autopar.calibrate.timing import shared_cores, undisturbed
+from autopar.calibrate.timing import fresh_memory, shared_cores, undisturbed
 from autopar.calibrate.words import profile_text
 from autopar.cli import main
 from autopar.errors import ClusterError, ProfileError
@@ -27,25 +29,28 @@ CPU = Device(
     memory_bytes_per_second=6e9,
     achieved=Achieved(launch_seconds=3e-6, cores=1, tile=(256, 256), tile_seconds=4e-6, balance=30.0, convolution=1.3),
 )
+XLA_ON_CPUS = dataclasses.replace(CPU, achieved=dataclasses.replace(CPU.achieved, passes=6.0, update_passes=2.5))
 SHARED = Link(9e-6, 2.2e9, shared_memory=True)
 
 
 def samples_of(truth, is_cpu, noise=0.0):
     """Times as the cost model has them, with an error of so many parts."""
     random = np.random.default_rng(0)
-    cases = all_cases(8, is_cpu)
+    cases = all_cases(8, is_cpu, blocks(is_cpu))
     return [Sample(case, truth.seconds(case) * math.exp(noise * random.normal())) for case in cases]
 
 
 @pytest.mark.parametrize("noise, near", [(0.0, 0.05), (0.1, 0.25)])
 def test_parameters_are_found_again(noise, near):
-    samples = samples_of(Fitted(CPU, SHARED), True, noise)
+    samples = samples_of(Fitted(XLA_ON_CPUS, SHARED), True, noise)
     start = Device("cpu", 1e10, achieved=Achieved(cores=1, tile=(256, 256), tile_seconds=1e-6, balance=20.0))
     found = fit(samples, start, Link(1e-5, 1e9, shared_memory=True))
     assert found.device.memory_bytes_per_second == pytest.approx(6e9, rel=near)
     assert found.device.peak_flops["float32"] == pytest.approx(2e10, rel=2 * near)
     if not noise:  # a launch is what is left of the smallest kernels' time
         assert found.device.achieved.launch_seconds == pytest.approx(3e-6, rel=0.15)
+    assert found.device.achieved.passes == pytest.approx(6.0, rel=2 * near)
+    assert found.device.achieved.update_passes == pytest.approx(2.5, rel=2 * near)
     assert found.link.latency_seconds == pytest.approx(9e-6, rel=near)
     assert found.link.bytes_per_second == pytest.approx(2.2e9, rel=near)
     assert found.link.shared_memory
@@ -76,6 +81,15 @@ def test_other_programs_on_shared_cores_do_not_stretch_what_is_measured():
     quiet: list[float] = []
     assert undisturbed(kernels[0], 1e-3, 1e-3, quiet) == 1e-3
     assert undisturbed(meeting, 6e-3, 1e-3, quiet) == 6e-3
+
+
+def test_memory_is_new_where_the_system_gave_pages(monkeypatch):
+    """A size counts as kept where a program took few new pages, however long it took; the rate is that of the others."""
+    taken = {10: (1.0, 2.0), 20: (2.0, 0.0), 40: (4.0, 40.0), 80: (4.0, 80.0)}
+    timing = sys.modules["autopar.calibrate.timing"]  # `autopar.calibrate` is the function of that name
+    monkeypatch.setattr(timing, "_of_fresh", lambda devices, size: taken[size])
+    assert fresh_memory((), (10, 20, 40, 80)) == {"kept_bytes": 20.0, "fresh_bytes_per_second": 20.0}
+    assert fresh_memory((), (10, 20)) == {"kept_bytes": 20.0, "fresh_bytes_per_second": math.inf}
 
 
 def test_devices_share_cores_on_cpus_only():

@@ -89,6 +89,8 @@ def test_what_a_program_takes_besides():
     """It is started by cores that cannot compute meanwhile only where devices share them; memory may have to be got."""
     own = Achieved(dispatch_seconds=1e-3, fresh_bytes_per_second=1e9)
     assert own.program_seconds(1e7) == pytest.approx(0.01)
+    keeping = Achieved(fresh_bytes_per_second=1e9, kept_bytes=2e7)
+    assert (keeping.program_seconds(1e7), keeping.program_seconds(4e7)) == (0.0, 0.04)
     assert Achieved(dispatch_seconds=1e-3).program_seconds(1e8) == 0.0
     shared = Achieved(dispatch_seconds=1e-3, host_cores=2, fresh_bytes_per_second=1e9)
     assert shared.program_seconds(1e6) == pytest.approx(2e-3)
@@ -96,3 +98,11 @@ def test_what_a_program_takes_besides():
     assert own.sharing_speed(1, 8) == 1.0
     with pytest.raises(ClusterError, match="comes at a rate"):
         Achieved(fresh_bytes_per_second=0.0)
+
+
+def test_compilers_that_fuse_less_go_through_memory_more_often():
+    device = Device(
+        "d", memory_bytes_per_second=1e9, achieved=Achieved(launch_seconds=1.0, passes=3.0, update_passes=2.0)
+    )
+    seconds = [kernel_seconds(Pass(1e9, 1.0, on), device) for on in ("alone", "parameters", "samples")]
+    assert seconds == [2.0, 4.0, 6.0]

@@ -62,6 +62,26 @@ def test_an_answer_is_lifted_as_it_is():
     assert found.bound <= solve(wider).objective <= found.objective
 
 
+def test_an_answer_is_lifted_to_axes_of_other_sizes():
+    """What everything does on each axis stays, where its lengths divide."""
+    program = trace_step(planned_mlp.train_step, planned_mlp.arguments(64, 32, 2))
+    roles = find_roles(program, (1,))
+    known, graph = (
+        build_graph(program.jaxpr, logical_mesh(CLUSTER, shape), roles.aliases, roles.batch)
+        for shape in ((2, 4), (4, 2))
+    )
+    choices = [0] * len(known.nodes)
+    for index in known.inputs:
+        shardings = known.nodes[index].shardings
+        choices[index] = next((k for k, sharding in enumerate(shardings) if any(sharding.dims)), 0)
+    lifted, split = lift(choices, known, graph), 0
+    for before, now in zip(known.inputs, graph.inputs, strict=True):
+        one = known.nodes[before].shardings[choices[before]]
+        assert graph.nodes[now].shardings[lifted[now]] == one
+        split += any(one.dims)
+    assert split > 1
+
+
 def random_problem(
     rng: np.random.Generator, nodes: int, axes: int
 ) -> tuple[Problem, tuple[tuple[np.ndarray, ...], ...]]:
@@ -113,3 +133,5 @@ def test_a_large_problem_begins_where_it_is_told(monkeypatch):
     begun = dict(zip(reversed(found.class_of), reversed(lift(known.choices, known.graph, found.graph)), strict=True))
     assert found.solution.objective <= found.problem.cost([begun[number] for number in range(len(begun))])
     assert found.solution.bound <= found.solution.objective
+    again = sharded((2, 2, 2), begin=[known, found])
+    assert again.solution.objective <= found.solution.objective * (1 + 1e-9), "it begins at the better one"

@@ -10,8 +10,9 @@ import autopar
 from autopar import Cluster, DataParallel, Device, Link, ShardParallel
 from autopar.errors import InfeasibleError, NoPlanFoundError
 from autopar.intra_op.build_graph import build_graph
-from autopar.intra_op.costs import build_problem, held_values
+from autopar.intra_op.costs import build_problem
 from autopar.intra_op.floor import memory_floor
+from autopar.intra_op.held import held_values
 from autopar.intra_op.liveness import measure_liveness
 from autopar.intra_op.lower import lower
 from autopar.intra_op.restrict import Allowed

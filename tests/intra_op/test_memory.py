@@ -9,7 +9,7 @@ import autopar
 from autopar import Cluster, DataParallel, Device, Link, ShardParallel
 from autopar.errors import InfeasibleError
 from autopar.intra_op.build_graph import build_graph
-from autopar.intra_op.costs import held_values
+from autopar.intra_op.held import held_values
 from autopar.intra_op.liveness import fullest_moments
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import broken_memory_rows

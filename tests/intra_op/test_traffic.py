@@ -88,3 +88,19 @@ def test_a_kernel_is_not_fused_with_its_neighbours():
 
 def _double(x, out):
     out[...] = x[...] * 2
+
+
+def test_updates_work_on_parameters():
+    """What compilers make of an optimizer's work is other than what they make of a layer's, and is priced by itself."""
+
+    def step(w, x):
+        gradient = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) ** 2))(w)
+        return w - 0.1 * gradient / (1e-8 + jnp.sqrt(gradient**2))
+
+    graph = build_graph(trace_step(step, (W, X)).jaxpr, MESH, {}, (1,))
+    kernels = {
+        node.name: kernel_of(node, node.strategies[0], traffic, MESH)
+        for node, traffic in ((graph.nodes[at], traffic) for at, traffic in find_traffic(graph).items())
+        if any(traffic.counts)
+    }
+    assert (kernels["tanh"].on, kernels["sub"].on) == ("samples", "parameters")

@@ -137,6 +137,16 @@ def test_whatever_stands_there(tmp_path):
 # Clusters.
 
 
+def test_a_file_of_before_passes_were_measured(tmp_path):
+    path = tmp_path / "machine.json"
+    CPU.save(path)
+    record = json.loads(path.read_text())
+    for name in ("passes", "update_passes", "kept_bytes"):
+        del record["device"]["achieved"][name]
+    path.write_text(json.dumps(record))
+    assert MachineProfile.load(path) == CPU
+
+
 def test_local_with_a_profile(tmp_path):
     path = tmp_path / "machine.json"
     CPU.save(path)

@@ -117,3 +117,19 @@ def test_what_runs_again_waits_for_the_gradients_of_the_layer_behind_it():
 
 def is_of_weights(atom, width):
     return atom.aval.shape == (width, width)
+
+
+def test_the_loss_is_there_before_the_backward_pass():
+    """The gradient of the logits waits for it: else they would be kept for the loss alone."""
+
+    def with_loss(w, x):
+        def loss_of(w):
+            return -jnp.mean(jax.nn.log_softmax(x @ w)[..., 0])
+
+        loss, grad = jax.value_and_grad(loss_of)(w)
+        return w - 0.1 * grad, loss
+
+    jaxpr = emitted(*body_of(with_loss, array(WIDTH, VOCABULARY), array(TOKENS, WIDTH)))
+    product = next(eqn for eqn in reversed(jaxpr.eqns) if eqn.primitive.name == "dot_general")
+    (total,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "reduce_sum" and not eqn.outvars[0].aval.shape]
+    assert total in needed_by(jaxpr, product)

@@ -12,7 +12,7 @@ import autopar
 from autopar._jax import all_equations, on_host
 from tests.sweep import check_faithful
 
-LAYERS, WIDTH, BATCH = 3, 8, 16
+LAYERS, WIDTH, BATCH = 3, 8, 64
 SLOW = autopar.Device("slow", 1e8, 1e9, 1e9, host_bytes_per_second=1e7)
 POLICY = jax.checkpoint_policies.save_and_offload_only_these_names(
     names_which_can_be_saved=[], names_which_can_be_offloaded=["h"], offload_src="device", offload_dst="pinned_host"

@@ -231,3 +231,20 @@ def test_parameters_of_a_checkpoint_go_where_inference_wants_them(tmp_path):
         assert leaf.sharding.is_equivalent_to(sharding, leaf.ndim)
     with pytest.raises(CheckpointError, match="of a tuple or list a part"):
         autopar.checkpoint.restore(tmp_path, {"optimizer": (types,)}, partial=True)
+
+
+@pytest.mark.filterwarnings("error:.*far from even")
+@pytest.mark.parametrize("closed_over", [False, True])
+def test_layers_of_a_step_without_state_are_cut_between_stages(closed_over):
+    weights = jax.random.normal(jax.random.key(0), (4, WIDTH, WIDTH)) / 6
+    x = jax.random.normal(jax.random.key(1), (TEXTS, WIDTH))
+
+    def score(weights, x):
+        return jax.lax.scan(lambda x, w: (jnp.tanh(x @ w),) * 2, x, weights)
+
+    cluster = autopar.Cluster.local(jax.devices()[:2], device=SLOW, intra=QUICK)
+    fn, arguments = (lambda x: score(weights, x), (x,)) if closed_over else (score, (weights, x))
+    step = autopar.parallelize(fn, cluster=cluster, method=PIPELINE, batch_argnums=len(arguments) - 1)
+    for got, wanted in zip(step(*arguments), jax.jit(score)(weights, x), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-6)
+    assert ("weights[2:4]" in str(step.plan(*arguments))) != closed_over

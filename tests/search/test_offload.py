@@ -179,7 +179,7 @@ def test_the_memory_of_hosts_has_an_end(offloaded):
 
 def test_hosts_of_the_catalog():
     for model in MODELS.values():
-        assert 40e9 < model.device.host_memory_bytes < 300e9, model.device.name
+        assert 10e9 < model.device.host_memory_bytes < 1e12, model.device.name
 
 
 def test_nothing_else_is_moved():

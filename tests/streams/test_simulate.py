@@ -137,11 +137,11 @@ def test_what_is_written_in_place_takes_no_more():
         return run.inputs if run.program == "a" else ()
 
     assert simulated(streams, num_bytes, held={0: (0,)}, overwritten=in_place).peak_bytes == {0: 48}
-    # The sum itself is part of what the program works with, and is counted once.
-    found = simulated(streams, num_bytes, {"a": 45, "c": 0}, held={0: (0,)}, overwritten=in_place)
+    # The sum is there all through the run, beside what the program works with.
+    found = simulated(streams, num_bytes, {"a": 5, "c": 0}, held={0: (0,)}, overwritten=in_place)
     assert found.peak_bytes == {0: 48}
     found = simulated(streams, num_bytes, {"a": 60, "c": 0}, held={0: (0,)}, overwritten=in_place)
-    assert found.peak_bytes == {0: 60}
+    assert found.peak_bytes == {0: 100}
 
 
 def test_a_message_takes_room_from_its_sending():
@@ -184,8 +184,8 @@ def test_what_is_sent_twice_stays_until_both_have_arrived():
 
 
 @functools.cache
-def planned(num_stages, num_microbatches, schedule="1f1b"):
-    array = jax.ShapeDtypeStruct((64, 72), np.float32)
+def planned(num_stages, num_microbatches, schedule="1f1b", rows=64):
+    array = jax.ShapeDtypeStruct((rows, 72), np.float32)
     return autopar.parallelize(
         train_step,
         cluster=autopar.Cluster(1, num_stages, SLOW, QUICK),
@@ -220,7 +220,7 @@ def test_clocks_of_planned_streams(s, m, schedule):
 
 
 def test_peaks_of_schedules():
-    plan = planned(2, 8)
+    plan = planned(2, 8, rows=640)  # activations outweigh the copy of a weight that only the forward pass reads
     one, all_forward = under(plan, "1f1b")[1].peak_bytes, under(plan, "gpipe")[1].peak_bytes
     assert one[0] < all_forward[0] and one[1] < all_forward[1]
     assert plan.cost.peak_bytes == (one[0], one[1])

@@ -63,13 +63,13 @@ def whole_stacks(jaxpr: Jaxpr) -> LayerSplit:
 
 
 def layer_count(
-    jaxpr: Jaxpr, state: Collection[int], aliases: Mapping[int, int], stacked: Mapping[int, int] | None = None
+    jaxpr: Jaxpr, weights: Collection[int], aliases: Mapping[int, int], stacked: Mapping[int, int] | None = None
 ) -> int:
-    """Length of the scans over layers: of those that do a good part of the work and have stacks of state for themselves.
+    """Length of the scans over layers: of those that do a good part of the work and have stacks of weights for themselves.
 
     Args:
         jaxpr: Flat program.
-        state: Inputs that are state: a scan over chunks of samples, or over time, has none that it reads in parts.
+        weights: Inputs that may hold layers: a scan over chunks of samples, or over time, has none that it reads in parts.
         aliases: as of `split_layers`.
         stacked: as of `split_layers`.
 
@@ -85,7 +85,7 @@ def layer_count(
     if len(worth) < 2:
         return next(iter(worth), 0)
     for length in sorted(worth, key=lambda length: (-of_length[length], -length)):
-        if not LayerPlacements(jaxpr, length, length, aliases, stacked).find_borders()[0].keys().isdisjoint(state):
+        if not LayerPlacements(jaxpr, length, length, aliases, stacked).find_borders()[0].keys().isdisjoint(weights):
             return length
     return 0
 

@@ -166,8 +166,7 @@ class _Phases:
         return True
 
     def refusal(self, cause: Cause, eqn: JaxprEqn) -> MicrobatchError:
-        placement, count = self.solution.of(cause.operand), self.solution.count
-        return refusal(cause, eqn, placement, count, self.has_own(cause.operand))
+        return refusal(self.jaxpr, self.solution, cause, eqn, self.has_own(cause.operand))
 
     def asks_own(self, eqn: JaxprEqn) -> bool:
         """Whether it makes a flag or a number of values that each microbatch has of its own: it is asked of their mean."""

@@ -6,11 +6,13 @@ Out:    `MicrobatchError`: names both, with the user's lines, and says what to d
 
 from __future__ import annotations
 
-from autopar._jax import JaxprEqn
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Var
 from autopar.errors import MicrobatchError
-from autopar.ir.region import region_of
+from autopar.ir.dataflow import inputs_of
+from autopar.ir.region import is_region, region_of
 from autopar.ir.source import source_line
 from autopar.ir.split.placement import Partial, Placement, Split
+from autopar.ir.split.solution import LoopSolution
 from autopar.ir.split.solver import Cause
 
 
@@ -23,22 +25,25 @@ def _what(placement: Placement) -> str:
     return "all of"
 
 
-def refusal(cause: Cause, eqn: JaxprEqn, placement: Placement, count: int, can_stand_in: bool) -> MicrobatchError:
+def refusal(jaxpr: Jaxpr, solution: LoopSolution, cause: Cause, eqn: JaxprEqn, can_stand_in: bool) -> MicrobatchError:
     """The error.
 
     Args:
+        jaxpr: The step.
+        solution: Its placements, as far as they are known.
         cause: Why `eqn`, on which samples wait, cannot run.
         eqn: Which.
-        placement: Of the operand that it needs.
-        count: Number of microbatches.
-        can_stand_in: Whether a microbatch's own value could be taken for that operand.
+        can_stand_in: Whether a microbatch's own value could be taken for the operand that is needed.
     """
-    first = f"`{cause.eqn.primitive}` at {source_line(cause.eqn)}"
-    later = f"`{eqn.primitive}` at {source_line(eqn)}"
-    waits = "itself" if eqn is cause.eqn else later
+    placement, count = solution.of(cause.operand), solution.count
+    waits = "itself" if eqn is cause.eqn else _named(eqn)
     shape = tuple(cause.operand.aval.shape)
+    summing = _summing(jaxpr, solution, cause.operand) if isinstance(placement, Partial) else None
+    needed = f"operand of shape {shape}"
+    if summing is not None and summing is not cause.eqn:
+        needed = f"which {_named(summing)} makes"
     wrong = (
-        f"it needs {_what(placement)} the samples of the whole batch (operand of shape {shape}), and single samples "
+        f"it needs {_what(placement)} the samples of the whole batch ({needed}), and single samples "
         f"wait for it ({waits}), as with batch statistics or a loss over pairs of samples."
     )
     do = "use num_microbatches=1 (Auto() does)"
@@ -59,6 +64,10 @@ def refusal(cause: Cause, eqn: JaxprEqn, placement: Placement, count: int, can_s
                 f"it goes over samples trip by trip (operand of shape {shape}), and from trip to trip it carries more "
                 "than sums, or its trips do not divide into microbatches."
             )
+            do += (
+                ", or, if it goes over time and the samples are another dim than the first of the batch's arrays, pass "
+                "them with samples first, and swap the dims inside the step"
+            )
     if can_stand_in:
         do += (
             ', or say microbatch_semantics="per_microbatch": each microbatch then takes its own statistics, which is '
@@ -66,12 +75,48 @@ def refusal(cause: Cause, eqn: JaxprEqn, placement: Placement, count: int, can_s
         )
     return MicrobatchError(
         "the step cannot be worked through in microbatches exactly.",
-        given=f"{count} microbatches; {first}",
+        given=f"{count} microbatches; {_named(cause.eqn)}",
         wrong=wrong,
         do=f"{do}.",
         operation=str(cause.eqn.primitive),
         source=source_line(cause.eqn),
     )
+
+
+def _named(eqn: JaxprEqn) -> str:
+    return f"`{eqn.primitive}` at {source_line(eqn)}"
+
+
+def _summing(jaxpr: Jaxpr, solution: LoopSolution, value: Var) -> JaxprEqn | None:
+    """The equation by which samples become one sum, of which the value is made, in whichever body it stands."""
+    maker: dict[Var, JaxprEqn] = {}
+    beyond: dict[Var, Atom | None] = {}  # of values at the border of a region, what they are on its other side
+    bodies = [jaxpr]
+    while bodies:
+        for eqn in bodies.pop().eqns:
+            maker.update(dict.fromkeys(eqn.outvars, eqn))
+            if is_region(eqn):
+                region = region_of(eqn)
+                bodies += region.bodies
+                for b in region.bindings:
+                    beyond.update(dict.fromkeys(b.variables, b.outer))
+                    if b.result is not None:
+                        beyond[b.result] = b.values[-1] if b.values else b.outer
+    waiting: list[Atom | None] = [value]
+    seen: dict[Var, None] = {}
+    while waiting:
+        at = waiting.pop()
+        if not isinstance(at, Var) or at in seen or (at not in beyond and at not in maker):
+            continue
+        seen[at] = None
+        if at in beyond:
+            waiting.append(beyond[at])
+            continue
+        sums = [a for a in inputs_of(maker[at]) if isinstance(solution.of(a), Partial)]
+        if not sums:
+            return maker[at]
+        waiting += sums
+    return None
 
 
 def _goes_by_trips(cause: Cause) -> bool:

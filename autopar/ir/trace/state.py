@@ -47,6 +47,11 @@ class Roles:
     donated: tuple[bool, ...]
     state_arguments: tuple[int, ...]
 
+    @property
+    def may_hold_layers(self) -> tuple[int, ...]:
+        """Input leaves among which a scan over layers has its stacks: state; of a step that has none, all but the batch."""
+        return self.state or tuple(k for k in range(len(self.donated)) if k not in self.batch)
+
 
 def find_roles(program: Program, batch_argnums: Any = "auto", donate_argnums: Any = "auto") -> Roles:
     """Tell state from batch.

@@ -76,11 +76,12 @@ def trace_step(
 
     Raises:
         TraceError: A leaf is no array, a static argument has no hash, an argument or a captured value belongs to another
-            trace.
+            trace, or `jax.disable_jit` is on.
         AutoparError: There is no such argument.
     """
     kwargs = dict(kwargs or {})
     name = name_of(fn)
+    _check_jit(name)
     static = static or static_of(parameters_of(fn), static_argnums, static_argnames)
     call = static.split(args, kwargs)
     check_hashable(call.static, name)
@@ -207,6 +208,17 @@ def _shortened(paths: Sequence[tuple[str, object]]) -> tuple[str, ...]:
         else path
         for path, last in paths
     )
+
+
+def _check_jit(name: str) -> None:
+    if jax.config.jax_disable_jit:
+        raise TraceError(
+            f"`{name}` cannot run without jit.",
+            given="jax.disable_jit",
+            wrong="autopar traces a step, and what it runs are compiled programs.",
+            do=f"leave jax.disable_jit; or, to look into the function line by line, call `{name}.__wrapped__`.",
+            path="",
+        )
 
 
 def check_not_traced(leaf: object, path: str, name: str) -> None:

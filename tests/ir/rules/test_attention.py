@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -126,6 +127,19 @@ def test_planned_for_a_machine_that_has_cudnn():
         method = autopar.ShardParallel(mesh_shape=(2, 4), constraints=pinned)
         plan = autopar.parallelize(step, cluster=cluster, method=method).plan(*types)
     assert {each.kind for each in plan.cost.collectives} == {"all-reduce"}
+
+
+def test_traced_where_the_plugin_is_but_not_cudnn(monkeypatch):
+    """As with `pip install 'autopar[verify]'`: JAX's plugin looks for NVIDIA's library, and does not find it."""
+
+    def not_found():
+        raise RuntimeError("cuDNN not found.")
+
+    versions = SimpleNamespace(cudnn_get_version=not_found)
+    monkeypatch.setattr("jax._src.cudnn.fused_attention_stablehlo.cuda_versions", versions)
+    with with_cudnn_of((9, 0)):
+        query = jnp.ones((1, 128, 1, 64), jnp.bfloat16)
+        assert jax.make_jaxpr(attend)(query, query, query).eqns
 
 
 def test_without_cudnn_and_without_such_a_machine():

@@ -224,7 +224,7 @@ def test_branch_around_an_update(count):
 def count_layers(step, state, batch):
     program = trace_step(step, (state, batch))
     roles = find_roles(program)
-    return layer_count(program.jaxpr, roles.state, roles.aliases)
+    return layer_count(program.jaxpr, roles.may_hold_layers, roles.aliases)
 
 
 def test_layers_are_told_from_their_work():

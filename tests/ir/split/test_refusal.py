@@ -104,11 +104,35 @@ def test_refused(case, count, request):
 
 def test_why_not():
     """A scan over samples and a row behind samples are no batch statistics."""
-    cases = {running_loss: "more than sums", uneven_loss: "no whole number of batches"}
+    cases = {
+        running_loss: "(?s)more than sums.*pass them with samples first",
+        uneven_loss: "no whole number of batches",
+    }
     for loss, words in cases.items():
         with pytest.raises(MicrobatchError, match=words) as info:
             split_case(Case(sgd(loss)), 2)
         assert "statistics" not in str(info.value)
+
+
+def balanced_loss(params: Tree, batch: Tree) -> jax.Array:
+    """As a mixture of experts whose load is balanced: the gradient of each sample reads a mean of all, within a scan."""
+
+    def layer(carry, w):
+        x, penalty = carry
+        gates = jax.nn.softmax(x @ w)
+        return (jnp.tanh(x @ w), penalty + balance(gates)), None
+
+    def balance(gates):
+        return (gates.mean(0) * lax.stop_gradient(gates > 0.5).astype(gates.dtype).mean(0)).sum()
+
+    x = batch["x"] @ params["w1"]
+    (x, penalty), _ = lax.scan(layer, (x, 0.0), jnp.stack([jnp.eye(x.shape[1])] * 2) * params["bias"])
+    return x.mean() + penalty
+
+
+def test_the_sum_that_is_waited_for():
+    with pytest.raises(MicrobatchError, match=r"which `reduce_sum` at \S+:\d+ \(balance\) makes\), and single samples"):
+        split_case(Case(sgd(balanced_loss)), 2)
 
 
 def test_a_single_trip_is_no_loop():

@@ -132,6 +132,11 @@ def test_argument_under_trace():
         jax.vmap(lambda x: trace_step(_step_of_anything(), ({}, x)).num_args)(jnp.ones((3, 100)))
 
 
+def test_without_jit():
+    with jax.disable_jit(), pytest.raises(TraceError, match="`step` cannot run without jit(.*\n)*.*__wrapped__"):
+        trace_step(_step_of_anything(), ({}, 1.0))
+
+
 def test_closing_over_a_tracer():
     def outer(x):
         trace_step(lambda y: y * x, (1.0,))

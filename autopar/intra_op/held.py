@@ -1,0 +1,112 @@
+"""Which values take memory while they wait. The others are made again by each kernel that reads them.
+
+In:     `Graph`.
+Out:    the values that are held; what reads another reads what that is made of (`liveness.py`).
+Method: compilers put elementwise operations, slices and the like into the kernels that read them, into each of several
+        where these then move fewer bytes: n kernels that read a value of S bytes move S (n + 1) and the A bytes that it is
+        made of, or n A if each makes it again. That nothing waits in memory for the later of them is no reason for XLA.
+        So a value is held if a product, a collective, a loop or the like reads or makes it, if it takes long to make, or
+        if it is made of much more than it is. What is scattered into zeros to be added to a value is scattered into that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+
+from autopar._jax import Literal, Var, copies_to_or_from_host
+from autopar.intra_op.graph import Graph, Node
+from autopar.intra_op.traffic import bytes_of, is_fused, is_picking
+from autopar.ir.dataflow import inputs_of
+from autopar.ir.rules.rule import num_elements
+
+WASTE = 1.25
+"""A value is made again if what it is made of is no larger than so many times its bytes."""
+MOST_LEAVES = 8
+"""What is made of more values than these is held."""
+SLOW = frozenset(
+    "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc expm1 lgamma log log1p logistic pow sin"
+    " sinh tan tanh".split()
+)
+"""What several read of these is held: many instructions for each element; exponentials and roots are single ones."""
+SLOW_FLOPS = 16.0
+"""So many for each element are slow, too: random bits."""
+
+
+def held_values(graph: Graph) -> AbstractSet[Var]:
+    """Values that take memory; found once for a graph."""
+    if graph.held is None:
+        graph.held = frozenset(_find_held(graph))
+    return graph.held
+
+
+def _find_held(graph: Graph) -> set[Var]:
+    nodes = [node for node in graph.nodes if node.kind == "op"]
+    readers: dict[Var, int] = {}
+    for node in nodes:
+        for var in dict.fromkeys(inputs_of(node.eqn)):
+            readers[var] = readers.get(var, 0) + 1
+    held = {node.var for node in graph.nodes if node.kind == "port" and node.var is not None}
+    held.update(edge.var for edge in graph.edges if graph.nodes[edge.target].kind == "port")
+    for node in nodes:
+        if not _makes_again(node):
+            held.update(node.eqn.outvars)
+            held.update(_read_from_memory(node))
+    for scattered, total in _scattered_sums(nodes, readers):
+        held.discard(scattered)
+        held.add(total)
+    made_of: dict[Var, dict[Var, int]] = {}
+    for node in nodes:
+        for var in node.eqn.outvars:
+            if var in held:
+                continue
+            size, leaves = bytes_of(var), _leaves(node, made_of)
+            is_costly = len(leaves) > MOST_LEAVES or sum(leaves.values()) > WASTE * size or _is_slow(node)
+            if readers.get(var, 0) > 1 and is_costly:
+                held.add(var)
+            else:
+                made_of[var] = leaves
+    return held
+
+
+def _leaves(node: Node, made_of: Mapping[Var, Mapping[Var, int]]) -> dict[Var, int]:
+    """The held values from which an operation makes its result, and how many bytes of each it reads: a slice no more than
+    it returns."""
+    found: dict[Var, int] = {}
+    for var in inputs_of(node.eqn):
+        for leaf, num_bytes in made_of.get(var, {var: bytes_of(var)}).items():
+            found[leaf] = max(num_bytes, found.get(leaf, 0))
+    if is_picking(node):
+        most = sum(map(bytes_of, node.eqn.outvars))
+        return {leaf: min(num_bytes, most) for leaf, num_bytes in found.items()}
+    return found
+
+
+def _makes_again(node: Node) -> bool:
+    """Whether an operation can be part of the kernels that read its results."""
+    return is_fused(node) and not copies_to_or_from_host(node.eqn) and not node.rule.summed and not node.rule.reduced
+
+
+def _read_from_memory(node: Node) -> list[Var]:
+    """Operands that must be there as arrays: not the one of a sum or what is picked from, nor what a scatter writes over."""
+    if is_fused(node) or len([o for o in node.rule.operands if o]) <= 1 and not copies_to_or_from_host(node.eqn):
+        return []
+    first = 1 if is_picking(node) or _scatters(node) else 0
+    return [atom for atom in node.eqn.invars[first:] if not isinstance(atom, Literal)]
+
+
+def _scatters(node: Node) -> bool:
+    return node.eqn.primitive.name.startswith("scatter")
+
+
+def _scattered_sums(nodes: Sequence[Node], readers: Mapping[Var, int]) -> Iterator[tuple[Var, Var]]:
+    """What is scattered and read by a sum alone, and that sum."""
+    scattered = {node.eqn.outvars[0] for node in nodes if _scatters(node) and readers.get(node.eqn.outvars[0]) == 1}
+    for node in nodes:
+        if node.eqn.primitive.name in ("add", "add_any"):
+            yield from ((var, node.eqn.outvars[0]) for var in inputs_of(node.eqn) if var in scattered)
+
+
+def _is_slow(node: Node) -> bool:
+    size = sum(num_elements(tuple(v.aval.shape)) for v in node.eqn.outvars)
+    return node.eqn.primitive.name in SLOW or node.rule.flops > SLOW_FLOPS * size

@@ -1,0 +1,67 @@
+"""Which values take memory while they wait, and how long what the others are made of does."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from autopar import Cluster
+from autopar.intra_op.build_graph import build_graph
+from autopar.intra_op.held import held_values
+from autopar.intra_op.liveness import measure_liveness
+from autopar.intra_op.lower import lower
+from autopar.ir.trace.trace import trace_step
+from autopar.mesh import logical_mesh
+
+N = 64
+SQUARE = N * N * 4
+
+
+def normalized(x, w):
+    """A product less its mean, read by two kernels with a product between them."""
+    h = x @ w
+    centred = h - jnp.mean(h, 1, keepdims=True)
+    return (jnp.tanh(centred) @ w) * centred
+
+
+def masked(x, w):
+    mask = jnp.broadcast_to(x[0] > 0, (N, N))
+    return jnp.where(mask, jnp.where(mask, x @ w, 1.0) @ w, 2.0)
+
+
+def added(x, w):
+    """Of three arrays, read twice: to make it again would bring all three through memory twice."""
+    total = x @ w + x.T @ w + w @ w
+    return (jnp.tanh(total) @ w) * total
+
+
+def sliced(x, w):
+    rest = (x @ w)[:-1]
+    return (jnp.exp(rest) @ w) * rest
+
+
+@pytest.mark.parametrize(
+    "step, held",
+    [
+        (normalized, ["dot_general", "reduce_sum", "tanh", "dot_general", "mul"]),
+        (masked, ["dot_general", "select_n", "dot_general", "select_n"]),
+        (added, ["dot_general", "transpose", "dot_general", "dot_general", "add", "tanh", "dot_general", "mul"]),
+        (sliced, ["dot_general", "exp", "dot_general", "mul"]),
+    ],
+)
+def test_what_is_held(step, held):
+    program, graph = planned(step)
+    found = [e.primitive.name for e in program.jaxpr.eqns if not held_values(graph).isdisjoint(e.outvars)]
+    assert found == held
+
+
+def planned(step):
+    program = trace_step(step, [jax.ShapeDtypeStruct((N, N), jnp.float32)] * 2)
+    return program, build_graph(program.jaxpr, logical_mesh(Cluster(1, 1), (1,)), {})
+
+
+def test_what_a_value_is_made_of_waits_for_its_readers():
+    """At the second product of `normalized` there are its operands and result, the first product, and the arguments."""
+    program, graph = planned(normalized)
+    body = lower(program.jaxpr, graph, [0] * len(graph.nodes))
+    peak = measure_liveness(body, graph.mesh, held_values(graph)).peak_bytes
+    assert peak == 5 * SQUARE + 4 * N
