@@ -190,6 +190,8 @@ class Tuning:
     """Elements. What has no more is joined across stages element by element: norms, flags, counters."""
     copied_elements: int = 1024
     """Elements. What is made of arguments with no more is made wherever it is read: learning rates, random keys."""
+    parts_of_memory: int = 64
+    """Each of several stages on one mesh has so many of such parts of its memory: what is finer tells equal stages apart."""
     recompute_levels: int = 6
     """Levels of recomputation of a stage that are told apart, at most: each is lowered and simulated."""
     uneven_stage: float = 1.5

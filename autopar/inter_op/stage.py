@@ -99,6 +99,7 @@ class StageProgram:
         tasks: In order of a step.
         anew: Values that the tasks of both passes have, or make, for themselves.
         twice: Equations that both passes run.
+        kept: Values of the loop that wait for the backward pass.
     """
 
     stage: int
@@ -117,6 +118,7 @@ class StageProgram:
     tasks: tuple[Task, ...]
     anew: frozenset[Var]
     twice: frozenset[JaxprEqn]
+    kept: frozenset[Var] = frozenset()
 
     @property
     def stacked(self) -> tuple[Var, ...]:

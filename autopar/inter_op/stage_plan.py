@@ -25,7 +25,7 @@ from autopar.intra_op.costs import OperationSeconds
 from autopar.intra_op.graph import Graph, Tables, stacked
 from autopar.intra_op.held import held_values
 from autopar.intra_op.lanes import run_lanes
-from autopar.intra_op.liveness import fullest_moments, measure_liveness
+from autopar.intra_op.liveness import Waiting, fullest_moments, measure_liveness
 from autopar.intra_op.lower import lower_part
 from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.restrict import Allowed, Restrict
@@ -147,6 +147,7 @@ def plan_stage(
     gap: float = TUNING.stage_gap,
     like: Graph | None = None,
     tables: Tables | None = None,
+    in_flight: int = 1,
 ) -> StagePlan:
     """Shard one stage.
 
@@ -160,6 +161,7 @@ def plan_stage(
         all_again: Whether what its forward pass makes does not count as memory, for it may run again.
         like: As of `build_graph`.
         tables: As of `build_graph`.
+        in_flight: Microbatches between their forward and their backward pass at once, each of which holds what it keeps.
 
     Raises:
         InfeasibleError: A pin or the memory budget cannot be kept.
@@ -180,7 +182,7 @@ def plan_stage(
         program.donated,
         dict(program.batch),
         gap=gap,
-        elsewhere=_elsewhere(program, all_again),
+        waiting=_waiting(program, all_again, in_flight),
         anew=program.anew,
         twice=program.twice,
         like=like,
@@ -189,20 +191,28 @@ def plan_stage(
     return lower_stage(program, mesh, device, sharded)
 
 
-def _elsewhere(program: StageProgram, all_again: bool) -> set[Var]:
-    """Of what is received and sent one microbatch is there at a time; what waits is known with the schedule."""
+def _waiting(program: StageProgram, all_again: bool, in_flight: int) -> Waiting:
+    """Of what is received and sent one microbatch is there at a time, of what is kept each that is in flight."""
     passing = {program.jaxpr.invars[k] for k in program.received}.union(program.scan.sent if program.scan else ())
     if all_again:
         forward = [eqn for task in program.tasks if task.kind == "F" for eqn in task.jaxpr.eqns]
         passing.update(var for eqn in forward for var in eqn.outvars)
-    return passing
+    return Waiting(passing, in_flight, program.kept)
 
 
-def peak_bytes_here(stage: StagePlan, all_again: bool = False) -> int:
-    """Most bytes alive at once in a stage's joint program, as its memory budget counts them; `all_again` as of `plan_stage`."""
+def peak_bytes_here(stage: StagePlan, all_again: bool = False, in_flight: int = 1) -> int:
+    """Most bytes alive at once in a stage's joint program, as its memory budget counts them; the rest as of `plan_stage`."""
     sharded, program = stage.sharded, stage.program
-    held, elsewhere = held_values(sharded.graph), _elsewhere(program, all_again)
-    return fullest_moments(sharded.body, stage.mesh, held, program.donated, 1, elsewhere)[0].peak_bytes
+    held, waiting = held_values(sharded.graph), _waiting(program, all_again, in_flight)
+    return fullest_moments(sharded.body, stage.mesh, held, program.donated, 1, waiting)[0].peak_bytes
+
+
+def resting_bytes(stage: StagePlan, in_flight: int) -> int:
+    """What a stage holds while none of its tasks runs: all through the step, and of each microbatch in flight."""
+    borders = {(b.slot.kind, b.slot.key): b for task in stage.tasks for b in (*task.inputs, *task.outputs)}
+    always = sum(b.num_bytes for b in borders.values() if b.slot.kind in ("argument", "const", "piece", "sum", "rows"))
+    kept = sum(b.num_bytes for b in borders.values() if b.slot.kind == "loop" and b.slot.key in stage.program.kept)
+    return always + in_flight * kept
 
 
 def lower_stage(program: StageProgram, mesh: LogicalMesh, device: Device, sharded: Sharded) -> StagePlan:

@@ -42,7 +42,8 @@ def stage_program(
 
 def with_tasks(program: StageProgram, tasks: Tasks) -> StageProgram:
     """The same joint program, and of it the tasks as they are when the stage runs more or less again."""
-    return dataclasses.replace(program, tasks=stage_tasks(tasks, program))
+    kept = frozenset(tasks.behind[program.stage].kept.values)
+    return dataclasses.replace(program, tasks=stage_tasks(tasks, program), kept=kept)
 
 
 class _Builder:

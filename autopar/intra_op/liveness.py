@@ -5,6 +5,7 @@ Out:    `Liveness`: bytes of arguments and results, the peak, when it is, and wh
 Method: a copy lives from the instruction that makes it to its last reader. Inputs live throughout unless donated, then
         to their last reader. A loop's body adds its own peak; its stacked outputs live from before the loop. Values
         that kernels make again take no memory of their own (`held.py`): what they are made of lives until it is read there.
+        Of a stage of a pipeline some values are not there, and some are there for several microbatches (`Waiting`).
 """
 
 from __future__ import annotations
@@ -32,19 +33,40 @@ from autopar.mesh import LogicalMesh
 from autopar.tuning import TUNING
 
 
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """How what a stage of a pipeline holds differs from what its program does, which is of one microbatch at a time.
+
+    Attributes:
+        elsewhere: Values that take no memory here, but in loops.
+        in_flight: Microbatches that are between their forward and their backward pass at once.
+        kept: Values that each of these holds.
+    """
+
+    elsewhere: AbstractSet[Var] = frozenset()
+    in_flight: int = 1
+    kept: AbstractSet[Var] = frozenset()
+
+
+ONE_PROGRAM = Waiting()
+"""Of a program that is no stage's."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Alive:
     """A copy that is alive at some moment.
 
     Attributes:
         copy: The value and its sharding.
-        num_bytes: On one device.
+        num_bytes: On one device, `times` times.
+        times: How many there are, of as many microbatches.
         body: Where it is: the program, or the body of a loop or branch.
         position: The moment: index of an instruction there.
     """
 
     copy: Copy
     num_bytes: int
+    times: int
     body: Body
     position: int
 
@@ -97,18 +119,18 @@ def fullest_moments(
     stored: AbstractSet[Var],
     donated: Sequence[bool] = (),
     count: int = 1,
-    elsewhere: AbstractSet[Var] = frozenset(),
+    waiting: Waiting = ONE_PROGRAM,
     in_place: AbstractSet[Copy] = frozenset(),
 ) -> tuple[Liveness, ...]:
     """Memory of a sharded program at up to `count` moments, each the fullest of its part of the program, fullest first.
 
-    A moment's part ends where memory has fallen by a hundredth. Values `elsewhere` take no memory here. The other
-    arguments as of `measure_liveness`.
+    A moment's part ends where memory has fallen by a hundredth. `waiting`: of a stage of a pipeline. The other arguments as
+    of `measure_liveness`.
     """
     arguments = [local_bytes(var, sharding, mesh) for var, sharding in body.inputs]
     outputs = {(a, s): local_bytes(a, s, mesh) for a, s in body.outputs if not isinstance(a, Literal)}
     pinned = {copy for copy, freed in zip(body.inputs, donated or [False] * len(arguments), strict=True) if not freed}
-    peaks = _peaks(body, mesh, stored, pinned, count, elsewhere=elsewhere, in_place=in_place)
+    peaks = _peaks(body, mesh, stored, pinned, count, waiting=waiting, in_place=in_place)
     return tuple(
         Liveness(sum(arguments), sum(outputs.values()), peak.bytes, peak.moment, peak.alive, peak.packed, peak.at)
         for peak in peaks
@@ -141,21 +163,22 @@ def _peaks(
     pinned: AbstractSet[Copy],
     count: int,
     free: AbstractSet[Copy] = frozenset(),
-    elsewhere: AbstractSet[Var] = frozenset(),
+    waiting: Waiting = ONE_PROGRAM,
     in_place: AbstractSet[Copy] = frozenset(),
     curve: list[int] | None = None,
 ) -> list[_Peak]:
     """The `count` fullest moments, each of a part of the body, fullest first.
 
-    Copies in `free` are counted by the caller, those `in_place` lie in inputs, values `elsewhere` are counted by no one. What
-    is alive at each instruction is added to `curve`.
+    Copies in `free` are counted by the caller, those `in_place` lie in inputs. What is alive at each instruction is added to
+    `curve`.
     """
     made = _versions(body, pinned, stored)
+    times = made.times(body, waiting)
     size = [
-        local_bytes(*copy, mesh)
-        if is_there and copy[0] not in elsewhere and copy not in (in_place if start >= 0 else free)
+        number * local_bytes(*copy, mesh)
+        if is_there and copy[0] not in waiting.elsewhere and copy not in (in_place if start >= 0 else free)
         else 0
-        for copy, start, is_there in zip(made.copies, made.starts, made.takes_memory, strict=True)
+        for copy, start, is_there, number in zip(made.copies, made.starts, made.takes_memory, times, strict=True)
     ]
     changes = made.changes(size, len(body.instructions))
     total = sum(size[: len(body.inputs)])
@@ -165,7 +188,7 @@ def _peaks(
     for position, instruction in enumerate(body.instructions):
         born, freed = changes[position + 1]
         total += born
-        inner = _inner_peak(instruction, mesh, stored)
+        inner = _inner_peak(instruction, mesh, stored, waiting)
         if curve is not None:
             curve.append(total + inner.bytes)
         if total + inner.bytes < TUNING.peak_fallen * most.bytes:
@@ -176,7 +199,7 @@ def _peaks(
         total += freed
     # Who is alive is looked up in the end: most instructions of a step are fuller than all before them.
     fullest = sorted((*peaks, most), key=lambda peak: -peak.bytes)[:count]
-    return [dataclasses.replace(p, alive=(*made.alive(body, p.moment, size), *p.alive)) for p in fullest]
+    return [dataclasses.replace(p, alive=(*made.alive(body, p.moment, size, times), *p.alive)) for p in fullest]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -204,11 +227,23 @@ class _Versions:
             freed[(end if end >= 0 else start) + 1] -= num_bytes
         return list(zip(born, freed, strict=False))
 
-    def alive(self, body: Body, moment: int, size: Sequence[int]) -> Iterator[Alive]:
+    def times(self, body: Body, waiting: Waiting) -> list[int]:
+        """How many there are of each copy: of one that waits for the backward pass, as many as microbatches are in flight."""
+        found = [1] * len(self.copies)
+        if waiting.in_flight > 1:
+            made_at = [start for copy, start in zip(self.copies, self.starts, strict=True) if copy[0] in waiting.kept]
+            made_at = [at for at in made_at if at >= 0 and isinstance(body.instructions[at], Compute | Region)]
+            last = max(made_at, default=-1)  # from here on all that is kept is there
+            for k, (copy, start, end) in enumerate(zip(self.copies, self.starts, self.ends, strict=True)):
+                if copy[0] in waiting.kept and start <= last < end:
+                    found[k] = waiting.in_flight
+        return found
+
+    def alive(self, body: Body, moment: int, size: Sequence[int], times: Sequence[int]) -> Iterator[Alive]:
         """Copies that are alive at a moment: made by then, and read there or later; or made there."""
-        for copy, num_bytes, start, end in zip(self.copies, size, self.starts, self.ends, strict=True):
+        for copy, num_bytes, number, start, end in zip(self.copies, size, times, self.starts, self.ends, strict=True):
             if num_bytes and start <= moment and (start == moment or end >= moment):
-                yield Alive(copy, num_bytes, body, moment)
+                yield Alive(copy, num_bytes, number, body, moment)
 
 
 def _versions(body: Body, pinned: AbstractSet[Copy], stored: AbstractSet[Var]) -> _Versions:
@@ -241,7 +276,7 @@ def packed_bytes(move: Move, mesh: LogicalMesh) -> int:
     return num_bytes * move.dtype.itemsize // move.var.aval.dtype.itemsize
 
 
-def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: AbstractSet[Var]) -> _Peak:
+def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: AbstractSet[Var], waiting: Waiting) -> _Peak:
     """What the bodies of a region need beyond its operands and results; branches take turns, so the largest counts."""
     if isinstance(instruction, Fused):
         return _Peak(sum(packed_bytes(move, mesh) for move in instruction.moves), 0, (), instruction.moves)
@@ -256,5 +291,6 @@ def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: AbstractSet
         )
         # A scan's constants and carries are the operands themselves; its scanned inputs arrive as slices of their own.
         shared = frozenset(body.inputs[:num_whole])
-        most = max(most, *_peaks(body, mesh, stored, frozenset(), 1, shared), key=lambda peak: peak.bytes)
+        inner = _peaks(body, mesh, stored, frozenset(), 1, shared, dataclasses.replace(waiting, elsewhere=frozenset()))
+        most = max(most, *inner, key=lambda peak: peak.bytes)
     return most

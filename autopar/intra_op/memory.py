@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 
 import numpy as np
 
@@ -35,7 +34,6 @@ def broken_memory_rows(
     body: Body,
     donated: Sequence[bool],
     budget: float,
-    elsewhere: AbstractSet[Var] = frozenset(),
 ) -> list[MemoryRow]:
     """Rows for the moments at which a lowered program is over budget; none where it fits.
 
@@ -46,9 +44,8 @@ def broken_memory_rows(
         body: The program under these choices.
         donated: For each input of the program, whether its memory may be reused.
         budget: Bytes.
-        elsewhere: Values that take no memory here.
     """
-    moments = fullest_moments(body, graph.mesh, held_values(graph), donated, TUNING.memory_rows, elsewhere)
+    moments = fullest_moments(body, graph.mesh, held_values(graph), donated, TUNING.memory_rows)
     return rows_of(graph, class_of, choices, moments, budget)
 
 
@@ -94,7 +91,7 @@ def _row(
         elif not is_there:
             row.add_here(owner, choices, alive.num_bytes)
         else:
-            row.add(var, first_of.setdefault(var, owner), owner)
+            row.add(var, first_of.setdefault(var, owner), owner, alive.times)
     for move in liveness.packed:
         ends = [owners.who_wants(move.var, end, "fbuo")[1] for end in (move.source, move.target)]
         if ends[0] is None or ends[1] is None:
@@ -117,14 +114,14 @@ class _Row:
         self.pairs: dict[tuple[int, int], np.ndarray] = {}
         self.constant = 0.0
 
-    def add(self, var: Var, first: _Owner, owner: _Owner, packed: bool = False) -> None:
+    def add(self, var: Var, first: _Owner, owner: _Owner, times: int = 1, packed: bool = False) -> None:
         """The owner's copy: its own node's where it is the first, else beside the first's and only where they differ.
 
-        With `packed`, the copies of both are there once more where they differ.
+        There are so many `times` of it. With `packed`, the copies of both are there once more where they differ.
         """
         (u, theirs), (v, ours) = first, owner
         numbers = self.class_of[u], self.class_of[v]
-        size = self._bytes(var, ours)
+        size = times * self._bytes(var, ours)
         if numbers[0] == numbers[1]:
             if not packed:
                 self.bytes_of[numbers[1]] = self.bytes_of.get(numbers[1], 0.0) + size

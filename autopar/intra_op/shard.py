@@ -23,7 +23,7 @@ from autopar.intra_op.exposure import Exposure, show
 from autopar.intra_op.floor import Floor, memory_floor
 from autopar.intra_op.graph import Graph, Tables
 from autopar.intra_op.held import held_values
-from autopar.intra_op.liveness import Liveness, fullest_moments
+from autopar.intra_op.liveness import ONE_PROGRAM, Liveness, Waiting, fullest_moments
 from autopar.intra_op.lower import lower
 from autopar.intra_op.memory import rows_of
 from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution, num_pairs
@@ -60,7 +60,7 @@ def shard(
     known: Sequence[Restrict] = (),
     beat: float = np.inf,
     gap: float = PROVED,
-    elsewhere: AbstractSet[Var] = frozenset(),
+    waiting: Waiting = ONE_PROGRAM,
     anew: AbstractSet[Var] = frozenset(),
     twice: AbstractSet[JaxprEqn] = frozenset(),
     exposure: Exposure | None = None,
@@ -84,7 +84,7 @@ def shard(
             may be as fast.
         beat: Objective of the best plan on another mesh, under the same `exposure`.
         gap: Part of the cost by which the answer may miss the least.
-        elsewhere: Values that take no memory on these devices, such as stacks of what passes by one at a time.
+        waiting: Of a stage of a pipeline, what of its memory is not as in one program.
         anew: As of `build_graph`.
         twice: As of `build_graph`.
         exposure: What is known of it from elsewhere; the problem is then solved again with what its answer shows, and the
@@ -102,7 +102,7 @@ def shard(
     """
     graph = build_graph(jaxpr, mesh, aliases, batch, anew, twice, like, tables)
     setting = run_passes(SHARD, Setting(jaxpr, graph, device, restrict), check_setting)
-    instance = _Instance(setting, options, donated, elsewhere, gap)
+    instance = _Instance(setting, options, donated, waiting, gap)
     if begin and num_pairs(instance.prices.problem()) > TUNING.small_mesh_pairs:
         instance.begin_at(begin)
     problem, solution = instance.solve_under(exposure, beat)
@@ -133,16 +133,14 @@ class _Instance:
         budget_search: What is learnt of its memory.
     """
 
-    def __init__(
-        self, setting: Setting, options: Options, donated: Sequence[bool], elsewhere: AbstractSet[Var], gap: float
-    ):
+    def __init__(self, setting: Setting, options: Options, donated: Sequence[bool], waiting: Waiting, gap: float):
         self.jaxpr, self.graph, self.allowed, self.device = (
             setting.jaxpr,
             setting.graph,
             setting.allowed,
             setting.device,
         )
-        self.donated, self.elsewhere, self.gap, self.solver = donated, elsewhere, gap, options.solver
+        self.donated, self.waiting, self.gap, self.solver = donated, waiting, gap, options.solver
         self.class_of, self.prices = setting.class_of, setting.priced
         budget = options.memory_budget_bytes or self.device.memory_bytes
         self.budget_search = BudgetSearch(budget, self.graph.mesh, self._rows_at, self._floor)
@@ -206,7 +204,7 @@ class _Instance:
     def read_off(self, problem: Problem, solution: Solution, exposure: Exposure | None) -> Sharded:
         """What the choices of a solution come to."""
         choices = self.nodes(solution.choices)
-        moments = () if self.elsewhere else self._moments.get(choices, ())
+        moments = self._moments.get(choices, ()) if self.waiting == ONE_PROGRAM else ()
         return read_off(
             self.jaxpr,
             self.graph,
@@ -235,13 +233,13 @@ class _Instance:
         nodes, graph = self.nodes(choices), self.graph
         if nodes not in self._moments:
             body, most = self._body_of(nodes), TUNING.memory_rows
-            found = fullest_moments(body, graph.mesh, held_values(graph), self.donated, most, self.elsewhere)
+            found = fullest_moments(body, graph.mesh, held_values(graph), self.donated, most, self.waiting)
             self._moments = {nodes: found}
         return rows_of(graph, self.class_of, choices, self._moments[nodes], self.budget_search.budget)
 
     def _floor(self) -> Floor:
         costs = self.prices.problem().costs
-        return memory_floor(self.jaxpr, self.graph, costs, self.class_of, self.donated, self.elsewhere)
+        return memory_floor(self.jaxpr, self.graph, costs, self.class_of, self.donated, self.waiting.elsewhere)
 
 
 def _follow_clock(instance: _Instance, first: Sharded, tried: list[tuple[int, ...]]) -> tuple[Sharded, Sharded]:

@@ -4,7 +4,9 @@ In:     `Program`, its roles, the cluster, what is fixed (borders, submeshes, lo
 Out:    the `PipelinePlan` that is fastest among those that fit.
 Method: phases, segments, tasks, one program per stage, each sharded on its own logical mesh (equal stages once). First as
         if memory were without end. Where that does not fit, the stages concerned run more of their forward pass again,
-        the least that makes them fit; or they are sharded to need less; or both.
+        the least that makes them fit; or they are sharded to need less; or both. Sharded to need less, a stage counts what
+        it keeps for as many microbatches as its schedule has in flight, and of several stages on one mesh each has its part
+        of the memory.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from autopar.inter_op.cut import CutStep
 from autopar.inter_op.placement import place_stages
 from autopar.inter_op.residuals import CHEAP
 from autopar.inter_op.stage import StageProgram
-from autopar.inter_op.stage_plan import StagePlan
+from autopar.inter_op.stage_plan import StagePlan, resting_bytes
 from autopar.intra_op.problem import num_pairs
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Options
@@ -28,7 +30,7 @@ from autopar.search.pins import RestrictStage, restrict_stages, unrestricted
 from autopar.search.progress import Report, part_of, silent
 from autopar.search.solve_stages import SameStacks, Solved, best_stage, pinned, solve_stage, stage_seconds
 from autopar.streams.assemble import PipelinePlan, assemble, at_levels
-from autopar.streams.schedules import Schedule, num_chunks, splits_backward
+from autopar.streams.schedules import Schedule, in_flight, num_chunks, splits_backward
 from autopar.tuning import TUNING
 
 FLUSHED = "gpipe", "1f1b"
@@ -84,12 +86,16 @@ def plan_pipeline(
     fastest, endless = 0.0, [0.0] * len(borders)
     before: list[StagePlan] = []
     is_bounded = schedule.name in FLUSHED and options.goal == "step"
+    room = _Room(len(borders))
     ways = [*_ways(options, budget)]
     for number, (memory, all_again) in enumerate(ways):
         part = part_of(report, number / len(ways), (number + 1) / len(ways))
         try:
             stages: list[StagePlan] = []
-            for stage in _shard_stages(cut, programs, meshes, cluster, memory, solved, restrict, all_again, gap, part):
+            given = room if number == 1 else None
+            for stage in _shard_stages(
+                cut, programs, meshes, cluster, memory, solved, restrict, all_again, gap, part, given
+            ):
                 stages.append(stage)
                 # No stage is faster within memory than without end.
                 least = least_seconds([*map(once_seconds, stages), *endless[len(stages) :]], cut.split.count)
@@ -101,6 +107,8 @@ def plan_pipeline(
                 continue  # it comes to the same
             before = stages
             planned = assemble(cut, tuple(borders), tasks, stages, cluster, schedule)
+            if not number:
+                room.divide(planned)
             fastest = fastest or planned.seconds_for(options.goal)
             if fastest >= beat:
                 return planned
@@ -116,17 +124,23 @@ def plan_pipeline(
         # Of the last way the forward pass took no memory, if it may run again.
         if isinstance(failures[-1], SlowerError):
             raise failures[-1]
-        raise min(failures, key=lambda error: getattr(error, "needed_bytes", math.inf))
+        whole = [
+            error for error in failures if getattr(error, "budget_bytes", budget) >= int(budget)
+        ]  # not of its part
+        raise min(whole or failures, key=lambda error: getattr(error, "needed_bytes", math.inf))
     return min(fitting, key=lambda p: p.seconds_for(options.goal))
 
 
 def _ways(options: Options, budget: float) -> Iterator[tuple[Options, bool]]:
-    """Ways to shard the stages: options with the memory of a device, and whether what could run again counts."""
+    """Ways to shard the stages: options with the memory of a device, and whether what the forward pass makes may run again.
+
+    Of the second each stage counts all microbatches in flight, within its part of the memory (`_Room`); of the third one,
+    within all of it: what is then too much runs again, or rounding alone made it so.
+    """
     yield dataclasses.replace(options, memory_budget_bytes=math.inf), False
     if math.isfinite(budget):
         yield options, False
-        if options.recompute != "cheap":
-            yield options, True
+        yield options, options.recompute != "cheap"
 
 
 def _shard_stages(
@@ -140,25 +154,56 @@ def _shard_stages(
     all_again: bool,
     gap: float,
     report: Report,
+    room: _Room | None,
 ) -> Iterator[StagePlan]:
-    """Each stage on the best of its meshes; the parts of one stack alike."""
+    """Each stage on the best of its meshes; the parts of one stack alike. In its part of the `room`, if that is given."""
     same = SameStacks(cut)
     for number, (program, candidates) in enumerate(zip(programs, meshes, strict=True)):
         report(f"sharding stage {number} of {len(programs)}", number / len(programs))
+        budget = options.memory_budget_bytes or cluster.device.memory_bytes
+        own, in_flight = (options, 1) if room is None else room.of(number, options, budget)
         with _naming(f"stage {number} of {len(programs)}"):
-            made = best_stage(program, candidates, cluster, options, solved, restrict, all_again, gap)
+            made = best_stage(program, candidates, cluster, own, solved, restrict, all_again, gap, in_flight)
         there = same.mesh_of(program)
         if there is not None and there != made.mesh and there in candidates:
             with contextlib.suppress(InfeasibleError):
-                alike = best_stage(program, [there], cluster, options, solved, restrict, all_again, gap)
+                alike = best_stage(program, [there], cluster, own, solved, restrict, all_again, gap, in_flight)
                 made = alike if stage_seconds(alike) <= (1 + TUNING.one_array) * stage_seconds(made) else made
         pins = same.pins(program, made)
         if pins:
             further, key = restrict(program, made.mesh)
             both, key = pinned(pins, further), (tuple(pins.items()), key)
-            made = solve_stage(program, made.mesh, cluster, options, solved, both, key, all_again, gap)
+            made = solve_stage(program, made.mesh, cluster, own, solved, both, key, all_again, gap, in_flight)
         same.add(program, made)
         yield made
+
+
+class _Room:
+    """What each stage may take of its mesh's memory, and for how many microbatches it keeps something there.
+
+    Both are rounded, so that stages which are equal stay so.
+    """
+
+    def __init__(self, num_stages: int):
+        self._parts, self._in_flight = [1.0] * num_stages, [1] * num_stages
+
+    def divide(self, planned: PipelinePlan) -> None:
+        """Of several stages on one mesh each gets what the others leave of it while it runs, if memory is without end."""
+        peaks, finest = planned.simulation.peak_bytes, TUNING.parts_of_memory
+        order = planned.schedule.order(len(peaks), planned.cut.split.count)
+        self._in_flight = [min(n for k in range(32) for n in (1 << k, 3 << k) if n >= at) for at in in_flight(order)]
+        waits = [resting_bytes(stage, at) for stage, at in zip(planned.stages, self._in_flight, strict=True)]
+        for number in range(len(waits)):
+            mesh = number % len(peaks)
+            left = 1 - (sum(waits[mesh :: len(peaks)]) - waits[number]) / peaks[mesh]
+            self._parts[number] = max(1, math.floor(left * finest)) / finest
+
+    def of(self, number: int, options: Options, budget: float) -> tuple[Options, int]:
+        """The options of a stage, with its part of the memory, and how many microbatches in flight count there."""
+        own = options
+        if self._parts[number] < 1:
+            own = dataclasses.replace(options, memory_budget_bytes=int(self._parts[number] * budget))
+        return own, self._in_flight[number]
 
 
 def once_seconds(stage: StagePlan) -> float:

@@ -80,8 +80,9 @@ def best_stage(
     restrict: RestrictStage = unrestricted,
     all_again: bool = False,
     gap: float = TUNING.stage_gap,
+    in_flight: int = 1,
 ) -> StagePlan:
-    """A stage on the logical mesh on which it is fastest; `all_again` and `gap` as of `solve_stage`.
+    """A stage on the logical mesh on which it is fastest; `all_again`, `gap` and `in_flight` as of `solve_stage`.
 
     Raises:
         InfeasibleError: It fits on none.
@@ -92,7 +93,8 @@ def best_stage(
     for mesh in candidates:
         try:
             further, key = restrict(program, mesh)
-            found.append(solve_stage(program, mesh, cluster, options, solved, further, key, all_again, gap))
+            made = solve_stage(program, mesh, cluster, options, solved, further, key, all_again, gap, in_flight)
+            found.append(made)
         except (InfeasibleError, ConstraintError) as error:
             failure = error
     if not found:
@@ -111,6 +113,7 @@ def solve_stage(
     pins: Hashable = (),
     all_again: bool = False,
     gap: float = TUNING.stage_gap,
+    in_flight: int = 1,
 ) -> StagePlan:
     """Shard a stage, or take over the choices of an equal one.
 
@@ -124,10 +127,12 @@ def solve_stage(
         pins: Tells restrictions apart.
         all_again: Whether what its forward pass makes is not to count as memory, for it may run again.
         gap: Part of its cost by which it may miss the least.
+        in_flight: As of `plan_stage`.
 
     Raises:
         InfeasibleError: It does not fit.
     """
+    in_flight = in_flight if mesh.num_devices > 1 else 1  # on one device there is nothing to choose
     same = (
         solved.key_of(program.jaxpr),
         tuple(sorted(program.aliases.items())),
@@ -137,19 +142,20 @@ def solve_stage(
         restrict is None,
         pins,
         gap,
+        tuple(sorted(str(var.aval) for var in program.kept)),
     )
-    key = *same, options.memory_budget_bytes, all_again
-    endless = solved.known.get((*same, math.inf, False))
+    key = *same, options.memory_budget_bytes, all_again, in_flight
+    endless = solved.known.get((*same, math.inf, False, 1))
     if key not in solved.known and endless is not None:
         # What is best with memory without end, and takes no more than there is, is best within it.
         budget = options.memory_budget_bytes or cluster.device.memory_bytes
-        if peak_bytes_here(endless, all_again) <= budget:
+        if peak_bytes_here(endless, all_again, in_flight) <= budget:
             solved.known[key] = endless
     if key in solved.known:
         return take_over(program, solved.known[key], cluster.device, solved.key_of)
     tables = solved.tables.setdefault(mesh, Tables())
     _, like = solved.graphs.get(id(program), (program, None))
-    made = plan_stage(program, mesh, cluster.device, options, restrict, all_again, gap, like, tables)
+    made = plan_stage(program, mesh, cluster.device, options, restrict, all_again, gap, like, tables, in_flight)
     solved.known[key] = made
     solved.graphs.setdefault(id(program), (program, made.sharded.graph))
     return made

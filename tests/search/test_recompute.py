@@ -14,10 +14,10 @@ import autopar
 from autopar import PipelineParallel
 from autopar.errors import AutoparError, InfeasibleError, PipelineError
 from autopar.inter_op.cut import cut_step
-from autopar.inter_op.stage_plan import plan_stage
+from autopar.inter_op.stage_plan import peak_bytes_here, plan_stage, resting_bytes
 from autopar.report.page import page_of
 from autopar.search import solve_stages
-from autopar.search.pipeline import SlowerError
+from autopar.search.pipeline import SlowerError, _Room
 from autopar.search.progress import silent
 from autopar.search.stage_planner import _best_in_memory
 from tests.small_transformer import arguments, train_step
@@ -244,3 +244,28 @@ def test_layers_stay_in_loops_where_nothing_that_runs_again_can_win():
     with pytest.raises(SlowerError):
         _best_in_memory(program, roles, cut, lambda parts: cut_step(program, roles, parts, COUNT), slower, silent, 1.0)
     assert tried == [cut]
+
+
+@functools.cache
+def interleaved():
+    """Two stages on each of two meshes of two devices."""
+    return make_step(2, autopar.Cluster(1, 4, SLOW, QUICK), schedule="interleaved").plan(*ARGUMENTS["scan"])
+
+
+def test_stages_on_one_mesh_share_its_memory():
+    """Where memory binds, each is sharded within what the other leaves of it with all its microbatches in flight."""
+    pipeline, options = interleaved().origin.pipeline, PipelineParallel(num_stages=2).options()
+    room = _Room(len(pipeline.stages))
+    room.divide(pipeline)
+    for number, other in enumerate((2, 3, 0, 1)):
+        budget = pipeline.simulation.peak_bytes[number % 2]
+        own, in_flight = room.of(number, options, budget)
+        assert in_flight == 4 - number
+        assert 0 < own.memory_budget_bytes <= budget - resting_bytes(pipeline.stages[other], 4 - other)
+
+
+def test_what_a_stage_keeps_is_there_for_each_microbatch_in_flight():
+    stage = interleaved().origin.pipeline.stages[0]
+    kept = sum(b.num_bytes for b in stage.task("B").inputs if b.slot.var in stage.program.kept)
+    assert peak_bytes_here(stage) < peak_bytes_here(stage, in_flight=4) <= peak_bytes_here(stage) + 3 * kept
+    assert resting_bytes(stage, 4) - resting_bytes(stage, 1) == 3 * kept

@@ -49,6 +49,23 @@ def splits_backward(schedule: Schedule) -> bool:
     return getattr(schedule, "splits_backward", False)
 
 
+def in_flight(order: Sequence[Sequence[Step]]) -> list[int]:
+    """Of each stage, the most microbatches that are between their forward step and their last one behind it at once.
+
+    Args:
+        order: Steps per mesh.
+    """
+    ends = "W" if any(step.kind == "W" for steps in order for step in steps) else "B"
+    most = [0] * (len(order) * (1 + max((step.chunk for steps in order for step in steps), default=0)))
+    for mesh, steps in enumerate(order):
+        now = [0] * len(most)
+        for step in steps:
+            stage = step.chunk * len(order) + mesh
+            now[stage] += (step.kind == "F") - (step.kind == ends)
+            most[stage] = max(most[stage], now[stage])
+    return most
+
+
 def clocks(order: Sequence[Sequence[Step]], backward_clocks: int = 1) -> tuple[int, list[list[tuple[int, Step]]]]:
     """Put an order on a clock: F takes one unit, B `backward_clocks`, W one; sending takes none.
 
