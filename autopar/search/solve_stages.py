@@ -40,6 +40,7 @@ class Solved:
 
     Attributes:
         known: Key -> the stage that was.
+        counted: The same within memory in which everything counts, whatever else may run again.
         graphs: Of programs, by identity, a graph: on another mesh, what does not depend on the mesh is taken from there.
         tables: Of meshes, what all programs on them have in common.
         keys: Of programs, by identity, each beside what is equal for equal ones.
@@ -47,6 +48,7 @@ class Solved:
     """
 
     known: dict[Hashable, StagePlan] = field(default_factory=dict)
+    counted: dict[Hashable, StagePlan] = field(default_factory=dict)
     graphs: dict[int, tuple[StageProgram, Graph]] = field(default_factory=dict)
     tables: dict[LogicalMesh, Tables] = field(default_factory=dict)
     keys: dict[int, tuple[Jaxpr, Hashable]] = field(default_factory=dict)
@@ -149,16 +151,26 @@ def solve_stage(
     if key not in solved.known and endless is not None:
         # What is best with memory without end, and takes no more than there is, is best within it.
         budget = options.memory_budget_bytes or cluster.device.memory_bytes
+        counted = solved.counted.get((*same, options.memory_budget_bytes)) if all_again else None
         if peak_bytes_here(endless, all_again, in_flight) <= budget:
             solved.known[key] = endless
+        elif counted is not None and _is_near(counted, endless, gap):
+            solved.known[key] = counted
     if key in solved.known:
         return take_over(program, solved.known[key], cluster.device, solved.key_of)
     tables = solved.tables.setdefault(mesh, Tables())
     _, like = solved.graphs.get(id(program), (program, None))
     made = plan_stage(program, mesh, cluster.device, options, restrict, all_again, gap, like, tables, in_flight)
     solved.known[key] = made
+    if not all_again:
+        solved.counted[*same, options.memory_budget_bytes] = made
     solved.graphs.setdefault(id(program), (program, made.sharded.graph))
     return made
+
+
+def _is_near(stage: StagePlan, endless: StagePlan, gap: float) -> bool:
+    """Whether it costs so little more than with memory without end that where less counts none need be looked for."""
+    return stage.sharded.solution.objective <= (1 + gap) * endless.sharded.solution.objective
 
 
 def given_choices(
