@@ -149,6 +149,12 @@ class Tuning:
     dear_bytes: float = 100.0
     """Times all seconds: what the bytes over budget cost where any sharding that fits is welcome."""
 
+    made_of: int = 8
+    """What is made of more values than these by operations that compilers fuse is held in memory, and not made again."""
+    made_of_bytes: float = 1.25
+    """Times the bytes of a value: so large may be what it is made of if each kernel that reads it makes it again."""
+    slow_flops: float = 16.0
+    """Operations for each element: what takes more is held if several read it, as random bits are."""
     late_bytes: int = 1 << 24
     """Bytes. What is smaller may live through a loop; of what is larger, what frees it is done before."""
     again_bytes: int = 1 << 20

@@ -19,18 +19,13 @@ from autopar.intra_op.graph import Graph, Node
 from autopar.intra_op.traffic import bytes_of, is_fused, is_picking
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.rules.rule import num_elements
+from autopar.tuning import TUNING
 
-WASTE = 1.25
-"""A value is made again if what it is made of is no larger than so many times its bytes."""
-MOST_LEAVES = 8
-"""What is made of more values than these is held."""
 SLOW = frozenset(
     "acos acosh asin asinh atan atan2 atanh cbrt cos cosh digamma erf erf_inv erfc expm1 lgamma log log1p logistic pow sin"
     " sinh tan tanh".split()
 )
 """What several read of these is held: many instructions for each element; exponentials and roots are single ones."""
-SLOW_FLOPS = 16.0
-"""So many for each element are slow, too: random bits."""
 
 
 def held_values(graph: Graph) -> AbstractSet[Var]:
@@ -61,7 +56,9 @@ def _find_held(graph: Graph) -> set[Var]:
             if var in held:
                 continue
             size, leaves = bytes_of(var), _leaves(node, made_of)
-            is_costly = len(leaves) > MOST_LEAVES or sum(leaves.values()) > WASTE * size or _is_slow(node)
+            is_costly = (
+                len(leaves) > TUNING.made_of or sum(leaves.values()) > TUNING.made_of_bytes * size or _is_slow(node)
+            )
             if readers.get(var, 0) > 1 and is_costly:
                 held.add(var)
             else:
@@ -109,4 +106,4 @@ def _scattered_sums(nodes: Sequence[Node], readers: Mapping[Var, int]) -> Iterat
 
 def _is_slow(node: Node) -> bool:
     size = sum(num_elements(tuple(v.aval.shape)) for v in node.eqn.outvars)
-    return node.eqn.primitive.name in SLOW or node.rule.flops > SLOW_FLOPS * size
+    return node.eqn.primitive.name in SLOW or node.rule.flops > TUNING.slow_flops * size

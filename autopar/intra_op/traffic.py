@@ -18,6 +18,7 @@ from autopar._jax import JaxprEqn, Literal, Var, copies_to_or_from_host
 from autopar.intra_op.graph import Graph, Node
 from autopar.ir.rules.replicated import KERNELS
 from autopar.ir.rules.rule import num_elements
+from autopar.tuning import TUNING
 
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "copy", "sharding_constraint", "copy_p"})
 _PICKING = frozenset({"gather", "dynamic_slice", "slice"})
@@ -27,8 +28,6 @@ _WRITING = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter
 _SORTING = frozenset({"sort", "top_k", "approx_top_k"})
 _KERNELS = frozenset({"pallas_call", "custom_partitioning", *KERNELS})
 """What others wrote is not taken apart."""
-MOST_LEAVES = 8
-"""What is made of more values than these is stored rather than made again."""
 SORT_PASSES = 4.0
 """A radix sort of 32 bits in digits of 8 reads and writes everything so often; Merrill & Grimshaw, 2011."""
 
@@ -161,7 +160,7 @@ class _Finder:
             read = dict.fromkeys(leaf for var in self.operands(node.eqn) for leaf in self.leaves_of(var))
             again = sum(map(bytes_of, read))
             for var in node.eqn.outvars:
-                if var in late and var not in self.floating and bytes_of(var) < again or len(read) > MOST_LEAVES:
+                if var in late and var not in self.floating and bytes_of(var) < again or len(read) > TUNING.made_of:
                     self.stored.add(var)
                 self.leaves[var] = tuple(read)
 
