@@ -184,10 +184,8 @@ class Solver:
 
     def joined(self, region: Region, b: Binding, held: Placement, left: Sequence[Placement]) -> Placement:
         """What a binding is after a turn, from what it was and how bodies left it."""
-        if b.role == "ys":
+        if b.role == "ys":  # stacks of the largest are the largest of stacks
             (held,) = left
-            if isinstance(held, Partial) and held != SUM:
-                raise StuckError(region.eqn, b.value)
             return held
         for placement, atom in zip(left, b.values, strict=False):
             held = _join(region.eqn, held, placement, atom)

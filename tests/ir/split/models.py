@@ -119,6 +119,21 @@ def scanned_with_outputs_loss(params: Tree, batch: Tree) -> jax.Array:
     return ((x @ params["out"] - batch["y"]) ** 2).mean() + 0.1 * auxiliary.sum()
 
 
+def scanned_extremes_step(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    """Of every layer the largest activation and the least of each unit are told."""
+
+    def body(x: jax.Array, layer: Tree) -> tuple[jax.Array, Tree]:
+        x = _layer(x, layer)
+        return x, {"largest": x.max(), "least": x.min(0)}
+
+    def loss_fn(params: Tree) -> tuple[jax.Array, Tree]:
+        x, told = lax.scan(body, batch["x"], params["layers"])
+        return ((x @ params["out"] - batch["y"]) ** 2).mean(), told
+
+    (value, told), grads = jax.value_and_grad(loss_fn, has_aux=True)(state["params"])
+    return {**state, "params": descend(state["params"], grads)}, {"loss": value, **told}
+
+
 def scanned_with_sum_loss(params: Tree, batch: Tree) -> jax.Array:
     """The same with the auxiliary loss as a carry."""
 
@@ -474,6 +489,7 @@ MORE_MODELS = {
     "dropout, rbg key": Case(sgd_of_state(dropout_loss), extra=hardware_key),
     "diffusion": Case(sgd_of_state(noisy_loss), extra=typed_key),
     "mixup": Case(sgd_of_state(mixup_loss), extra=typed_key),
+    "scan that tells extremes": Case(scanned_extremes_step, layered_params),
     "standardized inputs": Case(sgd(standardized_loss), standardized_params),
     "balanced classes": Case(sgd(balanced_classes_loss)),
     "scan over time": Case(sgd(recurrent_loss), language_params),
