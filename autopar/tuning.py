@@ -142,7 +142,7 @@ class Tuning:
     """Prices on a byte that are tried at most."""
     price_step: float = 4.0
     """From one price to the next, until everything fits: ten of them span a factor of a million."""
-    price_mixes: int = 5
+    price_mixes: int = 2
     """Times that rows choose among what was found at the different prices."""
     price_tries: int = 2
     """Times that all this is done again with the rows that were found on the way."""

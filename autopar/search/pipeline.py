@@ -124,9 +124,8 @@ def plan_pipeline(
         # Of the last way the forward pass took no memory, if it may run again.
         if isinstance(failures[-1], SlowerError):
             raise failures[-1]
-        whole = [
-            error for error in failures if getattr(error, "budget_bytes", budget) >= int(budget)
-        ]  # not of its part
+        # Of all memory rather than of a stage's part of it.
+        whole = [error for error in failures if not getattr(error, "budget_bytes", budget) < budget - 1]
         raise min(whole or failures, key=lambda error: getattr(error, "needed_bytes", math.inf))
     return min(fitting, key=lambda p: p.seconds_for(options.goal))
 
