@@ -33,7 +33,7 @@ from autopar.intra_op.setting import SHARD, Setting, check_setting
 from autopar.intra_op.sharded import Body
 from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit
-from autopar.intra_op.within import Solve, solve_within
+from autopar.intra_op.within import Prices, Solve, solve_within
 from autopar.ir.passes import run_passes
 from autopar.mesh import Device, LogicalMesh
 from autopar.options import Options
@@ -150,6 +150,7 @@ class _Instance:
         self._lowered: dict[tuple[int, ...], Body] = {}
         self._moments: dict[tuple[int, ...], tuple[Liveness, ...]] = {}
         self._solve_one: Solve = solve
+        self._memory_prices = Prices()
         self._solved: dict[tuple[float, ...], tuple[Problem, Solution]] = {}
 
     def begin_at(self, known: Sequence[Sharded]) -> None:
@@ -198,7 +199,8 @@ class _Instance:
         search, one = self.budget_search, self._solve_one
         if np.isfinite(search.budget):
             hopeless = search.is_hopeless
-            return solve_within(problem, search.broken_rows, self.solver, self.limit, 30, beat, self.gap, hopeless, one)
+            given = search.broken_rows, self.solver, self.limit, 30, beat, self.gap, hopeless, one, self._memory_prices
+            return solve_within(problem, *given)
         return one(problem, self.solver, self.limit, self.gap, beat)
 
     def read_off(self, problem: Problem, solution: Solution, exposure: Exposure | None) -> Sharded:

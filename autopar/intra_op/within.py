@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -20,6 +21,17 @@ from autopar.intra_op.problem import PROVED, MemoryRow, Problem, Solution, num_p
 from autopar.intra_op.solve import solve
 from autopar.intra_op.time_limit import TimeLimit, time_limit
 from autopar.tuning import TUNING
+
+
+@dataclass(slots=True)
+class Prices:
+    """What is learnt of prices in one problem, for the next of the same program whose costs are a little different.
+
+    Attributes:
+        fitting: The least price on a byte, in seconds, at which all fitted; 0: none is known.
+    """
+
+    fitting: float = 0.0
 
 
 class Solve(Protocol):
@@ -45,6 +57,7 @@ def solve_within(
     gap: float = PROVED,
     is_hopeless: Callable[[], bool] = lambda: False,
     solve_one: Solve = solve,
+    prices: Prices | None = None,
 ) -> Solution:
     """Least assignment for which `broken_rows(choices)` is empty, adding the rows it names until it is.
 
@@ -58,6 +71,7 @@ def solve_within(
         gap: As of `solve`.
         is_hopeless: Asked when something is broken: whether it is proved that nothing will do.
         solve_one: Solves problems without rows.
+        prices: Known from problems before; extended.
 
     Returns:
         The assignment; `"infeasible"` where none was found.
@@ -79,7 +93,7 @@ def solve_within(
             return exact
     # A row says what is alive at its moment in one program; of another it may say too much.
     gap = max(gap, TUNING.large_gap)
-    return _solve_priced(problem, base, broken_rows, solver, limit, gap, known, solve_one)
+    return _solve_priced(problem, base, broken_rows, solver, limit, gap, known, solve_one, prices or Prices())
 
 
 def _fits_somehow(
@@ -128,6 +142,7 @@ def _solve_priced(
     gap: float,
     known: float,
     solve_one: Solve,
+    prices: Prices,
 ) -> Solution:
     """Keep memory by a price on bytes instead of by rows: every problem is then one without rows, which solves fast.
 
@@ -139,7 +154,9 @@ def _solve_priced(
     best: Solution | None = None
     rows, answers, lower = list(problem.rows), [base], base.bound
     over = max(row.used(base.choices) - row.budget_bytes for row in rows)
-    price, low, high = 0.01 * base.objective / max(over, 1.0), 0.0, 0.0
+    # Just too low, where a price is known.
+    price = prices.fitting / TUNING.price_step or 0.01 * base.objective / max(over, 1.0)
+    low = high = 0.0
     # Rows choose in the end among what the prices found: where a small gap may be left, a rough answer to each will do.
     rough = max(gap, TUNING.rough_gap) if gap > TUNING.large_gap else gap
     for _ in range(TUNING.prices):
@@ -156,7 +173,7 @@ def _solve_priced(
             objective = problem.cost(answer.choices)
             if best is None or objective < best.objective:
                 best = Solution(answer.choices, objective, 0.0, "feasible", f"{answer.solver}, a price on memory")
-            high = price
+            high = prices.fitting = price
         # Where saving the bytes is worth many steps already, and nothing more is saved, no price will help.
         if (high and low) or (price * over > 10 * base.objective and answer.choices == answers[-2].choices):
             break

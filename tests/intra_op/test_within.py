@@ -6,7 +6,7 @@ import pytest
 import autopar.intra_op.within as within
 from autopar.intra_op.problem import MemoryRow, Problem
 from autopar.intra_op.solve import solve
-from autopar.intra_op.within import solve_within
+from autopar.intra_op.within import Prices, solve_within
 from tests.brute_force import brute_force
 from tests.intra_op.test_solve import draw
 from tests.tuned import tune
@@ -47,6 +47,28 @@ def test_budgets_against_brute_force(small, monkeypatch):
     assert feasible > 40
     assert solved == feasible
     assert least == feasible if small else least > feasible // 2
+
+
+def test_a_price_that_was_found_is_where_the_next_problem_begins(monkeypatch):
+    """Of the same program with other costs: fewer prices are tried, and what is found fits as well."""
+    tune(monkeypatch, within, rows_core=0)
+    tried = {"first": 0, "next": 0}
+    for seed in range(30):
+        problem, prices = draw(seed, rows=True, forbidden=0.0, nodes=(4, 7), choices=(3, 5)), Prices()
+        rows = problem.rows
+
+        def broken(choices, rows=rows):
+            return [row for row in rows if row.used(choices) > row.budget_bytes]
+
+        for name, costs in (("first", problem.costs), ("next", [1.01 * cost for cost in problem.costs])):
+
+            def solve_one(*args, name=name, **kwargs):
+                tried[name] += 1
+                return solve(*args, **kwargs)
+
+            found = solve_within(Problem(costs, problem.edges), broken, solve_one=solve_one, prices=prices)
+            assert not found.choices or problem.fits(found.choices)
+    assert tried["next"] < 0.8 * tried["first"], tried
 
 
 def test_what_cannot_beat_a_known_plan_ends_early(monkeypatch):
