@@ -2,9 +2,9 @@
 
 In:     `Run`; what autopar's own program of a layer and of the ends would keep (`Held`).
 Out:    `Memory`: weights and optimizer, activations, what the runtime takes.
-Method: a compiled program keeps what the planner says. A framework that runs operation by operation keeps every operand
-        that a gradient is made of: Korthikanti et al., "Reducing activation recomputation in large transformer models",
-        2022, sec. 4. Bytes of a parameter are those that Megatron-LM documents (docs, "distributed optimizer": 20 with
+Method: a program of XLA's holds what the planner says; others do not make again, where it is read, what takes no memory
+        there. A framework that runs operation by operation keeps every operand that a gradient is made of: Korthikanti et
+        al., "Reducing activation recomputation in large transformer models", 2022, sec. 4. Bytes of a parameter are those that Megatron-LM documents (docs, "distributed optimizer": 20 with
         gradients in 16 bits, 18 with them in 32).
 """
 
@@ -35,6 +35,7 @@ class Held(Protocol):
 
     kept_bytes: int
     working_bytes: int
+    eager_bytes: int
 
 
 @dataclass(frozen=True)
@@ -119,9 +120,12 @@ def activation_bytes(run: Run, params: float, layers: int, layer: Held, ends: He
     borders = residual * flight * run.chunks if run.pipeline > 1 else 0
     gathered = 2 * (4 if run.dtype == "float32" else 2) * params / layers if run.zero == 3 else 0
     waiting = flight * layers * kept * chunks + borders + again
+    in_layer, at_ends = (
+        h.working_bytes if any(name in run.framework for name in XLA) else h.eager_bytes for h in (layer, ends)
+    )
     if run.pipeline > 1:
-        return waiting + layer.working_bytes + gathered
-    return waiting + max(layer.working_bytes, ends.kept_bytes + ends.working_bytes) + gathered
+        return waiting + in_layer + gathered
+    return waiting + max(in_layer, ends.kept_bytes + at_ends) + gathered
 
 
 def eager_bytes(run: Run, tokens: int) -> float:

@@ -11,6 +11,7 @@ Method: autopar plans one layer, forward and backward, and the embedding with th
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -35,12 +36,17 @@ from published_memory import capacity_of, memory_of
 from published_runs import Run
 
 import autopar
+from autopar._jax import Var
 from autopar.cost import collective_seconds, kernel_seconds
 from autopar.cost.kernels import Kernel, Pass, Product
 from autopar.errors import AutoparError
+from autopar.intra_op.costs import stored_values
+from autopar.intra_op.graph import Graph
 from autopar.intra_op.kernels import kernel_of
+from autopar.intra_op.liveness import measure_liveness
 from autopar.intra_op.sharded import Collective, Compute, Fused, Move, collectives_of
 from autopar.intra_op.traffic import find_reads, find_traffic
+from autopar.ir.dataflow import inputs_of
 from autopar.ir.source import is_backward
 from autopar.mesh import Device, Link, LogicalMesh, find_device
 
@@ -64,12 +70,14 @@ class Work:
     Attributes:
         kept_bytes: Made or read by the forward pass and read by the backward.
         working_bytes: At the peak, arguments and what is kept left out.
+        eager_bytes: The same where each operation is a kernel that leaves its result in memory.
     """
 
     kernels: dict[str, tuple[Kernel, ...]]
     collectives: dict[str, tuple[Collective, ...]]
     kept_bytes: int
     working_bytes: int
+    eager_bytes: int
 
     def compute(self, phase: str, device: Device, is_compiled: bool) -> float:
         """Seconds of its kernels, in a compiled program or one by one."""
@@ -199,12 +207,21 @@ def _read(sharded: Any, mesh: LogicalMesh) -> Work:
     inputs = {var for var, _ in sharded.body.inputs}
     activations = sum(size for var, size in kept.items() if var not in inputs or len(var.aval.shape) == 3)
     working = sharded.liveness.peak_bytes - sharded.liveness.argument_bytes - activations
+    eager = measure_liveness(sharded.body, mesh, eagerly_held(graph)).peak_bytes - sharded.liveness.argument_bytes
     return Work(
         {name: tuple(found) for name, found in kernels.items()},
         {name: tuple(found) for name, found in moves.items()},
         activations,
         max(0, working),
+        max(0, eager - activations),
     )
+
+
+def eagerly_held(graph: Graph) -> set[Var]:
+    """What stays in memory if nothing is made again: what goes through it anyway, and what several operations read."""
+    nodes = [node for node in graph.nodes if node.kind == "op"]
+    readers = collections.Counter(var for node in nodes for var in dict.fromkeys(inputs_of(node.eqn)))
+    return {*stored_values(graph), *(v for node in nodes for v in node.eqn.outvars if readers[v] > 1)}
 
 
 def sizes_of(run: Run) -> Sizes:
