@@ -4,8 +4,8 @@ In:     `Run`; what autopar's own program of a layer and of the ends would keep 
 Out:    `Memory`: weights and optimizer, activations, what the runtime takes.
 Method: a program of XLA's holds what the planner says; others do not make again, where it is read, what takes no memory
         there. A framework that runs operation by operation keeps every operand that a gradient is made of: Korthikanti et
-        al., "Reducing activation recomputation in large transformer models", 2022, sec. 4. Bytes of a parameter are those that Megatron-LM documents (docs, "distributed optimizer": 20 with
-        gradients in 16 bits, 18 with them in 32).
+        al., "Reducing activation recomputation in large transformer models", 2022, sec. 4. Bytes of a parameter are those
+        that Megatron-LM documents (docs, "distributed optimizer": 20 with gradients in 16 bits, 18 with them in 32).
 """
 
 from __future__ import annotations
