@@ -34,6 +34,11 @@ OFFLOAD: tuple[Offload, ...] = ("auto", "never")
 _LEVELS = {"cheap": 0.0, "all": math.inf}
 
 
+def repays(steps: float, won_seconds: float, planning_seconds: float) -> bool:
+    """Whether planning goes on that takes so long (by its size, never by the clock) for what each of so many steps may win."""
+    return steps == math.inf or planning_seconds <= steps * won_seconds
+
+
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """Options of planning.
@@ -120,8 +125,8 @@ class Options:
         object.__setattr__(self, "constraints", dict(self.constraints or {}))
 
     def repays(self, won_seconds: float, planning_seconds: float) -> bool:
-        """Whether planning goes on: for what may be won of a step it takes so long (by its size, never by the clock)."""
-        return planning_seconds <= self.repaying_steps * won_seconds
+        """As `repays`, in as many steps as are to repay it."""
+        return repays(self.repaying_steps, won_seconds, planning_seconds)
 
     def recompute_levels(self, num_stages: int) -> tuple[float, ...] | None:
         """For each stage how many operations may run again for each byte saved; None: the planner decides.

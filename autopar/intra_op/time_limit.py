@@ -14,6 +14,8 @@ import math
 import time
 from collections.abc import Iterator
 
+from autopar.options import repays
+
 
 class TimeLimit:
     """Seconds that solvers may work, in all.
@@ -32,8 +34,8 @@ class TimeLimit:
         self.steps = steps
 
     def repays(self, won_seconds: float, work_seconds: float) -> bool:
-        """Whether work that takes so long, counted, is worth what it may win."""
-        return work_seconds <= self.steps * won_seconds
+        """As `options.repays`."""
+        return repays(self.steps, won_seconds, work_seconds)
 
     @property
     def is_spent(self) -> bool:
