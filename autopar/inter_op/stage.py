@@ -22,12 +22,12 @@ TaskKind = Literal["step", "init", "F", "B", "W", "U"]
 """The whole step at once; or what comes before the loop, forward, backward, weight gradients, a round of the update."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Slot:
     """One operand or result of a task: which value it is.
 
-    How it lies is known once its stage has a mesh (`stage_plan.Placed`), where and for which microbatch it is there, once
-    there is a schedule (`streams.Buffer`): each holds the one before, for what asks a slot must not wait for a mesh.
+    How it lies is known once its stage has a mesh: then it is a `stage_plan.Placed`. A schedule says where and for which
+    microbatch it is there: each time it is a `streams.Buffer`.
 
     Attributes:
         kind: `"argument"`: of the step; `"value"`: made before the loop or by the update; `"const"`: what every

@@ -212,11 +212,7 @@ def once_seconds(stage: StagePlan) -> float:
 
 def least_seconds(once: Sequence[float], count: int) -> float:
     """What a step takes at least where each stage is its own mesh and every microbatch goes through all, there and back:
-    before the slowest stage begins and after it ends, one goes through the others.
-
-    Args:
-        once: Of each stage, seconds of one microbatch.
-        count: Number of microbatches.
+    before the slowest stage begins and after it ends, one goes through the others. `once` is of each stage for one of them.
     """
     return sum(once) + (count - 1) * max(once)
 

@@ -139,15 +139,7 @@ class PipelinePlan(StepPlan):
 def assemble_step(
     program: Program, roles: Roles, num_microbatches: int, mesh: LogicalMesh, sharded: Sharded
 ) -> StepPlan:
-    """A step on one mesh: one stage, whose stream runs one program.
-
-    Args:
-        program: The step, its microbatches in a loop.
-        roles: Its roles.
-        num_microbatches: How many.
-        mesh: Its mesh.
-        sharded: As it was sharded there.
-    """
+    """A step on one mesh, its microbatches in a loop: one stage, whose stream runs one program."""
     stage = fused_stage(fused_program(program, roles), mesh, sharded)
     streams = emit_step(stage)
     check_streams(streams.instructions, contract_of(streams, 1))
