@@ -44,7 +44,7 @@ def find_nan(plan: TaskPlan, arrays: Sequence[Any], microbatch: int) -> str | No
         arrays: Its operands, as it was given them.
         microbatch: Which.
     """
-    if calls_host(plan.body) or plan.task.kind == "U":
+    if calls_host(plan.body) or plan.task.kind in ("M", "U"):
         return None
     jaxpr = plan.task.jaxpr
     values = [_whole(value, array, microbatch) for value, array in zip(plan.inputs, arrays, strict=False)]
