@@ -26,6 +26,7 @@ TASKS: dict[TaskKind, str] = {
     "step": "step",
     "init": "what precedes the microbatches",
     "F": "forward",
+    "M": "between forward and backward passes",
     "B": "backward",
     "W": "backward, the weights' half",
     "U": "update",

@@ -38,7 +38,7 @@ def check_results(results: Sequence[jax.Array]) -> None:
 
 def find_nan(plan: TaskPlan, arrays: Sequence[Any], microbatch: int) -> str | None:
     """The first operation of a task that makes a NaN, or an infinite number under `jax_debug_infs`, of such operands."""
-    if calls_host(plan.body) or plan.task.kind == "U":
+    if calls_host(plan.body) or plan.task.kind in ("M", "U"):
         return None
     jaxpr = plan.task.jaxpr
     values = [_whole(value, array, microbatch) for value, array in zip(plan.inputs, arrays, strict=False)]

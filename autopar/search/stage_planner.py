@@ -21,6 +21,7 @@ from autopar.inter_op.weigh import weigh_segments
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.hand_plans import restrict_to_axes
 from autopar.intra_op.restrict import Allowed, Restrict
+from autopar.intra_op.sharded import describe
 from autopar.ir.program import Program
 from autopar.ir.source import is_backward
 from autopar.ir.trace.inline_calls import is_recomputed
@@ -32,7 +33,7 @@ from autopar.search.progress import Report, silent
 from autopar.search.request import Request
 from autopar.search.solve_stages import Solved
 from autopar.search.uneven import uneven_text
-from autopar.streams.assemble import PipelinePlan, all_lowered
+from autopar.streams.assemble import PipelinePlan, all_lowered, steps_in_order
 from autopar.streams.schedules import AUTOMATIC, find_schedule, num_chunks
 from autopar.tuning import TUNING
 
@@ -123,9 +124,23 @@ def pipeline_under(
         _check_marks(cut, num_stages)
     planned = all_lowered(_best_in_memory(request, cut, cut_in, plan, report, beat), cluster)
     text = uneven_text(planned.cut, planned.borders, sizes[: num_stages // num_chunks(schedule)])
-    if text:
-        warn(f"{program.name}: {text}")
+    for each in (text, _waits_text(planned)):
+        if each:
+            warn(f"{program.name}: {each}")
     return planned
+
+
+def _waits_text(planned: PipelinePlan) -> str:
+    """What is otherwise than the schedule has it, and why; "": nothing."""
+    num_meshes, between = len(planned.streams.instructions), planned.cut.split.between
+    asked = planned.schedule.order(num_meshes, planned.num_microbatches)
+    if steps_in_order(planned.cut, num_meshes, planned.schedule) == [list(steps) for steps in asked]:
+        return ""
+    return (
+        f"backward passes wait for what the forward passes of all microbatches make together ({describe(between[0])}), so all "
+        f"of these come first, as under 'gpipe', and what they keep is in memory at once; schedule={planned.schedule.name!r} "
+        'orders the rest. With microbatch_semantics="per_microbatch" each takes its own, which is another computation.'
+    )
 
 
 def _best_in_memory(

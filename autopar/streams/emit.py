@@ -195,8 +195,13 @@ class _Emitter:
             task = self.stages[stage].task("init")
             if task is not None:
                 found.append((task, -1))
+        between = [(t.task.round, stage, t) for stage in own for t in self.stages[stage].tasks if t.task.kind == "M"]
+        between.sort(key=lambda m: m[:2])
         for step in self.order[mesh]:
             stage = step.chunk * self.num_meshes + mesh
+            if step.kind != "F":
+                found += [(t, -1) for _, _, t in between]
+                between = []
             task = self.stages[stage].task(step.kind)
             if task is not None:
                 found.append((task, step.microbatch))

@@ -48,7 +48,7 @@ def _overwritten(streams: Streams, donated: Collection[Var]) -> Iterator[tuple[s
                 is_made = value.kind in _MADE and value.key not in of_user
                 each = [(k, run.inputs[position], run.inputs.count(run.inputs[position])) for k, run in places]
                 read_last = all(last[b] == k and b not in kept and count == 1 for k, b, count in each)
-                in_place = kind != "U" and value.kind in ("sum", "rows")
+                in_place = kind in ("F", "B", "W") and value.kind in ("sum", "rows")
                 replaced = kind == "U" and is_state and read_last
                 spent = not trains and (is_state or is_made) and read_last and at not in travel
                 if (in_place or replaced or spent) and value.type in free:

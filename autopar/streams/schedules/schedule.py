@@ -49,6 +49,11 @@ def splits_backward(schedule: Schedule) -> bool:
     return getattr(schedule, "splits_backward", False)
 
 
+def forward_first(order: Sequence[Sequence[Step]]) -> list[list[Step]]:
+    """The same order, but that every mesh does the forward steps of all microbatches before anything behind them."""
+    return [sorted(steps, key=lambda step: step.kind != "F") for steps in order]
+
+
 def in_flight(order: Sequence[Sequence[Step]]) -> list[int]:
     """Of each stage, the most microbatches that are between their forward step and their last one behind it at once."""
     ends = "W" if any(step.kind == "W" for steps in order for step in steps) else "B"
