@@ -44,7 +44,12 @@ def passes(fun, *args):
         (lambda x, w: ((x - x.mean(-1, keepdims=True)) * 2) @ w, (X, W), 2, 1),
         (lambda x, w: jax.nn.softmax(x @ w) @ w, (X, W), 2, 1),
         # What is made of one array and a few numbers is, too.
-        (lambda x, w, row: (jnp.sin(x - row) @ w) * (x - row), (X, W, jax.ShapeDtypeStruct((WIDTH,), jnp.float32)), 5, 2),
+        (
+            lambda x, w, row: (jnp.sin(x - row) @ w) * (x - row),
+            (X, W, jax.ShapeDtypeStruct((WIDTH,), jnp.float32)),
+            5,
+            2,
+        ),
         # Views are nothing.
         (lambda x, w: (x.reshape(8, 8, WIDTH).reshape(ROWS, WIDTH)) @ w, (X, W), 0, 0),
     ],
