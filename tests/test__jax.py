@@ -13,7 +13,7 @@ def test_find_primitives():
     (dot,) = _jax.find_primitives("dot_general")
     assert dot is _jax.primitives.dot_general_p
     assert _jax.find_primitives("no_such_primitive") == ()
-    assert _jax.iota_2x32_shape_p in _jax.find_primitives("sin", "iota_2x32_shape")
+    assert {p.name for p in _jax.find_primitives("sin", "iota_2x32_shape")} == {"sin", "iota_2x32_shape"}
 
 
 def test_open_and_close():
@@ -39,7 +39,7 @@ def test_scan_counts_and_params():
 def test_keys():
     key = jax.random.split(jax.random.key(0), 3)
     aval = jax.typeof(key)
-    assert _jax.is_key(aval) and _jax.is_key_dtype(key.dtype) and not _jax.is_key(jax.typeof(jnp.ones(3)))
+    assert _jax.is_key(aval) and not _jax.is_key(jax.typeof(jnp.ones(3)))
     assert _jax.key_impl_name(aval) == "threefry2x32" and _jax.physical_aval(aval).shape == (3, 2)
     assert (_jax.key_data(key) == jax.random.key_data(key)).all()
 

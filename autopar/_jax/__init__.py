@@ -17,15 +17,11 @@ from autopar._jax.dispatch import (
     looks_at_numbers,
 )
 from autopar._jax.primitives import (
-    TensorType,
     find_primitives,
     high_primitive_jaxpr,
-    iota_2x32_shape_p,
     key_primitive_implementation,
     primitives,
-    random_gamma_p,
     shardy_rule,
-    threefry2x32_p,
     with_cudnn_of,
 )
 from autopar._jax.program import (
@@ -47,7 +43,6 @@ from autopar._jax.program import (
     trace,
     trace_context,
     trace_function,
-    with_automatic_axes,
     without_context_mesh,
     without_mesh,
 )
@@ -74,7 +69,6 @@ from autopar._jax.values import (
     copies_to_or_from_host,
     in_host_memory,
     is_key,
-    is_key_dtype,
     key_data,
     key_impl_name,
     on_device,

@@ -19,14 +19,11 @@ from jax._src import custom_partitioning_sharding_rule as _sdy_rule
 from jax._src.cudnn import fused_attention_stablehlo as _cudnn_attention
 from jax._src.random import prng as _prng
 from jax._src.random.core import random_gamma_p
-from jax._src.random.threefry2x32 import threefry2x32_p  # noqa: F401
 from jax.extend.core import Primitive, primitives
 
 from autopar._jax.program import trace
 from autopar._jax.types import ClosedJaxpr, JaxprEqn
 from autopar._jax.values import physical_aval
-
-iota_2x32_shape_p = _prng.iota_2x32_shape_p
 
 
 @functools.cache

@@ -205,7 +205,7 @@ def scan_params(params: Mapping[str, Any], body: Jaxpr, num_consts: int, num_car
     return {**params, "jaxpr": close_jaxpr(body), **counts}
 
 
-def new_scan_params(length: int, body: Jaxpr, num_consts: int, num_carry: int) -> dict[str, Any]:
-    """Parameters of a `scan` of ours, first to last; operands are constants, carries, scanned, as the body's invars."""
+def new_scan_params(length: int) -> dict[str, Any]:
+    """Parameters of a `scan` of ours, first to last, still without operands and results."""
     (eqn,) = jax.make_jaxpr(lambda: jax.lax.scan(lambda c, x: (c, x), 0, None, length=length))().eqns
-    return scan_params(eqn.params, body, num_consts, num_carry)
+    return scan_params(eqn.params, make_jaxpr([], [], []), 0, 0)

@@ -81,11 +81,6 @@ def put_shards(kind: jax.ShapeDtypeStruct, parts: Sequence[np.ndarray], devices:
     return _pxla.batched_device_put(aval, kind.sharding, parts, devices)
 
 
-def is_key_dtype(dtype: Any) -> bool:
-    """Whether `dtype` is that of typed random keys (`jax.random.key`)."""
-    return type(dtype) is _prng.KeyTy
-
-
 def is_key(aval: Any) -> bool:
     """Whether an abstract value is an array of typed random keys."""
     return type(getattr(aval, "dtype", None)) is _prng.KeyTy

@@ -15,7 +15,7 @@ from typing import Any
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr, new_var, resized
 from autopar.inter_op.residuals import Kept, choose_residuals, device_bytes
-from autopar.ir.build import substitute
+from autopar.ir.build import Equations
 from autopar.ir.dataflow import inputs_of, variables
 from autopar.ir.region import Binding, Region, kind_of, region_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
@@ -105,11 +105,11 @@ def _made_again(second: Region, kept: Kept, value_of: Mapping[Var, Var], enterin
     """
     fresh = [replace(b, inner=(new_var(b.var.aval),)) for b in entering]
     again = make_jaxpr([b.var for b in entering], list(value_of.values()), kept.again)
-    eqns, values = substitute(again, [b.var for b in fresh])
-    made = dict(zip(value_of, values, strict=True))
+    eqns = Equations()
+    made = dict(zip(value_of, eqns.substitute(again, [b.var for b in fresh]), strict=True))
     (body,) = second.bodies
     inputs = [new_var(var.aval) for var in body.invars]
     replaced = {b.var: made[b.outer] for b in second.xs if b.outer in made}
-    more, outvars = substitute(body, [replaced.get(var, new) for var, new in zip(body.invars, inputs, strict=True)])
+    outvars = eqns.substitute(body, [replaced.get(var, new) for var, new in zip(body.invars, inputs, strict=True)])
     consts, xs = ([b for b in fresh if b.role == role] for role in ("const", "xs"))
-    return second.rebuild([*consts, *second.rebound(inputs=[inputs], outputs=[outvars]), *xs], [[*eqns, *more]])
+    return second.rebuild([*consts, *second.rebound(inputs=[inputs], outputs=[outvars]), *xs], [eqns])

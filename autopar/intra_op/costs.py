@@ -219,8 +219,8 @@ class _NodeCosts:
         for k, strategy in enumerate(node.strategies):
             for reduction, axes in strategy.reductions:
                 for var, sharding in zip(node.eqn.outvars, strategy.results, strict=True):
-                    num_bytes = num_elements(tuple(var.aval.shape)) * reduced_itemsize(reduction, var.aval.dtype)
-                    num_bytes /= sharding.num_shards(self.mesh)
+                    elements = num_elements(tuple(var.aval.shape)) / sharding.num_shards(self.mesh)
+                    num_bytes = elements * reduced_itemsize(reduction, var.aval.dtype)
                     seconds[k] += (
                         collective_seconds("all-reduce", num_bytes, axes, self.mesh) if node.communicates else np.inf
                     )

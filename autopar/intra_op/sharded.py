@@ -212,6 +212,17 @@ def share_bytes(atom: Var | Literal, sharding: Sharding, mesh: LogicalMesh) -> i
     return math.prod(sharding.local_shape(tuple(atom.aval.shape), mesh)) * atom.aval.dtype.itemsize
 
 
+def computed(body: Body, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
+    """Equations that each device computes, each with how often in one run, loops looked into."""
+    for instruction in body.instructions:
+        match instruction:
+            case Compute(eqn):
+                yield eqn, times
+            case Region(eqn, bodies=bodies):
+                for inner in bodies:
+                    yield from computed(inner, times * trip_count(eqn))
+
+
 def collectives_of(body: Body, mesh: LogicalMesh) -> Iterator[Collective]:
     """All communication of a program, in order; one entry per place, `times` counts loop trips.
 

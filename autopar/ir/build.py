@@ -1,7 +1,7 @@
 """Writing programs: equations of a program, or of a small function of ours, over other variables.
 
 In:     a flat program, or a function and operands.
-Out:    equations, and what the results are.
+Out:    `Equations`, to which they are added; what the results are.
 Method: the walk of `flatten.py`, so that what is known of operands that are literals is computed at once.
 """
 
@@ -19,13 +19,54 @@ from autopar._jax import (
     JaxprEqn,
     NameStack,
     SourceInfo,
+    Var,
     make_jaxpr,
     new_var,
     open_jaxpr,
+    replace_eqn,
     trace,
 )
 from autopar.ir.trace.flatten import flatten
 from autopar.ir.trace.inline_calls import Block, Walk, append_flat, append_function
+
+
+class Equations(list[JaxprEqn]):
+    """Equations of a program that is being written. What is called is written behind them, and what it makes is returned.
+
+    `operands` are one for each argument. `source`: where all of what is written comes from; None: that is not told.
+    """
+
+    def call(self, function: Function, operands: Sequence[Atom], source: SourceInfo | None = None) -> list[Atom]:
+        """A small function of ours; its results."""
+        walk = self._walk(source)
+        results = append_function(walk, function, operands)
+        assert not walk.block.captured, "arrays are held by a function of ours"
+        return results
+
+    def call_one(self, function: Function, operands: Sequence[Atom], source: SourceInfo | None = None) -> Atom:
+        """A small function of ours with one result."""
+        (result,) = self.call(function, operands, source)
+        return result
+
+    def define(
+        self, var: Var, function: Function, operands: Sequence[Atom], source: SourceInfo | None = None
+    ) -> JaxprEqn:
+        """A function of ours that is one operation, which makes this variable."""
+        self.call(function, operands, source)
+        self[-1] = replace_eqn(self[-1], outvars=[var])
+        return self[-1]
+
+    def inline(self, jaxpr: Jaxpr, operands: Sequence[Atom], source: SourceInfo | None = None) -> list[Atom]:
+        """A copy of a flat program, over fresh variables; its results."""
+        return append_flat(self._walk(source), jaxpr, (), operands)
+
+    def substitute(self, jaxpr: Jaxpr, operands: Sequence[Atom]) -> list[Atom]:
+        """The same, where each equation keeps its own source."""
+        return append_flat(Walk(Block(self), NameStack(), flatten), jaxpr, (), operands)
+
+    def _walk(self, source: SourceInfo | None) -> Walk:
+        traceback, scope = (source.traceback, source.name_stack) if source is not None else (None, NameStack())
+        return Walk(Block(self), scope, flatten, lambda _: traceback)
 
 
 def flat_function(function: Function, *avals: Aval | jax.ShapeDtypeStruct) -> Jaxpr:
@@ -35,46 +76,7 @@ def flat_function(function: Function, *avals: Aval | jax.ShapeDtypeStruct) -> Ja
     return flat
 
 
-def inline_function(
-    function: Function, operands: Sequence[Atom], source: SourceInfo | None = None
-) -> tuple[list[JaxprEqn], list[Atom]]:
-    """The equations of a small function of ours on these operands, and what its results are."""
-    walk = _walk_at(source)
-    results = append_function(walk, function, operands)
-    assert not walk.block.captured, "arrays are held by a function of ours"
-    return walk.block.eqns, results
-
-
-def inline(
-    jaxpr: Jaxpr, operands: Sequence[Atom], source: SourceInfo | None = None
-) -> tuple[list[JaxprEqn], list[Atom]]:
-    """A copy of a flat program's equations, over fresh variables, with `operands` for its invars.
-
-    Args:
-        jaxpr: Flat program.
-        operands: One per invar.
-        source: Source information that all of the equations get; None: none.
-
-    Returns:
-        The equations, and what the program's results are.
-    """
-    walk = _walk_at(source)
-    return walk.block.eqns, append_flat(walk, jaxpr, (), operands)
-
-
-def substitute(jaxpr: Jaxpr, operands: Sequence[Atom]) -> tuple[list[JaxprEqn], list[Atom]]:
-    """The same, where each equation keeps its own source."""
-    walk = Walk(Block(), NameStack(), flatten)
-    return walk.block.eqns, append_flat(walk, jaxpr, (), operands)
-
-
 def renamed(jaxpr: Jaxpr) -> Jaxpr:
     """A flat program over variables of its own."""
-    invars = [new_var(var.aval) for var in jaxpr.invars]
-    eqns, outvars = substitute(jaxpr, invars)
-    return make_jaxpr(invars, outvars, eqns)
-
-
-def _walk_at(source: SourceInfo | None) -> Walk:
-    traceback, scope = (source.traceback, source.name_stack) if source is not None else (None, NameStack())
-    return Walk(Block(), scope, flatten, lambda _: traceback)
+    eqns, invars = Equations(), [new_var(var.aval) for var in jaxpr.invars]
+    return make_jaxpr(invars, eqns.substitute(jaxpr, invars), eqns)

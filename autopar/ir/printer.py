@@ -20,11 +20,11 @@ from autopar.ir.source import name_scope, source_line
 _SOURCE_COLUMN = 100
 
 
-def print_jaxpr(jaxpr: Jaxpr, *, source: bool = False) -> str:
+def print_jaxpr(jaxpr: Jaxpr) -> str:
     """A flat jaxpr as text; see `program.py`."""
     names = Names()
     lines = ["in " + ", ".join(map(names.define, [*jaxpr.constvars, *jaxpr.invars]))]
-    lines += equations_text(jaxpr, names, "  ", source)
+    lines += equations_text(jaxpr, names, "  ", source=False)
     lines.append("out " + ", ".join(map(names.use, jaxpr.outvars)))
     return "\n".join(line.rstrip() for line in lines)
 

@@ -274,8 +274,7 @@ def trip_count(eqn: JaxprEqn) -> int:
 def new_scan(length: int, bindings: Sequence[Binding], equations: Sequence[JaxprEqn]) -> JaxprEqn:
     """A scan of ours, first to last."""
     (primitive,) = find_primitives("scan")
-    params = new_scan_params(length, make_jaxpr([], [], []), 0, 0)
-    empty = new_eqn(primitive, [], [], params)
+    empty = new_eqn(primitive, [], [], new_scan_params(length))
     return Region(empty, "scan", (make_jaxpr([], [], []),), ()).rebuild(bindings, [equations])
 
 

@@ -15,11 +15,12 @@ Method: results belong together if equations on arrays serve both. What they sha
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import jax.numpy as jnp
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, new_var
-from autopar.ir.build import inline_function, renamed, substitute
+from autopar.ir.build import Equations, renamed
 from autopar.ir.dataflow import feeds_backward, inputs_of, needed, variables
 from autopar.ir.region import Binding, Region, bodies_of, is_region, kind_of, region_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
@@ -67,15 +68,18 @@ def _in_two(eqn: JaxprEqn) -> list[JaxprEqn]:
     halves = [_halves(branch) for branch in region.bodies]
     if not any(second for _, second in halves):
         return [eqn]
-    firsts: list[list[JaxprEqn]] = [list(first) for first, _ in halves]
+    firsts = [Equations(first) for first, _ in halves]
     before: list[Binding] = [b for b in region.bindings if b.role != "result"]
     between: list[Binding] = []
     for k, (branch, (first, second)) in enumerate(zip(region.bodies, halves, strict=True)):
         for var in _read_of(first, second, branch):
             passed = new_var(var.aval)
-            made: list[Atom | None] = [var if at == k else _zeros(var, eqns, eqn) for at, eqns in enumerate(firsts)]
+            zeros = partial(jnp.zeros, var.aval.shape, var.aval.dtype)
+            made = tuple(
+                var if at == k else eqns.call_one(zeros, [], eqn.source_info) for at, eqns in enumerate(firsts)
+            )
             arriving = tuple(var if at == k else None for at in range(len(firsts)))
-            before.append(Binding("result", None, (None,) * len(firsts), tuple(made), passed))
+            before.append(Binding("result", None, (None,) * len(firsts), made, passed))
             between.append(Binding("const", passed, arriving, (None,) * len(firsts)))
     return [
         _with_bodies(region, before, firsts),
@@ -105,14 +109,6 @@ def _read_of(first: Sequence[JaxprEqn], second: Sequence[JaxprEqn], branch: Jaxp
     return [var for var in dict.fromkeys(read) if var in made]
 
 
-def _zeros(var: Var, eqns: list[JaxprEqn], cond: JaxprEqn) -> Atom:
-    """Zeros of a variable's type, made by equations that are added to these."""
-    shape, dtype = var.aval.shape, var.aval.dtype
-    more, (zeros,) = inline_function(lambda: jnp.zeros(shape, dtype), [], cond.source_info)
-    eqns += more
-    return zeros
-
-
 # Results apart.
 
 
@@ -121,7 +117,7 @@ def _results_apart(eqn: JaxprEqn, work: Work) -> list[JaxprEqn]:
     region = region_of(eqn)
     branches = [_Branch(body, work) for body in region.bodies]
     groups = _groups(region, branches)
-    hoisted: list[JaxprEqn] = []
+    hoisted = Equations()
     entering = [b for b in region.bindings if b.role != "result"]
     for k, branch in enumerate(branches):
         readers: dict[Var, dict[int, None]] = {}
@@ -131,8 +127,7 @@ def _results_apart(eqn: JaxprEqn, work: Work) -> list[JaxprEqn]:
         shared = [var for var, of in readers.items() if len(of) > 1 or branch.is_of_arrays(var)]
         operands = [b.outer for b in region.of_role("const") if b.inner[k] is not None]
         alone = make_jaxpr(branch.body.invars, shared, needed(branch.body.eqns, shared))
-        eqns, made = substitute(alone, operands)
-        hoisted += eqns
+        made = hoisted.substitute(alone, operands)
         branch.given = set(shared)
         for var, outer in zip(shared, made, strict=True):
             inner = tuple(var if at == k else None for at in range(len(branches)))

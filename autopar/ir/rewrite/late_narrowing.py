@@ -11,29 +11,16 @@ Method: a microbatch makes a part of a gradient, and a part must not be narrowed
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopar._jax import (
-    Atom,
-    Aval,
-    Function,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    SourceInfo,
-    Var,
-    bind_eqn,
-    make_jaxpr,
-    new_var,
-    replace_eqn,
-    shaped,
-)
-from autopar.ir.build import inline_function
+from autopar._jax import Atom, Aval, Jaxpr, JaxprEqn, Literal, Var, bind_eqn, make_jaxpr, new_var, shaped
+from autopar.ir.build import Equations
 from autopar.ir.dataflow import variables
 from autopar.ir.region import Binding, Region, is_region, kind_of, region_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
@@ -57,8 +44,7 @@ def _region(region: Region) -> list[JaxprEqn]:
     eqn, bodies = region.eqn, [narrow_late(body) for body in region.bodies]
     inside = [_Wide(body) for body in bodies]
     bindings: list[Binding] = []
-    before: list[JaxprEqn] = []
-    after: list[JaxprEqn] = []
+    before, after = Equations(), Equations()
     for b in region.bindings:
         found = [wide.dtype_behind(atom) for wide, atom in zip(inside, b.inside, strict=True)]
         dtype = max((dtype for dtype in found if dtype is not None), key=lambda d: d.itemsize, default=None)
@@ -70,11 +56,11 @@ def _region(region: Region) -> list[JaxprEqn]:
         leaving = [wide.widened(atom, dtype, entering) for wide, atom in zip(inside, b.inside, strict=True)]
         outer, result = b.outer, new_var(_of_dtype(b.result, dtype))
         if outer is not None:
-            more, (outer,) = inline_function(lambda x, dtype=dtype: lax.convert_element_type(x, dtype), [outer])
-            before += more
+            outer = before.call_one(partial(lax.convert_element_type, new_dtype=dtype), [outer])
         inner = tuple(None if var is None else entering[var] for var in b.inner)
         bindings.append(Binding(b.role, outer, inner, tuple(leaving), result))
-        after += _narrowed(result, b.result, eqn)
+        narrow = partial(lax.convert_element_type, new_dtype=b.result.aval.dtype)
+        after.define(b.result, narrow, [result], eqn.source_info)
     if not after and all(a is b for a, b in zip(bodies, region.bodies, strict=True)):
         return [eqn]
     return [*before, region.rebuild(bindings, [wide.eqns for wide in inside]), *after]
@@ -84,18 +70,11 @@ def _of_dtype(var: Var, dtype: np.dtype) -> Aval:
     return shaped(jax.ShapeDtypeStruct(var.aval.shape, dtype))
 
 
-def _narrowed(wide: Var, result: Var, eqn: JaxprEqn) -> list[JaxprEqn]:
-    """The equation that makes `result` of its wide form."""
-    made, _ = inline_function(lambda x: lax.convert_element_type(x, result.aval.dtype), [wide], eqn.source_info)
-    (cast,) = made
-    return [replace_eqn(cast, outvars=[result])]
-
-
 class _Wide:
     """A body in which values are made again in a wider dtype, behind the equations that are there."""
 
     def __init__(self, body: Jaxpr):
-        self.eqns = list(body.eqns)
+        self.eqns = Equations(body.eqns)
         self.made_by = {var: eqn for eqn in body.eqns for var in eqn.outvars}
         self.num_readers = Counter([*variables(body.outvars), *(a for eqn in body.eqns for a in variables(eqn.invars))])
 
@@ -148,13 +127,8 @@ class _Wide:
                     return atom
             elif eqn is not None and self.dtype_behind(atom) is not None:
                 operands = [self.widened(a, dtype, wide) for a in eqn.invars]
-                return self.add(lambda *xs: bind_eqn(eqn, *xs)[0], operands, eqn.source_info)
-        return self.add(lambda x: lax.convert_element_type(x, dtype), [atom])
-
-    def add(self, function: Function, operands: Sequence[Atom], source: SourceInfo | None = None) -> Atom:
-        made, (result,) = inline_function(function, operands, source)
-        self.eqns += made
-        return result
+                return self.eqns.call_one(lambda *xs: bind_eqn(eqn, *xs)[0], operands, eqn.source_info)
+        return self.eqns.call_one(partial(lax.convert_element_type, new_dtype=dtype), [atom])
 
 
 def _narrows(eqn: JaxprEqn) -> bool:

@@ -21,7 +21,6 @@ from jax import lax
 
 from autopar._jax import (
     Atom,
-    Function,
     Jaxpr,
     JaxprEqn,
     Literal,
@@ -32,7 +31,7 @@ from autopar._jax import (
     new_var,
     replace_eqn,
 )
-from autopar.ir.build import inline_function
+from autopar.ir.build import Equations
 from autopar.ir.region import is_region, kind_of, region_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.rewrite.longer import Longer, find_longer, is_searched
@@ -87,16 +86,11 @@ class _Form:
 class _Writer:
     """Equations behind each other, and the forms in which each value of the user's program is at hand."""
 
-    eqns: list[JaxprEqn] = field(default_factory=list)
+    eqns: Equations = field(default_factory=Equations)
     made: dict[Atom, _Form] = field(default_factory=dict)
     forms: dict[tuple[Var, tuple[tuple[int, Tail], ...]], _Form] = field(default_factory=dict)
     filled: dict[tuple[Atom, tuple[int, ...], object], Atom] = field(default_factory=dict)
     source_of: dict[Atom, SourceInfo] = field(default_factory=dict)
-
-    def add(self, function: Function, operands: Sequence[Atom], source: SourceInfo | None) -> list[Atom]:
-        more, results = inline_function(function, operands, source)
-        self.eqns += more
-        return results
 
     def as_it_is(self, eqn: JaxprEqn, lengths: Mapping[int, int]) -> None:
         """An equation on the user's shapes; what is in its bodies may be longer there."""
@@ -141,7 +135,7 @@ class _Writer:
                 arrays = (arrays[0], _kept_out(eqn, arrays[1], columns))
             return bind_eqn(eqn, *arrays) if rule.local is None else list(rule.local(eqn, shard, *arrays))
 
-        return self.add(program, operands, eqn.source_info)
+        return self.eqns.call(program, operands, eqn.source_info)
 
     def masked(self, form: _Form, term: Term, rule: ShardingRule, tails: Mapping[Factor, Tail], eqn: JaxprEqn) -> Atom:
         """An operand whose tails have no part in what the operation adds up or compares."""
@@ -158,7 +152,7 @@ class _Writer:
                 key = atom, tuple(where), value
                 if key not in self.filled:
                     fill = partial(fill_tails, tails=where, value=value)
-                    (self.filled[key],) = self.add(fill, [atom], eqn.source_info)
+                    self.filled[key] = self.eqns.call_one(fill, [atom], eqn.source_info)
                 atom = self.filled[key]
         return atom
 
@@ -181,7 +175,7 @@ class _Writer:
                     array = lengthen(array, dim, tail)
                 return array
 
-            (found,) = self.add(reshaped, [made.atom], source)
+            found = self.eqns.call_one(reshaped, [made.atom], source)
             zeros = frozenset(pads) | (made.zeros - frozenset(cuts))
             self.forms[key] = _Form(found, dict(wanted), zeros)
         return self.forms[key]

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, make_jaxpr, new_var, replace_eqn
-from autopar.ir.build import inline_function
+from autopar.ir.build import Equations
 from autopar.ir.dataflow import variables
 from autopar.ir.region import Binding, Region, is_region, region_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
@@ -121,7 +121,7 @@ class _Scan:
         stacks = {b.var: b.var for b in self.scan.consts}
         wide: dict[Var, Var] = {}
         same: dict[Var, Atom] = {}
-        eqns: list[JaxprEqn] = []
+        eqns = Equations()
         for eqn in body.eqns:
             eqn = replace_eqn(eqn, invars=[_known_as(a, same) for a in eqn.invars])
             match eqn.primitive.name, eqn.invars, eqn.outvars:
@@ -131,9 +131,8 @@ class _Scan:
                     of, index, eqn.params["slice_sizes"]
                 ):
                     row = self.rows.setdefault(stacks[of], new_var(of.aval.update(shape=of.aval.shape[1:])))
-                    more, (same[var],) = inline_function(lambda x: x[None], [row], eqn.source_info)
+                    same[var] = eqns.call_one(lambda x: x[None], [row], eqn.source_info)
                     wide[same[var]] = row
-                    eqns += more
                     continue
                 case "squeeze" | "reshape", [of], [var] if _is_in(of, wide) and var.aval.shape == wide[of].aval.shape:
                     same[var] = wide[of]
@@ -172,23 +171,21 @@ class _Scan:
         return found
 
     def write(self, body: Jaxpr, sums: Mapping[int, Atom]) -> list[JaxprEqn]:
-        scan, source, eqns = self.scan, self.scan.eqn.source_info, list(body.eqns)
+        scan, source, eqns = self.scan, self.scan.eqn.source_info, Equations(body.eqns)
         bindings: list[Binding] = list(scan.consts)
-        after: list[JaxprEqn] = []
+        after = Equations()
         results = iter(body.outvars)
         for k, b in enumerate(scan.carries):
             b = replace(b, inside=(next(results),))
             if k not in sums:
                 bindings.append(b)
                 continue
-            more, row = inline_function(lambda x: x[0], [sums[k]], source)
-            eqns += more
+            row = eqns.call_one(lambda x: x[0], [sums[k]], source)
             stack = b.result
             if not _is_in(b.outer, self.zeros):
                 stack = new_var(b.var.aval)
-                more, (self.passed[b.result],) = inline_function(lax.add, [b.outer, stack], source)
-                after += more
-            bindings.append(Binding("ys", None, (None,), tuple(row), stack))
+                self.passed[b.result] = after.call_one(lax.add, [b.outer, stack], source)
+            bindings.append(Binding("ys", None, (None,), (row,), stack))
         bindings += scan.xs
         stack_of = {row: next(b.outer for b in scan.consts if b.var is stack) for stack, row in self.rows.items()}
         for b, result in zip(scan.ys, results, strict=True):

@@ -14,8 +14,8 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 
-from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, in_host_memory, make_jaxpr, new_var, replace_eqn
-from autopar.ir.build import inline_function
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, in_host_memory, make_jaxpr, new_var
+from autopar.ir.build import Equations
 from autopar.ir.dataflow import feeds_backward, inputs_of, variables
 
 
@@ -63,8 +63,7 @@ def state_on_host(jaxpr: Jaxpr, inputs: Sequence[int], aliases: Mapping[int, int
 def _copy(atom: Atom, made: Var, space: jax.memory.Space, near: JaxprEqn | None = None) -> JaxprEqn:
     """A copy to a memory, told of as `near` what it is for."""
     source = None if near is None else near.source_info
-    (eqn,), _ = inline_function(lambda x: jax.device_put(x, space), [atom], source)
-    return replace_eqn(eqn, outvars=[made])
+    return Equations().define(made, lambda x: jax.device_put(x, space), [atom], source)
 
 
 def _by_parameter(jaxpr: Jaxpr, results: Iterable[Atom]) -> list[JaxprEqn]:

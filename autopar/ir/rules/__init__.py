@@ -18,6 +18,6 @@ from autopar.ir.rules import (  # noqa: F401  (each registers its rules)
     windows,
 )
 from autopar.ir.rules.registry import has_rule, register, replicated_rule, rule_for
-from autopar.ir.rules.rule import Shard, ShardingRule, parse_rule
+from autopar.ir.rules.rule import Shard, ShardingRule
 
-__all__ = ["Shard", "ShardingRule", "has_rule", "parse_rule", "register", "replicated_rule", "rule_for"]
+__all__ = ["Shard", "ShardingRule", "has_rule", "register", "replicated_rule", "rule_for"]

@@ -15,7 +15,7 @@ import math
 import string
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 from jax import lax
@@ -137,68 +137,6 @@ def factor_names() -> Iterator[Factor]:
     for number in itertools.count(1):
         for letter in string.ascii_letters:
             yield f"{letter}{number}"
-
-
-def parse_rule(text: str, shapes: Sequence[Sequence[int]], **fields: Any) -> ShardingRule:
-    """Read a rule in the notation that `str(rule)` writes, for given shapes of operands and results.
-
-    Args:
-        text: Such as `"ab,bc->ac {sum b}"` or, with spaces between dims, `"b (s h) -> b s h"`. A dim `1` has no factor.
-        shapes: Global shapes of all operands, then of all results.
-        **fields: Further fields of `ShardingRule` (`linear`, `local`, `flops`, ...).
-
-    Raises:
-        ValueError: The text does not fit the shapes.
-    """
-    body, _, notes = text.partition("{")
-    operands, results = ([_parse_term(t) for t in side.split(",")] if side.strip() else [] for side in body.split("->"))
-    sizes = infer_sizes([*operands, *results], shapes, text)
-    groups: dict[str, tuple[str, ...]] = {}
-    for note in notes.rstrip("} ").split(","):
-        if note.strip():
-            kind, *factors = note.split()
-            groups[kind] = tuple(factors)
-    summed, whole = groups.pop("sum", ()), groups.pop("whole", ())
-    reduced = {f: kind for kind, factors in groups.items() for f in factors}
-    return ShardingRule(tuple(operands), tuple(results), sizes, summed=summed, reduced=reduced, whole=whole, **fields)
-
-
-def _parse_term(text: str) -> Term:
-    """`"a(bc)1"` or `"b s (h d)"` as dims."""
-    text = text.strip()
-    spaced = " " in text.replace("( ", "(").replace(" )", ")")
-    dims: list[Dim] = []
-    position = 0
-    while position < len(text):
-        char = text[position]
-        if char == " ":
-            position += 1
-        elif char == "(":
-            end = text.index(")", position)
-            inner = text[position + 1 : end]
-            dims.append(tuple(inner.split()) if " " in inner or spaced else tuple(_letters(inner)))
-            position = end + 1
-        elif char == "1":
-            dims.append(())
-            position += 1
-        else:
-            end = position + 1
-            while end < len(text) and text[end] not in " (" and (spaced or text[end].isdigit()):
-                end += 1
-            dims.append((text[position:end],))
-            position = end
-    return tuple(dims)
-
-
-def _letters(text: str) -> list[Factor]:
-    """`"ab1c"` as a, b1, c: a letter with the digits behind it."""
-    found: list[Factor] = []
-    for char in text:
-        if char.isdigit() and found:
-            found[-1] += char
-        else:
-            found.append(char)
-    return found
 
 
 def infer_sizes(

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar._jax import Atom, Aval, Jaxpr, JaxprEqn, Var, make_jaxpr, new_eqn, new_var, primitives, resized, shaped
-from autopar.ir.build import flat_function, inline, inline_function
+from autopar.ir.build import Equations, flat_function
 from autopar.ir.region import Binding, new_scan
 from autopar.ir.split.microbatch import Microbatches, Result
 from autopar.ir.split.placement import OWN, SUM, Partial, Placement, Replicated, Split
@@ -35,14 +35,14 @@ def accumulate(jaxpr: Jaxpr, split: Microbatches) -> Jaxpr:
     Returns:
         A flat program over new variables, inputs and outputs as the step's.
     """
+    assert not split.between, "one loop has no place between its forward and its backward passes"
     count, (number, *inside) = split.count, split.loop.invars
     consts = dict(zip(inside[: len(split.invariants)], split.invariants, strict=True))
-    eqns: list[JaxprEqn] = list(split.before)
+    eqns = Equations(split.before)
     stacks = {}
     for var, whole in zip(inside[len(consts) :], split.pieces, strict=True):
         shape = (count, whole.aval.shape[0] // count, *whole.aval.shape[1:])
-        more, (stacks[var],) = inline_function(lambda x, shape=shape: jnp.reshape(x, shape), [whole])
-        eqns += more
+        stacks[var] = eqns.call_one(lambda x, shape=shape: jnp.reshape(x, shape), [whole])
     results = list(zip(split.results, split.loop.outvars, strict=True))
     scan = accumulating_scan(count, number, split.loop.eqns, consts, stacks, results)
     eqns += [*scan.before, scan.eqn, *scan.after, *split.after]
@@ -173,19 +173,18 @@ def accumulating_scan(
         results: What comes of the loop, and what one microbatch makes of it.
         sent: Further values of the body to be stacked.
     """
-    before: list[JaxprEqn] = []
+    before, after = Equations(), Equations()
     sums, starts = [], []
     for result, part in results:
         if isinstance(result.placement, Split):
             continue
         kind = accumulator_type(result.var.aval, result.placement)
         so_far, total = new_var(shaped(kind)), new_var(shaped(kind))
-        adding, (joint,) = inline(_adding(result.placement, count, so_far.aval, part.aval), [so_far, part])
-        start, (first,) = inline(_beginning(so_far.aval, result.placement), [])
-        before += start
-        starts.append(first)
+        adding = Equations()
+        (joint,) = adding.inline(_adding(result.placement, count, so_far.aval, part.aval), [so_far, part])
+        starts += before.inline(_beginning(so_far.aval, result.placement), [])
         sums.append(Added(result, part, so_far, tuple(adding), joint, total))
-    counting, (numbers,) = inline_function(lambda: jnp.arange(count, dtype=jnp.int32), [])
+    numbers = before.call_one(lambda: jnp.arange(count, dtype=jnp.int32), [])
     of_rows = [(result, part) for result, part in results if isinstance(result.placement, Split)]
     parts = [*(part for _, part in of_rows), *sent]
     made = [new_var(stack_type(part.aval, count)) for part in parts]
@@ -196,15 +195,14 @@ def accumulating_scan(
         *(Binding("ys", None, (None,), (part,), stack) for part, stack in zip(parts, made, strict=True)),
     ]
     scan = new_scan(count, bindings, [*eqns, *(eqn for s in sums for eqn in s.eqns)])
-    after: list[JaxprEqn] = []
     for added in sums:
-        after += _named(_narrowing(added.total.aval, added.result.var.aval.dtype), added.total, added.result.var)
+        _name(after, _narrowing(added.total.aval, added.result.var.aval.dtype), added.total, added.result.var)
     rows = [Stacked(result, part, stack) for (result, part), stack in zip(of_rows, made, strict=False)]
     for row in rows:
         in_order = flat_function(_in_order(row.result), row.stack.aval)
-        after += _named(in_order, row.stack, row.result.var)
+        _name(after, in_order, row.stack, row.result.var)
     return AccumulatingScan(
-        (*before, *counting),
+        tuple(before),
         scan,
         dict(consts),
         tuple(stacks),
@@ -254,7 +252,6 @@ def _narrowing(total: Aval, dtype: np.dtype) -> Jaxpr:
     return flat_function(partial(jax.lax.convert_element_type, new_dtype=dtype), total)
 
 
-def _named(program: Jaxpr, operand: Atom, var: Var) -> list[JaxprEqn]:
-    """Equations that make the step's own variable; the copy gives it its name, and flattening drops it."""
-    eqns, (made,) = inline(program, [operand])
-    return [*eqns, new_eqn(primitives.copy_p, [made], [var], {})]
+def _name(eqns: Equations, program: Jaxpr, operand: Atom, var: Var) -> None:
+    """Write what makes the step's own variable; the copy gives it its name, and flattening drops it."""
+    eqns.append(new_eqn(primitives.copy_p, eqns.inline(program, [operand]), [var], {}))

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar._jax import Atom, JaxprEqn, Literal, SourceInfo, Var, make_jaxpr, new_var, replace_eqn, shaped
-from autopar.ir.build import inline_function, substitute
+from autopar.ir.build import Equations
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.region import Region, kind_of, region_of
 from autopar.ir.split.layer_placements import LayerPlacements
@@ -30,7 +30,7 @@ class LayerWriter:
 
     def __init__(self, layers: LayerPlacements):
         self.layers, self.solution = layers, layers.solution
-        self.eqns: list[JaxprEqn] = []
+        self.eqns = Equations()
         self.whole: dict[Var, Atom] = {}
         programs = Programs(self.solution)
         rows: dict[Atom, Atom] = {}
@@ -66,23 +66,17 @@ class LayerWriter:
             case Replicated():
                 return parts[0]
             case Split():
-                return self.add(lambda *xs: join_parts(xs, placement), parts, source)
+                return self.eqns.call_one(lambda *xs: join_parts(xs, placement), parts, source)
             case Partial(kind):
                 join = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}[kind]
                 so_far = parts[0]
                 for part in parts[1:]:
-                    so_far = self.add(lambda a, b: join(a, b), [so_far, part], source)
+                    so_far = self.eqns.call_one(lambda a, b: join(a, b), [so_far, part], source)
                 return so_far
 
     def in_parts(self, atom: Atom, want: Placement, source: SourceInfo | None = None) -> list[Atom]:
         """The parts of a value."""
         return [part.value(atom, want, source) for part in self.parts]
-
-    def add(self, function: object, operands: Sequence[Atom], source: SourceInfo | None) -> Atom:
-        """The result of a function, whose equations are written here."""
-        eqns, (result,) = inline_function(function, operands, source)  # type: ignore[arg-type]
-        self.eqns += eqns
-        return result
 
     # Equations.
 
@@ -110,8 +104,7 @@ class LayerWriter:
         """An equation on whole values; bodies of loops get variables of their own."""
         outer = list(dict.fromkeys(inputs_of(eqn)))
         alone = make_jaxpr(outer, list(eqn.outvars), [eqn])
-        eqns, results = substitute(alone, [self.value(a, eqn.source_info) for a in outer])
-        self.eqns += eqns
+        results = self.eqns.substitute(alone, [self.value(a, eqn.source_info) for a in outer])
         self.whole.update(zip(eqn.outvars, results, strict=True))
 
     def single_part(self, eqn: JaxprEqn, part: int) -> None:
@@ -119,10 +112,10 @@ class LayerWriter:
         var, source, count = eqn.outvars[0], eqn.source_info, self.layers.count
         if eqn.primitive.name == "slice":
             rows = self.parts[part].value(eqn.invars[0], Split(0), source)
-            self.whole[var] = self.add(slice_of_part(eqn, part, count), [rows], source)
+            self.whole[var] = self.eqns.call_one(slice_of_part(eqn, part, count), [rows], source)
             return
         operands = [self.value(a, source) for a in eqn.invars]
-        made = [self.add(part_of_padded(eqn, part, k, count), operands, source) for k in range(count)]
+        made = [self.eqns.call_one(part_of_padded(eqn, part, k, count), operands, source) for k in range(count)]
         self.define(var, Split(0), made)
 
     def chain(self, scan: Region) -> None:

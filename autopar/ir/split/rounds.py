@@ -14,9 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, new_var, replace_eqn
+from autopar._jax import Atom, Jaxpr, Var, make_jaxpr, new_var, replace_eqn
 from autopar.debug import check_behind
-from autopar.ir.build import substitute
+from autopar.ir.build import Equations
 from autopar.ir.dataflow import inputs_of, needed, variables
 from autopar.ir.split.accumulate import accumulate
 from autopar.ir.split.microbatch import check_divides, check_phases, write_phases
@@ -56,7 +56,7 @@ def accumulate_in_rounds(
     check_divides(jaxpr, count, batch, name)
     rounds = _rounds(jaxpr, count, batch, per_microbatch)
     made: dict[Var, Atom] = {var: var for var in jaxpr.invars}
-    eqns: list[JaxprEqn] = []
+    eqns = Equations()
     for each in rounds:
         assert each.solution is not None
         split = write_phases(each.jaxpr, each.solution)
@@ -64,10 +64,8 @@ def accumulate_in_rounds(
         program = accumulate(each.jaxpr, split)
         if len(rounds) == 1:
             return program
-        more, results = substitute(program, [made[var] for var in each.jaxpr.invars])
-        eqns += more
-        made |= {var: atom for var, atom in zip(each.jaxpr.outvars, results, strict=True) if isinstance(var, Var)}
-        outvars = results
+        outvars = eqns.substitute(program, [made[var] for var in each.jaxpr.invars])
+        made |= {var: atom for var, atom in zip(each.jaxpr.outvars, outvars, strict=True) if isinstance(var, Var)}
     return make_jaxpr(jaxpr.invars, outvars, eqns)
 
 

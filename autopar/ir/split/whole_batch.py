@@ -13,9 +13,9 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr, new_var, shaped
-from autopar.ir.build import substitute
-from autopar.ir.dataflow import feeds_backward, inputs_of
+from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_var, shaped
+from autopar.ir.build import Equations
+from autopar.ir.dataflow import feeds_backward, inputs_of, variables
 from autopar.ir.rewrite.views import views_of_arguments
 from autopar.ir.source import is_backward
 from autopar.ir.split.microbatch import Microbatches, Result, for_the_loop
@@ -46,21 +46,19 @@ def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
         else:
             before.append(eqn)
     made = {var for eqn in loop for var in eqn.outvars}
-    outer = [
-        *(a for eqn in after for a in eqn.invars if not isinstance(a, Literal)),
-        *(a for a in jaxpr.outvars if not isinstance(a, Literal)),
-    ]
+    outer = [*(a for eqn in after for a in inputs_of(eqn)), *variables(jaxpr.outvars)]
     results = [var for var in dict.fromkeys(outer) if var in made]
     # What is an argument in another shape is made where it is read.
     views = views_of_arguments(jaxpr)
     loop = _with_views(loop, [eqn for eqn in before if any(var in views for var in eqn.outvars)])
     made = {var for eqn in loop for var in eqn.outvars}
-    read = dict.fromkeys(a for eqn in loop for a in eqn.invars if not isinstance(a, Literal) and a not in made)
+    read = dict.fromkeys(a for eqn in loop for a in inputs_of(eqn) if a not in made)
     pieces = [var for var in read if var in {jaxpr.invars[k] for k in batch}]
     invariants = [var for var in read if var not in pieces]
     number = new_var(shaped(jax.ShapeDtypeStruct((), jnp.int32)))
     inside = [new_var(var.aval) for var in (*invariants, *pieces)]
-    eqns, outvars = substitute(make_jaxpr([*invariants, *pieces], results, loop), inside)
+    eqns = Equations()
+    outvars = eqns.substitute(make_jaxpr([*invariants, *pieces], results, loop), inside)
     early, after = for_the_loop(jaxpr, before, after, invariants)
     return Microbatches(
         1,

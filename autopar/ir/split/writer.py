@@ -25,7 +25,7 @@ from autopar._jax import (
     new_var,
     replace_eqn,
 )
-from autopar.ir.build import inline, inline_function, substitute
+from autopar.ir.build import Equations
 from autopar.ir.region import Binding, Region, is_region, region_of
 from autopar.ir.rules import rule_for
 from autopar.ir.signature import equation_signature
@@ -62,11 +62,11 @@ class ShardWriter:
         rows: Of stacks of a single row that a trip made, the row.
     """
 
-    def __init__(self, programs: Programs, number: Atom, eqns: list[JaxprEqn] | None = None):
+    def __init__(self, programs: Programs, number: Atom, eqns: Equations | None = None):
         self.programs, self.solution, self.number = programs, programs.solution, number
         self.share = self.solution.share(int(number.val) if isinstance(number, Literal) else 0)
         self.values: dict[tuple[Var, Placement], Atom] = {}
-        self.eqns: list[JaxprEqn] = [] if eqns is None else eqns
+        self.eqns = Equations() if eqns is None else eqns
         self.rows: dict[Atom, Atom] = {}
 
     # Values.
@@ -97,7 +97,7 @@ class ShardWriter:
         if isinstance(placement, Partial) and placement != SUM:
             return part
         program = scale_program(tuple(var.aval.shape), var.aval.dtype, self.solution.count)
-        return self.inlined(program, [self.number, part], source)[0]
+        return self.eqns.inline(program, [self.number, part], source)[0]
 
     def outside(self, var: Var, want: Placement, source: SourceInfo | None) -> Atom:
         """A value that is made outside of what is written here: in bodies there is none."""
@@ -113,24 +113,12 @@ class ShardWriter:
         shape, dtype, count = tuple(atom.aval.shape), atom.aval.dtype, self.solution.count
         match want:
             case Split() if isinstance(self.number, Literal):
-                return self.traced(lambda whole: share_in(whole, want, self.share), [local], source)
+                return self.eqns.call_one(lambda whole: share_in(whole, want, self.share), [local], source)
             case Split():
-                return self.inlined(slice_program(shape, dtype, want, count), [self.number, local], source)[0]
+                return self.eqns.inline(slice_program(shape, dtype, want, count), [self.number, local], source)[0]
             case Partial() if not (isinstance(atom, Literal) and atom.val == 0):
-                return self.inlined(mask_program(shape, dtype), [self.number, local], source)[0]
+                return self.eqns.inline(mask_program(shape, dtype), [self.number, local], source)[0]
         return local
-
-    def inlined(self, program: Jaxpr, operands: Sequence[Atom], source: SourceInfo | None) -> list[Atom]:
-        """The results of a flat program, whose equations are written here."""
-        eqns, results = inline(program, operands, source)
-        self.eqns += eqns
-        return results
-
-    def traced(self, function: object, operands: Sequence[Atom], source: SourceInfo | None) -> Atom:
-        """The same of a function of one result."""
-        eqns, (result,) = inline_function(function, operands, source)  # type: ignore[arg-type]
-        self.eqns += eqns
-        return result
 
     def define(self, var: Var, placement: Placement, atom: Atom) -> None:
         """Say which atom holds a value."""
@@ -157,7 +145,7 @@ class ShardWriter:
             ]
             self.eqns.append(replace_eqn(eqn, invars=operands, outvars=cast(list[Var], results)))
         else:
-            results = self.inlined(self.programs.of(eqn, self.share), [self.number, *operands], source)
+            results = self.eqns.inline(self.programs.of(eqn, self.share), [self.number, *operands], source)
         for var, placement, atom in zip(eqn.outvars, made, results, strict=True):
             self.define(var, placement, atom)
 
@@ -213,19 +201,21 @@ class ShardWriter:
 
     def single_trip(self, scan: Region, operands: Sequence[Atom]) -> list[Atom]:
         source, first = scan.eqn.source_info, len(operands) - len(scan.xs)
-        rows = [self.rows.get(x) or self.traced(lambda x: lax.squeeze(x, (0,)), [x], source) for x in operands[first:]]
-        eqns, made = substitute(scan.bodies[0], [*operands[:first], *rows])
-        self.eqns += eqns
+        rows = [
+            self.rows.get(x) or self.eqns.call_one(lambda x: lax.squeeze(x, (0,)), [x], source)
+            for x in operands[first:]
+        ]
+        made = self.eqns.substitute(scan.bodies[0], [*operands[:first], *rows])
         for k in range(len(scan.carries), len(made)):
             row = made[k]
-            made[k] = self.traced(lambda y: lax.expand_dims(y, (0,)), [row], source)
+            made[k] = self.eqns.call_one(lambda y: lax.expand_dims(y, (0,)), [row], source)
             self.rows[made[k]] = row
         return made
 
     def shorter_scan(self, scan: Region, operands: Sequence[Atom], trips: int) -> list[Atom]:
         (body,) = scan.bodies
-        inputs = [new_var(var.aval) for var in body.invars]
-        eqns, outputs = substitute(body, inputs)
+        eqns, inputs = Equations(), [new_var(var.aval) for var in body.invars]
+        outputs = eqns.substitute(body, inputs)
         own = Share(0, trips, scan.trips)
         stacks = [local_aval(b.result.aval, Split(0), own) for b in scan.ys]  # type: ignore[union-attr]
         results = [new_var(aval) for aval in (*(b.var.aval for b in scan.carries), *stacks)]
