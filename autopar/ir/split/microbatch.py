@@ -26,6 +26,7 @@ from autopar.ir.rewrite.views import views_of_arguments
 from autopar.ir.split.phases import find_phases
 from autopar.ir.split.placement import OWN, REPLICATED, SUM, Partial, Placement, Split, local_aval
 from autopar.ir.split.solution import LoopSolution
+from autopar.ir.split.waiting import SamplesWaitError
 from autopar.ir.split.writer import Programs, ShardWriter
 
 NO_BATCH = (
@@ -92,7 +93,10 @@ def split_microbatches(
         MicrobatchError: The step cannot be split exactly.
     """
     check_divides(jaxpr, count, batch, name)
-    return write_phases(jaxpr, find_phases(jaxpr, count, batch, per_microbatch, apart))
+    try:
+        return write_phases(jaxpr, find_phases(jaxpr, count, batch, per_microbatch, apart))
+    except SamplesWaitError as waits:
+        raise waits.error from None
 
 
 def write_phases(jaxpr: Jaxpr, solution: LoopSolution) -> Microbatches:

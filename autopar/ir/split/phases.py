@@ -30,7 +30,7 @@ from autopar.ir.split.placement import OWN, REPLICATED, SUM, Loop, Partial, Plac
 from autopar.ir.split.refusal import refusal
 from autopar.ir.split.solution import LoopSolution
 from autopar.ir.split.solver import Cause, Solver, StuckError
-from autopar.ir.split.waiting import SamplesWaitError, Waiting
+from autopar.ir.split.waiting import Waiting
 from autopar.ir.work import Work, num_bytes
 from autopar.tuning import TUNING
 
@@ -38,21 +38,7 @@ from autopar.tuning import TUNING
 def find_phases(
     jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False, apart: bool = False
 ) -> LoopSolution:
-    """Decide how a program is worked through in `count` microbatches, once.
-
-    Raises:
-        MicrobatchError: Samples wait for what all of them make together; names the operation and the user's line.
-    """
-    try:
-        return find_phases_or_values(jaxpr, count, batch, per_microbatch, apart)
-    except SamplesWaitError as waits:
-        raise waits.error from None
-
-
-def find_phases_or_values(
-    jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False, apart: bool = False
-) -> LoopSolution:
-    """The same, for those who can have values made before.
+    """Decide how a program is worked through in `count` microbatches.
 
     Args:
         jaxpr: Flat program.
@@ -62,7 +48,7 @@ def find_phases_or_values(
         apart: Add up the parts of a gradient (of a tied weight) one by one, and join them after the loop.
 
     Raises:
-        SamplesWaitError: Samples wait for what all of them make together.
+        SamplesWaitError: Samples wait for what all of them make together; names these values, to have them made before.
         MicrobatchError: Too much would be done of the whole batch at once.
     """
     policy = _Phases(jaxpr, count, per_microbatch)

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from autopar._jax import Jaxpr
 from autopar.errors import MicrobatchError
 from autopar.ir.split.phases import find_phases
+from autopar.ir.split.waiting import SamplesWaitError
 
 
 def rows_are_samples(jaxpr: Jaxpr, groups: Mapping[int, Sequence[int]]) -> list[int]:
@@ -29,6 +30,6 @@ def _goes_apart(jaxpr: Jaxpr, size: int, inputs: Sequence[int]) -> bool:
     count = next(k for k in range(2, size + 1) if size % k == 0)
     try:
         find_phases(jaxpr, count, inputs)
-    except MicrobatchError:
+    except (MicrobatchError, SamplesWaitError):
         return False
     return True
