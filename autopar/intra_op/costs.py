@@ -25,6 +25,7 @@ from autopar.intra_op.kernels import is_contraction, kernel_of
 from autopar.intra_op.problem import Problem
 from autopar.intra_op.traffic import Traffic, find_traffic, is_pointwise
 from autopar.ir.rules.rule import num_elements
+from autopar.ir.work import num_bytes
 from autopar.mesh import Device, LogicalMesh
 from autopar.tuning import TUNING
 
@@ -105,7 +106,8 @@ class Prices:
             mesh = _sent_together(self.graph.mesh, size) if joins else self.graph.mesh
             self.matrices[table] = _matrix(edge.shape, edge.itemsize, edge.given, edge.wanted, mesh)
         matrix = self.matrices[table]
-        if self.copies_inner_dims and _is_transposed(self.graph.nodes[edge.target]):
+        target = self.graph.nodes[edge.target]
+        if self.copies_inner_dims and target.kind == "op" and target.name == "transpose":
             matrix = matrix * _BEFORE_A_TRANSPOSE
         if not edge.communicates:
             matrix = np.where(matrix > 0, np.inf, 0.0)
@@ -178,10 +180,6 @@ def _matrix(shape, itemsize: int, given: Shardings, wanted: Shardings, mesh: Log
     return table[np.ix_(source_of, target_of)]
 
 
-def _is_transposed(node: Node) -> bool:
-    return node.kind == "op" and node.name == "transpose"
-
-
 def _distinct(shardings: Shardings) -> tuple[Shardings, list[int]]:
     order = {s: k for k, s in enumerate(dict.fromkeys(shardings))}
     return tuple(order), [order[s] for s in shardings]
@@ -213,11 +211,9 @@ class _NodeCosts:
         for k, strategy in enumerate(node.strategies):
             for _, axes in strategy.reductions:
                 for var, sharding in zip(node.eqn.outvars, strategy.results, strict=True):
-                    num_bytes = num_elements(tuple(var.aval.shape)) * var.aval.dtype.itemsize
-                    num_bytes /= sharding.num_shards(self.mesh)
-                    seconds[k] += (
-                        collective_seconds("all-reduce", num_bytes, axes, self.mesh) if node.communicates else np.inf
-                    )
+                    size = num_bytes(var) / sharding.num_shards(self.mesh)
+                    sent = collective_seconds("all-reduce", size, axes, self.mesh)
+                    seconds[k] += sent if node.communicates else np.inf
         return seconds
 
 
