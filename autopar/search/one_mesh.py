@@ -28,8 +28,7 @@ from autopar.intra_op.restrict import (
     Allowed,
     Restrict,
     keep_keys_whole,
-    pin_inputs,
-    pin_outputs,
+    pin_borders,
 )
 from autopar.intra_op.shard import shard
 from autopar.ir.check import check_program
@@ -187,8 +186,8 @@ def restrict_plan(
         check_batch(program, roles, mesh)
         restrict_to_data_parallel(program.jaxpr, graph, allowed, roles.batch, roles.state, method.zero)
     for pins in find_pins(program.in_paths, method.options().constraints, program.out_paths):
-        pin_inputs(graph, pins.inputs, program.in_paths, allowed)
-        pin_outputs(graph, pins.outputs, program.out_paths, allowed)
+        pin_borders(graph, graph.inputs, pins.inputs, program.in_paths, allowed)
+        pin_borders(graph, graph.outputs, pins.outputs, program.out_paths, allowed)
     _check_pinned(program, method, mesh, graph, allowed)
 
 
