@@ -14,7 +14,7 @@ Method: placements are followed forwards (`solver.py`). An equation that fits no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax.numpy as jnp
 
@@ -30,7 +30,7 @@ from autopar.ir.split.placement import OWN, REPLICATED, SUM, Loop, Partial, Plac
 from autopar.ir.split.refusal import refusal
 from autopar.ir.split.solution import LoopSolution
 from autopar.ir.split.solver import Cause, Solver, StuckError
-from autopar.ir.split.waiting import Waiting
+from autopar.ir.split.waiting import SamplesWaitError, Waiting
 from autopar.ir.work import Work, num_bytes
 from autopar.tuning import TUNING
 
@@ -58,6 +58,27 @@ def find_phases(
     _LoopDemand(solution, policy.solver.strategies).program(jaxpr, uses)
     _sink(jaxpr, solution, apart)
     return solution
+
+
+def rows_are_samples(jaxpr: Jaxpr, groups: Mapping[int, Sequence[int]]) -> list[int]:
+    """Leading dims, of `groups`, that the step goes through row by row.
+
+    Args:
+        jaxpr: Flat program.
+        groups: Leading dim -> positions of the inputs that have it.
+
+    A layer of a stack, a row of a frozen weight are no samples: other rows wait for what comes of them.
+    """
+    return [size for size, inputs in groups.items() if size > 1 and _goes_apart(jaxpr, size, inputs)]
+
+
+def _goes_apart(jaxpr: Jaxpr, size: int, inputs: Sequence[int]) -> bool:
+    count = next(k for k in range(2, size + 1) if size % k == 0)
+    try:
+        find_phases(jaxpr, count, inputs)
+    except (MicrobatchError, SamplesWaitError):
+        return False
+    return True
 
 
 class _Phases:
