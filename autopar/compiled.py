@@ -27,7 +27,7 @@ from autopar.report.plan import Plan
 from autopar.runtime.compile import compile_step
 from autopar.runtime.local import Executable
 from autopar.runtime.pipeline import Pipeline
-from autopar.runtime.ray.driver.step import make_ray_step
+from autopar.runtime.ray.driver.driver import RayStep
 from autopar.runtime.runtime import Runtime
 
 
@@ -43,12 +43,7 @@ class CompiledStep:
     """
 
     def __init__(
-        self,
-        program: Program,
-        plan: Plan,
-        executable: Runtime,
-        adapter: Adapter | None = None,
-        static: Any = None,
+        self, program: Program, plan: Plan, executable: Runtime, adapter: Adapter | None = None, static: Any = None
     ):
         self.program, self.plan, self.executable = program, plan, executable
         self._adapter, self._static = adapter, static
@@ -95,7 +90,6 @@ class CompiledStep:
                 given="objects with the same arrays",
                 wrong="what is no array in them (a flag, a function, who is shared with whom) has changed.",
                 do="call the step itself, which plans and compiles for new ones.",
-                path="",
             )
         return apart, leaves
 
@@ -154,14 +148,7 @@ class CompiledStep:
         return jax.tree.unflatten(self.program.out_tree, results)
 
     def create(self, first: int, stop: int, init: Callable[..., list[Any]], args: Sequence[Any]) -> list[Any]:
-        """Argument leaves of the step, born in their places.
-
-        Args:
-            first: The first of them.
-            stop: After the last of them.
-            init: Makes them, flat.
-            args: Arguments of `init`.
-        """
+        """Argument leaves of the step, the first up to `stop`, born in their places: `init(*args)` makes them, flat."""
         keys = self.program.key_inputs[first:stop]
 
         def of_integers(*args: Any) -> list[Any]:
@@ -234,10 +221,10 @@ def _weakly_typed(result: Any) -> Any:
     return result
 
 
-def compile_plan(cluster: Cluster, program: Program, plan: Plan) -> Runtime:
+def compile_plan(cluster: Cluster, plan: Plan) -> Runtime:
     """What carries a plan out on a cluster."""
     planned = plan.attached.pipeline
     if cluster.machine is not None:
-        return make_ray_step(cluster.machine, program, planned)
+        return RayStep(cluster.machine, planned)
     compiled = compile_step(planned, cluster.devices or jax.devices())
     return Executable(planned, compiled) if plan.is_one_program else Pipeline(planned, compiled)

@@ -30,13 +30,7 @@ class Unborn:
     def __init__(
         self, init_fn: Callable[..., Any], args: tuple[Any, ...], num_others: int | None, parameters: Parameters
     ):
-        """Trace the function.
-
-        Args:
-            init_fn: It.
-            args: Its arguments.
-            num_others: How many arguments the step takes besides what it makes; None: not known.
-            parameters: Of the step.
+        """Trace the function; the step takes `num_others` arguments besides what it makes, None: that is not known.
 
         Raises:
             StructureChangedError: A class in what it makes takes nothing but arrays, and there are none yet.
@@ -53,7 +47,6 @@ class Unborn:
                 given=f"create_state({name_of(init_fn)}, ...), which makes {self._tree}",
                 wrong="to plan before there are arrays, it is to hold `jax.ShapeDtypeStruct`s, and it does not take them.",
                 do=f"call the step with what {name_of(init_fn)}() makes: it is put in its place. Or check arrays elsewhere.",
-                path="",
             )
 
     def arguments(self) -> tuple[Any, ...]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -29,9 +30,12 @@ class AutoparError(Exception):
         facts: Fields of the exception, for programs that catch it.
     """
 
+    _UNKNOWN: Mapping[str, Any] = {}
+    """Facts that errors of a kind always have, where they are not told."""
+
     def __init__(self, summary: str, *, given: str = "", wrong: str = "", do: str = "", **facts: Any) -> None:
         self.summary, self.given, self.wrong, self.do = summary, given, wrong, do
-        self.facts = facts
+        self.facts = facts = {**self._UNKNOWN, **facts}
         for name, value in facts.items():
             assert not hasattr(type(self), name), f"fact {name!r} would hide an attribute of {type(self).__name__}"
             setattr(self, name, value)
@@ -66,6 +70,8 @@ class RuleError(AutoparError):
 
 class BatchError(AutoparError):
     """Which arguments are the batch cannot be told, or the batch does not divide. Facts: `candidates` or `size`."""
+
+    _UNKNOWN = {"candidates": None, "size": None}
 
 
 class StateError(AutoparError):
@@ -116,6 +122,8 @@ class SolverError(AutoparError):
 class PlanFileError(AutoparError):
     """The file is not a plan that this version can read. Facts: `path`."""
 
+    _UNKNOWN = {"path": ""}
+
 
 class ProfileError(AutoparError):
     """The file is not a machine's profile that this version can read, or it is of other devices. Facts: `path`."""
@@ -128,14 +136,20 @@ class StalePlanError(AutoparError):
 class CheckpointError(AutoparError):
     """A checkpoint that is damaged, not there, or of another state. Facts: `path`, of the leaf or on the disk."""
 
+    _UNKNOWN = {"path": ""}
+
 
 class WorkerError(AutoparError):
     """A part of the machine failed while it ran a step. Facts, None where unknown: `worker`, `stage`, `instruction`,
     `microbatch`, `waited_for`."""
 
+    _UNKNOWN = dict.fromkeys(("worker", "stage", "instruction", "microbatch", "waited_for"))
+
 
 class StructureChangedError(AutoparError):
     """A later call passes arguments of another structure, shape or dtype than the plan's. Facts: `path`."""
+
+    _UNKNOWN = {"path": ""}
 
 
 class StepError(AutoparError):

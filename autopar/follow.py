@@ -21,7 +21,7 @@ from autopar.compiled import CompiledStep
 from autopar.errors import AutoparError, StructureChangedError
 from autopar.frameworks import Shell
 from autopar.ir.program import Program
-from autopar.ir.trace.state import find_batch
+from autopar.ir.trace.state import arguments_of, find_batch, subtrees
 from autopar.ir.trace.trace import name_of
 from autopar.mesh import Cluster
 from autopar.search.methods import Follow, FollowMesh, Method, ShardParallel
@@ -138,13 +138,12 @@ class Following:
                 given=f"follow({self._names}), called before `{name_of(self._step)}`",
                 wrong="where its state lies is decided when it is first called.",
                 do=f"call `{name_of(self._step)}`, or its compile(...), before.",
-                path="",
             )
-        held = _subtrees(compiled.program.in_tree, compiled.program.in_avals)
+        held = _subtrees(compiled.program)
         program = self._traced.program(*args, **kwargs)
         found: dict[int, int] = {}
         others = []
-        for number, (tree, first, last) in enumerate(_ranges(program.in_tree)):
+        for number, (tree, first, last) in enumerate(arguments_of(program)):
             start = held.get((tree, _types(program.in_avals[first:last])))
             if start is not None and last > first and start not in compiled.plan.attached.roles.batch:
                 found.update(zip(range(first, last), range(start, start + last - first), strict=True))
@@ -157,7 +156,6 @@ class Following:
                 wrong=f"none of its arguments has the structure and types of `{name_of(self._step)}`'s state, or of a part "
                 "of it.",
                 do="pass that state, or a subtree of it such as the parameters.",
-                path="",
             )
         batch = self._batch_argnums
         if isinstance(batch, str):
@@ -202,10 +200,10 @@ def _batch(program: Program, others: Sequence[int], compiled: CompiledStep) -> A
     followed = compiled.program
     samples = {
         (tree, _sample_types(followed.in_avals[first:last]))
-        for tree, first, last in _ranges(followed.in_tree)
+        for tree, first, last in arguments_of(followed)
         if not set(range(first, last)).isdisjoint(compiled.plan.attached.roles.batch)
     }
-    ranges = _ranges(program.in_tree)
+    ranges = arguments_of(program)
     chosen: Sequence[int] = [
         n for n in others for tree, a, b in [ranges[n]] if (tree, _sample_types(program.in_avals[a:b])) in samples
     ]
@@ -223,26 +221,9 @@ def _types(avals: Any) -> tuple[Any, ...]:
     return tuple((tuple(a.shape), a.dtype) for a in avals)
 
 
-def _ranges(tree: Any) -> list[tuple[Any, int, int]]:
-    """Each positional or named argument of `(args, kwargs)` with its range of leaves."""
-    found, start = [], 0
-    for half in tree.children():
-        for child in half.children():
-            found.append((child, start, start + child.num_leaves))
-            start += child.num_leaves
-    return found
-
-
-def _subtrees(tree: Any, avals: Any) -> dict[Any, int]:
+def _subtrees(program: Program) -> dict[Any, int]:
     """Every subtree of a step's arguments: (structure, types) -> its first leaf; of equal ones the outermost, then first."""
     found: dict[Any, int] = {}
-    level = [(child, start) for child, start, _ in _ranges(tree)]
-    while level:
-        following = []
-        for node, start in level:
-            found.setdefault((node, _types(avals[start : start + node.num_leaves])), start)
-            for child in node.children():
-                following.append((child, start))
-                start += child.num_leaves
-        level = following
+    for node, start, stop in subtrees(program.in_tree)[3:]:  # the whole, and its halves, are no arguments
+        found.setdefault((node, _types(program.in_avals[start:stop])), start)
     return found

@@ -111,10 +111,7 @@ def register(module: str, load: Callable[[], Adapter]) -> None:
 def on_arrays(fn: Callable[..., Any], static: Static, apart: Apart) -> Callable[..., Returned]:
     """The user's function as one that is passed arrays for objects.
 
-    Args:
-        fn: It.
-        static: Its static arguments, which are passed as they are.
-        apart: A call of it, of whose objects the arrays will be.
+    Static arguments are passed as they are; `apart` is a call of it, of whose objects the arrays will be.
     """
 
     @functools.wraps(fn, updated=())
@@ -170,7 +167,6 @@ class Shell:
                 given="a flag, a function, a new variable, or who is shared with whom",
                 wrong="a run keeps the arrays of its state, and makes the objects of them as they were when it began.",
                 do="do it before the run, or in the step on a copy.",
-                path="",
             )
         return apart.args[0]
 

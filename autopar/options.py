@@ -39,73 +39,80 @@ def repays(steps: float, won_seconds: float, planning_seconds: float) -> bool:
     return steps == math.inf or planning_seconds <= steps * won_seconds
 
 
+_CHOICES: tuple[tuple[str, tuple[str, ...], str, str], ...] = (
+    ("solver", SOLVERS + SEARCHERS, "solver", f"leave it out for {SOLVERS[0]!r}, or name one of them."),
+    ("microbatch_semantics", SEMANTICS, "semantics of microbatches", "leave it out for 'exact'."),
+    (
+        "memory",
+        MEMORY,
+        "judge of memory",
+        "leave it out for 'predicted', or pass 'compiler' to have XLA agree that the plan fits.",
+    ),
+    (
+        "offload",
+        OFFLOAD,
+        "way to use the memory of the hosts",
+        "leave it out for 'auto', or pass 'never' to keep everything in the memory of the devices.",
+    ),
+)
+"""Settings that are one of some words: (name, the words, what they are, what to do instead of another)."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Options:
-    """Options of planning.
+class Settings:
+    """What every method takes.
 
     Attributes:
+        memory_budget_bytes: Bytes one device may use; None: the device's own memory.
+        constraints: Pins `{path glob: PartitionSpec}` over argument paths such as `"state/params/*/kernel"`.
         solver: Of integer programs, `"highs"` or `"cbc"`; or a search that proves nothing, for comparison:
             `"random"`, `"greedy"`, `"beam"`, `"bfs"`, `"halving"`, `"mcmc"` or `"mcts"`.
         solver_seconds: How long the solver may work on one mesh, or on one stage on its mesh; the best answer found by then
             is used, and its gap is in the plan.
-        planning_seconds: How long planning may take, in all; no solver works longer either. None: as long as it takes.
-        memory_budget_bytes: Bytes that one device may use; None: the device's own memory.
-        constraints: Pins, `{path glob: PartitionSpec}`, over the paths of the step's arguments.
-        microbatch_semantics: `"exact"`: microbatches compute what the whole batch does, or are refused;
+        planning_seconds: How long planning may take, in all: then the best plan so far is taken. The first plan is waited
+            for. None: as long as it takes.
+        microbatch_semantics: `"exact"`: microbatches that would compute something else are refused;
             `"per_microbatch"`: where samples wait for a sum over the batch (batch statistics), each takes its own.
+        memory: `"predicted"`: the plan fits by the planner's own count; `"compiler"`: by XLA's, which compiles it for these
+            devices, or for such as are described (`autopar[verify]`). It is planned again until they agree.
+        offload: `"auto"`: where nothing else fits, the optimizer's state waits in the memory of the hosts, and is copied to
+            the devices for the update; `"never"`: it does not.
+    """
+
+    memory_budget_bytes: float | None = None
+    constraints: Mapping[str, PartitionSpec] = field(default_factory=dict, hash=False)
+    solver: Solver = "highs"
+    solver_seconds: float = 60.0
+    planning_seconds: float | None = None
+    microbatch_semantics: MicrobatchSemantics = "exact"
+    memory: Memory = "predicted"
+    offload: Offload = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(Settings):
+    """The planner's options: what a method was given, and what it stands for.
+
+    Attributes:
         recompute: What the backward pass of a pipeline stage runs again instead of keeping it. `"auto"`: what is cheap,
             and on stages that do not fit as much more as makes them fit; `"cheap"`: never more; `"all"`: everything; a
             number: what takes at most so many operations for each byte saved; a tuple of these: one for each stage.
-        memory: Who says what a plan takes of the budget: `"predicted"`, the planner; `"compiler"`, XLA: what it takes beyond
-            the prediction is held back, and planned again, until its own buffers fit.
-        offload: `"auto"`: where no plan fits, the optimizer's state waits in the memory of the hosts; `"never"`: it does not.
         goal: What is to be least: `"step"`, the seconds of one step; `"calls"`, the seconds from one call to the next
             where calls do not wait for each other's results.
         repaying_steps: Steps of training in which what a step of planning may win has to repay what it takes.
     """
 
-    solver: Solver = "highs"
-    solver_seconds: float = 60.0
-    planning_seconds: float | None = None
-    memory_budget_bytes: float | None = None
-    constraints: Mapping[str, PartitionSpec] = field(default_factory=dict, hash=False)
-    microbatch_semantics: MicrobatchSemantics = "exact"
     recompute: Recompute = "auto"
-    memory: Memory = "predicted"
-    offload: Offload = "auto"
     goal: Goal = "step"
     repaying_steps: float = math.inf
 
     def __post_init__(self) -> None:
-        if self.solver not in SOLVERS + SEARCHERS:
-            raise SolverError(
-                "unknown solver.",
-                given=f"solver={self.solver!r}",
-                wrong=f"autopar knows {', '.join(map(repr, SOLVERS + SEARCHERS))}.",
-                do=f"leave it out for {SOLVERS[0]!r}, or name one of them.",
-                solver=self.solver,
-            )
-        if self.microbatch_semantics not in SEMANTICS:
-            raise AutoparError(
-                "unknown semantics of microbatches.",
-                given=f"microbatch_semantics={self.microbatch_semantics!r}",
-                wrong=f"autopar knows {', '.join(map(repr, SEMANTICS))}.",
-                do="leave it out for 'exact'.",
-            )
-        if self.memory not in MEMORY:
-            raise AutoparError(
-                "unknown judge of memory.",
-                given=f"memory={self.memory!r}",
-                wrong=f"autopar knows {', '.join(map(repr, MEMORY))}.",
-                do="leave it out for 'predicted', or pass 'compiler' to have XLA agree that the plan fits.",
-            )
-        if self.offload not in OFFLOAD:
-            raise AutoparError(
-                "unknown way to use the memory of the hosts.",
-                given=f"offload={self.offload!r}",
-                wrong=f"autopar knows {', '.join(map(repr, OFFLOAD))}.",
-                do="leave it out for 'auto', or pass 'never' to keep everything in the memory of the devices.",
-            )
+        for name, known, what, do in _CHOICES:
+            given = getattr(self, name)
+            if given not in known:
+                kind, facts = (SolverError, {"solver": given}) if name == "solver" else (AutoparError, {})
+                wrong = f"autopar knows {', '.join(map(repr, known))}."
+                raise kind(f"unknown {what}.", given=f"{name}={given!r}", wrong=wrong, do=do, **facts)
         _check_recompute(self.recompute)
         _check_positive("solver_seconds", self.solver_seconds)
         if self.planning_seconds is not None:

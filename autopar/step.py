@@ -218,7 +218,7 @@ class ParallelStep(Generic[P, R]):
         key, _, apart = self._key(args, kwargs)
         objects = (None, None) if apart is None else (apart.adapter, apart.static)
         with without_mesh():
-            latest = CompiledStep(program, plan, compile_plan(self.cluster, program, plan), *objects)
+            latest = CompiledStep(program, plan, compile_plan(self.cluster, plan), *objects)
         self._made.latest = latest
         if given is None:
             self._made.compiled[key] = latest
@@ -254,7 +254,6 @@ class ParallelStep(Generic[P, R]):
                 given=f"create_state({getattr(init_fn, '__name__', init_fn)}, ...)",
                 wrong="without the rest of the step's arguments there is nothing to plan.",
                 do="pass example=(batch, ...), the arguments after the state, or call the step once before.",
-                path="",
             )
         with without_mesh():
             return made.born(compiled)

@@ -8,33 +8,22 @@ from autopar.intra_op.problem import Solution
 from autopar.intra_op.read_off import read_off
 from autopar.intra_op.restrict import Allowed
 from autopar.ir.program import Program
-from autopar.ir.trace.state import Roles
-from autopar.mesh import Cluster
 from autopar.report.plan import Plan
 from autopar.search.describe import describe_plan
-from autopar.search.methods import Method
 from autopar.search.one_mesh import count_of
+from autopar.search.request import Request
 from autopar.streams.assemble import assemble_step
 
 
-def plan_of_choices(
-    step: Program,
-    program: Program,
-    roles: Roles,
-    cluster: Cluster,
-    method: Method,
-    graph: Graph,
-    choices: Sequence[int],
-) -> Plan:
+def plan_of_choices(request: Request, program: Program, graph: Graph, choices: Sequence[int]) -> Plan:
     """The plan of given choices, one per node of `graph`; nothing is solved, and nothing is known of its optimality.
 
     The graph is that of `program`, the step in the method's number of microbatches (`in_microbatches`).
     """
+    roles, device = request.roles, request.cluster.device
     class_of = list(range(len(graph.nodes)))
-    problem = build_problem(graph, cluster.device, class_of)
+    problem = build_problem(graph, device, class_of)
     solution = Solution(tuple(choices), problem.cost(choices), 0.0, "feasible", "given")
-    sharded = read_off(
-        program.jaxpr, graph, choices, class_of, problem, solution, Allowed(), cluster.device, roles.donated
-    )
-    planned = assemble_step(program, roles, count_of(method), graph.mesh, sharded)
-    return describe_plan(step, roles, cluster, method, planned, 0.0)
+    sharded = read_off(program.jaxpr, graph, choices, class_of, problem, solution, Allowed(), device, roles.donated)
+    planned = assemble_step(program, roles, count_of(request.method), graph.mesh, sharded)
+    return describe_plan(request, planned, 0.0)

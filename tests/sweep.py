@@ -29,6 +29,7 @@ from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 from autopar.mesh import logical_mesh
 from autopar.search.one_mesh import in_microbatches, restrict_plan
+from autopar.search.request import Request
 from tests.conftest import XLA_FLAGS
 from tests.draw import draw_choices
 from tests.models.case import Case
@@ -143,8 +144,9 @@ def _compile_random(
     graph = build_graph(program.jaxpr, logical_mesh(cluster, shape), roles.aliases, roles.batch)
     allowed = Allowed()
     pin_constraints(program.jaxpr, graph, allowed)
-    restrict_plan(program, roles, method, graph.mesh, graph, allowed)
-    plan = plan_of_choices(step_program, program, roles, cluster, method, graph, draw_choices(graph, seed, allowed))
+    request = Request(step_program, roles, cluster, method)
+    restrict_plan(request.of(program), graph.mesh, graph, allowed)
+    plan = plan_of_choices(request, program, graph, draw_choices(graph, seed, allowed))
     return step.compile(case.state, case.batches[0], plan=plan)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import autopar
 from autopar.errors import DeviceCountError, MicrobatchError, PipelineError
+from autopar.streams.instructions import Run
 from tests.models.case import Case
 from tests.models.registry import CASES
 from tests.small_transformer import arguments, train_step
@@ -417,6 +419,47 @@ def test_inference():
         assert "B" not in kinds and "F" in kinds
         for got, want in zip(jax.tree.leaves(step(params, x)), jax.tree.leaves(expected), strict=True):
             assert relative_error(_host(got), _host(want)) < 1e-6
+
+
+# Samples that wait for all forward passes.
+
+
+def balanced_experts():
+    """Two routers: each expert's share of the samples times its mean probability, also the first one's share and the last's
+    probability, which are on two stages."""
+    random = np.random.default_rng(5)
+    kernels = [(random.normal(size=(8, 8)) / 3).astype(np.float32) for _ in range(6)]
+    x, y = (random.normal(size=(8, 8)).astype(np.float32) for _ in range(2))
+
+    def loss_fn(kernels, batch):
+        h, shares, means = batch["x"], [], []
+        for router, kernel in zip(kernels[::2], kernels[1::2], strict=True):
+            p = jax.nn.softmax(h @ router)
+            best = jax.nn.one_hot(p.argmax(-1), 8)
+            shares.append(best.mean(0))
+            means.append(p.mean(0))
+            h = jnp.tanh(h @ kernel) * (best * p).sum(-1, keepdims=True) + h
+        balance = sum((f * p).sum() for f, p in zip(shares, means, strict=True)) + (shares[0] * means[-1]).sum()
+        return ((h - batch["y"]) ** 2).mean() + 0.5 * balance, balance
+
+    def step(kernels, batch):
+        (loss, balance), grads = jax.value_and_grad(loss_fn, has_aux=True)(kernels, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, kernels, grads), (loss, balance)
+
+    return Case("balanced experts", step, kernels, ({"x": x, "y": y},) * 3)
+
+
+@pytest.mark.parametrize("num_devices, schedule", [(2, "1f1b"), (2, "gpipe"), (3, "zb-h1")])
+def test_balanced_experts(num_devices, schedule, recwarn):
+    case = balanced_experts()
+    step = make_step(case, num_devices, num_stages=num_devices, num_microbatches=4, schedule=schedule)
+    compiled = step.compile(case.state, case.batches[0])
+    check_steps(case, compiled)
+    assert any("come first" in str(w.message) for w in recwarn) == (schedule != "gpipe")
+    assert "stage0/M" in compiled.programs, "the first share is sent to the last stage"
+    for stream in compiled.plan.streams.values():
+        kinds = "".join(i.program.split("/")[1][0] for i in stream if isinstance(i, Run))
+        assert re.fullmatch("i?F{4}M+[BW]+U*", kinds)
 
 
 # What is refused.

@@ -88,11 +88,7 @@ def write_apart(
 
 
 def read_apart(wanted: Mapping[int, tuple[OnWorkers, tuple[str, ...]]], folder: Path) -> dict[int, RemoteArray]:
-    """Have arrays read by the workers that will hold them.
-
-    Args:
-        wanted: Where each goes, and its path in the state.
-        folder: Of a whole checkpoint.
+    """Have arrays read by the workers that will hold them: where each goes, and its path in the state.
 
     Returns:
         Those whose workers see the folder.

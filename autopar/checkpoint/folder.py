@@ -77,7 +77,6 @@ def step_number(step: Any) -> int:
             else f"step=..., of type {type(step).__name__}",
             wrong="it is no whole number, 0 or more.",
             do="pass such a number, or leave it out: one more than the newest to save, the newest whole one to restore.",
-            path="",
         )
     return number
 

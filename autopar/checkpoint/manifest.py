@@ -54,14 +54,7 @@ class Manifest:
 def write_manifest(
     folder: Path, step: int, leaves: dict[tuple[str, ...], LeafType], known: Mapping[str, Digest]
 ) -> None:
-    """Record every file of `folder`, and see them to the disk.
-
-    Args:
-        folder: Of the checkpoint.
-        step: Its number.
-        leaves: Types by path.
-        known: What others have written, and seen to the disk: it is not read once more.
-    """
+    """Record every file of `folder`, and see them to the disk; `known` are those that others have seen to it."""
     names = sorted(str(p.relative_to(folder)) for p in folder.rglob("*") if p.is_file())
 
     def entry(name: str) -> Digest:

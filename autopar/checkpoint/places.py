@@ -20,6 +20,7 @@ from autopar._jax import is_key, key_data, shaped
 from autopar.checkpoint.leaves import is_function
 from autopar.compiled import CompiledStep
 from autopar.errors import CheckpointError
+from autopar.ir.trace.state import arguments_of
 from autopar.runtime.ray.driver.driver import RayStep
 from autopar.runtime.stacks import Stack, StackedArray
 from autopar.step import ParallelStep
@@ -46,12 +47,8 @@ class OnWorkers:
 Place: TypeAlias = jax.sharding.Sharding | Stack | OnWorkers | Nowhere
 
 
-def places_by_like(leaves: Sequence[Any]) -> list[Place]:
-    """Where the leaves themselves are, or say that they want to be."""
-    return [_own_place(leaf) for leaf in leaves]
-
-
-def _own_place(leaf: Any) -> Place:
+def place_by_like(leaf: Any) -> Place:
+    """Where a leaf itself is, or says that it wants to be."""
     if isinstance(leaf, StackedArray):
         return Stack([part.shape for part in leaf.parts], [part.sharding for part in leaf.parts], leaf.dim)
     if isinstance(leaf, np.ndarray | np.generic):
@@ -82,7 +79,6 @@ def places_by_plan(like: Any, step: CompiledStep | ParallelStep) -> list[Place]:
             given=f"restore(..., compiled={step!r})",
             wrong=f"it is of type {type(step).__name__}.",
             do="pass what step.compile(state, batch) returns, or leave `compiled` out.",
-            path="",
         )
     compiled = step.latest() if isinstance(step, ParallelStep) else step
     if compiled is None:
@@ -91,7 +87,6 @@ def places_by_plan(like: Any, step: CompiledStep | ParallelStep) -> list[Place]:
             given=f"restore(..., compiled={getattr(step, '__name__', 'step')})",
             wrong="where its arrays belong is decided when it is compiled.",
             do="pass what step.compile(state, batch) returns; types do for arguments.",
-            path="",
         )
     found = _argument(like, compiled) or _several_arguments(like, compiled)
     if found is None:
@@ -100,7 +95,6 @@ def places_by_plan(like: Any, step: CompiledStep | ParallelStep) -> list[Place]:
             given=str(jax.tree.structure(like)),
             wrong=f"no argument of `{compiled.program.name}` has this structure and these types.",
             do="pass `like` as the step takes it, or leave `compiled` out.",
-            path="",
         )
     return [_place(compiled, k) for k in found]
 
@@ -118,13 +112,9 @@ def _place(compiled: CompiledStep, argument: int) -> Place:
 def _argument(like: Any, compiled: CompiledStep) -> list[int] | None:
     """The flat inputs of the step that `like` is."""
     tree, types = jax.tree.structure(like), _types(jax.tree.leaves(like))
-    start = 0
-    for half in compiled.program.in_tree.children():
-        for child in half.children():
-            stop = start + child.num_leaves
-            if child == tree and _types(compiled.program.in_avals[start:stop]) == types:
-                return list(range(start, stop))
-            start = stop
+    for child, start, stop in arguments_of(compiled.program):
+        if child == tree and _types(compiled.program.in_avals[start:stop]) == types:
+            return list(range(start, stop))
     return None
 
 

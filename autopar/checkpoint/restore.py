@@ -20,18 +20,9 @@ import numpy as np
 import autopar.checkpoint.storage as storage
 from autopar.checkpoint.apart import read_apart
 from autopar.checkpoint.folder import check, step_folder, step_number, steps
-from autopar.checkpoint.leaves import (
-    NUMBERS,
-    LeafType,
-    fits,
-    is_function,
-    leaf_type,
-    paths,
-    spelled,
-    written_shape,
-)
+from autopar.checkpoint.leaves import NUMBERS, LeafType, fits, is_function, leaf_type, paths, spelled, written_shape
 from autopar.checkpoint.manifest import Manifest
-from autopar.checkpoint.places import UNCOMMITTED, OnWorkers, Place, places_by_like, places_by_plan
+from autopar.checkpoint.places import UNCOMMITTED, OnWorkers, Place, place_by_like, places_by_plan
 from autopar.compiled import CompiledStep
 from autopar.errors import CheckpointError, warn
 from autopar.frameworks import without_arrays
@@ -86,7 +77,7 @@ def read_state(
     wanted = [(path, leaf, leaf_type(path, leaf)) for path, leaf in paths(like)]
     _compare({path: kind for path, _, kind in wanted}, manifest, partial, str(folder))
     positions = [k for k, leaf in enumerate(leaves) if not is_function(leaf)]
-    places = places_by_like(leaves) if compiled is None else places_by_plan(like, compiled)
+    places = [*map(place_by_like, leaves)] if compiled is None else places_by_plan(like, compiled)
     kinds = [manifest.leaves[path] for path, _, _ in wanted]
     there: dict[int, tuple[OnWorkers, tuple[str, ...]]] = {}
     for k, kind, (path, _, asked) in zip(positions, kinds, wanted, strict=True):
@@ -129,10 +120,7 @@ def _saved_lengths(saved: Iterable[tuple[str, ...]]) -> dict[tuple[str, ...], in
 def _check_sequences_whole(tree: Any, path: tuple[str, ...], lengths: Mapping[tuple[str, ...], int]) -> None:
     """A tuple or list comes back whole: orbax reads a part of a dict, and not of these.
 
-    Args:
-        tree: What is asked for.
-        path: Of this node of it.
-        lengths: How many children were saved of each node that may be a sequence.
+    `lengths` are how many children were saved of each node that may be a sequence, `path` is of this node.
 
     Raises:
         CheckpointError: Of one only some children are asked for.

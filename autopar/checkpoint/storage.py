@@ -132,6 +132,5 @@ def _orbax() -> Any:
             given="autopar.checkpoint",
             wrong="orbax-checkpoint is not installed.",
             do="pip install 'autopar[checkpoint]'",
-            path="",
         ) from error
     return orbax.checkpoint

@@ -121,7 +121,6 @@ class Batches:
                 wrong=f"the run goes on from step {number}, and an iterator cannot be begun again.",
                 do="pass a list, a dataset that can be iterated over again, a loader that knows its position, or a function "
                 "from a step's number to an iterator.",
-                path="",
             )
         if self._iterator is None or number < self._next:
             self._begin(number)

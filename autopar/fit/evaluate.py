@@ -8,6 +8,8 @@ Method: each batch counts by its rows, or what its mask lets through of them: a 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -59,11 +61,6 @@ class Evaluation:
             yield from by_host(self._source, self._step, state, remainder=self._remainder)  # type: ignore[arg-type]
             return
         source = Batches(self._source, remainder=self._remainder)  # type: ignore[arg-type]
-        number = 0
-        while True:
-            try:
-                batch = source.at(number)
-            except EndOfBatches:
-                return
-            yield batch
-            number += 1
+        with contextlib.suppress(EndOfBatches):
+            for number in itertools.count():
+                yield source.at(number)

@@ -24,7 +24,7 @@ from autopar.fit.parts import ByHost, PartReader
 from autopar.fit.remainder import Remainder, check_remainder, rows_of, whole
 from autopar.fit.state import type_of
 from autopar.follow import Following
-from autopar.ir.trace.state import argument_slices
+from autopar.ir.trace.state import arguments_of
 from autopar.runtime.ray.driver.driver import RayStep
 from autopar.runtime.ray.driver.reading import Layout, Reading
 from autopar.runtime.ray.functions import packed
@@ -33,12 +33,7 @@ from autopar.step import ParallelStep
 
 
 def batches(
-    function: ByHost,
-    step: ParallelStep | Following,
-    state: Any,
-    *,
-    prefetch: int = 1,
-    remainder: Remainder = "keep",
+    function: ByHost, step: ParallelStep | Following, state: Any, *, prefetch: int = 1, remainder: Remainder = "keep"
 ) -> Iterator[Any]:
     """Batches for a loop of your own, of which each host of a Ray cluster reads its own part.
 
@@ -201,8 +196,6 @@ class HostBatches:
                 given=f"{self._name}(host=0, hosts=1): {_shapes(self._kind)}",
                 wrong="its arrays do not share their leading dim.",
                 do="let them; numbers may stand beside them, and must be the same on each host.",
-                candidates=None,
-                size=None,
             )
         self._like = self._types(self._kind)
 
@@ -216,7 +209,7 @@ class HostBatches:
         compiled = self._compiled(like)
         step, program = compiled.executable, compiled.program
         assert isinstance(step, RayStep), "a step on a Ray cluster"
-        first, _ = argument_slices(program)[len(program.in_tree.children()[0].children()) - 1]
+        _, first, _ = arguments_of(program)[len(program.in_tree.children()[0].children()) - 1]
         rows = rows_of(like)
         assert rows is not None, "it has rows, or `_look` refuses it"
         return step, Layout(step, first, jax.tree.leaves(like), rows)
@@ -246,8 +239,6 @@ class HostBatches:
             f"{_shapes(odd[2])}; {self._name}(host={other[0]}, hosts={hosts}), on worker {other[1]}, has {_shapes(other[2])}",
             wrong="each host must have as many batches as the others, of the same arrays and shapes.",
             do='give each the same number of rows, and of batches; or pass remainder="drop", where only the last is smaller.',
-            candidates=None,
-            size=None,
         )
 
     def _unlike(self, reading: Reading, kind: PartKind, number: int) -> Any:
@@ -258,8 +249,6 @@ class HostBatches:
                 given=f"the batch of step {number}: {_shapes(kind)}; the first: {_shapes(self._kind)}",
                 wrong="a step whose hosts read their own parts is planned for one structure.",
                 do="let all batches have the same containers.",
-                candidates=None,
-                size=None,
             )
         hosts = reading.layout.hosts
         shapes = {

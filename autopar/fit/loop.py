@@ -13,6 +13,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Integral
 from typing import Any, Literal, cast
 
@@ -125,7 +126,8 @@ def fit(
     bar = Bar(getattr(step, "__name__", "fit"), num_steps, progress)
     reports = Reports([loggers] if callable(loggers) else list(loggers), log_every, bar)
     evaluation = _evaluation(eval_step, eval_batches, eval_every or save_every, remainder)
-    run = _Run(step, state, feed, checkpoint_dir, save_every, keep, on_step, evaluation, reports, prefetch)
+    first = jax.tree.map(type_of, state)
+    run = _Run(step, first, feed, checkpoint_dir, save_every, keep, on_step, evaluation, reports, prefetch)
     with hold(checkpoint_dir) if checkpoint_dir is not None else contextlib.nullcontext():
         final, metrics = _survive(run, state, on_failure, cluster, max_failures)
     return final if shell is None else shell.around(final), metrics
@@ -233,40 +235,37 @@ def _back_off(failures: int) -> None:
         time.sleep(min(BACK_OFF_SECONDS * 2.0 ** (failures - 2), MOST_SECONDS))
 
 
+@dataclass(eq=False)
 class _Run:
-    """A run of training: owns the state, the batches, and the checkpoint being written.
+    """A run of training: owns the state, the batches, and the checkpoint being written; attributes also as of `fit`.
 
     Attributes:
+        first: Types of the state to begin with.
+        number: How many steps are done.
         num_saved: How many checkpoints it has written.
     """
 
-    def __init__(
-        self,
-        step: Callable[..., Any],
-        state: Any,
-        batches: Batches | HostBatches,
-        directory: str | os.PathLike | None,
-        save_every: int,
-        keep: int | None,
-        on_step: Callable[[int, Any], None] | None,
-        evaluation: Evaluation | None,
-        reports: Reports,
-        prefetch: int,
-    ):
-        self.step: Any = step
-        self.batches, self.directory = batches, directory
-        self.save_every, self.keep, self.on_step = save_every, keep, on_step
-        self.evaluation, self.reports, self.prefetch = evaluation, reports, prefetch
-        self.state: Any = None
-        self.number = 0
-        self.metrics: dict[int, Any] = {}
-        self._like = jax.tree.map(type_of, state)
+    step: Any
+    first: Any
+    batches: Batches | HostBatches
+    directory: str | os.PathLike | None
+    save_every: int
+    keep: int | None
+    on_step: Callable[[int, Any], None] | None
+    evaluation: Evaluation | None
+    reports: Reports
+    prefetch: int
+    state: Any = None
+    number: int = 0
+    metrics: dict[int, Any] = field(default_factory=dict)
+    num_saved: int = 0
+    _saving: Saving | None = None
+    _saved: int = -1
+    _came: int = 0
+    _has_begun: bool = False
+
+    def __post_init__(self) -> None:
         self._serve()
-        self._saving: Saving | None = None
-        self._saved = -1
-        self._came = 0
-        self._has_begun = False
-        self.num_saved = 0
 
     def replan(self, cluster: Cluster | None) -> None:
         """Plan the step anew; an eval step that follows it, too."""
@@ -278,7 +277,7 @@ class _Run:
     def _serve(self) -> None:
         """Hosts read what the plan of this step wants of them."""
         if isinstance(self.batches, HostBatches):
-            self.batches.serve(self.step, self._like)
+            self.batches.serve(self.step, self.first)
 
     def resume(self, state: Any) -> None:
         """Go to the newest whole checkpoint; if there was none when it began, to the beginning, with this state."""
@@ -298,9 +297,9 @@ class _Run:
                 with contextlib.suppress(EndOfBatches):  # nothing is left to do
                     batch = self.batches.at(manifest.step)
                     self.batches.put_back(manifest.step, batch)
-                    compiled = self.step.compiled(self._like, batch)
-            state = read_state(self.directory, manifest, self._like, compiled)
-            self.state = jax.tree.map(weak_as, state, self._like)
+                    compiled = self.step.compiled(self.first, batch)
+            state = read_state(self.directory, manifest, self.first, compiled)
+            self.state = jax.tree.map(weak_as, state, self.first)
             self._saved = manifest.step
             self.metrics = {number: m for number, m in self.metrics.items() if number < self.number}
         self._came = self.number
@@ -314,7 +313,7 @@ class _Run:
                 batch = self.batches.at(self.number)
             except EndOfBatches:
                 break
-            self.state, metrics = parts_of(self.step(self.state, batch), self._like)
+            self.state, metrics = parts_of(self.step(self.state, batch), self.first)
             self.metrics[self.number] = metrics
             self.reports.dispatched(self.number, batch)
             ahead = range(self.number + 1, self.number + 1 + self.prefetch)

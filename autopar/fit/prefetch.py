@@ -19,12 +19,7 @@ from autopar.step import ParallelStep
 
 
 def placed_for(step: Any, last: Any) -> Callable[[Any], Any]:
-    """What begins to move a batch to where the step wants it.
-
-    Args:
-        step: As `fit` was given it; only one made by `parallelize` tells.
-        last: The batch that it was called with.
-    """
+    """What begins to move a batch like the last to where the step wants it; only one made by `parallelize` tells."""
     compiled = step.latest() if isinstance(step, ParallelStep) else None
     if compiled is None or compiled.executable.is_remote:
         return lambda batch: batch

@@ -24,14 +24,7 @@ class Bar:
     """Owns the bar; shows nothing where it is not wanted."""
 
     def __init__(self, name: str, total: int | None, wanted: bool | None, console: Console | None = None):
-        """Shows nothing yet.
-
-        Args:
-            name: Of the step.
-            total: Steps in all; None: not known.
-            wanted: None: on a terminal, and in a notebook.
-            console: Where; None: stderr.
-        """
+        """Shows nothing yet; `total` steps are not known if None, and `wanted` None is on a terminal, and in a notebook."""
         self._console = console or Console(file=sys.stderr)
         self.is_shown = self._console.is_terminal or self._console.is_jupyter if wanted is None else wanted
         self._name, self._total = name, total

@@ -71,7 +71,6 @@ def whole(batch: Any, rows: int | None, remainder: str, number: int) -> Any | No
             wrong=f"whole batches have {rows} rows.",
             do='let fit leave it out, remainder="drop"; or fill it up, remainder="pad", where the batch has a mask that '
             "the step weighs its rows by.",
-            candidates=None,
             size=found,
         )
     return None if remainder == "drop" else _padded(batch, found, rows, number)
@@ -86,7 +85,6 @@ def _padded(batch: Any, found: int, rows: int, number: int) -> Any:
             wrong=f"no array in it is named {MASK!r}, so that the step would count the rows that are made up.",
             do=f'give every batch an array "{MASK}" of [rows, ...], true or 1 where it counts, and let the step weigh by it: '
             'jnp.sum(losses * mask) / jnp.sum(mask). Or remainder="drop".',
-            candidates=None,
             size=found,
         )
 

@@ -28,7 +28,6 @@ def parts_of(result: Any, like: Any) -> tuple[Any, Any]:
         given=f"{jax.tree.structure(result)}",
         wrong=f"neither it nor the first of its parts has the structure of the state, {tree}.",
         do="let the step take (state, batch) and return (state, metrics): put what is trained into one pytree.",
-        path="",
     )
 
 

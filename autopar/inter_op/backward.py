@@ -81,13 +81,9 @@ class Backward:
 def backward_at(passes: Passes, level: float) -> Backward:
     """The backward pass at a level of recomputation."""
     kept = passes.kept(level)
-    heavy = set(kept.heavy)
-    if not heavy:
-        helpers = [*passes.light, *kept.again]
-        return Backward(level, kept, _early(helpers, passes.at_once), _early(helpers, passes.later), {}, {})
-    again = kept.again
+    heavy, again = set(kept.heavy), kept.again
     passed: tuple[Var, ...] = ()
-    if passes.at_once:
+    if heavy and passes.at_once:
         # Only what is cheap is run again once more; of the rest the fewest bytes pass from B to W.
         for_weights = choose_residuals(again, passes.wanted(passes.later), {*passes.free, *kept.values})
         passed, again = for_weights.values, for_weights.again
@@ -96,11 +92,6 @@ def backward_at(passes: Passes, level: float) -> Backward:
     eqns = _late([*passes.light, *kept.again], passes.at_once, passed, heavy, gated, gates["B"])
     weight = _late([*passes.light, *again], passes.later, (), heavy, gated, gates["W"])
     return Backward(level, kept, tuple(eqns), tuple(weight), {var: new_var(var.aval) for var in passed}, gates)
-
-
-def _early(helpers: Sequence[JaxprEqn], eqns: Sequence[JaxprEqn]) -> tuple[JaxprEqn, ...]:
-    """Equations in order, behind all those of the helpers that they need."""
-    return (*needed(helpers, [a for eqn in eqns for a in inputs_of(eqn)], effects=False), *eqns)
 
 
 def _late(

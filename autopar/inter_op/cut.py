@@ -28,7 +28,7 @@ from autopar.ir.rewrite.fission import fission
 from autopar.ir.rewrite.late_narrowing import narrow_late
 from autopar.ir.rules import ShardingRule, rule_for
 from autopar.ir.split.layers import LayerSplit, layer_count, split_layers, whole_stacks
-from autopar.ir.split.microbatch import Microbatches, check_phases, split_microbatches
+from autopar.ir.split.microbatch import Microbatches, check_phases, split_at_joins
 from autopar.ir.split.whole_batch import whole_batch
 from autopar.ir.trace.state import Roles
 
@@ -225,7 +225,8 @@ def cut_step(
     names = ", ".join(dict.fromkeys(program.in_paths[k].split("/")[0] for k in roles.batch))
     if num_microbatches > 1:
         own = semantics == "per_microbatch"
-        split = split_microbatches(program.jaxpr, num_microbatches, roles.batch, own, names, apart=True)
+        jaxpr, split = split_at_joins(program.jaxpr, num_microbatches, roles.batch, own, names)
+        program = dataclasses.replace(program, jaxpr=jaxpr)
     else:
         split = whole_batch(program.jaxpr, roles.batch)
     check_behind("microbatch", check_phases(program.jaxpr), split)
@@ -239,7 +240,7 @@ def cut_step(
 def _of_arguments(jaxpr: Jaxpr, split: Microbatches) -> list[Var]:
     """What enters the loop for all microbatches, and is made of arguments; a mask that is made of none is anyone's."""
     made = set(jaxpr.invars)
-    for eqn in split.before:
+    for eqn in (*split.before, *split.between):
         if any(a in made for a in inputs_of(eqn)):
             made.update(eqn.outvars)
     inside = split.loop.invars[1 : 1 + len(split.invariants)]

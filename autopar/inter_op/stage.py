@@ -18,16 +18,17 @@ Dims = frozenset[int]
 
 SlotKind = Literal["argument", "value", "const", "piece", "number", "loop", "sum", "rows"]
 """As `Slot` says."""
-TaskKind = Literal["step", "init", "F", "B", "W", "U"]
-"""The whole step at once; or what comes before the loop, forward, backward, weight gradients, a round of the update."""
+TaskKind = Literal["step", "init", "F", "M", "B", "W", "U"]
+"""The whole step at once; or what comes before the loop, forward, a round of what comes between all forward passes and the
+backward ones, backward, weight gradients, a round of the update."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Slot:
     """One operand or result of a task: which value it is.
 
-    How it lies is known once its stage has a mesh (`stage_plan.Placed`), where and for which microbatch it is there, once
-    there is a schedule (`streams.Buffer`): each holds the one before, for what asks a slot must not wait for a mesh.
+    How it lies is known once its stage has a mesh: then it is a `stage_plan.Placed`. A schedule says where and for which
+    microbatch it is there: each time it is a `streams.Buffer`.
 
     Attributes:
         kind: `"argument"`: of the step; `"value"`: made before the loop or by the update; `"const"`: what every
@@ -56,7 +57,7 @@ class Task:
         kind: What it does.
         name: As its program is called: "stage0/F"; the step's own name, if it is the step.
         stage: Its stage.
-        round: Of an update: which.
+        round: Of an update, or of what comes between: which.
         jaxpr: Over variables of the joint program.
         inputs: What its invars are.
         outputs: What its outvars are.
@@ -99,6 +100,7 @@ class StageProgram:
         tasks: In order of a step.
         anew: Values that the tasks of both passes have, or make, for themselves.
         twice: Equations that both passes run.
+        joins: What the loop reads as if it were an argument, and what comes between the passes makes: the latter's variable.
         kept: Values of the loop that wait for the backward pass.
     """
 
@@ -118,6 +120,7 @@ class StageProgram:
     tasks: tuple[Task, ...]
     anew: frozenset[Var]
     twice: frozenset[JaxprEqn]
+    joins: Mapping[Var, Var] = field(default_factory=dict)
     kept: frozenset[Var] = frozenset()
 
     @property

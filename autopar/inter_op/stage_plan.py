@@ -12,7 +12,7 @@ Method: the joint program is sharded as a whole (`intra_op/shard.py`); each task
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,26 +40,26 @@ from autopar.tuning import TUNING
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placed:
-    """A value as a task takes or leaves it on its mesh: a slot, and the array that it is there.
+class Placed(Slot):
+    """A slot as a task takes or leaves it on its mesh: the array that it is there.
 
     Attributes:
-        slot: Which value.
         type: Of its array, and how that lies; of a piece or rows with a leading dim of microbatches.
         num_bytes: Of that array in one device's memory.
         host_bytes: Of it that one device has in its host's memory.
     """
 
-    slot: Slot
-    type: ArrayType
-    num_bytes: int
-    host_bytes: int = 0
+    type: ArrayType = field(kw_only=True)
+    num_bytes: int = field(kw_only=True)
+    host_bytes: int = field(kw_only=True)
 
 
 def placed(slot: Slot, sharding: Sharding, shape: Sequence[int], dtype: Any, mesh: LogicalMesh) -> Placed:
     """A value that lies so."""
-    kind = ArrayType(tuple(shape), np.dtype(dtype), sharding, mesh, on_host(slot.key.aval))
-    return Placed(slot, kind, *((0, kind.local_bytes) if kind.on_host else (kind.local_bytes,)))
+    made = ArrayType(tuple(shape), np.dtype(dtype), sharding, mesh, on_host(slot.key.aval))
+    here, there = (0, made.local_bytes) if made.on_host else (made.local_bytes, 0)
+    own = slot.kind, slot.key, slot.var, slot.placement
+    return Placed(*own, type=made, num_bytes=here, host_bytes=there)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,14 +93,14 @@ class TaskPlan:
     @property
     def written_rows(self) -> tuple[Placed, ...]:
         """Rows that the task writes in place: their stacks are operands behind `inputs`."""
-        return () if self.task.kind == "init" else tuple(b for b in self.outputs if b.slot.kind == "rows")
+        return () if self.task.kind == "init" else tuple(b for b in self.outputs if b.kind == "rows")
 
     @property
     def needs_number(self) -> bool:
         """Whether the number of the microbatch is one more operand, the last, because no equation reads it."""
-        counts = any(b.slot.kind == "piece" for b in self.inputs) or bool(self.written_rows)
+        counts = any(b.kind == "piece" for b in self.inputs) or bool(self.written_rows)
         counts = counts or (self.task.is_in_loop and calls_host(self.body))  # an exception tells of which
-        return counts and not any(b.slot.kind == "number" for b in self.inputs)
+        return counts and not any(b.kind == "number" for b in self.inputs)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -209,9 +209,9 @@ def peak_bytes_here(stage: StagePlan, all_again: bool = False, in_flight: int = 
 
 def resting_bytes(stage: StagePlan, in_flight: int) -> int:
     """What a stage holds while none of its tasks runs: all through the step, and of each microbatch in flight."""
-    borders = {(b.slot.kind, b.slot.key): b for task in stage.tasks for b in (*task.inputs, *task.outputs)}
-    always = sum(b.num_bytes for b in borders.values() if b.slot.kind in ("argument", "const", "piece", "sum", "rows"))
-    kept = sum(b.num_bytes for b in borders.values() if b.slot.kind == "loop" and b.slot.key in stage.program.kept)
+    borders = {(b.kind, b.key): b for task in stage.tasks for b in (*task.inputs, *task.outputs)}
+    always = sum(b.num_bytes for b in borders.values() if b.kind in ("argument", "const", "piece", "sum", "rows"))
+    kept = sum(b.num_bytes for b in borders.values() if b.kind == "loop" and b.key in stage.program.kept)
     return always + in_flight * kept
 
 
@@ -337,18 +337,18 @@ class _Lowering:
         results = [(self.program.jaxpr.outvars[k], names[at]) for k, at in self.program.aliases.items()]
         of_old = {atom: var for atom, var in results if isinstance(atom, Var)}
         kept = {var for at, var in names.items() if self.program.donated and not self.program.donated[at]}
-        there = [(b.slot.kind, b.slot.key, b.type) for b in inputs]
+        there = [(b.kind, b.key, b.type) for b in inputs]
         found = []
         for value, atom in zip(outputs, task.jaxpr.outvars, strict=True):
-            old = ("sum", value.slot.key) if value.slot.kind == "sum" else ("argument", of_old.get(value.slot.key))
+            old = ("sum", value.key) if value.kind == "sum" else ("argument", of_old.get(value.key))
             if isinstance(atom, Var) and old[1] not in kept and (*old, value.type) in there:
                 found.append((atom, self.entering(value)))
         return frozenset(found)
 
     def entering(self, value: Placed) -> Sharding:
         """Sharding of a value's variable in the task's own program."""
-        if value.slot.kind == "rows" and value.slot.var is not None and value.slot.var in self.graph.produced:
-            ndim = len(value.slot.var.aval.shape)
+        if value.kind == "rows" and value.var is not None and value.var in self.graph.produced:
+            ndim = len(value.var.aval.shape)
             if ndim == len(value.type.sharding.dims) + 1:  # an update reads the whole stack
                 return stacked(value.type.sharding)
         return value.type.sharding

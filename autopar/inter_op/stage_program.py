@@ -56,6 +56,9 @@ class _Builder:
         self.piece_of = dict(zip(inside[first:], self.split.pieces, strict=True))
         self.stacks: dict[Var, Var] = {}
         self.sent: list[Var] = []
+        self.between = tasks.between[stage]
+        self.joined = {var: new_var(var.aval) for eqn in self.between for var in eqn.outvars}
+        self.joins: dict[Var, Var] = {}
 
     def build(self) -> StageProgram:
         scan = self.scan()
@@ -64,15 +67,17 @@ class _Builder:
             rounds = rounds or [[]]
             rounds[0] = [*scan.after, *rounds[0]]
         loop = [*scan.before, scan.eqn] if scan is not None else []
-        update = [eqn for eqns in rounds for eqn in eqns]
-        eqns = [*self.tasks.before[self.stage], *loop, *update]
+        after = list(
+            dict.fromkeys((*(scan.after if scan else ()), *self.between, *(e for eqns in rounds for e in eqns)))
+        )
+        eqns = [*self.tasks.before[self.stage], *loop, *after]
         made = {var for eqn in eqns for var in eqn.outvars}
         arguments = self.arguments(eqns)
-        arrived = [v for v in _read(update) if v not in made and v not in arguments]
+        arrived = [v for v in _read(after) if v not in made and v not in arguments]
         outputs = self.results({*made, *arguments})
         atoms = [self.tasks.jaxpr.outvars[k] for k in outputs]
         leaving = [v for v in self.leaving(made) if v not in atoms]
-        invars = [*arguments, *self.stacks.values(), *arrived]
+        invars = [*arguments, *self.stacks.values(), *arrived, *self.joins]
         at = {var: k for k, var in enumerate(invars)}
         aliases = self.aliases(outputs, at)
         program = StageProgram(
@@ -96,6 +101,7 @@ class _Builder:
             (),
             frozenset((*self.entering(scan), *(var for eqn in self.twice() for var in eqn.outvars))),
             frozenset(self.twice()),
+            self.joins,
         )
         return with_tasks(program, self.tasks)
 
@@ -120,7 +126,8 @@ class _Builder:
             return None
         made = {var for eqn in eqns for var in eqn.outvars}
         read = dict.fromkeys([*_read(eqns), *variables(part for _, part in results)])
-        consts = {v: outer for v, outer in self.invariant_of.items() if v in read}
+        consts = {v: self.joined.get(outer, outer) for v, outer in self.invariant_of.items() if v in read}
+        self.joins = {v: outer for outer, v in self.joined.items() if v in consts.values()}
         received = [v for v in read if v in self.tasks.made_at and v not in made]
         for var in (*(v for v in self.piece_of if v in read), *received):
             self.stacks[var] = new_var(stack_type(var.aval, self.count))
@@ -170,10 +177,11 @@ class _Builder:
         return found
 
     def leaving(self, made: Collection[Var]) -> list[Var]:
-        """Values of the update made here that other stages read."""
+        """Values made here behind the loop that other stages read, or the second half of the loop."""
         others = [self.update.rounds[other] for other in range(self.tasks.num_stages) if other != self.stage]
         read = _read(eqn for rounds in others for eqns in rounds for eqn in eqns)
-        return [v for v in read if v in made and self.update.stage_of.get(v) == self.stage]
+        sent = [v for v in read if v in made and self.update.stage_of.get(v) == self.stage]
+        return list(dict.fromkeys([*sent, *self.tasks.joined_for_others(self.stage), *self.joins.values()]))
 
 
 def _read(eqns: Iterable[JaxprEqn]) -> dict[Var, None]:

@@ -1,7 +1,8 @@
 """The tasks of one stage: the parts of its program that are run one by one, over the same equations and variables.
 
 In:     the step cut into stages, the program of one of them.
-Out:    `Task`s in the order of a step: before the loop, forward, backward, weight gradients, rounds of the update.
+Out:    `Task`s in the order of a step: before the loop, forward, what comes between, backward, weight gradients, rounds of
+        the update.
 Method: a result of the loop is added up by the task that makes a microbatch's part of it.
 """
 
@@ -14,7 +15,7 @@ from typing import Any
 from autopar._jax import JaxprEqn, Literal, Var, make_jaxpr
 from autopar.inter_op.stage import Slot, StageProgram, Task, TaskKind
 from autopar.inter_op.tasks import Tasks
-from autopar.ir.dataflow import inputs_of, variables
+from autopar.ir.dataflow import inputs_of, needed, variables
 from autopar.ir.split.microbatch import Result
 
 
@@ -26,7 +27,9 @@ def stage_tasks(tasks: Tasks, program: StageProgram) -> tuple[Task, ...]:
         program: What the stage does.
     """
     builder = _Builder(tasks, program)
-    return (builder.before(), *builder.loop(), *builder.updates())
+    loop = [*builder.loop()]
+    forward = [task for task in loop if task.kind == "F"]
+    return (builder.before(), *forward, *builder.between(), *loop[len(forward) :], *builder.updates())
 
 
 class _Builder:
@@ -41,17 +44,19 @@ class _Builder:
     ) -> Task:
         jaxpr = make_jaxpr([s.var for s in inputs], [s.var for s in outputs], eqns)
         gates = self.tasks.behind[self.stage].gates.get(kind, {})
-        name = f"stage{self.stage}/{kind}" + (str(number) if kind == "U" and number else "")
+        name = f"stage{self.stage}/{kind}" + (str(number) if number else "")
         return Task(kind, name, self.stage, number, jaxpr, tuple(inputs), tuple(outputs), gates)
 
     def before(self) -> Task:
         """What comes before the loop; its sums and rows begin without a program of their own."""
         eqns = self.tasks.before[self.stage]
         made = {var for eqn in eqns for var in eqn.outvars}
-        later = [a for eqns in self.program.rounds for eqn in eqns for a in inputs_of(eqn)]
+        behind = (self.tasks.between[self.stage], *self.program.rounds)
+        later = [a for eqns in behind for eqn in eqns for a in inputs_of(eqn)]
         later += variables((*self.program.results, *self.program.leaving))
         consts = self.program.scan.consts if self.program.scan else {}
-        outputs = [Slot("const", inner, outer) for inner, outer in consts.items()]
+        joins = self.program.joins
+        outputs = [Slot("const", inner, outer) for inner, outer in consts.items() if outer not in joins]
         outputs += [Slot("value", v, v) for v in dict.fromkeys(later) if v in made]
         read = {*(a for eqn in eqns for a in inputs_of(eqn)), *(s.var for s in outputs)}
         inputs = [Slot("argument", v, v) for v in self.arguments if v in read]
@@ -102,19 +107,39 @@ class _Builder:
         known |= passed
         return [known.get(v) or Slot("loop", v, v) for v in read if v not in made]
 
-    def updates(self) -> Iterator[Task]:
-        rounds = self.program.rounds
-        made_in = {var: k for k, eqns in enumerate(rounds) for eqn in eqns for var in eqn.outvars}
+    def between(self) -> Iterator[Task]:
+        """What runs when all forward passes have: first what other stages wait for, then what the backward passes do."""
+        tasks, scan, joins = self.tasks, self.program.scan, self.program.joins
+        inner = {joins[outer]: v for v, outer in scan.consts.items() if outer in joins} if scan else {}
+        outputs: tuple[list[Slot], list[Slot]] = (
+            [Slot("value", v, v) for v in tasks.joined_for_others(self.stage)],
+            [Slot("const", inner[v], v) for v in joins.values()],
+        )
+        known = self.behind_the_loop()
+        for number, own in enumerate(outputs):
+            if own:
+                eqns = needed((*(scan.after if scan else ()), *tasks.between[self.stage]), [s.var for s in own])
+                made = {var for eqn in eqns for var in eqn.outvars}
+                read = dict.fromkeys(a for eqn in eqns for a in inputs_of(eqn) if a not in made)
+                yield self.task("M", number, [known.get(v) or Slot("value", v, v) for v in read], own, eqns)
+
+    def behind_the_loop(self) -> dict[Var, Slot]:
+        """What is there when the loop, or its first half, has run."""
         known = {v: Slot("argument", v, v) for v in self.arguments}
         known |= {s.total: _sum(s.result, s.total) for s in self.sums}
-        known |= {r.stack: _rows(r.result, r.stack) for r in self.rows}
+        return known | {r.stack: _rows(r.result, r.stack) for r in self.rows}
+
+    def updates(self) -> Iterator[Task]:
+        rounds, known = self.program.rounds, self.behind_the_loop()
+        made_in = {var: k for k, eqns in enumerate(rounds) for eqn in eqns for var in eqn.outvars}
+        known |= {v: Slot("value", v, v) for v in self.tasks.joined_for_others(self.stage)}
         for number, eqns in enumerate(rounds):
             if eqns:
                 read = dict.fromkeys(a for eqn in eqns for a in inputs_of(eqn) if made_in.get(a) != number)
                 wanted = dict.fromkeys(variables((*self.program.results, *self.program.leaving)))
                 wanted |= dict.fromkeys(a for after in rounds[number + 1 :] for eqn in after for a in inputs_of(eqn))
                 inputs = [known.get(v) or Slot("value", v, v) for v in read]
-                outputs = [Slot("value", v, v) for v in wanted if made_in.get(v) == number]
+                outputs = [Slot("value", v, v) for v in wanted if made_in.get(v) == number and v not in known]
                 yield self.task("U", number, inputs, outputs, eqns)
 
 

@@ -35,6 +35,7 @@ class Tasks:
         passes: Per stage, its own equations of the loop.
         behind: Per stage, its backward pass at the level of recomputation that was chosen for it.
         before: Per stage, equations before the loop, in order.
+        between: Per stage, equations between the forward and the backward passes, in order.
         update: Where each equation after the loop runs, and where values live.
         made_at: Stage and kind (`"F"`, `"B"`) of each value of the loop that no light equation makes.
     """
@@ -46,8 +47,15 @@ class Tasks:
     passes: tuple[Passes, ...]
     behind: tuple[Backward, ...]
     before: tuple[tuple[JaxprEqn, ...], ...]
+    between: tuple[tuple[JaxprEqn, ...], ...]
     update: Update
     made_at: Mapping[Var, tuple[str, int]]
+
+    def joined_for_others(self, stage: int) -> list[Var]:
+        """What a stage's forward passes make and other stages need between theirs and their backward passes."""
+        others = [eqns for number, eqns in enumerate(self.between) if number != stage]
+        read = {a for eqns in others for eqn in eqns for a in inputs_of(eqn)}
+        return [var for var in self.update.results[stage] if var in read]
 
     @property
     def backward(self) -> tuple[tuple[JaxprEqn, ...], ...]:
@@ -128,7 +136,9 @@ def make_tasks(
     behind = tuple(backward_at(p, level) for p, level in zip(passes, levels or [CHEAP] * num_stages, strict=True))
     loop_behind = [(*b.eqns, *b.weight) for b in behind]
     update = place_update(jaxpr, split, num_stages, forward, loop_behind, made_at, aliases or {})
-    before = [tuple(_before(jaxpr, split, s, forward[s], loop_behind[s], update)) for s in range(num_stages)]
+    between = [tuple(needed(split.between, split.read_outside(eqns), effects=False)) for eqns in loop_behind]
+    in_loop = [(*f, *b) for f, b in zip(forward, loop_behind, strict=True)]
+    before = [tuple(_before(jaxpr, split, s, in_loop[s], between[s], update)) for s in range(num_stages)]
     return Tasks(
         jaxpr,
         split,
@@ -137,6 +147,7 @@ def make_tasks(
         tuple(passes),
         behind,
         tuple(before),
+        tuple(between),
         update,
         made_at,
     )
@@ -161,12 +172,12 @@ def _before(
     jaxpr: Jaxpr,
     split: Microbatches,
     stage: int,
-    forward: Sequence[JaxprEqn],
-    backward: Sequence[JaxprEqn],
+    in_loop: Sequence[JaxprEqn],
+    between: Sequence[JaxprEqn],
     update: Update,
 ) -> list[JaxprEqn]:
     """Equations before the loop whose values a stage reads; repeated in every stage that does."""
-    wanted = {*split.read_outside((*forward, *backward))}
-    wanted |= {a for eqns in update.rounds[stage] for eqn in eqns for a in inputs_of(eqn)}
+    wanted = {*split.read_outside(in_loop)}
+    wanted |= {a for eqns in (between, *update.rounds[stage]) for eqn in eqns for a in inputs_of(eqn)}
     wanted |= {a for a, at in zip(jaxpr.outvars, update.outputs, strict=True) if at == stage and isinstance(a, Var)}
     return needed(split.before, wanted, effects=False)

@@ -81,7 +81,8 @@ def _arguments_read(
 ) -> dict[Var, None]:
     """Arguments of the step that one stage's part of the loop reads, what comes before it included."""
     wanted = {*split.read_outside((*forward, *backward))}
-    wanted.update(a for eqn in needed(split.before, wanted, effects=False) for a in inputs_of(eqn))
+    outside = (*split.before, *split.between)
+    wanted.update(a for eqn in needed(outside, wanted, effects=False) for a in inputs_of(eqn))
     return {var: None for var in jaxpr.invars if var in wanted}
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from autopar._jax import JaxprEqn, Literal, Var, copies_to_or_from_host
 from autopar.cost import collective_seconds, kernel_seconds, reshard_seconds
 from autopar.cost.kernels import Pass
+from autopar.cost.steps import reduced_itemsize
 from autopar.intra_op.exposure import Exposure, Kind, kind_of
 from autopar.intra_op.fuse import BUCKET_BYTES, small_bytes
 from autopar.intra_op.graph import Edge, Graph, Node, Shardings
@@ -25,7 +26,6 @@ from autopar.intra_op.kernels import is_contraction, kernel_of
 from autopar.intra_op.problem import Problem
 from autopar.intra_op.traffic import Traffic, find_traffic, is_pointwise
 from autopar.ir.rules.rule import num_elements
-from autopar.ir.work import num_bytes
 from autopar.mesh import Device, LogicalMesh
 from autopar.tuning import TUNING
 
@@ -209,9 +209,10 @@ class _NodeCosts:
             kernels = [kernel_of(node, strategy, traffic, self.mesh) for strategy in node.strategies]
             seconds = np.array([kernel_seconds(kernel, self.device) for kernel in kernels])
         for k, strategy in enumerate(node.strategies):
-            for _, axes in strategy.reductions:
+            for reduction, axes in strategy.reductions:
                 for var, sharding in zip(node.eqn.outvars, strategy.results, strict=True):
-                    size = num_bytes(var) / sharding.num_shards(self.mesh)
+                    elements = num_elements(tuple(var.aval.shape)) / sharding.num_shards(self.mesh)
+                    size = elements * reduced_itemsize(reduction, var.aval.dtype)
                     sent = collective_seconds("all-reduce", size, axes, self.mesh)
                     seconds[k] += sent if node.communicates else np.inf
         return seconds

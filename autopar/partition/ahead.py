@@ -9,6 +9,8 @@ Method: a scheduler that hides latency runs first what others wait for. The grad
         out: without waiting for the gradients of one layer's weights, the activations of all layers would be there at once.
         A product that is only added to something is waited for when it is added, which is one kernel. And the backward pass
         begins with numbers in which no array has a part: they wait for the loss, for which the logits would be kept.
+        What makes a large array waits, too, with the smallest that it reads: the scores of attention are not made beside
+        all that the gradients of other weights are still made of.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ class Ahead:
             self.made_at.update(dict.fromkeys(copies_made(instruction), position))
         self.waits = [k for k, i in enumerate(body.instructions) if waits_at(i)]
         self.stay = {*body.inputs, *((a, s) for a, s in body.outputs if not isinstance(a, Literal))}
+        self.of_large = dict(self._of_large())
 
     def of_loop(self, position: int) -> list[tuple[Copy, int]]:
         """Copies that the loop at this place waits for, and the bytes on one device that are free when each is there."""
@@ -75,6 +78,26 @@ class Ahead:
         before = [k for k in self.waits if k < position]
         first = self.done_before(position, before[-1] if before else 0, TUNING.again_bytes) if held else []
         return held, [latest, *(copy for copy, _ in first)]
+
+    def _of_large(self) -> Iterator[tuple[int, tuple[Copy, list[Copy]]]]:
+        """Where one of the largest arrays is made, the small copy that is read there and what this waits for."""
+        made = [self._made_bytes(instruction) for instruction in self.body.instructions]
+        least, begin = max(TUNING.late_bytes, TUNING.large_part * max(made, default=0)), 0
+        for position, instruction in enumerate(self.body.instructions):
+            if made[position] < least:
+                continue
+            first = self.done_before(position, begin, TUNING.late_bytes)
+            smallest = min(copies_read(instruction), key=self.num_bytes, default=None)
+            if not first or smallest is None:
+                continue
+            if self.num_bytes(smallest) <= TUNING.late_part * max(freed for _, freed in first):
+                begin = position
+                yield position, (smallest, [copy for copy, _ in first])
+
+    def _made_bytes(self, instruction: Instruction) -> int:
+        """The largest array that an operation makes."""
+        made = copies_made(instruction) if isinstance(instruction, Compute) else ()
+        return max(map(self.num_bytes, made), default=0)
 
     def done_before(self, position: int, begin: int, least_bytes: int) -> list[tuple[Copy, int]]:
         """What stands from `begin` on, does not lead to this place, and reads what is large and nobody needs from there on."""

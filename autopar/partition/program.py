@@ -47,7 +47,7 @@ def run_body(
     owned: dict[Copy, None] = {}
     waits = in_order and needs_order(body)
     earlier: jax.Array | None = None
-    ahead = Ahead(body, lambda copy: _num_bytes(copies[copy]))
+    ahead = Ahead(body, lambda copy: _num_bytes(_local_type(*copy, axis_sizes)))
     results, losses = {atom for atom, _ in body.outputs if isinstance(atom, Var)}, list[jax.Array]()
     for position, instruction in enumerate(body.instructions):
         loud = waits and communicates(instruction)
@@ -59,6 +59,9 @@ def run_body(
                     for copy in held
                 }
             )
+        if position in ahead.of_large:
+            waiting, awaited = ahead.of_large[position]
+            copies[waiting] = after(copies[waiting], *(copies[copy] for copy in awaited))
         first = _done_before(ahead, position, copies)
         made = _run_instruction(instruction, copies, axis_sizes, in_order, earlier if loud else None, owned, first)
         if isinstance(instruction, Compute) and all(_num_bytes(array) < TUNING.late_bytes for array in made.values()):
@@ -162,8 +165,15 @@ def _begin_after(
     return arrays
 
 
-def _num_bytes(array: jax.Array) -> int:
+def _num_bytes(array: jax.Array | jax.ShapeDtypeStruct) -> int:
     return array.size * array.dtype.itemsize
+
+
+def _local_type(var: Var, sharding: Sharding, axis_sizes: Mapping[str, int]) -> jax.ShapeDtypeStruct:
+    """Of a copy on one device."""
+    parts = [math.prod(axis_sizes[axis] for axis in axes) for axes in sharding.dims]
+    shape = [size // count for size, count in zip(var.aval.shape, parts, strict=True)]
+    return jax.ShapeDtypeStruct(tuple(shape), var.aval.dtype)
 
 
 def _read(copies: Copies, atom: Var | Literal, sharding: Sharding, axis_sizes: Mapping[str, int]) -> jax.Array:
@@ -175,15 +185,8 @@ def _read(copies: Copies, atom: Var | Literal, sharding: Sharding, axis_sizes: M
 
 def _local_types(region: Region, axis_sizes: Mapping[str, int]) -> list[jax.ShapeDtypeStruct | None]:
     """Of a region's results on one device; None: it lies in the host's memory."""
-    found: list[jax.ShapeDtypeStruct | None] = []
-    for var, sharding in zip(region.eqn.outvars, region.results, strict=True):
-        if on_host(var.aval):
-            found.append(None)
-            continue
-        parts = [math.prod(axis_sizes[axis] for axis in axes) for axes in sharding.dims]
-        shape = [size // count for size, count in zip(var.aval.shape, parts, strict=True)]
-        found.append(jax.ShapeDtypeStruct(tuple(shape), var.aval.dtype))
-    return found
+    made = zip(region.eqn.outvars, region.results, strict=True)
+    return [None if on_host(var.aval) else _local_type(var, sharding, axis_sizes) for var, sharding in made]
 
 
 def _run_region(

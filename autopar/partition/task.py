@@ -86,7 +86,7 @@ def device_program(
     outputs = [value.type.array for value in plan.outputs]
     axis_sizes = dict(places.shape)
     in_order = (platform or places.devices.flat[0].platform) == "cpu"
-    number_at = next((k for k, b in enumerate(plan.inputs) if b.slot.kind == "number"), None)
+    number_at = next((k for k, b in enumerate(plan.inputs) if b.kind == "number"), None)
     needs_number = plan.needs_number
     num_body = len(plan.body.outputs)
 
@@ -95,7 +95,7 @@ def device_program(
         operands = []
         for value, array in zip(plan.inputs, arrays, strict=False):
             array = array[0] if value.type.sharding.partial else array
-            if value.slot.kind == "piece":
+            if value.kind == "piece":
                 array = lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
             operands.append(array)
         body = plan.body if watch is None else watched(plan.body, watch, plan.task.name, number, bind)
@@ -103,13 +103,13 @@ def device_program(
         stacks = iter(arrays[len(plan.inputs) :])
         results = []
         for value, array in zip(plan.outputs[:num_body], made, strict=True):
-            if value.slot.kind == "rows":
+            if value.kind == "rows":
                 array = lax.dynamic_update_index_in_dim(next(stacks), array.astype(value.type.dtype), number, 0)
             results.append(array[None] if value.type.sharding.partial else array)
         for value, begun in zip(plan.outputs[num_body:], outputs[num_body:], strict=True):
-            assert value.slot.placement is not None, "only sums and rows begin empty"
+            assert value.placement is not None, "only sums and rows begin empty"
             shape = begun.sharding.local_shape(begun.shape, mesh)
-            results.append(first_value(jax.ShapeDtypeStruct(shape, begun.dtype), value.slot.placement))
+            results.append(first_value(jax.ShapeDtypeStruct(shape, begun.dtype), value.placement))
         return results
 
     if needs_number:

@@ -14,7 +14,7 @@ import numpy as np
 
 from autopar.errors import StructureChangedError
 from autopar.ir.program import Program
-from autopar.ir.trace.state import argument_slices
+from autopar.ir.trace.state import argument_slices, arguments_of
 from autopar.plan.words import type_text
 
 MAX_LINES = 6
@@ -39,10 +39,9 @@ def find_argument(program: Program, made: Any) -> int:
         StructureChangedError: None has; says what differs.
     """
     leaves, tree = jax.tree.flatten(made)
-    trees = [child for half in program.in_tree.children() for child in half.children()]
     nearest: list[tuple[str, str]] = []
-    for number, (first, stop) in enumerate(argument_slices(program)):
-        if trees[number] == tree:
+    for number, (own, first, stop) in enumerate(arguments_of(program)):
+        if own == tree:
             lines = list(_differences(program.in_paths[first:stop], program.in_avals[first:stop], leaves))
             if not lines:
                 return number
@@ -59,11 +58,11 @@ def find_argument(program: Program, made: Any) -> int:
 def is_argument(program: Program, number: int, made: Any) -> bool:
     """Whether the argument of this number has the structure, shapes and dtypes of `made`."""
     leaves, tree = jax.tree.flatten(made)
-    trees = [child for half in program.in_tree.children() for child in half.children()]
-    if number >= len(trees) or trees[number] != tree:
+    arguments = arguments_of(program)
+    if number >= len(arguments) or arguments[number][0] != tree:
         return False
-    avals = program.in_avals[slice(*argument_slices(program)[number])]
-    return all(_has_type(leaf, aval) for leaf, aval in zip(leaves, avals, strict=True))
+    _, first, stop = arguments[number]
+    return all(_has_type(leaf, aval) for leaf, aval in zip(leaves, program.in_avals[first:stop], strict=True))
 
 
 def _differences(paths: Sequence[str], avals: Sequence[Any], leaves: Sequence[Any]) -> Iterator[tuple[str, str]]:

@@ -43,8 +43,4 @@ def _digest(text: str) -> str:
 
 def fingerprints(program: Program, cluster: Cluster) -> dict[str, str]:
     """What a plan was made for, and with which JAX."""
-    return {
-        "program": program_fingerprint(program),
-        "cluster": cluster_fingerprint(cluster),
-        "jax": jax.__version__,
-    }
+    return {"program": program_fingerprint(program), "cluster": cluster_fingerprint(cluster), "jax": jax.__version__}

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import jax
 
@@ -21,10 +23,13 @@ from autopar.options import SEMANTICS
 from autopar.plan.decision import Cost, Decision, Recomputed, Stage, Submesh, Value
 from autopar.plan.figures import Figures
 from autopar.plan.profile import CROSSINGS, MEMORY_UNITS, Crossing, Memory, Profile, Work
+from autopar.plan.record import INSTRUCTIONS
 from autopar.plan.words import ARGUMENT_ROLES, VALUE_ROLES
 from autopar.streams.assemble import ONE_PROGRAM
 from autopar.streams.instructions import Free, Instruction, Recv, Run, Send
-from autopar.streams.timeline import KINDS, Event, Timeline
+from autopar.streams.timeline import KINDS, Event, EventKind, Timeline
+
+_T = TypeVar("_T")
 
 
 def read_plan(entry: Entry) -> Decision:
@@ -42,7 +47,8 @@ def read_plan(entry: Entry) -> Decision:
     bounds = _Bounds(len(stages), count)
     values = entry["values"].items(lambda e: _value(e, _mesh_of(e, stages)))
     streams: dict[int, list[Instruction]] = {}
-    for index, instruction in entry["streams"].items(lambda e: (bounds.mesh(e["mesh"]), _instruction(e, bounds))):
+    instructions = _instructions(bounds)
+    for index, instruction in entry["streams"].items(lambda e: (bounds.mesh(e["mesh"]), instructions(e))):
         streams.setdefault(index, []).append(instruction)
     fingerprints = entry["fingerprints"]
     return Decision(
@@ -61,7 +67,7 @@ def read_plan(entry: Entry) -> Decision:
         ),
         values=values,
         streams={index: tuple(stream) for index, stream in streams.items()},
-        events=Timeline(entry["events"].items(lambda e: _event(e, bounds))),
+        events=_events(entry["events"], bounds),
         profile=_profile(entry, bounds),
         alternatives=entry["alternatives"].items(_pair),
         fingerprints={key: fingerprints[key].text() for key in ("program", "cluster", "jax")},
@@ -91,69 +97,69 @@ def _mesh_of(entry: Entry, stages: tuple[Stage, ...]) -> LogicalMesh:
     return stages[entry["stage"].below(len(stages), "the number of a stage")].logical_mesh
 
 
-def _instruction(entry: Entry, bounds: _Bounds) -> Instruction:
-    def counts(key: str) -> tuple[int, ...]:
-        return entry[key].items(Entry.count)
-
-    match entry["do"].one_of(("run", "send", "receive", "free")):
-        case "run":
-            return Run(
-                entry["program"].text(),
-                bounds.stage(entry["stage"]),
-                bounds.microbatch(entry["microbatch"]),
-                counts("inputs"),
-                counts("outputs"),
-            )
-        case "send":
-            return Send(counts("buffers"), bounds.mesh(entry["peer"]), entry["message"].count())
-        case "receive":
-            return Recv(counts("buffers"), bounds.mesh(entry["peer"]), entry["message"].count())
-        case _:
-            return Free(counts("buffers"))
+def _made(kind: Callable[..., _T], /, **fields: Callable[[Entry], Any]) -> Callable[[Entry], _T]:
+    """Reads an object: each of its fields from the entry of that name."""
+    return lambda entry: kind(**{name: read(entry[name]) for name, read in fields.items()})
 
 
-def _event(entry: Entry, bounds: _Bounds) -> Event:
-    start, end = entry["start"].number(), entry["end"].number()
-    if end < start:
-        raise entry["end"].wrong("a time after its start")
-    return Event(
-        entry["name"].text(),
-        entry["kind"].one_of(KINDS),
-        bounds.stage(entry["stage"]),
-        bounds.microbatch(entry["microbatch"]),
-        bounds.mesh(entry["mesh"]),
-        start,
-        end,
-    )
+def _counts(entry: Entry) -> tuple[int, ...]:
+    return entry.items(Entry.count)
+
+
+def _instructions(bounds: _Bounds) -> Callable[[Entry], Instruction]:
+    message: dict[str, Any] = {"buffers": _counts, "peer": bounds.mesh, "message": Entry.count}
+    run = {"stage": bounds.stage, "microbatch": bounds.microbatch, "inputs": _counts, "outputs": _counts}
+    known: dict[str, Callable[[Entry], Instruction]] = {
+        INSTRUCTIONS[Run]: _made(Run, program=Entry.text, **run),
+        INSTRUCTIONS[Send]: _made(Send, **message),
+        INSTRUCTIONS[Recv]: _made(Recv, **message),
+        INSTRUCTIONS[Free]: _made(Free, buffers=_counts),
+    }
+    return lambda entry: known[entry["do"].one_of(tuple(known))](entry)
+
+
+def _events(entry: Entry, bounds: _Bounds) -> Timeline:
+    def event(entry: Entry) -> Event:
+        found = read(entry)
+        if found.end < found.start:
+            raise entry["end"].wrong("a time after its start")
+        return found
+
+    place = {"stage": bounds.stage, "microbatch": bounds.microbatch, "mesh": bounds.mesh}
+    read = _made(Event, name=Entry.text, kind=_kind, **place, start=Entry.number, end=Entry.number)
+    return Timeline(entry.items(event))
+
+
+def _kind(entry: Entry) -> EventKind:
+    return entry.one_of(KINDS)
 
 
 def _profile(entry: Entry, bounds: _Bounds) -> Profile:
-    return Profile(
-        entry["work"].items(lambda e: Work(bounds.stage(e["stage"]), e["kind"].one_of(KINDS), e["seconds"].number())),
-        entry["memory"].items(lambda e: _memory(e, bounds)),
-        entry["crossings"].items(
-            lambda e: Crossing(
-                bounds.stage(e["source"]),
-                bounds.stage(e["target"]),
-                e["kind"].one_of(CROSSINGS),
-                e["bytes"].count(),
-                e["messages"].count(1),
-                e["largest"].text(),
-            )
-        ),
+    work = _made(Work, stage=bounds.stage, kind=_kind, seconds=Entry.number)
+    memory = _made(
+        Memory,
+        mesh=bounds.mesh,
+        unit=lambda e: e.one_of(MEMORY_UNITS),
+        curve=_curve,
+        peak=lambda e: e.items(lambda part: part.pair(Entry.text, Entry.count)),
     )
+    crossing = _made(
+        Crossing,
+        source=bounds.stage,
+        target=bounds.stage,
+        kind=lambda e: e.one_of(CROSSINGS),
+        bytes=Entry.count,
+        messages=lambda e: e.count(1),
+        largest=Entry.text,
+    )
+    return Profile(entry["work"].items(work), entry["memory"].items(memory), entry["crossings"].items(crossing))
 
 
-def _memory(entry: Entry, bounds: _Bounds) -> Memory:
-    curve = entry["curve"].items(lambda e: e.pair(Entry.number, Entry.count))
+def _curve(entry: Entry) -> tuple[tuple[float, int], ...]:
+    curve = entry.items(lambda e: e.pair(Entry.number, Entry.count))
     if any(later < earlier for (earlier, _), (later, _) in itertools.pairwise(curve)):
-        raise entry["curve"].wrong("a curve")
-    return Memory(
-        bounds.mesh(entry["mesh"]),
-        entry["unit"].one_of(MEMORY_UNITS),
-        curve,
-        entry["peak"].items(lambda e: e.pair(Entry.text, Entry.count)),
-    )
+        raise entry.wrong("a curve")
+    return curve
 
 
 def _longer(entry: Entry) -> tuple[int, int]:
@@ -201,14 +207,14 @@ def _link(entry: Entry) -> Link:
     return Link(latency.number(), *rates, bool(way.value & 1), shared_memory=bool(way.value & 2), torus=torus)
 
 
-def _recomputed(entry: Entry) -> Recomputed:
-    return Recomputed(
-        entry["level"].number(or_infinite=True),
-        entry["operations"].count(),
-        entry["seconds"].number(),
-        entry["kept_bytes"].count(),
-        entry["saved_bytes"].count(),
-    )
+_recomputed = _made(
+    Recomputed,
+    level=lambda e: e.number(or_infinite=True),
+    operations=Entry.count,
+    seconds=Entry.number,
+    kept_bytes=Entry.count,
+    saved_bytes=Entry.count,
+)
 
 
 def _value(entry: Entry, mesh: LogicalMesh) -> Value:
@@ -242,15 +248,9 @@ def _axes(entry: Entry, mesh: LogicalMesh) -> tuple[str, ...]:
 
 
 def _collective(entry: Entry, mesh: LogicalMesh) -> Collective:
-    kind = entry["kind"].one_of(COLLECTIVE_KINDS)
-    return Collective(
-        kind,
-        _axes(entry["axes"], mesh),
-        entry["bytes"].count(),
-        entry["times"].count(),
-        entry["operation"].text(),
-        entry["stage"].count(),
-    )
+    kind, axes = entry["kind"].one_of(COLLECTIVE_KINDS), _axes(entry["axes"], mesh)
+    num_bytes, times, stage = (entry[name].count() for name in ("bytes", "times", "stage"))
+    return Collective(kind, axes, num_bytes, times, entry["operation"].text(), stage)
 
 
 def _cost(entry: Entry, collectives: tuple[Collective, ...], num_stages: int) -> Cost:
@@ -274,21 +274,17 @@ def _cost(entry: Entry, collectives: tuple[Collective, ...], num_stages: int) ->
     )
 
 
-def _figures(entry: Entry) -> Figures:
-    def stated(name: str) -> float | None:
-        return None if entry[name].value is None else entry[name].number()
-
-    return Figures(
-        entry["model_seconds"].number(),
-        entry["hardware_seconds"].number(),
-        entry["amount"].count(),
-        entry["unit"].text(),
-        entry["link_bytes"].items(_level),
-        stated("watts"),
-        stated("price_per_hour"),
-    )
+def _stated(entry: Entry) -> float | None:
+    return None if entry.value is None else entry.number()
 
 
-def _level(entry: Entry) -> tuple[str, int]:
-    name, num_bytes = entry.items(lambda part: part, 2)
-    return name.text(), num_bytes.count()
+_figures = _made(
+    Figures,
+    model_seconds=Entry.number,
+    hardware_seconds=Entry.number,
+    amount=Entry.count,
+    unit=Entry.text,
+    link_bytes=lambda e: e.items(lambda level: level.pair(Entry.text, Entry.count)),
+    watts=_stated,
+    price_per_hour=_stated,
+)

@@ -19,6 +19,9 @@ FORMAT = "autopar plan"
 VERSION = 7
 """Raised with every change that an older reader cannot take, or that gives choices another meaning."""
 
+INSTRUCTIONS: dict[type[Instruction], str] = {Run: "run", Send: "send", Recv: "receive", Free: "free"}
+"""What each kind of instruction is called in the file."""
+
 
 def record_of(plan: Decision) -> dict[str, Any]:
     """All of a plan but the planning problem."""
@@ -34,17 +37,17 @@ def record_of(plan: Decision) -> dict[str, Any]:
         "offloaded": list(plan.offloaded),
         "stages": [_stage_record(stage) for stage in plan.stages],
         "streams": [
-            {"mesh": mesh, **_instruction_record(instruction)}
+            {"mesh": mesh, "do": INSTRUCTIONS[type(instruction)], **_fields(instruction)}
             for mesh, stream in plan.streams.items()
             for instruction in stream
         ],
-        "events": [_fields(event, "name kind stage microbatch mesh start end") for event in plan.events.events],
-        "work": [_fields(work, "stage kind seconds") for work in profile.work],
-        "memory": [_fields(memory, "mesh unit curve peak") for memory in profile.memory],
-        "crossings": [_fields(crossing, "source target kind bytes messages largest") for crossing in profile.crossings],
+        "events": [_fields(event) for event in plan.events.events],
+        "work": [_fields(work) for work in profile.work],
+        "memory": [_fields(memory) for memory in profile.memory],
+        "crossings": [_fields(crossing) for crossing in profile.crossings],
         "alternatives": [list(pair) for pair in plan.alternatives],
         "cost": _cost_record(plan.cost),
-        "collectives": [_fields(c, "kind axes bytes times operation stage") for c in plan.cost.collectives],
+        "collectives": [_fields(c) for c in plan.cost.collectives],
         "values": [
             {
                 **_fields(v, "name role shape dtype"),
@@ -56,9 +59,10 @@ def record_of(plan: Decision) -> dict[str, Any]:
     }
 
 
-def _fields(thing: object, names: str) -> dict[str, Any]:
-    """Some of an object's attributes, as they are."""
-    return {name: getattr(thing, name) for name in names.split()}
+def _fields(thing: Any, names: str = "") -> dict[str, Any]:
+    """All fields of a dataclass, or some of an object's attributes, as they are."""
+    chosen = names.split() or [field.name for field in dataclasses.fields(thing)]
+    return {name: getattr(thing, name) for name in chosen}
 
 
 def _stage_record(stage: Stage) -> dict[str, Any]:
@@ -69,10 +73,7 @@ def _stage_record(stage: Stage) -> dict[str, Any]:
         **_fields(stage.logical_mesh, "shape axis_names"),
         "links": [_link_record(link) for link in stage.logical_mesh.links],
         **_fields(stage, "layers choices operations"),
-        "recomputed": {
-            "level": number_or_inf(again.level),
-            **_fields(again, "operations seconds kept_bytes saved_bytes"),
-        },
+        "recomputed": {**_fields(again), "level": number_or_inf(again.level)},
     }
 
 
@@ -84,20 +85,8 @@ def _cost_record(cost: Cost) -> dict[str, Any]:
         ),
         "optimality_gap": number_or_inf(cost.optimality_gap),
         **_fields(cost, "solver_status planning_seconds exposed_seconds"),
-        "figures": dataclasses.asdict(cost.figures),
+        "figures": _fields(cost.figures),
     }
-
-
-def _instruction_record(instruction: Instruction) -> dict[str, Any]:
-    match instruction:
-        case Run():
-            return {"do": "run", **_fields(instruction, "program stage microbatch inputs outputs")}
-        case Send():
-            return {"do": "send", **_fields(instruction, "buffers peer message")}
-        case Recv():
-            return {"do": "receive", **_fields(instruction, "buffers peer message")}
-        case Free():
-            return {"do": "free", **_fields(instruction, "buffers")}
 
 
 def dumps(record: dict[str, Any]) -> str:

@@ -75,13 +75,7 @@ class Study:
         base: Predicted time of the step, or of the stage's work in one step, in the problem's own seconds.
     """
 
-    def __init__(
-        self,
-        plan: Decision,
-        stage: int | None,
-        planned: StagePlan,
-        paths: Mapping[int, str],
-    ):
+    def __init__(self, plan: Decision, stage: int | None, planned: StagePlan, paths: Mapping[int, str]):
         program = planned.program
         self.plan, self.stage, self.sharded, self.jaxpr = plan, stage, planned.sharded, program.jaxpr
         self.paths, self.aliases, self.donated = paths, program.aliases, program.donated

@@ -22,11 +22,6 @@ from autopar.report.page import Page, Table
 from autopar.streams.assemble import PipelinePlan
 
 
-def asked_for_stages(plan: Decision, asked: str) -> bool:
-    """Whether `explain` is asked for the stages themselves."""
-    return not plan.is_one_program and asked == "stages"
-
-
 def cuts_page(plan: Decision) -> Page:
     """Why the step is cut where it is."""
     pipeline = plan.attached.pipeline

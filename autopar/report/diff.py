@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.cost import collective_seconds
 from autopar.errors import AutoparError
-from autopar.plan.decision import Decision, Value
+from autopar.plan.decision import Decision
 from autopar.plan.words import bytes_text, count_text, mesh_text, padding_text, seconds_text, type_text
-from autopar.report.page import MAX_ROWS, Page, Table, levels_text, solver_text
+from autopar.report.page import MAX_ROWS, Page, Table, collective_totals, levels_text, solver_text
 from autopar.report.paths import collapse_paths
 from autopar.report.text import page_text
 
@@ -103,16 +102,12 @@ def _by_name(plan: Decision, activations: bool) -> dict[str, str]:
     for value in plan.values:
         if (value.role == "activation") == activations:
             counts = found.setdefault(value.name, {})
-            text = _value_text(value)
+            text = f"{type_text(value.shape, value.dtype)} {value.lies}"
             counts[text] = counts.get(text, 0) + 1
     return {
         name: "\n".join(text if n == 1 else f"{n} x {text}" for text, n in counts.items())
         for name, counts in found.items()
     }
-
-
-def _value_text(value: Value) -> str:
-    return f"{type_text(value.shape, value.dtype)} {value.lies}"
 
 
 def _collectives(this: Decision, other: Decision) -> Table:
@@ -126,13 +121,7 @@ def _collectives(this: Decision, other: Decision) -> Table:
 
 
 def _totals(plan: Decision) -> dict[tuple[str, tuple[str, ...]], str]:
-    totals: dict[tuple[str, tuple[str, ...]], list[float]] = {}
-    for c in plan.cost.collectives:
-        total = totals.setdefault((c.kind, c.axes), [0, 0, 0.0])
-        total[0] += c.times
-        total[1] += c.times * c.bytes
-        total[2] += c.times * collective_seconds(c.kind, c.bytes, c.axes, plan.stages[c.stage].logical_mesh)
     return {
         key: f"{times} x, {bytes_text(num_bytes)}, {seconds_text(seconds)}"
-        for key, (times, num_bytes, seconds) in totals.items()
+        for key, (times, num_bytes, seconds, _) in collective_totals(plan, lambda c: (c.kind, c.axes)).items()
     }

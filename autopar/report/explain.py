@@ -30,7 +30,7 @@ from autopar.mesh import LogicalMesh, Sharding
 from autopar.plan.decision import Decision
 from autopar.plan.words import bytes_text, seconds_text, type_text
 from autopar.report.alternatives import Study, studies
-from autopar.report.cuts import asked_for_stages, cuts_page
+from autopar.report.cuts import cuts_page
 from autopar.report.page import Page, Table
 from autopar.report.paths import collapse_paths, numbers_text
 from autopar.report.text import page_text
@@ -58,7 +58,7 @@ def explain(plan: Decision, path_or_op: str) -> str:
             wrong="the file holds what was decided, not the problem; alternatives cannot be costed without it.",
             do="call compiled = step.compile(..., plan=plan) first, then compiled.plan.explain(...).",
         )
-    if asked_for_stages(plan, path_or_op):
+    if path_or_op == "stages" and not plan.is_one_program:
         return page_text(cuts_page(plan))
     of_stages = studies(plan)
     found = _matching_paths(list(dict.fromkeys(path for s in of_stages for path in s.paths.values())), path_or_op)

@@ -57,9 +57,8 @@ def find_limit(events: Sequence[Event]) -> Limit | None:
     end = max(e.end for e in events)
 
     def idle(start: float, stop: float) -> float:
-        return max(
-            0.0, stop - start - sum(min(e.end, stop) - max(e.start, start) for e in own if _meets(e, start, stop))
-        )
+        worked = sum(max(0.0, min(e.end, stop) - max(e.start, start)) for e in own)
+        return max(0.0, stop - start - worked)
 
     return Limit(
         mesh,
@@ -70,7 +69,3 @@ def find_limit(events: Sequence[Event]) -> Limit | None:
         idle(last, end),
         max(sends.values(), default=0.0),
     )
-
-
-def _meets(event: Event, start: float, stop: float) -> bool:
-    return event.end > start and event.start < stop

@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from autopar.cost import collective_seconds
+from autopar.intra_op.sharded import Collective
 from autopar.plan.decision import Decision, Recomputed, Value
 from autopar.plan.words import (
     bytes_text,
@@ -29,6 +32,8 @@ from autopar.report.limits import find_limit
 from autopar.report.paths import collapse_paths, numbers_text
 from autopar.streams.schedules import SCHEDULES
 from autopar.streams.timeline import timetable_text
+
+_Key = TypeVar("_Key", bound=Hashable)
 
 MAX_ROWS = 32
 """Longer tables show their largest rows."""
@@ -277,13 +282,14 @@ def _arguments(plan: Decision) -> Table:
     return Table("Arguments and results", columns, largest, numbers, note)
 
 
+def activation_counts(plan: Decision) -> Counter[Value]:
+    """How many activations are alike."""
+    return Counter(value for value in plan.values if value.role == "activation")
+
+
 def _activations(plan: Decision) -> Table:
-    counts: dict[Value, int] = {}
-    for value in plan.values:
-        if value.role == "activation":
-            counts[value] = counts.get(value, 0) + 1
     rows, sizes = [], []
-    for value, count in counts.items():
+    for value, count in activation_counts(plan).items():
         each = local_bytes(value.shape, value.dtype, value.sharding, plan.mesh)
         sizes.append(each * count)
         rows.append(
@@ -299,26 +305,23 @@ def _activations(plan: Decision) -> Table:
     )
 
 
-def _collectives(plan: Decision) -> Table:
-    totals: dict[tuple[str, tuple[str, ...], str], list[float]] = {}
+def collective_totals(plan: Decision, key: Callable[[Collective], _Key]) -> dict[_Key, list[float]]:
+    """Of the collectives of one key: executions, bytes, seconds, and how many of these no kernel hides."""
+    totals: dict[_Key, list[float]] = {}
     for c, exposed in zip(plan.cost.collectives, plan.cost.exposed_seconds, strict=True):
-        total = totals.setdefault((c.kind, c.axes, c.operation), [0, 0, 0.0, 0.0])
-        total[3] += exposed
-        total[0] += c.times
-        total[1] += c.times * c.bytes
-        total[2] += c.times * collective_seconds(c.kind, c.bytes, c.axes, plan.stages[c.stage].logical_mesh)
+        each = collective_seconds(c.kind, c.bytes, c.axes, plan.stages[c.stage].logical_mesh)
+        before = totals.get(key(c), (0, 0, 0.0, 0.0))
+        more = c.times, c.times * c.bytes, c.times * each, exposed
+        totals[key(c)] = [a + b for a, b in zip(before, more, strict=True)]
+    return totals
+
+
+def _collectives(plan: Decision) -> Table:
+    totals = collective_totals(plan, lambda c: (c.kind, c.axes, c.operation))
     order = sorted(totals.items(), key=lambda item: -item[1][2])
     rows = [
-        (
-            kind,
-            ",".join(axes),
-            str(times),
-            bytes_text(num_bytes),
-            seconds_text(seconds),
-            seconds_text(exposed),
-            operation,
-        )
-        for (kind, axes, operation), (times, num_bytes, seconds, exposed) in order
+        (kind, ",".join(axes), str(times), bytes_text(size), seconds_text(seconds), seconds_text(exposed), operation)
+        for (kind, axes, operation), (times, size, seconds, exposed) in order
     ]
     note = "none: no device waits for another" if not rows else ""
     if len(rows) > MAX_ROWS:

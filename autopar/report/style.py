@@ -23,6 +23,7 @@ _PIECES = (
 )
 _KINDS = {
     "F": "f",
+    "M": "init",
     "B": "b",
     "W": "w",
     "U": "u",

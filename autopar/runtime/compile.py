@@ -44,12 +44,7 @@ class Compiled:
 
 
 def compile_step(planned: StepPlan, devices: Sequence[Any], options: Mapping[str, Any] | None = None) -> Compiled:
-    """Compile all programs of a step for real devices.
-
-    Args:
-        planned: The step.
-        devices: All of its cluster's, in order.
-        options: Of XLA's compiler.
+    """Compile all programs of a step for its cluster's devices, in order; `options` are for XLA's compiler.
 
     Raises:
         DeviceCountError: There are fewer or more devices than meshes have places.

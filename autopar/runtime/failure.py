@@ -26,6 +26,7 @@ TASKS: dict[TaskKind, str] = {
     "step": "step",
     "init": "what precedes the microbatches",
     "F": "forward",
+    "M": "between forward and backward passes",
     "B": "backward",
     "W": "backward, the weights' half",
     "U": "update",
@@ -68,10 +69,7 @@ class Place:
 def place_in(task: Task, microbatch: int, source: str) -> Place:
     """Where a task works on a microbatch; of the whole step in one, nowhere in particular.
 
-    Args:
-        task: The task.
-        microbatch: Which.
-        source: The operation; "" all lines that it covers.
+    Without the operation as `source`, all lines that the task covers.
     """
     source = source or lines_of(task.jaxpr.eqns)
     if task.kind == "step":
@@ -80,15 +78,7 @@ def place_in(task: Task, microbatch: int, source: str) -> Place:
 
 
 def step_error(step: str, place: Place, error: BaseException, state_lost: bool, results: Any = None) -> StepError:
-    """The error of a step that failed.
-
-    Args:
-        step: Its name.
-        place: Where.
-        error: The exception.
-        state_lost: Whether arguments were overwritten.
-        results: The step's, if they are as they should be.
-    """
+    """The error of a step that failed at a place; `results` are the step's, if they are as they should be."""
     left = "the step's arguments are as they were: the next call may take them again."
     if results is not None:
         left = "the step itself was carried out: its results are in this error's `results`."

@@ -48,12 +48,7 @@ class Executable:
     is_remote = False
 
     def __init__(self, planned: StepPlan, compiled: Compiled):
-        """Get ready for calls.
-
-        Args:
-            planned: The step.
-            compiled: Its program.
-        """
+        """Get ready for calls."""
         (places,), (stage,) = compiled.places, planned.stages
         (function,), (self._compiled,) = compiled.functions.values(), compiled.programs.values()
         self._planned, self.programs, self.functions = planned, compiled.programs, compiled.functions
@@ -76,12 +71,10 @@ class Executable:
         self._move(placed, away)
         shared = self._ownership.shared(arrays, placed, [k for k in away if self._donated[k]])
         self._move(placed, shared)
-        self._was_as_passed = not shared and all(self._is_taken(k, arrays[k]) for k in away)
+        # What is only read and no array of JAX, JAX itself puts in its place in each call.
+        by_jax = (not self._donated[k] and not isinstance(arrays[k], jax.Array) for k in away)
+        self._was_as_passed = not shared and all(by_jax)
         return placed
-
-    def _is_taken(self, k: int, array: Any) -> bool:
-        """Whether JAX itself puts such an argument, which is not in its place, there in each call."""
-        return not self._donated[k] and not isinstance(array, jax.Array)
 
     def _away(self, arrays: Sequence[Any]) -> list[int]:
         """Positions of arrays that are not where the program wants them.

@@ -37,14 +37,8 @@ def check_results(results: Sequence[jax.Array]) -> None:
 
 
 def find_nan(plan: TaskPlan, arrays: Sequence[Any], microbatch: int) -> str | None:
-    """The first operation of a task that makes a NaN, or an infinite number under `jax_debug_infs`.
-
-    Args:
-        plan: The task.
-        arrays: Its operands, as it was given them.
-        microbatch: Which.
-    """
-    if calls_host(plan.body) or plan.task.kind == "U":
+    """The first operation of a task that makes a NaN, or an infinite number under `jax_debug_infs`, of such operands."""
+    if calls_host(plan.body) or plan.task.kind in ("M", "U"):
         return None
     jaxpr = plan.task.jaxpr
     values = [_whole(value, array, microbatch) for value, array in zip(plan.inputs, arrays, strict=False)]
@@ -66,4 +60,4 @@ def _whole(value: Placed, array: Any, microbatch: int) -> jax.Array:
     whole = np.asarray(array)
     if value.type.sharding.partial:
         whole = whole.sum(0, dtype=whole.dtype)
-    return jnp.asarray(whole[microbatch] if value.slot.kind == "piece" else whole)
+    return jnp.asarray(whole[microbatch] if value.kind == "piece" else whole)

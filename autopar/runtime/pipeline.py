@@ -61,12 +61,7 @@ class Pipeline:
     is_remote = False
 
     def __init__(self, planned: StepPlan, compiled: Compiled):
-        """Get ready for calls.
-
-        Args:
-            planned: The step.
-            compiled: Its programs.
-        """
+        """Get ready for calls."""
         jaxpr, roles, stacks, streams = planned.program.jaxpr, planned.roles, planned.stacks, planned.streams
         self._name, self._paths, self._watch = planned.program.name, planned.program.in_paths, compiled.watch
         self._streams, self._arguments, self._results = streams, list(jaxpr.invars), list(jaxpr.outvars)
@@ -75,7 +70,7 @@ class Pipeline:
         self._is_donated = roles.donated
         self._donated = {v for v, d in zip(jaxpr.invars, roles.donated, strict=True) if d}
         self._home, self._unstacked, self._stages = planned.home, stacks, list(planned.stages)
-        self._types = [b.type.struct(self._places[b.stage]) for b in streams.buffers]
+        self._types = [b.value.type.struct(self._places[b.stage]) for b in streams.buffers]
         self.functions, self.programs = compiled.functions, compiled.programs
         self.num_compiled = compiled.num_compiled
         updates = {n for n, plan in streams.programs.items() if plan.task.kind == "U"}
@@ -89,7 +84,8 @@ class Pipeline:
             for at, i in enumerate(stream)
             if isinstance(i, Send)
         }
-        self._entries = self._make_entries()
+        # What is placed at the beginning of a step: (argument, buffer, type, kind).
+        self._entries = [(k, at, self._types[at], streams.buffers[at].value.kind) for k, at in streams.arguments]
         self._seen: list[Any] = [None] * len(self._entries)
         self._ownership = Ownership(
             [(t.sharding.shard_shape(t.shape), t.dtype, t.sharding.mesh) for _, _, t, _ in self._entries],
@@ -133,25 +129,15 @@ class Pipeline:
 
     def _transfer(self, source: int, target: int) -> Transfer:
         a, b = self._streams.buffers[source], self._streams.buffers[target]
-        return make_transfer(a.type.array, self._places[a.stage], b.type.array, self._places[b.stage])
+        return make_transfer(a.value.type.array, self._places[a.stage], b.value.type.array, self._places[b.stage])
 
     @functools.cached_property
     def _numbers(self) -> dict[int, jax.Array]:
         """The microbatches' numbers; made at the first step: devices that are compiled for may not be there."""
         return {
-            at: jax.device_put(np.int32(microbatch), self._types[at].sharding)
-            for (_, microbatch), at in self._streams.numbers.items()
+            at: jax.device_put(np.int32(self._streams.buffers[at].microbatch), self._types[at].sharding)
+            for at in self._streams.numbers
         }
-
-    def _make_entries(self) -> list[tuple[int, int, jax.ShapeDtypeStruct, str]]:
-        """What is placed at the beginning of a step: (argument, buffer, type, kind)."""
-        position = {var: k for k, var in enumerate(self._arguments)}
-        found = []
-        for (var, _), at in self._streams.arguments.items():
-            found.append((position[var], at, self._types[at], "argument"))
-        for (var, _), at in self._streams.pieces.items():
-            found.append((position[var], at, self._types[at], "piece"))
-        return found
 
     def _shared_results(self) -> list[int]:
         """Results whose memory is an argument's that the user keeps, or that of a result before."""
@@ -238,10 +224,12 @@ class Pipeline:
             DonatedError: An argument's memory was taken over before.
         """
         parts = self._split(arrays)
-        held = self._begin(parts)
+        return self._carry_out(parts, self._begin(parts), self._calls)
+
+    def _carry_out(self, parts: Sequence[Any], held: dict[int, Any], calls: Sequence[Call]) -> list[Any]:
         done = 0
         try:
-            for call in self._calls:
+            for call in calls:
                 call(held)
                 done += 1
         except Exception as error:
@@ -266,23 +254,18 @@ class Pipeline:
         jax.block_until_ready(list(held.values()))
         seconds: dict[tuple[MeshId, int], float] = {}
         at = dict.fromkeys(self._streams.instructions, 0)
-        done = 0
-        try:
-            for (mesh, instruction), call in zip(self._order, self._calls, strict=True):
-                started = time.perf_counter()
-                call(held)
-                is_run = isinstance(instruction, Run)
-                written = writes(instruction) if is_run else self._received.get((mesh, at[mesh]), ())
-                jax.block_until_ready([held[b] for b in written if b in held])
-                seconds[mesh, at[mesh]] = time.perf_counter() - started
-                at[mesh] += 1
-                done += 1
-        except Exception as error:
-            failure, cause = self._failure(error, done, parts, held)
-            raise failure from cause
-        finally:
-            let_go(parts, self._is_donated)
-        return self._end(held), measured(self._streams, self._stages, seconds)
+
+        def timed(call: Call, mesh: MeshId, instruction: Instruction, held: dict[int, Any]) -> None:
+            started = time.perf_counter()
+            call(held)
+            is_run = isinstance(instruction, Run)
+            written = writes(instruction) if is_run else self._received.get((mesh, at[mesh]), ())
+            jax.block_until_ready([held[b] for b in written if b in held])
+            seconds[mesh, at[mesh]] = time.perf_counter() - started
+            at[mesh] += 1
+
+        calls = [functools.partial(timed, call, *own) for own, call in zip(self._order, self._calls, strict=True)]
+        return self._carry_out(parts, held, calls), measured(self._streams, self._stages, seconds)
 
     def _split(self, arrays: Sequence[Any]) -> list[Any]:
         """The user's arguments, their stacks in parts."""

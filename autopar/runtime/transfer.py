@@ -27,14 +27,7 @@ Transfer = Callable[[jax.Array], jax.Array]
 def make_transfer(
     source: ArrayType, source_places: jax.sharding.Mesh, target: ArrayType, target_places: jax.sharding.Mesh
 ) -> Transfer:
-    """How an array gets from one mesh to the other.
-
-    Args:
-        source: The array on the source.
-        source_places: The devices of the source.
-        target: The array on the target.
-        target_places: The devices of the target.
-    """
+    """How an array gets from one mesh to the other."""
     have, want = source.on(source_places), target.on(target_places)
     if have == want:
         return lambda array: jnp.array(array, copy=True)

@@ -17,12 +17,11 @@ from autopar.errors import AutoparError
 from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.problem import planning_seconds
 from autopar.ir.program import Program
-from autopar.ir.trace.state import Roles
-from autopar.mesh import Cluster, LogicalMesh
+from autopar.mesh import LogicalMesh
 from autopar.search.meshes import Searched, search_meshes
-from autopar.search.methods import Auto
 from autopar.search.one_mesh import in_microbatches
 from autopar.search.progress import Report
+from autopar.search.request import Request
 from autopar.tuning import TUNING
 
 
@@ -42,13 +41,7 @@ class Accumulated:
 
 
 def search_accumulation(
-    program: Program,
-    roles: Roles,
-    cluster: Cluster,
-    method: Auto,
-    meshes: list[LogicalMesh],
-    whole: Searched,
-    report: Report,
+    request: Request, meshes: list[LogicalMesh], whole: Searched, report: Report
 ) -> Iterator[Accumulated]:
     """Numbers of microbatches beyond one, each better than the one before and the batch as a whole; extends `whole.tried`."""
     if not memory_binds(whole):
@@ -56,7 +49,7 @@ def search_accumulation(
     if whole.results:
         best = whole.best[1]
         won = TUNING.hoped * (best.step_seconds - best.shared_seconds)
-        if not method.options().repays(won, planning_seconds(best.problem)):
+        if not request.options.repays(won, planning_seconds(best.problem)):
             return
 
     def told(text: str, done: float | None = None, best: float = math.inf) -> None:
@@ -65,17 +58,15 @@ def search_accumulation(
     found: Accumulated | None = None
     least = min((sharded.step_seconds for _, sharded in whole.results), default=math.inf)
     needed = _needed_bytes(whole)
-    for count in counts_of(program, roles):
+    for count in counts_of(request):
         try:
-            split = in_microbatches(program, roles, count, method.options().microbatch_semantics)
+            split = in_microbatches(request.program, request.roles, count, request.options.microbatch_semantics)
         except AutoparError as error:
             whole.tried.append((f"{count} microbatches", error.summary))
             break
         searched = Searched([], [])
         beat, exposure = _to_beat(found or whole, count)
-        search_meshes(
-            split, roles, cluster, method, best_meshes(meshes, found or whole), told, searched, beat, exposure
-        )
+        search_meshes(request.of(split), best_meshes(meshes, found or whole), told, searched, beat, exposure)
         whole.tried += [(f"{name}, {count} microbatches", outcome) for name, outcome in searched.tried]
         if searched.beaten and not searched.results:
             break
@@ -113,10 +104,10 @@ def _needed_bytes(searched: Searched) -> float:
     return float(getattr(searched.failure, "needed_bytes", math.inf))
 
 
-def counts_of(program: Program, roles: Roles) -> Iterator[int]:
+def counts_of(request: Request) -> Iterator[int]:
     """2, 4, 8, ...: as far as they divide the batch."""
-    count = 2
-    while roles.batch and all(program.in_avals[leaf].shape[0] % count == 0 for leaf in roles.batch):
+    count, sizes = 2, request.batch_sizes
+    while sizes and all(size % count == 0 for size in sizes):
         yield count
         count *= 2
 

@@ -12,43 +12,24 @@ import dataclasses
 from collections.abc import Sequence
 
 from autopar.errors import AutoparError
-from autopar.ir.program import Program
-from autopar.ir.trace.state import Roles
-from autopar.mesh import Cluster, LogicalMesh
+from autopar.mesh import LogicalMesh
 from autopar.search.accumulation import counts_of
 from autopar.search.methods import Auto, PipelineParallel
 from autopar.search.progress import Report, silent
+from autopar.search.request import Request
 from autopar.search.stage_planner import pipeline_under
 from autopar.search.stage_search import Stages
 
 
 def search_alone(
-    program: Program,
-    roles: Roles,
-    cluster: Cluster,
-    method: Auto,
-    meshes: Sequence[LogicalMesh],
-    found: Stages,
-    report: Report,
-    known: float,
+    request: Request, method: Auto, meshes: Sequence[LogicalMesh], found: Stages, report: Report, known: float
 ) -> None:
-    """Plan the step as one stage; extends `found`.
-
-    Args:
-        program: The step.
-        roles: Its roles.
-        cluster: The machine.
-        method: What was asked for.
-        meshes: Logical meshes of all devices, to choose from.
-        found: Extended.
-        report: Told of progress.
-        known: Seconds of the best step known.
-    """
-    for count in (1, *counts_of(program, roles)):
-        text = f"1 stage on {cluster.num_devices}, {count} microbatches"
+    """Plan the step as one stage on one of the meshes; extends `found`. `known` is the seconds of the best step so far."""
+    for count in (1, *counts_of(request)):
+        text = f"1 stage on {request.cluster.num_devices}, {count} microbatches"
         report(f"planning {text}", None, known)
         try:
-            planned = pipeline_under(program, roles, cluster, _as_stage(method, count), silent, meshes, known)
+            planned = pipeline_under(request, _as_stage(method, count), silent, meshes, known)
         except AutoparError as error:
             found.tried.append((text, error.summary))
             continue

@@ -56,12 +56,7 @@ class Anytime:
 
     @contextlib.contextmanager
     def one_pass(self, name: str, has_plan: Callable[[], bool]) -> Iterator[None]:
-        """A pass, which ends early if it must and there is a plan.
-
-        Args:
-            name: For people.
-            has_plan: Whether there is one by now.
-        """
+        """A pass, named for people, which ends early if it must and there is a plan."""
         started = time.process_time()
         try:
             yield

@@ -77,35 +77,34 @@ class Candidate:
         return f"{len(self.sizes)} stages on {sizes}, {self.count} microbatches, {schedule}{apart}"
 
 
-def find_candidates(
-    layers: LayerCosts,
-    counts: Sequence[int],
-    crossing: np.ndarray,
-    cluster: Cluster,
-    budget: float,
-    rounds: Rounds,
-    num_firm: int,
-    most_stages: int,
-    known: float = math.inf,
-) -> list[Candidate]:
-    """Candidates, best first; those that rest on guesses last.
+@dataclass(frozen=True, slots=True, eq=False)
+class Estimates:
+    """What is known of pipelines before any is planned.
 
-    A guess is on the fast side: it is solved as long as it stands among the best `num_firm`, and may win.
-
-    Args:
+    Attributes:
         layers: Costs of layers.
-        counts: Numbers of microbatches.
         crossing: `[layer]`: seconds per step to bring what crosses the border before that layer over it.
         cluster: The machine.
         budget: Bytes of one device.
         rounds: How microbatches go round.
-        num_firm: So many of the best are not to rest on guesses.
         most_stages: More cannot be cut.
-        known: Seconds of the best step known.
     """
-    slicings = {
-        count: _slicings(layers, count, crossing / count, cluster, budget, rounds, most_stages) for count in counts
-    }
+
+    layers: LayerCosts
+    crossing: np.ndarray
+    cluster: Cluster
+    budget: float
+    rounds: Rounds
+    most_stages: int
+
+
+def find_candidates(told: Estimates, counts: Sequence[int], num_firm: int, known: float = math.inf) -> list[Candidate]:
+    """Candidates in so many microbatches, best first; those that rest on guesses last.
+
+    A guess is on the fast side: it is solved as long as it stands among the best `num_firm`, and may win against the best
+    step known.
+    """
+    layers, slicings = told.layers, {count: _slicings(told, count) for count in counts}
 
     def guessed(candidate: Candidate) -> list[int]:
         return [size for size in dict.fromkeys(candidate.sizes) if layers.is_guess(size, candidate.count)]
@@ -117,63 +116,47 @@ def find_candidates(
             break
         for size in guessed(unsure):
             layers.refine(size, unsure.count)
-        count = unsure.count
-        slicings[count] = _slicings(layers, count, crossing / count, cluster, budget, rounds, most_stages)
+        slicings[unsure.count] = _slicings(told, unsure.count)
     return sorted(ranked, key=lambda c: bool(guessed(c)))
 
 
-def equal_candidates(
-    layers: LayerCosts,
-    crossing: np.ndarray,
-    count: int,
-    cluster: Cluster,
-    budget: float,
-    rounds: Rounds,
-    most_stages: int,
-) -> list[Candidate]:
+def equal_candidates(told: Estimates, count: int) -> list[Candidate]:
     """Pipelines of equal work on equal submeshes; of each size of these the mesh on which they are fastest."""
     found: list[Candidate] = []
-    for size in layers.meshes:
-        num_stages = cluster.num_devices // size
-        if cluster.num_devices % size or not 2 <= num_stages <= most_stages:
+    for size in told.layers.meshes:
+        num_stages, left = divmod(told.cluster.num_devices, size)
+        if left or not 2 <= num_stages <= told.most_stages:
             continue
         best = None
-        sent = (num_stages - 1) * float(np.mean(crossing[1:])) / rounds.calls
-        for times, lower, mesh in equal_stages(layers, size, num_stages, count, budget):
-            latency, least = (rounds.seconds(each, count) + sent for each in (times, lower))
+        sent = (num_stages - 1) * float(np.mean((told.crossing / count)[1:])) / told.rounds.calls
+        for times, lower, mesh in equal_stages(told.layers, size, num_stages, count, told.budget):
+            latency, least = (told.rounds.seconds(each, count) + sent for each in (times, lower))
             if best is None or latency < best.seconds:
                 best = Candidate(count, latency, least, (size,) * num_stages, None, ((mesh,),) * num_stages)
         found += [best] if best is not None else []
     return found
 
 
-def _slicings(
-    layers: LayerCosts,
-    count: int,
-    crossing: np.ndarray,
-    cluster: Cluster,
-    budget: float,
-    rounds: Rounds,
-    most_stages: int,
-) -> list[Candidate]:
+def _slicings(told: Estimates, count: int) -> list[Candidate]:
     """The best slicing for a number of microbatches, and some that one would write by hand."""
-    kinds = kinds_of(layers, count, budget)
-    found = equal_candidates(layers, crossing, count, cluster, budget, rounds, most_stages)
+    layers, found = told.layers, equal_candidates(told, count)
+    kinds = kinds_of(layers, count, told.budget)
     # Also the best one that runs nothing more again: what recomputation takes is known only when it is planned.
     for some in (kinds, kinds.first(len(layers.meshes)))[: len(layers.levels)]:
-        best = _best_slicing(some, crossing, count, cluster, rounds)
+        best = _best_slicing(told, some, count)
         found += [best] if best is not None else []
     # Equal stages that are balanced anew stand for the same stages made of whole layers.
     return list({(c.sizes, c.firsts): c for c in reversed(found)}.values())
 
 
-def _best_slicing(kinds: Kinds, crossing: np.ndarray, count: int, cluster: Cluster, rounds: Rounds) -> Candidate | None:
+def _best_slicing(told: Estimates, kinds: Kinds, count: int) -> Candidate | None:
     """The slicing of least latency by the table; None: none fits, or it is one stage."""
+    crossing, rounds = told.crossing / count, told.rounds
     try:
         slicing = slice_stages(
             kinds.seconds,
             kinds.sizes,
-            cluster.num_devices,
+            told.cluster.num_devices,
             count * rounds.calls,
             transfer_seconds=crossing,
             max_in_flight=kinds.flight,

@@ -26,50 +26,41 @@ from autopar.plan.words import ArgumentRole, machine_text
 from autopar.report.plan import Plan
 from autopar.report.uses import describe_phase
 from autopar.search.figures import figures_of
-from autopar.search.methods import Method, method_text
+from autopar.search.methods import method_text
 from autopar.search.profile import profile_of
 from autopar.search.recompute import recomputed_by
+from autopar.search.request import Request
 from autopar.streams.assemble import PipelinePlan, StepPlan
 from autopar.streams.clock import most_host_bytes, timeline_of
 
 
-def describe_plan(
-    step: Program, roles: Roles, cluster: Cluster, method: Method, planned: StepPlan, planning_seconds: float
-) -> Plan:
-    """What the user is told of a planned step.
-
-    Args:
-        step: The step.
-        roles: Which inputs are state, batch, donated.
-        cluster: The machine.
-        method: What was asked for.
-        planned: What was planned.
-        planning_seconds: How long that took.
-    """
-    options, values = method.options(), tuple(_values(planned))
+def describe_plan(request: Request, planned: StepPlan, planning_seconds: float) -> Plan:
+    """What the user is told of a planned step, which took so long to plan."""
+    step, cluster, options = request.program, request.cluster, request.options
+    values = tuple(_values(planned))
     by_name = {v.name: v for v in values}
     firsts = [parts[0] for parts in planned.stacks.inputs[: step.num_args]]
     specs = [by_name[planned.program.in_paths[at]].sharding.partition_spec() for at in firsts]
     cost, profile = cost_of(planned, cluster, planning_seconds), profile_of(planned, cluster)
     return Plan(
         name=step.name,
-        method=method_text(method),
+        method=method_text(request.method),
         stages=tuple(_stages(planned, cluster)),
         num_microbatches=planned.num_microbatches,
         microbatch_semantics=options.microbatch_semantics,
         schedule=planned.schedule_name,
         parts=planned.stacks.count,
         shardings=step.in_containers([step.spec_of(k, spec) for k, spec in enumerate(specs)]),
-        cost=dataclasses.replace(cost, figures=_figures(step, roles, cluster, planned, cost, profile)),
+        cost=dataclasses.replace(cost, figures=_figures(request, planned, cost, profile)),
         values=values,
         streams=planned.streams.instructions,
         events=timeline_of(planned.streams, planned.simulation),
         alternatives=(),
         fingerprints=fingerprints(step, cluster),
         machine=machine_text(cluster),
-        budget_bytes=options.memory_budget_bytes or cluster.device.memory_bytes,
+        budget_bytes=request.budget_bytes,
         profile=profile,
-        origin=Origin(step, roles, cluster, options, planned),
+        origin=Origin(step, request.roles, cluster, options, planned),
     )
 
 
@@ -86,7 +77,7 @@ def _stages(planned: StepPlan, cluster: Cluster) -> Iterator[Stage]:
         yield Stage(submesh, stage.mesh, tuple(layers), stage.sharded.choices, operations, recomputed)
 
 
-def _figures(step: Program, roles: Roles, cluster: Cluster, planned: StepPlan, cost: Cost, profile: Profile) -> Figures:
+def _figures(request: Request, planned: StepPlan, cost: Cost, profile: Profile) -> Figures:
     """What people ask of a plan, counted."""
     meshes = [stage.mesh for stage in planned.stages]
     tasks = [task for stage in planned.stages for task in stage.tasks]
@@ -94,12 +85,10 @@ def _figures(step: Program, roles: Roles, cluster: Cluster, planned: StepPlan, c
 
     def level(c: Crossing) -> int:
         both = (*ends[c.source], *ends[c.target])
-        return cluster.level_between(min(both), max(both))
+        return request.cluster.level_between(min(both), max(both))
 
     return figures_of(
-        step,
-        roles,
-        cluster,
+        request,
         [(task.body, planned.num_microbatches if task.task.is_in_loop else 1) for task in tasks],
         [(c, meshes[c.stage]) for c in cost.collectives],
         [(c.bytes, level(c)) for c in profile.crossings],
@@ -145,28 +134,27 @@ def cost_of(planned: StepPlan, cluster: Cluster, planning_seconds: float) -> Cos
 
 def _argument_bytes(planned: StepPlan, mesh: int) -> int:
     streams = planned.streams
-    given = (*streams.arguments.values(), *streams.pieces.values())
-    return sum(streams.buffers[at].num_bytes for at in given if streams.buffers[at].mesh == mesh)
+    given = [streams.buffers[at] for _, at in streams.arguments]
+    return sum(buffer.value.num_bytes for buffer in given if buffer.mesh == mesh)
 
 
 def _values(planned: StepPlan) -> Iterator[Value]:
     program, roles, streams, home = planned.program, planned.roles, planned.streams, planned.home
-    position = {var: k for k, var in enumerate(program.jaxpr.invars)}
+    invars = program.jaxpr.invars
     found: dict[int, tuple[Sharding, int]] = {}
-    there = {position[var] for var in program.jaxpr.invars if on_host(var.aval)}
-    for (var, mesh), at in (*streams.arguments.items(), *streams.pieces.items()):
-        k = position[var]
-        if k not in found or mesh == home.get(var):
-            found[k] = streams.buffers[at].type.sharding, mesh
-    for k, var in enumerate(program.jaxpr.invars):
+    for k, at in streams.arguments:
+        buffer = streams.buffers[at]
+        if k not in found or buffer.stage == home.get(invars[k]):
+            found[k] = buffer.value.type.sharding, buffer.stage
+    for k, var in enumerate(invars):
         sharding, mesh = found.get(k, (Sharding.replicated(len(var.aval.shape)), home.get(var, 0)))
         name = program.in_paths[k] if k < program.num_args else f"constant {k - program.num_args}"
         role, shape, dtype = role_of(program, roles, k), tuple(var.aval.shape), str(var.aval.dtype)
-        yield Value(name, role, shape, dtype, sharding, mesh, k in there)
+        yield Value(name, role, shape, dtype, sharding, mesh, on_host(var.aval))
     for k, result in enumerate(streams.results):
         if k not in roles.aliases and result is not None:
             buffer = streams.buffers[result]
-            kind = buffer.type
+            kind = buffer.value.type
             shape, dtype = kind.shape, str(kind.dtype)
             yield Value(program.out_paths[k], "result", shape, dtype, kind.sharding, buffer.stage, kind.on_host)
     for number, stage in enumerate(planned.stages):

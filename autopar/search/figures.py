@@ -18,24 +18,22 @@ import numpy as np
 from autopar._jax import JaxprEqn
 from autopar.cost.volume import sent_bytes
 from autopar.intra_op.kernels import is_contraction
-from autopar.intra_op.sharded import Body, Collective, Compute, Region
+from autopar.intra_op.sharded import Body, Collective, computed
 from autopar.ir.program import Program
 from autopar.ir.region import bodies_of, is_region, trip_count
 from autopar.ir.rules import rule_for
 from autopar.ir.signature import equation_signature
 from autopar.ir.source import name_scope
 from autopar.ir.trace.inline_calls import RECOMPUTED
-from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.plan.figures import Figures
+from autopar.search.request import Request
 
 LEVELS = "within a host", "between hosts", "between pods"
 
 
 def figures_of(
-    step: Program,
-    roles: Roles,
-    cluster: Cluster,
+    request: Request,
     bodies: Iterable[tuple[Body, int]],
     collectives: Sequence[tuple[Collective, LogicalMesh]],
     sends: Sequence[tuple[float, int]] = (),
@@ -43,18 +41,17 @@ def figures_of(
     """The figures of a plan.
 
     Args:
-        step: The step, its batch whole.
-        roles: Which inputs are its batch.
-        cluster: The machine.
+        request: The step, its batch whole, and the machine.
         bodies: What is planned to run, each with how often in one step.
         collectives: Of one step, each with the mesh it runs on.
         sends: From stage to stage in one step: (bytes of all devices, over which of `LEVELS`).
     """
-    amount, unit = amount_of([step.in_avals[k] for k in roles.batch])
+    step, cluster = request.program, request.cluster
+    amount, unit = amount_of([step.in_avals[k] for k in request.roles.batch])
     groups = cluster.groups or (cluster,)
     return Figures(
         least_seconds(step, cluster),
-        sum(times * _peak_seconds(_computed(body), cluster) for body, times in bodies),
+        sum(times * _peak_seconds(computed(body), cluster) for body, times in bodies),
         amount,
         unit,
         _link_bytes(cluster, collectives, sends),
@@ -64,11 +61,7 @@ def figures_of(
 
 
 def amount_of(batch: Any) -> tuple[int, str]:
-    """How much there is to learn in a batch: tokens where it has a matrix of integers, else samples.
-
-    Args:
-        batch: A pytree of arrays, or of their types.
-    """
+    """How much there is to learn in a batch of arrays, or types: tokens where it has a matrix of integers, else samples."""
     leaves = jax.tree.leaves(batch)
     for leaf in leaves:
         if np.ndim(leaf) == 2 and np.issubdtype(getattr(leaf, "dtype", object), np.integer):
@@ -111,15 +104,6 @@ def _needed(eqns: Sequence[JaxprEqn], times: int = 1) -> Iterator[tuple[JaxprEqn
                 yield from _needed(body.eqns, times * trip_count(eqn))
         else:
             yield eqn, times
-
-
-def _computed(body: Body, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
-    for instruction in body.instructions:
-        if isinstance(instruction, Compute):
-            yield instruction.eqn, times
-        elif isinstance(instruction, Region):
-            for inner in instruction.bodies:
-                yield from _computed(inner, times * trip_count(instruction.eqn))
 
 
 def _link_bytes(

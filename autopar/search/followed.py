@@ -19,14 +19,13 @@ from autopar.inter_op.cut import CutStep, cut_step
 from autopar.inter_op.stage_program import stage_program
 from autopar.inter_op.tasks import make_tasks
 from autopar.ir.dataflow import inputs_of
-from autopar.ir.program import Program
-from autopar.ir.trace.state import Roles
 from autopar.ir.work import num_bytes
-from autopar.mesh import Cluster, Sharding
+from autopar.mesh import Sharding
 from autopar.search.methods import Follow
 from autopar.search.pins import restrict_stages
 from autopar.search.pipeline import check_budget
 from autopar.search.progress import Report, silent
+from autopar.search.request import Request
 from autopar.search.solve_stages import Solved, pinned, solve_stage
 from autopar.streams.assemble import PipelinePlan, assemble
 from autopar.streams.schedules import SCHEDULES, num_chunks, splits_backward
@@ -35,20 +34,18 @@ Lies = Mapping[Var, tuple[int, Sharding]]
 """Of an argument that the other step keeps: stage and sharding."""
 
 
-def pipeline_behind(
-    program: Program, roles: Roles, cluster: Cluster, method: Follow, report: Report = silent
-) -> PipelinePlan:
+def pipeline_behind(request: Request, method: Follow, report: Report = silent) -> PipelinePlan:
     """Plan a step behind another's pipeline.
 
     Raises:
         PipelineError: The step has fewer places to cut than there are stages.
         InfeasibleError: A stage does not fit.
     """
-    lead = _lead(method)
+    lead, program, cluster = _lead(method), request.program, request.cluster
     there = {path: k for k, path in enumerate(method.plan.attached.program.in_paths)}
     found = {k: there[method.paths[path]] for k, path in enumerate(program.in_paths) if path in method.paths}
     num_stages = len(lead.stages)
-    cut = _cut(program, roles, method, found)
+    cut = _cut(request, method, found)
     if num_stages > cut.chain.num_segments:
         raise PipelineError(
             "the step cannot follow so many stages.",
@@ -65,16 +62,18 @@ def pipeline_behind(
     tasks = make_tasks(
         cut.program.jaxpr, cut.split, cut.chain, borders, splits_backward(schedule), (), cut.roles.aliases
     )
-    stages, options, solved = [], method.options(), Solved()
+    stages, solved = [], Solved()
     keep_keys = restrict_stages(cut, {})
     for number, like in enumerate(lead.stages):
         stage = stage_program(tasks, number, cut.roles.aliases, cut.batch.dims)
         pins = {at: lies[var][1] for at, var in stage.arguments.items() if var in lies and lies[var][0] == number}
         further, key = keep_keys(stage, like.mesh)
         restrict = pinned(pins, further, f"`{method.plan.name}` keeps it so")
-        stages.append(solve_stage(stage, like.mesh, cluster, options, solved, restrict, (tuple(pins.items()), key)))
+        stages.append(
+            solve_stage(stage, like.mesh, cluster, request.options, solved, restrict, (tuple(pins.items()), key))
+        )
     planned = assemble(cut, borders, tasks, stages, cluster, schedule)
-    check_budget(planned, options.memory_budget_bytes or cluster.device.memory_bytes)
+    check_budget(planned, request.budget_bytes)
     return planned
 
 
@@ -85,11 +84,11 @@ def _lead(method: Follow) -> PipelinePlan:
     return lead
 
 
-def _cut(program: Program, roles: Roles, method: Follow, found: Mapping[int, int]) -> CutStep:
+def _cut(request: Request, method: Follow, found: Mapping[int, int]) -> CutStep:
     """The step taken apart as the other is: its stacks, and its microbatches if it can be worked through in such."""
     lead = _lead(method)
-    kept = dataclasses.replace(roles, state=tuple(sorted({*roles.state, *found})))
-    sizes = [program.in_avals[k].shape[0] for k in roles.batch]
+    program, sizes = request.program, request.batch_sizes
+    kept = dataclasses.replace(request.roles, state=tuple(sorted({*request.roles.state, *found})))
     count = next((m for m in range(lead.cut.split.count, 0, -1) if all(size % m == 0 for size in sizes)), 1)
     stacks, semantics = lead.cut.stacks, method.microbatch_semantics
     in_parts = {here: there for here, there in found.items() if len(stacks.inputs[there]) > 1}

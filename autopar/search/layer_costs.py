@@ -246,11 +246,11 @@ def _cost(stage: StagePlan, tasks: Tasks) -> LayerCost:
     held: dict[object, int] = {}
     for task in stage.tasks:
         # What is read beside that and comes from other stages is there for one microbatch.
-        read = sum(b.num_bytes for b in task.inputs if b.slot.kind == "loop")
+        read = sum(b.num_bytes for b in task.inputs if b.kind == "loop")
         working = max(working, task.working_bytes + max(0, read - kept))
         for border in (*task.inputs, *task.outputs):
-            if border.slot.kind in ("argument", "const", "piece", "sum", "rows"):
-                held[border.slot.kind, border.slot.key] = border.num_bytes
+            if border.kind in ("argument", "const", "piece", "sum", "rows"):
+                held[border.kind, border.key] = border.num_bytes
         if task.task.is_in_loop:
             latency = sum(c.times * collective_seconds(c.kind, 0, c.axes, stage.mesh) for c in task.collectives)
             waiting = min(latency, sum(task.exposed_seconds))

@@ -22,13 +22,11 @@ from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.shard import Beaten
 from autopar.intra_op.time_limit import TimeLimit
 from autopar.intra_op.untie import untie
-from autopar.ir.program import Program
-from autopar.ir.trace.state import Roles
-from autopar.mesh import Cluster, LogicalMesh
+from autopar.mesh import LogicalMesh
 from autopar.options import Options
-from autopar.search.methods import Method
 from autopar.search.one_mesh import shard_on
 from autopar.search.progress import Report
+from autopar.search.request import Request
 from autopar.tuning import TUNING
 
 
@@ -55,10 +53,7 @@ class Searched:
 
 
 def search_meshes(
-    program: Program,
-    roles: Roles,
-    cluster: Cluster,
-    method: Method,
+    request: Request,
     meshes: Sequence[LogicalMesh],
     report: Report,
     searched: Searched,
@@ -69,21 +64,22 @@ def search_meshes(
 
     As long as nothing is found, `beat` is the objective to be beaten, and `exposure` what is known of it.
     """
+    by_hosts = request.cluster.hosts, request.cluster.devices_per_host
     for number, mesh in enumerate(meshes):
-        reason = _not_worth_it(searched, mesh, method.options()) if len(meshes) > 1 or searched.results else ""
+        reason = _not_worth_it(searched, mesh, request.options) if len(meshes) > 1 or searched.results else ""
         if reason:
             searched.tried.append((str(mesh), reason))
             continue
         least = min((sharded.step_seconds for _, sharded in searched.results), default=math.inf)
-        report(f"sharding {program.name} on mesh {mesh}", number / len(meshes), least)
+        report(f"sharding {request.program.name} on mesh {mesh}", number / len(meshes), least)
         # Data parallelism over all axes is the same on every mesh of a host: compared with once, and where it takes turns.
-        compare = not searched.results or mesh.shape == (cluster.hosts, cluster.devices_per_host)
+        compare = not searched.results or mesh.shape == by_hosts
         if searched.results:
             beat, exposure = _to_beat(searched, mesh), searched.best[1].exposure
         try:
             like = searched.results[0][1].graph if searched.results else None
             begin, explore = _begin(searched, mesh), not searched.results
-            sharded = shard_on(program, roles, cluster, method, mesh, compare, beat, exposure, like, begin, explore)
+            sharded = shard_on(request, mesh, compare, beat, exposure, like, begin, explore)
         except Beaten as beaten:
             searched.beaten.append(mesh)
             searched.tried.append((str(mesh), f"at least {beaten.seconds:.3e} s"))
@@ -116,23 +112,20 @@ def _begin(searched: Searched, mesh: LogicalMesh) -> list[Sharded]:
     return [*joined[:1], *alike[:1]] if joined else []
 
 
-def untie_best(
-    program: Program, roles: Roles, cluster: Cluster, method: Method, searched: Searched
-) -> tuple[LogicalMesh, Sharded]:
+def untie_best(request: Request, searched: Searched) -> tuple[LogicalMesh, Sharded]:
     """The best plan with every node by itself; of small programs the best of all that are nearly as fast."""
     mesh, best = searched.best
-    options = method.options()
-    budget = options.memory_budget_bytes or cluster.device.memory_bytes
+    options, budget = request.options, request.budget_bytes
 
     def untied(sharded: Sharded) -> Sharded:
         takes = TUNING.solve_share * planning_seconds(sharded.problem)
         if not options.repays(TUNING.untied_near * sharded.step_seconds, takes):
             return sharded
         return untie(
-            program.jaxpr,
+            request.program.jaxpr,
             sharded,
-            cluster.device,
-            roles.donated,
+            request.cluster.device,
+            request.roles.donated,
             lambda sharded: sharded.liveness.peak_bytes <= budget,
             options.solver,
             TimeLimit(options.solver_seconds, options.repaying_steps),

@@ -15,55 +15,21 @@ from typing import Any
 
 from autopar.errors import AutoparError
 from autopar.mesh import LogicalMesh
-from autopar.options import Goal, Memory, MicrobatchSemantics, Offload, Options, Recompute, Solver
+from autopar.options import Goal, Options, Recompute, Settings
 from autopar.plan.decision import Decision
 from autopar.streams.schedules import AUTOMATIC, find_schedule
 from autopar.tuning import TUNING
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Settings:
-    """What every method takes.
-
-    Attributes:
-        memory_budget_bytes: Bytes one device may use; None: the device's own memory.
-        constraints: Pins `{path glob: PartitionSpec}` over argument paths such as `"state/params/*/kernel"`.
-        solver: `"highs"` or `"cbc"`; or a search that proves nothing, as of `Options`, for comparison.
-        solver_seconds: How long the solver may work on one mesh, or on one stage on its mesh.
-        planning_seconds: How long planning may take, in all: then the best plan so far is taken. The first plan is waited
-            for. None: as long as it takes.
-        microbatch_semantics: `"exact"`: microbatches that would compute something else are refused;
-            `"per_microbatch"`: batch statistics are those of each microbatch.
-        memory: `"predicted"`: the plan fits by the planner's own count; `"compiler"`: by XLA's, which compiles it for these
-            devices, or for such as are described (`autopar[verify]`). It is planned again until they agree.
-        offload: `"auto"`: where nothing else fits, the optimizer's state waits in the memory of the hosts, and is copied to
-            the devices for the update; `"never"`: it does not.
-    """
-
-    memory_budget_bytes: int | None = None
-    constraints: Mapping[str, Any] = field(default_factory=dict, hash=False)
-    solver: Solver = "highs"
-    solver_seconds: float = 60.0
-    planning_seconds: float | None = None
-    microbatch_semantics: MicrobatchSemantics = "exact"
-    memory: Memory = "predicted"
-    offload: Offload = "auto"
-
+class _Settings(Settings):
     def __post_init__(self) -> None:
         self.options()  # a mistake in it is told at once
 
     def options(self) -> Options:
         """The planner's options."""
-        return Options(
-            memory_budget_bytes=self.memory_budget_bytes,
-            constraints=self.constraints,
-            solver=self.solver,
-            solver_seconds=self.solver_seconds,
-            planning_seconds=self.planning_seconds,
-            microbatch_semantics=self.microbatch_semantics,
-            memory=self.memory,
-            offload=self.offload,
-        )
+        names = [setting.name for setting in dataclasses.fields(Options) if hasattr(self, setting.name)]
+        return Options(**{name: getattr(self, name) for name in names})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,10 +42,6 @@ class _StageSettings(_Settings):
     """
 
     recompute: Recompute = "auto"
-
-    def options(self) -> Options:
-        """The planner's options."""
-        return dataclasses.replace(super().options(), recompute=self.recompute)
 
 
 @dataclass(frozen=True)

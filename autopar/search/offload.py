@@ -24,22 +24,15 @@ from autopar.ir.work import num_bytes
 from autopar.mesh import Device
 from autopar.plan.decision import Decision
 from autopar.plan.words import bytes_text
-from autopar.search.methods import Follow, FollowMesh, Method
+from autopar.search.methods import Follow, FollowMesh
+from autopar.search.request import Request
 from autopar.tuning import TUNING
 
 _T = TypeVar("_T")
 
 
-def within_memory(
-    plan: Callable[[Program], _T], program: Program, roles: Roles, method: Method
-) -> tuple[_T, tuple[str, ...]]:
+def within_memory(plan: Callable[[Request], _T], request: Request) -> tuple[_T, tuple[str, ...]]:
     """What `plan` makes of a step; where nothing fits, of the same with its optimizer's state in the memory of the hosts.
-
-    Args:
-        plan: Plans a step.
-        program: The step.
-        roles: Its roles.
-        method: What was asked for.
 
     Returns:
         The plan, and the paths of the arguments that lie there.
@@ -47,11 +40,12 @@ def within_memory(
     Raises:
         InfeasibleError: Nothing fits either way.
     """
+    method, program, roles = request.method, request.program, request.roles
     followed = method.on_host if isinstance(method, Follow | FollowMesh) else ()
     if followed:
-        return plan(offloaded_program(program, roles, followed)), tuple(followed)
+        return plan(request.of(offloaded_program(program, roles, followed))), tuple(followed)
     try:
-        return plan(program), ()
+        return plan(request), ()
     except InfeasibleError as error:
         paths = optimizer_state(program, roles) if hasattr(error, "budget_bytes") else ()
         if not paths:
@@ -61,7 +55,7 @@ def within_memory(
             raise _again(error, error.given, f"{error.do} Or {also}") from error
         failure = error
     try:
-        return plan(offloaded_program(program, roles, paths)), paths
+        return plan(request.of(offloaded_program(program, roles, paths))), paths
     except InfeasibleError as error:
         raise _again(error, f"{error.given}, the optimizer's state in the memory of the hosts", error.do) from failure
 

@@ -15,21 +15,13 @@ from functools import partial
 
 from autopar._jax import Jaxpr
 from autopar.debug import dump
-from autopar.errors import (
-    BatchError,
-    InfeasibleError,
-)
+from autopar.errors import BatchError, InfeasibleError
 from autopar.inter_op.lean_scans import lean_scans
 from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.hand_plans import restrict_to_data_parallel
 from autopar.intra_op.read_off import Sharded
-from autopar.intra_op.restrict import (
-    Allowed,
-    Restrict,
-    keep_keys_whole,
-    pin_borders,
-)
+from autopar.intra_op.restrict import Allowed, Restrict, keep_keys_whole, pin_borders
 from autopar.intra_op.shard import shard
 from autopar.ir.check import check_program
 from autopar.ir.passes import Pass, run_passes
@@ -39,10 +31,11 @@ from autopar.ir.rewrite.late_narrowing import narrow_late
 from autopar.ir.split.microbatch import NO_BATCH
 from autopar.ir.split.rounds import accumulate_in_rounds
 from autopar.ir.trace.state import Roles
-from autopar.mesh import Cluster, LogicalMesh
+from autopar.mesh import LogicalMesh
 from autopar.plan.words import mesh_text
 from autopar.search.methods import DataParallel, Method
 from autopar.search.pins import find_pins
+from autopar.search.request import Request
 
 
 def count_of(method: Method) -> int:
@@ -125,10 +118,7 @@ def in_microbatches(program: Program, roles: Roles, count: int, semantics: str) 
 
 
 def shard_on(
-    program: Program,
-    roles: Roles,
-    cluster: Cluster,
-    method: Method,
+    request: Request,
     mesh: LogicalMesh,
     compare: bool = True,
     beat: float = math.inf,
@@ -143,60 +133,59 @@ def shard_on(
     the program on one of them, `begin` answers to begin with, as of `shard`; so is `explore`.
     """
 
-    def restrict(graph: Graph, allowed: Allowed) -> None:
-        restrict_plan(program, roles, method, mesh, graph, allowed)
-
+    roles, device = request.roles, request.cluster.device
     return shard(
-        program.jaxpr,
+        request.program.jaxpr,
         roles.aliases,
         mesh,
-        cluster.device,
-        method.options(),
-        restrict,
+        device,
+        request.options,
+        partial(restrict_plan, request, mesh),
         roles.donated,
         roles.batch,
-        _known_plans(program, roles, mesh) if compare and not isinstance(method, DataParallel) else (),
+        _known_plans(request, mesh) if compare and not isinstance(request.method, DataParallel) else (),
         beat,
-        exposure=exposure or Exposure(1 - cluster.device.achieved.overlap),
+        exposure=exposure or Exposure(1 - device.achieved.overlap),
         like=like,
         begin=begin,
         explore=explore,
     )
 
 
-def _known_plans(program: Program, roles: Roles, mesh: LogicalMesh) -> list[Restrict]:
+def _known_plans(request: Request, mesh: LogicalMesh) -> list[Restrict]:
     """Data parallelism of every ZeRO stage, where the batch divides."""
     try:
-        check_batch(program, roles, mesh)
+        check_batch(request, mesh)
     except BatchError:
         return []
+    jaxpr, batch, state = request.program.jaxpr, request.roles.batch, request.roles.state
     return [
-        partial(restrict_to_data_parallel, program.jaxpr, batch_inputs=roles.batch, state_inputs=roles.state, zero=zero)
+        partial(restrict_to_data_parallel, jaxpr, batch_inputs=batch, state_inputs=state, zero=zero)
         for zero in (0, 1, 3)
     ]
 
 
-def restrict_plan(
-    program: Program, roles: Roles, method: Method, mesh: LogicalMesh, graph: Graph, allowed: Allowed
-) -> None:
+def restrict_plan(request: Request, mesh: LogicalMesh, graph: Graph, allowed: Allowed) -> None:
     """Forbid what the method, its constraints and the program's keys forbid."""
+    program, roles, method = request.program, request.roles, request.method
     into, out_of = ([k for k, key in enumerate(of) if key] for of in (program.key_inputs, program.key_outputs))
     keep_keys_whole(graph, into, out_of, allowed)
     if isinstance(method, DataParallel):
-        check_batch(program, roles, mesh)
+        check_batch(request, mesh)
         restrict_to_data_parallel(program.jaxpr, graph, allowed, roles.batch, roles.state, method.zero)
-    for pins in find_pins(program.in_paths, method.options().constraints, program.out_paths):
+    for pins in find_pins(program.in_paths, request.options.constraints, program.out_paths):
         pin_borders(graph, graph.inputs, pins.inputs, program.in_paths, allowed)
         pin_borders(graph, graph.outputs, pins.outputs, program.out_paths, allowed)
     _check_pinned(program, method, mesh, graph, allowed)
 
 
-def check_batch(program: Program, roles: Roles, mesh: LogicalMesh) -> None:
+def check_batch(request: Request, mesh: LogicalMesh) -> None:
     """The batch must divide over the devices of a data-parallel mesh.
 
     Raises:
         BatchError: It does not, or there is none.
     """
+    program, roles = request.program, request.roles
     if not roles.batch:
         leaves = range(len(program.in_paths))
         others = [k for k in leaves if k not in roles.state] or leaves
@@ -210,8 +199,7 @@ def check_batch(program: Program, roles: Roles, mesh: LogicalMesh) -> None:
             "Auto(): they split what pays, whatever it is.",
             candidates={},
         )
-    for leaf in roles.batch:
-        size = program.in_avals[leaf].shape[0]
+    for leaf, size in zip(roles.batch, request.batch_sizes, strict=True):
         if size % mesh.num_devices:
             raise BatchError(
                 "the batch does not divide over the devices.",

@@ -24,8 +24,8 @@ from autopar.ir.region import bodies_of, trip_count
 from autopar.ir.rewrite.longer import is_product
 from autopar.ir.rewrite.padding import pad_dims
 from autopar.ir.rules import rule_for
-from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster
+from autopar.search.request import Request
 from autopar.streams.assemble import StepPlan
 from autopar.tuning import TUNING
 
@@ -42,16 +42,16 @@ def padded_program(program: Program, lengths: Lengths) -> Program:
     return dataclasses.replace(program, jaxpr=jaxpr)
 
 
-def lengths_that_do_not_divide(program: Program, roles: Roles, num_devices: int) -> dict[int, int]:
+def lengths_that_do_not_divide(request: Request) -> dict[int, int]:
     """Lengths along which a good part of the step's products goes, and that longer dims would let more devices split."""
     whole, along = 0.0, dict[int, float]()
-    for eqn, times in _products(program.jaxpr):
+    for eqn, times in _products(request.program.jaxpr):
         rule = rule_for(eqn)
         whole += times * rule.flops
         for length in dict.fromkeys(rule.sizes.values()):
             along[length] = along.get(length, 0.0) + times * rule.flops
-    rows = {program.in_avals[k].shape[0] for k in roles.batch}
-    longer = {n: longer_length(n, num_devices) for n in sorted(along) if n not in rows}
+    rows = set(request.batch_sizes)
+    longer = {n: longer_length(n, request.cluster.num_devices) for n in sorted(along) if n not in rows}
     return {n: m for n, m in longer.items() if m > n and along[n] >= TUNING.padding_looks * whole}
 
 
@@ -68,13 +68,8 @@ def longer_length(length: int, num_devices: int) -> int:
 def worth_padding(planned: StepPlan, lengths: Lengths, cluster: Cluster, num_tried: int = 1) -> dict[int, int]:
     """Those lengths of which longer ones may win what it takes to plan them, by what the plan without them does.
 
-    Args:
-        planned: The plan of the step as it stands.
-        lengths: As of `lengths_that_do_not_divide`.
-        cluster: The machine.
-        num_tried: About how many plans were tried for this one, and will be again.
-
     Products along a length are repeated by some devices; or, if none can split it at all, their collectives are exposed.
+    About `num_tried` plans were tried for this one, and will be again.
     """
     operations = products = 0.0
     along, repeated = dict.fromkeys(lengths, 0.0), dict.fromkeys(lengths, 0.0)

@@ -28,12 +28,7 @@ from autopar.tuning import TUNING
 
 
 def even_parts(cut: CutStep, num_stages: int) -> int:
-    """How many parts serve; those that the step is cut into, if it is even or nothing would help.
-
-    Args:
-        cut: The step, its scans in parts.
-        num_stages: How many stages it becomes.
-    """
+    """How many parts serve for so many stages; those that the step is cut into, if it is even or nothing would help."""
     count, length, chain = cut.stacks.count, cut.stacks.length, cut.chain
     sizes = [share_of(k, count, length).size for k in range(count)]
     trips: dict[int, int] = {}  # of the loops over layers, by segment
@@ -52,10 +47,7 @@ def even_parts(cut: CutStep, num_stages: int) -> int:
 def parts_apart(program: Program, roles: Roles, planned: PipelinePlan | None) -> int:
     """As many parts as layers, if these are in loops that memory demands to run again, and that keep what might; else 0.
 
-    Args:
-        program: The step.
-        roles: Its roles.
-        planned: A pipeline of it; None: none fits.
+    `planned` is a pipeline of the step; None: none fits.
     """
     length = layer_count(program.jaxpr, roles.may_hold_layers, roles.aliases)
     runs_again = planned is None or any(level > CHEAP for level in planned.tasks.levels)

@@ -142,10 +142,7 @@ def restrict_stages(
 
 
 def _pin(
-    stage: StageProgram,
-    pins: Sequence[tuple[int, tuple[str, PartitionSpec], str]],
-    graph: Graph,
-    allowed: Allowed,
+    stage: StageProgram, pins: Sequence[tuple[int, tuple[str, PartitionSpec], str]], graph: Graph, allowed: Allowed
 ) -> None:
     """Keep pins: (position, pin, path)."""
     for at, pin, path in pins:

@@ -29,7 +29,7 @@ from autopar.options import Options
 from autopar.search.pins import RestrictStage, restrict_stages, unrestricted
 from autopar.search.progress import Report, part_of, silent
 from autopar.search.solve_stages import SameStacks, Solved, best_stage, pinned, solve_stage, stage_seconds
-from autopar.streams.assemble import PipelinePlan, assemble, at_levels
+from autopar.streams.assemble import PipelinePlan, assemble, at_levels, steps_in_order
 from autopar.streams.schedules import Schedule, in_flight, num_chunks, splits_backward
 from autopar.tuning import TUNING
 
@@ -189,7 +189,7 @@ class _Room:
     def divide(self, planned: PipelinePlan) -> None:
         """Of several stages on one mesh each gets what the others leave of it while it runs, if memory is without end."""
         peaks, finest = planned.simulation.peak_bytes, TUNING.parts_of_memory
-        order = planned.schedule.order(len(peaks), planned.cut.split.count)
+        order = steps_in_order(planned.cut, len(peaks), planned.schedule)
         self._in_flight = [min(n for k in range(32) for n in (1 << k, 3 << k) if n >= at) for at in in_flight(order)]
         waits = [resting_bytes(stage, at) for stage, at in zip(planned.stages, self._in_flight, strict=True)]
         for number in range(len(waits)):
@@ -212,11 +212,7 @@ def once_seconds(stage: StagePlan) -> float:
 
 def least_seconds(once: Sequence[float], count: int) -> float:
     """What a step takes at least where each stage is its own mesh and every microbatch goes through all, there and back:
-    before the slowest stage begins and after it ends, one goes through the others.
-
-    Args:
-        once: Of each stage, seconds of one microbatch.
-        count: Number of microbatches.
+    before the slowest stage begins and after it ends, one goes through the others. `once` is of each stage for one of them.
     """
     return sum(once) + (count - 1) * max(once)
 

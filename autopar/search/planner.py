@@ -15,14 +15,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 from autopar.debug import dump
-from autopar.errors import (
-    AutoparError,
-    BatchError,
-    DeviceCountError,
-    InfeasibleError,
-    NotBuiltYetError,
-    warn,
-)
+from autopar.errors import AutoparError, BatchError, DeviceCountError, InfeasibleError, NotBuiltYetError, warn
 from autopar.ir.garbage import without_collection
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
@@ -48,30 +41,22 @@ from autopar.search.methods import (
 )
 from autopar.search.offload import check_hosts, within_memory
 from autopar.search.one_mesh import count_of, in_microbatches
-from autopar.search.padding import (
-    Lengths,
-    lengths_that_do_not_divide,
-    padded_program,
-    worth_padding,
-)
+from autopar.search.padding import Lengths, lengths_that_do_not_divide, padded_program, worth_padding
 from autopar.search.pins import find_pins
 from autopar.search.progress import Report, part_of, silent
+from autopar.search.request import Request
 from autopar.search.stage_planner import pipeline_of
 from autopar.search.stage_search import Stages, search_pipelines
 from autopar.streams.assemble import StepPlan, all_lowered, assemble_step
 from autopar.tuning import TUNING
 
+Tried = list[tuple[str, str]]
+"""What was tried: (what, its time or why not)."""
+
 
 @without_collection()
 def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, report: Report = silent) -> Plan:
-    """Plan one step.
-
-    Args:
-        program: The traced step.
-        roles: Which inputs are state, batch, donated.
-        cluster: The machine.
-        method: What was asked for.
-        report: Called with a line of progress before each mesh is tried.
+    """Plan one step; `report` is called with a line of progress before each piece of work.
 
     Raises:
         AutoparError: No mesh allows a plan; the message of the last one tried says why.
@@ -81,18 +66,15 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
     """
     started = time.perf_counter()
     dump("program", program.__str__)
+    request = Request(program, roles, cluster, method)
     _check_one_kind(cluster)
     _check_rows(program, roles)
     # A mistake in them is told before any work.
-    find_pins(program.in_paths, method.options().constraints, program.out_paths)
+    find_pins(program.in_paths, request.options.constraints, program.out_paths)
     anytime = Anytime(report, method.planning_seconds)
-
-    def plan_of(written: Program) -> tuple[StepPlan, list[tuple[str, str]], Lengths]:
-        return _with_padding(written, roles, cluster, method, anytime)
-
-    (planned, tried, padded), offloaded = within_memory(plan_of, program, roles, method)
+    (planned, tried, padded), offloaded = within_memory(lambda asked: _with_padding(asked, anytime), request)
     dump_plan(planned)
-    plan = describe_plan(program, roles, cluster, method, planned, time.perf_counter() - started)
+    plan = describe_plan(request, planned, time.perf_counter() - started)
     cost = dataclasses.replace(plan.cost, search=anytime.search())
     plan = dataclasses.replace(
         plan, alternatives=tuple(tried), cost=cost, padded=tuple(padded.items()), offloaded=offloaded
@@ -101,30 +83,28 @@ def make_plan(program: Program, roles: Roles, cluster: Cluster, method: Method, 
     return plan
 
 
-def _with_padding(
-    program: Program, roles: Roles, cluster: Cluster, method: Method, report: Anytime
-) -> tuple[StepPlan, list[tuple[str, str]], Lengths]:
+def _with_padding(request: Request, report: Anytime) -> tuple[StepPlan, Tried, Lengths]:
     """The step planned as it stands, or with longer dims where that is faster; what else was tried; how these are longer."""
     planned: StepPlan | None = None
-    tried: list[tuple[str, str]] = []
+    tried: Tried = []
     failure: InfeasibleError | None = None
-    splits_other_dims = not isinstance(method, DataParallel | Follow)
-    lengths = lengths_that_do_not_divide(program, roles, cluster.num_devices) if splits_other_dims else {}
+    splits_other_dims = not isinstance(request.method, DataParallel | Follow)
+    lengths = lengths_that_do_not_divide(request) if splits_other_dims else {}
     try:
-        planned, tried = _planned(program, roles, cluster, method, report)
+        planned, tried = _planned(request, report)
     except InfeasibleError as error:
         if not lengths:
             raise
         failure = error
     if planned is not None:
-        lengths = {} if report.reason else worth_padding(planned, lengths, cluster, 1 + len(tried))
+        lengths = {} if report.reason else worth_padding(planned, lengths, request.cluster, 1 + len(tried))
     if lengths:
         try:
-            longer, more = _planned(padded_program(program, lengths), roles, cluster, method, report)
+            longer, more = _planned(request.of(padded_program(request.program, lengths)), report)
         except AutoparError as error:
             tried = [*tried, (padding_text(lengths), error.summary)]
         else:
-            goal = method.options().goal
+            goal = request.options.goal
             least = math.inf if planned is None else planned.seconds_for(goal)
             if longer.seconds_for(goal) < (1 - TUNING.padding_gains) * least:
                 return longer, [*tried, *more], lengths
@@ -135,33 +115,31 @@ def _with_padding(
     return planned, tried, {}
 
 
-def _planned(
-    program: Program, roles: Roles, cluster: Cluster, method: Method, report: Anytime
-) -> tuple[StepPlan, list[tuple[str, str]]]:
+def _planned(request: Request, report: Anytime) -> tuple[StepPlan, Tried]:
     """The step planned as the method wants it, and what else was tried."""
-    match method:
-        case PipelineParallel() | ThreeD():
-            return pipeline_of(program, roles, cluster, method, report), []
-        case Follow():
-            return pipeline_behind(program, roles, cluster, method, report), []
-    return _search(program, roles, cluster, method, report)
+    match request.method:
+        case PipelineParallel() | ThreeD() as method:
+            return pipeline_of(request, method, report), []
+        case Follow() as method:
+            return pipeline_behind(request, method, report), []
+    return _search(request, report)
 
 
-def _search(
-    program: Program, roles: Roles, cluster: Cluster, method: Method, report: Anytime
-) -> tuple[StepPlan, list[tuple[str, str]]]:
+def _search(request: Request, report: Anytime) -> tuple[StepPlan, Tried]:
     """The best of the meshes that a method allows; `Auto()` looks for microbatches and pipelines too."""
-    search = _Search(program, roles, cluster, method, report)
+    search = _Search(request, report)
     search.on_meshes()
     search.in_microbatches()
     if search.on_hosts:
         search.on_finer_meshes()
     search.alone()
-    if search.on_hosts or (isinstance(method, Auto | Inference) and _can_gain(method, search.searched)):
+    if search.on_hosts or (isinstance(request.method, Auto | Inference) and _can_gain(request, search.searched)):
         search.in_stages()
     report.tried = search.tried
     if report.reason and report.reason != report.time_is_up:
-        warn(f"{program.name}: planning was stopped, and the best plan so far is used. Ctrl-C again stops the step.")
+        warn(
+            f"{request.program.name}: planning was stopped, and the best plan so far is used. Ctrl-C again stops the step."
+        )
     return search.best()
 
 
@@ -174,15 +152,17 @@ class _Search:
         on_hosts: Whether stages are looked for whatever they can win: on several hosts.
     """
 
-    def __init__(self, step: Program, roles: Roles, cluster: Cluster, method: Method, report: Anytime):
-        self.step, self.roles, self.cluster, self.method, self.report = step, roles, cluster, method, report
-        self.on_hosts = isinstance(method, Auto | Inference) and cluster.hosts > 1
-        self.meshes = candidate_meshes(cluster, method)
+    def __init__(self, request: Request, report: Anytime):
+        method = request.method
+        self.request, self.report = request, report
+        self.on_hosts = isinstance(method, Auto | Inference) and request.cluster.hosts > 1
+        self.meshes = candidate_meshes(request.cluster, method)
         if self.on_hosts:
             # Those of three axes begin at what is found on these.
             self.meshes = [mesh for mesh in self.meshes if len(mesh.shape) <= 2] or self.meshes
         self.count = count_of(method)
-        self.program = in_microbatches(step, roles, self.count, method.options().microbatch_semantics)
+        semantics = request.options.microbatch_semantics
+        self.program = in_microbatches(request.program, request.roles, self.count, semantics)
         self.searched, self.stages = Searched([], []), Stages()
         self.tried = self.searched.tried
         self.share = TUNING.meshes_share if isinstance(method, Auto | Inference) else 1.0
@@ -194,19 +174,18 @@ class _Search:
 
     def in_microbatches(self) -> None:
         """`Auto()`: more microbatches, where that makes the step faster, or makes it fit."""
-        step, roles, cluster, method = self.step, self.roles, self.cluster, self.method
-        if self.report.reason or not isinstance(method, Auto):
+        if self.report.reason or not isinstance(self.request.method, Auto):
             return
         with self._a_pass("microbatches"):
-            whole, silently = self.searched, self._silently
-            for found in search_accumulation(step, roles, cluster, method, self.meshes, whole, silently):
+            for found in search_accumulation(self.request, self.meshes, self.searched, self._silently):
                 self.count, self.program, self.searched = found.count, found.program, found.searched
 
     def on_finer_meshes(self) -> None:
         """The program found so far on meshes that win little, or take long, once it is known what there is to beat."""
         if self.report.reason or not self.searched.results:
             return
-        finer = [m for m in finer_meshes(self.cluster, self.cluster.num_devices) if m not in self.meshes]
+        cluster = self.request.cluster
+        finer = [m for m in finer_meshes(cluster, cluster.num_devices) if m not in self.meshes]
         further = Searched(list(self.searched.results), [])
         with self._a_pass("finer meshes"):
             self._search_meshes(finer, self._silently, further)
@@ -215,41 +194,36 @@ class _Search:
 
     def alone(self) -> None:
         """`Auto()`: as one stage whose forward pass may run again, where memory binds."""
-        method, searched = self.method, self.searched
+        method, searched = self.request.method, self.searched
         if self.report.reason or not isinstance(method, Auto) or not memory_binds(searched):
             return
-        step, roles = self.step, self.roles
         best = best_meshes(self.meshes, searched)
         meshes = [mesh for mesh in best if len(mesh.shape) < 3] or best[:1]
         with self._a_pass("run again"):
-            search_alone(step, roles, self.cluster, method, meshes, self.stages, self._silently, self._least)
+            search_alone(self.request, method, meshes, self.stages, self._silently, self._least)
 
     def in_stages(self) -> None:
         """Pipelines."""
         if self.report.reason:
             return
-        least = self._least
-        telling = part_of(self.report, self.share, 1.0)
-        # What a stage may win it wins for each microbatch.
-        options = dataclasses.replace(self.method.options(), repaying_steps=math.inf)
         with self._a_pass("stages"):
-            search_pipelines(self.step, self.roles, self.cluster, options, self.stages, telling, least)
+            search_pipelines(self.request, self.stages, part_of(self.report, self.share, 1.0), self._least)
         self.tried += self.stages.tried
 
-    def best(self) -> tuple[StepPlan, list[tuple[str, str]]]:
+    def best(self) -> tuple[StepPlan, Tried]:
         """The fastest of all, and what was tried beside it.
 
         Raises:
             AutoparError: There is none; why the last mesh has none.
         """
         if self.stages.best is not None:
-            return all_lowered(self.stages.best, self.cluster), self.tried
+            return all_lowered(self.stages.best, self.request.cluster), self.tried
         if not self.searched.results:
             assert self.searched.failure is not None, "there is always one mesh to try"
             raise self.searched.failure
-        mesh, best = untie_best(self.program, self.roles, self.cluster, self.method, self.searched)
+        mesh, best = untie_best(self.request.of(self.program), self.searched)
         others = [pair for pair in self.tried if pair[0] != self._named(str(mesh))]
-        return assemble_step(self.program, self.roles, self.count, mesh, best), others
+        return assemble_step(self.program, self.request.roles, self.count, mesh, best), others
 
     @property
     def _least(self) -> float:
@@ -266,19 +240,19 @@ class _Search:
         return self.report.one_pass(name, lambda: bool(self.searched.results or self.stages.best))
 
     def _search_meshes(self, meshes: Sequence[LogicalMesh], report: Report, searched: Searched) -> None:
-        search_meshes(self.program, self.roles, self.cluster, self.method, meshes, report, searched)
+        search_meshes(self.request.of(self.program), meshes, report, searched)
 
     def _named(self, mesh: str) -> str:
         """A mesh and, where the search chose it, the number of microbatches."""
-        return mesh if self.count == count_of(self.method) else f"{mesh}, {self.count} microbatches"
+        return mesh if self.count == count_of(self.request.method) else f"{mesh}, {self.count} microbatches"
 
 
-def _can_gain(method: Method, searched: Searched) -> bool:
+def _can_gain(request: Request, searched: Searched) -> bool:
     """Whether stages can be worth their bubble: nothing else fits, or the best that does falls short of even shares."""
     if not searched.results:
         return True
     _, best = searched.best
-    won, options = best.step_seconds - best.shared_seconds, method.options()
+    won, options = best.step_seconds - best.shared_seconds, request.options
     repaid = options.goal == "calls" or options.repays(TUNING.hoped * won, TUNING.stages_seconds)
     return repaid and won > TUNING.stages_gain * best.step_seconds
 

@@ -8,7 +8,7 @@ Method: of one mesh, seconds by phase are those of its operations and memory is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autopar._jax import JaxprEqn, Var
@@ -16,9 +16,9 @@ from autopar.intra_op.costs import OperationSeconds
 from autopar.intra_op.held import held_values
 from autopar.intra_op.liveness import memory_curve
 from autopar.intra_op.read_off import Sharded
-from autopar.intra_op.sharded import Body, Compute, Region, copies_made
+from autopar.intra_op.sharded import Body, Compute, Instruction, Region, computed, copies_made
 from autopar.ir.program import Program
-from autopar.ir.region import trip_count
+from autopar.ir.region import bodies_of
 from autopar.ir.source import is_backward
 from autopar.mesh import Cluster, Device
 from autopar.plan.profile import Crossing, CrossingKind, Memory, Profile, Work
@@ -49,8 +49,9 @@ def _of_program(planned: StepPlan, device: Device) -> Profile:
     sharded = stage.sharded
     phases = _phases(sharded.body)
     seconds: dict[EventKind, float] = {"F": 0.0, "B": 0.0, "U": 0.0}
-    for eqn, time in _kernels(sharded.body, OperationSeconds(sharded.graph, sharded.choices, device).of):
-        seconds[phases[eqn]] += time
+    seconds_of = OperationSeconds(sharded.graph, sharded.choices, device).of
+    for eqn, times in computed(sharded.body):
+        seconds[phases[eqn]] += times * seconds_of(eqn)
     # Of branches the longest counts, so that these sum to at least what the step computes.
     scale = sharded.compute_seconds / (sum(seconds.values()) or 1.0)
     curve = memory_curve(sharded.body, stage.mesh, held_values(sharded.graph), stage.program.donated)
@@ -61,55 +62,28 @@ def _of_program(planned: StepPlan, device: Device) -> Profile:
     )
 
 
-def _kernels(body: Body, seconds_of: Callable[[JaxprEqn], float], times: int = 1) -> Iterator[tuple[JaxprEqn, float]]:
-    """(an equation, its seconds in one step)."""
-    for i in body.instructions:
-        match i:
-            case Compute(eqn):
-                yield eqn, times * seconds_of(eqn)
-            case Region(eqn, _, _, bodies):
-                trips = trip_count(eqn) if eqn.primitive.name == "scan" else 1
-                for inner in bodies:
-                    yield from _kernels(inner, seconds_of, times * trips)
-
-
 def _phases(body: Body) -> dict[JaxprEqn, EventKind]:
-    """Of each equation to which phase it belongs."""
-    eqns = [i.eqn for i in body.instructions if isinstance(i, Compute | Region)]
-    behind = [k for k, eqn in enumerate(eqns) if _holds_backward(eqn)]
+    """Of each equation to which phase it belongs: what follows the last of the backward pass is the update."""
     found: dict[JaxprEqn, EventKind] = {}
 
-    def note(body: Body, phase: EventKind) -> None:
-        for i in body.instructions:
+    def note(instructions: Sequence[Instruction], phase: EventKind) -> None:
+        for i in instructions:
             if isinstance(i, Compute | Region):
-                own: EventKind = "B" if phase == "B" or is_backward(i.eqn) else phase
+                own: EventKind = "B" if phase == "F" and is_backward(i.eqn) else phase
                 found[i.eqn] = own
                 for inner in i.bodies if isinstance(i, Region) else ():
-                    note(inner, own)
+                    note(inner.instructions, own)
 
-    note(body, "F")
-    for eqn in eqns[behind[-1] + 1 :] if behind else ():
-        found[eqn] = "U"
-    for i in body.instructions if behind else ():
-        if isinstance(i, Region) and found[i.eqn] == "U":
-            for inner in i.bodies:
-                found.update(dict.fromkeys(_eqns(inner), "U"))
+    behind = [k for k, i in enumerate(body.instructions) if isinstance(i, Compute | Region) and _holds_backward(i.eqn)]
+    end = behind[-1] + 1 if behind else len(body.instructions)
+    note(body.instructions[:end], "F")
+    note(body.instructions[end:], "U")
     return found
 
 
-def _eqns(body: Body) -> Iterator[JaxprEqn]:
-    for i in body.instructions:
-        if isinstance(i, Compute | Region):
-            yield i.eqn
-            for inner in i.bodies if isinstance(i, Region) else ():
-                yield from _eqns(inner)
-
-
-def _holds_backward(eqn: Any) -> bool:
+def _holds_backward(eqn: JaxprEqn) -> bool:
     """Whether an equation is of the backward pass, or a loop over microbatches that holds one."""
-    inner = [value for value in eqn.params.values() if hasattr(value, "jaxpr") or hasattr(value, "eqns")]
-    bodies = [getattr(value, "jaxpr", value) for value in inner]
-    return is_backward(eqn) or any(_holds_backward(e) for body in bodies for e in getattr(body, "eqns", ()))
+    return is_backward(eqn) or any(_holds_backward(inner) for body in bodies_of(eqn) for inner in body.eqns)
 
 
 def _parts_of_program(
@@ -161,7 +135,7 @@ def _of_stages(planned: StepPlan, cluster: Cluster) -> Profile:
     position = {var: k for k, var in enumerate(program.jaxpr.invars)}
 
     def name_of(buffer: int) -> str:
-        at = streams.buffers[buffer]
+        at = streams.buffers[buffer].value
         k = position.get(at.key)
         if at.kind in ("argument", "piece") and k is not None:
             return argument_group(program.in_paths[k]) if k < program.num_args else "constants"
@@ -171,7 +145,7 @@ def _of_stages(planned: StepPlan, cluster: Cluster) -> Profile:
     for mesh, watch in simulation.watch.items():
         totals: dict[str, int] = {"inside the task that runs": watch.working_bytes}
         for buffer in watch.fullest:
-            totals[name_of(buffer)] = totals.get(name_of(buffer), 0) + streams.buffers[buffer].num_bytes
+            totals[name_of(buffer)] = totals.get(name_of(buffer), 0) + streams.buffers[buffer].value.num_bytes
         parts = _largest_parts(totals, simulation.peak_bytes[mesh])
         memory.append(Memory(mesh, "seconds", _thinned(_levels(watch)), parts))
     return Profile(tuple(_work(planned)), tuple(memory), tuple(_crossings(streams)))
@@ -229,11 +203,11 @@ def _crossings(streams: Streams) -> Iterable[Crossing]:
             sent = [streams.buffers[b] for b in i.buffers]
             source, to = sent[0].stage, target[i.message]
             kind: CrossingKind = "update" if sent[0].microbatch < 0 else "forward" if source < to else "backward"
-            largest = max(sent, key=lambda b: b.type.num_bytes)
+            largest = max(sent, key=lambda b: b.value.type.num_bytes)
             entry = found.setdefault((source, to, kind), [0, 0, largest])
-            entry[0] += sum(b.type.num_bytes for b in sent)
+            entry[0] += sum(b.value.type.num_bytes for b in sent)
             entry[1] += 1
-            entry[2] = max(entry[2], largest, key=lambda b: b.type.num_bytes)
+            entry[2] = max(entry[2], largest, key=lambda b: b.value.type.num_bytes)
     for (source, to, kind), (num_bytes, messages, largest) in sorted(found.items(), key=lambda item: item[0]):
-        text = type_text(largest.type.shape, str(largest.type.dtype))
+        text = type_text(largest.value.type.shape, str(largest.value.type.dtype))
         yield Crossing(source, to, kind, num_bytes, messages, text)

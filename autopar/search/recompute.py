@@ -17,13 +17,7 @@ from autopar.streams.assemble import PipelinePlan
 
 
 def recomputed_by(pipeline: PipelinePlan, stage: int, device: Device) -> Recomputed:
-    """What one stage of a pipeline runs again.
-
-    Args:
-        pipeline: The pipeline.
-        stage: Number of the stage.
-        device: Its devices.
-    """
+    """What one stage of a pipeline runs again."""
     tasks, planned = pipeline.tasks, pipeline.stages[stage]
     kept, level = kept_bytes(tasks, planned), tasks.levels[stage]
     if level == CHEAP:
@@ -40,15 +34,10 @@ def recomputed_by(pipeline: PipelinePlan, stage: int, device: Device) -> Recompu
 
 
 def kept_bytes(tasks: Tasks, stage: StagePlan) -> int:
-    """Bytes on one device of what a microbatch keeps from forward to backward.
-
-    Args:
-        tasks: The step cut into stages.
-        stage: One of them on its mesh.
-    """
+    """Bytes on one device of what a microbatch keeps from forward to backward in a stage."""
     values = set(tasks.kept[stage.program.stage].values)
     read = [value for kind in ("B", "W") if (task := stage.task(kind)) for value in task.inputs]
-    return sum({value.slot.key: value.num_bytes for value in read if value.slot.key in values}.values())
+    return sum({value.key: value.num_bytes for value in read if value.key in values}.values())
 
 
 def _backward_seconds(stage: StagePlan) -> float:

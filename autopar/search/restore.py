@@ -17,10 +17,7 @@ from autopar.inter_op.stage_plan import lower_stage
 from autopar.inter_op.stage_program import stage_program
 from autopar.inter_op.tasks import make_tasks
 from autopar.intra_op.graph import Graph
-from autopar.intra_op.restrict import (
-    Allowed,
-    pin_constraints,
-)
+from autopar.intra_op.restrict import Allowed, pin_constraints
 from autopar.intra_op.sharded import Collective
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
@@ -32,6 +29,7 @@ from autopar.search.methods import Method, method_text
 from autopar.search.offload import offloaded_program
 from autopar.search.one_mesh import in_microbatches, restrict_plan
 from autopar.search.padding import padded_program
+from autopar.search.request import Request
 from autopar.search.solve_stages import given_choices
 from autopar.streams.assemble import StepPlan, assemble, assemble_step
 from autopar.streams.schedules import find_schedule, splits_backward
@@ -40,24 +38,18 @@ from autopar.streams.schedules import find_schedule, splits_backward
 def restore(program: Program, roles: Roles, cluster: Cluster, method: Method, plan: Plan) -> Plan:
     """Attach a plan read from a file to the program it was made for: lower its choices, solve nothing.
 
-    Args:
-        program: The traced step; its fingerprint is the plan's (`stale.py`).
-        roles: Which inputs are state, batch, donated.
-        cluster: The machine.
-        method: The step's method. The plan's choices hold; the method says what `explain` calls forbidden, if the plan
-            was made by it.
-        plan: From `Plan.load`.
+    The plan's choices hold; the method says what `explain` calls forbidden, if the plan was made by it.
 
     Raises:
         PlanFileError: The plan's choices do not give what the plan says: the file was edited.
     """
     _check_devices(cluster, plan)
     carry_out = _one_program if plan.is_one_program else _pipeline
+    request = Request(program, roles, cluster, method)
     try:
         there = offloaded_program(program, roles, plan.offloaded)
-        written = padded_program(there, dict(plan.padded))
-        planned = carry_out(written, roles, cluster, method, plan)
-        fresh = describe_plan(program, roles, cluster, method, planned, plan.cost.planning_seconds)
+        planned = carry_out(request.of(padded_program(there, dict(plan.padded))), plan)
+        fresh = describe_plan(request, planned, plan.cost.planning_seconds)
     except PlanFileError:
         raise
     except AutoparError as error:  # the program is the plan's, so that what cannot be done with it was edited
@@ -78,34 +70,34 @@ def _check_devices(cluster: Cluster, plan: Plan) -> None:
             raise _not_these_choices(plan, f"{where}, and there are {cluster.num_devices}")
 
 
-def _one_program(program: Program, roles: Roles, cluster: Cluster, method: Method, plan: Plan) -> StepPlan:
+def _one_program(request: Request, plan: Plan) -> StepPlan:
     """The step on one mesh.
 
     Raises:
         AssertionError: The choices are not those of this step.
     """
-    mesh = plan.mesh
-    step = in_microbatches(program, roles, plan.num_microbatches, plan.microbatch_semantics)
+    mesh, roles = plan.mesh, request.roles
+    step = in_microbatches(request.program, roles, plan.num_microbatches, plan.microbatch_semantics)
 
     def restrict(graph: Graph, allowed: Allowed) -> None:
-        if method_text(method) == plan.method:
+        if method_text(request.method) == plan.method:
             pin_constraints(step.jaxpr, graph, allowed)
-            restrict_plan(step, roles, method, mesh, graph, allowed)
+            restrict_plan(request.of(step), mesh, graph, allowed)
 
     stage = fused_program(step, roles)
-    sharded = given_choices(stage, mesh, cluster, plan.stages[0].choices, plan.cost, restrict)
+    sharded = given_choices(stage, mesh, request.cluster, plan.stages[0].choices, plan.cost, restrict)
     return assemble_step(step, roles, plan.num_microbatches, mesh, sharded)
 
 
-def _pipeline(program: Program, roles: Roles, cluster: Cluster, method: Method, plan: Plan) -> StepPlan:
+def _pipeline(request: Request, plan: Plan) -> StepPlan:
     """The step cut into stages.
 
     Raises:
         AssertionError: The choices are not those of this step.
     """
-    schedule = getattr(method, "schedule", None)
+    cluster, schedule = request.cluster, getattr(request.method, "schedule", None)
     named = schedule if not isinstance(schedule, str | None) and schedule.name == plan.schedule else plan.schedule
-    cut = cut_step(program, roles, plan.parts, plan.num_microbatches, plan.microbatch_semantics)
+    cut = cut_step(request.program, request.roles, plan.parts, plan.num_microbatches, plan.microbatch_semantics)
     borders = tuple(stage.layers[0] for stage in plan.stages)
     assert borders == tuple(sorted(set(borders))) and borders[0] == 0, "stages overlap"
     assert plan.stages[-1].layers[-1] < cut.chain.num_segments, "there are fewer layers"
@@ -146,5 +138,4 @@ def _not_these_choices(plan: Plan, wrong: str) -> PlanFileError:
         given=f"a plan of `{plan.name}` on {plan.mesh}",
         wrong=f"{wrong}: its file was edited, or written by another autopar.",
         do="plan again, step.plan(...), and save that.",
-        path="",
     )

@@ -181,15 +181,9 @@ def given_choices(
     cost: Cost,
     restrict: Restrict | None = None,
 ) -> Sharded:
-    """A stage's joint program under choices from elsewhere, of which nothing more is known.
+    """A stage's joint program under choices from elsewhere, one for each decision, of which nothing more is known.
 
-    Args:
-        program: The stage.
-        mesh: Its logical mesh.
-        cluster: The machine.
-        choices: One for each decision.
-        cost: Of the step, as it was when they were found.
-        restrict: What was forbidden then.
+    `cost` is the step's, and `restrict` what was forbidden, when they were found.
 
     Raises:
         AssertionError: They are not choices of this program.

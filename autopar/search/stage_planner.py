@@ -21,18 +21,19 @@ from autopar.inter_op.weigh import weigh_segments
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.hand_plans import restrict_to_axes
 from autopar.intra_op.restrict import Allowed, Restrict
+from autopar.intra_op.sharded import describe
 from autopar.ir.program import Program
 from autopar.ir.source import is_backward
 from autopar.ir.trace.inline_calls import is_recomputed
-from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, LogicalMesh, linked_mesh, logical_meshes, more_devices_text
 from autopar.search.methods import PipelineParallel, ThreeD, method_text
 from autopar.search.parts import even_parts, parts_apart
 from autopar.search.pipeline import SlowerError, plan_pipeline
 from autopar.search.progress import Report, silent
+from autopar.search.request import Request
 from autopar.search.solve_stages import Solved
 from autopar.search.uneven import uneven_text
-from autopar.streams.assemble import PipelinePlan, all_lowered
+from autopar.streams.assemble import PipelinePlan, all_lowered, steps_in_order
 from autopar.streams.schedules import AUTOMATIC, find_schedule, num_chunks
 from autopar.tuning import TUNING
 
@@ -40,47 +41,37 @@ SCHEDULES_TRIED = ("1f1b", "zb-h1", "interleaved", "interleaved-4")
 """Where a method leaves the schedule open, and devices wait under those before."""
 
 
-def pipeline_of(
-    program: Program,
-    roles: Roles,
-    cluster: Cluster,
-    method: PipelineParallel | ThreeD,
-    report: Report = silent,
-) -> PipelinePlan:
+def pipeline_of(request: Request, method: PipelineParallel | ThreeD, report: Report = silent) -> PipelinePlan:
     """Plan the pipeline that a method asks for; where it leaves the schedule open, the fastest of all that may help.
 
     Raises:
         As of `pipeline_under`.
     """
     if method.schedule != AUTOMATIC:
-        return pipeline_under(program, roles, cluster, method, report)
+        return pipeline_under(request, method, report)
     first, *others = SCHEDULES_TRIED
-    best = pipeline_under(program, roles, cluster, dataclasses.replace(method, schedule=first), report)
+    best = pipeline_under(request, dataclasses.replace(method, schedule=first), report)
     for name in others:
         if best.waiting_share <= TUNING.much_waiting:
             break
         with contextlib.suppress(InfeasibleError, PipelineError):
-            other = pipeline_under(program, roles, cluster, dataclasses.replace(method, schedule=name), report)
+            other = pipeline_under(request, dataclasses.replace(method, schedule=name), report)
             best = min(best, other, key=lambda planned: planned.seconds)
     return best
 
 
 def pipeline_under(
-    program: Program,
-    roles: Roles,
-    cluster: Cluster,
+    request: Request,
     method: PipelineParallel | ThreeD,
-    report: Report = silent,
+    report: Report,
     meshes: Sequence[LogicalMesh] = (),
     beat: float = math.inf,
 ) -> PipelinePlan:
     """Plan the pipeline that a method asks for under its schedule.
 
     Args:
-        program: The step.
-        roles: Its roles.
-        cluster: The machine.
-        method: What is asked for.
+        request: The step, and the machine.
+        method: What is asked for here.
         report: Told of progress.
         meshes: Of every stage, the logical meshes to try; (): those that the method allows.
         beat: Seconds of the best step known. What takes as long even if memory were without end is returned as it is then,
@@ -91,7 +82,7 @@ def pipeline_under(
         PipelineError: The step has fewer places to cut.
         InfeasibleError: A stage does not fit.
     """
-    options = method.options()
+    options, program, cluster = method.options(), request.program, request.cluster
     schedule = find_schedule(method.schedule)
     if isinstance(method, PipelineParallel):
         marked = _marked_stages(program, num_chunks(schedule))
@@ -108,7 +99,7 @@ def pipeline_under(
         num_stages = method.pipeline
     num_stages *= num_chunks(schedule)
     sizes = _submesh_sizes(method, num_stages // num_chunks(schedule), cluster) * num_chunks(schedule)
-    count = method.num_microbatches or default_microbatches(program, roles, num_stages // num_chunks(schedule))
+    count = method.num_microbatches or default_microbatches(request, num_stages // num_chunks(schedule))
     of_stages = [meshes or _meshes(method, cluster, size) for size in sizes]
     solved = Solved()
 
@@ -116,7 +107,7 @@ def pipeline_under(
         return (_three_d(stage, method) if isinstance(method, ThreeD) else None), ()
 
     def cut_in(parts: int) -> CutStep:
-        cut = cut_step(program, roles, parts, count, options.microbatch_semantics)
+        cut = cut_step(program, request.roles, parts, count, options.microbatch_semantics)
         check_stage_count(cut, num_stages, num_chunks(schedule))
         return weigh_segments(cut, min(sizes), cluster.device)
 
@@ -131,16 +122,29 @@ def pipeline_under(
     cut = cut if parts == cut.stacks.count else cut_in(parts)
     if isinstance(method, PipelineParallel) and not (method.num_stages or method.submeshes):
         _check_marks(cut, num_stages)
-    planned = all_lowered(_best_in_memory(program, roles, cut, cut_in, plan, report, beat), cluster)
+    planned = all_lowered(_best_in_memory(request, cut, cut_in, plan, report, beat), cluster)
     text = uneven_text(planned.cut, planned.borders, sizes[: num_stages // num_chunks(schedule)])
-    if text:
-        warn(f"{program.name}: {text}")
+    for each in (text, _waits_text(planned)):
+        if each:
+            warn(f"{program.name}: {each}")
     return planned
 
 
+def _waits_text(planned: PipelinePlan) -> str:
+    """What is otherwise than the schedule has it, and why; "": nothing."""
+    num_meshes, between = len(planned.streams.instructions), planned.cut.split.between
+    asked = planned.schedule.order(num_meshes, planned.num_microbatches)
+    if steps_in_order(planned.cut, num_meshes, planned.schedule) == [list(steps) for steps in asked]:
+        return ""
+    return (
+        f"backward passes wait for what the forward passes of all microbatches make together ({describe(between[0])}), so all "
+        f"of these come first, as under 'gpipe', and what they keep is in memory at once; schedule={planned.schedule.name!r} "
+        'orders the rest. With microbatch_semantics="per_microbatch" each takes its own, which is another computation.'
+    )
+
+
 def _best_in_memory(
-    program: Program,
-    roles: Roles,
+    request: Request,
     cut: CutStep,
     cut_in: Callable[[int], CutStep],
     plan: Callable[[CutStep, float], PipelinePlan],
@@ -164,10 +168,12 @@ def _best_in_memory(
         failure = error
     if planned is not None and planned.seconds >= beat:
         return planned
-    parts = parts_apart(program, roles, planned)
+    parts = parts_apart(request.program, request.roles, planned)
     finer = cut_in(parts) if parts not in (0, cut.stacks.count) else cut
     if finer is not cut and finer.stacks.count == parts:
-        report(f"cutting {program.name} into {parts} layers, each by itself: memory demands that some run again")
+        report(
+            f"cutting {request.program.name} into {parts} layers, each by itself: memory demands that some run again"
+        )
         beat = planned.seconds if planned is not None else beat
         with contextlib.suppress(InfeasibleError):
             other = plan(finer, beat)
@@ -178,9 +184,9 @@ def _best_in_memory(
     return planned
 
 
-def default_microbatches(program: Program, roles: Roles, num_stages: int) -> int:
+def default_microbatches(request: Request, num_stages: int) -> int:
     """Four for each stage, or the most below that which divide the batch."""
-    sizes = [program.in_avals[k].shape[0] for k in roles.batch]
+    sizes = request.batch_sizes
     wanted = TUNING.microbatches_per_stage * num_stages if num_stages > 1 else 1
     return next((m for m in range(wanted, 0, -1) if all(size % m == 0 for size in sizes)), 1)
 

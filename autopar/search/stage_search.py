@@ -21,16 +21,15 @@ from autopar.errors import AutoparError, BatchError, MicrobatchError
 from autopar.inter_op.chain import balanced_borders, layer_borders
 from autopar.inter_op.cut import CutStep, check_stage_count, cut_step
 from autopar.inter_op.weigh import weigh_segments
-from autopar.ir.program import Program
 from autopar.ir.split.layers import layer_count
-from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, Device, finer_meshes
 from autopar.options import Goal, Options
-from autopar.search.candidates import Candidate, Rounds, equal_candidates, find_candidates
+from autopar.search.candidates import Candidate, Estimates, Rounds, equal_candidates, find_candidates
 from autopar.search.layer_costs import LayerCosts, submesh_sizes
 from autopar.search.parts import even_parts, parts_apart
 from autopar.search.pipeline import plan_pipeline
 from autopar.search.progress import Report, part_of, silent
+from autopar.search.request import Request
 from autopar.search.solve_stages import Solved
 from autopar.streams.assemble import PipelinePlan
 from autopar.streams.schedules import SCHEDULES, Schedule, num_chunks
@@ -55,28 +54,15 @@ class Stages:
     tried: list[tuple[str, str]] = field(default_factory=list)
 
 
-def search_pipelines(
-    program: Program,
-    roles: Roles,
-    cluster: Cluster,
-    options: Options,
-    found: Stages,
-    report: Report = silent,
-    known: float = math.inf,
-) -> None:
+def search_pipelines(request: Request, found: Stages, report: Report = silent, known: float = math.inf) -> None:
     """Search for pipelines; what is found is in `found` as soon as it is.
 
-    Args:
-        program: The step.
-        roles: Its roles.
-        cluster: The machine.
-        options: Solver, time limit, memory budget, recomputation.
-        found: Extended.
-        report: Told of progress.
-        known: Seconds of the best step known without stages.
+    `known` is the seconds of the best step known without stages.
     """
-    batch_sizes = [program.in_avals[k].shape[0] for k in roles.batch]
-    cuts = _Cuts(program, roles, options.microbatch_semantics)
+    cluster, batch_sizes, budget = request.cluster, request.batch_sizes, request.budget_bytes
+    # What a stage may win it wins for each microbatch.
+    options = dataclasses.replace(request.options, repaying_steps=math.inf)
+    cuts = _Cuts(request)
     report("cutting the step into layers", 0.0, known)
     cut, counts = _first_cut(cuts, _counts(batch_sizes), found.tried)
     reference = counts[len(counts) // 2]
@@ -89,7 +75,6 @@ def search_pipelines(
     borders = layer_borders(chain, TUNING.table_layers, TUNING.layer_slack)
     if len(borders) < 2:
         return
-    budget = options.memory_budget_bytes or cluster.device.memory_bytes
     work = np.add.reduceat(chain.work, borders)
     sizes = _worthy_sizes(work * reference, cluster, known, found.tried)
     solved = Solved()
@@ -100,8 +85,8 @@ def search_pipelines(
     crossing = reference * _transfers([cut.chain.cut_bytes[k] for k in borders], cluster)
     affordable = TUNING.finalist_equations // max(1, len(cut.program.jaxpr.eqns))
     effort = max(TUNING.finalists, min(TUNING.most_finalists, affordable))
-    most_stages = max(cut.chain.num_segments, cuts.length)
-    candidates = find_candidates(layers, counts, crossing, cluster, budget, rounds, effort // 2, most_stages, known)
+    told = Estimates(layers, crossing, cluster, budget, rounds, max(cut.chain.num_segments, cuts.length))
+    candidates = find_candidates(told, counts, effort // 2, known)
     finalists = candidates[:effort]
 
     def plan(candidate: Candidate, schedule: Schedule, beat: float) -> PipelinePlan:
@@ -113,9 +98,9 @@ def search_pipelines(
     attempts.make_all(finalists, first)
     if found.best is None and math.isinf(known):
         # The table's memory is an estimate: what takes least of it may fit after all.
-        frugal = equal_candidates(layers, crossing * 0, counts[-1], cluster, math.inf, rounds, most_stages)
+        frugal = equal_candidates(dataclasses.replace(told, crossing=crossing * 0, budget=math.inf), counts[-1])
         attempts.make_all([candidate for candidate in frugal if candidate not in finalists], first)
-    _try_layers_apart(attempts, candidates, program, roles, first)
+    _try_layers_apart(attempts, candidates, request, first)
     if not forward_only:
         _try_schedules(attempts, effort)
     if found.best is not None:
@@ -129,9 +114,9 @@ class _Cuts:
         length: Layers of the scans that are taken into parts; 0: there are none.
     """
 
-    def __init__(self, program: Program, roles: Roles, semantics: str):
-        self.length = layer_count(program.jaxpr, roles.may_hold_layers, roles.aliases)
-        self._program, self._roles, self._semantics = program, roles, semantics
+    def __init__(self, request: Request):
+        self.length = layer_count(request.program.jaxpr, request.roles.may_hold_layers, request.roles.aliases)
+        self._request = request
         self._known: dict[tuple[int, int], CutStep] = {}
         self._weighed: dict[tuple[int, int], tuple[CutStep, CutStep]] = {}
 
@@ -144,7 +129,8 @@ class _Cuts:
         """
         key = (parts or layer_parts(self.length) if self.length else 0), count
         if key not in self._known:
-            self._known[key] = cut_step(self._program, self._roles, key[0], count, self._semantics)
+            semantics = self._request.options.microbatch_semantics
+            self._known[key] = cut_step(self._request.program, self._request.roles, key[0], count, semantics)
         return self._known[key]
 
     def weighed(self, cut: CutStep, num_devices: int, device: Device) -> CutStep:
@@ -175,11 +161,7 @@ def layer_parts(length: int) -> int:
 def _worthy_sizes(work: np.ndarray, cluster: Cluster, known: float, tried: list[tuple[str, str]]) -> list[int]:
     """Devices that a stage may have: so many that a typical layer, shared among them, takes less than the best step known.
 
-    Args:
-        work: Of each layer, seconds of a step on one device.
-        cluster: The machine.
-        known: Seconds of the best step known.
-        tried: Extended.
+    `work` is of each layer, seconds of a step on one device.
     """
     least = float(np.median(work))
     limit = known if math.isfinite(known) else TUNING.generous * float(work.sum()) / cluster.num_devices
@@ -257,14 +239,12 @@ class _Attempts:
         return sorted(self._seconds, key=lambda candidate: self._seconds[candidate])[:count]
 
 
-def _try_layers_apart(
-    attempts: _Attempts, candidates: Sequence[Candidate], program: Program, roles: Roles, schedule: str
-) -> None:
+def _try_layers_apart(attempts: _Attempts, candidates: Sequence[Candidate], request: Request, schedule: str) -> None:
     """The fastest with every layer by itself, where memory demands that layers run again (`parts.py`)."""
     if not attempts.planned:
         return
     fastest, least = attempts.fastest(1), attempts.least
-    parts = parts_apart(program, roles, least)
+    parts = parts_apart(request.program, request.roles, least)
     # Stages of a table's layers, each of these one of the program's, may still come out more even.
     are_so = least is not None and least.cut.stacks.count == parts and all(each.firsts is None for each in fastest)
     if parts and not are_so:

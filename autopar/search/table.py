@@ -135,13 +135,7 @@ def _holds(
 
 
 def kinds_of(layers: LayerCosts, count: int, budget: float) -> Kinds:
-    """Seconds and memory of all stages, each on its fastest mesh.
-
-    Args:
-        layers: Costs of layers.
-        count: Number of microbatches.
-        budget: Bytes of one device.
-    """
+    """Seconds and memory of all stages, each on its fastest mesh."""
     num_layers = layers.num_layers
     firsts, lasts = np.triu_indices(num_layers)
     at = np.arange(num_layers)
@@ -167,14 +161,8 @@ def kinds_of(layers: LayerCosts, count: int, budget: float) -> Kinds:
 def equal_stages(
     layers: LayerCosts, size: int, num_stages: int, count: int, budget: float
 ) -> Iterator[tuple[np.ndarray, np.ndarray, LogicalMesh]]:
-    """Seconds (and at least) of so many stages of equal work for one microbatch, all on one mesh, where they fit under 1F1B.
-
-    Args:
-        layers: Costs of layers.
-        size: Devices of each stage.
-        num_stages: How many.
-        count: Number of microbatches.
-        budget: Bytes of one device.
+    """Seconds (and at least) of so many stages of equal work for one microbatch, all on one mesh of `size` devices, where they
+    fit under 1F1B.
     """
     end = np.cumsum(layers.work) / layers.work.sum()
     begin = np.append(0.0, end[:-1])

@@ -23,10 +23,7 @@ from autopar.tuning import TUNING
 def uneven_text(cut: CutStep, borders: Sequence[int], sizes: Sequence[int]) -> str:
     """What is too large for the stages to be even; "": nothing, or the user's marks want it so.
 
-    Args:
-        cut: The step.
-        borders: First segment of each stage.
-        sizes: Devices of each mesh; stage s works on mesh s modulo so many as there are.
+    Stage s works on mesh s modulo so many as have `sizes`.
     """
     chain, num_meshes = cut.chain, len(sizes)
     if set(borders[1:]) <= set(chain.marks):

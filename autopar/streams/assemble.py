@@ -30,7 +30,7 @@ from autopar.streams.check import check_streams
 from autopar.streams.clock import check_order, simulate_streams
 from autopar.streams.emit import emit_instructions, emit_step
 from autopar.streams.instructions import Run
-from autopar.streams.schedules import Schedule, num_chunks
+from autopar.streams.schedules import Schedule, Step, forward_first, num_chunks
 from autopar.streams.simulate import Interval, Simulation
 from autopar.streams.streams import Streams, contract_of
 
@@ -139,15 +139,7 @@ class PipelinePlan(StepPlan):
 def assemble_step(
     program: Program, roles: Roles, num_microbatches: int, mesh: LogicalMesh, sharded: Sharded
 ) -> StepPlan:
-    """A step on one mesh: one stage, whose stream runs one program.
-
-    Args:
-        program: The step, its microbatches in a loop.
-        roles: Its roles.
-        num_microbatches: How many.
-        mesh: Its mesh.
-        sharded: As it was sharded there.
-    """
+    """A step on one mesh, its microbatches in a loop: one stage, whose stream runs one program."""
     stage = fused_stage(fused_program(program, roles), mesh, sharded)
     streams = emit_step(stage)
     check_streams(streams.instructions, contract_of(streams, 1))
@@ -170,7 +162,7 @@ def assemble(
 ) -> PipelinePlan:
     """Streams, checked and simulated, of stages that are planned."""
     _check_homes(cut, tasks)
-    order = schedule.order(len(stages) // num_chunks(schedule), cut.split.count)
+    order = steps_in_order(cut, len(stages) // num_chunks(schedule), schedule)
     state = [cut.program.jaxpr.invars[k] for k in cut.roles.state]
     check_order(order, schedule, tasks, len(stages))
     donated = {v for v, d in zip(cut.program.jaxpr.invars, cut.roles.donated, strict=True) if d}
@@ -194,6 +186,12 @@ def assemble(
         tasks,
         schedule,
     )
+
+
+def steps_in_order(cut: CutStep, num_meshes: int, schedule: Schedule) -> list[list[Step]]:
+    """Steps per mesh, as the schedule orders them; forward ones first, if backward passes wait for all of them."""
+    order = schedule.order(num_meshes, cut.split.count)
+    return forward_first(order) if cut.split.between else order
 
 
 def _check_homes(cut: CutStep, tasks: Tasks) -> None:

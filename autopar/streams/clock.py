@@ -81,22 +81,16 @@ def simulate_streams(
     working_bytes: Mapping[str, int] | None = None,
     buffer_bytes: Sequence[int] | None = None,
 ) -> Simulation:
-    """The streams on the clock of the cost model.
+    """The streams on the clock of the cost model; `watched` as of `simulate`.
 
-    Args:
-        streams: What the meshes do.
-        stages: Each on its mesh.
-        first_device: Of each stage.
-        cluster: The machine.
-        watched: As of `simulate`.
-        working_bytes: Of each program, where it is known better than as predicted.
-        buffer_bytes: Of each buffer, where another memory is looked at than that of the devices.
+    `working_bytes` are of each program, where they are known better than as predicted; `buffer_bytes` of each buffer, where
+    another memory is looked at than that of the devices.
     """
     works_with = working_bytes or {name: plan.working_bytes for name, plan in streams.programs.items()}
 
     def message_seconds(mesh: int, send: Send) -> float:
         link = link_between(first_device, stages, mesh, send.peer, cluster)
-        total = sum(streams.buffers[b].type.num_bytes for b in send.buffers)
+        total = sum(streams.buffers[b].value.type.num_bytes for b in send.buffers)
         sent = transfer_seconds(total, stages[mesh].mesh.num_devices, stages[send.peer].mesh.num_devices, link)
         # Each array is copied as by a program, into memory of its own.
         receiving = total / stages[send.peer].mesh.num_devices
@@ -104,13 +98,13 @@ def simulate_streams(
 
     achieved = cluster.device.achieved
     held: dict[int, list[int]] = {mesh: [] for mesh in streams.instructions}
-    for at in (*streams.arguments.values(), *streams.pieces.values()):
+    for _, at in streams.arguments:
         held[streams.buffers[at].mesh].append(at)
     return simulate(
         streams.instructions,
         lambda run: streams.programs[run.program].seconds,
         message_seconds,
-        buffer_bytes or [b.num_bytes for b in streams.buffers],
+        buffer_bytes or [b.value.num_bytes for b in streams.buffers],
         lambda run: works_with[run.program],
         held,
         lambda run: [run.inputs[k] for k in streams.overwritten[run.program]],
@@ -123,7 +117,7 @@ def most_host_bytes(
     streams: Streams, stages: Sequence[StagePlan], first_device: Sequence[int], cluster: Cluster
 ) -> int:
     """Most bytes that one device has in its host's memory at once."""
-    buffers = [b.host_bytes for b in streams.buffers]
+    buffers = [b.value.host_bytes for b in streams.buffers]
     inside = {t.task.name: host_peak_bytes(t.body, stage.mesh) for stage in stages for t in stage.tasks}
     if not any(buffers):
         return max(inside.values())
@@ -151,13 +145,7 @@ def sharing(
 
 
 def measured(streams: Streams, stages: Sequence[StagePlan], seconds: Mapping[tuple[int, int], float]) -> Timeline:
-    """The streams on the clock of measured times.
-
-    Args:
-        streams: What the meshes do.
-        stages: Each on its mesh.
-        seconds: Of each instruction, by (mesh, position), run alone.
-    """
+    """The streams on the clock of measured times: of each instruction, by (mesh, position), run alone."""
     of_run = {
         (i.program, i.microbatch): seconds[mesh, at]
         for mesh, stream in streams.instructions.items()
@@ -174,16 +162,14 @@ def measured(streams: Streams, stages: Sequence[StagePlan], seconds: Mapping[tup
         streams.instructions,
         lambda run: of_run[run.program, run.microbatch],
         lambda mesh, send: of_message[send.message],
-        [b.num_bytes for b in streams.buffers],
+        [b.value.num_bytes for b in streams.buffers],
         lambda run: streams.programs[run.program].working_bytes,
     )
     return timeline_of(streams, simulation)
 
 
 def recorded(
-    streams: Streams,
-    runs: Mapping[tuple[int, int], tuple[float, float]],
-    messages: Mapping[int, tuple[float, float]],
+    streams: Streams, runs: Mapping[tuple[int, int], tuple[float, float]], messages: Mapping[int, tuple[float, float]]
 ) -> Timeline:
     """A step as it was: when each program ran, and each message was under way.
 

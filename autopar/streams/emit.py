@@ -57,7 +57,7 @@ class Emission:
     order: Sequence[Sequence[Step]]
     state: Sequence[Var]
     donated: Collection[Var]
-    streams: Streams = Streams({}, (), {}, {}, {}, (), {}, {})
+    streams: Streams = Streams({}, (), (), (), (), {}, {})
 
     def to(self, streams: Streams) -> Emission:
         """The same with other streams."""
@@ -89,10 +89,8 @@ EMIT: tuple[Pass[Emission], ...] = (
 
 
 def emit_step(stage: StagePlan) -> Streams:
-    """The streams of a step whose only stage does everything in one task: one mesh runs it once.
-
-    Args:
-        stage: On its mesh. Its task reads all arguments and makes all results, in order.
+    """The streams of a step whose only stage does everything in one task, which reads all arguments and makes all results in
+    order: one mesh runs it once.
     """
     (plan,), num_inputs = stage.tasks, len(stage.program.jaxpr.invars)
     buffers = tuple(Buffer(value, 0, 0, -1) for value in (*plan.inputs, *plan.outputs))
@@ -101,24 +99,16 @@ def emit_step(stage: StagePlan) -> Streams:
     return Streams(
         instructions={0: (Run(name, 0, 0, inputs, outputs),)},
         buffers=buffers,
-        arguments={(var, 0): at for at, var in enumerate(stage.program.jaxpr.invars)},
-        pieces={},
-        numbers={},
+        arguments=tuple((at, at) for at in inputs),
+        numbers=(),
         results=outputs,
         programs={name: plan},
         overwritten={name: tuple(at for at, taken in enumerate(stage.program.donated) if taken)},
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _Event:
-    """A run to be emitted."""
-
-    stage: int
-    task: TaskPlan
-    microbatch: int
-
-
+_Event = tuple[TaskPlan, int]
+"""A run to be emitted: a task, and of which microbatch."""
 _Channel = tuple[MeshId, int, int]
 """Who sends (mesh and place among its runs) to which stage."""
 
@@ -134,7 +124,7 @@ class _Emitter:
         self.streams: dict[MeshId, list[Instruction]] = {mesh: [] for mesh in range(self.num_meshes)}
         self.arguments: dict[tuple[Var, int], BufferId] = {}
         self.pieces: dict[tuple[Var, int], BufferId] = {}
-        self.numbers: dict[tuple[int, int], BufferId] = {}
+        self.numbers: list[BufferId] = []
         self.message = 0
 
     def mesh_of(self, stage: int) -> MeshId:
@@ -146,20 +136,21 @@ class _Emitter:
         maker: dict[tuple[str, Any, int], tuple[MeshId, int]] = {}
         own_values: list[set[tuple[str, Any, int]]] = [set() for _ in self.stages]
         for mesh, own in enumerate(events):
-            for at, event in enumerate(own):
-                for value in event.task.outputs:
-                    if value.slot.kind in ("loop", "value"):
-                        name = self.name(value.slot, event.microbatch)
-                        own_values[event.stage].add(name)
+            for at, (plan, microbatch) in enumerate(own):
+                for value in plan.outputs:
+                    if value.kind in ("loop", "value"):
+                        name = self.name(value, microbatch)
+                        own_values[plan.task.stage].add(name)
                         maker.setdefault(name, (mesh, at))
         wanted: dict[_Channel, dict[tuple[str, Any, int], Placed]] = {}
         first_read: dict[_Channel, int] = {}
         for own in events:
-            for at, event in enumerate(own):
-                for value in event.task.inputs:
-                    name = self.name(value.slot, event.microbatch)
-                    if value.slot.kind in ("loop", "value") and name not in own_values[event.stage]:
-                        channel = (*maker[name], event.stage)
+            for at, (plan, microbatch) in enumerate(own):
+                stage = plan.task.stage
+                for value in plan.inputs:
+                    name = self.name(value, microbatch)
+                    if value.kind in ("loop", "value") and name not in own_values[stage]:
+                        channel = (*maker[name], stage)
                         wanted.setdefault(channel, {}).setdefault(name, value)
                         first_read[channel] = min(first_read.get(channel, at), at)
         self.send_arguments(events)
@@ -176,22 +167,21 @@ class _Emitter:
             for channel in wanted:
                 if channel[0] == mesh:
                     leaving.setdefault(channel[1], []).append(channel)
-            for at, event in enumerate(own):
+            for at, (plan, microbatch) in enumerate(own):
                 for channel in arriving.get(at, ()):
                     received = [self.new(value, channel[2], name[2]) for name, value in wanted[channel].items()]
                     self.streams[mesh].append(Recv(tuple(received), channel[0], numbers[channel]))
-                self.run(event, mesh)
+                self.run(plan, microbatch, mesh)
                 for channel in leaving.get(at, ()):
-                    buffers = tuple(self.held[(event.stage, *name)] for name in wanted[channel])
+                    buffers = tuple(self.held[(plan.task.stage, *name)] for name in wanted[channel])
                     self.streams[mesh].append(Send(buffers, self.mesh_of(channel[2]), numbers[channel]))
         self.unread_state()
-        results = self.results()
+        results, position = self.results(), {var: k for k, var in enumerate(self.tasks.jaxpr.invars)}
         return Streams(
             {mesh: tuple(stream) for mesh, stream in self.streams.items()},
             tuple(self.buffers),
-            self.arguments,
-            self.pieces,
-            self.numbers,
+            tuple((position[var], at) for (var, _), at in (*self.arguments.items(), *self.pieces.items())),
+            tuple(self.numbers),
             results,
             {t.task.name: t for stage in self.stages for t in stage.tasks},
             {},
@@ -200,35 +190,39 @@ class _Emitter:
     def events(self, mesh: MeshId) -> list[_Event]:
         """The runs of a mesh, in order."""
         own = range(mesh, len(self.stages), self.num_meshes)
-        found = []
+        found: list[_Event] = []
         for stage in own:
             task = self.stages[stage].task("init")
             if task is not None:
-                found.append(_Event(stage, task, -1))
+                found.append((task, -1))
+        between = [(t.task.round, stage, t) for stage in own for t in self.stages[stage].tasks if t.task.kind == "M"]
+        between.sort(key=lambda m: m[:2])
         for step in self.order[mesh]:
             stage = step.chunk * self.num_meshes + mesh
+            if step.kind != "F":
+                found += [(t, -1) for _, _, t in between]
+                between = []
             task = self.stages[stage].task(step.kind)
             if task is not None:
-                found.append(_Event(stage, task, step.microbatch))
+                found.append((task, step.microbatch))
         updates = [(t.task.round, stage, t) for stage in own for t in self.stages[stage].tasks if t.task.kind == "U"]
-        return found + [_Event(stage, t, -1) for _, stage, t in sorted(updates, key=lambda u: u[:2])]
+        return found + [(t, -1) for _, _, t in sorted(updates, key=lambda u: u[:2])]
 
     def name(self, slot: Slot, microbatch: int) -> tuple[str, Any, int]:
         return slot.kind, slot.key, microbatch if slot.kind in ("loop", "number") else -1
 
     def new(self, value: Placed, stage: int, microbatch: int) -> BufferId:
         """A new buffer, which holds the value from now on."""
-        slot = value.slot
         self.buffers.append(Buffer(value, self.mesh_of(stage), stage, microbatch))
         at = len(self.buffers) - 1
-        self.held[(stage, *self.name(slot, microbatch))] = at
+        self.held[(stage, *self.name(value, microbatch))] = at
         return at
 
-    def run(self, event: _Event, mesh: MeshId) -> None:
-        task, microbatch, stage = event.task, event.microbatch, event.stage
+    def run(self, task: TaskPlan, microbatch: int, mesh: MeshId) -> None:
+        stage = task.task.stage
         inputs = [self.operand(value, stage, microbatch) for value in task.inputs]
         # Rows are written in place: the task reads them too.
-        inputs += [self.held[(stage, *self.name(b.slot, microbatch))] for b in task.written_rows]
+        inputs += [self.held[(stage, *self.name(b, microbatch))] for b in task.written_rows]
         if task.needs_number:
             inputs.append(self.number(stage, microbatch))
         outputs = [self.new(value, stage, microbatch) for value in task.outputs]
@@ -239,24 +233,23 @@ class _Emitter:
         var = self.tasks.split.loop.invars[0]
         key = (stage, "number", var, microbatch)
         if key not in self.held:
-            at = self.new(self.untouched(Slot("number", var, var), stage), stage, microbatch)
-            self.numbers[stage, microbatch] = at
+            self.numbers.append(self.new(self.untouched(Slot("number", var, var), stage), stage, microbatch))
         return self.held[key]
 
     def operand(self, value: Placed, stage: int, microbatch: int) -> BufferId:
-        key = (stage, *self.name(value.slot, microbatch))
+        key = (stage, *self.name(value, microbatch))
         if key not in self.held:
             at = self.new(value, stage, key[3])
-            match value.slot.kind:
+            match value.kind:
                 case "argument":
-                    self.arguments[value.slot.key, stage] = at
+                    self.arguments[value.key, stage] = at
                 case "piece":
                     outer = {inner: var for var, inner in self.stages[stage].program.stacks.values()}
-                    self.pieces[outer[value.slot.key], stage] = at
+                    self.pieces[outer[value.key], stage] = at
                 case "number":
-                    self.numbers[stage, microbatch] = at
+                    self.numbers.append(at)
                 case kind:
-                    raise AssertionError(f"{kind} {value.slot.key} is read by stage {stage} before it is there")
+                    raise AssertionError(f"{kind} {value.key} is read by stage {stage} before it is there")
         return self.held[key]
 
     def send_arguments(self, events: Sequence[Sequence[_Event]]) -> None:
@@ -264,11 +257,11 @@ class _Emitter:
         home = self.tasks.update.home
         wanted: dict[tuple[int, int], dict[Var, Placed]] = {}
         for own in events:
-            for event in own:
-                for value in event.task.inputs:
-                    var = value.slot.key
-                    if value.slot.kind == "argument" and var in self.state and home[var] != event.stage:
-                        wanted.setdefault((home[var], event.stage), {})[var] = value
+            for plan, _ in own:
+                for value in plan.inputs:
+                    var = value.key
+                    if value.kind == "argument" and var in self.state and home[var] != plan.task.stage:
+                        wanted.setdefault((home[var], plan.task.stage), {})[var] = value
         for (source, stage), values in wanted.items():
             sent = []
             for var, value in values.items():

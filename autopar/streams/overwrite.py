@@ -40,19 +40,19 @@ def _overwritten(streams: Streams, donated: Collection[Var]) -> Iterator[tuple[s
                 runs.setdefault(instruction.program, []).append((k, instruction))
         for program, places in runs.items():
             kind, (_, first) = streams.programs[program].task.kind, places[0]
-            free = [streams.buffers[at].type for at in first.outputs]
+            free = [streams.buffers[at].value.type for at in first.outputs]
             found = []
             for position, at in enumerate(first.inputs):
-                buffer = streams.buffers[at]
-                is_state = buffer.kind == "argument" and buffer.key in donated
-                is_made = buffer.kind in _MADE and buffer.key not in of_user
+                value = streams.buffers[at].value
+                is_state = value.kind == "argument" and value.key in donated
+                is_made = value.kind in _MADE and value.key not in of_user
                 each = [(k, run.inputs[position], run.inputs.count(run.inputs[position])) for k, run in places]
                 read_last = all(last[b] == k and b not in kept and count == 1 for k, b, count in each)
-                in_place = kind != "U" and buffer.kind in ("sum", "rows")
+                in_place = kind in ("F", "B", "W") and value.kind in ("sum", "rows")
                 replaced = kind == "U" and is_state and read_last
                 spent = not trains and (is_state or is_made) and read_last and at not in travel
-                if (in_place or replaced or spent) and buffer.type in free:
-                    free.remove(buffer.type)
+                if (in_place or replaced or spent) and value.type in free:
+                    free.remove(value.type)
                     found.append(position)
             yield program, tuple(found)
 

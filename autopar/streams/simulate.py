@@ -170,23 +170,21 @@ class _Running:
     most_bytes: int
 
 
+@dataclass(eq=False)
 class _Simulator:
-    """The streams on their way through a step."""
+    """The streams on their way through a step; fields as of `simulate`."""
 
-    def __init__(
-        self,
-        streams: Mapping[MeshId, Sequence[Instruction]],
-        run_seconds: Callable[[Run], float],
-        message_seconds: Callable[[MeshId, Send], float],
-        working_bytes: Callable[[Run], int],
-        overwritten: Callable[[Run], Sequence[BufferId]],
-        memory: Mapping[MeshId, _Memory],
-        speeds: Callable[[Collection[MeshId]], Mapping[MeshId, float]] | None,
-    ):
-        self.speeds, self.now = speeds, 0.0
+    streams: Mapping[MeshId, Sequence[Instruction]]
+    run_seconds: Callable[[Run], float]
+    message_seconds: Callable[[MeshId, Send], float]
+    working_bytes: Callable[[Run], int]
+    overwritten: Callable[[Run], Sequence[BufferId]]
+    memory: Mapping[MeshId, _Memory]
+    speeds: Callable[[Collection[MeshId]], Mapping[MeshId, float]] | None
+
+    def __post_init__(self) -> None:
+        streams, self.now = self.streams, 0.0
         self.running: dict[MeshId, _Running] = {}
-        self.streams, self.memory, self.overwritten = streams, memory, overwritten
-        self.run_seconds, self.message_seconds, self.working_bytes = run_seconds, message_seconds, working_bytes
         self.at, self.clock = dict.fromkeys(streams, 0), dict.fromkeys(streams, 0.0)
         self.busy = dict.fromkeys(streams, 0.0)
         self.arrived: dict[int, float] = {}

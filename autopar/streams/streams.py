@@ -9,10 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autopar._jax import Var
-from autopar.inter_op.stage import SlotKind
 from autopar.inter_op.stage_plan import Placed, TaskPlan
-from autopar.mesh import ArrayType
 from autopar.streams.check import Contract
 from autopar.streams.instructions import BufferId, Instruction, MeshId
 
@@ -33,31 +30,6 @@ class Buffer:
     stage: int
     microbatch: int
 
-    @property
-    def key(self) -> Var:
-        """The value's variable."""
-        return self.value.slot.key
-
-    @property
-    def kind(self) -> SlotKind:
-        """Its kind."""
-        return self.value.slot.kind
-
-    @property
-    def type(self) -> ArrayType:
-        """Its type."""
-        return self.value.type
-
-    @property
-    def num_bytes(self) -> int:
-        """In one device's memory."""
-        return self.value.num_bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """Of one device, in its host's memory."""
-        return self.value.host_bytes
-
 
 @dataclass(frozen=True, eq=False)
 class Streams:
@@ -66,9 +38,8 @@ class Streams:
     Attributes:
         instructions: Per mesh.
         buffers: What each buffer is.
-        arguments: Buffers that hold arguments when the step begins: (argument's variable, stage) -> buffer.
-        pieces: The same for batch arguments in pieces.
-        numbers: (stage, microbatch) -> buffer of the microbatch's number.
+        arguments: What holds arguments when the step begins, whole or in pieces: (position of the argument, buffer).
+        numbers: Buffers that hold the number of their microbatch.
         results: For each result of the step its buffer; None: it is a constant.
         programs: Program name -> its task.
         overwritten: Program name -> positions of the operands whose memory its results take.
@@ -76,9 +47,8 @@ class Streams:
 
     instructions: Mapping[MeshId, tuple[Instruction, ...]]
     buffers: tuple[Buffer, ...]
-    arguments: Mapping[tuple[Var, int], BufferId]
-    pieces: Mapping[tuple[Var, int], BufferId]
-    numbers: Mapping[tuple[int, int], BufferId]
+    arguments: tuple[tuple[int, BufferId], ...]
+    numbers: tuple[BufferId, ...]
     results: tuple[BufferId | None, ...]
     programs: Mapping[str, TaskPlan]
     overwritten: Mapping[str, tuple[int, ...]]
@@ -86,16 +56,15 @@ class Streams:
 
 def contract_of(streams: Streams, num_microbatches: int) -> Contract:
     """What the streams must keep, told from the programs and not from the streams."""
-    number = next(iter(streams.numbers.values()), None)
-    number_key = streams.buffers[number].key if number is not None else None
+    number_key = next((streams.buffers[at].value.key for at in streams.numbers), None)
 
     def operands(name: str) -> list[tuple[str, object]]:
         plan = streams.programs[name]
-        found = [(b.slot.kind, b.slot.key) for b in (*plan.inputs, *plan.written_rows)]
+        found = [(b.kind, b.key) for b in (*plan.inputs, *plan.written_rows)]
         return found + [("number", number_key)] * plan.needs_number
 
     given: dict[int, list[int]] = {mesh: [] for mesh in streams.instructions}
-    for at in (*streams.arguments.values(), *streams.pieces.values(), *streams.numbers.values()):
+    for at in (*(at for _, at in streams.arguments), *streams.numbers):
         given[streams.buffers[at].mesh].append(at)
     runs = [
         (name, k)
@@ -106,9 +75,9 @@ def contract_of(streams: Streams, num_microbatches: int) -> Contract:
         given,
         [at for at in streams.results if at is not None],
         {name: operands(name) for name in streams.programs},
-        {name: [(b.slot.kind, b.slot.key) for b in plan.outputs] for name, plan in streams.programs.items()},
-        [(b.kind, b.key, b.microbatch) for b in streams.buffers],
+        {name: [(b.kind, b.key) for b in plan.outputs] for name, plan in streams.programs.items()},
+        [(b.value.kind, b.value.key, b.microbatch) for b in streams.buffers],
         [b.mesh for b in streams.buffers],
         runs,
-        [b.num_bytes for b in streams.buffers],
+        [b.value.num_bytes for b in streams.buffers],
     )

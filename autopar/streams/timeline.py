@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-EventKind = Literal["F", "B", "W", "U", "init", "transfer"]
+EventKind = Literal["F", "M", "B", "W", "U", "init", "transfer"]
 """Forward, backward, weight gradients, update; what a stage makes before its first microbatch; messages."""
 KINDS: tuple[EventKind, ...] = get_args(EventKind)
 

@@ -29,7 +29,7 @@ def test_gradients_are_added_up_in_place_and_where_they_are_made():
     weight = WIDTH * WIDTH * 4
     for stage in pipeline.stages:
         back, update = stage.task("B") or stage.task("W"), stage.task("U")
-        sums = [b.num_bytes for b in back.outputs if b.slot.kind == "sum"]
+        sums = [b.num_bytes for b in back.outputs if b.kind == "sum"]
         assert sums == [weight] * (LAYERS // 2)
         assert weight <= back.working_bytes < 2 * weight  # one gradient, until it is added
         # New weights take the memory of the old.

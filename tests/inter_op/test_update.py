@@ -55,7 +55,7 @@ def planned_mlp(num_layers, width, schedule="1f1b"):
 
 
 def sent(plan):
-    """Every value that is sent: (mesh, peer, number of runs before it, buffer)."""
+    """Every value that is sent: (mesh, peer, number of runs before it, it)."""
     streams = plan.origin.pipeline.streams
     for mesh, stream in streams.instructions.items():
         runs = 0
@@ -63,11 +63,11 @@ def sent(plan):
             runs += isinstance(instruction, Run)
             if isinstance(instruction, Send):
                 for at in instruction.buffers:
-                    yield mesh, instruction.peer, runs, streams.buffers[at]
+                    yield mesh, instruction.peer, runs, streams.buffers[at].value
 
 
-def size(buffer):
-    return math.prod(buffer.type.shape)
+def size(value):
+    return math.prod(value.type.shape)
 
 
 def large_values_of_the_update(plan):

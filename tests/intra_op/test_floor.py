@@ -20,6 +20,7 @@ from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 from autopar.mesh import logical_mesh
 from autopar.search.one_mesh import restrict_plan
+from autopar.search.request import Request
 from tests.draw import draw_choices
 from tests.models.registry import CASES
 
@@ -34,7 +35,7 @@ def test_no_plan_is_below_the_floor(name, method):
     roles, mesh = find_roles(program, (1,)), logical_mesh(CLUSTER, (2, 2))
     graph, allowed = build_graph(program.jaxpr, mesh, roles.aliases, roles.batch), Allowed()
     if method is not None:
-        restrict_plan(program, roles, method, mesh, graph, allowed)
+        restrict_plan(Request(program, roles, CLUSTER, method), mesh, graph, allowed)
     classes = range(len(graph.nodes))
     costs = build_problem(graph, CLUSTER.device, classes, allowed.masks).costs
     floor = memory_floor(program.jaxpr, graph, costs, classes, roles.donated)

@@ -1,5 +1,7 @@
 """A loop, and what runs again, waits for what nobody in it needs, if that frees what is large."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -113,6 +115,35 @@ def test_what_runs_again_waits_for_the_gradients_of_the_layer_behind_it():
     assert len(of_weights) == len(again) == layers
     for k, barrier in enumerate(again):
         assert sum(eqn in of_weights for eqn in needed_by(jaxpr, barrier)) == k
+
+
+def test_what_makes_a_large_array_waits_for_the_gradients_of_weights():
+    """Of two layers of attention: the scores' gradients of the first are not made beside what the second still reads."""
+    heads, tokens, width = 2, 512, 64
+
+    def train_step(layers, x):
+        def attention(x, w):
+            q, k, v = (jnp.stack([x @ w[n]] * heads, 1) for n in "qkv")
+            return jnp.mean(jax.nn.softmax(q @ jnp.swapaxes(k, 2, 3)) @ v, 1)
+
+        def loss_of(layers):
+            return jnp.mean(
+                functools.reduce(lambda x, w: x + jnp.tanh(attention(x, w) @ w["up"]) @ w["down"], layers, x)
+            )
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, layers, jax.grad(loss_of)(layers))
+
+    shapes = {"q": (width, width), "k": (width, width), "v": (width, width), "up": (width, 4096), "down": (4096, width)}
+    layers = [{name: array(*shape) for name, shape in shapes.items()}] * 2
+    body, mesh = body_of(train_step, layers, array(64, tokens, width))
+    waits = Ahead(body, lambda copy: local_bytes(*copy, mesh)).of_large
+    awaited = [var.aval.shape for _, first in waits.values() for var, _ in first]
+    assert shapes["down"] in awaited and shapes["up"] in awaited
+    hidden = 64 * tokens * 4096
+    for position, ((small, _), _) in waits.items():
+        made = body.instructions[position].eqn.outvars[0]
+        assert 8 * made.aval.size >= hidden >= 8 * small.aval.size
+    assert not Ahead(body, lambda copy: 64).of_large
 
 
 def is_of_weights(atom, width):

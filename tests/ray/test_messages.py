@@ -12,13 +12,12 @@ from autopar.runtime.ray.share import Position
 from autopar.streams.instructions import Free, Recv, Run, Send
 
 SEATS = seats_of(((0, 2), (2, 2)), 4)
-JOB = SimpleNamespace(
-    streams={
-        0: (Run("stage0/F", 0, 1, (0,), (1,)), Send((1,), 1, 7), Free((1,))),
-        1: (Recv((2,), 0, 7), Run("stage1/F", 1, 1, (2,), (3,)), Free((2, 3))),
-    },
-    microbatch_of=(-1, 1, 1, 1),
-)
+INSTRUCTIONS = {
+    0: (Run("stage0/F", 0, 1, (0,), (1,)), Send((1,), 1, 7), Free((1,))),
+    1: (Recv((2,), 0, 7), Run("stage1/F", 1, 1, (2,), (3,)), Free((2, 3))),
+}
+BUFFERS = [SimpleNamespace(microbatch=k) for k in (-1, 1, 1, 1)]
+JOB = SimpleNamespace(streams=SimpleNamespace(instructions=INSTRUCTIONS, buffers=BUFFERS))
 WAITING = {1: Position(0, 7)}
 
 
@@ -82,4 +81,4 @@ def test_raised_outside_of_a_step():
 
 
 def test_microbatch_of_instructions():
-    assert [microbatch_of(i, JOB) for stream in JOB.streams.values() for i in stream] == [1, 1, -1, 1, 1, -1]
+    assert [microbatch_of(i, JOB) for stream in INSTRUCTIONS.values() for i in stream] == [1, 1, -1, 1, 1, -1]

@@ -14,6 +14,7 @@ from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 from autopar.mesh import logical_mesh
 from autopar.search.one_mesh import shard_on
+from autopar.search.request import Request
 from tests.small_transformer import arguments, train_step
 
 ROUNDING = 1 + 1e-6
@@ -142,9 +143,8 @@ def test_what_no_program_has_shown_is_looked_at():
     roles = find_roles(program, (1,))
     cluster = dataclasses.replace(autopar.Cluster.of("1x8 h100"), intra=autopar.Link(1e-6, 4e11))
     mesh = logical_mesh(cluster, (devices,))
-    before, after = (
-        shard_on(program, roles, cluster, autopar.Auto(), mesh, explore=explore) for explore in (False, True)
-    )
+    request = Request(program, roles, cluster, autopar.Auto())
+    before, after = (shard_on(request, mesh, explore=explore) for explore in (False, True))
     assert after.step_seconds < 0.95 * before.step_seconds
     priced = after.problem.cost(after.solution.choices)
     assert after.solution.bound <= after.solution.objective == pytest.approx(priced), "as the last problem was"

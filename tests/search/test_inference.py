@@ -127,7 +127,7 @@ def test_a_pipeline_takes_the_cache_over():
     plan = parallel.plan(params, cache, token, jax.ShapeDtypeStruct((), jnp.int32))
     own = sum(old.size * old.dtype.itemsize for old in cache.values()) // 2
     streams = plan.attached.pipeline.streams
-    at_once = {m: sum(streams.buffers[b].num_bytes for b in h) for m, h in most_held(streams).items()}
+    at_once = {m: sum(streams.buffers[b].value.num_bytes for b in h) for m, h in most_held(streams).items()}
     assert all(held < 2.2 * own for held in at_once.values()), (at_once, own)
 
 
@@ -135,13 +135,13 @@ def most_held(streams):
     """For each mesh the buffers between two instructions that are the most bytes."""
     found = {}
     for mesh, stream in streams.instructions.items():
-        held = {b for b in (*streams.arguments.values(), *streams.pieces.values()) if streams.buffers[b].mesh == mesh}
+        held = {b for _, b in streams.arguments if streams.buffers[b].mesh == mesh}
         most = set(held)
         for instruction in stream:
             if isinstance(instruction, Run):
                 held -= {instruction.inputs[k] for k in streams.overwritten[instruction.program]}
             held |= set(writes(instruction))
-            most = max(most, set(held), key=lambda h: sum(streams.buffers[b].num_bytes for b in h))
+            most = max(most, set(held), key=lambda h: sum(streams.buffers[b].value.num_bytes for b in h))
             if isinstance(instruction, Free):
                 held -= set(instruction.buffers)
         found[mesh] = most

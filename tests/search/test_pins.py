@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar.errors import ConstraintError, InfeasibleError
+from autopar.search.request import Request
 from autopar.search.stage_search import Stages, search_pipelines
 from tests.sweep import QUICK, SLOW, _host, relative_error
 
@@ -149,7 +150,7 @@ def test_the_search_keeps_pins():
     method = autopar.Auto(constraints={"params/layers/kernel": P(None, None, "x"), "params/head": P()})
     origin = planned(method, cluster=cluster).origin
     stages = Stages()
-    search_pipelines(origin.program, origin.roles, cluster, method.options(), stages)
+    search_pipelines(Request(origin.program, origin.roles, cluster, method), stages)
     found = stages.best
     assert found is not None, stages.tried
     lies = {}

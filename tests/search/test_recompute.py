@@ -19,6 +19,7 @@ from autopar.report.page import page_of
 from autopar.search import solve_stages
 from autopar.search.pipeline import SlowerError, _Room
 from autopar.search.progress import silent
+from autopar.search.request import Request
 from autopar.search.stage_planner import _best_in_memory
 from tests.small_transformer import arguments, train_step
 from tests.sweep import QUICK, SLOW
@@ -234,7 +235,9 @@ def test_a_stage_that_fits_as_it_is_is_sharded_once(monkeypatch):
 
 
 def test_layers_stay_in_loops_where_nothing_that_runs_again_can_win():
-    program, roles = make_step()._roles(ARGUMENTS["scan"], {})
+    step = make_step()
+    program, roles = step._roles(ARGUMENTS["scan"], {})
+    request = Request(program, roles, step.cluster, step._method)
     cut, tried = cut_step(program, roles, 1, COUNT), []
 
     def slower(cut, beat):
@@ -242,7 +245,7 @@ def test_layers_stay_in_loops_where_nothing_that_runs_again_can_win():
         raise SlowerError("left out", given="", wrong="", do="")
 
     with pytest.raises(SlowerError):
-        _best_in_memory(program, roles, cut, lambda parts: cut_step(program, roles, parts, COUNT), slower, silent, 1.0)
+        _best_in_memory(request, cut, lambda parts: cut_step(program, roles, parts, COUNT), slower, silent, 1.0)
     assert tried == [cut]
 
 
@@ -266,6 +269,6 @@ def test_stages_on_one_mesh_share_its_memory():
 
 def test_what_a_stage_keeps_is_there_for_each_microbatch_in_flight():
     stage = interleaved().origin.pipeline.stages[0]
-    kept = sum(b.num_bytes for b in stage.task("B").inputs if b.slot.var in stage.program.kept)
+    kept = sum(b.num_bytes for b in stage.task("B").inputs if b.var in stage.program.kept)
     assert peak_bytes_here(stage) < peak_bytes_here(stage, in_flight=4) <= peak_bytes_here(stage) + 3 * kept
     assert resting_bytes(stage, 4) - resting_bytes(stage, 1) == 3 * kept

@@ -11,7 +11,7 @@ import autopar
 from autopar.inter_op.chain import balanced_borders
 from autopar.inter_op.cut import cut_step
 from autopar.inter_op.stage_plan import peak_bytes_here
-from autopar.search.candidates import Rounds, find_candidates
+from autopar.search.candidates import Estimates, Rounds, find_candidates
 from autopar.search.layer_costs import LayerCosts, submesh_sizes
 from autopar.search.pipeline import least_seconds, once_seconds
 from autopar.search.progress import silent
@@ -93,8 +93,8 @@ def test_layers_are_sharded_within_memory_only_where_that_may_win(layers_on):
     beyond = [size for size in layers.meshes if layers.is_beyond(size, 4)]
     assert beyond and all(layers.is_guess(size, 4) for size in beyond)
     before, few = layers.of(beyond[0], 4)[1], len(solved.known)
-    given = layers, (4,), np.zeros(4), cluster, budget, Rounds(), 4, 4
-    assert find_candidates(*given, 0.0) and len(solved.known) == few, "nothing can win"
+    told = Estimates(layers, np.zeros(4), cluster, budget, Rounds(), 4)
+    assert find_candidates(told, (4,), 4, 0.0) and len(solved.known) == few, "nothing can win"
     while layers.is_guess(beyond[0], 4):  # for so many microbatches, and then within memory
         layers.refine(beyond[0], 4)
     after = layers.of(beyond[0], 4)[1]

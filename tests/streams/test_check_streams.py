@@ -108,10 +108,10 @@ class _Mesh:
     def __init__(self, streams: Streams, mesh: int, todo: Sequence[Instruction], terms: dict[Any, int]):
         self.streams, self.mesh, self.terms, self.at, self.todo = streams, mesh, terms, 0, todo
         self.memory: dict[int, int | None] = {}  # None: overwritten in place, to be let go of and not to be read
-        for at in (*streams.arguments.values(), *streams.pieces.values(), *streams.numbers.values()):
+        for at in (*(at for _, at in streams.arguments), *streams.numbers):
             buffer = streams.buffers[at]
             if buffer.mesh == mesh:
-                self.memory[at] = self.term(buffer.kind, id(buffer.key), buffer.microbatch)
+                self.memory[at] = self.term(buffer.value.kind, id(buffer.value.key), buffer.microbatch)
         self.given = set(self.memory)
 
     def term(self, *parts: Any) -> int:
@@ -153,10 +153,10 @@ class _Mesh:
     def run(self, run: Run) -> None:
         plan = self.streams.programs[run.program]
         operands = [self.read(b) for b in run.inputs]
-        slots = [b.slot for b in (*plan.inputs, *plan.written_rows)]
+        slots = [*plan.inputs, *plan.written_rows]
         if len(operands) != len(slots) + plan.needs_number or len(run.outputs) != len(plan.outputs):
             raise Harm(f"{run} has other operands")
-        grown = {(b.slot.kind, id(b.slot.key)) for b in plan.outputs if b.slot.kind in ("sum", "rows")}
+        grown = {(b.kind, id(b.key)) for b in plan.outputs if b.kind in ("sum", "rows")}
         for slot, buffer in zip(slots, run.inputs, strict=False):
             if (slot.kind, id(slot.key)) in grown:
                 self.memory[buffer] = None
@@ -214,7 +214,9 @@ def other_buffer(random, streams, stream):
     at = random.integers(len(buffers))
     right = streams.buffers[buffers[at]]
     known = range(len(streams.buffers))
-    like = [b for b in known if (streams.buffers[b].kind, streams.buffers[b].mesh) == (right.kind, right.mesh)]
+    like = [
+        b for b in known if (streams.buffers[b].value.kind, streams.buffers[b].mesh) == (right.value.kind, right.mesh)
+    ]
     buffers[at] = _pick(random, like if random.random() < 0.5 else known)
     stream[k] = dataclasses.replace(stream[k], **{name: tuple(buffers)})
 
@@ -404,7 +406,7 @@ def test_another_parameter():
     streams = streams_of("gpt", 2, "gpipe")
     stream = list(streams.instructions[0])
     k = first(stream, Run, program="stage0/F")
-    consts = [at for at in stream[k].inputs if streams.buffers[at].kind == "const"]
+    consts = [at for at in stream[k].inputs if streams.buffers[at].value.kind == "const"]
     a, b = consts[:2]
     turned = {a: b, b: a}
     changed = replaced(stream, k, inputs=tuple(turned.get(at, at) for at in stream[k].inputs))
@@ -414,7 +416,7 @@ def test_another_parameter():
 
 def test_result_that_is_an_argument_is_kept():
     streams = streams_of("mlp", 2, "1f1b")
-    given = set(streams.arguments.values())
+    given = {at for _, at in streams.arguments}
     kept = next(at for at in streams.results if at in given)
     mesh = streams.buffers[kept].mesh
     changed = {**streams.instructions, mesh: [*streams.instructions[mesh], Free((kept,))]}

@@ -212,7 +212,7 @@ def test_clocks_of_planned_streams(s, m, schedule):
         streams.instructions,
         lambda run: float(run.program.endswith(("/F", "/B"))),
         lambda mesh, send: 0.0,
-        [b.num_bytes for b in streams.buffers],
+        [b.value.num_bytes for b in streams.buffers],
         lambda run: 0,
     )
     assert found.seconds == 2 * (m + s - 1)
@@ -231,14 +231,14 @@ def test_residuals_in_flight(schedule, in_flight):
     plan = planned(2, 8)
     streams, _ = under(plan, schedule)
     backward = plan.origin.pipeline.stages[0].task("B")
-    residuals = {b.slot.key: b.num_bytes for b in backward.inputs if b.slot.kind == "loop"}
-    from_forward = {b.slot.key for b in plan.origin.pipeline.stages[0].task("F").outputs} & set(residuals)
+    residuals = {b.key: b.num_bytes for b in backward.inputs if b.kind == "loop"}
+    from_forward = {b.key for b in plan.origin.pipeline.stages[0].task("F").outputs} & set(residuals)
     assert from_forward
     found = simulate(
         streams.instructions,
         lambda run: 1.0,
         lambda mesh, send: 0.0,
-        [b.num_bytes * (b.stage == 0 and b.key in from_forward) for b in streams.buffers],
+        [b.value.num_bytes * (b.stage == 0 and b.value.key in from_forward) for b in streams.buffers],
         lambda run: 0,
     )
     assert found.peak_bytes[0] == in_flight * sum(residuals[key] for key in from_forward)
@@ -251,7 +251,7 @@ def test_peaks_equal_the_checkers_accounting(s, m, schedule):
     streams, _ = under(planned(s, m), schedule)
     contract = contract_of(streams, m)
     accounted = check_streams(streams.instructions, contract)
-    num_bytes = [b.num_bytes for b in streams.buffers]
+    num_bytes = [b.value.num_bytes for b in streams.buffers]
     found = simulate(
         streams.instructions,
         lambda run: float(run.program.endswith(("/F", "/B"))),

@@ -36,6 +36,7 @@ def accumulate(jaxpr: Jaxpr, split: Microbatches) -> Jaxpr:
     Returns:
         A flat program over new variables, inputs and outputs as the step's.
     """
+    assert not split.between, "one loop has no place between its forward and its backward passes"
     count, (number, *inside) = split.count, split.loop.invars
     consts = dict(zip(inside[: len(split.invariants)], split.invariants, strict=True))
     eqns = Equations(split.before)

@@ -9,6 +9,7 @@ Method: `phases.py` says how each equation is done; here it is written out for o
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -17,12 +18,13 @@ import jax
 import jax.numpy as jnp
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, SourceInfo, Var, make_jaxpr, new_var, replace_eqn, shaped
-from autopar.errors import BatchError
+from autopar.errors import BatchError, MicrobatchError
 from autopar.ir.check import check_program
 from autopar.ir.dataflow import inputs_of, needed, variables
 from autopar.ir.region import kind_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.rewrite.views import views_of_arguments
+from autopar.ir.split.joins import with_joins
 from autopar.ir.split.phases import find_phases
 from autopar.ir.split.placement import OWN, REPLICATED, SUM, Partial, Placement, Split, local_aval
 from autopar.ir.split.solution import LoopSolution
@@ -53,6 +55,8 @@ class Microbatches:
         invariants: Variables of the step that every microbatch reads whole.
         pieces: Variables of the step of which microbatch k reads the k-th part along dim 0.
         results: What comes of the loop.
+        between: Equations on what the forward passes of all microbatches make together, in order, whose values the backward
+            passes read among `invariants`: no backward pass may begin before (`joins.py`).
         after: Equations that need all microbatches, in order.
     """
 
@@ -63,6 +67,7 @@ class Microbatches:
     pieces: tuple[Var, ...]
     results: tuple[Result, ...]
     after: tuple[JaxprEqn, ...]
+    between: tuple[JaxprEqn, ...] = ()
 
     def read_outside(self, eqns: Iterable[JaxprEqn]) -> dict[Var, None]:
         """Variables of the step that equations of the loop read, whole or in pieces, in order."""
@@ -99,6 +104,29 @@ def split_microbatches(
         raise waits.error from None
 
 
+def split_at_joins(
+    jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False, name: str = "the batch"
+) -> tuple[Jaxpr, Microbatches]:
+    """The same for stages, which add up the parts of a gradient each by itself, and may do all forward passes first.
+
+    Returns:
+        The step, with a copy of each sum that backward passes wait for, and its phases.
+
+    Raises:
+        As of `split_microbatches`.
+    """
+    check_divides(jaxpr, count, batch, name)
+    try:
+        return jaxpr, write_phases(jaxpr, find_phases(jaxpr, count, batch, per_microbatch, apart=True))
+    except SamplesWaitError as waits:
+        joined, joins = with_joins(jaxpr, waits.incomplete)
+        with contextlib.suppress(MicrobatchError, SamplesWaitError):
+            return joined, write_phases(
+                joined, find_phases(joined, count, batch, per_microbatch, apart=True, joins=joins)
+            )
+        raise waits.error from None
+
+
 def write_phases(jaxpr: Jaxpr, solution: LoopSolution) -> Microbatches:
     """The phases of a program, once it is known how each equation is done."""
     return _Loop(jaxpr, solution).write()
@@ -109,15 +137,17 @@ def check_phases(jaxpr: Jaxpr) -> Callable[[Microbatches], None]:
 
     def check(split: Microbatches) -> None:
         made = [var for eqn in split.before for var in eqn.outvars]
+        joint = [var for eqn in split.between for var in eqn.outvars]
         check_program(make_jaxpr(jaxpr.invars, made, split.before))
         check_program(split.loop)
-        there = dict.fromkeys([*jaxpr.invars, *made])
+        there = dict.fromkeys([*jaxpr.invars, *made, *joint])
         outside = [*split.invariants, *split.pieces]
         assert all(var in there for var in outside), "the loop reads what is not there before it"
         inner = [var.aval.shape for var in split.loop.invars[1:]]
         pieces = [(size // split.count, *rest) for size, *rest in (var.aval.shape for var in split.pieces)]
         assert inner == [*(var.aval.shape for var in split.invariants), *pieces], "the loop reads other shapes"
-        there |= dict.fromkeys(result.var for result in split.results)
+        there = dict.fromkeys([*jaxpr.invars, *made, *(result.var for result in split.results)])
+        check_program(make_jaxpr([*there], joint, split.between))
         check_program(make_jaxpr([*there], jaxpr.outvars, split.after))
 
     return check
@@ -184,7 +214,7 @@ class _Loop(ShardWriter):
         return made
 
     def write(self) -> Microbatches:
-        before, after = [], []
+        before, late = [], []
         for eqn in self.jaxpr.eqns:
             phase = self.phases.phase[eqn]
             if phase == "before" or eqn in self.phases.early:
@@ -192,10 +222,12 @@ class _Loop(ShardWriter):
             if phase == "loop":
                 before += self.whole_part(eqn)
                 self.equation(eqn)
-            elif phase == "after":
-                after.append(eqn)
-        elsewhere = {var for eqn in (*before, *after) for var in eqn.outvars} | self.inputs
-        read = variables([*(a for eqn in after for a in eqn.invars), *self.jaxpr.outvars])
+            elif phase in ("between", "after"):
+                late.append(eqn)
+        between = needed(late, self.invariants, effects=False)
+        after = needed(late, variables(self.jaxpr.outvars))
+        elsewhere = {var for eqn in (*before, *late) for var in eqn.outvars} | self.inputs
+        read = variables([*(a for eqn in (*between, *after) for a in eqn.invars), *self.jaxpr.outvars])
         results = [Result(var, self.joined(var)) for var in dict.fromkeys(read) if var not in elsewhere]
         outvars = [self.value(r.var, r.placement) for r in results]
         outer = {**self.invariants, **self.pieces}
@@ -205,9 +237,17 @@ class _Loop(ShardWriter):
             {var: inside for var, inside in group.items() if inside in used} for group in (self.invariants, self.pieces)
         )
         loop = make_jaxpr([self.first, *invariants.values(), *pieces.values()], loop.outvars, loop.eqns)
-        before, after = for_the_loop(self.jaxpr, before, after, [*invariants, *pieces])
+        early = [*invariants, *pieces, *(a for eqn in between for a in inputs_of(eqn))]
+        before, after = for_the_loop(self.jaxpr, before, after, early)
         return Microbatches(
-            self.solution.count, tuple(before), loop, tuple(invariants), tuple(pieces), tuple(results), tuple(after)
+            self.solution.count,
+            tuple(before),
+            loop,
+            tuple(invariants),
+            tuple(pieces),
+            tuple(results),
+            tuple(after),
+            tuple(between),
         )
 
     def whole_part(self, eqn: JaxprEqn) -> list[JaxprEqn]:

@@ -14,7 +14,7 @@ Method: placements are followed forwards (`solver.py`). An equation that fits no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax.numpy as jnp
 
@@ -28,7 +28,7 @@ from autopar.ir.split.hoist import Hoist
 from autopar.ir.split.local_statistics import sums_behind
 from autopar.ir.split.placement import OWN, REPLICATED, SUM, Loop, Partial, Placement, Split
 from autopar.ir.split.refusal import refusal
-from autopar.ir.split.solution import LoopSolution
+from autopar.ir.split.solution import LoopSolution, Strategies
 from autopar.ir.split.solver import Cause, Solver, StuckError
 from autopar.ir.split.waiting import SamplesWaitError, Waiting
 from autopar.ir.work import Work, num_bytes
@@ -36,7 +36,12 @@ from autopar.tuning import TUNING
 
 
 def find_phases(
-    jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False, apart: bool = False
+    jaxpr: Jaxpr,
+    count: int,
+    batch: Sequence[int],
+    per_microbatch: bool = False,
+    apart: bool = False,
+    joins: Collection[JaxprEqn] = (),
 ) -> LoopSolution:
     """Decide how a program is worked through in `count` microbatches.
 
@@ -46,16 +51,17 @@ def find_phases(
         batch: Inputs whose leading dim runs over samples.
         per_microbatch: Where samples wait for a sum over the batch, let each microbatch take its own.
         apart: Add up the parts of a gradient (of a tied weight) one by one, and join them after the loop.
+        joins: Copies of what all forward passes make together, for the backward passes to read (`joins.py`).
 
     Raises:
         SamplesWaitError: Samples wait for what all of them make together; names these values, to have them made before.
         MicrobatchError: Too much would be done of the whole batch at once.
     """
-    policy = _Phases(jaxpr, count, per_microbatch)
+    policy = _Phases(jaxpr, count, per_microbatch, joins)
     policy.run(batch)
     solution = policy.solution
     uses: Uses = {var: {REPLICATED: None} for var in variables(jaxpr.outvars) if var not in solution.made}
-    _LoopDemand(solution, policy.solver.strategies).program(jaxpr, uses)
+    _LoopDemand(solution, policy.solver.strategies, joins).program(jaxpr, uses)
     _sink(jaxpr, solution, apart)
     return solution
 
@@ -82,8 +88,9 @@ def _goes_apart(jaxpr: Jaxpr, size: int, inputs: Sequence[int]) -> bool:
 
 
 class _Phases:
-    def __init__(self, jaxpr: Jaxpr, count: int, per_microbatch: bool):
-        self.jaxpr, self.per_microbatch = jaxpr, per_microbatch
+    def __init__(self, jaxpr: Jaxpr, count: int, per_microbatch: bool, joins: Collection[JaxprEqn]):
+        self.jaxpr, self.per_microbatch, self.joins = jaxpr, per_microbatch, joins
+        self.between: dict[Var, None] = {}
         self.solution = LoopSolution(Loop(count))
         self.solver = Solver(self.solution, self.take_own)
         self.late: dict[Var, Cause] = {}
@@ -111,12 +118,19 @@ class _Phases:
         """Decide equation number `at`; returns the number of the equation to go on with."""
         eqn, solution = self.jaxpr.eqns[at], self.solution
         self.forget(eqn)
+        if eqn in self.joins:
+            solution.phase[eqn] = "between"
+            self.between.update(dict.fromkeys(eqn.outvars))
+            return at + 1
         late = [a for a in inputs_of(eqn) if a in self.late]
         if late:
             return self.end_loop(at, matters, self.late[late[0]])
         if all(solution.of(a) == REPLICATED for a in eqn.invars):
             solution.phase[eqn] = "before"
             self.hoist.follow(eqn)
+            if any(a in self.between for a in inputs_of(eqn)):
+                solution.phase[eqn] = "between"
+                self.between.update(dict.fromkeys(eqn.outvars))
             if not is_region(eqn):
                 self.solver.equation(eqn, inside=False)
             return at + 1
@@ -188,7 +202,7 @@ class _Phases:
         """Where inputs are taken whole, so may be all that is made of them: then nothing is left to work through."""
         cause = self.hoist.gathered
         if cause is not None:
-            of_phase = dict.fromkeys(("before", "loop", "after"), 0.0)
+            of_phase = dict.fromkeys(("before", "loop", "between", "after"), 0.0)
             for eqn, cost in zip(self.jaxpr.eqns, self.cost, strict=True):
                 of_phase[self.solution.phase[eqn]] += cost
             if of_phase["before"] > of_phase["loop"]:
@@ -215,11 +229,15 @@ class _LoopDemand(Demand):
 
     solution: LoopSolution
 
+    def __init__(self, solution: LoopSolution, strategies: Strategies, joins: Collection[JaxprEqn]):
+        super().__init__(solution, strategies)
+        self.joins = joins
+
     def program(self, jaxpr: Jaxpr, uses: Uses) -> None:
         """Through the step; `uses` are those of its results."""
         phase = self.solution.phase
         for eqn in reversed(jaxpr.eqns):
-            outside = phase[eqn] == "after" or (phase[eqn] == "before" and is_region(eqn))
+            outside = phase[eqn] == "after" or eqn in self.joins or (phase[eqn] != "loop" and is_region(eqn))
             wants: Sequence[Placement] = [REPLICATED] * len(eqn.invars)
             if not outside:
                 wants = self.wants(eqn, uses)

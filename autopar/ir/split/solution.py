@@ -92,7 +92,7 @@ class Solution:
                 self.forget(inner)
 
 
-Phase: TypeAlias = Literal["before", "loop", "after"]
+Phase: TypeAlias = Literal["before", "loop", "between", "after"]
 
 
 @dataclass(eq=False, slots=True)
@@ -100,7 +100,8 @@ class LoopSolution(Solution):
     """The same for a step whose shards are the turns of a loop.
 
     Attributes:
-        phase: Of each top-level equation: what needs no sample, what each turn does, what needs all turns.
+        phase: Of each top-level equation: what needs no sample, what each turn does, what needs the first half of all turns
+            and is needed by the second (`joins.py`), what needs all turns.
         early: Top-level equations that run before the loop on the whole batch, whatever else they do.
     """
 

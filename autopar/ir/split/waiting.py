@@ -25,11 +25,14 @@ class SamplesWaitError(Exception):
         error: For the user.
         sums: Of the step, that the loop makes: were they there before it, samples would wait no more, or for later ones.
         samples: The same of rows of all samples, where no sums are waited for.
+        incomplete: All values of the step that are not complete before every microbatch has made its part.
     """
 
-    def __init__(self, error: MicrobatchError, sums: Iterable[Var], samples: Iterable[Var]):
+    def __init__(
+        self, error: MicrobatchError, sums: Iterable[Var], samples: Iterable[Var], incomplete: Iterable[Var] = ()
+    ):
         super().__init__()
-        self.error, self.sums, self.samples = error, tuple(sums), tuple(samples)
+        self.error, self.sums, self.samples, self.incomplete = error, tuple(sums), tuple(samples), tuple(incomplete)
 
 
 class Waiting:
@@ -51,7 +54,8 @@ class Waiting:
             SamplesWaitError: An equation waits.
         """
         if self.error is not None:
-            raise SamplesWaitError(self.error, self.sums, self.samples)
+            parts = [var for var in self.maker if isinstance(self.solution.of(var), Partial) or var in self.late]
+            raise SamplesWaitError(self.error, self.sums, self.samples, parts)
 
     def add(self, eqn: JaxprEqn, error: MicrobatchError) -> None:
         """An equation on samples that would have to run after the loop."""

@@ -266,6 +266,11 @@ def argument_slices(program: Program) -> list[tuple[int, int]]:
     return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
 
 
+def arguments_of(program: Program) -> list[tuple[PyTreeDef, int, int]]:
+    """Each argument (positional, then by keyword) with its range of input leaves."""
+    return [(tree, *span) for tree, span in zip(_trees(program), argument_slices(program), strict=True)]
+
+
 def _type(aval: Aval) -> tuple[object, ...]:
     return tuple(aval.shape), aval.dtype
 

@@ -31,6 +31,7 @@ from autopar.errors import TraceError
 from autopar.ir.garbage import without_collection
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
+from autopar.ir.rewrite.dim_order import products_in_order
 from autopar.ir.rewrite.host_memory import keep_on_device
 from autopar.ir.rewrite.scan_slices import scan_slices
 from autopar.ir.source import gradient_line, warn_of_host_memory
@@ -46,6 +47,11 @@ TRACE: tuple[Pass[Traced], ...] = (
         "scan_slices",
         "loops that read `layers[i]` in trip i scan",
         lambda program: dataclasses.replace(program, jaxpr=scan_slices(program.jaxpr)),
+    ),
+    Pass(
+        "dim_order",
+        "products take and make large arrays as they lie",
+        lambda program: dataclasses.replace(program, jaxpr=products_in_order(program.jaxpr)),
     ),
 )
 """What every step goes through."""

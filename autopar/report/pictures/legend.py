@@ -14,6 +14,7 @@ from autopar.markup import tag
 KIND_NAMES = {
     "init": "before the first microbatch",
     "F": "forward",
+    "M": "between all forward and the backward passes",
     "B": "backward",
     "W": "gradients of weights",
     "U": "update",

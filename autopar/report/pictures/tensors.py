@@ -18,6 +18,7 @@ from autopar.markup import picture, tag
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.plan.decision import Decision, Value
 from autopar.plan.words import bytes_text, local_bytes, type_text
+from autopar.report.page import activation_counts
 from autopar.report.paths import collapse_paths
 
 MAX_ROWS = 400
@@ -48,11 +49,7 @@ def _rows(plan: Decision) -> Iterator[tuple[int, str]]:
     merged = collapse_paths([(v.name, (v.role, v.shape, v.dtype, v.sharding, v.stage)) for v in arguments])
     for path, key, count in merged:
         yield _row(plan, Value(path, *key), count)
-    counts: dict[Value, int] = {}
-    for value in plan.values:
-        if value.role == "activation":
-            counts[value] = counts.get(value, 0) + 1
-    for value, count in counts.items():
+    for value, count in activation_counts(plan).items():
         yield _row(plan, value, count)
 
 
@@ -88,16 +85,11 @@ def _in_words(value: Value, mesh: LogicalMesh, plan: Decision) -> str:
         )
     whole = local_bytes(value.shape, value.dtype, Sharding.replicated(len(value.shape)), mesh)
     each = local_bytes(value.shape, value.dtype, value.sharding, mesh)
-    lines.append(
-        f"{bytes_text(each)} of {bytes_text(whole)} on each device, {value.role}" + _stage_text(value, plan) + "."
-    )
+    stage = f" of stage {value.stage}" if len(plan.stages) > 1 else ""
+    lines.append(f"{bytes_text(each)} of {bytes_text(whole)} on each device, {value.role}{stage}.")
     asked = re.sub(r"\{[^}]*\}", "*", value.name)
     why = tag("code", escape(f"plan.explain({asked!r})"))
     return tag("p", *(escape(line + " ") for line in lines), "Why: ", why)
-
-
-def _stage_text(value: Value, plan: Decision) -> str:
-    return f" of stage {value.stage}" if len(plan.stages) > 1 else ""
 
 
 def device_grid(shape: Sequence[int], sharding: Sharding, mesh: LogicalMesh) -> str:

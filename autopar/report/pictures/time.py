@@ -13,12 +13,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.cost import collective_seconds
-from autopar.markup import FONT, WIDTH, box, line, picture, room_for, tag, text, ticks
+from autopar.markup import FONT, WIDTH, box, picture, room_for, tag, text
 from autopar.plan.decision import Decision
 from autopar.plan.words import seconds_text
 from autopar.report.pictures.legend import KIND_NAMES, kinds_legend
+from autopar.report.pictures.timetable import LEFT, RIGHT, TOP, clock_axis
 
-LEFT, RIGHT, TOP, ROW, BAR, THIN = 92, 14, 24, 34, 22, 4
+ROW, BAR, THIN = 34, 22, 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +65,7 @@ def time_picture(plan: Decision, seconds: float = 0.0) -> str:
     if not end or not plan.profile.work:
         return ""
     scale, height = (WIDTH - LEFT - RIGHT) / end, TOP + ROW * len(bars)
-    parts = []
-    for time in ticks(end):
-        x, words = LEFT + time * scale, seconds_text(time)
-        if x + room_for(words) / 2 <= WIDTH:
-            parts += [line(x, TOP - 6, x, height, "grid"), text(x, 12, words, "small soft", "middle")]
+    parts = clock_axis(end, scale, height)
     for row, bar in enumerate(bars):
         y = TOP + row * ROW
         parts.append(text(0, y + 15, bar.name, "strong"))

@@ -22,13 +22,7 @@ Arrivals = Mapping[tuple[int, float], int]
 
 
 def timetable_picture(events: Sequence[Event], places: Mapping[int, str], seconds: float = 0.0) -> str:
-    """The timetable.
-
-    Args:
-        events: Of one step.
-        places: Per mesh, its devices in words.
-        seconds: Length of the axis; 0: of the step.
-    """
+    """The timetable, over so many seconds, or 0: those of the step; `places` are each mesh's devices in words."""
     meshes = sorted({e.mesh for e in events})
     end = max((e.end for e in events), default=0.0)
     if not meshes or not end:
@@ -37,7 +31,7 @@ def timetable_picture(events: Sequence[Event], places: Mapping[int, str], second
     height = TOP + ROW * len(meshes) + 4
     many = any(e.stage >= len(meshes) for e in events)
     arrivals = {(int(e.name.rsplit(" ", 1)[-1]), e.end): e.mesh for e in events if _is_message(e)}
-    parts = [*_axis(max(seconds, end), scale, height)]
+    parts = clock_axis(max(seconds, end), scale, height)
     for row, mesh in enumerate(meshes):
         y = TOP + row * ROW
         own = [e for e in events if e.mesh == mesh]
@@ -55,7 +49,8 @@ def timetable_picture(events: Sequence[Event], places: Mapping[int, str], second
     return chart + kinds + tag("p", escape(note), class_="soft")
 
 
-def _axis(seconds: float, scale: float, height: float) -> list[str]:
+def clock_axis(seconds: float, scale: float, height: float) -> list[str]:
+    """Times above a picture, and lines through it."""
     found = []
     for time in ticks(seconds):
         x, words = LEFT + time * scale, seconds_text(time)

@@ -9,13 +9,13 @@ Method: Ray's own pickler, which sends functions that cannot be imported by what
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from autopar._jax import JaxprEqn, all_equations, open_jaxpr
 from autopar.errors import NotBuiltYetError
-from autopar.intra_op.sharded import Body, Compute, Region, describe
+from autopar.intra_op.sharded import Body, computed, describe
 from autopar.ir.rules.opaque import opaque_p
 from autopar.ir.rules.replicated import SIDE_EFFECTS
 from autopar.partition.host_calls import Watch
@@ -111,7 +111,7 @@ def check_calls(bodies: Sequence[Body]) -> None:
     Raises:
         NotBuiltYetError: They cannot make one of them.
     """
-    for eqn in (eqn for body in bodies for eqn in _equations(body)):
+    for eqn in (eqn for body in bodies for eqn, _ in computed(body)):
         name = eqn.primitive.name
         hidden = eqn.params["call"].host_call if eqn.primitive is opaque_p else None
         if hidden or name in SIDE_EFFECTS and (name not in SENT or _is_ordered(eqn)):
@@ -148,16 +148,6 @@ def check_no_calls(program: Any, given: str) -> None:
             do="leave it out, or make the state in this process and pass it to the step.",
             feature="callbacks in create_state on Ray",
         )
-
-
-def _equations(body: Body) -> Iterator[JaxprEqn]:
-    for instruction in body.instructions:
-        match instruction:
-            case Compute(eqn):
-                yield eqn
-            case Region(bodies=bodies):
-                for inner in bodies:
-                    yield from _equations(inner)
 
 
 def _is_ordered(eqn: JaxprEqn) -> bool:

@@ -1,7 +1,7 @@
-"""A plan as workers carry it out: no equations, no devices, nothing that cannot be sent.
+"""A plan for workers to carry out: what they compile needs no equations, no devices, nothing that cannot be sent.
 
 In:     a `StepPlan`.
-Out:    `Job`: programs as serialized StableHLO, streams of instructions, the type of every buffer.
+Out:    `Job`: the plan with its programs as serialized StableHLO, of which workers get their shares.
 Method: each program is traced over a mesh that has no devices yet and exported by `jax.export`; workers compile it for
         theirs.
 """
@@ -22,22 +22,8 @@ from autopar.runtime.ray.functions import packed_calls
 from autopar.runtime.ray.pauses import find_pauses
 from autopar.runtime.ray.seats import Layout
 from autopar.streams.assemble import StepPlan
-from autopar.streams.instructions import BufferId, Instruction, MeshId
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """An argument that is there when a step begins.
-
-    Attributes:
-        argument: Its position among the flat arguments.
-        buffer: Which buffer holds it.
-        is_piece: Whether it is put there with a leading dim of microbatches.
-    """
-
-    argument: int
-    buffer: BufferId
-    is_piece: bool
+from autopar.streams.instructions import MeshId
+from autopar.streams.streams import Streams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -45,44 +31,32 @@ class Job:
     """A step as its workers carry it out.
 
     Attributes:
+        planned: The step.
         layout: The devices of each mesh.
         programs: Of each mesh.
-        streams: Of each mesh.
-        types: Of each buffer.
-        mesh_of: Of each buffer.
-        microbatch_of: Of each buffer; -1: none.
-        numbers: Buffers that hold a microbatch's number, and which.
-        entries: Arguments.
-        results: For each result its buffer; None: it is a constant.
+        types: Of each buffer, as programs hold it.
         home: For each argument the mesh at which it lives.
-        donated: For each argument, whether its memory is taken over.
         callbacks: Of the programs of each mesh, packed (`functions.py`).
         pauses: Where each mesh's stream waits to hear that no callback has raised; empty: nowhere.
     """
 
+    planned: StepPlan
     layout: Layout
     programs: Mapping[MeshId, tuple[DeviceProgram[bytes], ...]]
-    streams: Mapping[MeshId, tuple[Instruction, ...]]
     types: tuple[ArrayType, ...]
-    mesh_of: tuple[MeshId, ...]
-    microbatch_of: tuple[int, ...]
-    numbers: Mapping[BufferId, int]
-    entries: tuple[Entry, ...]
-    results: tuple[BufferId | None, ...]
     home: tuple[MeshId, ...]
-    donated: tuple[bool, ...]
     callbacks: Mapping[MeshId, bytes]
     pauses: Mapping[MeshId, int]
 
+    @property
+    def streams(self) -> Streams:
+        """What the meshes do."""
+        return self.planned.streams
+
 
 def make_job(planned: StepPlan, platform: str) -> Job:
-    """The job of a step.
-
-    Args:
-        planned: Its plan.
-        platform: Of the devices, as `jax.export` names it.
-    """
-    streams, stages, invars = planned.streams, planned.stages, planned.program.jaxpr.invars
+    """The job of a step, for devices of a platform as `jax.export` names it."""
+    streams, stages = planned.streams, planned.stages
     meshes = list(streams.instructions)
     programs: dict[MeshId, list[DeviceProgram[bytes]]] = {mesh: [] for mesh in meshes}
     shipments: dict[MeshId, dict[str, Shipment]] = {mesh: {} for mesh in meshes}
@@ -97,21 +71,12 @@ def make_job(planned: StepPlan, platform: str) -> Job:
             code = exported(jitted(made, places), structs(made.inputs, places), platform)
             rest = made.inputs, made.outputs, made.donated, made.calls_host, made.options
             programs[at].append(DeviceProgram(name, code, *rest))
-    position = {var: k for k, var in enumerate(invars)}
-    entries = [Entry(position[var], at, False) for (var, _), at in streams.arguments.items()]
-    entries += [Entry(position[var], at, True) for (var, _), at in streams.pieces.items()]
     return Job(
+        planned=planned,
         layout=tuple((planned.first_device[m], stages[m].mesh.num_devices) for m in meshes),
         programs={mesh: tuple(own) for mesh, own in programs.items()},
-        streams=streams.instructions,
-        types=tuple(b.type.array for b in streams.buffers),
-        mesh_of=tuple(b.mesh for b in streams.buffers),
-        microbatch_of=tuple(b.microbatch for b in streams.buffers),
-        numbers={at: microbatch for (_, microbatch), at in streams.numbers.items()},
-        entries=tuple(entries),
-        results=streams.results,
-        home=tuple(planned.home.get(var, 0) % len(meshes) for var in invars),
-        donated=tuple(planned.roles.donated),
+        types=tuple(b.value.type.array for b in streams.buffers),
+        home=tuple(planned.home.get(var, 0) % len(meshes) for var in planned.program.jaxpr.invars),
         callbacks={
             mesh: packed_calls(watches[mesh], {name: s.callbacks for name, s in own.items()})
             for mesh, own in shipments.items()

@@ -19,7 +19,7 @@ def find_pauses(streams: Streams) -> dict[MeshId, int]:
         mesh: next((k for k, i in enumerate(own) if isinstance(i, Run) and i.program in updates), len(own))
         for mesh, own in streams.instructions.items()
     }
-    given = {*streams.arguments.values(), *streams.pieces.values()}
+    given = {at for _, at in streams.arguments}
     before = [i for mesh, own in streams.instructions.items() for i in own[: pauses[mesh]]]
     sent = {i.message for i in before if isinstance(i, Send)}
     waits = any(isinstance(i, Recv) and i.message not in sent for i in before)

@@ -47,12 +47,7 @@ class Wanted:
 
 
 def count_parts(rows: int, held: Iterable[tuple[Sequence[Wanted], Seat]]) -> int:
-    """In how many parts a batch is cut.
-
-    Args:
-        rows: Of the batch.
-        held: For each worker the arrays that it holds some of.
-    """
+    """In how many parts a batch of so many rows is cut, of which workers hold some of these arrays."""
     length = rows
     for wanted, seat in held:
         for start, stop in _runs(_own_rows(wanted, seat)):
@@ -61,26 +56,13 @@ def count_parts(rows: int, held: Iterable[tuple[Sequence[Wanted], Seat]]) -> int
 
 
 def parts_for(rows: int, count: int, wanted: Sequence[Wanted], seat: Seat) -> tuple[int, ...]:
-    """The parts that hold all rows of a worker; numbers, which have no rows, are in each.
-
-    Args:
-        rows: Of the batch.
-        count: In how many parts it is cut.
-        wanted: The arrays that the worker holds some of.
-        seat: The worker's.
-    """
+    """Of `count` parts of a batch those that hold all rows of a worker; numbers, which have no rows, are in each."""
     length = rows // count
     return tuple(dict.fromkeys(int(row) // length for row in _own_rows(wanted, seat))) or (0,)
 
 
 def cut_out(wanted: Wanted, box: Box, parts: Mapping[int, np.ndarray]) -> np.ndarray:
-    """A device's piece of an array.
-
-    Args:
-        wanted: The array.
-        box: The piece.
-        parts: The array's parts of the batch, by number; those that have rows of the piece must be there.
-    """
+    """A device's piece (`box`) of an array, out of its parts by number; those that have rows of the piece must be there."""
     dtype, leading = wanted.kind.dtype, wanted.num_leading
     if not leading:
         return np.asarray(next(iter(parts.values())), dtype)

@@ -46,12 +46,7 @@ class Seat:
 
 
 def seats_of(layout: Layout, devices_per_host: int) -> tuple[Seat, ...]:
-    """The seats of all meshes, mesh by mesh.
-
-    Args:
-        layout: The devices of each mesh, as the cluster counts them.
-        devices_per_host: Devices of one host.
-    """
+    """The seats of all meshes, mesh by mesh."""
     found: list[Seat] = []
     for mesh, (first, count) in enumerate(layout):
         at, rank = first, 0

@@ -49,12 +49,13 @@ def splits_backward(schedule: Schedule) -> bool:
     return getattr(schedule, "splits_backward", False)
 
 
-def in_flight(order: Sequence[Sequence[Step]]) -> list[int]:
-    """Of each stage, the most microbatches that are between their forward step and their last one behind it at once.
+def forward_first(order: Sequence[Sequence[Step]]) -> list[list[Step]]:
+    """The same order, but that every mesh does the forward steps of all microbatches before anything behind them."""
+    return [sorted(steps, key=lambda step: step.kind != "F") for steps in order]
 
-    Args:
-        order: Steps per mesh.
-    """
+
+def in_flight(order: Sequence[Sequence[Step]]) -> list[int]:
+    """Of each stage, the most microbatches that are between their forward step and their last one behind it at once."""
     ends = "W" if any(step.kind == "W" for steps in order for step in steps) else "B"
     most = [0] * (len(order) * (1 + max((step.chunk for steps in order for step in steps), default=0)))
     for mesh, steps in enumerate(order):
@@ -68,10 +69,6 @@ def in_flight(order: Sequence[Sequence[Step]]) -> list[int]:
 
 def clocks(order: Sequence[Sequence[Step]], backward_clocks: int = 1) -> tuple[int, list[list[tuple[int, Step]]]]:
     """Put an order on a clock: F takes one unit, B `backward_clocks`, W one; sending takes none.
-
-    Args:
-        order: Steps per stage.
-        backward_clocks: Length of a backward step.
 
     Returns:
         Clocks until all is done, and per stage (start, step).

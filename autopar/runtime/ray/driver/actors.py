@@ -27,13 +27,7 @@ checkpoints, and for reading batches."""
 
 
 def start_all(machine: RayMachine, seats: Sequence[Seat], actors: dict[int, Any], groups: list[Any]) -> None:
-    """Start the actors of all seats.
-
-    Args:
-        machine: Where.
-        seats: One for each worker.
-        actors: Takes them, by worker.
-        groups: Takes their placement groups.
+    """Start the actors of all seats: `actors` takes them, by worker, and `groups` their placement groups.
 
     Raises:
         ClusterError: Ray has no room for them; NodeLostError: a node has gone. What was started is in the last two.

@@ -27,15 +27,7 @@ def all_raised(made: Mapping[int, tuple[Any, Report | None]]) -> list[Raised]:
 def callback_error(
     step: str, streams: Streams, raised: Sequence[Raised], state_lost: bool, results: Any = None
 ) -> StepError:
-    """The error of a step whose callbacks raised; its cause is set.
-
-    Args:
-        step: Its name.
-        streams: What its meshes do.
-        raised: By callbacks, in any order.
-        state_lost: Whether the step has overwritten its arguments.
-        results: Of the step, if they are as they should be.
-    """
+    """The error of a step whose callbacks raised, in any order; its cause is set, the rest as of `step_error`."""
     updates = {name for name, plan in streams.programs.items() if plan.task.kind == "U"}
     runs = [(i.program, i.microbatch) for _, i in merged(streams.instructions, updates) if isinstance(i, Run)]
     first = min(raised, key=lambda r: runs.index((r.program, max(r.microbatch, 0))))

@@ -23,12 +23,7 @@ Span = tuple[float, float]
 
 
 def clock_offset(ask: Callable[[], float], now: Callable[[], float]) -> tuple[float, float]:
-    """How much a clock is ahead of this one, and how far off that may be.
-
-    Args:
-        ask: What the other clock shows.
-        now: What this one shows.
-    """
+    """How much a clock (`ask`) is ahead of this one (`now`), and how far off that may be."""
     best = 0.0, float("inf")
     for _ in range(TRIES):
         before, there, after = now(), ask(), now()
@@ -40,13 +35,9 @@ def clock_offset(ask: Callable[[], float], now: Callable[[], float]) -> tuple[fl
 def spans_of(
     job: Job, seats: Sequence[Seat], reports: Mapping[int, Report], offsets: Mapping[int, tuple[float, float]]
 ) -> tuple[dict[tuple[MeshId, int], Span], dict[int, Span]]:
-    """What workers have measured, on one clock; of several workers of a mesh, the first to begin and the last to end.
+    """What workers report, on one clock; of several workers of a mesh, the first to begin and the last to end.
 
-    Args:
-        job: What they did.
-        seats: They.
-        reports: By worker.
-        offsets: By host, as of `clock_offset`.
+    `reports` are by worker, `offsets` by host, as of `clock_offset`.
 
     Returns:
         When each program began and ended, by (mesh, position in its stream); when each message was sent and had come, by
@@ -59,7 +50,7 @@ def spans_of(
         report, (ahead, _) = reports[seat.number], offsets[seat.host]
         for at, (begin, end) in report.spans.items():
             begin, end = begin - ahead, end - ahead
-            match job.streams[seat.mesh][at]:
+            match job.streams.instructions[seat.mesh][at]:
                 case Run():
                     other = runs.get((seat.mesh, at), (begin, end))
                     runs[seat.mesh, at] = min(begin, other[0]), max(end, other[1])

@@ -1,15 +1,15 @@
 """A step on a Ray cluster, as the driver sees it.
 
-In:     a `Job`, a `RayMachine`.
+In:     a `StepPlan`, a `RayMachine`.
 Out:    `RayStep`, called with flat arrays like `runtime/pipeline.py`'s `Pipeline`.
 Method: each worker gets its share of the job once. A step is one call of each worker: arguments that are there already
-        go as keys, others in the parts that the worker's devices want. New state stays there; other results come back.
+        go as keys, others in the parts that the worker's devices want. New state stays there, save random keys, which are
+        small and which only this process knows as keys; other results come back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.errors import StepError
-from autopar.ir.split.layers import LayerSplit
 from autopar.mesh import ArrayType, Box, Sharding
 from autopar.mesh.ray_nodes import RayMachine
 from autopar.partition.host_calls import Raised
@@ -27,35 +26,19 @@ from autopar.runtime.ray.driver.clocks import spans_of
 from autopar.runtime.ray.driver.faults import microbatch_of
 from autopar.runtime.ray.driver.handles import Copy, Part, RemoteArray, host_array, remote_sharding
 from autopar.runtime.ray.driver.workers import Workers, ended, joined
-from autopar.runtime.ray.functions import check_no_calls
-from autopar.runtime.ray.job import Entry, Job, exported
+from autopar.runtime.ray.functions import check_calls, check_no_calls
+from autopar.runtime.ray.job import exported, make_job
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.share import Report, Share, StepCall
 from autopar.runtime.ray.transport.parcels import holders_of, messages_of, own_boxes, pack, slices
 from autopar.runtime.stacks import Stack, part_of, parts_of
+from autopar.streams.assemble import StepPlan
 from autopar.streams.clock import recorded
 from autopar.streams.instructions import BufferId, MeshId
-from autopar.streams.streams import Streams
 from autopar.streams.timeline import Timeline
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Interface:
-    """What a job's arguments and results are to the user.
-
-    Attributes:
-        stacks: Which of them are in parts.
-        kept: Results (of the job) that stay on the workers: new state.
-        results: The job's results as the jaxpr has them: constants are there by value.
-        name: Of the step.
-        streams: What the meshes do.
-    """
-
-    stacks: LayerSplit
-    kept: frozenset[int]
-    results: tuple[Any, ...]
-    name: str
-    streams: Streams
+_Entry = tuple[int, BufferId]
+"""The position of an argument, or a result, and the buffer that holds it."""
 
 
 class RayStep:
@@ -68,42 +51,43 @@ class RayStep:
         in_shardings: For each argument of the step how it lies.
     """
 
-    def __init__(self, machine: RayMachine, job: Job, interface: Interface, platform: str):
+    def __init__(self, machine: RayMachine, planned: StepPlan):
         """Start workers, unless there are some, and let them compile.
 
-        Args:
-            machine: The Ray cluster.
-            job: The step.
-            interface: What it is to the user.
-            platform: Of the devices.
+        Raises:
+            ClusterError: Ray has no room for the workers.
+            WorkerError: A worker failed.
+            NotBuiltYetError: The step calls Python in a way that workers cannot.
         """
-        self.job, self._interface, self._platform = job, interface, platform
+        check_calls([task.body for stage in planned.stages for task in stage.tasks])
+        self._platform = "cpu" if machine.accelerator is None else "cuda"
+        self.job = job = make_job(planned, self._platform)
+        self._planned, self._stacks, self._streams = planned, planned.stacks, planned.streams
+        self._buffers, self._donated = planned.streams.buffers, planned.roles.donated
         self.workers: Workers = machine.workers(job.layout, lambda: Workers(machine, job.layout))
         self.programs = {program.name: program for own in job.programs.values() for program in own}
         self.functions = self.programs
         self._number = self.workers.number()[0]
-        self._kept: dict[MeshId, list[int]] = {mesh: [] for mesh in job.streams}
+        self._kept: dict[MeshId, list[_Entry]] = {mesh: [] for mesh in self._streams.instructions}
         self._fetched: list[BufferId] = []
-        for k, at in enumerate(job.results):
-            if at is not None and k in interface.kept:
-                self._kept[job.mesh_of[at]].append(k)
-            if at is not None and k not in interface.kept and at not in self._fetched:
+        for k, at in enumerate(self._streams.results):
+            if at is not None and self._stays(k):
+                self._kept[self._buffers[at].mesh].append((k, at))
+            elif at is not None and at not in self._fetched:
                 self._fetched.append(at)
-        self._holders = {at: holders_of(job.types[at], self.workers.seats_on(job.mesh_of[at])) for at in self._fetched}
-        self._entries: dict[MeshId, list[Entry]] = {mesh: [] for mesh in job.streams}
-        self._read: dict[int, list[Entry]] = {}
-        for entry in job.entries:
-            self._entries[job.mesh_of[entry.buffer]].append(entry)
-            self._read.setdefault(entry.argument, []).append(entry)
+        seats_of = {at: self.workers.seats_on(buffer.mesh) for at, buffer in enumerate(self._buffers)}
+        self._holders = {at: holders_of(job.types[at], seats_of[at]) for at in self._fetched}
+        self._entries: dict[MeshId, list[_Entry]] = {mesh: [] for mesh in self._streams.instructions}
+        self._read: dict[int, list[BufferId]] = {}
+        for argument, at in self._streams.arguments:
+            self._entries[self._buffers[at].mesh].append((argument, at))
+            self._read.setdefault(argument, []).append(at)
         self._cuts = {
-            (entry.buffer, seat.number): _cuts(job.types[entry.buffer], seat)
-            for mesh, own in self._entries.items()
-            for entry in own
-            for seat in self.workers.seats_on(mesh)
+            (at, seat.number): _cuts(job.types[at], seat) for _, at in self._streams.arguments for seat in seats_of[at]
         }
         self.in_shardings = [
             remote_sharding([self._kind(at) for at in parts], dim)
-            for parts, dim in zip(interface.stacks.inputs, interface.stacks.input_dims, strict=True)
+            for parts, dim in zip(self._stacks.inputs, self._stacks.input_dims, strict=True)
         ]
         # Between GPUs a step cannot be left: what was begun to be sent would wait for ever.
         self._pauses = {} if self.workers.direct else job.pauses
@@ -117,6 +101,14 @@ class RayStep:
         """Whether its workers have ended."""
         return self.workers.closed
 
+    def _stays(self, result: int) -> bool:
+        """Whether a result stays on the workers: new state, which is no random key."""
+        return result in self._planned.roles.aliases and not self._planned.program.key_outputs[result]
+
+    def _is_whole(self, at: BufferId) -> bool:
+        """Whether an argument is put there as it is, and not with a leading dim of microbatches."""
+        return self._buffers[at].value.kind != "piece"
+
     def _load(self) -> None:
         messages = messages_of(self.job, self.workers.seats)
         self.workers.know(self._number, self.job)
@@ -126,16 +118,16 @@ class RayStep:
         self.workers.prepare("load", dict.fromkeys(shares, (self._number,)))
 
     def _share(self, seat: Seat, messages: Mapping[int, Any]) -> Share:
-        job, mesh = self.job, seat.mesh
+        job, mesh, buffers, stream = self.job, seat.mesh, self._buffers, self._streams.instructions[seat.mesh]
         return Share(
             programs=job.programs[mesh],
-            stream=job.streams[mesh],
+            stream=stream,
             messages={number: m for number, m in messages.items() if mesh in (m.source, m.target)},
-            types={at: kind for at, kind in enumerate(job.types) if job.mesh_of[at] == mesh},
-            microbatches=tuple(microbatch_of(instruction, job) for instruction in job.streams[mesh]),
-            numbers={at: number for at, number in job.numbers.items() if job.mesh_of[at] == mesh},
-            entries=tuple((entry.buffer, job.donated[entry.argument]) for entry in self._entries[mesh]),
-            kept=tuple(at for at in map(job.results.__getitem__, self._kept[mesh]) if at is not None),
+            types={at: kind for at, kind in enumerate(job.types) if buffers[at].mesh == mesh},
+            microbatches=tuple(microbatch_of(instruction, job) for instruction in stream),
+            numbers={at: buffers[at].microbatch for at in self._streams.numbers if buffers[at].mesh == mesh},
+            entries=tuple((at, self._donated[argument]) for argument, at in self._entries[mesh]),
+            kept=tuple(at for _, at in self._kept[mesh]),
             fetched=tuple((at, self._devices(at, seat)) for at in self._fetched if self._devices(at, seat)),
             callbacks=job.callbacks[mesh],
             pause=self._pauses.get(mesh),
@@ -147,19 +139,19 @@ class RayStep:
     def _kind(self, argument: int) -> ArrayType:
         """How an argument lies where it lives; what no one reads lies nowhere, and whole."""
         entries = self._read.get(argument, [])
-        whole = [e for e in entries if not e.is_piece]
-        homes = [e for e in whole if self.job.mesh_of[e.buffer] == self.job.home[argument]]
+        whole = [at for at in entries if self._is_whole(at)]
+        homes = [at for at in whole if self._buffers[at].mesh == self.job.home[argument]]
         if homes or whole:
-            return self.job.types[(homes or whole)[0].buffer]
+            return self.job.types[(homes or whole)[0]]
         if entries:
-            kind = self.job.types[entries[0].buffer]
+            kind = self.job.types[entries[0]]
             shape = (kind.shape[0] * kind.shape[1], *kind.shape[2:])
             return ArrayType(shape, kind.dtype, Sharding(kind.sharding.dims[1:]), kind.mesh)
         return self._unread(argument)
 
     def _unread(self, argument: int) -> ArrayType:
-        aval, home = self._interface.stacks.jaxpr.invars[argument].aval, self.job.home[argument]
-        mesh = next(kind.mesh for kind, at in zip(self.job.types, self.job.mesh_of, strict=True) if at == home)
+        aval, home = self._stacks.jaxpr.invars[argument].aval, self.job.home[argument]
+        mesh = next(buffer.value.type.mesh for buffer in self._buffers if buffer.mesh == home)
         return ArrayType(tuple(aval.shape), np.dtype(aval.dtype), Sharding.replicated(len(aval.shape)), mesh)
 
     # Steps.
@@ -181,7 +173,7 @@ class RayStep:
         offsets = self.workers.clocks()
         results, reports = self._carry_out(arrays, True)
         runs, messages = spans_of(self.job, self.workers.seats, reports, offsets)
-        return results, recorded(self._interface.streams, runs, messages)
+        return results, recorded(self._streams, runs, messages)
 
     def _carry_out(self, arrays: Sequence[Any], is_measured: bool) -> tuple[list[Any], dict[int, Report]]:
         if self.workers.closed:
@@ -217,7 +209,7 @@ class RayStep:
         return results, {number: report for number, (_, report) in made.items()}
 
     def _callback_error(self, raised: Sequence[Raised], state_lost: bool, results: Any = None) -> StepError:
-        return callback_error(self._interface.name, self._interface.streams, raised, state_lost, results)
+        return callback_error(self._planned.program.name, self._streams, raised, state_lost, results)
 
     def _leave(self, calls: Iterable[int], taken: Iterable[Copy]) -> None:
         """Do not carry on with a step: what it was to take is there again."""
@@ -229,11 +221,11 @@ class RayStep:
         """The job's arguments out of the user's, and what of them is donated."""
         parts: list[Any] = []
         donated: list[Copy] = []
-        stacks = self._interface.stacks
+        stacks = self._stacks
         for array, positions, dim in zip(arrays, stacks.inputs, stacks.input_dims, strict=True):
             if isinstance(array, RemoteArray):
                 array.check()
-                if self.job.donated[positions[0]]:
+                if self._donated[positions[0]]:
                     donated += [copy for part in array.parts for copy in part.copies]
                 if self._lies_so(array, positions, dim):
                     parts += array.parts
@@ -247,7 +239,7 @@ class RayStep:
 
     def _sizes(self, positions: Sequence[int], dim: int) -> list[int]:
         """Lengths of the parts of a stack; of what is no stack, 1 for the whole."""
-        invars = self._interface.stacks.jaxpr.invars
+        invars = self._stacks.jaxpr.invars
         return [invars[at].aval.shape[dim] for at in positions] if len(positions) > 1 else [1]
 
     def _lies_so(self, array: RemoteArray, positions: Sequence[int], dim: int) -> bool:
@@ -257,11 +249,12 @@ class RayStep:
         sizes = [part.copies[0].kind.shape[dim] for part in array.parts] if len(positions) > 1 else [1]
         return sizes == self._sizes(positions, dim)
 
-    def _key(self, entry: Entry, parts: list[Any]) -> int | None:
+    def _key(self, entry: _Entry, parts: list[Any]) -> int | None:
         """Under which key an argument is where it is wanted; None: it must be sent, and is then in this process."""
-        part = parts[entry.argument]
+        argument, at = entry
+        part = parts[argument]
         if isinstance(part, Part):
-            mesh, kind = self.job.mesh_of[entry.buffer], self.job.types[entry.buffer]
+            mesh, kind = self._buffers[at].mesh, self.job.types[at]
             for copy in part.copies:
                 same = copy.kind is kind or copy.kind == kind
                 if copy.owner is self.workers and copy.mesh == mesh and same:
@@ -278,51 +271,44 @@ class RayStep:
             ]
             for seat in self.workers.seats
         }
-        arguments = dict.fromkeys(entry.argument for own in wanted.values() for entry in own)
+        arguments = dict.fromkeys(argument for own in wanted.values() for argument, _ in own)
         here = {argument: _fetched(parts[argument]) for argument in arguments}
         return {
-            seat.number: tuple(self._values(entry, here[entry.argument], seat) for entry in wanted[seat.number])
+            seat.number: tuple(self._values(at, here[argument], seat) for argument, at in wanted[seat.number])
             for seat in self.workers.seats
         }
 
-    def _values(self, entry: Entry, array: np.ndarray, seat: Seat) -> list[np.ndarray]:
+    def _values(self, at: BufferId, array: np.ndarray, seat: Seat) -> list[np.ndarray]:
         """An argument as a worker wants it: only what its devices hold."""
-        kind = self.job.types[entry.buffer]
+        kind = self.job.types[at]
         whole = np.asarray(array, kind.dtype).reshape(kind.shape)
-        return [pack(whole[cut]) for cut in self._cuts[entry.buffer, seat.number]]
+        return [pack(whole[cut]) for cut in self._cuts[at, seat.number]]
 
     def _results(self, made: Mapping[int, Sequence[Any]], keep: Mapping[MeshId, range]) -> list[Any]:
-        job = self.job
         tiles = {number: iter(own) for number, own in made.items()}
         arrived: list[np.ndarray] = []
         for at in self._fetched:
             own = {number: next(tiles[number]) for number in self._holders[at]}
-            arrived.append(joined(job.types[at], self._holders[at], own))
+            arrived.append(joined(self.job.types[at], self._holders[at], own))
         here: dict[BufferId, jax.Array] = dict(zip(self._fetched, jax.device_put(arrived), strict=True))
         there = {
-            k: Part((Copy(self.workers, mesh, self._result_type(k), key),))
+            k: Part((Copy(self.workers, mesh, self.job.types[at], key),))
             for mesh, results in self._kept.items()
-            for key, k in zip(keep[mesh], results, strict=True)
+            for key, (k, at) in zip(keep[mesh], results, strict=True)
         }
         found: list[Any] = []
-        for positions, dim in zip(self._interface.stacks.outputs, self._interface.stacks.output_dims, strict=True):
-            if positions[0] in self._interface.kept and job.results[positions[0]] is not None:
+        for positions, dim in zip(self._stacks.outputs, self._stacks.output_dims, strict=True):
+            if positions[0] in there:
                 found.append(RemoteArray([there[k] for k in positions], dim))
                 continue
             parts = [self._value(k, here) for k in positions]
             found.append(parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=dim))
         return found
 
-    def _result_type(self, result: int) -> ArrayType:
-        at = self.job.results[result]
-        assert at is not None, "a constant does not stay on the workers"
-        return self.job.types[at]
-
     def _value(self, result: int, here: Mapping[BufferId, jax.Array]) -> jax.Array:
-        at = self.job.results[result]
+        at, atom = self._streams.results[result], self._planned.program.jaxpr.outvars[result]
         if at is not None:
             return here[at]
-        atom = self._interface.results[result]
         return jnp.asarray(atom.val, atom.aval.dtype)
 
     # State.
@@ -334,16 +320,15 @@ class RayStep:
     def hold(self, arrays: Sequence[Any], first: int) -> list[RemoteArray | Any]:
         """Put arguments that are the same in every step where they are read; as of `Runtime`."""
         found: list[Any] = []
-        for array, positions in zip(arrays, self._interface.stacks.inputs[first:], strict=True):
-            entries = [e for e in self._read.get(positions[0], []) if not e.is_piece]
+        for array, positions in zip(arrays, self._stacks.inputs[first:], strict=True):
+            entries = [at for at in self._read.get(positions[0], []) if self._is_whole(at)]
             if len(positions) > 1 or not entries:
                 found.append(array)
                 continue
             copies, here = [], _fetched(array)
-            for entry in entries:
-                key, kind, mesh = self.workers.number()[0], self.job.types[entry.buffer], self.job.mesh_of[entry.buffer]
-                seats = self.workers.seats_on(mesh)
-                tiles = {s.number: (key, kind, self._values(entry, here, s)) for s in seats}
+            for at in entries:
+                key, kind, mesh = self.workers.number()[0], self.job.types[at], self._buffers[at].mesh
+                tiles = {s.number: (key, kind, self._values(at, here, s)) for s in self.workers.seats_on(mesh)}
                 self.workers.call("put", tiles, subject=str(kind))
                 copies.append(Copy(self.workers, mesh, kind, key))
             found.append(RemoteArray([Part(tuple(copies))]))
@@ -351,18 +336,17 @@ class RayStep:
 
     def wanted(self, argument: int) -> list[tuple[MeshId, ArrayType, bool]]:
         """Where one of the user's arguments, which is in one part, is read: on which mesh, how, whether in microbatches."""
-        (at,) = self._interface.stacks.inputs[argument]
-        entries = self._read.get(at, [])
-        return [(self.job.mesh_of[e.buffer], self.job.types[e.buffer], e.is_piece) for e in entries]
+        (own,) = self._stacks.inputs[argument]
+        return [(self._buffers[at].mesh, self.job.types[at], not self._is_whole(at)) for at in self._read.get(own, [])]
 
     def homes(self, argument: int) -> tuple[list[tuple[MeshId, ArrayType]], int]:
         """Where the parts of one of the user's arguments live between steps, and along which dim they lie."""
-        stacks = self._interface.stacks
+        stacks = self._stacks
         return [(self.job.home[at], self._kind(at)) for at in stacks.inputs[argument]], stacks.input_dims[argument]
 
     def create(self, init: Callable[..., list[Any]], args: Sequence[Any], first: int, count: int) -> list[Any]:
         """State that is born in its place: `init` is run on each mesh, which keeps what is its own; as of `Runtime`."""
-        inputs, dims = self._interface.stacks.inputs, self._interface.stacks.input_dims
+        inputs, dims = self._stacks.inputs, self._stacks.input_dims
         wanted: dict[MeshId, list[tuple[int, int]]] = {}
         for leaf in range(count):
             for number, at in enumerate(inputs[first + leaf]):

@@ -52,21 +52,9 @@ class Failure:
 
 
 def worker_error(
-    failure: Failure,
-    seats: Sequence[Seat],
-    positions: Mapping[int, Position],
-    job: Job | None,
-    goes_on: bool = False,
+    failure: Failure, seats: Sequence[Seat], positions: Mapping[int, Position], job: Job | None, goes_on: bool = False
 ) -> WorkerError:
-    """The one error that the user sees.
-
-    Args:
-        failure: What was seen.
-        seats: Of all workers.
-        positions: Where the others stand.
-        job: What they were at; None: nothing with instructions.
-        goes_on: Whether the workers were not ended.
-    """
+    """The one error that the user sees: of a failure at a job (None: nothing with instructions), the others standing there."""
     seat = seats[failure.worker]
     waiting = _waiting(seats, positions, job)
     if isinstance(failure.cause, WorkerError):
@@ -92,7 +80,6 @@ def worker_error(
         stage=instruction.stage if isinstance(instruction, Run) else seat.mesh,
         instruction=None if instruction is None else str(instruction),
         microbatch=microbatch,
-        waited_for=None,
     )
 
 
@@ -111,8 +98,6 @@ def write_error(failure: Failure, seats: Sequence[Seat]) -> Exception:
         + "what was not written is lost if the worker has ended: restore another checkpoint.",
         worker=str(seat),
         stage=seat.mesh,
-        instruction=None,
-        microbatch=None,
         waited_for=seat.number,
     )
 
@@ -133,13 +118,13 @@ def microbatch_of(instruction: Instruction, job: Job) -> int:
         case Run(microbatch=microbatch):
             return microbatch
         case Send(buffers) | Recv(buffers):
-            return max((job.microbatch_of[at] for at in buffers), default=-1)
+            return max((job.streams.buffers[at].microbatch for at in buffers), default=-1)
     return -1
 
 
 def _at(seat: Seat, position: Position, job: Job) -> tuple[Instruction, int]:
     """Where a worker stands; behind the last instruction it waits for what was begun."""
-    stream = job.streams[seat.mesh]
+    stream = job.streams.instructions[seat.mesh]
     instruction = stream[min(position.at, len(stream) - 1)]
     return instruction, microbatch_of(instruction, job)
 
@@ -148,7 +133,7 @@ def _place(seat: Seat, positions: Mapping[int, Position], job: Job | None) -> tu
     """The instruction that a worker has not come behind, because others wait for what it sends."""
     awaited = {p.awaited for p in positions.values() if p.awaited is not None}
     if job is not None:
-        for instruction in job.streams[seat.mesh]:
+        for instruction in job.streams.instructions[seat.mesh]:
             if isinstance(instruction, Send) and instruction.message in awaited:
                 return instruction, microbatch_of(instruction, job)
     return None
@@ -158,11 +143,15 @@ def _waiting(seats: Sequence[Seat], positions: Mapping[int, Position], job: Job 
     found = []
     for number, position in positions.items():
         if job is not None and position.awaited is not None:
-            instruction = job.streams[seats[number].mesh][position.at]
+            instruction = job.streams.instructions[seats[number].mesh][position.at]
             microbatch = microbatch_of(instruction, job)
             text = f", microbatch {microbatch}" if microbatch >= 0 else ""
             found.append(f"{seats[number]} waits: {instruction}{text}")
-        elif job is not None and position.seconds > 1.0 and position.at < len(job.streams[seats[number].mesh]):
+        elif (
+            job is not None
+            and position.seconds > 1.0
+            and position.at < len(job.streams.instructions[seats[number].mesh])
+        ):
             found.append(f"{seats[number]} stands: {_at(seats[number], position, job)[0]}, {position.seconds:.0f} s")
     return "\n".join(found)
 

@@ -8,10 +8,9 @@ Method: an array is one part, or, stacked over several stages, one part behind t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,49 +19,10 @@ from jax.sharding import NamedSharding
 from autopar.errors import DonatedError
 from autopar.mesh import ArrayType, LogicalMesh
 from autopar.partition.task import abstract_mesh
-from autopar.runtime.digest import Digest
-from autopar.runtime.ray.seats import Seat
+from autopar.runtime.ray.driver.workers import Workers
 from autopar.runtime.shaped import Shaped
 from autopar.runtime.stacks import joined_shape, joint_spec
 from autopar.streams.instructions import MeshId
-
-
-class Owner(Protocol):
-    """The workers that hold arrays."""
-
-    def fetch(self, mesh: MeshId, key: int, kind: ArrayType) -> np.ndarray:
-        """The whole of an array."""
-        ...
-
-    def release(self, mesh: MeshId, key: int) -> None:
-        """No one wants this array any more."""
-        ...
-
-    def seats_on(self, mesh: MeshId) -> Sequence[Seat]:
-        """Its workers on a mesh."""
-        ...
-
-    # For checkpoints; see `saves.py`. Arguments are by worker, as of the methods of `Worker` of these names.
-
-    def number(self) -> range:
-        """A number that was never used before."""
-        ...
-
-    def unseen(self, workers: Sequence[int], token: Path, writing: bool) -> dict[int, str]:
-        """Why each of these workers cannot read, or write, beside a file; empty: it can."""
-        ...
-
-    def take(self, save: int, arguments: Mapping[int, tuple[Any, ...]]) -> None:
-        """Copy parts of arrays for a save."""
-        ...
-
-    def write(self, save: int, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, dict[str, Digest]]:
-        """Write the parts of a save."""
-        ...
-
-    def forget(self, save: int) -> None:
-        """No one wants the copies of a save any more."""
-        ...
 
 
 class Copy:
@@ -78,7 +38,7 @@ class Copy:
 
     __slots__ = ("owner", "mesh", "kind", "key", "is_deleted")
 
-    def __init__(self, owner: Owner, mesh: MeshId, kind: ArrayType, key: int):
+    def __init__(self, owner: Workers, mesh: MeshId, kind: ArrayType, key: int):
         self.owner, self.mesh, self.kind, self.key = owner, mesh, kind, key
         self.is_deleted = False
 

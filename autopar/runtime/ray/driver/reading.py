@@ -32,14 +32,7 @@ class Layout:
     """
 
     def __init__(self, step: RayStep, first: int, types: Sequence[jax.ShapeDtypeStruct], rows: int):
-        """Find it out.
-
-        Args:
-            step: The step.
-            first: The first of its arguments that is the batch's.
-            types: Of the batch's arrays.
-            rows: Of the batch.
-        """
+        """Find it out for a batch of such arrays and rows, whose first is argument `first` of the step."""
         self.types = tuple(types)
         self.wanted: dict[int, tuple[Wanted, ...]] = {}
         self.meshes: dict[int, MeshId] = {}
@@ -66,13 +59,7 @@ class Reading:
     """
 
     def __init__(self, step: RayStep, layout: Layout, kind: PartKind):
-        """Opens nothing.
-
-        Args:
-            step: The step.
-            layout: Where its batches go.
-            kind: Of a part.
-        """
+        """Opens nothing; `kind` is of a part."""
         self._workers, self.layout, self._kind = step.workers, layout, kind
         self._source = self._workers.number()[0]
         self._begun: dict[int, tuple[dict[int, Any], dict[MeshId, range]]] = {}
@@ -88,13 +75,7 @@ class Reading:
         return self._workers.closed
 
     def open(self, reader: bytes, number: int, positions: Sequence[Any]) -> None:
-        """Have the workers open their parts.
-
-        Args:
-            reader: What opens them, packed.
-            number: Of the first batch.
-            positions: Where each part is then.
-        """
+        """Have the workers open their parts by a packed reader, from batch `number` on, where each part is at its position."""
         arguments = {
             worker: (
                 self._source,
@@ -107,14 +88,14 @@ class Reading:
             )
             for worker, parts in self.layout.parts.items()
         }
-        self._asked("open_batches", arguments)
+        self._asked("open", arguments)
 
     def begin(self, number: int) -> None:
         """Have a batch read; waits for nothing."""
         if number not in self._begun:
             keys = self._new_keys(self.layout)
-            asked = {w: (self._source, number, tuple(keys[mesh])) for w, mesh in self.layout.meshes.items()}
-            self._begun[number] = self._workers.begin("draw", asked, "data"), keys
+            asked = {w: ("draw", self._source, number, tuple(keys[mesh])) for w, mesh in self.layout.meshes.items()}
+            self._begun[number] = self._workers.begin("batches", asked, "data"), keys
 
     def drawn(self, number: int) -> dict[int, list[tuple[int, PartKind | None]]]:
         """A batch, once it is read: for each part what each worker that has read it says it is like; None: it has ended."""
@@ -129,9 +110,7 @@ class Reading:
     def arrays(self, number: int, layout: Layout | None = None) -> list[Any]:
         """The arrays of a batch that was read, in their places; of one that no worker holds, its type.
 
-        Args:
-            number: Of the batch.
-            layout: Where it goes, if it is unlike the others.
+        `layout` is where it goes, if it is unlike the others.
         """
         keys = self._keys.pop(number)
         if layout is not None:
@@ -168,7 +147,7 @@ class Reading:
         if not self._workers.closed:
             left = [*(keys for _, keys in self._begun.values()), *self._keys.values()]
             gone = {w: tuple(k for keys in left for k in keys[mesh]) for w, mesh in self.layout.meshes.items()}
-            self._workers.begin("close_batches", {w: (self._source, own) for w, own in gone.items()}, "data")
+            self._workers.begin("batches", {w: ("close", self._source, own) for w, own in gone.items()}, "data")
 
     def _new_keys(self, layout: Layout) -> dict[MeshId, range]:
         sizes = {mesh: len(layout.wanted[worker]) for worker, mesh in layout.meshes.items()}
@@ -182,4 +161,5 @@ class Reading:
         return {worker: (self._source, number, tuple(parts)) for worker, parts in asked.items()}
 
     def _asked(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
-        return self._workers.end_reading(self._workers.begin(method, arguments, "data"), method)
+        calls = {worker: (method, *own) for worker, own in arguments.items()}
+        return self._workers.end_reading(self._workers.begin("batches", calls, "data"), method)

@@ -16,7 +16,8 @@ from pathlib import Path
 
 from autopar.mesh import ArrayType, Box
 from autopar.runtime.digest import Digest
-from autopar.runtime.ray.driver.handles import Copy, Owner, RemoteArray
+from autopar.runtime.ray.driver.handles import Copy, RemoteArray
+from autopar.runtime.ray.driver.workers import Workers
 from autopar.runtime.ray.share import Key
 from autopar.runtime.ray.transport.parcels import moved
 from autopar.runtime.ray.worker.disk import OnDisk
@@ -44,7 +45,7 @@ class Tile:
 class Snapshot:
     """Copies of arrays in the memory of their workers' hosts: the owner's, until they are written or discarded."""
 
-    def __init__(self, owner: Owner, arrays: Sequence[Sequence[Tile]]):
+    def __init__(self, owner: Workers, arrays: Sequence[Sequence[Tile]]):
         """Have the copies made; when this returns, the arrays may be overwritten."""
         self._owner, self._number = owner, owner.number()[0]
         self._arrays = arrays
@@ -112,11 +113,7 @@ class Taken(Shaped):
 
 
 def take(arrays: Sequence[RemoteArray], token: Path) -> tuple[list[Taken | None], dict[str, str]]:
-    """Copy arrays where they are.
-
-    Args:
-        arrays: With elements.
-        token: A file beside which they will be written, unlike any other.
+    """Copy arrays where they are; `token` is a file beside which they will be written, unlike any other.
 
     Returns:
         Each as it is now, None where its workers cannot write it; and which workers cannot, and why.
@@ -150,9 +147,7 @@ def take(arrays: Sequence[RemoteArray], token: Path) -> tuple[list[Taken | None]
 def tiles_of(array: RemoteArray, load: dict[int, int]) -> list[Tile] | None:
     """The different parts of an array, each with one writer.
 
-    Args:
-        array: The array.
-        load: Bytes that each worker writes so far, of those that can write; added to.
+    `load` is how many bytes each worker writes so far, of those that can write; it is added to.
 
     Returns:
         The parts; None: of one, there is no writer.
@@ -184,5 +179,5 @@ def _holders(copy: Copy, load: Mapping[int, int]) -> dict[Box, list[Tile]] | Non
     return found if all(found.values()) else None
 
 
-def _owner(array: RemoteArray) -> Owner:
+def _owner(array: RemoteArray) -> Workers:
     return array.parts[0].copies[0].owner

@@ -214,10 +214,11 @@ class Workers:
             found.setdefault(mesh, []).append(key)
         return found
 
-    # Checkpoints: whatever comes of them, no worker is ended here; whether it lives the next step will tell.
+    # Checkpoints (`saves.py`): whatever comes of them, no worker is ended here; whether it lives the next step will tell.
+    # Arguments are by worker, as of the methods of `Worker` of these names.
 
     def unseen(self, workers: Sequence[int], token: Path, writing: bool) -> dict[int, str]:
-        """As of `Owner`."""
+        """Why each of these workers cannot read, or write, beside a file; empty: it can."""
         asked = dict.fromkeys(workers, (str(token), digest(token)[1], writing))
         return self.call("unseen", asked, harmless=True)
 
@@ -226,12 +227,12 @@ class Workers:
         self.call("read", arguments, harmless=True)
 
     def take(self, save: int, arguments: Mapping[int, tuple[Any, ...]]) -> None:
-        """As of `Owner`; when it returns, the arrays may be overwritten."""
+        """Copy parts of arrays for a save; when it returns, the arrays may be overwritten."""
         own = {number: (save, *rest) for number, rest in arguments.items()}
         self.call("take", own, harmless=True)
 
     def write(self, save: int, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, dict[str, Digest]]:
-        """As of `Owner`; called on any thread, while steps go on.
+        """Write the parts of a save; called on any thread, while steps go on.
 
         Raises:
             WorkerError: A worker has ended, or does not come on.
@@ -283,7 +284,7 @@ class Workers:
         return wait_for(refs, ask, *limits)
 
     def forget(self, save: int) -> None:
-        """As of `Owner`; waits for nothing."""
+        """No one wants the copies of a save any more; waits for nothing."""
         for actor in dict(self._actors).values():
             actor.forget.options(concurrency_group="control").remote(save)
 
@@ -300,11 +301,6 @@ def ended() -> WorkerError:
         given="a step or an array of theirs",
         wrong="after a failure, or after close(), nothing is left of them.",
         do="begin again with arrays of this process: call the step, which starts new workers.",
-        worker=None,
-        stage=None,
-        instruction=None,
-        microbatch=None,
-        waited_for=None,
     )
 
 

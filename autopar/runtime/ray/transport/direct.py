@@ -111,15 +111,7 @@ class Direct:
         owner: Mapping[MeshId, Mapping[int, int]],
         wait_seconds: float,
     ):
-        """Of one worker.
-
-        Args:
-            seat: Whose.
-            places: Its devices.
-            channels: Of the pairs that it sends or receives for; may grow.
-            owner: For each mesh, the worker of each device.
-            wait_seconds: How long a message may take after the one before it.
-        """
+        """Of one worker; the channels may grow, and `owner` is the worker of each device, by mesh."""
         self._seat, self._places, self._channels, self._owner = seat, places, channels, owner
         self._wait_seconds = wait_seconds
         self._rehearsed: set[Any] = set()

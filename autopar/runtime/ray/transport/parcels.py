@@ -77,15 +77,15 @@ def messages_of(job: Job, seats: Sequence[Seat]) -> dict[int, Message]:
     of_mesh = by_mesh(seats)
     sends = {
         i.message: (mesh, turn, i.buffers)
-        for mesh, stream in job.streams.items()
+        for mesh, stream in job.streams.instructions.items()
         for turn, i in enumerate(stream)
         if isinstance(i, Send)
     }
     over = _taken_over(job)
     # A result that stays is taken over by the next step.
-    taken = over | {at for at in job.results if at is not None}
+    taken = over | {at for at in job.streams.results if at is not None}
     found = {}
-    for mesh, stream in job.streams.items():
+    for mesh, stream in job.streams.instructions.items():
         for instruction in stream:
             if isinstance(instruction, Recv):
                 source, turn, buffers = sends[instruction.message]
@@ -110,7 +110,7 @@ def _taken_over(job: Job) -> set[BufferId]:
     donated: Mapping[str, tuple[bool, ...]] = {p.name: p.donated for own in job.programs.values() for p in own}
     return {
         at
-        for stream in job.streams.values()
+        for stream in job.streams.instructions.values()
         for instruction in stream
         if isinstance(instruction, Run)
         for at, over in zip(instruction.inputs, donated[instruction.program], strict=True)
@@ -121,14 +121,7 @@ def _taken_over(job: Job) -> set[BufferId]:
 def parcels_of(
     sent: Sequence[ArrayType], received: Sequence[ArrayType], sources: Sequence[Seat], targets: Sequence[Seat]
 ) -> tuple[Parcel, ...]:
-    """The parcels of one message.
-
-    Args:
-        sent: Types of its values where they are.
-        received: Types as they are wanted.
-        sources: Workers of the sending mesh.
-        targets: Workers of the receiving mesh.
-    """
+    """The parcels of one message, whose values have these types where they are and where they go."""
     seat_of = {device: seat.number for seat in sources for device in seat.devices}
     load = dict.fromkeys(seat_of, 0)
     pieces: dict[tuple[int, int], list[Piece]] = {}

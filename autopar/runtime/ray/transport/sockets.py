@@ -52,13 +52,7 @@ class Listener:
     """
 
     def __init__(self, address: str, word: bytes, put: Post):
-        """Listen.
-
-        Args:
-            address: Of this host.
-            word: What those who connect must know.
-            put: Takes what comes.
-        """
+        """Listen, to those who know the word; `put` takes what comes."""
         self._word, self._put, self.port = word, put, 0
         self._closing = threading.Event()
         self._one_at_a_time = threading.Lock()
@@ -143,13 +137,7 @@ def _tiles(connection: socket.socket, count: int) -> list[np.ndarray]:
 
 
 def make_post(address: tuple[str, int], word: bytes, through_ray: Post) -> Post:
-    """How parcels get to a worker; any thread may call it.
-
-    Args:
-        address: Where it listens.
-        word: What it wants to be known.
-        through_ray: The other way.
-    """
+    """How parcels get to a worker that listens there and wants to hear the word; any thread may call it."""
     ways: list[socket.socket | None] = []
     one_at_a_time = threading.Lock()
 

@@ -55,10 +55,7 @@ class Transport(Protocol):
         ...
 
     def flush(self, on_progress: Callable[[], None]) -> None:
-        """Wait until all that was sent has left.
-
-        Args:
-            on_progress: Called after each message that has.
+        """Wait until all that was sent has left; `on_progress` is called after each message that has.
 
         Raises:
             Exception: What went wrong with it.
@@ -119,15 +116,7 @@ class ObjectStore:
     """Ray's own way from actor to actor; attributes as of `Transport`."""
 
     def __init__(self, seat: Seat, places: Places, mailbox: Mailbox, peers: Mapping[int, Any], wait_seconds: float):
-        """Of one worker.
-
-        Args:
-            seat: Whose.
-            places: Its devices.
-            mailbox: Where its parcels come in.
-            peers: For each worker by number a function (step, message, source, tiles) that puts into its mailbox.
-            wait_seconds: How long to wait for a message.
-        """
+        """Of one worker; `peers` are functions (step, message, source, tiles) that put into the mailbox of another."""
         self._seat, self._places, self._mailbox, self._peers = seat, places, mailbox, peers
         self._wait_seconds = wait_seconds
         self._outbox = ThreadPoolExecutor(1, thread_name_prefix="outbox")

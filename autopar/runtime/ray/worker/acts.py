@@ -57,16 +57,7 @@ def act(
     sends: Mapping[int, SendTo],
     receives: Mapping[int, Receive],
 ) -> Callable[[int, Held], None]:
-    """What instruction `at` of a stream does.
-
-    Args:
-        at: Its number.
-        instruction: It.
-        programs: By name, compiled.
-        watched: Those with callbacks, whose last result tells that they have ended.
-        sends: By message.
-        receives: By message.
-    """
+    """What instruction `at` of a stream does; the last result of `watched` programs tells that their callbacks have ended."""
     match instruction:
         case Run(program, _, _, inputs, outputs):
             executable = programs[program]

@@ -91,11 +91,7 @@ class Disk:
         return self._digests(save, Path(folder))
 
     def _write_tiles(
-        self,
-        save: int,
-        stores: Sequence[Any],
-        boxes: Sequence[tuple[int, int, Box]],
-        under_way: deque[tuple[Any, int]],
+        self, save: int, stores: Sequence[Any], boxes: Sequence[tuple[int, int, Box]], under_way: deque[tuple[Any, int]]
     ) -> None:
         """Write all tiles; what is being written, and how many bytes it is, stands in `under_way`."""
         last = {tile: k for k, (_, tile, _) in enumerate(boxes)}
@@ -139,12 +135,7 @@ def _settle(calls: Sequence[Any]) -> None:
 
 
 def read_tiles(folder: str, arrays: Sequence[tuple[str, Sequence[Box]]]) -> Iterator[list[np.ndarray]]:
-    """Parts of arrays of a checkpoint, array by array.
-
-    Args:
-        folder: Of the checkpoint.
-        arrays: The name of each on the disk, and which parts are wanted.
-    """
+    """Parts of arrays of a checkpoint, array by array; of each its name on the disk, and which parts are wanted."""
     import tensorstore
 
     # A chunk that several parts need is read once, if they are read soon after each other.
@@ -190,11 +181,7 @@ def _spec(array: OnDisk, folder: str) -> dict[str, Any]:
     return {
         "driver": "zarr",
         "dtype": array.dtype,
-        "metadata": {
-            "shape": array.shape,
-            "chunks": array.chunks,
-            "compressor": {"id": "zstd", "level": 1},
-        },
+        "metadata": {"shape": array.shape, "chunks": array.chunks, "compressor": {"id": "zstd", "level": 1}},
         "kvstore": _file(folder, array.name)
         | {"config": {"max_inline_value_bytes": 1024, "max_decoded_node_bytes": 100_000_000}},
         # A chunk of zeros is written like any other: what is missing can then be seen.

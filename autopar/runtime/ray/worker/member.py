@@ -102,14 +102,7 @@ class Member:
         owner: Mapping[MeshId, Mapping[int, int]],
         direct: bool,
     ) -> None:
-        """Get to know the other workers.
-
-        Args:
-            peers: Their actors, by number.
-            addresses: Where they listen.
-            word: What they want to hear.
-            owner: For each mesh, the worker of each device.
-            direct: Whether all can send from GPU to GPU.
+        """Get to know the other workers: their actors, where they listen and to which word, and by mesh who has which device.
 
         Raises:
             DeviceCountError: JAX found other devices than this worker was to have.

@@ -54,10 +54,7 @@ class Places:
 def on_devices(kind: ArrayType, places: Places, own_memory: bool) -> Callable[[Sequence[np.ndarray]], jax.Array]:
     """How a worker makes an array of its different parts in host memory.
 
-    Args:
-        kind: Type of the array.
-        places: The worker's devices.
-        own_memory: Devices must not share memory with each other or the host: a program takes it over.
+    With `own_memory` devices share none with each other or the host: a program takes it over.
     """
     seat, held, boxes = places.seat, kind.boxes(), own_boxes(kind, places.seat)
     part_of, put = [boxes.index(held[device]) for device in seat.devices], places.putter(kind)

@@ -122,12 +122,7 @@ class Readings:
         self._sources[source] = own
 
     def draw(self, source: int, number: int, keys: Sequence[Key]) -> dict[int, PartKind | None]:
-        """Read a batch; if it is as usual, put it on the devices.
-
-        Args:
-            source: Of which source.
-            number: Of the batch.
-            keys: Of the arrays that it becomes.
+        """Read a batch of a source; if it is as usual, put it on the devices, under these keys.
 
         Returns:
             What each part is like; None: it has ended.
@@ -178,8 +173,6 @@ class Readings:
                 given=f"batches(host={host}, hosts={own.hosts}), the batch of step {number}, on {self._places.seat}",
                 wrong=f"{type(error).__name__}: {error}, at {line.filename}:{line.lineno}.",
                 do="mend what raised it; it ran in the worker's process, on its host.",
-                candidates=None,
-                size=None,
             ) from error
 
 

@@ -34,7 +34,7 @@ from autopar.runtime.ray.worker.acts import Held, act, compiled
 from autopar.runtime.ray.worker.disk import Disk, OnDisk, read_tiles, unseen
 from autopar.runtime.ray.worker.member import Member
 from autopar.runtime.ray.worker.places import on_devices
-from autopar.runtime.ray.worker.reading import PartKind, Readings
+from autopar.runtime.ray.worker.reading import Readings
 from autopar.streams.instructions import BufferId, Recv, Run, Send, writes
 
 
@@ -326,31 +326,11 @@ class Worker(Member):
         """Let go of what was copied, also while it is being written."""
         self._disk.forget(save)
 
-    # Batches, on a thread of their own; arguments as of `Readings`.
+    # Batches, on a thread of their own.
 
-    def open_batches(self, *arguments: Any) -> None:
-        """Open batches of which it reads its own part."""
-        self._readings.open(*arguments)
-
-    def draw(self, source: int, number: int, keys: Sequence[Key]) -> dict[int, PartKind | None]:
-        """Read its part of a batch."""
-        return self._readings.draw(source, number, keys)
-
-    def place(self, *arguments: Any) -> None:
-        """Put a part that was read on its devices."""
-        self._readings.place(*arguments)
-
-    def bring(self, source: int, number: int, hosts: Sequence[int]) -> dict[int, list[np.ndarray]]:
-        """Parts that were read, as they are."""
-        return self._readings.bring(source, number, hosts)
-
-    def positions(self, source: int, number: int, hosts: Sequence[int]) -> dict[int, Any]:
-        """Where the sources of parts are when this batch is the next."""
-        return self._readings.positions(source, number, hosts)
-
-    def close_batches(self, source: int, keys: Sequence[Key]) -> None:
-        """Read nothing more of a source."""
-        self._readings.close(source, keys)
+    def batches(self, method: str, *arguments: Any) -> Any:
+        """What `Readings` does."""
+        return getattr(self._readings, method)(*arguments)
 
     def reading(self) -> Position:
         """How long it has stood where it is in reading."""

@@ -1,0 +1,53 @@
+"""What is to be planned: a step, the machine that it is for, and what its user asks for.
+
+In:     (a type only; `planner.py` and `restore.py` make it.)
+Out:    `Request`, handed through the search.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+from autopar.ir.program import Program
+from autopar.ir.trace.state import Roles
+from autopar.mesh import Cluster
+from autopar.options import Options
+from autopar.search.methods import Method
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A step to be planned.
+
+    Attributes:
+        program: The traced step, flat; or what it was rewritten to.
+        roles: Which of its inputs are state, batch, donated.
+        cluster: The machine.
+        method: What was asked for.
+    """
+
+    program: Program
+    roles: Roles
+    cluster: Cluster
+    method: Method
+
+    @functools.cached_property
+    def options(self) -> Options:
+        """As the method says."""
+        return self.method.options()
+
+    @property
+    def budget_bytes(self) -> float:
+        """What one device may use."""
+        return self.options.memory_budget_bytes or self.cluster.device.memory_bytes
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Samples of the batch, of each argument that has some."""
+        return [self.program.in_avals[k].shape[0] for k in self.roles.batch]
+
+    def of(self, program: Program) -> Request:
+        """The same, of the step rewritten."""
+        return dataclasses.replace(self, program=program)
