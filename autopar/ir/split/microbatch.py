@@ -75,15 +75,10 @@ class Microbatches:
         return dict.fromkeys(outer_of[a] for eqn in eqns for a in inputs_of(eqn) if a in outer_of)
 
 
-def split_microbatches(
-    jaxpr: Jaxpr,
-    count: int,
-    batch: Sequence[int],
-    per_microbatch: bool = False,
-    name: str = "the batch",
-    apart: bool = False,
-) -> Microbatches:
-    """Split a step into phases.
+def split_at_joins(
+    jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False, name: str = "the batch"
+) -> tuple[Jaxpr, Microbatches]:
+    """Split a step into phases for stages: each adds up its part of a gradient, and all forward passes may be done first.
 
     Args:
         jaxpr: Flat program.
@@ -91,29 +86,13 @@ def split_microbatches(
         batch: Inputs whose leading dim runs over samples.
         per_microbatch: Where samples wait for a sum over the batch, each microbatch takes its own.
         name: What messages call the batch.
-        apart: Keep the parts of a gradient apart in the loop: stages make one each.
-
-    Raises:
-        BatchError: There is no batch, or it does not divide.
-        MicrobatchError: The step cannot be split exactly.
-    """
-    check_divides(jaxpr, count, batch, name)
-    try:
-        return write_phases(jaxpr, find_phases(jaxpr, count, batch, per_microbatch, apart))
-    except SamplesWaitError as waits:
-        raise waits.error from None
-
-
-def split_at_joins(
-    jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False, name: str = "the batch"
-) -> tuple[Jaxpr, Microbatches]:
-    """The same for stages, which add up the parts of a gradient each by itself, and may do all forward passes first.
 
     Returns:
         The step, with a copy of each sum that backward passes wait for, and its phases.
 
     Raises:
-        As of `split_microbatches`.
+        BatchError: There is no batch, or it does not divide.
+        MicrobatchError: The step cannot be split exactly.
     """
     check_divides(jaxpr, count, batch, name)
     try:

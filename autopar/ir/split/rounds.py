@@ -47,7 +47,7 @@ def accumulate_in_rounds(
 ) -> Jaxpr:
     """One program that works through its microbatches in turn, in as many rounds as it takes.
 
-    Arguments are those of `split_microbatches`.
+    Arguments are those of `split_at_joins`.
 
     Raises:
         BatchError: There is no batch, or it does not divide.
