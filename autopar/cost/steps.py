@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, assert_never, get_args
 
+import numpy as np
+
 from autopar.mesh import LogicalMesh, Sharding
 
 CollectiveKind = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute"]
@@ -77,6 +79,16 @@ class Mask:
 
 
 Step = AllReduce | AllGather | ReduceScatter | AllToAll | Permute | Slice | Mask
+
+
+def reduced_itemsize(kind: str, dtype: np.dtype) -> int:
+    """Bytes of an element while a reduction of this kind travels: `"max"`, `"min"`, `"sum"` of what one device has.
+
+    Truth values take one. Integers of 16 bits, as which the largest and smallest of such floats travel, take four: GPUs'
+    libraries do not know them, and XLA widens them (`AllReducePromotion`).
+    """
+    as_integers = kind != "sum" or np.issubdtype(dtype, np.integer)
+    return 4 if dtype.itemsize == 2 and as_integers else dtype.itemsize
 
 
 def apply_to_sharding(step: Step, sharding: Sharding, mesh: LogicalMesh) -> Sharding:

@@ -18,6 +18,7 @@ import numpy as np
 from autopar._jax import JaxprEqn, Literal, Var, copies_to_or_from_host
 from autopar.cost import collective_seconds, kernel_seconds, reshard_seconds
 from autopar.cost.kernels import Pass
+from autopar.cost.steps import reduced_itemsize
 from autopar.intra_op.exposure import Exposure, Kind, kind_of
 from autopar.intra_op.fuse import BUCKET_BYTES, small_bytes
 from autopar.intra_op.graph import Edge, Graph, Node, Shardings
@@ -211,10 +212,10 @@ class _NodeCosts:
             kernels = [kernel_of(node, strategy, traffic, self.mesh) for strategy in node.strategies]
             seconds = np.array([kernel_seconds(kernel, self.device) for kernel in kernels])
         for k, strategy in enumerate(node.strategies):
-            for _, axes in strategy.reductions:
+            for reduction, axes in strategy.reductions:
                 for var, sharding in zip(node.eqn.outvars, strategy.results, strict=True):
-                    num_bytes = num_elements(tuple(var.aval.shape)) * var.aval.dtype.itemsize
-                    num_bytes /= sharding.num_shards(self.mesh)
+                    elements = num_elements(tuple(var.aval.shape)) / sharding.num_shards(self.mesh)
+                    num_bytes = elements * reduced_itemsize(reduction, var.aval.dtype)
                     seconds[k] += (
                         collective_seconds("all-reduce", num_bytes, axes, self.mesh) if node.communicates else np.inf
                     )

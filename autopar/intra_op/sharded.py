@@ -18,7 +18,7 @@ from typing import assert_never
 import numpy as np
 
 from autopar._jax import JaxprEqn, Literal, Var, on_host
-from autopar.cost.steps import AllGather, CollectiveKind, Step, step_kind
+from autopar.cost.steps import AllGather, CollectiveKind, Step, reduced_itemsize, step_kind
 from autopar.intra_op.graph import Phase
 from autopar.intra_op.strategies import Strategy
 from autopar.ir.region import bodies_of, trip_count
@@ -242,9 +242,12 @@ def sent_by(body: Body, mesh: LogicalMesh, times: int = 1) -> Iterator[tuple[Mov
             case Fused(moves):
                 yield from ((instruction, c) for c in _move_collective(moves, mesh, times))
             case Compute(eqn, _, strategy):
-                for _, axes in strategy.reductions:
+                for reduction, axes in strategy.reductions:
                     for var, sharding in zip(eqn.outvars, strategy.results, strict=True):
-                        num_bytes = local_bytes(var, sharding, mesh)
+                        dtype = var.aval.dtype
+                        num_bytes = (
+                            local_bytes(var, sharding, mesh) // dtype.itemsize * reduced_itemsize(reduction, dtype)
+                        )
                         yield instruction, Collective("all-reduce", axes, num_bytes, times, describe(eqn))
             case Region(eqn, _, _, bodies):
                 trips = trip_count(eqn)

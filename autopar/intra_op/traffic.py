@@ -91,7 +91,12 @@ def is_fused(node: Node) -> bool:
         return False
     if name in ("slice", "dynamic_slice", "concatenate", "pad", "rev") or is_pointwise(node):
         return True
-    return len([o for o in rule.operands if o]) <= 1 and name.startswith(("reduce_", "arg"))
+    return len([o for o in rule.operands if o]) <= 1 and _is_sum(node)
+
+
+def _is_sum(node: Node) -> bool:
+    """Whether it makes little of much: a sum, a mean, a maximum."""
+    return node.eqn.primitive.name.startswith(("reduce_", "arg"))
 
 
 class _Finder:
@@ -122,6 +127,7 @@ class _Finder:
 
     def find_levels(self) -> None:
         """How many kernels of their own stand before each operation; views and what is made again are told apart."""
+        ready: dict[Var, int] = {}  # where what floats can be made for the first time
         for node in self.ops:
             eqn = node.eqn
             read = self.operands(eqn)
@@ -132,9 +138,13 @@ class _Finder:
                 continue
             level = max((self.level.get(var, 0) for var in solid), default=0)
             fused = self.fused[node.index]
-            if fused and (not solid or _is_larger(eqn)):
+            if fused and (_is_larger(eqn) or not (solid or _is_sum(node))):
                 self.floating.update(eqn.outvars)
+                least = max((ready.get(var, self.level.get(var, 0)) for var in read), default=0)
+                ready.update((var, least) for var in eqn.outvars)
             else:
+                # A sum of what floats is none of it: who reads little does not go through all of that again.
+                level = level if solid else max((ready.get(var, 0) for var in read), default=0)
                 self.level_of[node.index] = level
             for var in eqn.outvars:
                 self.level[var] = level if fused else level + 1
@@ -160,7 +170,8 @@ class _Finder:
             read = dict.fromkeys(leaf for var in self.operands(node.eqn) for leaf in self.leaves_of(var))
             again = sum(map(bytes_of, read))
             for var in node.eqn.outvars:
-                if var in late and var not in self.floating and bytes_of(var) < again or len(read) > TUNING.made_of:
+                is_less = TUNING.made_of_bytes * bytes_of(var) < again
+                if var in late and var not in self.floating and is_less or len(read) > TUNING.made_of:
                     self.stored.add(var)
                 self.leaves[var] = tuple(read)
 

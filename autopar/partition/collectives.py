@@ -53,7 +53,8 @@ def _is_list_of_integers(array: jax.Array) -> bool:
 def reduce_at_once(arrays: Sequence[jax.Array], kind: str, axes: tuple[str, ...]) -> list[jax.Array]:
     """All-reduce the results of an operation that may not stay partial, over `axes`.
 
-    Booleans travel as int8, and floats of which the largest or smallest is wanted as integers of their own width.
+    Booleans travel as int8, and floats of which the largest or smallest is wanted as integers; those of 16 bits as int32
+    (`reduced_itemsize`).
     """
     return [_REDUCTIONS[kind](array, axes) for array in arrays]
 
@@ -77,12 +78,19 @@ def _extreme(array: jax.Array, reduce: Callable[[jax.Array], jax.Array], nan_is_
     round. NaN becomes the last integer or the first, which turned back is NaN again.
     """
     if not jnp.issubdtype(array.dtype, jnp.floating):
-        return reduce(array)
+        return _in_32_bits(array, reduce)
     width = jnp.dtype(f"int{8 * array.dtype.itemsize}")
     limits = jnp.iinfo(width)
     ordered = _turned(lax.bitcast_convert_type(array, width))
     ordered = jnp.where(jnp.isnan(array), jnp.asarray(limits.max if nan_is_last else limits.min, width), ordered)
-    return lax.bitcast_convert_type(_turned(reduce(ordered)), array.dtype)
+    return lax.bitcast_convert_type(_turned(_in_32_bits(ordered, reduce)), array.dtype)
+
+
+def _in_32_bits(array: jax.Array, reduce: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """What is reduced of integers; those of 16 bits are wider meanwhile, as backends would make them."""
+    if array.dtype not in (jnp.int16, jnp.uint16):
+        return reduce(array)
+    return reduce(array.astype(jnp.dtype(f"{array.dtype.kind}4"))).astype(array.dtype)
 
 
 def _turned(bits: jax.Array) -> jax.Array:
@@ -94,7 +102,9 @@ def _sum_of(array: jax.Array, axes: tuple[str, ...]) -> jax.Array:
     """What one device has, and the others have zeros for."""
     if array.dtype == bool:
         return lax.psum(array.astype(jnp.int8), axes).astype(bool)
-    return without_loss([array], [AllReduce(axes)], {}, lambda parts: [lax.psum(parts[0], axes)])[0]
+    return without_loss(
+        [array], [AllReduce(axes)], {}, lambda parts: [_in_32_bits(parts[0], lambda part: lax.psum(part, axes))]
+    )[0]
 
 
 _REDUCTIONS = {"max": _any_of, "min": _all_of, "sum": _sum_of}

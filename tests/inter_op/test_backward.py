@@ -92,6 +92,18 @@ def test_what_runs_again_runs_late():
     assert all(places.get(a, -1) < k for k, eqn in enumerate(behind.eqns) for a in inputs_of(eqn))
 
 
+def test_what_is_cheap_is_made_again_late_too():
+    """What the first layer's backward makes again is not there while the second's goes on."""
+    (behind,) = tasks_of("unrolled", 2).behind[1:]
+    again = set(behind.kept.again)
+    assert again and not behind.kept.heavy
+    order = [eqn in again for eqn in behind.eqns]
+    runs = [a for a, b in zip(order, [*order[1:], None], strict=True) if a != b]
+    assert runs.count(True) > 2, "they stand apart"
+    places = {var: k for k, eqn in enumerate(behind.eqns) for var in eqn.outvars}
+    assert all(places.get(a, -1) < k for k, eqn in enumerate(behind.eqns) for a in inputs_of(eqn))
+
+
 @pytest.mark.parametrize("kind", ["unrolled", "scan"])
 def test_nothing_heavy_runs_again_in_both_halves(kind):
     tasks = tasks_of(kind, 2, split_backward=True, level=ALL)

@@ -43,6 +43,13 @@ def passes(fun, *args):
         # A normalization and a softmax are one kernel each.
         (lambda x, w: ((x - x.mean(-1, keepdims=True)) * 2) @ w, (X, W), 2, 1),
         (lambda x, w: jax.nn.softmax(x @ w) @ w, (X, W), 2, 1),
+        # What is made of one array and a few numbers is, too.
+        (
+            lambda x, w, row: (jnp.sin(x - row) @ w) * (x - row),
+            (X, W, jax.ShapeDtypeStruct((WIDTH,), jnp.float32)),
+            5,
+            2,
+        ),
         # Views are nothing.
         (lambda x, w: (x.reshape(8, 8, WIDTH).reshape(ROWS, WIDTH)) @ w, (X, W), 0, 0),
     ],
@@ -61,6 +68,18 @@ def test_indexing_touches_what_it_picks():
     start = jax.ShapeDtypeStruct((), jnp.int32)
     moved, _ = passes(lambda table, x, k: jax.lax.dynamic_update_slice(table, x, (k, 0)), table, X, start)
     assert moved < 4
+
+
+def test_a_sum_of_what_is_made_again_is_read():
+    """Of one that two pads make a single number adds up, as gradients are for their norm, and that is not split."""
+
+    def step(x, y):
+        both = jnp.pad(x, ((0, 0), (0, WIDTH))) + jnp.pad(y, ((0, 0), (WIDTH, 0)))
+        return jnp.sum(both.sum(0) ** 2) + jnp.sum(x @ x.T)
+
+    graph = build_graph(trace_step(step, (X, X)).jaxpr, LogicalMesh((4,)), {})
+    last = [node for node in graph.nodes if node.kind == "op"][-1]
+    assert last.name == "add" and find_traffic(graph)[last.index].counts == (1, 0, 1)
 
 
 def test_an_operation_without_results():

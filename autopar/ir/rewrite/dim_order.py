@@ -82,7 +82,8 @@ class _Product:
                     term[d] = (name, number)
             terms.append(tuple(term))
         own = [[index for index in term if index[0] in _OWN] for term in terms]
-        return cls(eqn, (*terms, (*(("batch", k) for k in range(len(batch[0]))), *own[0], *own[1])))
+        left, right = terms
+        return cls(eqn, (left, right, (*(("batch", k) for k in range(len(batch[0]))), *own[0], *own[1])))
 
     @property
     def largest(self) -> int | None:
