@@ -73,10 +73,10 @@ def save(
 def begin_save(
     directory: str | os.PathLike,
     state: Any,
-    step: int | None = None,
+    step: int | None,
     *,
-    keep: int | None = None,
-    overwrite: bool = False,
+    keep: int | None,
+    overwrite: bool,
     note: Mapping[str, Any] | None = None,
 ) -> Saving:
     """`save`, with a note beside the state: what a run wants to know when it goes on, as JSON."""

@@ -123,7 +123,7 @@ def best_stage(
 
 
 def solve_stage(
-    program: StageProgram, mesh: LogicalMesh, terms: Terms, restrict: Restrict | None = None, pins: Hashable = ()
+    program: StageProgram, mesh: LogicalMesh, terms: Terms, restrict: Restrict | None, pins: Hashable
 ) -> StagePlan:
     """Shard a stage, or take over the choices of an equal one; `pins` tells restrictions apart.
 

@@ -96,12 +96,7 @@ class Channel(Protocol):
 
 
 class Direct:
-    """A transport through channels.
-
-    Attributes:
-        sent_bytes: How much was handed to other workers.
-        copied_bytes: How much of it was copied in the host's memory: nothing.
-    """
+    """A transport through channels, by which nothing is copied in the host's memory; attributes as of `Transport`."""
 
     def __init__(
         self,
