@@ -12,7 +12,7 @@ Method: a stable sort by a key gives each row a place, and what is by rows does 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import jax
@@ -224,8 +224,9 @@ class Ordering:
             return []
         found = []
         for strategy in strategies(rule, self.count):
-            wants = [self._wanted(*each) for each in zip(eqn.invars, known, strategy.operands, strict=True)]
-            if strategy.factor is None or None in wants or REPLICATED in strategy.results or strategy.picks:
+            operands = zip(eqn.invars, known, strategy.operands, strict=True)
+            wants = [want for each in operands if (want := self._wanted(*each)) is not None]
+            if strategy.factor is None or len(wants) < len(known) or REPLICATED in strategy.results or strategy.picks:
                 continue
             if not _is_by_rows(rule, strategy) or not _is_blind(eqn, rule, strategy, self.count):
                 continue
@@ -304,7 +305,7 @@ def _one(items: Sequence[Any]) -> Any:
     return items[0] if len(items) == 1 else None
 
 
-def _places(placements: Mapping[Placement | None, None]) -> list[Places]:
+def _places(placements: Iterable[Placement | None]) -> list[Places]:
     return [p.places for p in placements if isinstance(p, Split) and p.places]
 
 

@@ -131,7 +131,7 @@ class Strategies:
             eqn: The equation.
             placements: Of its operands, then of its results, as far as they are known: they may be split in blocks.
         """
-        in_order = self.ordering and self.ordering.strategies(eqn, placements)
+        in_order = None if self.ordering is None else self.ordering.strategies(eqn, placements)
         if in_order is not None:
             return in_order
         signature = self.signatures.get(eqn)
