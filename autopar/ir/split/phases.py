@@ -14,7 +14,7 @@ Method: placements are followed forwards (`solver.py`). An equation that fits no
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax.numpy as jnp
 
@@ -36,20 +36,6 @@ from autopar.tuning import TUNING
 
 
 def find_phases(
-    jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False, apart: bool = False
-) -> LoopSolution:
-    """Decide how a program is worked through in `count` microbatches, once.
-
-    Raises:
-        MicrobatchError: Samples wait for what all of them make together; names the operation and the user's line.
-    """
-    try:
-        return find_phases_or_values(jaxpr, count, batch, per_microbatch, apart)
-    except SamplesWaitError as waits:
-        raise waits.error from None
-
-
-def find_phases_or_values(
     jaxpr: Jaxpr,
     count: int,
     batch: Sequence[int],
@@ -57,7 +43,7 @@ def find_phases_or_values(
     apart: bool = False,
     joins: Collection[JaxprEqn] = (),
 ) -> LoopSolution:
-    """The same, for those who can have values made before.
+    """Decide how a program is worked through in `count` microbatches.
 
     Args:
         jaxpr: Flat program.
@@ -68,7 +54,7 @@ def find_phases_or_values(
         joins: Copies of what all forward passes make together, for the backward passes to read (`joins.py`).
 
     Raises:
-        SamplesWaitError: Samples wait for what all of them make together.
+        SamplesWaitError: Samples wait for what all of them make together; names these values, to have them made before.
         MicrobatchError: Too much would be done of the whole batch at once.
     """
     policy = _Phases(jaxpr, count, per_microbatch, joins)
@@ -78,6 +64,27 @@ def find_phases_or_values(
     _LoopDemand(solution, policy.solver.strategies, joins).program(jaxpr, uses)
     _sink(jaxpr, solution, apart)
     return solution
+
+
+def rows_are_samples(jaxpr: Jaxpr, groups: Mapping[int, Sequence[int]]) -> list[int]:
+    """Leading dims, of `groups`, that the step goes through row by row.
+
+    Args:
+        jaxpr: Flat program.
+        groups: Leading dim -> positions of the inputs that have it.
+
+    A layer of a stack, a row of a frozen weight are no samples: other rows wait for what comes of them.
+    """
+    return [size for size, inputs in groups.items() if size > 1 and _goes_apart(jaxpr, size, inputs)]
+
+
+def _goes_apart(jaxpr: Jaxpr, size: int, inputs: Sequence[int]) -> bool:
+    count = next(k for k in range(2, size + 1) if size % k == 0)
+    try:
+        find_phases(jaxpr, count, inputs)
+    except (MicrobatchError, SamplesWaitError):
+        return False
+    return True
 
 
 class _Phases:

@@ -11,9 +11,9 @@ import autopar
 from autopar.errors import RuleError
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.opaque import sharding_rule
-from autopar.ir.split.microbatch import split_microbatches
 from autopar.ir.trace.trace import trace_step
 from tests.ir.rules.harness import check_equation, check_function, flat_eqns, gradient_of, only_eqn
+from tests.ir.traced import split_microbatches
 
 
 @sharding_rule("batch seq d, d f -> batch seq f {sum d}", linear=[(0,), (1,)])
