@@ -26,6 +26,7 @@ from autopar.ir.source import is_backward
 from autopar.ir.split.demand import Demand, Uses
 from autopar.ir.split.hoist import Hoist
 from autopar.ir.split.local_statistics import sums_behind
+from autopar.ir.split.ordered import Ordering
 from autopar.ir.split.placement import OWN, REPLICATED, SUM, Loop, Partial, Placement, Split
 from autopar.ir.split.refusal import refusal
 from autopar.ir.split.solution import LoopSolution, Strategies
@@ -57,7 +58,51 @@ def find_phases(
         SamplesWaitError: Samples wait for what all of them make together; names these values, to have them made before.
         MicrobatchError: Too much would be done of the whole batch at once.
     """
+    try:
+        return _phases(jaxpr, count, batch, per_microbatch, apart, joins)
+    except (SamplesWaitError, MicrobatchError) as error:
+        ordering = Ordering(jaxpr, count)
+        if not ordering.key_of:
+            raise
+        solution = _in_order(jaxpr, count, batch, per_microbatch, apart, joins, ordering)
+        if solution is None:
+            raise error from None
+        return solution
+
+
+def _in_order(
+    jaxpr: Jaxpr,
+    count: int,
+    batch: Sequence[int],
+    per_microbatch: bool,
+    apart: bool,
+    joins: Collection[JaxprEqn],
+    ordering: Ordering,
+) -> LoopSolution | None:
+    """The same where a microbatch sorts its own samples; None: what is sorted is needed as all of them together have it."""
+    try:
+        solution = _phases(jaxpr, count, batch, per_microbatch, apart, joins, ordering)
+    except (SamplesWaitError, MicrobatchError):
+        return None
+    late = [a for eqn in jaxpr.eqns if solution.phase[eqn] not in ("before", "loop") for a in inputs_of(eqn)]
+    return None if any(_is_ordered(solution.made_as(var)) for var in (*late, *variables(jaxpr.outvars))) else solution
+
+
+def _is_ordered(placement: Placement) -> bool:
+    return isinstance(placement, Split) and (placement.order is not None or placement.places is not None)
+
+
+def _phases(
+    jaxpr: Jaxpr,
+    count: int,
+    batch: Sequence[int],
+    per_microbatch: bool,
+    apart: bool,
+    joins: Collection[JaxprEqn],
+    ordering: Ordering | None = None,
+) -> LoopSolution:
     policy = _Phases(jaxpr, count, per_microbatch, joins)
+    policy.solver.strategies.ordering = ordering
     policy.run(batch)
     solution = policy.solution
     uses: Uses = {var: {REPLICATED: None} for var in variables(jaxpr.outvars) if var not in solution.made}
@@ -139,6 +184,8 @@ class _Phases:
         try:
             made = self.solver.equation(eqn, inside=False)
         except StuckError as stuck:
+            if any(_is_ordered(solution.of(a)) for a in inputs_of(eqn)):
+                return self.end_loop(at, matters, stuck.cause)
             if self.hoist.rearrange(eqn):
                 return at + 1
             if self.hoist.take_whole(eqn):

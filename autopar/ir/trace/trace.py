@@ -34,6 +34,7 @@ from autopar.ir.program import Program
 from autopar.ir.rewrite.dim_order import products_in_order
 from autopar.ir.rewrite.host_memory import keep_on_device
 from autopar.ir.rewrite.scan_slices import scan_slices
+from autopar.ir.rewrite.written_once import find_written_once
 from autopar.ir.source import gradient_line, warn_of_host_memory
 from autopar.ir.trace.containers import accepts, in_containers, key_text
 from autopar.ir.trace.flatten import FLATTEN, Traced, check_flat
@@ -52,6 +53,11 @@ TRACE: tuple[Pass[Traced], ...] = (
         "dim_order",
         "products take and make large arrays as they lie",
         lambda program: dataclasses.replace(program, jaxpr=products_in_order(program.jaxpr)),
+    ),
+    Pass(
+        "written_once",
+        "writes to places that are all different ask no more which was the last",
+        lambda program: dataclasses.replace(program, jaxpr=find_written_once(program.jaxpr)),
     ),
 )
 """What every step goes through."""
