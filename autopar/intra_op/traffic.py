@@ -5,8 +5,9 @@ Out:    `Traffic` of each operation: how often it pays for each of its operands 
 Method: compilers make one kernel of elementwise operations and sums that are ready together and connected: it reads what
         enters and writes what leaves, whatever is in between. Ready together is what has equally many products and other
         kernels of their own before it. A value is stored if such a kernel reads it, if it crosses the border of a body,
-        or if what reads it is only ready later and it is smaller than what it is made of: otherwise it is made again, as
-        views are, and what is larger than its operands. Of a kernel, the first operation that reads a value pays for it.
+        or if what reads it is only ready later and it is clearly smaller than what it is made of: otherwise it is made
+        again, as views are, and what is larger than its operands; but what sums that up is not. Of a kernel, the first
+        operation that reads a value pays for it.
 """
 
 from __future__ import annotations
