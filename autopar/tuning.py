@@ -162,7 +162,7 @@ class Tuning:
     again_bytes: int = 1 << 20
     """Bytes. What is smaller may live beside what runs again."""
     large_part: float = 1 / 8
-    """Part of the largest array of a body. What makes one as large waits for what frees such a part of the program's."""
+    """Part of the largest array of a body. What makes one as large waits for what frees others."""
     late_part: float = 1 / 8
     """Part of the bytes that become free. What is made to wait for that has no more: to wait may cost a pass over it."""
     fitting_turns: int = 8
