@@ -140,6 +140,8 @@ class Tuning:
     """Pairs. A problem with no more is solved with its memory rows as they are; in others bytes get a price first."""
     prices: int = 10
     """Prices on a byte that are tried at most."""
+    cutting_planes: int = 30
+    """Times that a problem within a memory budget is solved with the rows that its answer breaks."""
     price_step: float = 4.0
     """From one price to the next, until everything fits: ten of them span a factor of a million."""
     price_mixes: int = 2

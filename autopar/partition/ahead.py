@@ -91,18 +91,34 @@ class Ahead:
     def _of_large(self) -> Iterator[tuple[int, tuple[Copy, list[Copy]]]]:
         """Where one of the body's largest arrays is made, the small copy that is read there and what this waits for."""
         made = [self._made_bytes(instruction) for instruction in self.body.instructions]
-        least, begin = max(TUNING.late_bytes, TUNING.large_part * max(made, default=0)), 0
+        least, enough = (
+            max(TUNING.late_bytes, TUNING.large_part * max(made, default=0)),
+            TUNING.large_part * self.largest,
+        )
+        freeing: dict[int, int] = {}  # not waited for yet, and perhaps not needed either
         for position, instruction in enumerate(self.body.instructions):
-            if made[position] < least:
-                continue
-            first = self.done_before(position, begin, TUNING.late_bytes)
-            freed = sum(num_bytes for _, num_bytes in first)
-            smallest = min(copies_read(instruction), key=self.num_bytes, default=None)
-            if smallest is None or not first or freed < TUNING.large_part * self.largest:
-                continue
-            if self.num_bytes(smallest) <= TUNING.late_part * freed:
-                begin = position
-                yield position, (smallest, [copy for copy, _ in first])
+            if made[position] >= least and sum(freeing.values()) >= enough:
+                begin = min(freeing)
+                idle = set(self._idle(position, begin))
+                freeing = {at: freed for at, freed in freeing.items() if at in idle}
+                first = self.done_before(position, begin, TUNING.late_bytes)
+                freed = sum(num_bytes for _, num_bytes in first)
+                smallest = min(copies_read(instruction), key=self.num_bytes, default=None)
+                if freed >= enough and smallest is not None and self.num_bytes(smallest) <= TUNING.late_part * freed:
+                    freeing.clear()
+                    yield position, (smallest, [copy for copy, _ in first])
+            freed = self._freed_bytes(position)
+            if freed:
+                freeing[position] = freed
+
+    def _freed_bytes(self, position: int) -> int:
+        """The largest array that an instruction reads and others need not keep, if it makes much less of it; else none."""
+        instruction = self.body.instructions[position]
+        if not isinstance(instruction, Compute | Region):
+            return 0
+        freed = max((self.num_bytes(copy) for copy in copies_read(instruction) if copy not in self.stay), default=0)
+        makes_less = 2 * sum(map(self.num_bytes, copies_made(instruction))) < freed
+        return freed if makes_less and freed >= TUNING.late_bytes else 0
 
     def _made_bytes(self, instruction: Instruction) -> int:
         """The largest array that an operation makes."""
