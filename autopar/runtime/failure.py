@@ -9,7 +9,7 @@ Method: XLA raises at once (no memory left, a NaN under `jax_debug_nans`) or, of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,9 +18,11 @@ import jax
 from autopar._jax import JaxprEqn, nan_error
 from autopar.errors import DonatedError, StepError
 from autopar.inter_op.stage import Task, TaskKind
+from autopar.inter_op.stage_plan import TaskPlan
 from autopar.intra_op.sharded import describe
 from autopar.ir.source import UNKNOWN, source_line
 from autopar.partition.host_calls import Raised
+from autopar.streams.instructions import Instruction, Run
 
 TASKS: dict[TaskKind, str] = {
     "step": "step",
@@ -75,6 +77,15 @@ def place_in(task: Task, microbatch: int, source: str) -> Place:
     if task.kind == "step":
         return Place(None, task.kind, None, source)
     return Place(task.stage, task.kind, microbatch if task.is_in_loop else None, source)
+
+
+def first_raised(
+    raised: Iterable[Raised], order: Iterable[Instruction], programs: Mapping[str, TaskPlan]
+) -> tuple[Place, BaseException]:
+    """Of exceptions of callbacks, in any order, the first as the programs run: where it was raised, and it."""
+    runs = [(i.program, i.microbatch) for i in order if isinstance(i, Run)]
+    first = min(raised, key=lambda r: runs.index((r.program, max(r.microbatch, 0))))
+    return place_in(programs[first.program].task, first.microbatch, f"`{first.operation}`"), first.error
 
 
 def step_error(step: str, place: Place, error: BaseException, state_lost: bool, results: Any = None) -> StepError:

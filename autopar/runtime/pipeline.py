@@ -29,6 +29,7 @@ from autopar.runtime.failure import (
     Place,
     cause_of,
     first_failed,
+    first_raised,
     is_gone,
     place_in,
     step_error,
@@ -307,12 +308,9 @@ class Pipeline:
         raised = [*(error.raised if isinstance(error, CallbacksRaised) else ()), *self._watch.take()]
         lost, results = any(map(is_gone, parts)), None
         if raised:
-            runs = [(i.program, i.microbatch) for _, i in self._order if isinstance(i, Run)]
-            first = min(raised, key=lambda r: runs.index((r.program, max(r.microbatch, 0))))
-            place = place_in(self._streams.programs[first.program].task, first.microbatch, f"`{first.operation}`")
+            place, cause = first_raised(raised, (i for _, i in self._order), self._streams.programs)
             if at == len(self._order) - 1 and all(r.makes_nothing for r in raised):
                 results = self._end(held)
-            cause = first.error
         else:
             programs = ((k, [held[b] for b in (*writes(self._order[k][1]), end_of(k)) if b in held]) for k in range(at))
             failed = first_failed([(-1, parts), *programs])

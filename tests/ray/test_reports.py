@@ -17,8 +17,8 @@ import pytest
 import autopar
 from autopar.errors import NotBuiltYetError, PipelineError, StepError
 from autopar.inter_op.stage import Task
-from autopar.runtime.ray.driver.callbacks import callback_error
 from autopar.runtime.ray.driver.clocks import clock_offset
+from autopar.runtime.ray.driver.driver import callback_error
 from autopar.runtime.ray.functions import portable
 from autopar.streams.instructions import Run, Send
 from tests.patience import wait_until

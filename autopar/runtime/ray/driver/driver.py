@@ -21,7 +21,8 @@ from autopar.mesh import ArrayType, Box, Sharding
 from autopar.mesh.ray_nodes import RayMachine
 from autopar.partition.host_calls import Raised
 from autopar.partition.task import abstract_mesh
-from autopar.runtime.ray.driver.callbacks import all_raised, callback_error
+from autopar.runtime.failure import first_raised, step_error
+from autopar.runtime.order import merged
 from autopar.runtime.ray.driver.clocks import spans_of
 from autopar.runtime.ray.driver.faults import microbatch_of
 from autopar.runtime.ray.driver.handles import Copy, Part, RemoteArray, host_array, remote_sharding
@@ -35,6 +36,7 @@ from autopar.runtime.stacks import Stack, part_of, parts_of
 from autopar.streams.assemble import StepPlan
 from autopar.streams.clock import recorded
 from autopar.streams.instructions import BufferId, MeshId
+from autopar.streams.streams import Streams
 from autopar.streams.timeline import Timeline
 
 _Entry = tuple[int, BufferId]
@@ -195,21 +197,18 @@ class RayStep:
         for copy in taken:
             copy.is_deleted = True
         made = self.workers.call("run", calls, job=self._number)
-        raised = all_raised(made)
+        raised = _raised(made)
         if self._pauses and raised:
             self._leave(calls, taken)
-            raise self._callback_error(raised, False)
+            raise callback_error(self._planned.program.name, self._streams, raised, False)
         if self._pauses:
             made = self.workers.call("go_on", dict.fromkeys(calls, ()), job=self._number)
-            raised = all_raised(made)
+            raised = _raised(made)
         results = self._results({number: tiles for number, (tiles, _) in made.items()}, keep)
         if raised:
             whole = results if all(r.makes_nothing for r in raised) else None
-            raise self._callback_error(raised, bool(taken), whole)
+            raise callback_error(self._planned.program.name, self._streams, raised, bool(taken), whole)
         return results, {number: report for number, (_, report) in made.items()}
-
-    def _callback_error(self, raised: Sequence[Raised], state_lost: bool, results: Any = None) -> StepError:
-        return callback_error(self._planned.program.name, self._streams, raised, state_lost, results)
 
     def _leave(self, calls: Iterable[int], taken: Iterable[Copy]) -> None:
         """Do not carry on with a step: what it was to take is there again."""
@@ -371,6 +370,23 @@ class RayStep:
             RemoteArray([made[leaf, number] for number in range(len(inputs[first + leaf]))], dims[first + leaf])
             for leaf in range(count)
         ]
+
+
+def _raised(made: Mapping[int, tuple[Any, Report | None]]) -> list[Raised]:
+    """What callbacks raised in a step, of what all workers tell of it."""
+    return [r for _, report in made.values() if report is not None for r in report.raised]
+
+
+def callback_error(
+    step: str, streams: Streams, raised: Sequence[Raised], state_lost: bool, results: Any = None
+) -> StepError:
+    """The error of a step whose callbacks raised on workers; its cause is set, the rest as of `step_error`."""
+    updates = {name for name, plan in streams.programs.items() if plan.task.kind == "U"}
+    order = (instruction for _, instruction in merged(streams.instructions, updates))
+    place, cause = first_raised(raised, order, streams.programs)
+    error = step_error(step, place, cause, state_lost, results)
+    error.__cause__ = cause
+    return error
 
 
 def _fetched(part: Any) -> np.ndarray:
