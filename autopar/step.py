@@ -67,7 +67,7 @@ class _Made:
     """What a step has made so far; shared by the same method of all objects of a class."""
 
     cluster: Cluster | None
-    planned: dict[Any, tuple[Program, Roles, Plan]] = field(default_factory=dict)
+    planned: dict[Any, Plan] = field(default_factory=dict)
     compiled: dict[Any, CompiledStep] = field(default_factory=dict)
     latest: CompiledStep | None = None
     adapter: Adapter | None = None
@@ -109,7 +109,7 @@ class ParallelStep(Generic[P, R]):
         yield "function", name_of(self._fn)
         yield "method", method_text(self._method)
         yield "cluster", str(self._made.cluster or "all devices of this process")
-        for _, _, plan in self._made.planned.values():
+        for plan in self._made.planned.values():
             yield "planned", f"{plan.cost!r}"
         if not self._made.planned:
             yield "plan", "not planned yet"
@@ -193,7 +193,11 @@ class ParallelStep(Generic[P, R]):
 
     def plan(self, *args: Any, **kwargs: Any) -> Plan:
         """The plan for these arguments, which may be `jax.ShapeDtypeStruct`s; touches no device."""
-        return self._plan(args, kwargs)[2]
+        key, _, _ = self._key(args, kwargs)
+        planned = self._made.planned
+        if key not in planned:
+            planned[key] = self._planned(*self._roles(args, kwargs))
+        return planned[key]
 
     def compile(self, *args: Any, plan: Plan | None = None, **kwargs: Any) -> CompiledStep:
         """Plan (or take `plan`) and compile.
@@ -211,9 +215,10 @@ class ParallelStep(Generic[P, R]):
 
     def _compile(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Plan | None) -> CompiledStep:
         if given is None:
-            program, roles, plan = self._plan(args, kwargs)
+            plan = self.plan(*args, **kwargs)
+            program = plan.attached.program
         else:
-            program, roles = self._roles(args, kwargs)
+            program, roles = self._roles(args, kwargs)  # its own constants, whoever made the plan
             plan = self._attach(program, roles, given)
         key, _, apart = self._key(args, kwargs)
         objects = (None, None) if apart is None else (apart.adapter, apart.static)
@@ -231,8 +236,7 @@ class ParallelStep(Generic[P, R]):
             StalePlanError: `plan` was made for another program or cluster; says what changed.
             PlanFileError: The choices in `plan` are not those of this step.
         """
-        program, roles = self._roles(args, kwargs)
-        return self._attach(program, roles, plan)
+        return self._attach(*self._roles(args, kwargs), plan)
 
     def create_state(self, init_fn: Callable[..., Any], *args: Any, example: tuple[Any, ...] | None = None) -> Any:
         """Run `init_fn(*args)` so that every array is born in the sharding the plan wants.
@@ -309,15 +313,6 @@ class ParallelStep(Generic[P, R]):
             return *_key_of(dynamic, static), None
         apart = adapter.take_apart(*dynamic)
         return *_key_of((apart.args, apart.kwargs), (static, StaticKey(apart.static, name_of(self._fn)))), apart
-
-    def _plan(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Program, Roles, Plan]:
-        """Trace and plan, once for these shapes."""
-        key, _, _ = self._key(args, kwargs)
-        planned = self._made.planned
-        if key not in planned:
-            program, roles = self._roles(args, kwargs)
-            planned[key] = program, roles, self._planned(program, roles)
-        return planned[key]
 
     def _planned(self, program: Program, roles: Roles) -> Plan:
         """As the method says."""

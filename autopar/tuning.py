@@ -143,6 +143,8 @@ class Tuning:
     """Pairs. A problem with no more is solved with its memory rows as they are; in others bytes get a price first."""
     prices: int = 10
     """Prices on a byte that are tried at most."""
+    cutting_planes: int = 30
+    """Times that a problem within a memory budget is solved with the rows that its answer breaks."""
     price_step: float = 4.0
     """From one price to the next, until everything fits: ten of them span a factor of a million."""
     price_mixes: int = 2
@@ -163,7 +165,7 @@ class Tuning:
     again_bytes: int = 1 << 20
     """Bytes. What is smaller may live beside what runs again."""
     large_part: float = 1 / 8
-    """Part of the largest array of a body. What makes one as large waits for what frees others."""
+    """Part of the largest array of a body. What makes one as large waits for what frees such a part of the program's."""
     late_part: float = 1 / 8
     """Part of the bytes that become free. What is made to wait for that has no more: to wait may cost a pass over it."""
     fitting_turns: int = 8

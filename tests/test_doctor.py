@@ -127,7 +127,7 @@ def test_a_probe_that_hangs_is_ended_with_all_it_started(tmp_path):
     )
     limit = several_times(lambda: ask([sys.executable, "-c", script + "other.kill()"], PATIENCE_SECONDS), 1.0)
     answer = ask([sys.executable, "-c", script + "time.sleep(6000)"], limit)
-    assert answer.timed_out and answer.error == f"no answer within {limit:g} s"
+    assert answer.error == f"no answer within {limit:g} s"
     wait_until(lambda: not _runs(answer.reports["pid"]), "the end of the probe's own process")
 
 
@@ -142,6 +142,6 @@ def _runs(pid):
 
 def test_a_probe_that_breaks():
     answer = ask([sys.executable, "-c", "print('noise'); raise SystemExit('it is broken')"], PATIENCE_SECONDS)
-    assert answer.error == "it is broken" and not answer.timed_out
+    assert answer.error == "it is broken"
     assert "No such file" in ask(["/not/there"], PATIENCE_SECONDS).error
     assert child.ask_probe("not a probe", PATIENCE_SECONDS).error == "KeyError: 'not a probe'"

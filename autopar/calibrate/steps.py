@@ -26,7 +26,7 @@ from autopar.cost.steps import CollectiveKind
 from autopar.mesh import Cluster
 from autopar.plan.decision import Decision
 from autopar.report.measured import Lane, MeasuredStep
-from autopar.runtime.local import copied
+from autopar.runtime.placing import copied
 from autopar.streams.timeline import Event, Timeline
 
 COLLECTIVES = 12

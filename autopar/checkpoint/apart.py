@@ -10,11 +10,12 @@ Method: a small file in the workplace tells who sees it. Each worker's part is a
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from autopar.checkpoint.chunks import chunk_shape
+from autopar.checkpoint.leaves import knows_dtype
 from autopar.checkpoint.manifest import NAME
 from autopar.checkpoint.places import OnWorkers
 from autopar.errors import warn
@@ -28,18 +29,13 @@ CHUNK_BYTES = 64 * 2**20
 """Most that is written as one piece: a device that wants a part of an array reads whole pieces."""
 
 
-def take_apart(leaves: Iterable[Any], workplace: Path, knows: Callable[[str], bool]) -> dict[int, Taken]:
-    """Have arrays copied by the workers that hold them.
-
-    Args:
-        leaves: Of a state.
-        workplace: The folder that will be written in.
-        knows: Whether TensorStore has a dtype of this name.
+def take_apart(leaves: Iterable[Any], workplace: Path) -> dict[int, Taken]:
+    """Have arrays of a state copied by the workers that hold them, which will write in the workplace.
 
     Returns:
         By `id` of a leaf what to write in its place; leaves that this process writes are not in it.
     """
-    mine = (x for x in leaves if isinstance(x, RemoteArray) and x.size and _written_dtype(x, knows) is not None)
+    mine = (x for x in leaves if isinstance(x, RemoteArray) and x.size and _written_dtype(x) is not None)
     arrays = list({id(leaf): leaf for leaf in mine}.values())
     if not arrays:
         return {}
@@ -62,16 +58,8 @@ def discard(taken: Iterable[Taken]) -> None:
         snapshot.discard()
 
 
-def write_apart(
-    arrays: Sequence[Taken], names: Sequence[str], folder: Path, knows: Callable[[str], bool]
-) -> dict[str, Digest]:
-    """Have arrays written, and wait for it.
-
-    Args:
-        arrays: What to write; one may be there more than once.
-        names: Under which orbax looks for each.
-        folder: Of the checkpoint.
-        knows: As of `take_apart`.
+def write_apart(arrays: Sequence[Taken], names: Sequence[str], folder: Path) -> dict[str, Digest]:
+    """Have arrays, some perhaps more than once, written under the names by which orbax looks for them, and wait for it.
 
     Returns:
         Digest of each file by its path in the folder.
@@ -79,7 +67,7 @@ def write_apart(
     found: dict[str, Digest] = {}
     for group, snapshot in enumerate(_snapshots(arrays)):
         own = [
-            (array.number, _on_disk(array, name, knows))
+            (array.number, _on_disk(array, name))
             for array, name in zip(arrays, names, strict=True)
             if array.snapshot is snapshot
         ]
@@ -106,14 +94,14 @@ def _snapshots(arrays: Iterable[Taken]) -> list[Snapshot]:
     return list({id(array.snapshot): array.snapshot for array in arrays}.values())
 
 
-def _on_disk(array: Taken, name: str, knows: Callable[[str], bool]) -> OnDisk:
-    dtype = _written_dtype(array, knows)
+def _on_disk(array: Taken, name: str) -> OnDisk:
+    dtype = _written_dtype(array)
     assert dtype is not None, "others are not taken"
     return OnDisk(name, array.shape, dtype, chunk_shape(array.shape, array.boxes, array.dtype.itemsize, CHUNK_BYTES))
 
 
-def _written_dtype(array: RemoteArray | Taken, knows: Callable[[str], bool]) -> str | None:
+def _written_dtype(array: RemoteArray | Taken) -> str | None:
     """Bytes where TensorStore lacks the dtype, if they are as many as the elements."""
-    if knows(array.dtype.name):
+    if knows_dtype(array.dtype.name):
         return array.dtype.name
     return "uint8" if array.dtype.itemsize == 1 else None

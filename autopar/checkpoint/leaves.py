@@ -10,7 +10,6 @@ Method: an array is written as it is, wherever it lies. What orbax does not know
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,14 +125,19 @@ def _unwritable(path: tuple[str, ...], given: str, wrong: str) -> CheckpointErro
     )
 
 
-def storable(leaf: Any, kind: LeafType, knows: Callable[[str], bool]) -> Any:
-    """What orbax writes for a leaf.
+def knows_dtype(name: str) -> bool:
+    """Whether TensorStore can write elements of this type."""
+    import tensorstore
 
-    Args:
-        leaf: The value; or what its workers have taken of it, which they write as they hold it.
-        kind: Its type.
-        knows: Whether TensorStore has a dtype of this name.
-    """
+    try:
+        tensorstore.dtype(name)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def storable(leaf: Any, kind: LeafType) -> Any:
+    """What orbax writes for a leaf of this type, or for what workers have taken of it, which they write as they hold it."""
     if kind.size == 0:
         return None
     if kind.kind == "key":
@@ -144,7 +148,7 @@ def storable(leaf: Any, kind: LeafType, knows: Callable[[str], bool]) -> Any:
         return leaf
     if isinstance(leaf, Taken):
         return leaf
-    if not knows(kind.dtype):
+    if not knows_dtype(kind.dtype):
         return np.atleast_1d(leaf).view(np.uint8)
     return leaf if isinstance(leaf, jax.Array) else np.asarray(leaf)
 

@@ -20,7 +20,17 @@ import numpy as np
 import autopar.checkpoint.storage as storage
 from autopar.checkpoint.apart import read_apart
 from autopar.checkpoint.folder import check, step_folder, step_number, steps
-from autopar.checkpoint.leaves import NUMBERS, LeafType, fits, is_function, leaf_type, paths, spelled, written_shape
+from autopar.checkpoint.leaves import (
+    NUMBERS,
+    LeafType,
+    fits,
+    is_function,
+    knows_dtype,
+    leaf_type,
+    paths,
+    spelled,
+    written_shape,
+)
 from autopar.checkpoint.manifest import Manifest
 from autopar.checkpoint.places import UNCOMMITTED, OnWorkers, Place, place_by_like, places_by_plan
 from autopar.compiled import CompiledStep
@@ -211,8 +221,8 @@ def _request(kind: LeafType, place: Place) -> Any:
     if kind.kind in ("bool", "int", "float"):
         return NUMBERS[kind.kind]
     dtype = {"key": "uint32", "complex": "complex128"}.get(kind.kind, kind.dtype)
-    direct = isinstance(place, jax.sharding.Sharding) and kind.kind != "complex" and storage.knows_dtype(dtype)
-    if not storage.knows_dtype(dtype):
+    direct = isinstance(place, jax.sharding.Sharding) and kind.kind != "complex" and knows_dtype(dtype)
+    if not knows_dtype(dtype):
         dtype = "uint8"
     return jax.ShapeDtypeStruct(written_shape(kind), dtype, sharding=place if direct else None)
 

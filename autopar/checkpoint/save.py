@@ -73,10 +73,10 @@ def save(
 def begin_save(
     directory: str | os.PathLike,
     state: Any,
-    step: int | None = None,
+    step: int | None,
     *,
-    keep: int | None = None,
-    overwrite: bool = False,
+    keep: int | None,
+    overwrite: bool,
     note: Mapping[str, Any] | None = None,
 ) -> Saving:
     """`save`, with a note beside the state: what a run wants to know when it goes on, as JSON."""
@@ -100,7 +100,7 @@ def begin_save(
     workplace = open_workplace(directory)
     taken: dict[int, Taken] = {}
     try:
-        taken |= take_apart(jax.tree.leaves(state), workplace, storage.knows_dtype)
+        taken |= take_apart(jax.tree.leaves(state), workplace)
         finish = storage.start_writing(_storable_tree(state, types, taken), workplace / "made")
     except BaseException:
         discard(taken.values())
@@ -139,7 +139,7 @@ def _storable_tree(state: Any, types: Mapping[tuple[str, ...], LeafType], taken:
     kinds = iter(types.values())
 
     def written(leaf: Any) -> Any:
-        return None if is_function(leaf) else storable(taken.get(id(leaf), leaf), next(kinds), storage.knows_dtype)
+        return None if is_function(leaf) else storable(taken.get(id(leaf), leaf), next(kinds))
 
     return jax.tree.unflatten(plain_containers(state), map(written, jax.tree.leaves(state)))
 

@@ -79,17 +79,6 @@ def read(folder: Path, tree: Any) -> Any:
         return checkpointer.restore(folder, args=arguments)
 
 
-def knows_dtype(name: str) -> bool:
-    """Whether TensorStore can write elements of this type."""
-    import tensorstore
-
-    try:
-        tensorstore.dtype(name)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
 def _handler(ocp: Any, digests: dict[str, Digest]) -> Any:
     kinds = ocp.type_handlers
 
@@ -114,7 +103,7 @@ def _taken_handler(ocp: Any, digests: dict[str, Digest]) -> Any:
                 for info in infos:
                     await info.await_path_creation()
                 names, folder = [info.name for info in infos], Path(infos[0].parent_dir)
-                digests.update(write_apart(values, names, folder, knows_dtype))
+                digests.update(write_apart(values, names, folder))
 
             return [ocp.future.CommitFutureAwaitingContractedSignals(write(), name="autopar-write-apart")]
 

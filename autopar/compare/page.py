@@ -7,10 +7,8 @@ Out:    text; HTML that needs nothing else.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from html import escape
-
-from rich.console import Console
-from rich.table import Table as TextTable
 
 from autopar.compare.row import Row
 from autopar.markup import WIDTH, box, line, picture, room_for, tag, text, ticks
@@ -18,6 +16,7 @@ from autopar.plan.words import bytes_text, seconds_text, share_text
 from autopar.report.html import section, table_html, wrapped
 from autopar.report.page import Table
 from autopar.report.pictures.legend import legend
+from autopar.report.text import wide_text
 
 TOP, ROW, BAR, RIGHT = 24, 30, 20, 14
 PARTS = (("F", "kernels"), ("all-gather", "exposed communication"), ("wait", "bubbles"))
@@ -37,16 +36,8 @@ def table_of(rows: Sequence[Row], currency: str) -> Table:
 
 def comparison_text(title: str, rows: Sequence[Row], currency: str) -> str:
     """The table, and below it why there is no plan."""
-    page = table_of(rows, currency)
-    table = TextTable(title=title, title_justify="left", box=None, pad_edge=False)
-    for k, column in enumerate(page.columns):
-        table.add_column(column, justify="right" if k in page.numbers else "left", no_wrap=True)
-    for cells in page.rows:
-        table.add_row(*cells)
-    console = Console(width=240, force_terminal=False, force_jupyter=False, highlight=False)
-    with console.capture() as captured:
-        console.print(table)
-    return "\n".join([*(line.rstrip() for line in captured.get().rstrip().splitlines()), *filter(None, [page.note])])
+    table = replace(table_of(rows, currency), title=title)
+    return "\n".join(filter(None, [wide_text([table], 240), table.note]))
 
 
 def comparison_html(title: str, rows: Sequence[Row], currency: str) -> str:

@@ -30,13 +30,11 @@ class Answer:
     Attributes:
         reports: The facts it reported, by name; the last of a name counts.
         error: Why it ended early; None: it did not.
-        timed_out: It was silent for too long.
         output: What else it wrote.
     """
 
     reports: dict[str, Any] = field(default_factory=dict)
     error: str | None = None
-    timed_out: bool = False
     output: str = ""
 
 
@@ -77,7 +75,6 @@ def ask(command: Sequence[str], silence_seconds: float, environment: Mapping[str
         if status:
             answer.error = _last_line(answer.output) or f"it ended with status {status}"
     except (queue.Empty, subprocess.TimeoutExpired):
-        answer.timed_out = True
         answer.error = f"no answer within {silence_seconds:g} s"
     finally:
         with contextlib.suppress(ProcessLookupError):

@@ -171,11 +171,7 @@ class HostBatches:
             self.close()
             self._look()
             step, layout = self._laid_out(self._like)
-            part = {
-                path: ((shape[0] // layout.hosts, *shape[1:]) if shape else shape, dtype)
-                for path, (shape, dtype) in self._kind.leaves.items()
-            }
-            self._part_kind = PartKind(self._kind.tree, part)
+            self._part_kind = _with_rows(self._kind, lambda rows: rows // layout.hosts)
             reading = Reading(step, layout, self._part_kind)
             start = _parts_of(self._start, layout.hosts) if number == self._next else None
             reading.open(packed(self._reader, self._name), number, start or [None] * layout.hosts)
@@ -251,10 +247,7 @@ class HostBatches:
                 do="let all batches have the same containers.",
             )
         hosts = reading.layout.hosts
-        shapes = {
-            path: ((shape[0] * hosts, *shape[1:]) if shape else shape, d) for path, (shape, d) in kind.leaves.items()
-        }
-        like = self._types(PartKind(kind.tree, shapes))
+        like = self._types(_with_rows(kind, lambda rows: rows * hosts))
         if rows_of(like) == self.rows or self._remainder == "keep":
             _, layout = self._laid_out(like)
             if layout.fits(reading.layout):
@@ -270,6 +263,14 @@ class HostBatches:
 def _parts_of(position: Any, hosts: int) -> list[Any] | None:
     """The positions of so many parts; None: there are none, or of another number."""
     return position["parts"] if isinstance(position, dict) and position.get("hosts") == hosts else None
+
+
+def _with_rows(kind: PartKind, change: Callable[[int], int]) -> PartKind:
+    """The same with another number of rows."""
+    leaves = kind.leaves.items()
+    return PartKind(
+        kind.tree, {path: ((*map(change, shape[:1]), *shape[1:]), dtype) for path, (shape, dtype) in leaves}
+    )
 
 
 def _is_shorter(kind: PartKind, usual: PartKind) -> bool:

@@ -106,7 +106,6 @@ def in_parts(
         tuple(sorted(at for k in roles.state for at in stacks.inputs[k])),
         tuple(at for k in roles.batch for at in stacks.inputs[k]),
         tuple(roles.donated[k] for k, parts in enumerate(stacks.inputs) for _ in parts),
-        roles.state_arguments,
     )
     return parted, parted_roles, stacks
 

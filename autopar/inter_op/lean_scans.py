@@ -14,11 +14,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr, new_var, resized
-from autopar.inter_op.residuals import Kept, choose_residuals, device_bytes
+from autopar.inter_op.residuals import Kept, choose_residuals
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import inputs_of, variables
 from autopar.ir.region import Binding, Region, kind_of, region_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
+from autopar.ir.work import device_bytes
 
 
 def lean_scans(jaxpr: Jaxpr) -> Jaxpr:

@@ -27,7 +27,7 @@ from autopar._jax import JaxprEqn, Var, copies_to_or_from_host, on_host
 from autopar.ir.dataflow import inputs_of, needed
 from autopar.ir.region import bodies_of, is_region, kind_of
 from autopar.ir.rules import has_rule, rule_for
-from autopar.ir.work import Work, num_bytes, num_elements_of
+from autopar.ir.work import Work, device_bytes, num_elements_of
 
 CHEAP, ALL = 0.0, math.inf
 """The least and the greatest level: run again only what is cheap; all that saves a byte."""
@@ -92,11 +92,6 @@ def choose_residuals(
         network.read(var)
     values = network.cut()
     return Kept(tuple(values), tuple(needed(eqns, wanted, effects=False, given=free.union(values))))
-
-
-def device_bytes(var: Var) -> int:
-    """Bytes of a value, whole, if it lies in devices' memory."""
-    return 0 if on_host(var.aval) else num_bytes(var)
 
 
 def can_run_again(eqn: JaxprEqn) -> bool:

@@ -18,6 +18,14 @@ Dims = frozenset[int]
 
 SlotKind = Literal["argument", "value", "const", "piece", "number", "loop", "sum", "rows"]
 """As `Slot` says."""
+IN_PLACE: tuple[SlotKind, ...] = ("sum", "rows")
+"""What each task that makes a part of it writes over what was there."""
+HELD: tuple[SlotKind, ...] = ("argument", "const", "piece", *IN_PLACE)
+"""What is there all through the step."""
+PER_MICROBATCH: tuple[SlotKind, ...] = ("loop", "number")
+"""Of which each microbatch has its own."""
+SENT: tuple[SlotKind, ...] = ("loop", "value")
+"""What stages make for each other."""
 TaskKind = Literal["step", "init", "F", "M", "B", "W", "U"]
 """The whole step at once; or what comes before the loop, forward, a round of what comes between all forward passes and the
 backward ones, backward, weight gradients, a round of the update."""
@@ -81,7 +89,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageProgram:
-    """Everything one stage does.
+    """Everything one stage does, whatever mesh it is on: it is sharded on many, and on each a `stage_plan.StagePlan`.
 
     Attributes:
         stage: Its number.

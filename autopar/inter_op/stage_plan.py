@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar._jax import Literal, Var, on_host
 from autopar.cost import collective_seconds
-from autopar.inter_op.stage import Slot, StageProgram, Task, TaskKind
+from autopar.inter_op.stage import HELD, Slot, StageProgram, Task, TaskKind
 from autopar.intra_op.batch import batch_factors
 from autopar.intra_op.costs import OperationSeconds
 from autopar.intra_op.graph import Graph, Tables, stacked
@@ -210,7 +210,7 @@ def peak_bytes_here(stage: StagePlan, all_again: bool = False, in_flight: int = 
 def resting_bytes(stage: StagePlan, in_flight: int) -> int:
     """What a stage holds while none of its tasks runs: all through the step, and of each microbatch in flight."""
     borders = {(b.kind, b.key): b for task in stage.tasks for b in (*task.inputs, *task.outputs)}
-    always = sum(b.num_bytes for b in borders.values() if b.kind in ("argument", "const", "piece", "sum", "rows"))
+    always = sum(b.num_bytes for b in borders.values() if b.kind in HELD)
     kept = sum(b.num_bytes for b in borders.values() if b.kind == "loop" and b.key in stage.program.kept)
     return always + in_flight * kept
 

@@ -32,7 +32,6 @@ class Update:
     Attributes:
         rounds: Per stage, per round, equations in order; there may be none in a round.
         stage_of: Stage of each value that the update makes; a value made everywhere it is read has none.
-        round_of: Round in which it is made.
         results: Per stage, the values that its part of the loop makes for the update or for the user.
         home: Stage at which each argument lives.
         readers: Stages that read each argument.
@@ -41,7 +40,6 @@ class Update:
 
     rounds: tuple[tuple[tuple[JaxprEqn, ...], ...], ...]
     stage_of: Mapping[Var, int]
-    round_of: Mapping[Var, int]
     results: tuple[tuple[Var, ...], ...]
     home: Mapping[Var, int]
     readers: Mapping[Var, tuple[int, ...]]
@@ -267,7 +265,6 @@ class _Placement:
         return Update(
             tuple(rounds),
             dict(self.stage),
-            round_of,
             results,
             home,
             {var: tuple(sorted(stages)) for var, stages in readers.items()},

@@ -26,7 +26,6 @@ class Batch:
 
     Attributes:
         tables: Padded; pads are forbidden.
-        senders: Nodes that send.
         listeners: Nodes that hear.
         sending: Position of each choice that sends within its level, `[choice, edge]`.
         back: Of each, position of the message that came the other way.
@@ -36,7 +35,6 @@ class Batch:
     """
 
     tables: np.ndarray
-    senders: np.ndarray
     listeners: np.ndarray
     sending: np.ndarray
     back: np.ndarray
@@ -217,9 +215,8 @@ class Layout:
                 came = self._places(back[at], self.lengths[senders[at]], rows, self.num_messages - 1)
                 batch = Batch(
                     made,
-                    senders[at],
                     listeners[at],
-                    np.where(sending < self.num_entries, sending - entries_start(level), len(level.costs)),
+                    np.where(sending < self.num_entries, sending - level.entries.start, len(level.costs)),
                     np.ascontiguousarray(came.T),
                     self._places(ahead[at], self.lengths[listeners[at]], columns, self.num_messages - 1),
                     (sending, hearing),
@@ -250,11 +247,6 @@ class Layout:
     def _places(begins: np.ndarray, lengths: np.ndarray, width: int, pad: int) -> np.ndarray:
         inside = np.arange(width)
         return np.where(inside < lengths[:, None], begins[:, None] + inside, pad)
-
-
-def entries_start(level: Level) -> int:
-    """Position of a level's first entry among all."""
-    return int(level.entries.start)
 
 
 def _levels(count: int, problem: Problem) -> np.ndarray:

@@ -55,7 +55,7 @@ def check_body(body: Body, mesh: LogicalMesh) -> None:
     assert len(there) == len(body.inputs), "an input comes twice"
     for instruction in body.instructions:
         for copy in (*copies_read(instruction), *copies_awaited(instruction)):
-            assert copy in there, f"{instruction}: {_text(copy)} is not there"
+            assert copy in there, f"{instruction}: {copy[0]} in {copy[1]} is not there"
         match instruction:
             case Move() | Fused():
                 for move in instruction.moves if isinstance(instruction, Fused) else (instruction,):
@@ -89,8 +89,3 @@ def _check_border(region: Region, mesh: LogicalMesh) -> None:
 def _row(sharding: Sharding, is_stacked: bool) -> Sharding:
     """What each trip has of a stack."""
     return Sharding(sharding.dims[1:], sharding.partial) if is_stacked else sharding
-
-
-def _text(copy: Copy) -> str:
-    var, sharding = copy
-    return f"{var} in {sharding}"

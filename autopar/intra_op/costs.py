@@ -106,7 +106,8 @@ class Prices:
             mesh = _sent_together(self.graph.mesh, size) if joins else self.graph.mesh
             self.matrices[table] = _matrix(edge.shape, edge.itemsize, edge.given, edge.wanted, mesh)
         matrix = self.matrices[table]
-        if self.copies_inner_dims and _is_transposed(self.graph.nodes[edge.target]):
+        target = self.graph.nodes[edge.target]
+        if self.copies_inner_dims and target.kind == "op" and target.name == "transpose":
             matrix = matrix * _BEFORE_A_TRANSPOSE
         if not edge.communicates:
             matrix = np.where(matrix > 0, np.inf, 0.0)
@@ -179,10 +180,6 @@ def _matrix(shape, itemsize: int, given: Shardings, wanted: Shardings, mesh: Log
     return table[np.ix_(source_of, target_of)]
 
 
-def _is_transposed(node: Node) -> bool:
-    return node.kind == "op" and node.name == "transpose"
-
-
 def _distinct(shardings: Shardings) -> tuple[Shardings, list[int]]:
     order = {s: k for k, s in enumerate(dict.fromkeys(shardings))}
     return tuple(order), [order[s] for s in shardings]
@@ -215,10 +212,9 @@ class _NodeCosts:
             for reduction, axes in strategy.reductions:
                 for var, sharding in zip(node.eqn.outvars, strategy.results, strict=True):
                     elements = num_elements(tuple(var.aval.shape)) / sharding.num_shards(self.mesh)
-                    num_bytes = elements * reduced_itemsize(reduction, var.aval.dtype)
-                    seconds[k] += (
-                        collective_seconds("all-reduce", num_bytes, axes, self.mesh) if node.communicates else np.inf
-                    )
+                    size = elements * reduced_itemsize(reduction, var.aval.dtype)
+                    sent = collective_seconds("all-reduce", size, axes, self.mesh)
+                    seconds[k] += sent if node.communicates else np.inf
         return seconds
 
 

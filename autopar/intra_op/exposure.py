@@ -13,7 +13,7 @@ Method: conversions of one kind (of samples or not; for the forward pass, the ba
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.cost import collective_seconds
@@ -88,7 +88,7 @@ def kind_of(edge: Edge) -> Kind:
     return edge.is_sample, edge.phase, float(edge.weight)
 
 
-def show(graph: Graph, body: Body, exposed: Sequence[float]) -> tuple[Shown, ...]:
+def show(graph: Graph, body: Body, exposed: Sequence[float]) -> list[Shown]:
     """What is exposed of a program's conversions.
 
     Args:
@@ -96,18 +96,16 @@ def show(graph: Graph, body: Body, exposed: Sequence[float]) -> tuple[Shown, ...
         body: The program.
         exposed: Of each of its collectives (`collectives_of`), the seconds that nothing hides.
     """
-    return tuple(_show(graph, body, exposed))
-
-
-def _show(graph: Graph, body: Body, exposed: Sequence[float]) -> Iterator[Shown]:
+    found: list[Shown] = []
     samples = {edge.var for edge in graph.edges if edge.is_sample}
     for (instruction, sent), seconds_exposed in zip(sent_by(body, graph.mesh), exposed, strict=True):
         seconds = sent.times * collective_seconds(sent.kind, sent.bytes, sent.axes, graph.mesh)
         if not isinstance(instruction, Move | Fused):
-            yield Shown(None, seconds, seconds_exposed)
+            found.append(Shown(None, seconds, seconds_exposed))
             continue
         moves = instruction.moves if isinstance(instruction, Fused) else (instruction,)
         for move in moves:
             share = move_bytes(move, graph.mesh) / sent.bytes if sent.bytes else 1 / len(moves)
             kind = (move.var in samples, move.phase, float(sent.times))
-            yield Shown(kind, share * seconds, share * seconds_exposed)
+            found.append(Shown(kind, share * seconds, share * seconds_exposed))
+    return found

@@ -16,13 +16,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar._jax import Jaxpr, JaxprEqn, Var, on_host
+from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.intra_op.graph import Graph, Shardings
 from autopar.intra_op.held import held_values
 from autopar.intra_op.sharded import describe_moment
 from autopar.ir.dataflow import inputs_of, variables
 from autopar.ir.region import is_region, region_of
-from autopar.ir.work import num_bytes
+from autopar.ir.work import device_bytes
 from autopar.tuning import TUNING
 
 
@@ -68,7 +68,7 @@ class _Floors:
         freed = donated or [False] * len(given)
         stays = {var: b for var, b, free in zip(jaxpr.invars, given, freed, strict=True) if not free}
         pairs = zip(jaxpr.outvars, graph.outputs, strict=True)
-        results = {a: self.at_node(a, n) for a, n in pairs if _is_var(a) and a in self.held}
+        results = {a: self.at_node(a, n) for a, n in pairs if isinstance(a, Var) and a in self.held}
         found = [Floor(sum(given), "the start"), Floor(sum({**stays, **results}.values()), "the end")]
         found += self.moments(jaxpr, stays, frozenset())
         return max(found, key=lambda floor: floor.num_bytes)
@@ -115,7 +115,7 @@ class _Floors:
         region, ports = region_of(eqn), self.graph.ports
         stacks: dict[object, float] = {}
         for (role, k), b in region.named():
-            row = next((a for a in (*b.variables, *b.values) if _is_var(a)), None)
+            row = next((a for a in (*b.variables, *b.values) if isinstance(a, Var)), None)
             if row is not None and b.is_stacked:
                 stack = b.result if b.outer is None else b.outer
                 size = 0.0 if stack in self.elsewhere else region.trips * self.at_node(row, ports[eqn, role, k])
@@ -142,7 +142,7 @@ class _Floors:
         return float(self.bytes(var, self.graph.nodes[index].shardings)[self.allowed[index]].min(initial=np.inf))
 
     def bytes(self, var: Var, shardings: Shardings) -> np.ndarray:
-        return _device_bytes(var) / np.array([s.num_shards(self.graph.mesh) for s in shardings])
+        return device_bytes(var) / np.array([s.num_shards(self.graph.mesh) for s in shardings])
 
     def least(self, var: Var) -> float:
         """A copy of a value that is split as far as it can be; nothing where it is not held."""
@@ -151,11 +151,7 @@ class _Floors:
         shape = tuple(var.aval.shape)
         if shape not in self.most:
             self.most[shape] = _most_shards(shape, self.graph.mesh.axis_sizes)
-        return _device_bytes(var) / self.most[shape]
-
-
-def _device_bytes(var: Var) -> int:
-    return 0 if on_host(var.aval) else num_bytes(var)
+        return device_bytes(var) / self.most[shape]
 
 
 def _first(atoms: Iterable[object]) -> list[tuple[int, Var]]:
@@ -165,10 +161,6 @@ def _first(atoms: Iterable[object]) -> list[tuple[int, Var]]:
         if isinstance(atom, Var):
             seen.setdefault(atom, k)
     return [(k, var) for var, k in seen.items()]
-
-
-def _is_var(atom: object) -> bool:
-    return isinstance(atom, Var)
 
 
 def _most_shards(shape: Sequence[int], axis_sizes: Mapping[str, int]) -> int:

@@ -29,6 +29,7 @@ from autopar.intra_op.restrict import Allowed
 from autopar.intra_op.strategies import IDLE
 from autopar.ir.region import is_region, region_of
 from autopar.ir.rules import ShardingRule
+from autopar.ir.rules.terms import factors_of as factors_in
 from autopar.mesh import Sharding
 from autopar.tuning import TUNING
 
@@ -96,19 +97,17 @@ def restrict_to_data_parallel(
 
 @dataclass(frozen=True, slots=True)
 class InPlace:
-    """Along `axis`, a value is sliced and added up on its way to a reader, and hardly ever gathered: see the top of this file.
+    """Along "tensor" a value is sliced and added up on its way to a reader, and hardly ever gathered: see above.
 
     Attributes:
-        axis: The tensor axis.
         scatters: Whether sums may be left in parts and gathered later (sequence parallelism).
     """
 
-    axis: str
     scatters: bool
 
     def price(self, given: Shardings, wanted: Shardings) -> np.ndarray:
         """`[choice of the source, choice of the target]`: how many times its seconds each conversion counts."""
-        sources, targets = (np.array([_state_on(s, self.axis) for s in side]) for side in (given, wanted))
+        sources, targets = (np.array([_state_on(s, "tensor") for s in side]) for side in (given, wanted))
         source, target = sources[:, None], targets[None, :]
         meant = (source == target) | (source == REPLICATED) | ((source == PARTIAL) & (target == REPLICATED))
         if self.scatters:
@@ -159,7 +158,7 @@ def restrict_to_axes(
         if node.var in weights:
             _store(node, "tensor", True, allowed, "splits weights")
     if graph.mesh.axis_sizes["tensor"] > 1:
-        sent, kept = InPlace("tensor", scatters=sequence), InPlace("tensor", scatters=False)
+        sent, kept = InPlace(scatters=sequence), InPlace(scatters=False)
         graph.edges = [dataclasses.replace(e, moves=sent if e.is_sample else kept) for e in graph.edges]
 
 
@@ -200,12 +199,8 @@ def _weight_factors(node: Node, batch: BatchDims) -> tuple[str, ...]:
     """Factors of the parameter in a product with samples, which is summed over one of them; none in other operations."""
     operands = list(zip(node.eqn.invars, node.rule.operands, strict=True))
     weights = [term for atom, term in operands if not isinstance(atom, Literal) and atom in batch.readers]
-    own = _factors_of(weights)
-    return tuple(own) if any(f in own for f in node.rule.summed) else ()
-
-
-def _factors_of(terms: Iterable[Sequence[Sequence[str]]]) -> dict[str, None]:
-    return {factor: None for term in terms for dim in term for factor in dim}
+    own = factors_in(*weights)
+    return own if any(f in own for f in node.rule.summed) else ()
 
 
 def _store(node: Node, axis: str, split: bool, allowed: Allowed, verb: str) -> None:

@@ -16,9 +16,9 @@ from collections.abc import Set as AbstractSet
 
 from autopar._jax import Literal, Var, copies_to_or_from_host
 from autopar.intra_op.graph import Graph, Node
-from autopar.intra_op.traffic import bytes_of, is_fused, is_picking
+from autopar.intra_op.traffic import is_fused, is_picking
 from autopar.ir.dataflow import inputs_of
-from autopar.ir.rules.rule import num_elements
+from autopar.ir.work import num_bytes, num_elements_of
 from autopar.tuning import TUNING
 
 SLOW = frozenset(
@@ -55,7 +55,7 @@ def _find_held(graph: Graph) -> set[Var]:
         for var in node.eqn.outvars:
             if var in held:
                 continue
-            size, leaves = bytes_of(var), _leaves(node, made_of)
+            size, leaves = num_bytes(var), _leaves(node, made_of)
             is_costly = (
                 len(leaves) > TUNING.made_of or sum(leaves.values()) > TUNING.made_of_bytes * size or _is_slow(node)
             )
@@ -71,11 +71,11 @@ def _leaves(node: Node, made_of: Mapping[Var, Mapping[Var, int]]) -> dict[Var, i
     it returns."""
     found: dict[Var, int] = {}
     for var in inputs_of(node.eqn):
-        for leaf, num_bytes in made_of.get(var, {var: bytes_of(var)}).items():
-            found[leaf] = max(num_bytes, found.get(leaf, 0))
+        for leaf, size in made_of.get(var, {var: num_bytes(var)}).items():
+            found[leaf] = max(size, found.get(leaf, 0))
     if is_picking(node):
-        most = sum(map(bytes_of, node.eqn.outvars))
-        return {leaf: min(num_bytes, most) for leaf, num_bytes in found.items()}
+        most = sum(map(num_bytes, node.eqn.outvars))
+        return {leaf: min(size, most) for leaf, size in found.items()}
     return found
 
 
@@ -105,5 +105,5 @@ def _scattered_sums(nodes: Sequence[Node], readers: Mapping[Var, int]) -> Iterat
 
 
 def _is_slow(node: Node) -> bool:
-    size = sum(num_elements(tuple(v.aval.shape)) for v in node.eqn.outvars)
+    size = sum(num_elements_of(v) for v in node.eqn.outvars)
     return node.eqn.primitive.name in SLOW or node.rule.flops > TUNING.slow_flops * size

@@ -76,22 +76,20 @@ class Liveness:
     """Memory of one device, in bytes.
 
     Attributes:
-        argument_bytes: All program inputs.
-        output_bytes: All program outputs.
         peak_bytes: Most bytes alive at once, arguments included.
-        moment: Index of the top-level instruction at the peak.
+        moment: Index of the instruction at the peak; -1: the beginning.
         alive: Copies alive at the peak, outermost body first; inner copies weighted once.
         packed: Moves that are being sent as one at the peak, packed into an array of their own.
         at: The innermost instruction at the peak; None: the beginning.
+        argument_bytes: All program inputs; of the body of a loop or branch, 0.
     """
 
-    argument_bytes: int
-    output_bytes: int
     peak_bytes: int
     moment: int
-    alive: tuple[Alive, ...]
+    alive: tuple[Alive, ...] = ()
     packed: tuple[Move, ...] = ()
     at: Instruction | None = None
+    argument_bytes: int = 0
 
 
 def measure_liveness(
@@ -127,33 +125,21 @@ def fullest_moments(
     A moment's part ends where memory has fallen by a hundredth. `waiting`: of a stage of a pipeline. The other arguments as
     of `measure_liveness`.
     """
-    arguments = [local_bytes(var, sharding, mesh) for var, sharding in body.inputs]
-    outputs = {(a, s): local_bytes(a, s, mesh) for a, s in body.outputs if not isinstance(a, Literal)}
-    pinned = {copy for copy, freed in zip(body.inputs, donated or [False] * len(arguments), strict=True) if not freed}
-    peaks = _peaks(body, mesh, stored, pinned, count, waiting=waiting, in_place=in_place)
-    return tuple(
-        Liveness(sum(arguments), sum(outputs.values()), peak.bytes, peak.moment, peak.alive, peak.packed, peak.at)
-        for peak in peaks
-    )
+    arguments = sum(local_bytes(var, sharding, mesh) for var, sharding in body.inputs)
+    peaks = _peaks(body, mesh, stored, _pinned(body, donated), count, waiting=waiting, in_place=in_place)
+    return tuple(dataclasses.replace(peak, argument_bytes=arguments) for peak in peaks)
 
 
 def memory_curve(body: Body, mesh: LogicalMesh, stored: AbstractSet[Var], donated: Sequence[bool] = ()) -> list[int]:
     """Bytes alive at each instruction, those inside it at their most; arguments as of `measure_liveness`."""
-    pinned = {copy for copy, freed in zip(body.inputs, donated or [False] * len(body.inputs), strict=True) if not freed}
     curve: list[int] = []
-    _peaks(body, mesh, stored, pinned, 1, curve=curve)
+    _peaks(body, mesh, stored, _pinned(body, donated), 1, curve=curve)
     return curve
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Peak:
-    """The fullest moment of a body: who is alive, and which moves are packed."""
-
-    bytes: int
-    moment: int
-    alive: tuple[Alive, ...]
-    packed: tuple[Move, ...] = ()
-    at: Instruction | None = None
+def _pinned(body: Body, donated: Sequence[bool]) -> set[Copy]:
+    """Inputs that stay to the end."""
+    return {copy for copy, freed in zip(body.inputs, donated or [False] * len(body.inputs), strict=True) if not freed}
 
 
 def _peaks(
@@ -166,7 +152,7 @@ def _peaks(
     waiting: Waiting = ONE_PROGRAM,
     in_place: AbstractSet[Copy] = frozenset(),
     curve: list[int] | None = None,
-) -> list[_Peak]:
+) -> list[Liveness]:
     """The `count` fullest moments, each of a part of the body, fullest first.
 
     Copies in `free` are counted by the caller, those `in_place` lie in inputs. What is alive at each instruction is added to
@@ -182,23 +168,23 @@ def _peaks(
     ]
     changes = made.changes(size, len(body.instructions))
     total = sum(size[: len(body.inputs)])
-    peaks: list[_Peak] = []
-    most = _Peak(total, -1, ())
+    peaks: list[Liveness] = []
+    most = Liveness(total, -1)
     total += changes[0][1]
     for position, instruction in enumerate(body.instructions):
         born, freed = changes[position + 1]
         total += born
         inner = _inner_peak(instruction, mesh, stored, waiting)
         if curve is not None:
-            curve.append(total + inner.bytes)
-        if total + inner.bytes < TUNING.peak_fallen * most.bytes:
+            curve.append(total + inner.peak_bytes)
+        if total + inner.peak_bytes < TUNING.peak_fallen * most.peak_bytes:
             peaks.append(most)
-            most = _Peak(0, position, ())
-        if total + inner.bytes > most.bytes:
-            most = _Peak(total + inner.bytes, position, inner.alive, inner.packed, inner.at or instruction)
+            most = Liveness(0, position)
+        if total + inner.peak_bytes > most.peak_bytes:
+            most = Liveness(total + inner.peak_bytes, position, inner.alive, inner.packed, inner.at or instruction)
         total += freed
     # Who is alive is looked up in the end: most instructions of a step are fuller than all before them.
-    fullest = sorted((*peaks, most), key=lambda peak: -peak.bytes)[:count]
+    fullest = sorted((*peaks, most), key=lambda peak: -peak.peak_bytes)[:count]
     return [dataclasses.replace(p, alive=(*made.alive(body, p.moment, size, times), *p.alive)) for p in fullest]
 
 
@@ -276,11 +262,12 @@ def packed_bytes(move: Move, mesh: LogicalMesh) -> int:
     return num_bytes * move.dtype.itemsize // move.var.aval.dtype.itemsize
 
 
-def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: AbstractSet[Var], waiting: Waiting) -> _Peak:
+def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: AbstractSet[Var], waiting: Waiting) -> Liveness:
     """What the bodies of a region need beyond its operands and results; branches take turns, so the largest counts."""
     if isinstance(instruction, Fused):
-        return _Peak(sum(packed_bytes(move, mesh) for move in instruction.moves), 0, (), instruction.moves)
-    most = _Peak(0, 0, ())
+        num_bytes = sum(packed_bytes(move, mesh) for move in instruction.moves)
+        return Liveness(num_bytes, 0, packed=instruction.moves)
+    most = Liveness(0, 0)
     if not isinstance(instruction, Region):
         return most
     is_scan = kind_of(instruction.eqn) == "scan"
@@ -292,5 +279,5 @@ def _inner_peak(instruction: Instruction, mesh: LogicalMesh, stored: AbstractSet
         # A scan's constants and carries are the operands themselves; its scanned inputs arrive as slices of their own.
         shared = frozenset(body.inputs[:num_whole])
         inner = _peaks(body, mesh, stored, frozenset(), 1, shared, dataclasses.replace(waiting, elsewhere=frozenset()))
-        most = max(most, *inner, key=lambda peak: peak.bytes)
+        most = max(most, *inner, key=lambda peak: peak.peak_bytes)
     return most

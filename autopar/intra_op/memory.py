@@ -22,7 +22,7 @@ from autopar.intra_op.liveness import Alive, Liveness, fullest_moments, packed_b
 from autopar.intra_op.problem import MemoryRow
 from autopar.intra_op.sharded import Body, Compute, Fused, Gate, Instruction, Move, Region, describe_moment
 from autopar.ir.dataflow import inputs_of
-from autopar.ir.rules.rule import num_elements
+from autopar.ir.work import num_bytes
 from autopar.mesh import Sharding
 from autopar.tuning import TUNING
 
@@ -132,16 +132,15 @@ class _Row:
             numbers, matrix = numbers[::-1], matrix.T
         self.pairs[numbers] = self.pairs.get(numbers, 0.0) + matrix
 
-    def add_here(self, owner: _Owner, choices: Sequence[int], num_bytes: int) -> None:
+    def add_here(self, owner: _Owner, choices: Sequence[int], size: int) -> None:
         """What is there under the owner's present choice alone."""
         node, shardings = owner
         number = self.class_of[node]
         here = np.arange(len(shardings)) == choices[number]
-        self.bytes_of[number] = self.bytes_of.get(number, 0.0) + here * float(num_bytes)
+        self.bytes_of[number] = self.bytes_of.get(number, 0.0) + here * float(size)
 
     def _bytes(self, var: Var, shardings: Shardings) -> np.ndarray:
-        whole = num_elements(var.aval.shape) * var.aval.dtype.itemsize
-        return np.array([whole / sharding.num_shards(self.mesh) for sharding in shardings])
+        return np.array([num_bytes(var) / sharding.num_shards(self.mesh) for sharding in shardings])
 
 
 class _Owners:

@@ -64,34 +64,34 @@ def keep_node_whole(node: Node, allowed: Allowed) -> None:
     allowed.only(node, [not s.dims[-1] for s in node.shardings], "key")
 
 
-def pin_inputs(graph: Graph, pins: Mapping[int, tuple[str, object]], paths: Sequence[str], allowed: Allowed) -> None:
-    """Pin program inputs.
+def pin_borders(
+    graph: Graph,
+    nodes: Sequence[int],
+    pins: Mapping[int, tuple[str, object]],
+    paths: Sequence[str],
+    allowed: Allowed,
+) -> None:
+    """Pin inputs of the program, or results.
 
     Args:
         graph: Decisions.
-        pins: Input position -> (what the user wrote, PartitionSpec).
-        paths: Readable path of each input.
+        nodes: Of its inputs, or of its outputs.
+        pins: Position -> (what the user wrote, PartitionSpec).
+        paths: Readable path of each.
         allowed: Extended.
 
     Raises:
         ConstraintError: The spec names an axis the mesh lacks, has too many entries, or splits a dim unevenly.
     """
-    for position, (text, spec) in pins.items():
-        node = graph.nodes[graph.inputs[position]]
-        pin_node(graph, node, tuple(node.var.aval.shape), (text, spec), paths[position], allowed)
-
-
-def pin_outputs(graph: Graph, pins: Mapping[int, tuple[str, object]], paths: Sequence[str], allowed: Allowed) -> None:
-    """Pin program results; as `pin_inputs`."""
-    for position, (text, spec) in pins.items():
-        node = graph.nodes[graph.outputs[position]]
-        pin_node(graph, node, tuple(node.var.aval.shape), (text, spec), paths[position], allowed)
+    for position, pin in pins.items():
+        node = graph.nodes[nodes[position]]
+        pin_node(graph, node, tuple(node.var.aval.shape), pin, paths[position], allowed)
 
 
 def pin_node(
     graph: Graph, node: Node, shape: tuple[int, ...], pin: tuple[str, object], path: str, allowed: Allowed
 ) -> None:
-    """Pin a decision on how an array of this shape lies; the rest is as of `pin_inputs`."""
+    """Pin a decision on how an array of this shape lies; the rest is as of `pin_borders`."""
     text, spec = pin
     sharding, free = read_spec(spec, shape, graph.mesh, f"constraint {text!r} on {path}")
     mask = [matches_spec(s, sharding, free) for s in node.shardings]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from typing import Any
 
 import numpy as np
 
@@ -134,12 +135,8 @@ class _Instance:
     """
 
     def __init__(self, setting: Setting, options: Options, donated: Sequence[bool], waiting: Waiting, gap: float):
-        self.jaxpr, self.graph, self.allowed, self.device = (
-            setting.jaxpr,
-            setting.graph,
-            setting.allowed,
-            setting.device,
-        )
+        self.jaxpr, self.graph = setting.jaxpr, setting.graph
+        self.allowed, self.device = setting.allowed, setting.device
         self.donated, self.waiting, self.gap, self.solver = donated, waiting, gap, options.solver
         self.class_of, self.prices = setting.class_of, setting.priced
         budget = options.memory_budget_bytes or self.device.memory_bytes
@@ -162,14 +159,8 @@ class _Instance:
             starts.append(tuple(of_class[number] for number in range(len(of_class))))
         does = behaviours(self.graph, self.class_of)
 
-        def by_axes(
-            problem: Problem,
-            solver: str = "highs",
-            seconds: float | TimeLimit = 60.0,
-            gap: float = PROVED,
-            known: float = np.inf,
-        ) -> Solution:
-            found = descend(problem, solver, seconds, gap, known, start=min(starts, key=problem.cost), does=does)
+        def by_axes(problem: Problem, *how: Any) -> Solution:
+            found = descend(problem, *how, start=min(starts, key=problem.cost), does=does)
             if found.choices and found.choices not in starts:
                 starts.append(found.choices)
             return found
@@ -198,9 +189,8 @@ class _Instance:
         """A problem of this program, within the memory budget."""
         search, one = self.budget_search, self._solve_one
         if np.isfinite(search.budget):
-            hopeless = search.is_hopeless
-            given = search.broken_rows, self.solver, self.limit, 30, beat, self.gap, hopeless, one, self._memory_prices
-            return solve_within(problem, *given)
+            how = self.solver, self.limit, beat, self.gap, search.is_hopeless, one, self._memory_prices
+            return solve_within(problem, search.broken_rows, *how)
         return one(problem, self.solver, self.limit, self.gap, beat)
 
     def read_off(self, problem: Problem, solution: Solution, exposure: Exposure | None) -> Sharded:

@@ -46,10 +46,7 @@ def solve(
             none better, to the gap that is left there anyway, the search ends with the status `"beaten"`.
         start: An assignment that is known already; of problems with rows it is not looked at.
     """
-    reduced = eliminate(problem, {node for row in problem.rows for node in row.nodes})
-    position = {node: k for k, node in enumerate(reduced.kept)}
-    # Elimination may have dropped forbidden choices of kept nodes: rows follow.
-    reduced.problem.rows.extend(row.narrowed(position, reduced.alive_of) for row in problem.rows)
+    reduced = _within_rows(problem)
     limit, constant = time_limit(seconds), reduced.constant
     if reduced.problem.rows:
         core = _solve_with_rows(reduced.problem, solver, limit, gap, constant)
@@ -64,6 +61,15 @@ def solve(
         return Solution((), objective, objective, "infeasible", core.solver)
     whole = Solution(choices, objective, core.bound + constant, core.status, core.solver)
     return whole if core.status == "beaten" else whole.bounded(whole.bound)
+
+
+def _within_rows(problem: Problem) -> Reduced:
+    """What is left of a problem whose nodes in memory rows stay."""
+    reduced = eliminate(problem, {node for row in problem.rows for node in row.nodes})
+    position = {node: k for k, node in enumerate(reduced.kept)}
+    # Elimination may have dropped forbidden choices of kept nodes: rows follow.
+    reduced.problem.rows.extend(row.narrowed(position, reduced.alive_of) for row in problem.rows)
+    return reduced
 
 
 def _solve_core(
@@ -265,9 +271,7 @@ def _solve_restricted(
     """The least assignment that takes of each node one of the choices that its mask names."""
     narrowed = _narrowed(core, masks)
     narrowed.rows.extend(core.rows)
-    reduced = eliminate(narrowed, {node for row in core.rows for node in row.nodes})
-    position = {node: k for k, node in enumerate(reduced.kept)}
-    reduced.problem.rows.extend(row.narrowed(position, reduced.alive_of) for row in core.rows)
+    reduced = _within_rows(narrowed)
     answer = _solve_whole(reduced.problem, solver, limit, gap)
     if not answer.choices and reduced.kept:
         return answer

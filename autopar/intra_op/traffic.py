@@ -5,19 +5,19 @@ Out:    `Traffic` of each operation: how often it pays for each of its operands 
 Method: compilers make one kernel of elementwise operations and sums that are ready together and connected: it reads what
         enters and writes what leaves, whatever is in between. Ready together is what has equally many products and other
         kernels of their own before it. A value is stored if such a kernel reads it, if it crosses the border of a body,
-        or if what reads it is only ready later and it is smaller than what it is made of: otherwise it is made again, as
-        views are, and what is larger than its operands. Of a kernel, the first operation that reads a value pays for it.
+        or if what reads it is only ready later and it is clearly smaller than what it is made of: otherwise it is made
+        again, as views are, and what is larger than its operands; but what sums that up is not. Of a kernel, the first
+        operation that reads a value pays for it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from autopar._jax import JaxprEqn, Literal, Var, copies_to_or_from_host
 from autopar.intra_op.graph import Graph, Node
 from autopar.ir.rules.replicated import KERNELS
-from autopar.ir.rules.rule import num_elements
+from autopar.ir.work import num_bytes, num_elements_of
 from autopar.tuning import TUNING
 
 _VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "copy", "sharding_constraint", "copy_p"})
@@ -168,9 +168,9 @@ class _Finder:
             if not self.fused[node.index] or _is_view(node.eqn):
                 continue
             read = dict.fromkeys(leaf for var in self.operands(node.eqn) for leaf in self.leaves_of(var))
-            again = sum(map(bytes_of, read))
+            again = sum(map(num_bytes, read))
             for var in node.eqn.outvars:
-                is_less = TUNING.made_of_bytes * bytes_of(var) < again
+                is_less = TUNING.made_of_bytes * num_bytes(var) < again
                 if var in late and var not in self.floating and is_less or len(read) > TUNING.made_of:
                     self.stored.add(var)
                 self.leaves[var] = tuple(read)
@@ -218,7 +218,7 @@ class _Finder:
                 leaves = [leaf for leaf in self.leaves_of(self.origin(atom)) if (kernel, leaf) not in paid]
                 paid.update((kernel, leaf) for leaf in leaves)
                 if leaves:
-                    counts[k] = sum(map(bytes_of, leaves)) / max(1, bytes_of(atom))
+                    counts[k] = sum(map(num_bytes, leaves)) / max(1, num_bytes(atom))
             for k, var in enumerate(eqn.outvars):
                 counts[num_operands + k] = float(var in self.stored)
             _touch(eqn, counts, touched)
@@ -232,11 +232,6 @@ class _Finder:
         return found
 
 
-def bytes_of(atom: Any) -> int:
-    """Of a whole value."""
-    return num_elements(tuple(atom.aval.shape)) * atom.aval.dtype.itemsize
-
-
 def _is_view(eqn: JaxprEqn) -> bool:
     return (
         eqn.primitive.name in _VIEWS
@@ -248,8 +243,8 @@ def _is_view(eqn: JaxprEqn) -> bool:
 
 def _is_larger(eqn: JaxprEqn) -> bool:
     """Whether an operation makes much of little, such as a bias for every row."""
-    most = max((num_elements(tuple(v.aval.shape)) for v in eqn.invars), default=1)
-    return any(num_elements(tuple(v.aval.shape)) > most for v in eqn.outvars[:1])  # a callback has no result
+    most = max((num_elements_of(v) for v in eqn.invars), default=1)
+    return any(num_elements_of(v) > most for v in eqn.outvars[:1])  # a callback has no result
 
 
 def _touch(eqn: JaxprEqn, counts: list[float], touched: list[int]) -> None:

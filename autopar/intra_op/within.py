@@ -13,7 +13,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -34,17 +33,8 @@ class Prices:
     fitting: float = 0.0
 
 
-class Solve(Protocol):
-    """How one problem without rows is solved: as `solve` says."""
-
-    def __call__(
-        self,
-        problem: Problem,
-        solver: str = "highs",
-        seconds: float | TimeLimit = 60.0,
-        gap: float = PROVED,
-        known: float = np.inf,
-    ) -> Solution: ...
+Solve = Callable[..., Solution]
+"""How one problem without rows is solved: of the arguments of `solve`, up to `known`."""
 
 
 def solve_within(
@@ -52,7 +42,6 @@ def solve_within(
     broken_rows: Callable[[Sequence[int]], list[MemoryRow]],
     solver: str = "highs",
     seconds: float | TimeLimit = 60.0,
-    max_rounds: int = 30,
     known: float = np.inf,
     gap: float = PROVED,
     is_hopeless: Callable[[], bool] = lambda: False,
@@ -66,7 +55,6 @@ def solve_within(
         broken_rows: What an assignment breaks.
         solver: As of `solve`.
         seconds: As of `solve`.
-        max_rounds: Of cutting planes.
         known: As of `solve`.
         gap: As of `solve`.
         is_hopeless: Asked when something is broken: whether it is proved that nothing will do.
@@ -84,134 +72,124 @@ def solve_within(
     if not rows:
         return base
     problem.rows.extend(rows)
+    search = _Search(problem, base, broken_rows, solver, limit, solve_one)
     unlikely = any(row.least(problem.costs) > row.budget_bytes for row in problem.rows)
-    if is_hopeless() or (unlikely and not _fits_somehow(problem, base, broken_rows, solver, limit, solve_one)):
+    if is_hopeless() or (unlikely and not search.fits_somehow()):
         return dataclasses.replace(base, choices=(), status="infeasible")
     if num_pairs(problem) <= TUNING.rows_core:
-        exact = _cut(problem, broken_rows, solver, limit, max_rounds, gap)
+        exact = search.cut(gap)
         if exact.status != "infeasible":
             return exact
     # A row says what is alive at its moment in one program; of another it may say too much.
-    gap = max(gap, TUNING.large_gap)
-    return _solve_priced(problem, base, broken_rows, solver, limit, gap, known, solve_one, prices or Prices())
+    return search.by_price(max(gap, TUNING.large_gap), known, prices or Prices())
 
 
-def _fits_somehow(
-    problem: Problem,
-    base: Solution,
-    broken_rows: Callable[[Sequence[int]], list[MemoryRow]],
-    solver: str,
-    limit: TimeLimit,
-    solve_one: Solve,
-) -> bool:
-    """Whether anything is found that fits where the rows say that nothing does: bytes cost more than all seconds."""
-    for _ in range(TUNING.price_tries):
-        over = max(row.used(base.choices) - row.budget_bytes for row in problem.rows)
-        price = TUNING.dear_bytes * base.objective / max(over, 1.0)
-        broken = broken_rows(solve_one(problem.priced(problem.rows, price), solver, limit, 1e-2).choices)
-        if not broken:
-            return True
-        problem.rows.extend(broken)
-    return False
+@dataclass(frozen=True, slots=True, eq=False)
+class _Search:
+    """A problem whose best answer does not fit.
 
-
-def _cut(
-    problem: Problem,
-    broken_rows: Callable[[Sequence[int]], list[MemoryRow]],
-    solver: str,
-    limit: TimeLimit,
-    max_rounds: int,
-    gap: float,
-) -> Solution:
-    """Solve and add the rows that are broken, again and again, until none is."""
-    for _ in range(max_rounds):
-        solution = solve(problem, solver, limit, gap)
-        rows = broken_rows(solution.choices) if solution.choices else []
-        if not rows:
-            return solution
-        problem.rows.extend(rows)
-    return dataclasses.replace(solution, status="infeasible", choices=())
-
-
-def _solve_priced(
-    problem: Problem,
-    base: Solution,
-    broken_rows: Callable[[Sequence[int]], list[MemoryRow]],
-    solver: str,
-    limit: TimeLimit,
-    gap: float,
-    known: float,
-    solve_one: Solve,
-    prices: Prices,
-) -> Solution:
-    """Keep memory by a price on bytes instead of by rows: every problem is then one without rows, which solves fast.
-
-    The price is raised until everything fits, or lowered until it does not. What a priced problem proves, less what the
-    budget is worth at that price, bounds the least assignment from below: where that is no better than `known`, the search
-    ends. One price for all gives layers that are alike the same choices, where the budget may have room for some of them:
-    so at the end rows choose among what was found.
+    Attributes:
+        problem: It, with the rows that are known.
+        base: Its best answer without any.
+        broken_rows: What an assignment breaks.
+        solver: As of `solve`.
+        limit: As of `solve`.
+        solve_one: Solves problems without rows.
     """
-    best: Solution | None = None
-    rows, answers, lower = list(problem.rows), [base], base.bound
-    over = max(row.used(base.choices) - row.budget_bytes for row in rows)
-    # Just too low, where a price is known.
-    price = prices.fitting / TUNING.price_step or 0.01 * base.objective / max(over, 1.0)
-    low = high = 0.0
-    # Rows choose in the end among what the prices found: where a small gap may be left, a rough answer to each will do.
-    rough = max(gap, TUNING.rough_gap) if gap > TUNING.large_gap else gap
-    for _ in range(TUNING.prices):
-        answer = solve_one(problem.priced(rows, price), solver, limit, rough)
-        answers.append(answer)
-        lower = max(lower, answer.bound - price * sum(row.budget_bytes - row.constant_bytes for row in rows))
-        if lower >= known * (1 - PROVED):
-            return dataclasses.replace(base, bound=lower, status="beaten")
-        broken = broken_rows(answer.choices)
-        if broken:
-            rows += [row for row in broken if all(known.used(answer.choices) <= known.budget_bytes for known in rows)]
-            low = price
-        else:
-            objective = problem.cost(answer.choices)
-            if best is None or objective < best.objective:
-                best = Solution(answer.choices, objective, 0.0, "feasible", f"{answer.solver}, a price on memory")
-            high = prices.fitting = price
-        # Where saving the bytes is worth many steps already, and nothing more is saved, no price will help.
-        if (high and low) or (price * over > 10 * base.objective and answer.choices == answers[-2].choices):
-            break
-        price = high / TUNING.price_step if high else TUNING.price_step * price
-    mixed = _mix(problem, rows, answers, broken_rows, solver, limit, gap)
-    if mixed is not None and (best is None or mixed.objective < best.objective):
-        best = mixed
-    if best is None:
-        problem.rows[:] = rows
-        return dataclasses.replace(base, choices=(), status="infeasible")
-    return dataclasses.replace(best, bound=min(lower, best.objective))
 
+    problem: Problem
+    base: Solution
+    broken_rows: Callable[[Sequence[int]], list[MemoryRow]]
+    solver: str
+    limit: TimeLimit
+    solve_one: Solve
 
-def _mix(
-    problem: Problem,
-    rows: Sequence[MemoryRow],
-    answers: Sequence[Solution],
-    broken_rows: Callable[[Sequence[int]], list[MemoryRow]],
-    solver: str,
-    limit: TimeLimit,
-    gap: float,
-) -> Solution | None:
-    """The least assignment under the rows themselves that takes each node's choice from one of `answers`."""
-    costs = []
-    for node, cost in enumerate(problem.costs):
-        mask = np.zeros(len(cost), bool)
-        mask[[answer.choices[node] for answer in answers]] = True
-        costs.append(np.where(mask, cost, np.inf))
-    share = 1.0
-    for attempt in range(2 * TUNING.price_mixes):
-        aimed = [dataclasses.replace(row, budget_bytes=share * row.budget_bytes) for row in rows]
-        answer = solve(Problem(costs, problem.edges, aimed), solver, limit, gap)
-        broken = broken_rows(answer.choices) if answer.choices else []
-        if not broken:
-            mixed = f"{answer.solver}, what prices on memory found"
-            return dataclasses.replace(answer, status="feasible", solver=mixed) if answer.choices else None
-        if attempt + 1 >= TUNING.price_mixes:
-            # The fullest moment is another one each time: aiming lower ends it.
-            share *= min(row.budget_bytes / row.used(answer.choices) for row in broken)
-        rows = [*rows, *broken]
-    return None
+    def fits_somehow(self) -> bool:
+        """Whether anything is found that fits where the rows say that nothing does: bytes cost more than all seconds."""
+        problem, base = self.problem, self.base
+        for _ in range(TUNING.price_tries):
+            over = max(row.used(base.choices) - row.budget_bytes for row in problem.rows)
+            price = TUNING.dear_bytes * base.objective / max(over, 1.0)
+            answer = self.solve_one(problem.priced(problem.rows, price), self.solver, self.limit, 1e-2)
+            broken = self.broken_rows(answer.choices)
+            if not broken:
+                return True
+            problem.rows.extend(broken)
+        return False
+
+    def cut(self, gap: float) -> Solution:
+        """Solve and add the rows that are broken, again and again, until none is."""
+        for _ in range(TUNING.cutting_planes):
+            solution = solve(self.problem, self.solver, self.limit, gap)
+            rows = self.broken_rows(solution.choices) if solution.choices else []
+            if not rows:
+                return solution
+            self.problem.rows.extend(rows)
+        return dataclasses.replace(solution, status="infeasible", choices=())
+
+    def by_price(self, gap: float, known: float, prices: Prices) -> Solution:
+        """Keep memory by a price on bytes instead of by rows: every problem is then one without rows, which solves fast.
+
+        The price is raised until everything fits, or lowered until it does not. What a priced problem proves, less what
+        the budget is worth at that price, bounds the least assignment from below: where that is no better than `known`,
+        the search ends. One price for all gives layers that are alike the same choices, where the budget may have room
+        for some of them: so at the end rows choose among what was found.
+        """
+        problem, base = self.problem, self.base
+        best: Solution | None = None
+        rows, answers, lower = list(problem.rows), [base], base.bound
+        over = max(row.used(base.choices) - row.budget_bytes for row in rows)
+        # Just too low, where a price is known.
+        price = prices.fitting / TUNING.price_step or 0.01 * base.objective / max(over, 1.0)
+        low = high = 0.0
+        # Rows choose in the end among what the prices found: where a small gap may be left, a rough answer to each will do.
+        rough = max(gap, TUNING.rough_gap) if gap > TUNING.large_gap else gap
+        for _ in range(TUNING.prices):
+            answer = self.solve_one(problem.priced(rows, price), self.solver, self.limit, rough)
+            answers.append(answer)
+            lower = max(lower, answer.bound - price * sum(row.budget_bytes - row.constant_bytes for row in rows))
+            if lower >= known * (1 - PROVED):
+                return dataclasses.replace(base, bound=lower, status="beaten")
+            broken = self.broken_rows(answer.choices)
+            if broken:
+                rows += [
+                    row for row in broken if all(known.used(answer.choices) <= known.budget_bytes for known in rows)
+                ]
+                low = price
+            else:
+                objective = problem.cost(answer.choices)
+                if best is None or objective < best.objective:
+                    best = Solution(answer.choices, objective, 0.0, "feasible", f"{answer.solver}, a price on memory")
+                high = prices.fitting = price
+            # Where saving the bytes is worth many steps already, and nothing more is saved, no price will help.
+            if (high and low) or (price * over > 10 * base.objective and answer.choices == answers[-2].choices):
+                break
+            price = high / TUNING.price_step if high else TUNING.price_step * price
+        mixed = self.mix(rows, answers, gap)
+        if mixed is not None and (best is None or mixed.objective < best.objective):
+            best = mixed
+        if best is None:
+            problem.rows[:] = rows
+            return dataclasses.replace(base, choices=(), status="infeasible")
+        return dataclasses.replace(best, bound=min(lower, best.objective))
+
+    def mix(self, rows: Sequence[MemoryRow], answers: Sequence[Solution], gap: float) -> Solution | None:
+        """The least assignment under the rows themselves that takes each node's choice from one of `answers`."""
+        costs = []
+        for node, cost in enumerate(self.problem.costs):
+            mask = np.zeros(len(cost), bool)
+            mask[[answer.choices[node] for answer in answers]] = True
+            costs.append(np.where(mask, cost, np.inf))
+        share = 1.0
+        for attempt in range(2 * TUNING.price_mixes):
+            aimed = [dataclasses.replace(row, budget_bytes=share * row.budget_bytes) for row in rows]
+            answer = solve(Problem(costs, self.problem.edges, aimed), self.solver, self.limit, gap)
+            broken = self.broken_rows(answer.choices) if answer.choices else []
+            if not broken:
+                mixed = f"{answer.solver}, what prices on memory found"
+                return dataclasses.replace(answer, status="feasible", solver=mixed) if answer.choices else None
+            if attempt + 1 >= TUNING.price_mixes:
+                # The fullest moment is another one each time: aiming lower ends it.
+                share *= min(row.budget_bytes / row.used(answer.choices) for row in broken)
+            rows = [*rows, *broken]
+        return None

@@ -14,7 +14,6 @@ import os
 import re
 import sys
 import sysconfig
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -154,21 +153,19 @@ def gradient_line(jaxpr: Jaxpr) -> str:
     return next((source_line(eqn) for eqn in all_equations(jaxpr) if is_backward(eqn)), "")
 
 
-def host_lines(jaxpr: Jaxpr) -> list[str]:
-    """The user's lines that move values to the host's memory: `jax.device_put`, and offloading checkpoint policies."""
-    lines = [
-        source_line(eqn)
-        for eqn in all_equations(jaxpr)
-        if eqn.primitive.name == "device_put" and any(on_host(var.aval) for var in eqn.outvars)
-    ]
-    return list(dict.fromkeys(lines))
+def warn_of_host_memory(name: str, jaxpr: Jaxpr) -> None:
+    """Name the user's lines that move values to the host's memory: these copies are left out.
 
-
-def warn_of_host_memory(name: str, lines: Sequence[str], where: str) -> None:
-    """Say that these copies to the host's memory are left out."""
+    They are `jax.device_put`, and checkpoint policies that offload.
+    """
+    puts = (
+        e for e in all_equations(jaxpr) if e.primitive.name == "device_put" and any(on_host(v.aval) for v in e.outvars)
+    )
+    lines = list(dict.fromkeys(map(source_line, puts)))
     at = f" at {', '.join(lines[:3])}" if lines else ""
     more = f" and {len(lines) - 3} more lines" if len(lines) > 3 else ""
     warn(
-        f"`{name}` moves values to the host's memory{at}{more}. That has no effect yet in {where}: they stay in the devices' "
-        f"memory, and the plan counts them there. Where they do not fit, `recompute` of a method keeps fewer of them."
+        f"`{name}` moves values to the host's memory{at}{more}. That has no effect yet in steps that take or return such "
+        "values: they stay in the devices' memory, and the plan counts them there. Where they do not fit, `recompute` of a "
+        "method keeps fewer of them."
     )

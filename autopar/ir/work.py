@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from autopar._jax import Atom, JaxprEqn
+from autopar._jax import Atom, JaxprEqn, on_host
 from autopar.ir.region import bodies_of, is_region, trip_count
 from autopar.ir.rules import rule_for
 from autopar.ir.signature import equation_signature
@@ -44,3 +44,8 @@ def num_elements_of(var: Atom) -> int:
 def num_bytes(var: Atom) -> int:
     """Bytes of a value."""
     return num_elements_of(var) * var.aval.dtype.itemsize
+
+
+def device_bytes(var: Atom) -> int:
+    """Bytes of a value, whole, if it lies in devices' memory."""
+    return 0 if on_host(var.aval) else num_bytes(var)

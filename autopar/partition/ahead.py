@@ -9,8 +9,8 @@ Method: a scheduler that hides latency runs first what others wait for. The grad
         out: without waiting for the gradients of one layer's weights, the activations of all layers would be there at once.
         A product that is only added to something is waited for when it is added, which is one kernel. And the backward pass
         begins with numbers in which no array has a part: they wait for the loss, for which the logits would be kept.
-        What makes a large array waits, too, with the smallest that it reads: the scores of attention are not made beside
-        all that the gradients of other weights are still made of.
+        What makes a large array waits, too, with the smallest that it reads, if that frees much of what the whole program
+        holds: scores of attention are not made beside all that gradients of weights are still made of.
 """
 
 from __future__ import annotations
@@ -38,11 +38,20 @@ def is_seed(compute: Compute) -> bool:
     return not compute.reads and any(map(np.any, numbers)) and is_backward(compute.eqn)
 
 
-class Ahead:
-    """What is waited for in a body; `num_bytes` says how large copies are on one device."""
+def largest_bytes(body: Body, num_bytes: Callable[[Copy], int]) -> int:
+    """Of the arrays that are made in a body, and in those inside it."""
+    sizes = [num_bytes(copy) for instruction in body.instructions for copy in copies_made(instruction)]
+    regions = [instruction for instruction in body.instructions if isinstance(instruction, Region)]
+    sizes += [largest_bytes(inner, num_bytes) for region in regions for inner in region.bodies]
+    return max(sizes, default=0)
 
-    def __init__(self, body: Body, num_bytes: Callable[[Copy], int]):
+
+class Ahead:
+    """What is waited for in a body; `num_bytes` says how large copies are on one device, `largest` how the program's are."""
+
+    def __init__(self, body: Body, num_bytes: Callable[[Copy], int], largest: int | None = None):
         self.body, self.num_bytes = body, num_bytes
+        self.largest = largest_bytes(body, num_bytes) if largest is None else largest
         self.made_at = dict.fromkeys(body.inputs, -1)
         self.readers: dict[Copy, list[int]] = {}
         for position, instruction in enumerate(body.instructions):
@@ -80,19 +89,36 @@ class Ahead:
         return held, [latest, *(copy for copy, _ in first)]
 
     def _of_large(self) -> Iterator[tuple[int, tuple[Copy, list[Copy]]]]:
-        """Where one of the largest arrays is made, the small copy that is read there and what this waits for."""
+        """Where one of the body's largest arrays is made, the small copy that is read there and what this waits for."""
         made = [self._made_bytes(instruction) for instruction in self.body.instructions]
-        least, begin = max(TUNING.late_bytes, TUNING.large_part * max(made, default=0)), 0
+        least, enough = (
+            max(TUNING.late_bytes, TUNING.large_part * max(made, default=0)),
+            TUNING.large_part * self.largest,
+        )
+        freeing: dict[int, int] = {}  # not waited for yet, and perhaps not needed either
         for position, instruction in enumerate(self.body.instructions):
-            if made[position] < least:
-                continue
-            first = self.done_before(position, begin, TUNING.late_bytes)
-            smallest = min(copies_read(instruction), key=self.num_bytes, default=None)
-            if not first or smallest is None:
-                continue
-            if self.num_bytes(smallest) <= TUNING.late_part * max(freed for _, freed in first):
-                begin = position
-                yield position, (smallest, [copy for copy, _ in first])
+            if made[position] >= least and sum(freeing.values()) >= enough:
+                begin = min(freeing)
+                idle = set(self._idle(position, begin))
+                freeing = {at: freed for at, freed in freeing.items() if at in idle}
+                first = self.done_before(position, begin, TUNING.late_bytes)
+                freed = sum(num_bytes for _, num_bytes in first)
+                smallest = min(copies_read(instruction), key=self.num_bytes, default=None)
+                if freed >= enough and smallest is not None and self.num_bytes(smallest) <= TUNING.late_part * freed:
+                    freeing.clear()
+                    yield position, (smallest, [copy for copy, _ in first])
+            freed = self._freed_bytes(position)
+            if freed:
+                freeing[position] = freed
+
+    def _freed_bytes(self, position: int) -> int:
+        """The largest array that an instruction reads and others need not keep, if it makes much less of it; else none."""
+        instruction = self.body.instructions[position]
+        if not isinstance(instruction, Compute | Region):
+            return 0
+        freed = max((self.num_bytes(copy) for copy in copies_read(instruction) if copy not in self.stay), default=0)
+        makes_less = 2 * sum(map(self.num_bytes, copies_made(instruction))) < freed
+        return freed if makes_less and freed >= TUNING.late_bytes else 0
 
     def _made_bytes(self, instruction: Instruction) -> int:
         """The largest array that an operation makes."""

@@ -33,7 +33,11 @@ Copies = dict[Copy, jax.Array]
 
 
 def run_body(
-    body: Body, arguments: Sequence[jax.Array], axis_sizes: Mapping[str, int], in_order: bool = False
+    body: Body,
+    arguments: Sequence[jax.Array],
+    axis_sizes: Mapping[str, int],
+    in_order: bool = False,
+    largest: int | None = None,
 ) -> list[jax.Array]:
     """What one device makes of its part of the arguments; call it inside `shard_map`.
 
@@ -42,12 +46,13 @@ def run_body(
         arguments: Local arrays, one for each input of the program.
         axis_sizes: Sizes of the mesh axes.
         in_order: Make collectives wait for each other where the backend would mix them up (`order.py`).
+        largest: Bytes of the largest array of the program that the body is in; None: it is the program.
     """
     copies: Copies = dict(zip(body.inputs, arguments, strict=True))
     owned: dict[Copy, None] = {}
     waits = in_order and needs_order(body)
     earlier: jax.Array | None = None
-    ahead = Ahead(body, lambda copy: _num_bytes(_local_type(*copy, axis_sizes)))
+    ahead = Ahead(body, lambda copy: _num_bytes(_local_type(*copy, axis_sizes)), largest)
     results, losses = {atom for atom, _ in body.outputs if isinstance(atom, Var)}, list[jax.Array]()
     for position, instruction in enumerate(body.instructions):
         loud = waits and communicates(instruction)
@@ -63,7 +68,8 @@ def run_body(
             waiting, awaited = ahead.of_large[position]
             copies[waiting] = after(copies[waiting], *(copies[copy] for copy in awaited))
         first = _done_before(ahead, position, copies)
-        made = _run_instruction(instruction, copies, axis_sizes, in_order, earlier if loud else None, owned, first)
+        before = earlier if loud else None
+        made = _run_instruction(instruction, copies, axis_sizes, in_order, before, owned, first, ahead.largest)
         if isinstance(instruction, Compute) and all(_num_bytes(array) < TUNING.late_bytes for array in made.values()):
             if is_seed(instruction):
                 made = {copy: after(array, *losses) for copy, array in made.items()}
@@ -86,6 +92,7 @@ def _run_instruction(
     earlier: jax.Array | None,
     owned: Container[Copy],
     first: Sequence[tuple[jax.Array, int]],
+    largest: int,
 ) -> Copies:
     """The copies that an instruction makes.
 
@@ -110,7 +117,7 @@ def _run_instruction(
         case Region(eqn, operands, results):
             arrays = [_read(copies, a, s, axis_sizes) for a, s in zip(eqn.invars, operands, strict=True)]
             arrays = _begin_after(instruction, arrays, first)
-            made = _run_region(instruction, _some_after(arrays, earlier), axis_sizes, in_order)
+            made = _run_region(instruction, _some_after(arrays, earlier), axis_sizes, in_order, largest)
             return dict(zip(zip(eqn.outvars, results, strict=True), made, strict=True))
         case Gate():
             return {}  # its copies wait already
@@ -190,10 +197,14 @@ def _local_types(region: Region, axis_sizes: Mapping[str, int]) -> list[jax.Shap
 
 
 def _run_region(
-    region: Region, operands: Sequence[jax.Array], axis_sizes: Mapping[str, int], in_order: bool
+    region: Region, operands: Sequence[jax.Array], axis_sizes: Mapping[str, int], in_order: bool, largest: int
 ) -> Sequence[jax.Array]:
     params, parts = region.eqn.params, region_of(region.eqn)
-    runs = [lambda *arrays, body=body: tuple(run_body(body, arrays, axis_sizes, in_order)) for body in region.bodies]
+
+    def run_of(body: Body):
+        return lambda *arrays: tuple(run_body(body, arrays, axis_sizes, in_order, largest))
+
+    runs = list(map(run_of, region.bodies))
     of_role: dict[str, list[jax.Array]] = {role: [] for role in ("test", "const", "carry", "xs", "through")}
     entering = [b for b in parts.bindings if b.outer is not None]
     for b, array in zip(entering, operands, strict=True):

@@ -207,7 +207,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Value:
-    """One value of the program and how it is sharded.
+    """One value of the program and how it is sharded, as a plan tells of it and its file keeps it: without variables.
 
     Attributes:
         name: Path of an argument or result, or the operation and line that make it.

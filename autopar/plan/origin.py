@@ -17,7 +17,7 @@ from autopar.streams.assemble import StepPlan
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Origin:
-    """What a plan came from.
+    """What a plan came from; apart from what the search hands down (`search.request`), which knows methods.
 
     Attributes:
         program: The traced step.

@@ -195,24 +195,16 @@ def _argument_page(decision: _Decision) -> Page:
     ]
     if len(tied) > 1:
         facts.append(("one decision", ", ".join(path for path, _, _ in collapse_paths([(p, "") for p in tied]))))
-    outcomes = study.outcomes(number)
-    rows: list[tuple[str, ...]] = []
-    for outcome in outcomes:
-        sharding = node.shardings[outcome.choice]
-        seconds, text = study.compared(outcome) if rows else (seconds_text(study.base), "chosen")
-        rows.append((str(sharding), bytes_text(local_bytes(node.var, sharding, study.mesh)), seconds, text))
-    alternatives = Table(
-        _alternatives_title(study),
-        ("sharding", "per device", f"{study.what} time", "against the plan"),
-        tuple(rows),
-        (1, 2),
-        study.unsolved(number, len(outcomes)),
-    )
+
+    def cells(choice: int) -> tuple[str, str]:
+        sharding = node.shardings[choice]
+        return str(sharding), bytes_text(local_bytes(node.var, sharding, study.mesh))
+
     return Page(
         ", ".join(path for path, _, _ in collapse_paths([(title, "") for title in dict.fromkeys(decision.titles)])),
         tuple(facts),
         (
-            alternatives,
+            _alternatives(study, number, ("sharding", "per device"), cells, (1, 2)),
             _forbidden_shardings(study, number, node),
             _readers_table(study, node.var),
             *_new_value_tables(study, first),
@@ -220,8 +212,23 @@ def _argument_page(decision: _Decision) -> Page:
     )
 
 
-def _alternatives_title(study: Study) -> str:
-    return f"Alternatives: the whole {study.what} if this is forced and everything else chosen anew"
+def _alternatives(
+    study: Study,
+    number: int,
+    columns: tuple[str, str],
+    cells: Callable[[int], tuple[str, str]],
+    numbers: tuple[int, ...],
+) -> Table:
+    """What the choices of a decision cost, the plan's first; `cells` says what each is."""
+    outcomes = study.outcomes(number)
+    compared = [(seconds_text(study.base), "chosen"), *map(study.compared, outcomes[1:])]
+    return Table(
+        f"Alternatives: the whole {study.what} if this is forced and everything else chosen anew",
+        (*columns, f"{study.what} time", "against the plan"),
+        tuple((*cells(outcome.choice), *text) for outcome, text in zip(outcomes, compared, strict=True)),
+        numbers,
+        study.unsolved(number, len(outcomes)),
+    )
 
 
 def _forbidden_shardings(study: Study, number: int, node: Node) -> Table:
@@ -349,19 +356,12 @@ def _operation_page(decision: _Decision) -> Page:
     ]
     if len(nodes) > 1:
         facts.append(("one decision", f"{len(nodes)} such operations, planned alike"))
-    outcomes = study.outcomes(number)
-    rows: list[tuple[str, ...]] = []
-    for outcome in outcomes:
-        strategy = node.strategies[outcome.choice]
-        seconds, text = study.compared(outcome) if rows else (seconds_text(study.base), "chosen")
-        rows.append((_strategy_text(strategy, study.mesh), _shardings_text(strategy), seconds, text))
-    alternatives = Table(
-        _alternatives_title(study),
-        ("axis: factor", "operands -> results", f"{study.what} time", "against the plan"),
-        tuple(rows),
-        (2,),
-        study.unsolved(number, len(outcomes)),
-    )
+
+    def cells(choice: int) -> tuple[str, str]:
+        strategy = node.strategies[choice]
+        return _strategy_text(strategy, study.mesh), _shardings_text(strategy)
+
+    alternatives = _alternatives(study, number, ("axis: factor", "operands -> results"), cells, (2,))
     return Page(_name(node), tuple(facts), (alternatives, _forbidden_strategies(study, number, node)))
 
 

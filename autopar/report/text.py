@@ -8,6 +8,7 @@ Method: tables laid out by rich.
 from __future__ import annotations
 
 import io
+from collections.abc import Iterable
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -72,3 +73,17 @@ def _laid_out(table: Table) -> RichTable:
 
 def _indented(what: RenderableType) -> Padding:
     return Padding(what, (0, 0, 0, 2), expand=False)
+
+
+def wide_text(tables: Iterable[Table], width: int) -> str:
+    """Tables as text in which every cell stays on one line."""
+    console = Console(width=width, force_terminal=False, force_jupyter=False, highlight=False)
+    with console.capture() as captured:
+        for table in tables:
+            laid_out = RichTable(title=table.title, title_justify="left", box=None, pad_edge=False)
+            for position, name in enumerate(table.columns):
+                laid_out.add_column(name, justify="right" if position in table.numbers else "left", no_wrap=True)
+            for row in table.rows:
+                laid_out.add_row(*row)
+            console.print(laid_out)
+    return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())

@@ -28,16 +28,15 @@ from autopar.runtime.failure import (
     CallbacksRaised,
     Place,
     cause_of,
-    donated_error,
     first_failed,
     is_gone,
     place_in,
     step_error,
 )
-from autopar.runtime.local import copied
-from autopar.runtime.memory import Ownership, let_go
+from autopar.runtime.memory import let_go
 from autopar.runtime.nans import find_nan
 from autopar.runtime.order import merged
+from autopar.runtime.placing import Placing
 from autopar.runtime.stacks import Stack, part_of, plainly_typed
 from autopar.runtime.transfer import Transfer, make_transfer
 from autopar.streams.assemble import StepPlan
@@ -47,14 +46,10 @@ from autopar.streams.timeline import Timeline
 
 
 class Pipeline:
-    """A pipeline on the devices of this process.
+    """A pipeline on the devices of this process; attributes as of `Runtime`.
 
     Attributes:
-        programs: XLA's executables by name.
-        functions: What they were compiled from.
-        num_compiled: How many were compiled; the others are equal to one of these.
-        in_shardings: For each argument of the step where it must be: one sharding; of what is read by no one, None.
-        devices: It runs on.
+        num_compiled: How many programs were compiled; the others are equal to one of these.
     """
 
     closed = False
@@ -63,12 +58,11 @@ class Pipeline:
     def __init__(self, planned: StepPlan, compiled: Compiled):
         """Get ready for calls."""
         jaxpr, roles, stacks, streams = planned.program.jaxpr, planned.roles, planned.stacks, planned.streams
-        self._name, self._paths, self._watch = planned.program.name, planned.program.in_paths, compiled.watch
+        self._name, self._watch = planned.program.name, compiled.watch
         self._streams, self._arguments, self._results = streams, list(jaxpr.invars), list(jaxpr.outvars)
         self._places = compiled.places
         self.devices = tuple(device for places in compiled.places for device in places.devices.flat)
         self._is_donated = roles.donated
-        self._donated = {v for v, d in zip(jaxpr.invars, roles.donated, strict=True) if d}
         self._home, self._unstacked, self._stages = planned.home, stacks, list(planned.stages)
         self._types = [b.value.type.struct(self._places[b.stage]) for b in streams.buffers]
         self.functions, self.programs = compiled.functions, compiled.programs
@@ -86,10 +80,12 @@ class Pipeline:
         }
         # What is placed at the beginning of a step: (argument, buffer, type, kind).
         self._entries = [(k, at, self._types[at], streams.buffers[at].value.kind) for k, at in streams.arguments]
-        self._seen: list[Any] = [None] * len(self._entries)
-        self._ownership = Ownership(
-            [(t.sharding.shard_shape(t.shape), t.dtype, t.sharding.mesh) for _, _, t, _ in self._entries],
-            [self._arguments[k] in self._donated for k, _, _, _ in self._entries],
+        paths, positions = dict(enumerate(planned.program.in_paths)), [k for k, *_ in self._entries]
+        self._placing = Placing(
+            self._name,
+            [paths.get(k, "") for k in positions],
+            [kind for _, _, kind, _ in self._entries],
+            [roles.donated[k] for k in positions],
         )
         self.placements = self._shardings()
         self._shared = self._shared_results()
@@ -141,7 +137,7 @@ class Pipeline:
 
     def _shared_results(self) -> list[int]:
         """Results whose memory is an argument's that the user keeps, or that of a result before."""
-        seen = {at for k, at, _, _ in self._entries if self._arguments[k] not in self._donated}
+        seen = {at for k, at, _, _ in self._entries if not self._is_donated[k]}
         found = []
         for k, at in enumerate(self._streams.results):
             if at is not None and at in seen:
@@ -279,9 +275,13 @@ class Pipeline:
 
     def _begin(self, parts: Sequence[Any]) -> dict[int, Any]:
         """The buffers that are there when the step begins."""
-        held: dict[int, Any] = dict(self._numbers)
-        self._place(parts, held)
-        return held
+        given = [parts[k] for k, *_ in self._entries]
+        arrays = [
+            _in_pieces(array, kind.shape) if what == "piece" else array
+            for array, (_, _, kind, what) in zip(given, self._entries, strict=True)
+        ]
+        placed = self._placing.place(given, arrays)
+        return self._numbers | {at: array for (_, at, *_), array in zip(self._entries, placed, strict=True)}
 
     def _end(self, held: Mapping[int, Any]) -> list[Any]:
         """The user's flat results."""
@@ -291,7 +291,7 @@ class Pipeline:
         ]
         for k in self._shared:
             made[k] = jnp.array(made[k], copy=True)  # a later step may take its memory over
-        self._ownership.set_results(made)
+        self._placing.set_results(made)
         return [
             self._stacks_out[k].join([made[at] for at in positions]) if len(positions) > 1 else made[positions[0]]
             for k, positions in enumerate(self._unstacked.outputs)
@@ -339,41 +339,9 @@ class Pipeline:
             f"`{operation}`" if operation else "",
         )
 
-    def _place(self, arrays: Sequence[Any], held: dict[int, Any]) -> None:
-        away: list[tuple[Any, jax.ShapeDtypeStruct, int]] = []
-        copies: list[int] = []
-        for number, (k, at, kind, what) in enumerate(self._entries):
-            array = arrays[k]
-            if isinstance(array, jax.Array):
-                if array.is_deleted():
-                    raise donated_error(
-                        self._name, [p for p, a in zip(self._paths, arrays, strict=False) if is_gone(a)]
-                    )
-                if what == "piece":
-                    away.append((jnp.reshape(plainly_typed(array), kind.shape), kind, at))
-                    continue
-                if array.sharding is self._seen[number]:
-                    held[at] = array
-                    continue
-                if array.sharding == kind.sharding:
-                    self._seen[number] = array.sharding
-                    held[at] = array
-                    continue
-            elif what == "piece":
-                away.append((np.reshape(array, kind.shape), kind, at))
-                continue
-            if self._arguments[k] in self._donated:
-                array = copied(array)
-                copies.append(number)
-            away.append((array, kind, at))
-        _move(away, held)
-        given, placed = [arrays[k] for k, *_ in self._entries], [held[at] for _, at, *_ in self._entries]
-        shared = [self._entries[number] for number in self._ownership.shared(given, placed, copies)]
-        _move([(copied(held[at]), kind, at) for _, at, kind, _ in shared], held)
 
-
-def _move(away: Sequence[tuple[Any, jax.ShapeDtypeStruct, int]], held: dict[int, Any]) -> None:
-    if away:
-        moved = jax.device_put([a for a, _, _ in away], [kind.sharding for _, kind, _ in away])
-        for (_, _, at), array in zip(away, moved, strict=True):
-            held[at] = array
+def _in_pieces(array: Any, shape: tuple[int, ...]) -> Any:
+    """A batch argument with a leading dim of microbatches; of what is gone, itself."""
+    if is_gone(array):
+        return array
+    return jnp.reshape(plainly_typed(array), shape) if isinstance(array, jax.Array) else np.reshape(array, shape)

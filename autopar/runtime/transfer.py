@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.mesh import ArrayType, Box, boxes
-from autopar.streams.transfers import TransferPlan, plan_transfer
+from autopar.streams.transfers import Tile, TransferPlan, plan_transfer
 
 Transfer = Callable[[jax.Array], jax.Array]
 
@@ -53,13 +53,7 @@ def _by_tiles(
     held = source.boxes()
     arriving = boxes(shape, plan.middle, target.mesh)
     cuts = [cut_tile(held[tile.source], tile.box, shape) for tile in plan.tiles]
-    of_device: dict[int, list[int]] = {}
-    for k, tile in enumerate(plan.tiles):
-        of_device.setdefault(tile.target, []).append(k)
-    joins = {
-        device: join_tiles(arriving[device], [plan.tiles[k].box for k in parts], dtype)
-        for device, parts in of_device.items()
-    }
+    joins = joins_by_device(plan.tiles, arriving, dtype)
     middle, want = ArrayType(shape, dtype, plan.middle, target.mesh).on(target_places), target.on(target_places)
     finish = None if middle.spec == want.spec else _gather(source, middle, want)
     targets = [receivers[tile.target] for tile in plan.tiles]
@@ -68,9 +62,7 @@ def _by_tiles(
         data = {shard.device: shard.data for shard in array.addressable_shards}
         parts = [cut(data[senders[tile.source]]) for tile, cut in zip(plan.tiles, cuts, strict=True)]
         moved = jax.device_put(parts, targets)
-        there: dict[int, jax.Array] = {
-            device: joins[device]([moved[k] for k in tiles]) for device, tiles in of_device.items()
-        }
+        there = {device: join([moved[k] for k in own]) for device, (own, join) in joins.items()}
         for first, second in plan.forwards:
             there[second] = jax.device_put(there[first], receivers[second])
         whole = jax.make_array_from_single_device_arrays(
@@ -95,7 +87,20 @@ def _slice(start: tuple[int, ...], stop: tuple[int, ...], array: jax.Array) -> j
     return lax.slice(array, start, stop)
 
 
-def join_tiles(box: Box, tiles: Sequence[Box], dtype: Any) -> Callable[[Sequence[jax.Array]], jax.Array]:
+def joins_by_device(
+    tiles: Sequence[Tile], arriving: Sequence[Box], dtype: Any
+) -> dict[int, tuple[list[int], Callable[[Sequence[jax.Array]], jax.Array]]]:
+    """For each device that gets some of the tiles: which, and how they become what arrives there."""
+    of_device: dict[int, list[int]] = {}
+    for k, tile in enumerate(tiles):
+        of_device.setdefault(tile.target, []).append(k)
+    return {
+        device: (own, _join_tiles(arriving[device], [tiles[k].box for k in own], dtype))
+        for device, own in of_device.items()
+    }
+
+
+def _join_tiles(box: Box, tiles: Sequence[Box], dtype: Any) -> Callable[[Sequence[jax.Array]], jax.Array]:
     """What a device gets, out of its tiles."""
     if len(tiles) == 1 and tiles[0] == box:
         return lambda parts: parts[0]

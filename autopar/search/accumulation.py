@@ -106,8 +106,8 @@ def _needed_bytes(searched: Searched) -> float:
 
 def counts_of(request: Request) -> Iterator[int]:
     """2, 4, 8, ...: as far as they divide the batch."""
-    count, sizes = 2, request.batch_sizes
-    while sizes and all(size % count == 0 for size in sizes):
+    count = 2
+    while request.divides_into(count):
         yield count
         count *= 2
 

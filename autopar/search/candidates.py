@@ -9,7 +9,6 @@ Method: for each number of microbatches, stages of equal work on equal submeshes
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -98,7 +97,7 @@ class Estimates:
     most_stages: int
 
 
-def find_candidates(told: Estimates, counts: Sequence[int], num_firm: int, known: float = math.inf) -> list[Candidate]:
+def find_candidates(told: Estimates, counts: Sequence[int], num_firm: int, known: float) -> list[Candidate]:
     """Candidates in so many microbatches, best first; those that rest on guesses last.
 
     A guess is on the fast side: it is solved as long as it stands among the best `num_firm`, and may win against the best

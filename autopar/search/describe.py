@@ -18,10 +18,8 @@ from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, Sharding
 from autopar.plan.decision import Cost, Recomputed, Stage, Submesh, Value
-from autopar.plan.figures import Figures
 from autopar.plan.fingerprint import fingerprints
 from autopar.plan.origin import Origin
-from autopar.plan.profile import Crossing, Profile
 from autopar.plan.words import ArgumentRole, machine_text
 from autopar.report.plan import Plan
 from autopar.report.uses import describe_phase
@@ -51,7 +49,7 @@ def describe_plan(request: Request, planned: StepPlan, planning_seconds: float) 
         schedule=planned.schedule_name,
         parts=planned.stacks.count,
         shardings=step.in_containers([step.spec_of(k, spec) for k, spec in enumerate(specs)]),
-        cost=dataclasses.replace(cost, figures=_figures(request, planned, cost, profile)),
+        cost=dataclasses.replace(cost, figures=figures_of(request, planned, cost.collectives, profile.crossings)),
         values=values,
         streams=planned.streams.instructions,
         events=timeline_of(planned.streams, planned.simulation),
@@ -77,24 +75,6 @@ def _stages(planned: StepPlan, cluster: Cluster) -> Iterator[Stage]:
         yield Stage(submesh, stage.mesh, tuple(layers), stage.sharded.choices, operations, recomputed)
 
 
-def _figures(request: Request, planned: StepPlan, cost: Cost, profile: Profile) -> Figures:
-    """What people ask of a plan, counted."""
-    meshes = [stage.mesh for stage in planned.stages]
-    tasks = [task for stage in planned.stages for task in stage.tasks]
-    ends = [(first, first + mesh.num_devices - 1) for mesh, first in zip(meshes, planned.first_device, strict=True)]
-
-    def level(c: Crossing) -> int:
-        both = (*ends[c.source], *ends[c.target])
-        return request.cluster.level_between(min(both), max(both))
-
-    return figures_of(
-        request,
-        [(task.body, planned.num_microbatches if task.task.is_in_loop else 1) for task in tasks],
-        [(c, meshes[c.stage]) for c in cost.collectives],
-        [(c.bytes, level(c)) for c in profile.crossings],
-    )
-
-
 def cost_of(planned: StepPlan, cluster: Cluster, planning_seconds: float) -> Cost:
     """What the clock says of a step, on average over all devices."""
     stages, simulation = planned.stages, planned.simulation
@@ -105,7 +85,7 @@ def cost_of(planned: StepPlan, cluster: Cluster, planning_seconds: float) -> Cos
     collectives: list[Collective] = []
     for number, stage in enumerate(stages):
         for task in stage.tasks:
-            times = planned.num_microbatches if task.task.is_in_loop else 1
+            times = planned.times(task)
             share = times * stage.mesh.num_devices / devices
             communication += share * task.communication_seconds
             compute += share * (task.seconds - sum(task.exposed_seconds))

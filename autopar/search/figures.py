@@ -18,7 +18,7 @@ import numpy as np
 from autopar._jax import JaxprEqn
 from autopar.cost.volume import sent_bytes
 from autopar.intra_op.kernels import is_contraction
-from autopar.intra_op.sharded import Body, Collective, computed
+from autopar.intra_op.sharded import Collective, computed
 from autopar.ir.program import Program
 from autopar.ir.region import bodies_of, is_region, trip_count
 from autopar.ir.rules import rule_for
@@ -27,34 +27,28 @@ from autopar.ir.source import name_scope
 from autopar.ir.trace.inline_calls import RECOMPUTED
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.plan.figures import Figures
+from autopar.plan.profile import Crossing
 from autopar.search.request import Request
+from autopar.streams.assemble import StepPlan
+from autopar.streams.clock import level_between
 
 LEVELS = "within a host", "between hosts", "between pods"
 
 
 def figures_of(
-    request: Request,
-    bodies: Iterable[tuple[Body, int]],
-    collectives: Sequence[tuple[Collective, LogicalMesh]],
-    sends: Sequence[tuple[float, int]] = (),
+    request: Request, planned: StepPlan, collectives: Sequence[Collective], crossings: Sequence[Crossing]
 ) -> Figures:
-    """The figures of a plan.
-
-    Args:
-        request: The step, its batch whole, and the machine.
-        bodies: What is planned to run, each with how often in one step.
-        collectives: Of one step, each with the mesh it runs on.
-        sends: From stage to stage in one step: (bytes of all devices, over which of `LEVELS`).
-    """
+    """The figures of a planned step, with all communication of it."""
     step, cluster = request.program, request.cluster
     amount, unit = amount_of([step.in_avals[k] for k in request.roles.batch])
     groups = cluster.groups or (cluster,)
+    tasks = [task for stage in planned.stages for task in stage.tasks]
     return Figures(
         least_seconds(step, cluster),
-        sum(times * _peak_seconds(computed(body), cluster) for body, times in bodies),
+        sum(planned.times(task) * _peak_seconds(computed(task.body), cluster) for task in tasks),
         amount,
         unit,
-        _link_bytes(cluster, collectives, sends),
+        _link_bytes(cluster, planned, collectives, crossings),
         sum_stated([None if g.device.watts is None else g.num_devices * g.device.watts for g in groups]),
         sum_stated([None if g.price_per_hour is None else g.num_devices * g.price_per_hour for g in groups]),
     )
@@ -107,13 +101,15 @@ def _needed(eqns: Sequence[JaxprEqn], times: int = 1) -> Iterator[tuple[JaxprEqn
 
 
 def _link_bytes(
-    cluster: Cluster, collectives: Sequence[tuple[Collective, LogicalMesh]], sends: Sequence[tuple[float, int]]
+    cluster: Cluster, planned: StepPlan, collectives: Sequence[Collective], crossings: Sequence[Crossing]
 ) -> tuple[tuple[str, int], ...]:
     """What one device sends over each level of the machine in one step, on average over all."""
     totals = dict.fromkeys(LEVELS, 0.0)
-    for num_bytes, level in sends:
-        totals[LEVELS[level]] += num_bytes / cluster.num_devices
-    for c, mesh in collectives:
+    for crossing in crossings:
+        level = level_between(planned.first_device, planned.stages, crossing.source, crossing.target, cluster)
+        totals[LEVELS[level]] += crossing.bytes / cluster.num_devices
+    for c in collectives:
+        mesh = planned.stages[c.stage].mesh
         level_of = {axis: cluster.level_over(reach) for axis, reach in _reaches(mesh)}
         for axis, num_bytes in sent_bytes(c.kind, c.bytes, c.axes, mesh):
             totals[LEVELS[level_of[axis]]] += c.times * num_bytes * mesh.num_devices / cluster.num_devices

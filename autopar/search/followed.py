@@ -26,7 +26,7 @@ from autopar.search.pins import restrict_stages
 from autopar.search.pipeline import check_budget
 from autopar.search.progress import Report, silent
 from autopar.search.request import Request
-from autopar.search.solve_stages import Solved, pinned, solve_stage
+from autopar.search.solve_stages import Solved, Terms, pinned, solve_stage
 from autopar.streams.assemble import PipelinePlan, assemble
 from autopar.streams.schedules import SCHEDULES, num_chunks, splits_backward
 
@@ -62,16 +62,14 @@ def pipeline_behind(request: Request, method: Follow, report: Report = silent) -
     tasks = make_tasks(
         cut.program.jaxpr, cut.split, cut.chain, borders, splits_backward(schedule), (), cut.roles.aliases
     )
-    stages, solved = [], Solved()
+    stages, terms = [], Terms(cluster, request.options, Solved())
     keep_keys = restrict_stages(cut, {})
     for number, like in enumerate(lead.stages):
         stage = stage_program(tasks, number, cut.roles.aliases, cut.batch.dims)
         pins = {at: lies[var][1] for at, var in stage.arguments.items() if var in lies and lies[var][0] == number}
         further, key = keep_keys(stage, like.mesh)
         restrict = pinned(pins, further, f"`{method.plan.name}` keeps it so")
-        stages.append(
-            solve_stage(stage, like.mesh, cluster, request.options, solved, restrict, (tuple(pins.items()), key))
-        )
+        stages.append(solve_stage(stage, like.mesh, terms, restrict, (tuple(pins.items()), key)))
     planned = assemble(cut, borders, tasks, stages, cluster, schedule)
     check_budget(planned, request.budget_bytes)
     return planned
@@ -87,13 +85,13 @@ def _lead(method: Follow) -> PipelinePlan:
 def _cut(request: Request, method: Follow, found: Mapping[int, int]) -> CutStep:
     """The step taken apart as the other is: its stacks, and its microbatches if it can be worked through in such."""
     lead = _lead(method)
-    program, sizes = request.program, request.batch_sizes
+    program = request.program
     kept = dataclasses.replace(request.roles, state=tuple(sorted({*request.roles.state, *found})))
-    count = next((m for m in range(lead.cut.split.count, 0, -1) if all(size % m == 0 for size in sizes)), 1)
+    count = request.most_microbatches(lead.cut.split.count)
     stacks, semantics = lead.cut.stacks, method.microbatch_semantics
     in_parts = {here: there for here, there in found.items() if len(stacks.inputs[there]) > 1}
     layout = stacks.count, stacks.length, {here: stacks.input_dims[there] for here, there in in_parts.items()}
-    if count > 1 and sizes:
+    if count > 1 and request.roles.batch:
         try:
             return cut_step(program, kept, len(lead.stages), count, semantics, layout)
         except (BatchError, MicrobatchError):  # such as a metric over pairs of samples: the whole batch at once

@@ -23,18 +23,17 @@ from autopar.errors import AutoparError, ConstraintError, InfeasibleError
 from autopar.inter_op.cut import CutStep
 from autopar.inter_op.equal_stages import lowered
 from autopar.inter_op.residuals import ALL, CHEAP
-from autopar.inter_op.stage import StageProgram
+from autopar.inter_op.stage import HELD, StageProgram
 from autopar.inter_op.stage_plan import StagePlan, lower_stage, peak_bytes_here
 from autopar.inter_op.stage_program import stage_program, with_tasks
 from autopar.inter_op.tasks import Tasks, make_tasks
 from autopar.inter_op.weigh import layer_seconds
 from autopar.ir.canonical import canonical_key
 from autopar.mesh import Cluster, LogicalMesh, logical_meshes
-from autopar.options import Options
 from autopar.search.pins import RestrictStage, restrict_stages
 from autopar.search.progress import Report, part_of
 from autopar.search.recompute import kept_bytes
-from autopar.search.solve_stages import Solved, solve_stage
+from autopar.search.solve_stages import Terms, solve_stage
 from autopar.tuning import TUNING
 
 
@@ -79,9 +78,7 @@ class LayerCosts:
         sizes: Sequence[int],
         batch_sizes: Sequence[int],
         counts: Sequence[int],
-        cluster: Cluster,
-        options: Options,
-        solved: Solved,
+        terms: Terms,
         report: Report,
     ):
         """Shard every layer on every mesh; equal layers once.
@@ -93,16 +90,14 @@ class LayerCosts:
             sizes: Devices that a stage may have.
             batch_sizes: Samples of the batch, of each argument that has some.
             counts: Numbers of microbatches, one of which each mesh is solved for.
-            cluster: The machine.
-            options: Solver, time limit, memory budget, levels of recomputation.
-            solved: Stages solved before; extended.
+            terms: On which they are sharded, and run again.
             report: Called with a line of progress before each mesh is tried.
         """
+        cluster, options = terms.cluster, terms.options
         self.num_layers, self.work, self._borders = len(borders), work, borders
         self.levels = (options.recompute_levels(1) or (CHEAP,)) + ((ALL,) if options.recompute == "auto" else ())
         self.meshes = {size: logical_meshes(cluster, size, max_axes=2) for size in sizes}
-        self._cut_for, self._cluster, self._options = cut_for, cluster, options
-        self._solved = solved
+        self._cut_for, self._terms, self._cluster, self._options = cut_for, terms, cluster, options
         self._kinds: list[int] = []
         self._layers: dict[int, dict[int, tuple[StageProgram, list[Tasks]]]] = {}
         self._known: dict[int, dict[int, list[list[tuple[LayerCost, ...] | None]]]] = {}
@@ -193,19 +188,18 @@ class LayerCosts:
         self, program: StageProgram, tasks: Sequence[Tasks], mesh: LogicalMesh, restrict: RestrictStage, within: bool
     ) -> tuple[tuple[LayerCost, ...] | None, bool]:
         """Of one layer on one mesh, at each level; and whether it is within memory."""
-        (further, key), gap = restrict(program, mesh), TUNING.layer_gap
-        budget = self._options.memory_budget_bytes or self._cluster.device.memory_bytes
-        endless = dataclasses.replace(self._options, memory_budget_bytes=math.inf)
+        further, key = restrict(program, mesh)
+        own = dataclasses.replace(self._terms, gap=TUNING.layer_gap)
+        endless = dataclasses.replace(own, options=dataclasses.replace(own.options, memory_budget_bytes=math.inf))
 
-        def solve(options: Options) -> StagePlan:
-            made = solve_stage(program, mesh, self._cluster, options, self._solved, further, key, gap=gap)
-            return lowered(made, self._cluster.device)
+        def solve(terms: Terms) -> StagePlan:
+            return lowered(solve_stage(program, mesh, terms, further, key), self._cluster.device)
 
         try:
             made = solve(endless)
-            fits = peak_bytes_here(made) <= budget
+            fits = peak_bytes_here(made) <= own.budget_bytes
             if within and not fits:
-                made, fits = solve(self._options), True
+                made, fits = solve(own), True
         except (InfeasibleError, ConstraintError):
             return None, True
         others = [lower_stage(with_tasks(program, t), mesh, self._cluster.device, made.sharded) for t in tasks[1:]]
@@ -249,7 +243,7 @@ def _cost(stage: StagePlan, tasks: Tasks) -> LayerCost:
         read = sum(b.num_bytes for b in task.inputs if b.kind == "loop")
         working = max(working, task.working_bytes + max(0, read - kept))
         for border in (*task.inputs, *task.outputs):
-            if border.kind in ("argument", "const", "piece", "sum", "rows"):
+            if border.kind in HELD:
                 held[border.kind, border.key] = border.num_bytes
         if task.task.is_in_loop:
             latency = sum(c.times * collective_seconds(c.kind, 0, c.axes, stage.mesh) for c in task.collectives)

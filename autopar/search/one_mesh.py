@@ -21,7 +21,7 @@ from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.graph import Graph
 from autopar.intra_op.hand_plans import restrict_to_data_parallel
 from autopar.intra_op.read_off import Sharded
-from autopar.intra_op.restrict import Allowed, Restrict, keep_keys_whole, pin_inputs, pin_outputs
+from autopar.intra_op.restrict import Allowed, Restrict, keep_keys_whole, pin_borders
 from autopar.intra_op.shard import shard
 from autopar.ir.check import check_program
 from autopar.ir.passes import Pass, run_passes
@@ -174,8 +174,8 @@ def restrict_plan(request: Request, mesh: LogicalMesh, graph: Graph, allowed: Al
         check_batch(request, mesh)
         restrict_to_data_parallel(program.jaxpr, graph, allowed, roles.batch, roles.state, method.zero)
     for pins in find_pins(program.in_paths, request.options.constraints, program.out_paths):
-        pin_inputs(graph, pins.inputs, program.in_paths, allowed)
-        pin_outputs(graph, pins.outputs, program.out_paths, allowed)
+        pin_borders(graph, graph.inputs, pins.inputs, program.in_paths, allowed)
+        pin_borders(graph, graph.outputs, pins.outputs, program.out_paths, allowed)
     _check_pinned(program, method, mesh, graph, allowed)
 
 

@@ -25,10 +25,9 @@ from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import StagePlan, resting_bytes
 from autopar.intra_op.problem import num_pairs
 from autopar.mesh import Cluster, LogicalMesh
-from autopar.options import Options
 from autopar.search.pins import RestrictStage, restrict_stages, unrestricted
 from autopar.search.progress import Report, part_of, silent
-from autopar.search.solve_stages import SameStacks, Solved, best_stage, pinned, solve_stage, stage_seconds
+from autopar.search.solve_stages import SameStacks, Terms, best_stage, pinned, solve_stage, stage_seconds
 from autopar.streams.assemble import PipelinePlan, assemble, at_levels, steps_in_order
 from autopar.streams.schedules import Schedule, in_flight, num_chunks, splits_backward
 from autopar.tuning import TUNING
@@ -45,13 +44,10 @@ def plan_pipeline(
     cut: CutStep,
     borders: Sequence[int],
     meshes: Sequence[Sequence[LogicalMesh]],
-    cluster: Cluster,
     schedule: Schedule,
-    options: Options,
-    solved: Solved,
+    terms: Terms,
     restrict: RestrictStage = unrestricted,
     beat: float = math.inf,
-    gap: float = TUNING.stage_gap,
     report: Report = silent,
 ) -> PipelinePlan:
     """Plan a pipeline whose borders and submeshes are given.
@@ -59,15 +55,12 @@ def plan_pipeline(
     Args:
         cut: The step in phases.
         borders: First segment of each stage.
-        meshes: Per stage, the logical meshes to try; the cheapest is taken.
-        cluster: The machine; stages take its devices in order.
+        meshes: Per stage, the logical meshes to try; the cheapest is taken. Stages take the cluster's devices in order.
         schedule: In which order stages work.
-        options: Solver, time limit, memory budget, recomputation.
-        solved: Stages solved before; extended.
+        terms: On which they are sharded, and run again.
         restrict: Forbids choices of a stage on a mesh, beside what the user's constraints do.
         beat: What is to be least (`Options.goal`), of the best pipeline known. One that takes as long even if memory were
             without end is returned as it is then, whether it fits or not.
-        gap: Part of its cost by which a stage may miss the least.
 
     Raises:
         InfeasibleError: A stage does not fit; says which and by how much.
@@ -75,27 +68,25 @@ def plan_pipeline(
         ConstraintError: A constraint cannot be kept on any mesh of a stage.
         PipelineError: The stages cannot be placed on the hosts.
     """
+    cluster, options, budget = terms.cluster, terms.options, terms.budget_bytes
     num_meshes = len(borders) // num_chunks(schedule)
     place_stages([candidates[0].num_devices for candidates in meshes[:num_meshes]], cluster)  # fails before solving
     levels = options.recompute_levels(len(borders))
-    tasks, programs = solved.pieces_of(cut, borders, splits_backward(schedule), levels or ())
+    tasks, programs = terms.solved.pieces_of(cut, borders, splits_backward(schedule), levels or ())
     restrict = restrict_stages(cut, options.constraints, restrict)
-    budget = options.memory_budget_bytes or cluster.device.memory_bytes
     fitting: list[PipelinePlan] = []
     failures: list[InfeasibleError] = []
     fastest, endless = 0.0, [0.0] * len(borders)
     before: list[StagePlan] = []
     is_bounded = schedule.name in FLUSHED and options.goal == "step"
     room = _Room(len(borders))
-    ways = [*_ways(options, budget)]
-    for number, (memory, all_again) in enumerate(ways):
+    ways = [*_ways(terms)]
+    for number, way in enumerate(ways):
         part = part_of(report, number / len(ways), (number + 1) / len(ways))
         try:
             stages: list[StagePlan] = []
             given = room if number == 1 else None
-            for stage in _shard_stages(
-                cut, programs, meshes, cluster, memory, solved, restrict, all_again, gap, part, given
-            ):
+            for stage in _shard_stages(cut, programs, meshes, way, restrict, part, given):
                 stages.append(stage)
                 # No stage is faster within memory than without end.
                 least = least_seconds([*map(once_seconds, stages), *endless[len(stages) :]], cut.split.count)
@@ -130,28 +121,24 @@ def plan_pipeline(
     return min(fitting, key=lambda p: p.seconds_for(options.goal))
 
 
-def _ways(options: Options, budget: float) -> Iterator[tuple[Options, bool]]:
-    """Ways to shard the stages: options with the memory of a device, and whether what the forward pass makes may run again.
+def _ways(terms: Terms) -> Iterator[Terms]:
+    """Ways to shard the stages, by the memory of a device and by whether what the forward pass makes may run again.
 
     Of the second each stage counts all microbatches in flight, within its part of the memory (`_Room`); of the third one,
     within all of it: what is then too much runs again, or rounding alone made it so.
     """
-    yield dataclasses.replace(options, memory_budget_bytes=math.inf), False
-    if math.isfinite(budget):
-        yield options, False
-        yield options, options.recompute != "cheap"
+    yield dataclasses.replace(terms, options=dataclasses.replace(terms.options, memory_budget_bytes=math.inf))
+    if math.isfinite(terms.budget_bytes):
+        yield terms
+        yield dataclasses.replace(terms, all_again=terms.options.recompute != "cheap")
 
 
 def _shard_stages(
     cut: CutStep,
     programs: Sequence[StageProgram],
     meshes: Sequence[Sequence[LogicalMesh]],
-    cluster: Cluster,
-    options: Options,
-    solved: Solved,
+    terms: Terms,
     restrict: RestrictStage,
-    all_again: bool,
-    gap: float,
     report: Report,
     room: _Room | None,
 ) -> Iterator[StagePlan]:
@@ -159,20 +146,18 @@ def _shard_stages(
     same = SameStacks(cut)
     for number, (program, candidates) in enumerate(zip(programs, meshes, strict=True)):
         report(f"sharding stage {number} of {len(programs)}", number / len(programs))
-        budget = options.memory_budget_bytes or cluster.device.memory_bytes
-        own, in_flight = (options, 1) if room is None else room.of(number, options, budget)
+        own = terms if room is None else room.of(number, terms)
         with _naming(f"stage {number} of {len(programs)}"):
-            made = best_stage(program, candidates, cluster, own, solved, restrict, all_again, gap, in_flight)
+            made = best_stage(program, candidates, own, restrict)
         there = same.mesh_of(program)
         if there is not None and there != made.mesh and there in candidates:
             with contextlib.suppress(InfeasibleError):
-                alike = best_stage(program, [there], cluster, own, solved, restrict, all_again, gap, in_flight)
+                alike = best_stage(program, [there], own, restrict)
                 made = alike if stage_seconds(alike) <= (1 + TUNING.one_array) * stage_seconds(made) else made
         pins = same.pins(program, made)
         if pins:
             further, key = restrict(program, made.mesh)
-            both, key = pinned(pins, further), (tuple(pins.items()), key)
-            made = solve_stage(program, made.mesh, cluster, own, solved, both, key, all_again, gap, in_flight)
+            made = solve_stage(program, made.mesh, own, pinned(pins, further), (tuple(pins.items()), key))
         same.add(program, made)
         yield made
 
@@ -197,12 +182,13 @@ class _Room:
             left = 1 - (sum(waits[mesh :: len(peaks)]) - waits[number]) / peaks[mesh]
             self._parts[number] = max(1, math.floor(left * finest)) / finest
 
-    def of(self, number: int, options: Options, budget: float) -> tuple[Options, int]:
-        """The options of a stage, with its part of the memory, and how many microbatches in flight count there."""
-        own = options
+    def of(self, number: int, terms: Terms) -> Terms:
+        """The terms of a stage, with its part of the memory, and how many microbatches in flight count there."""
+        options = terms.options
         if self._parts[number] < 1:
-            own = dataclasses.replace(options, memory_budget_bytes=int(self._parts[number] * budget))
-        return own, self._in_flight[number]
+            part = int(self._parts[number] * terms.budget_bytes)
+            options = dataclasses.replace(options, memory_budget_bytes=part)
+        return dataclasses.replace(terms, options=options, in_flight=self._in_flight[number])
 
 
 def once_seconds(stage: StagePlan) -> float:

@@ -183,8 +183,7 @@ def _work(planned: StepPlan) -> Iterable[Work]:
         for task in stage.tasks:
             kind = kind_of(planned.streams, number, task.task.kind)
             assert kind is not None, "a step that is one program has no stages to tell apart"
-            times = planned.num_microbatches if task.task.is_in_loop else 1
-            totals[kind] = totals.get(kind, 0.0) + times * (task.seconds - sum(task.exposed_seconds))
+            totals[kind] = totals.get(kind, 0.0) + planned.times(task) * (task.seconds - sum(task.exposed_seconds))
         yield from (Work(number, kind, float(seconds)) for kind, seconds in totals.items() if seconds > 0)
 
 

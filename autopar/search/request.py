@@ -48,6 +48,14 @@ class Request:
         """Samples of the batch, of each argument that has some."""
         return [self.program.in_avals[k].shape[0] for k in self.roles.batch]
 
+    def divides_into(self, count: int) -> bool:
+        """Whether there is a batch, and it comes in so many microbatches."""
+        return bool(self.batch_sizes) and all(size % count == 0 for size in self.batch_sizes)
+
+    def most_microbatches(self, wanted: int) -> int:
+        """The most, up to as many as are wanted, into which the batch divides; without a batch any number does."""
+        return next((m for m in range(wanted, 0, -1) if not self.batch_sizes or self.divides_into(m)), 1)
+
     def of(self, program: Program) -> Request:
         """The same, of the step rewritten."""
         return dataclasses.replace(self, program=program)

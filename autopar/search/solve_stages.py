@@ -30,7 +30,7 @@ from autopar.ir.canonical import canonical_key
 from autopar.mesh import Cluster, LogicalMesh, Sharding
 from autopar.options import Options
 from autopar.plan.decision import Cost
-from autopar.search.pins import RestrictStage, unrestricted
+from autopar.search.pins import RestrictStage
 from autopar.tuning import TUNING
 
 
@@ -73,18 +73,36 @@ class Solved:
         return self.pieces[key][1:]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Terms:
+    """On which stages are sharded.
+
+    Attributes:
+        cluster: The machine.
+        options: Solver, time limit, memory budget.
+        solved: Stages solved before; extended.
+        gap: Part of its cost by which a stage may miss the least.
+        all_again: Whether what its forward pass makes is not to count as memory, for it may run again.
+        in_flight: As of `plan_stage`.
+    """
+
+    cluster: Cluster
+    options: Options
+    solved: Solved
+    gap: float = TUNING.stage_gap
+    all_again: bool = False
+    in_flight: int = 1
+
+    @property
+    def budget_bytes(self) -> float:
+        """What one device may use."""
+        return self.options.memory_budget_bytes or self.cluster.device.memory_bytes
+
+
 def best_stage(
-    program: StageProgram,
-    candidates: Sequence[LogicalMesh],
-    cluster: Cluster,
-    options: Options,
-    solved: Solved,
-    restrict: RestrictStage = unrestricted,
-    all_again: bool = False,
-    gap: float = TUNING.stage_gap,
-    in_flight: int = 1,
+    program: StageProgram, candidates: Sequence[LogicalMesh], terms: Terms, restrict: RestrictStage
 ) -> StagePlan:
-    """A stage on the logical mesh on which it is fastest; `all_again`, `gap` and `in_flight` as of `solve_stage`.
+    """A stage on the logical mesh on which it is fastest.
 
     Raises:
         InfeasibleError: It fits on none.
@@ -95,8 +113,7 @@ def best_stage(
     for mesh in candidates:
         try:
             further, key = restrict(program, mesh)
-            made = solve_stage(program, mesh, cluster, options, solved, further, key, all_again, gap, in_flight)
-            found.append(made)
+            found.append(solve_stage(program, mesh, terms, further, key))
         except (InfeasibleError, ConstraintError) as error:
             failure = error
     if not found:
@@ -106,35 +123,15 @@ def best_stage(
 
 
 def solve_stage(
-    program: StageProgram,
-    mesh: LogicalMesh,
-    cluster: Cluster,
-    options: Options,
-    solved: Solved,
-    restrict: Restrict | None = None,
-    pins: Hashable = (),
-    all_again: bool = False,
-    gap: float = TUNING.stage_gap,
-    in_flight: int = 1,
+    program: StageProgram, mesh: LogicalMesh, terms: Terms, restrict: Restrict | None, pins: Hashable
 ) -> StagePlan:
-    """Shard a stage, or take over the choices of an equal one.
-
-    Args:
-        program: The stage.
-        mesh: Its logical mesh.
-        cluster: The machine.
-        options: Solver, time limit, memory budget.
-        solved: Stages solved before; extended.
-        restrict: Forbids choices.
-        pins: Tells restrictions apart.
-        all_again: Whether what its forward pass makes is not to count as memory, for it may run again.
-        gap: Part of its cost by which it may miss the least.
-        in_flight: As of `plan_stage`.
+    """Shard a stage, or take over the choices of an equal one; `pins` tells restrictions apart.
 
     Raises:
         InfeasibleError: It does not fit.
     """
-    in_flight = in_flight if mesh.num_devices > 1 else 1  # on one device there is nothing to choose
+    options, solved, gap, all_again = terms.options, terms.solved, terms.gap, terms.all_again
+    in_flight = terms.in_flight if mesh.num_devices > 1 else 1  # on one device there is nothing to choose
     same = (
         solved.key_of(program.jaxpr),
         tuple(sorted(program.aliases.items())),
@@ -150,17 +147,17 @@ def solve_stage(
     endless = solved.known.get((*same, math.inf, False, 1))
     if key not in solved.known and endless is not None:
         # What is best with memory without end, and takes no more than there is, is best within it.
-        budget = options.memory_budget_bytes or cluster.device.memory_bytes
         counted = solved.counted.get((*same, options.memory_budget_bytes)) if all_again else None
-        if peak_bytes_here(endless, all_again, in_flight) <= budget:
+        if peak_bytes_here(endless, all_again, in_flight) <= terms.budget_bytes:
             solved.known[key] = endless
         elif counted is not None and _is_near(counted, endless, gap):
             solved.known[key] = counted
+    device = terms.cluster.device
     if key in solved.known:
-        return take_over(program, solved.known[key], cluster.device, solved.key_of)
+        return take_over(program, solved.known[key], device, solved.key_of)
     tables = solved.tables.setdefault(mesh, Tables())
     _, like = solved.graphs.get(id(program), (program, None))
-    made = plan_stage(program, mesh, cluster.device, options, restrict, all_again, gap, like, tables, in_flight)
+    made = plan_stage(program, mesh, device, options, restrict, all_again, gap, like, tables, in_flight)
     solved.known[key] = made
     if not all_again:
         solved.counted[*same, options.memory_budget_bytes] = made

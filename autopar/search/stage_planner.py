@@ -31,7 +31,7 @@ from autopar.search.parts import even_parts, parts_apart
 from autopar.search.pipeline import SlowerError, plan_pipeline
 from autopar.search.progress import Report, silent
 from autopar.search.request import Request
-from autopar.search.solve_stages import Solved
+from autopar.search.solve_stages import Solved, Terms
 from autopar.search.uneven import uneven_text
 from autopar.streams.assemble import PipelinePlan, all_lowered, steps_in_order
 from autopar.streams.schedules import AUTOMATIC, find_schedule, num_chunks
@@ -101,7 +101,8 @@ def pipeline_under(
     sizes = _submesh_sizes(method, num_stages // num_chunks(schedule), cluster) * num_chunks(schedule)
     count = method.num_microbatches or default_microbatches(request, num_stages // num_chunks(schedule))
     of_stages = [meshes or _meshes(method, cluster, size) for size in sizes]
-    solved = Solved()
+    gap = TUNING.hand_gap if isinstance(method, ThreeD) else TUNING.stage_gap
+    terms = Terms(cluster, options, Solved(), gap)
 
     def restrict(stage: StageProgram, mesh: LogicalMesh) -> tuple[Restrict | None, Hashable]:
         return (_three_d(stage, method) if isinstance(method, ThreeD) else None), ()
@@ -113,8 +114,7 @@ def pipeline_under(
 
     def plan(cut: CutStep, beat: float) -> PipelinePlan:
         borders = balanced_borders(cut.chain, num_stages, shares=sizes)
-        gap = TUNING.hand_gap if isinstance(method, ThreeD) else TUNING.stage_gap
-        return plan_pipeline(cut, borders, of_stages, cluster, schedule, options, solved, restrict, beat, gap, report)
+        return plan_pipeline(cut, borders, of_stages, schedule, terms, restrict, beat, report)
 
     report(f"cutting {program.name} into {num_stages} stages, {count} microbatches", 0.0)
     cut = cut_in(num_stages)
@@ -186,9 +186,7 @@ def _best_in_memory(
 
 def default_microbatches(request: Request, num_stages: int) -> int:
     """Four for each stage, or the most below that which divide the batch."""
-    sizes = request.batch_sizes
-    wanted = TUNING.microbatches_per_stage * num_stages if num_stages > 1 else 1
-    return next((m for m in range(wanted, 0, -1) if all(size % m == 0 for size in sizes)), 1)
+    return request.most_microbatches(TUNING.microbatches_per_stage * num_stages if num_stages > 1 else 1)
 
 
 def _marked_stages(program: Program, chunks: int) -> int:

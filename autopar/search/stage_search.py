@@ -23,14 +23,14 @@ from autopar.inter_op.cut import CutStep, check_stage_count, cut_step
 from autopar.inter_op.weigh import weigh_segments
 from autopar.ir.split.layers import layer_count
 from autopar.mesh import Cluster, Device, finer_meshes
-from autopar.options import Goal, Options
+from autopar.options import Goal
 from autopar.search.candidates import Candidate, Estimates, Rounds, equal_candidates, find_candidates
 from autopar.search.layer_costs import LayerCosts, submesh_sizes
 from autopar.search.parts import even_parts, parts_apart
 from autopar.search.pipeline import plan_pipeline
 from autopar.search.progress import Report, part_of, silent
 from autopar.search.request import Request
-from autopar.search.solve_stages import Solved
+from autopar.search.solve_stages import Solved, Terms
 from autopar.streams.assemble import PipelinePlan
 from autopar.streams.schedules import SCHEDULES, Schedule, num_chunks
 from autopar.tuning import TUNING
@@ -64,12 +64,11 @@ def search_pipelines(request: Request, found: Stages, report: Report = silent, k
     options = dataclasses.replace(request.options, repaying_steps=math.inf)
     cuts = _Cuts(request)
     report("cutting the step into layers", 0.0, known)
-    cut, counts = _first_cut(cuts, _counts(batch_sizes), found.tried)
+    cut, counts = _first_cut(cuts, _counts(request), found.tried)
     reference = counts[len(counts) // 2]
     forward_only = not any(cut.chain.backward)
     if forward_only:  # nothing is added up over microbatches, and the pipeline fills at once
-        few = [m for m in TUNING.few_microbatches if all(size % m == 0 for size in batch_sizes) and m not in counts]
-        counts = [*few, *counts]
+        counts = [*(m for m in TUNING.few_microbatches if request.divides_into(m) and m not in counts), *counts]
     # The same segments make a layer for every number of microbatches: what they do does not depend on it.
     chain = weigh_segments(cut, 1, cluster.device).chain
     borders = layer_borders(chain, TUNING.table_layers, TUNING.layer_slack)
@@ -77,9 +76,9 @@ def search_pipelines(request: Request, found: Stages, report: Report = silent, k
         return
     work = np.add.reduceat(chain.work, borders)
     sizes = _worthy_sizes(work * reference, cluster, known, found.tried)
-    solved = Solved()
+    terms = Terms(cluster, options, Solved())
     telling = part_of(report, 0.0, TUNING.layers_share)
-    layers = LayerCosts(cuts.of, borders, work, sizes, batch_sizes, counts, cluster, options, solved, telling)
+    layers = LayerCosts(cuts.of, borders, work, sizes, batch_sizes, counts, terms, telling)
     calls = TUNING.calls_in_a_row if options.goal == "calls" else 1
     rounds = Rounds(calls, 1.0 if forward_only else TUNING.bubble_left)
     crossing = reference * _transfers([cut.chain.cut_bytes[k] for k in borders], cluster)
@@ -90,7 +89,7 @@ def search_pipelines(request: Request, found: Stages, report: Report = silent, k
     finalists = candidates[:effort]
 
     def plan(candidate: Candidate, schedule: Schedule, beat: float) -> PipelinePlan:
-        return _plan(cuts, cluster, options, candidate, schedule, borders, solved, beat)
+        return _plan(cuts, terms, candidate, schedule, borders, beat)
 
     attempts = _Attempts(plan, options.goal, budget, known, part_of(report, TUNING.layers_share, 1.0), found)
     attempts.expected = len(finalists) + max(1, effort // 4) + 2
@@ -275,12 +274,9 @@ def _try_finer_meshes(attempts: _Attempts, cluster: Cluster, wide: bool, schedul
             attempts.make(dataclasses.replace(candidate, meshes=meshes), schedule)
 
 
-def _counts(batch_sizes: Sequence[int]) -> list[int]:
-    found = [m for m in TUNING.microbatch_counts if batch_sizes and all(size % m == 0 for size in batch_sizes)]
-    if found:
-        return found
-    every = [m for m in range(2, 129) if batch_sizes and all(size % m == 0 for size in batch_sizes)]
-    return every[-3:] or [1]
+def _counts(request: Request) -> list[int]:
+    found = list(filter(request.divides_into, TUNING.microbatch_counts))
+    return found or [*filter(request.divides_into, range(2, 129))][-3:] or [1]
 
 
 def _transfers(crossing_bytes: Sequence[float], cluster: Cluster) -> np.ndarray:
@@ -290,14 +286,7 @@ def _transfers(crossing_bytes: Sequence[float], cluster: Cluster) -> np.ndarray:
 
 
 def _plan(
-    cuts: _Cuts,
-    cluster: Cluster,
-    options: Options,
-    candidate: Candidate,
-    schedule: Schedule,
-    layers: Sequence[int],
-    solved: Solved,
-    beat: float,
+    cuts: _Cuts, terms: Terms, candidate: Candidate, schedule: Schedule, layers: Sequence[int], beat: float
 ) -> PipelinePlan:
     """Plan a candidate as it is; `layers` are their first segments, `beat` is as of `plan_pipeline`."""
     chunks, firsts = num_chunks(schedule), candidate.firsts
@@ -307,12 +296,12 @@ def _plan(
     check_stage_count(cut, num_stages, chunks)
     if anew:
         sizes = candidate.sizes * chunks
-        even = cuts.weighed(cut, min(sizes), cluster.device)
+        even = cuts.weighed(cut, min(sizes), terms.cluster.device)
         parts = even_parts(even, num_stages)
         if not candidate.parts and parts != cut.stacks.count:
             cut = cuts.of(candidate.count, parts)
-            even = cuts.weighed(cut, min(sizes), cluster.device)
+            even = cuts.weighed(cut, min(sizes), terms.cluster.device)
         borders = balanced_borders(even.chain, num_stages, shares=sizes)
     else:
         borders = tuple(layers[first] for first in firsts or ())
-    return plan_pipeline(cut, borders, candidate.meshes * chunks, cluster, schedule, options, solved, beat=beat)
+    return plan_pipeline(cut, borders, candidate.meshes * chunks, schedule, terms, beat=beat)

@@ -17,7 +17,7 @@ from autopar.inter_op.cut import CutStep
 from autopar.inter_op.equal_stages import lowered, take_over
 from autopar.inter_op.fused import fused_program, fused_stage
 from autopar.inter_op.placement import place_stages
-from autopar.inter_op.stage_plan import StagePlan, lower_stage
+from autopar.inter_op.stage_plan import StagePlan, TaskPlan, lower_stage
 from autopar.inter_op.stage_program import with_tasks
 from autopar.inter_op.tasks import Tasks
 from autopar.intra_op.read_off import Sharded
@@ -28,7 +28,7 @@ from autopar.mesh import Cluster, LogicalMesh
 from autopar.options import Goal
 from autopar.streams.check import check_streams
 from autopar.streams.clock import check_order, simulate_streams
-from autopar.streams.emit import emit_instructions, emit_step
+from autopar.streams.emit import Emission, emit_instructions, emit_step
 from autopar.streams.instructions import Run
 from autopar.streams.schedules import Schedule, Step, forward_first, num_chunks
 from autopar.streams.simulate import Interval, Simulation
@@ -68,6 +68,10 @@ class StepPlan:
     def seconds(self) -> float:
         """Predicted time of one step."""
         return self.simulation.seconds
+
+    def times(self, task: TaskPlan) -> int:
+        """How often a task runs in one step."""
+        return self.num_microbatches if task.task.is_in_loop else 1
 
     def devices_of_stages(self, devices: Sequence[Any]) -> list[list[Any]]:
         """Of all devices, those of each stage; a single stage takes all."""
@@ -166,7 +170,7 @@ def assemble(
     state = [cut.program.jaxpr.invars[k] for k in cut.roles.state]
     check_order(order, schedule, tasks, len(stages))
     donated = {v for v, d in zip(cut.program.jaxpr.invars, cut.roles.donated, strict=True) if d}
-    streams = emit_instructions(tasks, stages, order, state, donated)
+    streams = emit_instructions(Emission(tasks, stages, order, state, donated))
     check_streams(streams.instructions, contract_of(streams, cut.split.count))
     of_mesh = place_stages([stage.mesh.num_devices for stage in stages[: len(order)]], cluster)
     first_device = [of_mesh[number % len(order)] for number in range(len(stages))]

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from autopar.inter_op.stage import IN_PLACE, PER_MICROBATCH
 from autopar.streams.instructions import BufferId, Free, Instruction, MeshId, Recv, Run, Send, reads, writes
 
 
@@ -44,10 +45,6 @@ class Contract:
     mesh_of: Sequence[MeshId]
     runs: Sequence[tuple[str, int]]
     num_bytes: Sequence[int] = ()
-
-
-_PER_MICROBATCH = ("loop", "number")
-_IN_PLACE = ("sum", "rows")
 
 
 def check_streams(streams: Mapping[MeshId, Sequence[Instruction]], contract: Contract) -> dict[MeshId, int]:
@@ -128,7 +125,7 @@ def _check_operands(mesh: MeshId, run: Run, contract: Contract) -> None:
         for (kind, key), buffer in zip(values, buffers, strict=True):
             name = contract.names[buffer]
             right = name[0] == kind and name[1] is key
-            if not right or (kind in _PER_MICROBATCH and name[2] != run.microbatch):
+            if not right or (kind in PER_MICROBATCH and name[2] != run.microbatch):
                 raise StreamError(
                     f"mesh {mesh}: {run}: {what} b{buffer}, which holds {name[0]} of microbatch {name[2]}."
                 )
@@ -148,7 +145,7 @@ def _check_buffers(mesh: MeshId, stream: Sequence[Instruction], contract: Contra
             if buffer not in there:
                 raise StreamError(f"mesh {mesh}: {instruction}: b{buffer} is not there yet.")
             kind, key, _ = contract.names[buffer]
-            if kind in _IN_PLACE and newest.get((kind, key), buffer) != buffer:
+            if kind in IN_PLACE and newest.get((kind, key), buffer) != buffer:
                 raise StreamError(f"mesh {mesh}: {instruction}: b{buffer} was overwritten before.")
         for buffer in writes(instruction):
             if buffer in written:
@@ -158,7 +155,7 @@ def _check_buffers(mesh: MeshId, stream: Sequence[Instruction], contract: Contra
             written[buffer] = there[buffer] = None
             now += num_bytes[buffer]
             kind, key, _ = contract.names[buffer]
-            if kind in _IN_PLACE:
+            if kind in IN_PLACE:
                 newest[kind, key] = buffer
         peak = max(peak, now)
         if isinstance(instruction, Free):

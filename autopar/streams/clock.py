@@ -15,7 +15,7 @@ from autopar.inter_op.stage import TaskKind
 from autopar.inter_op.stage_plan import StagePlan
 from autopar.inter_op.tasks import Tasks
 from autopar.intra_op.host_memory import host_peak_bytes
-from autopar.mesh import Cluster, Link
+from autopar.mesh import Cluster
 from autopar.streams.instructions import Instruction, Run, Send
 from autopar.streams.schedules import Schedule, Step, num_chunks
 from autopar.streams.schedules.schedule import clocks
@@ -89,7 +89,7 @@ def simulate_streams(
     works_with = working_bytes or {name: plan.working_bytes for name, plan in streams.programs.items()}
 
     def message_seconds(mesh: int, send: Send) -> float:
-        link = link_between(first_device, stages, mesh, send.peer, cluster)
+        link = cluster.link_at(level_between(first_device, stages, mesh, send.peer, cluster))
         total = sum(streams.buffers[b].value.type.num_bytes for b in send.buffers)
         sent = transfer_seconds(total, stages[mesh].mesh.num_devices, stages[send.peer].mesh.num_devices, link)
         # Each array is copied as by a program, into memory of its own.
@@ -190,17 +190,16 @@ def recorded(
     return Timeline(tuple(sorted(events, key=lambda event: event.start)))
 
 
-def link_between(
+def level_between(
     first_device: Sequence[int], stages: Sequence[StagePlan], source: int, target: int, cluster: Cluster
-) -> Link:
-    """The link over which two stages' meshes are connected."""
-
+) -> int:
+    """The level of the machine at which two stages' meshes are connected."""
     ends = [
         end
         for stage in (source, target)
         for end in (first_device[stage], first_device[stage] + stages[stage].mesh.num_devices - 1)
     ]
-    return cluster.link_at(cluster.level_between(min(ends), max(ends)))
+    return cluster.level_between(min(ends), max(ends))
 
 
 def timeline_of(streams: Streams, simulation: Simulation) -> Timeline:

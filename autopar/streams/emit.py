@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar._jax import Var
-from autopar.inter_op.stage import Slot
+from autopar.inter_op.stage import PER_MICROBATCH, SENT, Slot
 from autopar.inter_op.stage_plan import Placed, StagePlan, TaskPlan, placed
 from autopar.inter_op.tasks import Tasks
 from autopar.ir.passes import Pass, run_passes
@@ -28,35 +28,29 @@ from autopar.streams.schedules import Step
 from autopar.streams.streams import Buffer, Streams, contract_of
 
 
-def emit_instructions(
-    tasks: Tasks,
-    stages: Sequence[StagePlan],
-    order: Sequence[Sequence[Step]],
-    state: Sequence[Var],
-    donated: Collection[Var] = (),
-) -> Streams:
-    """Write the streams.
-
-    Args:
-        tasks: The step cut into stages.
-        stages: Each on its mesh; stage s is on mesh s modulo the number of meshes.
-        order: Steps per mesh; chunk c of mesh i is stage c times the number of meshes plus i.
-        state: Arguments that come back: they live at one stage, which sends them to the others that read them.
-        donated: Arguments whose memory new values may take.
-    """
-    given = Emission(tasks, stages, order, state, donated)
+def emit_instructions(given: Emission) -> Streams:
+    """Write the streams."""
     return run_passes(EMIT, given, check_emission).streams
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Emission:
-    """Streams on their way; attributes as of `emit_instructions`, and the streams as far as they are."""
+    """Streams on their way.
+
+    Attributes:
+        tasks: The step cut into stages.
+        stages: Each on its mesh; stage s is on mesh s modulo the number of meshes.
+        order: Steps per mesh; chunk c of mesh i is stage c times the number of meshes plus i.
+        state: Arguments that come back: they live at one stage, which sends them to the others that read them.
+        donated: Arguments whose memory new values may take.
+        streams: As far as they are.
+    """
 
     tasks: Tasks
     stages: Sequence[StagePlan]
     order: Sequence[Sequence[Step]]
     state: Sequence[Var]
-    donated: Collection[Var]
+    donated: Collection[Var] = ()
     streams: Streams = Streams({}, (), (), (), (), {}, {})
 
     def to(self, streams: Streams) -> Emission:
@@ -76,7 +70,7 @@ EMIT: tuple[Pass[Emission], ...] = (
     Pass(
         "emit",
         "each mesh runs its tasks in the schedule's order; messages come before who reads them first",
-        lambda e: e.to(_Emitter(e.tasks, e.stages, e.order, e.state).emit()),
+        lambda e: e.to(_Emitter(e).emit()),
     ),
     Pass(
         "overwrite",
@@ -114,11 +108,9 @@ _Channel = tuple[MeshId, int, int]
 
 
 class _Emitter:
-    def __init__(
-        self, tasks: Tasks, stages: Sequence[StagePlan], order: Sequence[Sequence[Step]], state: Sequence[Var]
-    ):
-        self.tasks, self.stages, self.order, self.state = tasks, stages, order, dict.fromkeys(state)
-        self.num_meshes = len(order)
+    def __init__(self, given: Emission):
+        self.tasks, self.stages, self.order = given.tasks, given.stages, given.order
+        self.state, self.num_meshes = dict.fromkeys(given.state), len(given.order)
         self.buffers: list[Buffer] = []
         self.held: dict[tuple[int, str, Any, int], BufferId] = {}
         self.streams: dict[MeshId, list[Instruction]] = {mesh: [] for mesh in range(self.num_meshes)}
@@ -138,7 +130,7 @@ class _Emitter:
         for mesh, own in enumerate(events):
             for at, (plan, microbatch) in enumerate(own):
                 for value in plan.outputs:
-                    if value.kind in ("loop", "value"):
+                    if value.kind in SENT:
                         name = self.name(value, microbatch)
                         own_values[plan.task.stage].add(name)
                         maker.setdefault(name, (mesh, at))
@@ -149,7 +141,7 @@ class _Emitter:
                 stage = plan.task.stage
                 for value in plan.inputs:
                     name = self.name(value, microbatch)
-                    if value.kind in ("loop", "value") and name not in own_values[stage]:
+                    if value.kind in SENT and name not in own_values[stage]:
                         channel = (*maker[name], stage)
                         wanted.setdefault(channel, {}).setdefault(name, value)
                         first_read[channel] = min(first_read.get(channel, at), at)
@@ -209,7 +201,7 @@ class _Emitter:
         return found + [(t, -1) for _, _, t in sorted(updates, key=lambda u: u[:2])]
 
     def name(self, slot: Slot, microbatch: int) -> tuple[str, Any, int]:
-        return slot.kind, slot.key, microbatch if slot.kind in ("loop", "number") else -1
+        return slot.kind, slot.key, microbatch if slot.kind in PER_MICROBATCH else -1
 
     def new(self, value: Placed, stage: int, microbatch: int) -> BufferId:
         """A new buffer, which holds the value from now on."""

@@ -13,11 +13,12 @@ import dataclasses
 from collections.abc import Collection, Iterator
 
 from autopar._jax import Var
+from autopar.inter_op.stage import IN_PLACE
 from autopar.inter_op.stage_plan import TaskPlan
 from autopar.streams.instructions import Run, reads, writes
 from autopar.streams.streams import Streams
 
-_MADE = ("const", "value", "loop", "sum", "rows")
+_MADE = ("const", "value", "loop", *IN_PLACE)
 """Kinds of buffers that hold what a program has made."""
 
 
@@ -48,7 +49,7 @@ def _overwritten(streams: Streams, donated: Collection[Var]) -> Iterator[tuple[s
                 is_made = value.kind in _MADE and value.key not in of_user
                 each = [(k, run.inputs[position], run.inputs.count(run.inputs[position])) for k, run in places]
                 read_last = all(last[b] == k and b not in kept and count == 1 for k, b, count in each)
-                in_place = kind in ("F", "B", "W") and value.kind in ("sum", "rows")
+                in_place = kind in ("F", "B", "W") and value.kind in IN_PLACE
                 replaced = kind == "U" and is_state and read_last
                 spent = not trains and (is_state or is_made) and read_last and at not in travel
                 if (in_place or replaced or spent) and value.type in free:

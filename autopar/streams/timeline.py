@@ -17,6 +17,9 @@ EventKind = Literal["F", "M", "B", "W", "U", "init", "transfer"]
 """Forward, backward, weight gradients, update; what a stage makes before its first microbatch; messages."""
 KINDS: tuple[EventKind, ...] = get_args(EventKind)
 
+WIDTH = 100
+"""Columns of a timetable in text."""
+
 
 @dataclass(frozen=True, slots=True)
 class Event:
@@ -100,7 +103,7 @@ class Timeline:
         return timetable_text(self.events)
 
 
-def timetable_text(events: Sequence[Event], width: int = 100) -> str:
+def timetable_text(events: Sequence[Event]) -> str:
     """Runs as text: a row per mesh, each run drawn as long as it takes."""
     runs = [e for e in events if e.kind != "transfer"]
     total = max((e.end for e in runs), default=0.0)
@@ -108,13 +111,13 @@ def timetable_text(events: Sequence[Event], width: int = 100) -> str:
         return "(nothing runs)"
     lines = []
     for mesh in sorted({e.mesh for e in runs}):
-        row = ["."] * width
+        row = ["."] * WIDTH
         for e in runs:
             if e.mesh == mesh:
-                first = min(width - 1, int(e.start / total * width))
-                last = max(first + 1, min(width, round(e.end / total * width)))
+                first = min(WIDTH - 1, int(e.start / total * WIDTH))
+                last = max(first + 1, min(WIDTH, round(e.end / total * WIDTH)))
                 label = f"{e.kind}{e.microbatch}" if e.kind in "FBW" else "I" if e.kind == "init" else e.kind
-                text = (label + "=" * width)[: last - first]
+                text = (label + "=" * WIDTH)[: last - first]
                 row[first:last] = list(text)
         lines.append(f"mesh {mesh}  " + "".join(row))
     return "\n".join(lines)

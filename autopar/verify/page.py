@@ -8,25 +8,18 @@ from __future__ import annotations
 
 from html import escape
 
-from rich.console import Console
-from rich.table import Table as TextTable
-
 from autopar.cost.steps import COLLECTIVE_KINDS
 from autopar.markup import tag
 from autopar.plan.words import bytes_text, seconds_text
 from autopar.report.html import table_html, wrapped
 from autopar.report.page import Table
+from autopar.report.text import wide_text
 from autopar.verify.findings import Findings
 
 
 def verification_text(found: Findings) -> str:
     """The verdict, and the tables."""
-    console = Console(width=200, force_terminal=False, force_jupyter=False, highlight=False)
-    with console.capture() as captured:
-        for table in _tables(found):
-            console.print(_as_text(table))
-    lines = [line.rstrip() for line in captured.get().rstrip().splitlines()]
-    return "\n".join([_title(found), *(f"  {fact}" for fact in _facts(found)), "", *lines])
+    return "\n".join([_title(found), *(f"  {fact}" for fact in _facts(found)), "", wide_text(_tables(found), 200)])
 
 
 def verification_html(found: Findings) -> str:
@@ -34,15 +27,6 @@ def verification_html(found: Findings) -> str:
     tables = "\n".join(table_html(table).replace("<details>", "<details open>", 1) for table in _tables(found))
     facts = tag("ul", *(tag("li", escape(fact)) for fact in _facts(found)))
     return wrapped("\n".join([tag("h1", escape(_title(found))), facts, tables]))
-
-
-def _as_text(page: Table) -> TextTable:
-    table = TextTable(title=page.title, title_justify="left", box=None, pad_edge=False)
-    for k, column in enumerate(page.columns):
-        table.add_column(column, justify="right" if k in page.numbers else "left", no_wrap=True)
-    for cells in page.rows:
-        table.add_row(*cells)
-    return table
 
 
 def _title(found: Findings) -> str:

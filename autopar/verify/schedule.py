@@ -21,7 +21,7 @@ import numpy as np
 from autopar.cost import collective_seconds
 from autopar.cost.steps import COLLECTIVE_KINDS, CollectiveKind
 from autopar.mesh import Device, LogicalMesh
-from autopar.verify.hlo import Hlo, Module, dims_of, dtype_of, groups_of, parts_of
+from autopar.verify.hlo import Hlo, Module, dims_of, dtype_of, groups_of, parts_of, type_bytes
 
 _FREE = {
     "parameter",
@@ -69,25 +69,12 @@ class Followed:
         kernels: Executions of each kernel that is no code of XLA's own, by the name it is called by.
         compute_seconds: Of all kernels.
         exposed_seconds: In which kernels wait for collectives.
-        unknown_loops: Loops of which XLA does not know how often they run; counted as if never.
     """
 
     collectives: list[Emitted] = field(default_factory=list)
     kernels: Counter[str] = field(default_factory=Counter)
     compute_seconds: float = 0.0
     exposed_seconds: float = 0.0
-    unknown_loops: int = 0
-
-    @property
-    def communication_seconds(self) -> float:
-        """Of all collectives, hidden or not."""
-        return sum(c.times * c.seconds for c in self.collectives)
-
-    @property
-    def async_share(self) -> float:
-        """Part of the collectives' seconds during which the program may go on."""
-        total = self.communication_seconds
-        return sum(c.times * c.seconds for c in self.collectives if c.is_async) / total if total else 0.0
 
     @property
     def bytes_of(self) -> dict[str, int]:
@@ -140,9 +127,8 @@ class _Follower:
     def _kernels(self, hlo: Hlo, times: int) -> float:
         """Seconds of what is no collective."""
         if hlo.opcode == "while":
-            trips = hlo.trips
-            self.seen.unknown_loops += trips is None
-            return (trips or 0) * sum(self.run(name, times * (trips or 0)) for name in hlo.called)
+            trips = hlo.trips or 0  # where XLA does not know how often it runs, it counts as if never
+            return trips * sum(self.run(name, times * trips) for name in hlo.called)
         if hlo.opcode in ("call", "conditional"):
             return max((self.run(name, times) for name in hlo.called), default=0.0)
         if hlo.opcode in _FREE or hlo.opcode.endswith("-done"):
@@ -175,8 +161,8 @@ class _Follower:
             return hlo.num_bytes
         if hlo.opcode == "all-gather-start":
             *_, result = parts_of(hlo.type)
-            return Hlo("", result, "", (), "").num_bytes
-        return sum(Hlo("", self.type_of[name], "", (), "").num_bytes for name in hlo.operands)
+            return type_bytes(result)
+        return sum(type_bytes(self.type_of[name]) for name in hlo.operands)
 
     def _axes(self, hlo: Hlo) -> tuple[str, ...]:
         groups = groups_of(hlo.attributes, self.mesh.num_devices)
@@ -212,7 +198,7 @@ def _groups_of_axes(mesh: LogicalMesh) -> Iterator[tuple[frozenset[frozenset[int
 def kernel_seconds(hlo: Hlo, operands: list[str], device: Device) -> float:
     """Seconds of one kernel: its products at the rate that they reach, its bytes at that of the memory."""
     reached = device.achieved
-    num_bytes = hlo.num_bytes + sum(Hlo("", text, "", (), "").num_bytes for text in operands)
+    num_bytes = hlo.num_bytes + sum(map(type_bytes, operands))
     moving = num_bytes / (device.memory_bytes_per_second * reached.memory)
     flops = product_flops(hlo, operands)
     name = _DTYPES.get(dtype_of(operands[0]), "float32") if operands else "float32"

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -116,7 +116,9 @@ def find_target(name: str | None, cluster: Cluster) -> Target:
     device = find_device(name).device
     key = device.name.lower().replace(" ", "-").removesuffix("gb")
     if key in GPUS:
-        _check_plugin(device.name)
+        _check_there(
+            PLUGINS, device.name, "NVIDIA GPUs", "JAX's CUDA plugin", "GPU and no NVIDIA library", "'autopar[verify]'"
+        )
         capability = compute_capability(device)
         assert capability is not None, "every GPU here is in the catalog"
         topology = f"1x{cluster.hosts}x{cluster.devices_per_host}"
@@ -125,7 +127,7 @@ def find_target(name: str | None, cluster: Cluster) -> Target:
         )
         return Target(device.name, tuple(found.devices), GPU_OPTIONS)
     if key in TPUS:
-        _check_libtpu(device.name)
+        _check_there(("libtpu",), device.name, "TPUs", "libtpu", "TPU", "libtpu")
         # libtpu asks the host what it is unless it is told that there is nothing to ask for.
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
         found = topologies.get_topology_desc(_tpu_topology(TPUS[key], cluster.num_devices), "tpu")
@@ -149,23 +151,13 @@ def _tpu_topology(generation: str, count: int) -> str:
     return f"{generation}:{'x'.join(map(str, sorted(shape)))}"
 
 
-def _check_plugin(device: str) -> None:
-    if not any(_is_there(name) for name in PLUGINS):
+def _check_there(modules: Sequence[str], device: str, kind: str, where: str, needless: str, wheel: str) -> None:
+    if not any(map(_is_there, modules)):
         raise AutoparError(
-            "XLA's compiler for NVIDIA GPUs is not installed.",
+            f"XLA's compiler for {kind} is not installed.",
             given=f"target {device}",
-            wrong="it is in JAX's CUDA plugin, and this Python has none. No GPU and no NVIDIA library is needed.",
-            do="pip install 'autopar[verify]' (Linux).",
-        )
-
-
-def _check_libtpu(device: str) -> None:
-    if not _is_there("libtpu"):
-        raise AutoparError(
-            "XLA's compiler for TPUs is not installed.",
-            given=f"target {device}",
-            wrong="it is in libtpu, and this Python has none. No TPU is needed.",
-            do="pip install libtpu (Linux).",
+            wrong=f"it is in {where}, and this Python has none. No {needless} is needed.",
+            do=f"pip install {wheel} (Linux).",
         )
 
 

@@ -1,8 +1,8 @@
-"""A function as a program: traced, whole, and of the same values."""
+"""A function as a program: traced, whole, and of the same values; a program in the phases of one loop over microbatches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -10,6 +10,9 @@ import numpy as np
 
 from autopar._jax import Jaxpr, eval_jaxpr
 from autopar.ir.check import check_program
+from autopar.ir.split.microbatch import Microbatches, check_divides, write_phases
+from autopar.ir.split.phases import find_phases
+from autopar.ir.split.waiting import SamplesWaitError
 from autopar.ir.trace.trace import trace_step
 
 
@@ -21,3 +24,12 @@ def traced(function: Callable[..., Any], *args: Any, rtol: float = 2e-5, atol: f
     actual, expected = program.unflatten_outputs(values), jax.jit(function)(*args)
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, rtol=rtol, atol=atol), actual, expected)
     return program.jaxpr
+
+
+def split_microbatches(jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False) -> Microbatches:
+    """A step in phases, with one loop over its microbatches and nothing made before."""
+    check_divides(jaxpr, count, batch)
+    try:
+        return write_phases(jaxpr, find_phases(jaxpr, count, batch, per_microbatch))
+    except SamplesWaitError as waits:
+        raise waits.error from None

@@ -137,12 +137,11 @@ def test_what_makes_a_large_array_waits_for_the_gradients_of_weights():
     layers = [{name: array(*shape) for name, shape in shapes.items()}] * 2
     body, mesh = body_of(train_step, layers, array(64, tokens, width))
     waits = Ahead(body, lambda copy: local_bytes(*copy, mesh)).of_large
-    awaited = [var.aval.shape for _, first in waits.values() for var, _ in first]
-    assert shapes["down"] in awaited and shapes["up"] in awaited
-    hidden = 64 * tokens * 4096
+    awaited = [sorted(var.aval.shape) for _, first in waits.values() for var, _ in first]
+    assert awaited.count([width, 4096]) >= 2
     for position, ((small, _), _) in waits.items():
         made = body.instructions[position].eqn.outvars[0]
-        assert 8 * made.aval.size >= hidden >= 8 * small.aval.size
+        assert 8 * made.aval.size >= 64 * tokens * 4096 >= small.aval.size
     assert not Ahead(body, lambda copy: 64).of_large
 
 

@@ -20,6 +20,7 @@ from autopar.search import solve_stages
 from autopar.search.pipeline import SlowerError, _Room
 from autopar.search.progress import silent
 from autopar.search.request import Request
+from autopar.search.solve_stages import Solved, Terms
 from autopar.search.stage_planner import _best_in_memory
 from tests.small_transformer import arguments, train_step
 from tests.sweep import QUICK, SLOW
@@ -257,14 +258,15 @@ def interleaved():
 
 def test_stages_on_one_mesh_share_its_memory():
     """Where memory binds, each is sharded within what the other leaves of it with all its microbatches in flight."""
-    pipeline, options = interleaved().origin.pipeline, PipelineParallel(num_stages=2).options()
+    pipeline, cluster = interleaved().origin.pipeline, interleaved().origin.cluster
     room = _Room(len(pipeline.stages))
     room.divide(pipeline)
     for number, other in enumerate((2, 3, 0, 1)):
         budget = pipeline.simulation.peak_bytes[number % 2]
-        own, in_flight = room.of(number, options, budget)
-        assert in_flight == 4 - number
-        assert 0 < own.memory_budget_bytes <= budget - resting_bytes(pipeline.stages[other], 4 - other)
+        options = PipelineParallel(num_stages=2, memory_budget_bytes=budget).options()
+        own = room.of(number, Terms(cluster, options, Solved()))
+        assert own.in_flight == 4 - number
+        assert 0 < own.options.memory_budget_bytes <= budget - resting_bytes(pipeline.stages[other], 4 - other)
 
 
 def test_what_a_stage_keeps_is_there_for_each_microbatch_in_flight():

@@ -15,7 +15,7 @@ from autopar.search.candidates import Estimates, Rounds, find_candidates
 from autopar.search.layer_costs import LayerCosts, submesh_sizes
 from autopar.search.pipeline import least_seconds, once_seconds
 from autopar.search.progress import silent
-from autopar.search.solve_stages import Solved
+from autopar.search.solve_stages import Solved, Terms
 from autopar.tuning import TUNING
 from tests.small_mlp import train_step
 
@@ -68,7 +68,7 @@ def layers_on():
     def layers(budget=None):
         borders, solved = balanced_borders(cut_for(4).chain, 4), Solved()
         options, sizes = autopar.Auto(memory_budget_bytes=budget).options(), submesh_sizes(cluster)
-        given = cut_for, borders, np.ones(4), sizes, (32, 32), (4, 8, 16), cluster, options, solved, silent
+        given = cut_for, borders, np.ones(4), sizes, (32, 32), (4, 8, 16), Terms(cluster, options, solved), silent
         return LayerCosts(*given), solved, cluster
 
     return layers

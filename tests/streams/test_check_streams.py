@@ -19,7 +19,7 @@ import pytest
 
 import autopar
 from autopar.streams.check import StreamError, check_streams
-from autopar.streams.emit import emit_instructions
+from autopar.streams.emit import Emission, emit_instructions
 from autopar.streams.instructions import Free, Instruction, Recv, Run, Send
 from autopar.streams.schedules import find_schedule
 from autopar.streams.streams import Streams, contract_of
@@ -80,7 +80,7 @@ def streams_of(model: str, num_stages: int, schedule: str) -> Streams:
         return origin.pipeline.streams
     order = find_schedule(schedule).order(num_stages, NUM_MICROBATCHES)
     state = [origin.program.jaxpr.invars[k] for k in origin.roles.state]
-    return emit_instructions(origin.pipeline.tasks, origin.pipeline.stages, order, state)
+    return emit_instructions(Emission(origin.pipeline.tasks, origin.pipeline.stages, order, state))
 
 
 @pytest.mark.parametrize("model, num_stages, schedule", PIPELINES)

@@ -23,11 +23,24 @@ from autopar.streams.schedules import (
     find_schedule,
     in_flight,
 )
-from autopar.streams.schedules.schedule import clocks, timetable
+from autopar.streams.schedules.schedule import clocks
 from tests.sweep import QUICK, SLOW, _host, relative_error
 
 SIZES = [(m, s) for m in (1, 2, 3, 4, 5, 8, 16) for s in (1, 2, 3, 4, 6, 8)]
 """Numbers of microbatches and of stages."""
+
+
+def timetable(order, backward_clocks=1):
+    """An order as text, a row per stage and a column per clock."""
+    total, starts = clocks(order, backward_clocks)
+    width = 1 + max((len(str(step)) for steps in order for step in steps), default=1)
+    lines = []
+    for stage, row in enumerate(starts):
+        cells = [""] * total
+        for start, step in row:
+            cells[start] = str(step)
+        lines.append(f"stage {stage}  " + "".join((cell or ".").ljust(width) for cell in cells).rstrip())
+    return "\n".join(lines)
 
 
 def ids_of(sizes):

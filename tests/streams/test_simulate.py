@@ -12,7 +12,7 @@ import pytest
 import autopar
 from autopar.streams.check import check_streams
 from autopar.streams.clock import simulate_streams
-from autopar.streams.emit import emit_instructions
+from autopar.streams.emit import Emission, emit_instructions
 from autopar.streams.instructions import Free, Recv, Run, Send
 from autopar.streams.schedules import find_schedule
 from autopar.streams.simulate import simulate
@@ -200,7 +200,7 @@ def under(plan, schedule):
     order = find_schedule(schedule).order(len(plan.stages), plan.num_microbatches)
     state = [origin.program.jaxpr.invars[k] for k in origin.roles.state]
     donated = {v for v, d in zip(origin.program.jaxpr.invars, origin.roles.donated, strict=True) if d}
-    streams = emit_instructions(pipeline.tasks, pipeline.stages, order, state, donated)
+    streams = emit_instructions(Emission(pipeline.tasks, pipeline.stages, order, state, donated))
     return streams, simulate_streams(streams, pipeline.stages, pipeline.first_device, origin.cluster)
 
 

@@ -35,7 +35,8 @@ from autopar.ir.build import Equations
 from autopar.ir.region import is_region, kind_of, region_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.rewrite.longer import Longer, find_longer, is_searched
-from autopar.ir.rewrite.tails import Tail, Tails, cut, fill_tails, identity_of, lengthen
+from autopar.ir.rewrite.tails import Tail, Tails, cut, fill_tails, lengthen
+from autopar.ir.rules.linearity import identity_of
 from autopar.ir.rules.locate import signed
 from autopar.ir.rules.rule import Factor, Shard, ShardingRule, Term
 

@@ -96,15 +96,3 @@ def fill_tails(array: jax.Array, tails: Tails, value: bool | int | float) -> jax
         mine = lax.broadcast_in_dim(lax.lt(place, np.int32(tail.valid)), array.shape, (dim,))
         array = lax.select_n(mine, lax.full(array.shape, value, array.dtype), array)
     return array
-
-
-def identity_of(kind: str, dtype: np.dtype) -> bool | int | float:
-    """The number that changes no sum, maximum or minimum: what a rule calls these, for arrays of this dtype."""
-    if kind == "sum":
-        return 0
-    if dtype == np.bool_:
-        return kind == "min"
-    if jnp.issubdtype(dtype, jnp.floating):
-        return -math.inf if kind == "max" else math.inf
-    limits = jnp.iinfo(dtype)
-    return int(limits.min if kind == "max" else limits.max)

@@ -78,13 +78,13 @@ def _step(eqn: JaxprEqn, operands: Sequence[BlockNumbers], ndim: int) -> list[Bl
     arrays = [operand.numbers for operand in operands]
     if not operands:
         dims = frozenset(range(ndim))  # `program_id`, say
-    if name not in _OPERATIONS or any(array is None for array in arrays):
+    if name not in OPERATIONS or any(array is None for array in arrays):
         return [BlockNumbers(dims, None)] * len(eqn.outvars)
     known = [array for array in arrays if array is not None]
     if math.prod(np.broadcast_shapes(*(array.shape for array in known))) > MAX_STEPS:
         return [BlockNumbers(dims, None)]
     with np.errstate(all="ignore"):
-        numbers = np.asarray(_OPERATIONS[name](eqn.params, *known)).astype(eqn.outvars[0].aval.dtype)
+        numbers = np.asarray(OPERATIONS[name](eqn.params, *known)).astype(eqn.outvars[0].aval.dtype)
     return [BlockNumbers(dims, numbers)]
 
 
@@ -101,7 +101,7 @@ def _of(function: Function) -> Function:
     return lambda _, *arrays: function(*arrays)
 
 
-_OPERATIONS: Mapping[str, Function] = {
+OPERATIONS: Mapping[str, Function] = {
     **{name: _of(getattr(np, name)) for name in ("abs", "sign")},
     **{"add": _of(np.add), "sub": _of(np.subtract), "mul": _of(np.multiply), "neg": _of(np.negative)},
     **{"max": _of(np.maximum), "min": _of(np.minimum), "rem": _of(np.fmod), "div": _quotient},
@@ -113,6 +113,7 @@ _OPERATIONS: Mapping[str, Function] = {
     "clamp": _of(lambda low, x, high: np.minimum(np.maximum(x, low), high)),
     **dict.fromkeys(("convert_element_type", "copy", "copy_p", "stop_gradient"), _of(lambda x: x)),
 }
+"""What operations on numbers do, in NumPy: of parameters and arrays."""
 
 
 Digit = tuple[int, int]

@@ -30,8 +30,7 @@ from autopar.ir.rules.terms import drop_units, factors_of, new_term
 def dot_general(eqn: JaxprEqn) -> ShardingRule:
     """lhs[batch, m.., k..] * rhs[batch, k.., n..] -> out[batch, m.., n..], summed over k (of booleans: their max)."""
     contracted, batch = eqn.params["dimension_numbers"]
-    lhs, rhs, summed = _product_terms(eqn, contracted, batch)
-    out = (*(lhs[d] for d in batch[0]), *_free(lhs, contracted[0], batch[0]), *_free(rhs, contracted[1], batch[1]))
+    lhs, rhs, out, summed = _product_terms(eqn, contracted, batch)
     dtype = eqn.outvars[0].aval.dtype
     if may_be_partial(dtype):
         return _product(eqn, (lhs, rhs), out, summed=summed)
@@ -39,14 +38,15 @@ def dot_general(eqn: JaxprEqn) -> ShardingRule:
 
 
 def _product_terms(
-    eqn: JaxprEqn, contracted: Sequence[Sequence[int]], batch: Sequence[Sequence[int]]
-) -> tuple[Term, Term, tuple[Factor, ...]]:
-    """Terms of lhs and rhs, every dim with a factor, and the contracted factors."""
+    eqn: JaxprEqn, contracted: Sequence[Sequence[int]], batch: Sequence[Sequence[int]], grouped: Sequence[int] = ()
+) -> tuple[Term, Term, Term, tuple[Factor, ...]]:
+    """Terms of lhs, rhs and result, every dim with a factor, and the contracted factors; `grouped` dims of rhs go, too."""
     fresh = factor_names()
     lhs = tuple((next(fresh),) for _ in eqn.invars[0].aval.shape)
     lhs_dim_of = dict(zip((*contracted[1], *batch[1]), (*contracted[0], *batch[0]), strict=True))
     rhs = tuple(lhs[lhs_dim_of[d]] if d in lhs_dim_of else (next(fresh),) for d in range(eqn.invars[1].aval.ndim))
-    return lhs, rhs, tuple(lhs[d][0] for d in contracted[0])
+    out = (*(lhs[d] for d in batch[0]), *_free(lhs, contracted[0], batch[0]))
+    return lhs, rhs, (*out, *_free(rhs, contracted[1], batch[1], grouped)), tuple(lhs[d][0] for d in contracted[0])
 
 
 def _free(term: Term, *taken: Sequence[int]) -> list[Dim]:
@@ -93,13 +93,8 @@ def ragged_dot_general(eqn: JaxprEqn) -> ShardingRule:
     numbers = eqn.params["ragged_dot_dimension_numbers"]
     contracted, batch = numbers.dot_dimension_numbers
     (ragged,), group_dims = numbers.lhs_ragged_dimensions, tuple(numbers.rhs_group_dimensions)
-    lhs, rhs, summed = _product_terms(eqn, contracted, batch)
+    lhs, rhs, out, summed = _product_terms(eqn, contracted, batch, group_dims)
     group: Dim = ("g0",)
-    out = (
-        *(lhs[d] for d in batch[0]),
-        *_free(lhs, contracted[0], batch[0]),
-        *_free(rhs, contracted[1], batch[1], group_dims),
-    )
     rhs = tuple(group if d in group_dims else dim for d, dim in enumerate(rhs))
     if ragged in contracted[0]:
         out, prefix = (group, *out), [*batch[0], *contracted[0]]
@@ -157,8 +152,7 @@ def _ragged_here(
 def scaled_dot(eqn: JaxprEqn) -> ShardingRule:
     """A product of operands scaled block by block along the contracted dims: these and the blocks are whole."""
     contracted, batch = eqn.params["dimension_numbers"]
-    lhs, rhs, summed = _product_terms(eqn, contracted, batch)
-    out = (*(lhs[d] for d in batch[0]), *_free(lhs, contracted[0], batch[0]), *_free(rhs, contracted[1], batch[1]))
+    lhs, rhs, out, summed = _product_terms(eqn, contracted, batch)
     scales = [
         tuple((f"{name}{d + 1}",) if d in dims else dim for d, dim in enumerate(term))
         for name, term, dims in zip("XY", (lhs, rhs), contracted, strict=True)

@@ -13,6 +13,8 @@ Method: a partial sum is an array whose sum over some mesh axes is the value. It
 
 from __future__ import annotations
 
+import math
+
 import jax.numpy as jnp
 import numpy as np
 
@@ -77,3 +79,15 @@ def may_be_extreme(dtype: np.dtype) -> bool:
     if jnp.issubdtype(dtype, jnp.floating):
         return jnp.dtype(dtype).itemsize >= 2
     return dtype == np.bool_ or jnp.issubdtype(dtype, jnp.integer)
+
+
+def identity_of(kind: str, dtype: np.dtype) -> bool | int | float:
+    """The number that changes no sum, maximum or minimum: what a rule calls these, for arrays of this dtype."""
+    if kind == "sum":
+        return 0
+    if dtype == np.bool_:
+        return kind == "min"
+    if jnp.issubdtype(dtype, jnp.floating):
+        return -math.inf if kind == "max" else math.inf
+    limits = jnp.iinfo(dtype)
+    return int(limits.min if kind == "max" else limits.max)

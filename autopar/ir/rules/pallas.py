@@ -23,9 +23,11 @@ import jax
 
 from autopar._jax import Jaxpr, JaxprEqn, Var, all_equations, bind_eqn, bodies_in, function_name, open_jaxpr
 from autopar.errors import warn
-from autopar.ir.rules.added_up import dims_added_up
+from autopar.ir.rules.added_up import dims_added_up, with_last_steps
 from autopar.ir.rules.index_map import BlockNumbers, block_numbers, digits_in, split_steps
+from autopar.ir.rules.kernel_access import resized_buffer, shorter_loop
 from autopar.ir.rules.kernel_flops import kernel_flops
+from autopar.ir.rules.kernel_loops import BlockLoop, loops_over_blocks
 from autopar.ir.rules.linearity import may_be_partial
 from autopar.ir.rules.registry import register_named, replicated_rule, whole_kernel_warning
 from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, factor_names
@@ -84,6 +86,7 @@ class _Kernel:
             if _block_size(block) is not None
         ]
         self.lengths = split_steps(self.grid, blocked)
+        self.loops = {next(self.fresh): loop for loop in self._loops()}
         self.factor_of = {
             (dim, k): next(self.fresh) for dim, digits in enumerate(self.lengths) for k in range(len(digits))
         }
@@ -102,14 +105,18 @@ class _Kernel:
         standing = {factor for term in (*operands, *results) for dim in term for factor in dim}
         whole = [f for (d, k), f in self.factor_of.items() if d in self.whole or k < len(self.lengths[d]) - 1]
         steps = {dim: self.factor_of[dim, len(digits) - 1] for dim, digits in enumerate(self.lengths)}
+        last_steps = {self._user_dims.index(dim): dim for dim in sums}
         return ShardingRule(
             operands,
             results,
             {factor: size for factor, size in self.sizes.items() if factor in standing},
-            summed=tuple(steps[dim] for dim in sorted(sums) if dim not in self.whole and steps[dim] in standing),
+            summed=(
+                *(steps[dim] for dim in sorted(sums) if dim not in self.whole and steps[dim] in standing),
+                *(factor for factor, loop in self.loops.items() if loop.adds_up),
+            ),
             whole=tuple(factor for factor in (*whole, *self.never) if factor in standing),
             flops=kernel_flops(eqn),
-            local=functools.partial(_on_part, steps=steps, results=results),
+            local=functools.partial(_on_part, steps=steps, sums=last_steps, loops=self.loops, results=results),
         )
 
     @functools.cached_property
@@ -117,18 +124,34 @@ class _Kernel:
         """Which grid dim is the first, second, ... that the kernel itself knows of."""
         return [dim for dim in range(len(self.grid)) if dim not in self.mapping.vmapped_dims]
 
+    def _loops(self) -> list[BlockLoop]:
+        """Loops in the body over blocks of what every step has all of."""
+        body, _ = open_jaxpr(self.eqn.params["jaxpr"])
+        if self.eqn.params.get("input_output_aliases"):
+            return []
+        first = len(body.invars) - len(self.mapping.scratch_avals) - len(self.maps)
+        results = range(first + self.mapping.num_inputs, first + len(self.maps))
+        return [loop for loop in loops_over_blocks(body, results) if None not in self._walked(loop)]
+
+    def _walked(self, loop: BlockLoop) -> list[tuple[int, int] | None]:
+        """(Array, dim) of what a loop goes over; None: of no array, or of one of which a step has but a part."""
+        return [_dim_of_array(self.eqn, at, dim) for at, dim in loop.walked]
+
     def _added_up(self, results: Sequence[Term]) -> set[int]:
         """Grid dims over whose steps those results are sums that do not move with them."""
         body, _ = open_jaxpr(self.eqn.params["jaxpr"])
-        if self.mapping.scratch_avals or self.eqn.params.get("input_output_aliases"):
+        if self.eqn.params.get("input_output_aliases"):
             return set()  # more may go from step to step than the sum
+        behind = len(body.invars) - len(self.mapping.scratch_avals)
         shared = {}
         for k, (term, var) in enumerate(zip(results, self.eqn.outvars, strict=True)):
             still = [d for d in self._user_dims if self.grid[d] != 1 and not self._moves(term, d)]
             if still and not may_be_partial(var.aval.dtype):
                 return set()
-            shared[len(body.invars) - len(results) + k] = frozenset(map(self._user_dims.index, still))
-        return {self._user_dims[dim] for dim in dims_added_up(body, {at: dims for at, dims in shared.items() if dims})}
+            shared[behind - len(results) + k] = frozenset(map(self._user_dims.index, still))
+        grid = [self.grid[dim] for dim in self._user_dims]
+        shared = {at: dims for at, dims in shared.items() if dims}
+        return {self._user_dims[dim] for dim in dims_added_up(body, grid, shared, range(behind, len(body.invars)))}
 
     def _moves(self, term: Term, grid_dim: int) -> bool:
         factor = self.factor_of[grid_dim, len(self.lengths[grid_dim]) - 1]
@@ -172,6 +195,11 @@ class _Kernel:
             block = _block_size(each.block_shape[position])
             number = numbers[position] if len(numbers) == len(each.block_shape) else BlockNumbers(_all(self.grid), None)
             taken = {factor for dim in dims for factor in dim}
+            loops = [factor for factor, loop in self.loops.items() if (k, position) in self._walked(loop)]
+            if loops:
+                self.sizes[loops[0]] = self.loops[loops[0]].trips
+                dims.append((loops[0], *self._inner(size // self.loops[loops[0]].trips)))
+                continue
             walk = self._walk(size, block, number, taken)
             dims.append(self._inner(size) if walk is None else (*walk, *self._inner(block or 1)))
         return tuple(dims)
@@ -227,6 +255,17 @@ def _block_size(block: Any) -> int | None:
     return None
 
 
+def _dim_of_array(eqn: JaxprEqn, at: int, dim: int) -> tuple[int, int] | None:
+    """(Array, dim) of a dim of the buffer that is the `at`-th argument of a body; None: no step has all of it."""
+    mapping, (body, _) = eqn.params["grid_mapping"], open_jaxpr(eqn.params["jaxpr"])
+    k = at - (len(body.invars) - len(mapping.scratch_avals) - len(mapping.block_mappings))
+    if not 0 <= k < len(mapping.block_mappings) or mapping.block_mappings[k].transforms:
+        return None
+    each = mapping.block_mappings[k]
+    kept = [d for d, block in enumerate(each.block_shape) if type(block).__name__ not in ("Squeezed", "NoneType")]
+    return (k, kept[dim]) if _block_size(each.block_shape[kept[dim]]) == each.array_aval.shape[kept[dim]] else None
+
+
 def _asked_for(body: Jaxpr) -> Iterator[int]:
     """Dims of the grid, as the kernel counts them, whose index or length it uses."""
     used = {atom for eqn in body.eqns for atom in eqn.invars if isinstance(atom, Var)}
@@ -243,26 +282,62 @@ def _on_part(
     shard: Shard,
     *operands: jax.Array,
     steps: Mapping[int, Factor],
+    sums: Mapping[int, int],
+    loops: Mapping[Factor, BlockLoop],
     results: Sequence[Term],
 ) -> Sequence[jax.Array]:
-    """The kernel over the steps of one device; `steps` is the major factor of each grid dim."""
+    """The kernel over the steps of one device.
+
+    Args:
+        eqn: The kernel.
+        shard: Which part.
+        operands: Of the part.
+        steps: The major factor of each grid dim.
+        sums: Grid dims whose steps are added up, by the number that the kernel knows them by.
+        loops: Loops in the body, by the factor that they go over.
+        results: Their terms.
+    """
     mapping = eqn.params["grid_mapping"]
     counts = [shard.num_shards(steps[dim]) for dim in range(len(mapping.grid))]
     grid = tuple(n // count if isinstance(n, int) else n for n, count in zip(mapping.grid, counts, strict=True))
     shapes = [array.shape for array in operands[len(operands) - mapping.num_inputs :]]
     shapes += [tuple(map(shard.local_dim, term)) for term in results]
-    blocks = tuple(
+    blocks = [
         each.replace(array_aval=each.array_aval.update(shape=shape))
         for each, shape in zip(mapping.block_mappings, shapes, strict=True)
-    )
-    params = {**eqn.params, "grid_mapping": mapping.replace(grid=grid, block_mappings=blocks)}
+    ]
+    body, _ = open_jaxpr(eqn.params["jaxpr"])
+    body = with_last_steps(body, {own: (mapping.grid[dim], grid[dim]) for own, dim in sums.items()})
+    for factor, loop in loops.items():
+        if shard.num_shards(factor) > 1:
+            body, blocks = _with_fewer_trips(eqn, body, blocks, loop, shard.local_size(factor))
+    params = {**eqn.params, "jaxpr": body, "grid_mapping": mapping.replace(grid=grid, block_mappings=tuple(blocks))}
     if "out_avals" in params:
         made = shapes[mapping.num_inputs :]
         params["out_avals"] = tuple(a.update(shape=s) for a, s in zip(params["out_avals"], made, strict=True))
     cost = params.get("cost_estimate")
     if cost is not None:
+        parts = math.prod((*counts, *map(shard.num_shards, loops)))
         names = [field.name for field in dataclasses.fields(cost) if isinstance(getattr(cost, field.name), int)]
-        params["cost_estimate"] = dataclasses.replace(
-            cost, **{name: getattr(cost, name) // math.prod(counts) for name in names}
-        )
+        params["cost_estimate"] = dataclasses.replace(cost, **{name: getattr(cost, name) // parts for name in names})
     return bind_eqn(eqn, *operands, params=params)
+
+
+def _with_fewer_trips(
+    eqn: JaxprEqn, body: Jaxpr, blocks: list[Any], loop: BlockLoop, trips: int
+) -> tuple[Jaxpr, list[Any]]:
+    """The body with a shorter loop, and blocks of the length of what it goes over."""
+    walked: dict[int, dict[int, int]] = {}
+    blocks = list(blocks)
+    for at, dim in loop.walked:
+        length = body.invars[at].aval.shape[dim] // loop.trips * trips
+        walked.setdefault(at, {})[dim] = length
+        place = _dim_of_array(eqn, at, dim)
+        assert place is not None
+        k, position = place
+        block = blocks[k].block_shape[position]
+        shorter = length if isinstance(block, int) else dataclasses.replace(block, block_size=length)
+        shape = (*blocks[k].block_shape[:position], shorter, *blocks[k].block_shape[position + 1 :])
+        aval = resized_buffer(blocks[k].transformed_block_aval, {dim: length})
+        blocks[k] = blocks[k].replace(block_shape=shape, transformed_block_aval=aval)
+    return shorter_loop(body, loop.at, walked, trips), blocks

@@ -9,6 +9,8 @@ Method: sums stay partial; max, min and the logical and, or are all-reduced as s
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from autopar._jax import JaxprEqn, find_primitives
@@ -18,45 +20,31 @@ from autopar.ir.rules.rule import ShardingRule, factor_names, num_elements
 from autopar.ir.rules.terms import new_term, sizes_of
 
 
-@register(*find_primitives("reduce_sum"))
-def reduce_sum(eqn: JaxprEqn) -> ShardingRule:
-    """`ab->a {sum b}`."""
-    if not may_be_partial(eqn.outvars[0].aval.dtype):
-        return _reduction(eqn, "whole")
-    return _reduction(eqn, "sum")
+def _is_boolean(dtype: np.dtype) -> bool:
+    return dtype == np.bool_
 
 
-@register(*find_primitives("reduce_max"))
-def reduce_max(eqn: JaxprEqn) -> ShardingRule:
-    """`ab->a {max b}`."""
-    return _reduction(eqn, "max" if may_be_extreme(eqn.outvars[0].aval.dtype) else "whole")
+_PARTS: dict[str, tuple[str, Callable[[np.dtype], bool]]] = {
+    "sum": ("sum", may_be_partial),
+    "max": ("max", may_be_extreme),
+    "min": ("min", may_be_extreme),
+    "or": ("max", _is_boolean),  # of the bits of integers, no collective's reduction
+    "and": ("min", _is_boolean),
+}
+"""What a reduction of parts is a part of, and of which dtypes; other reductions are not done in parts."""
 
 
-@register(*find_primitives("reduce_min"))
-def reduce_min(eqn: JaxprEqn) -> ShardingRule:
-    """`ab->a {min b}`."""
-    return _reduction(eqn, "min" if may_be_extreme(eqn.outvars[0].aval.dtype) else "whole")
+def parts_make(eqn: JaxprEqn) -> str:
+    """What a reduction of parts of a dim makes, or one of windows: part of a `"sum"`, `"max"` or `"min"`; else `"whole"`."""
+    name = eqn.primitive.name.removeprefix("reduce_").removeprefix("window_")
+    kind, fits = _PARTS.get(name, ("whole", may_be_partial))
+    return kind if fits(eqn.outvars[0].aval.dtype) else "whole"
 
 
-@register(*find_primitives("reduce_or"))
-def reduce_or(eqn: JaxprEqn) -> ShardingRule:
-    """Of booleans, the max; of the bits of integers, no collective's reduction."""
-    return _reduction(eqn, "max" if eqn.outvars[0].aval.dtype == np.bool_ else "whole")
-
-
-@register(*find_primitives("reduce_and"))
-def reduce_and(eqn: JaxprEqn) -> ShardingRule:
-    """Of booleans, the min; of the bits of integers, no collective's reduction."""
-    return _reduction(eqn, "min" if eqn.outvars[0].aval.dtype == np.bool_ else "whole")
-
-
-@register(*find_primitives("argmax", "argmin", "reduce_prod", "reduce_xor"))
-def reduce_whole(eqn: JaxprEqn) -> ShardingRule:
-    """`ab->a {whole b}`: the reduced dims are not split, the others freely."""
-    return _reduction(eqn, "whole")
-
-
-def _reduction(eqn: JaxprEqn, kind: str) -> ShardingRule:
+@register(*find_primitives("argmax", "argmin", "reduce_prod", "reduce_xor", *(f"reduce_{name}" for name in _PARTS)))
+def reduce_axes(eqn: JaxprEqn) -> ShardingRule:
+    """`ab->a {sum b}`, `{max b}`, `{min b}` or `{whole b}`."""
+    kind = parts_make(eqn)
     shape = eqn.invars[0].aval.shape
     operand = new_term(shape, factor_names())
     result = tuple(dim for d, dim in enumerate(operand) if d not in eqn.params["axes"])

@@ -13,37 +13,17 @@ from collections.abc import Sequence
 import jax
 
 from autopar._jax import JaxprEqn, find_primitives
-from autopar.ir.rules.linearity import linear_groups, may_be_extreme, may_be_partial
+from autopar.ir.rules.linearity import linear_groups
+from autopar.ir.rules.reductions import parts_make
 from autopar.ir.rules.registry import register
 from autopar.ir.rules.rule import Shard, ShardingRule, Term, factor_names, num_elements
 from autopar.ir.rules.window import Window, WindowFactors
 
 
-@register(*find_primitives("reduce_window_sum"))
-def reduce_window_sum(eqn: JaxprEqn) -> ShardingRule:
-    """A dim that one window covers is summed; linear."""
-    return _reduce_window(eqn, "sum" if may_be_partial(eqn.outvars[0].aval.dtype) else "whole")
-
-
-@register(*find_primitives("reduce_window_max"))
-def reduce_window_max(eqn: JaxprEqn) -> ShardingRule:
-    """A dim that one window covers is reduced by max at once."""
-    return _reduce_window(eqn, "max" if may_be_extreme(eqn.outvars[0].aval.dtype) else "whole")
-
-
-@register(*find_primitives("reduce_window_min"))
-def reduce_window_min(eqn: JaxprEqn) -> ShardingRule:
-    """A dim that one window covers is reduced by min at once."""
-    return _reduce_window(eqn, "min" if may_be_extreme(eqn.outvars[0].aval.dtype) else "whole")
-
-
-@register(*find_primitives("reduce_window"))
+@register(*find_primitives("reduce_window", "reduce_window_sum", "reduce_window_max", "reduce_window_min"))
 def reduce_window(eqn: JaxprEqn) -> ShardingRule:
-    """n arrays and n initial scalars by any computation."""
-    return _reduce_window(eqn, "whole")
-
-
-def _reduce_window(eqn: JaxprEqn, kind: str) -> ShardingRule:
+    """A dim that one window covers is reduced as in `reductions.py`; n arrays and n initial scalars by any computation."""
+    kind = parts_make(eqn)
     dims = _window_factors(eqn, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)
     operand, result = tuple(dim.operand for dim in dims), tuple(dim.result for dim in dims)
     whole = [factor for dim in dims for factor in dim.whole if factor in (*dim.operand, *dim.result)]

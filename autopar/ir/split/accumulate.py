@@ -20,6 +20,7 @@ import numpy as np
 from autopar._jax import Atom, Aval, Jaxpr, JaxprEqn, Var, make_jaxpr, new_eqn, new_var, primitives, resized, shaped
 from autopar.ir.build import Equations, flat_function
 from autopar.ir.region import Binding, new_scan
+from autopar.ir.rules.linearity import identity_of
 from autopar.ir.split.microbatch import Microbatches, Result
 from autopar.ir.split.placement import OWN, SUM, Partial, Placement, Replicated, Split
 from autopar.ir.trace.flatten import flatten
@@ -60,13 +61,7 @@ def accumulator_type(aval: Aval, placement: Placement) -> jax.ShapeDtypeStruct:
 def first_value(aval: Aval | jax.ShapeDtypeStruct, placement: Placement) -> jax.Array:
     """What an accumulator of this type holds before the first microbatch."""
     if isinstance(placement, Partial) and placement != SUM:
-        low = placement.kind == "max"
-        if aval.dtype == jnp.bool_:
-            return jnp.full(aval.shape, not low)
-        if jnp.issubdtype(aval.dtype, jnp.inexact):
-            return jnp.full(aval.shape, -np.inf if low else np.inf, aval.dtype)
-        limits = jnp.iinfo(aval.dtype)
-        return jnp.full(aval.shape, limits.min if low else limits.max, aval.dtype)
+        return jnp.full(aval.shape, identity_of(placement.kind, aval.dtype), aval.dtype)
     return jnp.zeros(aval.shape, aval.dtype)
 
 

@@ -187,6 +187,8 @@ class _Twins:
         first = known.get(key)
         if first is None:
             known[key] = eqn
+            if not any(isinstance(operand, Var) for operand in key[1]):  # the same wherever it stands
+                name.update((var, (key, k)) for k, var in enumerate(eqn.outvars))
             return {}
         name.update((var, _name(old, name)) for var, old in zip(eqn.outvars, first.outvars, strict=True))
         if not (is_recomputed(eqn) or is_backward(at)) or is_backward(first) or is_recomputed(first):
@@ -196,7 +198,7 @@ class _Twins:
     def scan(self, place: int, scan: Region) -> JaxprEqn:
         (body,) = scan.bodies
         if not is_backward(scan.eqn):
-            own = _Body(place, scan, {}, {})
+            own = _Body(place, scan, self.names_of_consts(scan), {})
             for eqn in body.eqns:
                 self.visit(eqn, own.name, own.known, scan.eqn)
             self.bodies.append(own)
@@ -206,9 +208,10 @@ class _Twins:
         for other in self.bodies:
             if other.scan.trips != scan.trips:
                 continue
-            name, known = _names_in(other, scan), dict(other.known)
+            rows, known = _names_of_rows(other, scan), dict(other.known)
+            name = self.names_of_consts(scan) | rows
             own = {var for eqn in body.eqns for var in eqn.outvars}
-            for eqn in body.eqns if name else ():
+            for eqn in body.eqns if rows else ():
                 for var, old in self.visit(eqn, name, known, scan.eqn).items():
                     if old in own or var in swapped:  # made twice in this body; known from another scan
                         continue
@@ -228,16 +231,17 @@ class _Twins:
         ]
         return scan.rebuild([*leaving, *more], [now])
 
+    def names_of_consts(self, scan: Region) -> dict[Var, Hashable]:
+        return {b.var: _name(b.outer, self.name) for b in scan.consts if b.outer is not None}
 
-def _names_in(first: _Body, second: Region) -> dict[Var, Hashable]:
-    """Of what enters the body of a scan, which value of an earlier scan's body it is in the same trip."""
+
+def _names_of_rows(first: _Body, second: Region) -> dict[Var, Hashable]:
+    """Of what enters the body of a scan row by row, which value of an earlier scan's body it is in the same trip."""
     made: dict[Atom | None, Atom] = {b.result: b.value for b in first.scan.ys}
-    entered = {(b.role, b.outer): b.var for b in first.scan.of_role("const", "xs") if isinstance(b.outer, Var)}
+    entered = {b.outer: b.var for b in first.scan.xs if isinstance(b.outer, Var)}
     name: dict[Var, Hashable] = {}
-    for b in second.of_role("const", "xs"):
-        if not isinstance(b.outer, Var):
-            continue
-        same = entered.get((b.role, b.outer)) or (made.get(b.outer) if b.role == "xs" else None)
+    for b in second.xs:
+        same = (entered.get(b.outer) or made.get(b.outer)) if isinstance(b.outer, Var) else None
         if isinstance(same, Var):
             name[b.var] = _name(same, first.name)
     return name

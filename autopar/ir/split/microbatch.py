@@ -25,7 +25,7 @@ from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.rewrite.views import views_of_arguments
 from autopar.ir.split.forward_sums import with_forward_sums
 from autopar.ir.split.joins import with_joins
-from autopar.ir.split.phases import find_phases, find_phases_or_values
+from autopar.ir.split.phases import find_phases
 from autopar.ir.split.placement import OWN, REPLICATED, SUM, Partial, Placement, Split, local_aval
 from autopar.ir.split.solution import LoopSolution
 from autopar.ir.split.waiting import SamplesWaitError
@@ -75,15 +75,10 @@ class Microbatches:
         return dict.fromkeys(outer_of[a] for eqn in eqns for a in inputs_of(eqn) if a in outer_of)
 
 
-def split_microbatches(
-    jaxpr: Jaxpr,
-    count: int,
-    batch: Sequence[int],
-    per_microbatch: bool = False,
-    name: str = "the batch",
-    apart: bool = False,
-) -> Microbatches:
-    """Split a step into phases.
+def split_at_joins(
+    jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False, name: str = "the batch"
+) -> tuple[Jaxpr, Microbatches]:
+    """Split a step into phases for stages: each adds up its part of a gradient, and all forward passes may be done first.
 
     Args:
         jaxpr: Flat program.
@@ -91,33 +86,20 @@ def split_microbatches(
         batch: Inputs whose leading dim runs over samples.
         per_microbatch: Where samples wait for a sum over the batch, each microbatch takes its own.
         name: What messages call the batch.
-        apart: Keep the parts of a gradient apart in the loop: stages make one each.
+
+    Returns:
+        The step, with a copy of each sum that backward passes wait for, and its phases.
 
     Raises:
         BatchError: There is no batch, or it does not divide.
         MicrobatchError: The step cannot be split exactly.
     """
     check_divides(jaxpr, count, batch, name)
-    return write_phases(jaxpr, find_phases(jaxpr, count, batch, per_microbatch, apart))
-
-
-def split_at_joins(
-    jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False, name: str = "the batch"
-) -> tuple[Jaxpr, Microbatches]:
-    """The same for stages, which add up the parts of a gradient each by itself, and may do all forward passes first.
-
-    Returns:
-        The step, with a copy of each sum that backward passes wait for, and its phases.
-
-    Raises:
-        As of `split_microbatches`.
-    """
-    check_divides(jaxpr, count, batch, name)
     joins: list[JaxprEqn] | None = None
     first: MicrobatchError | None = None
     while True:  # each turn has fewer sums that are made again, or in a loop, or read before they are joined
         try:
-            solution = find_phases_or_values(jaxpr, count, batch, per_microbatch, apart=True, joins=joins)
+            solution = find_phases(jaxpr, count, batch, per_microbatch, apart=True, joins=joins)
             return jaxpr, write_phases(jaxpr, solution)
         except SamplesWaitError as waits:
             first = first or waits.error

@@ -15,7 +15,7 @@ Method: placements are followed forwards (`solver.py`). An equation that fits no
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import jax.numpy as jnp
 
@@ -28,6 +28,7 @@ from autopar.ir.split.demand import Demand, Uses
 from autopar.ir.split.hoist import Hoist
 from autopar.ir.split.joins import made_behind
 from autopar.ir.split.local_statistics import sums_behind
+from autopar.ir.split.ordered import Ordering
 from autopar.ir.split.placement import OWN, REPLICATED, SUM, Loop, Partial, Placement, Split
 from autopar.ir.split.refusal import refusal
 from autopar.ir.split.solution import LoopSolution, Strategies
@@ -38,20 +39,6 @@ from autopar.tuning import TUNING
 
 
 def find_phases(
-    jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False, apart: bool = False
-) -> LoopSolution:
-    """Decide how a program is worked through in `count` microbatches, once.
-
-    Raises:
-        MicrobatchError: Samples wait for what all of them make together; names the operation and the user's line.
-    """
-    try:
-        return find_phases_or_values(jaxpr, count, batch, per_microbatch, apart)
-    except SamplesWaitError as waits:
-        raise waits.error from None
-
-
-def find_phases_or_values(
     jaxpr: Jaxpr,
     count: int,
     batch: Sequence[int],
@@ -59,7 +46,7 @@ def find_phases_or_values(
     apart: bool = False,
     joins: Collection[JaxprEqn] | None = None,
 ) -> LoopSolution:
-    """The same, for those who can have values made before.
+    """Decide how a program is worked through in `count` microbatches.
 
     Args:
         jaxpr: Flat program.
@@ -71,16 +58,81 @@ def find_phases_or_values(
             samples between these passes may wait for all of them. None: there is no such place.
 
     Raises:
-        SamplesWaitError: Samples wait for what all of them make together.
+        SamplesWaitError: Samples wait for what all of them make together; names these values, to have them made before.
         MicrobatchError: Too much would be done of the whole batch at once.
     """
+    try:
+        return _phases(jaxpr, count, batch, per_microbatch, apart, joins)
+    except (SamplesWaitError, MicrobatchError) as error:
+        ordering = Ordering(jaxpr, count)
+        if not ordering.key_of:
+            raise
+        solution = _in_order(jaxpr, count, batch, per_microbatch, apart, joins, ordering)
+        if solution is None:
+            raise error from None
+        return solution
+
+
+def _in_order(
+    jaxpr: Jaxpr,
+    count: int,
+    batch: Sequence[int],
+    per_microbatch: bool,
+    apart: bool,
+    joins: Collection[JaxprEqn] | None,
+    ordering: Ordering,
+) -> LoopSolution | None:
+    """The same where a microbatch sorts its own samples; None: what is sorted is needed as all of them together have it."""
+    try:
+        solution = _phases(jaxpr, count, batch, per_microbatch, apart, joins, ordering)
+    except (SamplesWaitError, MicrobatchError):
+        return None
+    late = [a for eqn in jaxpr.eqns if solution.phase[eqn] not in ("before", "loop") for a in inputs_of(eqn)]
+    return None if any(_is_ordered(solution.made_as(var)) for var in (*late, *variables(jaxpr.outvars))) else solution
+
+
+def _is_ordered(placement: Placement) -> bool:
+    return isinstance(placement, Split) and (placement.order is not None or placement.places is not None)
+
+
+def _phases(
+    jaxpr: Jaxpr,
+    count: int,
+    batch: Sequence[int],
+    per_microbatch: bool,
+    apart: bool,
+    joins: Collection[JaxprEqn] | None,
+    ordering: Ordering | None = None,
+) -> LoopSolution:
     policy = _Phases(jaxpr, count, per_microbatch, joins)
+    policy.solver.strategies.ordering = ordering
     policy.run(batch)
     solution = policy.solution
     uses: Uses = {var: {REPLICATED: None} for var in variables(jaxpr.outvars) if var not in solution.made}
     _LoopDemand(solution, policy.solver.strategies, joins or ()).program(jaxpr, uses)
     _sink(jaxpr, solution, apart)
     return solution
+
+
+def rows_are_samples(jaxpr: Jaxpr, groups: Mapping[int, Sequence[int]]) -> list[int]:
+    """Leading dims, of `groups`, that the step goes through row by row.
+
+    Args:
+        jaxpr: Flat program.
+        groups: Leading dim -> positions of the inputs that have it.
+
+    A layer of a stack, a row of a frozen weight are no samples: other rows wait for what comes of them.
+    """
+    return [size for size, inputs in groups.items() if size > 1 and _goes_apart(jaxpr, size, inputs)]
+
+
+def _goes_apart(jaxpr: Jaxpr, size: int, inputs: Sequence[int]) -> bool:
+    count = next(k for k in range(2, size + 1) if size % k == 0)
+    try:
+        find_phases(jaxpr, count, inputs)
+    except (MicrobatchError, SamplesWaitError):
+        return False
+    return True
 
 
 class _Phases:
@@ -136,6 +188,8 @@ class _Phases:
         try:
             made = self.solver.equation(eqn, inside=False)
         except StuckError as stuck:
+            if any(_is_ordered(solution.of(a)) for a in inputs_of(eqn)):
+                return self.end_loop(at, matters, stuck.cause)
             if self.hoist.rearrange(eqn):
                 return at + 1
             if self.hoist.take_whole(eqn):

@@ -25,7 +25,7 @@ from autopar.ir.dataflow import inputs_of, needed, variables
 from autopar.ir.split.accumulate import accumulate
 from autopar.ir.split.forward_sums import with_forward_sums
 from autopar.ir.split.microbatch import check_divides, check_phases, write_phases
-from autopar.ir.split.phases import find_phases_or_values
+from autopar.ir.split.phases import find_phases
 from autopar.ir.split.solution import LoopSolution
 from autopar.ir.split.waiting import SamplesWaitError
 from autopar.ir.work import Work
@@ -52,7 +52,7 @@ def accumulate_in_rounds(
 ) -> Jaxpr:
     """One program that works through its microbatches in turn, in as many rounds as it takes.
 
-    Arguments are those of `split_microbatches`.
+    Arguments are those of `split_at_joins`.
 
     Raises:
         BatchError: There is no batch, or it does not divide.
@@ -91,7 +91,7 @@ def _with_forward_sums(jaxpr: Jaxpr, count: int, batch: Sequence[int], per_micro
     """The program with its sums where they can be joined, as far as samples wait for them."""
     while True:
         try:
-            find_phases_or_values(jaxpr, count, batch, per_microbatch)
+            find_phases(jaxpr, count, batch, per_microbatch)
         except MicrobatchError:
             return jaxpr
         except SamplesWaitError as waits:
@@ -111,7 +111,7 @@ def _rounds(
     while at < len(rounds):
         current = rounds[at].jaxpr
         try:
-            rounds[at] = replace(rounds[at], solution=find_phases_or_values(current, count, batch, per_microbatch))
+            rounds[at] = replace(rounds[at], solution=find_phases(current, count, batch, per_microbatch))
             at += 1
         except SamplesWaitError as waits:
             first = first or waits

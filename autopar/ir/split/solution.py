@@ -15,6 +15,7 @@ from autopar.ir.region import Binding, Region, bodies_of
 from autopar.ir.rules import rule_for
 from autopar.ir.signature import equation_signature
 from autopar.ir.split.blocks import block_strategies
+from autopar.ir.split.ordered import Ordering
 from autopar.ir.split.placement import OWN, REPLICATED, Axis, Placement, Share, Split, share_of
 from autopar.ir.split.strategy import AxisStrategy, NoPositionError, shard_program, strategies
 
@@ -110,10 +111,15 @@ class LoopSolution(Solution):
 
 
 class Strategies:
-    """The strategies of equations on an axis; those of equal equations are looked up once."""
+    """The strategies of equations on an axis; those of equal equations are looked up once.
+
+    Attributes:
+        ordering: Where shards may have rows in orders of their own, the sorts that make these.
+    """
 
     def __init__(self, axis: Axis):
         self.axis = axis
+        self.ordering: Ordering | None = None
         self.signatures: dict[JaxprEqn, object] = {}
         self.plain: dict[object, list[AxisStrategy]] = {}
         self.in_blocks: dict[object, list[AxisStrategy]] = {}
@@ -125,6 +131,9 @@ class Strategies:
             eqn: The equation.
             placements: Of its operands, then of its results, as far as they are known: they may be split in blocks.
         """
+        in_order = self.ordering and self.ordering.strategies(eqn, placements)
+        if in_order is not None:
+            return in_order
         signature = self.signatures.get(eqn)
         if signature is None:
             signature = self.signatures[eqn] = equation_signature(eqn)

@@ -165,27 +165,27 @@ def shard_program(eqn: JaxprEqn, rule: ShardingRule, strategy: AxisStrategy, sha
 
 def share_in(whole: jax.Array, placement: Split, share: Share) -> jax.Array:
     """What of a whole value a shard has."""
-    dim, blocks = placement.dim, placement.blocks
-    before, behind, rows = whole.shape[:dim], whole.shape[dim + 1 :], whole.shape[dim] // blocks
-    first, size = share.start(rows), share.of(rows)
-    if blocks == 1:
-        return jax.lax.slice_in_dim(whole, first, first + size, axis=dim)
-    apart = jnp.reshape(whole, (*before, blocks, rows, *behind))
-    part = jax.lax.slice_in_dim(apart, first, first + size, axis=dim + 1)
-    return jnp.reshape(part, (*before, blocks * size, *behind))
+    rows = whole.shape[placement.dim] // placement.blocks
+    return _part(whole, placement, share.start(rows), share.of(rows))
 
 
 def part_of(whole: jax.Array, placement: Split, number: jax.Array | int, count: int) -> jax.Array:
     """What of a whole value the number-th of `count` equal shards has."""
-    dim, size = placement.dim, whole.shape[placement.dim] // (placement.blocks * count)
-    before, behind = whole.shape[:dim], whole.shape[dim + 1 :]
-    if placement.blocks > 1:
-        whole, dim = jnp.reshape(whole, (*before, placement.blocks, size * count, *behind)), dim + 1
-    if isinstance(number, int):
-        part = jax.lax.slice_in_dim(whole, number * size, (number + 1) * size, axis=dim)
+    size = whole.shape[placement.dim] // (placement.blocks * count)
+    return _part(whole, placement, number * size, size)
+
+
+def _part(whole: jax.Array, placement: Split, first: jax.Array | int, size: int) -> jax.Array:
+    """So many rows of each block of a dim, from one on."""
+    dim, blocks = placement.dim, placement.blocks
+    before, behind, rows = whole.shape[:dim], whole.shape[dim + 1 :], whole.shape[dim] // blocks
+    if blocks > 1:
+        whole, dim = jnp.reshape(whole, (*before, blocks, rows, *behind)), dim + 1
+    if isinstance(first, int):
+        part = jax.lax.slice_in_dim(whole, first, first + size, axis=dim)
     else:
-        part = jax.lax.dynamic_slice_in_dim(whole, number * size, size, dim)
-    return part if placement.blocks == 1 else jnp.reshape(part, (*before, placement.blocks * size, *behind))
+        part = jax.lax.dynamic_slice_in_dim(whole, first, size, dim)
+    return part if blocks == 1 else jnp.reshape(part, (*before, blocks * size, *behind))
 
 
 def join_parts(parts: Sequence[jax.Array], placement: Split) -> jax.Array:

@@ -13,10 +13,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.tree_util import KeyPath, PyTreeDef
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, KeyPath, PyTreeDef, SequenceKey
 
 from autopar._jax import outermost_node
-from autopar.ir.trace.key_text import key_text
 
 
 def in_containers(tree: PyTreeDef, values: Sequence[object], keys: Sequence[KeyPath]) -> Any:
@@ -43,6 +42,18 @@ def plain_containers(value: object) -> PyTreeDef:
     """The structure of a tree, with containers of ours for those of its classes that do not take anything."""
     paths, tree = jax.tree_util.tree_flatten_with_path(value)
     return jax.tree.structure(in_containers(tree, [_Anything() for _ in paths], [keys for keys, _ in paths]))
+
+
+def key_text(key: object) -> str:
+    """A key of a path as the user would write it: "kernel", "0"."""
+    match key:
+        case DictKey() | FlattenedIndexKey():
+            return str(key.key)
+        case SequenceKey():
+            return str(key.idx)
+        case GetAttrKey():
+            return key.name
+    return str(key).strip(".[]'\"")
 
 
 def _filled(tree: PyTreeDef, values: list[object], keys: list[KeyPath], depth: int) -> object:

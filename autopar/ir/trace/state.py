@@ -24,7 +24,7 @@ from jax.tree_util import PyTreeDef
 from autopar._jax import Aval, Var, is_key
 from autopar.errors import BatchError, warn
 from autopar.ir.program import Program
-from autopar.ir.split.samples import rows_are_samples
+from autopar.ir.split.phases import rows_are_samples
 from autopar.ir.trace.parameters import Argument, integers
 from autopar.ir.trace.returned import num_updated, objects_in
 
@@ -38,14 +38,12 @@ class Roles:
         state: Input leaves that come back.
         batch: Input leaves that hold samples along dim 0.
         donated: Per input leaf.
-        state_arguments: Numbers of the arguments that are state.
     """
 
     aliases: dict[int, int]
     state: tuple[int, ...]
     batch: tuple[int, ...]
     donated: tuple[bool, ...]
-    state_arguments: tuple[int, ...]
 
     @property
     def may_hold_layers(self) -> tuple[int, ...]:
@@ -87,7 +85,7 @@ def find_roles(program: Program, batch_argnums: Any = "auto", donate_argnums: An
         for leaf in range(*arguments[number]):
             donated[leaf] = leaf not in cast.values() and (donate_argnums != "auto" or leaf in state)
     samples = tuple(k for n in batch for k in range(*arguments[n]) if program.in_avals[k].shape)
-    return Roles(aliases, state, samples, tuple(donated), changed)
+    return Roles(aliases, state, samples, tuple(donated))
 
 
 def find_batch(program: Program, state: Iterable[int]) -> tuple[int, ...]:

@@ -34,10 +34,10 @@ from autopar.ir.program import Program
 from autopar.ir.rewrite.dim_order import products_in_order
 from autopar.ir.rewrite.host_memory import keep_on_device
 from autopar.ir.rewrite.scan_slices import scan_slices
-from autopar.ir.source import gradient_line, host_lines, warn_of_host_memory
-from autopar.ir.trace.containers import accepts, in_containers
+from autopar.ir.rewrite.written_once import find_written_once
+from autopar.ir.source import gradient_line, warn_of_host_memory
+from autopar.ir.trace.containers import accepts, in_containers, key_text
 from autopar.ir.trace.flatten import FLATTEN, Traced, check_flat
-from autopar.ir.trace.key_text import key_text
 from autopar.ir.trace.parameters import Split, Static, check_hashable, parameters_of, static_of
 from autopar.ir.trace.random import raw_keys
 from autopar.ir.trace.returned import is_of_objects, objects_in
@@ -53,6 +53,11 @@ TRACE: tuple[Pass[Traced], ...] = (
         "dim_order",
         "products take and make large arrays as they lie",
         lambda program: dataclasses.replace(program, jaxpr=products_in_order(program.jaxpr)),
+    ),
+    Pass(
+        "written_once",
+        "writes to places that are all different ask no more which was the last",
+        lambda program: dataclasses.replace(program, jaxpr=find_written_once(program.jaxpr)),
     ),
 )
 """What every step goes through."""
@@ -103,7 +108,7 @@ def trace_step(
     jaxpr = traced.jaxpr
     flat = run_passes(TRACE, traced, check_flat)
     if any(on_host(var.aval) for var in (*flat.jaxpr.invars, *flat.jaxpr.outvars)):
-        warn_of_host_memory(name, host_lines(jaxpr), "steps that take or return such values")
+        warn_of_host_memory(name, jaxpr)
         flat = dataclasses.replace(flat, jaxpr=keep_on_device(flat.jaxpr))
     out_avals = tuple(var.aval for var in jaxpr.outvars)
     out = in_containers(out_tree, [_type_of(aval) for aval in out_avals], ())

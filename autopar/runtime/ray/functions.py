@@ -130,8 +130,8 @@ def check_calls(bodies: Sequence[Body]) -> None:
             )
 
 
-def check_no_calls(program: Any, given: str) -> None:
-    """A program that workers run without callbacks must have none.
+def check_no_calls(program: Any) -> None:
+    """A program that makes state, which workers run without callbacks, must have none.
 
     Raises:
         NotBuiltYetError: It has.
@@ -143,7 +143,7 @@ def check_no_calls(program: Any, given: str) -> None:
     if name is not None:
         raise NotBuiltYetError(
             "calls into Python are not built for what makes state on a Ray cluster.",
-            given=given,
+            given="create_state(...)",
             wrong=f"it calls `{name}`.",
             do="leave it out, or make the state in this process and pass it to the step.",
             feature="callbacks in create_state on Ray",

@@ -113,16 +113,3 @@ def _needs(stage: int, step: Step, num_stages: int) -> list[tuple[int, str, int]
             return own + ([(stage + 1, "B", step.microbatch)] if stage + 1 < num_stages else [])
         case _:
             return [(stage, "B", step.microbatch)]
-
-
-def timetable(order: Sequence[Sequence[Step]], backward_clocks: int = 1) -> str:
-    """An order as text, a row per stage and a column per clock."""
-    total, starts = clocks(order, backward_clocks)
-    width = 1 + max((len(str(step)) for steps in order for step in steps), default=1)
-    lines = []
-    for stage, row in enumerate(starts):
-        cells = [""] * total
-        for start, step in row:
-            cells[start] = str(step)
-        lines.append(f"stage {stage}  " + "".join((cell or ".").ljust(width) for cell in cells).rstrip())
-    return "\n".join(lines)

@@ -10,8 +10,7 @@ from jax import lax
 
 from autopar.ir.region import bodies_of, region_of
 from autopar.ir.split.layers import layer_count
-from autopar.ir.split.microbatch import split_microbatches
-from tests.ir.traced import traced
+from tests.ir.traced import split_microbatches, traced
 
 LAYERS, WIDTH, BATCH = 6, 8, 4
 RNG = np.random.default_rng(0)

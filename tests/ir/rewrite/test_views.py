@@ -9,10 +9,10 @@ import pytest
 
 import autopar
 from autopar.ir.rewrite.views import views_of_arguments
-from autopar.ir.split.microbatch import split_microbatches
 from autopar.ir.split.whole_batch import whole_batch
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
+from tests.ir.traced import split_microbatches
 
 RNG = np.random.default_rng(0)
 KERNEL, BIAS = RNG.normal(size=(8, 4, 6)).astype(np.float32), RNG.normal(size=24).astype(np.float32)

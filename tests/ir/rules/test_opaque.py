@@ -11,9 +11,9 @@ import autopar
 from autopar.errors import RuleError
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.opaque import sharding_rule
-from autopar.ir.split.microbatch import split_microbatches
 from autopar.ir.trace.trace import trace_step
 from tests.ir.rules.harness import check_equation, check_function, flat_eqns, gradient_of, only_eqn
+from tests.ir.traced import split_microbatches
 
 
 @sharding_rule("batch seq d, d f -> batch seq f {sum d}", linear=[(0,), (1,)])
@@ -195,3 +195,40 @@ def test_a_microbatch_of_it_is_one_operation_too():
     cluster, method = autopar.Cluster.local(jax.devices()[:2]), autopar.DataParallel(num_microbatches=4)
     results = autopar.parallelize(step, cluster=cluster, method=method, batch_argnums=(1,))(w, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), results, jax.jit(step)(w, x))
+
+
+@sharding_rule("b n m -> b n m, b {whole n m}")
+def factored(a):
+    """LAPACK's Cholesky factor, a foreign function; it has columns where we have rows."""
+    results = jax.ShapeDtypeStruct(a.shape, a.dtype), jax.ShapeDtypeStruct(a.shape[:1], jnp.int32)
+    call = jax.ffi.ffi_call("lapack_spotrf_ffi", results, input_output_aliases={0: 0})
+    factor, problems = call(a, uplo=np.uint8(ord("U")))
+    return jnp.tril(factor), problems
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        autopar.DataParallel(num_microbatches=2),
+        autopar.PipelineParallel(num_stages=2, num_microbatches=2),
+    ],
+)
+def test_foreign_function(method):
+    """On each device and for each microbatch the call is one on fewer matrices."""
+
+    def train_step(params, batch):
+        def loss_fn(params):
+            rows = jnp.tanh(batch["x"] @ params["in"])
+            factor, _ = factored(jax.lax.stop_gradient(rows @ rows.mT) + jnp.eye(3))
+            return jnp.mean((factor @ rows @ params["out"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), loss
+
+    jnp.linalg.cholesky(jnp.eye(2))  # JAX finds LAPACK when it is first asked for
+    rng = np.random.default_rng(0)
+    params = {"in": np.float32(rng.normal(size=(4, 4))), "out": np.float32(rng.normal(size=(4, 2)))}
+    args = params, {"x": np.float32(rng.normal(size=(8, 3, 4)))}
+    cluster = autopar.Cluster.local(jax.devices()[:2])
+    results = autopar.parallelize(train_step, cluster=cluster, method=method, batch_argnums=(1,))(*args)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5), results, jax.jit(train_step)(*args))

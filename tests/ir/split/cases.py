@@ -19,9 +19,10 @@ from autopar.ir.check import check_program
 from autopar.ir.program import Program
 from autopar.ir.region import bodies_of, is_region
 from autopar.ir.split.accumulate import accumulate
-from autopar.ir.split.microbatch import Microbatches, split_microbatches
+from autopar.ir.split.microbatch import Microbatches
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
+from tests.ir.traced import split_microbatches
 
 BATCH, LENGTH, WIDTH, CLASSES, WORDS, LAYERS = 8, 4, 16, 4, 12, 3
 

@@ -12,7 +12,6 @@ from jax import lax
 from autopar.errors import MicrobatchError
 from autopar.ir.check import check_program
 from autopar.ir.rewrite.fission import behind_gradients
-from autopar.ir.split.microbatch import split_microbatches
 from tests.ir.split.cases import (
     COUNTS,
     Case,
@@ -33,6 +32,7 @@ from tests.ir.split.cases import (
     traced,
     typed_key,
 )
+from tests.ir.traced import split_microbatches
 
 
 def reversed_inputs_loss(params: Tree, batch: Tree) -> jax.Array:

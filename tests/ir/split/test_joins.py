@@ -95,7 +95,7 @@ def test_forward_passes_that_wait_in_the_middle_are_refused():
         split_at_joins(program.jaxpr, 2, batch)
 
 
-@pytest.mark.parametrize("by_scan, again", [(False, True), (True, False)])
+@pytest.mark.parametrize("by_scan, again", [(False, True), (True, False), (True, True)])
 def test_layers_that_run_again_or_in_a_loop(by_scan, again):
     program, batch = trace_case(Case(sgd(lambda params, batch: layers_loss(params, batch, by_scan, again))))
     jaxpr, split = split_at_joins(program.jaxpr, 2, batch)

@@ -12,11 +12,11 @@ import pytest
 from autopar.ir.check import check_program
 from autopar.ir.printer import print_jaxpr
 from autopar.ir.split.accumulate import accumulate
-from autopar.ir.split.microbatch import split_microbatches
 from autopar.ir.split.placement import SUM
 from tests.ir.split.cases import BATCH, WIDTH, Case, Tree, equations, mlp_params, primitives_in, split_case, trace_case
 from tests.ir.split.losses import LOSSES
 from tests.ir.split.models import MODELS
+from tests.ir.traced import split_microbatches
 
 ADAM = optax.adam(1e-2)
 

@@ -11,7 +11,6 @@ import pytest
 from jax import lax
 
 from autopar.errors import BatchError, MicrobatchError
-from autopar.ir.split.microbatch import split_microbatches
 from tests.ir.split.cases import (
     BATCH,
     COUNTS,
@@ -37,6 +36,7 @@ from tests.ir.split.losses import (
     while_any_loss,
 )
 from tests.ir.split.models import accumulating_step
+from tests.ir.traced import split_microbatches
 
 
 def contrastive_loss(params: Tree, batch: Tree) -> jax.Array:

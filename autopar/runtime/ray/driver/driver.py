@@ -194,7 +194,7 @@ class RayStep:
             calls[seat.number] = (StepCall(self._number, step, keys, own, keep[seat.mesh], dropped, is_measured),)
         for copy in taken:
             copy.is_deleted = True
-        made = self.workers.run(calls, self._number)
+        made = self.workers.call("run", calls, job=self._number)
         raised = all_raised(made)
         if self._pauses and raised:
             self._leave(calls, taken)
@@ -361,7 +361,7 @@ class RayStep:
                 return [part_of(leaves[leaf], number, sizes[leaf], dims[first + leaf]) for leaf, number in entries]
 
             jitted = jax.jit(own, out_shardings=[kind.on(abstract_mesh(kind.mesh)) for kind in kinds])
-            check_no_calls(jitted.trace().jaxpr, "create_state(...)")
+            check_no_calls(jitted.trace().jaxpr)
             code, keys = exported(jitted, (), self._platform), self.workers.number(len(entries))
             made_there = {s.number: (code, list(keys), kinds) for s in self.workers.seats_on(mesh)}
             self.workers.call("create", made_there, subject=", ".join(map(str, kinds[:4])) + " ..." * (len(kinds) > 4))

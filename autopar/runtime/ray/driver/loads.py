@@ -17,13 +17,7 @@ from autopar.runtime.ray.driver.handles import Copy, Part, RemoteArray
 
 
 def read_arguments(step: RayStep, names: Mapping[int, str], folder: Path, token: Path) -> dict[int, RemoteArray]:
-    """Have arguments of a step read where they live.
-
-    Args:
-        step: The step.
-        names: On the disk, by position of the argument.
-        folder: Of the checkpoint.
-        token: A file in it, unlike that of any other.
+    """Have arguments of a step, of these names on the disk, read where they live; `token` is a file unlike that of any other.
 
     Returns:
         The arrays by position; without those of which a worker does not see the folder.

@@ -109,12 +109,7 @@ class Workers:
 
     def prepare(self, method: str, arguments: Mapping[int, tuple[Any, ...]]) -> dict[int, Any]:
         """A call before the first step that ends soon, or not at all."""
-        seconds = self._machine.start_seconds
-        return self.call(method, arguments, silence_seconds=seconds, standing_seconds=seconds, option="start_seconds")
-
-    def run(self, calls: Mapping[int, tuple[Any, ...]], job: int) -> dict[int, Any]:
-        """One step of a job; arguments as of `Worker.run`."""
-        return self.call("run", calls, job=job)
+        return self.call(method, arguments, at_start=True)
 
     def clocks(self) -> dict[int, tuple[float, float]]:
         """By host, how much its clock is ahead of this one's, and how far off that may be."""
@@ -138,9 +133,7 @@ class Workers:
         method: str,
         arguments: Mapping[int, tuple[Any, ...]],
         *,
-        silence_seconds: float | None = None,
-        standing_seconds: float | None = None,
-        option: str = "wait_seconds",
+        at_start: bool = False,
         job: int = -1,
         subject: str = "",
         harmless: bool = False,
@@ -150,9 +143,7 @@ class Workers:
         Args:
             method: Of `Worker`.
             arguments: By worker.
-            silence_seconds: How long they may not answer to anything; None: as the machine says.
-            standing_seconds: How long one may stand at one place; None: as the machine says.
-            option: Which setting says how long one may stand, for messages of errors.
+            at_start: Whether they may take as long as for starting, and not as in a step.
             job: Which job's stream they are at, for messages of errors.
             subject: What the call is about, for messages of errors.
             harmless: Whether they are as they were, also if the method raises.
@@ -163,7 +154,8 @@ class Workers:
         if self.closed:
             raise ended()
         refs: dict[int, Any] = {}
-        limits = silence_seconds or self._machine.silence_seconds, standing_seconds or self._machine.wait_seconds
+        machine, option = self._machine, "start_seconds" if at_start else "wait_seconds"
+        limits = (machine.start_seconds,) * 2 if at_start else (machine.silence_seconds, machine.wait_seconds)
         try:
             for number, own in arguments.items():
                 refs[number] = getattr(self._actors[number], method).remote(*own)

@@ -27,7 +27,7 @@ from autopar.runtime.ray.transport.parcels import Message, box_shape
 from autopar.runtime.ray.transport.plain import as_plain, from_plain, is_narrow
 from autopar.runtime.ray.transport.transport import Receive, Send, WaitError
 from autopar.runtime.ray.worker.places import Places
-from autopar.runtime.transfer import cut_tile, join_tiles
+from autopar.runtime.transfer import cut_tile, joins_by_device
 from autopar.streams.instructions import MeshId
 from autopar.streams.transfers import Tile, TransferPlan, plan_transfer
 
@@ -96,12 +96,7 @@ class Channel(Protocol):
 
 
 class Direct:
-    """A transport through channels.
-
-    Attributes:
-        sent_bytes: How much was handed to other workers.
-        copied_bytes: How much of it was copied in the host's memory: nothing.
-    """
+    """A transport through channels, by which nothing is copied in the host's memory; attributes as of `Transport`."""
 
     def __init__(
         self,
@@ -248,20 +243,14 @@ class Direct:
             return lambda parts: self._zeros(want)
         arriving = boxes(want.shape, plan.middle, want.mesh)
         devices = dict(zip(self._seat.devices, self._places.devices(want), strict=True))
-        of_device: dict[int, list[int]] = {}
-        for k, tile in enumerate(tiles):
-            of_device.setdefault(tile.target, []).append(k)
-        joins = {
-            device: join_tiles(arriving[device], [tiles[k].box for k in own], want.dtype)
-            for device, own in of_device.items()
-        }
-        handed_on = [(a, b) for a, b in plan.forwards if a in devices and b in devices and b not in of_device]
+        joins = joins_by_device(tiles, arriving, want.dtype)
+        handed_on = [(a, b) for a, b in plan.forwards if a in devices and b in devices and b not in joins]
         wanted = self._places.sharding(want)
         middle = jax.sharding.NamedSharding(wanted.mesh, plan.middle.partition_spec())
         gather = None if middle.spec == wanted.spec else self._gather(middle, wanted, want.dtype)
 
         def put(parts: Sequence[jax.Array]) -> jax.Array:
-            there = {device: joins[device]([parts[k] for k in own]) for device, own in of_device.items()}
+            there = {device: join([parts[k] for k in own]) for device, (own, join) in joins.items()}
             for first, second in handed_on:
                 there[second] = jax.device_put(there[first], devices[second])
             shards = [there[device] for device in self._seat.devices]

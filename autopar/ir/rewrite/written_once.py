@@ -1,0 +1,129 @@
+"""Writes to places that are all different: what JAX asks, in their gradient, of which write was the last is known.
+
+In:     a flat program. `y.at[order].set(x)` is differentiated by writing a number for each element of x to its place and
+        looking which are found there again: of several writes to one place one counts.
+Out:    the same program, in which they are found if `order` is a permutation of all rows, as `argsort` makes it.
+Method: the equations that compare (`eq`), and what made their operands; the numbers are then written for nobody.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr
+from autopar.ir.build import Equations
+from autopar.ir.known_values import KnownValues
+from autopar.ir.region import bodies_of, is_region, region_of
+from autopar.ir.rewrite.dead_code import remove_dead_code
+
+
+def find_written_once(jaxpr: Jaxpr) -> Jaxpr:
+    """The program without questions whose answer is known."""
+    known = KnownValues(jaxpr)
+    if not any(eqn.primitive.name == "scatter" for eqn in known.maker.values()):
+        return jaxpr
+    eqns, changed = _answered(jaxpr, known)
+    return remove_dead_code(make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns), len(jaxpr.invars)) if changed else jaxpr
+
+
+def _answered(jaxpr: Jaxpr, known: KnownValues) -> tuple[list[JaxprEqn], bool]:
+    """Equations of a body, and whether some are others."""
+    eqns = Equations()
+    changed = False
+    for eqn in jaxpr.eqns:
+        answer = _answer(eqn, known) if eqn.primitive.name == "eq" else None
+        if answer is not None:
+            (var,) = eqn.outvars
+            eqns.define(var, functools.partial(jnp.full, var.aval.shape, answer), [], eqn.source_info)
+        elif is_region(eqn):
+            bodies = [_answered(body, known) for body in bodies_of(eqn)]
+            if any(inside for _, inside in bodies):
+                region = region_of(eqn)
+                eqn = region.rebuild(region.bindings, [made for made, _ in bodies])
+                changed = True
+            eqns.append(eqn)
+        else:
+            eqns.append(eqn)
+        changed |= answer is not None
+    return eqns, changed
+
+
+def _answer(eqn: JaxprEqn, known: KnownValues) -> bool | None:
+    """What a comparison gives for all elements; None: it is not known."""
+    for one, other in (eqn.invars, eqn.invars[::-1]):
+        _, looks = known.made(one)
+        if looks is None:
+            continue
+        if looks.primitive.name == "scatter" and known.constant(other) == 0:
+            return False if _writes_all(looks, known) and _is_numbered(looks.invars[2], known) else None
+        if looks.primitive.name == "gather":
+            _, writes = known.made(looks.invars[0])
+            if writes is not None and writes.primitive.name == "scatter" and _same(writes.invars[2], other, known):
+                return True if _writes_all(writes, known) and _looks_there(looks, writes, known) else None
+    return None
+
+
+def _same(one: Atom, other: Atom, known: KnownValues) -> bool:
+    return known.made(one)[0] is known.made(other)[0]
+
+
+def _writes_all(scatter: JaxprEqn, known: KnownValues) -> bool:
+    """Whether each row is written once: the indices are a permutation of all of them."""
+    table, indices, updates = scatter.invars
+    numbers = scatter.params["dimension_numbers"]
+    dims = tuple(numbers.scatter_dims_to_operand_dims)
+    if len(dims) != 1 or dims != tuple(numbers.inserted_window_dims) or numbers.operand_batching_dims:
+        return False
+    rows = table.aval.shape[dims[0]]
+    if scatter.params["update_jaxpr"] is not None or updates.aval.size != table.aval.size or indices.aval.size != rows:
+        return False
+    leaves = known.leaves(indices, ())
+    if len(leaves) != 1 or not _is_permutation(leaves[0], rows, known):
+        return False
+    made = known.function(indices, {leaves[0]: np.arange(rows, dtype=leaves[0].aval.dtype)})
+    return made is not None and np.array_equal(made, np.arange(rows))
+
+
+def _is_permutation(var: Var, rows: int, known: KnownValues) -> bool:
+    """Whether a value is what `argsort` makes of so many rows."""
+    _, sort = known.made(var)
+    if sort is None or sort.primitive.name != "sort" or var.aval.shape != (rows,):
+        return False
+    return known.is_count(sort.invars[[out is var for out in sort.outvars].index(True)])
+
+
+def _is_numbered(updates: Atom, known: KnownValues) -> bool:
+    """Whether the numbers that are written are 1, 2, ..., none of them 0."""
+    _, add = known.made(updates)
+    if add is None or add.primitive.name != "add" or not jnp.issubdtype(add.outvars[0].aval.dtype, jnp.unsignedinteger):
+        return False
+    if updates.aval.size >= np.iinfo(updates.aval.dtype).max:
+        return False
+    ones = [known.constant(atom) for atom in add.invars]
+    return any(one == 1 and _is_counted(add.invars[1 - k], known) for k, one in enumerate(ones))
+
+
+def _is_counted(atom: Atom, known: KnownValues) -> bool:
+    """Whether a value is that of an `iota`, in whichever shape."""
+    _, eqn = known.made(atom)
+    while eqn is not None and eqn.primitive.name in ("reshape", "broadcast_in_dim", "squeeze", "expand_dims"):
+        _, eqn = known.made(eqn.invars[0])
+    return eqn is not None and eqn.primitive.name == "iota"
+
+
+def _looks_there(gather: JaxprEqn, scatter: JaxprEqn, known: KnownValues) -> bool:
+    """Whether a gather reads each element where it was written."""
+    reads, writes = gather.params["dimension_numbers"], scatter.params["dimension_numbers"]
+    (dim,) = writes.scatter_dims_to_operand_dims
+    window = tuple(1 if d == dim else size for d, size in enumerate(scatter.invars[0].aval.shape))
+    return (
+        _same(gather.invars[1], scatter.invars[1], known)
+        and tuple(gather.params["slice_sizes"]) == window
+        and tuple(reads.offset_dims) == tuple(writes.update_window_dims)
+        and tuple(reads.collapsed_slice_dims) == tuple(writes.inserted_window_dims)
+        and tuple(reads.start_index_map) == tuple(writes.scatter_dims_to_operand_dims)
+        and not reads.operand_batching_dims
+    )

@@ -1,0 +1,190 @@
+"""Rows that each microbatch sorts by itself: experts without capacity; and what is no work on single rows."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from autopar.errors import MicrobatchError
+from tests.ir.split.cases import (
+    LENGTH,
+    Case,
+    Tree,
+    _normal,
+    assert_same,
+    full_batch,
+    primitives_in,
+    run_split,
+    sgd,
+    split_case,
+)
+
+WIDTH, EXPERTS, LAYERS = 8, 3, 2
+
+
+def expert_params() -> Tree:
+    return {
+        "router": _normal(0, LAYERS, WIDTH, EXPERTS),
+        "up": 0.5 * _normal(1, LAYERS, EXPERTS, WIDTH, WIDTH),
+        "down": 0.5 * _normal(2, LAYERS, EXPERTS, WIDTH, WIDTH),
+    }
+
+
+def sequences() -> Tree:
+    return {"x": _normal(3, 8, LENGTH, WIDTH), "y": _normal(4, 8, LENGTH, WIDTH)}
+
+
+def products(layer: Tree, rows: jax.Array, sizes: jax.Array) -> jax.Array:
+    return lax.ragged_dot(jnp.tanh(lax.ragged_dot(rows, layer["up"], sizes)), layer["down"], sizes)
+
+
+def written_back(layer: Tree, x: jax.Array) -> jax.Array:
+    """One expert for each row; a result is written where its row was."""
+    gates = jax.nn.softmax(x @ layer["router"])
+    pick = gates.argmax(-1)
+    order, sizes = jnp.argsort(pick), jnp.bincount(pick, length=EXPERTS)
+    rows = products(layer, x[order], sizes.astype(jnp.int32))
+    return jnp.zeros_like(x).at[order].set(rows) * gates.max(-1, keepdims=True)
+
+
+def taken_back(layer: Tree, x: jax.Array) -> jax.Array:
+    """Two experts for each row, as MaxText has it: rows come twice, and results are taken by the inverse order."""
+    weights, picks = lax.top_k(jax.nn.softmax(x @ layer["router"]), 2)
+    pick = picks.reshape(-1)
+    order = jnp.argsort(pick)
+    rows = products(layer, jnp.take(x, order // 2, axis=0), jnp.bincount(pick, length=EXPERTS))
+    rows = jnp.take(rows, jnp.argsort(order), axis=0).reshape(-1, 2, WIDTH)
+    return jnp.einsum("tkd,tk->td", rows, weights)
+
+
+def added_up(layer: Tree, x: jax.Array) -> jax.Array:
+    """The same, weighed in sorted order and added to where the rows were."""
+    weights, picks = lax.top_k(jax.nn.softmax(x @ layer["router"]), 2)
+    order = jnp.argsort(picks.reshape(-1))
+    rows = products(layer, x[order // 2], jnp.bincount(picks.reshape(-1), length=EXPERTS))
+    return jnp.zeros_like(x).at[order // 2].add(rows * weights.reshape(-1)[order][:, None])
+
+
+def model(experts, params: Tree, x: jax.Array, scanned: bool = False) -> jax.Array:
+    def layer(x, params):
+        return x + experts(params, x.reshape(-1, WIDTH)).reshape(x.shape), None
+
+    if scanned:
+        return lax.scan(layer, x, params)[0]
+    for k in range(LAYERS):
+        x, _ = layer(x, jax.tree.map(lambda leaf, k=k: leaf[k], params))
+    return x
+
+
+def case_of(experts, scanned: bool = False) -> Case:
+    def loss(params: Tree, batch: Tree) -> jax.Array:
+        return jnp.mean((model(experts, params, batch["x"], scanned) - batch["y"]) ** 2)
+
+    return Case(sgd(loss), expert_params, batch=sequences)
+
+
+@pytest.mark.parametrize("scanned", [False, True])
+@pytest.mark.parametrize("experts", [written_back, taken_back, added_up])
+def test_each_microbatch_sorts_its_own_rows(experts, scanned):
+    case = case_of(experts, scanned)
+    program, split = split_case(case, 2)
+    outside = primitives_in([*split.before, *split.after])
+    assert primitives_in(split.loop.eqns)["ragged_dot_general"] and not outside["ragged_dot_general"]
+    assert_same(run_split(case, program, split), full_batch(case))
+
+
+def sorted_by(x: jax.Array, layer: Tree):
+    pick = (x @ layer["router"]).argmax(-1)
+    return jnp.argsort(pick), pick
+
+
+def numbered(layer, x):
+    order, _ = sorted_by(x, layer)
+    return jnp.zeros_like(x).at[order].add(x[order] * order[:, None])
+
+
+def summed_up(layer, x):
+    order, _ = sorted_by(x, layer)
+    return jnp.cumsum(x[order], 0)[jnp.argsort(order)]
+
+
+def neighbours(layer, x):
+    order, _ = sorted_by(x, layer)
+    rows = x[order].reshape(-1, 2, WIDTH).sum(1, keepdims=True)
+    return jnp.repeat(rows, 2, 1).reshape(x.shape)[jnp.argsort(order)]
+
+
+def other_sizes(layer, x):
+    """Groups are as long as another choice has rows."""
+    order, pick = sorted_by(x, layer)
+    sizes = jnp.bincount((pick + 1) % EXPERTS, length=EXPERTS)
+    return lax.ragged_dot(x[order], layer["up"], sizes)[jnp.argsort(order)]
+
+
+def two_orders(layer, x):
+    order, pick = sorted_by(x, layer)
+    other = jnp.argsort(-pick)
+    return (x[order] + x[other])[jnp.argsort(order)]
+
+
+def half_of_them(layer, x):
+    order, _ = sorted_by(x, layer)
+    return jnp.zeros_like(x).at[order[: len(order) // 2]].add(x[order[: len(order) // 2]])
+
+
+def left_in_order(layer, x):
+    order, _ = sorted_by(x, layer)
+    return x[order] * jnp.tanh(x)
+
+
+def shifted(layer, x):
+    order, _ = sorted_by(x, layer)
+    return x[jnp.minimum(order + 1, len(x) - 1)][jnp.argsort(order)]
+
+
+def repeated_behind(layer, x):
+    """`order % rows`: the second copies of all rows stand behind all first ones."""
+    pick = jnp.tile((x @ layer["router"]).argmax(-1), 2)
+    order = jnp.argsort(pick)
+    return x[order % len(x)][jnp.argsort(order)].reshape(2, -1, WIDTH).sum(0)
+
+
+NO_ROWS = [numbered, summed_up, neighbours, other_sizes, two_orders, half_of_them, left_in_order, shifted]
+
+
+@pytest.mark.parametrize("experts", [*NO_ROWS, repeated_behind])
+def test_what_is_not_by_rows(experts):
+    """Refused, with what to write; the last one is by rows, but its parts do not lie as a microbatch has them."""
+    with pytest.raises(MicrobatchError, match="samples of the whole batch"):
+        split_case(case_of(experts), 2)
+
+
+def test_layers_that_mix_their_orders():
+    """What one layer sorted, at the places of another's."""
+
+    def loss(params: Tree, batch: Tree) -> jax.Array:
+        def layer(x, params):
+            order, _ = sorted_by(x, params)
+            return jnp.tanh(x), x[order]
+
+        x, stacked = lax.scan(layer, batch["x"].reshape(-1, WIDTH), params)
+        order, _ = sorted_by(x, jax.tree.map(lambda leaf: leaf[0], params))
+        return jnp.mean((x[order] + jnp.tanh(stacked).sum(0)) ** 2)
+
+    with pytest.raises(MicrobatchError, match="samples of the whole batch"):
+        split_case(Case(sgd(loss), expert_params, batch=sequences), 2)
+
+
+def test_the_mean_of_sorted_samples():
+    """Samples in the order of their lengths, as for packing: each microbatch has its own order, and the same mean."""
+
+    def loss(params: Tree, batch: Tree) -> jax.Array:
+        order = jnp.argsort(jnp.tanh(batch["x"] @ params["w1"])[:, 0])
+        rows = jnp.tanh(batch["x"] @ params["w1"])[order] @ params["w2"]
+        return jnp.mean((rows - batch["y"][order]) ** 2)
+
+    case = Case(sgd(loss))
+    program, split = split_case(case, 4)
+    assert_same(run_split(case, program, split), full_batch(case))
