@@ -462,6 +462,13 @@ def test_balanced_experts(num_devices, schedule, recwarn):
         assert re.fullmatch("i?F{4}M+[BW]+U*", kinds)
 
 
+def test_two_towers():
+    """Each sample against all others, behind all forward passes: the towers are two stages."""
+    case = CASES["two_towers"]()
+    step = make_step(case, 2, num_stages=2, num_microbatches=4, schedule="gpipe")
+    check_steps(case, step.compile(case.state, case.batches[0]))
+
+
 # What is refused.
 
 

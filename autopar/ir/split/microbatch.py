@@ -9,7 +9,6 @@ Method: `phases.py` says how each equation is done; here it is written out for o
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import compress
@@ -24,6 +23,7 @@ from autopar.ir.dataflow import inputs_of, needed, variables
 from autopar.ir.region import kind_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.rewrite.views import views_of_arguments
+from autopar.ir.split.forward_sums import with_forward_sums
 from autopar.ir.split.joins import with_joins
 from autopar.ir.split.phases import find_phases
 from autopar.ir.split.placement import OWN, REPLICATED, SUM, Partial, Placement, Split, local_aval
@@ -95,15 +95,22 @@ def split_at_joins(
         MicrobatchError: The step cannot be split exactly.
     """
     check_divides(jaxpr, count, batch, name)
-    try:
-        return jaxpr, write_phases(jaxpr, find_phases(jaxpr, count, batch, per_microbatch, apart=True))
-    except SamplesWaitError as waits:
-        joined, joins = with_joins(jaxpr, waits.incomplete)
-        with contextlib.suppress(MicrobatchError, SamplesWaitError):
-            return joined, write_phases(
-                joined, find_phases(joined, count, batch, per_microbatch, apart=True, joins=joins)
-            )
-        raise waits.error from None
+    joins: list[JaxprEqn] | None = None
+    first: MicrobatchError | None = None
+    while True:  # each turn has fewer sums that are made again, or in a loop, or read before they are joined
+        try:
+            solution = find_phases(jaxpr, count, batch, per_microbatch, apart=True, joins=joins)
+            return jaxpr, write_phases(jaxpr, solution)
+        except SamplesWaitError as waits:
+            first = first or waits.error
+            better, more = with_forward_sums(jaxpr, waits.is_sum), []
+            if better is jaxpr:
+                better, more = with_joins(jaxpr, (*waits.incomplete, *waits.summed))
+            if better is jaxpr and joins is not None:
+                raise first from None
+            jaxpr, joins = better, [*(joins or ()), *more]
+        except MicrobatchError as error:
+            raise first or error from None
 
 
 def write_phases(jaxpr: Jaxpr, solution: LoopSolution) -> Microbatches:

@@ -14,6 +14,7 @@ Method: placements are followed forwards (`solver.py`). An equation that fits no
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection, Mapping, Sequence
 
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from autopar.ir.region import is_region
 from autopar.ir.source import is_backward
 from autopar.ir.split.demand import Demand, Uses
 from autopar.ir.split.hoist import Hoist
+from autopar.ir.split.joins import made_behind
 from autopar.ir.split.local_statistics import sums_behind
 from autopar.ir.split.ordered import Ordering
 from autopar.ir.split.placement import OWN, REPLICATED, SUM, Loop, Partial, Placement, Split
@@ -42,7 +44,7 @@ def find_phases(
     batch: Sequence[int],
     per_microbatch: bool = False,
     apart: bool = False,
-    joins: Collection[JaxprEqn] = (),
+    joins: Collection[JaxprEqn] | None = None,
 ) -> LoopSolution:
     """Decide how a program is worked through in `count` microbatches.
 
@@ -52,7 +54,8 @@ def find_phases(
         batch: Inputs whose leading dim runs over samples.
         per_microbatch: Where samples wait for a sum over the batch, let each microbatch take its own.
         apart: Add up the parts of a gradient (of a tied weight) one by one, and join them after the loop.
-        joins: Copies of what all forward passes make together, for the backward passes to read (`joins.py`).
+        joins: Copies of what all forward passes make together, for the backward passes to read (`joins.py`): what is made of
+            samples between these passes may wait for all of them. None: there is no such place.
 
     Raises:
         SamplesWaitError: Samples wait for what all of them make together; names these values, to have them made before.
@@ -76,7 +79,7 @@ def _in_order(
     batch: Sequence[int],
     per_microbatch: bool,
     apart: bool,
-    joins: Collection[JaxprEqn],
+    joins: Collection[JaxprEqn] | None,
     ordering: Ordering,
 ) -> LoopSolution | None:
     """The same where a microbatch sorts its own samples; None: what is sorted is needed as all of them together have it."""
@@ -98,7 +101,7 @@ def _phases(
     batch: Sequence[int],
     per_microbatch: bool,
     apart: bool,
-    joins: Collection[JaxprEqn],
+    joins: Collection[JaxprEqn] | None,
     ordering: Ordering | None = None,
 ) -> LoopSolution:
     policy = _Phases(jaxpr, count, per_microbatch, joins)
@@ -106,7 +109,7 @@ def _phases(
     policy.run(batch)
     solution = policy.solution
     uses: Uses = {var: {REPLICATED: None} for var in variables(jaxpr.outvars) if var not in solution.made}
-    _LoopDemand(solution, policy.solver.strategies, joins).program(jaxpr, uses)
+    _LoopDemand(solution, policy.solver.strategies, joins or ()).program(jaxpr, uses)
     _sink(jaxpr, solution, apart)
     return solution
 
@@ -133,8 +136,9 @@ def _goes_apart(jaxpr: Jaxpr, size: int, inputs: Sequence[int]) -> bool:
 
 
 class _Phases:
-    def __init__(self, jaxpr: Jaxpr, count: int, per_microbatch: bool, joins: Collection[JaxprEqn]):
-        self.jaxpr, self.per_microbatch, self.joins = jaxpr, per_microbatch, joins
+    def __init__(self, jaxpr: Jaxpr, count: int, per_microbatch: bool, joins: Collection[JaxprEqn] | None):
+        self.jaxpr, self.per_microbatch, self.joins = jaxpr, per_microbatch, joins or ()
+        self.behind = None if joins is None else made_behind(jaxpr)
         self.between: dict[Var, None] = {}
         self.solution = LoopSolution(Loop(count))
         self.solver = Solver(self.solution, self.take_own)
@@ -190,13 +194,25 @@ class _Phases:
                 return at + 1
             if self.hoist.take_whole(eqn):
                 return self.visit(at, matters)
-            return self.end_loop(at, matters, stuck.cause)
+            added = self.added_up(at, matters)
+            if added is None:
+                return self.end_loop(at, matters, stuck.cause)
+            made = added
         strategy = solution.strategy_of.get(eqn)
         if strategy is not None and strategy.picks and self.hoist.rearrange(eqn, all_split=True):
             return at + 1
         solution.phase[eqn] = "loop"
         solution.made.update(zip(eqn.outvars, made, strict=True))
         return at + 1
+
+    def added_up(self, at: int, matters: bool) -> list[Placement] | None:
+        """Samples that are added to what is there (counts of states visited), if they are too much work for one go: a
+        microbatch adds its own, and the first one to what is there, the others to zeros."""
+        if matters or self.cost[at] <= self.hoist.limit / 2:
+            return None
+        with contextlib.suppress(StuckError):
+            return self.solver.equation(self.jaxpr.eqns[at], inside=True)
+        return None
 
     def forget(self, eqn: JaxprEqn) -> None:
         self.solution.forget(eqn)
@@ -214,7 +230,8 @@ class _Phases:
             sums = sums_behind(self.jaxpr, solution, cause.operand)
             solution.own.update(dict.fromkeys(sums))
             return min(self.position.get(cause.eqn, at), *(self.first_reader.get(var, at) for var in sums))
-        if matters and has_samples:
+        joined_later = self.behind is not None and not any(var in self.behind for var in eqn.outvars)
+        if matters and has_samples and not joined_later:
             self.waiting.add(eqn, self.refusal(cause, eqn))
         else:
             self.waiting.follow(eqn)
@@ -257,17 +274,19 @@ class _Phases:
                 raise self.refusal(cause, cause.eqn)
 
     def check_late_work(self) -> None:
-        """After the loop, little is done on single samples: all of them are in memory then."""
-        limit = TUNING.hoisted_work * sum(self.cost)
+        """Behind the loop, or between its halves, little is done on single samples: all of them are in memory then."""
+        limit = (TUNING.hoisted_work if self.behind is None else TUNING.joined_work) * sum(self.cost)
         late: dict[Var, None] = {}
         total = 0.0
         for eqn, cost in zip(self.jaxpr.eqns, self.cost, strict=True):
+            phase = self.solution.phase[eqn]
             gathers = any(a in late or isinstance(self.solution.of(a), Split) for a in inputs_of(eqn))
-            if gathers and self.solution.phase[eqn] == "after":
+            if phase == "between" or (gathers and phase == "after"):
                 late.update(dict.fromkeys(eqn.outvars))
                 total += cost
-                if total > limit and cost > limit / 2:
-                    self.waiting.add(eqn, self.refusal(self.late[eqn.outvars[0]], eqn))
+                if total > limit and (cost > limit / 2 or self.behind is not None):
+                    cause = self.late.get(eqn.outvars[0]) or Cause(eqn, inputs_of(eqn)[0])
+                    self.waiting.add(eqn, self.refusal(cause, eqn))
         self.waiting.check()
 
 

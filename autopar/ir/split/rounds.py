@@ -6,19 +6,24 @@ Method: the program is cut at the values that samples wait for: a program that m
         is worked through in microbatches, cut again where it must be. What both need is done in both. So the second
         update of a GAN sees the first, a gradient is taken where another has led (sharpness-aware minimization), and a
         contrastive loss has all embeddings of a batch of which the activations are never there together. Batch
-        statistics in every layer would need a round for each layer, with all layers before it: that is refused.
+        statistics in every layer would need a round for each layer, with all layers before it: that is refused. Statistics of
+        a few values of each sample (embeddings that are to be uncorrelated) are made of all samples at once, when a round
+        has brought these together.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar._jax import Atom, Jaxpr, Var, make_jaxpr, new_var, replace_eqn
 from autopar.debug import check_behind
+from autopar.errors import MicrobatchError
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import inputs_of, needed, variables
 from autopar.ir.split.accumulate import accumulate
+from autopar.ir.split.forward_sums import with_forward_sums
 from autopar.ir.split.microbatch import check_divides, check_phases, write_phases
 from autopar.ir.split.phases import find_phases
 from autopar.ir.split.solution import LoopSolution
@@ -54,7 +59,7 @@ def accumulate_in_rounds(
         MicrobatchError: Too much would be done more than once.
     """
     check_divides(jaxpr, count, batch, name)
-    rounds = _rounds(jaxpr, count, batch, per_microbatch)
+    rounds = _best_rounds(jaxpr, count, batch, per_microbatch)
     made: dict[Var, Atom] = {var: var for var in jaxpr.invars}
     eqns = Equations()
     for each in rounds:
@@ -69,8 +74,38 @@ def accumulate_in_rounds(
     return make_jaxpr(jaxpr.invars, outvars, eqns)
 
 
-def _rounds(jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool) -> list[_Round]:
-    """In order; the results of the last are the program's."""
+def _best_rounds(jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool) -> list[_Round]:
+    """Of the program as it is; or with its sums where they can be joined; or with what samples have brought together."""
+    try:
+        return _rounds(jaxpr, count, batch, per_microbatch)
+    except MicrobatchError as error:
+        brought = _with_forward_sums(jaxpr, count, batch, per_microbatch)
+        others = [(jaxpr, True)] if brought is jaxpr else [(brought, False), (jaxpr, True)]
+        for program, by_rows in others:
+            with contextlib.suppress(MicrobatchError):
+                return _rounds(program, count, batch, per_microbatch, by_rows)
+        raise error from None
+
+
+def _with_forward_sums(jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool) -> Jaxpr:
+    """The program with its sums where they can be joined, as far as samples wait for them."""
+    while True:
+        try:
+            find_phases(jaxpr, count, batch, per_microbatch)
+        except MicrobatchError:
+            return jaxpr
+        except SamplesWaitError as waits:
+            better = with_forward_sums(jaxpr, waits.is_sum)
+            if better is not jaxpr:
+                jaxpr = better
+                continue
+        return jaxpr
+
+
+def _rounds(
+    jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool, by_rows: bool = False
+) -> list[_Round]:
+    """In order; the results of the last are the program's. Cut at sums that samples wait for, or at what these have."""
     rounds, at = [_Round(jaxpr)], 0
     first: SamplesWaitError | None = None
     while at < len(rounds):
@@ -80,8 +115,9 @@ def _rounds(jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool
             at += 1
         except SamplesWaitError as waits:
             first = first or waits
-            halves, gathered = _halves(current, waits.sums + waits.samples), rounds[at].gathered
-            of_halves = (gathered, gathered + waits.samples)
+            rows = waits.rows if by_rows else waits.samples
+            halves, gathered = _halves(current, rows if by_rows else waits.sums + rows), rounds[at].gathered
+            of_halves = (gathered, gathered + rows)
             rounds[at : at + 1] = [_Round(half, own) for half, own in zip(halves, of_halves, strict=False)]
             if not halves or len(rounds) > TUNING.most_rounds or not _is_worth_it(jaxpr, rounds):
                 raise first.error from None

@@ -8,11 +8,12 @@ Method: from such an equation back through what would run after the loop, to wha
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.errors import MicrobatchError
 from autopar.ir.dataflow import inputs_of
+from autopar.ir.split.local_statistics import sums_behind
 from autopar.ir.split.placement import Partial, Split
 from autopar.ir.split.solution import LoopSolution
 from autopar.ir.split.solver import Cause
@@ -25,14 +26,25 @@ class SamplesWaitError(Exception):
         error: For the user.
         sums: Of the step, that the loop makes: were they there before it, samples would wait no more, or for later ones.
         samples: The same of rows of all samples, where no sums are waited for.
+        rows: What single samples have that wait, whatever for.
+        summed: Of the sums that are waited for, what single samples have that is added up there.
         incomplete: All values of the step that are not complete before every microbatch has made its part.
+        solution: How far it has come.
     """
 
-    def __init__(
-        self, error: MicrobatchError, sums: Iterable[Var], samples: Iterable[Var], incomplete: Iterable[Var] = ()
-    ):
+    def __init__(self, waiting: Waiting, error: MicrobatchError):
         super().__init__()
-        self.error, self.sums, self.samples, self.incomplete = error, tuple(sums), tuple(samples), tuple(incomplete)
+        self.error, self.sums, self.samples = error, tuple(waiting.sums), tuple(waiting.samples)
+        self.rows = tuple(waiting.rows)
+        roots = [root for var in waiting.sums for root in sums_behind(waiting.jaxpr, waiting.solution, var)]
+        summing = [waiting.maker[root] for root in roots if root in waiting.maker]
+        self.summed = tuple(a for e in summing for a in inputs_of(e) if isinstance(waiting.solution.of(a), Split))
+        solution = self.solution = waiting.solution
+        self.incomplete = tuple(v for v in waiting.maker if isinstance(solution.of(v), Partial) or v in waiting.late)
+
+    def is_sum(self, var: Var) -> bool:
+        """Whether a value, of the step or of a body, is a sum over samples, or the largest or smallest of them."""
+        return isinstance(self.solution.made_as(var), Partial)
 
 
 class Waiting:
@@ -40,11 +52,12 @@ class Waiting:
 
     def __init__(self, jaxpr: Jaxpr, solution: LoopSolution, late: Mapping[Var, Cause]):
         """`late` is what would be made after the loop; it grows while equations are added."""
-        self.solution, self.late = solution, late
+        self.jaxpr, self.solution, self.late = jaxpr, solution, late
         self.maker = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
         self.error: MicrobatchError | None = None
         self.sums: dict[Var, None] = {}
         self.samples: dict[Var, None] = {}
+        self.rows: dict[Var, None] = {}
         self.behind: dict[Var, None] = {}
 
     def check(self) -> None:
@@ -54,8 +67,7 @@ class Waiting:
             SamplesWaitError: An equation waits.
         """
         if self.error is not None:
-            parts = [var for var in self.maker if isinstance(self.solution.of(var), Partial) or var in self.late]
-            raise SamplesWaitError(self.error, self.sums, self.samples, parts)
+            raise SamplesWaitError(self, self.error)
 
     def add(self, eqn: JaxprEqn, error: MicrobatchError) -> None:
         """An equation on samples that would have to run after the loop."""
@@ -67,6 +79,7 @@ class Waiting:
         samples = [var for var in found if isinstance(self.solution.of(var), Split)]
         self.sums.update(dict.fromkeys(sums))
         self.samples.update(dict.fromkeys(() if sums else samples))
+        self.rows.update(dict.fromkeys(a for a in inputs_of(eqn) if isinstance(self.solution.of(a), Split)))
         self.behind.update(dict.fromkeys(eqn.outvars))
 
     def follow(self, eqn: JaxprEqn) -> None:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 
+from autopar._jax import eval_jaxpr
 from autopar.errors import MicrobatchError
+from autopar.ir.check import check_program
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.source import is_backward
 from autopar.ir.split.microbatch import check_phases, split_at_joins
-from tests.ir.split.cases import Case, Tree, mlp, sgd, squares, trace_case
+from tests.ir.split.cases import BATCH, WIDTH, Case, Tree, assert_same, full_batch, mlp, sgd, squares, trace_case
 
 
 def balance_loss(params: Tree, batch: Tree) -> jax.Array:
@@ -20,10 +23,44 @@ def balance_loss(params: Tree, batch: Tree) -> jax.Array:
     return squares(params, batch).mean() + (share * p.mean(0)).sum()
 
 
+def layers_loss(params: Tree, batch: Tree, by_scan: bool, again: bool) -> jax.Array:
+    """Two layers, which balance their experts each by itself."""
+
+    def layer(x, w):
+        p = jax.nn.softmax(x @ w)
+        best = jax.nn.one_hot(p.argmax(-1), p.shape[-1])
+        balance = w.shape[-1] * (best.mean(0) * p.mean(0)).sum()
+        return jnp.tanh(x @ w) + (best * p).sum(-1, keepdims=True), balance
+
+    layer = jax.checkpoint(layer) if again else layer
+    kernels = jnp.stack([params["w1"], -params["w1"].T])
+    x, balance = batch["x"], 0.0
+    if by_scan:
+        x, each = jax.lax.scan(layer, x, kernels)
+        balance = each.sum()
+    else:
+        for w in kernels:
+            x, each = layer(x, w)
+            balance += each
+    return (x**2).mean() + balance
+
+
+def contrastive_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Each sample against all others."""
+    h = batch["x"]
+    for _ in range(6):
+        h = jnp.tanh(h @ params["w1"])
+    z = h @ params["w2"]
+    return optax.softmax_cross_entropy_with_integer_labels(z @ jnp.roll(z, 1, axis=1).T, jnp.arange(len(z))).mean()
+
+
 def centred_loss(params: Tree, batch: Tree) -> jax.Array:
-    """A forward pass that waits."""
-    z = mlp(params, batch["x"])
-    return ((z - z.mean(0)) ** 2).mean() + (jnp.tanh(z - z.mean(0)) ** 2).mean()
+    """Batch statistics in the middle."""
+    z = batch["x"] @ params["w1"]
+    z = z - z.mean(0)
+    for _ in range(6):
+        z = jnp.tanh(z @ params["w1"])
+    return (z**2).mean()
 
 
 def test_only_backward_passes_read_what_is_joined():
@@ -43,7 +80,29 @@ def test_without_waiting_nothing_is_joined():
     assert jaxpr is program.jaxpr and not split.between
 
 
-def test_forward_passes_that_wait_are_refused():
+def test_pairs_of_samples_are_joined():
+    program, batch = trace_case(Case(sgd(contrastive_loss)))
+    jaxpr, split = split_at_joins(program.jaxpr, 2, batch)
+    check_phases(jaxpr)(split)
+    pairs = [eqn for eqn in (*split.between, *split.after) if eqn.primitive.name == "dot_general"]
+    assert any(eqn.outvars[0].aval.shape == (BATCH, BATCH) for eqn in pairs)
+    assert not any(var.aval.shape == (BATCH, WIDTH) for eqn in split.loop.eqns for var in eqn.outvars)
+
+
+def test_forward_passes_that_wait_in_the_middle_are_refused():
     program, batch = trace_case(Case(sgd(centred_loss)))
     with pytest.raises(MicrobatchError, match="which `reduce_sum`"):
         split_at_joins(program.jaxpr, 2, batch)
+
+
+@pytest.mark.parametrize("by_scan, again", [(False, True), (True, False), (True, True)])
+def test_layers_that_run_again_or_in_a_loop(by_scan, again):
+    program, batch = trace_case(Case(sgd(lambda params, batch: layers_loss(params, batch, by_scan, again))))
+    jaxpr, split = split_at_joins(program.jaxpr, 2, batch)
+    check_program(jaxpr)
+    check_phases(jaxpr)(split)
+    assert split.between
+    case = Case(sgd(lambda params, batch: layers_loss(params, batch, by_scan, again)))
+    run = jax.jit(lambda *args: eval_jaxpr(jaxpr, (), *args))
+    found = program.unflatten_outputs(run(*program.flatten_inputs(jax.tree.leaves((case.state(), case.batch())))))
+    assert_same(found, full_batch(case))

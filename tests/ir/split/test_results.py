@@ -11,11 +11,12 @@ import optax
 import pytest
 from jax import lax
 
-from autopar.ir.split.placement import Split
+from autopar.ir.split.placement import SUM, Split
 from tests.ir.split.cases import (
     BATCH,
     CLASSES,
     COUNTS,
+    WIDTH,
     Case,
     Step,
     Tree,
@@ -117,3 +118,19 @@ def test_samples_are_results_in_parts():
     _, split = split_case(case, 4)
     shares = {r.var.aval.shape: r.placement for r in split.results}
     assert shares[(BATCH,)] == Split(0) and shares[(CLASSES, BATCH)] == Split(1)
+
+
+def visits(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+    """Counts what it has seen, by hand."""
+    seen = state["table"].at[batch["label"]].add(jnp.tanh(batch["x"] @ state["params"]["w1"]))
+    return {**state, "table": seen, "count": state["count"].at[batch["label"]].add(1)}, {}
+
+
+def test_what_is_added_to_the_state_begins_there_once():
+    extra = {"table": jnp.linspace(-1, 1, CLASSES * WIDTH).reshape(CLASSES, WIDTH), "count": jnp.arange(CLASSES)}
+    case = Case(visits, extra=lambda: extra)
+    assert_equals_full_batch(case, 2)
+    _, split = split_case(case, 2)
+    assert {r.placement for r in split.results} == {SUM}
+    late = [eqn for eqn in split.after if eqn.primitive.name == "scatter-add"]
+    assert all(eqn.outvars[0].aval.ndim == 1 for eqn in late), "the counts are little work, the table is not"

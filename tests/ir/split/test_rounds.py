@@ -25,6 +25,13 @@ def contrastive_loss(params: Tree, batch: Tree) -> jax.Array:
     return (rows + columns).mean()
 
 
+def redundancy_loss(params: Tree, batch: Tree) -> jax.Array:
+    """What each sample has, of mean 0 and deviation 1 over the samples, is to be uncorrelated."""
+    z = mlp(params, batch["x"])
+    z = (z - z.mean(0)) / z.std(0)
+    return ((z.T @ jnp.roll(z, 1, axis=1) / len(z) - jnp.eye(z.shape[1])) ** 2).sum()
+
+
 def sharpness_aware(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
     """A gradient where another has led."""
     params = state["params"]
@@ -57,6 +64,7 @@ def two_players(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
 
 CASES = {
     "contrastive": (Case(sgd(contrastive_loss)), 2),
+    "redundancy": (Case(sgd(redundancy_loss)), 2),
     "sharpness-aware": (Case(sharpness_aware), 2),
     "two players": (Case(two_players), 2),
     "root of the mean": (Case(sgd(root_loss)), 2),

@@ -1,0 +1,251 @@
+"""Sums over samples where they can be joined: computed by the forward pass alone, and not used up in a loop over layers.
+
+In:     a flat program, and which values are sums over samples (or the largest, the smallest of them).
+Out:    the same function. What `remat` computes again of such a sum is the forward pass's; what a forward scan makes of
+        nothing but such sums, and hands to no later trip, is made behind the scan, of their stacks.
+Method: equations are equal if they do the same with equal operands. A backward scan's operands are equal to the forward scan's,
+        trip by trip, where both read the same stack, or the one what the other has stacked. The load balance of experts
+        needs both: it is computed in every layer, within `remat`, within a scan over layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from autopar._jax import (
+    Atom,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    Var,
+    bind_eqn,
+    make_jaxpr,
+    new_eqn,
+    new_var,
+    primitives,
+    replace_eqn,
+    resized,
+)
+from autopar.ir.build import Equations
+from autopar.ir.dataflow import inputs_of, needed, variables
+from autopar.ir.region import Binding, Region, is_region, kind_of, region_of
+from autopar.ir.rewrite.dead_code import remove_dead_code
+from autopar.ir.signature import equation_signature
+from autopar.ir.source import is_backward
+from autopar.ir.split.carries import sum_carries
+from autopar.ir.trace.inline_calls import is_recomputed
+
+IsSum = Callable[[Var], bool]
+
+
+def with_forward_sums(jaxpr: Jaxpr, is_sum: IsSum) -> Jaxpr:
+    """The program with such sums where they can be joined; itself, if they are."""
+    eqns = [e for eqn in jaxpr.eqns for e in (_ends_behind(region_of(eqn), is_sum) if _is_forward(eqn) else [eqn])]
+    eqns = _Twins(is_sum).replaced(eqns)
+    if len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
+        return jaxpr
+    return remove_dead_code(make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns))
+
+
+def _is_forward(eqn: JaxprEqn) -> bool:
+    return kind_of(eqn) == "scan" and not is_backward(eqn)
+
+
+# What scans make of sums.
+
+
+def _ends_behind(scan: Region, is_sum: IsSum) -> list[JaxprEqn]:
+    """The scan, and behind it what its body makes of nothing but sums."""
+    (body,) = scan.bodies
+    added = {b.value: b for b, kind in zip(scan.carries, sum_carries(scan), strict=True) if kind}
+    entering = {b.var for b in (*scan.consts, *scan.xs)}
+    carried = {b.var for b in scan.carries}
+    to_trips = {
+        eqn for eqn in needed(body.eqns, [a for a in variables(b.value for b in scan.carries) if a not in added])
+    }
+    moved: dict[JaxprEqn, None] = {}
+    made: dict[Var, None] = {}
+    for eqn in body.eqns:
+        operands = [a for a in inputs_of(eqn) if a not in entering]
+        adds_up = eqn.outvars and eqn.outvars[0] in added
+        operands = [a for a in operands if not (adds_up and a is added[eqn.outvars[0]].var)]
+        of_sums = bool(operands) and all(a in made or (is_sum(a) and a not in carried) for a in operands)
+        if of_sums and eqn not in to_trips and not eqn.effects and not is_region(eqn):
+            moved[eqn] = None
+            made.update(dict.fromkeys(eqn.outvars))
+    stays = [eqn for eqn in body.eqns if eqn not in moved]
+    if not moved or any(a in made for eqn in stays for a in inputs_of(eqn)):
+        return [scan.eqn]
+    stack_of: dict[Var, Atom] = {b.var: b.outer for b in scan.xs if b.outer is not None}
+    stack_of |= {b.value: b.result for b in scan.ys if isinstance(b.value, Var) and b.result and b.value not in made}
+    new: list[Binding] = []
+    for var in dict.fromkeys(a for eqn in moved for a in inputs_of(eqn)):
+        if var not in made and var not in stack_of and var not in entering and is_sum(var):
+            stack_of[var] = new_var(resized(var.aval, (scan.trips, *var.aval.shape)))
+            new.append(Binding("ys", None, (None,), (var,), stack_of[var]))
+    behind = [b for b in (*scan.carries, *scan.ys) if isinstance(b.value, Var) and b.value in made]
+    kept = [b for b in scan.bindings if b not in behind]
+    outside = _behind(scan, list(moved), stack_of, behind)
+    return [scan.rebuild([*kept, *new], [stays]), *outside]
+
+
+def _behind(
+    scan: Region, moved: Sequence[JaxprEqn], stack_of: Mapping[Var, Atom], behind: Sequence[Binding]
+) -> Equations:
+    """The moved equations for all trips at once, and the scan's results that are made of them."""
+    begins = {b.var: b.outer for b in scan.carries}
+    consts = {b.var: b.outer for b in scan.consts}
+    made = {var for eqn in moved for var in eqn.outvars}
+    read = [var for var in dict.fromkeys(a for eqn in moved for a in inputs_of(eqn)) if var not in made]
+    read = [var for var in read if var not in begins]
+
+    def of_a_trip(*rows: jax.Array) -> list[jax.Array]:
+        value: dict[Var, jax.Array] = dict(zip(read, rows, strict=True))
+        for eqn in moved:
+            operands = [
+                jnp.asarray(a.val, a.aval.dtype) if isinstance(a, Literal) else value.get(a) for a in eqn.invars
+            ]
+            parts = [x for x in operands if x is not None]  # a sum over the trips is left to the end
+            results = parts if len(parts) < len(operands) else bind_eqn(eqn, *parts)
+            value.update(zip(eqn.outvars, results, strict=True))
+        return [value[b.value] for b in behind]  # type: ignore[index]
+
+    def of_all(*arrays: jax.Array) -> list[jax.Array]:
+        stacks, first = arrays[: len(read)], iter(arrays[len(read) :])
+        dims = [None if var in consts else 0 for var in read]
+        rows = jax.vmap(of_a_trip, dims, axis_size=scan.trips)(*stacks)
+        return [
+            x if b.role == "ys" else next(first) + x.sum(0, dtype=x.dtype) for b, x in zip(behind, rows, strict=True)
+        ]
+
+    operands = [consts.get(var) or stack_of[var] for var in read]
+    sums = [begins[b.var] for b in behind if b.role == "carry"]
+    eqns, source = Equations(), moved[0].source_info
+    results = eqns.call(of_all, [*operands, *sums], source)  # type: ignore[list-item]
+    for made, b in zip(results, behind, strict=True):
+        if b.result is not None:
+            eqns.append(new_eqn(primitives.copy_p, [made], [b.result], {}, source_info=source))
+    return eqns
+
+
+# What is computed again.
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    """The body of a forward scan: its equation's place, the names of its values, its values by what makes them."""
+
+    place: int
+    scan: Region
+    name: dict[Var, Hashable]
+    known: dict[Hashable, JaxprEqn]
+
+
+class _Twins:
+    """Replaces sums that are computed again."""
+
+    def __init__(self, is_sum: IsSum):
+        self.is_sum = is_sum
+        self.name: dict[Var, Hashable] = {}
+        self.known: dict[Hashable, JaxprEqn] = {}
+        self.replaced_by: dict[Var, Var] = {}
+        self.bodies: list[_Body] = []
+        self.wanted: dict[int, dict[Var, Var]] = {}
+
+    def replaced(self, eqns: Sequence[JaxprEqn]) -> list[JaxprEqn]:
+        """The equations; readers of a sum that is computed again read the first one."""
+        found = []
+        for place, eqn in enumerate(eqns):
+            if any(a in self.replaced_by for a in inputs_of(eqn)):
+                now = [self.replaced_by.get(a, a) if isinstance(a, Var) else a for a in eqn.invars]
+                eqn = replace_eqn(eqn, invars=now)
+            if kind_of(eqn) == "scan":
+                eqn = self.scan(place, region_of(eqn))
+            else:
+                twins = self.visit(eqn, self.name, self.known, eqn)
+                self.replaced_by.update(twins)
+            found.append(eqn)
+        for place, stacks in self.wanted.items():
+            scan = region_of(found[place])
+            ys = [Binding("ys", None, (None,), (var,), stack) for var, stack in stacks.items()]
+            found[place] = scan.rebuild([*scan.bindings, *ys], [scan.bodies[0].eqns])
+        return found
+
+    def visit(
+        self, eqn: JaxprEqn, name: dict[Var, Hashable], known: dict[Hashable, JaxprEqn], at: JaxprEqn
+    ) -> dict[Var, Var]:
+        """Name what an equation makes; of sums that are made again, the first ones. It stands in, or is, equation `at`."""
+        if kind_of(eqn) == "barrier":
+            name.update((var, _name(a, name)) for var, a in zip(eqn.outvars, eqn.invars, strict=True))
+        if is_region(eqn) or eqn.effects:
+            return {}
+        key = equation_signature(eqn), tuple(_name(a, name) for a in eqn.invars)
+        first = known.get(key)
+        if first is None:
+            known[key] = eqn
+            if not any(isinstance(operand, Var) for operand in key[1]):  # the same wherever it stands
+                name.update((var, (key, k)) for k, var in enumerate(eqn.outvars))
+            return {}
+        name.update((var, _name(old, name)) for var, old in zip(eqn.outvars, first.outvars, strict=True))
+        if not (is_recomputed(eqn) or is_backward(at)) or is_backward(first) or is_recomputed(first):
+            return {}
+        return {var: old for var, old in zip(eqn.outvars, first.outvars, strict=True) if self.is_sum(old)}
+
+    def scan(self, place: int, scan: Region) -> JaxprEqn:
+        (body,) = scan.bodies
+        if not is_backward(scan.eqn):
+            own = _Body(place, scan, self.names_of_consts(scan), {})
+            for eqn in body.eqns:
+                self.visit(eqn, own.name, own.known, scan.eqn)
+            self.bodies.append(own)
+            return scan.eqn
+        more: list[Binding] = []
+        swapped: dict[Var, Var] = {}
+        for other in self.bodies:
+            if other.scan.trips != scan.trips:
+                continue
+            rows, known = _names_of_rows(other, scan), dict(other.known)
+            name = self.names_of_consts(scan) | rows
+            own = {var for eqn in body.eqns for var in eqn.outvars}
+            for eqn in body.eqns if rows else ():
+                for var, old in self.visit(eqn, name, known, scan.eqn).items():
+                    if old in own or var in swapped:  # made twice in this body; known from another scan
+                        continue
+                    stacks = self.wanted.setdefault(other.place, {})
+                    stacks.setdefault(old, new_var(resized(old.aval, (scan.trips, *old.aval.shape))))
+                    swapped[var] = new_var(var.aval)
+                    more.append(Binding("xs", stacks[old], (swapped[var],), (None,)))
+        if not more:
+            return scan.eqn
+        now = [
+            replace_eqn(eqn, invars=[swapped.get(a, a) if isinstance(a, Var) else a for a in eqn.invars])
+            for eqn in body.eqns
+        ]
+        leaving = [
+            replace(b, inside=tuple(swapped.get(a, a) if isinstance(a, Var) else a for a in b.inside))
+            for b in scan.bindings
+        ]
+        return scan.rebuild([*leaving, *more], [now])
+
+    def names_of_consts(self, scan: Region) -> dict[Var, Hashable]:
+        return {b.var: _name(b.outer, self.name) for b in scan.consts if b.outer is not None}
+
+
+def _names_of_rows(first: _Body, second: Region) -> dict[Var, Hashable]:
+    """Of what enters the body of a scan row by row, which value of an earlier scan's body it is in the same trip."""
+    made: dict[Atom | None, Atom] = {b.result: b.value for b in first.scan.ys}
+    entered = {b.outer: b.var for b in first.scan.xs if isinstance(b.outer, Var)}
+    name: dict[Var, Hashable] = {}
+    for b in second.xs:
+        same = (entered.get(b.outer) or made.get(b.outer)) if isinstance(b.outer, Var) else None
+        if isinstance(same, Var):
+            name[b.var] = _name(same, first.name)
+    return name
+
+
+def _name(atom: Atom, name: Mapping[Var, Hashable]) -> Hashable:
+    return (str(atom.val), str(atom.aval)) if isinstance(atom, Literal) else name.get(atom, atom)
