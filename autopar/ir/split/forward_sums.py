@@ -210,10 +210,10 @@ class _Twins:
                 continue
             rows, known = _names_of_rows(other, scan), dict(other.known)
             name = self.names_of_consts(scan) | rows
-            own = {var for eqn in body.eqns for var in eqn.outvars}
+            here = {var for eqn in body.eqns for var in eqn.outvars}
             for eqn in body.eqns if rows else ():
                 for var, old in self.visit(eqn, name, known, scan.eqn).items():
-                    if old in own or var in swapped:  # made twice in this body; known from another scan
+                    if old in here or var in swapped:  # made twice in this body; known from another scan
                         continue
                     stacks = self.wanted.setdefault(other.place, {})
                     stacks.setdefault(old, new_var(resized(old.aval, (scan.trips, *old.aval.shape))))

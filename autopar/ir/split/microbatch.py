@@ -103,7 +103,7 @@ def split_at_joins(
             return jaxpr, write_phases(jaxpr, solution)
         except SamplesWaitError as waits:
             first = first or waits.error
-            better, more = with_forward_sums(jaxpr, waits.is_sum), []
+            better, more = with_forward_sums(jaxpr, waits.is_sum), list[JaxprEqn]()
             if better is jaxpr:
                 better, more = with_joins(jaxpr, (*waits.incomplete, *waits.summed))
             if better is jaxpr and joins is not None:
