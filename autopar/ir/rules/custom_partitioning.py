@@ -109,7 +109,7 @@ def _on_part(
     def flat(*leaves: jax.Array) -> list[jax.Array]:
         return jax.tree.leaves(function(*params["in_tree"].unflatten(leaves)))
 
-    part = trace(flat, *operands)
+    part = trace(flat, *map(jax.typeof, operands))
     talking = [
         e.primitive.name for e in all_equations(open_jaxpr(part)[0]) if list_of(e.primitive.name) == "COLLECTIVE"
     ]
