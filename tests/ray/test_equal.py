@@ -14,6 +14,7 @@ from tests.partition import test_host_memory as in_steps
 from tests.search import test_offload as of_state
 from tests.search import test_padding as longer
 from tests.sweep import QUICK, SLOW, _host
+from tests.test_pipeline import balanced_experts
 
 pytestmark = pytest.mark.ray
 
@@ -133,6 +134,12 @@ def test_activations_on_the_host(clusters, policy, recwarn):
     left = [kind for program in compiled.functions.values() for kind in program.outputs if kind.on_host]
     assert left and compiled.plan.cost.host_bytes > 0
     assert not [w for w in recwarn if "host" in str(w.message)]
+
+
+def test_sums_that_backward_passes_wait_for(clusters):
+    case = balanced_experts()
+    compiled = compared(clusters, case.step, case.state, case.batches[0], STAGES)
+    assert "stage0/M" in compiled.functions
 
 
 def test_optimizer_state_on_the_host(clusters):
