@@ -312,7 +312,7 @@ def lora():
     return step, {"frozen": frozen, "factors": factors, "opt_state": optimizer.init(factors)}, batches(text)
 
 
-@case("two_towers", refused="a loss over pairs of samples")
+@case("two_towers")
 def two_towers():
     """Every sample against every other: the loss joins the whole batch."""
     random = np.random.default_rng(8)
