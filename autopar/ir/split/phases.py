@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 
 import jax.numpy as jnp
 
@@ -61,34 +62,21 @@ def find_phases(
         SamplesWaitError: Samples wait for what all of them make together; names these values, to have them made before.
         MicrobatchError: Too much would be done of the whole batch at once.
     """
+    decide = partial(_phases, jaxpr, count, batch, per_microbatch, apart, joins)
     try:
-        return _phases(jaxpr, count, batch, per_microbatch, apart, joins)
-    except (SamplesWaitError, MicrobatchError) as error:
-        ordering = Ordering(jaxpr, count)
-        if not ordering.key_of:
-            raise
-        solution = _in_order(jaxpr, count, batch, per_microbatch, apart, joins, ordering)
-        if solution is None:
-            raise error from None
-        return solution
-
-
-def _in_order(
-    jaxpr: Jaxpr,
-    count: int,
-    batch: Sequence[int],
-    per_microbatch: bool,
-    apart: bool,
-    joins: Collection[JaxprEqn] | None,
-    ordering: Ordering,
-) -> LoopSolution | None:
-    """The same where a microbatch sorts its own samples; None: what is sorted is needed as all of them together have it."""
-    try:
-        solution = _phases(jaxpr, count, batch, per_microbatch, apart, joins, ordering)
+        return decide(None)
     except (SamplesWaitError, MicrobatchError):
-        return None
+        ordering = Ordering(jaxpr, count)
+        with contextlib.suppress(SamplesWaitError, MicrobatchError):
+            if ordering.key_of and not _leaves_in_order(jaxpr, solution := decide(ordering)):
+                return solution
+        raise
+
+
+def _leaves_in_order(jaxpr: Jaxpr, solution: LoopSolution) -> bool:
+    """Whether what a microbatch has sorted is read behind the loop, which wants it as all samples together have it."""
     late = [a for eqn in jaxpr.eqns if solution.phase[eqn] not in ("before", "loop") for a in inputs_of(eqn)]
-    return None if any(_is_ordered(solution.made_as(var)) for var in (*late, *variables(jaxpr.outvars))) else solution
+    return any(_is_ordered(solution.made_as(var)) for var in (*late, *variables(jaxpr.outvars)))
 
 
 def _is_ordered(placement: Placement) -> bool:
@@ -102,8 +90,9 @@ def _phases(
     per_microbatch: bool,
     apart: bool,
     joins: Collection[JaxprEqn] | None,
-    ordering: Ordering | None = None,
+    ordering: Ordering | None,
 ) -> LoopSolution:
+    """The same; with `ordering`, each microbatch sorts its own samples."""
     policy = _Phases(jaxpr, count, per_microbatch, joins)
     policy.solver.strategies.ordering = ordering
     policy.run(batch)
