@@ -7,7 +7,7 @@ Method: back through the equations that made it, out of the bodies that it enter
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
 
@@ -63,14 +63,15 @@ class KnownValues:
             atom, eqn = self.made(eqn.invars[0])
         return atom
 
-    def leaves(self, atom: Atom, whole: Collection[Var]) -> list[Var]:
-        """The values that one is computed of, element by element; `whole` are not taken apart."""
+    def parts(self, atom: Atom, whole: Collection[Var]) -> Iterator[tuple[Atom, JaxprEqn | None]]:
+        """What a value is computed of, element by element, and by what; None: a leaf. `whole` are not taken apart."""
         atom, eqn = self.made(self.origin(atom))
-        if not isinstance(atom, Var):
-            return []
-        if atom in whole or eqn is None or eqn.primitive.name not in (*OPERATIONS, *RESHAPES):
-            return [atom]
-        return list(dict.fromkeys(leaf for operand in eqn.invars for leaf in self.leaves(operand, whole)))
+        if eqn is None or atom in whole or eqn.primitive.name not in (*OPERATIONS, *RESHAPES):
+            yield atom, None
+            return
+        yield atom, eqn
+        for operand in eqn.invars:
+            yield from self.parts(operand, whole)
 
     def function(self, atom: Atom, values: Mapping[Var, np.ndarray]) -> np.ndarray | None:
         """What a value is, element by element, where its leaves have these values; None: it is not known."""

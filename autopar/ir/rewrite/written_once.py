@@ -80,7 +80,9 @@ def _writes_all(scatter: JaxprEqn, known: KnownValues) -> bool:
     rows = table.aval.shape[dims[0]]
     if scatter.params["update_jaxpr"] is not None or updates.aval.size != table.aval.size or indices.aval.size != rows:
         return False
-    leaves = known.leaves(indices, ())
+    leaves = list(
+        dict.fromkeys(atom for atom, eqn in known.parts(indices, ()) if eqn is None and isinstance(atom, Var))
+    )
     if len(leaves) != 1 or not _is_permutation(leaves[0], rows, known):
         return False
     made = known.function(indices, {leaves[0]: np.arange(rows, dtype=leaves[0].aval.dtype)})

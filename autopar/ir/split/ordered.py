@@ -19,17 +19,19 @@ import jax
 import numpy as np
 from jax import lax
 
-from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, bind_eqn
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, bind_eqn
 from autopar.ir.known_values import RESHAPES, KnownValues
 from autopar.ir.region import bodies_of
 from autopar.ir.rules import rule_for
-from autopar.ir.rules.index_map import OPERATIONS
+from autopar.ir.rules.index_map import MAX_STEPS, OPERATIONS
 from autopar.ir.rules.rule import LocalProgram, Shard, ShardingRule
 from autopar.ir.split.placement import REPLICATED, Order, Partial, Placement, Places, Replicated, Split
 from autopar.ir.split.strategy import AxisStrategy, NoPositionError, shard_program, split_along, strategies
 
 _NOWHERE = Places(-1, -1)
 """What is of no use."""
+_CHOICES = "max min clamp eq ne lt le gt ge select_n and or not".split()
+"""What compares numbers and takes one of them."""
 Known = Sequence[Placement | None]
 
 
@@ -186,18 +188,30 @@ class Ordering:
 
     def _key(self, indices: Atom) -> int | None:
         """The key whose numbers these are; sorted by it they would be sorted, too, and none at its lower end is left out."""
-        leaves = self.values.leaves(indices, self.key_of)
-        keys = [var for var in leaves if var in self.key_of]
-        if len(leaves) != 1 or not keys or keys[0].aval.size != indices.aval.size:
+        parts = list(self.values.parts(indices, self.key_of))
+        leaves = [atom for atom, eqn in parts if eqn is None]
+        keys = list(dict.fromkeys(atom for atom in leaves if isinstance(atom, Var)))
+        if len(keys) != 1 or keys[0] not in self.key_of or keys[0].aval.size != indices.aval.size:
             return None
-        if not np.issubdtype(keys[0].aval.dtype, np.integer):
+        (key,) = keys
+        # From one place that constants say to the next it goes evenly with the key, or stands still: to try all is to know.
+        reach = 2 + sum(abs(int(atom.val)) for atom in leaves if isinstance(atom, Literal))
+        even = all(eqn is None or self._is_even(eqn) for _, eqn in parts)
+        if not even or reach > MAX_STEPS or not np.issubdtype(key.aval.dtype, np.integer):
             return None
-        limit = np.iinfo(np.int32)
-        domain = np.array([limit.min, *range(-4096, 4096), limit.max], np.int32)
-        made = self.values.function(indices, {keys[0]: domain})
+        limit = np.iinfo(key.aval.dtype)
+        near = np.arange(max(-reach, limit.min), min(reach, limit.max) + 1)
+        domain = np.array([limit.min, *near, limit.max], key.aval.dtype)
+        made = self.values.function(indices, {key: domain})
         if made is None or (np.diff(np.broadcast_to(made, domain.shape)) < 0).any() or np.min(made) < 0:
             return None
-        return self.key_of[keys[0]]
+        return self.key_of[key]
+
+    def _is_even(self, eqn: JaxprEqn) -> bool:
+        """Whether it makes numbers that grow by one with the key, or do not, of others that do."""
+        if eqn.primitive.name in ("add", "sub"):
+            return any(self.values.constant(atom) is not None for atom in eqn.invars)
+        return eqn.primitive.name in (*_CHOICES, *RESHAPES)
 
     def _multiplies(self, eqn: JaxprEqn, known: Known) -> list[AxisStrategy]:
         """`ragged_dot`, of rows in the order of the groups."""

@@ -123,6 +123,13 @@ def other_sizes(layer, x):
     return lax.ragged_dot(x[order], layer["up"], sizes)[jnp.argsort(order)]
 
 
+def folded_far_away(layer, x):
+    """Groups that go up with the key, but for some that no pick is."""
+    order, pick = sorted_by(x, layer)
+    sizes = jnp.bincount(jnp.where((pick > 5000) & (pick < 6000), 0, pick), length=EXPERTS)
+    return lax.ragged_dot(x[order], layer["up"], sizes)[jnp.argsort(order)]
+
+
 def two_orders(layer, x):
     order, pick = sorted_by(x, layer)
     other = jnp.argsort(-pick)
@@ -151,7 +158,17 @@ def repeated_behind(layer, x):
     return x[order % len(x)][jnp.argsort(order)].reshape(2, -1, WIDTH).sum(0)
 
 
-NO_ROWS = [numbered, summed_up, neighbours, other_sizes, two_orders, half_of_them, left_in_order, shifted]
+NO_ROWS = [
+    numbered,
+    summed_up,
+    neighbours,
+    other_sizes,
+    folded_far_away,
+    two_orders,
+    half_of_them,
+    left_in_order,
+    shifted,
+]
 
 
 @pytest.mark.parametrize("experts", [*NO_ROWS, repeated_behind])
