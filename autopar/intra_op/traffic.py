@@ -26,7 +26,7 @@ _PICKING = frozenset({"gather", "dynamic_slice", "slice"})
 _WRITING = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"})
 """They change as much of their first operand, in place, as they are given."""
 _SORTING = frozenset({"sort", "top_k", "approx_top_k"})
-_KERNELS = frozenset({"pallas_call", "custom_partitioning", *KERNELS})
+_KERNELS = frozenset({"pallas_call", "custom_partitioning", "grouped_product", *KERNELS})
 """What others wrote is not taken apart."""
 SORT_PASSES = 4.0
 """A radix sort of 32 bits in digits of 8 reads and writes everything so often; Merrill & Grimshaw, 2011."""
