@@ -132,7 +132,8 @@ def make_tasks(
     for s in range(num_stages):
         made = {var for eqn in own["F", s] for var in eqn.outvars}
         received = {a for eqn in own["F", s] for a in inputs_of(eqn) if a in made_at and a not in made}
-        at_once, later = own["B", s], []
+        at_once: list[JaxprEqn] = own["B", s]
+        later: list[JaxprEqn] = []
         if split_backward:
             at_once, later = _waited_for(own["B", s], s, own, num_stages, halves)
             made_at.update((var, ("B", s)) for eqn in at_once for var in eqn.outvars)
