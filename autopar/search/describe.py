@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from autopar._jax import Literal, Var, on_host
-from autopar.intra_op.costs import stored_values
+from autopar.intra_op.held import held_values
 from autopar.intra_op.sharded import Body, Collective, Compute, Region, describe
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
@@ -138,11 +138,11 @@ def _values(planned: StepPlan) -> Iterator[Value]:
             shape, dtype = kind.shape, str(kind.dtype)
             yield Value(program.out_paths[k], "result", shape, dtype, kind.sharding, buffer.stage, kind.on_host)
     for number, stage in enumerate(planned.stages):
-        stored = stored_values(stage.sharded.graph)
         for task in stage.tasks:
             if task.task.kind == "step":
+                held = held_values(stage.sharded.graph).difference(atom for atom, _ in task.body.outputs)
                 for name, var, sharding in _activations(task.body):
-                    if var in stored:
+                    if var in held:
                         shape, dtype = tuple(var.aval.shape), str(var.aval.dtype)
                         yield Value(name, "activation", shape, dtype, sharding, number)
 

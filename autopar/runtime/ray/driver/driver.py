@@ -22,7 +22,6 @@ from autopar.mesh.ray_nodes import RayMachine
 from autopar.partition.host_calls import Raised
 from autopar.partition.task import abstract_mesh
 from autopar.runtime.failure import first_raised, step_error
-from autopar.runtime.order import merged
 from autopar.runtime.ray.driver.clocks import spans_of
 from autopar.runtime.ray.driver.faults import microbatch_of
 from autopar.runtime.ray.driver.handles import Copy, Part, RemoteArray, host_array, remote_sharding
@@ -36,6 +35,7 @@ from autopar.runtime.stacks import Stack, part_of, parts_of
 from autopar.streams.assemble import StepPlan
 from autopar.streams.clock import recorded
 from autopar.streams.instructions import BufferId, MeshId
+from autopar.streams.order import merged
 from autopar.streams.streams import Streams
 from autopar.streams.timeline import Timeline
 
