@@ -65,7 +65,7 @@ class Pipeline:
         self._places = compiled.places
         self.devices = tuple(device for places in compiled.places for device in places.devices.flat)
         self._is_donated = roles.donated
-        self._home, self._unstacked, self._stages = planned.home, stacks, list(planned.stages)
+        self._unstacked, self._stages = stacks, list(planned.stages)
         self._types = [b.value.type.struct(self._places[b.stage]) for b in streams.buffers]
         self.functions, self.programs = compiled.functions, compiled.programs
         self.num_compiled = compiled.num_compiled
@@ -88,7 +88,7 @@ class Pipeline:
             [kind for _, _, kind, _ in self._entries],
             [roles.donated[k] for k in positions],
         )
-        self.placements = self._shardings()
+        self.placements = [kind.on(self._places[stage]) for kind, stage in planned.arguments_at_home()]
         self._shared = self._shared_results()
         self._stacks_in, self._stacks_out = self._make_stacks(roles)
         self.in_shardings = [
@@ -148,19 +148,6 @@ class Pipeline:
             elif at is not None:
                 seen.add(at)
         return found
-
-    def _shardings(self) -> list[Any]:
-        found: list[Any] = [None] * len(self._arguments)
-        for k, at, kind, what in self._entries:
-            home = self._home.get(self._arguments[k])
-            if what == "argument" and (found[k] is None or self._streams.buffers[at].stage == home):
-                found[k] = kind.sharding
-        for k, _, kind, what in self._entries:
-            if what == "piece" and found[k] is None:
-                spec = jax.sharding.PartitionSpec(*kind.sharding.spec[1:])
-                found[k] = jax.sharding.NamedSharding(kind.sharding.mesh, spec)
-        anywhere = jax.sharding.NamedSharding(self._places[0], jax.sharding.PartitionSpec())
-        return [f if f is not None else anywhere for f in found]
 
     def _make_stacks(self, roles: Roles) -> tuple[dict[int, Stack], dict[int, Stack]]:
         """The arguments and results of the user's step that are parts here."""

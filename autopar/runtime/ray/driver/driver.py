@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.errors import StepError
-from autopar.mesh import ArrayType, Box, Sharding
+from autopar.mesh import ArrayType, Box
 from autopar.mesh.ray_nodes import RayMachine
 from autopar.partition.host_calls import Raised
 from autopar.partition.task import abstract_mesh
@@ -87,8 +87,9 @@ class RayStep:
         self._cuts = {
             (at, seat.number): _cuts(job.types[at], seat) for _, at in self._streams.arguments for seat in seats_of[at]
         }
+        self._kinds = [kind for kind, _ in planned.arguments_at_home()]
         self.in_shardings = [
-            remote_sharding([self._kind(at) for at in parts], dim)
+            remote_sharding([self._kinds[at] for at in parts], dim)
             for parts, dim in zip(self._stacks.inputs, self._stacks.input_dims, strict=True)
         ]
         # Between GPUs a step cannot be left: what was begun to be sent would wait for ever.
@@ -137,24 +138,6 @@ class RayStep:
 
     def _devices(self, at: BufferId, seat: Seat) -> tuple[int, ...]:
         return tuple(device for device, _ in self._holders[at].get(seat.number, ()))
-
-    def _kind(self, argument: int) -> ArrayType:
-        """How an argument lies where it lives; what no one reads lies nowhere, and whole."""
-        entries = self._read.get(argument, [])
-        whole = [at for at in entries if self._is_whole(at)]
-        homes = [at for at in whole if self._buffers[at].mesh == self.job.home[argument]]
-        if homes or whole:
-            return self.job.types[(homes or whole)[0]]
-        if entries:
-            kind = self.job.types[entries[0]]
-            shape = (kind.shape[0] * kind.shape[1], *kind.shape[2:])
-            return ArrayType(shape, kind.dtype, Sharding(kind.sharding.dims[1:]), kind.mesh)
-        return self._unread(argument)
-
-    def _unread(self, argument: int) -> ArrayType:
-        aval, home = self._stacks.jaxpr.invars[argument].aval, self.job.home[argument]
-        mesh = next(buffer.value.type.mesh for buffer in self._buffers if buffer.mesh == home)
-        return ArrayType(tuple(aval.shape), np.dtype(aval.dtype), Sharding.replicated(len(aval.shape)), mesh)
 
     # Steps.
 
@@ -341,7 +324,7 @@ class RayStep:
     def homes(self, argument: int) -> tuple[list[tuple[MeshId, ArrayType]], int]:
         """Where the parts of one of the user's arguments live between steps, and along which dim they lie."""
         stacks = self._stacks
-        return [(self.job.home[at], self._kind(at)) for at in stacks.inputs[argument]], stacks.input_dims[argument]
+        return [(self.job.home[at], self._kinds[at]) for at in stacks.inputs[argument]], stacks.input_dims[argument]
 
     def create(self, init: Callable[..., list[Any]], args: Sequence[Any], first: int, count: int) -> list[Any]:
         """State that is born in its place: `init` is run on each mesh, which keeps what is its own; as of `Runtime`."""
@@ -352,7 +335,7 @@ class RayStep:
                 wanted.setdefault(self.job.home[at], []).append((leaf, number))
         made: dict[tuple[int, int], Part] = {}
         for mesh, entries in wanted.items():
-            kinds = [self._kind(inputs[first + leaf][number]) for leaf, number in entries]
+            kinds = [self._kinds[inputs[first + leaf][number]] for leaf, number in entries]
 
             def own(entries: list[tuple[int, int]] = entries) -> list[Any]:
                 leaves = init(*args)
