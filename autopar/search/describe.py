@@ -120,10 +120,10 @@ def _argument_bytes(planned: StepPlan, mesh: int) -> int:
 
 def _values(planned: StepPlan) -> Iterator[Value]:
     program, roles, streams = planned.program, planned.roles, planned.streams
-    for k, (kind, stage) in enumerate(planned.arguments_at_home()):
+    for k, (kind, home) in enumerate(planned.arguments_at_home()):
         name = program.in_paths[k] if k < program.num_args else f"constant {k - program.num_args}"
         role, dtype = role_of(program, roles, k), str(program.jaxpr.invars[k].aval.dtype)
-        yield Value(name, role, kind.shape, dtype, kind.sharding, stage, kind.on_host)
+        yield Value(name, role, kind.shape, dtype, kind.sharding, home, kind.on_host)
     for k, result in enumerate(streams.results):
         if k not in roles.aliases and result is not None:
             buffer = streams.buffers[result]

@@ -73,6 +73,7 @@ class Waiting:
         """An equation on samples that would have to run after the loop."""
         self.error = self.error or error
         if self._is_behind(eqn):
+            self.follow(eqn)
             return
         found = self._needed(eqn)
         sums = [var for var in found if isinstance(self.solution.of(var), Partial)]
