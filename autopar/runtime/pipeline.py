@@ -38,7 +38,7 @@ from autopar.runtime.failure import (
 from autopar.runtime.memory import let_go
 from autopar.runtime.nans import find_nan
 from autopar.runtime.placing import Placing
-from autopar.runtime.stacks import Stack, part_of, plainly_typed
+from autopar.runtime.stacks import Stack, births, plainly_typed
 from autopar.runtime.transfer import make_transfer
 from autopar.streams.assemble import StepPlan
 from autopar.streams.clock import measured
@@ -174,31 +174,12 @@ class Pipeline:
 
     def create(self, init: Callable[..., list[Any]], args: Sequence[Any], first: int, count: int) -> list[Any]:
         """State that is born in its place: `init` is run once for each stage, which keeps what is its own; as of `Runtime`."""
-        wanted: dict[Any, list[tuple[int, int]]] = {}
-        for leaf in range(count):
-            for number, at in enumerate(self._unstacked.inputs[first + leaf]):
-                wanted.setdefault(self.placements[at].mesh, []).append((leaf, number))
-        made: dict[tuple[int, int], Any] = {}
-        for entries in wanted.values():
-
-            def own(*args: Any, entries: list[tuple[int, int]] = entries) -> list[Any]:
-                leaves = init(*args)
-                return [self._part(leaves[leaf], first + leaf, number) for leaf, number in entries]
-
-            shardings = [self.placements[self._unstacked.inputs[first + leaf][number]] for leaf, number in entries]
-            made.update(zip(entries, jax.jit(own, out_shardings=shardings)(*args), strict=True))
-        found = []
-        for leaf in range(count):
-            positions = self._unstacked.inputs[first + leaf]
-            parts = [made[leaf, number] for number in range(len(positions))]
-            found.append(self._stacks_in[first + leaf].join(parts) if len(positions) > 1 else parts[0])
-        return found
-
-    def _part(self, array: Any, leaf: int, number: int) -> Any:
-        dim, positions = self._unstacked.input_dims[leaf], self._unstacked.inputs[leaf]
-        if len(positions) == 1:
-            return array
-        return part_of(array, number, [self._arguments[at].aval.shape[dim] for at in positions], dim)
+        made: dict[int, Any] = {}
+        for _, ats, own in births(self._unstacked, init, first, count, lambda at: self.placements[at].mesh):
+            shardings = [self.placements[at] for at in ats]
+            made.update(zip(ats, jax.jit(own, out_shardings=shardings)(*args), strict=True))
+        parts = [[made[at] for at in ats] for ats in self._unstacked.inputs[first : first + count]]
+        return [self._stacks_in[k].join(own) if len(own) > 1 else own[0] for k, own in enumerate(parts, first)]
 
     # Running.
 
