@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar._jax import JaxprEqn, Literal, Var, copies_to_or_from_host
+from autopar._jax import JaxprEqn
 from autopar.cost import collective_seconds, kernel_seconds, reshard_seconds
 from autopar.cost.kernels import Pass
 from autopar.cost.steps import reduced_itemsize
@@ -24,7 +24,7 @@ from autopar.intra_op.fuse import BUCKET_BYTES, small_bytes
 from autopar.intra_op.graph import Edge, Graph, Node, Shardings
 from autopar.intra_op.kernels import is_contraction, kernel_of
 from autopar.intra_op.problem import Problem
-from autopar.intra_op.traffic import Traffic, find_traffic, is_pointwise
+from autopar.intra_op.traffic import Traffic, find_traffic
 from autopar.ir.rules.rule import num_elements
 from autopar.mesh import Device, LogicalMesh
 from autopar.tuning import TUNING
@@ -225,24 +225,3 @@ class _NodeCosts:
                     sent = collective_seconds("all-reduce", size, axes, self.mesh)
                     seconds[k] += sent if node.communicates else np.inf
         return seconds
-
-
-def stored_values(graph: Graph) -> set[Var]:
-    """Values that go through memory: made or read by anything but chains of pointwise operations."""
-    stored: set[Var] = set()
-    read: set[Var] = set()
-    for node in graph.nodes:
-        if node.kind != "op":
-            if node.kind == "port" and node.var is not None:
-                stored.add(node.var)
-            continue
-        pointwise = is_pointwise(node)
-        single = len([o for o in node.rule.operands if o]) <= 1 and not copies_to_or_from_host(node.eqn)
-        for atom in node.eqn.invars:
-            if not isinstance(atom, Literal):
-                read.add(atom)
-                if not pointwise and not single:
-                    stored.add(atom)
-        if not pointwise:
-            stored.update(node.eqn.outvars)
-    return stored
