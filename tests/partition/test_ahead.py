@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import autopar
 from autopar.intra_op.sharded import Region, local_bytes
 from autopar.partition.ahead import Ahead, waits_at
+from autopar.partition.order import after
 from autopar.partition.program import run_body
 from autopar.tuning import TUNING
 
@@ -167,6 +168,27 @@ def test_what_makes_a_large_array_waits_for_the_gradients_of_weights():
         made = body.instructions[position].eqn.outvars[0]
         assert 8 * made.aval.size >= 64 * tokens * 4096 >= small.aval.size
     assert not Ahead(body, lambda copy: 64).of_large
+
+
+def test_a_gradient_that_is_made_wider_is_not_forgotten():
+    rows, width, hidden = 4096, 1024, 4096
+
+    def train_step(weights, x):
+        wide = x @ weights["up"]
+        gradient = (wide.T @ x).astype(jnp.float32)
+        return gradient, jnp.tanh(x[:, :16] @ weights["other"]).sum(1)
+
+    half = {"up": jax.ShapeDtypeStruct((width, hidden), jnp.bfloat16)}
+    half["other"] = jax.ShapeDtypeStruct((16, hidden), jnp.bfloat16)
+    body, mesh = body_of(train_step, half, jax.ShapeDtypeStruct((8 * rows, width), jnp.bfloat16))
+    waits = Ahead(body, lambda copy: local_bytes(*copy, mesh)).of_large
+    assert [sorted(var.aval.shape) for _, first in waits.values() for var, _ in first] == [[width, hidden]]
+
+
+def test_what_waits_for_several_reads_one_number():
+    x = jnp.ones(4)
+    one, two = (str(jax.make_jaxpr(after)(x, *[x] * count)) for count in (1, 2))
+    assert "optimization_barrier" in two and "optimization_barrier" not in one
 
 
 def is_of_weights(atom, width):
