@@ -34,11 +34,13 @@ class _Walk:
         self.body, self.num_bytes = body, num_bytes
         self.depth: dict[Copy, int] = dict.fromkeys(body.inputs, -1)
         self.maker: dict[Copy, int] = {}
+        self.deepest: list[int] = []  # of what each instruction reads, when it is reached
 
     def waits(self) -> Iterator[tuple[int, tuple[Copy, Copy]]]:
         for place, instruction in enumerate(self.body.instructions):
             read = copies_read(instruction)
             deepest = max((self.depth[copy] for copy in read), default=-1)
+            self.deepest.append(deepest)
             is_light = _is_light(instruction)
             if isinstance(instruction, Compute) and not is_light:
                 before = self._work_before(deepest)
@@ -50,8 +52,8 @@ class _Walk:
 
     def _work_before(self, place: int) -> int:
         """The work on which what is at this place depends: that itself, if it sends nothing; -1: there is none."""
-        while place >= 0 and _sends(instruction := self.body.instructions[place]):
-            place = max((self.depth[copy] for copy in copies_read(instruction)), default=-1)
+        while place >= 0 and _sends(self.body.instructions[place]):
+            place = self.deepest[place]
         return place
 
     def _begin(self, copy: Copy, before: int, reader: int | None) -> Iterator[tuple[int, tuple[Copy, Copy]]]:
