@@ -10,7 +10,7 @@ Method: a program of XLA's holds what the planner says; others do not make again
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from published_runs import Run
@@ -60,12 +60,15 @@ class Memory:
         return self.state + self.activations + self.runtime
 
 
-def memory_of(run: Run, params: float, layers: int, layer: Held, ends: Held, capacity: float, stage: int = 0) -> Memory:
+def memory_of(
+    run: Run, params: float, experts: float, layers: int, layer: Held, ends: Held, capacity: float, stage: int = 0
+) -> Memory:
     """The memory of a run.
 
     Args:
         run: The run.
         params: On one device, replicas counted whole.
+        experts: Parameters of experts there.
         layers: Of a stage.
         layer: Of one layer and microbatch.
         ends: Of embedding and loss.
@@ -75,7 +78,11 @@ def memory_of(run: Run, params: float, layers: int, layer: Held, ends: Held, cap
     groups = sum(degree > 1 for degree in (run.tensor, run.pipeline, run.data, run.context))
     # XLA's allocator takes the memory before the run and states what programs need, without the runtime's own.
     runtime = 0.0 if any(name in run.framework for name in XLA) else CONTEXT_BYTES + groups * GROUP_BYTES
-    state, activations = params * state_bytes(run), activation_bytes(run, params, layers, layer, ends, stage)
+    state, activations = params * state_bytes(run), activation_bytes(run, params + experts, layers, layer, ends, stage)
+    if run.experts:
+        # Where tokens go to experts of other devices, fewer devices have the same ones.
+        replicas = run.devices // run.pipeline // run.experts.parallel
+        state += experts * state_bytes(replace(run, shards=min(run.shards, replicas)))
     cached = CACHED if any(name in run.framework for name in PYTORCH) else 1.0
     needed = state + activations + runtime
     reserved = max(needed, min(cached * (state + activations) + runtime, capacity))
@@ -114,7 +121,7 @@ def activation_bytes(run: Run, params: float, layers: int, layer: Held, ends: He
         kept, again = whole - scores_bytes(run, tokens), scores_bytes(run, tokens)
     else:
         kept, again = whole, 0  # where products are kept, elementwise work is not, which is little beside them
-    flight = min(run.pipeline - stage, run.count)
+    flight = run.count if run.schedule.lower() == "gpipe" else min(run.pipeline - stage, run.count)
     chunks = 1 + (run.pipeline - 1) / (run.pipeline * run.chunks) if run.chunks > 1 else 1
     # A stage keeps what it hands on until that has been differentiated.
     borders = residual * flight * run.chunks if run.pipeline > 1 else 0
@@ -132,8 +139,11 @@ def eager_bytes(run: Run, tokens: int) -> float:
     """What one layer keeps of a microbatch: operands of its norms, products, attention and activation function."""
     wide = run.hidden / run.width
     shared = 8 / (run.tensor if run.sequence else 1)
-    attention = 2 * (1 + 2 * run.kv_heads / run.heads) + 2
-    split = attention + (8 if run.gated else 4) * wide
+    part, active = (run.experts.share, run.experts.active) if run.experts else (0.0, 0)
+    attention = (2 * (1 + 2 * run.kv_heads / run.heads) + 2) * run.heads * run.head_size / run.width
+    split = attention + (8 if run.gated else 4) * wide * (1 - part)
+    # What is sent to an expert and what comes back, and what the expert keeps of it; sequences are split among all devices.
+    split += part * active * (4 + (8 if run.gated else 4) * wide)
     return tokens * run.width * (shared + split / run.tensor) + (0 if run.flash else scores_bytes(run, tokens))
 
 
