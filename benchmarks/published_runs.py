@@ -186,6 +186,8 @@ def _run(row: Cells, line: int) -> Run:
     if per_replica % microbatch:
         raise ValueError("the batch does not divide")
     zero, shards = zero_of(row, data * context)
+    if says(row, r"Alpa \(auto", "framework") and not text_of(row, "zero"):
+        zero, shards = 2, data  # its solver prefers reduce-scatter (`prefer_reduce_scatter` of Alpa's suites)
     if whole and not text_of(row, "zero"):
         zero, shards = stated("zero", None, 3), data * context  # MaxText's `ici_fsdp_parallelism` is whatever is left
     chunks = count_of(row, "vpp") if pipeline > 1 else 1
