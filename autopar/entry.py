@@ -8,13 +8,16 @@ Method: what is accepted can be computed with: numbers are finite and of a size 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from types import NoneType, UnionType
+from typing import Any, Literal, NoReturn, TypeVar, get_args, get_origin, get_type_hints
 
 from autopar.errors import AutoparError
 
@@ -185,6 +188,59 @@ class Entry:
         if not isinstance(self.value, list) or length not in (None, len(self.value)):
             raise self.wrong("a list" if length is None else f"a list of {length}")
         return tuple([read(Entry(value, f"{self.where}[{k}]")) for k, value in enumerate(self.value)])
+
+
+_PLAIN: dict[Any, Callable[[Entry], Any]] = {
+    int: Entry.count,
+    float: Entry.number,
+    str: Entry.text,
+    bool: Entry.flag,
+}
+
+
+def made(
+    kind: Callable[..., _T], *, later: Collection[str] = (), **others: Callable[[Entry], Any]
+) -> Callable[[Entry], _T]:
+    """Reads an object as a dataclass: each field from the entry of its name, by its type.
+
+    Args:
+        kind: The dataclass.
+        later: Fields that files of before there were these do not have.
+        others: What reads the fields of which more is known than their type.
+    """
+    readers = {**_readers(kind), **others}
+
+    def read(entry: Entry) -> _T:
+        return kind(**{n: own(entry[n]) for n, own in readers.items() if n not in later or n in entry.value})
+
+    return read
+
+
+@functools.cache
+def _readers(kind: Any) -> dict[str, Callable[[Entry], Any]]:
+    types = get_type_hints(kind)
+    return {part.name: _reader(types[part.name]) for part in dataclasses.fields(kind)}
+
+
+def _reader(kind: Any) -> Callable[[Entry], Any]:
+    """What reads a value of a type: a plain one, words, a list of alike or a pair of these, or one that may be missing."""
+    parts = get_args(kind)
+    if kind in _PLAIN:
+        return _PLAIN[kind]
+    if get_origin(kind) is Literal:
+        return lambda entry: entry.one_of(parts)
+    inner = [_reader(part) for part in parts if part not in (Ellipsis, NoneType)]
+    if get_origin(kind) is UnionType and NoneType in parts:
+        return lambda entry: None if entry.value is None else inner[0](entry)
+    if get_origin(kind) is not tuple:
+        return _unread
+    if Ellipsis in parts:
+        return lambda entry: entry.items(inner[0])
+    return lambda entry: entry.pair(*inner)
+
+
+def _unread(entry: Entry) -> NoReturn:
+    raise AssertionError(f'"{entry.where}" is of a type that needs a reader of its own')
 
 
 def _short(value: Any) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
@@ -172,6 +172,12 @@ class DonatedError(AutoparError, RuntimeError):
 
 class NotBuiltYetError(AutoparError, NotImplementedError):
     """Named in the public surface, and not there in this version. Facts: `feature`."""
+
+
+def listed(names: Sequence[str], most: int, between: str = ", ") -> str:
+    """The first of names, or of lines, and how many more there are."""
+    gap = "\n" if between == "\n" else " "
+    return between.join(names[:most]) + (f"{gap}and {len(names) - most} more" if len(names) > most else "")
 
 
 def warn(text: str) -> None:

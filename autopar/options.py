@@ -131,6 +131,10 @@ class Options(Settings):
             )
         object.__setattr__(self, "constraints", dict(self.constraints or {}))
 
+    def budget_bytes(self, memory_bytes: float) -> float:
+        """What one device may use, which has so much memory."""
+        return self.memory_budget_bytes or memory_bytes
+
     def repays(self, won_seconds: float, planning_seconds: float) -> bool:
         """As `repays`, in as many steps as are to repay it."""
         return repays(self.repaying_steps, won_seconds, planning_seconds)

@@ -23,8 +23,8 @@ import autopar
 from autopar._jax import Var
 from autopar.cost import collective_seconds, kernel_seconds
 from autopar.cost.kernels import Kernel, Pass
-from autopar.intra_op.costs import stored_values
 from autopar.intra_op.graph import Graph
+from autopar.intra_op.held import held_values
 from autopar.intra_op.kernels import kernel_of
 from autopar.intra_op.liveness import measure_liveness
 from autopar.intra_op.sharded import Collective, Compute, Fused, Move, collectives_of
@@ -209,4 +209,4 @@ def eagerly_held(graph: Graph) -> set[Var]:
     """What stays in memory if nothing is made again: what goes through it anyway, and what several operations read."""
     nodes = [node for node in graph.nodes if node.kind == "op"]
     readers = collections.Counter(var for node in nodes for var in dict.fromkeys(inputs_of(node.eqn)))
-    return {*stored_values(graph), *(v for node in nodes for v in node.eqn.outvars if readers[v] > 1)}
+    return {*held_values(graph), *(v for node in nodes for v in node.eqn.outvars if readers[v] > 1)}

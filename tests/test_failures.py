@@ -243,15 +243,15 @@ def test_no_memory_is_left(kind, lost):
     pipeline = train.latest().executable
     runs = [k for k, (_, i) in enumerate(pipeline._order) if getattr(i, "program", "").endswith("/" + kind)]
 
-    def fail(held):
+    def fail(step, held):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 12 bytes.")
 
-    whole = list(pipeline._calls)
-    pipeline._calls[runs[-1]] = fail
+    whole = list(pipeline._acts)
+    pipeline._acts[runs[-1]] = fail
     with pytest.raises(StepError, match="memory_budget_bytes") as caught:
         train(state, batch)
     assert caught.value.state_lost == lost and caught.value.__cause__.args[0].startswith("RESOURCE")
-    pipeline._calls = whole
+    pipeline._acts = whole
     check_next_call(step, train, params if lost else state, batch)
 
 

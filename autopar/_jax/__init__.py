@@ -6,7 +6,7 @@ Method: imports and adapters, no ideas of its own. No file of autopar outside of
 """
 
 # ruff: noqa: F401
-from autopar._jax.compiled import host_callbacks, load_elsewhere, nan_error
+from autopar._jax.compiled import host_callbacks, load_elsewhere, nan_error, takes_packed
 from autopar._jax.dispatch import (
     Checked,
     Direct,

@@ -45,7 +45,24 @@ def load_elsewhere(
     unpickler = Unpickler(stored, new[0].client, list(new))
     unpickler.devices_by_id = {a.id: b for a, b in zip(old, new, strict=True)}
     loaded = unpickler.load().load()
-    return jax.stages.Compiled(loaded, [], compiled.args_info, compiled.out_tree, no_kwargs=compiled._no_kwargs)
+    return takes_packed(
+        jax.stages.Compiled(loaded, [], compiled.args_info, compiled.out_tree, no_kwargs=compiled._no_kwargs)
+    )
+
+
+def takes_packed(compiled: jax.stages.Compiled) -> jax.stages.Compiled:
+    """The program, which now takes arrays of less than a byte per element.
+
+    JAX holds what such an array says of its packing against what the program does, and refuses it on a CPU, where arrays
+    say nothing; `jax.jit` takes it. Both lie packed alike.
+    """
+    executable = compiled._executable
+    layouts = getattr(executable, "_xla_in_layouts", ())  # none where it was compiled for devices that are not here
+    if any(getattr(layout, "sub_byte_element_size_in_bits", 0) for layout in layouts):
+        executable._xla_in_layouts = [
+            None if getattr(layout, "sub_byte_element_size_in_bits", 0) else layout for layout in layouts
+        ]
+    return compiled
 
 
 def host_callbacks(function: Callable[..., Any], operands: Sequence[Any]) -> list[Callable[..., Any]]:

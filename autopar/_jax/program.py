@@ -40,9 +40,9 @@ def bodies_in(eqn: JaxprEqn) -> list[Jaxpr]:
     return list(_core.jaxprs_in_params(eqn.params))
 
 
-def close_jaxpr(jaxpr: Jaxpr, consts: Sequence[Any] = ()) -> ClosedJaxpr:
-    """The closed jaxpr of `jaxpr` whose `constvars` have the values `consts`."""
-    return ClosedJaxpr(jaxpr, list(consts))
+def close_jaxpr(jaxpr: Jaxpr) -> ClosedJaxpr:
+    """The closed jaxpr of `jaxpr`, which has no `constvars`."""
+    return ClosedJaxpr(jaxpr, [])
 
 
 _NO_NAMES = _core.DebugInfo("autopar", "flat program", None, None)

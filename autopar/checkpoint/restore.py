@@ -34,7 +34,7 @@ from autopar.checkpoint.leaves import (
 from autopar.checkpoint.manifest import Manifest
 from autopar.checkpoint.places import UNCOMMITTED, OnWorkers, Place, place_by_like, places_by_plan
 from autopar.compiled import CompiledStep
-from autopar.errors import CheckpointError, warn
+from autopar.errors import CheckpointError, listed, warn
 from autopar.frameworks import without_arrays
 from autopar.ir.trace.containers import plain_containers
 from autopar.runtime.stacks import Stack
@@ -203,10 +203,7 @@ def _compare(wanted: dict[tuple[str, ...], LeafType], manifest: Manifest, partia
     raise CheckpointError(
         "the checkpoint holds another state.",
         given=folder,
-        wrong="\n".join(
-            [f"{spelled(path)}: {text}" for path, text in lines[:8]]
-            + ([f"and {len(lines) - 8} more"] if len(lines) > 8 else [])
-        ),
+        wrong=listed([f"{spelled(path)}: {text}" for path, text in lines], 8, "\n"),
         do="pass partial=True to read only what is asked for."
         if unread
         else "pass `like` with the leaves that were saved, and convert them afterwards.",

@@ -26,7 +26,7 @@ from autopar.checkpoint.apart import discard, take_apart
 from autopar.checkpoint.folder import close_workplace, commit, open_workplace, prune, step_folder, step_number, steps
 from autopar.checkpoint.leaves import LeafType, is_function, leaf_type, paths, spelled, storable
 from autopar.checkpoint.manifest import NOTE, write_manifest
-from autopar.errors import AutoparError, CheckpointError, DonatedError, WorkerError
+from autopar.errors import AutoparError, CheckpointError, DonatedError, WorkerError, listed
 from autopar.frameworks import without_arrays
 from autopar.ir.trace.containers import plain_containers
 from autopar.runtime.failure import is_gone
@@ -128,7 +128,7 @@ def _check_there(state: Any) -> None:
     if gone:
         raise DonatedError(
             "an array of the state is no more.",
-            given=", ".join(gone[:4]) + (f" and {len(gone) - 4} more" if len(gone) > 4 else ""),
+            given=listed(gone, 4),
             wrong="a step was given it and has taken its memory over for its results.",
             do="save what the last call returned.",
             paths=tuple(gone),

@@ -11,14 +11,15 @@ from dataclasses import replace
 from html import escape
 
 from autopar.compare.row import Row
-from autopar.markup import WIDTH, box, line, picture, room_for, tag, text, ticks
+from autopar.markup import WIDTH, box, picture, room_for, tag, text
 from autopar.plan.words import bytes_text, seconds_text, share_text
 from autopar.report.html import section, table_html, wrapped
 from autopar.report.page import Table
 from autopar.report.pictures.legend import legend
+from autopar.report.pictures.timetable import RIGHT, TOP, clock_axis
 from autopar.report.text import wide_text
 
-TOP, ROW, BAR, RIGHT = 24, 30, 20, 14
+ROW, BAR = 30, 20
 PARTS = (("F", "kernels"), ("all-gather", "exposed communication"), ("wait", "bubbles"))
 """What a step consists of, and the colour's class."""
 
@@ -42,9 +43,7 @@ def comparison_text(title: str, rows: Sequence[Row], currency: str) -> str:
 
 def comparison_html(title: str, rows: Sequence[Row], currency: str) -> str:
     """The same as a page, with bars."""
-    figures = table_html(table_of(rows, currency)).replace(
-        "<details>", "<details open>", 1
-    )  # they are what one asks for
+    figures = table_html(table_of(rows, currency), is_open=True)  # they are what one asks for
     return wrapped("\n".join([tag("h1", escape(title)), section("Where the time goes", _bars(rows)), figures]))
 
 
@@ -80,11 +79,7 @@ def _bars(rows: Sequence[Row]) -> str:
     left = min(WIDTH / 2, max(map(room_for, names)) + 12)
     end = max(row.step_seconds for row in planned)
     scale = (WIDTH - left - RIGHT) / end
-    parts = []
-    for time in ticks(end):
-        x, words = left + time * scale, seconds_text(time)
-        if x + room_for(words) / 2 <= WIDTH:
-            parts += [line(x, TOP - 6, x, TOP + ROW * len(planned), "grid"), text(x, 12, words, "small soft", "middle")]
+    parts = clock_axis(end, scale, TOP + ROW * len(planned), left)
     for number, (row, name) in enumerate(zip(planned, names, strict=True)):
         x, y = left, TOP + number * ROW
         fits = int((left - 12) / room_for("x"))

@@ -40,7 +40,7 @@ class Batches:
         """
         self._source, self._stop, self._remainder, self._every = source, stop, remainder, every
         self._by_index = isinstance(source, Sequence) and remainder != "drop"
-        self._once = not callable(source) and iter(source) is source and not has_position(source)
+        self._once = not callable(source) and not has_position(source) and iter(source) is source
         self._iterator: Iterator[Any] | None = None
         self._next = 0
         self._end: int | None = None

@@ -18,8 +18,7 @@ import numpy as np
 from autopar._jax import Jaxpr, JaxprEqn, Var, copies_to_or_from_host
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.signature import equation_signature
-from autopar.ir.source import is_backward
-from autopar.ir.trace.inline_calls import is_recomputed
+from autopar.ir.split.joins import is_behind, made_behind
 from autopar.ir.work import Work, num_bytes, num_elements_of
 from autopar.tuning import TUNING
 
@@ -66,7 +65,8 @@ class _Builder:
         self.fixed = {var for var in fixed_inputs if num_elements_of(var) > TUNING.shared_elements}
         self.parameters = set(fixed_inputs)
         self.work = Work().of_equations(loop.eqns)
-        self.backward = self.find_backward()
+        behind = made_behind(loop)
+        self.backward = [is_behind(eqn, behind) for eqn in loop.eqns]
         self.light = self.find_light()
         self.segment = [-1] * len(self.eqns)
         self.made_by = {var: k for k, eqn in enumerate(self.eqns) for var in eqn.outvars}
@@ -106,16 +106,6 @@ class _Builder:
     def made_here(self, eqn: JaxprEqn) -> list[Var]:
         """Operands that a segment makes."""
         return [v for v in inputs_of(eqn) if v in self.made_by and not self.light[self.made_by[v]]]
-
-    def find_backward(self) -> list[bool]:
-        behind: dict[Var, None] = {}
-        found = []
-        for eqn in self.eqns:
-            is_behind = is_backward(eqn) or is_recomputed(eqn) or any(a in behind for a in inputs_of(eqn))
-            if is_behind:
-                behind.update(dict.fromkeys(eqn.outvars))
-            found.append(is_behind)
-        return found
 
     def find_light(self) -> list[bool]:
         limit = TUNING.repeated_work * sum(self.work)

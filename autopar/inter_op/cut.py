@@ -11,9 +11,9 @@ import dataclasses
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
-from autopar._jax import Jaxpr, JaxprEqn, Var
+from autopar._jax import Jaxpr, Var
 from autopar.debug import check_behind
 from autopar.errors import PipelineError
 from autopar.inter_op.chain import Chain, make_chain
@@ -23,10 +23,10 @@ from autopar.ir.check import check_program
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
-from autopar.ir.region import bodies_of, is_region
+from autopar.ir.region import equations_within, is_region
 from autopar.ir.rewrite.fission import fission
 from autopar.ir.rewrite.late_narrowing import narrow_late
-from autopar.ir.rules import ShardingRule, rule_for
+from autopar.ir.rules import rule_for
 from autopar.ir.split.layers import LayerSplit, layer_count, split_layers, whole_stacks
 from autopar.ir.split.microbatch import Microbatches, check_phases, split_at_joins
 from autopar.ir.split.whole_batch import whole_batch
@@ -56,8 +56,12 @@ class CutStep:
     paths: tuple[str, ...]
 
 
+Layout = tuple[int, int, Mapping[int, int]]
+"""In how many parts stacks lie, of how many layers, and which inputs are such, along which dim."""
+
+
 def in_parts(
-    program: Program, roles: Roles, num_parts: int, layout: tuple[int, int, Mapping[int, int]] | None = None
+    program: Program, roles: Roles, num_parts: int, layout: Layout | None = None
 ) -> tuple[Program, Roles, LayerSplit]:
     """The step with its scans over layers taken apart, if it has any.
 
@@ -65,8 +69,7 @@ def in_parts(
         program: The step.
         roles: Its roles.
         num_parts: How many parts, if there are so many layers; where these do not divide the layers, some have one more.
-        layout: In how many parts stacks lie, of how many layers, and which inputs are such, along which dim; None: as
-            `num_parts` says.
+        layout: How stacks lie; None: as `num_parts` says.
     """
     count, there, stacked = (0, 0, {}) if layout is None else layout
     length = layer_count(program.jaxpr, roles.may_hold_layers, roles.aliases, stacked)
@@ -139,34 +142,48 @@ def dividing_count(length: int, num_parts: int) -> int:
     return next((n for n in range(num_parts, length + 1) if length % n == 0), length)
 
 
-Layout = tuple[int, int, Mapping[int, int]]
-"""In how many parts stacks lie, of how many layers, and which inputs are such, along which dim."""
-
-
 @dataclass(frozen=True, slots=True)
 class Rewritten:
-    """A step on its way to stages.
+    """A step on its way to microbatches.
 
     Attributes:
         program: The step.
         roles: Its roles.
-        stacks: What has become of its stacks.
-        num_parts: Into how many parts its scans over layers are to be taken.
         count: How many microbatches.
-        layout: How stacks lie; None: as `num_parts` says.
+        semantics: `"exact"` or `"per_microbatch"`.
     """
 
     program: Program
     roles: Roles
-    stacks: LayerSplit
-    num_parts: int
     count: int
-    layout: Layout | None
+    semantics: str
 
-    def by(self, rewrite: Callable[[Jaxpr], Jaxpr]) -> Rewritten:
+    def by(self, rewrite: Callable[[Jaxpr], Jaxpr]) -> Self:
         """The same with another program, over the same inputs and results."""
         jaxpr = rewrite(self.program.jaxpr)
         return dataclasses.replace(self, program=dataclasses.replace(self.program, jaxpr=jaxpr))
+
+    @property
+    def how(self) -> tuple[int, Sequence[int], bool, str]:
+        """As `split_at_joins` and `accumulate_in_rounds` take it: microbatches, the batch, whether each takes its own sums
+        and what messages call the batch."""
+        names = ", ".join(dict.fromkeys(self.program.in_paths[k].split("/")[0] for k in self.roles.batch))
+        return self.count, self.roles.batch, self.semantics == "per_microbatch", names
+
+
+@dataclass(frozen=True, slots=True)
+class TakenApart(Rewritten):
+    """A step on its way to stages.
+
+    Attributes:
+        stacks: What has become of its stacks.
+        num_parts: Into how many parts its scans over layers are to be taken.
+        layout: How stacks lie; None: as `num_parts` says.
+    """
+
+    stacks: LayerSplit
+    num_parts: int
+    layout: Layout | None
 
 
 def check_rewritten(step: Rewritten) -> None:
@@ -177,12 +194,12 @@ def check_rewritten(step: Rewritten) -> None:
     assert len(step.program.out_paths) == len(outputs), "a result without a path"
 
 
-def _in_parts(step: Rewritten) -> Rewritten:
+def _in_parts(step: TakenApart) -> TakenApart:
     program, roles, stacks = in_parts(step.program, step.roles, step.num_parts, step.layout)
     return dataclasses.replace(step, program=program, roles=roles, stacks=stacks)
 
 
-APART: tuple[Pass[Rewritten], ...] = (
+APART: tuple[Pass[TakenApart], ...] = (
     Pass("fission", "conditions in as many as share no work", lambda step: step.by(fission)),
     Pass(
         "late_narrowing",
@@ -201,7 +218,7 @@ def cut_step(
     num_parts: int,
     num_microbatches: int,
     semantics: str = "exact",
-    layout: tuple[int, int, Mapping[int, int]] | None = None,
+    layout: Layout | None = None,
 ) -> CutStep:
     """Take a step apart: its scans over layers, its phases, its segments.
 
@@ -211,21 +228,20 @@ def cut_step(
         num_parts: Into how many parts its scans over layers are to be taken.
         num_microbatches: How many microbatches.
         semantics: `"exact"` or `"per_microbatch"`.
-        layout: In how many parts stacks lie, of how many layers, and which inputs are such, along which dim; None: as
-            `num_parts` says.
+        layout: How stacks lie; None: as `num_parts` says.
 
     Raises:
         BatchError: The batch does not divide.
         MicrobatchError: Microbatches would compute something else.
     """
     paths = program.in_paths
-    given = Rewritten(program, roles, whole_stacks(program.jaxpr), num_parts, num_microbatches, layout)
-    made = run_passes(APART, given, check_rewritten)
+    stacks = whole_stacks(program.jaxpr)
+    made = run_passes(
+        APART, TakenApart(program, roles, num_microbatches, semantics, stacks, num_parts, layout), check_rewritten
+    )
     program, roles, stacks = made.program, made.roles, made.stacks
-    names = ", ".join(dict.fromkeys(program.in_paths[k].split("/")[0] for k in roles.batch))
     if num_microbatches > 1:
-        own = semantics == "per_microbatch"
-        jaxpr, split = split_at_joins(program.jaxpr, num_microbatches, roles.batch, own, names)
+        jaxpr, split = split_at_joins(program.jaxpr, *made.how)
         program = dataclasses.replace(program, jaxpr=jaxpr)
     else:
         split = whole_batch(program.jaxpr, roles.batch)
@@ -233,7 +249,8 @@ def cut_step(
     first = 1 + len(split.invariants)
     chain = make_chain(split.loop, _of_arguments(program.jaxpr, split))
     pieces = {first + k: frozenset({0}) for k in range(len(split.pieces))}
-    batch = follow_batch(split.loop, _rules(split.loop, {}), pieces)
+    rules = {eqn: rule_for(eqn) for eqn, _ in equations_within(split.loop) if not is_region(eqn)}
+    batch = follow_batch(split.loop, rules, pieces)
     return CutStep(program, roles, stacks, split, chain, batch, paths)
 
 
@@ -245,16 +262,6 @@ def _of_arguments(jaxpr: Jaxpr, split: Microbatches) -> list[Var]:
             made.update(eqn.outvars)
     inside = split.loop.invars[1 : 1 + len(split.invariants)]
     return [var for var, outside in zip(inside, split.invariants, strict=True) if outside in made]
-
-
-def _rules(jaxpr: Jaxpr, found: dict[JaxprEqn, ShardingRule]) -> dict[JaxprEqn, ShardingRule]:
-    for eqn in jaxpr.eqns:
-        if is_region(eqn):
-            for body in bodies_of(eqn):
-                _rules(body, found)
-        else:
-            found[eqn] = rule_for(eqn)
-    return found
 
 
 def check_stage_count(cut: CutStep, num_stages: int, chunks: int = 1) -> None:

@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr, new_var, resized
+from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr, new_var
 from autopar.inter_op.residuals import Kept, choose_residuals
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import inputs_of, variables
-from autopar.ir.region import Binding, Region, kind_of, region_of
+from autopar.ir.region import Binding, Region, kind_of, region_of, rows_in, rows_out
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.work import device_bytes
 
@@ -77,10 +76,10 @@ def _lean(
     read = dict.fromkeys([*(var for eqn in kept.again for var in inputs_of(eqn)), *stack_of])
     entering = [b for b in first.of_role("const", "xs") if b.var in read]
     inside = {*made, *(b.var for b in entering)}
-    rows = {var: stack_of.get(var) or new_var(_rows_of(var, first.trips)) for var in read if var not in inside}
-    new = [Binding("ys", None, (None,), (var,), row) for var, row in rows.items() if var not in stack_of]
+    rows = {var: stack_of.get(var) or first.new_stack(var) for var in read if var not in inside}
+    new = [rows_out(var, row) for var, row in rows.items() if var not in stack_of]
     leaner = first.rebuild([*first.bindings, *new], [first.bodies[0].eqns])
-    arriving = [Binding("xs", row, (var,), (None,)) for var, row in rows.items()]
+    arriving = [rows_in(row, var) for var, row in rows.items()]
     return leaner, _made_again(second, kept, value_of, [*entering, *arriving])
 
 
@@ -89,10 +88,6 @@ def _kept(first: Region, second: Region, wanted: Sequence[Var], given: Collectio
     at_hand = {*given, *variables(b.outer for b in second.xs)}
     shared = [b.var for b in first.xs if isinstance(b.outer, Literal) or b.outer in at_hand]
     return choose_residuals(first.bodies[0].eqns, wanted, [*shared, *(b.var for b in first.consts)])
-
-
-def _rows_of(var: Var, length: int) -> Any:
-    return resized(var.aval, (length, *var.aval.shape))
 
 
 def _made_again(second: Region, kept: Kept, value_of: Mapping[Var, Var], entering: Sequence[Binding]) -> JaxprEqn:

@@ -16,7 +16,7 @@ Method: minimum cut. A value is kept, which costs its bytes, or made again from 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +24,7 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_flow
 
 from autopar._jax import JaxprEqn, Var, copies_to_or_from_host, on_host
-from autopar.ir.dataflow import inputs_of, needed
+from autopar.ir.dataflow import ancestors, inputs_of, needed
 from autopar.ir.region import bodies_of, is_region, kind_of
 from autopar.ir.rules import has_rule, rule_for
 from autopar.ir.work import Work, device_bytes, num_elements_of
@@ -81,7 +81,15 @@ def choose_residuals(
     free = set(free)
     made_by = {var: eqn for eqn in eqns for var in eqn.outvars}
     costs = _Costs(level)
-    nodes = _ancestors([v for v in wanted if v not in free], made_by, free, costs)
+
+    def made_of(var: Var) -> list[Var]:
+        """What a value could be made again of."""
+        eqn = made_by.get(var)
+        if eqn is None or not math.isfinite(costs.of(eqn)):
+            return []
+        return [v for v in inputs_of(eqn) if v not in free]
+
+    nodes = list(ancestors([v for v in wanted if v not in free], made_of))
     if not nodes:
         return Kept((), ())
     network = _Network(nodes)
@@ -141,23 +149,6 @@ class _Costs:
         # How often a loop of unknown length runs is not known; it does so again only where everything does.
         unknown = kind_of(eqn) == "while" and self.level < ALL
         return math.inf if unknown else self.work.of(eqn) / self.level
-
-
-def _ancestors(
-    wanted: Sequence[Var], made_by: Mapping[Var, JaxprEqn], free: Collection[Var], costs: _Costs
-) -> list[Var]:
-    """The wanted values and what they could be made of, as far as making again is allowed."""
-    found: dict[Var, None] = {}
-    waiting = list(wanted)
-    while waiting:
-        var = waiting.pop()
-        if var in found or var in free:
-            continue
-        found[var] = None
-        eqn = made_by.get(var)
-        if eqn is not None and math.isfinite(costs.of(eqn)):
-            waiting += inputs_of(eqn)
-    return list(found)
 
 
 class _Network:

@@ -14,10 +14,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar._jax import Jaxpr, JaxprEqn, Var
+from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr
 from autopar.inter_op.backward import Backward, Passes, backward_at
 from autopar.inter_op.chain import Chain
 from autopar.inter_op.residuals import CHEAP, Kept
+from autopar.inter_op.scan_halves import scan_halves
 from autopar.inter_op.update import Update, place_update
 from autopar.ir.dataflow import inputs_of, needed, variables, with_makers
 from autopar.ir.split.microbatch import Microbatches
@@ -127,12 +128,18 @@ def make_tasks(
     free = {*light, *chain.loop.invars}
     pieces = chain.loop.invars[1 + len(split.invariants) :]
     passes = []
+    halves: dict[JaxprEqn, tuple[JaxprEqn, JaxprEqn]] = {}
     for s in range(num_stages):
         made = {var for eqn in own["F", s] for var in eqn.outvars}
         received = {a for eqn in own["F", s] for a in inputs_of(eqn) if a in made_at and a not in made}
-        at_once, later = _waited_for(own["B", s], s, own, num_stages) if split_backward else (own["B", s], [])
-        made_at.update((var, ("W", s)) for eqn in later for var in eqn.outvars)
+        at_once: list[JaxprEqn] = own["B", s]
+        later: list[JaxprEqn] = []
+        if split_backward:
+            at_once, later = _waited_for(own["B", s], s, own, num_stages, halves)
+            made_at.update((var, ("B", s)) for eqn in at_once for var in eqn.outvars)
+            made_at.update((var, ("W", s)) for eqn in later for var in eqn.outvars)
         passes.append(Passes(own["F", s], at_once, later, received, light_eqns, free, pieces))
+    split = _in_halves(split, halves)
     behind = tuple(backward_at(p, level) for p, level in zip(passes, levels or [CHEAP] * num_stages, strict=True))
     loop_behind = [(*b.eqns, *b.weight) for b in behind]
     update = place_update(jaxpr, split, num_stages, forward, loop_behind, made_at, aliases or {})
@@ -154,18 +161,36 @@ def make_tasks(
 
 
 def _waited_for(
-    eqns: Sequence[JaxprEqn], stage: int, own: Mapping[tuple[str, int], Sequence[JaxprEqn]], num_stages: int
+    eqns: Sequence[JaxprEqn],
+    stage: int,
+    own: Mapping[tuple[str, int], Sequence[JaxprEqn]],
+    num_stages: int,
+    halves: dict[JaxprEqn, tuple[JaxprEqn, JaxprEqn]],
 ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
-    """A stage's backward in two: what other stages wait for, and the rest."""
+    """A stage's backward in two: what other stages wait for, and the rest; `halves` is extended by scans that are both."""
     waited = {a for s in range(num_stages) if s != stage for eqn in own["B", s] for a in inputs_of(eqn)}
     at_once, later = [], []
     for eqn in reversed(eqns):
-        if eqn.effects or any(var in waited for var in eqn.outvars):
-            at_once.append(eqn)
-            waited.update(inputs_of(eqn))
-        else:
+        if not eqn.effects and waited.isdisjoint(eqn.outvars):
             later.append(eqn)
+            continue
+        both = scan_halves(eqn, waited)
+        if both is not None:
+            halves[eqn] = both
+            later.append(both[1])
+        first = eqn if both is None else both[0]
+        at_once.append(first)
+        waited.update(inputs_of(first))
     return at_once[::-1], later[::-1]
+
+
+def _in_halves(split: Microbatches, halves: Mapping[JaxprEqn, Sequence[JaxprEqn]]) -> Microbatches:
+    """The phases with both halves of scans where these were."""
+    if not halves:
+        return split
+    loop = split.loop
+    eqns = [half for eqn in loop.eqns for half in halves.get(eqn, (eqn,))]
+    return dataclasses.replace(split, loop=make_jaxpr(loop.invars, loop.outvars, eqns))
 
 
 def _before(

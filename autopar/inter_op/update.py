@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, new_var, replace_eqn
-from autopar.ir.dataflow import inputs_of, needed, with_makers
+from autopar.ir.dataflow import ancestors, inputs_of, needed, with_makers
 from autopar.ir.split.microbatch import Microbatches
 from autopar.ir.work import num_bytes, num_elements_of
 from autopar.tuning import TUNING
@@ -328,18 +328,8 @@ def _end_of(var: Var, passed: Mapping[Var, Var], home: Mapping[Var, int]) -> int
 
 def _sources(var: Var, made_by: Mapping[Var, JaxprEqn], arguments: Mapping[Var, None]) -> list[Var]:
     """Arguments that a value is made of."""
-    found: dict[Var, None] = {}
-    waiting, seen = [var], {var}
-    while waiting:
-        at = waiting.pop()
-        if at in arguments:
-            found[at] = None
-        elif at in made_by:
-            for operand in inputs_of(made_by[at]):
-                if operand not in seen:
-                    seen.add(operand)
-                    waiting.append(operand)
-    return list(found)
+    behind = ancestors([var], lambda v: inputs_of(made_by[v]) if v in made_by and v not in arguments else ())
+    return [v for v in behind if v in arguments]
 
 
 def _same_types(parts: Sequence[object], eqn: JaxprEqn) -> bool:

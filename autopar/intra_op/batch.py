@@ -4,6 +4,11 @@ In:     a flat program and the dims of its inputs that are the batch.
 Out:    `BatchDims`: for each value the dims that run over samples, for each equation the factors that do.
 Method: forward propagation: a factor is of the batch if it leads an operand's dim that is; then so is every result dim
         that it leads. Loops are followed to a fixed point.
+
+Apart from the split solver (`ir/split/`), for it answers what may be, and that what must be: the solver proves that a program
+can be done in exact shards, each value split along one dim, and refuses one that cannot; here every program has an answer,
+also one that no microbatch can be of (statistics over the batch, pairs of samples along two dims), for that is what a plan
+made by hand means by the batch.
 """
 
 from __future__ import annotations

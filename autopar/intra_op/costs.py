@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from autopar._jax import JaxprEqn, Literal, Var, copies_to_or_from_host
+from autopar._jax import JaxprEqn
 from autopar.cost import collective_seconds, kernel_seconds, reshard_seconds
 from autopar.cost.kernels import Pass
 from autopar.cost.steps import reduced_itemsize
@@ -24,7 +24,7 @@ from autopar.intra_op.fuse import BUCKET_BYTES, small_bytes
 from autopar.intra_op.graph import Edge, Graph, Node, Shardings
 from autopar.intra_op.kernels import is_contraction, kernel_of
 from autopar.intra_op.problem import Problem
-from autopar.intra_op.traffic import Traffic, find_traffic, is_pointwise
+from autopar.intra_op.traffic import Traffic, find_traffic
 from autopar.ir.rules.rule import num_elements
 from autopar.mesh import Device, LogicalMesh
 from autopar.tuning import TUNING
@@ -52,6 +52,10 @@ def build_problem(
 _BEFORE_A_TRANSPOSE = 1 + 1e-6
 """XLA's CPU collectives along another dim than the first are of copies in that order, and a gradient's dims are the other
 way round before it is transposed as its parameter is: of two that cost the same, the one behind the transpose."""
+
+_ALONG_AN_INNER_DIM = 1 + 5e-7
+"""XLA for GPUs has the dim that a collective gathers or scatters outermost, and turns whole stacks of weights before a loop
+that gathers their rows along another one (`GpuLayoutAssignment`): of two that cost the same, the one along the first dim."""
 
 
 class Prices:
@@ -177,6 +181,11 @@ def _matrix(shape, itemsize: int, given: Shardings, wanted: Shardings, mesh: Log
     sources, source_of = _distinct(given)
     targets, target_of = _distinct(wanted)
     table = np.asarray(reshard_seconds(shape, itemsize, sources, targets, mesh))
+    inner: dict[Any, int] = {}
+    given_inner, wanted_inner = (
+        np.array([inner.setdefault(s.dims[1:], len(inner)) for s in side]) for side in (sources, targets)
+    )
+    table = np.where(given_inner[:, None] != wanted_inner, table * _ALONG_AN_INNER_DIM, table)
     return table[np.ix_(source_of, target_of)]
 
 
@@ -216,24 +225,3 @@ class _NodeCosts:
                     sent = collective_seconds("all-reduce", size, axes, self.mesh)
                     seconds[k] += sent if node.communicates else np.inf
         return seconds
-
-
-def stored_values(graph: Graph) -> set[Var]:
-    """Values that go through memory: made or read by anything but chains of pointwise operations."""
-    stored: set[Var] = set()
-    read: set[Var] = set()
-    for node in graph.nodes:
-        if node.kind != "op":
-            if node.kind == "port" and node.var is not None:
-                stored.add(node.var)
-            continue
-        pointwise = is_pointwise(node)
-        single = len([o for o in node.rule.operands if o]) <= 1 and not copies_to_or_from_host(node.eqn)
-        for atom in node.eqn.invars:
-            if not isinstance(atom, Literal):
-                read.add(atom)
-                if not pointwise and not single:
-                    stored.add(atom)
-        if not pointwise:
-            stored.update(node.eqn.outvars)
-    return stored

@@ -167,7 +167,7 @@ class Graph:
         outputs: Port of each program output.
         batch: Which dims run over samples.
         traffic: What each operation brings through memory, once that is known (`traffic.py`).
-        held: Values that take memory, once that is known (`costs.held_values`).
+        held: Values that take memory, once that is known (`held.held_values`).
         priced: What operations take, as far as that is known (`costs.py`).
         signatures: What the signature of a node stands for.
         tables: What the graphs of other programs on this mesh may share.
@@ -187,7 +187,7 @@ class Graph:
     outputs: list[int] = field(default_factory=list)
     batch: BatchDims = field(default_factory=BatchDims)
     traffic: Any = None
-    held: Any = None
+    held: frozenset[Var] | None = None
     priced: dict[Any, Any] = field(default_factory=dict)
     signatures: list[object] = field(default_factory=list)
     tables: Tables = field(default_factory=Tables)

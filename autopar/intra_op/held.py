@@ -12,7 +12,6 @@ Method: compilers put elementwise operations, slices and the like into the kerne
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 
 from autopar._jax import Literal, Var, copies_to_or_from_host
 from autopar.intra_op.graph import Graph, Node
@@ -28,7 +27,7 @@ SLOW = frozenset(
 """What several read of these is held: many instructions for each element; exponentials and roots are single ones."""
 
 
-def held_values(graph: Graph) -> AbstractSet[Var]:
+def held_values(graph: Graph) -> frozenset[Var]:
     """Values that take memory; found once for a graph."""
     if graph.held is None:
         graph.held = frozenset(_find_held(graph))

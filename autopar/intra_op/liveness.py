@@ -5,7 +5,9 @@ Out:    `Liveness`: bytes of arguments and results, the peak, when it is, and wh
 Method: a copy lives from the instruction that makes it to its last reader. Inputs live throughout unless donated, then
         to their last reader. A loop's body adds its own peak; its stacked outputs live from before the loop. Values
         that kernels make again take no memory of their own (`held.py`): what they are made of lives until it is read there.
-        Of a stage of a pipeline some values are not there, and some are there for several microbatches (`Waiting`).
+        Of a stage of a pipeline some values are not there, and some are there for several microbatches (`Waiting`). What
+        lies in the host's memory lives as long, under another name behind a barrier too (`host_peak_bytes`). What every
+        sharding needs, whatever the order, is another question: `floor.py`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from autopar._jax import Literal, Var
+from autopar._jax import Literal, Var, on_host
 from autopar.intra_op.sharded import (
     Body,
     Compute,
@@ -27,6 +29,7 @@ from autopar.intra_op.sharded import (
     copies_made,
     copies_read,
     local_bytes,
+    share_bytes,
 )
 from autopar.ir.region import kind_of
 from autopar.mesh import LogicalMesh
@@ -137,6 +140,25 @@ def memory_curve(body: Body, mesh: LogicalMesh, stored: AbstractSet[Var], donate
     return curve
 
 
+def host_peak_bytes(body: Body, mesh: LogicalMesh) -> int:
+    """Most bytes of one device that a program has in its host's memory at once, arguments and results left out.
+
+    A row that a loop's body makes or reads is a part of the stack outside.
+    """
+    made, results = _versions(body, frozenset(), None), set(body.outputs)
+    size = [
+        share_bytes(*copy, mesh) if is_there and start >= 0 and on_host(copy[0].aval) and copy not in results else 0
+        for copy, start, is_there in zip(made.copies, made.starts, made.takes_memory, strict=True)
+    ]
+    total = most = 0
+    changes = made.changes(size, len(body.instructions))[1:]
+    for instruction, (born, freed) in zip(body.instructions, changes, strict=True):
+        inner = instruction.bodies if isinstance(instruction, Region) else ()
+        most = max(most, total + born + max((host_peak_bytes(each, mesh) for each in inner), default=0))
+        total += born + freed
+    return most
+
+
 def _pinned(body: Body, donated: Sequence[bool]) -> set[Copy]:
     """Inputs that stay to the end."""
     return {copy for copy, freed in zip(body.inputs, donated or [False] * len(body.inputs), strict=True) if not freed}
@@ -232,8 +254,11 @@ class _Versions:
                 yield Alive(copy, num_bytes, number, body, moment)
 
 
-def _versions(body: Body, pinned: AbstractSet[Copy], stored: AbstractSet[Var]) -> _Versions:
-    """When each copy is made and read last; who reads what takes no memory reads what that is made of."""
+def _versions(body: Body, pinned: AbstractSet[Copy], stored: AbstractSet[Var] | None) -> _Versions:
+    """When each copy is made and read last; who reads what takes no memory reads what that is made of.
+
+    `stored` None: all do but the results of barriers, which are the operands.
+    """
     count = len(body.instructions)
     copies, starts = list(body.inputs), [-1] * len(body.inputs)
     ends = [count if copy in pinned else -1 for copy in body.inputs]
@@ -244,16 +269,27 @@ def _versions(body: Body, pinned: AbstractSet[Copy], stored: AbstractSet[Var]) -
         read = tuple(dict.fromkeys(number for copy in copies_read(instruction) for number in made_of[current[copy]]))
         for number in read:
             ends[number] = max(position, ends[number])
+        passed = _passed_on(instruction) if stored is None else {}
         for copy in copies_made(instruction):
-            is_there = not isinstance(instruction, Compute) or copy[0] in stored or copy in results
+            is_there = stored is None or not isinstance(instruction, Compute) or copy[0] in stored or copy in results
+            own = (len(copies),) if is_there else read
+            made_of.append(made_of[current[passed[copy]]] if copy in passed else own)
             current[copy] = len(copies)
-            made_of.append((len(copies),) if is_there else read)
             copies.append(copy)
             starts.append(position)
             ends.append(-1)
     for result in dict.fromkeys((a, s) for a, s in body.outputs if not isinstance(a, Literal)):
         ends[current[result]] = count
     return _Versions(copies, starts, ends, [number in made for number, made in enumerate(made_of)])
+
+
+def _passed_on(instruction: Instruction) -> dict[Copy, Copy]:
+    """Of the results of a barrier, the operands that they are."""
+    if not isinstance(instruction, Region) or kind_of(instruction.eqn) != "barrier":
+        return {}
+    given = zip(instruction.eqn.invars, instruction.operands, strict=True)
+    pairs = zip(copies_made(instruction), given, strict=True)
+    return {result: (atom, sharding) for result, (atom, sharding) in pairs if not isinstance(atom, Literal)}
 
 
 def packed_bytes(move: Move, mesh: LogicalMesh) -> int:

@@ -17,7 +17,7 @@ import numpy as np
 from autopar._jax import Jaxpr
 from autopar.errors import ConstraintError, warn
 from autopar.intra_op.graph import Graph, Node
-from autopar.ir.region import bodies_of, is_region
+from autopar.ir.region import equations_within
 from autopar.ir.source import source_line
 from autopar.mesh import LogicalMesh, Sharding
 
@@ -100,11 +100,8 @@ def pin_node(
 
 def pin_constraints(jaxpr: Jaxpr, graph: Graph, allowed: Allowed) -> None:
     """Obey every `jax.lax.with_sharding_constraint` in the user's code."""
-    for eqn in jaxpr.eqns:
-        if is_region(eqn):
-            for body in bodies_of(eqn):
-                pin_constraints(body, graph, allowed)
-        elif eqn.primitive.name == "sharding_constraint":
+    for eqn, _ in equations_within(jaxpr):
+        if eqn.primitive.name == "sharding_constraint":
             node = graph.nodes[graph.op_node[eqn]]
             what = f"with_sharding_constraint at {source_line(eqn)}"
             spec = getattr(eqn.params["sharding"], "spec", None)

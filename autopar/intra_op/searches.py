@@ -1,6 +1,6 @@
 """Other searches over the same choice problem, to be compared with message passing and the ILP.
 
-In:     `Problem` without memory rows, how many steps to take, a seed.
+In:     `Problem` without memory rows, how many steps to take.
 Out:    an assignment; nothing is proved of it.
 Method: one small function each, by name in `SEARCHES`: those that surveys of automatic parallelism list.
         MCMC: Jia et al., "FlexFlow", MLSys 2019; tree search: Kocsis and Szepesvari, "Bandit based Monte-Carlo planning",
@@ -172,13 +172,12 @@ SEARCHES: dict[str, Search] = {
 """By name, as `solver=` takes them."""
 
 
-def search(problem: Problem, name: str, steps: int, seed: int = 0) -> Choices:
+def search(problem: Problem, name: str, steps: int) -> Choices:
     """An assignment of a problem without rows, by one of the searches.
 
     Args:
         problem: Costs in seconds.
         name: Of `SEARCHES`.
         steps: How much it may look at: choices of a node, roughly.
-        seed: Of what it draws.
     """
-    return SEARCHES[name](Neighbours(problem), steps, np.random.default_rng(seed)) if problem.costs else ()
+    return SEARCHES[name](Neighbours(problem), steps, np.random.default_rng(0)) if problem.costs else ()

@@ -139,7 +139,7 @@ class _Instance:
         self.allowed, self.device = setting.allowed, setting.device
         self.donated, self.waiting, self.gap, self.solver = donated, waiting, gap, options.solver
         self.class_of, self.prices = setting.class_of, setting.priced
-        budget = options.memory_budget_bytes or self.device.memory_bytes
+        budget = options.budget_bytes(self.device.memory_bytes)
         self.budget_search = BudgetSearch(budget, self.graph.mesh, self._rows_at, self._floor)
         # One limit for all: where the first problem takes it all, the others are only looked at.
         self.limit = TimeLimit(options.solver_seconds, options.repaying_steps)

@@ -19,6 +19,7 @@ import numpy as np
 
 from autopar._jax import JaxprEqn, Literal, Var, on_host
 from autopar.cost.steps import AllGather, CollectiveKind, Step, reduced_itemsize, step_kind
+from autopar.errors import listed
 from autopar.intra_op.graph import Phase
 from autopar.intra_op.strategies import Strategy
 from autopar.ir.region import bodies_of, trip_count
@@ -295,5 +296,4 @@ def _move_collective(moves: tuple[Move, ...], mesh: LogicalMesh, times: int) -> 
     if kind is not None:
         num_bytes = sum(move_bytes(move, mesh) for move in moves)
         readers = list(dict.fromkeys(move.reader for move in moves))
-        operation = readers[0] + (f" and {len(readers) - 1} more" if len(readers) > 1 else "")
-        yield Collective(kind, moves[0].step.axes, num_bytes, times, operation)
+        yield Collective(kind, moves[0].step.axes, num_bytes, times, listed(readers, 1))

@@ -1,15 +1,16 @@
-"""What equations read, and which of them a value needs.
+"""What equations read, or read instead, and which of them a value needs.
 
 In:     equations, in order.
-Out:    the variables among atoms; the equations behind wanted values.
-Method: one walk backwards.
+Out:    the variables among atoms; equations that read other values; the equations behind wanted values, and what these are
+        made of.
+Method: walks backwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, replace_eqn
 from autopar.ir.source import is_backward
 
 
@@ -21,6 +22,18 @@ def variables(atoms: Iterable[Atom]) -> list[Var]:
 def inputs_of(eqn: JaxprEqn) -> list[Var]:
     """The variables that an equation reads."""
     return variables(eqn.invars)
+
+
+def known_as(atom: Atom, names: Mapping[Var, Atom]) -> Atom:
+    """What stands for a value; itself, if nothing does."""
+    return atom if isinstance(atom, Literal) else names.get(atom, atom)
+
+
+def reading(eqn: JaxprEqn, names: Mapping[Var, Atom]) -> JaxprEqn:
+    """The equation, which reads what stands for its operands; itself, if nothing does."""
+    if not any(var in names for var in inputs_of(eqn)):
+        return eqn
+    return replace_eqn(eqn, invars=[known_as(atom, names) for atom in eqn.invars])
 
 
 def needed(
@@ -41,6 +54,18 @@ def needed(
             kept.append(eqn)
             alive.update(a for a in inputs_of(eqn) if a not in given)
     return kept[::-1]
+
+
+def ancestors(wanted: Iterable[Var], made_of: Callable[[Var], Iterable[Var]]) -> dict[Var, None]:
+    """Values and all that they are made of, as far as `made_of` tells."""
+    found: dict[Var, None] = {}
+    waiting = list(wanted)
+    while waiting:
+        var = waiting.pop()
+        if var not in found:
+            found[var] = None
+            waiting += made_of(var)
+    return found
 
 
 def with_makers(

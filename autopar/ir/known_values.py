@@ -1,22 +1,29 @@
 """What is known of values before a program runs: that all elements are one number, count 0, 1, 2, ..., or follow from others.
 
-In:     a flat program.
+In:     a flat program, and values of its constants.
 Out:    `KnownValues`: of each value of the program, or of a body in it, what it is made of, and what it is.
-Method: back through the equations that made it, out of the bodies that it entered as a constant; computed in NumPy.
+Method: back through the equations that made it, out of the bodies that it entered as a constant; computed in NumPy. What
+        counts, or has a column that does, is followed through what JAX's indexing makes of it (concatenation, broadcast, the
+        `where(i < 0, i + n, i)` of negative indices), back to an `iota` or a constant like one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
+import jax.numpy as jnp
 import numpy as np
 
-from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
-from autopar.ir.region import bodies_of, is_region, region_of
+from autopar._jax import Atom, Constant, Jaxpr, JaxprEqn, Literal, Var
+from autopar.ir.region import equations_within, is_region, region_of
 from autopar.ir.rules.index_map import OPERATIONS
 
 RESHAPES = "convert_element_type reshape squeeze expand_dims broadcast_in_dim copy stop_gradient".split()
 """What leaves numbers as they are, in another shape or type."""
+
+
+Position = tuple[int, int]
+"""A dim, and a place along it: one column of an array."""
 
 
 class KnownValues:
@@ -24,31 +31,29 @@ class KnownValues:
 
     Attributes:
         maker: The equation that makes each.
-        outside: What those are that enter a body as constants.
+        outside: What those are that enter a body as constants, or have passed a barrier.
         rows: What those are rows of that enter a loop one by one, or, of stacks that leave one, their rows.
+        constants: Those of its inputs that are constants.
     """
 
-    def __init__(self, jaxpr: Jaxpr):
+    def __init__(self, jaxpr: Jaxpr, constants: Mapping[Var, Constant] | None = None):
+        self.constants = constants or {}
         self.maker: dict[Var, JaxprEqn] = {}
         self.outside: dict[Var, Atom] = {}
         self.rows: dict[Var, Atom] = {}
-        self._visit(jaxpr)
-
-    def _visit(self, jaxpr: Jaxpr) -> None:
-        for eqn in jaxpr.eqns:
+        for eqn, _ in equations_within(jaxpr):
             self.maker.update(dict.fromkeys(eqn.outvars, eqn))
             if is_region(eqn):
                 region = region_of(eqn)
                 for b in region.of_role("const"):
                     self.outside.update(dict.fromkeys(b.variables, b.outer))
+                self.outside.update({b.result: b.outer for b in region.of_role("through") if b.result is not None})
                 for b in region.of_role("xs"):
                     self.rows.update(dict.fromkeys(b.variables, b.outer))
                 self.rows.update({b.result: b.value for b in region.of_role("ys") if b.result is not None})
-            for body in bodies_of(eqn):
-                self._visit(body)
 
     def made(self, atom: Atom) -> tuple[Atom, JaxprEqn | None]:
-        """A value, followed out of the bodies that it enters as a constant, and what makes it."""
+        """A value, followed out of the bodies that it enters as a constant and to before barriers, and what makes it."""
         while isinstance(atom, Var) and atom in self.outside:
             atom = self.outside[atom]
         return atom, self.maker.get(atom) if isinstance(atom, Var) else None
@@ -100,10 +105,7 @@ class KnownValues:
 
     def is_count(self, atom: Atom) -> bool:
         """Whether a value is 0, 1, 2, ... to its end."""
-        atom, eqn = self.made(atom)
-        if eqn is not None and eqn.primitive.name in RESHAPES and len(atom.aval.shape) == 1:
-            return self.is_count(eqn.invars[0]) and eqn.invars[0].aval.shape == atom.aval.shape
-        return eqn is not None and eqn.primitive.name == "iota" and len(atom.aval.shape) == 1
+        return len(atom.aval.shape) == 1 and self.counts(atom) == 0
 
     def is_uniform(self, atom: Atom, dim: int) -> bool:
         """Whether all rows of a value along a dim are equal."""
@@ -111,3 +113,89 @@ class KnownValues:
         if eqn is not None and eqn.primitive.name == "broadcast_in_dim":
             return dim not in eqn.params["broadcast_dimensions"] or eqn.invars[0].aval.ndim == 0
         return self.constant(atom) is not None
+
+    # Counting.
+
+    def counts(self, atom: Atom, column: Position | None = None) -> int | None:
+        """The dim along which an array, or one column of it, is 0, 1, 2, ...; None: it is not known to count."""
+        atom, eqn = self.made(atom)
+        if isinstance(atom, Var) and atom in self.constants:
+            return _counts_along(np.asarray(self.constants[atom]), column)
+        if eqn is None:
+            return None
+        match eqn.primitive.name:
+            case "iota":
+                along = eqn.params["dimension"]
+                return along if column is None or column[0] != along else None
+            case "convert_element_type":
+                dtype, of = atom.aval.dtype, eqn.invars[0].aval.dtype
+                integers = jnp.issubdtype(dtype, jnp.integer) and jnp.issubdtype(of, jnp.integer)
+                fits = integers and max(atom.aval.shape, default=0) <= jnp.iinfo(dtype).max
+                return self.counts(eqn.invars[0], column) if fits else None
+            case "select_n":
+                return self.counts(eqn.invars[1], column) if self.is_false(eqn.invars[0], column) else None
+            case "copy" | "stop_gradient":
+                return self.counts(eqn.invars[0], column)
+            case "concatenate":
+                return self.of_part(eqn, column)
+            case "broadcast_in_dim":
+                return self.moved(eqn.invars[0], atom, eqn.params["broadcast_dimensions"], column)
+            case "reshape" | "squeeze" | "expand_dims":
+                return self.moved(eqn.invars[0], atom, _kept_dims(eqn.invars[0].aval.shape, atom.aval.shape), column)
+        return None
+
+    def is_false(self, atom: Atom, column: Position | None) -> bool:
+        """Whether a predicate is that something which counts is negative, or a constant that says no."""
+        atom, eqn = self.made(atom)
+        if isinstance(atom, Literal):
+            return not atom.val
+        if atom in self.constants:
+            return not np.any(np.asarray(self.constants[atom]))
+        if eqn is None or eqn.primitive.name != "lt":
+            return False
+        least = eqn.invars[1]
+        return isinstance(least, Literal) and least.val == 0 and self.counts(eqn.invars[0], column) is not None
+
+    def of_part(self, eqn: JaxprEqn, column: Position | None) -> int | None:
+        """In which operand of a concatenation the column is."""
+        if column is None or column[0] != eqn.params["dimension"]:
+            return None
+        place = column[1]
+        for part in eqn.invars:
+            size = part.aval.shape[column[0]]
+            if place < size:
+                return self.counts(part, (column[0], place))
+            place -= size
+        return None
+
+    def moved(self, source: Atom, target: Atom, places: Sequence[int | None], column: Position | None) -> int | None:
+        """Through an operation that puts dim d of its operand at `places[d]`, None where it is dropped."""
+        inner: Position | None = None
+        for d, place in enumerate(places):
+            if column is not None and place == column[0]:
+                stretched = source.aval.shape[d] != target.aval.shape[place]
+                inner = d, 0 if stretched else column[1]
+        along = self.counts(source, inner)
+        if along is None or places[along] is None:
+            return None
+        return places[along] if source.aval.shape[along] == target.aval.shape[places[along]] else None
+
+
+def _counts_along(value: np.ndarray, column: Position | None) -> int | None:
+    """The same of a constant."""
+    if column is not None:
+        value = np.take(value, [column[1]], axis=column[0])
+    for along, size in enumerate(value.shape):
+        count = np.arange(size).reshape([size if d == along else 1 for d in range(value.ndim)])
+        if size > 1 and np.array_equal(value, np.broadcast_to(count, value.shape)):
+            return along
+    return None
+
+
+def _kept_dims(source: tuple[int, ...], target: tuple[int, ...]) -> list[int | None]:
+    """Where a reshape that only adds or drops dims of length 1 puts each dim; None: nowhere."""
+    kept = [d for d, size in enumerate(target) if size != 1]
+    if [target[d] for d in kept] != [size for size in source if size != 1]:
+        return [None] * len(source)
+    places = iter(kept)
+    return [next(places) if size != 1 else None for size in source]

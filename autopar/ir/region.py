@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import typing
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -29,6 +29,7 @@ from autopar._jax import (
     new_var,
     open_jaxpr,
     replace_eqn,
+    resized,
     scan_counts,
     scan_params,
     shaped,
@@ -89,6 +90,16 @@ class Binding:
         return self.values[-1]
 
 
+def rows_in(stack: Atom, row: Var) -> Binding:
+    """Each trip of a scan reads a row of a stack."""
+    return Binding("xs", stack, (row,), (None,))
+
+
+def rows_out(value: Atom, stack: Var | None) -> Binding:
+    """What each trip of a scan makes is a row of a stack."""
+    return Binding("ys", None, (None,), (value,), stack)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Region:
     """A structured equation, taken apart.
@@ -147,6 +158,10 @@ class Region:
         for b in self.bindings:
             yield (b.role, seen[b.role]), b
             seen[b.role] += 1
+
+    def new_stack(self, value: Var) -> Var:
+        """A variable for the stack of what the trips make of a value."""
+        return new_var(resized(value.aval, (self.trips, *value.aval.shape)))
 
     # Something for each binding, in the order in which the equation or a body has it.
 
@@ -259,6 +274,22 @@ def closed_bodies(eqn: JaxprEqn) -> tuple[Jaxpr | ClosedJaxpr, ...]:
             return tuple(eqn.params["branches"])
         case _:
             return ()
+
+
+def equations_within(jaxpr: Jaxpr, times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
+    """Every equation, those in bodies behind the one that holds them, and how often it runs, as far as that is known."""
+    for eqn in jaxpr.eqns:
+        yield eqn, times
+        for body in bodies_of(eqn):
+            yield from equations_within(body, times * trip_count(eqn))
+
+
+def in_bodies(eqn: JaxprEqn, rewritten: Callable[[Jaxpr], Jaxpr]) -> JaxprEqn:
+    """The equation with its programs rewritten, over as many inputs and results; itself, if none is another."""
+    bodies = bodies_of(eqn)
+    made = [rewritten(body) for body in bodies]
+    same = all(a is b for a, b in zip(made, bodies, strict=True))
+    return eqn if same else region_of(eqn).with_bodies(made)
 
 
 def kind_of(eqn: JaxprEqn) -> Kind | None:

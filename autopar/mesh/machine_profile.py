@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.entry import DamageError, Entry, number_or_inf, read_versioned, unwritable, write_whole
+from autopar.entry import DamageError, Entry, made, number_or_inf, read_versioned, unwritable, write_whole
 from autopar.errors import AutoparError, ClusterError, ProfileError
 from autopar.markup import facts
 from autopar.mesh.device import Achieved, Device
@@ -28,9 +28,6 @@ FORMAT = "autopar machine profile"
 VERSION = 1
 """Raised with every change that an older reader cannot take, or that gives a number another meaning."""
 _OF_HOST = "host_bytes_per_second", "host_memory_bytes"
-_COUNTS = ("cores", "host_cores")
-_SINCE = ("kept_bytes", "passes", "update_passes")
-"""Files of before these were measured do not have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,40 +268,28 @@ def _of_host(entry: Entry) -> dict[str, float]:
     return {name: getattr(known, name) for name in _OF_HOST} | found
 
 
-def _achieved(entry: Entry) -> Achieved:
-    found: dict[str, Any] = {}
-    for part in dataclasses.fields(Achieved):
-        if part.name in _SINCE and part.name not in entry.value:
-            continue
-        value = entry[part.name]
-        if part.name == "tile":
-            found[part.name] = value.pair(lambda side: side.count(1), lambda side: side.count(1))
-        else:
-            can_be_infinite = part.name == "fresh_bytes_per_second"
-            found[part.name] = value.count() if part.name in _COUNTS else value.number(or_infinite=can_be_infinite)
-    return Achieved(**found)
+_achieved = made(
+    Achieved,
+    later=("kept_bytes", "passes", "update_passes"),
+    tile=lambda entry: entry.pair(lambda side: side.count(1), lambda side: side.count(1)),
+    fresh_bytes_per_second=lambda entry: entry.number(or_infinite=True),
+)
+
+
+def _parts(entry: Entry) -> tuple[tuple[int, float], ...]:
+    return entry.items(lambda part: part.pair(lambda size: size.count(1), Entry.number))
+
+
+_link_of = made(
+    Link, later=("torus",), bytes_per_second=lambda e: e.number(or_infinite=True), groups=_parts, torus=_parts
+)
 
 
 def _link(entry: Entry) -> Link | None:
-    if entry.value is None:
-        return None
-    switches = {name: entry[name] for name in ("has_short_messages", "shared_memory")}
-    return Link(
-        entry["latency_seconds"].number(),
-        entry["bytes_per_second"].number(or_infinite=True),
-        entry["switch_bytes_per_second"].number(),
-        groups=entry["groups"].items(_part),
-        torus=entry["torus"].items(_part) if "torus" in entry.value else (),  # files of before there were tori
-        **{name: switch.flag() for name, switch in switches.items()},
-    )
-
-
-def _part(entry: Entry) -> tuple[int, float]:
-    return entry.pair(lambda size: size.count(1), Entry.number)
+    return None if entry.value is None else _link_of(entry)
 
 
 def _measured(entry: Entry) -> Measured:
-    seconds = entry["seconds"]
-    if not seconds.number():
-        raise seconds.wrong("more than 0")
-    return Measured(entry["kind"].text(), entry["case"].text(), seconds.value, entry["fitted_seconds"].number())
+    if not entry["seconds"].number():
+        raise entry["seconds"].wrong("more than 0")
+    return made(Measured)(entry)

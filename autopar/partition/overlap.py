@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from autopar._jax import takes_packed
 from autopar.debug import xla_flags
 from autopar.intra_op.sharded import Body, Region, collectives_of
 from autopar.mesh import LogicalMesh
@@ -71,12 +72,12 @@ def compile_lowered(
     chosen = {name: value for name, value in options.items() if platform in GPU_PLATFORMS and name not in flags}
     while chosen:
         try:
-            return lowered.compile(compiler_options={**chosen, **(given or {})})
+            return takes_packed(lowered.compile(compiler_options={**chosen, **(given or {})}))
         except jax.errors.JaxRuntimeError as error:
             unknown = _UNKNOWN.search(str(error))
             if unknown is None or chosen.pop(unknown[1], None) is None:
                 raise
-    return lowered.compile(compiler_options=dict(given) if given else None)
+    return takes_packed(lowered.compile(compiler_options=dict(given) if given else None))
 
 
 def _trips(body: Body) -> Iterator[Body]:

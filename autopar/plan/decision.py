@@ -21,7 +21,7 @@ from autopar.plan.origin import Origin
 from autopar.plan.profile import Profile
 from autopar.plan.words import ValueRole, bytes_text, seconds_text
 from autopar.streams.assemble import ONE_PROGRAM
-from autopar.streams.instructions import Instruction, Run
+from autopar.streams.instructions import Instruction
 from autopar.streams.timeline import Timeline
 
 
@@ -161,6 +161,9 @@ class Submesh:
 
     num_devices: int
     first: int = 0
+
+    def __str__(self) -> str:
+        return str(self.first) + (f"-{self.first + self.num_devices - 1}" if self.num_devices > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,10 +306,3 @@ class Decision:
     def mesh(self) -> LogicalMesh:
         """The logical mesh of the first stage."""
         return self.stages[0].logical_mesh
-
-    def timeline(self) -> Timeline:
-        """The simulated step as a `Timeline`: a Chrome trace (`.save(path)`, for ui.perfetto.dev), or text (`str`)."""
-        return self.events
-
-
-__all__ = ["Cost", "Decision", "Recomputed", "Run", "Stage", "Submesh", "Value"]

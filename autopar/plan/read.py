@@ -10,24 +10,23 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 
-from autopar.cost.steps import COLLECTIVE_KINDS
-from autopar.entry import LARGEST, Entry
+from autopar.entry import LARGEST, Entry, made
 from autopar.errors import AutoparError
 from autopar.intra_op.sharded import Collective
 from autopar.mesh import Link, LogicalMesh, Sharding
 from autopar.options import SEMANTICS
 from autopar.plan.decision import Cost, Decision, Recomputed, Stage, Submesh, Value
 from autopar.plan.figures import Figures
-from autopar.plan.profile import CROSSINGS, MEMORY_UNITS, Crossing, Memory, Profile, Work
+from autopar.plan.profile import Crossing, Memory, Profile, Work
 from autopar.plan.record import INSTRUCTIONS
 from autopar.plan.words import ARGUMENT_ROLES, VALUE_ROLES
 from autopar.streams.assemble import ONE_PROGRAM
 from autopar.streams.instructions import Free, Instruction, Recv, Run, Send
-from autopar.streams.timeline import KINDS, Event, EventKind, Timeline
+from autopar.streams.timeline import Event, Timeline
 
 _T = TypeVar("_T")
 
@@ -97,23 +96,12 @@ def _mesh_of(entry: Entry, stages: tuple[Stage, ...]) -> LogicalMesh:
     return stages[entry["stage"].below(len(stages), "the number of a stage")].logical_mesh
 
 
-def _made(kind: Callable[..., _T], /, **fields: Callable[[Entry], Any]) -> Callable[[Entry], _T]:
-    """Reads an object: each of its fields from the entry of that name."""
-    return lambda entry: kind(**{name: read(entry[name]) for name, read in fields.items()})
-
-
-def _counts(entry: Entry) -> tuple[int, ...]:
-    return entry.items(Entry.count)
-
-
 def _instructions(bounds: _Bounds) -> Callable[[Entry], Instruction]:
-    message: dict[str, Any] = {"buffers": _counts, "peer": bounds.mesh, "message": Entry.count}
-    run = {"stage": bounds.stage, "microbatch": bounds.microbatch, "inputs": _counts, "outputs": _counts}
     known: dict[str, Callable[[Entry], Instruction]] = {
-        INSTRUCTIONS[Run]: _made(Run, program=Entry.text, **run),
-        INSTRUCTIONS[Send]: _made(Send, **message),
-        INSTRUCTIONS[Recv]: _made(Recv, **message),
-        INSTRUCTIONS[Free]: _made(Free, buffers=_counts),
+        INSTRUCTIONS[Run]: made(Run, stage=bounds.stage, microbatch=bounds.microbatch),
+        INSTRUCTIONS[Send]: made(Send, peer=bounds.mesh),
+        INSTRUCTIONS[Recv]: made(Recv, peer=bounds.mesh),
+        INSTRUCTIONS[Free]: made(Free),
     }
     return lambda entry: known[entry["do"].one_of(tuple(known))](entry)
 
@@ -125,33 +113,14 @@ def _events(entry: Entry, bounds: _Bounds) -> Timeline:
             raise entry["end"].wrong("a time after its start")
         return found
 
-    place = {"stage": bounds.stage, "microbatch": bounds.microbatch, "mesh": bounds.mesh}
-    read = _made(Event, name=Entry.text, kind=_kind, **place, start=Entry.number, end=Entry.number)
+    read = made(Event, stage=bounds.stage, microbatch=bounds.microbatch, mesh=bounds.mesh)
     return Timeline(entry.items(event))
 
 
-def _kind(entry: Entry) -> EventKind:
-    return entry.one_of(KINDS)
-
-
 def _profile(entry: Entry, bounds: _Bounds) -> Profile:
-    work = _made(Work, stage=bounds.stage, kind=_kind, seconds=Entry.number)
-    memory = _made(
-        Memory,
-        mesh=bounds.mesh,
-        unit=lambda e: e.one_of(MEMORY_UNITS),
-        curve=_curve,
-        peak=lambda e: e.items(lambda part: part.pair(Entry.text, Entry.count)),
-    )
-    crossing = _made(
-        Crossing,
-        source=bounds.stage,
-        target=bounds.stage,
-        kind=lambda e: e.one_of(CROSSINGS),
-        bytes=Entry.count,
-        messages=lambda e: e.count(1),
-        largest=Entry.text,
-    )
+    work = made(Work, stage=bounds.stage)
+    memory = made(Memory, mesh=bounds.mesh, curve=_curve)
+    crossing = made(Crossing, source=bounds.stage, target=bounds.stage, messages=lambda e: e.count(1))
     return Profile(entry["work"].items(work), entry["memory"].items(memory), entry["crossings"].items(crossing))
 
 
@@ -207,14 +176,7 @@ def _link(entry: Entry) -> Link:
     return Link(latency.number(), *rates, bool(way.value & 1), shared_memory=bool(way.value & 2), torus=torus)
 
 
-_recomputed = _made(
-    Recomputed,
-    level=lambda e: e.number(or_infinite=True),
-    operations=Entry.count,
-    seconds=Entry.number,
-    kept_bytes=Entry.count,
-    saved_bytes=Entry.count,
-)
+_recomputed = made(Recomputed, level=lambda e: e.number(or_infinite=True))
 
 
 def _value(entry: Entry, mesh: LogicalMesh) -> Value:
@@ -248,9 +210,7 @@ def _axes(entry: Entry, mesh: LogicalMesh) -> tuple[str, ...]:
 
 
 def _collective(entry: Entry, mesh: LogicalMesh) -> Collective:
-    kind, axes = entry["kind"].one_of(COLLECTIVE_KINDS), _axes(entry["axes"], mesh)
-    num_bytes, times, stage = (entry[name].count() for name in ("bytes", "times", "stage"))
-    return Collective(kind, axes, num_bytes, times, entry["operation"].text(), stage)
+    return made(Collective, axes=lambda e: _axes(e, mesh))(entry)
 
 
 def _cost(entry: Entry, collectives: tuple[Collective, ...], num_stages: int) -> Cost:
@@ -269,22 +229,6 @@ def _cost(entry: Entry, collectives: tuple[Collective, ...], num_stages: int) ->
         solver_status=entry["solver_status"].text(),
         planning_seconds=entry["planning_seconds"].number(),
         exposed_seconds=entry["exposed_seconds"].items(Entry.number, len(collectives)),
-        figures=_figures(entry["figures"]),
+        figures=made(Figures)(entry["figures"]),
         host_bytes=entry["host_bytes"].count() if "host_bytes" in entry.value else 0,  # files of before it was counted
     )
-
-
-def _stated(entry: Entry) -> float | None:
-    return None if entry.value is None else entry.number()
-
-
-_figures = _made(
-    Figures,
-    model_seconds=Entry.number,
-    hardware_seconds=Entry.number,
-    amount=Entry.count,
-    unit=Entry.text,
-    link_bytes=lambda e: e.items(lambda level: level.pair(Entry.text, Entry.count)),
-    watts=_stated,
-    price_per_hour=_stated,
-)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autopar._jax import Literal, Var
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, listed
 from autopar.intra_op.graph import Node
 from autopar.intra_op.sharded import Compute, Region, describe, local_bytes
 from autopar.intra_op.strategies import Strategy
@@ -271,18 +271,12 @@ def _forbidden(study: Study, number: int, what: str, names: Sequence[str], impos
         solved = {outcome.choice for outcome in lifted}
         masked = [k for k in masked if k not in solved]
     if masked:
-        rows.append(
-            (_some([names[k] for k in masked]), reason or "it would communicate in a loop of unknown length", "")
-        )
-    rows += [(_some(found), reason, "") for reason, found in impossible.items()]
+        shown = listed([names[k] for k in masked], MAX_FORBIDDEN, "  ")
+        rows.append((shown, reason or "it would communicate in a loop of unknown length", ""))
+    rows += [(listed(found, MAX_FORBIDDEN, "  "), reason, "") for reason, found in impossible.items()]
     return Table(
         "Forbidden", (what, "by", f"{study.what} time without that"), tuple(rows), (), "" if rows else "nothing"
     )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - MAX_FORBIDDEN} more" if len(names) > MAX_FORBIDDEN else ""
-    return "  ".join(names[:MAX_FORBIDDEN]) + more
 
 
 def _readers_table(study: Study, var: Var) -> Table:

@@ -106,13 +106,12 @@ def device_places(plan: Decision) -> dict[int, str]:
     """Per mesh, its devices in words."""
     found = {}
     for mesh, submesh in enumerate(dict.fromkeys(stage.submesh for stage in plan.stages)):
-        first, last = submesh.first, submesh.first + submesh.num_devices - 1
-        found[mesh] = f"device {first}" if first == last else f"devices {first}-{last}"
+        found[mesh] = f"device{'s' * (submesh.num_devices > 1)} {submesh}"
     return found
 
 
-def table_html(table: Table) -> str:
-    """A table that opens."""
+def table_html(table: Table, is_open: bool = False) -> str:
+    """A table that opens, or `is_open` already."""
     head = "".join(f"<th{_class(table, k)}>{escape(name)}</th>" for k, name in enumerate(table.columns))
     body = "\n".join(
         "<tr>" + "".join(f"<td{_class(table, k)}>{escape(cell)}</td>" for k, cell in enumerate(row)) + "</tr>"
@@ -120,7 +119,7 @@ def table_html(table: Table) -> str:
     )
     note = f"<p>{escape(table.note)}</p>" if table.note else ""
     return (
-        f"<details><summary>{escape(table.title)} ({count_text(len(table.rows), 'row')})</summary>\n"
+        f"<details{' open' * is_open}><summary>{escape(table.title)} ({count_text(len(table.rows), 'row')})</summary>\n"
         f'<div class="wide"><table><thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody></table></div>{note}</details>'
     )
 

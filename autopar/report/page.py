@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -237,8 +237,6 @@ def _stages(plan: Decision) -> Table:
     rows = []
     recomputes = any(stage.recomputed.level for stage in plan.stages)
     for number, stage in enumerate(plan.stages):
-        first, count = stage.submesh.first, stage.submesh.num_devices
-        devices = str(first) if count == 1 else f"{first}-{first + count - 1}"
         mesh = ", ".join(
             f"{a}={n}" for a, n in zip(stage.logical_mesh.axis_names, stage.logical_mesh.shape, strict=True)
         )
@@ -247,7 +245,16 @@ def _stages(plan: Decision) -> Table:
         peak = bytes_text(plan.cost.peak_bytes[number])
         again = _recomputed(stage.recomputed) if recomputes else ()
         rows.append(
-            (str(number), devices, mesh, seconds_text(busy), seconds_text(sends), peak, *again, *stage.operations)
+            (
+                str(number),
+                str(stage.submesh),
+                mesh,
+                seconds_text(busy),
+                seconds_text(sends),
+                peak,
+                *again,
+                *stage.operations,
+            )
         )
     note = 'plan.explain("stages") says what crosses the borders, and where else they could be.'
     columns = ("kept in flight", "run again") if recomputes else ()
@@ -266,35 +273,43 @@ def solver_text(status: str, gap: float) -> str:
     )
 
 
+def merged_values(plan: Decision) -> Iterator[tuple[Value, int, int]]:
+    """Values as a page tells of them, those that differ in a number as one: each, how many there are, bytes on a device of one.
+
+    First arguments and results, then activations.
+    """
+    arguments = [
+        (v.name, (v.role, v.shape, v.dtype, v.sharding, v.stage, v.on_host))
+        for v in plan.values
+        if v.role != "activation"
+    ]
+    merged = [(Value(path, *key), count) for path, key, count in collapse_paths(arguments)]
+    merged += Counter(v for v in plan.values if v.role == "activation").items()
+    for v, count in merged:
+        yield v, count, local_bytes(v.shape, v.dtype, v.sharding, plan.stages[v.stage].logical_mesh)
+
+
 def _arguments(plan: Decision) -> Table:
-    values = [v for v in plan.values if v.role != "activation"]
-    merged = collapse_paths([(v.name, (v.role, v.shape, v.dtype, v.sharding, v.stage, v.lies)) for v in values])
     staged = len(plan.stages) > 1
     rows, sizes = [], []
-    for path, (role, shape, dtype, sharding, stage, lies), count in merged:
-        each = local_bytes(shape, dtype, sharding, plan.stages[stage].logical_mesh)
-        sizes.append(each * count)
-        where = (str(stage),) if staged else ()
-        rows.append((path, role, *where, type_text(shape, dtype), lies, str(count), bytes_text(each * count)))
+    for v, count, each in merged_values(plan):
+        if v.role != "activation":
+            sizes.append(each * count)
+            where = (str(v.stage),) if staged else ()
+            more = type_text(v.shape, v.dtype), v.lies, str(count), bytes_text(each * count)
+            rows.append((v.name, v.role, *where, *more))
     largest, note = _largest(rows, sizes)
     columns = ("path", "role", *(("stage",) if staged else ()), "type", "sharding", "arrays", "per device")
     numbers = (len(columns) - 2, len(columns) - 1)
     return Table("Arguments and results", columns, largest, numbers, note)
 
 
-def activation_counts(plan: Decision) -> Counter[Value]:
-    """How many activations are alike."""
-    return Counter(value for value in plan.values if value.role == "activation")
-
-
 def _activations(plan: Decision) -> Table:
     rows, sizes = [], []
-    for value, count in activation_counts(plan).items():
-        each = local_bytes(value.shape, value.dtype, value.sharding, plan.mesh)
-        sizes.append(each * count)
-        rows.append(
-            (value.name, type_text(value.shape, value.dtype), str(value.sharding), str(count), bytes_text(each))
-        )
+    for v, count, each in merged_values(plan):
+        if v.role == "activation":
+            sizes.append(each * count)
+            rows.append((v.name, type_text(v.shape, v.dtype), str(v.sharding), str(count), bytes_text(each)))
     largest, note = _largest(rows, sizes)
     return Table(
         "Activations that go through memory",

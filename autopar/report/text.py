@@ -11,7 +11,7 @@ import io
 from collections.abc import Iterable
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import Console, JustifyMethod, RenderableType
 from rich.padding import Padding
 from rich.table import Table as RichTable
 
@@ -55,17 +55,19 @@ def page_text(page: Page) -> str:
         console.print()
         console.print(table.title)
         if table.rows:
-            console.print(_indented(_laid_out(table)))
+            plain = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+            console.print(_indented(_laid_out(table, plain)))
         if table.note:
             console.print(_indented(table.note))
     return "\n".join(line.rstrip() for line in page_file.getvalue().splitlines())
 
 
-def _laid_out(table: Table) -> RichTable:
-    laid_out = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+def _laid_out(table: Table, laid_out: RichTable, no_wrap: bool = False) -> RichTable:
+    """The table's columns and rows in one of rich's; `no_wrap`: every cell stays on one line, and not numbers alone."""
     for position, name in enumerate(table.columns):
         is_number = position in table.numbers
-        laid_out.add_column(name, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
+        justify: JustifyMethod = "right" if is_number else "left"
+        laid_out.add_column(name, justify=justify, no_wrap=is_number or no_wrap, overflow="fold")
     for row in table.rows:
         laid_out.add_row(*row)
     return laid_out
@@ -80,10 +82,6 @@ def wide_text(tables: Iterable[Table], width: int) -> str:
     console = Console(width=width, force_terminal=False, force_jupyter=False, highlight=False)
     with console.capture() as captured:
         for table in tables:
-            laid_out = RichTable(title=table.title, title_justify="left", box=None, pad_edge=False)
-            for position, name in enumerate(table.columns):
-                laid_out.add_column(name, justify="right" if position in table.numbers else "left", no_wrap=True)
-            for row in table.rows:
-                laid_out.add_row(*row)
-            console.print(laid_out)
+            titled = RichTable(title=table.title, title_justify="left", box=None, pad_edge=False)
+            console.print(_laid_out(table, titled, no_wrap=True))
     return "\n".join(line.rstrip() for line in captured.get().rstrip().splitlines())

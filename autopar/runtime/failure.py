@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from autopar._jax import JaxprEqn, nan_error
-from autopar.errors import DonatedError, StepError
+from autopar.errors import DonatedError, StepError, listed
 from autopar.inter_op.stage import Task, TaskKind
 from autopar.inter_op.stage_plan import TaskPlan
 from autopar.intra_op.sharded import describe
@@ -158,10 +158,9 @@ def is_gone(array: Any) -> bool:
 
 def donated_error(step: str, paths: Sequence[str]) -> DonatedError:
     """The error of arguments that are no more."""
-    shown = ", ".join(paths[:4]) + (f" and {len(paths) - 4} more" if len(paths) > 4 else "")
     return DonatedError(
         f"an argument of `{step}` is no more.",
-        given=shown,
+        given=listed(paths, 4),
         wrong="an earlier call was given the same array and has taken its memory over for its results.",
         do="pass what the last call returned; or keep the arguments, with donate_argnums=().",
         paths=tuple(paths),

@@ -12,6 +12,7 @@ Method: the streams of all meshes are merged into one order in which nothing wai
 from __future__ import annotations
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -22,7 +23,7 @@ import numpy as np
 
 from autopar.errors import StepError
 from autopar.ir.trace.state import Roles
-from autopar.runtime.calls import Call, end_of, free_buffers, nothing, run_program, send_buffers, then_look
+from autopar.runtime.acts import Act, Held, Receive, SendTo, act, end_of, then_look
 from autopar.runtime.compile import Compiled
 from autopar.runtime.failure import (
     CallbacksRaised,
@@ -36,13 +37,13 @@ from autopar.runtime.failure import (
 )
 from autopar.runtime.memory import let_go
 from autopar.runtime.nans import find_nan
-from autopar.runtime.order import merged
 from autopar.runtime.placing import Placing
-from autopar.runtime.stacks import Stack, part_of, plainly_typed
-from autopar.runtime.transfer import Transfer, make_transfer
+from autopar.runtime.stacks import Stack, births, plainly_typed
+from autopar.runtime.transfer import make_transfer
 from autopar.streams.assemble import StepPlan
 from autopar.streams.clock import measured
-from autopar.streams.instructions import Free, Instruction, MeshId, Recv, Run, Send, writes
+from autopar.streams.instructions import BufferId, Instruction, MeshId, Recv, Run, Send, writes
+from autopar.streams.order import merged
 from autopar.streams.timeline import Timeline
 
 
@@ -64,21 +65,20 @@ class Pipeline:
         self._places = compiled.places
         self.devices = tuple(device for places in compiled.places for device in places.devices.flat)
         self._is_donated = roles.donated
-        self._home, self._unstacked, self._stages = planned.home, stacks, list(planned.stages)
+        self._unstacked, self._stages = stacks, list(planned.stages)
         self._types = [b.value.type.struct(self._places[b.stage]) for b in streams.buffers]
         self.functions, self.programs = compiled.functions, compiled.programs
         self.num_compiled = compiled.num_compiled
         updates = {n for n, plan in streams.programs.items() if plan.task.kind == "U"}
         self._order = merged(streams.instructions, updates)
-        self._calls = [self._call(number, instruction) for number, (_, instruction) in enumerate(self._order)]
-        self._watch_calls(updates)
-        receivers = {i.message: i.buffers for s in streams.instructions.values() for i in s if isinstance(i, Recv)}
-        self._received = {
-            (mesh, at): receivers[i.message]
-            for mesh, stream in streams.instructions.items()
-            for at, i in enumerate(stream)
-            if isinstance(i, Send)
-        }
+        self._steps, self._under_way = itertools.count(), dict[tuple[int, int], list[jax.Array]]()
+        watched = {name for name, function in self.functions.items() if function.calls_host}
+        sends, receives = self._ways()
+        self._acts = [
+            act(at, instruction, self.programs, watched, sends, receives)
+            for at, (_, instruction) in enumerate(self._order)
+        ]
+        self._watch_acts(updates, watched)
         # What is placed at the beginning of a step: (argument, buffer, type, kind).
         self._entries = [(k, at, self._types[at], streams.buffers[at].value.kind) for k, at in streams.arguments]
         paths, positions = dict(enumerate(planned.program.in_paths)), [k for k, *_ in self._entries]
@@ -88,7 +88,7 @@ class Pipeline:
             [kind for _, _, kind, _ in self._entries],
             [roles.donated[k] for k in positions],
         )
-        self.placements = self._shardings()
+        self.placements = [kind.on(self._places[stage]) for kind, stage in planned.arguments_at_home()]
         self._shared = self._shared_results()
         self._stacks_in, self._stacks_out = self._make_stacks(roles)
         self.in_shardings = [
@@ -96,40 +96,42 @@ class Pipeline:
             for k, parts in enumerate(stacks.inputs)
         ]
 
-    def _call(self, number: int, instruction: Instruction) -> Call:
-        match instruction:
-            case Run(program, _, _, inputs, outputs):
-                ends = (end_of(number),) if self.functions[program].calls_host else ()
-                return run_program(self.programs[program], inputs, (*outputs, *ends))
-            case Send(sent, peer, message):
-                buffers = next(
-                    i.buffers for i in self._streams.instructions[peer] if isinstance(i, Recv) and i.message == message
-                )
-                moves = [self._transfer(a, b) for a, b in zip(sent, buffers, strict=True)]
-                return send_buffers(moves, sent, buffers)
-            case Recv():
-                return nothing
-            case Free(buffers):
-                return free_buffers(buffers)
+    def _ways(self) -> tuple[dict[int, SendTo], dict[int, Receive]]:
+        """How each message is sent and received: its copies are on their way while both meshes work."""
+        received = {i.message: i.buffers for _, i in self._order if isinstance(i, Recv)}
+        sent = {i.message: i.buffers for _, i in self._order if isinstance(i, Send)}
+        sends = {message: self._sender(message, sent[message], received[message]) for message in sent}
+        return sends, {message: functools.partial(self._receive, message) for message in received}
 
-    def _watch_calls(self, updates: Collection[str]) -> None:
+    def _sender(self, message: int, sent: Sequence[BufferId], received: Sequence[BufferId]) -> SendTo:
+        ends = [[self._streams.buffers[at] for at in pair] for pair in zip(sent, received, strict=True)]
+        moves = [
+            make_transfer(a.value.type.array, self._places[a.stage], b.value.type.array, self._places[b.stage])
+            for a, b in ends
+        ]
+
+        def send(step: int, arrays: Sequence[jax.Array]) -> None:
+            self._under_way[step, message] = [move(array) for move, array in zip(moves, arrays, strict=True)]
+
+        return send
+
+    def _receive(self, message: int, step: int) -> list[jax.Array]:
+        return self._under_way.pop((step, message))
+
+    def _watch_acts(self, updates: Collection[str], watched: Collection[str]) -> None:
         """Look at what callbacks have raised before the first update is started, and at the end of the step."""
         runs = {k: i.program for k, (_, i) in enumerate(self._order) if isinstance(i, Run)}
         first_update = next((k for k, program in runs.items() if program in updates), len(self._order))
-        calling = [k for k, program in runs.items() if self.functions[program].calls_host]
+        calling = [k for k, program in runs.items() if program in watched]
         for stop, numbers in (
             (first_update, [k for k in calling if k < first_update]),
             (len(self._order), [k for k in calling if k >= first_update]),
         ):
             if numbers:
-                self._calls[stop - 1] = then_look(self._calls[stop - 1], [end_of(k) for k in numbers], self._watch)
-
-    def _transfer(self, source: int, target: int) -> Transfer:
-        a, b = self._streams.buffers[source], self._streams.buffers[target]
-        return make_transfer(a.value.type.array, self._places[a.stage], b.value.type.array, self._places[b.stage])
+                self._acts[stop - 1] = then_look(self._acts[stop - 1], [end_of(k) for k in numbers], self._watch)
 
     @functools.cached_property
-    def _numbers(self) -> dict[int, jax.Array]:
+    def _numbers(self) -> dict[BufferId, jax.Array]:
         """The microbatches' numbers; made at the first step: devices that are compiled for may not be there."""
         return {
             at: jax.device_put(np.int32(self._streams.buffers[at].microbatch), self._types[at].sharding)
@@ -146,19 +148,6 @@ class Pipeline:
             elif at is not None:
                 seen.add(at)
         return found
-
-    def _shardings(self) -> list[Any]:
-        found: list[Any] = [None] * len(self._arguments)
-        for k, at, kind, what in self._entries:
-            home = self._home.get(self._arguments[k])
-            if what == "argument" and (found[k] is None or self._streams.buffers[at].stage == home):
-                found[k] = kind.sharding
-        for k, _, kind, what in self._entries:
-            if what == "piece" and found[k] is None:
-                spec = jax.sharding.PartitionSpec(*kind.sharding.spec[1:])
-                found[k] = jax.sharding.NamedSharding(kind.sharding.mesh, spec)
-        anywhere = jax.sharding.NamedSharding(self._places[0], jax.sharding.PartitionSpec())
-        return [f if f is not None else anywhere for f in found]
 
     def _make_stacks(self, roles: Roles) -> tuple[dict[int, Stack], dict[int, Stack]]:
         """The arguments and results of the user's step that are parts here."""
@@ -185,31 +174,12 @@ class Pipeline:
 
     def create(self, init: Callable[..., list[Any]], args: Sequence[Any], first: int, count: int) -> list[Any]:
         """State that is born in its place: `init` is run once for each stage, which keeps what is its own; as of `Runtime`."""
-        wanted: dict[Any, list[tuple[int, int]]] = {}
-        for leaf in range(count):
-            for number, at in enumerate(self._unstacked.inputs[first + leaf]):
-                wanted.setdefault(self.placements[at].mesh, []).append((leaf, number))
-        made: dict[tuple[int, int], Any] = {}
-        for entries in wanted.values():
-
-            def own(*args: Any, entries: list[tuple[int, int]] = entries) -> list[Any]:
-                leaves = init(*args)
-                return [self._part(leaves[leaf], first + leaf, number) for leaf, number in entries]
-
-            shardings = [self.placements[self._unstacked.inputs[first + leaf][number]] for leaf, number in entries]
-            made.update(zip(entries, jax.jit(own, out_shardings=shardings)(*args), strict=True))
-        found = []
-        for leaf in range(count):
-            positions = self._unstacked.inputs[first + leaf]
-            parts = [made[leaf, number] for number in range(len(positions))]
-            found.append(self._stacks_in[first + leaf].join(parts) if len(positions) > 1 else parts[0])
-        return found
-
-    def _part(self, array: Any, leaf: int, number: int) -> Any:
-        dim, positions = self._unstacked.input_dims[leaf], self._unstacked.inputs[leaf]
-        if len(positions) == 1:
-            return array
-        return part_of(array, number, [self._arguments[at].aval.shape[dim] for at in positions], dim)
+        made: dict[int, Any] = {}
+        for _, ats, own in births(self._unstacked, init, first, count, lambda at: self.placements[at].mesh):
+            shardings = [self.placements[at] for at in ats]
+            made.update(zip(ats, jax.jit(own, out_shardings=shardings)(*args), strict=True))
+        parts = [[made[at] for at in ats] for ats in self._unstacked.inputs[first : first + count]]
+        return [self._stacks_in[k].join(own) if len(own) > 1 else own[0] for k, own in enumerate(parts, first)]
 
     # Running.
 
@@ -221,15 +191,17 @@ class Pipeline:
             DonatedError: An argument's memory was taken over before.
         """
         parts = self._split(arrays)
-        return self._carry_out(parts, self._begin(parts), self._calls)
+        return self._carry_out(parts, self._begin(parts), self._acts)
 
-    def _carry_out(self, parts: Sequence[Any], held: dict[int, Any], calls: Sequence[Call]) -> list[Any]:
-        done = 0
+    def _carry_out(self, parts: Sequence[Any], held: Held, acts: Sequence[Act]) -> list[Any]:
+        done, step = 0, next(self._steps)
         try:
-            for call in calls:
-                call(held)
+            for carry_out in acts:
+                carry_out(step, held)
                 done += 1
         except Exception as error:
+            for key in [key for key in self._under_way if key[0] == step]:
+                del self._under_way[key]
             failure, cause = self._failure(error, done, parts, held)
             raise failure from cause
         finally:
@@ -252,17 +224,16 @@ class Pipeline:
         seconds: dict[tuple[MeshId, int], float] = {}
         at = dict.fromkeys(self._streams.instructions, 0)
 
-        def timed(call: Call, mesh: MeshId, instruction: Instruction, held: dict[int, Any]) -> None:
+        def timed(carry_out: Act, mesh: MeshId, instruction: Instruction, step: int, held: Held) -> None:
             started = time.perf_counter()
-            call(held)
-            is_run = isinstance(instruction, Run)
-            written = writes(instruction) if is_run else self._received.get((mesh, at[mesh]), ())
-            jax.block_until_ready([held[b] for b in written if b in held])
+            carry_out(step, held)
+            made = [held[b] for b in writes(instruction)]
+            jax.block_until_ready(self._under_way[step, instruction.message] if isinstance(instruction, Send) else made)
             seconds[mesh, at[mesh]] = time.perf_counter() - started
             at[mesh] += 1
 
-        calls = [functools.partial(timed, call, *own) for own, call in zip(self._order, self._calls, strict=True)]
-        return self._carry_out(parts, held, calls), measured(self._streams, self._stages, seconds)
+        acts = [functools.partial(timed, own, *place) for place, own in zip(self._order, self._acts, strict=True)]
+        return self._carry_out(parts, held, acts), measured(self._streams, self._stages, seconds)
 
     def _split(self, arrays: Sequence[Any]) -> list[Any]:
         """The user's arguments, their stacks in parts."""
@@ -274,7 +245,7 @@ class Pipeline:
                 parts.append(arrays[k])
         return parts
 
-    def _begin(self, parts: Sequence[Any]) -> dict[int, Any]:
+    def _begin(self, parts: Sequence[Any]) -> Held:
         """The buffers that are there when the step begins."""
         given = [parts[k] for k, *_ in self._entries]
         arrays = [
@@ -298,9 +269,7 @@ class Pipeline:
             for k, positions in enumerate(self._unstacked.outputs)
         ]
 
-    def _failure(
-        self, error: Exception, at: int, parts: Sequence[Any], held: dict[int, Any]
-    ) -> tuple[StepError, BaseException]:
+    def _failure(self, error: Exception, at: int, parts: Sequence[Any], held: Held) -> tuple[StepError, BaseException]:
         """What is told of a step that failed at instruction `at`, and the exception that was the cause."""
         first_failed(
             (None, [held[k]]) for k in sorted(held) if k < 0

@@ -12,8 +12,8 @@ Method: no byte moves: the array of all stages is made of the parts' own buffers
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,10 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar._jax import reads_as_array
+from autopar.ir.split.layers import LayerSplit
 from autopar.runtime.shaped import Shaped
+
+_P = TypeVar("_P", bound=Hashable)
 
 
 class StackedArray(Shaped):
@@ -139,6 +142,34 @@ def part_of(array: Any, number: int, sizes: Sequence[int], dim: int = 0) -> Any:
         return array
     first = sum(sizes[:number])
     return array[(*(slice(None),) * dim, slice(first, first + sizes[number]))]
+
+
+def births(
+    stacks: LayerSplit, init: Callable[..., list[Any]], first: int, count: int, place_of: Callable[[int], _P]
+) -> Iterator[tuple[_P, list[int], Callable[..., list[Any]]]]:
+    """New state, by the places where its parts live: of each, which inputs live there, and the function that makes them.
+
+    Args:
+        stacks: The user's step, over parts.
+        init: Makes the user's arguments `first`, ..., `first + count - 1`.
+        first: See `init`.
+        count: See `init`.
+        place_of: Of an input of the step over parts.
+    """
+    wanted: dict[_P, list[tuple[int, int, int]]] = {}
+    for leaf in range(count):
+        for number, at in enumerate(stacks.inputs[first + leaf]):
+            wanted.setdefault(place_of(at), []).append((leaf, number, at))
+    for place, parts in wanted.items():
+
+        def own(*args: Any, parts: Sequence[tuple[int, int, int]] = parts) -> list[Any]:
+            made = init(*args)
+            return [
+                part_of(made[leaf], number, stacks.sizes(first + leaf), stacks.input_dims[first + leaf])
+                for leaf, number, _ in parts
+            ]
+
+        yield place, [at for *_, at in parts], own
 
 
 def plainly_typed(array: jax.Array) -> jax.Array:

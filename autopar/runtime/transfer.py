@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from autopar._jax import takes_packed
 from autopar.mesh import ArrayType, Box, boxes
 from autopar.streams.transfers import Tile, TransferPlan, plan_transfer
 
@@ -127,4 +128,4 @@ def _gather(kind: ArrayType, middle: jax.sharding.NamedSharding, want: jax.shard
     """Inside the target: from parts to copies."""
     struct = jax.ShapeDtypeStruct(kind.shape, kind.dtype, sharding=middle)
     identity = jax.jit(lambda x: x, in_shardings=middle, out_shardings=want)
-    return identity.lower(struct).compile()
+    return takes_packed(identity.lower(struct).compile())

@@ -31,10 +31,10 @@ class Anytime:
         tried: What was tried: (what, its time or why not).
     """
 
-    def __init__(self, report: Report, seconds: float | None, now: Callable[[], float] = time.monotonic):
+    def __init__(self, report: Report, seconds: float | None):
         self.reason = ""
         self.tried: Sequence[tuple[str, str]] = ()
-        self._report, self._limit, self._now, self._started = report, seconds or math.inf, now, now()
+        self._report, self._limit, self._started = report, seconds or math.inf, time.monotonic()
         self._best = math.inf
         self._passes: list[tuple[str, float]] = []
 
@@ -51,7 +51,7 @@ class Anytime:
         """
         self._best = min(self._best, best)
         self._report(text, done, best)
-        if math.isfinite(self._best) and self._now() - self._started > self._limit:
+        if math.isfinite(self._best) and time.monotonic() - self._started > self._limit:
             raise TimeIsUp
 
     @contextlib.contextmanager

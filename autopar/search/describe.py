@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from autopar._jax import Literal, Var, on_host
-from autopar.intra_op.costs import stored_values
+from autopar._jax import Literal, Var
+from autopar.intra_op.held import held_values
 from autopar.intra_op.sharded import Body, Collective, Compute, Region, describe
 from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
@@ -119,18 +119,11 @@ def _argument_bytes(planned: StepPlan, mesh: int) -> int:
 
 
 def _values(planned: StepPlan) -> Iterator[Value]:
-    program, roles, streams, home = planned.program, planned.roles, planned.streams, planned.home
-    invars = program.jaxpr.invars
-    found: dict[int, tuple[Sharding, int]] = {}
-    for k, at in streams.arguments:
-        buffer = streams.buffers[at]
-        if k not in found or buffer.stage == home.get(invars[k]):
-            found[k] = buffer.value.type.sharding, buffer.stage
-    for k, var in enumerate(invars):
-        sharding, mesh = found.get(k, (Sharding.replicated(len(var.aval.shape)), home.get(var, 0)))
+    program, roles, streams = planned.program, planned.roles, planned.streams
+    for k, (kind, home) in enumerate(planned.arguments_at_home()):
         name = program.in_paths[k] if k < program.num_args else f"constant {k - program.num_args}"
-        role, shape, dtype = role_of(program, roles, k), tuple(var.aval.shape), str(var.aval.dtype)
-        yield Value(name, role, shape, dtype, sharding, mesh, on_host(var.aval))
+        role, dtype = role_of(program, roles, k), str(program.jaxpr.invars[k].aval.dtype)
+        yield Value(name, role, kind.shape, dtype, kind.sharding, home, kind.on_host)
     for k, result in enumerate(streams.results):
         if k not in roles.aliases and result is not None:
             buffer = streams.buffers[result]
@@ -138,11 +131,11 @@ def _values(planned: StepPlan) -> Iterator[Value]:
             shape, dtype = kind.shape, str(kind.dtype)
             yield Value(program.out_paths[k], "result", shape, dtype, kind.sharding, buffer.stage, kind.on_host)
     for number, stage in enumerate(planned.stages):
-        stored = stored_values(stage.sharded.graph)
         for task in stage.tasks:
             if task.task.kind == "step":
+                held = held_values(stage.sharded.graph).difference(atom for atom, _ in task.body.outputs)
                 for name, var, sharding in _activations(task.body):
-                    if var in stored:
+                    if var in held:
                         shape, dtype = tuple(var.aval.shape), str(var.aval.dtype)
                         yield Value(name, "activation", shape, dtype, sharding, number)
 

@@ -23,8 +23,7 @@ from autopar.ir.program import Program
 from autopar.ir.region import bodies_of, is_region, trip_count
 from autopar.ir.rules import rule_for
 from autopar.ir.signature import equation_signature
-from autopar.ir.source import name_scope
-from autopar.ir.trace.inline_calls import RECOMPUTED
+from autopar.ir.trace.inline_calls import is_recomputed
 from autopar.mesh import Cluster, LogicalMesh
 from autopar.plan.figures import Figures
 from autopar.plan.profile import Crossing
@@ -91,7 +90,7 @@ def _seconds_at_peak(eqn: JaxprEqn, cluster: Cluster) -> float:
 
 def _needed(eqns: Sequence[JaxprEqn], times: int = 1) -> Iterator[tuple[JaxprEqn, int]]:
     for eqn in eqns:
-        if RECOMPUTED in name_scope(eqn):
+        if is_recomputed(eqn):
             continue
         if is_region(eqn):
             for body in bodies_of(eqn):

@@ -18,7 +18,7 @@ from autopar.errors import BatchError, MicrobatchError, PipelineError
 from autopar.inter_op.cut import CutStep, cut_step
 from autopar.inter_op.stage_program import stage_program
 from autopar.inter_op.tasks import make_tasks
-from autopar.ir.dataflow import inputs_of
+from autopar.ir.dataflow import ancestors, inputs_of
 from autopar.ir.work import num_bytes
 from autopar.mesh import Sharding
 from autopar.search.methods import Follow
@@ -143,13 +143,9 @@ def _bytes_away(cut: CutStep, lies: Lies, num_stages: int) -> list[list[int]]:
     made_by = {var: eqn for eqn in split.before for var in eqn.outvars}
     read: list[dict[Var, None]] = [{} for _ in range(chain.num_segments)]
     for eqn, segment in zip(chain.loop.eqns, chain.segment, strict=True):
-        waiting = [*split.read_outside([eqn])] if segment >= 0 else []
-        while waiting:
-            var = waiting.pop()
-            if var in made_by:
-                waiting += inputs_of(made_by[var])
-            elif var in lies:
-                read[segment][var] = None
+        outside = split.read_outside([eqn]) if segment >= 0 else ()
+        behind = ancestors(outside, lambda var: inputs_of(made_by[var]) if var in made_by else ())
+        read[segment].update((var, None) for var in behind if var in lies and var not in made_by)
     return [
         [sum(num_bytes(var) for var in own if lies[var][0] != stage) for stage in range(num_stages)] for own in read
     ]

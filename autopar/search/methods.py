@@ -156,7 +156,8 @@ class PipelineParallel(_StageSettings):
             each of them holds two stages; with `"interleaved-4"`, four.
         schedule: `"gpipe"`, `"1f1b"`, `"interleaved"`, `"interleaved-4"`, `"zb-h1"`, `"inference"`, or an object with `name`
             and `order(num_stages, num_microbatches)`. `"auto"`: the fastest of those that train.
-        num_microbatches: None: four for each stage, or what divides the batch below that.
+        num_microbatches: None: four for each stage, or what divides the batch below that; one, with a warning, where several
+            would compute something else.
         submeshes: Devices of each stage, such as (1, 1, 2, 4); None: equally many.
     """
 
@@ -199,7 +200,8 @@ class ThreeD(_StageSettings):
         tensor: Each stage's weights are split over so many devices, by columns and rows, heads and vocabulary; none is
             gathered.
         pipeline: Number of stages; with `"interleaved"`, of meshes, which hold two stages each (`"interleaved-4"`: four).
-        num_microbatches: None: four for each stage, or what divides the batch below that.
+        num_microbatches: None: four for each stage, or what divides the batch below that; one, with a warning, where several
+            would compute something else.
         schedule: As of `PipelineParallel`.
         zero: What of the state is split over the data axis too, as of `DataParallel`.
         sequence: Between products activations lie in parts over the tensor axis (sequence parallelism): sums are scattered

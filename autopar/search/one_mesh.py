@@ -7,15 +7,13 @@ Method: what the method forbids and the user pins becomes restrictions of choice
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
-from autopar._jax import Jaxpr
 from autopar.debug import dump
 from autopar.errors import BatchError, InfeasibleError
+from autopar.inter_op.cut import Rewritten, check_rewritten
 from autopar.inter_op.lean_scans import lean_scans
 from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.graph import Graph
@@ -23,7 +21,6 @@ from autopar.intra_op.hand_plans import restrict_to_data_parallel
 from autopar.intra_op.read_off import Sharded
 from autopar.intra_op.restrict import Allowed, Restrict, keep_keys_whole, pin_borders
 from autopar.intra_op.shard import shard
-from autopar.ir.check import check_program
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.program import Program
 from autopar.ir.rewrite.fission import behind_gradients
@@ -43,61 +40,17 @@ def count_of(method: Method) -> int:
     return getattr(method, "num_microbatches", None) or 1
 
 
-@dataclass(frozen=True, slots=True)
-class Divided:
-    """A step that is to work through its batch in microbatches.
-
-    Attributes:
-        program: The step.
-        roles: Its roles.
-        count: How many microbatches.
-        semantics: `"exact"` or `"per_microbatch"`.
-    """
-
-    program: Program
-    roles: Roles
-    count: int
-    semantics: str
-
-    def rewritten(self, jaxpr: Jaxpr) -> Divided:
-        """The same with another program."""
-        return dataclasses.replace(self, program=dataclasses.replace(self.program, jaxpr=jaxpr))
-
-
-def check_divided(step: Divided) -> None:
-    """Assert that it is a flat program."""
-    check_program(step.program.jaxpr)
-
-
-def _in_a_loop(step: Divided) -> Divided:
-    jaxpr, batch = step.program.jaxpr, step.roles.batch
-    names = ", ".join(dict.fromkeys(step.program.in_paths[k].split("/")[0] for k in batch))
-    return step.rewritten(accumulate_in_rounds(jaxpr, step.count, batch, step.semantics == "per_microbatch", names))
-
-
-LEAN: Pass[Divided] = Pass(
-    "lean_scans",
-    "loops that keep less for their gradient",
-    lambda step: step.rewritten(lean_scans(step.program.jaxpr)),
-)
-WHOLE: tuple[Pass[Divided], ...] = (LEAN,)
+LEAN: Pass[Rewritten] = Pass("lean_scans", "loops that keep less for their gradient", lambda step: step.by(lean_scans))
+WHOLE: tuple[Pass[Rewritten], ...] = (LEAN,)
 """Of a step on one mesh that takes its batch at once."""
-MICROBATCHES: tuple[Pass[Divided], ...] = (
-    Pass(
-        "fission",
-        "conditions end behind the gradients that they take",
-        lambda step: step.rewritten(behind_gradients(step.program.jaxpr)),
-    ),
-    Pass(
-        "late_narrowing",
-        "casts to 16 bits leave loops",
-        lambda step: step.rewritten(narrow_late(step.program.jaxpr)),
-    ),
+MICROBATCHES: tuple[Pass[Rewritten], ...] = (
+    Pass("fission", "conditions end behind the gradients that they take", lambda step: step.by(behind_gradients)),
+    Pass("late_narrowing", "casts to 16 bits leave loops", lambda step: step.by(narrow_late)),
     LEAN,
     Pass(
         "rounds",
         "before the loop over microbatches, the loop as a scan, behind it; where samples wait, twice",
-        _in_a_loop,
+        lambda step: step.by(lambda jaxpr: accumulate_in_rounds(jaxpr, *step.how)),
     ),
 )
 """Of a step on one mesh in microbatches."""
@@ -111,7 +64,7 @@ def in_microbatches(program: Program, roles: Roles, count: int, semantics: str) 
         MicrobatchError: That would compute something else.
     """
     passes = MICROBATCHES if count > 1 else WHOLE
-    step = run_passes(passes, Divided(program, roles, count, semantics), check_divided)
+    step = run_passes(passes, Rewritten(program, roles, count, semantics), check_rewritten)
     if count > 1:
         dump("microbatches", step.program.__str__)
     return step.program

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
-from autopar._jax import Jaxpr, JaxprEqn
 from autopar.debug import check_behind
 from autopar.intra_op.costs import OperationSeconds
 from autopar.intra_op.problem import planning_seconds
 from autopar.intra_op.strategies import split_fraction
 from autopar.ir.check import check_program
 from autopar.ir.program import Program
-from autopar.ir.region import bodies_of, trip_count
+from autopar.ir.region import equations_within
 from autopar.ir.rewrite.longer import is_product
 from autopar.ir.rewrite.padding import pad_dims
 from autopar.ir.rules import rule_for
@@ -45,7 +44,9 @@ def padded_program(program: Program, lengths: Lengths) -> Program:
 def lengths_that_do_not_divide(request: Request) -> dict[int, int]:
     """Lengths along which a good part of the step's products goes, and that longer dims would let more devices split."""
     whole, along = 0.0, dict[int, float]()
-    for eqn, times in _products(request.program.jaxpr):
+    for eqn, times in equations_within(request.program.jaxpr):
+        if not is_product(eqn):
+            continue
         rule = rule_for(eqn)
         whole += times * rule.flops
         for length in dict.fromkeys(rule.sizes.values()):
@@ -99,11 +100,3 @@ def worth_padding(planned: StepPlan, lengths: Lengths, cluster: Cluster, num_tri
     takes = num_tried * sum(planning_seconds(stage.sharded.problem) for stage in planned.stages)
     least = max(TUNING.padding_looks, takes / (TUNING.repaying_steps * planned.seconds))
     return {n: m for n, m in lengths.items() if gain(n) >= least}
-
-
-def _products(jaxpr: Jaxpr, times: float = 1.0) -> Iterator[tuple[JaxprEqn, float]]:
-    for eqn in jaxpr.eqns:
-        if is_product(eqn):
-            yield eqn, times
-        for body in bodies_of(eqn):
-            yield from _products(body, times * trip_count(eqn))

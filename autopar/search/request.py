@@ -41,7 +41,7 @@ class Request:
     @property
     def budget_bytes(self) -> float:
         """What one device may use."""
-        return self.options.memory_budget_bytes or self.cluster.device.memory_bytes
+        return self.options.budget_bytes(self.cluster.device.memory_bytes)
 
     @property
     def batch_sizes(self) -> list[int]:

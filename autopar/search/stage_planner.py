@@ -12,8 +12,9 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 
-from autopar.errors import DeviceCountError, InfeasibleError, PipelineError, warn
+from autopar.errors import BatchError, DeviceCountError, InfeasibleError, MicrobatchError, PipelineError, warn
 from autopar.inter_op.chain import balanced_borders
 from autopar.inter_op.cut import CutStep, check_stage_count, cut_step
 from autopar.inter_op.stage import StageProgram
@@ -80,6 +81,8 @@ def pipeline_under(
     Raises:
         DeviceCountError: The devices do not divide into the stages.
         PipelineError: The step has fewer places to cut.
+        BatchError: The batch does not divide into the microbatches asked for.
+        MicrobatchError: In the microbatches asked for the step would compute something else.
         InfeasibleError: A stage does not fit.
     """
     options, program, cluster = method.options(), request.program, request.cluster
@@ -107,7 +110,7 @@ def pipeline_under(
     def restrict(stage: StageProgram, mesh: LogicalMesh) -> tuple[Restrict | None, Hashable]:
         return (_three_d(stage, method) if isinstance(method, ThreeD) else None), ()
 
-    def cut_in(parts: int) -> CutStep:
+    def cut_in(parts: int, count: int) -> CutStep:
         cut = cut_step(program, request.roles, parts, count, options.microbatch_semantics)
         check_stage_count(cut, num_stages, num_chunks(schedule))
         return weigh_segments(cut, min(sizes), cluster.device)
@@ -117,17 +120,36 @@ def pipeline_under(
         return plan_pipeline(cut, borders, of_stages, schedule, terms, restrict, beat, report)
 
     report(f"cutting {program.name} into {num_stages} stages, {count} microbatches", 0.0)
-    cut = cut_in(num_stages)
+    cut, whole = _first_cut(partial(cut_in, num_stages), count, method.num_microbatches is None)
+    again = partial(cut_in, count=cut.split.count)
     parts = even_parts(cut, num_stages)
-    cut = cut if parts == cut.stacks.count else cut_in(parts)
+    cut = cut if parts == cut.stacks.count else again(parts)
     if isinstance(method, PipelineParallel) and not (method.num_stages or method.submeshes):
         _check_marks(cut, num_stages)
-    planned = all_lowered(_best_in_memory(request, cut, cut_in, plan, report, beat), cluster)
+    planned = all_lowered(_best_in_memory(request, cut, again, plan, report, beat), cluster)
     text = uneven_text(planned.cut, planned.borders, sizes[: num_stages // num_chunks(schedule)])
-    for each in (text, _waits_text(planned)):
+    for each in (whole, text, _waits_text(planned)):
         if each:
             warn(f"{program.name}: {each}")
     return planned
+
+
+def _first_cut(cut_for: Callable[[int], CutStep], count: int, is_open: bool) -> tuple[CutStep, str]:
+    """The step cut for so many microbatches; where the user leaves open how many and it has none, for one, and what to say.
+
+    Raises:
+        BatchError, MicrobatchError: As of `cut_step`, of a number that the user gives.
+    """
+    try:
+        return cut_for(count), ""
+    except (BatchError, MicrobatchError) as error:
+        if not is_open or count == 1:
+            raise
+        why = f"{error.summary.rstrip('.')} ({error.given})"
+        return cut_for(1), (
+            f"num_microbatches is left open, and {why}; so its stages take the whole batch at once, and each waits for the "
+            f"others: that saves memory, and no time. To say what is wanted, {error.do}"
+        )
 
 
 def _waits_text(planned: PipelinePlan) -> str:

@@ -9,8 +9,10 @@ Method: instruction streams, checker, simulator. Another level of recomputation 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from autopar._jax import Var
 from autopar.inter_op.cut import CutStep
@@ -24,7 +26,7 @@ from autopar.intra_op.read_off import Sharded
 from autopar.ir.program import Program
 from autopar.ir.split.layers import LayerSplit, whole_stacks
 from autopar.ir.trace.state import Roles
-from autopar.mesh import Cluster, LogicalMesh
+from autopar.mesh import ArrayType, Cluster, LogicalMesh, Sharding
 from autopar.options import Goal
 from autopar.streams.check import check_streams
 from autopar.streams.clock import check_order, simulate_streams
@@ -32,7 +34,7 @@ from autopar.streams.emit import Emission, emit_instructions, emit_step
 from autopar.streams.instructions import Run
 from autopar.streams.schedules import Schedule, Step, forward_first, num_chunks
 from autopar.streams.simulate import Interval, Simulation
-from autopar.streams.streams import Streams, contract_of
+from autopar.streams.streams import Buffer, Streams, contract_of
 
 ONE_PROGRAM = "none"
 """What stands for the schedule of a step that is one program."""
@@ -84,6 +86,23 @@ class StepPlan:
     def interval_seconds(self) -> float:
         """Predicted time from one step to the next where no step waits for another's results: of the busiest mesh."""
         return max(self.simulation.busy_seconds.values())
+
+    def arguments_at_home(self) -> list[tuple[ArrayType, int]]:
+        """Each argument as it lies where it lives, and at which stage; what nothing reads is whole."""
+        read: dict[int, list[Buffer]] = {}
+        for k, at in self.streams.arguments:
+            read.setdefault(k, []).append(self.streams.buffers[at])
+        found = []
+        for k, var in enumerate(self.program.jaxpr.invars):
+            home, shape = self.home.get(var, 0), tuple(var.aval.shape)
+            # Rather as it is than in microbatches, and rather where it lives than where it is read, too.
+            best = min(read.get(k, ()), key=lambda b: (b.value.kind == "piece", b.stage != home), default=None)
+            if best is None:
+                whole = Sharding.replicated(len(shape))
+                found.append((ArrayType(shape, np.dtype(var.aval.dtype), whole, self.stages[home].mesh), home))
+            else:
+                found.append((replace(best.value.type, shape=shape), best.stage))
+        return found
 
     def seconds_for(self, goal: Goal) -> float:
         """What is to be least."""

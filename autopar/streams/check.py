@@ -5,8 +5,7 @@ In:     streams, and what the step begins and ends with.
 Out:    nothing, or `StreamError` that names mesh, instruction and buffer.
 Method: every message is sent once and received once by its addressee, with as many buffers; a buffer is written once,
         by its mesh, before it is read and not after it was let go of; the right program gets the right buffers in the
-        right order; each result is there at the end; and one pass over all streams, meshes taking turns, comes to the
-        end (with sends that do not wait the order of turns does not matter, so one pass proves it).
+        right order; each result is there at the end; and there is an order of all (`order.py`).
 """
 
 from __future__ import annotations
@@ -16,10 +15,7 @@ from dataclasses import dataclass
 
 from autopar.inter_op.stage import IN_PLACE, PER_MICROBATCH
 from autopar.streams.instructions import BufferId, Free, Instruction, MeshId, Recv, Run, Send, reads, writes
-
-
-class StreamError(AssertionError):
-    """Streams that would go wrong: a mistake of ours, or of a hand that changed them."""
+from autopar.streams.order import StreamError, merged
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,12 +55,7 @@ def check_streams(streams: Mapping[MeshId, Sequence[Instruction]], contract: Con
     _check_messages(streams, contract)
     _check_runs(streams, contract)
     peaks = {mesh: _check_buffers(mesh, stream, contract) for mesh, stream in streams.items()}
-    ends = _check_progress(streams)
-    freed = {b for stream in streams.values() for i in stream if isinstance(i, Free) for b in i.buffers}
-    for result in contract.results:
-        mesh = contract.mesh_of[result]
-        if result in freed or (result not in ends[mesh] and result not in contract.given[mesh]):
-            raise StreamError(f"b{result}, a result of the step, is not on mesh {contract.mesh_of[result]} at the end.")
+    merged(streams)
     return peaks
 
 
@@ -168,32 +159,7 @@ def _check_buffers(mesh: MeshId, stream: Sequence[Instruction], contract: Contra
     leaked = [b for b in there if b not in contract.results and b not in contract.given.get(mesh, ())]
     if leaked:
         raise StreamError(f"mesh {mesh}: b{leaked[0]} is never let go of.")
+    missing = [b for b in contract.results if contract.mesh_of[b] == mesh and b not in there]
+    if missing:
+        raise StreamError(f"b{missing[0]}, a result of the step, is not on mesh {mesh} at the end.")
     return peak
-
-
-def _check_progress(streams: Mapping[MeshId, Sequence[Instruction]]) -> dict[MeshId, set[BufferId]]:
-    """All streams come to their end; what each mesh has written then."""
-    at = dict.fromkeys(streams, 0)
-    sent: set[int] = set()
-    ends: dict[MeshId, set[BufferId]] = {mesh: set() for mesh in streams}
-    while True:
-        moved = False
-        for mesh, stream in streams.items():
-            while at[mesh] < len(stream):
-                instruction = stream[at[mesh]]
-                if isinstance(instruction, Recv) and instruction.message not in sent:
-                    break
-                if isinstance(instruction, Send):
-                    sent.add(instruction.message)
-                ends[mesh].update(writes(instruction))
-                if isinstance(instruction, Free):
-                    ends[mesh].difference_update(instruction.buffers)
-                at[mesh] += 1
-                moved = True
-        if not moved:
-            break
-    for mesh, stream in streams.items():
-        if at[mesh] < len(stream):
-            waiting = [f"mesh {m} for {s[at[m]]}" for m, s in streams.items() if at[m] < len(s)]
-            raise StreamError(f"the streams wait for each other: {'; '.join(waiting)}.")
-    return ends

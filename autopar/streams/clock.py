@@ -14,7 +14,7 @@ from autopar.errors import PipelineError
 from autopar.inter_op.stage import TaskKind
 from autopar.inter_op.stage_plan import StagePlan
 from autopar.inter_op.tasks import Tasks
-from autopar.intra_op.host_memory import host_peak_bytes
+from autopar.intra_op.liveness import host_peak_bytes
 from autopar.mesh import Cluster
 from autopar.streams.instructions import Instruction, Run, Send
 from autopar.streams.schedules import Schedule, Step, num_chunks

@@ -24,7 +24,7 @@ def verification_text(found: Findings) -> str:
 
 def verification_html(found: Findings) -> str:
     """The same as a page."""
-    tables = "\n".join(table_html(table).replace("<details>", "<details open>", 1) for table in _tables(found))
+    tables = "\n".join(table_html(table, is_open=True) for table in _tables(found))
     facts = tag("ul", *(tag("li", escape(fact)) for fact in _facts(found)))
     return wrapped("\n".join([tag("h1", escape(_title(found))), facts, tables]))
 

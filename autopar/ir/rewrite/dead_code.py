@@ -33,6 +33,13 @@ def remove_dead_code(jaxpr: Jaxpr, keep_inputs: int | None = None) -> Jaxpr:
     return make_jaxpr(invars, jaxpr.outvars, eqns)
 
 
+def with_equations(jaxpr: Jaxpr, eqns: Sequence[JaxprEqn]) -> Jaxpr:
+    """The program with these equations, without what nothing needs any more; itself, if they are its own."""
+    if len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
+        return jaxpr
+    return remove_dead_code(make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns))
+
+
 def _trim(jaxpr: Jaxpr, wanted: Iterable[Atom]) -> tuple[list[JaxprEqn], set[Var]]:
     """Equations needed for the wanted outputs, and all variables that these need."""
     alive = {atom for atom in wanted if isinstance(atom, Var)}

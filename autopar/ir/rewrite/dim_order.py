@@ -29,7 +29,7 @@ from autopar._jax import (
     resized,
 )
 from autopar.ir.dataflow import inputs_of
-from autopar.ir.region import is_region, region_of
+from autopar.ir.region import in_bodies
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.registry import family_of
 from autopar.ir.work import num_elements_of
@@ -43,15 +43,7 @@ _OWN = ("left", "right")
 
 def products_in_order(jaxpr: Jaxpr) -> Jaxpr:
     """The program with such products; over the same inputs and results."""
-    eqns: list[JaxprEqn] = []
-    for eqn in jaxpr.eqns:
-        if not is_region(eqn):
-            eqns.append(eqn)
-            continue
-        region = region_of(eqn)
-        bodies = [products_in_order(body) for body in region.bodies]
-        same = all(a is b for a, b in zip(bodies, region.bodies, strict=True))
-        eqns.append(eqn if same else region.with_bodies(bodies))
+    eqns = [in_bodies(eqn, products_in_order) for eqn in jaxpr.eqns]
     if any(map(_joins_dims, eqns)):
         eqns = _Walk.of(eqns).through(eqns)
     unchanged = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))

@@ -23,7 +23,7 @@ from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, new_var
 from autopar.ir.build import Equations, renamed
 from autopar.ir.dataflow import feeds_backward, inputs_of, needed, variables
 from autopar.ir.region import Binding, Region, bodies_of, is_region, kind_of, region_of
-from autopar.ir.rewrite.dead_code import remove_dead_code
+from autopar.ir.rewrite.dead_code import with_equations
 from autopar.ir.source import is_backward
 from autopar.ir.work import Work, num_bytes, num_elements_of
 from autopar.tuning import TUNING
@@ -33,25 +33,18 @@ def fission(jaxpr: Jaxpr) -> Jaxpr:
     """The program with its conditions behind gradients and for results apart, over the same inputs and results."""
     work = Work()
     jaxpr = behind_gradients(jaxpr)
-    return _rewritten(jaxpr, [_results_apart(eqn, work) if _is_pure_cond(eqn) else [eqn] for eqn in jaxpr.eqns])
+    pieces = [_results_apart(eqn, work) if _is_pure_cond(eqn) else [eqn] for eqn in jaxpr.eqns]
+    return with_equations(jaxpr, [eqn for eqns in pieces for eqn in eqns])
 
 
 def behind_gradients(jaxpr: Jaxpr) -> Jaxpr:
     """The program with conditions cut behind the gradients that they take; over the same inputs and results."""
-    return _rewritten(
-        jaxpr,
-        [_in_two(eqn) if _is_pure_cond(eqn) and not is_backward(eqn) else [eqn] for eqn in jaxpr.eqns],
-    )
+    pieces = [_in_two(eqn) if _is_pure_cond(eqn) and not is_backward(eqn) else [eqn] for eqn in jaxpr.eqns]
+    return with_equations(jaxpr, [eqn for eqns in pieces for eqn in eqns])
 
 
 def _is_pure_cond(eqn: JaxprEqn) -> bool:
     return kind_of(eqn) == "cond" and not eqn.effects
-
-
-def _rewritten(jaxpr: Jaxpr, pieces: Sequence[Sequence[JaxprEqn]]) -> Jaxpr:
-    if all(len(eqns) == 1 for eqns in pieces):
-        return jaxpr
-    return remove_dead_code(make_jaxpr(jaxpr.invars, jaxpr.outvars, [eqn for eqns in pieces for eqn in eqns]))
 
 
 def _with_bodies(region: Region, bindings: Sequence[Binding], equations: Sequence[Sequence[JaxprEqn]]) -> JaxprEqn:

@@ -11,7 +11,6 @@ from autopar._jax import (
     Atom,
     Jaxpr,
     JaxprEqn,
-    Literal,
     Var,
     copies_to_or_from_host,
     make_jaxpr,
@@ -20,25 +19,24 @@ from autopar._jax import (
     on_host,
     replace_eqn,
 )
-from autopar.ir.region import is_region, region_of
+from autopar.ir.dataflow import known_as
+from autopar.ir.region import equations_within, is_region, region_of
 
 
 def uses_host_memory(jaxpr: Jaxpr) -> bool:
     """Whether a program copies something to the host's memory, or from there."""
-    regions = (region_of(eqn) for eqn in jaxpr.eqns if is_region(eqn))
-    here = any(map(copies_to_or_from_host, jaxpr.eqns))
-    return here or any(uses_host_memory(body) for region in regions for body in region.bodies)
+    return any(copies_to_or_from_host(eqn) for eqn, _ in equations_within(jaxpr))
 
 
 def keep_on_device(jaxpr: Jaxpr) -> Jaxpr:
     """The program without such copies; inputs that lie on the host are other variables."""
     if not uses_host_memory(jaxpr) and not any(on_host(v.aval) for v in (*jaxpr.invars, *jaxpr.outvars)):
         return jaxpr
-    env: dict[Atom, Atom] = {}
+    env: dict[Var, Atom] = {}
     invars = [_moved(var, env) for var in jaxpr.invars]
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        operands = [_read(atom, env) for atom in eqn.invars]
+        operands = [known_as(atom, env) for atom in eqn.invars]
         if copies_to_or_from_host(eqn):
             env.update(zip(eqn.outvars, operands, strict=True))
             continue
@@ -51,15 +49,11 @@ def keep_on_device(jaxpr: Jaxpr) -> Jaxpr:
             eqns.append(region.rebuild(bindings, [b.eqns for b in bodies]))
         else:
             eqns.append(replace_eqn(eqn, invars=operands, outvars=results))
-    return make_jaxpr(invars, [_read(atom, env) for atom in jaxpr.outvars], eqns)
+    return make_jaxpr(invars, [known_as(atom, env) for atom in jaxpr.outvars], eqns)
 
 
-def _moved(var: Var, env: dict[Atom, Atom]) -> Var:
+def _moved(var: Var, env: dict[Var, Atom]) -> Var:
     if not on_host(var.aval):
         return var
     moved = env[var] = new_var(on_device(var.aval))
     return moved
-
-
-def _read(atom: Atom, env: dict[Atom, Atom]) -> Atom:
-    return atom if isinstance(atom, Literal) else env.get(atom, atom)

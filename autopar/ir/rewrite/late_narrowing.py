@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from autopar._jax import Atom, Aval, Jaxpr, JaxprEqn, Literal, Var, bind_eqn, make_jaxpr, new_var, shaped
+from autopar._jax import Atom, Aval, Jaxpr, JaxprEqn, Literal, Var, bind_eqn, new_var, shaped
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import variables
 from autopar.ir.region import Binding, Region, is_region, kind_of, region_of
-from autopar.ir.rewrite.dead_code import remove_dead_code
+from autopar.ir.rewrite.dead_code import with_equations
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.linearity import sums_survive
 from autopar.ir.rules.registry import has_rule
@@ -35,8 +35,7 @@ def narrow_late(jaxpr: Jaxpr) -> Jaxpr:
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
         eqns += _region(region_of(eqn)) if kind_of(eqn) in ("scan", "cond") else [eqn]
-    unchanged = len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True))
-    return jaxpr if unchanged else remove_dead_code(make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns))
+    return with_equations(jaxpr, eqns)
 
 
 def _region(region: Region) -> list[JaxprEqn]:

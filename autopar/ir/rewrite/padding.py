@@ -32,7 +32,7 @@ from autopar._jax import (
     replace_eqn,
 )
 from autopar.ir.build import Equations
-from autopar.ir.region import is_region, kind_of, region_of
+from autopar.ir.region import in_bodies, kind_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.rewrite.longer import Longer, find_longer, is_searched
 from autopar.ir.rewrite.tails import Tail, Tails, cut, fill_tails, lengthen
@@ -96,11 +96,7 @@ class _Writer:
     def as_it_is(self, eqn: JaxprEqn, lengths: Mapping[int, int]) -> None:
         """An equation on the user's shapes; what is in its bodies may be longer there."""
         operands = [self.form(atom, {}, eqn.source_info).atom for atom in eqn.invars]
-        if is_region(eqn) and kind_of(eqn) != "barrier":
-            region = region_of(eqn)
-            bodies = [_pad_body(body, lengths) for body in region.bodies]
-            if any(a is not b for a, b in zip(bodies, region.bodies, strict=True)):
-                eqn = region.with_bodies(bodies)
+        eqn = in_bodies(eqn, lambda body: _pad_body(body, lengths))
         same = all(a is b for a, b in zip(operands, eqn.invars, strict=True))
         self.eqns.append(eqn if same else replace_eqn(eqn, invars=operands))
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field, replace
 import jax.numpy as jnp
 from jax import lax
 
-from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, make_jaxpr, new_var, replace_eqn
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, make_jaxpr, new_var
 from autopar.ir.build import Equations
-from autopar.ir.dataflow import variables
-from autopar.ir.region import Binding, Region, is_region, region_of
+from autopar.ir.dataflow import known_as, reading, variables
+from autopar.ir.region import Binding, Region, in_bodies, is_region, region_of, rows_in, rows_out
 from autopar.ir.rewrite.dead_code import remove_dead_code
 
 
@@ -37,7 +37,7 @@ def _body(jaxpr: Jaxpr) -> Jaxpr:
     zeros: set[Var] = set()
     eqns: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
-        eqn = replace_eqn(eqn, invars=[_known_as(a, same) for a in eqn.invars])
+        eqn = reading(eqn, same)
         match eqn.primitive.name:
             case "iota" if eqn.outvars[0].aval.ndim == 1 and _holds(eqn.outvars[0], eqn.outvars[0].aval.size):
                 numbers.add(eqn.outvars[0])
@@ -49,19 +49,12 @@ def _body(jaxpr: Jaxpr) -> Jaxpr:
                 same |= scan.passed
                 numbers |= scan.stacked_numbers
                 continue
-            case _ if is_region(eqn):
-                region = region_of(eqn)
-                eqn = region.with_bodies(list(map(_body, region.bodies)))
-        eqns.append(eqn)
-    return make_jaxpr(jaxpr.invars, [_known_as(a, same) for a in jaxpr.outvars], eqns)
+        eqns.append(in_bodies(eqn, _body))
+    return make_jaxpr(jaxpr.invars, [known_as(a, same) for a in jaxpr.outvars], eqns)
 
 
 def _is_number(atom: Atom | None, number: int) -> bool:
     return isinstance(atom, Literal) and bool(atom.val == number)
-
-
-def _known_as(atom: Atom, same: dict[Var, Atom]) -> Atom:
-    return atom if isinstance(atom, Literal) else same.get(atom, atom)
 
 
 @dataclass
@@ -123,7 +116,7 @@ class _Scan:
         same: dict[Var, Atom] = {}
         eqns = Equations()
         for eqn in body.eqns:
-            eqn = replace_eqn(eqn, invars=[_known_as(a, same) for a in eqn.invars])
+            eqn = reading(eqn, same)
             match eqn.primitive.name, eqn.invars, eqn.outvars:
                 case "optimization_barrier", operands, results:
                     stacks |= {var: stacks[a] for a, var in zip(operands, results, strict=True) if _is_in(a, stacks)}
@@ -138,7 +131,7 @@ class _Scan:
                     same[var] = wide[of]
                     continue
             eqns.append(eqn)
-        return make_jaxpr(body.invars, [_known_as(a, same) for a in body.outvars], eqns)
+        return make_jaxpr(body.invars, [known_as(a, same) for a in body.outvars], eqns)
 
     def is_row(self, stack: Atom, index: Atom, taken: Sequence[int]) -> bool:
         """Whether so much of a stack, from this index on, is the row of the trip."""
@@ -185,7 +178,7 @@ class _Scan:
             if not _is_in(b.outer, self.zeros):
                 stack = new_var(b.var.aval)
                 self.passed[b.result] = after.call_one(lax.add, [b.outer, stack], source)
-            bindings.append(Binding("ys", None, (None,), (row,), stack))
+            bindings.append(rows_out(row, stack))
         bindings += scan.xs
         stack_of = {row: next(b.outer for b in scan.consts if b.var is stack) for stack, row in self.rows.items()}
         for b, result in zip(scan.ys, results, strict=True):
@@ -195,7 +188,7 @@ class _Scan:
                 self.passed[b.result] = stack_of[result]
             else:
                 bindings.append(replace(b, inside=(result,)))
-        bindings += [Binding("xs", outer, (row,), (None,)) for row, outer in stack_of.items()]
+        bindings += [rows_in(outer, row) for row, outer in stack_of.items()]
         return [scan.rebuild(bindings, [eqns]), *after]
 
 

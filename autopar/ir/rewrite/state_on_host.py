@@ -16,7 +16,7 @@ import jax
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, in_host_memory, make_jaxpr, new_var
 from autopar.ir.build import Equations
-from autopar.ir.dataflow import feeds_backward, inputs_of, variables
+from autopar.ir.dataflow import feeds_backward, inputs_of, variables, with_makers
 
 
 def only_for_update(jaxpr: Jaxpr) -> list[bool]:
@@ -76,12 +76,5 @@ def _by_parameter(jaxpr: Jaxpr, results: Iterable[Atom]) -> list[JaxprEqn]:
     maker = {var: eqn for eqn in tail for var in eqn.outvars}
     done: dict[JaxprEqn, None] = {}
     for atom in variables(itertools.chain(results, jaxpr.outvars)):
-        group: dict[JaxprEqn, None] = {}
-        waiting = [atom]
-        while waiting:
-            eqn = maker.get(waiting.pop())
-            if eqn is not None and eqn not in done and eqn not in group:
-                group[eqn] = None
-                waiting += inputs_of(eqn)
-        done |= dict.fromkeys(sorted(group, key=lambda eqn: position[eqn]))
+        done |= dict.fromkeys(with_makers((), [atom], maker, position, done))
     return [*(eqn for eqn, waits in zip(jaxpr.eqns, head, strict=True) if waits), *done]

@@ -13,11 +13,11 @@ import functools
 import jax.numpy as jnp
 import numpy as np
 
-from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Var
 from autopar.ir.build import Equations
 from autopar.ir.known_values import KnownValues
-from autopar.ir.region import bodies_of, is_region, region_of
-from autopar.ir.rewrite.dead_code import remove_dead_code
+from autopar.ir.region import in_bodies
+from autopar.ir.rewrite.dead_code import with_equations
 
 
 def find_written_once(jaxpr: Jaxpr) -> Jaxpr:
@@ -25,30 +25,19 @@ def find_written_once(jaxpr: Jaxpr) -> Jaxpr:
     known = KnownValues(jaxpr)
     if not any(eqn.primitive.name == "scatter" for eqn in known.maker.values()):
         return jaxpr
-    eqns, changed = _answered(jaxpr, known)
-    return remove_dead_code(make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns), len(jaxpr.invars)) if changed else jaxpr
+    return _answered(jaxpr, known)
 
 
-def _answered(jaxpr: Jaxpr, known: KnownValues) -> tuple[list[JaxprEqn], bool]:
-    """Equations of a body, and whether some are others."""
+def _answered(jaxpr: Jaxpr, known: KnownValues) -> Jaxpr:
     eqns = Equations()
-    changed = False
     for eqn in jaxpr.eqns:
         answer = _answer(eqn, known) if eqn.primitive.name == "eq" else None
-        if answer is not None:
+        if answer is None:
+            eqns.append(in_bodies(eqn, lambda body: _answered(body, known)))
+        else:
             (var,) = eqn.outvars
             eqns.define(var, functools.partial(jnp.full, var.aval.shape, answer), [], eqn.source_info)
-        elif is_region(eqn):
-            bodies = [_answered(body, known) for body in bodies_of(eqn)]
-            if any(inside for _, inside in bodies):
-                region = region_of(eqn)
-                eqn = region.rebuild(region.bindings, [made for made, _ in bodies])
-                changed = True
-            eqns.append(eqn)
-        else:
-            eqns.append(eqn)
-        changed |= answer is not None
-    return eqns, changed
+    return with_equations(jaxpr, eqns)
 
 
 def _answer(eqn: JaxprEqn, known: KnownValues) -> bool | None:

@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar._jax import Atom, Aval, Jaxpr, JaxprEqn, Var, make_jaxpr, new_eqn, new_var, primitives, resized, shaped
 from autopar.ir.build import Equations, flat_function
-from autopar.ir.region import Binding, new_scan
+from autopar.ir.region import Binding, new_scan, rows_in, rows_out
 from autopar.ir.rules.linearity import identity_of
 from autopar.ir.split.microbatch import Microbatches, Result
 from autopar.ir.split.placement import OWN, SUM, Partial, Placement, Replicated, Split
@@ -186,8 +186,8 @@ def accumulating_scan(
     bindings = [
         *(Binding("const", outer, (var,), (None,)) for var, outer in consts.items()),
         *(Binding("carry", first, (s.before,), (s.after,), s.total) for first, s in zip(starts, sums, strict=True)),
-        *(Binding("xs", stack, (var,), (None,)) for var, stack in {number: numbers, **stacks}.items()),
-        *(Binding("ys", None, (None,), (part,), stack) for part, stack in zip(parts, made, strict=True)),
+        *(rows_in(stack, var) for var, stack in {number: numbers, **stacks}.items()),
+        *(rows_out(part, stack) for part, stack in zip(parts, made, strict=True)),
     ]
     scan = new_scan(count, bindings, [*eqns, *(eqn for s in sums for eqn in s.eqns)])
     for added in sums:

@@ -11,7 +11,7 @@ Method: equations are equal if they do the same with equal operands. A backward 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -23,21 +23,18 @@ from autopar._jax import (
     Literal,
     Var,
     bind_eqn,
-    make_jaxpr,
     new_eqn,
     new_var,
     primitives,
-    replace_eqn,
-    resized,
 )
 from autopar.ir.build import Equations
-from autopar.ir.dataflow import inputs_of, needed, variables
-from autopar.ir.region import Binding, Region, is_region, kind_of, region_of
-from autopar.ir.rewrite.dead_code import remove_dead_code
-from autopar.ir.signature import equation_signature
+from autopar.ir.dataflow import inputs_of, known_as, needed, reading, variables
+from autopar.ir.region import Binding, Region, is_region, kind_of, region_of, rows_in, rows_out
+from autopar.ir.rewrite.dead_code import with_equations
 from autopar.ir.source import is_backward
 from autopar.ir.split.carries import sum_carries
 from autopar.ir.trace.inline_calls import is_recomputed
+from autopar.ir.value_numbers import ValueNumbers
 
 IsSum = Callable[[Var], bool]
 
@@ -45,10 +42,7 @@ IsSum = Callable[[Var], bool]
 def with_forward_sums(jaxpr: Jaxpr, is_sum: IsSum) -> Jaxpr:
     """The program with such sums where they can be joined; itself, if they are."""
     eqns = [e for eqn in jaxpr.eqns for e in (_ends_behind(region_of(eqn), is_sum) if _is_forward(eqn) else [eqn])]
-    eqns = _Twins(is_sum).replaced(eqns)
-    if len(eqns) == len(jaxpr.eqns) and all(a is b for a, b in zip(eqns, jaxpr.eqns, strict=True)):
-        return jaxpr
-    return remove_dead_code(make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns))
+    return with_equations(jaxpr, _Twins(is_sum).replaced(eqns))
 
 
 def _is_forward(eqn: JaxprEqn) -> bool:
@@ -85,8 +79,8 @@ def _ends_behind(scan: Region, is_sum: IsSum) -> list[JaxprEqn]:
     new: list[Binding] = []
     for var in dict.fromkeys(a for eqn in moved for a in inputs_of(eqn)):
         if var not in made and var not in stack_of and var not in entering and is_sum(var):
-            stack_of[var] = new_var(resized(var.aval, (scan.trips, *var.aval.shape)))
-            new.append(Binding("ys", None, (None,), (var,), stack_of[var]))
+            stack_of[var] = scan.new_stack(var)
+            new.append(rows_out(var, stack_of[var]))
     behind = [b for b in (*scan.carries, *scan.ys) if isinstance(b.value, Var) and b.value in made]
     kept = [b for b in scan.bindings if b not in behind]
     outside = _behind(scan, list(moved), stack_of, behind)
@@ -137,12 +131,11 @@ def _behind(
 
 @dataclass(frozen=True, slots=True)
 class _Body:
-    """The body of a forward scan: its equation's place, the names of its values, its values by what makes them."""
+    """The body of a forward scan: its equation's place, and which of its values are equal."""
 
     place: int
     scan: Region
-    name: dict[Var, Hashable]
-    known: dict[Hashable, JaxprEqn]
+    numbers: ValueNumbers
 
 
 class _Twins:
@@ -150,8 +143,7 @@ class _Twins:
 
     def __init__(self, is_sum: IsSum):
         self.is_sum = is_sum
-        self.name: dict[Var, Hashable] = {}
-        self.known: dict[Hashable, JaxprEqn] = {}
+        self.numbers = ValueNumbers()
         self.replaced_by: dict[Var, Var] = {}
         self.bodies: list[_Body] = []
         self.wanted: dict[int, dict[Var, Var]] = {}
@@ -160,47 +152,31 @@ class _Twins:
         """The equations; readers of a sum that is computed again read the first one."""
         found = []
         for place, eqn in enumerate(eqns):
-            if any(a in self.replaced_by for a in inputs_of(eqn)):
-                now = [self.replaced_by.get(a, a) if isinstance(a, Var) else a for a in eqn.invars]
-                eqn = replace_eqn(eqn, invars=now)
+            eqn = reading(eqn, self.replaced_by)
             if kind_of(eqn) == "scan":
                 eqn = self.scan(place, region_of(eqn))
             else:
-                twins = self.visit(eqn, self.name, self.known, eqn)
-                self.replaced_by.update(twins)
+                self.replaced_by.update(self.visit(eqn, self.numbers, eqn))
             found.append(eqn)
         for place, stacks in self.wanted.items():
             scan = region_of(found[place])
-            ys = [Binding("ys", None, (None,), (var,), stack) for var, stack in stacks.items()]
+            ys = [rows_out(var, stack) for var, stack in stacks.items()]
             found[place] = scan.rebuild([*scan.bindings, *ys], [scan.bodies[0].eqns])
         return found
 
-    def visit(
-        self, eqn: JaxprEqn, name: dict[Var, Hashable], known: dict[Hashable, JaxprEqn], at: JaxprEqn
-    ) -> dict[Var, Var]:
+    def visit(self, eqn: JaxprEqn, numbers: ValueNumbers, at: JaxprEqn) -> dict[Var, Var]:
         """Name what an equation makes; of sums that are made again, the first ones. It stands in, or is, equation `at`."""
-        if kind_of(eqn) == "barrier":
-            name.update((var, _name(a, name)) for var, a in zip(eqn.outvars, eqn.invars, strict=True))
-        if is_region(eqn) or eqn.effects:
-            return {}
-        key = equation_signature(eqn), tuple(_name(a, name) for a in eqn.invars)
-        first = known.get(key)
-        if first is None:
-            known[key] = eqn
-            if not any(isinstance(operand, Var) for operand in key[1]):  # the same wherever it stands
-                name.update((var, (key, k)) for k, var in enumerate(eqn.outvars))
-            return {}
-        name.update((var, _name(old, name)) for var, old in zip(eqn.outvars, first.outvars, strict=True))
-        if not (is_recomputed(eqn) or is_backward(at)) or is_backward(first) or is_recomputed(first):
+        first = numbers.visit(eqn)
+        if first is None or not (is_recomputed(eqn) or is_backward(at)) or is_backward(first) or is_recomputed(first):
             return {}
         return {var: old for var, old in zip(eqn.outvars, first.outvars, strict=True) if self.is_sum(old)}
 
     def scan(self, place: int, scan: Region) -> JaxprEqn:
         (body,) = scan.bodies
         if not is_backward(scan.eqn):
-            own = _Body(place, scan, self.names_of_consts(scan), {})
+            own = _Body(place, scan, ValueNumbers(self.names_of_consts(scan)))
             for eqn in body.eqns:
-                self.visit(eqn, own.name, own.known, scan.eqn)
+                own.numbers.visit(eqn)
             self.bodies.append(own)
             return scan.eqn
         more: list[Binding] = []
@@ -208,31 +184,24 @@ class _Twins:
         for other in self.bodies:
             if other.scan.trips != scan.trips:
                 continue
-            rows, known = _names_of_rows(other, scan), dict(other.known)
-            name = self.names_of_consts(scan) | rows
+            rows = _names_of_rows(other, scan)
+            numbers = ValueNumbers(self.names_of_consts(scan) | rows, dict(other.numbers.known))
             here = {var for eqn in body.eqns for var in eqn.outvars}
             for eqn in body.eqns if rows else ():
-                for var, old in self.visit(eqn, name, known, scan.eqn).items():
+                for var, old in self.visit(eqn, numbers, scan.eqn).items():
                     if old in here or var in swapped:  # made twice in this body; known from another scan
                         continue
                     stacks = self.wanted.setdefault(other.place, {})
-                    stacks.setdefault(old, new_var(resized(old.aval, (scan.trips, *old.aval.shape))))
+                    stacks.setdefault(old, scan.new_stack(old))
                     swapped[var] = new_var(var.aval)
-                    more.append(Binding("xs", stacks[old], (swapped[var],), (None,)))
+                    more.append(rows_in(stacks[old], swapped[var]))
         if not more:
             return scan.eqn
-        now = [
-            replace_eqn(eqn, invars=[swapped.get(a, a) if isinstance(a, Var) else a for a in eqn.invars])
-            for eqn in body.eqns
-        ]
-        leaving = [
-            replace(b, inside=tuple(swapped.get(a, a) if isinstance(a, Var) else a for a in b.inside))
-            for b in scan.bindings
-        ]
-        return scan.rebuild([*leaving, *more], [now])
+        leaving = scan.rebound(outputs=[[known_as(atom, swapped) for atom in body.outvars]])
+        return scan.rebuild([*leaving, *more], [[reading(eqn, swapped) for eqn in body.eqns]])
 
     def names_of_consts(self, scan: Region) -> dict[Var, Hashable]:
-        return {b.var: _name(b.outer, self.name) for b in scan.consts if b.outer is not None}
+        return {b.var: self.numbers.of(b.outer) for b in scan.consts if b.outer is not None}
 
 
 def _names_of_rows(first: _Body, second: Region) -> dict[Var, Hashable]:
@@ -243,9 +212,5 @@ def _names_of_rows(first: _Body, second: Region) -> dict[Var, Hashable]:
     for b in second.xs:
         same = (entered.get(b.outer) or made.get(b.outer)) if isinstance(b.outer, Var) else None
         if isinstance(same, Var):
-            name[b.var] = _name(same, first.name)
+            name[b.var] = first.numbers.of(same)
     return name
-
-
-def _name(atom: Atom, name: Mapping[Var, Hashable]) -> Hashable:
-    return (str(atom.val), str(atom.aval)) if isinstance(atom, Literal) else name.get(atom, atom)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_eqn, new_var, primitives, replace_eqn
-from autopar.ir.dataflow import inputs_of
+from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_eqn, new_var, primitives
+from autopar.ir.dataflow import inputs_of, reading
 from autopar.ir.source import is_backward
 from autopar.ir.trace.inline_calls import is_recomputed
 
@@ -27,11 +27,11 @@ def with_joins(jaxpr: Jaxpr, incomplete: Iterable[Var]) -> tuple[Jaxpr, list[Jax
     open_values = dict.fromkeys(incomplete)
     made: dict[Var, JaxprEqn] = {}
     for eqn in jaxpr.eqns:
-        if _is_behind(eqn, behind):
+        if is_behind(eqn, behind):
             for var in inputs_of(eqn):
                 if var in made and var not in copies:
                     copies[var] = new_var(var.aval)
-            eqn = replace_eqn(eqn, invars=[copies.get(a, a) if isinstance(a, Var) else a for a in eqn.invars])
+            eqn = reading(eqn, copies)
         else:
             made.update((var, eqn) for var in eqn.outvars if var in open_values)
         eqns.append(eqn)
@@ -49,10 +49,11 @@ def made_behind(jaxpr: Jaxpr) -> dict[Var, None]:
     """What the backward passes make, and whatever is made of that."""
     behind: dict[Var, None] = {}
     for eqn in jaxpr.eqns:
-        if _is_behind(eqn, behind):
+        if is_behind(eqn, behind):
             behind.update(dict.fromkeys(eqn.outvars))
     return behind
 
 
-def _is_behind(eqn: JaxprEqn, behind: Collection[Var]) -> bool:
+def is_behind(eqn: JaxprEqn, behind: Collection[Var]) -> bool:
+    """Whether an equation is of the backward passes, or reads what is made behind."""
     return is_backward(eqn) or is_recomputed(eqn) or any(a in behind for a in inputs_of(eqn))

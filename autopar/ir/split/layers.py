@@ -48,6 +48,11 @@ class LayerSplit:
     input_dims: tuple[int, ...]
     output_dims: tuple[int, ...]
 
+    def sizes(self, number: int) -> list[int]:
+        """Lengths of the parts of an input of the original program along their dim; of one that is whole, 1."""
+        parts, dim = self.inputs[number], self.input_dims[number]
+        return [self.jaxpr.invars[at].aval.shape[dim] for at in parts] if len(parts) > 1 else [1]
+
 
 def whole_stacks(jaxpr: Jaxpr) -> LayerSplit:
     """A program as it is."""

@@ -8,14 +8,12 @@ Method: backwards through what is linear in sums; a sum that `remat` computes ag
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-
-from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
+from autopar._jax import Jaxpr, Var
 from autopar.ir.dataflow import variables
-from autopar.ir.region import is_region, kind_of
-from autopar.ir.signature import equation_signature
+from autopar.ir.region import kind_of
 from autopar.ir.split.placement import SUM
 from autopar.ir.split.solution import Solution
+from autopar.ir.value_numbers import ValueNumbers
 
 
 def sums_behind(jaxpr: Jaxpr, solution: Solution, var: Var) -> list[Var]:
@@ -45,21 +43,9 @@ def sums_behind(jaxpr: Jaxpr, solution: Solution, var: Var) -> list[Var]:
 
 def _with_twins(jaxpr: Jaxpr, wanted: dict[Var, None]) -> list[Var]:
     """The wanted values, and all that are equal to one of them."""
-    number: dict[Var, Hashable] = {}
-    known: dict[Hashable, int] = {}
-
-    def name(atom: Atom) -> Hashable:
-        return (str(atom.val), str(atom.aval)) if isinstance(atom, Literal) else number.setdefault(atom, atom)
-
-    def key(eqn: JaxprEqn) -> Hashable:
-        return equation_signature(eqn), tuple(map(name, eqn.invars))
-
+    numbers = ValueNumbers()
     for eqn in jaxpr.eqns:
-        if kind_of(eqn) == "barrier":
-            number.update(zip(eqn.outvars, map(name, eqn.invars), strict=True))
-        elif not is_region(eqn) and not eqn.effects:
-            first = known.setdefault(key(eqn), len(known))
-            number.update((var, (first, k)) for k, var in enumerate(eqn.outvars))
-    meant = {name(var) for var in wanted}
-    made = [var for eqn in jaxpr.eqns for var in eqn.outvars if var not in wanted and name(var) in meant]
+        numbers.visit(eqn)
+    meant = set(map(numbers.of, wanted))
+    made = [var for eqn in jaxpr.eqns for var in eqn.outvars if var not in wanted and numbers.of(var) in meant]
     return [*wanted, *made]

@@ -21,7 +21,7 @@ from jax import lax
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, bind_eqn
 from autopar.ir.known_values import RESHAPES, KnownValues
-from autopar.ir.region import bodies_of
+from autopar.ir.region import equations_within
 from autopar.ir.rules import rule_for
 from autopar.ir.rules.index_map import MAX_STEPS, OPERATIONS
 from autopar.ir.rules.rule import LocalProgram, Shard, ShardingRule
@@ -48,15 +48,10 @@ class Ordering:
         self.values = KnownValues(jaxpr)
         self.key_of: dict[Var, int] = {}
         self.tables: list[np.ndarray] = []
-        self._visit(jaxpr)
-
-    def _visit(self, jaxpr: Jaxpr) -> None:
-        for eqn in jaxpr.eqns:
+        for eqn, _ in equations_within(jaxpr):
             key = self.values.origin(eqn.invars[0]) if _is_plain_sort(eqn) else None
             if isinstance(key, Var):
                 self.key_of.setdefault(key, len(self.key_of))
-            for body in bodies_of(eqn):
-                self._visit(body)
 
     def strategies(self, eqn: JaxprEqn, placements: Known) -> list[AxisStrategy] | None:
         """The strategies of an equation that sorts samples, or works on what is sorted; None: it does neither."""
@@ -83,7 +78,7 @@ class Ordering:
                 return self._takes(eqn, known)
             case "scatter" | "scatter-add" if isinstance(known[1], Split) and known[1].places:
                 return self._puts(eqn, known)
-            case "ragged_dot_general":
+            case "ragged_dot_general" | "grouped_product":
                 return self._multiplies(eqn, known)
             case name if any(p.places for p in own) and name not in RESHAPES:
                 return self._computes_places(eqn, known)

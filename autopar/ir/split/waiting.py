@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.errors import MicrobatchError
-from autopar.ir.dataflow import inputs_of
+from autopar.ir.dataflow import ancestors, inputs_of
 from autopar.ir.split.local_statistics import sums_behind
 from autopar.ir.split.placement import Partial, Split
 from autopar.ir.split.solution import LoopSolution
@@ -73,6 +73,7 @@ class Waiting:
         """An equation on samples that would have to run after the loop."""
         self.error = self.error or error
         if self._is_behind(eqn):
+            self.follow(eqn)
             return
         found = self._needed(eqn)
         sums = [var for var in found if isinstance(self.solution.of(var), Partial)]
@@ -92,15 +93,8 @@ class Waiting:
 
     def _needed(self, eqn: JaxprEqn) -> list[Var]:
         """What the loop makes and an equation needs of all microbatches."""
-        found: list[Var] = []
-        seen = dict.fromkeys(inputs_of(eqn))
-        waiting = [a for a in seen if a in self.late] or list(seen)
-        while waiting:
-            var = waiting.pop()
-            if var in self.late:
-                more = [a for a in inputs_of(self.maker[var]) if a not in seen]
-                seen.update(dict.fromkeys(more))
-                waiting += more
-            else:
-                found.append(var)
-        return found
+        read = inputs_of(eqn)
+        first = [a for a in read if a in self.late] or read
+        behind = ancestors(first, lambda var: inputs_of(self.maker[var]) if var in self.late else ())
+        # What it reads itself besides, it has of its own microbatch.
+        return [var for var in behind if var not in self.late and (var in first or var not in read)]

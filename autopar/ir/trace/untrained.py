@@ -16,7 +16,7 @@ from collections.abc import Collection, Sequence
 import jax.numpy as jnp
 
 from autopar._jax import Aval
-from autopar.errors import StateError
+from autopar.errors import StateError, listed
 from autopar.ir.program import Program
 from autopar.ir.trace.state import argument_slices, subtrees
 
@@ -42,21 +42,16 @@ def check_trains(program: Program, batch: Collection[int]) -> None:
     if spans[0][0] not in batch:  # else it was taken for the batch because nothing comes back
         spans = [span for span in spans if span[0] not in batch]
     paths = tuple(program.in_paths[k] for a, b in spans for k in range(a, b) if _is_floating(program.in_avals[k]))
+    given, returned = listed(paths, MAX_PATHS), listed(program.out_paths, MAX_PATHS) or "nothing"
     raise StateError(
         f"`{program.name}` trains nothing: it takes a gradient, and no argument comes back.",
-        given=f"{_listed(paths)} go in; {_listed(program.out_paths) or 'nothing'} comes out. The gradient is that of "
-        f"{program.gradient}.",
+        given=f"{given} go in; {returned} comes out. The gradient is that of {program.gradient}.",
         wrong="a step changes nothing in place: what it does not return is lost, and the next call begins where this one "
         "did.",
         do="return what was updated, parameters and optimizer state, in the structure in which it was passed. If the "
         "gradient itself is the result and nothing is to be trained, say so with donate_argnums=().",
         paths=paths,
     )
-
-
-def _listed(paths: Sequence[str]) -> str:
-    more = f" and {len(paths) - MAX_PATHS} more" if len(paths) > MAX_PATHS else ""
-    return ", ".join(paths[:MAX_PATHS]) + more
 
 
 def _is_floating(aval: Aval) -> bool:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.markup import WIDTH, box, line, picture, room_for, text, ticks
+from autopar.markup import WIDTH, box, picture, room_for, text
 from autopar.plan.words import seconds_text
 from autopar.report.pictures.legend import legend
+from autopar.report.pictures.timetable import TOP, clock_axis
 
-TOP, ROW, BAR, RIGHT, LONGEST_NAME = 24, 34, 12, 90, 320
+ROW, BAR, RIGHT, LONGEST_NAME = 34, 12, 90, 320
 
 
 def lanes_picture(lanes: Sequence[tuple[str, float, float]]) -> str:
@@ -22,10 +23,7 @@ def lanes_picture(lanes: Sequence[tuple[str, float, float]]) -> str:
         return ""
     left = min(LONGEST_NAME, max(room_for(name) for name, _, _ in lanes)) + 10
     scale, height = (WIDTH - left - RIGHT) / end, TOP + ROW * len(lanes)
-    parts = []
-    for time in ticks(end):
-        x = left + time * scale
-        parts += [line(x, TOP - 6, x, height, "grid"), text(x, 12, seconds_text(time), "small soft", "middle")]
+    parts = clock_axis(end, scale, height, left)
     for row, (name, predicted, measured) in enumerate(lanes):
         y = TOP + row * ROW
         parts.append(text(0, y + 15, name, "strong"))

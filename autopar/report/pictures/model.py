@@ -82,8 +82,7 @@ def _blocks(plan: Decision, values: Sequence[Value], root: str) -> Iterable[Bloc
 
 
 def _column(plan: Decision, number: int, stage: Stage, blocks: Sequence[Block], most: int) -> str:
-    first, count = stage.submesh.first, stage.submesh.num_devices
-    devices = f"device {first}" if count == 1 else f"devices {first} to {first + count - 1}"
+    devices = f"device{'s' * (stage.submesh.num_devices > 1)} {stage.submesh}"
     mesh = " x ".join(f"{axis}={size}" for axis, size in stage.logical_mesh.axis_sizes.items())
     name = f"stage {number}" if len(plan.stages) > 1 else "one mesh"
     boxes = [

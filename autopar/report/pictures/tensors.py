@@ -11,15 +11,14 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from html import escape
 
 from autopar.markup import picture, tag
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.plan.decision import Decision, Value
 from autopar.plan.words import bytes_text, local_bytes, type_text
-from autopar.report.page import activation_counts
-from autopar.report.paths import collapse_paths
+from autopar.report.page import merged_values
 
 MAX_ROWS = 400
 MAX_DEVICES = 256
@@ -31,7 +30,7 @@ NUM_COLOURS = 12
 
 def tensor_table(plan: Decision) -> str:
     """All arguments and results, and the activations that go through memory."""
-    rows = [*_rows(plan)]
+    rows = [_row(plan, *each) for each in merged_values(plan)]
     sizes = sorted((-size, k) for k, (size, _) in enumerate(rows))
     kept = sorted(k for _, k in sizes[:MAX_ROWS])
     find = tag("input", type="search", placeholder="search by path, type or sharding", class_="find")
@@ -43,19 +42,9 @@ def tensor_table(plan: Decision) -> str:
     return find + tag("div", table, class_="wide") + (tag("p", more, class_="soft") if more else "")
 
 
-def _rows(plan: Decision) -> Iterator[tuple[int, str]]:
-    """(bytes on a device, the row) of each."""
-    arguments = [v for v in plan.values if v.role != "activation"]
-    merged = collapse_paths([(v.name, (v.role, v.shape, v.dtype, v.sharding, v.stage)) for v in arguments])
-    for path, key, count in merged:
-        yield _row(plan, Value(path, *key), count)
-    for value, count in activation_counts(plan).items():
-        yield _row(plan, value, count)
-
-
-def _row(plan: Decision, value: Value, count: int) -> tuple[int, str]:
+def _row(plan: Decision, value: Value, count: int, each: int) -> tuple[int, str]:
+    """(bytes on a device, the row) of a value of which there are so many, each of so many bytes."""
     mesh = plan.stages[value.stage].logical_mesh
-    each = local_bytes(value.shape, value.dtype, value.sharding, mesh)
     words = _in_words(value, mesh, plan)
     cells = (
         tag("td", device_grid(value.shape, value.sharding, mesh)),

@@ -49,11 +49,11 @@ def timetable_picture(events: Sequence[Event], places: Mapping[int, str], second
     return chart + kinds + tag("p", escape(note), class_="soft")
 
 
-def clock_axis(seconds: float, scale: float, height: float) -> list[str]:
+def clock_axis(seconds: float, scale: float, height: float, left: float = LEFT) -> list[str]:
     """Times above a picture, and lines through it."""
     found = []
     for time in ticks(seconds):
-        x, words = LEFT + time * scale, seconds_text(time)
+        x, words = left + time * scale, seconds_text(time)
         if x + room_for(words) / 2 <= WIDTH:
             found += [line(x, TOP - 6, x, height, "grid"), text(x, 12, words, "small soft", "middle")]
     return found

@@ -32,6 +32,13 @@ def redundancy_loss(params: Tree, batch: Tree) -> jax.Array:
     return ((z.T @ jnp.roll(z, 1, axis=1) / len(z) - jnp.eye(z.shape[1])) ** 2).sum()
 
 
+def normalized_loss(params: Tree, batch: Tree) -> jax.Array:
+    """The last layer's samples of mean 0 and deviation 1; then each by itself, in forward and backward passes."""
+    z = mlp(params, batch["x"])
+    z = (z - z.mean(0)) / jnp.sqrt(z.var(0) + 1e-5)
+    return (jnp.tanh(z - batch["y"]) ** 2).mean()
+
+
 def sharpness_aware(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
     """A gradient where another has led."""
     params = state["params"]
@@ -65,6 +72,7 @@ def two_players(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
 CASES = {
     "contrastive": (Case(sgd(contrastive_loss)), 2),
     "redundancy": (Case(sgd(redundancy_loss)), 2),
+    "normalized": (Case(sgd(normalized_loss)), 2),
     "sharpness-aware": (Case(sharpness_aware), 2),
     "two players": (Case(two_players), 2),
     "root of the mean": (Case(sgd(root_loss)), 2),

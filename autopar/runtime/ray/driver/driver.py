@@ -9,6 +9,7 @@ Method: each worker gets its share of the job once. A step is one call of each w
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -17,12 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.errors import StepError
-from autopar.mesh import ArrayType, Box, Sharding
+from autopar.mesh import ArrayType, Box
 from autopar.mesh.ray_nodes import RayMachine
 from autopar.partition.host_calls import Raised
 from autopar.partition.task import abstract_mesh
 from autopar.runtime.failure import first_raised, step_error
-from autopar.runtime.order import merged
 from autopar.runtime.ray.driver.clocks import spans_of
 from autopar.runtime.ray.driver.faults import microbatch_of
 from autopar.runtime.ray.driver.handles import Copy, Part, RemoteArray, host_array, remote_sharding
@@ -32,10 +32,11 @@ from autopar.runtime.ray.job import exported, make_job
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.share import Report, Share, StepCall
 from autopar.runtime.ray.transport.parcels import holders_of, messages_of, own_boxes, pack, slices
-from autopar.runtime.stacks import Stack, part_of, parts_of
+from autopar.runtime.stacks import Stack, births, parts_of
 from autopar.streams.assemble import StepPlan
 from autopar.streams.clock import recorded
 from autopar.streams.instructions import BufferId, MeshId
+from autopar.streams.order import merged
 from autopar.streams.streams import Streams
 from autopar.streams.timeline import Timeline
 
@@ -87,8 +88,9 @@ class RayStep:
         self._cuts = {
             (at, seat.number): _cuts(job.types[at], seat) for _, at in self._streams.arguments for seat in seats_of[at]
         }
+        self._kinds = [kind for kind, _ in planned.arguments_at_home()]
         self.in_shardings = [
-            remote_sharding([self._kind(at) for at in parts], dim)
+            remote_sharding([self._kinds[at] for at in parts], dim)
             for parts, dim in zip(self._stacks.inputs, self._stacks.input_dims, strict=True)
         ]
         # Between GPUs a step cannot be left: what was begun to be sent would wait for ever.
@@ -137,24 +139,6 @@ class RayStep:
 
     def _devices(self, at: BufferId, seat: Seat) -> tuple[int, ...]:
         return tuple(device for device, _ in self._holders[at].get(seat.number, ()))
-
-    def _kind(self, argument: int) -> ArrayType:
-        """How an argument lies where it lives; what no one reads lies nowhere, and whole."""
-        entries = self._read.get(argument, [])
-        whole = [at for at in entries if self._is_whole(at)]
-        homes = [at for at in whole if self._buffers[at].mesh == self.job.home[argument]]
-        if homes or whole:
-            return self.job.types[(homes or whole)[0]]
-        if entries:
-            kind = self.job.types[entries[0]]
-            shape = (kind.shape[0] * kind.shape[1], *kind.shape[2:])
-            return ArrayType(shape, kind.dtype, Sharding(kind.sharding.dims[1:]), kind.mesh)
-        return self._unread(argument)
-
-    def _unread(self, argument: int) -> ArrayType:
-        aval, home = self._stacks.jaxpr.invars[argument].aval, self.job.home[argument]
-        mesh = next(buffer.value.type.mesh for buffer in self._buffers if buffer.mesh == home)
-        return ArrayType(tuple(aval.shape), np.dtype(aval.dtype), Sharding.replicated(len(aval.shape)), mesh)
 
     # Steps.
 
@@ -221,32 +205,26 @@ class RayStep:
         parts: list[Any] = []
         donated: list[Copy] = []
         stacks = self._stacks
-        for array, positions, dim in zip(arrays, stacks.inputs, stacks.input_dims, strict=True):
+        for k, (array, positions) in enumerate(zip(arrays, stacks.inputs, strict=True)):
             if isinstance(array, RemoteArray):
                 array.check()
                 if self._donated[positions[0]]:
                     donated += [copy for part in array.parts for copy in part.copies]
-                if self._lies_so(array, positions, dim):
+                if self._lies_so(array, k):
                     parts += array.parts
                     continue
             if len(positions) == 1:
                 parts.append(array)
                 continue
-            whole = host_array(array)
-            parts += parts_of(whole, self._sizes(positions, dim), dim)
+            parts += parts_of(host_array(array), stacks.sizes(k), stacks.input_dims[k])
         return parts, donated
 
-    def _sizes(self, positions: Sequence[int], dim: int) -> list[int]:
-        """Lengths of the parts of a stack; of what is no stack, 1 for the whole."""
-        invars = self._stacks.jaxpr.invars
-        return [invars[at].aval.shape[dim] for at in positions] if len(positions) > 1 else [1]
-
-    def _lies_so(self, array: RemoteArray, positions: Sequence[int], dim: int) -> bool:
+    def _lies_so(self, array: RemoteArray, argument: int) -> bool:
         """Whether an array is in the parts that the job wants."""
-        if len(array.parts) != len(positions) or array.dim != dim:
+        dim, wanted = self._stacks.input_dims[argument], self._stacks.sizes(argument)
+        if len(array.parts) != len(wanted) or array.dim != dim:
             return False
-        sizes = [part.copies[0].kind.shape[dim] for part in array.parts] if len(positions) > 1 else [1]
-        return sizes == self._sizes(positions, dim)
+        return len(wanted) == 1 or [part.copies[0].kind.shape[dim] for part in array.parts] == wanted
 
     def _key(self, entry: _Entry, parts: list[Any]) -> int | None:
         """Under which key an argument is where it is wanted; None: it must be sent, and is then in this process."""
@@ -341,35 +319,23 @@ class RayStep:
     def homes(self, argument: int) -> tuple[list[tuple[MeshId, ArrayType]], int]:
         """Where the parts of one of the user's arguments live between steps, and along which dim they lie."""
         stacks = self._stacks
-        return [(self.job.home[at], self._kind(at)) for at in stacks.inputs[argument]], stacks.input_dims[argument]
+        return [(self.job.home[at], self._kinds[at]) for at in stacks.inputs[argument]], stacks.input_dims[argument]
 
     def create(self, init: Callable[..., list[Any]], args: Sequence[Any], first: int, count: int) -> list[Any]:
         """State that is born in its place: `init` is run on each mesh, which keeps what is its own; as of `Runtime`."""
-        inputs, dims = self._stacks.inputs, self._stacks.input_dims
-        wanted: dict[MeshId, list[tuple[int, int]]] = {}
-        for leaf in range(count):
-            for number, at in enumerate(inputs[first + leaf]):
-                wanted.setdefault(self.job.home[at], []).append((leaf, number))
-        made: dict[tuple[int, int], Part] = {}
-        for mesh, entries in wanted.items():
-            kinds = [self._kind(inputs[first + leaf][number]) for leaf, number in entries]
-
-            def own(entries: list[tuple[int, int]] = entries) -> list[Any]:
-                leaves = init(*args)
-                sizes = {leaf: self._sizes(inputs[first + leaf], dims[first + leaf]) for leaf, _ in entries}
-                return [part_of(leaves[leaf], number, sizes[leaf], dims[first + leaf]) for leaf, number in entries]
-
-            jitted = jax.jit(own, out_shardings=[kind.on(abstract_mesh(kind.mesh)) for kind in kinds])
+        made: dict[int, Part] = {}
+        for mesh, ats, own in births(self._stacks, init, first, count, lambda at: self.job.home[at]):
+            kinds = [self._kinds[at] for at in ats]
+            shardings = [kind.on(abstract_mesh(kind.mesh)) for kind in kinds]
+            jitted = jax.jit(functools.partial(own, *args), out_shardings=shardings)
             check_no_calls(jitted.trace().jaxpr)
-            code, keys = exported(jitted, (), self._platform), self.workers.number(len(entries))
+            code, keys = exported(jitted, (), self._platform), self.workers.number(len(ats))
             made_there = {s.number: (code, list(keys), kinds) for s in self.workers.seats_on(mesh)}
             self.workers.call("create", made_there, subject=", ".join(map(str, kinds[:4])) + " ..." * (len(kinds) > 4))
-            for entry, key, kind in zip(entries, keys, kinds, strict=True):
-                made[entry] = Part((Copy(self.workers, mesh, kind, key),))
-        return [
-            RemoteArray([made[leaf, number] for number in range(len(inputs[first + leaf]))], dims[first + leaf])
-            for leaf in range(count)
-        ]
+            for at, key, kind in zip(ats, keys, kinds, strict=True):
+                made[at] = Part((Copy(self.workers, mesh, kind, key),))
+        state = zip(self._stacks.inputs, self._stacks.input_dims, strict=True)
+        return [RemoteArray([made[at] for at in ats], dim) for ats, dim in list(state)[first : first + count]]
 
 
 def _raised(made: Mapping[int, tuple[Any, Report | None]]) -> list[Raised]:

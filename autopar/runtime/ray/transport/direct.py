@@ -22,10 +22,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar.mesh import ArrayType, boxes
+from autopar.runtime.acts import Receive, SendTo
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.transport.parcels import Message, box_shape
 from autopar.runtime.ray.transport.plain import as_plain, from_plain, is_narrow
-from autopar.runtime.ray.transport.transport import Receive, Send, WaitError
+from autopar.runtime.ray.transport.transport import WaitError
 from autopar.runtime.ray.worker.places import Places
 from autopar.runtime.transfer import cut_tile, joins_by_device
 from autopar.streams.instructions import MeshId
@@ -113,7 +114,7 @@ class Direct:
         self._gathers: dict[Any, Callable[[jax.Array], jax.Array]] = {}
         self.sent_bytes = self.copied_bytes = 0
 
-    def sender(self, message: Message) -> Send:
+    def sender(self, message: Message) -> SendTo:
         """As of `Transport`."""
         channel = self._channels[message.source, message.target]
         moves = []

@@ -21,18 +21,13 @@ import jax
 import numpy as np
 
 from autopar.mesh import Box
+from autopar.runtime.acts import Receive, SendTo
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.transport.parcels import Message, Piece, box_shape, own_boxes, pack, slices, unpack
 from autopar.runtime.ray.worker.places import ALIGNMENT_BYTES, Places, aligned, on_devices
 
 SMALL_BYTES = 64 * 2**10
 """Messages of no more, whose values are there, leave at once: a socket has room for so much."""
-
-
-Send = Callable[[int, Sequence[jax.Array]], None]
-"""Begins to send values in a step; they may be let go of after."""
-Receive = Callable[[int], list[jax.Array]]
-"""Waits for the values in a step; raises `WaitError` if they do not come in time."""
 
 
 class Transport(Protocol):
@@ -46,12 +41,12 @@ class Transport(Protocol):
     sent_bytes: int
     copied_bytes: int
 
-    def sender(self, message: Message) -> Send:
+    def sender(self, message: Message) -> SendTo:
         """How this worker sends its share of a message."""
         ...
 
     def receivers(self, messages: Sequence[Message]) -> dict[int, Receive]:
-        """How this worker receives its share of all messages of a job, by number."""
+        """How this worker receives its share of all messages of a job, by number: `WaitError` if they do not come in time."""
         ...
 
     def flush(self, on_progress: Callable[[], None]) -> None:
@@ -124,7 +119,7 @@ class ObjectStore:
         self._counting = threading.Lock()
         self.sent_bytes = self.copied_bytes = 0
 
-    def sender(self, message: Message) -> Send:
+    def sender(self, message: Message) -> SendTo:
         """As of `Transport`."""
         devices = [self._places.devices(kind) for kind in message.sent]
         held = [kind.boxes() for kind in message.sent]

@@ -18,14 +18,14 @@ from typing import Any
 import jax
 
 from autopar.errors import ClusterError, DeviceCountError
+from autopar.runtime.acts import Receive, SendTo
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.share import Position, Tiles
 from autopar.runtime.ray.transport.direct import Channel, Direct, Pair
 from autopar.runtime.ray.transport.nccl import NcclChannel, can_use_nccl, new_id
 from autopar.runtime.ray.transport.parcels import Message
 from autopar.runtime.ray.transport.sockets import Listener, Post, make_post
-from autopar.runtime.ray.transport.transport import Mailbox, ObjectStore, Receive, Transport
-from autopar.runtime.ray.transport.transport import Send as SendTo
+from autopar.runtime.ray.transport.transport import Mailbox, ObjectStore, Transport
 from autopar.runtime.ray.worker.places import Places
 from autopar.streams.instructions import MeshId
 

@@ -24,16 +24,17 @@ import numpy as np
 from autopar.errors import WorkerError
 from autopar.mesh import ArrayType, Box
 from autopar.partition.task import DeviceProgram
+from autopar.runtime.acts import Act, Held, act, end_of
 from autopar.runtime.digest import Digest
 from autopar.runtime.ray.functions import HostCalls, portable, unpacked_calls
 from autopar.runtime.ray.seats import Seat
 from autopar.runtime.ray.share import Key, Position, Report, Share, StepCall, Tiles
 from autopar.runtime.ray.transport.parcels import box_shape, moved, own_boxes, pack, unpack
 from autopar.runtime.ray.transport.transport import WaitError
-from autopar.runtime.ray.worker.acts import Held, act, compiled
 from autopar.runtime.ray.worker.disk import Disk, OnDisk, read_tiles, unseen
 from autopar.runtime.ray.worker.member import Member
 from autopar.runtime.ray.worker.places import on_devices
+from autopar.runtime.ray.worker.programs import compiled
 from autopar.runtime.ray.worker.reading import Readings
 from autopar.streams.instructions import BufferId, Recv, Run, Send, writes
 
@@ -41,7 +42,7 @@ from autopar.streams.instructions import BufferId, Recv, Run, Send, writes
 @dataclass(slots=True)
 class _Loaded:
     share: Share
-    acts: list[Callable[[int, Held], None]]
+    acts: list[Act]
     numbers: Held
     place: list[Callable[[Sequence[np.ndarray]], jax.Array]]
     boxes: list[list[Box]]
@@ -162,9 +163,9 @@ class Worker(Member):
                 jax.block_until_ready([held[b] for b in writes(instruction)])
                 step.spans[at] = begun, time.perf_counter()
         for at in range(start, stop) if loaded.calls.of else ():
-            if -1 - at in held:
+            if end_of(at) in held:
                 self._stand(at)
-                held.pop(-1 - at).block_until_ready()
+                held.pop(end_of(at)).block_until_ready()
 
     def _report(self, loaded: _Loaded, step: _Step) -> Report | None:
         if not step.call.is_measured and not loaded.calls.of:

@@ -1,9 +1,10 @@
-"""One order of the instructions of all meshes, for one dispatching thread.
+"""One order of the instructions of all meshes: for one dispatching thread, and as the proof that there is one.
 
 In:     the meshes' streams, and which programs are the updates.
-Out:    `merged`: (mesh, instruction), in the order in which they are started.
-Method: meshes take turns, a run each; a message is sent before it is received, so that nothing waits. Updates come last:
-        what overwrites the state is started when everything that can fail before it is.
+Out:    `merged`: (mesh, instruction), in the order in which they are started; or `StreamError`.
+Method: meshes take turns, a run each; a message is sent before it is received, so that nothing waits. With sends that do not
+        wait the order of turns does not matter: if one comes to the end, all do. Updates come last: what overwrites the state
+        is started when everything that can fail before it is.
 """
 
 from __future__ import annotations
@@ -11,6 +12,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from autopar.streams.instructions import Instruction, MeshId, Recv, Run, Send
+
+
+class StreamError(AssertionError):
+    """Streams that would go wrong: a mistake of ours, or of a hand that changed them."""
 
 
 def merged(
@@ -23,7 +28,7 @@ def merged(
         last: Programs that begin when no mesh has anything else to do before its first of them.
 
     Raises:
-        AssertionError: The streams wait for each other; `streams/check.py` would have said so.
+        StreamError: The streams wait for each other.
     """
     at = dict.fromkeys(streams, 0)
     sent: set[int] = set()
@@ -46,6 +51,8 @@ def merged(
                 found.append((mesh, instruction))
                 at[mesh] += 1
                 moved = True
-        assert moved or waiting, "the streams wait for each other"
+        if not moved and not waiting:
+            stuck = [f"mesh {m} for {s[at[m]]}" for m, s in streams.items() if at[m] < len(s)]
+            raise StreamError(f"the streams wait for each other: {'; '.join(stuck)}.")
         waiting = waiting and moved
     return found

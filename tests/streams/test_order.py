@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autopar.runtime.order import merged
 from autopar.streams.instructions import Recv, Run, Send
+from autopar.streams.order import merged
 
 
 def run(program, stage):

@@ -1,0 +1,64 @@
+"""A backward scan in two: what other stages wait for, and the gradients of its weights.
+
+In:     a scan, and which of its results are waited for.
+Out:    two scans over the same trips. The first makes what is waited for, and stacks what the second reads of it.
+Method: of what goes from trip to trip the first carries what those results need. Of what it makes, the second makes again
+        what is cheap; the fewest bytes of the rest are stacked (`residuals.py`), such as the cotangents of products.
+        What Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, do by hand for each kind of layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from autopar._jax import JaxprEqn, Var, new_var, resized
+from autopar.inter_op.residuals import can_run_again, choose_residuals
+from autopar.ir.build import renamed
+from autopar.ir.dataflow import inputs_of, needed, variables
+from autopar.ir.region import Binding, Region, kind_of, region_of
+
+
+def scan_halves(eqn: JaxprEqn, waited: Collection[Var]) -> tuple[JaxprEqn, JaxprEqn] | None:
+    """A scan in two, of which the first makes what is waited for; None: it is no scan, or nothing heavy is left for the
+    second."""
+    if kind_of(eqn) != "scan" or eqn.effects:
+        return None
+    region = region_of(eqn)
+    first, eqns = _waited_for(region, waited)
+    second = [b for b in region.bindings if b.result is not None and b not in first]
+    done, values = set(eqns), variables(b.value for b in second)
+    own = [e for e in needed(region.bodies[0].eqns, values, effects=False) if e not in done]
+    if all(map(can_run_again, own)):
+        return None
+    made = {*(var for e in eqns for var in e.outvars), *(b.var for b in first if b.role == "carry")}
+    read = [var for var in dict.fromkeys((*(a for e in own for a in inputs_of(e)), *values)) if var in made]
+    kept = choose_residuals(eqns, read, {b.var for b in region.of_role("const", "xs")})
+    rows = {var: new_var(resized(var.aval, (region.trips, *var.aval.shape))) for var in kept.values}
+    stacked = [Binding("ys", None, (None,), (var,), row) for var, row in rows.items()]
+    arriving = [Binding("xs", row, (var,), (None,)) for var, row in rows.items()]
+    return _part(region, [*first, *stacked], eqns), _part(region, [*second, *arriving], [*kept.again, *own])
+
+
+def _waited_for(region: Region, waited: Collection[Var]) -> tuple[list[Binding], list[JaxprEqn]]:
+    """Results that are waited for, with what these need of the trip before; and the equations of the body that make them."""
+    found = [b for b in region.bindings if b.result in waited]
+    while True:
+        values = variables(b.value for b in found)
+        eqns = needed(region.bodies[0].eqns, values, effects=False)
+        read = _read(eqns, values)
+        further = [b for b in region.carries if b.var in read and b not in found]
+        if not further:
+            return found, eqns
+        found += further
+
+
+def _part(region: Region, bindings: Sequence[Binding], eqns: Sequence[JaxprEqn]) -> JaxprEqn:
+    """A scan of these results and equations, over what they read of what enters the whole."""
+    read = _read(eqns, variables(b.value for b in bindings if b.result is not None))
+    entering = [b for b in region.of_role("const", "xs") if b.var in read]
+    made = region_of(region.rebuild([*entering, *bindings], [eqns]))
+    return made.with_bodies([renamed(made.bodies[0])])
+
+
+def _read(eqns: Iterable[JaxprEqn], values: Iterable[Var]) -> set[Var]:
+    return {*(a for eqn in eqns for a in inputs_of(eqn)), *values}
