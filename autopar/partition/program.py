@@ -67,9 +67,9 @@ def run_body(
         first = _done_before(ahead, position, copies)
         begun = dict[Copy, jax.Array]()
         if position in late:
-            waiting, awaited = late[position]
+            waiting, work = late[position]
             begun[waiting] = copies[waiting]
-            copies[waiting] = after(copies[waiting], copies[awaited])
+            copies[waiting] = after(copies[waiting], copies[work])
         made = _run_instruction(instruction, copies, axis_sizes, in_order, earlier if loud else None, owned, first)
         if isinstance(instruction, Compute) and all(_num_bytes(array) < TUNING.late_bytes for array in made.values()):
             if is_seed(instruction):
