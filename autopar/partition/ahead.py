@@ -97,28 +97,28 @@ class Ahead:
         """Where one of the body's largest arrays is made, the small copy that is read there and what this waits for."""
         made = [self._made_bytes(instruction) for instruction in self.body.instructions]
         least = max(TUNING.late_bytes, TUNING.large_part * max(made, default=0))
-        freeing: dict[int, int] = {}  # bytes of each that is not waited for yet
+        freeing: list[int] = []  # not waited for yet, and perhaps not needed either
         for position, instruction in enumerate(self.body.instructions):
-            smallest = min(copies_read(instruction), key=self.num_bytes, default=None)
-            if made[position] >= least and freeing and smallest is not None:
-                enough = self.num_bytes(smallest) / TUNING.late_part
-                is_worth = max(freeing.values()) >= enough
-                first = self.done_before(position, min(freeing), TUNING.late_bytes) if is_worth else []
-                if max((freed for _, freed in first), default=0) >= max(1, enough):
+            if made[position] >= least and freeing:
+                begin = freeing[0]
+                idle = set(self._idle(position, begin))
+                freeing = [at for at in freeing if at in idle]
+                first = self.done_before(position, begin, TUNING.late_bytes)
+                freed = max((num_bytes for _, num_bytes in first), default=0)
+                smallest = min(copies_read(instruction), key=self.num_bytes, default=None)
+                if first and smallest is not None and self.num_bytes(smallest) <= TUNING.late_part * freed:
                     freeing.clear()
                     yield position, (smallest, [copy for copy, _ in first])
-            freed = self._freed_bytes(position)
-            if freed:
-                freeing[position] = freed
+            if self._frees(position):
+                freeing.append(position)
 
-    def _freed_bytes(self, position: int) -> int:
-        """The largest array that an instruction reads and need not be kept for others, where it makes much less of it."""
+    def _frees(self, position: int) -> bool:
+        """Whether an instruction reads something large that need not be kept for others, and makes much less of it."""
         instruction = self.body.instructions[position]
         if not isinstance(instruction, Compute | Region):
-            return 0
+            return False
         freed = max((self.num_bytes(copy) for copy in copies_read(instruction) if copy not in self.stay), default=0)
-        is_much = freed >= max(TUNING.late_bytes, 2 * sum(map(self.num_bytes, copies_made(instruction))) + 1)
-        return freed if is_much else 0
+        return freed >= TUNING.late_bytes and 2 * sum(map(self.num_bytes, copies_made(instruction))) < freed
 
     def _made_bytes(self, instruction: Instruction) -> int:
         """The largest array that an operation makes."""
