@@ -11,6 +11,7 @@ import pytest
 
 import autopar
 from autopar.errors import AutoparError, BatchError, PipelineError, StructureChangedError
+from tests.live_bytes import most_live_bytes
 from tests.sweep import QUICK, SLOW
 
 LAYERS, WIDTH = 4, 32
@@ -302,20 +303,7 @@ def test_measured_timeline():
 def test_live_bytes_stay_below_the_predicted_peak():
     """Bytes of live arrays per device, looked at after every instruction."""
     compiled = parallel(autopar.PipelineParallel(num_stages=4, num_microbatches=8)).compile(init(), BATCH)
-    pipeline = compiled.executable
-    leaves = jax.tree.leaves((init(), BATCH))
-    state_bytes: dict[int, int] = {}
-    held = pipeline._begin(pipeline._split(leaves))
-    mesh_of = [b.mesh for b in compiled.plan.origin.pipeline.streams.buffers]
-    most: dict[int, int] = {}
-    for call in pipeline._calls:
-        call(held)
-        now: dict[int, int] = {}
-        for at, array in held.items():
-            if not array.is_deleted():
-                local = array.addressable_shards[0].data
-                now[mesh_of[at]] = now.get(mesh_of[at], 0) + local.nbytes
-        most = {mesh: max(most.get(mesh, 0), n) for mesh, n in (state_bytes | now).items()}
+    most = most_live_bytes(compiled, jax.tree.leaves((init(), BATCH)))
     numbers = 8 * 4  # the numbers of the microbatches, which live on from step to step
     for mesh, peak in enumerate(compiled.plan.cost.peak_bytes):
         assert most[mesh] <= peak + numbers

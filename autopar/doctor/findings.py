@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from autopar.doctor.child import Answer, ask, ask_probe
 from autopar.errors import AutoparError
+from autopar.plan.words import count_text
 
 Status = Literal["ok", "absent", "failed"]
 
@@ -132,7 +133,7 @@ def _devices(answer: Answer, cuda: int | None) -> list[Finding]:
         )
         findings.append(Finding("all-reduce", "failed", answer.error or "", fix, necessary=True))
         return findings
-    findings.append(Finding("all-reduce", "ok", f"over {_count(len(found), 'device')}", necessary=True))
+    findings.append(Finding("all-reduce", "ok", f"over {count_text(len(found), 'device')}", necessary=True))
     return [*findings, _transfers(answer, backend)]
 
 
@@ -148,7 +149,7 @@ def _transfers(answer: Answer, backend: str) -> Finding:
     if not rates:
         return Finding("transfers", "ok", "one device: none are needed", necessary=True)
     slowest, fastest = min(rates, key=lambda r: r[2]), max(rates, key=lambda r: r[2])
-    text = f"{_count(len(rates), 'pair')}, {slowest[2] / 1e9:.2f} to {fastest[2] / 1e9:.2f} GB/s"
+    text = f"{count_text(len(rates), 'pair')}, {slowest[2] / 1e9:.2f} to {fastest[2] / 1e9:.2f} GB/s"
     return Finding("transfers", "ok", f"{text}, the slowest {slowest[0]} to {slowest[1]}", necessary=True)
 
 
@@ -180,7 +181,7 @@ def _ray(silence_seconds: float, address: str | None) -> list[Finding]:
         return [*findings, Finding("Ray cluster", "absent", f"none answers: {answer.error}", fix)]
     nodes = re.findall(r"node_\w+", answer.output)
     used = re.findall(r"/([\d.]+) (CPU|GPU)\b", answer.output)
-    text = ", ".join([_count(len(set(nodes)), "node"), *(f"{float(n):g} {kind}s" for n, kind in used)])
+    text = ", ".join([count_text(len(set(nodes)), "node"), *(f"{float(n):g} {kind}s" for n, kind in used)])
     return [*findings, Finding("Ray cluster", "ok", text)]
 
 
@@ -203,7 +204,7 @@ def _cupy(answer: Answer | None, devices: Answer, gpu: bool, cuda: int | None) -
         return [*findings, Finding("CuPy", "absent", "not installed: no NCCL between stages on Ray", install)]
     if "version" not in answer.reports:
         return [*findings, Finding("CuPy", "failed", answer.error or "no answer", install + " --upgrade")]
-    findings.append(Finding("CuPy", "ok", f"{_cupy_package()}, {_count(answer.reports['devices'], 'device')}"))
+    findings.append(Finding("CuPy", "ok", f"{_cupy_package()}, {count_text(answer.reports['devices'], 'device')}"))
     theirs = answer.reports.get("nccl")
     if theirs is None:
         return [
@@ -222,7 +223,3 @@ def _cupy(answer: Answer | None, devices: Answer, gpu: bool, cuda: int | None) -
 
 def _real(path: Any) -> str | None:
     return str(Path(path).resolve()) if path else None
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'' if number == 1 else 's'}"

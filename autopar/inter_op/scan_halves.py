@@ -11,11 +11,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 
-from autopar._jax import JaxprEqn, Var, new_var, resized
+from autopar._jax import JaxprEqn, Var
 from autopar.inter_op.residuals import can_run_again, choose_residuals
 from autopar.ir.build import renamed
 from autopar.ir.dataflow import inputs_of, needed, variables
-from autopar.ir.region import Binding, Region, kind_of, region_of
+from autopar.ir.region import Binding, Region, kind_of, region_of, rows_in, rows_out
 
 
 def scan_halves(eqn: JaxprEqn, waited: Collection[Var]) -> tuple[JaxprEqn, JaxprEqn] | None:
@@ -33,9 +33,9 @@ def scan_halves(eqn: JaxprEqn, waited: Collection[Var]) -> tuple[JaxprEqn, Jaxpr
     made = {*(var for e in eqns for var in e.outvars), *(b.var for b in first if b.role == "carry")}
     read = [var for var in dict.fromkeys((*(a for e in own for a in inputs_of(e)), *values)) if var in made]
     kept = choose_residuals(eqns, read, {b.var for b in region.of_role("const", "xs")})
-    rows = {var: new_var(resized(var.aval, (region.trips, *var.aval.shape))) for var in kept.values}
-    stacked = [Binding("ys", None, (None,), (var,), row) for var, row in rows.items()]
-    arriving = [Binding("xs", row, (var,), (None,)) for var, row in rows.items()]
+    rows = {var: region.new_stack(var) for var in kept.values}
+    stacked = [rows_out(var, row) for var, row in rows.items()]
+    arriving = [rows_in(row, var) for var, row in rows.items()]
     return _part(region, [*first, *stacked], eqns), _part(region, [*second, *arriving], [*kept.again, *own])
 
 

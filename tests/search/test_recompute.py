@@ -22,7 +22,7 @@ from autopar.search.progress import silent
 from autopar.search.request import Request
 from autopar.search.solve_stages import Solved, Terms
 from autopar.search.stage_planner import _best_in_memory
-from autopar.streams.instructions import Recv
+from tests.live_bytes import most_live_bytes
 from tests.small_transformer import arguments, train_step
 from tests.sweep import QUICK, SLOW
 
@@ -164,21 +164,7 @@ def test_live_bytes_stay_below_the_predicted_peak(kind):
     cluster = autopar.Cluster.local(jax.devices()[:NUM_STAGES], device=SLOW, intra=QUICK)
     compiled = make_step(cluster=cluster, memory_budget_bytes=budget).compile(*ARGUMENTS[kind])
     assert any(levels(compiled.plan)) and max(compiled.plan.cost.peak_bytes) <= budget
-    pipeline = compiled.executable
-    arrays = [np.zeros(a.shape, a.dtype) for a in jax.tree.leaves(ARGUMENTS[kind])]
-    held = pipeline._begin(pipeline._split(arrays))
-    streams = compiled.plan.origin.pipeline.streams
-    mesh_of = [b.mesh for b in streams.buffers]
-    goes_to = {i.message: mesh for mesh, stream in streams.instructions.items() for i in stream if isinstance(i, Recv)}
-    most = [0] * NUM_STAGES
-    for act in pipeline._acts:
-        act(0, held)
-        under_way = [(goes_to[message], array) for (_, message), own in pipeline._under_way.items() for array in own]
-        now = [0] * NUM_STAGES
-        for mesh, array in (*((mesh_of[at], array) for at, array in held.items()), *under_way):
-            if not array.is_deleted():
-                now[mesh] += array.addressable_shards[0].data.nbytes
-        most = [max(a, b) for a, b in zip(most, now, strict=True)]
+    most = most_live_bytes(compiled, [np.zeros(a.shape, a.dtype) for a in jax.tree.leaves(ARGUMENTS[kind])])
     numbers = COUNT * 4  # the numbers of the microbatches, which live on from step to step
     assert all(a <= b + numbers for a, b in zip(most, compiled.plan.cost.peak_bytes, strict=True))
 
