@@ -123,9 +123,9 @@ def _on_others(eqn: JaxprEqn, buffer_for: Mapping[Var, Var]) -> JaxprEqn:
         return _access_of_others(eqn, buffer_for)
 
     def inner(closed: Any, operands: Sequence[Atom]) -> Any:
-        body, consts = open_jaxpr(closed)
+        body, _ = open_jaxpr(closed)
         types = {var: atom.aval for var, atom in zip(body.invars, operands, strict=True) if is_buffer(atom)}
-        return close_jaxpr(_retyped(body, types), consts)
+        return close_jaxpr(_retyped(body, types))
 
     if "branches" in eqn.params:
         params = {"branches": tuple(inner(branch, invars[1:]) for branch in eqn.params["branches"])}
