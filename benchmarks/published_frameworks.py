@@ -48,6 +48,8 @@ on 80 GPUs, 91.04 instead of 97.20 TFLOP/s (chronicles-prequel, "dealing with JZ
 microbatch of 230 launches."""
 BLOCKING_FROM = 320
 """GPUs from which on they could not do without it: with fewer it hung at times, with so many always."""
+ZERO_BUBBLE = ((("zb-h2", "zbh2", "zb-v", "zbv", "zb-2p"), 0.0), (("zb", "zero bubble", "dualpipe"), 1 / 3))
+"""Of 1F1B's waiting, what is left of it."""
 VOCABULARY_MULTIPLE = 128
 """To which frameworks pad the vocabulary, on each device; nanotron only to the number of devices (`ModelArgs`)."""
 
@@ -87,6 +89,16 @@ def stage_layers(run: Run) -> list[int]:
         most = (run.layers + 2) // count
         return [most - 1, *[most] * (count - 2), most - 1]
     return [*[most] * (count - 1), run.layers - most * (count - 1)]
+
+
+def waiting_part(run: Run) -> float:
+    """How long a pipeline waits, over what 1F1B does: schedules that compute gradients of weights late wait less.
+
+    Qi et al., "Zero bubble pipeline parallelism", 2023, table 2, with passes of equal length; DeepSeek-AI, "DeepSeek-V3", 2024,
+    table 2, for stages in both directions.
+    """
+    name = run.schedule.lower()
+    return next((part for words, part in ZERO_BUBBLE if any(word in name for word in words)), 1.0)
 
 
 def eager_seconds(kernel: Kernel, device: Device) -> float:

@@ -31,7 +31,8 @@ class Sizes:
     """What decides about the seconds of one microbatch in one tensor-parallel group.
 
     `joined`: whether products of the same operand are one, as most frameworks have queries, keys and values, and what is
-    gated with its gate.
+    gated with its gate. `size`: of a head, 0 for its part of the width. `blocks`: of which a layer consists here. `experts`:
+    on one device, `rows` tokens for each, which came from `senders` tokens of its own.
     """
 
     samples: int
@@ -48,6 +49,17 @@ class Sizes:
     sequence: bool
     context: int = 1
     joined: bool = False
+    size: int = 0
+    causal: bool = True
+    blocks: tuple[str, ...] = ("attention", "mlp")
+    experts: int = 0
+    rows: int = 0
+    senders: int = 0
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head."""
+        return self.size or self.width // self.heads
 
 
 @dataclass(frozen=True)
@@ -64,7 +76,7 @@ def layer_step(sizes: Sizes) -> Step:
     width, dtype = sizes.width, storage(sizes)
     shapes = weights(sizes)
     params = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
-    norms = ("norm1", "norm2")
+    norms = tuple(f"norm{number}" for number, block in enumerate(("attention", "mlp"), 1) if block in sizes.blocks)
     params |= {name: {"scale": jax.ShapeDtypeStruct((width,), dtype)} for name in norms}
     if not sizes.gated:
         for name in norms:
@@ -85,15 +97,52 @@ def layer_step(sizes: Sizes) -> Step:
 
 def weights(sizes: Sizes) -> dict[str, tuple[int, ...]]:
     """Shapes of a layer's weights; joined ones by what goes to one device together: heads that share keys, or columns."""
-    width, hidden, size = sizes.width, sizes.hidden, sizes.width // sizes.heads
+    width, hidden, size = sizes.width, sizes.hidden, sizes.head_size
     queries = sizes.heads // sizes.kv_heads
     if sizes.joined:
         first: dict[str, tuple[int, ...]] = {"qkv": (width, sizes.kv_heads, (queries + 2) * size)}
         second: dict[str, tuple[int, ...]] = {"up": (width, hidden, 2) if sizes.gated else (width, hidden)}
     else:
-        first = {"q": (width, width)} | dict.fromkeys("kv", (width, sizes.kv_heads * size))
+        first = {"q": (width, sizes.heads * size)} | dict.fromkeys("kv", (width, sizes.kv_heads * size))
         second = dict.fromkeys(("up", "gate") if sizes.gated else ("up",), (width, hidden))
-    return first | {"o": (width, width)} | second | {"down": (hidden, width)}
+    first["o"], second["down"] = (sizes.heads * size, width), (hidden, width)
+    return (first if "attention" in sizes.blocks else {}) | (second if "mlp" in sizes.blocks else {})
+
+
+def experts_step(sizes: Sizes) -> Step:
+    """The experts of one device and what sends tokens there and back, forward and backward; sums by tokens are its own."""
+    dtype, width, number = storage(sizes), sizes.width, sizes.experts
+    gate = 2 if sizes.gated else 1
+    params = {
+        "up": jax.ShapeDtypeStruct((number, width, gate * sizes.hidden), dtype),
+        "down": jax.ShapeDtypeStruct((number, sizes.hidden, width), dtype),
+        "norm2": {"scale": jax.ShapeDtypeStruct((width,), dtype)},
+    }
+    x = jax.ShapeDtypeStruct((sizes.senders, width), dtype)
+    # Who sends to whom is not known before the run: as many come as go.
+    chosen = jax.ShapeDtypeStruct((number, sizes.rows), jnp.int32)
+    weight = jax.ShapeDtypeStruct((number, sizes.rows), dtype)
+
+    def step(params, x, chosen, weight, dy):
+        def block(params, x, weight):
+            sent = norm(sizes, params["norm2"], x)[chosen]
+            inside = batched(sizes, sent, params["up"])
+            if sizes.gated:
+                inside = jax.nn.silu(inside[..., : sizes.hidden]) * inside[..., sizes.hidden :]
+            else:
+                inside = jax.nn.gelu(inside)
+            return x.at[chosen].add(batched(sizes, inside, params["down"]) * weight[..., None])
+
+        y, backward = jax.vjp(block, params, x, weight)
+        return y, backward(dy)
+
+    return Step(step, (params, x, chosen, weight, x), {})
+
+
+def batched(sizes: Sizes, x: jax.Array, w: jax.Array) -> jax.Array:
+    """A dense layer of each expert, in the run's precision."""
+    one = functools.partial(eight_bits, sizes.dtype) if sizes.dtype in NARROW else jnp.matmul
+    return jax.vmap(one)(x, w)
 
 
 def ends_step(sizes: Sizes) -> Step:
@@ -194,7 +243,10 @@ def by_columns(sizes: Sizes, x: jax.Array) -> jax.Array:
 
 def layer(sizes: Sizes, params: Any, x: jax.Array) -> jax.Array:
     """One transformer layer: norms first, the residual stream resident between."""
-    x = resident(sizes, x + attention(sizes, params, enter(sizes, norm(sizes, params["norm1"], x))))
+    if "attention" in sizes.blocks:
+        x = resident(sizes, x + attention(sizes, params, enter(sizes, norm(sizes, params["norm1"], x))))
+    if "mlp" not in sizes.blocks:
+        return x
     h = enter(sizes, norm(sizes, params["norm2"], x))
     if sizes.gated and sizes.joined:
         both = by_heads(sizes, dense(sizes, params, "up", h))
@@ -219,35 +271,45 @@ def norm(sizes: Sizes, params: Any, x: jax.Array) -> jax.Array:
 def dense(sizes: Sizes, params: Any, name: str, x: jax.Array) -> jax.Array:
     """A dense layer in the run's precision."""
     w = params[name]
-    y = eight_bits(x, w) if sizes.dtype == "float8" else jax.lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
+    is_narrow = sizes.dtype in NARROW
+    y = eight_bits(sizes.dtype, x, w) if is_narrow else jax.lax.dot_general(x, w, (((x.ndim - 1,), (0,)), ((), ())))
     return y + params[f"{name}_bias"] if f"{name}_bias" in params else y
 
 
-@jax.custom_vjp
-def eight_bits(x: jax.Array, w: jax.Array) -> jax.Array:
-    """A product of eight-bit floats, and its gradients."""
-    return _narrow(x, w, (((x.ndim - 1,), (0,)), ((), ())))
+NARROW = {
+    "float8": (jnp.float8_e4m3fn, jnp.bfloat16),
+    "float4": (jnp.float4_e2m1fn, jnp.bfloat16),
+    "int8": (jnp.int8, jnp.int32),
+}
+"""Of types that activations are made into to be multiplied: what they are, and what products are added up in."""
 
 
-def _narrow(a: jax.Array, b: jax.Array, numbers: Any) -> jax.Array:
-    a, b = a.astype(jnp.float8_e4m3fn), b.astype(jnp.float8_e4m3fn)
-    return jax.lax.dot_general(a, b, numbers, preferred_element_type=jnp.bfloat16)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def eight_bits(dtype: str, x: jax.Array, w: jax.Array) -> jax.Array:
+    """A product of eight bits or fewer, and its gradients."""
+    return _narrow(dtype, x, w, (((x.ndim - 1,), (0,)), ((), ())))
 
 
-def _eight_bits_backward(saved: Any, dy: jax.Array) -> Any:
+def _narrow(dtype: str, a: jax.Array, b: jax.Array, numbers: Any) -> jax.Array:
+    narrow, summed = NARROW[dtype]
+    product = jax.lax.dot_general(a.astype(narrow), b.astype(narrow), numbers, preferred_element_type=summed)
+    return product.astype(jnp.bfloat16)
+
+
+def _eight_bits_backward(dtype: str, saved: Any, dy: jax.Array) -> Any:
     x, w = saved
     lead = tuple(range(x.ndim - 1))
-    dx = _narrow(dy, w, ((tuple(range(len(lead), dy.ndim)), tuple(range(1, w.ndim))), ((), ())))
-    return dx, _narrow(x, dy, ((lead, lead), ((), ())))
+    dx = _narrow(dtype, dy, w, ((tuple(range(len(lead), dy.ndim)), tuple(range(1, w.ndim))), ((), ())))
+    return dx, _narrow(dtype, x, dy, ((lead, lead), ((), ())))
 
 
-eight_bits.defvjp(lambda x, w: (eight_bits(x, w), (x, w)), _eight_bits_backward)
+eight_bits.defvjp(lambda dtype, x, w: (eight_bits(dtype, x, w), (x, w)), _eight_bits_backward)
 
 
 def attention(sizes: Sizes, params: Any, x: jax.Array) -> jax.Array:
-    """Causal self-attention, fused or written out."""
-    samples, tokens, width = x.shape
-    size = width // sizes.heads
+    """Self-attention, fused or written out."""
+    samples, tokens, _ = x.shape
+    size = sizes.head_size
     if sizes.joined:
         joined = by_heads(sizes, dense(sizes, params, "qkv", x))
         ends = joined.shape[-1] - 2 * size, joined.shape[-1] - size
@@ -260,8 +322,8 @@ def attention(sizes: Sizes, params: Any, x: jax.Array) -> jax.Array:
         q, k = rotate(q), rotate(k)
     q, k, v = (by_heads(sizes, t) for t in (q, k, v))
     with jax.named_scope(CORE):
-        mixed = by_heads(sizes, flash(sizes.context, q, k, v) if sizes.flash else plain(q, k, v))
-    return leave(sizes, dense(sizes, params, "o", mixed.reshape(samples, tokens, width)))
+        mixed = by_heads(sizes, flash(sizes, q, k, v) if sizes.flash else plain(q, k, v))
+    return leave(sizes, dense(sizes, params, "o", mixed.reshape(samples, tokens, sizes.heads * size)))
 
 
 def rotate(x: jax.Array) -> jax.Array:
@@ -282,8 +344,8 @@ def plain(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
 
 
-def _causal_flops(products: int) -> Callable[..., float]:
-    """So many products over all pairs of tokens, half of which are masked and left out."""
+def _pair_flops(products: int) -> Callable[..., float]:
+    """So many products over all pairs of tokens that see each other."""
 
     def flops(q: Any, k: Any, *rest: Any) -> float:
         samples, tokens, heads, size = q.shape
@@ -292,9 +354,12 @@ def _causal_flops(products: int) -> Callable[..., float]:
     return flops
 
 
-def flash(context: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Attention in one kernel, keys and values of as many parts of the sequence going round as there are."""
-    return _flash(q, k, v, jnp.zeros(context, q.dtype))
+def flash(sizes: Sizes, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Attention in one kernel, keys and values of as many parts of the sequence going round as there are.
+
+    Half of what is causal is masked and left out.
+    """
+    return _flash(q, k, v, jnp.zeros(sizes.context * (1 if sizes.causal else 2), q.dtype))
 
 
 @jax.custom_vjp
@@ -303,14 +368,14 @@ def _flash(q: jax.Array, k: jax.Array, v: jax.Array, parts: jax.Array) -> jax.Ar
     return _flash_forward(q, k, v, parts)
 
 
-@autopar.sharding_rule("b s (g r) d, b t g d, b t g d, c -> b s (g r) d", flops=_causal_flops(2))
+@autopar.sharding_rule("b s (g r) d, b t g d, b t g d, c -> b s (g r) d", flops=_pair_flops(2))
 def _flash_forward(q: jax.Array, k: jax.Array, v: jax.Array, parts: jax.Array) -> jax.Array:
     return q + (k.sum() + v.sum() + parts.sum()).astype(q.dtype)
 
 
 @autopar.sharding_rule(
     "b s (g r) d, b t g d, b t g d, b s (g r) d, b s (g r) d, c -> b s (g r) d, b t g d, b t g d",
-    flops=_causal_flops(5),
+    flops=_pair_flops(5),
 )
 def _flash_backward(q: Any, k: Any, v: Any, y: Any, dy: Any, parts: Any) -> Any:
     return q + (y + dy) + parts.sum().astype(q.dtype), k + v, v

@@ -10,7 +10,7 @@ Method: a program of XLA's holds what the planner says; others do not make again
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from published_runs import Run
@@ -22,9 +22,16 @@ CONTEXT_BYTES = 0.5 * GIB
 """Of CUDA itself, cuBLAS and the kernels' code, on one device."""
 GROUP_BYTES = 0.4 * GIB
 """Buffers of one NCCL communicator: 4 MiB for each neighbour of each channel, both ways, for ring and tree."""
-CACHED = 1.2
+CACHED = 1.18
 """Reserved by an allocator that caches blocks, over what is allocated: fitted, one for all frameworks on PyTorch. It gives
 them back before it fails."""
+RESERVED = ("nanotron", "torchtitan")
+"""Frameworks whose logs have the counter of PyTorch's allocator, of what it reserved at most, and nothing of what the runtime
+takes (nanotron's trainer, "Peak reserved"; torchtitan's metrics, "max_reserved")."""
+GATHERED = ("nanotron", "torchtitan")
+"""Frameworks that gather a sequence for products split by columns as an operation of its own, whose result those products keep;
+Megatron-LM keeps its own part and gathers again (Korthikanti et al., sec. 4.2.2; nanotron, `column_linear`; torchtitan's
+`PrepareModuleInput`)."""
 MEGATRON = ("Megatron", "NeMo", "nanotron")
 XLA = ("Alpa", "JAX")
 PYTORCH = (*MEGATRON, "PyTorch", "DeepSpeed", "torchtitan")
@@ -60,12 +67,15 @@ class Memory:
         return self.state + self.activations + self.runtime
 
 
-def memory_of(run: Run, params: float, layers: int, layer: Held, ends: Held, capacity: float, stage: int = 0) -> Memory:
+def memory_of(
+    run: Run, params: float, experts: float, layers: int, layer: Held, ends: Held, capacity: float, stage: int = 0
+) -> Memory:
     """The memory of a run.
 
     Args:
         run: The run.
         params: On one device, replicas counted whole.
+        experts: Parameters of experts there.
         layers: Of a stage.
         layer: Of one layer and microbatch.
         ends: Of embedding and loss.
@@ -74,12 +84,21 @@ def memory_of(run: Run, params: float, layers: int, layer: Held, ends: Held, cap
     """
     groups = sum(degree > 1 for degree in (run.tensor, run.pipeline, run.data, run.context))
     # XLA's allocator takes the memory before the run and states what programs need, without the runtime's own.
-    runtime = 0.0 if any(name in run.framework for name in XLA) else CONTEXT_BYTES + groups * GROUP_BYTES
-    state, activations = params * state_bytes(run), activation_bytes(run, params, layers, layer, ends, stage)
-    cached = CACHED if any(name in run.framework for name in PYTORCH) else 1.0
-    needed = state + activations + runtime
-    reserved = max(needed, min(cached * (state + activations) + runtime, capacity))
+    runtime = 0.0 if _is_of(run, XLA) else CONTEXT_BYTES + groups * GROUP_BYTES
+    state, activations = params * state_bytes(run), activation_bytes(run, params + experts, layers, layer, ends, stage)
+    if run.experts:
+        # Where tokens go to experts of other devices, fewer devices have the same ones.
+        replicas = run.devices // run.pipeline // run.experts.parallel
+        state += experts * state_bytes(replace(run, shards=min(run.shards, replicas)))
+    cached = CACHED if _is_of(run, PYTORCH) else 1.0
+    counted = 0.0 if _is_of(run, RESERVED) else runtime
+    held = state + activations
+    reserved = max(held + counted, min(cached * held + counted, capacity))
     return Memory(state, activations, runtime, reserved)
+
+
+def _is_of(run: Run, frameworks: tuple[str, ...]) -> bool:
+    return any(name in run.framework for name in frameworks)
 
 
 def capacity_of(device: Device) -> float:
@@ -91,7 +110,7 @@ def state_bytes(run: Run) -> float:
     """Bytes of one parameter with its gradient and its optimizer."""
     if run.dtype == "float32":
         weight, gradient, optimizer = 4, 4, 8
-    elif not any(name in run.framework for name in MEGATRON):
+    elif not _is_of(run, MEGATRON):
         weight, gradient, optimizer = 2, 2, 12
     elif run.dtype == "float16":
         weight, gradient, optimizer = 2, 2, 16
@@ -114,15 +133,13 @@ def activation_bytes(run: Run, params: float, layers: int, layer: Held, ends: He
         kept, again = whole - scores_bytes(run, tokens), scores_bytes(run, tokens)
     else:
         kept, again = whole, 0  # where products are kept, elementwise work is not, which is little beside them
-    flight = min(run.pipeline - stage, run.count)
+    flight = run.count if run.schedule.lower() == "gpipe" else min(run.pipeline - stage, run.count)
     chunks = 1 + (run.pipeline - 1) / (run.pipeline * run.chunks) if run.chunks > 1 else 1
     # A stage keeps what it hands on until that has been differentiated.
     borders = residual * flight * run.chunks if run.pipeline > 1 else 0
     gathered = 2 * (4 if run.dtype == "float32" else 2) * params / layers if run.zero == 3 else 0
     waiting = flight * layers * kept * chunks + borders + again
-    in_layer, at_ends = (
-        h.working_bytes if any(name in run.framework for name in XLA) else h.eager_bytes for h in (layer, ends)
-    )
+    in_layer, at_ends = (h.working_bytes if _is_of(run, XLA) else h.eager_bytes for h in (layer, ends))
     if run.pipeline > 1:
         return waiting + in_layer + gathered
     return waiting + max(in_layer, ends.kept_bytes + at_ends) + gathered
@@ -131,9 +148,14 @@ def activation_bytes(run: Run, params: float, layers: int, layer: Held, ends: He
 def eager_bytes(run: Run, tokens: int) -> float:
     """What one layer keeps of a microbatch: operands of its norms, products, attention and activation function."""
     wide = run.hidden / run.width
-    shared = 8 / (run.tensor if run.sequence else 1)
-    attention = 2 * (1 + 2 * run.kv_heads / run.heads) + 2
-    split = attention + (8 if run.gated else 4) * wide
+    degree = run.tensor if run.sequence else 1
+    # Of the norms, what enters each and what leaves it, which is what products are made of.
+    shared = 4 / degree + 4 / (1 if _is_of(run, GATHERED) else degree)
+    part, active = (run.experts.share, run.experts.active) if run.experts else (0.0, 0)
+    attention = (2 * (1 + 2 * run.kv_heads / run.heads) + 2) * run.heads * run.head_size / run.width
+    split = attention + (8 if run.gated else 4) * wide * (1 - part)
+    # What is sent to an expert and what comes back, and what the expert keeps of it; sequences are split among all devices.
+    split += part * active * (4 + (8 if run.gated else 4) * wide)
     return tokens * run.width * (shared + split / run.tensor) + (0 if run.flash else scores_bytes(run, tokens))
 
 

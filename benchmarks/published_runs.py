@@ -1,18 +1,37 @@
 """The table of published runs: what was trained on what, and how long a step took.
 
 In:     a TSV file whose columns are those of `data/published_runs.tsv`.
-Out:    `Run` for each row that says all that decides about its seconds; for each other row, why it is left out.
-Method: nothing is guessed: where microbatch, recomputation, the cut into stages or a size is not stated, the row is left
-        out. Only what a name says is read off it: a Llama has a gated MLP, RMS norms and no biases.
+Out:    `Run` for each row that is a stack of equal layers with sizes, devices and a time; for each other row, why it is not.
+Method: what a row does not say is kept apart: `Run.unstated` lists what it may be, and figures of such rows are never mixed
+        with those of rows that say all. Only what a name says is read off it (`published_names.py`).
 """
 
 from __future__ import annotations
 
 import csv
+import itertools
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+from published_cells import (
+    Cells,
+    attention_of,
+    count_of,
+    dtype_of,
+    microbatch_of,
+    needed,
+    number_of,
+    recompute_of,
+    says,
+    seconds_of,
+    text_of,
+    zero_of,
+)
+from published_experts import Dense, Experts, experts_of, has_experts
+from published_names import check_family, head_size_of, is_encoder, is_gated, sees_images
 
 DATA = Path(__file__).parent / "data" / "published_runs.tsv"
 
@@ -32,6 +51,10 @@ class Run:
         overlaps: Whether its tensor-parallel collectives ran behind products, as it or its framework's configuration says.
         ranks_only: Whether the source says that its times are good for ranking and not for more.
         is_profiled: Whether it says that a profiler recorded the run.
+        size: Of a head; 0: its part of the width.
+        causal: Whether tokens see only those before them.
+        experts: Of a mixture of them.
+        unstated: What the row does not say, each with what it may be, the likeliest first.
     """
 
     source: str
@@ -71,6 +94,20 @@ class Run:
     schedule: str
     seconds: float | None
     memory_gib: float | None
+    size: int = 0
+    causal: bool = True
+    experts: Experts | None = None
+    unstated: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+
+    @property
+    def head_size(self) -> int:
+        """Width of a head."""
+        return self.size or self.width // self.heads
+
+    @property
+    def attention_weights(self) -> int:
+        """Parameters of one layer's attention."""
+        return self.width * self.head_size * (2 * self.heads + 2 * self.kv_heads)
 
     @property
     def count(self) -> int:
@@ -80,11 +117,10 @@ class Run:
     @property
     def flops(self) -> float:
         """Model FLOPs of one step, recomputation left out and masked attention counted in half."""
-        size = self.width // self.heads
-        weights = self.width * size * (2 * self.heads + 2 * self.kv_heads) + self.width * self.hidden * (2 + self.gated)
-        per_token = (
-            6 * (self.layers * weights + self.width * self.vocabulary) + 6 * self.layers * self.tokens * self.width
-        )
+        active = 1 + self.experts.share * (self.experts.active - 1) if self.experts else 1
+        weights = self.attention_weights + self.width * self.hidden * (2 + self.gated) * active
+        pairs = self.tokens * self.heads * self.head_size * (1 if self.causal else 2)
+        per_token = 6 * (self.layers * weights + self.width * self.vocabulary) + 6 * self.layers * pairs
         return per_token * self.batch * self.tokens
 
 
@@ -100,169 +136,182 @@ class Left:
 def read_runs(path: Path = DATA) -> tuple[list[Run], list[Left]]:
     """All rows of a table."""
     runs, left = [], []
-    with path.open(newline="") as file:
-        for line, row in enumerate(csv.DictReader(file, delimiter="\t"), start=2):
+    with path.open(newline="", encoding="utf-8-sig", errors="replace") as file:
+        between = "," if path.suffix == ".csv" else "\t"
+        for line, row in enumerate(csv.DictReader(file, delimiter=between), start=2):
             try:
                 runs.append(_run(row, line))
             except ValueError as error:
-                left.append(Left(row["source"], line, str(error)))
+                left.append(Left(row.get("source") or "", line, str(error)))
     return runs, left
 
 
-def _run(row: dict[str, str], line: int) -> Run:
-    lower = row["model"].lower()
-    if "wide-resnet" in lower or "resnet" in lower:
-        raise ValueError("no transformer")
-    if row["ep"] not in ("", "1") or "moe" in lower:
-        raise ValueError("a mixture of experts, whose number is not in the table")
-    layers, width, heads, tokens, batch, devices = (
-        _count(row, name) for name in ("layers", "hidden", "heads", "seq", "global_batch", "gpus")
-    )
-    tensor, pipeline, data = (_count(row, name) for name in ("tp", "pp", "dp"))
-    context = int(row["cp"] or 1)
-    if tensor * pipeline * data * context != devices:
-        raise ValueError("the degrees do not multiply to the devices")
-    hidden = _count(row, "ffn")
-    microbatch = _microbatch(row, batch // data)
-    if batch % (microbatch * data):
+def _run(row: Cells, line: int) -> Run:
+    lower = text_of(row, "model").lower()
+    check_family(lower)
+    status = text_of(row, "status").lower()
+    if status not in ("", "ok") and not re.search("oom|memory", status):
+        raise ValueError(f"it did not run: {status}")
+    assumed: dict[str, tuple[Any, ...]] = {}
+
+    def stated(name: str, found: Any, *otherwise: Any) -> Any:
+        """What a column says, or else the first of what it may be, all of which is remembered."""
+        if found is None:
+            assumed[name] = tuple(dict.fromkeys(otherwise))
+        return otherwise[0] if found is None else found
+
+    layers, width = needed(row, "layers"), needed(row, "hidden")
+    tokens, batch, devices = needed(row, "seq", kilo=1024), needed(row, "global_batch"), needed(row, "gpus")
+    if says(row, "token", "global_batch"):
+        batch = max(1, batch // tokens)
+    heads = stated("heads", count_of(row, "heads"), max(1, width // 128))
+    if width % heads and not head_size_of(lower):
+        raise ValueError("the heads do not divide the width")
+    if heads % (count_of(row, "kv_heads") or 1):
+        raise ValueError("the heads of keys do not divide those of queries")
+    is_sized = count_of(row, "vocab"), count_of(row, "kv_heads")
+    gated = is_gated(lower, row)
+    hidden = stated("hidden", count_of(row, "ffn"), 4 * width if not gated else 256 * math.ceil(width * 8 / 3 / 256))
+    vocabulary = stated("vocabulary", is_sized[0], 1000 if sees_images(lower) else 50304)
+    compiled = says(row, _COMPILERS, "framework", "notes")
+    whole = says(row, "JAX|XLA|MaxText|Pax", "framework")
+    layouts = _layouts(row, layers, batch, devices)
+    tensor, pipeline, data, context = stated("layout", layouts[0] if len(layouts) == 1 else None, *layouts)
+    if batch % data:
         raise ValueError("the batch does not divide")
-    zero, shards = _zero(row["zero"], data)
-    gated = "llama" in lower or "qwen" in lower or "mistral" in lower
-    seconds = row["seconds_per_step"] or row["seconds_derived"]
-    if row["status"] == "ok" and not seconds:
-        raise ValueError("no time is published")
-    return Run(
-        source=row["source"],
-        framework=row["framework"],
+    per_replica = batch // data
+    tried = (1, 2, 4) if len(layouts) == 1 else (1, 4)
+    several = (per_replica,) if whole and pipeline == 1 else tuple(n for n in tried if per_replica % n == 0)
+    microbatch = stated("microbatch", microbatch_of(row, per_replica, devices // data // pipeline), *several)
+    if per_replica % microbatch:
+        raise ValueError("the batch does not divide")
+    zero, shards = zero_of(row, data * context)
+    if says(row, r"Alpa \(auto", "framework") and not text_of(row, "zero"):
+        zero, shards = 2, data  # its solver prefers reduce-scatter (`prefer_reduce_scatter` of Alpa's suites)
+    if whole and not text_of(row, "zero"):
+        zero, shards = stated("zero", None, 3), data * context  # MaxText's `ici_fsdp_parallelism` is whatever is left
+    chunks = count_of(row, "vpp") if pipeline > 1 else 1
+    several = tuple(n for n in range(1, layers // pipeline + 1) if layers // pipeline % n == 0)
+    # Megatron-LM sends between stages behind products only where they are interleaved (`overlap_p2p_comm`).
+    interleaved = says(row, r"interleav|overlap.*\bPP\b", "vpp", "schedule") and len(several) > 1
+    chunks = stated("chunks", chunks, *(several[1:] if interleaved else (1,)))
+    kernel = stated(
+        "kernel", attention_of(row), 2 if says(row, "[HBL]\\d|TPU|MI3|A100|A800|trillium", "gpu_type") else 0
+    )
+    made_again = ("none", *(() if kernel else ("selective",)), *(("dots",) if whole else ()), "full")
+    run = Run(
+        source=text_of(row, "source"),
+        framework=row.get("framework") or "",
         line=line,
-        model=row["model"],
+        model=text_of(row, "model"),
         gated=gated,
         layers=layers,
         width=width,
         heads=heads,
-        kv_heads=int(row["kv_heads"] or heads),
+        kv_heads=is_sized[1] or heads,
         hidden=hidden,
-        vocabulary=_vocabulary(row["vocab"]),
+        vocabulary=vocabulary,
         tokens=tokens,
         batch=batch,
-        device=row["gpu_type"],
+        device=text_of(row, "gpu_type"),
         devices=devices,
-        per_host=int(row["gpus_per_node"] or 0),
-        network=row["interconnect"],
+        per_host=count_of(row, "gpus_per_node") or 0,
+        network=row.get("interconnect") or "",
         tensor=tensor,
         pipeline=pipeline,
         data=data,
         context=context,
-        chunks=_chunks(row, pipeline),
+        chunks=chunks,
         microbatch=microbatch,
-        dtype=_dtype(row["precision"]),
-        recompute=_recompute(row["recompute"]),
+        dtype=stated("dtype", dtype_of(row), "float16" if says(row, "V100|T4", "gpu_type") else "bfloat16"),
+        recompute=stated("recompute", recompute_of(row), *made_again),
         zero=zero,
         shards=shards,
         sequence=_is_sequence_parallel(row),
-        flash=_attention(row["attention"]) > 0,
-        kernel=_attention(row["attention"]),
-        compiled=any(name in row["framework"] + row["notes"] for name in _COMPILERS),
+        flash=kernel > 0,
+        kernel=kernel,
+        compiled=compiled,
         overlaps=_overlaps(row),
-        ranks_only="not for absolute" in row["quality"],
-        is_profiled="profiler" in row["quality"],
-        schedule=row["schedule"],
-        seconds=float(seconds) if row["status"] == "ok" else None,
-        memory_gib=float(row["mem_gib"]) if row["mem_gib"] else None,
+        ranks_only=says(row, "not for absolute", "quality"),
+        is_profiled=says(row, "profiler", "quality"),
+        schedule=text_of(row, "schedule"),
+        seconds=None,
+        memory_gib=number_of(row, "mem_gib"),
+        size=head_size_of(lower) or 0,
+        causal=not is_encoder(lower),
+        unstated=tuple(assumed.items()),
     )
+    if has_experts(row):
+        parallel = count_of(row, "ep")
+        if parallel and devices // pipeline % parallel:
+            raise ValueError("the experts' degree does not divide a stage's devices")
+        experts = experts_of(row, _dense(run), parallel or 1)
+        run = replace(run, experts=experts, unstated=(*run.unstated, ("experts", (parallel,))))
+    return run if re.search("oom|memory", status) else replace(run, **_timed(row, run))
 
 
-def _count(row: dict[str, str], name: str) -> int:
-    if not row[name].isdigit():
-        raise ValueError(f"{name} is not stated")
-    return int(row[name])
+def _layouts(row: Cells, layers: int, batch: int, devices: int) -> list[tuple[int, int, int, int]]:
+    """Tensor, pipeline, data and context degrees as stated, or all that what is stated leaves.
 
-
-def _vocabulary(text: str) -> int:
-    found = re.search(r"(\d+)(k?)", text)
+    Raises:
+        ValueError: They do not multiply to the devices.
+    """
+    context = count_of(row, "cp") or 1
+    is_split = says(row, "fsdp|sdp|^3", "zero") or says(row, "JAX|XLA", "framework")
+    within = [n for n in (1, 2, 4, 8) if n <= (count_of(row, "gpus_per_node") or 8)]
+    tensors = [count_of(row, "tp")] if count_of(row, "tp") else within
+    pipelines = [count_of(row, "pp")] if count_of(row, "pp") else [1] if is_split else [1, 2, 4, 8, 16]
+    found = []
+    for tensor, pipeline in itertools.product(tensors, pipelines):
+        assert tensor and pipeline
+        data, rest = divmod(devices, tensor * pipeline * context)
+        stated = count_of(row, "dp") or data
+        if rest or stated != data or not data:
+            continue
+        if pipeline <= layers and (batch % data == 0 or len(tensors) == len(pipelines) == 1):
+            found.append((tensor, pipeline, data, context))
     if not found:
-        raise ValueError("vocab is not stated")
-    return int(found[1]) * (1000 if found[2] else 1)
+        raise ValueError("the degrees do not multiply to the devices")
+    return found
 
 
-def _microbatch(row: dict[str, str], per_replica: int) -> int:
-    text = row["microbatch"]
-    if text.startswith("whole batch"):
-        return per_replica
-    found = re.match(r"(\d+)", text)
-    if not found:
-        raise ValueError("microbatch is not stated")
-    return int(found[1])
+def _dense(run: Run) -> Dense:
+    scores = 6 * run.layers * run.tokens * run.heads * run.head_size * (1 if run.causal else 2)
+    expert = run.width * run.hidden * (2 + run.gated)
+    return Dense(run.layers, run.attention_weights, expert, run.width * run.vocabulary, scores)
 
 
-def _chunks(row: dict[str, str], pipeline: int) -> int:
-    if pipeline == 1:
-        return 1
-    found = re.match(r"(\d+)", row["vpp"])
-    if not found:
-        raise ValueError("the number of chunks of a stage is not stated")
-    return int(found[1])
+def _timed(row: Cells, run: Run) -> dict[str, Any]:
+    """Seconds of a step, or what they follow from.
+
+    Raises:
+        ValueError: None are published.
+    """
+    seconds = seconds_of(row, "seconds_per_step") or seconds_of(row, "seconds_derived")
+    if seconds:
+        return {"seconds": seconds}
+    rate, flops = number_of(row, "tokens_per_s_per_gpu"), number_of(row, "tflops_per_gpu")
+    if rate:
+        return {"seconds": run.batch * run.tokens / rate / run.devices}
+    if not flops:
+        raise ValueError("no time is published")
+    # What attention counted for, and what was made again, is seldom said.
+    again = 4 / 3 if says(row, "hardware|incl. recompute", "tflops_kind") and run.recompute == "full" else 1
+    seconds = again * run.flops / (flops * 1e12 * run.devices)
+    return {"seconds": seconds, "unstated": (*run.unstated, ("seconds", (seconds,)))}
 
 
-def _zero(text: str, data: int) -> tuple[int, int]:
-    """Stage, and over how many replicas the state is split."""
-    found = re.search(r"FSDP[ =(]*(\d+)?", text)
-    if text.startswith("distributed optimizer"):
-        return 1, data
-    if text[:1].isdigit():
-        return int(text[0]), data
-    if found:
-        return 3, min(int(found[1] or data), data)
-    return 0, 1
+_COMPILERS = r"JAX|XLA|torch\.compile|torchtitan|Alpa|NeMo|Megatron-Bridge|OneFlow"
 
 
-_DTYPES = (("fp8", "float8"), ("mxfp8", "float8"), ("nvfp4", "float4"), ("int8", "int8"), ("bf16", "bfloat16"))
-
-
-def _dtype(text: str) -> str:
-    lower = text.lower()
-    for name, dtype in (*_DTYPES, ("fp16", "float16"), ("fp32", "float32")):
-        if name in lower:
-            if dtype == "float4":
-                raise ValueError("four-bit floats, which JAX does not multiply")
-            return dtype
-    raise ValueError("precision is not stated")
-
-
-def _recompute(text: str) -> str:
-    lower = text.lower()
-    if "not stated" in lower or lower.startswith(("see", "custom")) or not lower:
-        raise ValueError("recompute is not stated")
-    if lower.startswith(("full", "yes")):
-        return "full"
-    if lower.startswith("selective"):
-        return "selective"
-    if lower.startswith("none"):
-        return "none"
-    if "dot" not in lower and lower != "minimal":  # the latter is what MaxText calls it
-        raise ValueError("recompute is none that is known here")
-    return "dots" + " with context" * ("context" in lower) + " except mlp" * ("except_mlp" in lower)
-
-
-_COMPILERS = ("JAX", "XLA", "torch.compile", "torchtitan", "Alpa", "NeMo", "Megatron-Bridge", "OneFlow")
-
-
-def _attention(text: str) -> int:
-    """The generation of the kernel: plain "flash" is the first, which does not use what newer devices have."""
-    if "flash" not in text.lower() or "unfused" in text:
-        return 0
-    return 2 if any(name in text for name in ("flash 2", "TE", "cuDNN", "SDPA", "Pallas")) else 1
-
-
-def _overlaps(row: dict[str, str]) -> bool:
+def _overlaps(row: Cells) -> bool:
     """NeMo's configurations for these models have it on (`ub_tp_comm_overlap` in NeMo-Framework-Launcher)."""
-    return "overlap" in row["schedule"].lower() or "AsyncTP" in row["notes"] or "NeMo" in row["framework"]
+    return says(row, "overlap", "schedule") or says(row, "AsyncTP", "notes") or says(row, "NeMo", "framework")
 
 
-def _is_sequence_parallel(row: dict[str, str]) -> bool:
-    said = " ".join((row["recompute"], row["schedule"], row["notes"])).lower()
-    modern = any(name in row["framework"] for name in ("torchtitan", "Megatron-Bridge", "NeMo", "nanotron"))
-    return "sequence parallel" in said or "reduce_scatter" in said or modern
+def _is_sequence_parallel(row: Cells) -> bool:
+    said = says(row, "sequence parallel|reduce_scatter", "recompute", "schedule", "notes")
+    return said or says(row, "torchtitan|Megatron-Bridge|NeMo|nanotron", "framework")
 
 
 def tau(a: list[float], b: list[float], least: float = 0.0) -> float:

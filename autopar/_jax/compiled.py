@@ -56,7 +56,7 @@ def takes_packed(compiled: jax.stages.Compiled) -> jax.stages.Compiled:
     JAX holds what such an array says of its packing against what the program does, and refuses it on a CPU, where arrays
     say nothing; `jax.jit` takes it. Both lie packed alike.
     """
-    executable = compiled._executable
+    executable: Any = getattr(compiled, "_executable", None)
     layouts = getattr(executable, "_xla_in_layouts", ())  # none where it was compiled for devices that are not here
     if any(getattr(layout, "sub_byte_element_size_in_bits", 0) for layout in layouts):
         executable._xla_in_layouts = [

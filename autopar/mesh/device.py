@@ -201,8 +201,9 @@ class Device:
         for candidate in (name, *_STAND_INS.get(name, ())):
             if candidate in self.peak_flops:
                 return self.peak_flops[candidate]
-        if name.startswith("float8"):
-            return self.peak_flops.get("float8", self.flops_per_second(jnp.bfloat16))
+        for narrow, wider in (("float4", jnp.float8_e4m3fn), ("float8", jnp.bfloat16)):
+            if name.startswith(narrow):
+                return self.peak_flops.get(narrow, self.flops_per_second(wider))
         return min(self.peak_flops.values())
 
     def product_flops_per_second(self, dtypes: Sequence[Any], highest: bool = False) -> float:

@@ -10,7 +10,8 @@ Method: a scheduler that hides latency runs first what others wait for. The grad
         A product that is only added to something is waited for when it is added, which is one kernel. And the backward pass
         begins with numbers in which no array has a part: they wait for the loss, for which the logits would be kept.
         What makes a large array waits, too, with the smallest that it reads: scores of attention are not made beside all
-        that gradients of weights are still made of.
+        that gradients of weights are still made of. And what a loop carries out waits for the stacks that another loop
+        reads: compilers take the last trip off a loop that communicates, and would write its rows when that other one begins.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from collections.abc import Set as AbstractSet
 
 import numpy as np
 
-from autopar._jax import Literal
+from autopar._jax import Literal, on_host
 from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Region, copies_made, copies_read
-from autopar.ir.region import kind_of
+from autopar.ir.region import kind_of, region_of
 from autopar.ir.source import is_backward
 from autopar.tuning import TUNING
 
@@ -56,6 +57,19 @@ class Ahead:
     def of_loop(self, position: int) -> list[tuple[Copy, int]]:
         """Copies that the loop at this place waits for, and the bytes on one device that are free when each is there."""
         return self.done_before(position, 0, TUNING.late_bytes)
+
+    def behind_loop(self, position: int) -> list[Copy]:
+        """Stacks with large rows that the scan at this place makes and another loop reads."""
+        region = self.body.instructions[position]
+        assert isinstance(region, Region)
+        made, loop = copies_made(region), region_of(region.eqn)
+        stacks = [copy for copy in made[len(loop.carries) :] if not on_host(copy[0].aval)]
+        wide = [copy for copy in stacks if self.num_bytes(copy) >= TUNING.late_bytes * loop.trips]
+        return [copy for copy in wide if any(map(self._is_loop, self.readers.get(copy, ())))]
+
+    def _is_loop(self, position: int) -> bool:
+        instruction = self.body.instructions[position]
+        return isinstance(instruction, Region) and kind_of(instruction.eqn) in ("scan", "while")
 
     def of_again(self, position: int) -> tuple[list[Copy], list[Copy]]:
         """Copies that what runs again from this place on reads and that are there before their time, and what they wait for.

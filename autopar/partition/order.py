@@ -43,10 +43,17 @@ def needs_order(body: Body) -> bool:
 
 def after(operand: jax.Array, *earlier: jax.Array | None) -> jax.Array:
     """`operand`, which now waits for all that is `earlier`."""
-    signs = [never(array) for array in earlier if array is not None and array.size]
-    if not signs or operand.size == 0:
+    awaited = [array for array in earlier if array is not None and array.size]
+    if not awaited or operand.size == 0:
         return operand
-    return jnp.where(functools.reduce(jnp.logical_or, signs), jnp.zeros_like(operand), operand)
+    if len(awaited) == 1:
+        sign = never(*awaited)
+    else:
+        # A number of its own: XLA for GPUs tries all tilings of a kernel for each operation that could be part of it. And
+        # made of arrays that are there: it would make an element of a sum again for that number, and leave the sum for later.
+        signs = map(never, map(lax.optimization_barrier, awaited))
+        sign = lax.optimization_barrier(functools.reduce(jnp.logical_or, signs))
+    return jnp.where(sign, jnp.zeros_like(operand), operand)
 
 
 def never(earlier: jax.Array) -> jax.Array:

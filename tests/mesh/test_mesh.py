@@ -126,6 +126,9 @@ def test_flops_of_a_dtype():
         4,
     ]
     assert Device("d", 3.0).flops_per_second(jnp.int8) == 3
+    narrow = jnp.float4_e2m1fn, jnp.float8_e4m3fn
+    assert [device.flops_per_second(t) for t in narrow] == [4, 4]
+    assert [Cluster.of("1 b200").device.flops_per_second(t) for t in narrow] == [9e15, 4.5e15]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, close_jaxpr, new_var, open_jaxpr, replace_eqn
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, new_var, open_jaxpr, replace_eqn
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +125,8 @@ def _on_others(eqn: JaxprEqn, buffer_for: Mapping[Var, Var]) -> JaxprEqn:
     def inner(closed: Any, operands: Sequence[Atom]) -> Any:
         body, _ = open_jaxpr(closed)
         types = {var: atom.aval for var, atom in zip(body.invars, operands, strict=True) if is_buffer(atom)}
-        return close_jaxpr(_retyped(body, types))
+        body = _retyped(body, types)
+        return body if isinstance(closed, Jaxpr) else closed.replace(jaxpr=body)
 
     if "branches" in eqn.params:
         params = {"branches": tuple(inner(branch, invars[1:]) for branch in eqn.params["branches"])}

@@ -6,43 +6,66 @@ Out:    the program with a copy of each such value that the forward pass makes a
 Method: the loss of a mixture of experts multiplies two means over the batch, so that the gradient of one sample needs the sums
         of all; a contrastive loss needs what all samples have. No forward pass does: a pipeline whose forward passes all come
         first has them in time. The copy is where the phases (`phases.py`) end the one half of a microbatch, and begin the
-        other; what is made of copies alone, and of forward values that wait, is made between them.
+        other; what is made of copies alone, and of forward values that wait, is made between them. Where that is a head with a
+        batch norm, its backward pass is made there, too, and reads copies of what it needs of single samples, such as labels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_eqn, new_var, primitives
 from autopar.ir.dataflow import inputs_of, reading
 from autopar.ir.source import is_backward
+from autopar.ir.split.placement import Split
+from autopar.ir.split.solution import LoopSolution
 from autopar.ir.trace.inline_calls import is_recomputed
 
 
-def with_joins(jaxpr: Jaxpr, incomplete: Iterable[Var]) -> tuple[Jaxpr, list[JaxprEqn]]:
-    """The program whose backward pass reads copies of incomplete values, and these copies; itself, if it reads none."""
+def with_joins(jaxpr: Jaxpr, wanted: Iterable[Var]) -> tuple[Jaxpr, list[JaxprEqn]]:
+    """The program whose backward pass reads copies of some values, and these copies; itself, if it reads none of them.
+
+    Args:
+        jaxpr: Flat program.
+        wanted: Values of it; those that the backward pass makes itself stay as they are.
+    """
     behind = made_behind(jaxpr)
-    copies: dict[Var, Var] = {}
+    forward = {var: None for var in wanted if var not in behind}
+    readers = [eqn for eqn in jaxpr.eqns if is_behind(eqn, behind)]
+    copies = {a: new_var(a.aval) for eqn in readers for a in inputs_of(eqn) if a in forward}
+    inputs = {var: None for var in jaxpr.invars if var in copies}
     eqns: list[JaxprEqn] = []
-    open_values = dict.fromkeys(incomplete)
-    made: dict[Var, JaxprEqn] = {}
+    joins: list[JaxprEqn] = []
     for eqn in jaxpr.eqns:
+        read: list[Var] = []
         if is_behind(eqn, behind):
-            for var in inputs_of(eqn):
-                if var in made and var not in copies:
-                    copies[var] = new_var(var.aval)
+            read = [a for a in inputs_of(eqn) if a in inputs]
+            inputs = {var: None for var in inputs if var not in read}
             eqn = reading(eqn, copies)
-        else:
-            made.update((var, eqn) for var in eqn.outvars if var in open_values)
-        eqns.append(eqn)
-    of_maker: dict[JaxprEqn, list[JaxprEqn]] = {}
-    for var, copy in copies.items():
-        joined = new_eqn(primitives.copy_p, [var], [copy], {}, source_info=made[var].source_info)
-        of_maker.setdefault(made[var], []).append(joined)
-    joins = [eqn for group in of_maker.values() for eqn in group]
-    if not joins:
-        return jaxpr, []
-    return make_jaxpr(jaxpr.invars, jaxpr.outvars, [e for eqn in eqns for e in (eqn, *of_maker.get(eqn, ()))]), joins
+        early = [new_eqn(primitives.copy_p, [var], [copies[var]], {}) for var in read]
+        made = [var for var in eqn.outvars if var in copies]
+        late = [new_eqn(primitives.copy_p, [v], [copies[v]], {}, source_info=eqn.source_info) for v in made]
+        eqns += [*early, eqn, *late]
+        joins += [*early, *late]
+    return (make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns), joins) if joins else (jaxpr, [])
+
+
+def samples_behind(jaxpr: Jaxpr, sums: Sequence[Var], solution: LoopSolution) -> list[Var]:
+    """What single samples have, of the forward pass or the batch, and the backward pass makes sums of.
+
+    Args:
+        jaxpr: Flat program.
+        sums: Values that the backward pass makes.
+        solution: How its values are placed.
+    """
+    behind, maker = made_behind(jaxpr), {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
+    seen = dict.fromkeys(var for var in sums if var in behind)
+    waiting = list(seen)
+    while waiting:
+        more = [a for a in inputs_of(maker[waiting.pop()]) if a not in seen]
+        seen.update(dict.fromkeys(more))
+        waiting += [a for a in more if a in behind]
+    return [var for var in seen if var not in behind and isinstance(solution.of(var), Split)]
 
 
 def made_behind(jaxpr: Jaxpr) -> dict[Var, None]:

@@ -24,7 +24,7 @@ from autopar.ir.region import kind_of
 from autopar.ir.rewrite.dead_code import remove_dead_code
 from autopar.ir.rewrite.views import views_of_arguments
 from autopar.ir.split.forward_sums import with_forward_sums
-from autopar.ir.split.joins import with_joins
+from autopar.ir.split.joins import samples_behind, with_joins
 from autopar.ir.split.phases import find_phases
 from autopar.ir.split.placement import OWN, REPLICATED, SUM, Partial, Placement, Split, local_aval
 from autopar.ir.split.solution import LoopSolution
@@ -106,6 +106,8 @@ def split_at_joins(
             better, more = with_forward_sums(jaxpr, waits.is_sum), list[JaxprEqn]()
             if better is jaxpr:
                 better, more = with_joins(jaxpr, (*waits.incomplete, *waits.summed))
+            if better is jaxpr and joins is not None:
+                better, more = with_joins(jaxpr, samples_behind(jaxpr, waits.sums, waits.solution))
             if better is jaxpr and joins is not None:
                 raise first from None
             jaxpr, joins = better, [*(joins or ()), *more]

@@ -11,7 +11,7 @@ from autopar.errors import MicrobatchError
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.region import is_region, region_of
 from autopar.ir.source import source_line
-from autopar.ir.split.placement import Partial, Placement, Split
+from autopar.ir.split.placement import SUM, Partial, Placement, Split
 from autopar.ir.split.solution import LoopSolution
 from autopar.ir.split.solver import Cause
 
@@ -68,6 +68,14 @@ def refusal(jaxpr: Jaxpr, solution: LoopSolution, cause: Cause, eqn: JaxprEqn, c
                 ", or, if it goes over time and the samples are another dim than the first of the batch's arrays, pass "
                 "them with samples first, and swap the dims inside the step"
             )
+    if eqn.primitive.name == "while" and isinstance(placement, Partial) and placement != SUM:
+        wrong = (
+            f"{_named(eqn)} goes on until all samples of the whole batch have ended ({needed}), and those of a microbatch may "
+            "end before."
+        )
+        do += (
+            ", or give the loop a fixed number of turns (lax.scan), where those behind a sample's end leave it as it is"
+        )
     if can_stand_in:
         do += (
             ', or say microbatch_semantics="per_microbatch": each microbatch then takes its own statistics, which is '

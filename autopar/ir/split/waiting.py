@@ -27,7 +27,7 @@ class SamplesWaitError(Exception):
         sums: Of the step, that the loop makes: were they there before it, samples would wait no more, or for later ones.
         samples: The same of rows of all samples, where no sums are waited for.
         rows: What single samples have that wait, whatever for.
-        summed: Of the sums that are waited for, what single samples have that is added up there.
+        summed: Of the sums that are waited for, what the step makes of single samples and adds up there.
         incomplete: All values of the step that are not complete before every microbatch has made its part.
         solution: How far it has come.
     """
@@ -38,7 +38,8 @@ class SamplesWaitError(Exception):
         self.rows = tuple(waiting.rows)
         roots = [root for var in waiting.sums for root in sums_behind(waiting.jaxpr, waiting.solution, var)]
         summing = [waiting.maker[root] for root in roots if root in waiting.maker]
-        self.summed = tuple(a for e in summing for a in inputs_of(e) if isinstance(waiting.solution.of(a), Split))
+        added_up = [a for eqn in summing for a in inputs_of(eqn) if a in waiting.maker]
+        self.summed = tuple(var for var in added_up if isinstance(waiting.solution.of(var), Split))
         solution = self.solution = waiting.solution
         self.incomplete = tuple(v for v in waiting.maker if isinstance(solution.of(v), Partial) or v in waiting.late)
 

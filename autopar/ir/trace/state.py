@@ -107,7 +107,8 @@ def find_batch(program: Program, state: Iterable[int]) -> tuple[int, ...]:
             "which arguments are the batch cannot be told.",
             given=listed,
             wrong="they are not state, and their leading dims differ.",
-            do="pass batch_argnums=..., the positions of the arguments that hold samples.",
+            do="pass batch_argnums=..., the positions of the arguments that hold samples; batch_argnums=(), if none does (a "
+            "whole graph).",
             candidates={program.arguments[n].number: size for n, size in candidates.items()},
         )
     return tuple(candidates)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import optax
 import pytest
 
-from autopar._jax import eval_jaxpr
+from autopar._jax import Jaxpr, eval_jaxpr, make_jaxpr
 from autopar.errors import MicrobatchError
 from autopar.ir.check import check_program
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.source import is_backward
-from autopar.ir.split.microbatch import check_phases, split_at_joins
+from autopar.ir.split.microbatch import Microbatches, check_phases, split_at_joins
+from autopar.ir.split.placement import SUM, Split
 from tests.ir.split.cases import BATCH, WIDTH, Case, Tree, assert_same, full_batch, mlp, sgd, squares, trace_case
 
 
@@ -61,6 +64,62 @@ def centred_loss(params: Tree, batch: Tree) -> jax.Array:
     for _ in range(6):
         z = jnp.tanh(z @ params["w1"])
     return (z**2).mean()
+
+
+def normalized_head_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Batch statistics in a small head, and labels and weights behind it."""
+    h = batch["x"]
+    for _ in range(6):
+        h = jnp.tanh(h @ params["w1"])
+    z = h @ params["w2"]
+    z = (z - z.mean(0)) / jnp.sqrt(z.var(0) + 1e-5)
+    return (batch["weight"] * optax.softmax_cross_entropy_with_integer_labels(z, batch["label"])).mean()
+
+
+def in_two_halves(jaxpr: Jaxpr, split: Microbatches, arguments: list[Any]) -> list[Any]:
+    """What the phases compute: all microbatches once for what lies between their halves, and again for the rest."""
+    values: dict[Any, Any] = dict(zip(jaxpr.invars, arguments, strict=True))
+
+    def evaluate(eqns, wanted):
+        read = [*values]
+        found = eval_jaxpr(make_jaxpr(read, [*wanted], eqns), (), *(values[var] for var in read))
+        values.update(zip(wanted, found, strict=True))
+
+    run_loop = jax.jit(lambda *args: eval_jaxpr(split.loop, (), *args))
+
+    def loop():
+        given = [values.get(v, jnp.zeros(v.aval.shape, v.aval.dtype)) for v in split.invariants]
+        found = []
+        for k in range(split.count):
+            parts = [jnp.split(values[v], split.count)[k] for v in split.pieces]
+            found.append(run_loop(jnp.int32(k), *given, *parts))
+        for result, parts in zip(split.results, zip(*found, strict=True), strict=True):
+            if isinstance(result.placement, Split):
+                values[result.var] = jnp.concatenate(parts, result.placement.dim)
+            else:
+                assert result.placement == SUM
+                values[result.var] = sum(parts)
+
+    evaluate(split.before, [v for eqn in split.before for v in eqn.outvars])
+    loop()
+    evaluate(split.between, [v for eqn in split.between for v in eqn.outvars])
+    loop()
+    there = [v for v in values if v not in {v for eqn in split.after for v in eqn.outvars}]
+    return eval_jaxpr(make_jaxpr(there, jaxpr.outvars, split.after), (), *(values[v] for v in there))
+
+
+def test_a_head_between():
+    """Forward and backward passes of the head are between, on all samples; the layers before it are not."""
+    case = Case(sgd(normalized_head_loss))
+    program, batch = trace_case(case)
+    jaxpr, split = split_at_joins(program.jaxpr, 2, batch)
+    check_phases(jaxpr)(split)
+    between, inside = (
+        [e for e in eqns if e.primitive.name == "dot_general"] for eqns in (split.between, split.loop.eqns)
+    )
+    assert len(between) < len(inside) / 4
+    found = in_two_halves(jaxpr, split, program.flatten_inputs(jax.tree.leaves((case.state(), case.batch()))))
+    assert_same(program.unflatten_outputs(found), full_batch(case))
 
 
 def test_only_backward_passes_read_what_is_joined():

@@ -114,6 +114,13 @@ def test_why_not():
         assert "statistics" not in str(info.value)
 
 
+def test_a_loop_that_ends_with_its_last_sample():
+    with pytest.raises(
+        MicrobatchError, match="(?s)until all samples of the whole batch have ended.*fixed number of turns"
+    ):
+        split_case(Case(sgd(while_any_loss)), 2)
+
+
 def balanced_loss(params: Tree, batch: Tree) -> jax.Array:
     """As a mixture of experts whose load is balanced: the gradient of each sample reads a mean of all, within a scan."""
 

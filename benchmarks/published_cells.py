@@ -1,0 +1,150 @@
+"""The cells of a table of published runs: what they say, however people write it.
+
+In:     a row, the text of each column.
+Out:    numbers and choices; None where a cell says nothing.
+Method: columns that are not there and cells such as "not stated" or "n/a" say nothing; of a number the first one counts, with
+        "k" behind it or commas within.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+Cells = Mapping[str, str | None]
+
+_NOTHING = re.compile(
+    r"(not (stated|given|known|published|specified)|unknown|n/?a\b|nan\b|tbd\b|see |\?|[-–—.]+$)", re.IGNORECASE
+)
+_NUMBER = re.compile(r"(\d[\d,_]*(?:\.\d+)?(?:e[+-]?\d+)?)\s*([km]\b)?", re.IGNORECASE)
+_DTYPES = (
+    (r"fp4|float4|e2m1", "float4"),
+    (r"fp8|float8|f8|e4m3", "float8"),
+    (r"int8|i8", "int8"),
+    (r"bf16|bfloat", "bfloat16"),
+    (r"fp16|float16|f16|half", "float16"),
+    (r"fp32|float32|f32|tf32|single", "float32"),
+)
+
+
+def text_of(row: Cells, name: str) -> str:
+    """A cell; empty where it says nothing."""
+    text = (row.get(name) or "").strip()
+    return "" if _NOTHING.match(text) else text
+
+
+def number_of(row: Cells, name: str, kilo: int = 1000) -> float | None:
+    """The number in a cell."""
+    text = text_of(row, name)
+    product = re.fullmatch(r"(\d+)\s*[x×*]\s*(\d+)", text)
+    if product:
+        return float(int(product[1]) * int(product[2]))
+    found = _NUMBER.search(text)
+    if not found or re.match(r"-\s*\d", text):
+        return None
+    times = {"k": kilo, "m": kilo**2}.get((found[2] or "").lower(), 1)
+    return float(re.sub("[,_]", "", found[1])) * times
+
+
+def count_of(row: Cells, name: str, kilo: int = 1000) -> int | None:
+    """The whole number in a cell, of 1 or more."""
+    found = number_of(row, name, kilo)
+    return int(found) if found is not None and found >= 1 and found == int(found) else None
+
+
+def needed(row: Cells, name: str, kilo: int = 1000) -> int:
+    """The same where nothing can be said without it.
+
+    Raises:
+        ValueError: The cell says nothing.
+    """
+    found = count_of(row, name, kilo)
+    if found is None:
+        raise ValueError(f"{name} is not stated")
+    return found
+
+
+def seconds_of(row: Cells, name: str) -> float | None:
+    """Seconds, of milliseconds too."""
+    found = number_of(row, name)
+    if not found:
+        return None
+    return found / 1000 if re.search(r"\d\s*ms\b", text_of(row, name)) else found
+
+
+def dtype_of(row: Cells) -> str | None:
+    """What products are of, of a precision such as "fp8 (hybrid, TE)"."""
+    text = text_of(row, "precision").lower()
+    return next((dtype for pattern, dtype in _DTYPES if re.search(pattern, text)), None)
+
+
+def recompute_of(row: Cells) -> str | None:
+    """What the backward pass makes again: none, selective (attention), full, or all but products."""
+    lower = text_of(row, "recompute").lower()
+    if re.match(r"none|no\b|off\b|false|0$", lower):
+        return "none"
+    if re.match(r"selective|attention|attn|core", lower):
+        return "selective"
+    if "dot" in lower or lower == "minimal":  # so MaxText calls it
+        return "dots" + " with context" * ("context" in lower) + " except mlp" * ("except_mlp" in lower)
+    if re.match(r"full|yes|true|on\b|all|every|layer|uniform|block|1$|activation checkpoint|checkpoint", lower):
+        return "full"
+    return None
+
+
+def zero_of(row: Cells, data: int) -> tuple[int, int]:
+    """Stage of ZeRO, and over how many replicas the state is split.
+
+    Raises:
+        ValueError: It is none that there is.
+    """
+    text = text_of(row, "zero")
+    lower = text.lower()
+    if "offload" in lower:
+        raise ValueError("its state is on the host")
+    fsdp = re.search(r"f?sdp([12]\b)?[ =(]*(\d+)?", lower)
+    stage = re.match(r"(?:zero|stage|deepspeed|[\s-])*([0-9])\b", lower)
+    if lower.startswith(("distributed optimizer", "optimizer")):
+        return 1, data
+    if stage:
+        if int(stage[1]) > 3:
+            raise ValueError(f"there is no ZeRO-{stage[1]}")
+        return int(stage[1]), data if int(stage[1]) else 1
+    if fsdp or re.search(r"full.?shard|fully.?shard|hybrid.?shard|zero\+\+", lower):
+        return 3, min(int((fsdp and fsdp[2]) or data), data)
+    if lower and not re.match(r"no|off|false|ddp|dp\b|data", lower):
+        raise ValueError("zero is none that is known here")
+    return 0, 1
+
+
+def attention_of(row: Cells) -> int | None:
+    """The generation of the fused kernel, of which the first does not use what newer devices have; 0: none.
+
+    Plain "flash" is the second, of July 2023, where the framework is not one that came with the first.
+    """
+    text = text_of(row, "attention")
+    if not text:
+        return None
+    if re.search(r"unfused|eager|naive|plain|vanilla|math|no flash|none", text, re.IGNORECASE):
+        return 0
+    if not re.search(
+        r"flash|fused|sdpa|cudnn|splash|pallas|triton|xformers|efficient|ring|\bTE\b", text, re.IGNORECASE
+    ):
+        return 0
+    newer = r"flash(attention)?[ -]?v?[234]|\bTE\b|cudnn|sdpa|pallas|splash|\bv[23]\b"
+    is_first = re.search(r"flash(attention)?[ -]?v?1|triton", text, re.IGNORECASE) or says(row, "Composer", "framework")
+    return 1 if is_first and not re.search(newer, text, re.IGNORECASE) else 2
+
+
+def microbatch_of(row: Cells, per_replica: int, shared_by: int) -> int | None:
+    """Samples of a microbatch on one replica, whose devices `shared_by` is the number of."""
+    text = text_of(row, "microbatch").lower()
+    if text.startswith(("whole", "full batch", "all")):
+        return per_replica
+    found = count_of(row, "microbatch")
+    return found * shared_by if found and "per device" in text else found
+
+
+def says(row: Cells, names: str, *columns: str) -> bool:
+    """Whether any of the words is in one of the columns."""
+    return bool(re.search(names, " ".join((row.get(c) or "") for c in columns), re.IGNORECASE))

@@ -1,0 +1,76 @@
+"""Rows that leave something open: what they were run with, most likely.
+
+In:     a run with `unstated` columns; how a run is predicted.
+Out:    the run as it is taken to be, and its prediction.
+Method: whoever published a run had tuned it, so that of what its row leaves open the fastest that fits in memory is taken:
+        microbatch, recomputation, chunks of stages, degrees. What a size may be is one value each, the usual one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+from published_runs import Run
+from published_steps import Prediction, predict
+
+_SIZES = ("heads", "hidden", "vocabulary", "seconds", "kernel", "dtype", "experts", "zero")
+
+
+def settle(run: Run, predict: Callable[[Run], Prediction] = predict) -> tuple[Run, Prediction]:
+    """The run with all that its row leaves open decided, and its prediction.
+
+    Raises:
+        AutoparError: It cannot be predicted.
+    """
+    found = [(taken, predict(taken)) for taken in alternatives(run)]
+    if any(name == "recompute" for name, _ in run.unstated):
+        found += _in_part(found)
+    fitting = [row for row in found if row[1].needed_bytes <= 1.001 * row[1].capacity_bytes]
+    # Where nothing fits, more was done for memory than is known here: what keeps least is nearest to it.
+    thrifty = [row for row in found if row[0].recompute == "full"]
+    return min(fitting or thrifty or found, key=lambda row: row[1].seconds)
+
+
+def _in_part(found: Sequence[tuple[Run, Prediction]]) -> Iterator[tuple[Run, Prediction]]:
+    """As many layers made again as memory asks for (Megatron-LM's `--recompute-method block`), where that is not all."""
+    whole = {replace(run, recompute=""): p for run, p in found if run.recompute == "full"}
+    for run, none in found:
+        full = whole.get(replace(run, recompute=""))
+        if run.recompute != "none" or full is None or not full.needed_bytes < none.capacity_bytes < none.needed_bytes:
+            continue
+        part = (none.needed_bytes - none.capacity_bytes) / (none.needed_bytes - full.needed_bytes)
+        mixed = {f.name: (1 - part) * getattr(none, f.name) + part * getattr(full, f.name) for f in fields(none)}
+        yield replace(run, recompute=f"full in {part:.0%} of the layers"), Prediction(**mixed)
+
+
+def alternatives(run: Run) -> Iterator[Run]:
+    """All that a run may have been, itself if its row says all."""
+    named = {name: values for name, values in run.unstated if name not in _SIZES}
+    for values in itertools.product(*named.values()):
+        taken = _with_experts(_with(run, dict(zip(named, values, strict=True))))
+        if taken.batch % (taken.data * taken.microbatch) == 0:
+            yield taken
+
+
+def _with(run: Run, chosen: dict[str, Any]) -> Run:
+    if "layout" not in chosen:
+        return replace(run, **chosen)
+    layout = chosen.pop("layout")
+    tensor, pipeline, data, context = layout
+    shards = data * context if run.shards == run.data * run.context else min(run.shards, data * context)
+    taken = replace(run, tensor=tensor, pipeline=pipeline, data=data, context=context, shards=shards, **chosen)
+    if taken.microbatch * data > taken.batch or "microbatch" not in chosen:
+        taken = replace(taken, microbatch=min(taken.microbatch, taken.batch // data))
+    return replace(taken, chunks=1) if pipeline == 1 else taken
+
+
+def _with_experts(run: Run) -> Run:
+    """Dealt out to as many devices of a stage as can have equally many, where the row does not say to how many."""
+    if run.experts is None or ("experts", (None,)) not in run.unstated:
+        return run
+    parallel = math.gcd(run.experts.number, run.devices // run.pipeline)
+    return replace(run, experts=replace(run.experts, parallel=parallel))

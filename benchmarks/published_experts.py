@@ -1,0 +1,90 @@
+"""Mixtures of experts in a table that has no columns for them: how many there are, and how many see a token.
+
+In:     a row, and the sizes of the model that it states.
+Out:    `Experts`.
+Method: the number is in the name ("8x7B", "16 experts", "E8") or follows from all parameters; how many see a token follows
+        from FLOP/s over tokens/s, which are the FLOPs of a token, or from the parameters that the name says are active
+        ("A22B"), or are two, as in GShard (Lepikhin et al., 2021). Where the stated parameters are fewer than experts in each
+        layer have, only a part of the layers has them, as in GShard every second.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from published_cells import Cells, number_of, text_of
+
+_NAMES = r"moe|expert|mixtral|\dx\d+(\.\d+)?b|[-_ ]a\d+(\.\d+)?b|deepseek[-_ ]?v[23]|gpt[-_ ]?oss|kimi"
+_IN_GSHARD = 2
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Of a model.
+
+    Attributes:
+        number: In a layer that has them.
+        active: Of them that see a token.
+        parallel: Devices that they are dealt out to.
+        share: Part of the layers that has them.
+    """
+
+    number: int
+    active: int
+    parallel: int
+    share: float
+
+
+@dataclass(frozen=True)
+class Dense:
+    """Parameters of a model but its experts: of attention and norms in one layer, of an expert, of an embedding."""
+
+    layers: int
+    attention: float
+    expert: float
+    embedding: float
+    scores_flops: float
+
+    def total(self, experts: float) -> float:
+        """With so many experts in each layer."""
+        return self.layers * (self.attention + experts * self.expert) + 2 * self.embedding
+
+
+def has_experts(row: Cells) -> bool:
+    """Whether the row says that the model is a mixture of experts."""
+    return (number_of(row, "ep") or 1) > 1 or re.search(_NAMES, text_of(row, "model"), re.IGNORECASE) is not None
+
+
+def experts_of(row: Cells, dense: Dense, parallel: int) -> Experts:
+    """What the row says of its experts.
+
+    Raises:
+        ValueError: Neither name nor parameters tell how many there are.
+    """
+    name, billions = text_of(row, "model"), number_of(row, "params_B")
+    stated = re.search(r"(\d+)\s*experts|\bE(\d+)\b|\b(\d+)x\d+(?:\.\d+)?b", name, re.IGNORECASE)
+    per_layer = (billions * 1e9 - dense.total(0)) / (dense.layers * dense.expert) if billions else None
+    if stated:
+        number = int(next(group for group in stated.groups() if group))
+    elif per_layer and per_layer >= 2:
+        number = max(1, round(per_layer / parallel)) * parallel
+    else:
+        raise ValueError("a mixture of experts whose number neither its name nor its parameters tell")
+    # With half of the layers dense, a layer has on average half of the experts and half of a dense MLP.
+    share = min(1.0, (per_layer - 1) / (number - 1)) if stated and per_layer and number > 1 else 1.0
+    share = share if share < 0.75 else 1.0
+    return Experts(number, max(1, min(number, round(_active(row, dense)))), parallel, share)
+
+
+def _active(row: Cells, dense: Dense) -> float:
+    rate, tokens = number_of(row, "tflops_per_gpu"), number_of(row, "tokens_per_s_per_gpu")
+    if rate and tokens:
+        per_token = rate * 1e12 / tokens - dense.scores_flops
+    else:
+        named = re.search(r"[-_ ]a(\d+(?:\.\d+)?)b", text_of(row, "model"), re.IGNORECASE)
+        if not named:
+            return _IN_GSHARD
+        per_token = 6e9 * float(named[1])
+    # The embedding that tokens are looked up in multiplies nothing.
+    return (per_token / 6 - dense.total(0) + dense.embedding) / (dense.layers * dense.expert)

@@ -1,0 +1,92 @@
+"""The machine of a published run.
+
+In:     `Run`: its device and the words on its network.
+Out:    `Machine`: the catalog's device, its link inside a host and that between hosts.
+Method: the catalog says what devices and links reach; the row may state other networks, links and limits of power.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+
+from published_frameworks import FIRST_FLASH, OMNI_PATH, generation_of
+from published_runs import Run
+
+from autopar.errors import AutoparError
+from autopar.mesh import Device, Link, find_device
+from autopar.mesh.catalog import Model
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device and its links: inside a host, and between hosts."""
+
+    device: Device
+    per_host: int
+    intra: Link
+    inter: Link
+
+
+def machine_of(run: Run) -> Machine:
+    """The machine of a run: the catalog's device, the network that the table states.
+
+    Raises:
+        AutoparError: The catalog does not have the device.
+    """
+    model = model_of(run)
+    intra, inter = model.intra, model.inter
+    links = re.search(r"NVLink (\d+) links", run.network)
+    if links:
+        share = int(links[1]) * 25e9 / model.intra_peak
+        intra = replace(intra, bytes_per_second=intra.bytes_per_second * share)
+    per_host = model.devices_per_host if "NVL72" in run.network else run.per_host or model.devices_per_host
+    # A job has equal parts of its hosts, or of their domains: 64 devices of each rack of 72, where those make 256.
+    per_host = max(part for part in range(1, per_host + 1) if run.devices % part == 0)
+    rate = _network_rate(run.network, per_host)
+    if rate is not None:
+        reached = OMNI_PATH if "Omni-Path" in run.network else inter.bytes_per_second / model.inter_peak
+        inter = replace(inter, bytes_per_second=rate * reached)
+    device = model.device
+    if run.kernel == 1:
+        fused = device.achieved.fused * FIRST_FLASH[generation_of(device)]
+        device = replace(device, achieved=replace(device.achieved, fused=fused))
+    return Machine(device, per_host, intra, inter)
+
+
+def by_devices(run: Run) -> Run:
+    """A run whose row counts chips of which JAX makes several devices each: as many more replicas, or halves of tensors."""
+    several = model_of(run).per_chip if "chip" in run.device.lower() else 1
+    if several == 1:
+        return run
+    run = replace(run, devices=run.devices * several, per_host=run.per_host * several, device=run.device.split(",")[0])
+    if run.microbatch % several:
+        return replace(run, tensor=run.tensor * several)
+    shards = run.shards * several if run.shards > 1 else 1
+    return replace(run, data=run.data * several, microbatch=run.microbatch // several, shards=shards)
+
+
+def model_of(run: Run) -> Model:
+    """The catalog's entry of the device that the row names.
+
+    Raises:
+        AutoparError: It has none.
+    """
+    power = re.search(r"(\d+) ?W\b", run.device)
+    limited = f"-{power[1]}w" if power else ""
+    name = re.sub(r",.*|\bchips?\b|\(.*?\)|^\d+ ?[x×]", "", run.device).strip()
+    if limited:
+        try:
+            return find_device(re.sub(r"-\d+GB$", "", name) + limited)
+        except AutoparError:
+            pass  # the catalog's own limit
+    return find_device(name)
+
+
+def _network_rate(text: str, per_host: int) -> float | None:
+    """Bytes per second of one device, out of words like "8x400 Gb/s IB" or "25 Gb/s Ethernet per host"."""
+    found = re.search(r"(?:(\d+)\s*(?:x|×|Omni-Path)\s*)?(\d+) ?(?:Gb/s|Gbps|Gbit|GbE|Gb\b)(.*)", text)
+    if not found:
+        return None
+    total = int(found[1] or 1) * int(found[2]) / 8 * 1e9
+    return total if "per GPU" in found[3] else total / per_host

@@ -1,0 +1,67 @@
+"""What the names of models say: whether one is a stack of equal layers, whether its MLP has a gate, how wide its heads are.
+
+In:     the name of a model, in lower case.
+Out:    yes or no, or a size; `ValueError` with the reason for what is not predicted.
+Method: facts of the public configurations of families, as a reader of the row would know them.
+"""
+
+from __future__ import annotations
+
+import re
+
+from published_cells import Cells, count_of, needed, number_of
+
+_OTHERS = (
+    (r"resnet|resnext|regnet|conv|u-?net|vgg|efficientnet|diffusion|inception", "no transformer"),
+    (r"mamba|rwkv|hyena|lstm|\bssm|dlrm|\bgnn|retnet", "no transformer"),
+    (
+        r"\bm?t5\b|\bt5[-_ ]|\bul2|bart\b|whisper|encoder-decoder|seq2seq|nllb",
+        "an encoder with a decoder, of whose two lengths and depths the table has one",
+    ),
+    (r"swin|\bmvit|pyramid", "layers of several widths"),
+)
+_ENCODERS = r"bert|electra|\bvit|deit|\bdino|\bclip|siglip|encoder"
+_IMAGES = r"\bvit|deit|\bdino|siglip"
+_GATED = (
+    r"llama|qwen|mistral|mixtral|gemma|deepseek|\byi[-_ ]|palm|glm|internlm|baichuan|olmo|gpt[-_ ]?oss|phi-?3|smollm|grok|"
+    r"kimi|dbrx|glu"
+)
+_PLAIN = r"gpt|bert|mpt|\bopt|bloom|megatron|pythia|falcon|nemotron|\bvit|deit|gshard|switch|\bmoe"
+_HEAD_SIZES = ((r"qwen[-_ ]?3", 128), (r"gpt[-_ ]?oss", 64), (r"gemma[-_ ]?\d?[-_ ]?(2|7|9)b", 256))
+"""Of models whose heads are not parts of the width."""
+
+
+def check_family(name: str) -> None:
+    """Leave out what is no stack of equal layers.
+
+    Raises:
+        ValueError: The name says that it is none.
+    """
+    for names, reason in _OTHERS:
+        if re.search(names, name):
+            raise ValueError(reason)
+
+
+def is_gated(name: str, row: Cells) -> bool:
+    """Whether the MLP has a gate: as its name says, or else as many parameters as one that has."""
+    billions, hidden, width = number_of(row, "params_B"), count_of(row, "ffn"), needed(row, "hidden")
+    if re.search(_GATED, name) or re.search(_PLAIN, name) or not billions or not hidden:
+        return re.search(_GATED, name) is not None
+    part = (count_of(row, "kv_heads") or 1) / (count_of(row, "heads") or 1) if count_of(row, "kv_heads") else 1.0
+    per_layer = (billions * 1e9 - width * (count_of(row, "vocab") or 0)) / needed(row, "layers")
+    return per_layer - width**2 * (2 + 2 * part) > 2.5 * width * hidden
+
+
+def head_size_of(name: str) -> int:
+    """Of heads that are not the width's parts; 0 where they are."""
+    return next((size for names, size in _HEAD_SIZES if re.search(names, name)), 0)
+
+
+def is_encoder(name: str) -> bool:
+    """Whether all tokens see all."""
+    return re.search(_ENCODERS, name) is not None
+
+
+def sees_images(name: str) -> bool:
+    """Whether its tokens are patches, and its vocabulary classes."""
+    return re.search(_IMAGES, name) is not None

@@ -1,0 +1,207 @@
+"""Tables of published runs as strangers write them: what cells say, what is taken for granted, which rows are left out."""
+
+import csv
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+import published  # noqa: E402
+from published_cells import (  # noqa: E402
+    attention_of,
+    count_of,
+    dtype_of,
+    number_of,
+    recompute_of,
+    seconds_of,
+    text_of,
+    zero_of,
+)
+from published_choices import alternatives, settle  # noqa: E402
+from published_frameworks import waiting_part  # noqa: E402
+from published_machines import by_devices, machine_of  # noqa: E402
+from published_runs import Left, read_runs  # noqa: E402
+from published_steps import Prediction, expert_params_of, predict, to_experts_seconds  # noqa: E402
+
+ROW = {
+    "source": "a stranger", "model": "Llama-tiny", "layers": "2", "hidden": "256", "heads": "4", "ffn": "512", "vocab": "1k",
+    "seq": "512", "global_batch": "16", "gpus": "8", "gpu_type": "H100", "tp": "1", "pp": "1", "dp": "8", "microbatch": "1",
+    "precision": "bf16", "recompute": "full", "zero": "3", "attention": "flash 2", "seconds_per_step": "1.5",
+    "framework": "JAX",
+}  # fmt: skip
+
+
+def table_of(path: Path, *rows: dict[str, str]) -> Path:
+    with path.open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, dict.fromkeys(name for row in rows for name in row), delimiter="\t")
+        writer.writeheader()
+        writer.writerows(rows)
+    return path
+
+
+@pytest.fixture
+def read(tmp_path):
+    """The one run of a row that differs from `ROW`, or why it is left out."""
+
+    def one(**cells):
+        runs, left = read_runs(table_of(tmp_path / "runs.tsv", ROW | cells))
+        return (*runs, *left)[0]
+
+    return one
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [("1,024", 1024), ("8 GPUs", 8), ("48x8", 384), ("250k", 250000), ("about 250k", 250000), ("2.5", 2.5),
+     ("not stated", None), ("n/a", None), ("-3", None), ("", None), ("see recipe", None)],
+)  # fmt: skip
+def test_numbers(text, expected):
+    assert number_of({"x": text}, "x") == expected
+
+
+def test_cells_of_many_spellings():
+    assert count_of({"seq": "8k"}, "seq", kilo=1024) == 8192 and count_of({}, "seq") is None
+    assert seconds_of({"s": "850 ms"}, "s") == 0.85 and seconds_of({"s": "12.5 s"}, "s") == 12.5
+    assert text_of({"x": None}, "x") == ""
+    dtypes = {"NVFP4": "float4", "FP8-CS (current scaling)": "float8", "int8 + bf16": "int8", "amp_bf16": "bfloat16",
+              "fp16 mixed": "float16", "TF32": "float32", "mixed": None}  # fmt: skip
+    assert {text: dtype_of({"precision": text}) for text in dtypes} == dtypes
+    again = {"Selective": "selective", "yes": "full", "none (yaml null)": "none", "offload": None, "": None, "False": "none",
+             "save_dot_except_mlpwi": "dots except mlp"}  # fmt: skip
+    assert {text: recompute_of({"recompute": text}) for text in again} == again
+    zeros = {"distributed optimizer": (1, 64), "FSDP2": (3, 64), "HSDP 8": (3, 8), "ZeRO-2": (2, 64), "stage 3": (3, 64),
+             "DDP": (0, 1), "": (0, 1), "FULL_SHARD": (3, 64)}  # fmt: skip
+    assert {text: zero_of({"zero": text}, 64) for text in zeros} == zeros
+    for text in ("4", "ZeRO-Offload", "magic"):
+        with pytest.raises(ValueError):
+            zero_of({"zero": text}, 64)
+    kernels = {"flash": 2, "flash (cuDNN/TE)": 2, "triton": 1, "unfused": 0, "": None}
+    assert {text: attention_of({"attention": text}) for text in kernels} == kernels
+    assert attention_of({"attention": "flash", "framework": "PyTorch FSDP (Composer)"}) == 1
+
+
+def test_rows_that_say_all_take_nothing_for_granted(read):
+    run = read()
+    assert run.unstated == () and [run] == list(alternatives(run))
+    assert (run.vocabulary, run.tensor, run.data, run.shards, run.gated) == (1000, 1, 8, 8, True)
+
+
+@pytest.mark.parametrize(
+    "cells, named",
+    [({"vocab": ""}, "vocabulary"), ({"ffn": "n/a"}, "hidden"), ({"heads": "?"}, "heads"), ({"precision": "mixed"}, "dtype"),
+     ({"attention": ""}, "kernel"), ({"microbatch": "auto"}, "microbatch"), ({"recompute": "see recipe"}, "recompute"),
+     ({"tp": "", "dp": ""}, "layout"), ({"zero": ""}, "zero"), ({"seconds_per_step": "", "tflops_per_gpu": "400"}, "seconds"),
+     ({"model": "Mixtral 4x1B", "ep": "4"}, "experts")],
+)  # fmt: skip
+def test_what_a_row_leaves_open_is_remembered(read, cells, named):
+    assert [name for name, _ in read(**cells).unstated] == [named]
+
+
+@pytest.mark.parametrize(
+    "cells, reason",
+    [({"layers": ""}, "layers is not stated"), ({"gpus": "7"}, "multiply to the devices"), ({"heads": "3"}, "divide the width"),
+     ({"kv_heads": "3"}, "heads of keys"), ({"model": "ResNet-50"}, "no transformer"), ({"model": "flan-T5 xl"}, "decoder"),
+     ({"status": "crashed"}, "crashed"), ({"seconds_per_step": ""}, "no time"), ({"microbatch": "3"}, "batch does not divide"),
+     ({"model": "MoE", "ep": "8"}, "mixture of experts"), ({"zero": "9"}, "no ZeRO-9")],
+)  # fmt: skip
+def test_rows_that_are_left_out_say_why(read, cells, reason):
+    assert reason in read(**cells).reason
+
+
+def test_what_a_name_does_not_say_the_parameters_do(read):
+    """Of 13B with 40 layers of 5120 and 13824, each has a gate."""
+    sizes = {"model": "ours", "layers": "40", "hidden": "5120", "heads": "40", "ffn": "13824", "vocab": "32000"}
+    assert read(**sizes, params_B="13").gated and not read(**sizes, params_B="10.2").gated
+    assert not read(model="BERT").causal and read(model="gpt").causal
+
+
+@pytest.mark.parametrize(
+    "cells, number, active, share",
+    [({"model": "Mixtral 8x7B"}, 8, 2, 1.0),
+     ({"model": "GShard (16 experts)", "ffn": "8192", "hidden": "1024", "heads": "16", "layers": "16", "vocab": "32000",
+       "params_B": "2.383"}, 16, 2, 0.5),
+     # Of the rates: 3.85e9 * 6 FLOPs for each token.
+     ({"model": "Qwen3 30B", "ffn": "768", "hidden": "2048", "heads": "32", "kv_heads": "4", "layers": "48", "vocab": "151936",
+       "seq": "4096", "params_B": "30.5", "tflops_per_gpu": "923", "tokens_per_s_per_gpu": "39936"}, 128, 8, 1.0)],
+)  # fmt: skip
+def test_how_many_experts_there_are_follows_from_the_row(read, cells, number, active, share):
+    found = read(**({"ep": "8", "gpus": "8"} | cells)).experts
+    assert (found.number, found.active, found.parallel) == (number, active, 8)
+    assert found.share == pytest.approx(share, abs=0.05)
+
+
+def test_tokens_go_to_their_experts_and_back(read):
+    """Between hosts they go once for each host, and the experts of a device are its part of them."""
+    inside = read(model="Mixtral 8x1B", gpus="64", dp="64", ep="8", global_batch="64")
+    across = read(model="Mixtral 64x1B", gpus="64", dp="64", ep="64", global_batch="64")
+    machine, rack = machine_of(inside), machine_of(replace(across, device="GB200", network="NVL72"))
+    assert 0 < to_experts_seconds(inside, machine) < to_experts_seconds(across, machine)
+    assert to_experts_seconds(across, rack) < to_experts_seconds(across, machine)
+    assert expert_params_of(inside, 2) == 2 * 3 * 256 * 512
+    assert predict(inside).seconds > 0
+
+
+def test_of_what_is_left_open_the_fastest_that_fits_is_taken(read):
+    """Recomputation of some of the layers, where memory asks for no more."""
+    run = read(recompute="", framework="Megatron-LM", microbatch="")
+
+    def told(taken):
+        needed = {"none": 150, "full": 50}[taken.recompute] * taken.microbatch
+        return Prediction(10 + 5 * (taken.recompute == "full") - taken.microbatch, *[0.0] * 6, needed, 100)
+
+    taken, prediction = settle(run, told)
+    assert taken.recompute == "full in 50% of the layers" and taken.microbatch == 1
+    assert prediction.seconds == pytest.approx(11.5) and prediction.needed_bytes == pytest.approx(100)
+
+
+def test_a_job_has_equal_parts_of_its_domains(read):
+    run = replace(read(gpus="8"), device="GB200", network="NVL72 domain", devices=256)
+    assert machine_of(run).per_host == 64
+    assert machine_of(replace(run, devices=72)).per_host == 72
+
+
+def test_chips_of_two_devices_are_twice_as_many_replicas(read):
+    run = by_devices(replace(read(gpu_type="TPU7x (Ironwood), chips"), microbatch=2))
+    assert (run.devices, run.data, run.microbatch, run.tensor) == (16, 16, 1, 1)
+    odd = by_devices(read(gpu_type="TPU v3, chips"))
+    assert (odd.devices, odd.data, odd.tensor) == (16, 8, 2)
+
+
+def test_schedules_that_wait_less(read):
+    waiting = {"1F1B": 1, "interleaved 1F1B": 1, "zb-h1": 1 / 3, "ZB-V": 0, "DualPipe": 1 / 3, "": 1}
+    assert {name: waiting_part(replace(read(), schedule=name)) for name in waiting} == waiting
+
+
+def test_no_row_ends_the_others(read, monkeypatch):
+    def fails(run):
+        raise ZeroDivisionError("of a stranger's row")
+
+    monkeypatch.setattr(published, "settle", fails)
+    assert published.predicted(read()) == Left("a stranger", 2, "failed: ZeroDivisionError: of a stranger's row")
+
+
+def test_a_stranger_s_table_is_gone_through(tmp_path, monkeypatch, capsys):
+    """Sizes are tiny; devices, precisions and families are such as no row of ours has."""
+    rows = [
+        ROW | cells
+        for cells in (
+            {"gpu_type": "AMD Instinct MI300X", "precision": "fp8"},
+            {"gpu_type": "TPU v6e", "precision": "int8"},
+            {"gpu_type": "B200", "precision": "nvfp4"},
+            {"model": "ViT-tiny", "vocab": "", "seq": "197", "framework": "PyTorch"},
+            {"model": "Mixtral 4x1B", "ep": "4", "params_B": ""},
+            {"tp": "8", "dp": "1", "kv_heads": "2", "heads": "8", "microbatch": "4"},
+            {"cp": "2", "dp": "4", "microbatch": "2"},
+            {"pp": "2", "dp": "4", "schedule": "zb-h1", "status": "OOM", "seconds_per_step": ""},
+            {"gpu_type": "Abacus 3"},
+            {"layers": None},
+        )
+    ]
+    monkeypatch.setattr(sys, "argv", ["published.py", "--data", str(table_of(tmp_path / "x.tsv", *rows))])
+    published.main()
+    text = " ".join(capsys.readouterr().out.split())
+    assert "runs 5" in text and "2 more runs" in text and "left out 2 rows" in text
+    assert "no such device. 'Abacus 3'" in text and "failed" not in text
