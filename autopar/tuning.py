@@ -160,7 +160,7 @@ class Tuning:
     """Times the bytes of a value: so large may be what it is made of if each kernel that reads it makes it again."""
     slow_flops: float = 16.0
     """Operations for each element: what takes more is held if several read it, as random bits are."""
-    late_bytes: int = 1 << 24
+    late_bytes: int = 1 << 22
     """Bytes. What is smaller may live through a loop; of what is larger, what frees it is done before."""
     again_bytes: int = 1 << 20
     """Bytes. What is smaller may live beside what runs again."""

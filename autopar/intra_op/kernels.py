@@ -46,7 +46,7 @@ def kernel_of(node: Node, strategy: Strategy, traffic: Traffic, mesh: LogicalMes
             return _product(eqn, shapes, flops, num_bytes, dtypes)
         case "conv_general_dilated":
             return _convolution(eqn, shapes, flops, num_bytes, dtypes)
-        case "ragged_dot_general" if len(shapes[0]) == 2 and len(shapes[1]) == 3:
+        case "ragged_dot_general" | "grouped_product" if len(shapes[0]) == 2 and len(shapes[1]) == 3:
             groups, depth, columns = shapes[1]  # of a device; its rows are of all groups
             return Product(
                 groups, math.ceil(shapes[0][0] / eqn.invars[1].aval.shape[0]), columns, depth, num_bytes, dtypes[:2]

@@ -16,17 +16,18 @@ from dataclasses import dataclass
 
 from autopar._jax import JaxprEqn, Literal, Var, copies_to_or_from_host
 from autopar.intra_op.graph import Graph, Node
+from autopar.intra_op.sharded import Compute
 from autopar.ir.rules.replicated import KERNELS
 from autopar.ir.work import num_bytes, num_elements_of
 from autopar.tuning import TUNING
 
-_VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "copy", "sharding_constraint", "copy_p"})
+VIEWS = frozenset({"reshape", "squeeze", "expand_dims", "transpose", "copy", "sharding_constraint", "copy_p"})
 _PICKING = frozenset({"gather", "dynamic_slice", "slice"})
 """Of their first operand they read as much as they return."""
 _WRITING = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter-mul", "scatter-min", "scatter-max"})
 """They change as much of their first operand, in place, as they are given."""
 _SORTING = frozenset({"sort", "top_k", "approx_top_k"})
-_KERNELS = frozenset({"pallas_call", "custom_partitioning", *KERNELS})
+_KERNELS = frozenset({"pallas_call", "custom_partitioning", "grouped_product", *KERNELS})
 """What others wrote is not taken apart."""
 SORT_PASSES = 4.0
 """A radix sort of 32 bits in digits of 8 reads and writes everything so often; Merrill & Grimshaw, 2011."""
@@ -67,7 +68,7 @@ def find_reads(graph: Graph) -> dict[int, tuple[Var, ...]]:
     }
 
 
-def is_pointwise(node: Node) -> bool:
+def is_pointwise(node: Node | Compute) -> bool:
     """Whether each element of the result needs one element of each operand, as far as a compiler can tell."""
     rule = node.rule
     in_one = not (rule.summed or rule.reduced or rule.whole or node.eqn.primitive.name in _KERNELS)
@@ -84,7 +85,7 @@ def is_picking(node: Node) -> bool:
     return node.eqn.primitive.name in _PICKING
 
 
-def is_fused(node: Node) -> bool:
+def is_fused(node: Node | Compute) -> bool:
     """Whether compilers put the operation into one kernel with its neighbours: elementwise work, sums of one operand."""
     rule, name = node.rule, node.eqn.primitive.name
     if name in _SORTING or name in _WRITING or name == "gather":
@@ -94,7 +95,7 @@ def is_fused(node: Node) -> bool:
     return len([o for o in rule.operands if o]) <= 1 and _is_sum(node)
 
 
-def _is_sum(node: Node) -> bool:
+def _is_sum(node: Node | Compute) -> bool:
     """Whether it makes little of much: a sum, a mean, a maximum."""
     return node.eqn.primitive.name.startswith(("reduce_", "arg"))
 
@@ -234,7 +235,7 @@ class _Finder:
 
 def _is_view(eqn: JaxprEqn) -> bool:
     return (
-        eqn.primitive.name in _VIEWS
+        eqn.primitive.name in VIEWS
         and len(eqn.invars) == 1
         and not isinstance(eqn.invars[0], Literal)
         and eqn.invars[0].aval.dtype == eqn.outvars[0].aval.dtype

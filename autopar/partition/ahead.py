@@ -10,7 +10,8 @@ Method: a scheduler that hides latency runs first what others wait for. The grad
         A product that is only added to something is waited for when it is added, which is one kernel. And the backward pass
         begins with numbers in which no array has a part: they wait for the loss, for which the logits would be kept.
         What makes a large array waits, too, with the smallest that it reads: scores of attention are not made beside all
-        that gradients of weights are still made of.
+        that gradients of weights are still made of. And what a loop carries out waits for the stacks that another loop
+        reads: compilers take the last trip off a loop that communicates, and would write its rows when that other one begins.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from collections.abc import Set as AbstractSet
 
 import numpy as np
 
-from autopar._jax import Literal
+from autopar._jax import Literal, on_host
 from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Region, copies_made, copies_read
-from autopar.ir.region import kind_of
+from autopar.ir.region import kind_of, region_of
 from autopar.ir.source import is_backward
 from autopar.tuning import TUNING
 
@@ -57,6 +58,19 @@ class Ahead:
         """Copies that the loop at this place waits for, and the bytes on one device that are free when each is there."""
         return self.done_before(position, 0, TUNING.late_bytes)
 
+    def behind_loop(self, position: int) -> list[Copy]:
+        """Stacks with large rows that the scan at this place makes and another loop reads."""
+        region = self.body.instructions[position]
+        assert isinstance(region, Region)
+        made, loop = copies_made(region), region_of(region.eqn)
+        stacks = [copy for copy in made[len(loop.carries) :] if not on_host(copy[0].aval)]
+        wide = [copy for copy in stacks if self.num_bytes(copy) >= TUNING.late_bytes * loop.trips]
+        return [copy for copy in wide if any(map(self._is_loop, self.readers.get(copy, ())))]
+
+    def _is_loop(self, position: int) -> bool:
+        instruction = self.body.instructions[position]
+        return isinstance(instruction, Region) and kind_of(instruction.eqn) in ("scan", "while")
+
     def of_again(self, position: int) -> tuple[list[Copy], list[Copy]]:
         """Copies that what runs again from this place on reads and that are there before their time, and what they wait for.
 
@@ -83,28 +97,28 @@ class Ahead:
         """Where one of the body's largest arrays is made, the small copy that is read there and what this waits for."""
         made = [self._made_bytes(instruction) for instruction in self.body.instructions]
         least = max(TUNING.late_bytes, TUNING.large_part * max(made, default=0))
-        freeing: list[int] = []  # not waited for yet, and perhaps not needed either
+        freeing: dict[int, int] = {}  # bytes of each that is not waited for yet
         for position, instruction in enumerate(self.body.instructions):
-            if made[position] >= least and freeing:
-                begin = freeing[0]
-                idle = set(self._idle(position, begin))
-                freeing = [at for at in freeing if at in idle]
-                first = self.done_before(position, begin, TUNING.late_bytes)
-                freed = max((num_bytes for _, num_bytes in first), default=0)
-                smallest = min(copies_read(instruction), key=self.num_bytes, default=None)
-                if first and smallest is not None and self.num_bytes(smallest) <= TUNING.late_part * freed:
+            smallest = min(copies_read(instruction), key=self.num_bytes, default=None)
+            if made[position] >= least and freeing and smallest is not None:
+                enough = self.num_bytes(smallest) / TUNING.late_part
+                is_worth = max(freeing.values()) >= enough
+                first = self.done_before(position, min(freeing), TUNING.late_bytes) if is_worth else []
+                if max((freed for _, freed in first), default=0) >= max(1, enough):
                     freeing.clear()
                     yield position, (smallest, [copy for copy, _ in first])
-            if self._frees(position):
-                freeing.append(position)
+            freed = self._freed_bytes(position)
+            if freed:
+                freeing[position] = freed
 
-    def _frees(self, position: int) -> bool:
-        """Whether an instruction reads something large that need not be kept for others, and makes much less of it."""
+    def _freed_bytes(self, position: int) -> int:
+        """The largest array that an instruction reads and need not be kept for others, where it makes much less of it."""
         instruction = self.body.instructions[position]
         if not isinstance(instruction, Compute | Region):
-            return False
+            return 0
         freed = max((self.num_bytes(copy) for copy in copies_read(instruction) if copy not in self.stay), default=0)
-        return freed >= TUNING.late_bytes and 2 * sum(map(self.num_bytes, copies_made(instruction))) < freed
+        is_much = freed >= max(TUNING.late_bytes, 2 * sum(map(self.num_bytes, copies_made(instruction))) + 1)
+        return freed if is_much else 0
 
     def _made_bytes(self, instruction: Instruction) -> int:
         """The largest array that an operation makes."""

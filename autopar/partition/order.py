@@ -46,7 +46,11 @@ def after(operand: jax.Array, *earlier: jax.Array | None) -> jax.Array:
     signs = [never(array) for array in earlier if array is not None and array.size]
     if not signs or operand.size == 0:
         return operand
-    return jnp.where(functools.reduce(jnp.logical_or, signs), jnp.zeros_like(operand), operand)
+    sign = functools.reduce(jnp.logical_or, signs)
+    if len(signs) > 1:
+        # A number of its own: XLA for GPUs tries all tilings of a kernel for each operation that could be part of it.
+        sign = lax.optimization_barrier(sign)
+    return jnp.where(sign, jnp.zeros_like(operand), operand)
 
 
 def never(earlier: jax.Array) -> jax.Array:

@@ -18,12 +18,13 @@ from jax import lax
 
 from autopar._jax import Literal, Var, on_host
 from autopar.cost.steps import Mask, Step
-from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, Region
+from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, Region, copies_made
 from autopar.ir.region import kind_of, region_of
 from autopar.mesh import Sharding
 from autopar.partition.ahead import Ahead, is_seed, waits_at
 from autopar.partition.collectives import apply_fused, apply_step
 from autopar.partition.equation import run_equation
+from autopar.partition.late import find_waits
 from autopar.partition.order import after, communicates, needs_order
 from autopar.partition.owned import owned_copies, without_loss
 from autopar.partition.stacks import scan_into_late_stacks
@@ -48,6 +49,7 @@ def run_body(
     waits = in_order and needs_order(body)
     earlier: jax.Array | None = None
     ahead = Ahead(body, lambda copy: _num_bytes(_local_type(*copy, axis_sizes)))
+    late = find_waits(body, ahead.num_bytes)
     results, losses = {atom for atom, _ in body.outputs if isinstance(atom, Var)}, list[jax.Array]()
     for position, instruction in enumerate(body.instructions):
         loud = waits and communicates(instruction)
@@ -63,12 +65,19 @@ def run_body(
             waiting, awaited = ahead.of_large[position]
             copies[waiting] = after(copies[waiting], *(copies[copy] for copy in awaited))
         first = _done_before(ahead, position, copies)
+        begun = dict[Copy, jax.Array]()
+        if position in late:
+            waiting, work = late[position]
+            begun[waiting] = copies[waiting]
+            copies[waiting] = after(copies[waiting], copies[work])
         made = _run_instruction(instruction, copies, axis_sizes, in_order, earlier if loud else None, owned, first)
         if isinstance(instruction, Compute) and all(_num_bytes(array) < TUNING.late_bytes for array in made.values()):
             if is_seed(instruction):
                 made = {copy: after(array, *losses) for copy, array in made.items()}
             losses += [array for (var, _), array in made.items() if var in results and not array.ndim]
+        copies.update(begun)
         copies.update(made)
+        copies.update(_carried_behind(ahead, position, copies))
         still = list(owned_copies(instruction, owned))
         for copy in made:
             owned.pop(copy, None)
@@ -147,6 +156,15 @@ def _done_before(ahead: Ahead, position: int, copies: Copies) -> list[tuple[jax.
     if not isinstance(instruction, Region) or kind_of(instruction.eqn) not in ("scan", "while"):
         return []
     return [(copies[copy], freed) for copy, freed in ahead.of_loop(position)]
+
+
+def _carried_behind(ahead: Ahead, position: int, copies: Copies) -> Copies:
+    """What a loop that communicates carries out, which waits for rows that it has written (`ahead.py`)."""
+    region = ahead.body.instructions[position]
+    if not isinstance(region, Region) or kind_of(region.eqn) != "scan" or not communicates(region):
+        return {}
+    rows = [copies[copy] for copy in ahead.behind_loop(position)]
+    return {copy: after(copies[copy], *rows) for copy in copies_made(region)[: len(region_of(region.eqn).carries)]}
 
 
 def _begin_after(

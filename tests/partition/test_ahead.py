@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import autopar
 from autopar.intra_op.sharded import Region, local_bytes
 from autopar.partition.ahead import Ahead, waits_at
+from autopar.partition.order import after
 from autopar.partition.program import run_body
 from autopar.tuning import TUNING
 
@@ -31,8 +32,8 @@ def planned(batch):
     return body_of(train_step, params, jax.ShapeDtypeStruct((batch, TOKENS), jnp.int32))
 
 
-def body_of(train_step, *arguments):
-    method = autopar.DataParallel(zero=0)
+def body_of(train_step, *arguments, zero=0):
+    method = autopar.DataParallel(zero=zero)
     step = autopar.parallelize(train_step, cluster=autopar.Cluster.of("8 h100"), method=method, batch_argnums=(1,))
     (stage,) = step.plan(*arguments).attached.pipeline.stages
     return stage.tasks[0].body, stage.mesh
@@ -85,6 +86,30 @@ def test_what_is_small_may_come_later():
     body, mesh = planned(batch=8)
     *_, backward = loops_of(body)
     assert Ahead(body, lambda copy: local_bytes(*copy, mesh) // 64).of_loop(backward) == []
+
+
+def test_behind_a_loop_that_communicates_the_rows_for_the_next_one_are_written_first():
+    layers, rows, width = 3, 4096, 1024
+
+    def train_step(weights, x):
+        def loss_of(weights):
+            return jnp.mean(jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), x, weights)[0] ** 2)
+
+        return jax.tree.map(lambda p, g: p - 0.1 * g, weights, jax.grad(loss_of)(weights))
+
+    body, mesh = body_of(train_step, array(layers, width, width), array(8 * rows, width), zero=3)
+    forward, backward = loops_of(body)
+    ahead = Ahead(body, lambda copy: local_bytes(*copy, mesh))
+    assert {var.aval.shape for var, _ in ahead.behind_loop(forward)} == {(layers, 8 * rows, width)}
+    assert ahead.behind_loop(backward) == []
+    assert Ahead(body, lambda copy: 64).behind_loop(forward) == []
+    # In what is emitted, the loss waits for the rows.
+    jaxpr = emitted(body, mesh)
+    loop, _ = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    carried, *stacks = loop.outvars
+    (waiting,) = [eqn for eqn in jaxpr.eqns if carried in eqn.invars]
+    read = {atom for eqn in needed_by(jaxpr, waiting) for atom in eqn.invars if not hasattr(atom, "val")}
+    assert read.issuperset(stacks)
 
 
 def test_what_runs_again_waits_for_the_gradients_of_the_layer_behind_it():
@@ -143,6 +168,27 @@ def test_what_makes_a_large_array_waits_for_the_gradients_of_weights():
         made = body.instructions[position].eqn.outvars[0]
         assert 8 * made.aval.size >= 64 * tokens * 4096 >= small.aval.size
     assert not Ahead(body, lambda copy: 64).of_large
+
+
+def test_a_gradient_that_is_made_wider_is_not_forgotten():
+    rows, width, hidden = 4096, 1024, 4096
+
+    def train_step(weights, x):
+        wide = x @ weights["up"]
+        gradient = (wide.T @ x).astype(jnp.float32)
+        return gradient, jnp.tanh(x[:, :16] @ weights["other"]).sum(1)
+
+    half = {"up": jax.ShapeDtypeStruct((width, hidden), jnp.bfloat16)}
+    half["other"] = jax.ShapeDtypeStruct((16, hidden), jnp.bfloat16)
+    body, mesh = body_of(train_step, half, jax.ShapeDtypeStruct((8 * rows, width), jnp.bfloat16))
+    waits = Ahead(body, lambda copy: local_bytes(*copy, mesh)).of_large
+    assert [sorted(var.aval.shape) for _, first in waits.values() for var, _ in first] == [[width, hidden]]
+
+
+def test_what_waits_for_several_reads_one_number():
+    x = jnp.ones(4)
+    one, two = (str(jax.make_jaxpr(after)(x, *[x] * count)) for count in (1, 2))
+    assert "optimization_barrier" in two and "optimization_barrier" not in one
 
 
 def is_of_weights(atom, width):

@@ -1,20 +1,20 @@
 """Loads from and stores to the buffers of a kernel: which part of a buffer, and the same of a shorter one.
 
 In:     equations of the body of a Pallas kernel: `get`, `swap`, `addupdate`, and Triton's `masked_load`, `masked_swap`.
-Out:    `access_of`; `shorter_loop`: a body of which one loop has fewer trips, over buffers that are shorter.
+Out:    `access_of`; `shorter_loop`, `on_shorter_buffers`: a body of which one loop has fewer trips; whose buffers are shorter.
 Method: JAX keeps indices as a tree of slices and arrays of numbers, whose leaves are operands of the equation.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 
-from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, new_var, open_jaxpr, replace_eqn, scan_counts, scan_params
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, new_var, open_jaxpr, replace_eqn
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,11 @@ class Access:
     others: tuple[Atom, ...]
     stored: Atom | None
     reads: bool
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of the buffer is touched, whatever stands in it."""
+        return self.sizes == self.shape and len(self.others) == (self.stored is not None)
 
 
 def is_buffer(atom: Any) -> bool:
@@ -90,29 +95,44 @@ def _parts(eqn: JaxprEqn) -> list[Any] | None:
 # The same on shorter buffers.
 
 
-def shorter_loop(body: Jaxpr, at: int, walked: Mapping[int, Mapping[int, int]], trips: int) -> Jaxpr:
-    """A body one of whose loops has so many trips.
-
-    Args:
-        body: Of the kernel.
-        at: The loop's number among its equations; nothing else touches the buffers that it walks through.
-        walked: For each of these, by its position among the body's arguments, its new length along some dims.
-        trips: Of the new loop.
-    """
+def shorter_loop(body: Jaxpr, at: int, trips: int) -> Jaxpr:
+    """A body one of whose loops, the `at`-th of its equations, has so many trips."""
     loop = body.eqns[at]
-    new: dict[Atom, Var] = {}
-    for position, lengths in walked.items():
-        new[body.invars[position]] = new_var(resized_buffer(body.invars[position].aval, lengths))
-    operands = [new.get(atom, atom) if isinstance(atom, Var) else atom for atom in loop.invars]
-    inside, _ = open_jaxpr(loop.params["jaxpr"])
-    pairs = zip(inside.invars, loop.invars, operands, strict=True)
-    inner = {var: new_var(atom.aval) for var, old, atom in pairs if atom is not old}
-    eqns = [_on_others(eqn, inner) for eqn in inside.eqns]
-    inside = inside.replace(invars=[inner.get(var, var) for var in inside.invars], eqns=eqns)
-    params = {**scan_params(loop.params, inside, *scan_counts(loop.params)), "length": trips}
-    params["unroll"] = min(params["unroll"], trips)
-    eqns = [*body.eqns[:at], replace_eqn(loop, invars=operands, params=params), *body.eqns[at + 1 :]]
-    return body.replace(invars=[new.get(var, var) for var in body.invars], eqns=eqns)
+    params = {**loop.params, "length": trips, "unroll": min(loop.params["unroll"], trips)}
+    return body.replace(eqns=[*body.eqns[:at], replace_eqn(loop, params=params), *body.eqns[at + 1 :]])
+
+
+def on_shorter_buffers(body: Jaxpr, lengths_of: Mapping[int, Mapping[int, int]]) -> Jaxpr:
+    """A body whose buffers, by their positions among its arguments, have other lengths along some dims."""
+    new = {body.invars[at]: resized_buffer(body.invars[at].aval, lengths) for at, lengths in lengths_of.items()}
+    return _retyped(body, new)
+
+
+def _retyped(body: Jaxpr, types: Mapping[Var, Any]) -> Jaxpr:
+    """A body some of whose arguments have other types."""
+    new = {var: new_var(types[var]) for var in body.invars if var in types}
+    return body.replace(invars=[new.get(var, var) for var in body.invars], eqns=[_on_others(e, new) for e in body.eqns])
+
+
+def _on_others(eqn: JaxprEqn, buffer_for: Mapping[Var, Var]) -> JaxprEqn:
+    """An equation on the buffers that stand for its own."""
+    invars = [buffer_for.get(atom, atom) if isinstance(atom, Var) else atom for atom in eqn.invars]
+    if all(new is old for new, old in zip(invars, eqn.invars, strict=True)):
+        return eqn
+    if _parts(eqn) is not None:
+        return _access_of_others(eqn, buffer_for)
+
+    def inner(closed: Any, operands: Sequence[Atom]) -> Any:
+        body, _ = open_jaxpr(closed)
+        types = {var: atom.aval for var, atom in zip(body.invars, operands, strict=True) if is_buffer(atom)}
+        body = _retyped(body, types)
+        return body if isinstance(closed, Jaxpr) else closed.replace(jaxpr=body)
+
+    if "branches" in eqn.params:
+        params = {"branches": tuple(inner(branch, invars[1:]) for branch in eqn.params["branches"])}
+    else:
+        params = {"jaxpr": inner(eqn.params["jaxpr"], invars)}
+    return replace_eqn(eqn, invars=invars, params={**eqn.params, **params})
 
 
 def resized_buffer(aval: Any, lengths: Mapping[int, int]) -> Any:
@@ -121,11 +141,9 @@ def resized_buffer(aval: Any, lengths: Mapping[int, int]) -> Any:
     return aval.update(inner_aval=aval.inner_aval.update(shape=shape))
 
 
-def _on_others(eqn: JaxprEqn, buffer_for: Mapping[Var, Var]) -> JaxprEqn:
+def _access_of_others(eqn: JaxprEqn, buffer_for: Mapping[Var, Var]) -> JaxprEqn:
     """A load or a store, on the buffer that stands for its own."""
-    old = next((atom for atom in eqn.invars if isinstance(atom, Var) and atom in buffer_for), None)
-    if old is None:
-        return eqn
+    old = next(atom for atom in eqn.invars if isinstance(atom, Var) and atom in buffer_for)
     shape = buffer_for[old].aval.shape
     key = "args_tree" if "args_tree" in eqn.params else "tree"
     first = 0 if key == "args_tree" else 1 if eqn.primitive.name == "get" else 2

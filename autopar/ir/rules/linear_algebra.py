@@ -1,6 +1,6 @@
 """Rules of products and decompositions of matrices.
 
-In:     `dot_general`, `ragged_dot_general`, `scaled_dot`, `cholesky`, `triangular_solve`, `lu`, `eigh`, `svd`, ...
+In:     products, grouped and scaled ones, too, and `cholesky`, `triangular_solve`, `lu`, `eigh`, `svd`, ...
 Out:    `ab,bc->ac {sum b}` for products; for decompositions, batch dims split and the dims of the matrix whole.
 Method: a product is summed over the contracted factors: split, the result is a partial sum. Linear in either operand.
 """
@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from autopar._jax import JaxprEqn, bind_eqn, find_primitives
+from autopar.ir.rules.grouped_product import grouped_product_p
 from autopar.ir.rules.linearity import linear_groups, may_be_partial
 from autopar.ir.rules.locate import signed
 from autopar.ir.rules.registry import register, register_named
@@ -80,7 +81,7 @@ def _product(
     )
 
 
-@register(*find_primitives("ragged_dot_general"))
+@register(*find_primitives("ragged_dot_general"), grouped_product_p)
 def ragged_dot_general(eqn: JaxprEqn) -> ShardingRule:
     """A product whose dim `lhs_ragged_dimensions` is cut into groups g, with their lengths in `group_sizes`.
 

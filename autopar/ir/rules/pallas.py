@@ -5,7 +5,8 @@ Out:    `ShardingRule`: a grid dim that walks the blocks of every result, and of
         that can be split; its length is that of the grid dim. On one device runs the same kernel over fewer steps. So is
         one whose steps add up the results that it does not walk (`added_up.py`): fewer steps make a part of the sum.
 Method: a dim of n blocks of b elements is two factors, `(block, inside)`, the second whole. What else keeps a grid dim
-        whole: the kernel asks at which step it is (`program_id`: a causal mask), a block is written at several of its steps,
+        whole: the kernel asks at which step it is (`program_id`: a causal mask) for more than to find its rows in whole
+        arrays (`kernel_steps.py`), a block is written at several of its steps,
         or which one a step holds is known only when it runs. In a scratch buffer a step finds what the step before it left;
         a dim is split only if no step could tell this from the first: neither it nor a dim outside of it is asked for.
         Positions within a block need no such care: a block is the same block on one device.
@@ -25,9 +26,10 @@ from autopar._jax import Jaxpr, JaxprEqn, Var, all_equations, bind_eqn, bodies_i
 from autopar.errors import warn
 from autopar.ir.rules.added_up import dims_added_up, with_last_steps
 from autopar.ir.rules.index_map import BlockNumbers, block_numbers, digits_in, split_steps
-from autopar.ir.rules.kernel_access import resized_buffer, shorter_loop
+from autopar.ir.rules.kernel_access import on_shorter_buffers, resized_buffer, shorter_loop
 from autopar.ir.rules.kernel_flops import kernel_flops
 from autopar.ir.rules.kernel_loops import BlockLoop, loops_over_blocks
+from autopar.ir.rules.kernel_steps import steps_over_blocks
 from autopar.ir.rules.linearity import may_be_partial
 from autopar.ir.rules.registry import register_named, replicated_rule, whole_kernel_warning
 from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, factor_names
@@ -90,6 +92,8 @@ class _Kernel:
         self.factor_of = {
             (dim, k): next(self.fresh) for dim, digits in enumerate(self.lengths) for k in range(len(digits))
         }
+        self.steps = {} if self.loops else self._steps()
+        self.loops |= {self.factor_of[dim, 0]: loop for dim, loop in self.steps.items()}
 
     def rule(self) -> ShardingRule:
         """The rule; `whole` then says why grid dims are."""
@@ -129,9 +133,25 @@ class _Kernel:
         body, _ = open_jaxpr(self.eqn.params["jaxpr"])
         if self.eqn.params.get("input_output_aliases"):
             return []
-        first = len(body.invars) - len(self.mapping.scratch_avals) - len(self.maps)
-        results = range(first + self.mapping.num_inputs, first + len(self.maps))
-        return [loop for loop in loops_over_blocks(body, results) if None not in self._walked(loop)]
+        return [loop for loop in loops_over_blocks(body, self._results_of(body)) if None not in self._walked(loop)]
+
+    def _steps(self) -> dict[int, BlockLoop]:
+        """Grid dims by whose number the body finds blocks of what every step has all of."""
+        body, _ = open_jaxpr(self.eqn.params["jaxpr"])
+        asked = dict.fromkeys(_asked_for(body))
+        found: dict[int, BlockLoop] = {}
+        for own, dim in enumerate(self._user_dims):
+            length = self.grid[dim]
+            if own in asked and len(self.lengths[dim]) == 1 and length and not self.eqn.params["input_output_aliases"]:
+                loop = steps_over_blocks(body, own, length, self._results_of(body))
+                if loop is not None and None not in self._walked(loop):
+                    found[dim] = loop
+        return found
+
+    def _results_of(self, body: Jaxpr) -> range:
+        """Positions of results among the body's arguments."""
+        behind = len(body.invars) - len(self.mapping.scratch_avals)
+        return range(behind - len(self.eqn.outvars), behind)
 
     def _walked(self, loop: BlockLoop) -> list[tuple[int, int] | None]:
         """(Array, dim) of what a loop goes over; None: of no array, or of one of which a step has but a part."""
@@ -160,7 +180,8 @@ class _Kernel:
     def _keep_what_is_asked_for(self, sums: set[int]) -> None:
         """Grid dims whose index the kernel reads, by `program_id` or a name; with scratch also those within them."""
         body, _ = open_jaxpr(self.eqn.params["jaxpr"])
-        asked = {self._user_dims[dim] for dim in _asked_for(body) if dim < len(self._user_dims)} - sums
+        asked = {self._user_dims[dim] for dim in _asked_for(body) if dim < len(self._user_dims)}
+        asked -= sums | self.steps.keys()
         if self.mapping.grid_names is not None:
             asked |= {dim for dim, name in enumerate(self.mapping.grid_names) if name is not None}
         for dim, length in enumerate(self.grid):
@@ -317,7 +338,7 @@ def _on_part(
         params["out_avals"] = tuple(a.update(shape=s) for a, s in zip(params["out_avals"], made, strict=True))
     cost = params.get("cost_estimate")
     if cost is not None:
-        parts = math.prod((*counts, *map(shard.num_shards, loops)))
+        parts = math.prod(map(shard.num_shards, dict.fromkeys((*steps.values(), *loops))))
         names = [field.name for field in dataclasses.fields(cost) if isinstance(getattr(cost, field.name), int)]
         params["cost_estimate"] = dataclasses.replace(cost, **{name: getattr(cost, name) // parts for name in names})
     return bind_eqn(eqn, *operands, params=params)
@@ -340,4 +361,5 @@ def _with_fewer_trips(
         shape = (*blocks[k].block_shape[:position], shorter, *blocks[k].block_shape[position + 1 :])
         aval = resized_buffer(blocks[k].transformed_block_aval, {dim: length})
         blocks[k] = blocks[k].replace(block_shape=shape, transformed_block_aval=aval)
-    return shorter_loop(body, loop.at, walked, trips), blocks
+    body = on_shorter_buffers(body, walked)
+    return body if loop.at is None else shorter_loop(body, loop.at, trips), blocks

@@ -78,7 +78,7 @@ class Ordering:
                 return self._takes(eqn, known)
             case "scatter" | "scatter-add" if isinstance(known[1], Split) and known[1].places:
                 return self._puts(eqn, known)
-            case "ragged_dot_general":
+            case "ragged_dot_general" | "grouped_product":
                 return self._multiplies(eqn, known)
             case name if any(p.places for p in own) and name not in RESHAPES:
                 return self._computes_places(eqn, known)

@@ -47,6 +47,7 @@ from autopar._jax import (
     without_context_mesh,
 )
 from autopar.ir.region import Binding, closed_bodies, region_of
+from autopar.ir.rules.grouped_product import grouped_product, grouped_product_p
 from autopar.ir.source import caller_traceback
 from autopar.ir.trace.fold import fold
 from autopar.ir.trace.random import ALIASES, cache_key, physical_jaxpr, touches_keys
@@ -201,6 +202,11 @@ _MAYBE_IDENTITY = frozenset(
 
 
 def _call(walk: Walk, eqn: JaxprEqn, operands: list[Atom]) -> list[Atom]:
+    product = grouped_product(eqn)
+    if product is not None:  # megablox: a kernel and all that it is told, as the product that it is
+        outvars = [fresh(var.aval) for var in eqn.outvars]
+        walk.block.eqns.append(new_eqn(grouped_product_p, operands, outvars, product, source_info=eqn.source_info))
+        return list(outvars)
     body, consts = open_jaxpr(_callee(eqn))
     return append_flat(walk.into(walk.block, body, eqn), body, consts, operands)
 

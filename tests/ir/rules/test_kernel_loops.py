@@ -55,6 +55,42 @@ def storing(x, y):
     return pl.pallas_call(stores_rows, out_shape=jax.ShapeDtypeStruct((ROWS, 8), jnp.float32), interpret=True)(x, y)
 
 
+def in_scratch(add, start=jnp.zeros_like, end=lambda total: total):
+    """The same with `pl.loop`, and the sum in a scratch buffer."""
+
+    def kernel(x, y, result, total):
+        total[...] = start(total)
+
+        @pl.loop(0, 8)
+        def _(k):
+            add(total, rows(x, y, None, k))
+
+        result[...] = end(total[...])
+
+    def fun(x, y):
+        out, scratch = jax.ShapeDtypeStruct((8,), jnp.float32), [pltpu.VMEM((8,), jnp.float32)]
+        return pl.pallas_call(kernel, out_shape=out, scratch_shapes=scratch, interpret=True)(x, y)
+
+    return fun
+
+
+def add(total, more):
+    total[...] += more
+
+
+def add_twice(total, more):
+    total[...] += more
+    total[...] += more
+
+
+def forget(total, more):
+    total[...] = more
+
+
+def add_in_part(total, more):
+    total[:4] += more[:4]
+
+
 def product(last, end=lambda total, _: total):
     """A product of matrices as for TPUs: added up in scratch over the last dim of the grid."""
 
@@ -101,6 +137,7 @@ SUMS = {
     "loop": (in_a_loop(rows), TWICE, "(ab)c,(ad)e->f {sum a, whole b c d e f}"),
     "scaled": (in_a_loop(rows, end=lambda total: total * 0.5), TWICE, "(ab)c,(ad)e->f {sum a, whole b c d e f}"),
     "places": (in_a_loop(by_places), TWICE, "(ab)c,(ad)e->f {sum a, whole b c d e f}"),
+    "loop in scratch": (in_scratch(add), TWICE, "(ab)c,(ad)e->f {sum a, whole b c d e f}"),
     "stored": (storing, TWICE, "(ab)c,(ad)e->(af)g {whole b c d e f g}"),
     "scratch": (product(is_seventh), MATRICES, "(ad)(ce),(cf)g->(ah)i {sum c, whole d e f g h i}"),
     "counted scratch": (product(is_last), MATRICES, "(ad)(ce),(cf)g->(ah)i {sum c, whole d e f g h i}"),
@@ -125,6 +162,11 @@ NO_SUMS = {
     "overlapping": in_a_loop(lambda x, y, result, k: x[pl.ds(k * 4, 4)].sum(0) + y[pl.ds(k * 3, 4)].sum(0)),
     "reversed": in_a_loop(lambda x, y, result, k: x[pl.ds((7 - k) * 4, 4)].sum(0)),
     "read outside too": in_a_loop(lambda x, y, result, k: x[pl.ds(k * 4, 4)].sum(0) + x[...].max(0)),
+    "scratch from one": in_scratch(add, start=jnp.ones_like),
+    "scratch decayed": in_scratch(add, end=jnp.tanh),
+    "added twice": in_scratch(add_twice),
+    "forgotten": in_scratch(forget),
+    "in part": in_scratch(add_in_part),
     "nothing walked": in_a_loop(lambda x, y, result, k: x[...].sum(0)),
 }
 

@@ -1,0 +1,98 @@
+"""What needs nothing new begins no earlier than it is read: compilers would begin it at once, and hold what it makes till then.
+
+In:     a sharded body.
+Out:    for places in it a copy that is read there and one that it waits for.
+Method: a scheduler that hides latency fills the time of a collective with whatever could run. In a backward pass that is
+        what all layers make again of what they kept: probabilities of attention from their exponentials, the
+        activations from what enters them, and the operands of products turned as these want them. Here each waits for
+        the product, or what else is no elementwise work, from which its reader's other operands come; or, if these come from
+        a collective, for that from which the collective's operand comes: so it may still run beside that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from autopar._jax import Literal, copies_to_or_from_host
+from autopar.intra_op.sharded import Body, Compute, Copy, Fused, Gate, Instruction, Move, copies_made, copies_read
+from autopar.intra_op.traffic import VIEWS, is_fused
+from autopar.tuning import TUNING
+
+Waits = dict[int, tuple[Copy, Copy]]
+"""By place: a copy that is read there, and one that must be there before."""
+
+
+def find_waits(body: Body, num_bytes: Callable[[Copy], int]) -> Waits:
+    """Where what could run earlier begins, and what it waits for; `num_bytes` says how large copies are on one device."""
+    return dict(_Walk(body, num_bytes).waits())
+
+
+class _Walk:
+    """A walk through a body; `depth` is the place of the last work on which a copy depends that is not elementwise."""
+
+    def __init__(self, body: Body, num_bytes: Callable[[Copy], int]):
+        self.body, self.num_bytes = body, num_bytes
+        self.depth: dict[Copy, int] = dict.fromkeys(body.inputs, -1)
+        self.maker: dict[Copy, int] = {}
+
+    def waits(self) -> Iterator[tuple[int, tuple[Copy, Copy]]]:
+        for place, instruction in enumerate(self.body.instructions):
+            read = copies_read(instruction)
+            deepest = max((self.depth[copy] for copy in read), default=-1)
+            is_light = _is_light(instruction)
+            if isinstance(instruction, Compute) and not is_light:
+                before = self._work_before(deepest)
+                for k, copy in enumerate(read):
+                    if self.depth[copy] < before and self.num_bytes(copy) >= TUNING.again_bytes:
+                        yield from self._begin(copy, before, place if _is_turned(instruction, k) else None)
+            for copy in copies_made(instruction):
+                self.depth[copy], self.maker[copy] = deepest if is_light else place, place
+
+    def _work_before(self, place: int) -> int:
+        """The work on which what is at this place depends: that itself, if it sends nothing; -1: there is none."""
+        while place >= 0 and _sends(instruction := self.body.instructions[place]):
+            place = max((self.depth[copy] for copy in copies_read(instruction)), default=-1)
+        return place
+
+    def _begin(self, copy: Copy, before: int, reader: int | None) -> Iterator[tuple[int, tuple[Copy, Copy]]]:
+        """The wait of the first elementwise work that makes a copy; of `reader`, which turns it, where nothing makes it."""
+        awaited = copies_made(self.body.instructions[before])[0]
+        place, seen = self.maker.get(copy, -1), {copy}
+        line = [place] if place > before else []
+        for at in line:
+            for operand in copies_read(self.body.instructions[at]):
+                if operand not in seen and self.maker.get(operand, -1) > before:
+                    seen.add(operand)
+                    line.append(self.maker[operand])
+        first = min((at for at in line if not _is_view(self.body.instructions[at])), default=None)
+        if first is not None:
+            yield first, (min(copies_read(self.body.instructions[first]), key=self.num_bytes), awaited)
+        elif reader is not None and copy not in self.maker:
+            yield reader, (copy, awaited)
+
+
+def _is_light(instruction: Instruction) -> bool:
+    """Whether an instruction is elementwise work, which could be part of any kernel."""
+    if isinstance(instruction, Compute):
+        return is_fused(instruction) and not instruction.strategy.reductions
+    return isinstance(instruction, Gate)
+
+
+def _sends(instruction: Instruction) -> bool:
+    """Whether it moves something between devices, or to or from their hosts."""
+    is_copy = isinstance(instruction, Compute) and copies_to_or_from_host(instruction.eqn)
+    return is_copy or isinstance(instruction, Move | Fused)
+
+
+def _is_view(instruction: Instruction) -> bool:
+    """Whether it moves nothing; or makes numbers of nothing, which waits for nothing."""
+    return not isinstance(instruction, Compute) or not instruction.reads or instruction.eqn.primitive.name in VIEWS
+
+
+def _is_turned(instruction: Compute, operand: int) -> bool:
+    """Whether a product of batches reads an operand in which these are not the leading dims: it is turned before."""
+    eqn = instruction.eqn
+    if eqn.primitive.name != "dot_general" or any(isinstance(atom, Literal) for atom in eqn.invars):
+        return False
+    batch = eqn.params["dimension_numbers"][1][operand]
+    return sorted(batch) != list(range(len(batch)))

@@ -1,0 +1,67 @@
+"""What needs nothing new does not begin long before it is read."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import autopar
+from autopar.intra_op.sharded import local_bytes
+from autopar.partition.late import find_waits
+from autopar.partition.program import run_body
+
+WIDTH, ROWS = 1024, 4096
+
+
+def reads_what_was_kept(kept, x):
+    """Their exponentials could be made before the product that they are multiplied with."""
+    made = jnp.tanh(x["this"] @ kept["w"])
+    return jnp.exp(kept["scores"]) @ made
+
+
+def reads_a_sum(kept, x):
+    """Their other operand is summed over devices."""
+    made = x["this"].T @ x["other"]
+    return jnp.exp(kept["scores"][:, :WIDTH]) @ made
+
+
+def turns_what_was_kept(kept, x):
+    """A product of batches has these first: heads that lie behind the rows are brought before them."""
+    made = (x["this"] @ kept["w"]).reshape(ROWS, 8, WIDTH // 8)
+    return jnp.einsum("qhd,khd->hqk", made, kept["heads"])
+
+
+def planned(step):
+    shapes = {"scores": (WIDTH, ROWS), "w": (WIDTH, WIDTH), "heads": (ROWS, 8, WIDTH // 8)}
+    kept = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+    x = {name: jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32) for name in ("this", "other")}
+    method = autopar.DataParallel(zero=0)
+    made = autopar.parallelize(step, cluster=autopar.Cluster.of("2 h100"), method=method, batch_argnums=(1,))
+    (stage,) = made.plan(kept, x).attached.pipeline.stages
+    return stage.tasks[0].body, stage.mesh
+
+
+@pytest.mark.parametrize(
+    "step, waiting",
+    [(reads_what_was_kept, "exp"), (reads_a_sum, "slice"), (turns_what_was_kept, "dot_general")],
+)
+def test_waits_for_the_product_before_its_reader(step, waiting):
+    body, mesh = planned(step)
+    ((place, (held, awaited)),) = find_waits(body, lambda copy: local_bytes(*copy, mesh)).items()
+    assert body.instructions[place].eqn.primitive.name == waiting
+    assert held in body.inputs and held in body.instructions[place].reads
+    makers = [i for i in body.instructions[:place] if hasattr(i, "eqn") and awaited in i.makes]
+    assert [maker.eqn.primitive.name for maker in makers] == ["dot_general"]
+    assert not find_waits(body, lambda copy: 64)
+
+
+def test_what_is_emitted_waits():
+    body, mesh = planned(reads_what_was_kept)
+    types = [jax.ShapeDtypeStruct(s.local_shape(v.aval.shape, mesh), v.aval.dtype) for v, s in body.inputs]
+    sizes = dict(mesh.axis_sizes)
+    jaxpr = jax.make_jaxpr(lambda *a: run_body(body, a, sizes), axis_env=list(sizes.items()))(*types).jaxpr
+    names = [eqn.primitive.name for eqn in jaxpr.eqns]
+    needed = set(jaxpr.eqns[names.index("exp")].invars)
+    for eqn in reversed(jaxpr.eqns[: names.index("exp")]):
+        if not needed.isdisjoint(eqn.outvars):
+            needed.update(a for a in eqn.invars if not hasattr(a, "val"))
+    assert not needed.isdisjoint(jaxpr.eqns[names.index("dot_general")].outvars)
