@@ -116,7 +116,8 @@ def descend(
         answer = solve(block, solver, limit, max(gap, TUNING.large_gap), start=best.choices)
         if answer.choices and answer.objective < before:
             best = Solution(answer.choices, answer.objective, floor, "feasible", best.solver)
-        failed = 0 if best.objective < before * (1 - TUNING.axis_gain) else failed + 1
+        # What was just solved gives no more until another axis was held.
+        failed = 1 if best.objective < before * (1 - TUNING.axis_gain) else failed + 1
         held = (held + 1) % len(does)
     if not np.isfinite(best.objective):
         return Solution((), np.inf, np.inf, "infeasible", best.solver)
