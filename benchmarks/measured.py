@@ -6,7 +6,9 @@ On 8 virtual CPU devices, which share this machine's cores. The plans of a model
 the next step of each, so that whatever else the machine does meets all of them. Prints both times of each plan, their ratio,
 and Kendall's tau of the order for each model: 1 where all pairs of plans come in the predicted order, -1 where none does.
 Of each plan the fastest step counts. Beside the clock stands for how long the step keeps all cores busy: the devices share
-them, so that is what a step takes on a machine with nothing else to do, and other programs do not stretch it.
+them, so that is what a step takes on a machine with nothing else to do, and other programs do not stretch it. How far the
+fastest of every other step is from the fastest of the rest says how well a plan's time repeats; a second tau leaves out
+pairs of plans that differ by less than that.
 """
 
 from __future__ import annotations
@@ -17,9 +19,9 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 NUM_DEVICES = 8
 os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={NUM_DEVICES} " + os.environ.get("XLA_FLAGS", "")
@@ -148,15 +150,52 @@ def step_seconds(compiled: Any, args: list[Any]) -> tuple[float, float]:
     return time.perf_counter() - started, (time.process_time() - busy) / min(os.cpu_count() or 1, NUM_DEVICES)
 
 
-def kendall_tau(pairs: list[tuple[float, float]]) -> float:
-    """Pairs in the same order less those in the other, as a part of all; Kendall, Biometrika 1938."""
-    order = [np.sign(a[0] - b[0]) * np.sign(a[1] - b[1]) for a, b in itertools.combinations(pairs, 2)]
-    return float(sum(order)) / len(order)
+class Figures(NamedTuple):
+    """Of a plan, seconds: predicted, of its fastest step by the clock, and for which it keeps the cores busy.
+
+    How far the last two were off when they were measured again stands behind them.
+    """
+
+    predicted: float
+    clock: float
+    busy: float
+    clock_spread: float
+    busy_spread: float
 
 
-def tau(plans: dict[str, tuple[float, float, float]], which: int) -> float:
-    """Of the predicted order and a measured one: 1 by the clock, 2 by what the cores did."""
-    return kendall_tau([(figures[0], figures[which]) for figures in plans.values()])
+def figures_of(predicted: float, steps: list[tuple[float, float]]) -> Figures:
+    """What was predicted, and steps as of `step_seconds`."""
+    every, one, other = (
+        [min(seconds) for seconds in zip(*part, strict=True)] for part in (steps, steps[::2], steps[1::2])
+    )
+    return Figures(predicted, *every, *(abs(a - b) for a, b in zip(one, other, strict=True)))
+
+
+def kendall_tau(plans: Iterable[Figures], which: int, apart: bool = False) -> float:
+    """Pairs in the predicted order less those in the other, as a part of all; Kendall, Biometrika 1938.
+
+    Args:
+        plans: Two at least.
+        which: 1: by the clock; 2: by what the cores did.
+        apart: Whether to leave out pairs that are nearer to each other than their times repeat.
+    """
+    order = [
+        np.sign(a.predicted - b.predicted) * np.sign(a[which] - b[which])
+        for a, b in itertools.combinations(plans, 2)
+        if not apart or abs(a[which] - b[which]) > max(a[which + 2], b[which + 2])
+    ]
+    return float(sum(order)) / max(1, len(order))
+
+
+def in_words(groups: list[list[Figures]]) -> str:
+    """Kendall's tau of each group of plans, on average."""
+    plain, apart = (
+        [statistics.mean(kendall_tau(plans, which, only) for plans in groups) for which in (1, 2)]
+        for only in (False, True)
+    )
+    return (
+        f"{plain[0]:.2f} of steps, {plain[1]:.2f} of work; {apart[0]:.2f}, {apart[1]:.2f} of pairs that are told apart"
+    )
 
 
 def main() -> None:
@@ -175,7 +214,7 @@ def main() -> None:
         errors = ", ".join(f"{kind} {error:.0%}" for kind, error in profile.errors.items())
         console.print(f"calibrated in {profile.machine['seconds']} s; median errors: {errors}")
     cluster = autopar.Cluster.local(profile=profile)
-    found: dict[str, dict[str, tuple[float, float, float]]] = {}
+    found: dict[str, dict[str, Figures]] = {}
     for model in options.models:
         plans = list(compiled_plans(model, cluster))
         taken: dict[str, list[tuple[float, float]]] = {name: [] for name, _, _ in plans}
@@ -184,26 +223,21 @@ def main() -> None:
                 seconds = step_seconds(compiled, args)
                 if number:  # the first places its arguments
                     taken[name].append(seconds)
-        found[model] = {
-            name: (compiled.plan.cost.step_seconds, *map(min, zip(*taken[name], strict=True)))
-            for name, compiled, _ in plans
-        }
-        table = Table("plan", "predicted", "measured", "ratio", "cores busy", title=model, show_edge=False)
-        for name, (predicted, measured, busy) in sorted(found[model].items(), key=lambda item: item[1][1]):
-            times = (f"{seconds * 1e3:.1f} ms" for seconds in (predicted, measured))
-            table.add_row(name, *times, f"{predicted / measured:.2f}", f"{busy * 1e3:.1f} ms")
-        console.print(
-            table, f"Kendall's tau: {tau(found[model], 1):.2f} of steps, {tau(found[model], 2):.2f} of work\n", sep="\n"
-        )
-    means = [statistics.mean(tau(plans, which) for plans in found.values()) for which in (1, 2)]
-    together = {f"{model}, {name}": figures for model, plans in found.items() for name, figures in plans.items()}
-    all_of_them = [tau(together, which) for which in (1, 2)]
+        found[model] = {name: figures_of(compiled.plan.cost.step_seconds, taken[name]) for name, compiled, _ in plans}
+        table = Table("plan", "predicted", "measured", "ratio", "cores busy", "again", title=model, show_edge=False)
+        for name, plan in sorted(found[model].items(), key=lambda item: item[1].clock):
+            times = (f"{seconds * 1e3:.1f} ms" for seconds in plan[:2])
+            ratio, again = plan.predicted / plan.clock, plan.clock_spread / plan.clock
+            table.add_row(name, *times, f"{ratio:.2f}", f"{plan.busy * 1e3:.1f} ms", f"{again:.1%}")
+        console.print(table, f"Kendall's tau: {in_words([list(found[model].values())])}\n", sep="\n")
     console.print(
-        f"Kendall's tau, on average over {len(found)} models: {means[0]:.2f} of steps, {means[1]:.2f} of work"
+        f"on average over {len(found)} models: {in_words([list(plans.values()) for plans in found.values()])}"
     )
-    console.print(f"over all {len(together)} plans: {all_of_them[0]:.2f} of steps, {all_of_them[1]:.2f} of work")
+    together = [plan for plans in found.values() for plan in plans.values()]
+    console.print(f"over all {len(together)} plans: {in_words([together])}")
     if options.json:
-        Path(options.json).write_text(json.dumps(found, indent=1))
+        plain = {model: {name: plan[:3] for name, plan in plans.items()} for model, plans in found.items()}
+        Path(options.json).write_text(json.dumps(plain, indent=1))
 
 
 if __name__ == "__main__":
