@@ -50,7 +50,7 @@ class Demand:
         wanted = [list(uses.get(var, ())) for var in eqn.outvars]
         parts = [w[0] if len(w) == 1 and isinstance(w[0], Split) else None for w in wanted]
         in_parts = any(wanted) and all(part is not None for part, w in zip(parts, wanted, strict=True) if w)
-        if in_parts and not eqn.effects and not any(solution.made_as(var) == OWN for var in eqn.outvars):
+        if in_parts and not eqn.effects:
             for strategy in self.strategies.of(eqn, [*(None for _ in eqn.invars), *parts]):
                 fits = all(p is None or p == made for p, made in zip(parts, strategy.results, strict=True))
                 if fits and strategy.factor is not None and SUM not in strategy.operands:

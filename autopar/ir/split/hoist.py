@@ -10,7 +10,7 @@ Method: the equations behind an operand, back to the step's inputs, against the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
 from autopar.ir.dataflow import inputs_of
@@ -36,13 +36,21 @@ class Hoist:
         self.gathered: Cause | None = None
         self._rearranged: dict[Var, int] = {}
 
-    def take_whole(self, eqn: JaxprEqn) -> bool:
-        """Compute operands up front, of the whole batch, if that is cheap; whether any was."""
+    def take_whole(self, eqn: JaxprEqn, has_own: Callable[[Var], bool]) -> bool:
+        """Compute operands up front, of the whole batch, if that is cheap; whether any was.
+
+        Args:
+            eqn: The equation.
+            has_own: Of which sums a microbatch may take its own instead: those that parameters have a part in are no mask's.
+        """
         for kind in (Partial, Split):
             # What reads all samples does so in every turn, or of all of them at once.
             own = self.cost[self.number[eqn]] if kind is Split else 0.0
             cones = {var: self._cone([var], own) for var in inputs_of(eqn) if isinstance(self.solution.of(var), kind)}
             cheap = {var: cone for var, cone in cones.items() if cone is not None}
+            takes_own = [var for var in inputs_of(eqn) if has_own(var)]
+            if any(var not in cheap or self._reads_parameters(cheap[var]) for var in takes_own):
+                return False
             for var, cone in cheap.items():
                 if kind is Split:
                     self.gathered = self.gathered or Cause(eqn, var)
@@ -51,6 +59,15 @@ class Hoist:
             if cheap:
                 return True
         return False
+
+    def _reads_parameters(self, cone: Iterable[JaxprEqn]) -> bool:
+        """Whether arrays that are no samples have a part in what these equations make."""
+        solution = self.solution
+        return any(
+            a not in self.origin and a.aval.ndim > 0 and solution.of(a) == REPLICATED
+            for e in cone
+            for a in inputs_of(e)
+        )
 
     def rearrange(self, eqn: JaxprEqn, all_split: bool = False) -> bool:
         """Do an equation up front that has nothing but samples of, and split its results anew; whether that is cheap.

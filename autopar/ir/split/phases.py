@@ -181,7 +181,7 @@ class _Phases:
                 return self.end_loop(at, matters, stuck.cause)
             if self.hoist.rearrange(eqn):
                 return at + 1
-            if self.hoist.take_whole(eqn):
+            if self.hoist.take_whole(eqn, self.may_take_own):
                 return self.visit(at, matters)
             added = self.added_up(at, matters)
             if added is None:
@@ -213,7 +213,7 @@ class _Phases:
         """The equation runs after the loop, unless samples wait for it."""
         eqn, solution = self.jaxpr.eqns[at], self.solution
         has_samples = any(isinstance(solution.of(a), Split) for a in eqn.invars)
-        takes_own = self.per_microbatch and self.has_own(cause.operand)
+        takes_own = self.may_take_own(cause.operand)
         if matters and takes_own and (has_samples or not is_backward(eqn)):
             # All that is made of the sums over samples reads a microbatch's own: the loss is the one whose gradient is taken.
             sums = sums_behind(self.jaxpr, solution, cause.operand)
@@ -232,9 +232,13 @@ class _Phases:
         """Whether a microbatch has something like the value: part of a sum over samples, not of what single ones are."""
         return isinstance(self.solution.of(var), Partial) and var not in self.solver.uneven
 
+    def may_take_own(self, var: Var) -> bool:
+        """Whether a microbatch takes its own value for that of the whole batch: it has one, and the user has said so."""
+        return self.per_microbatch and self.has_own(var)
+
     def take_own(self, cause: Cause) -> bool:
-        """In a body, a microbatch takes its own value for that of the whole batch, if the user has said so."""
-        if not self.per_microbatch or not self.has_own(cause.operand):
+        """In a body, a microbatch takes its own value, if it may."""
+        if not self.may_take_own(cause.operand):
             return False
         self.solution.own[cause.operand] = None
         return True

@@ -56,6 +56,15 @@ def running_statistics() -> Tree:
     return {"mean": jnp.zeros(WIDTH), "variance": jnp.ones(WIDTH)}
 
 
+def early_norm_loss(params: Tree, batch: Tree) -> jax.Array:
+    """What is done before the first statistics is a small part of the work."""
+    x = batch["x"] @ params["w1"]
+    h = jnp.tanh((x - x.mean(0)) * lax.rsqrt(x.var(0) + 1e-3) + params["bias"])
+    for _ in range(20):
+        h = jnp.tanh(h @ params["w1"].T @ params["w1"])
+    return ((h @ params["w2"] - batch["y"]) ** 2).mean()
+
+
 def balanced_experts_loss(params: Tree, batch: Tree) -> jax.Array:
     """Mixture of experts: the share of the samples that each expert gets, times its mean gate."""
     gates = jax.nn.softmax(mlp(params, batch["x"]))
@@ -89,6 +98,7 @@ PER_MICROBATCH = {
     "largest": Case(sgd(largest_loss)),
     "softmax over the batch": Case(sgd(softmax_over_batch_loss)),
     "while any": Case(sgd(while_any_loss)),
+    "BatchNorm early": Case(sgd(early_norm_loss)),
     "BatchNorm with running statistics": Case(batch_norm_step, extra=running_statistics),
     "root of the mean": Case(sgd(root_loss)),
 }
@@ -106,6 +116,14 @@ def test_per_microbatch(case, count):
     each = [step(state, jax.tree.map(lambda x, k=k: x[k * size : (k + 1) * size], batch)) for k in range(count)]
     reference = jax.tree.map(lambda *leaves: sum(leaves) / count, *each)
     assert_same(run_split(case, program, split), reference)
+
+
+@pytest.mark.parametrize("loss", [batch_norm_loss, early_norm_loss])
+def test_nothing_is_made_of_the_whole_batch(loss):
+    """Neither before the loop nor in it: gradients of statistics go to a microbatch's own samples."""
+    _, split = split_case(Case(sgd(loss)), 2, per_microbatch=True)
+    shapes = [var.aval.shape for eqn in (*split.before, *split.loop.eqns) for var in eqn.outvars]
+    assert not [shape for shape in shapes if shape[:1] == (BATCH,)]
 
 
 def picked_scan_loss(params: Tree, state: Tree, batch: Tree) -> jax.Array:
