@@ -53,10 +53,6 @@ _BEFORE_A_TRANSPOSE = 1 + 1e-6
 """XLA's CPU collectives along another dim than the first are of copies in that order, and a gradient's dims are the other
 way round before it is transposed as its parameter is: of two that cost the same, the one behind the transpose."""
 
-_ALONG_AN_INNER_DIM = 1 + 5e-7
-"""XLA for GPUs has the dim that a collective gathers or scatters outermost, and turns whole stacks of weights before a loop
-that gathers their rows along another one (`GpuLayoutAssignment`): of two that cost the same, the one along the first dim."""
-
 
 class Prices:
     """Seconds of all choices and of all conversions of a graph, by kind; arguments as of `build_problem`."""
@@ -181,11 +177,6 @@ def _matrix(shape, itemsize: int, given: Shardings, wanted: Shardings, mesh: Log
     sources, source_of = _distinct(given)
     targets, target_of = _distinct(wanted)
     table = np.asarray(reshard_seconds(shape, itemsize, sources, targets, mesh))
-    inner: dict[Any, int] = {}
-    given_inner, wanted_inner = (
-        np.array([inner.setdefault(s.dims[1:], len(inner)) for s in side]) for side in (sources, targets)
-    )
-    table = np.where(given_inner[:, None] != wanted_inner, table * _ALONG_AN_INNER_DIM, table)
     return table[np.ix_(source_of, target_of)]
 
 
