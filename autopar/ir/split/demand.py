@@ -14,7 +14,7 @@ from typing import TypeAlias
 
 from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var
 from autopar.ir.region import is_region, region_of
-from autopar.ir.split.placement import BY_EACH, OWN, REPLICATED, SUM, Placement, Split
+from autopar.ir.split.placement import BY_EACH, REPLICATED, SUM, Placement, Split
 from autopar.ir.split.solution import Solution, Strategies
 
 Uses: TypeAlias = dict[Var, dict[Placement, None]]
