@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import jax.numpy as jnp
+
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.split.placement import REPLICATED, Partial, Split
@@ -36,20 +38,21 @@ class Hoist:
         self.gathered: Cause | None = None
         self._rearranged: dict[Var, int] = {}
 
-    def take_whole(self, eqn: JaxprEqn, has_own: Callable[[Var], bool]) -> bool:
+    def take_whole(self, eqn: JaxprEqn, may_take_own: Callable[[Var], bool]) -> bool:
         """Compute operands up front, of the whole batch, if that is cheap; whether any was.
 
         Args:
             eqn: The equation.
-            has_own: Of which sums a microbatch may take its own instead: those that parameters have a part in are no mask's.
+            may_take_own: Whether a microbatch may take its own value for a sum over all samples. Where it may, such a sum is
+                taken whole only if parameters have no part in it, as in a mask's denominator, and single samples never are.
         """
+        with_own = [var for var in inputs_of(eqn) if may_take_own(var)]
         for kind in (Partial, Split):
             # What reads all samples does so in every turn, or of all of them at once.
             own = self.cost[self.number[eqn]] if kind is Split else 0.0
             cones = {var: self._cone([var], own) for var in inputs_of(eqn) if isinstance(self.solution.of(var), kind)}
             cheap = {var: cone for var, cone in cones.items() if cone is not None}
-            takes_own = [var for var in inputs_of(eqn) if has_own(var)]
-            if any(var not in cheap or self._reads_parameters(cheap[var]) for var in takes_own):
+            if any(var not in cheap or self._reads_parameters(cheap[var]) for var in with_own):
                 return False
             for var, cone in cheap.items():
                 if kind is Split:
@@ -61,13 +64,10 @@ class Hoist:
         return False
 
     def _reads_parameters(self, cone: Iterable[JaxprEqn]) -> bool:
-        """Whether arrays that are no samples have a part in what these equations make."""
-        solution = self.solution
-        return any(
-            a not in self.origin and a.aval.ndim > 0 and solution.of(a) == REPLICATED
-            for e in cone
-            for a in inputs_of(e)
-        )
+        """Whether arrays of numbers that are no samples have a part in what these equations make."""
+        inputs = {a for eqn in cone for a in inputs_of(eqn) if a not in self.origin}
+        numbers = (a for a in inputs if a.aval.ndim and jnp.issubdtype(a.aval.dtype, jnp.floating))
+        return any(self.solution.made_as(a) == REPLICATED for a in numbers)
 
     def rearrange(self, eqn: JaxprEqn, all_split: bool = False) -> bool:
         """Do an equation up front that has nothing but samples of, and split its results anew; whether that is cheap.

@@ -47,9 +47,10 @@ from autopar._jax import (
     without_context_mesh,
 )
 from autopar.ir.region import Binding, closed_bodies, region_of
-from autopar.ir.rules.grouped_product import grouped_product, grouped_product_p
+from autopar.ir.rules.grouped_product import grouped_product_p
 from autopar.ir.source import caller_traceback
 from autopar.ir.trace.fold import fold
+from autopar.ir.trace.grouped_products import grouped_product
 from autopar.ir.trace.random import ALIASES, cache_key, physical_jaxpr, touches_keys
 
 _JITS = ("jit", "pjit")

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import lax
 
 from tests.ir.split.cases import (
@@ -57,6 +58,16 @@ def ignored_label_loss(params: Tree, batch: Tree) -> jax.Array:
     """Label 0 stands for none, as padding does."""
     counts = batch["label"] != 0
     return jnp.where(counts, cross_entropies(params, batch), 0.0).sum() / counts.sum()
+
+
+def normalized_head_loss(params: Tree, batch: Tree) -> jax.Array:
+    """Batch statistics in a small head, and labels and weights behind it."""
+    h = batch["x"]
+    for _ in range(6):
+        h = jnp.tanh(h @ params["w1"])
+    z = h @ params["w2"]
+    z = (z - z.mean(0)) / jnp.sqrt(z.var(0) + 1e-5)
+    return (batch["weight"] * optax.softmax_cross_entropy_with_integer_labels(z, batch["label"])).mean()
 
 
 LOSSES: dict[str, Callable[[Tree, Tree], jax.Array]] = {

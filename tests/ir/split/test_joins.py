@@ -17,6 +17,7 @@ from autopar.ir.source import is_backward
 from autopar.ir.split.microbatch import Microbatches, check_phases, split_at_joins
 from autopar.ir.split.placement import SUM, Split
 from tests.ir.split.cases import BATCH, WIDTH, Case, Tree, assert_same, full_batch, mlp, sgd, squares, trace_case
+from tests.ir.split.losses import normalized_head_loss
 
 
 def balance_loss(params: Tree, batch: Tree) -> jax.Array:
@@ -64,16 +65,6 @@ def centred_loss(params: Tree, batch: Tree) -> jax.Array:
     for _ in range(6):
         z = jnp.tanh(z @ params["w1"])
     return (z**2).mean()
-
-
-def normalized_head_loss(params: Tree, batch: Tree) -> jax.Array:
-    """Batch statistics in a small head, and labels and weights behind it."""
-    h = batch["x"]
-    for _ in range(6):
-        h = jnp.tanh(h @ params["w1"])
-    z = h @ params["w2"]
-    z = (z - z.mean(0)) / jnp.sqrt(z.var(0) + 1e-5)
-    return (batch["weight"] * optax.softmax_cross_entropy_with_integer_labels(z, batch["label"])).mean()
 
 
 def in_two_halves(jaxpr: Jaxpr, split: Microbatches, arguments: list[Any]) -> list[Any]:

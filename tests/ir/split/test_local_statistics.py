@@ -144,7 +144,15 @@ def test_samples_of_other_microbatches_have_no_stand_in(loss):
     assert "per_microbatch" not in str(info.value)
 
 
-def test_per_microbatch_is_exact_where_that_is_possible():
-    case = LOSS_CASES["masked mean"]
+def drawn_mean_loss(params: Tree, state: Tree, batch: Tree) -> jax.Array:
+    """Of samples that are drawn among those of the mask."""
+    mask = batch["mask"] * jax.random.bernoulli(state["key"], 0.8, (BATCH,))
+    return (squares(params, batch) * mask).sum() / jnp.maximum(mask.sum(), 1.0)
+
+
+@pytest.mark.parametrize(
+    "case", [LOSS_CASES["masked mean"], Case(sgd_of_state(drawn_mean_loss), extra=typed_key)], ids=["mask", "drawn"]
+)
+def test_per_microbatch_is_exact_where_that_is_possible(case):
     program, split = split_case(case, 2, per_microbatch=True)
     assert_same(run_split(case, program, split), full_batch(case))

@@ -13,7 +13,7 @@ from autopar.errors import MicrobatchError
 from autopar.ir.check import check_program
 from autopar.ir.split.rounds import accumulate_in_rounds
 from tests.ir.split.cases import COUNTS, Case, Tree, assert_same, cases, full_batch, mlp, sgd, squares, traced
-from tests.ir.split.losses import root_loss
+from tests.ir.split.losses import normalized_head_loss, root_loss
 
 
 def contrastive_loss(params: Tree, batch: Tree) -> jax.Array:
@@ -30,16 +30,6 @@ def redundancy_loss(params: Tree, batch: Tree) -> jax.Array:
     z = mlp(params, batch["x"])
     z = (z - z.mean(0)) / z.std(0)
     return ((z.T @ jnp.roll(z, 1, axis=1) / len(z) - jnp.eye(z.shape[1])) ** 2).sum()
-
-
-def normalized_loss(params: Tree, batch: Tree) -> jax.Array:
-    """Batch statistics in a small head, behind layers whose activations are those of one microbatch."""
-    h = batch["x"]
-    for _ in range(4):
-        h = jnp.tanh(h @ params["w1"])
-    z = h @ params["w2"]
-    z = (z - z.mean(0)) / jnp.sqrt(z.var(0) + 1e-5)
-    return optax.softmax_cross_entropy_with_integer_labels(z, batch["label"]).mean()
 
 
 def sharpness_aware(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
@@ -75,7 +65,7 @@ def two_players(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
 CASES = {
     "contrastive": (Case(sgd(contrastive_loss)), 2),
     "redundancy": (Case(sgd(redundancy_loss)), 2),
-    "normalized": (Case(sgd(normalized_loss)), 2),
+    "normalized": (Case(sgd(normalized_head_loss)), 2),
     "sharpness-aware": (Case(sharpness_aware), 2),
     "two players": (Case(two_players), 2),
     "root of the mean": (Case(sgd(root_loss)), 2),
