@@ -187,7 +187,8 @@ class _Loop(ShardWriter):
 
     def outside(self, var: Var, want: Placement, source: SourceInfo | None) -> Atom:
         """A value of the step that the loop does not make."""
-        if want == Split(0) == self.solution.made_as(var) and var in self.inputs:
+        is_piece = want == Split(0) or self.solution.count == 1
+        if is_piece and self.solution.made_as(var) == Split(0) and var in self.inputs:
             return self.pieces.setdefault(var, new_var(local_aval(var.aval, want, self.solution.count)))
         whole = self.view(var) or self.invariants.setdefault(var, new_var(var.aval))
         return self.converted(var, whole, want, source)
