@@ -20,7 +20,7 @@ from autopar._jax import JaxprEqn, Params, bind_eqn
 from autopar.ir.rules import ShardingRule
 from autopar.ir.rules.rule import Dim, Factor, Shard
 from autopar.ir.split.placement import REPLICATED, Placement, Split
-from autopar.ir.split.strategy import AxisStrategy, NoPositionError, part_of, shard_program, split_along
+from autopar.ir.split.strategy import AxisStrategy, has_program, part_of, split_along
 
 BLOCK = "block"
 """What stands for a factor where whole blocks are moved."""
@@ -65,11 +65,9 @@ def _place(rule: ShardingRule, dim: Dim, blocks: int, count: int) -> tuple[Facto
 def _along(eqn: JaxprEqn, rule: ShardingRule, factor: Factor, blocks: int, count: int) -> list[AxisStrategy]:
     """The strategy along a factor, unless the operation asks where along it a shard stands."""
     strategy = split_along(rule, factor, blocks)
-    try:
-        shard_program(eqn, rule, strategy, count)
-    except NoPositionError:
-        return [] if eqn.invars else [_made_whole(strategy)]
-    return [strategy]
+    if has_program(eqn, rule, strategy, count):
+        return [strategy]
+    return [] if eqn.invars else [_made_whole(strategy)]
 
 
 def _made_whole(strategy: AxisStrategy) -> AxisStrategy:

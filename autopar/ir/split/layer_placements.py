@@ -17,7 +17,7 @@ from autopar.ir.dataflow import feeds_backward, inputs_of, variables
 from autopar.ir.region import is_region, kind_of, region_of, trip_count
 from autopar.ir.split.demand import Demand, Uses
 from autopar.ir.split.layer_rows import part_padded, part_read
-from autopar.ir.split.placement import REPLICATED, Placement, Split, Unrolled
+from autopar.ir.split.placement import REPLICATED, Axis, Placement, Split
 from autopar.ir.split.solution import Solution
 from autopar.ir.split.solver import Solver, StuckError
 from autopar.ir.work import Work
@@ -38,7 +38,7 @@ class LayerPlacements:
     ):
         self.jaxpr, self.length, self.count, self.aliases = jaxpr, length, count, aliases
         self.stacked = dict(stacked or {})
-        self.solution = Solution(Unrolled(count, length if length % count else 0))
+        self.solution = Solution(Axis(count, length if length % count else 0))
         self.solution.made.update((jaxpr.invars[k], Split(dim)) for k, dim in self.stacked.items())
         self.solver = Solver(self.solution)
         self.regions: dict[JaxprEqn, None] = {}

@@ -20,7 +20,7 @@ from autopar.ir.dataflow import inputs_of
 from autopar.ir.region import Region, kind_of, region_of
 from autopar.ir.split.layer_placements import LayerPlacements
 from autopar.ir.split.layer_rows import part_of_padded, slice_of_part
-from autopar.ir.split.placement import REPLICATED, Partial, Placement, Replicated, Split, local_aval
+from autopar.ir.split.placement import REPLICATED, Partial, Placement, Replicated, Split, share_of
 from autopar.ir.split.strategy import join_parts
 from autopar.ir.split.writer import Programs, ShardWriter
 
@@ -41,7 +41,7 @@ class LayerWriter:
         if dim is None:
             self.whole[var] = made = new_var(var.aval)
             return [made]
-        parts = [new_var(local_aval(var.aval, Split(dim), part.share)) for part in self.parts]
+        parts = [part.local(var.aval, Split(dim)) for part in self.parts]
         self.define(var, Split(dim), parts)
         return parts
 
@@ -126,7 +126,7 @@ class LayerWriter:
         xs = [self.in_parts(b.outer, Split(0), source) for b in scan.xs]
         for k in reversed(range(count)) if scan.eqn.params["reverse"] else range(count):
             operands = [*consts, *carries, *(x[k] for x in xs)]
-            made = self.parts[k].trips(scan, operands, self.parts[k].share.of(scan.trips))
+            made = self.parts[k].trips(scan, operands)
             carries = made[: len(carries)]
             for b, stack in zip(scan.ys, made[len(carries) :], strict=True):
                 self.parts[k].define(b.result, Split(0), stack)
@@ -137,8 +137,9 @@ class _Part(ShardWriter):
     """One part; what is whole it has from all of them."""
 
     def __init__(self, program: LayerWriter, programs: Programs, number: int, rows: dict[Atom, Atom]):
-        kind = shaped(jax.ShapeDtypeStruct((), jnp.int32))
-        super().__init__(programs, Literal(np.int32(number), kind), program.eqns)
+        axis, kind = programs.solution.axis, shaped(jax.ShapeDtypeStruct((), jnp.int32))
+        share = share_of(number, axis.count, axis.units)
+        super().__init__(programs, Literal(np.int32(share.first), kind), share.size, program.eqns)
         self.program, self.rows = program, rows
 
     @property

@@ -26,7 +26,7 @@ from autopar.ir.rewrite.views import views_of_arguments
 from autopar.ir.split.forward_sums import with_forward_sums
 from autopar.ir.split.joins import samples_behind, with_joins
 from autopar.ir.split.phases import find_phases
-from autopar.ir.split.placement import OWN, REPLICATED, SUM, Partial, Placement, Split, local_aval
+from autopar.ir.split.placement import OWN, REPLICATED, SUM, Partial, Placement, Split
 from autopar.ir.split.solution import LoopSolution
 from autopar.ir.split.waiting import SamplesWaitError
 from autopar.ir.split.writer import Programs, ShardWriter
@@ -189,7 +189,7 @@ class _Loop(ShardWriter):
         """A value of the step that the loop does not make."""
         is_piece = want == Split(0) or self.solution.count == 1
         if is_piece and self.solution.made_as(var) == Split(0) and var in self.inputs:
-            return self.pieces.setdefault(var, new_var(local_aval(var.aval, want, self.solution.count)))
+            return self.pieces.setdefault(var, self.local(var.aval, Split(0)))
         whole = self.view(var) or self.invariants.setdefault(var, new_var(var.aval))
         return self.converted(var, whole, want, source)
 

@@ -30,7 +30,7 @@ from autopar.ir.split.hoist import Hoist
 from autopar.ir.split.joins import made_behind
 from autopar.ir.split.local_statistics import sums_behind
 from autopar.ir.split.ordered import Ordering
-from autopar.ir.split.placement import OWN, REPLICATED, SUM, Loop, Partial, Placement, Split
+from autopar.ir.split.placement import OWN, REPLICATED, SUM, Axis, Partial, Placement, Split
 from autopar.ir.split.refusal import refusal
 from autopar.ir.split.solution import LoopSolution, Strategies
 from autopar.ir.split.solver import Cause, Solver, StuckError
@@ -129,7 +129,7 @@ class _Phases:
         self.jaxpr, self.per_microbatch, self.joins = jaxpr, per_microbatch, joins or ()
         self.behind = None if joins is None else made_behind(jaxpr)
         self.between: dict[Var, None] = {}
-        self.solution = LoopSolution(Loop(count))
+        self.solution = LoopSolution(Axis(count))
         self.solver = Solver(self.solution, self.take_own)
         self.late: dict[Var, Cause] = {}
         self.first_reader: dict[Var, int] = {}

@@ -14,7 +14,7 @@ from autopar._jax import Jaxpr, Var
 from autopar.ir.dataflow import feeds_backward, inputs_of
 from autopar.ir.source import is_backward
 from autopar.ir.split.microbatch import Microbatches, write_phases
-from autopar.ir.split.placement import BY_EACH, Loop, Split
+from autopar.ir.split.placement import BY_EACH, Axis, Split
 from autopar.ir.split.solution import LoopSolution
 
 
@@ -25,7 +25,7 @@ def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
         jaxpr: Flat program.
         batch: Inputs whose leading dim runs over samples.
     """
-    solution = LoopSolution(Loop(1))
+    solution = LoopSolution(Axis(1))
     solution.made.update((jaxpr.invars[k], Split(0)) for k in batch)
     behind: dict[Var, None] = {}
     for eqn, matters in zip(jaxpr.eqns, feeds_backward(jaxpr), strict=True):
