@@ -18,9 +18,9 @@ from typing import Literal as Choice
 from autopar._jax import Jaxpr, JaxprEqn, Var
 from autopar.ir.region import kind_of
 from autopar.ir.rewrite.tails import Tail
+from autopar.ir.rules.elementwise import passed_through
 from autopar.ir.rules.registry import family_of, rule_for
-from autopar.ir.rules.rule import Factor, ShardingRule, Term, factor_names
-from autopar.ir.rules.terms import new_term, sizes_of
+from autopar.ir.rules.rule import Factor, ShardingRule, Term
 
 _FAMILIES = ("elementwise", "indexing", "movement", "reductions", "reshape", "scatter")
 """Files of rules whose operations work on arrays of any length."""
@@ -199,19 +199,9 @@ class _Reach:
 
 def _rule_here(eqn: JaxprEqn) -> ShardingRule | None:
     if kind_of(eqn) == "barrier":
-        return _passing_rule(eqn)
+        return passed_through(eqn)
     known = is_product(eqn) or family_of(eqn.primitive) in _FAMILIES
     return rule_for(eqn) if known and eqn.primitive.name not in _PLACED else None
-
-
-def _passing_rule(eqn: JaxprEqn) -> ShardingRule:
-    """Of a barrier: each operand is a result."""
-    fresh = factor_names()
-    terms = tuple(new_term(atom.aval.shape, fresh) for atom in eqn.invars)
-    sizes: dict[Factor, int] = {}
-    for atom, term in zip(eqn.invars, terms, strict=True):
-        sizes |= sizes_of(term, atom.aval.shape)
-    return ShardingRule(terms, terms, sizes)
 
 
 def _stands_in(eqn: JaxprEqn, rule: ShardingRule, factor: Factor) -> Iterator[tuple[Var, int, tuple[Factor, ...]]]:

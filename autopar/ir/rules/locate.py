@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from autopar.ir.rules.rule import Dim, Factor, Shard, Term, factor_names
+from autopar.ir.rules.terms import new_term
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +91,19 @@ def index_terms(
     return IndexTerms(
         tuple(rows), (*at, vector), slices, sizes, searched, tuple(positions), tuple(whole) + tuple(vector)
     )
+
+
+def slice_terms(
+    table: Sequence[int], taken: Sequence[int]
+) -> tuple[Term, Term, tuple[Factor, ...], tuple[Factor, ...]]:
+    """Terms of a table and of one slice of it; factors of which the slice has a single element, and those not to be split."""
+    fresh = factor_names()
+    rows = new_term(table, fresh)
+    lengths = list(zip(rows, table, taken, strict=True))
+    slices = [dim if length == size else new_term([length], fresh)[0] for dim, size, length in lengths]
+    single = [factor for dim, size, length in lengths if length == 1 != size for factor in dim]
+    cut = [(*dim, *own) for (dim, size, length), own in zip(lengths, slices, strict=True) if 1 != length != size]
+    return rows, tuple(slices), tuple(single), tuple(factor for factors in cut for factor in factors)
 
 
 def _interleave(windows: Iterator[Dim], positions: Iterator[Dim], ndim: int, offset_dims: Sequence[int]) -> Term:

@@ -13,10 +13,9 @@ import jax
 from jax.interpreters import ad, batching, mlir
 
 from autopar._jax import JaxprEqn, Primitive
-from autopar.ir.rules.linearity import linear_groups
 from autopar.ir.rules.registry import register
-from autopar.ir.rules.rule import ShardingRule, factor_names
-from autopar.ir.rules.terms import new_term, sizes_of
+from autopar.ir.rules.rule import ShardingRule
+from autopar.ir.rules.terms import new_term, rule_of
 
 Tree = TypeVar("Tree")
 
@@ -44,6 +43,5 @@ def mark_stage(x: Tree) -> Tree:
 @register(mark_stage_p)
 def mark(eqn: JaxprEqn) -> ShardingRule:
     """`ab->ab`, a copy."""
-    shape = eqn.outvars[0].aval.shape
-    term = new_term(shape, factor_names())
-    return ShardingRule((term,), (term,), sizes_of(term, shape), linear=linear_groups(eqn, (0,)), flops=0.0)
+    term = new_term(eqn.outvars[0].aval.shape)
+    return rule_of(eqn, [term], [term], [(0,)])
