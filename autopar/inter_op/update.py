@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, new_var, replace_eqn
-from autopar.ir.dataflow import ancestors, inputs_of, needed, with_makers
+from autopar.ir.dataflow import ancestors, inputs_of, makers, needed, read_by, with_makers
 from autopar.ir.split.microbatch import Microbatches
 from autopar.ir.work import num_bytes, num_elements_of
 from autopar.tuning import TUNING
@@ -58,9 +58,6 @@ def place_update(
     """Place the update.
 
     Args:
-        jaxpr: The whole step.
-        split: Its phases.
-        num_stages: Number of stages.
         forward: Per stage, equations of the loop's forward pass.
         backward: Per stage, equations of its backward pass.
         made_at: Kind and stage of each value of the loop.
@@ -80,10 +77,13 @@ def _arguments_read(
     jaxpr: Jaxpr, split: Microbatches, forward: Sequence[JaxprEqn], backward: Sequence[JaxprEqn]
 ) -> dict[Var, None]:
     """Arguments of the step that one stage's part of the loop reads, what comes before it included."""
-    wanted = {*split.read_outside((*forward, *backward))}
-    outside = (*split.before, *split.between)
-    wanted.update(a for eqn in needed(outside, wanted, effects=False) for a in inputs_of(eqn))
-    return {var: None for var in jaxpr.invars if var in wanted}
+    return _arguments_behind(jaxpr, split.read_outside((*forward, *backward)), (*split.before, *split.between))
+
+
+def _arguments_behind(jaxpr: Jaxpr, wanted: Mapping[Var, None], eqns: Sequence[JaxprEqn]) -> dict[Var, None]:
+    """Arguments of the step among values, or among what these are made of by equations."""
+    behind = {**wanted, **read_by(needed(eqns, wanted, effects=False))}
+    return {var: None for var in jaxpr.invars if var in behind}
 
 
 @dataclass(eq=False)
@@ -100,7 +100,7 @@ class _Placement:
 
     def __post_init__(self) -> None:
         self.arguments = dict.fromkeys(self.jaxpr.invars)
-        self.before = {var: eqn for eqn in self.split.before for var in eqn.outvars}
+        self.before = makers(self.split.before)
         self.stage.update(self.result_at)
         for stage in reversed(range(self.num_stages)):
             for var in self.read_by_loop[stage]:
@@ -219,7 +219,7 @@ class _Placement:
         return kept
 
     def update(self) -> Update:
-        floating = {var: eqn for eqn in self.eqns if eqn not in self.stage_of_eqn for var in eqn.outvars}
+        floating = makers(eqn for eqn in self.eqns if eqn not in self.stage_of_eqn)
         order = {eqn: k for k, eqn in enumerate(self.eqns)}
         round_of: dict[Var, int] = {}
         by_round: list[dict[int, list[JaxprEqn]]] = [{} for _ in range(self.num_stages)]
@@ -274,9 +274,8 @@ class _Placement:
     def homes(self, outputs: list[int], readers: dict[Var, dict[int, None]]) -> dict[Var, int]:
         """Where each argument lives: what comes back, where its new value is found.
 
-        Args:
-            outputs: Stage of each result; set where a result is an argument or made before the loop.
-            readers: Stages that read each argument; extended by those that make such results.
+        `outputs`: stage of each result; set where a result is an argument or made before the loop.
+        `readers`: stages that read each argument; extended by those that make such results.
         """
         home = {}
         for var in self.jaxpr.invars:
@@ -304,9 +303,8 @@ class _Placement:
 
     def update_reads(self, rounds: Sequence[Sequence[JaxprEqn]]) -> list[Var]:
         """Arguments of the step that a stage's update reads, also by way of what comes before the loop."""
-        wanted = {a for eqns in rounds for eqn in eqns for a in inputs_of(eqn)}
-        wanted.update(a for eqn in needed(self.split.before, wanted, effects=False) for a in inputs_of(eqn))
-        return [var for var in self.jaxpr.invars if var in wanted]
+        wanted = read_by(eqn for eqns in rounds for eqn in eqns)
+        return [*_arguments_behind(self.jaxpr, wanted, self.split.before)]
 
 
 def _is_scalar(atom: Var) -> bool:

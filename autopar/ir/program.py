@@ -90,9 +90,7 @@ class Program:
 def print_program(program: Program, *, source: bool = True) -> str:
     """The program as text.
 
-    Args:
-        program: A traced step.
-        source: Whether to write the user's line and the name stack beside each equation.
+    `source`: whether to write the user's line and the name stack beside each equation.
 
     Returns:
         Several lines, without a newline at the end.

@@ -70,11 +70,7 @@ def name_scope(eqn: JaxprEqn) -> str:
 def caller_traceback(body: Jaxpr, inner: Any, caller: Any, *, is_jit: bool) -> Any:
     """The traceback to keep for an equation of `body`, which is called by an equation.
 
-    Args:
-        body: The program called.
-        inner: Traceback of the equation inside.
-        caller: Traceback of the calling equation.
-        is_jit: Whether `body` may have been traced for another call.
+    `is_jit`: whether `body` may have been traced for another call.
 
     Returns:
         `inner` if it leads through code of the user's within `body`, else `caller`: a library's jit is traced once, and

@@ -20,9 +20,7 @@ from autopar.ir.region import Binding, is_region, region_of
 def remove_dead_code(jaxpr: Jaxpr, keep_inputs: int | None = None) -> Jaxpr:
     """`jaxpr` without what nothing needs.
 
-    Args:
-        jaxpr: A flat program.
-        keep_inputs: How many of the first invars stay even if nothing reads them; None: all.
+    `keep_inputs`: how many of the first invars stay even if nothing reads them; None: all.
 
     Returns:
         The smaller program, over the same variables.

@@ -44,9 +44,7 @@ from autopar.ir.rules.rule import Factor, Shard, ShardingRule, Term
 def pad_dims(jaxpr: Jaxpr, lengths: Mapping[int, int]) -> Jaxpr:
     """The program with longer dims where its products have these lengths; over the same inputs.
 
-    Args:
-        jaxpr: Flat program.
-        lengths: Of a factor of products -> what it becomes.
+    `lengths`: of a factor of products -> what it becomes.
     """
     return remove_dead_code(_pad_body(jaxpr, lengths))
 

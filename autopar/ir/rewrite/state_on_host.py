@@ -30,10 +30,7 @@ def only_for_update(jaxpr: Jaxpr) -> list[bool]:
 def state_on_host(jaxpr: Jaxpr, inputs: Sequence[int], aliases: Mapping[int, int]) -> Jaxpr:
     """The program with some of its state in the host's memory.
 
-    Args:
-        jaxpr: Flat program.
-        inputs: Which of its inputs lie there.
-        aliases: Result -> input whose new value it is.
+    `inputs`: which of its inputs lie there. `aliases`: result -> input whose new value it is.
     """
     there = {jaxpr.invars[k]: new_var(in_host_memory(jaxpr.invars[k].aval)) for k in inputs}
     leaving = {k: jaxpr.outvars[k] for k, at in aliases.items() if jaxpr.invars[at] in there}

@@ -24,11 +24,7 @@ _MAX_VISITS = 2**14
 def steps_over_blocks(body: Jaxpr, dim: int, length: int, results: Sequence[int]) -> BlockLoop | None:
     """The steps of a dim of the grid, as the kernel counts it, as a loop over blocks.
 
-    Args:
-        body: Of the kernel.
-        dim: Which.
-        length: How many steps.
-        results: Positions of results among the body's arguments. One that is walked nowhere must move with the grid.
+    `results`: positions of results among the body's arguments. One that is walked nowhere must move with the grid.
     """
     walk = Walk(length, [body.invars[at] for at in results])
     try:

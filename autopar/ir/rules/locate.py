@@ -55,7 +55,6 @@ def index_terms(
         table: Shape of what is read from, or written into.
         indices: Shape of the indices; the last dim is the vector of coordinates.
         taken: Length of a slice along each dim of the table.
-        numbers: As JAX's.
     """
     fresh = factor_names()
     sizes: dict[Factor, int] = {}
@@ -127,10 +126,7 @@ def clamp(index: jax.Array, last: int) -> jax.Array:
 def locate(index: jax.Array, factor: Factor, shard: Shard) -> tuple[jax.Array, jax.Array]:
     """Local index, and whether this device answers it.
 
-    Args:
-        index: Global, signed; may be out of range.
-        factor: Of the indexed dim.
-        shard: Where this device stands.
+    `index`: global, signed; may be out of range.
 
     Returns:
         The local index (-1 where the global one is out of range), and a mask of the same shape; over all devices along
@@ -152,8 +148,6 @@ def locate_slice(
         starts: A scalar for each dim; they are clamped, so that the slice is inside.
         taken: Length of the slice along each dim.
         shape: Global shape of the table.
-        table: Its factors.
-        shard: Where this device stands.
     """
     begin, mine = [], jnp.asarray(True)
     for start, length, size, dim in zip(starts, taken, shape, table, strict=True):

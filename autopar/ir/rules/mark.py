@@ -32,8 +32,7 @@ def mark_stage(x: Tree) -> Tree:
 
     Obeyed by `PipelineParallel()`, which then cuts one stage more than there are marks. Elsewhere it is an identity.
 
-    Args:
-        x: What passes from one stage to the next: an array or a pytree; the mark is put on its last array.
+    `x`: what passes from one stage to the next: an array or a pytree; the mark is put on its last array.
     """
     leaves, tree = jax.tree.flatten(x)
     marked: list[Any] = [*leaves[:-1], *(mark_stage_p.bind(leaf) for leaf in leaves[-1:])]

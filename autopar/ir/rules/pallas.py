@@ -310,13 +310,9 @@ def _on_part(
     """The kernel over the steps of one device.
 
     Args:
-        eqn: The kernel.
-        shard: Which part.
-        operands: Of the part.
         steps: The major factor of each grid dim.
         sums: Grid dims whose steps are added up, by the number that the kernel knows them by.
         loops: Loops in the body, by the factor that they go over.
-        results: Their terms.
     """
     mapping = eqn.params["grid_mapping"]
     counts = [shard.num_shards(steps[dim]) for dim in range(len(mapping.grid))]

@@ -36,7 +36,6 @@ def rule_of(
     """The rule of an equation in these terms.
 
     Args:
-        eqn: The equation.
         operands: Terms of its first operands; the others are scalars.
         results: Terms of its results; one stands for all of them.
         linear: Groups of operands in which it is linear, whatever the dtypes.

@@ -31,11 +31,7 @@ def block_strategies(
 ) -> list[AxisStrategy]:
     """Strategies for an operation on values that are split in blocks.
 
-    Args:
-        eqn: The operation.
-        rule: Its rule.
-        count: Number of shards.
-        placements: Of its operands, then of its results, as far as they are known; None: not known.
+    `placements`: of its operands, then of its results, as far as they are known; None: not known.
     """
     found: dict[AxisStrategy, None] = {}
     known = rule.splittable()

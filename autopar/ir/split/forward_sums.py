@@ -28,13 +28,13 @@ from autopar._jax import (
     primitives,
 )
 from autopar.ir.build import Equations
-from autopar.ir.dataflow import inputs_of, known_as, needed, reading, variables
+from autopar.ir.dataflow import inputs_of, known_as, makers, needed, read_by, reading, variables
 from autopar.ir.region import Binding, Region, is_region, kind_of, region_of, rows_in, rows_out
 from autopar.ir.rewrite.dead_code import with_equations
+from autopar.ir.signature import ValueNumbers
 from autopar.ir.source import is_backward
 from autopar.ir.split.carries import sum_carries
 from autopar.ir.trace.inline_calls import is_recomputed
-from autopar.ir.value_numbers import ValueNumbers
 
 IsSum = Callable[[Var], bool]
 
@@ -77,7 +77,7 @@ def _ends_behind(scan: Region, is_sum: IsSum) -> list[JaxprEqn]:
     stack_of: dict[Var, Atom] = {b.var: b.outer for b in scan.xs if b.outer is not None}
     stack_of |= {b.value: b.result for b in scan.ys if isinstance(b.value, Var) and b.result and b.value not in made}
     new: list[Binding] = []
-    for var in dict.fromkeys(a for eqn in moved for a in inputs_of(eqn)):
+    for var in read_by(moved):
         if var not in made and var not in stack_of and var not in entering and is_sum(var):
             stack_of[var] = scan.new_stack(var)
             new.append(rows_out(var, stack_of[var]))
@@ -93,9 +93,8 @@ def _behind(
     """The moved equations for all trips at once, and the scan's results that are made of them."""
     begins = {b.var: b.outer for b in scan.carries}
     consts = {b.var: b.outer for b in scan.consts}
-    made = {var for eqn in moved for var in eqn.outvars}
-    read = [var for var in dict.fromkeys(a for eqn in moved for a in inputs_of(eqn)) if var not in made]
-    read = [var for var in read if var not in begins]
+    made = makers(moved)
+    read = [var for var in read_by(moved) if var not in made and var not in begins]
 
     def of_a_trip(*rows: jax.Array) -> list[jax.Array]:
         value: dict[Var, jax.Array] = dict(zip(read, rows, strict=True))
@@ -186,7 +185,7 @@ class _Twins:
                 continue
             rows = _names_of_rows(other, scan)
             numbers = ValueNumbers(self.names_of_consts(scan) | rows, dict(other.numbers.known))
-            here = {var for eqn in body.eqns for var in eqn.outvars}
+            here = makers(body.eqns)
             for eqn in body.eqns if rows else ():
                 for var, old in self.visit(eqn, numbers, scan.eqn).items():
                     if old in here or var in swapped:  # made twice in this body; known from another scan

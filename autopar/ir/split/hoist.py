@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import jax.numpy as jnp
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var
-from autopar.ir.dataflow import inputs_of
+from autopar.ir.dataflow import inputs_of, read_by
 from autopar.ir.split.placement import REPLICATED, Partial, Split
 from autopar.ir.split.solution import LoopSolution
 from autopar.ir.split.solver import Cause
@@ -42,7 +42,6 @@ class Hoist:
         """Compute operands up front, of the whole batch, if that is cheap; whether any was.
 
         Args:
-            eqn: The equation.
             may_take_own: Whether a microbatch may take its own value for a sum over all samples. Where it may, such a sum is
                 taken whole only if parameters have no part in it, as in a mask's denominator, and single samples never are.
         """
@@ -65,16 +64,14 @@ class Hoist:
 
     def _reads_parameters(self, cone: Iterable[JaxprEqn]) -> bool:
         """Whether arrays of numbers that are no samples have a part in what these equations make."""
-        inputs = {a for eqn in cone for a in inputs_of(eqn) if a not in self.origin}
+        inputs = (a for a in read_by(cone) if a not in self.origin)
         numbers = (a for a in inputs if a.aval.ndim and jnp.issubdtype(a.aval.dtype, jnp.floating))
         return any(self.solution.made_as(a) == REPLICATED for a in numbers)
 
     def rearrange(self, eqn: JaxprEqn, all_split: bool = False) -> bool:
         """Do an equation up front that has nothing but samples of, and split its results anew; whether that is cheap.
 
-        Args:
-            eqn: The equation.
-            all_split: Only if every result can be split.
+        `all_split`: only if every result can be split.
         """
         solution = self.solution
         samples = {var: p for var in inputs_of(eqn) if (p := solution.of(var)) != REPLICATED}

@@ -21,7 +21,7 @@ from autopar._jax import Atom, Jaxpr, Var, make_jaxpr, new_var, replace_eqn
 from autopar.debug import check_behind
 from autopar.errors import MicrobatchError
 from autopar.ir.build import Equations
-from autopar.ir.dataflow import inputs_of, needed, variables
+from autopar.ir.dataflow import inputs_of, needed, read_by, variables
 from autopar.ir.split.accumulate import accumulate
 from autopar.ir.split.forward_sums import with_forward_sums
 from autopar.ir.split.microbatch import check_divides, check_phases, write_phases
@@ -143,7 +143,7 @@ def _halves(jaxpr: Jaxpr, values: Sequence[Var]) -> list[Jaxpr]:
         else eqn
         for eqn in later
     ]
-    read = dict.fromkeys([*(a for eqn in later for a in inputs_of(eqn)), *variables(jaxpr.outvars)])
+    read = read_by(later, jaxpr.outvars)
     return [
         make_jaxpr(jaxpr.invars, list(values), earlier),
         make_jaxpr([*jaxpr.invars, *(var for var in values if var in read)], jaxpr.outvars, later),

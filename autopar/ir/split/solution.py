@@ -118,9 +118,7 @@ class Strategies:
     def of(self, eqn: JaxprEqn, placements: Sequence[Placement | None]) -> list[AxisStrategy]:
         """The strategies of a plain equation.
 
-        Args:
-            eqn: The equation.
-            placements: Of its operands, then of its results, as far as they are known: they may be split in blocks.
+        `placements`: of its operands, then of its results, as far as they are known: they may be split in blocks.
         """
         in_order = None if self.ordering is None else self.ordering.strategies(eqn, placements)
         if in_order is not None:

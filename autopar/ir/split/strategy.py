@@ -136,12 +136,7 @@ class _Part(Shard):
 def shard_program(eqn: JaxprEqn, rule: ShardingRule, strategy: AxisStrategy, units: int, size: int = 1) -> Jaxpr:
     """The flat program of one shard: (its first unit, int32; local operands) to results.
 
-    Args:
-        eqn: The operation.
-        rule: Its rule.
-        strategy: How it is done.
-        units: In how many equal units what is split is.
-        size: How many of them the shard has.
+    `units`: in how many equal units what is split is. `size`: how many of them the shard has.
 
     Raises:
         NoPositionError: The operation depends on places along what is split in blocks, or on how many equal shards there

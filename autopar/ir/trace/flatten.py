@@ -42,9 +42,7 @@ class Traced:
 def flatten(jaxpr: Jaxpr, consts: Sequence[Constant] = ()) -> tuple[Jaxpr, tuple[Constant, ...]]:
     """The flat program of a jaxpr.
 
-    Args:
-        jaxpr: Any jaxpr; its invars stay the first invars, keys as integers.
-        consts: Values of its `constvars`.
+    `jaxpr`: any jaxpr; its invars stay the first invars, keys as integers.
 
     Returns:
         The flat jaxpr, without constvars, and the arrays for its last invars, one per distinct constant.

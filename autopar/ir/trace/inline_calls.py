@@ -130,12 +130,6 @@ def fresh(aval: Aval) -> Var:
 def append_flat(walk: Walk, jaxpr: Jaxpr, consts: Sequence[Constant], operands: Sequence[Atom]) -> list[Atom]:
     """Append the flat equations of a program to the walk's block.
 
-    Args:
-        walk: Where to.
-        jaxpr: Flat or not.
-        consts: Values of its `constvars`.
-        operands: One per invar.
-
     Returns:
         What its results are.
     """

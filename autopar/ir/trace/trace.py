@@ -77,7 +77,6 @@ def trace_step(
     Args:
         fn: The step. Its own exceptions pass through unchanged.
         args: Positional arguments: pytrees of arrays, numbers or `jax.ShapeDtypeStruct`.
-        kwargs: Arguments by name.
         static_argnums: Positions of arguments that are part of the program, as in `jax.jit`.
         static_argnames: Names of such arguments.
         static: The same, found before; None: those two.
