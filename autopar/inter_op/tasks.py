@@ -138,9 +138,9 @@ def make_tasks(
     split = _in_halves(split, halves)
     behind = tuple(backward_at(p, level) for p, level in zip(passes, levels or [CHEAP] * num_stages, strict=True))
     loop_behind = [(*b.eqns, *b.weight) for b in behind]
-    update = place_update(jaxpr, split, num_stages, forward, loop_behind, made_at, aliases or {})
-    between = [tuple(needed(split.between, split.read_outside(eqns), effects=False)) for eqns in loop_behind]
     in_loop = [(*f, *b) for f, b in zip(forward, loop_behind, strict=True)]
+    update = place_update(jaxpr, split, in_loop, made_at, aliases or {})
+    between = [tuple(needed(split.between, split.read_outside(eqns), effects=False)) for eqns in loop_behind]
     before = [tuple(_before(jaxpr, split, s, in_loop[s], between[s], update)) for s in range(num_stages)]
     return Tasks(
         jaxpr,
