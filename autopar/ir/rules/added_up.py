@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 from typing import Literal as Kind
 
 import jax.numpy as jnp
@@ -119,14 +118,14 @@ class _Body:
             inside = (inner for body in bodies_in(eqn) for inner in all_equations(body))
             self.asked |= {e.params["axis"] for e in inside if e.primitive.name in ("program_id", "num_programs")}
 
-    def _operands(self, eqn: JaxprEqn) -> list[Any]:
+    def _operands(self, eqn: JaxprEqn) -> list[_Number | _Flag | _Held | Literal | None]:
         """What is known of the operands; numbers that stand in the program as they are."""
         return [self.known.get(atom) if isinstance(atom, Var) else atom for atom in eqn.invars]
 
     def _meaning(self, eqn: JaxprEqn) -> _Number | _Flag | _Held | None:
         """What a sum is made by, of what an equation makes; None: it makes nothing of the kind."""
         operands = self._operands(eqn)
-        totals = [isinstance(value, _Held) and value.kind == "total" for value in operands]
+        totals = [value.buffer if isinstance(value, _Held) and value.kind == "total" else None for value in operands]
         match eqn.primitive.name, operands:
             case "program_id", _:
                 return _Number("index", eqn.params["axis"])
@@ -144,12 +143,13 @@ class _Body:
                 return flag
             case "get", [None] if (buffer := eqn.invars[0]) in self.writes and _is_whole(eqn.outvars[0], buffer):
                 return _Held("total" if buffer in self.scratch and self.writes[buffer] else "old", buffer)
-            case _ if keeps_sums(eqn, totals):
-                buffers = {value.buffer for value, is_total in zip(operands, totals, strict=True) if is_total}
-                return _Held("total", buffers.pop()) if len(buffers) == 1 else None
+            case _ if keeps_sums(eqn, [buffer is not None for buffer in totals]):
+                (buffer, *others) = dict.fromkeys(buffer for buffer in totals if buffer is not None)
+                return _Held("total", buffer) if not others else None
             case "add", ([_Held("old", buffer), _] | [_, _Held("old", buffer)]):
                 at = operands.index(_Held("old", buffer))
-                if isinstance(operands[1 - at], _Held) and operands[1 - at].kind == "old":
+                added = operands[1 - at]
+                if isinstance(added, _Held) and added.kind == "old":
                     return None
                 self._used_otherwise(eqn.invars[1 - at])
                 self.known[eqn.invars[at]] = _Held("spent", buffer)
@@ -178,7 +178,7 @@ class _Body:
         """The dim, if it has more steps than one."""
         return frozenset() if self.grid[dim] == 1 else frozenset({dim})
 
-    def _is_last(self, dim: int, number: Any) -> bool:
+    def _is_last(self, dim: int, number: object) -> bool:
         length = self.grid[dim]
         return length is not None and _is_number(number, length - 1)
 
@@ -262,7 +262,7 @@ def _stores_of_zeros(branch: Jaxpr) -> Iterator[int | None]:
                 yield None
 
 
-def _is_number(atom: Any, number: int) -> bool:
+def _is_number(atom: object, number: int) -> bool:
     return isinstance(atom, Literal) and bool(atom.val == number)
 
 

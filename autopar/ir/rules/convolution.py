@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 
-from autopar._jax import JaxprEqn, find_primitives
+from autopar._jax import JaxprEqn, bind_eqn, find_primitives
 from autopar.ir.rules.registry import register
 from autopar.ir.rules.rule import Dim, Factor, Shard, ShardingRule, Term, factor_names
 from autopar.ir.rules.terms import factors_of, rule_of
@@ -99,4 +99,4 @@ def _local_convolution(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Seq
     for count in ("feature_group_count", "batch_group_count"):
         if params[count] > 1:
             params[count] //= shard.num_shards(_GROUP)
-    return [eqn.primitive.bind(*operands, **params)]
+    return bind_eqn(eqn, *operands, params=params)

@@ -9,11 +9,12 @@ Method: each dim by itself (`window.py`).
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax
 
-from autopar._jax import JaxprEqn, find_primitives
+from autopar._jax import JaxprEqn, bind_eqn, find_primitives
 from autopar.ir.rules.reductions import reduction
 from autopar.ir.rules.registry import register
 from autopar.ir.rules.rule import Factor, Shard, ShardingRule, Term, factor_names, num_elements
@@ -30,7 +31,14 @@ def reduce_window(eqn: JaxprEqn) -> ShardingRule:
     whole = [factor for dim in dims for factor in dim.whole if factor in sizes]
     flops = float(len(eqn.outvars) * num_elements(eqn.outvars[0].aval.shape))
     flops *= num_elements(eqn.params["window_dimensions"])
-    return dataclasses.replace(rule, whole=(*whole, *rule.whole), flops=flops, local=_local_reduce_window)
+
+    def local(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
+        """A window along a split factor is shorter by as much."""
+        lengths = zip(dims, eqn.params["window_dimensions"], strict=True)
+        shorter = tuple(length // math.prod(map(shard.num_shards, dim.reduced)) for dim, length in lengths)
+        return bind_eqn(eqn, *operands, params={**eqn.params, "window_dimensions": shorter})
+
+    return dataclasses.replace(rule, whole=(*whole, *rule.whole), flops=flops, local=local)
 
 
 def _terms(dims: Sequence[WindowFactors]) -> tuple[Term, Term, dict[Factor, int]]:
@@ -57,18 +65,6 @@ def _window_factors(eqn: JaxprEqn, shape: Sequence[int], places: Sequence[int]) 
             strict=True,
         )
     ]
-
-
-def _local_reduce_window(eqn: JaxprEqn, shard: Shard, *operands: jax.Array) -> Sequence[jax.Array]:
-    """A window along a split factor is shorter by as much."""
-    dims = _window_factors(eqn, eqn.invars[0].aval.shape, eqn.outvars[0].aval.shape)
-    lengths = []
-    for dim, length in zip(dims, eqn.params["window_dimensions"], strict=True):
-        for factor in dim.reduced:
-            length //= shard.num_shards(factor)
-        lengths.append(length)
-    results = eqn.primitive.bind(*operands, **{**eqn.params, "window_dimensions": tuple(lengths)})
-    return results if eqn.primitive.multiple_results else [results]
 
 
 @register(*find_primitives("select_and_scatter_add", "select_and_gather_add"))
