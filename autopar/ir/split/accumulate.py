@@ -27,11 +27,7 @@ from autopar.ir.trace.flatten import flatten
 
 
 def accumulate(jaxpr: Jaxpr, split: Microbatches) -> Jaxpr:
-    """One program that works through its microbatches in turn.
-
-    Returns:
-        A flat program over new variables, inputs and outputs as the step's.
-    """
+    """A flat program that works through the microbatches of a step in turn, with its inputs and outputs."""
     assert not split.between, "one loop has no place between its forward and its backward passes"
     count, (number, *inside) = split.count, split.loop.invars
     consts = dict(zip(inside[: len(split.invariants)], split.invariants, strict=True))

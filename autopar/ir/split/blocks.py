@@ -109,14 +109,6 @@ class _Move:
     params: Params
 
 
-def _concatenate(params: Params, dim: int, count: int) -> _Move:
-    return _Move((), {})
-
-
-def _splits(params: Params, dim: int, count: int) -> _Move:
-    return _Move((), {"sizes": tuple(size // count for size in params["sizes"])})
-
-
 def _slice(params: Params, dim: int, count: int) -> _Move | None:
     starts, limits, strides = params["start_indices"], params["limit_indices"], params["strides"]
     if strides is not None and strides[dim] != 1:
@@ -138,8 +130,8 @@ def _divided(sizes: Sequence[int], dim: int, count: int) -> tuple[int, ...]:
 
 
 _MOVES: dict[str, Callable[[Params, int, int], _Move | None]] = {
-    "concatenate": _concatenate,
+    "concatenate": lambda params, dim, count: _Move((), {}),
     "pad": _pad,
     "slice": _slice,
-    "split": _splits,
+    "split": lambda params, dim, count: _Move((), {"sizes": tuple(size // count for size in params["sizes"])}),
 }

@@ -10,23 +10,13 @@ Method: equations are equal if they do the same with equal operands. A backward 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
-import jax.numpy as jnp
 
-from autopar._jax import (
-    Atom,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    Var,
-    bind_eqn,
-    new_eqn,
-    new_var,
-    primitives,
-)
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, Var, eval_jaxpr, make_jaxpr, new_eqn, new_var, primitives
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import inputs_of, known_as, makers, needed, read_by, reading, variables
 from autopar.ir.region import Binding, Region, is_region, kind_of, region_of, rows_in, rows_out
@@ -41,12 +31,11 @@ IsSum = Callable[[Var], bool]
 
 def with_forward_sums(jaxpr: Jaxpr, is_sum: IsSum) -> Jaxpr:
     """The program with such sums where they can be joined; itself, if they are."""
-    eqns = [e for eqn in jaxpr.eqns for e in (_ends_behind(region_of(eqn), is_sum) if _is_forward(eqn) else [eqn])]
+    eqns: list[JaxprEqn] = []
+    for eqn in jaxpr.eqns:
+        is_forward = kind_of(eqn) == "scan" and not is_backward(eqn)
+        eqns += _ends_behind(region_of(eqn), is_sum) if is_forward else [eqn]
     return with_equations(jaxpr, _Twins(is_sum).replaced(eqns))
-
-
-def _is_forward(eqn: JaxprEqn) -> bool:
-    return kind_of(eqn) == "scan" and not is_backward(eqn)
 
 
 # What scans make of sums.
@@ -93,19 +82,15 @@ def _behind(
     """The moved equations for all trips at once, and the scan's results that are made of them."""
     begins = {b.var: b.outer for b in scan.carries}
     consts = {b.var: b.outer for b in scan.consts}
-    made = makers(moved)
-    read = [var for var in read_by(moved) if var not in made and var not in begins]
-
-    def of_a_trip(*rows: jax.Array) -> list[jax.Array]:
-        value: dict[Var, jax.Array] = dict(zip(read, rows, strict=True))
-        for eqn in moved:
-            operands = [
-                jnp.asarray(a.val, a.aval.dtype) if isinstance(a, Literal) else value.get(a) for a in eqn.invars
-            ]
-            parts = [x for x in operands if x is not None]  # a sum over the trips is left to the end
-            results = parts if len(parts) < len(operands) else bind_eqn(eqn, *parts)
-            value.update(zip(eqn.outvars, results, strict=True))
-        return [value[b.value] for b in behind]  # type: ignore[index]
+    added: dict[Var, Atom] = {}  # a sum over the trips is left to the end
+    for eqn in moved:
+        others = [atom for atom in eqn.invars if isinstance(atom, Literal) or atom not in begins]
+        if len(others) < len(eqn.invars):
+            added[eqn.outvars[0]] = others[0]
+    inside = [reading(eqn, added) for eqn in moved if eqn.outvars[0] not in added]
+    leaving, made = [known_as(b.value, added) for b in behind], makers(inside)
+    read = [var for var in read_by(inside, leaving) if var not in made]
+    of_a_trip = functools.partial(eval_jaxpr, make_jaxpr(read, leaving, inside), ())
 
     def of_all(*arrays: jax.Array) -> list[jax.Array]:
         stacks, first = arrays[: len(read)], iter(arrays[len(read) :])
@@ -119,9 +104,9 @@ def _behind(
     sums = [begins[b.var] for b in behind if b.role == "carry"]
     eqns, source = Equations(), moved[0].source_info
     results = eqns.call(of_all, [*operands, *sums], source)  # type: ignore[list-item]
-    for made, b in zip(results, behind, strict=True):
+    for result, b in zip(results, behind, strict=True):
         if b.result is not None:
-            eqns.append(new_eqn(primitives.copy_p, [made], [b.result], {}, source_info=source))
+            eqns.append(new_eqn(primitives.copy_p, [result], [b.result], {}, source_info=source))
     return eqns
 
 

@@ -18,6 +18,7 @@ from autopar._jax import Atom, JaxprEqn, Literal, SourceInfo, Var, make_jaxpr, n
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.region import Region, kind_of, region_of
+from autopar.ir.split.accumulate import joined
 from autopar.ir.split.layer_placements import LayerPlacements
 from autopar.ir.split.layer_rows import part_of_padded, slice_of_part
 from autopar.ir.split.placement import REPLICATED, Partial, Placement, Replicated, Split, share_of
@@ -67,11 +68,10 @@ class LayerWriter:
                 return parts[0]
             case Split():
                 return self.eqns.call_one(lambda *xs: join_parts(xs, placement), parts, source)
-            case Partial(kind):
-                join = {"sum": jnp.add, "max": jnp.maximum, "min": jnp.minimum}[kind]
+            case Partial():
                 so_far = parts[0]
                 for part in parts[1:]:
-                    so_far = self.eqns.call_one(lambda a, b: join(a, b), [so_far, part], source)
+                    so_far = self.eqns.call_one(lambda a, b: joined(placement, a, b, 1), [so_far, part], source)
                 return so_far
 
     def in_parts(self, atom: Atom, want: Placement, source: SourceInfo | None = None) -> list[Atom]:
@@ -136,16 +136,13 @@ class LayerWriter:
 class _Part(ShardWriter):
     """One part; what is whole it has from all of them."""
 
+    is_top = True
+
     def __init__(self, program: LayerWriter, programs: Programs, number: int, rows: dict[Atom, Atom]):
         axis, kind = programs.solution.axis, shaped(jax.ShapeDtypeStruct((), jnp.int32))
         share = share_of(number, axis.count, axis.units)
         super().__init__(programs, Literal(np.int32(share.first), kind), share.size, program.eqns)
         self.program, self.rows = program, rows
-
-    @property
-    def is_top(self) -> bool:
-        """What is whole is made once for all parts."""
-        return True
 
     def outside(self, var: Var, want: Placement, source: SourceInfo | None) -> Atom:
         """A value that is not in such parts."""

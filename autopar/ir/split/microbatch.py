@@ -192,6 +192,8 @@ def check_divides(jaxpr: Jaxpr, count: int, batch: Sequence[int], name: str = "t
 class _Loop(ShardWriter):
     """Writes one microbatch: what is made outside of the loop is read whole, or the microbatch's part of it."""
 
+    is_top = True
+
     def __init__(self, jaxpr: Jaxpr, solution: LoopSolution):
         super().__init__(Programs(solution), number := new_var(shaped(jax.ShapeDtypeStruct((), jnp.int32))))
         self.jaxpr, self.phases, self.first = jaxpr, solution, number
@@ -199,11 +201,6 @@ class _Loop(ShardWriter):
         self.views = views_of_arguments(jaxpr)
         self.invariants: dict[Var, Var] = {}
         self.pieces: dict[Var, Var] = {}
-
-    @property
-    def is_top(self) -> bool:
-        """What is whole is made before the loop."""
-        return True
 
     def outside(self, var: Var, want: Placement, source: SourceInfo | None) -> Atom:
         """A value of the step that the loop does not make."""

@@ -60,7 +60,10 @@ class ShardWriter:
         values: For each value and placement, the atom that the shard has for it.
         eqns: Written so far.
         rows: Of stacks of a single row that a trip made, the row.
+        is_top: Whether what is whole is made elsewhere.
     """
+
+    is_top = False
 
     def __init__(self, programs: Programs, number: Atom, size: int = 1, eqns: Equations | None = None):
         self.programs, self.solution, self.number, self.size = programs, programs.solution, number, size
@@ -105,11 +108,6 @@ class ShardWriter:
     def outside(self, var: Var, want: Placement, source: SourceInfo | None) -> Atom:
         """A value that is made outside of what is written here: in bodies there is none."""
         raise AssertionError(f"{var} is {self.solution.made_as(var)}, and wanted {want}")
-
-    @property
-    def is_top(self) -> bool:
-        """Whether what is whole is made elsewhere."""
-        return False
 
     def converted(self, atom: Atom, local: Atom, want: Placement, source: SourceInfo | None) -> Atom:
         """A whole value, as `want`; `local` is what holds it here."""
