@@ -10,7 +10,7 @@ Method: JAX keeps all that a gradient reads. Of the forward scan's body the mini
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autopar._jax import Jaxpr, JaxprEqn, Literal, Var, make_jaxpr, new_var
 from autopar.inter_op.residuals import Kept, choose_residuals
@@ -26,22 +26,13 @@ def lean_scans(jaxpr: Jaxpr) -> Jaxpr:
     anything heavy again."""
     eqns = list(jaxpr.eqns)
     given = set(jaxpr.invars)
-    for pair in _pairs(jaxpr):
-        forward, backward = eqns[pair.forward], eqns[pair.backward]
-        eqns[pair.forward], eqns[pair.backward] = _lean(forward, backward, pair.stacks, given)
+    for first, second, stacks in _pairs(jaxpr):
+        eqns[first], eqns[second] = _lean(eqns[first], eqns[second], stacks, given)
     return remove_dead_code(make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns))
 
 
-@dataclass(frozen=True, slots=True)
-class _Pair:
+def _pairs(jaxpr: Jaxpr) -> Iterator[tuple[int, int, list[Var]]]:
     """Two scans by their places in the program, and stacks of the one that only the other reads, trip by trip."""
-
-    forward: int
-    backward: int
-    stacks: tuple[Var, ...]
-
-
-def _pairs(jaxpr: Jaxpr) -> Iterator[_Pair]:
     readers_of: dict[Var, set[int]] = {}
     for k, eqn in enumerate(jaxpr.eqns):
         for var in inputs_of(eqn):
@@ -58,8 +49,7 @@ def _pairs(jaxpr: Jaxpr) -> Iterator[_Pair]:
             if reader in scans and scans[reader].trips == scan.trips:
                 if not any(b.outer is stack for b in scans[reader].of_role("const", "carry")):
                     found.setdefault(reader, []).append(stack)
-        for reader, stacks in found.items():
-            yield _Pair(at, reader, tuple(stacks))
+        yield from ((at, reader, stacks) for reader, stacks in found.items())
 
 
 def _lean(

@@ -13,9 +13,8 @@ from __future__ import annotations
 import functools
 from collections.abc import Hashable
 from dataclasses import dataclass, field
-from typing import Any
 
-from autopar._jax import Atom, JaxprEqn, Literal, Var
+from autopar._jax import Atom, JaxprEqn, Literal, Params, Var
 from autopar.ir.region import is_region, kind_of
 
 
@@ -29,7 +28,7 @@ def equation_signature(eqn: JaxprEqn) -> object:
     return eqn.primitive, params, avals, results
 
 
-def _kernel(params: Any) -> object:
+def _kernel(params: Params) -> object:
     """The parameters of a Pallas kernel, its programs by their text: each call traces them anew."""
     mapping = params["grid_mapping"]
     blocks = tuple(
@@ -40,7 +39,7 @@ def _kernel(params: Any) -> object:
 
 
 @functools.lru_cache(maxsize=1024)
-def _text(program: Any) -> str:
+def _text(program: object) -> str:
     return str(program)
 
 

@@ -114,7 +114,8 @@ def _results_apart(eqn: JaxprEqn, work: Work) -> list[JaxprEqn]:
     for k, branch in enumerate(branches):
         readers: dict[Var, dict[int, None]] = {}
         for number, group in enumerate(groups):
-            for var in branch.numbers_of(branch.body.outvars[at] for at in group):
+            _, numbers = branch.behind(branch.body.outvars[at] for at in group)
+            for var in numbers:
                 readers.setdefault(var, {})[number] = None
         shared = [var for var, of in readers.items() if len(of) > 1 or branch.is_of_arrays(var)]
         operands = [b.outer for b in region.of_role("const") if b.inner[k] is not None]
@@ -156,10 +157,6 @@ class _Branch:
         found = ancestors(variables(results), lambda var: made_of.get(var, ()))
         eqns = dict.fromkeys(self.made_by[var] for var in found if var in made_of)
         return eqns, {var: None for var in found if var in self.numbers}
-
-    def numbers_of(self, results: Iterable[Atom]) -> dict[Var, None]:
-        """Cheap numbers that results read."""
-        return self.behind(results)[1]
 
     def is_of_arrays(self, number: Var) -> bool:
         """Whether a number is made of arrays, which would all be where it is read."""

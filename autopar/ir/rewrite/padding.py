@@ -19,18 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar._jax import (
-    Atom,
-    Jaxpr,
-    JaxprEqn,
-    Literal,
-    SourceInfo,
-    Var,
-    bind_eqn,
-    make_jaxpr,
-    new_var,
-    replace_eqn,
-)
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Literal, SourceInfo, Var, bind_eqn, make_jaxpr, new_var, replace_eqn
 from autopar.ir.build import Equations
 from autopar.ir.region import in_bodies, kind_of
 from autopar.ir.rewrite.dead_code import remove_dead_code

@@ -9,11 +9,10 @@ Method: a step is a trip of such a loop (`kernel_loops.py`), its number the trip
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from autopar._jax import Jaxpr, JaxprEqn, Var, all_equations, bodies_in, open_jaxpr, scan_counts
+from autopar._jax import Atom, ClosedJaxpr, Jaxpr, JaxprEqn, Var, all_equations, bodies_in, open_jaxpr, scan_counts
 from autopar.ir.rules.kernel_access import Access, is_buffer
 from autopar.ir.rules.kernel_loops import FREE, BlockLoop, NotUnderstoodError, Trip, Value, Walk, varies
 
@@ -75,7 +74,7 @@ class _Step(Trip):
         """As of a loop; a result that is walked nowhere moves with the grid, and its block is the step's own."""
         return super().may_touch(access, walks, is_result) if walks else is_result or access.reads
 
-    def _inside(self, closed: Any, operands: Sequence[Any], values: Sequence[Value]) -> list[Value]:
+    def _inside(self, closed: Jaxpr | ClosedJaxpr, operands: Sequence[Atom], values: Sequence[Value]) -> list[Value]:
         """Through a program that is called with these; what it returns."""
         body, consts = open_jaxpr(closed)
         if consts or len(operands) != len(body.invars):

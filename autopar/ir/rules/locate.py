@@ -12,7 +12,7 @@ Method: JAX's modes are about global indices, so an index is clamped, or found o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -84,7 +84,9 @@ def index_terms(
         rows.append(row)
         if d not in numbers.collapsed_slice_dims:
             windows.append(window)
-    slices = _interleave(iter(windows), iter(at), len(windows) + len(at), numbers.offset_dims)
+    of_window, of_position = iter(windows), iter(at)
+    ndim = len(windows) + len(at)
+    slices = tuple(next(of_window if d in numbers.offset_dims else of_position) for d in range(ndim))
     vector = new(indices[-1])
     positions = [factor for d, dim in enumerate(at) if d not in batch_of.values() for factor in dim]
     return IndexTerms(
@@ -103,10 +105,6 @@ def slice_terms(
     single = [factor for dim, size, length in lengths if length == 1 != size for factor in dim]
     cut = [(*dim, *own) for (dim, size, length), own in zip(lengths, slices, strict=True) if 1 != length != size]
     return rows, tuple(slices), tuple(single), tuple(factor for factors in cut for factor in factors)
-
-
-def _interleave(windows: Iterator[Dim], positions: Iterator[Dim], ndim: int, offset_dims: Sequence[int]) -> Term:
-    return tuple(next(windows if d in offset_dims else positions) for d in range(ndim))
 
 
 def signed(index: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ Method: an identity of its own, which differentiation and batching pass through.
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import jax
 from jax.interpreters import ad, batching, mlir
@@ -35,7 +35,7 @@ def mark_stage(x: Tree) -> Tree:
     `x`: what passes from one stage to the next: an array or a pytree; the mark is put on its last array.
     """
     leaves, tree = jax.tree.flatten(x)
-    marked: list[Any] = [*leaves[:-1], *(mark_stage_p.bind(leaf) for leaf in leaves[-1:])]
+    marked = [*leaves[:-1], *(mark_stage_p.bind(leaf) for leaf in leaves[-1:])]
     return jax.tree.unflatten(tree, marked)
 
 

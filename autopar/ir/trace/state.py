@@ -13,9 +13,9 @@ Method: an argument is state if a subtree of the outputs has its structure, shap
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,7 +51,7 @@ class Roles:
         return self.state or tuple(k for k in range(len(self.donated)) if k not in self.batch)
 
 
-def find_roles(program: Program, batch_argnums: Any = "auto", donate_argnums: Any = "auto") -> Roles:
+def find_roles(program: Program, batch_argnums: object = "auto", donate_argnums: object = "auto") -> Roles:
     """Tell state from batch.
 
     `batch_argnums`: `"auto"`, or the numbers of the parameters that are the batch.
@@ -229,7 +229,7 @@ def _warn_of_casts(program: Program, cast: Mapping[int, int]) -> None:
         )
 
 
-def _chosen(program: Program, option: str, argnums: Any) -> tuple[int, ...]:
+def _chosen(program: Program, option: str, argnums: object) -> tuple[int, ...]:
     """Positions among the program's arguments of those with the user's numbers."""
     position = {argument.number: k for k, argument in enumerate(program.arguments)}
     numbers = [n for n in integers(argnums) if n not in program.left_out]
@@ -253,8 +253,7 @@ def argument_slices(program: Program) -> list[tuple[int, int]]:
     """For each argument (positional, then by keyword) its range of input leaves."""
     positional, by_keyword = program.in_tree.children()
     sizes = [child.num_leaves for child in (*positional.children(), *by_keyword.children())]
-    ends = [sum(sizes[: k + 1]) for k in range(len(sizes))]
-    return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+    return list(itertools.pairwise(itertools.accumulate(sizes, initial=0)))
 
 
 def arguments_of(program: Program) -> list[tuple[PyTreeDef, int, int]]:
