@@ -79,7 +79,8 @@ class _Builder:
                 at += 1
             self.segment[k] = at
             if copies_to_or_from_host(self.eqns[k]):  # who makes a value copies it
-                self.segment[k] = min([at, *(self.segment[self.made_by[var]] for var in self.made_here(self.eqns[k]))])
+                made_by = [self.made_by[var] for var in inputs_of(self.eqns[k]) if var in self.made_by]
+                self.segment[k] = min([at, *(self.segment[maker] for maker in made_by if not self.light[maker])])
         self.num_segments = len(places) + 1
         self.find_available()
         for k in range(len(self.eqns)):
@@ -100,10 +101,6 @@ class _Builder:
             self.marks(),
             self.kinds([0, *places]),
         )
-
-    def made_here(self, eqn: JaxprEqn) -> list[Var]:
-        """Operands that a segment makes."""
-        return [v for v in inputs_of(eqn) if v in self.made_by and not self.light[self.made_by[v]]]
 
     def find_light(self) -> list[bool]:
         limit = TUNING.repeated_work * sum(self.work)

@@ -59,7 +59,11 @@ def _lean(
     first, second = region_of(forward), region_of(backward)
     value_of = {b.result: b.value for b in first.ys if b.result in stacks and not isinstance(b.value, Literal)}
     stack_of = {value: stack for stack, value in value_of.items()}
-    kept = _kept(first, second, list(stack_of), given)
+    # What the backward scan reads row by row, and arguments of the step, are there anyway.
+    at_hand = {*given, *variables(b.outer for b in second.xs)}
+    shared = [b.var for b in first.xs if isinstance(b.outer, Literal) or b.outer in at_hand]
+    free = [*shared, *(b.var for b in first.consts)]
+    kept = choose_residuals(first.bodies[0].eqns, list(stack_of), free)
     if kept.num_bytes >= sum(map(device_bytes, stack_of)):
         return forward, backward
     read = read_by(kept.again, stack_of)
@@ -70,13 +74,6 @@ def _lean(
     leaner = first.rebuild([*first.bindings, *new], [first.bodies[0].eqns])
     arriving = [rows_in(row, var) for var, row in rows.items()]
     return leaner, _made_again(second, kept, value_of, [*entering, *arriving])
-
-
-def _kept(first: Region, second: Region, wanted: Sequence[Var], given: Collection[Var]) -> Kept:
-    """What the backward scan needs to make values of the forward's body again; arguments of the step are there anyway."""
-    at_hand = {*given, *variables(b.outer for b in second.xs)}
-    shared = [b.var for b in first.xs if isinstance(b.outer, Literal) or b.outer in at_hand]
-    return choose_residuals(first.bodies[0].eqns, wanted, [*shared, *(b.var for b in first.consts)])
 
 
 def _made_again(second: Region, kept: Kept, value_of: Mapping[Var, Var], entering: Sequence[Binding]) -> JaxprEqn:

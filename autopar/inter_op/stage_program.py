@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
 
 from autopar._jax import JaxprEqn, Literal, Var, make_jaxpr, new_var
 from autopar.inter_op.residuals import CHEAP
@@ -23,7 +22,6 @@ from autopar.ir.dataflow import makers, read_by, variables
 from autopar.ir.region import bodies_of
 from autopar.ir.rewrite.fission import merge_conditions
 from autopar.ir.split.accumulate import AccumulatingScan, accumulating_scan, stack_type
-from autopar.ir.split.microbatch import Result
 
 
 def stage_program(
@@ -110,7 +108,8 @@ class _Builder:
         parts = (self.tasks.forward[self.stage], self.tasks.backward[self.stage], self.tasks.weight[self.stage])
         own = {eqn for eqns in parts for eqn in eqns}
         eqns = [eqn for eqn in self.split.loop.eqns if eqn in own]
-        results = self.loop_results()
+        pairs = zip(self.split.results, self.split.loop.outvars, strict=True)
+        results = [(result, part) for result, part in pairs if result.var in self.update.results[self.stage]]
         if not eqns and not results:
             return None
         made, read = makers(eqns), read_by(eqns, [part for _, part in results])
@@ -123,11 +122,6 @@ class _Builder:
         return accumulating_scan(
             self.split.count, self.split.loop.invars[0], eqns, consts, self.stacks, results, self.sent
         )
-
-    def loop_results(self) -> list[tuple[Result, Any]]:
-        """What comes of the loop here, and what one microbatch makes of it."""
-        pairs = zip(self.split.results, self.split.loop.outvars, strict=True)
-        return [(result, part) for result, part in pairs if result.var in self.update.results[self.stage]]
 
     def read_elsewhere(self, eqns: Sequence[JaxprEqn]) -> list[Var]:
         """Values of the loop made here that other stages read, in order."""

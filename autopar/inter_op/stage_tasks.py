@@ -75,7 +75,8 @@ class _Builder:
             rows = [r for r in self.rows if self.kind_of(r.part) == kind]
             if eqns or sums or rows:
                 whole = _beside_makers(eqns, [s.eqns for s in sums])
-                outputs = [Slot("loop", v, v) for v in self.leaving(kind, (*self.program.sent, *waiting))]
+                read_later = dict.fromkeys((*self.program.sent, *waiting))
+                outputs = [Slot("loop", v, v) for v in read_later if tasks.made_at.get(v) == (kind, stage)]
                 outputs += passed.values() if kind == "B" else ()
                 outputs += [_sum(s.result, s.after) for s in sums]
                 outputs += [_rows(r.result, r.part) for r in rows]
@@ -85,10 +86,6 @@ class _Builder:
     def kind_of(self, part: Any) -> str:
         """The task that makes a microbatch's part of a result."""
         return "F" if isinstance(part, Literal) else self.tasks.made_at.get(part, ("F", self.stage))[0]
-
-    def leaving(self, kind: TaskKind, wanted: Iterable[Var]) -> list[Var]:
-        """Those of the values that this task makes."""
-        return [v for v in dict.fromkeys(wanted) if self.tasks.made_at.get(v) == (kind, self.stage)]
 
     def loop_inputs(self, eqns: Sequence[JaxprEqn], results: Sequence[Any], passed: Mapping[Var, Slot]) -> list[Slot]:
         made, read = makers(eqns), read_by(eqns, results)

@@ -128,7 +128,7 @@ class _Placement:
             elif (
                 eqn.effects
                 or any(var in waiting for var in operands)
-                or not all(map(_is_small, (*operands, *eqn.outvars)))
+                or any(num_elements_of(var) > TUNING.copied_elements for var in (*operands, *eqn.outvars))
             ):
                 waiting.update(dict.fromkeys(eqn.outvars, eqn))
         for eqn in self.eqns:
@@ -288,10 +288,6 @@ class _Placement:
 
 def _is_scalar(atom: Var) -> bool:
     return num_elements_of(atom) <= TUNING.joined_elements
-
-
-def _is_small(atom: Var) -> bool:
-    return num_elements_of(atom) <= TUNING.copied_elements
 
 
 def _end_of(var: Var, passed: Mapping[Var, Var], home: Mapping[Var, int]) -> int:

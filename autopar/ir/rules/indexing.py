@@ -18,7 +18,7 @@ from jax import lax
 
 from autopar._jax import JaxprEqn, bind_eqn, find_primitives
 from autopar.ir.rules.linearity import may_be_partial
-from autopar.ir.rules.locate import IndexTerms, clamp, index_terms, locate, locate_slice, signed, slice_terms
+from autopar.ir.rules.locate import IndexTerms, index_terms, locate, locate_slice, signed, slice_terms
 from autopar.ir.rules.registry import register
 from autopar.ir.rules.rule import Shard, ShardingRule, num_elements
 from autopar.ir.rules.terms import rule_of
@@ -73,7 +73,7 @@ def _gather_here(
     indices = signed(indices)
     columns = {d: indices[..., k] for k, d in enumerate(numbers.start_index_map)}
     if not fills:  # what is promised to be in bounds XLA clamps too; but not where it joins a slice with another
-        columns = {d: clamp(column, shape[d] - eqn.params["slice_sizes"][d]) for d, column in columns.items()}
+        columns = {d: jnp.clip(column, 0, shape[d] - eqn.params["slice_sizes"][d]) for d, column in columns.items()}
     if not split:
         return bind_eqn(eqn, table, _joint(columns, indices), params=params)
     mine = jnp.ones(indices.shape[:-1], bool)

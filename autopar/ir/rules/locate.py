@@ -116,11 +116,6 @@ def signed(index: jax.Array) -> jax.Array:
     return index.astype(jnp.int32)
 
 
-def clamp(index: jax.Array, last: int) -> jax.Array:
-    """Into 0 ... `last`."""
-    return jnp.clip(index, 0, last)
-
-
 def locate(index: jax.Array, factor: Factor, shard: Shard) -> tuple[jax.Array, jax.Array]:
     """Local index, and whether this device answers it.
 
@@ -149,7 +144,7 @@ def locate_slice(
     """
     begin, mine = [], jnp.asarray(True)
     for start, length, size, dim in zip(starts, taken, shape, table, strict=True):
-        place = clamp(signed(start), size - length)
+        place = jnp.clip(signed(start), 0, size - length)
         if length != size and shard.local_dim(dim) != size:
             place, here = locate(place, dim[0], shard)
             place, mine = jnp.where(here, place, 0), mine & here

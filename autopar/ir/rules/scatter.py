@@ -20,7 +20,7 @@ from jax import lax
 
 from autopar._jax import JaxprEqn, bind_eqn, find_primitives
 from autopar.ir.rules.linearity import may_be_partial
-from autopar.ir.rules.locate import IndexTerms, clamp, index_terms, locate, locate_slice, signed, slice_terms
+from autopar.ir.rules.locate import IndexTerms, index_terms, locate, locate_slice, signed, slice_terms
 from autopar.ir.rules.registry import register
 from autopar.ir.rules.rule import Shard, ShardingRule, num_elements
 from autopar.ir.rules.terms import rule_of
@@ -113,7 +113,7 @@ def _scatter_here(
     indices = signed(indices)
     columns = {d: indices[..., k] for k, d in enumerate(index_map)}
     if eqn.params["mode"] == lax.GatherScatterMode.CLIP:
-        columns = {d: clamp(column, shape[d] - taken[d]) for d, column in columns.items()}
+        columns = {d: jnp.clip(column, 0, shape[d] - taken[d]) for d, column in columns.items()}
     if num_elements(indices.shape[:-1]) == 1:
         return [_write_once(eqn, terms, taken, shard, table, columns, indices, updates)]
     for d, factor in terms.searched.items():

@@ -20,11 +20,6 @@ def new_term(shape: Sequence[int], fresh: Iterator[Factor] | None = None) -> Ter
     return tuple(() if size == 1 else (next(fresh),) for size in shape)
 
 
-def sizes_of(term: Term, shape: Sequence[int]) -> dict[Factor, int]:
-    """Length of each factor that stands alone in a dim of a term."""
-    return {dim[0]: size for dim, size in zip(term, shape, strict=True) if len(dim) == 1}
-
-
 def rule_of(
     eqn: JaxprEqn,
     operands: Sequence[Term],
@@ -47,7 +42,7 @@ def rule_of(
     if sizes is None:
         sizes, pairs = {}, zip((*eqn.invars, *eqn.outvars), (*operands, *results), strict=True)
         for atom, term in pairs:
-            sizes |= sizes_of(term, atom.aval.shape)
+            sizes |= {dim[0]: size for dim, size in zip(term, atom.aval.shape, strict=True) if len(dim) == 1}
     return ShardingRule(operands, results, sizes, linear=linear_groups(eqn, *linear), **facts)
 
 

@@ -54,14 +54,11 @@ class AxisStrategy:
 
 def strategies(rule: ShardingRule, count: int) -> list[AxisStrategy]:
     """All ways to do an operation on an axis of `count` shards, those that split a factor first."""
-    along = [split_along(rule, factor) for factor in rule.splittable() if rule.sizes[factor] % count == 0]
-    return along + [_linear_in(rule, k) for k in range(len(rule.linear))]
-
-
-def _linear_in(rule: ShardingRule, group: int) -> AxisStrategy:
-    """Partial sums pass through a group of operands."""
-    operands = tuple(SUM if k in rule.linear[group] else REPLICATED for k in range(len(rule.operands)))
-    return AxisStrategy(None, operands, (SUM,) * len(rule.results), group)
+    found = [split_along(rule, factor) for factor in rule.splittable() if rule.sizes[factor] % count == 0]
+    for number, group in enumerate(rule.linear):  # partial sums pass through these operands
+        operands = tuple(SUM if k in group else REPLICATED for k in range(len(rule.operands)))
+        found.append(AxisStrategy(None, operands, (SUM,) * len(rule.results), number))
+    return found
 
 
 def split_along(rule: ShardingRule, factor: Factor, blocks: int = 1) -> AxisStrategy:

@@ -238,7 +238,7 @@ def _aval_of(leaf: object, path: str, name: str) -> Aval:
     except (TypeError, ValueError, OverflowError) as error:
         raise TraceError(
             f"argument `{path}` of `{name}` is not an array.",
-            given=f"{path} = {_short(leaf)}, a {type(leaf).__name__}",
+            given=f"{path} = {leaf!r:.80}, a {type(leaf).__name__}",
             wrong=f"every leaf of the arguments becomes an array on the devices, and this cannot: {error}"
             if isinstance(error, OverflowError)
             else "every leaf of the arguments becomes an array on the devices, and this cannot.",
@@ -246,11 +246,6 @@ def _aval_of(leaf: object, path: str, name: str) -> Aval:
             "leave the leaf out of the pytree, or make it an array.",
             path=path,
         ) from None
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _tracer_text(tracer: object) -> str:

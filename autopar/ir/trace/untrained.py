@@ -33,7 +33,7 @@ def check_trains(program: Program, batch: Collection[int]) -> None:
     """
     if not program.gradient:
         return
-    spans = [span for span in argument_slices(program) if _num_floating(program, span)]
+    spans = [span for span in argument_slices(program) if any(map(_is_floating, program.in_avals[slice(*span)]))]
     spans = [(a, b) for a, b in spans if b - a > 1 or (a == spans[0][0] and program.in_avals[a].ndim)] or spans
     if not spans or any(_comes_back(program, span) for span in spans):
         return
@@ -54,10 +54,6 @@ def check_trains(program: Program, batch: Collection[int]) -> None:
 
 def _is_floating(aval: Aval) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
-def _num_floating(program: Program, span: tuple[int, int]) -> int:
-    return sum(map(_is_floating, program.in_avals[slice(*span)]))
 
 
 def _comes_back(program: Program, span: tuple[int, int]) -> bool:
