@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import AutoparError, PlanFileError, StalePlanError
+from autopar.errors import AutoparError, PlanFileError, StalePlanError, check_number
 
 STEP_HELP = "the step, as module:name; parallelized or not"
 ARGS_HELP = "its arguments, as module:name: a tuple, or a function that returns one"
@@ -296,13 +296,8 @@ def _add_calibrate(commands: Any) -> None:
 
 
 def _calibrate(options: argparse.Namespace) -> int:
-    if options.devices is not None and options.devices < 1:
-        raise AutoparError(
-            "a machine has at least one device.",
-            given=f"--devices {options.devices}",
-            wrong="it is less than 1.",
-            do="pass how many, or leave it out for all.",
-        )
+    if options.devices is not None:
+        check_number("", "--devices", options.devices, least=1, is_whole=True)
     if options.devices is not None and not os.environ.get("XLA_FLAGS"):  # read when JAX starts: GPUs do not mind it
         os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={options.devices}"
         os.environ.setdefault("PJRT_NPROC", str(max(32, options.devices)))

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from autopar.doctor.child import Answer, ask, ask_probe
-from autopar.errors import AutoparError
+from autopar.errors import check_number
 from autopar.plan.words import count_text
 
 Status = Literal["ok", "absent", "failed"]
@@ -54,13 +54,7 @@ def examine(silence_seconds: float = 60.0, ray_address: str | None = None) -> li
     Raises:
         AutoparError: That is no time to wait.
     """
-    if not 0 < silence_seconds <= threading.TIMEOUT_MAX:
-        raise AutoparError(
-            "a probe cannot be ended after such a time.",
-            given=f"{silence_seconds} s",
-            wrong=f"it must be more than 0, and at most {threading.TIMEOUT_MAX:.0f}.",
-            do="leave it out for 60 s.",
-        )
+    check_number("examine", "silence_seconds", silence_seconds, most=threading.TIMEOUT_MAX, do="leave it out for 60 s.")
     names = ("devices", "solver_highs", "solver_cbc", "orbax", "cupy")
     with ThreadPoolExecutor(8) as threads:
         cuda = threads.submit(_cuda_driver)
