@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import jax
 
-from autopar.errors import StalePlanError
+from autopar.errors import StalePlanError, listed
 from autopar.ir.program import Program
 from autopar.mesh import Cluster
 from autopar.plan.decision import Decision
 from autopar.plan.fingerprint import cluster_fingerprint, program_fingerprint
-from autopar.plan.words import machine_text, type_text
+from autopar.plan.words import differences, machine_text, type_text
 
 MAX_LINES = 8
 
@@ -34,10 +34,9 @@ def check_fresh(program: Program, cluster: Cluster, plan: Decision) -> None:
         elsewhere = " Only to look at this one, name its machine: cluster=Cluster.of(...), or --cluster in a shell."
     if plan.fingerprints.get("program") != program_fingerprint(program):
         lines = list(_argument_changes(program, plan))
-        changed += lines[:MAX_LINES] + (
-            [f"and {len(lines) - MAX_LINES} more arguments"] if len(lines) > MAX_LINES else []
-        )
-        if not lines:
+        if lines:
+            changed += listed(lines, MAX_LINES, "\n").splitlines()
+        else:
             changed.append(_code_change(plan))
     if changed:
         raise StalePlanError(
@@ -60,13 +59,11 @@ def _argument_changes(program: Program, plan: Decision) -> Iterator[str]:
     was = {v.name: type_text(v.shape, v.dtype) for v in plan.values if v.role in ("state", "batch", "argument")}
     leaves = zip(program.in_paths, program.jaxpr.invars[: program.num_args], strict=True)
     now = {path: type_text(tuple(var.aval.shape), str(var.aval.dtype)) for path, var in leaves}
-    for path in dict.fromkeys((*was, *now)):
-        if path not in now:
-            yield f"{path}: {was[path]} in the plan, no argument now"
-        elif path not in was:
-            yield f"{path}: {now[path]}, not in the plan"
-        elif was[path] != now[path]:
-            yield f"{path}: {was[path]} in the plan, {now[path]} now"
+    for path, before, here in differences(was, now):
+        if here is None:
+            yield f"{path}: {before} in the plan, no argument now"
+        else:
+            yield f"{path}: {here}, not in the plan" if before is None else f"{path}: {before} in the plan, {here} now"
 
 
 def _code_change(plan: Decision) -> str:

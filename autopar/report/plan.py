@@ -19,8 +19,7 @@ from autopar.plan.words import seconds_text
 from autopar.report.diff import diff_text
 from autopar.report.explain import explain
 from autopar.report.html import plan_html
-from autopar.report.measured import MeasuredStep, parting_text
-from autopar.report.shown import ShownTimeline
+from autopar.report.measured import MeasuredStep, ShownTimeline, parting_text
 from autopar.report.text import plan_text
 
 

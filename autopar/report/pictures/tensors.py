@@ -14,7 +14,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from autopar.markup import picture, tag
+from autopar.markup import grid, picture, tag
 from autopar.mesh import LogicalMesh, Sharding
 from autopar.plan.decision import Decision, Value
 from autopar.plan.words import bytes_text, local_bytes, type_text
@@ -38,7 +38,7 @@ def tensor_table(plan: Decision) -> str:
     head = tag(
         "tr", *(tag("th", words) for words in ("on the mesh", "path", "type", "sharding", "arrays", "per device"))
     )
-    table = tag("table", tag("thead", head), tag("tbody", *(rows[k][1] for k in kept)), class_="tensors")
+    table = grid(head, (rows[k][1] for k in kept), "tensors")
     return find + tag("div", table, class_="wide") + (tag("p", more, class_="soft") if more else "")
 
 
