@@ -54,11 +54,7 @@ EXAMPLES = """examples, for `step` in train.py and the types of its arguments, `
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Args:
-        argv: Words after `autopar`; None: those of this process.
-    """
+    """Run one command, of these words or those of this process."""
     parser = _parser()
     options = parser.parse_args(argv)
     if options.version:

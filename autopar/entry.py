@@ -63,12 +63,7 @@ def write_whole(path: str | Path, text: str) -> None:
 
 
 def read_versioned(path: str | Path, form: str, version: int) -> Entry:
-    """The object in a file of JSON.
-
-    Args:
-        path: Of the file.
-        form: What its entry "format" is to be.
-        version: What its entry "version" is to be.
+    """The object in a file of JSON, whose entries "format" and "version" are these.
 
     Raises:
         DamageError: The file is missing, damaged, of another format or version.

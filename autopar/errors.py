@@ -188,18 +188,10 @@ def check_number(
     do: str = "pass such a number, or leave it out.",
     **facts: Any,
 ) -> None:
-    """Raise an error of this kind unless a parameter is a number within its bounds.
+    """Raise an error of this kind, with its facts, unless a parameter is a number within its bounds.
 
-    Args:
-        owner: What takes it, as the user writes that: `fit`; "": it stands by itself.
-        name: Of the parameter.
-        value: What was passed.
-        least: The smallest that will do; None: whatever is more than 0.
-        most: The largest.
-        is_whole: Whether fractions will not do.
-        kind: Of the error.
-        do: What to do instead.
-        facts: Of the error.
+    It is `name` of `owner`, as the user writes that (`fit`; "": it stands by itself). Without `least` it must be more
+    than 0.
     """
     is_number = isinstance(value, Integral if is_whole else Real)
     if is_number and (value > 0 if least is None else value >= least) and value <= most:

@@ -165,13 +165,7 @@ def eqn_context(eqn: JaxprEqn) -> Any:
 
 
 def bind_eqn(eqn: JaxprEqn, *operands: Any, params: Mapping[str, Any] | None = None) -> list[Any]:
-    """Run one equation on values; always a list of results.
-
-    Args:
-        eqn: The equation.
-        operands: One value per invar, literals included.
-        params: Other parameters than the equation's.
-    """
+    """Run one equation on values, one for each invar; always a list of results. `params` are others than the equation's."""
     bind_params = eqn.primitive.get_bind_params(eqn.params if params is None else dict(params))
     if isinstance(bind_params, tuple):  # older contract: functions to pass first
         functions, bind_params = bind_params

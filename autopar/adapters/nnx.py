@@ -138,13 +138,10 @@ def _is_leaf(value: object) -> bool:
 
 
 def _flatten(leaves: Sequence[Any], outer: Any, numbers: Any, outside: Any) -> tuple[_Tree, Any]:
-    """A pytree, and the same with arrays in the place of nodes.
+    """A pytree of these leaves and structure, and the same with arrays in the place of nodes.
 
-    Args:
-        leaves: Of the pytree: nodes, variables of nodes, and others.
-        outer: Its structure.
-        numbers: The numbers of the nodes that were seen before; those seen here are added.
-        outside: The numbers that nodes had outside of the trace; None: it is outside.
+    Nodes that are seen here are added to `numbers`; `outside` are those that they had outside of the trace, None: this
+    is outside.
     """
     nodes: list[_Node | None] = []
     arrays: list[Any] = []

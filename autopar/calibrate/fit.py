@@ -53,10 +53,8 @@ class Fitted:
 def fit(samples: Sequence[Sample], start: Device, link: Link) -> Fitted:
     """Fit everything that was measured; what was not keeps the value it starts from.
 
-    Args:
-        samples: What was measured.
-        start: The catalog's device, or a guess; its peak rates and number of cores are kept if the catalog has them.
-        link: The catalog's link, or a guess.
+    It starts from the catalog's device and link, or a guess: peak rates and the number of cores are kept if the catalog
+    has them.
     """
     of_kind = {kind: [s for s in samples if s.case.kind == kind and s.case.is_fitted] for kind in _KINDS}
     device = _fit_launch(start, of_kind["launch"])

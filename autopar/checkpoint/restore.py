@@ -150,11 +150,7 @@ def _check_sequences_whole(tree: Any, path: tuple[str, ...], lengths: Mapping[tu
 
 
 def find_checkpoint(directory: str | os.PathLike, step: int | None = None) -> Manifest:
-    """The manifest of a whole checkpoint.
-
-    Args:
-        directory: Of the checkpoints.
-        step: Its number; None: the newest that is whole, with a warning for each newer one that is not.
+    """The manifest of a whole checkpoint: of a step, or the newest, with a warning for each newer one that is not whole.
 
     Raises:
         CheckpointError: There is none, or the one asked for is damaged.

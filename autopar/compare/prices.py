@@ -26,10 +26,7 @@ class Price:
 
 
 def read_prices(given: Mapping[str, Any] | str | PathLike | None) -> tuple[dict[str, Price], str]:
-    """By the catalog's name of a device, or the user's own; and the currency.
-
-    Args:
-        given: As of `compare`.
+    """Prices as `compare` takes them, by the catalog's name of a device or the user's own; and the currency.
 
     Raises:
         AutoparError: It is no such table.

@@ -41,16 +41,9 @@ def weight_of(batch: Any) -> float:
 
 
 def whole(batch: Any, rows: int | None, remainder: str, number: int) -> Any | None:
-    """A batch as the step is to have it.
+    """A batch, drawn for a step of this number, as the step is to have it; None: it is left out.
 
-    Args:
-        batch: As it was drawn.
-        rows: Of a whole one; None: that is not known, or batches have none.
-        remainder: What becomes of one with fewer.
-        number: Of the step that it is for.
-
-    Returns:
-        The batch; None: it is left out.
+    Whole ones have so many rows; None: that is not known, or batches have none.
 
     Raises:
         BatchError: It is refused, or cannot be padded.

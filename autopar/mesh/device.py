@@ -88,21 +88,12 @@ class Achieved:
             check_number("Achieved", name, getattr(self, name), least=least, most=most, kind=ClusterError)
 
     def program_seconds(self, num_bytes: float) -> float:
-        """What a program takes besides its kernels and collectives: to be started, and to get memory.
-
-        Args:
-            num_bytes: That it needs on a device besides its operands.
-        """
+        """What a program takes besides kernels and collectives: to start, and to get memory besides its operands."""
         starting = self.dispatch_seconds if self.host_cores else 0.0
         return starting + (num_bytes / self.fresh_bytes_per_second if num_bytes > self.kept_bytes else 0.0)
 
     def sharing_speed(self, num_busy: int, num_devices: int) -> float:
-        """How much faster devices are than their rates while some of their host's rest: no program uses more than a core.
-
-        Args:
-            num_busy: Devices of the host that work.
-            num_devices: All devices of the host.
-        """
+        """How much faster devices are than their rates while others of their host rest: none uses more than a core."""
         if not self.host_cores:
             return 1.0
         return num_devices / max(num_busy, min(self.host_cores, num_devices))

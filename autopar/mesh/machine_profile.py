@@ -143,13 +143,7 @@ class MachineProfile:
 
 
 def read_profile(profile: MachineProfile | str | Path, platform: str, kind: str, given: str) -> MachineProfile:
-    """A profile, or that of a file, for devices of a kind.
-
-    Args:
-        profile: It, or the path of its file.
-        platform: Of the devices.
-        kind: JAX's name of the devices, or the catalog's.
-        given: How the user wrote the cluster.
+    """A profile, or that of a file, for devices of a kind (JAX's name or the catalog's); errors say what was `given`.
 
     Raises:
         ProfileError: It is none, cannot be read, or is of other devices.

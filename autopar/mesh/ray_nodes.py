@@ -72,12 +72,7 @@ class RayMachine:
 def find_hosts(
     address: str | None, hosts: int | None, devices_per_host: int | None
 ) -> tuple[tuple[RayHost, ...], int, str | None]:
-    """Connect to Ray and look at its nodes.
-
-    Args:
-        address: As of `ray.init`; None: the cluster this process is connected to, one on this machine, or a new one there.
-        hosts: How many; None: all that have so many devices. Without GPUs a node can be several hosts.
-        devices_per_host: How many devices of each; None: all GPUs, or one CPU device.
+    """Connect to Ray and look at its nodes; arguments as of `Cluster.ray`.
 
     Returns:
         The hosts, the devices of each, and what Ray calls the GPUs (None: there are none).

@@ -149,12 +149,8 @@ def births(
 ) -> Iterator[tuple[_P, list[int], Callable[..., list[Any]]]]:
     """New state, by the places where its parts live: of each, which inputs live there, and the function that makes them.
 
-    Args:
-        stacks: The user's step, over parts.
-        init: Makes the user's arguments `first`, ..., `first + count - 1`.
-        first: See `init`.
-        count: See `init`.
-        place_of: Of an input of the step over parts.
+    `init` makes the user's arguments from `first` on, so many; `place_of` is asked of inputs of the step over parts
+    (`stacks`).
     """
     wanted: dict[_P, list[tuple[int, int, int]]] = {}
     for leaf in range(count):

@@ -38,11 +38,7 @@ class HostCalls:
 
 
 def packed_calls(watch: Watch, callbacks: Mapping[str, Sequence[tuple[str, Callable[..., Any]]]]) -> bytes:
-    """Callbacks of programs, as bytes; b"": there are none.
-
-    Args:
-        watch: Where they leave what they raise.
-        callbacks: Of each program: the operation with the user's line, and what it calls.
+    """Callbacks of programs as bytes, each with its operation and line; b"": there are none. `watch` takes what they raise.
 
     Raises:
         NotBuiltYetError: One cannot be sent.

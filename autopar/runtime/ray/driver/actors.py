@@ -21,7 +21,7 @@ from autopar.runtime.ray.driver.calls import POLL_SECONDS
 from autopar.runtime.ray.seats import Seat, environment
 from autopar.runtime.ray.worker.worker import Worker
 
-GROUPS = {"mail": 2, "control": 1, "disk": 1, "data": 1}
+GROUPS = {"mail": 2, "control": 1, "disk": 1, "readings": 1}
 """Threads of an actor beside its one dispatching thread: for parcels that come in, for answering at any time, for writing
 checkpoints, and for reading batches."""
 

@@ -65,12 +65,7 @@ class Snapshot:
             raise
 
     def write(self, folder: Path, prefix: str, arrays: Sequence[tuple[int, OnDisk]]) -> dict[str, Digest]:
-        """Have them written, and wait for it; the copies are gone then.
-
-        Args:
-            folder: Of the checkpoint.
-            prefix: Of the name of each worker's folder in it; its number comes behind.
-            arrays: Which array becomes what; one may become several.
+        """Have arrays written into folders whose names begin so, and wait for it; the copies are gone then.
 
         Returns:
             Digest of each file by its path in the folder.

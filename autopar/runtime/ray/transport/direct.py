@@ -83,12 +83,7 @@ class Channel(Protocol):
         ...
 
     def wait(self, seconds: float, on_progress: Callable[[], None], behind: int = 0) -> Begun | None:
-        """Wait until all that was begun is done, save the last `behind`.
-
-        Args:
-            seconds: How long each may take after the one before it.
-            on_progress: Called after each.
-            behind: How many need not be done.
+        """Wait until all that was begun is done, save the last `behind`; each may take so long after the one before it.
 
         Returns:
             What was not done in time; None: all were.

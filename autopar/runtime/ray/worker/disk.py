@@ -67,13 +67,7 @@ class Disk:
     def write(
         self, save: int, folder: str, arrays: Sequence[OnDisk], boxes: Sequence[tuple[int, int, Box]]
     ) -> dict[str, Digest]:
-        """Write the tiles of a save.
-
-        Args:
-            save: Which.
-            folder: Of this worker alone.
-            arrays: The arrays.
-            boxes: For each part of one: which array, which tile, where in the array.
+        """Write the tiles of a save to a folder of this worker's; of each box which array, which tile, and where in that.
 
         Returns:
             Digest of each file by its path in the folder.

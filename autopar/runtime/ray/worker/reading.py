@@ -103,16 +103,10 @@ class Readings:
         kind: PartKind,
         wanted: tuple[Wanted, ...],
     ) -> None:
-        """Open a source.
+        """Open a source: its number, what opens parts (pickled), how many parts and from which batch on.
 
-        Args:
-            source: Its number.
-            reader: What opens parts, pickled.
-            hosts: In how many parts the batches are cut.
-            number: Of the first batch.
-            positions: Where each part of this worker's is then, by number; None: that is not known.
-            kind: Of a part as it usually is.
-            wanted: What becomes of that.
+        Each part of this worker's begins at its position, None: that is not known; usually it is of this kind, and this
+        becomes of it.
         """
         made: Reader = pickle.loads(reader)
         own = _Source(hosts, {}, kind, wanted, {})
