@@ -1,9 +1,6 @@
 """Developer aids, and the only place that reads environment variables.
 
-In:     `AUTOPAR_DUMP=dir`, read at each call; `XLA_FLAGS`, whose flags are not set a second time.
-
-
-In:     `AUTOPAR_DUMP=dir` and `AUTOPAR_CHECK=1`, read at each call.
+In:     `AUTOPAR_DUMP=dir` and `AUTOPAR_CHECK=1`, read at each call; `XLA_FLAGS`, whose flags are not set a second time.
 Out:    `dump("trace", text)` writes dir/01_trace.txt, the next pass 02_..., so that two runs can be compared by `diff`.
         `check_behind("trace", check, made)` runs a checker on what a pass made, and names the pass if it finds something.
 """

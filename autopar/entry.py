@@ -33,33 +33,31 @@ class DamageError(Exception):
     """An entry of the file is not what it should be."""
 
 
-def unwritable(kind: type[AutoparError], what: str, path: str | Path, error: OSError) -> AutoparError:
-    """What to raise where a file cannot be written."""
-    return kind(
-        f"the {what} cannot be written.",
-        given=str(path),
-        wrong=f"{error.strerror or error}.",
-        do="name a file in a directory that exists and may be written to.",
-        path=str(path),
-    )
-
-
-def write_whole(path: str | Path, text: str) -> None:
-    """Write a file as a whole.
+def write_whole(path: str | Path, text: str, what: str, kind: type[AutoparError] = AutoparError) -> None:
+    """Write a file as a whole, so that a reader never sees half of it; `what` it is, an error says.
 
     Raises:
-        OSError: It cannot be written.
+        AutoparError: It cannot be written; of this kind.
     """
     path = Path(path)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".part")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
+        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".part")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise kind(
+            f"the {what} cannot be written.",
+            given=str(path),
+            wrong=f"{error.strerror or error}.",
+            do="name a file in a directory that exists and may be written to.",
+            path=str(path),
+        ) from error
 
 
 def read_versioned(path: str | Path, form: str, version: int) -> Entry:

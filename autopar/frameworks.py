@@ -135,12 +135,7 @@ def adapter_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Adapter | None:
 
 @dataclass(frozen=True, slots=True)
 class Shell:
-    """What of a state of objects is no array.
-
-    Attributes:
-        adapter: Who took it apart.
-        static: What the adapter left.
-    """
+    """What of a state of objects is no array, as its adapter left it."""
 
     adapter: Adapter
     static: Hashable

@@ -69,9 +69,8 @@ def trace_function(
 ) -> tuple[ClosedJaxpr, list[Any], Any]:
     """Trace a function as `jax.jit` does.
 
-    Returns:
-        The closed jaxpr, the tracers of other traces that the function captured (they are the first invars then), and
-        the structure of what the function returns.
+    The closed jaxpr, the tracers of other traces that the function captured (they are the first invars then), and the
+    structure of what the function returns.
     """
     try:
         hash(function), weakref.ref(function)

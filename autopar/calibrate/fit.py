@@ -114,8 +114,8 @@ def _fit_products(device: Device, samples: Sequence[Sample]) -> Device:
     if not samples:
         return device
     has_peak = isinstance(device.peak_flops, Mapping)
-    main = samples[0].case.dtypes[0]
-    own = samples if has_peak else [s for s in samples if s.case.dtypes[0] == main]
+    main = samples[0].case.dtype
+    own = samples if has_peak else [s for s in samples if s.case.dtype == main]
 
     def made(rate: float, tile_seconds: float, balance: float) -> Device:
         share = min(1.0, rate) if has_peak else 1.0
@@ -132,8 +132,8 @@ def _fit_products(device: Device, samples: Sequence[Sample]) -> Device:
     if has_peak:
         return found
     peak = dict(found.peak_flops) if isinstance(found.peak_flops, Mapping) else {}
-    for dtype in dict.fromkeys(s.case.dtypes[0] for s in samples if s.case.dtypes[0] != main):
-        others = [s for s in samples if s.case.dtypes[0] == dtype]
+    for dtype in dict.fromkeys(s.case.dtype for s in samples if s.case.dtype != main):
+        others = [s for s in samples if s.case.dtype == dtype]
         flops = [_flops(s.case) / s.seconds for s in others]
 
         def at_rate(rate: float, dtype: str = dtype) -> Device:

@@ -70,7 +70,7 @@ def turn_times(case: Case, devices: Sequence[jax.Device], deadline: float) -> tu
     # for each length.
     is_static = devices[0].platform != "cpu"
     run = jax.jit(loop, static_argnums=(0,) if is_static else ())
-    arrays = [_filled(shape, dtype, sharding) for shape, dtype in zip(case.shapes, case.dtypes, strict=True)]
+    arrays = [_filled(shape, case.dtype, sharding) for shape in case.shapes]
 
     cores = shared_cores(devices)
 

@@ -19,11 +19,7 @@ _MARKS = {"ok": "[green]ok[/]", "absent": "[yellow]absent[/]", "failed": "[bold 
 
 
 def print_report(findings: Sequence[Finding], as_json: bool) -> int:
-    """Print them.
-
-    Returns:
-        The exit status.
-    """
+    """Print them; the exit status."""
     broken = [f.part for f in findings if f.status == "failed" and f.necessary]
     if as_json:
         print(json.dumps({"ok": not broken, "findings": [dataclasses.asdict(f) for f in findings]}, indent=2))

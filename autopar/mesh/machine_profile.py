@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autopar.entry import DamageError, Entry, made, plain, read_versioned, unwritable, write_whole
+from autopar.entry import DamageError, Entry, made, plain, read_versioned, write_whole
 from autopar.errors import AutoparError, ProfileError
 from autopar.markup import facts
 from autopar.mesh.device import Achieved, Device
@@ -84,10 +84,7 @@ class MachineProfile:
         Raises:
             ProfileError: The file cannot be written.
         """
-        try:
-            write_whole(path, json.dumps(_record(self), indent=1) + "\n")
-        except OSError as error:
-            raise unwritable(ProfileError, "profile", path, error) from error
+        write_whole(path, json.dumps(_record(self), indent=1) + "\n", "profile", ProfileError)
 
     @staticmethod
     def load(path: str | Path) -> MachineProfile:

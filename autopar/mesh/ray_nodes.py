@@ -19,12 +19,7 @@ ACCELERATOR = "accelerator_type:"
 
 @dataclass(frozen=True, slots=True)
 class RayHost:
-    """A host: one node of the cluster, or on CPU a part of one.
-
-    Attributes:
-        node: Ray's name of the node.
-        address: Its IP address.
-    """
+    """A host: one node of the cluster, by Ray's name of it and its IP address; on CPU a part of one."""
 
     node: str
     address: str

@@ -72,10 +72,10 @@ def _stage_record(stage: Stage) -> dict[str, Any]:
     }
 
 
-def dumps(record: dict[str, Any]) -> str:
-    """JSON with one entry per line, so that two files can be compared."""
+def record_text(plan: Decision) -> str:
+    """A plan as JSON with one entry per line, so that two files can be compared."""
     lines = []
-    for key, value in record.items():
+    for key, value in record_of(plan).items():
         text = json.dumps(value, default=int)
         if isinstance(value, list) and value and isinstance(value[0], dict):
             text = "[\n  " + ",\n  ".join(json.dumps(item, default=int) for item in value) + "\n ]"

@@ -22,12 +22,11 @@ VALUE_ROLES: tuple[ValueRole, ...] = (*ARGUMENT_ROLES, "result", "activation")
 
 def machine_text(cluster: Cluster) -> str:
     """The cluster in words."""
-    groups = getattr(cluster, "groups", None) or (cluster,)
     hosts = " + ".join(
         f"{count_text(g.hosts, 'host')} with {g.devices_per_host} {g.device.name}"
         + (f" of {bytes_text(g.device.memory_bytes)}" if math.isfinite(g.device.memory_bytes) else "")
-        + getattr(g, "calibrated_text", "")
-        for g in groups
+        + g.calibrated_text
+        for g in cluster.groups or (cluster,)
     )
     return f"{count_text(cluster.num_devices, 'device')}: {hosts}"
 

@@ -38,13 +38,7 @@ SECONDS = 10.0
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The step if a choice is forced.
-
-    Attributes:
-        choice: The choice.
-        seconds: Predicted step time; inf where it cannot be.
-        why_not: Why it cannot be.
-    """
+    """The step if a choice is forced: predicted seconds; inf where it cannot be, and why not."""
 
     choice: int
     seconds: float

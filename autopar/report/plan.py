@@ -12,9 +12,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import AutoparError
+from autopar.entry import DamageError, read_versioned, write_whole
+from autopar.errors import AutoparError, PlanFileError
 from autopar.plan.decision import Decision
-from autopar.plan.file import load_decision, save_decision
+from autopar.plan.read import read_plan
+from autopar.plan.record import FORMAT, VERSION, record_text
 from autopar.plan.words import seconds_text
 from autopar.report.diff import diff_text
 from autopar.report.explain import explain
@@ -34,17 +36,30 @@ class Plan(Decision):
     verifier: Callable[[Plan, str | None], Any] | None = field(default=None, compare=False, repr=False, hash=False)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as JSON."""
-        save_decision(self, path)
+        """Write the plan as JSON.
+
+        Raises:
+            PlanFileError: The file cannot be written.
+        """
+        write_whole(path, record_text(self), "plan", PlanFileError)
 
     @staticmethod
     def load(path: str | Path) -> Plan:
-        """Read a plan that `save` wrote.
+        """Read a plan that `save` wrote; its shardings are by path until it is compiled for its program.
 
         Raises:
             PlanFileError: The file is missing, damaged, or of another version.
         """
-        decided = load_decision(path)
+        try:
+            decided = read_plan(read_versioned(path, FORMAT, VERSION))
+        except DamageError as error:
+            raise PlanFileError(
+                "the file cannot be read as a plan.",
+                given=str(path),
+                wrong=str(error),
+                do="plan again, step.plan(...).save(path), with the autopar that is to read it.",
+                path=str(path),
+            ) from error
         return Plan(**{part.name: getattr(decided, part.name) for part in dataclasses.fields(decided)})
 
     def explain(self, path_or_op: str) -> str:

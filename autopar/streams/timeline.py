@@ -36,11 +36,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Timeline:
-    """A step on a clock.
-
-    Attributes:
-        events: By start.
-    """
+    """A step on a clock: its events, by start."""
 
     events: tuple[Event, ...]
 

@@ -24,13 +24,7 @@ ROW, BAR, THIN = 34, 22, 4
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A mesh's step.
-
-    Attributes:
-        name: Of the mesh.
-        seconds: By kind, in drawing order; together the step.
-        hidden: Seconds of collectives behind kernels, by kind.
-    """
+    """A mesh's step: seconds by kind, in drawing order, together the step; and those hidden behind kernels."""
 
     name: str
     seconds: dict[str, float]

@@ -26,12 +26,7 @@ SENT = ("debug_callback", "debug_print", "io_callback", "pure_callback")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostCalls:
-    """The callbacks of a worker's programs.
-
-    Attributes:
-        watch: Where they leave what they raise.
-        of: Those of each program, in the order in which it calls them by number.
-    """
+    """The callbacks of a worker's programs, by number in each; and where they leave what they raise."""
 
     watch: Watch
     of: Mapping[str, tuple[Callable[..., Any], ...]]

@@ -23,13 +23,7 @@ from autopar.streams.instructions import MeshId
 
 
 class Layout:
-    """Where a batch goes.
-
-    Attributes:
-        hosts: In how many parts it is cut.
-        wanted: For each worker that holds some of it, by number: its arrays there.
-        parts: And the parts that it needs.
-    """
+    """Where a batch goes: in how many parts it is cut, and of each worker that holds some of it its arrays and parts."""
 
     def __init__(self, step: RayStep, first: int, types: Sequence[jax.ShapeDtypeStruct], rows: int):
         """Find it out for a batch of such arrays and rows, whose first is argument `first` of the step."""

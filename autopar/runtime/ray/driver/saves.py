@@ -21,7 +21,7 @@ from autopar.runtime.ray.driver.workers import Workers
 from autopar.runtime.ray.share import Key
 from autopar.runtime.ray.transport.parcels import moved
 from autopar.runtime.ray.worker.disk import OnDisk
-from autopar.runtime.shaped import Shaped
+from autopar.runtime.stacks import Shaped
 
 _Place = tuple[Key, ArrayType, int]
 """An array of a worker, and one of its mesh's devices that holds a part."""
@@ -29,13 +29,7 @@ _Place = tuple[Key, ArrayType, int]
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A part of an array.
-
-    Attributes:
-        worker: Who writes it.
-        place: What it is there.
-        box: Where in the whole array it is.
-    """
+    """A part of an array: who writes it, what it is there, and where in the whole array."""
 
     worker: int
     place: _Place
@@ -92,15 +86,7 @@ class Snapshot:
 
 
 class Taken(Shaped):
-    """An array as it was when it was taken.
-
-    Attributes:
-        snapshot: Has its parts.
-        number: Which of the snapshot's it is.
-        boxes: Of its parts.
-        shape: Of the whole.
-        dtype: Its element type.
-    """
+    """An array as it was when it was taken: the parts (`boxes`) of array `number` of a snapshot."""
 
     def __init__(self, snapshot: Snapshot, number: int, array: RemoteArray, boxes: Sequence[Box]):
         self.snapshot, self.number, self.boxes = snapshot, number, tuple(boxes)

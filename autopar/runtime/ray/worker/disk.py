@@ -30,14 +30,7 @@ CONCURRENT_BYTES = 2**30
 
 @dataclass(frozen=True, slots=True)
 class OnDisk:
-    """An array on disk.
-
-    Attributes:
-        name: Under which orbax finds it.
-        shape: Of the whole.
-        dtype: Name of its element type; bytes where TensorStore does not have that of the array.
-        chunks: Shape of the pieces in which it lies there.
-    """
+    """An array on disk: the name under which orbax finds it, its shape, its dtype there, the shape of its chunks."""
 
     name: str
     shape: tuple[int, ...]
