@@ -29,7 +29,7 @@ class DirectCalls:
         static_numbers: Sequence[int] = (),
         static_names: Sequence[str] = (),
     ):
-        """Nothing has been called yet.
+        """Calls of a step of this name, none of which has been made yet.
 
         `checked` is a call with all checks, and `failed` what becomes of an error of the program that ran, and the
         call's arguments. Positions of static arguments are none below zero.

@@ -41,6 +41,9 @@ def write_whole(path: str | Path, text: str, what: str, kind: type[AutoparError]
     """
     path = Path(path)
     try:
+        if path.exists() and not path.is_file():  # a pipe, or /dev/stdout
+            path.write_text(text, encoding="utf-8")
+            return
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".", suffix=".part")
         try:
             with os.fdopen(handle, "w", encoding="utf-8") as file:

@@ -42,16 +42,13 @@ class AutoparError(Exception):
             assert not hasattr(type(self), name), f"fact {name!r} would hide an attribute of {type(self).__name__}"
             setattr(self, name, value)
         parts = (("given", given), ("wrong", wrong), ("do", do))
-        lines = [f"  {label + ':':7} {_indent(text)}" for label, text in parts if text]
+        told = ((label, text.strip().replace("\n", "\n" + " " * 10)) for label, text in parts if text)
+        lines = [f"  {label + ':':7} {text}" for label, text in told]
         super().__init__("\n".join([summary, *lines]))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Exceptions with keyword arguments do not pickle by themselves, and workers send theirs home.
         return _rebuild, (type(self), self.summary, self.given, self.wrong, self.do, self.facts)
-
-
-def _indent(text: str) -> str:
-    return text.strip().replace("\n", "\n" + " " * 10)
 
 
 def _rebuild(kind: type[AutoparError], summary: str, given: str, wrong: str, do: str, facts: dict) -> AutoparError:

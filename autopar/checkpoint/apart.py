@@ -53,7 +53,7 @@ def take_apart(leaves: Iterable[Any], workplace: Path) -> dict[int, Taken]:
 
 
 def discard(taken: Iterable[Taken]) -> None:
-    """They will not be written."""
+    """Have copies dropped that will not be written."""
     for snapshot in _snapshots(taken):
         snapshot.discard()
 

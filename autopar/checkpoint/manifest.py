@@ -34,7 +34,7 @@ class Manifest:
     files: dict[str, Digest]
 
     def text(self) -> str:
-        """As it is written."""
+        """The manifest as its file has it."""
         content = {
             "format": FORMAT,
             "step": self.step,

@@ -30,7 +30,7 @@ class Batches:
     """Batches by number; owns the iterator over them."""
 
     def __init__(self, source: Source, *, stop: int | None = None, remainder: str = "keep", every: int = 1):
-        """Draws nothing.
+        """Batches of a source, of which nothing is drawn yet.
 
         Of the source at most `stop` are wanted (None: all), and it is asked at multiples of `every` where it is.
         `remainder` is what becomes of one with fewer rows than the first.

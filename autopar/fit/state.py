@@ -67,9 +67,5 @@ def scalars_of(metrics: Any) -> dict[str, float]:
         if not is_key(leaf) and np.size(leaf) == 1 and np.ndim(leaf) == 0:
             value = np.asarray(leaf)
             if np.issubdtype(value.dtype, np.number) or value.dtype == bool or value.dtype.kind == "V":
-                found[_name(path) or "loss"] = float(value)
+                found[jax.tree_util.keystr(path, simple=True, separator="/") or "loss"] = float(value)
     return found
-
-
-def _name(path: Any) -> str:
-    return "/".join(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)

@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 
 
 def read_plan(entry: Entry) -> Decision:
-    """The plan.
+    """The plan that an entry describes, all of it checked.
 
     Raises:
         DamageError: An entry is missing, or is not what it should be.
@@ -65,7 +65,7 @@ def read_plan(entry: Entry) -> Decision:
         streams={index: tuple(stream) for index, stream in streams.items()},
         events=_events(entry["events"], bounds),
         profile=_profile(entry, bounds),
-        alternatives=entry["alternatives"].items(_pair),
+        alternatives=entry["alternatives"].items(lambda e: e.pair(Entry.text, Entry.text)),
         fingerprints={key: fingerprints[key].text() for key in ("program", "cluster", "jax")},
         machine=entry["machine"].text(),
         budget_bytes=entry["budget_bytes"].number(or_infinite=True),
@@ -133,10 +133,6 @@ def _longer(entry: Entry) -> tuple[int, int]:
     if not 1 < length < longer < 2 * length:
         raise entry.wrong("a length and one that is longer, by less than as much again")
     return length, longer
-
-
-def _pair(entry: Entry) -> tuple[str, str]:
-    return entry.pair(Entry.text, Entry.text)
 
 
 def _stage(entry: Entry) -> Stage:

@@ -46,7 +46,7 @@ class Outcome:
 
 
 def studies(plan: Decision) -> list[Study]:
-    """One for each stage."""
+    """The planning problem of each stage, to ask what else it could be."""
     planned = plan.attached.pipeline
     path_of = dict(zip(planned.program.jaxpr.invars, planned.program.in_paths, strict=False))  # constants have none
     found = []

@@ -7,6 +7,7 @@ Out:    a page: facts that differ, arguments and activations that are sharded ot
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from autopar.errors import AutoparError
@@ -90,12 +91,10 @@ def _values(this: Decision, other: Decision, activations: bool) -> Table:
 
 def _by_name(plan: Decision, activations: bool) -> dict[str, str]:
     """Type and sharding of each value; of those with one name, all that occur."""
-    found: dict[str, dict[str, int]] = {}
+    found: dict[str, Counter[str]] = {}
     for value in plan.values:
         if (value.role == "activation") == activations:
-            counts = found.setdefault(value.name, {})
-            text = f"{type_text(value.shape, value.dtype)} {value.lies}"
-            counts[text] = counts.get(text, 0) + 1
+            found.setdefault(value.name, Counter())[f"{type_text(value.shape, value.dtype)} {value.lies}"] += 1
     return {
         name: "\n".join(text if n == 1 else f"{n} x {text}" for text, n in counts.items())
         for name, counts in found.items()

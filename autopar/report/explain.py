@@ -40,7 +40,7 @@ MAX_FORBIDDEN = 6
 
 
 def explain(plan: Decision, path_or_op: str) -> str:
-    """Why this sharding.
+    """Why an argument or an operation is sharded as it is.
 
     Args:
         plan: From `step.plan`, or from a file and compiled.

@@ -13,7 +13,7 @@ from autopar.markup import tag
 from autopar.plan.words import count_text, seconds_text
 from autopar.report.html import table_html, wrapped
 from autopar.report.page import Page, Table
-from autopar.report.pictures.lanes import lanes_picture
+from autopar.report.pictures.time import lanes_picture
 from autopar.report.pictures.timetable import timetable_picture
 from autopar.report.text import page_text
 from autopar.streams.timeline import Timeline, timetable_text

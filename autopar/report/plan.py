@@ -22,7 +22,8 @@ from autopar.report.diff import diff_text
 from autopar.report.explain import explain
 from autopar.report.html import plan_html
 from autopar.report.measured import MeasuredStep, ShownTimeline, parting_text
-from autopar.report.text import plan_text
+from autopar.report.page import page_of
+from autopar.report.text import page_text
 
 
 @dataclass(frozen=True, repr=False)
@@ -109,7 +110,7 @@ class Plan(Decision):
         return f"Plan({self.name} by {self.method}, on {stages}: {seconds_text(self.cost.step_seconds)} a step)"
 
     def __str__(self) -> str:
-        return plan_text(self)
+        return page_text(page_of(self))
 
     def _repr_html_(self) -> str:
         return plan_html(self)

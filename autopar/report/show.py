@@ -62,7 +62,7 @@ def show(plan: Decision, other: Decision | Timeline | None = None, *, path: str 
 
 
 def _page(plan: Decision, other: Decision | Timeline | None) -> tuple[str, str]:
-    """Title and body."""
+    """Title and body of a page."""
     match other:
         case None:
             return page_of(plan).title, plan_html(plan)

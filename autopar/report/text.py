@@ -14,15 +14,9 @@ from rich.console import Console, JustifyMethod, RenderableType
 from rich.padding import Padding
 from rich.table import Table as RichTable
 
-from autopar.plan.decision import Decision
-from autopar.report.page import Page, Table, page_of
+from autopar.report.page import Page, Table
 
 WIDTH = 120
-
-
-def plan_text(plan: Decision) -> str:
-    """The page of a plan."""
-    return page_text(page_of(plan))
 
 
 def page_text(page: Page) -> str:

@@ -18,7 +18,7 @@ from autopar.ir.program import Program
 from autopar.ir.trace.state import Roles
 from autopar.mesh import Cluster, Sharding
 from autopar.plan.decision import Cost, Origin, Recomputed, Stage, Submesh, Value
-from autopar.plan.fingerprint import fingerprints
+from autopar.plan.stale import fingerprints
 from autopar.plan.words import ArgumentRole, machine_text
 from autopar.report.plan import Plan
 from autopar.report.uses import describe_phase

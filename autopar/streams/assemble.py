@@ -105,7 +105,7 @@ class StepPlan:
         return found
 
     def seconds_for(self, goal: Goal) -> float:
-        """What is to be least."""
+        """The seconds that are to be least under a goal."""
         return self.seconds if goal == "step" else self.interval_seconds
 
     @property

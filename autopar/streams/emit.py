@@ -146,25 +146,20 @@ class _Emitter:
                         wanted.setdefault(channel, {}).setdefault(name, value)
                         first_read[channel] = min(first_read.get(channel, at), at)
         self.send_arguments(events)
-        numbers: dict[_Channel, int] = {}
+        numbers = {channel: self.message + k for k, channel in enumerate(wanted)}
+        arriving: dict[tuple[MeshId, int], list[_Channel]] = {}
+        for channel, at in first_read.items():
+            arriving.setdefault((self.mesh_of(channel[2]), at), []).append(channel)
+        leaving: dict[tuple[MeshId, int], list[_Channel]] = {}
         for channel in wanted:
-            numbers[channel] = self.message
-            self.message += 1
+            leaving.setdefault(channel[:2], []).append(channel)
         for mesh, own in enumerate(events):
-            arriving: dict[int, list[_Channel]] = {}
-            for channel, at in first_read.items():
-                if self.mesh_of(channel[2]) == mesh:
-                    arriving.setdefault(at, []).append(channel)
-            leaving: dict[int, list[_Channel]] = {}
-            for channel in wanted:
-                if channel[0] == mesh:
-                    leaving.setdefault(channel[1], []).append(channel)
             for at, (plan, microbatch) in enumerate(own):
-                for channel in arriving.get(at, ()):
+                for channel in arriving.get((mesh, at), ()):
                     received = [self.new(value, channel[2], name[2]) for name, value in wanted[channel].items()]
                     self.streams[mesh].append(Recv(tuple(received), channel[0], numbers[channel]))
                 self.run(plan, microbatch, mesh)
-                for channel in leaving.get(at, ()):
+                for channel in leaving.get((mesh, at), ()):
                     buffers = tuple(self.held[(plan.task.stage, *name)] for name in wanted[channel])
                     self.streams[mesh].append(Send(buffers, self.mesh_of(channel[2]), numbers[channel]))
         self.unread_state()

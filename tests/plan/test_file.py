@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -98,6 +100,15 @@ def test_no_file(tmp_path):
 def test_cannot_be_saved(plan, tmp_path):
     with pytest.raises(PlanFileError, match="cannot be written"):
         plan.save(tmp_path / "absent" / "plan.json")
+
+
+def test_a_pipe_is_written_into(plan, tmp_path):
+    """And not put aside for a file of its name, as `/dev/stdout` would be."""
+    os.mkfifo(tmp_path / "pipe")
+    with ThreadPoolExecutor() as threads:
+        text = threads.submit((tmp_path / "pipe").read_text)
+        plan.save(tmp_path / "pipe")
+    assert (tmp_path / "pipe").is_fifo() and json.loads(text.result())["name"] == plan.name
 
 
 @pytest.mark.parametrize(

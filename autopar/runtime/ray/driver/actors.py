@@ -59,7 +59,7 @@ def start_all(machine: RayMachine, seats: Sequence[Seat], actors: dict[int, Any]
 
 
 def end_all(actors: dict[int, Any], groups: list[Any]) -> None:
-    """End them; both are empty after."""
+    """End actors, and remove their placement groups; both maps are empty after."""
     import ray
     from ray.util.placement_group import remove_placement_group
 

@@ -75,7 +75,7 @@ class RemoteArray(Shaped):
         return self
 
     def check(self) -> None:
-        """It must be there.
+        """Raise if the array is no more.
 
         Raises:
             DonatedError: It was donated to a step.

@@ -137,7 +137,7 @@ class Reading:
         return [found[part] for part in sorted(found)]
 
     def close(self) -> None:
-        """No one wants more."""
+        """Have the workers read nothing more, and drop what no step will take."""
         if not self._workers.closed:
             left = [*(keys for _, keys in self._begun.values()), *self._keys.values()]
             gone = {w: tuple(k for keys in left for k in keys[mesh]) for w, mesh in self.layout.meshes.items()}

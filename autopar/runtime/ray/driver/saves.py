@@ -81,7 +81,7 @@ class Snapshot:
         return {f"{prefix}{n}/{name}": value for n, own in found.items() for name, value in own.items()}
 
     def discard(self) -> None:
-        """No one will have them written."""
+        """Have the copies dropped: they will not be written."""
         self._owner.forget(self._number)
 
 

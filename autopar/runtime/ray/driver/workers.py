@@ -46,7 +46,7 @@ class Workers:
     """
 
     def __init__(self, machine: RayMachine, layout: Layout):
-        """Start them.
+        """Start the workers, and let them meet.
 
         Raises:
             ClusterError: Ray has no room for them; NodeLostError: a node has gone.

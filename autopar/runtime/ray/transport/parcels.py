@@ -116,14 +116,13 @@ def parcels_of(
 ) -> tuple[Parcel, ...]:
     """The parcels of one message, whose values have these types where they are and where they go."""
     seat_of = {device: seat.number for seat in sources for device in seat.devices}
-    load = [0] * len(seat_of)
+    of_first, load = {seat.first: seat.number for seat in targets}, [0] * len(seat_of)
     pieces: dict[tuple[int, int], list[Piece]] = {}
     for value, (have, want) in enumerate(zip(sent, received, strict=True)):
-        for target in targets:
-            wanted = [(target.first, box) for box in own_boxes(want, target)]
-            for tile in tiles_of(have.boxes(), wanted, load):
-                piece = Piece(value, tile.source, tile.box)
-                pieces.setdefault((seat_of[tile.source], target.number), []).append(piece)
+        wanted = ((seat.first, box) for seat in targets for box in own_boxes(want, seat))
+        for tile in tiles_of(have.boxes(), wanted, load):
+            ends = seat_of[tile.source], of_first[tile.target]
+            pieces.setdefault(ends, []).append(Piece(value, tile.source, tile.box))
     return tuple(Parcel(source, target, tuple(own)) for (source, target), own in pieces.items())
 
 

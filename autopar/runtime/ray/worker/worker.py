@@ -74,7 +74,7 @@ class Worker(Member):
     # Asked at any time, by other threads.
 
     def pid(self) -> int:
-        """Its process."""
+        """The number of its process."""
         return os.getpid()
 
     def clock(self) -> float:
