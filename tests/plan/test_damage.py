@@ -69,6 +69,7 @@ def damages(record: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def read(path, text: str) -> Plan | None:
+    path.unlink(missing_ok=True)  # to write over a file waits for the disk
     path.write_text(text)
     try:
         return Plan.load(path)
