@@ -236,8 +236,9 @@ class _Instance:
     def _rows_at(self, choices: Sequence[int]) -> list[MemoryRow]:
         nodes, graph = self.nodes(choices), self.graph
         if nodes not in self._moments:
-            body, most = self._body_of(nodes), TUNING.memory_rows
-            found = fullest_moments(body, graph.mesh, held_values(graph), self.donated, most, self.waiting)
+            body, held, most = self._body_of(nodes), held_values(graph), TUNING.memory_rows
+            over = self.budget_search.budget
+            found = fullest_moments(body, graph.mesh, held, self.donated, most, self.waiting, over=over)
             self._moments = {nodes: found}
         return rows_of(graph, self.class_of, choices, self._moments[nodes], self.budget_search.budget)
 
