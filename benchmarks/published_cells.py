@@ -142,6 +142,10 @@ def microbatch_of(row: Cells, per_replica: int, shared_by: int) -> int | None:
     if text.startswith(("whole", "full batch", "all")):
         return per_replica
     found = count_of(row, "microbatch")
+    several = re.search(r"\b(\d+) microbatches|microbatches (\d+)", text_of(row, "notes"))
+    if several and not found:
+        count = int(several[1] or several[2])
+        return per_replica // count if per_replica % count == 0 else None
     return found * shared_by if found and "per device" in text else found
 
 

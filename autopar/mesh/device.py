@@ -48,6 +48,7 @@ class Achieved:
         balance: A tile whose 2 / (1 / rows + 1 / columns) is this takes as long to load as to multiply.
         overlap: Part of a collective that leaves kernels alone which run meanwhile; 0: kernels wait for collectives.
         convolution: Rate of convolutions, as a part of that of products of their size.
+        narrow: Part of their peak that products of 8 bits and fewer keep up, over that of wider ones: they need more power.
         host_cores: Cores of a host that all its devices share, as virtual CPU devices do: the rates are those of a device
             while all of them work, and fewer that work are faster (`sharing_speed`); 0: every device has its own.
         dispatch_seconds: To start a program on the devices of a host. It counts where these share the host's cores, which
@@ -73,6 +74,7 @@ class Achieved:
     balance: float = 0.0
     overlap: float = 0.0
     convolution: float = 1.0
+    narrow: float = 1.0
     host_cores: int = 0
     dispatch_seconds: float = 0.0
     fresh_bytes_per_second: float = math.inf
@@ -112,7 +114,7 @@ class Achieved:
                     wrong="it is less than 0.",
                     do="pass 0 where it does not matter.",
                 )
-        for name in ("convolution", "fresh_bytes_per_second", "passes", "update_passes"):
+        for name in ("convolution", "narrow", "fresh_bytes_per_second", "passes", "update_passes"):
             if not getattr(self, name) > 0:
                 raise ClusterError(
                     "what is done comes at a rate.",

@@ -270,7 +270,7 @@ def _of_host(entry: Entry) -> dict[str, float]:
 
 _achieved = made(
     Achieved,
-    later=("kept_bytes", "passes", "update_passes"),
+    later=("narrow", "kept_bytes", "passes", "update_passes"),
     tile=lambda entry: entry.pair(lambda side: side.count(1), lambda side: side.count(1)),
     fresh_bytes_per_second=lambda entry: entry.number(or_infinite=True),
 )
