@@ -142,9 +142,10 @@ def activation_bytes(run: Run, params: float, layers: int, layer: Held, ends: He
     if run.recompute == "full":
         kept, again = residual, whole
     elif run.recompute == "selective" and not run.flash:
-        kept, again = whole - scores_bytes(run, tokens), scores_bytes(run, tokens)
+        again = min(whole, scores_bytes(run, tokens))
+        kept = whole - again
     elif run.recompute.startswith("dots"):
-        kept = product_bytes(run, tokens)
+        kept = min(whole, product_bytes(run, tokens))
         again = whole - kept
     else:
         kept, again = whole, 0

@@ -215,9 +215,11 @@ def _run(row: Cells, line: int) -> Run:
     tensor, pipeline, data, context = stated("layout", layouts[0] if len(layouts) == 1 else None, *layouts)
     if batch % data:
         raise ValueError("the batch does not divide")
+    if len(layouts) == 1 and heads % tensor:
+        raise ValueError("the heads do not divide among tensor-parallel devices")
     per_replica = batch // data
-    tried = (8, 32) if net else (1, 2, 4) if len(layouts) == 1 else (1, 4)
-    several = (per_replica,) if whole and pipeline == 1 else tuple(n for n in tried if per_replica % n == 0)
+    tried = ((32,) if mesh is not None else (8, 32)) if net else (1, 2, 4) if len(layouts) == 1 else (1, 4)
+    several = (per_replica,) if whole and pipeline == 1 else tuple(n for n in tried if per_replica % n == 0) or (1,)
     microbatch = stated("microbatch", microbatch_of(row, per_replica, devices // data // pipeline), *several)
     if per_replica % microbatch:
         raise ValueError("the batch does not divide")

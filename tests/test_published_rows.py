@@ -23,7 +23,7 @@ from published_cells import (  # noqa: E402
 )
 from published_choices import alternatives, settle  # noqa: E402
 from published_frameworks import waiting_part  # noqa: E402
-from published_machines import by_devices, machine_of  # noqa: E402
+from published_machines import by_devices, machine_of, model_of  # noqa: E402
 from published_memory import eager_bytes, state_bytes  # noqa: E402
 from published_runs import Left, read_runs  # noqa: E402
 from published_steps import Prediction, expert_params_of, params_of, predict, to_experts_seconds  # noqa: E402
@@ -75,6 +75,7 @@ def test_cells_of_many_spellings():
              "save_dot_except_mlpwi": "dots except mlp"}  # fmt: skip
     assert {text: recompute_of({"recompute": text}) for text in again} == again
     zeros = {"distributed optimizer": (1, 64), "FSDP2": (3, 64), "HSDP 8": (3, 8), "ZeRO-2": (2, 64), "stage 3": (3, 64),
+             "zero_3": (3, 64),
              "DDP": (0, 1), "": (0, 1), "FULL_SHARD": (3, 64)}  # fmt: skip
     assert {text: zero_of({"zero": text}, 64) for text in zeros} == zeros
     for text in ("4", "ZeRO-Offload", "magic"):
@@ -105,7 +106,9 @@ def test_what_a_row_leaves_open_is_remembered(read, cells, named):
 @pytest.mark.parametrize(
     "cells, reason",
     [({"layers": ""}, "layers is not stated"), ({"gpus": "7"}, "multiply to the devices"), ({"heads": "3"}, "divide the width"),
-     ({"kv_heads": "3"}, "heads of keys"), ({"model": "EfficientNet"}, "no transformer"), ({"model": "Mamba"}, "no transformer"),
+     ({"tp": "8", "dp": "1"}, "divide among tensor-parallel"),
+     ({"kv_heads": "3"}, "heads of keys"), ({"model": "EfficientNet"}, "no transformer"),
+     ({"model": "Mamba"}, "no transformer"),
      ({"status": "crashed"}, "crashed"), ({"seconds_per_step": ""}, "no time"), ({"microbatch": "3"}, "batch does not divide"),
      ({"model": "MoE", "ep": "8"}, "mixture of experts"), ({"zero": "9"}, "no ZeRO-9")],
 )  # fmt: skip
@@ -204,6 +207,22 @@ def test_of_what_is_left_open_the_fastest_that_fits_is_taken(read):
     taken, prediction = settle(run, told)
     assert taken.recompute == "full in 50% of the layers" and taken.microbatch == 1
     assert prediction.seconds == pytest.approx(11.5) and prediction.needed_bytes == pytest.approx(100)
+
+
+@pytest.mark.parametrize(
+    "name, device",
+    [("DGX B200", "B200"), ("GB200 NVL72", "GB200"), ("H200 SXM 141GB", "H200"), ("8x H100 SXM5", "H100"),
+     ("NVIDIA H100 80GB HBM3", "H100"), ("Trillium", "TPU v6e"), ("A100-SXM4-40GB", "A100-40GB")],
+)  # fmt: skip
+def test_devices_of_many_spellings(read, name, device):
+    assert model_of(read(gpu_type=name)).device.name == device
+
+
+@pytest.mark.parametrize("recompute", ["selective", "save_dot", "none", "full"])
+def test_no_policy_keeps_less_than_nothing(read, recompute):
+    """Of a long sequence scores are more than a compiled program keeps at all."""
+    run = read(seq="256k", recompute=recompute, attention="unfused", gpus="1", dp="1", zero="0", global_batch="1")
+    assert predict(run).needed_bytes > 0
 
 
 def test_memory_of_eight_bits_and_of_kept_products(read):

@@ -24,9 +24,9 @@ _STAND_INS: Mapping[str, tuple[str, ...]] = {
     "float64": ("float32",),
     "complex64": ("float32",),
     "complex128": ("float64", "float32"),
-    "int8": ("float8", "bfloat16"),
-    "uint8": ("int8", "float8", "bfloat16"),
-    "int4": ("int8", "float8", "bfloat16"),
+    "int8": ("float8", "bfloat16", "float16"),
+    "uint8": ("int8", "float8", "bfloat16", "float16"),
+    "int4": ("int8", "float8", "bfloat16", "float16"),
 }
 """Whose rate counts for a dtype that has none of its own; at the end the slowest one."""
 
