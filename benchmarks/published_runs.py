@@ -283,6 +283,8 @@ def _run(row: Cells, line: int) -> Run:
         mesh=mesh,
         unstated=tuple(assumed.items()),
     )
+    if mesh is not None and run.recompute == "full":
+        raise ValueError("a sharded convolutional net that is computed again")
     if has_experts(row):
         parallel = count_of(row, "ep")
         if parallel and devices // pipeline % parallel:
