@@ -115,7 +115,7 @@ def test_what_a_program_takes_besides():
     assert shared.program_seconds(1e6) == pytest.approx(2e-3)
     assert [shared.sharing_speed(busy, 8) for busy in (8, 4, 2, 1)] == [1.0, 2.0, 4.0, 4.0]
     assert own.sharing_speed(1, 8) == 1.0
-    with pytest.raises(ClusterError, match="comes at a rate"):
+    with pytest.raises(ClusterError, match="more than 0"):
         Achieved(fresh_bytes_per_second=0.0)
 
 
