@@ -24,9 +24,9 @@ _STAND_INS: Mapping[str, tuple[str, ...]] = {
     "float64": ("float32",),
     "complex64": ("float32",),
     "complex128": ("float64", "float32"),
-    "int8": ("float8", "bfloat16"),
-    "uint8": ("int8", "float8", "bfloat16"),
-    "int4": ("int8", "float8", "bfloat16"),
+    "int8": ("float8", "bfloat16", "float16"),
+    "uint8": ("int8", "float8", "bfloat16", "float16"),
+    "int4": ("int8", "float8", "bfloat16", "float16"),
 }
 """Whose rate counts for a dtype that has none of its own; at the end the slowest one."""
 
@@ -48,6 +48,7 @@ class Achieved:
         balance: A tile whose 2 / (1 / rows + 1 / columns) is this takes as long to load as to multiply.
         overlap: Part of a collective that leaves kernels alone which run meanwhile; 0: kernels wait for collectives.
         convolution: Rate of convolutions, as a part of that of products of their size.
+        narrow: Part of their peak that products of 8 bits and fewer keep up, over that of wider ones: they need more power.
         host_cores: Cores of a host that all its devices share, as virtual CPU devices do: the rates are those of a device
             while all of them work, and fewer that work are faster (`sharing_speed`); 0: every device has its own.
         dispatch_seconds: To start a program on the devices of a host. It counts where these share the host's cores, which
@@ -73,6 +74,7 @@ class Achieved:
     balance: float = 0.0
     overlap: float = 0.0
     convolution: float = 1.0
+    narrow: float = 1.0
     host_cores: int = 0
     dispatch_seconds: float = 0.0
     fresh_bytes_per_second: float = math.inf
@@ -82,7 +84,7 @@ class Achieved:
 
     def __post_init__(self) -> None:
         shares = "product", "memory", "fused", "overlap"
-        positive = *shares[:3], "convolution", "fresh_bytes_per_second", "passes", "update_passes"
+        positive = *shares[:3], "convolution", "narrow", "fresh_bytes_per_second", "passes", "update_passes"
         for name in (part.name for part in dataclasses.fields(self) if part.name != "tile"):
             least, most = None if name in positive else 0, 1.0 if name in shares else math.inf
             check_number("Achieved", name, getattr(self, name), least=least, most=most, kind=ClusterError)
