@@ -163,14 +163,3 @@ def test_no_batch():
     program, _ = traced(case)
     with pytest.raises(BatchError, match="(?s)there is no batch.*num_microbatches=2.*batch_argnums"):
         split_microbatches(program.jaxpr, 2, ())
-
-
-def test_a_callback_without_results():
-    """It is given what all samples make together, and does more than may be done behind the loop."""
-
-    def step(state, batch):
-        jax.debug.callback(lambda rows: None, jnp.sort(mlp(state["params"], batch["x"]), 0))
-        return sgd(lambda params, batch: squares(params, batch).mean())(state, batch)
-
-    with pytest.raises(MicrobatchError, match=r"(?s)sort.*test_refusal"):
-        split_case(Case(step), 2)
