@@ -469,37 +469,6 @@ def test_two_towers():
     check_steps(case, step.compile(case.state, case.batches[0]))
 
 
-def test_a_critic_that_is_updated_first():
-    """The generator's loss compares what the new critic makes of real samples and of its own; of real ones that is no more
-    than a forward pass, but one that waits for the update."""
-    random = np.random.default_rng(7)
-    kernels = {name: random.normal(size=(8, 8)).astype(np.float32) / 3 for name in ("make", "out", "look", "judge")}
-
-    def critic(p, x):
-        features = jnp.tanh(x @ p["look"])
-        return features, features @ p["judge"]
-
-    def step(p, batch):
-        own = {name: p[name] for name in ("look", "judge")}
-        fake = jnp.tanh(batch["z"] @ p["make"]) @ p["out"]
-        found, grads = jax.value_and_grad(lambda c: ((critic(c, fake)[1] - critic(c, batch["x"])[1]) ** 2).mean())(own)
-        own = jax.tree.map(lambda w, g: w + 0.1 * g, own, grads)
-
-        def loss_fn(made):
-            fake = jnp.tanh(batch["z"] @ made["make"]) @ made["out"]
-            (features, score), (real, _) = critic(own, fake), critic(own, batch["x"])
-            return (score**2).mean() + jnp.abs(features - real).mean()
-
-        made = {name: p[name] for name in ("make", "out")}
-        loss, grads = jax.value_and_grad(loss_fn)(made)
-        return jax.tree.map(lambda w, g: w - 0.1 * g, made, grads) | own, (loss, found)
-
-    batch = {name: random.normal(size=(256, 8)).astype(np.float32) for name in ("x", "z")}
-    case = Case("critic first", step, kernels, (batch,) * 3)
-    compiled = make_step(case, 2, num_stages=2, num_microbatches=4, schedule="gpipe").compile(case.state, batch)
-    check_steps(case, compiled)
-
-
 # What is refused.
 
 
