@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import inspect
 import os
 import platform
 import sys
@@ -331,7 +332,17 @@ def _step_and_args(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:
             )
         step = parallelize(step)
     args = args() if callable(args) else args
-    return step, tuple(args) if isinstance(args, tuple | list) else (args,)
+    args = tuple(args) if isinstance(args, tuple | list) else (args,)
+    try:
+        inspect.signature(step).bind(*args)
+    except TypeError as error:
+        raise AutoparError(
+            "these are not the arguments of the step.",
+            given=f"--args {options.args}, which is {', '.join(type(each).__name__ for each in args)}",
+            wrong=f"`{options.step}` takes {inspect.signature(step)}: {error}.",
+            do="name a tuple of all of its arguments, or a function that returns one.",
+        ) from error
+    return step, args
 
 
 def _replanned(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...]]:

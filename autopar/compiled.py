@@ -142,7 +142,7 @@ class CompiledStep:
     def _as_returned(self, results: list[Any]) -> Any:
         """Flat results in the structure that the step returns, those weakly typed that `jax.jit` returns so."""
         for k in self._weak:
-            results[k] = _weakly_typed(results[k])
+            results[k] = weakly_typed(results[k])
         if self._has_keys:
             return self.program.unflatten_outputs(results)
         return jax.tree.unflatten(self.program.out_tree, results)
@@ -206,13 +206,6 @@ class CompiledStep:
                 cluster, count = self.plan.attached.cluster, 1 if seconds is None else steps
                 measured = pipeline(self.plan, cluster, timeline, seconds, count)
             return self._put_together(apart, self._as_returned(results)), measured
-
-
-def _weakly_typed(result: Any) -> Any:
-    if isinstance(result, jax.Array):
-        return weakly_typed(result)
-    result.weak_type = True  # a handle of ours
-    return result
 
 
 def compile_plan(cluster: Cluster, plan: Plan) -> Runtime:

@@ -20,7 +20,7 @@ import pytest
 from flax.training.train_state import TrainState
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar import PipelineParallel, ShardParallel, checkpoint
+from autopar import PipelineParallel, ShardParallel, checkpoint, parallelize
 from autopar.checkpoint.folder import close_workplace, open_workplace
 from autopar.errors import CheckpointError, DonatedError
 from autopar.runtime.stacks import StackedArray
@@ -415,6 +415,26 @@ def test_a_number_and_a_scalar_array_stand_for_each_other(tmp_path):
     restored = checkpoint.restore(tmp_path, {"n": 0, "m": jnp.int32(0)})
     assert isinstance(restored["n"], jax.Array) and restored["n"] == 3
     assert isinstance(restored["m"], jax.Array) and restored["m"] == 4
+
+
+@pytest.mark.parametrize("types_only", [True, False])
+def test_what_was_a_number_stays_weakly_typed(tmp_path, types_only):
+    """Or a bfloat16 model would go on as a float32 one, and the step be planned anew."""
+
+    def train(state, batch):
+        return {"w": state["w"] - state["lr"] * batch.sum(0), "lr": state["lr"] * 0.5, "n": state["n"] + 1}
+
+    def fresh():
+        return {"w": jnp.ones(4, jnp.bfloat16), "lr": 0.5, "n": 0}
+
+    step, batch = parallelize(train, method=ShardParallel(), batch_argnums=1), jnp.ones((8, 4), jnp.bfloat16)
+    state = step(fresh(), batch)
+    checkpoint.save(tmp_path, state, 1).wait()
+    like = jax.eval_shape(fresh) if types_only else fresh()
+    restored = checkpoint.restore(tmp_path, like, compiled=step)
+    assert [x.weak_type for x in jax.tree.leaves(restored)] == [x.weak_type for x in jax.tree.leaves(state)]
+    assert step(restored, batch)["w"].dtype == jnp.bfloat16
+    assert len(step._made.compiled) == 1
 
 
 def test_what_cannot_be_saved(tmp_path):

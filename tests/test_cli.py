@@ -137,6 +137,8 @@ def test_verify_for_a_target(saved, monkeypatch, tmp_path):
         (["plan", "absent.json"], "No such file"),
         (["plan"], "one plan to print"),
         (["plan", STEP], "a step needs its arguments"),
+        (["plan", STEP, "--args=cli_example:CLUSTER"], "missing a required argument: 'x'"),
+        (["plan", STEP, ARGS, "--method=PipelineParallel(stages=2)"], "settings are num_stages, schedule"),
         (["plan", "--step=nowhere:f", ARGS], "nothing of this name"),
         (["plan", "--step=cli_example:nothing", ARGS], "nothing of this name"),
         (["plan", "--step=cli_example:not_a_step", ARGS], "this is no step"),

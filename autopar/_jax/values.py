@@ -30,10 +30,12 @@ def shaped(value: Any) -> Any:
 
 
 def weakly_typed(array: Any) -> Any:
-    """The same array, and the same memory, as weakly typed as a Python number."""
-    return _ArrayImpl(
-        array.aval.update(weak_type=True), array.sharding, array._arrays, committed=array.committed, _skip_checks=True
-    )
+    """The same array, and the same memory, as weakly typed as a Python number; or a handle that stands for one."""
+    if isinstance(array, jax.Array):
+        aval = array.aval.update(weak_type=True)
+        return _ArrayImpl(aval, array.sharding, array._arrays, committed=array.committed, _skip_checks=True)
+    array.weak_type = True
+    return array
 
 
 def on_host(aval: Any) -> bool:

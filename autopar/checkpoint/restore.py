@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import autopar.checkpoint.storage as storage
+from autopar._jax import is_key, shaped, weakly_typed
 from autopar.checkpoint.apart import read_apart
 from autopar.checkpoint.folder import check, step_folder, step_number, steps
 from autopar.checkpoint.leaves import (
@@ -104,7 +105,8 @@ def read_state(
     found = dict(zip(read, jax.tree.leaves(storage.read(folder, asked_for)), strict=True))
     for w in wanted:
         k = w.position
-        leaves[k] = remote[k] if k in remote else _placed(_value(found.get(k), w.saved), w.saved, w.asked, w.place)
+        value = remote[k] if k in remote else _placed(_value(found.get(k), w.saved), w.saved, w.asked, w.place)
+        leaves[k] = _weak_as(leaves[k], value)
     return tree.unflatten(leaves)
 
 
@@ -261,3 +263,13 @@ def _placed(value: Any, kind: LeafType, asked: LeafType, place: Place) -> Any:
     if kind.kind == "key":
         return jax.random.wrap_key_data(jnp.asarray(value), impl=kind.dtype)
     return value
+
+
+def _weak_as(like: Any, value: Any) -> Any:
+    """As weakly typed as what was asked for: a number that became an array is to be traced as the same program again."""
+    if isinstance(value, tuple(NUMBERS.values())) or is_key(value):
+        return value
+    aval = shaped(like)
+    if not aval.weak_type or aval.dtype != value.dtype:
+        return value
+    return value.item() if isinstance(value, np.ndarray | np.generic) else weakly_typed(value)

@@ -31,7 +31,7 @@ from autopar.fit.prefetch import placed_for
 from autopar.fit.progress import Bar
 from autopar.fit.remainder import Remainder, check_remainder
 from autopar.fit.reports import Reports
-from autopar.fit.state import as_array, on_host, parts_of, type_of, weak_as
+from autopar.fit.state import as_array, on_host, parts_of, type_of
 from autopar.follow import Following
 from autopar.frameworks import Shell, without_arrays
 from autopar.loggers import Logger
@@ -281,8 +281,7 @@ class _Run:
                     batch = self.batches.at(manifest.step)
                     self.batches.put_back(manifest.step, batch)
                     compiled = self.step.compiled(self.first, batch)
-            state = read_state(self.directory, manifest, self.first, compiled)
-            self.state = jax.tree.map(weak_as, state, self.first)
+            self.state = read_state(self.directory, manifest, self.first, compiled)
             self._saved = manifest.step
             self.metrics = {number: m for number, m in self.metrics.items() if number < self.number}
         self._came = self.number

@@ -42,14 +42,6 @@ def type_of(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding, weak_type=weak)
 
 
-def weak_as(leaf: Any, like: Any) -> Any:
-    """A Python number that became an array stays as weakly typed as it was, or another program would be traced."""
-    if not getattr(like, "weak_type", False) or leaf.ndim:
-        return leaf
-    weak = jnp.asarray(np.asarray(leaf).item())
-    return jax.device_put(weak, leaf.sharding) if getattr(leaf, "committed", False) else weak
-
-
 def as_array(leaf: Any) -> Any:
     """Numbers become arrays; what else there is stays."""
     return jnp.asarray(leaf) if isinstance(leaf, bool | int | float | complex | np.ndarray | np.generic) else leaf

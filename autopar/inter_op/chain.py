@@ -49,21 +49,22 @@ class Chain:
     kinds: tuple[int, ...] = ()
 
 
-def make_chain(loop: Jaxpr, fixed_inputs: Sequence[Var]) -> Chain:
+def make_chain(loop: Jaxpr, fixed_inputs: Sequence[Var], late_inputs: Sequence[Var] = ()) -> Chain:
     """Cut a program into segments.
 
     `fixed_inputs`: its inputs that are the same for every microbatch: parameters and what is made of them.
+    `late_inputs`: those made when all forward passes have run: what reads them runs in the backward pass.
     """
-    return _Builder(loop, fixed_inputs).chain()
+    return _Builder(loop, fixed_inputs, late_inputs).chain()
 
 
 class _Builder:
-    def __init__(self, loop: Jaxpr, fixed_inputs: Sequence[Var]):
+    def __init__(self, loop: Jaxpr, fixed_inputs: Sequence[Var], late_inputs: Sequence[Var]):
         self.loop, self.eqns = loop, loop.eqns
         self.fixed = {var for var in fixed_inputs if num_elements_of(var) > TUNING.shared_elements}
         self.parameters = set(fixed_inputs)
         self.work = Work().of_equations(loop.eqns)
-        behind = made_behind(loop)
+        behind = made_behind(loop, late_inputs)
         self.backward = [is_behind(eqn, behind) for eqn in loop.eqns]
         self.light = self.find_light()
         self.segment = [-1] * len(self.eqns)

@@ -238,7 +238,7 @@ def cut_step(
         split = whole_batch(program.jaxpr, roles.batch)
     check_behind("microbatch", check_phases(program.jaxpr), split)
     first = 1 + len(split.invariants)
-    chain = make_chain(split.loop, _of_arguments(program.jaxpr, split))
+    chain = make_chain(split.loop, _of_arguments(program.jaxpr, split), _made_between(split))
     pieces = {first + k: frozenset({0}) for k in range(len(split.pieces))}
     rules = {eqn: rule_for(eqn) for eqn, _ in equations_within(split.loop) if not is_region(eqn)}
     batch = follow_batch(split.loop, rules, pieces)
@@ -251,6 +251,13 @@ def _of_arguments(jaxpr: Jaxpr, split: Microbatches) -> list[Var]:
     for eqn in (*split.before, *split.between):
         if any(a in made for a in inputs_of(eqn)):
             made.update(eqn.outvars)
+    inside = split.loop.invars[1 : 1 + len(split.invariants)]
+    return [var for var, outside in zip(inside, split.invariants, strict=True) if outside in made]
+
+
+def _made_between(split: Microbatches) -> list[Var]:
+    """What enters the loop between its forward and its backward passes."""
+    made = {var for eqn in split.between for var in eqn.outvars}
     inside = split.loop.invars[1 : 1 + len(split.invariants)]
     return [var for var, outside in zip(inside, split.invariants, strict=True) if outside in made]
 

@@ -7,6 +7,8 @@ Method: tables laid out by rich.
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Iterable
 
 from rich import box
@@ -16,7 +18,7 @@ from rich.table import Table as RichTable
 
 from autopar.report.page import Page, Table
 
-WIDTH = 120
+WIDTH, INDENT = 120, 2
 
 
 def page_text(page: Page) -> str:
@@ -43,8 +45,10 @@ def _print(page: Page, console: Console) -> None:
         console.print()
         console.print(table.title)
         if table.rows:
-            plain = RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
-            console.print(_indented(_laid_out(table, plain)))
+            excess = (
+                console.measure(_plain(table), options=console.options.update_width(10**4)).maximum + INDENT - WIDTH
+            )
+            console.print(_indented(_plain(_paths_broken(table, excess) if excess > 0 else table)))
         if table.note:
             console.print(_indented(table.note))
 
@@ -68,6 +72,27 @@ def _trimmed(text: str) -> str:
     return "\n".join(line.rstrip() for line in text.rstrip().splitlines())
 
 
+def _plain(table: Table) -> RichTable:
+    return _laid_out(table, RichTable(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0)))
+
+
+def _paths_broken(table: Table, excess: int) -> Table:
+    """The table with paths, in its first column, that break behind a "/" where they are too long by `excess` columns."""
+    width = max(len(row[0]) for row in table.rows) - excess
+    return dataclasses.replace(table, rows=tuple((_broken(row[0], width), *row[1:]) for row in table.rows))
+
+
+def _broken(path: str, width: int) -> str:
+    if " " in path:
+        return path  # words, which rich breaks between them
+    lines = [""]
+    for part in re.findall(r"[^/]*/|[^/]+$", path):
+        if lines[-1] and len(lines[-1]) + len(part) > width:
+            lines.append("")
+        lines[-1] += part
+    return "\n".join(lines)
+
+
 def _laid_out(table: Table, laid_out: RichTable, no_wrap: bool = False) -> RichTable:
     """The table's columns and rows in one of rich's; `no_wrap`: every cell stays on one line, and not numbers alone."""
     for position, name in enumerate(table.columns):
@@ -80,7 +105,7 @@ def _laid_out(table: Table, laid_out: RichTable, no_wrap: bool = False) -> RichT
 
 
 def _indented(what: RenderableType) -> Padding:
-    return Padding(what, (0, 0, 0, 2), expand=False)
+    return Padding(what, (0, 0, 0, INDENT), expand=False)
 
 
 def wide_text(tables: Iterable[Table], width: int) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import difflib
+import inspect
 import re
 from typing import Any
 
@@ -98,6 +99,8 @@ def _called(text: str) -> Method | None:
         raise AutoparError(
             "these are no settings of this method.",
             given=f"method={text!r}",
-            wrong=f"{error}." if isinstance(error, TypeError) else "one of them is neither a number nor a text.",
-            do=f"write numbers and texts only, as in {name}(): see help(autopar.{name}).",
+            wrong=f"{error}.".replace(".__init__()", "")
+            if isinstance(error, TypeError)
+            else "one of them is neither a number nor a text.",
+            do=f"write numbers and texts only. Its settings are {', '.join(inspect.signature(CLASSES[name]).parameters)}.",
         ) from error

@@ -10,8 +10,9 @@ import pytest
 
 from autopar import Cluster
 from autopar.plan.words import bytes_text, seconds_text
-from autopar.report.page import page_of, solver_text
+from autopar.report.page import Page, Table, page_of, solver_text
 from autopar.report.paths import collapse_paths, numbers_text
+from autopar.report.text import page_text
 from autopar.streams.timeline import Event, Timeline
 
 
@@ -24,6 +25,14 @@ def test_golden(plan, golden):
 
 def test_no_line_is_wider_than_the_page(plan):
     assert all(len(line) <= 120 and line == line.rstrip() for line in str(plan).splitlines())
+
+
+def test_a_path_too_long_for_the_page_breaks_between_its_names():
+    names = [f"{'state' * 4}/{k * 8}/{k * 9}/kernel" for k in ("first", "other")]
+    table = Table("Arguments", ("path", "type"), tuple((name, "float32[8,8]") for name in names))
+    lines = [line.split()[0] for line in page_text(Page("Plan", (), (table,))).splitlines()[-4:]]
+    assert "".join(lines) == "".join(names)
+    assert all(line.endswith("/") or line.endswith("kernel") for line in lines)
 
 
 def test_every_argument_is_on_the_page(plan):

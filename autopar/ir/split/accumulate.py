@@ -17,7 +17,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar._jax import Atom, Aval, Jaxpr, JaxprEqn, Var, make_jaxpr, new_eqn, new_var, primitives, resized, shaped
+from autopar._jax import (
+    Atom,
+    Aval,
+    Jaxpr,
+    JaxprEqn,
+    Literal,
+    NameStack,
+    SourceInfo,
+    Var,
+    make_jaxpr,
+    new_eqn,
+    new_source_info,
+    new_var,
+    primitives,
+    resized,
+    shaped,
+)
 from autopar.ir.build import Equations, flat_function
 from autopar.ir.region import Binding, new_scan, rows_in, rows_out
 from autopar.ir.rules.linearity import identity_of
@@ -175,12 +191,14 @@ def accumulating_scan(
         *(rows_out(part, stack) for part, stack in zip(parts, made, strict=True)),
     ]
     scan = new_scan(count, bindings, [*eqns, *(eqn for s in sums for eqn in s.eqns)])
+    makers = {var: eqn for eqn in eqns for var in eqn.outvars}
     for added in sums:
-        _name(after, _narrowing(added.total.aval, added.result.var.aval.dtype), added.total, added.result.var)
+        narrow = _narrowing(added.total.aval, added.result.var.aval.dtype)
+        _name(after, narrow, added.total, added.result.var, _line(added.part, makers))
     rows = [Stacked(result, part, stack) for (result, part), stack in zip(of_rows, made, strict=False)]
     for row in rows:
         in_order = flat_function(_in_order(row.result), row.stack.aval)
-        _name(after, in_order, row.stack, row.result.var)
+        _name(after, in_order, row.stack, row.result.var, _line(row.part, makers))
     return AccumulatingScan(
         tuple(before),
         scan,
@@ -232,6 +250,13 @@ def _narrowing(total: Aval, dtype: np.dtype) -> Jaxpr:
     return flat_function(partial(jax.lax.convert_element_type, new_dtype=dtype), total)
 
 
-def _name(eqns: Equations, program: Jaxpr, operand: Atom, var: Var) -> None:
+def _line(part: Atom, makers: Mapping[Var, JaxprEqn]) -> SourceInfo | None:
+    """The user's line that makes a microbatch's part, outside of any pass; None: nothing in the loop makes it."""
+    maker = None if isinstance(part, Literal) else makers.get(part)
+    return None if maker is None else new_source_info(maker.source_info.traceback, NameStack())
+
+
+def _name(eqns: Equations, program: Jaxpr, operand: Atom, var: Var, line: SourceInfo | None) -> None:
     """Write what makes the step's own variable; the copy gives it its name, and flattening drops it."""
-    eqns.append(new_eqn(primitives.copy_p, eqns.inline(program, [operand]), [var], {}))
+    made = eqns.inline(program, [operand], line)
+    eqns.append(new_eqn(primitives.copy_p, made, [var], {}, source_info=line))

@@ -59,9 +59,9 @@ def samples_behind(jaxpr: Jaxpr, sums: Sequence[Var], solution: LoopSolution) ->
     return [var for var in seen if var not in behind and isinstance(solution.of(var), Split)]
 
 
-def made_behind(jaxpr: Jaxpr) -> dict[Var, None]:
-    """What the backward passes make, and whatever is made of that."""
-    behind: dict[Var, None] = {}
+def made_behind(jaxpr: Jaxpr, late_inputs: Iterable[Var] = ()) -> dict[Var, None]:
+    """What the backward passes make, and whatever is made of that or of inputs that are there no sooner."""
+    behind = dict.fromkeys(late_inputs)
     for eqn in jaxpr.eqns:
         if is_behind(eqn, behind):
             behind.update(dict.fromkeys(eqn.outvars))

@@ -275,7 +275,10 @@ class _Phases:
                 late.update(dict.fromkeys(eqn.outvars))
                 total += cost
                 if total > limit and (cost > limit / 2 or self.behind is not None):
-                    cause = self.late.get(eqn.outvars[0]) or Cause(eqn, inputs_of(eqn)[0])
+                    causes = [
+                        self.late[var] for var in eqn.outvars if var in self.late
+                    ]  # a callback may have no result
+                    cause = causes[0] if causes else Cause(eqn, inputs_of(eqn)[0])
                     self.waiting.add(eqn, self.refusal(cause, eqn))
         self.waiting.check()
 

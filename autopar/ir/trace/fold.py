@@ -24,8 +24,8 @@ _EXACT_DTYPES = ("bool", "int32", "int64", "uint32", "uint64", "float32", "float
 
 def fold(eqn: JaxprEqn, operands: Sequence[Atom]) -> Atom | None:
     """What the result of `eqn` is known to be, given its operands; None: only running it will tell."""
-    if not operands or not isinstance(operands[0], Literal):
-        return None
+    if len(eqn.outvars) != 1 or not operands or not isinstance(operands[0], Literal):
+        return None  # a callback has no result
     name = eqn.primitive.name
     if name == "select_n":
         chosen = operands[1 + int(_value(operands[0]))]

@@ -36,12 +36,18 @@ from autopar.ir.rewrite.written_once import find_written_once
 from autopar.ir.source import gradient_line, warn_of_host_memory
 from autopar.ir.trace.containers import accepts, in_containers, key_text
 from autopar.ir.trace.flatten import FLATTEN, Traced, check_flat
+from autopar.ir.trace.moved_out import restore_scopes
 from autopar.ir.trace.parameters import Split, Static, check_hashable, parameters_of, static_of
 from autopar.ir.trace.random import raw_keys
 from autopar.ir.trace.returned import is_of_objects, objects_in
 
 TRACE: tuple[Pass[Traced], ...] = (
     *FLATTEN,
+    Pass(
+        "moved_out",
+        "what is computed once for a forward loop that takes gradients belongs to the forward pass",
+        lambda step: step.by(restore_scopes),
+    ),
     Pass("scan_slices", "loops that read `layers[i]` in trip i scan", lambda step: step.by(scan_slices)),
     Pass("dim_order", "products take and make large arrays as they lie", lambda step: step.by(products_in_order)),
     Pass(

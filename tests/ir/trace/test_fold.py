@@ -38,3 +38,9 @@ def test_known_choice():
 
     program = trace_step(step, (np.ones(3, np.float32),))
     assert [eqn.primitive.name for eqn in program.jaxpr.eqns] == ["add"]
+
+
+def test_what_has_no_result():
+    """A callback, whose first operand is a number."""
+    program = trace_step(lambda x: (jax.debug.print("{} of {}", 3, x.sum()), x + 1)[1], (np.ones(3, np.float32),))
+    assert "debug_print" in "".join(eqn.primitive.name for eqn in program.jaxpr.eqns)
