@@ -60,7 +60,8 @@ def search_accumulation(
     needed = _needed_bytes(whole)
     for count in counts_of(request):
         try:
-            split = in_microbatches(request.program, request.roles, count, request.options.microbatch_semantics)
+            how = count, request.options.microbatch_semantics, request.cluster.num_devices
+            split = in_microbatches(request.program, request.roles, *how)
         except AutoparError as error:
             whole.tried.append((f"{count} microbatches", error.summary))
             break
