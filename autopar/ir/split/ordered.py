@@ -29,7 +29,7 @@ from autopar.ir.rules.rule import ShardingRule
 from autopar.ir.signature import equation_signature
 from autopar.ir.split.counted import counted
 from autopar.ir.split.placement import REPLICATED, Placement, Split
-from autopar.ir.split.strategy import AxisStrategy, NoPositionError, shard_program, split_along, strategies
+from autopar.ir.split.strategy import AxisStrategy, has_program, split_along, strategies
 
 PRODUCTS = ("ragged_dot_general", "grouped_product")
 """What multiplies rows in groups."""
@@ -305,12 +305,7 @@ class Ordering:
         """Whether a part does not ask where it stands."""
         key = equation_signature(eqn), strategy
         if key not in self.blind:
-            try:
-                self.blind[key] = (
-                    rule.local is None or shard_program(eqn, rule, replace(strategy, blocks=2), self.count) is not None
-                )
-            except NoPositionError:
-                self.blind[key] = False
+            self.blind[key] = has_program(eqn, rule, replace(strategy, blocks=2), self.count)
         return self.blind[key]
 
     def _computes_places(self, eqn: JaxprEqn, known: Known) -> Transfer | None:
