@@ -140,7 +140,7 @@ def _compile_random(
     step_program = trace_step(case.step, (case.state, case.batches[0]))
     roles = find_roles(step_program, (1,))
     method = autopar.ShardParallel(mesh_shape=shape, num_microbatches=num_microbatches)
-    program = in_microbatches(step_program, roles, num_microbatches, "exact")
+    program = in_microbatches(step_program, roles, num_microbatches, "exact", cluster.num_devices)
     graph = build_graph(program.jaxpr, logical_mesh(cluster, shape), roles.aliases, roles.batch)
     allowed = Allowed()
     pin_constraints(program.jaxpr, graph, allowed)

@@ -146,10 +146,11 @@ def routed(params, x, mixed=by_rows):
 
 MICROBATCHES = autopar.ShardParallel(mesh_shape=(4,), num_microbatches=2)
 STAGES = autopar.ThreeD(data=2, pipeline=2, num_microbatches=2)
+SAMPLES = autopar.DataParallel(zero=3)
 
 
 @pytest.mark.parametrize("mixed", [by_rows, experts])
-@pytest.mark.parametrize("method", [pytest.param(MICROBATCHES, id="microbatches"), pytest.param(STAGES, id="stages")])
+@pytest.mark.parametrize("method", [MICROBATCHES, STAGES, SAMPLES], ids=["microbatches", "stages", "samples"])
 def test_experts_without_capacity(method, mixed):
     """Rows that are sorted in the model, of which each is by itself: as one operation, or as they stand."""
     rng = np.random.default_rng(0)
@@ -170,6 +171,28 @@ def test_experts_without_capacity(method, mixed):
         results = autopar.parallelize(make_step(model), cluster=cluster, method=method)(*args)
     plain = make_step(functools.partial(routed, mixed=experts))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), results, jax.jit(plain)(*args))
+
+
+def test_devices_sort_their_own_rows():
+    """Of a model whose experts lie on every device nothing but gradients, and the loss, is communicated."""
+
+    def of(*shape):
+        return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+    params = {
+        "router": of(2, WIDTH, NUM_EXPERTS),
+        "up": of(2, NUM_EXPERTS, WIDTH, 8),
+        "down": of(2, NUM_EXPERTS, 8, WIDTH),
+    }
+    step = autopar.parallelize(
+        make_step(functools.partial(routed, mixed=experts)),
+        cluster=autopar.Cluster.of("4 h100"),
+        method=autopar.DataParallel(),
+    )
+    plan = step.plan(params, {name: of(BATCH, 4, WIDTH) for name in ("x", "y")})
+    weights = sum(leaf.size for leaf in params.values())
+    assert {each.kind for each in plan.cost.collectives} == {"all-reduce"}
+    assert sum(each.bytes * each.times for each in plan.cost.collectives) == 4 * (weights + 1)
 
 
 def looked_up(x, pick, up, down):

@@ -29,6 +29,7 @@ from autopar.ir.rewrite.late_narrowing import narrow_late
 from autopar.ir.rules import rule_for
 from autopar.ir.split.layers import LayerSplit, layer_count, split_layers, whole_stacks
 from autopar.ir.split.microbatch import Microbatches, check_phases, split_at_joins, whole_batch
+from autopar.ir.split.sorted_parts import sort_in_parts
 from autopar.ir.trace.state import Roles
 
 
@@ -147,12 +148,14 @@ class Rewritten:
         roles: Its roles.
         count: How many microbatches.
         semantics: `"exact"` or `"per_microbatch"`.
+        num_devices: Over how many devices samples may be spread.
     """
 
     program: Program
     roles: Roles
     count: int
     semantics: str
+    num_devices: int
 
     def by(self, rewrite: Callable[[Jaxpr], Jaxpr]) -> Self:
         """The same with another program, over the same inputs and results."""
@@ -195,7 +198,13 @@ def _in_parts(step: TakenApart) -> TakenApart:
     return dataclasses.replace(step, program=program, roles=roles, stacks=stacks)
 
 
+SORTED: Pass[Any] = Pass(
+    "sorted_parts",
+    "rows that are sorted are sorted in parts, for devices and microbatches",
+    lambda step: step.by(lambda jaxpr: sort_in_parts(jaxpr, step.num_devices, step.count)),
+)
 APART: tuple[Pass[TakenApart], ...] = (
+    SORTED,
     Pass("fission", "conditions in as many as share no work", lambda step: step.by(fission)),
     Pass(
         "late_narrowing",
@@ -215,11 +224,13 @@ def cut_step(
     num_microbatches: int,
     semantics: str = "exact",
     layout: Layout | None = None,
+    num_devices: int = 1,
 ) -> CutStep:
     """Take a step apart: its scans over layers, its phases, its segments.
 
     `num_parts`: into how many parts its scans over layers are to be taken.
     `layout`: how stacks lie; None: as `num_parts` says.
+    `num_devices`: over how many devices samples may be spread.
 
     Raises:
         BatchError: The batch does not divide.
@@ -227,9 +238,8 @@ def cut_step(
     """
     paths = program.in_paths
     stacks = whole_stacks(program.jaxpr)
-    made = run_passes(
-        APART, TakenApart(program, roles, num_microbatches, semantics, stacks, num_parts, layout), check_rewritten
-    )
+    step = TakenApart(program, roles, num_microbatches, semantics, num_devices, stacks, num_parts, layout)
+    made = run_passes(APART, step, check_rewritten)
     program, roles, stacks = made.program, made.roles, made.stacks
     if num_microbatches > 1:
         jaxpr, split = split_at_joins(program.jaxpr, *made.how)

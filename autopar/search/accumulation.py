@@ -62,7 +62,8 @@ def search_accumulation(
         if math.isfinite(needed) and needed > count * request.budget_bytes:
             continue  # a part of the batch needs no smaller part of the memory
         try:
-            split = in_microbatches(request.program, request.roles, count, request.options.microbatch_semantics)
+            how = count, request.options.microbatch_semantics, request.cluster.num_devices
+            split = in_microbatches(request.program, request.roles, *how)
         except AutoparError as error:
             whole.tried.append((f"{count} microbatches", error.summary))
             break

@@ -87,16 +87,16 @@ def _cut(request: Request, method: Follow, found: Mapping[int, int]) -> CutStep:
     lead = _lead(method)
     program = request.program
     kept = dataclasses.replace(request.roles, state=tuple(sorted({*request.roles.state, *found})))
-    count = request.most_microbatches(lead.cut.split.count)
+    count, spread = request.most_microbatches(lead.cut.split.count), request.cluster.num_devices
     stacks, semantics = lead.cut.stacks, method.microbatch_semantics
     in_parts = {here: there for here, there in found.items() if len(stacks.inputs[there]) > 1}
     layout = stacks.count, stacks.length, {here: stacks.input_dims[there] for here, there in in_parts.items()}
     if count > 1 and request.roles.batch:
         try:
-            return cut_step(program, kept, len(lead.stages), count, semantics, layout)
+            return cut_step(program, kept, len(lead.stages), count, semantics, layout, spread)
         except (BatchError, MicrobatchError):  # such as a metric over pairs of samples: the whole batch at once
             pass
-    return cut_step(program, kept, len(lead.stages), 1, semantics, layout)
+    return cut_step(program, kept, len(lead.stages), 1, semantics, layout, spread)
 
 
 def _lies(cut: CutStep, method: Follow, found: Mapping[int, int]) -> dict[Var, tuple[int, Sharding]]:

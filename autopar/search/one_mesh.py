@@ -13,7 +13,7 @@ from functools import partial
 
 from autopar.debug import dump
 from autopar.errors import BatchError, InfeasibleError
-from autopar.inter_op.cut import Rewritten, check_rewritten
+from autopar.inter_op.cut import SORTED, Rewritten, check_rewritten
 from autopar.inter_op.lean_scans import lean_scans
 from autopar.intra_op.exposure import Exposure
 from autopar.intra_op.graph import Graph
@@ -41,9 +41,10 @@ def count_of(method: Method) -> int:
 
 
 LEAN: Pass[Rewritten] = Pass("lean_scans", "loops that keep less for their gradient", lambda step: step.by(lean_scans))
-WHOLE: tuple[Pass[Rewritten], ...] = (LEAN,)
+WHOLE: tuple[Pass[Rewritten], ...] = (SORTED, LEAN)
 """Of a step on one mesh that takes its batch at once."""
 MICROBATCHES: tuple[Pass[Rewritten], ...] = (
+    SORTED,
     Pass("fission", "conditions end behind the gradients that they take", lambda step: step.by(behind_gradients)),
     Pass("late_narrowing", "casts to 16 bits leave loops", lambda step: step.by(narrow_late)),
     LEAN,
@@ -56,15 +57,17 @@ MICROBATCHES: tuple[Pass[Rewritten], ...] = (
 """Of a step on one mesh in microbatches."""
 
 
-def in_microbatches(program: Program, roles: Roles, count: int, semantics: str) -> Program:
+def in_microbatches(program: Program, roles: Roles, count: int, semantics: str, num_devices: int = 1) -> Program:
     """The program that works through its batch in `count` microbatches, one after the other, or at once.
+
+    Samples may then be spread over `num_devices`.
 
     Raises:
         BatchError: The batch does not divide.
         MicrobatchError: That would compute something else.
     """
     passes = MICROBATCHES if count > 1 else WHOLE
-    step = run_passes(passes, Rewritten(program, roles, count, semantics), check_rewritten)
+    step = run_passes(passes, Rewritten(program, roles, count, semantics, num_devices), check_rewritten)
     if count > 1:
         dump("microbatches", step.program.__str__)
     return step.program

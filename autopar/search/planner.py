@@ -161,8 +161,8 @@ class _Search:
             # Those of three axes begin at what is found on these.
             self.meshes = [mesh for mesh in self.meshes if len(mesh.shape) <= 2] or self.meshes
         self.count = count_of(method)
-        semantics = request.options.microbatch_semantics
-        self.program = in_microbatches(request.program, request.roles, self.count, semantics)
+        how = self.count, request.options.microbatch_semantics, request.cluster.num_devices
+        self.program = in_microbatches(request.program, request.roles, *how)
         self.searched, self.stages = Searched([], []), Stages()
         self.tried = self.searched.tried
         self.share = TUNING.meshes_share if isinstance(method, Auto | Inference) else 1.0

@@ -77,7 +77,8 @@ def _one_program(request: Request, plan: Plan) -> StepPlan:
         AssertionError: The choices are not those of this step.
     """
     mesh, roles = plan.mesh, request.roles
-    step = in_microbatches(request.program, roles, plan.num_microbatches, plan.microbatch_semantics)
+    how = plan.num_microbatches, plan.microbatch_semantics, request.cluster.num_devices
+    step = in_microbatches(request.program, roles, *how)
 
     def restrict(graph: Graph, allowed: Allowed) -> None:
         if method_text(request.method) == plan.method:
@@ -97,7 +98,8 @@ def _pipeline(request: Request, plan: Plan) -> StepPlan:
     """
     cluster, schedule = request.cluster, getattr(request.method, "schedule", None)
     named = schedule if not isinstance(schedule, str | None) and schedule.name == plan.schedule else plan.schedule
-    cut = cut_step(request.program, request.roles, plan.parts, plan.num_microbatches, plan.microbatch_semantics)
+    how = plan.parts, plan.num_microbatches, plan.microbatch_semantics
+    cut = cut_step(request.program, request.roles, *how, num_devices=cluster.num_devices)
     borders = tuple(stage.layers[0] for stage in plan.stages)
     assert borders == tuple(sorted(set(borders))) and borders[0] == 0, "stages overlap"
     assert plan.stages[-1].layers[-1] < cut.chain.num_segments, "there are fewer layers"

@@ -111,7 +111,8 @@ def pipeline_under(
         return (_three_d(stage, method) if isinstance(method, ThreeD) else None), ()
 
     def cut_in(parts: int, count: int) -> CutStep:
-        cut = cut_step(program, request.roles, parts, count, options.microbatch_semantics)
+        how = parts, count, options.microbatch_semantics
+        cut = cut_step(program, request.roles, *how, num_devices=cluster.num_devices)
         check_stage_count(cut, num_stages, num_chunks(schedule))
         return weigh_segments(cut, min(sizes), cluster.device)
 

@@ -128,8 +128,10 @@ class _Cuts:
         """
         key = (parts or layer_parts(self.length) if self.length else 0), count
         if key not in self._known:
-            semantics = self._request.options.microbatch_semantics
-            self._known[key] = cut_step(self._request.program, self._request.roles, key[0], count, semantics)
+            request = self._request
+            how = key[0], count, request.options.microbatch_semantics
+            spread = request.cluster.num_devices
+            self._known[key] = cut_step(request.program, request.roles, *how, num_devices=spread)
         return self._known[key]
 
     def weighed(self, cut: CutStep, num_devices: int, device: Device) -> CutStep:

@@ -12,6 +12,7 @@ from autopar._jax import Jaxpr, eval_jaxpr
 from autopar.ir.check import check_program
 from autopar.ir.split.microbatch import Microbatches, check_divides, write_phases
 from autopar.ir.split.phases import find_phases
+from autopar.ir.split.sorted_parts import sort_in_parts
 from autopar.ir.split.waiting import SamplesWaitError
 from autopar.ir.trace.trace import trace_step
 
@@ -29,6 +30,7 @@ def traced(function: Callable[..., Any], *args: Any, rtol: float = 2e-5, atol: f
 def split_microbatches(jaxpr: Jaxpr, count: int, batch: Sequence[int], per_microbatch: bool = False) -> Microbatches:
     """A step in phases, with one loop over its microbatches and nothing made before."""
     check_divides(jaxpr, count, batch)
+    jaxpr = sort_in_parts(jaxpr, 1, count)
     try:
         return write_phases(jaxpr, find_phases(jaxpr, count, batch, per_microbatch))
     except SamplesWaitError as waits:

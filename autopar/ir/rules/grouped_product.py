@@ -1,16 +1,18 @@
-"""JAX's own kernels for products of rows in groups (megablox): one operation, with the rule of `ragged_dot`.
+"""Products of rows in groups as one operation: by JAX's own kernels (megablox), and of rows in parts with groups of their own.
 
-In:     rows in the order of their groups, and a matrix for each group, or other rows; lengths of the groups.
-Out:    `grouped_product_p`; `multiply`, JAX's own function for it.
-Method: which tiles of rows are of which group the kernel is told by arrays that are worked out before it, for all rows: of
+In:     rows in the order of their groups, and a matrix for each group, or other rows; lengths of the groups, or of each of
+        several equal parts of the rows.
+Out:    `grouped_product_p`; `multiply`, JAX's own function for it; `by_parts`.
+Method: which tiles of rows are of which group a kernel is told by arrays that are worked out before it, for all rows: of
         other rows they are worked out anew. Rows that fill no tile are followed by some of no group. Which calls in a program
-        are such products is found in `ir/trace/grouped_products.py`.
+        are such products is found in `ir/trace/grouped_products.py`; rows come in parts by `ir/split/sorted_parts.py`.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,8 +61,20 @@ def multiply(
     return module.gmm(lhs, rhs, group_sizes, preferred_element_type, **settings)
 
 
+def _multiply_any(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, **params: Any) -> jax.Array:
+    """The product of any number of rows, in parts or not."""
+    one = functools.partial(_multiply_padded if params["tiles"] else _multiply_plain, **params)
+    if group_sizes.ndim == 1:
+        return one(lhs, rhs, group_sizes)
+    return by_parts(one, params["ragged_dot_dimension_numbers"], lhs, rhs, group_sizes)
+
+
+def _multiply_plain(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, *, tiles: None, **params: Any) -> jax.Array:
+    return lax.ragged_dot_general(lhs, rhs, group_sizes, **params)
+
+
 def _multiply_padded(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, **params: Any) -> jax.Array:
-    """The product of any number of rows."""
+    params = {name: value for name, value in params.items() if name != "precision"}
     (ragged,) = params["ragged_dot_dimension_numbers"].lhs_ragged_dimensions
     rows = lhs.shape[ragged]
     more = -rows % params["tiles"].lengths[0]
@@ -70,17 +84,57 @@ def _multiply_padded(lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array, **p
     return multiply(lhs, rhs, group_sizes, **params)[:rows]
 
 
+def by_parts(
+    product: Callable[[jax.Array, jax.Array, jax.Array], jax.Array],
+    numbers: lax.RaggedDotDimensionNumbers,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    group_sizes: jax.Array,
+) -> jax.Array:
+    """A product of rows in equal parts, one after the other.
+
+    Args:
+        product: Of one part: (lhs, rhs, lengths of the groups) to the result.
+        numbers: As of `ragged_dot_general`, without batch dims.
+        lhs: Its rows come in parts.
+        rhs: A matrix for each group; or rows, in as many parts.
+        group_sizes: `[part, group]`.
+    """
+    count, (ragged,) = len(group_sizes), numbers.lhs_ragged_dimensions
+    (of_lhs, of_rhs), _ = numbers.dot_dimension_numbers
+    if count == 1:
+        return product(lhs, rhs, group_sizes[0])
+    lhs = _apart(lhs, ragged, count)
+    if ragged in of_lhs:
+        parts = lhs, _apart(rhs, of_rhs[of_lhs.index(ragged)], count), group_sizes
+        made = jax.eval_shape(product, *(jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in parts))
+        wide = jnp.promote_types(made.dtype, jnp.float32) if jnp.issubdtype(made.dtype, jnp.floating) else made.dtype
+        total, _ = lax.scan(lambda sum, part: (sum + product(*part), None), jnp.zeros(made.shape, wide), parts)
+        return total.astype(made.dtype)
+    made = lax.map(lambda part: product(part[0], rhs, part[1]), (lhs, group_sizes))
+    at = sum(d < ragged and d not in of_lhs for d in range(lhs.ndim - 1))
+    shape = made.shape[1:]
+    return jnp.moveaxis(made, 0, at).reshape(*shape[:at], count * shape[at], *shape[at + 1 :])
+
+
+def _apart(rows: jax.Array, dim: int, count: int) -> jax.Array:
+    """`[part, ...]` of an array whose dim comes in so many parts."""
+    shape = rows.shape
+    parts = rows.reshape(*shape[:dim], count, shape[dim] // count, *shape[dim + 1 :])
+    return jnp.moveaxis(parts, dim, 0)
+
+
 def _abstract(lhs: Aval, rhs: Aval, group_sizes: Aval, **params: Any) -> Aval:
     numbers = params["ragged_dot_dimension_numbers"]
-    ((_, (contracted,)), _), (ragged,) = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions
-    columns = rhs.shape[3 - contracted] if numbers.rhs_group_dimensions else rhs.shape[1]
-    shape = (*group_sizes.shape, lhs.shape[0], columns) if ragged else (lhs.shape[0], columns)
+    ((of_lhs, of_rhs), _), (ragged,) = numbers.dot_dimension_numbers, numbers.lhs_ragged_dimensions
+    groups = group_sizes.shape[-1:] if ragged in of_lhs else ()
+    kept = [size for d, size in enumerate(lhs.shape) if d not in of_lhs]
+    taken = (*of_rhs, *numbers.rhs_group_dimensions)
+    shape = (*groups, *kept, *(size for d, size in enumerate(rhs.shape) if d not in taken))
     return jax.core.ShapedArray(shape, params["preferred_element_type"])
 
 
 grouped_product_p = Primitive("grouped_product")
-grouped_product_p.def_impl(
-    lambda *operands, **params: jax.jit(functools.partial(_multiply_padded, **params))(*operands)
-)
+grouped_product_p.def_impl(lambda *operands, **params: jax.jit(functools.partial(_multiply_any, **params))(*operands))
 grouped_product_p.def_abstract_eval(_abstract)
-mlir.register_lowering(grouped_product_p, mlir.lower_fun(_multiply_padded, multiple_results=False))
+mlir.register_lowering(grouped_product_p, mlir.lower_fun(_multiply_any, multiple_results=False))

@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from autopar._jax import JaxprEqn, bind_eqn, find_primitives
-from autopar.ir.rules.grouped_product import grouped_product_p
+from autopar.ir.rules.grouped_product import by_parts, grouped_product_p
 from autopar.ir.rules.linearity import may_be_partial
 from autopar.ir.rules.locate import signed
 from autopar.ir.rules.registry import register, register_named
@@ -115,6 +115,8 @@ def ragged_dot_general(eqn: JaxprEqn) -> ShardingRule:
     else:
         prefix = [*batch[0], *(d for d in range(len(lhs)) if d not in (*contracted[0], *batch[0]))]
     groups = eqn.invars[2].aval.shape[-1] if group_dims else 1
+    if eqn.primitive is grouped_product_p and eqn.invars[2].aval.ndim == 2:
+        return _in_parts(eqn, (lhs, rhs, out), summed, lhs[ragged][0], groups)
     if eqn.invars[2].aval.ndim == 1 and ragged not in batch[0] and may_be_partial(eqn.outvars[0].aval.dtype):
         lengths: Dim = ("h0",)
         sums = [*summed, *group] if group_dims else summed
@@ -128,6 +130,26 @@ def ragged_dot_general(eqn: JaxprEqn) -> ShardingRule:
     whole = (*lhs[ragged], *group)
     rule = _product(eqn, (lhs, rhs, group_sizes), out, summed=[f for f in summed if f not in whole], whole=whole)
     return replace(rule, flops=rule.flops / groups)  # each token meets one group's rhs only
+
+
+def _in_parts(
+    eqn: JaxprEqn, terms: tuple[Term, Term, Term], summed: Sequence[Factor], rows: Factor, groups: int
+) -> ShardingRule:
+    """`(pt)k,gkn,ph->(pt)n {sum k g}`, `(pt)k,(pt)n,ph->gkn {sum p t}`: equal parts of the rows, each with its own groups."""
+    part, group, lengths = "p0", "g0", ("h0",)
+    lhs, rhs, out = (tuple((part, rows) if dim == (rows,) else dim for dim in term) for term in terms)
+    sums = [*summed, part] if rows in summed else [*summed, group]
+    rule = _product(eqn, (lhs, rhs, ((part,), lengths)), out, summed=sums, whole=(rows, *lengths))
+    picked = tuple(f for f in (group,) if f in rule.summed)
+    numbers = eqn.params["ragged_dot_dimension_numbers"]
+
+    def local(eqn: JaxprEqn, shard: Shard, lhs: jax.Array, rhs: jax.Array, group_sizes: jax.Array) -> list[jax.Array]:
+        def one(lhs: jax.Array, rhs: jax.Array, lengths: jax.Array) -> jax.Array:
+            return _ragged_here(eqn, shard, lhs, rhs, lengths, rows=rows, group=group)[0]
+
+        return [by_parts(one, numbers, lhs, rhs, group_sizes)]
+
+    return replace(rule, flops=rule.flops / groups, picked=picked, local=local)
 
 
 def _ragged_here(

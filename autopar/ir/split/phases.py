@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 
 import jax.numpy as jnp
 
@@ -29,11 +28,11 @@ from autopar.ir.split.demand import Demand, Uses
 from autopar.ir.split.hoist import Hoist
 from autopar.ir.split.joins import made_behind
 from autopar.ir.split.local_statistics import sums_behind
-from autopar.ir.split.ordered import Ordering
 from autopar.ir.split.placement import OWN, REPLICATED, SUM, Axis, Partial, Placement, Split
 from autopar.ir.split.refusal import refusal
 from autopar.ir.split.solution import LoopSolution, Strategies
 from autopar.ir.split.solver import Cause, Solver, StuckError
+from autopar.ir.split.sorted_parts import sort_in_parts
 from autopar.ir.split.waiting import SamplesWaitError, Waiting
 from autopar.ir.work import Work, num_bytes
 from autopar.tuning import TUNING
@@ -61,39 +60,7 @@ def find_phases(
         SamplesWaitError: Samples wait for what all of them make together; names these values, to have them made before.
         MicrobatchError: Too much would be done of the whole batch at once.
     """
-    decide = partial(_phases, jaxpr, count, batch, per_microbatch, apart, joins)
-    try:
-        return decide(None)
-    except (SamplesWaitError, MicrobatchError):
-        ordering = Ordering(jaxpr, count)
-        with contextlib.suppress(SamplesWaitError, MicrobatchError):
-            if ordering.key_of and not _leaves_in_order(jaxpr, solution := decide(ordering)):
-                return solution
-        raise
-
-
-def _leaves_in_order(jaxpr: Jaxpr, solution: LoopSolution) -> bool:
-    """Whether what a microbatch has sorted is read behind the loop, which wants it as all samples together have it."""
-    late = [a for eqn in jaxpr.eqns if solution.phase[eqn] not in ("before", "loop") for a in inputs_of(eqn)]
-    return any(_is_ordered(solution.made_as(var)) for var in (*late, *variables(jaxpr.outvars)))
-
-
-def _is_ordered(placement: Placement) -> bool:
-    return isinstance(placement, Split) and (placement.order is not None or placement.places is not None)
-
-
-def _phases(
-    jaxpr: Jaxpr,
-    count: int,
-    batch: Sequence[int],
-    per_microbatch: bool,
-    apart: bool,
-    joins: Collection[JaxprEqn] | None,
-    ordering: Ordering | None,
-) -> LoopSolution:
-    """The same; with `ordering`, each microbatch sorts its own samples."""
     policy = _Phases(jaxpr, count, per_microbatch, joins)
-    policy.solver.strategies.ordering = ordering
     policy.run(batch)
     solution = policy.solution
     uses: Uses = {var: {REPLICATED: None} for var in variables(jaxpr.outvars) if var not in solution.made}
@@ -115,7 +82,7 @@ def rows_are_samples(jaxpr: Jaxpr, groups: Mapping[int, Sequence[int]]) -> list[
 def _goes_apart(jaxpr: Jaxpr, size: int, inputs: Sequence[int]) -> bool:
     count = next(k for k in range(2, size + 1) if size % k == 0)
     try:
-        find_phases(jaxpr, count, inputs)
+        find_phases(sort_in_parts(jaxpr, 1, count), count, inputs)
     except (MicrobatchError, SamplesWaitError):
         return False
     return True
@@ -174,8 +141,6 @@ class _Phases:
         try:
             made = self.solver.equation(eqn, inside=False)
         except StuckError as stuck:
-            if any(_is_ordered(solution.of(a)) for a in inputs_of(eqn)):
-                return self.end_loop(at, matters, stuck.cause)
             if self.hoist.rearrange(eqn):
                 return at + 1
             if self.hoist.take_whole(eqn, self.may_take_own):

@@ -10,7 +10,7 @@ Method: what a mesh axis is in space, the loop is in time and the parts are in t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from autopar._jax import Aval, resized
@@ -35,71 +35,30 @@ class Replicated:
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
-    """An order that rows have in each shard: sorted by a key, which has a number.
-
-    Attributes:
-        key: Which.
-        depth: Of stacks, in how many loops the rows were sorted that the dims in front count.
-    """
-
-    key: int
-    depth: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Values that say where the rows of a shard are: in the order of a key, or, if they are in it themselves, before.
-
-    Attributes:
-        key: Which.
-        table: Where rows are, by what is known of it (`Ordering.tables`); negative: it is not.
-        depth: As of an order.
-    """
-
-    key: int
-    table: int
-    depth: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Split:
     """Shard k has the k-th part along `dim`, or of each of equal blocks that stand behind each other there.
 
     Attributes:
         dim: Along which.
         blocks: How many.
-        order: The shard has its part in an order of its own (`ordered.py`); None: as it stands.
-        places: The values are such places.
     """
 
     dim: int
     blocks: int = 1
-    order: Order | None = None
-    places: Places | None = None
 
     def moved(self, by: int) -> Split:
         """The same where `by` dims have come in front."""
-        order = self.order and replace(self.order, depth=max(self.order.depth + by, 0))
-        places = self.places and replace(self.places, depth=max(self.places.depth + by, 0))
-        return Split(self.dim + by, self.blocks, order, places)
+        return Split(self.dim + by, self.blocks)
 
     def __str__(self) -> str:
-        order = "" if self.order is None else f" in the order of key {self.order.key}"
-        return f"split along dim {self.dim}" + (f" in {self.blocks} blocks" if self.blocks > 1 else "") + order
+        return f"split along dim {self.dim}" + (f" in {self.blocks} blocks" if self.blocks > 1 else "")
 
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """The value is the sum (or the largest, the smallest) of what all shards have.
-
-    Attributes:
-        kind: Which.
-        counts: The sum is of how many rows have each value of this key.
-    """
+    """The value is the sum (or the largest, the smallest) of what all shards have."""
 
     kind: Reduction = "sum"
-    counts: int | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         return f"partial {self.kind}"

@@ -15,7 +15,6 @@ from autopar.ir.region import Binding, Region, bodies_of
 from autopar.ir.rules import rule_for
 from autopar.ir.signature import equation_signature
 from autopar.ir.split.blocks import block_strategies
-from autopar.ir.split.ordered import Ordering
 from autopar.ir.split.placement import OWN, REPLICATED, Axis, Placement, Split, share_of
 from autopar.ir.split.strategy import AxisStrategy, has_program, strategies
 
@@ -102,15 +101,10 @@ class LoopSolution(Solution):
 
 
 class Strategies:
-    """The strategies of equations on an axis; those of equal equations are looked up once.
-
-    Attributes:
-        ordering: Where shards may have rows in orders of their own, the sorts that make these.
-    """
+    """The strategies of equations on an axis; those of equal equations are looked up once."""
 
     def __init__(self, axis: Axis):
         self.axis = axis
-        self.ordering: Ordering | None = None
         self.signatures: dict[JaxprEqn, object] = {}
         self.plain: dict[object, list[AxisStrategy]] = {}
         self.in_blocks: dict[object, list[AxisStrategy]] = {}
@@ -120,9 +114,6 @@ class Strategies:
 
         `placements`: of its operands, then of its results, as far as they are known: they may be split in blocks.
         """
-        in_order = None if self.ordering is None else self.ordering.strategies(eqn, placements)
-        if in_order is not None:
-            return in_order
         signature = self.signatures.get(eqn)
         if signature is None:
             signature = self.signatures[eqn] = equation_signature(eqn)

@@ -144,8 +144,6 @@ class Solver:
         trips = [p for p in of_xs if isinstance(p, Split) and p.dim == 0]
         if region.kind == "barrier":
             results = outside
-        elif any(p.order or p.places for p in trips):
-            raise StuckError(eqn, next(b.outer for b, p in zip(region.bindings, outside, strict=True) if p in trips))
         elif trips:
             results = self.own_trips(region, trips[0])
         else:
@@ -246,8 +244,6 @@ def _leaving(b: Binding, placement: Placement) -> Placement:
 def _join(eqn: JaxprEqn, a: Placement, b: Placement, inside: Atom) -> Placement:
     """The placement that can be made of either."""
     of_all = REPLICATED, BY_EACH
-    if isinstance(a, Partial) and isinstance(b, Partial) and a == b and a.counts != b.counts:
-        return Partial(a.kind)
     if a == b or (b in of_all and a != REPLICATED):
         return a
     if a in of_all and not (isinstance(b, Partial) and b != SUM):

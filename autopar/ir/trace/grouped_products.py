@@ -36,7 +36,7 @@ def grouped_product(call: JaxprEqn) -> dict[str, Any] | None:
             "tiles": Tiles(lengths, kernels[0].params["interpret"]),
         }
         if _text(call.params["jaxpr"]) == _text_of(tuple(v.aval for v in call.invars), **params):
-            return params
+            return {**params, "precision": None}
     return None
 
 

@@ -8,9 +8,12 @@ import importlib
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax import lax
 from jax.experimental.pallas.ops.tpu import megablox
 
 from autopar.ir.rules import rule_for
+from autopar.ir.rules.grouped_product import COLUMNS_OF_GROUPS, ROWS_OF_GROUPS, grouped_product_p
 from tests.ir.rules.harness import check_function, eqn_of, flat_eqns, gradient_of
 
 backend = importlib.import_module(
@@ -18,6 +21,7 @@ backend = importlib.import_module(
 )  # the package has a function of that name
 SIZES = np.array([3, 0, 9, 4], np.int32)
 SETTINGS = {"preferred_element_type": jnp.float32, "tiling": (8, 8, 8), "interpret": True}
+OVER_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), (0,), ())
 multiply = functools.partial(megablox.gmm, **SETTINGS)
 
 
@@ -55,3 +59,38 @@ def test_another_function_is_not_taken_for_it():
     part = functools.partial(backend.gmm, **SETTINGS, group_offset=jnp.int32(1))
     assert "pallas_call" in names(part, (16, 16), (2, 16, 8), SIZES)
     assert eqn_of("grouped_product", functools.partial(backend.gmm, **SETTINGS), (16, 16), (4, 16, 8), SIZES)
+
+
+IN_PARTS = np.array([[3, 0, 4, 1], [0, 0, 8, 0], [2, 2, 2, 0], [1, 2, 3, 2]], np.int32)
+
+
+@pytest.mark.parametrize(
+    "numbers, shapes, rule",
+    [
+        (ROWS_OF_GROUPS, [(32, 16), (4, 16, 8)], "(p0a)b,g0bd,p0h0->(p0a)d {sum b g0, whole a h0}"),
+        (COLUMNS_OF_GROUPS, [(32, 16), (4, 8, 16)], "(p0a)b,g0db,p0h0->(p0a)d {sum b g0, whole a h0}"),
+        (OVER_ROWS, [(32, 16), (32, 8)], "(p0a)b,(p0a)c,p0h0->g0bc {sum a p0, whole a h0}"),
+    ],
+)
+def test_rows_in_parts(numbers, shapes, rule):
+    """Each part of the rows has its own groups: parts split, and groups do; a row that is of none is zeros."""
+
+    def product(lhs, rhs):
+        settings = {"preferred_element_type": jnp.float32, "precision": None, "tiles": None}
+        return grouped_product_p.bind(lhs, rhs, IN_PARTS, ragged_dot_dimension_numbers=numbers, **settings)
+
+    assert str(rule_for(eqn_of("grouped_product", product, *shapes))) == rule
+    assert check_function(product, *shapes, only=["grouped_product"], limit=12) > 6
+    each = [
+        lax.ragged_dot_general(lhs, rhs, sizes, numbers)
+        for lhs, rhs, sizes in zip(
+            np.split(np.ones(shapes[0], np.float32), 4),
+            np.split(np.ones(shapes[1], np.float32), 4)
+            if numbers is OVER_ROWS
+            else [np.ones(shapes[1], np.float32)] * 4,
+            IN_PARTS,
+            strict=True,
+        )
+    ]
+    expected = sum(each) if numbers is OVER_ROWS else jnp.concatenate(each)
+    np.testing.assert_allclose(product(*map(jnp.ones, shapes)), expected)

@@ -1,4 +1,5 @@
-"""Rows that each microbatch sorts by itself: experts without capacity; and what is no work on single rows."""
+"""Rows that are sorted in parts, by each microbatch and device by itself: experts without capacity; and what is no work on
+single rows."""
 
 from __future__ import annotations
 
@@ -10,7 +11,10 @@ import pytest
 from jax import lax
 from jax.experimental.pallas.ops.tpu import megablox
 
+from autopar._jax import eval_jaxpr
 from autopar.errors import MicrobatchError
+from autopar.ir.check import check_program
+from autopar.ir.split.sorted_parts import sort_in_parts
 from tests.ir.split.cases import (
     LENGTH,
     Case,
@@ -22,6 +26,7 @@ from tests.ir.split.cases import (
     run_split,
     sgd,
     split_case,
+    traced,
 )
 
 WIDTH, EXPERTS, LAYERS = 8, 3, 2
@@ -70,6 +75,16 @@ def added_up(layer: Tree, x: jax.Array) -> jax.Array:
     return jnp.zeros_like(x).at[order // 2].add(rows * weights.reshape(-1)[order][:, None])
 
 
+def balanced(layer: Tree, x: jax.Array) -> jax.Array:
+    """Groups are counted by one-hot rows, and how full they are is made of the same counts."""
+    weights, picks = lax.top_k(jax.nn.softmax(x @ layer["router"]), 2)
+    order = jnp.argsort(picks.reshape(-1))
+    sizes = jax.nn.one_hot(picks, EXPERTS, dtype=jnp.int32).sum((0, 1))
+    rows = products(layer, x[order // 2], sizes)
+    full = (sizes / len(x) * jax.nn.softmax(x @ layer["router"]).mean(0)).sum()
+    return jnp.zeros_like(x).at[order // 2].add(rows * weights.reshape(-1)[order][:, None]) + full
+
+
 def by_kernels(layer: Tree, x: jax.Array) -> jax.Array:
     """JAX's kernels in the place of `ragged_dot`; a microbatch has fewer rows than fill their tiles."""
 
@@ -99,15 +114,29 @@ def case_of(experts, scanned: bool = False) -> Case:
     return Case(sgd(loss), expert_params, batch=sequences)
 
 
-@pytest.mark.parametrize(
-    "experts, scanned", [*itertools.product([written_back, taken_back, added_up], [False, True]), (by_kernels, False)]
-)
+EVERY = [*itertools.product([written_back, taken_back, added_up], [False, True]), (by_kernels, False)]
+
+
+@pytest.mark.parametrize("experts, scanned", [*EVERY, (balanced, False), (balanced, True)])
+def test_in_parts(experts, scanned):
+    """The program in 4 parts computes the same, and nothing in it sorts or multiplies all rows at once."""
+    case = case_of(experts, scanned)
+    program, _ = traced(case)
+    parts = sort_in_parts(program.jaxpr, 4)
+    check_program(parts)
+    kinds = primitives_in(parts.eqns)
+    assert kinds["grouped_product"] and not kinds["ragged_dot_general"]
+    operands = program.flatten_inputs(jax.tree.leaves((case.state(), case.batch())))
+    run = jax.jit(lambda *args: eval_jaxpr(parts, (), *args))
+    assert_same(program.unflatten_outputs(run(*operands)), full_batch(case))
+
+
+@pytest.mark.parametrize("experts, scanned", EVERY)
 def test_each_microbatch_sorts_its_own_rows(experts, scanned):
     case = case_of(experts, scanned)
     program, split = split_case(case, 2)
     outside = primitives_in([*split.before, *split.after])
-    product = "grouped_product" if experts is by_kernels else "ragged_dot_general"
-    assert primitives_in(split.loop.eqns)[product] and not outside[product]
+    assert primitives_in(split.loop.eqns)["grouped_product"] and not outside["grouped_product"]
     assert_same(run_split(case, program, split), full_batch(case))
 
 
@@ -174,6 +203,23 @@ def repeated_behind(layer, x):
     return x[order % len(x)][jnp.argsort(order)].reshape(2, -1, WIDTH).sum(0)
 
 
+def negative_picks(layer, x):
+    """Rows of no expert stand before those of the first one, and one-hot rows do not count them."""
+    order, pick = sorted_by(x, layer)
+    sizes = jax.nn.one_hot(pick - 1, EXPERTS, dtype=jnp.int32).sum(0)
+    return lax.ragged_dot(x[order], layer["up"], sizes)[jnp.argsort(order)]
+
+
+def carried(layer, x):
+    """Rows in the order of one trip, at the places of the next."""
+
+    def trip(rows, shift):
+        order = jnp.argsort((x @ layer["router"] + shift).argmax(-1))
+        return x[order], rows + x[order]
+
+    return lax.scan(trip, jnp.zeros_like(x), layer["router"][:2])[1].sum(0)
+
+
 NO_ROWS = [
     numbered,
     summed_up,
@@ -184,7 +230,15 @@ NO_ROWS = [
     half_of_them,
     left_in_order,
     shifted,
+    negative_picks,
+    carried,
 ]
+
+
+@pytest.mark.parametrize("experts", NO_ROWS)
+def test_what_is_not_by_rows_stays_as_it_is(experts):
+    program, _ = traced(case_of(experts))
+    assert sort_in_parts(program.jaxpr, 4, 2) is program.jaxpr
 
 
 @pytest.mark.parametrize("experts", [*NO_ROWS, repeated_behind])

@@ -1,0 +1,122 @@
+"""How many rows have each value of a key: the lengths of groups of rows that are sorted by it.
+
+In:     an equation, and the keys by which a program sorts rows.
+Out:    `counted`: which key it counts, and along which dim its operands come in parts; None: nothing says that it does.
+Method: `bincount` adds ones up at places that go up with the key, as is found by trying all numbers near those that constants
+        name; a sum of `one_hot` compares the key with 0, 1, 2, ....
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from autopar._jax import Atom, JaxprEqn, Literal, Var
+from autopar.ir.known_values import RESHAPES, KnownValues
+from autopar.ir.rules import rule_for
+from autopar.ir.rules.index_map import MAX_STEPS
+from autopar.ir.split.placement import Split
+from autopar.ir.split.strategy import strategies
+
+_CHOICES = "max min clamp eq ne lt le gt ge select_n and or not".split()
+"""What compares numbers and takes one of them."""
+_PICKS = ("argmax", "argmin", "top_k", "approx_top_k", "iota")
+"""What makes, as its last result, numbers that are not negative."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """What an equation counts.
+
+    Attributes:
+        key: Number of the key.
+        parts: For each operand the dim along which it comes in parts; None: it is whole.
+    """
+
+    key: int
+    parts: tuple[int | None, ...]
+
+
+def counted(eqn: JaxprEqn, values: KnownValues, key_of: Mapping[Var, int], count: int) -> Counted | None:
+    """What a `scatter-add` or a `reduce_sum` counts, of rows in `count` parts.
+
+    A narrow type cannot count all rows, but those of a part; so it counts nothing.
+    """
+    if eqn.outvars[0].aval.dtype.itemsize < 4:
+        return None
+    return (_bincount if eqn.primitive.name == "scatter-add" else _one_hot_sum)(eqn, values, key_of, count)
+
+
+def _bincount(eqn: JaxprEqn, values: KnownValues, key_of: Mapping[Var, int], count: int) -> Counted | None:
+    zeros, indices, ones = eqn.invars
+    is_bincount = values.constant(zeros) == 0 and values.constant(ones) == 1 and len(zeros.aval.shape) == 1
+    key = _key(indices, values, key_of) if is_bincount and ones.aval.size == indices.aval.size else None
+    found = [s for s in strategies(rule_for(eqn), count) if s.operands[1] == Split(0)]
+    if key is None or not found:
+        return None
+    of_ones = found[0].operands[2]
+    return Counted(key, (None, 0, of_ones.dim if isinstance(of_ones, Split) else None))
+
+
+def _key(indices: Atom, values: KnownValues, key_of: Mapping[Var, int]) -> int | None:
+    """The key whose numbers these are; sorted by it they would be sorted, too, and none at its lower end is left out."""
+    parts = list(values.parts(indices, key_of))
+    leaves = [atom for atom, eqn in parts if eqn is None]
+    keys = list(dict.fromkeys(atom for atom in leaves if isinstance(atom, Var)))
+    if len(keys) != 1 or keys[0] not in key_of or keys[0].aval.size != indices.aval.size:
+        return None
+    (key,) = keys
+    # From one place that constants say to the next it goes evenly with the key, or stands still: to try all is to know.
+    reach = 2 + sum(abs(int(atom.val)) for atom in leaves if isinstance(atom, Literal))
+    even = all(eqn is None or _is_even(eqn, values) for _, eqn in parts)
+    if not even or reach > MAX_STEPS or not np.issubdtype(key.aval.dtype, np.integer):
+        return None
+    limit = np.iinfo(key.aval.dtype)
+    near = np.arange(max(-reach, limit.min), min(reach, limit.max) + 1)
+    domain = np.array([limit.min, *near, limit.max], key.aval.dtype)
+    made = values.function(indices, {key: domain})
+    if made is None or (np.diff(np.broadcast_to(made, domain.shape)) < 0).any() or np.min(made) < 0:
+        return None
+    return key_of[key]
+
+
+def _is_even(eqn: JaxprEqn, values: KnownValues) -> bool:
+    """Whether it makes numbers that grow by one with the key, or do not, of others that do."""
+    if eqn.primitive.name in ("add", "sub"):
+        return any(values.constant(atom) is not None for atom in eqn.invars)
+    return eqn.primitive.name in (*_CHOICES, *RESHAPES)
+
+
+def _one_hot_sum(eqn: JaxprEqn, values: KnownValues, key_of: Mapping[Var, int], count: int) -> Counted | None:
+    """The key must not be negative: rows of no group would stand before those of the first."""
+    (hot,), summed = eqn.invars, eqn.params["axes"]
+    kept = [d for d in range(hot.aval.ndim) if d not in summed]
+    _, made = values.made(hot)
+    while made is not None and made.primitive.name in ("convert_element_type", "copy"):
+        _, made = values.made(made.invars[0])
+    if made is None or made.primitive.name != "eq" or len(kept) != 1 or kept[0] == 0 or hot.aval.shape[0] % count:
+        return None
+    for repeated, numbers in (made.invars, made.invars[::-1]):
+        row = _repeated(repeated, kept[0], values) if values.counts(numbers) == kept[0] else None
+        key = None if row is None else values.origin(row)
+        if not isinstance(key, Var) or key not in key_of or key.aval.shape[:1] != hot.aval.shape[:1]:
+            continue
+        _, maker = values.made(key)
+        is_pick = maker is not None and maker.primitive.name in _PICKS and key is maker.outvars[-1]
+        if is_pick or np.issubdtype(key.aval.dtype, np.unsignedinteger):
+            return Counted(key_of[key], (0,))
+    return None
+
+
+def _repeated(atom: Atom, dim: int, values: KnownValues) -> Atom | None:
+    """What an array repeats along a dim, and along no other; None: it is not known to."""
+    size, along = atom.aval.size // max(1, atom.aval.shape[dim]), [dim]
+    _, eqn = values.made(atom)
+    while eqn is not None and eqn.primitive.name == "broadcast_in_dim":
+        along = [d for d, place in enumerate(eqn.params["broadcast_dimensions"]) if place in along]
+        atom = eqn.invars[0]
+        _, eqn = values.made(atom)
+    is_single = all(atom.aval.shape[d] == 1 for d in along)
+    return atom if is_single and atom.aval.size == size else None

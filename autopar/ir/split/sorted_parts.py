@@ -1,0 +1,237 @@
+"""Rows that are sorted by a key are sorted in equal parts, each by itself, where whoever reads them cannot tell.
+
+In:     a flat program, and in how many parts its samples may be worked on: devices times microbatches.
+Out:    the same program over the same inputs and results, in which `argsort`, what takes rows by it and puts them back, and
+        products of rows in groups (experts without capacity) work on each part by itself. Parts are a dim like any other:
+        who splits samples, on a mesh axis or in microbatches, splits it.
+Method: how rows lie is followed through the program (`ordered.py`). Where a value in order reaches what it may not, its sort
+        is left as it is. What works on parts is written as one part does it, for all of them (`vmap`). Beside each value that
+        counts the rows of each group stands one that counts those of each part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from autopar._jax import Atom, Jaxpr, JaxprEqn, Var, make_jaxpr, new_eqn, new_var, replace_eqn, resized
+from autopar.ir.build import Equations, flat_function
+from autopar.ir.region import Binding, Region, equations_within, is_region, region_of
+from autopar.ir.rewrite.dead_code import remove_dead_code
+from autopar.ir.rules.grouped_product import grouped_product_p
+from autopar.ir.signature import equation_signature
+from autopar.ir.split.ordered import PRODUCTS, Counts, Lies, Ordering, Rows, Transfer, on_one_part
+
+
+def sort_in_parts(jaxpr: Jaxpr, num_devices: int, count: int = 1) -> Jaxpr:
+    """The program whose rows are sorted in as many parts as may be, of each microbatch at most one for each device.
+
+    Args:
+        jaxpr: Flat program.
+        num_devices: Over how many devices samples may be spread.
+        count: Number of microbatches.
+    """
+    if not any(eqn.primitive.name == "sort" for eqn, _ in equations_within(jaxpr)):
+        return jaxpr
+    for parts in (count * n for n in range(num_devices, 0, -1) if num_devices % n == 0 and count * n > 1):
+        found = _Found(jaxpr, parts)
+        if found.transfer_of:
+            eqns = _Writer(found).equations(jaxpr.eqns)
+            return remove_dead_code(make_jaxpr(jaxpr.invars, jaxpr.outvars, eqns))
+    return jaxpr
+
+
+class _Found:
+    """How rows lie in a program.
+
+    Attributes:
+        count: In how many parts.
+        lies: Of each value that is in order, or counts.
+        transfer_of: What is known of the equations on these.
+    """
+
+    def __init__(self, jaxpr: Jaxpr, count: int):
+        self.count, self.ordering = count, Ordering(jaxpr, count)
+        while True:  # each turn with fewer keys
+            self.lies: dict[Var, Rows | Counts] = {}
+            self.transfer_of: dict[JaxprEqn, Transfer] = {}
+            self.failed: dict[int, None] = {}
+            if self.ordering.key_of:
+                self.body(jaxpr)
+                self.give_up(map(self.of, jaxpr.outvars))
+            if not self.failed:
+                break
+            left = self.ordering.key_of.items()
+            self.ordering.key_of = {var: key for var, key in left if key not in self.failed}
+
+    def of(self, atom: Atom | None) -> Lies:
+        return self.lies.get(atom) if isinstance(atom, Var) else None
+
+    def give_up(self, places: Iterable[Lies]) -> None:
+        """Leave as they are the sorts of values that something reads as it may not."""
+        for rows in places:
+            self.failed.update(dict.fromkeys(rows.keys if isinstance(rows, Rows) else ()))
+
+    def place(self, var: Var, lies: Lies) -> None:
+        if lies is not None:
+            self.lies[var] = lies
+
+    def body(self, jaxpr: Jaxpr) -> None:
+        for eqn in jaxpr.eqns:
+            if is_region(eqn):
+                self.region(region_of(eqn))
+                continue
+            known = [self.of(a) for a in eqn.invars]
+            found = self.ordering.transfer(eqn, known)
+            if found is None:
+                self.give_up(known)
+                continue
+            self.transfer_of[eqn] = found
+            for var, lies in zip(eqn.outvars, found.results, strict=True):
+                self.place(var, lies)
+
+    def region(self, region: Region) -> None:
+        """Rows pass the border of a loop as they are, or stacked; none is carried from trip to trip, or decides."""
+        for b in region.bindings:
+            lies = self.of(b.outer)
+            if lies is None:
+                continue
+            if b.role == "through" and b.result is not None:
+                self.place(b.result, lies)
+            elif b.role == "const" and not lies.depth:
+                for var in b.variables:
+                    self.place(var, lies)
+            elif b.role == "xs" and lies.depth:
+                self.place(b.var, lies.moved(-1))
+            else:
+                self.give_up([lies])
+        for body in region.bodies:
+            self.body(body)
+        for b in region.bindings:
+            if b.role == "ys" and b.result is not None:
+                lies = self.of(b.value)
+                self.place(b.result, None if lies is None else lies.moved(1))
+            else:
+                self.give_up(map(self.of, b.values))
+
+
+class _Writer:
+    """Writes a program in which rows are sorted in parts.
+
+    Attributes:
+        counted: For each value that counts rows, the one that counts those of each part, `[..., part, group]`.
+    """
+
+    def __init__(self, found: _Found):
+        self.found, self.count = found, found.count
+        self.counted: dict[Var, Var] = {}
+        self.programs: dict[object, Jaxpr] = {}
+
+    def equations(self, given: Sequence[JaxprEqn]) -> Equations:
+        eqns = Equations()
+        for eqn in given:
+            if is_region(eqn):
+                eqns.append(self.region(region_of(eqn)))
+                continue
+            transfer = self.found.transfer_of.get(eqn)
+            if transfer is None:
+                eqns.append(eqn)
+            elif isinstance(transfer.results[0], Counts):
+                eqns.append(eqn)
+                self.count_apart(eqns, eqn, transfer)
+            elif eqn.primitive.name in PRODUCTS and transfer.parts:
+                eqns.append(self.product(eqn))
+            elif transfer.parts:
+                self.apart(eqns, eqn, transfer)
+            else:
+                eqns.append(eqn)
+        return eqns
+
+    def product(self, eqn: JaxprEqn) -> JaxprEqn:
+        """The product of rows that are in the order of their groups in each part."""
+        lhs, rhs, sizes = eqn.invars
+        assert isinstance(sizes, Var), "a literal counts nothing"
+        params = {
+            "ragged_dot_dimension_numbers": eqn.params["ragged_dot_dimension_numbers"],
+            "preferred_element_type": eqn.outvars[0].aval.dtype,
+            "precision": eqn.params["precision"],
+            "tiles": eqn.params.get("tiles"),
+        }
+        operands = [lhs, rhs, self.counted[sizes]]
+        return new_eqn(grouped_product_p, operands, eqn.outvars, params, source_info=eqn.source_info)
+
+    def apart(self, eqns: Equations, eqn: JaxprEqn, transfer: Transfer) -> None:
+        """Each part by itself."""
+        first = len(eqns)
+        made = self.by_parts(eqns, eqn, transfer)
+        named = dict(zip(made, eqn.outvars, strict=True))
+        eqns[first:] = [replace_eqn(e, outvars=[named.get(v, v) for v in e.outvars]) for e in eqns[first:]]
+
+    def count_apart(self, eqns: Equations, eqn: JaxprEqn, transfer: Transfer) -> None:
+        """How many rows of each part have each key; or the same in another type."""
+        (var,) = eqn.outvars
+        if transfer.parts is None:
+            (counted,) = eqn.invars
+            assert isinstance(counted, Var), "a literal counts nothing"
+            counts = self.counted[counted]
+            made = new_var(resized(var.aval, counts.aval.shape))
+            eqns.append(replace_eqn(eqn, invars=[counts], outvars=[made]))
+            self.counted[var] = made
+        else:
+            (made,) = self.by_parts(eqns, eqn, transfer)
+            assert isinstance(made, Var), "a count is computed"
+            self.counted[var] = made
+
+    def by_parts(self, eqns: Equations, eqn: JaxprEqn, transfer: Transfer) -> list[Atom]:
+        key = equation_signature(eqn), transfer
+        if key not in self.programs:
+            self.programs[key] = _program(eqn, transfer, self.count)
+        return eqns.inline(self.programs[key], eqn.invars, eqn.source_info)
+
+    def counts(self, atom: Atom | None) -> Var | None:
+        """What counts the rows of each part, beside a value that counts them all; None: it does not."""
+        return self.counted.get(atom) if isinstance(atom, Var) else None
+
+    def region(self, region: Region) -> JaxprEqn:
+        """A loop or branch; what counts rows passes its border beside what counts those of all parts."""
+        more = []
+        for b in region.bindings:
+            counts = self.counts(b.outer)
+            if counts is not None and b.role in ("const", "xs"):
+                shape = counts.aval.shape[1:] if b.role == "xs" else counts.aval.shape
+                inner = tuple(None if var is None else new_var(resized(var.aval, shape)) for var in b.inner)
+                self.counted.update({var: new for var, new in zip(b.inner, inner, strict=True) if var and new})
+                more.append(Binding(b.role, counts, inner, (None,) * len(region.bodies)))
+            elif counts is not None and b.role == "through" and b.result is not None:
+                self.counted[b.result] = made = new_var(counts.aval)
+                more.append(Binding("through", counts, (), (), made))
+        bodies = [self.equations(body.eqns) for body in region.bodies]
+        for b in region.ys:
+            counts = self.counts(b.value)
+            if counts is not None and b.result is not None:
+                self.counted[b.result] = made = region.new_stack(counts)
+                more.append(Binding("ys", None, (None,), (counts,), made))
+        same = [[*map(id, body.eqns)] for body in region.bodies] == [[*map(id, eqns)] for eqns in bodies]
+        return region.eqn if same and not more else region.rebuild([*region.bindings, *more], bodies)
+
+
+def _program(eqn: JaxprEqn, transfer: Transfer, count: int) -> Jaxpr:
+    """What one part does, for all parts."""
+    into = transfer.parts or ()
+
+    def program(*operands: jax.Array) -> list[jax.Array]:
+        parts = [x if d is None else _apart(x, d, count) for x, d in zip(operands, into, strict=True)]
+        made = jax.vmap(lambda *part: on_one_part(eqn, *part), into, [d or 0 for d in transfer.made])(*parts)
+        return [x if d is None else _together(x, d) for x, d in zip(made, transfer.made, strict=True)]
+
+    return flat_function(program, *(atom.aval for atom in eqn.invars))
+
+
+def _apart(x: jax.Array, dim: int, count: int) -> jax.Array:
+    return jnp.reshape(x, (*x.shape[:dim], count, x.shape[dim] // count, *x.shape[dim + 1 :]))
+
+
+def _together(x: jax.Array, dim: int) -> jax.Array:
+    return jnp.reshape(x, (*x.shape[:dim], -1, *x.shape[dim + 2 :]))
