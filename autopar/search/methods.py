@@ -154,8 +154,8 @@ class PipelineParallel(_StageSettings):
     Attributes:
         num_stages: How many; None: one more than the `mark_stage`s in the step. With `"interleaved"`, how many meshes:
             each of them holds two stages; with `"interleaved-4"`, four.
-        schedule: `"gpipe"`, `"1f1b"`, `"interleaved"`, `"interleaved-4"`, `"zb-h1"`, `"inference"`, or an object with `name`
-            and `order(num_stages, num_microbatches)`. `"auto"`: the fastest of those that train.
+        schedule: `"gpipe"`, `"1f1b"`, `"interleaved"`, `"interleaved-4"`, `"zb-h1"`, `"zb-h1-whole"`, `"inference"`, or an
+            object with `name` and `order(num_stages, num_microbatches)`. `"auto"`: the fastest of those that train.
         num_microbatches: None: four for each stage, or what divides the batch below that; one, with a warning, where several
             would compute something else.
         submeshes: Devices of each stage, such as (1, 1, 2, 4); None: equally many.
