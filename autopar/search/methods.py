@@ -100,13 +100,27 @@ class DataParallel(_Settings):
 class Auto(_StageSettings):
     """Decide everything: the mesh and every sharding; where memory binds, in how many microbatches gradients are
     accumulated; and on several hosts, or where nothing else fits, whether to cut the step into pipeline stages, which, on
-    which submeshes, in how many microbatches and by which schedule."""
+    which submeshes, in how many microbatches and by which schedule.
+
+    Attributes:
+        steps: How many steps are to be trained, about. What takes longer to plan than it may win in so many is left out;
+            `math.inf`: nothing is left out for that.
+    """
+
+    steps: float = TUNING.repaying_steps
 
     def options(self) -> Options:
         """The planner's options."""
-        return dataclasses.replace(super().options(), repaying_steps=TUNING.repaying_steps)
+        return dataclasses.replace(super().options(), repaying_steps=self.steps)
 
     def __post_init__(self) -> None:
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int | float) or not self.steps > 0:
+            raise AutoparError(
+                "unknown number of steps.",
+                given=f"steps={self.steps!r}",
+                wrong="it is no positive number.",
+                do="pass about how many steps are to be trained, such as 100_000, or math.inf.",
+            )
         super().__post_init__()
         if isinstance(self.recompute, tuple):
             raise AutoparError(
