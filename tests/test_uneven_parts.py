@@ -63,6 +63,13 @@ def test_shares_are_even_and_all_there_is(count, length):
     assert shares[1].of(3 * length) == 3 * sizes[1] and shares[1].start(3 * length) == 3 * sizes[0]
 
 
+@pytest.mark.parametrize("meshes, chunks, length", [(14, 2, 126), (4, 4, 61), (3, 2, 7)])
+def test_chunks_of_a_mesh_are_even_together(meshes, chunks, length):
+    """Of 126 layers in 28 parts for 14 meshes each has nine, and not ten or eight in turn."""
+    sizes = [share_of(k, meshes * chunks, length).size for k in range(meshes * chunks)]
+    assert {sum(sizes[mesh::meshes]) for mesh in range(meshes)} <= {length // meshes, -(-length // meshes)}
+
+
 @pytest.mark.parametrize("num_stages, schedule", [(2, "1f1b"), (3, "zb-h1")])
 def test_same_numbers_and_plans_and_checkpoints(num_stages, schedule, tmp_path):
     """Also when the plan comes from a file, and when a state was saved by one pipeline and is read by the other."""

@@ -162,11 +162,12 @@ class Share:
 def share_of(number: int, count: int, units: int = 0) -> Share:
     """What the number-th of `count` shards has: of `units` units as even a part as can be; by default one of `count`.
 
-    The last is never longer than another: behind the last layers comes what makes the loss.
+    The longer ones come first: behind the last layers comes what makes the loss, and meshes that take turns (every so many
+    shards) have as even parts in all.
     """
     units = units or count
-    first, end = -(-number * units // count), -(-(number + 1) * units // count)
-    return Share(first, end - first, units)
+    size, longer = divmod(units, count)
+    return Share(number * size + min(number, longer), size + (number < longer), units)
 
 
 def local_aval(aval: Aval, placement: Placement, share: Share | int) -> Aval:
