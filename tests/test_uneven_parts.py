@@ -60,7 +60,6 @@ def test_shares_are_even_and_all_there_is(count, length):
     sizes = [share.size for share in shares]
     assert sum(sizes) == length and 0 < min(sizes) == sizes[-1] and max(sizes) - min(sizes) <= 1
     assert [share.first for share in shares] == [sum(sizes[:k]) for k in range(count)]
-    assert shares[1].of(3 * length) == 3 * sizes[1] and shares[1].start(3 * length) == 3 * sizes[0]
 
 
 @pytest.mark.parametrize("meshes, chunks, length", [(14, 2, 126), (4, 4, 61), (3, 2, 7)])
