@@ -60,7 +60,13 @@ def test_shares_are_even_and_all_there_is(count, length):
     sizes = [share.size for share in shares]
     assert sum(sizes) == length and 0 < min(sizes) == sizes[-1] and max(sizes) - min(sizes) <= 1
     assert [share.first for share in shares] == [sum(sizes[:k]) for k in range(count)]
-    assert shares[1].of(3 * length) == 3 * sizes[1] and shares[1].start(3 * length) == 3 * sizes[0]
+
+
+@pytest.mark.parametrize("meshes, chunks, length", [(14, 2, 126), (4, 4, 61), (3, 2, 7)])
+def test_chunks_of_a_mesh_are_even_together(meshes, chunks, length):
+    """Of 126 layers in 28 parts for 14 meshes each has nine, and not ten or eight in turn."""
+    sizes = [share_of(k, meshes * chunks, length).size for k in range(meshes * chunks)]
+    assert {sum(sizes[mesh::meshes]) for mesh in range(meshes)} <= {length // meshes, -(-length // meshes)}
 
 
 @pytest.mark.parametrize("num_stages, schedule", [(2, "1f1b"), (3, "zb-h1")])

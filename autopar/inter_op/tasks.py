@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr
 from autopar.inter_op.backward import Backward, Passes, backward_at
@@ -22,6 +23,9 @@ from autopar.inter_op.scan_halves import scan_halves
 from autopar.inter_op.update import Update, place_update
 from autopar.ir.dataflow import inputs_of, makers, needed, read_by, variables, with_makers
 from autopar.ir.split.microbatch import Microbatches
+
+BackwardSplit = Literal["nowhere", "outside loops", "everywhere"]
+"""Where a backward pass is made two tasks: what other stages wait for (B), and the gradients of weights (W)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -91,7 +95,7 @@ def make_tasks(
     split: Microbatches,
     chain: Chain,
     borders: Sequence[int],
-    split_backward: bool = False,
+    split_backward: BackwardSplit = "nowhere",
     levels: Sequence[float] = (),
     aliases: Mapping[int, int] | None = None,
 ) -> Tasks:
@@ -99,7 +103,7 @@ def make_tasks(
 
     Args:
         borders: First segment of each stage, from 0.
-        split_backward: Make what no other stage waits for (the gradients of weights) a task of its own.
+        split_backward: Where what no other stage waits for is made a task of its own.
         levels: Per stage, how much it runs again; (): what is cheap.
         aliases: Result of the step -> argument whose new value it is.
     """
@@ -131,8 +135,9 @@ def make_tasks(
         received = {var for var in read_by(own["F", s]) if var in made_at and var not in made}
         at_once: list[JaxprEqn] = own["B", s]
         later: list[JaxprEqn] = []
-        if split_backward:
-            at_once, later = _waited_for(own["B", s], s, own, num_stages, halves)
+        if split_backward != "nowhere":
+            in_halves = halves if split_backward == "everywhere" else None
+            at_once, later = _waited_for(own["B", s], s, own, num_stages, in_halves)
             made_at |= dict.fromkeys(makers(at_once), ("B", s)) | dict.fromkeys(makers(later), ("W", s))
         passes.append(Passes(own["F", s], at_once, later, received, light_eqns, free, pieces))
     split = _in_halves(split, halves)
@@ -161,17 +166,20 @@ def _waited_for(
     stage: int,
     own: Mapping[tuple[str, int], Sequence[JaxprEqn]],
     num_stages: int,
-    halves: dict[JaxprEqn, tuple[JaxprEqn, JaxprEqn]],
+    halves: dict[JaxprEqn, tuple[JaxprEqn, JaxprEqn]] | None,
 ) -> tuple[list[JaxprEqn], list[JaxprEqn]]:
-    """A stage's backward in two: what other stages wait for, and the rest; `halves` is extended by scans that are both."""
+    """A stage's backward in two: what other stages wait for, and the rest.
+
+    `halves` is extended by scans that are both; None: those stay whole.
+    """
     waited = set(read_by(eqn for s in range(num_stages) if s != stage for eqn in own["B", s]))
     at_once, later = [], []
     for eqn in reversed(eqns):
         if not eqn.effects and waited.isdisjoint(eqn.outvars):
             later.append(eqn)
             continue
-        both = scan_halves(eqn, waited)
-        if both is not None:
+        both = None if halves is None else scan_halves(eqn, waited)
+        if halves is not None and both is not None:
             halves[eqn] = both
             later.append(both[1])
         first = eqn if both is None else both[0]

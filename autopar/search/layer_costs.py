@@ -210,7 +210,9 @@ class LayerCosts:
         if count not in self._layers:
             cut = self._cut_for(count)
             levels = [self.levels[0]] * self.num_layers
-            tasks = make_tasks(cut.program.jaxpr, cut.split, cut.chain, self._borders, False, levels, cut.roles.aliases)
+            tasks = make_tasks(
+                cut.program.jaxpr, cut.split, cut.chain, self._borders, "nowhere", levels, cut.roles.aliases
+            )
 
             def program(layer: int) -> StageProgram:
                 return stage_program(tasks, layer, cut.roles.aliases, cut.batch.dims)

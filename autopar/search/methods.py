@@ -100,13 +100,27 @@ class DataParallel(_Settings):
 class Auto(_StageSettings):
     """Decide everything: the mesh and every sharding; where memory binds, in how many microbatches gradients are
     accumulated; and on several hosts, or where nothing else fits, whether to cut the step into pipeline stages, which, on
-    which submeshes, in how many microbatches and by which schedule."""
+    which submeshes, in how many microbatches and by which schedule.
+
+    Attributes:
+        steps: How many steps are to be trained, about. What takes longer to plan than it may win in so many is left out;
+            `math.inf`: nothing is left out for that.
+    """
+
+    steps: float = TUNING.repaying_steps
 
     def options(self) -> Options:
         """The planner's options."""
-        return dataclasses.replace(super().options(), repaying_steps=TUNING.repaying_steps)
+        return dataclasses.replace(super().options(), repaying_steps=self.steps)
 
     def __post_init__(self) -> None:
+        if isinstance(self.steps, bool) or not isinstance(self.steps, int | float) or not self.steps > 0:
+            raise AutoparError(
+                "unknown number of steps.",
+                given=f"steps={self.steps!r}",
+                wrong="it is no positive number.",
+                do="pass about how many steps are to be trained, such as 100_000, or math.inf.",
+            )
         super().__post_init__()
         if isinstance(self.recompute, tuple):
             raise AutoparError(
@@ -154,8 +168,8 @@ class PipelineParallel(_StageSettings):
     Attributes:
         num_stages: How many; None: one more than the `mark_stage`s in the step. With `"interleaved"`, how many meshes:
             each of them holds two stages; with `"interleaved-4"`, four.
-        schedule: `"gpipe"`, `"1f1b"`, `"interleaved"`, `"interleaved-4"`, `"zb-h1"`, `"inference"`, or an object with `name`
-            and `order(num_stages, num_microbatches)`. `"auto"`: the fastest of those that train.
+        schedule: `"gpipe"`, `"1f1b"`, `"interleaved"`, `"interleaved-4"`, `"zb-h1"`, `"zb-h1-whole"`, `"inference"`, or an
+            object with `name` and `order(num_stages, num_microbatches)`. `"auto"`: the fastest of those that train.
         num_microbatches: None: four for each stage, or what divides the batch below that; one, with a warning, where several
             would compute something else.
         submeshes: Devices of each stage, such as (1, 1, 2, 4); None: equally many.

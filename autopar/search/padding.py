@@ -23,7 +23,7 @@ from autopar.ir.region import equations_within
 from autopar.ir.rewrite.longer import is_product
 from autopar.ir.rewrite.padding import pad_dims
 from autopar.ir.rules import rule_for
-from autopar.mesh import Cluster
+from autopar.search.methods import Auto
 from autopar.search.request import Request
 from autopar.streams.assemble import StepPlan
 from autopar.tuning import TUNING
@@ -66,7 +66,7 @@ def longer_length(length: int, num_devices: int) -> int:
     return length
 
 
-def worth_padding(planned: StepPlan, lengths: Lengths, cluster: Cluster, num_tried: int = 1) -> dict[int, int]:
+def worth_padding(planned: StepPlan, lengths: Lengths, request: Request, num_tried: int = 1) -> dict[int, int]:
     """Those lengths of which longer ones may win what it takes to plan them, by what the plan without them does.
 
     Products along a length are repeated by some devices; or, if none can split it at all, their collectives are exposed.
@@ -76,7 +76,7 @@ def worth_padding(planned: StepPlan, lengths: Lengths, cluster: Cluster, num_tri
     along, repeated = dict.fromkeys(lengths, 0.0), dict.fromkeys(lengths, 0.0)
     for stage in planned.stages if lengths else ():
         graph, choices = stage.sharded.graph, stage.sharded.choices
-        seconds = OperationSeconds(graph, choices, cluster.device)
+        seconds = OperationSeconds(graph, choices, request.cluster.device)
         for node, choice in zip(graph.nodes, choices, strict=True):
             if node.kind != "op":
                 continue
@@ -94,9 +94,10 @@ def worth_padding(planned: StepPlan, lengths: Lengths, cluster: Cluster, num_tri
     exposed = sum(sum(task.exposed_seconds) for task in tasks) / sum(task.seconds for task in tasks)
 
     def gain(length: int) -> float:
-        hardly_split = math.gcd(length, cluster.num_devices) == 1
+        hardly_split = math.gcd(length, request.cluster.num_devices) == 1
         return (1 - exposed) * repeated[length] / operations + hardly_split * exposed * along[length] / products
 
     takes = num_tried * sum(planning_seconds(stage.sharded.problem) for stage in planned.stages)
-    least = max(TUNING.padding_looks, takes / (TUNING.repaying_steps * planned.seconds))
+    steps = request.method.steps if isinstance(request.method, Auto) else TUNING.repaying_steps
+    least = max(TUNING.padding_looks, takes / (steps * planned.seconds))
     return {n: m for n, m in lengths.items() if gain(n) >= least}

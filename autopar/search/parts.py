@@ -70,7 +70,7 @@ def _keep_what_they_make(program: Program, length: int) -> bool:
 
 
 def _finer(length: int, count: int) -> list[int]:
-    """The numbers of parts, from `count` on, whose borders are those of `count` parts and others."""
+    """The numbers of parts, from `count` on, that cut each of `count` parts into as many pieces, as even as can be."""
     multiples = range(2 * count, min(length, TUNING.most_parts) + 1, count)
     if length % count == 0:
         return [count, *(n for n in multiples if length % n == 0)]

@@ -97,7 +97,7 @@ def _with_padding(request: Request, report: Anytime) -> tuple[StepPlan, Tried, L
             raise
         failure = error
     if planned is not None:
-        lengths = {} if report.reason else worth_padding(planned, lengths, request.cluster, 1 + len(tried))
+        lengths = {} if report.reason else worth_padding(planned, lengths, request, 1 + len(tried))
     if lengths:
         try:
             longer, more = _planned(request.of(padded_program(request.program, lengths)), report)

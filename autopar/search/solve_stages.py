@@ -18,7 +18,7 @@ from autopar.inter_op.equal_stages import take_over
 from autopar.inter_op.stage import StageProgram
 from autopar.inter_op.stage_plan import StagePlan, peak_bytes_here, plan_stage
 from autopar.inter_op.stage_program import stage_program
-from autopar.inter_op.tasks import Tasks, make_tasks
+from autopar.inter_op.tasks import BackwardSplit, Tasks, make_tasks
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.costs import build_problem
 from autopar.intra_op.graph import Graph, Tables
@@ -61,7 +61,7 @@ class Solved:
         return self.keys[id(jaxpr)][1]
 
     def pieces_of(
-        self, cut: CutStep, borders: Sequence[int], splits: bool, levels: Sequence[float]
+        self, cut: CutStep, borders: Sequence[int], splits: BackwardSplit, levels: Sequence[float]
     ) -> tuple[Tasks, list[StageProgram]]:
         """What each stage between such borders does; `splits` and `levels` as of `make_tasks`."""
         key = id(cut), tuple(borders), splits, tuple(levels)

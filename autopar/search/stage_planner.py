@@ -24,6 +24,7 @@ from autopar.intra_op.hand_plans import restrict_to_axes
 from autopar.intra_op.restrict import Allowed, Restrict
 from autopar.intra_op.sharded import describe
 from autopar.ir.program import Program
+from autopar.ir.region import kind_of
 from autopar.ir.source import is_backward
 from autopar.ir.trace.inline_calls import is_recomputed
 from autopar.mesh import Cluster, LogicalMesh, linked_mesh, logical_meshes, more_devices_text
@@ -40,6 +41,7 @@ from autopar.tuning import TUNING
 
 SCHEDULES_TRIED = ("1f1b", "zb-h1", "interleaved", "interleaved-4")
 """Where a method leaves the schedule open, and devices wait under those before."""
+ZERO_BUBBLE, WHOLE_LOOPS = "zb-h1", "zb-h1-whole"
 
 
 def pipeline_of(request: Request, method: PipelineParallel | ThreeD, report: Report = silent) -> PipelinePlan:
@@ -48,6 +50,8 @@ def pipeline_of(request: Request, method: PipelineParallel | ThreeD, report: Rep
     Raises:
         As of `pipeline_under`.
     """
+    if method.schedule == ZERO_BUBBLE:
+        return _zero_bubble(request, method, report)
     if method.schedule != AUTOMATIC:
         return pipeline_under(request, method, report)
     first, *others = SCHEDULES_TRIED
@@ -59,6 +63,36 @@ def pipeline_of(request: Request, method: PipelineParallel | ThreeD, report: Rep
             other = pipeline_under(request, dataclasses.replace(method, schedule=name), report)
             best = min(best, other, key=lambda planned: planned.seconds)
     return best
+
+
+def _zero_bubble(request: Request, method: PipelineParallel | ThreeD, report: Report) -> PipelinePlan:
+    """The pipeline with its backward passes in two; with loops over layers whole, where memory binds and that is faster.
+
+    Raises:
+        As of `pipeline_under`.
+    """
+    has_loops = any(kind_of(eqn) == "scan" and is_backward(eqn) for eqn in request.program.jaxpr.eqns)
+    planned = None
+    try:
+        planned = pipeline_under(request, method, report)
+    except InfeasibleError:
+        if not has_loops:
+            raise
+    if planned is not None and not (has_loops and planned.memory_binds):
+        return planned
+    beat = math.inf if planned is None else planned.seconds
+    with contextlib.suppress(InfeasibleError) if planned else contextlib.nullcontext():
+        whole = pipeline_under(request, dataclasses.replace(method, schedule=WHOLE_LOOPS), report, beat=beat)
+        if whole.seconds < beat:
+            warn(f"{request.program.name}: {_whole_text(beat)}")
+            return whole
+    assert planned is not None, "one of both fits"
+    return planned
+
+
+def _whole_text(beat: float) -> str:
+    why = "do not fit the memory" if beat == math.inf else "are slower within memory"
+    return f"loops over layers in two, as {ZERO_BUBBLE!r} has them, {why}; {WHOLE_LOOPS!r} is used, which leaves them whole."
 
 
 def pipeline_under(

@@ -19,6 +19,7 @@ from autopar.inter_op.cut import CutStep
 from autopar.inter_op.equal_stages import lowered, take_over
 from autopar.inter_op.fused import fused_program, fused_stage
 from autopar.inter_op.placement import place_stages
+from autopar.inter_op.residuals import CHEAP
 from autopar.inter_op.stage_plan import StagePlan, TaskPlan, lower_stage
 from autopar.inter_op.stage_program import with_tasks
 from autopar.inter_op.tasks import Tasks
@@ -152,6 +153,11 @@ class PipelinePlan(StepPlan):
         busy = self.simulation.busy_seconds
         devices = {mesh: self.stages[mesh].mesh.num_devices for mesh in busy}
         return 1 - sum(busy[m] * devices[m] for m in busy) / (self.seconds * sum(devices.values()))
+
+    @property
+    def memory_binds(self) -> bool:
+        """Whether more memory would have let a stage run less again, or be sharded otherwise."""
+        return any(level > CHEAP for level in self.tasks.levels) or any(s.sharded.problem.rows for s in self.stages)
 
     @property
     def peak_bytes(self) -> int:

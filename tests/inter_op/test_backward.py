@@ -28,7 +28,7 @@ def cut(kind, num_stages, num_layers):
     return cut_step(program, find_roles(program, (1,)), num_stages, COUNT)
 
 
-def tasks_of(kind, num_stages, num_layers=4, split_backward=False, level=CHEAP):
+def tasks_of(kind, num_stages, num_layers=4, split_backward="nowhere", level=CHEAP):
     made = cut(kind, num_stages, num_layers)
     borders = balanced_borders(made.chain, num_stages)
     levels = [level] * num_stages
@@ -106,7 +106,7 @@ def test_what_is_cheap_is_made_again_late_too():
 
 @pytest.mark.parametrize("kind", ["unrolled", "scan"])
 def test_nothing_heavy_runs_again_in_both_halves(kind):
-    tasks = tasks_of(kind, 2, split_backward=True, level=ALL)
+    tasks = tasks_of(kind, 2, split_backward="everywhere", level=ALL)
     passed = 0
     for behind in tasks.behind:
         heavy = set(behind.kept.heavy)

@@ -95,3 +95,38 @@ def test_weights_wait_in_a_pipeline_of_scanned_layers():
         plan = autopar.parallelize(train, method=method, cluster=cluster, batch_argnums=(1,)).plan(params, batch)
         waiting[schedule] = plan.origin.pipeline.waiting_share
     assert waiting["zb-h1"] < 0.45 * waiting["1f1b"], waiting
+
+
+def test_loops_stay_whole_where_halves_do_not_fit(tmp_path):
+    """What was refused for memory is planned under the same schedule with whole loops, which says so, and runs."""
+
+    def train(params, batch):
+        def loss_fn(params):
+            layer = jax.checkpoint(lambda x, w: (x + jnp.tanh(jnp.tanh(x @ w) @ w.T), None))
+            return jnp.mean((lax.scan(layer, batch["x"], params)[0] - batch["y"]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(params)
+        return params - 0.1 * grads, loss
+
+    def planned(schedule, budget=None):
+        method = autopar.PipelineParallel(
+            num_stages=2, num_microbatches=4, schedule=schedule, memory_budget_bytes=budget
+        )
+        cluster = autopar.Cluster.local(jax.devices()[:2])
+        parallel = autopar.parallelize(train, method=method, cluster=cluster, donate_argnums=())
+        return parallel, parallel.plan(params, batch)
+
+    params, batch = (
+        0.3 * RNG.normal(size=(8, 16, 16)).astype(np.float32),
+        dict.fromkeys("xy", RNG.normal(size=(256, 16))),
+    )
+    peaks = {name: max(planned(name)[1].cost.peak_bytes) for name in ("zb-h1", "zb-h1-whole")}
+    assert peaks["zb-h1-whole"] < 0.8 * peaks["zb-h1"]
+    assert planned("zb-h1", peaks["zb-h1"])[1].schedule == "zb-h1"
+    with pytest.warns(match="do not fit the memory; 'zb-h1-whole' is used"):
+        parallel, plan = planned("zb-h1", peaks["zb-h1-whole"])
+    plan.save(tmp_path / "plan.json")
+    step = parallel.compile(params, batch, plan=autopar.Plan.load(tmp_path / "plan.json"))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6), step(params, batch), train(params, batch)
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -106,6 +107,27 @@ def test_accumulation_wins_where_memory_binds():
         assert seconds is None or tight.cost.step_seconds <= seconds * ROUNDING, asked
         if getattr(method, "num_microbatches", 2) == 1:
             assert seconds is None or tight.cost.step_seconds < seconds, asked
+
+
+def test_no_mesh_of_two_hosts_is_faster():
+    """Of up to three axes, where a plan is worth any time."""
+    kernels = {"up": (512, 2048), "down": (2048, 512)}
+    params = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in kernels.items()}
+    args = params, {name: jax.ShapeDtypeStruct((64, 512), jnp.float32) for name in ("x", "y")}
+    cluster = autopar.Cluster.of("2x4 v100")
+    best = seconds_of(wide_step, args, cluster, autopar.Auto(steps=math.inf))
+    shapes = (8,), (2, 4), (4, 2), (2, 2, 2)
+    others = {shape: seconds_of(wide_step, args, cluster, autopar.ShardParallel(mesh_shape=shape)) for shape in shapes}
+    assert best <= min(others.values()) * ROUNDING, others
+
+
+@pytest.mark.parametrize("kind", ["scan", "unrolled"])
+def test_equal_layers_leave_a_small_gap(kind):
+    """Of the whole problem, ties undone: of the step on one mesh, and of the worst of the stages."""
+    for method in (autopar.ShardParallel(mesh_shape=(2, 4)), autopar.PipelineParallel(num_stages=2)):
+        cluster = autopar.Cluster.of("8 v100")
+        parallel = autopar.parallelize(train_step, cluster=cluster, method=method, batch_argnums=1)
+        assert parallel.plan(*arguments(kind, 4, batch=256)).cost.optimality_gap <= 0.01, method
 
 
 def test_schedule_is_chosen_where_devices_wait():

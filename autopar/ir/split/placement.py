@@ -103,10 +103,11 @@ class Share:
 def share_of(number: int, count: int, units: int) -> Share:
     """What the number-th of `count` shards has: of `units` units as even a part as can be.
 
-    The last is never longer than another: behind the last layers comes what makes the loss.
+    The longer ones come first: behind the last layers comes what makes the loss, and meshes that take turns (every so many
+    shards) have as even parts in all.
     """
-    first, end = -(-number * units // count), -(-(number + 1) * units // count)
-    return Share(first, end - first)
+    size, longer = divmod(units, count)
+    return Share(number * size + min(number, longer), size + (number < longer))
 
 
 def local_aval(aval: Aval, placement: Placement, units: int, size: int = 1) -> Aval:

@@ -14,7 +14,16 @@ from autopar.streams.schedules.schedule import Schedule, Step, forward_first, in
 from autopar.streams.schedules.zero_bubble import ZeroBubbleH1
 
 SCHEDULES: dict[str, Schedule] = {
-    s.name: s for s in (GPipe(), OneFOneB(), Interleaved(), Interleaved(4), ZeroBubbleH1(), Inference())
+    s.name: s
+    for s in (
+        GPipe(),
+        OneFOneB(),
+        Interleaved(),
+        Interleaved(4),
+        ZeroBubbleH1(),
+        ZeroBubbleH1(whole_loops=True),
+        Inference(),
+    )
 }
 AUTOMATIC = "auto"
 """Stands for none of them: the planner chooses."""

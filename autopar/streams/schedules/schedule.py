@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from autopar.inter_op.tasks import BackwardSplit
+
 StepKind = Literal["F", "B", "W"]
 """Forward; backward, or that half of it which other stages wait for; the weights' half."""
 
@@ -44,9 +46,15 @@ def num_chunks(schedule: Schedule) -> int:
     return getattr(schedule, "num_chunks", 1)
 
 
-def splits_backward(schedule: Schedule) -> bool:
-    """Whether backward steps are split into B and W: the schedule's `splits_backward`, False where it has none."""
-    return getattr(schedule, "splits_backward", False)
+def splits_backward(schedule: Schedule) -> BackwardSplit:
+    """Where backward steps are split into B and W: the schedule's `splits_backward`, nowhere if it has none.
+
+    True, of a schedule of one's own, is everywhere.
+    """
+    given: BackwardSplit | bool = getattr(schedule, "splits_backward", False)
+    if isinstance(given, bool):
+        return "everywhere" if given else "nowhere"
+    return given
 
 
 def forward_first(order: Sequence[Sequence[Step]]) -> list[list[Step]]:

@@ -6,10 +6,13 @@
 Qi et al., "Zero bubble pipeline parallelism", ICLR 2024, sec. 2.3. 1F1B, in which stage i does the weight half of a
 microbatch i microbatches later, so that every stage holds as many as the first one does under 1F1B. With F, B and W of
 equal length the bubble is a third of 1F1B's: (s - 1) (F + B - W) instead of (s - 1) (F + B + W).
+
+Loops over layers are cut in two for that, and keep more until their second half has run. Whole ones do both halves in B.
 """
 
 from __future__ import annotations
 
+from autopar.inter_op.tasks import BackwardSplit
 from autopar.streams.schedules.one_f_one_b import OneFOneB
 from autopar.streams.schedules.schedule import Step
 
@@ -17,8 +20,9 @@ from autopar.streams.schedules.schedule import Step
 class ZeroBubbleH1:
     """1F1B with W put off by as many microbatches as the stage's number."""
 
-    name = "zb-h1"
-    splits_backward = True
+    def __init__(self, whole_loops: bool = False):
+        self.name = "zb-h1-whole" if whole_loops else "zb-h1"
+        self.splits_backward: BackwardSplit = "outside loops" if whole_loops else "everywhere"
 
     def order(self, num_stages: int, num_microbatches: int) -> list[list[Step]]:
         """1F1B's steps; behind backward k stands the weight half of microbatch k - i."""
