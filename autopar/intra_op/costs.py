@@ -95,8 +95,8 @@ class Prices:
             edge = first[key]
             same = (self.is_behind_transpose(edge), *key[2:])
             if same not in seconds:
-                matrix = self.matrix(edge)
-                seconds[same] = matrix if matrix.any() else None
+                found = self.matrix(edge)
+                seconds[same] = found if found.any() else None
             if (matrix := seconds[same]) is not None:
                 self.edges.setdefault(key[:2], []).append((matrix, weight_of))
         priced = (weight_of for found in self.edges.values() for _, weight_of in found)

@@ -55,7 +55,11 @@ def _of_program(planned: StepPlan, device: Device) -> Profile:
     parts = _parts_of_program(planned.program, sharded, phases)
     return Profile(
         tuple(Work(0, kind, float(time * scale)) for kind, time in seconds.items() if time),
-        (Memory(0, "operations", _thinned([(float(k), size) for k, size in enumerate(sharded.liveness.curve)]), parts),),
+        (
+            Memory(
+                0, "operations", _thinned([(float(k), size) for k, size in enumerate(sharded.liveness.curve)]), parts
+            ),
+        ),
     )
 
 
