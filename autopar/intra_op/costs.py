@@ -17,7 +17,7 @@ import numpy as np
 
 from autopar._jax import JaxprEqn
 from autopar.cost import collective_seconds, kernel_seconds, reshard_seconds
-from autopar.cost.kernels import Pass
+from autopar.cost.kernels import Kernel, Pass
 from autopar.cost.steps import reduced_itemsize
 from autopar.intra_op.exposure import Exposure, Kind, kind_of
 from autopar.intra_op.fuse import BUCKET_BYTES, small_bytes
@@ -160,13 +160,17 @@ class OperationSeconds:
         index = self.graph.op_node.get(eqn)
         if index is None:
             return 0.0
-        node, choice, traffic = self.graph.nodes[index], self.choices[index], self.traffic[index]
-        key = (node.signature, choice, id(traffic))
+        key = (self.graph.nodes[index].signature, self.choices[index], id(self.traffic[index]))
         if key not in self.known:
-            kernel = kernel_of(node, node.strategies[choice], traffic, self.graph.mesh)
+            kernel = self.kernel(index)
             idle = isinstance(kernel, Pass) and not kernel.num_bytes
             self.known[key] = 0.0 if idle else kernel_seconds(kernel, self.device)
         return self.known[key]
+
+    def kernel(self, index: int) -> Kernel:
+        """What the node of that index runs on one device."""
+        node = self.graph.nodes[index]
+        return kernel_of(node, node.strategies[self.choices[index]], self.traffic[index], self.graph.mesh)
 
 
 def _known(graph: Graph, what: str, device: Device) -> dict[Any, Any]:

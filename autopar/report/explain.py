@@ -6,7 +6,7 @@ Out:    text: each alternative with the predicted step time if it is forced and 
         forbids the others; who reads the value and the conversions that costs.
 Method: alternatives are solved (`alternatives.py`); conversions are read off the sharded program. Identical layers were
         planned as one decision: forcing it forces all of them. Each stage of a pipeline is a problem of its own, equal
-        stages are told together; `"stages"` asks why the step is cut where it is.
+        stages are told together; `"stages"` asks why the step is cut where it is, `"compute"` where its time goes.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from autopar.mesh import LogicalMesh, Sharding
 from autopar.plan.decision import Decision
 from autopar.plan.words import bytes_text, seconds_text, type_text
 from autopar.report.alternatives import Study, studies
+from autopar.report.compute import compute_page
 from autopar.report.cuts import cuts_page
 from autopar.report.page import Page, Table
 from autopar.report.paths import collapse_paths, numbers_text
@@ -46,7 +47,8 @@ def explain(plan: Decision, path_or_op: str) -> str:
     Args:
         plan: From `step.plan`, or from a file and compiled.
         path_or_op: Path of an argument ("state/params/w"), its end ("params/w"), a glob, or part of an operation's name
-            and line ("dot_general at train.py:12").
+            and line ("dot_general at train.py:12"); or "compute": which operations a step's time goes into; or, of a
+            pipeline, "stages": why it is cut where it is.
 
     Raises:
         AutoparError: Nothing has this name, or the plan was read from a file and not compiled since.
@@ -58,6 +60,8 @@ def explain(plan: Decision, path_or_op: str) -> str:
             wrong="the file holds what was decided, not the problem; alternatives cannot be costed without it.",
             do="call compiled = step.compile(..., plan=plan) first, then compiled.plan.explain(...).",
         )
+    if path_or_op == "compute":
+        return page_text(compute_page(plan))
     if path_or_op == "stages" and not plan.is_one_program:
         return page_text(cuts_page(plan))
     of_stages = studies(plan)
