@@ -140,10 +140,10 @@ def _figures(rows: Sequence[Row], timed: Sequence[Row]) -> Iterable[str]:
         by_source[row[0].source].append(abs(error_of(row)))
     yield f"each source counting once: median error {statistics.mean(map(statistics.median, by_source.values())):.1%}"
     yield (
-        "fitted numbers: per family of devices 3 (the rate of fused attention, of the first and of later kernels, and which of "
-        "the datasheet's rates products have that tensor cores cannot load); for all together 3 (the part of the best "
-        "product's rate that training holds, passes of frameworks without a compiler, launches under a profiler); of memory "
-        "1 (what PyTorch's allocator keeps back)"
+        "fitted numbers: per family of devices 2 (the rate of the first fused attention, and which of the datasheet's rates "
+        "products have that tensor cores cannot load); for all together 3 (the part of the best product's rate that training "
+        "holds, passes of frameworks without a compiler, launches under a profiler); of memory 1 (what PyTorch's allocator "
+        "keeps back)"
     )
     out = f"{left_out_error(timed):.1%}"
     yield f"the part of the best product's rate fitted to all sources but the one it is judged by: median error {out}"

@@ -103,7 +103,7 @@ def zero_of(row: Cells, data: int) -> tuple[int, int]:
     if "offload" in lower:
         raise ValueError("its state is on the host")
     fsdp = re.search(r"f?sdp([12]\b)?[ =(]*(\d+)?", lower)
-    stage = re.match(r"(?:zero|stage|deepspeed|[\s-])*([0-9])\b", lower)
+    stage = re.match(r"(?:zero|stage|deepspeed|[\s_-])*([0-9])\b", lower)
     if lower.startswith(("distributed optimizer", "optimizer")):
         return 1, data
     if stage:
@@ -142,6 +142,10 @@ def microbatch_of(row: Cells, per_replica: int, shared_by: int) -> int | None:
     if text.startswith(("whole", "full batch", "all")):
         return per_replica
     found = count_of(row, "microbatch")
+    several = re.search(r"\b(\d+) microbatches|microbatches (\d+)", text_of(row, "notes"))
+    if several and not found:
+        count = int(several[1] or several[2])
+        return per_replica // count if per_replica % count == 0 else None
     return found * shared_by if found and "per device" in text else found
 
 

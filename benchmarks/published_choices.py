@@ -17,7 +17,7 @@ from typing import Any
 from published_runs import Run
 from published_steps import Prediction, predict
 
-_SIZES = ("heads", "hidden", "vocabulary", "seconds", "kernel", "dtype", "experts", "zero")
+_SIZES = ("heads", "hidden", "vocabulary", "seconds", "kernel", "dtype", "experts", "zero", "sizes", "decoder", "mesh")
 
 
 def settle(run: Run, predict: Callable[[Run], Prediction] = predict) -> tuple[Run, Prediction]:

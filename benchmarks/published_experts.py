@@ -1,11 +1,12 @@
-"""Mixtures of experts in a table that has no columns for them: how many there are, and how many see a token.
+"""Mixtures of experts: how many there are, and how many see a token.
 
 In:     a row, and the sizes of the model that it states.
 Out:    `Experts`.
-Method: the number is in the name ("8x7B", "16 experts", "E8") or follows from all parameters; how many see a token follows
-        from FLOP/s over tokens/s, which are the FLOPs of a token, or from the parameters that the name says are active
-        ("A22B"), or are two, as in GShard (Lepikhin et al., 2021). Where the stated parameters are fewer than experts in each
-        layer have, only a part of the layers has them, as in GShard every second.
+Method: columns `experts` and `experts_active`, where a table has them or the model is a public one. Else the number is in
+        the name ("8x7B", "16 experts", "E8") or follows from all parameters; how many see a token follows from FLOP/s over
+        tokens/s, which are the FLOPs of a token, or from the parameters that the name says are active ("A22B"), or are two,
+        as in GShard (Lepikhin et al., 2021). Where the stated parameters are fewer than experts in each layer have, only a
+        part of the layers has them, as in GShard every second.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from published_cells import Cells, number_of, text_of
+from published_cells import Cells, count_of, needed, number_of, text_of
 
 _NAMES = r"moe|expert|mixtral|\dx\d+(\.\d+)?b|[-_ ]a\d+(\.\d+)?b|deepseek[-_ ]?v[23]|gpt[-_ ]?oss|kimi"
 _IN_GSHARD = 2
@@ -53,7 +54,11 @@ class Dense:
 
 def has_experts(row: Cells) -> bool:
     """Whether the row says that the model is a mixture of experts."""
-    return (number_of(row, "ep") or 1) > 1 or re.search(_NAMES, text_of(row, "model"), re.IGNORECASE) is not None
+    columns = number_of(row, "ep"), number_of(row, "experts")
+    return (
+        any((found or 1) > 1 for found in columns)
+        or re.search(_NAMES, text_of(row, "model"), re.IGNORECASE) is not None
+    )
 
 
 def experts_of(row: Cells, dense: Dense, parallel: int) -> Experts:
@@ -65,7 +70,9 @@ def experts_of(row: Cells, dense: Dense, parallel: int) -> Experts:
     name, billions = text_of(row, "model"), number_of(row, "params_B")
     stated = re.search(r"(\d+)\s*experts|\bE(\d+)\b|\b(\d+)x\d+(?:\.\d+)?b", name, re.IGNORECASE)
     per_layer = (billions * 1e9 - dense.total(0)) / (dense.layers * dense.expert) if billions else None
-    if stated:
+    if count_of(row, "experts"):
+        number = needed(row, "experts")
+    elif stated:
         number = int(next(group for group in stated.groups() if group))
     elif per_layer and per_layer >= 2:
         number = max(1, round(per_layer / parallel)) * parallel
@@ -78,6 +85,8 @@ def experts_of(row: Cells, dense: Dense, parallel: int) -> Experts:
 
 
 def _active(row: Cells, dense: Dense) -> float:
+    if count_of(row, "experts_active"):
+        return needed(row, "experts_active")
     rate, tokens = number_of(row, "tflops_per_gpu"), number_of(row, "tokens_per_s_per_gpu")
     if rate and tokens:
         per_token = rate * 1e12 / tokens - dense.scores_flops

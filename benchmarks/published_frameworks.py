@@ -25,7 +25,7 @@ PROFILED = 5.8
 OVERLAPPED = 0.75
 """Part of a tensor-parallel collective behind the product it feeds, where a run says so: it is cut in four, one of which
 has nothing to hide behind (Transformer Engine's user buffers)."""
-FIRST_FLASH = {"Ampere": 0.62, "Hopper": 0.36}
+FIRST_FLASH = {"Ampere": 0.52, "Hopper": 0.29}
 """Rate of the first FlashAttention's kernels over that of the device's own; fitted. Hopper's own multiply asynchronously."""
 ADAM_BYTES = 34
 """Moved by an update for each parameter, in mixed precision: gradient read twice, once for its norm, weights of both

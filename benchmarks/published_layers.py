@@ -2,14 +2,13 @@
 
 In:     sizes (`Sizes`).
 Out:    `layer_step` and `ends_step`: functions with their arguments' types and Megatron's shardings of them.
-Method: one layer of GPT or Llama, forward and backward, as Megatron-LM and its like write it; and what stands around the
+Method: one layer of GPT, Llama or T5, forward and backward, as Megatron-LM and its like write it; and what stands around the
         layers: embedding, last norm, logits, loss. Shoeybi et al., "Megatron-LM", 2019; Korthikanti et al., 2022.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-import autopar
+from published_attention import flash, plain, rotate
 
 AXIS = "x"
 CORE = "attention_core"
@@ -32,7 +30,8 @@ class Sizes:
 
     `joined`: whether products of the same operand are one, as most frameworks have queries, keys and values, and what is
     gated with its gate. `size`: of a head, 0 for its part of the width. `blocks`: of which a layer consists here. `experts`:
-    on one device, `rows` tokens for each, which came from `senders` tokens of its own.
+    on one device, `rows` tokens for each, which came from `senders` tokens of its own. `memory`: tokens of an encoder that a
+    decoder's layer looks at in its block "cross".
     """
 
     samples: int
@@ -55,6 +54,7 @@ class Sizes:
     experts: int = 0
     rows: int = 0
     senders: int = 0
+    memory: int = 0
 
     @property
     def head_size(self) -> int:
@@ -76,23 +76,31 @@ def layer_step(sizes: Sizes) -> Step:
     width, dtype = sizes.width, storage(sizes)
     shapes = weights(sizes)
     params = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in shapes.items()}
-    norms = tuple(f"norm{number}" for number, block in enumerate(("attention", "mlp"), 1) if block in sizes.blocks)
+    norms = tuple(
+        f"norm{number}" for number, block in enumerate(("attention", "mlp", "cross"), 1) if block in sizes.blocks
+    )
     params |= {name: {"scale": jax.ShapeDtypeStruct((width,), dtype)} for name in norms}
     if not sizes.gated:
         for name in norms:
             params[name]["bias"] = jax.ShapeDtypeStruct((width,), dtype)
         params |= {f"{name}_bias": jax.ShapeDtypeStruct(shape[1:], dtype) for name, shape in shapes.items()}
-    x = jax.ShapeDtypeStruct((sizes.samples, sizes.tokens // sizes.context, width), dtype)
+    x, memory = (
+        jax.ShapeDtypeStruct((sizes.samples, tokens // sizes.context, width), dtype)
+        for tokens in (sizes.tokens, sizes.memory)
+    )
 
-    def step(params, x, dy):
-        y, backward = jax.vjp(functools.partial(layer, sizes), params, x)
-        dparams, dx = backward(dy)
-        return resident(sizes, y), dparams, resident(sizes, dx)
+    def step(params, x, dy, *memory):
+        y, backward = jax.vjp(functools.partial(layer, sizes), params, x, *memory)
+        dparams, *dx = backward(dy)
+        return resident(sizes, y), dparams, [resident(sizes, d) for d in dx]
 
-    pins = {f"params/{name}": P(AXIS, None) if name in ("o", "down") else P(None, AXIS) for name in shapes}
-    pins |= {f"params/{name}_bias": P() if name in ("o", "down") else P(AXIS) for name in shapes if not sizes.gated}
-    pins |= {"params/norm*": P(), "x": spec(sizes), "dy": spec(sizes)}
-    return Step(step, (params, x, x), pins if sizes.tensor > 1 else {})
+    last = ("o", "down", "co")
+    pins = {f"params/{name}": P(AXIS, None) if name in last else P(None, AXIS) for name in shapes}
+    pins |= {f"params/{name}_bias": P() if name in last else P(AXIS) for name in shapes if not sizes.gated}
+    pins |= {"params/norm*": P(), "x": spec(sizes), "dy": spec(sizes)} | (
+        {"memory*": spec(sizes)} if sizes.memory else {}
+    )
+    return Step(step, (params, x, x, *((memory,) if sizes.memory else ())), pins if sizes.tensor > 1 else {})
 
 
 def weights(sizes: Sizes) -> dict[str, tuple[int, ...]]:
@@ -106,7 +114,9 @@ def weights(sizes: Sizes) -> dict[str, tuple[int, ...]]:
         first = {"q": (width, sizes.heads * size)} | dict.fromkeys("kv", (width, sizes.kv_heads * size))
         second = dict.fromkeys(("up", "gate") if sizes.gated else ("up",), (width, hidden))
     first["o"], second["down"] = (sizes.heads * size, width), (hidden, width)
-    return (first if "attention" in sizes.blocks else {}) | (second if "mlp" in sizes.blocks else {})
+    cross = {"cq": (width, sizes.heads * size), "ckv": (width, sizes.kv_heads, 2 * size), "co": first["o"]}
+    found = {"attention": first, "cross": cross, "mlp": second}
+    return {name: shape for block in sizes.blocks for name, shape in found[block].items()}
 
 
 def experts_step(sizes: Sizes) -> Step:
@@ -241,10 +251,13 @@ def by_columns(sizes: Sizes, x: jax.Array) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, _placed(sizes, P(*[None] * (x.ndim - 1), AXIS)))
 
 
-def layer(sizes: Sizes, params: Any, x: jax.Array) -> jax.Array:
+def layer(sizes: Sizes, params: Any, x: jax.Array, memory: jax.Array | None = None) -> jax.Array:
     """One transformer layer: norms first, the residual stream resident between."""
     if "attention" in sizes.blocks:
         x = resident(sizes, x + attention(sizes, params, enter(sizes, norm(sizes, params["norm1"], x))))
+    if memory is not None:
+        h = enter(sizes, norm(sizes, params["norm3"], x))
+        x = resident(sizes, x + cross_attention(sizes, params, h, enter(sizes, memory)))
     if "mlp" not in sizes.blocks:
         return x
     h = enter(sizes, norm(sizes, params["norm2"], x))
@@ -322,73 +335,22 @@ def attention(sizes: Sizes, params: Any, x: jax.Array) -> jax.Array:
         q, k = rotate(q), rotate(k)
     q, k, v = (by_heads(sizes, t) for t in (q, k, v))
     with jax.named_scope(CORE):
-        mixed = by_heads(sizes, flash(sizes, q, k, v) if sizes.flash else plain(q, k, v))
+        mixed = by_heads(sizes, mix(sizes, q, k, v, sizes.causal))
     return leave(sizes, dense(sizes, params, "o", mixed.reshape(samples, tokens, sizes.heads * size)))
 
 
-def rotate(x: jax.Array) -> jax.Array:
-    """Rotary positions."""
-    angles = jnp.arange(x.shape[1])[:, None] * 1e4 ** (-jnp.arange(x.shape[-1] // 2) / (x.shape[-1] // 2))
-    a, b = jnp.split(x.astype(jnp.float32), 2, -1)
-    sine, cosine = jnp.sin(angles)[None, :, None], jnp.cos(angles)[None, :, None]
-    return jnp.concatenate([a * cosine - b * sine, a * sine + b * cosine], -1).astype(x.dtype)
+def cross_attention(sizes: Sizes, params: Any, x: jax.Array, memory: jax.Array) -> jax.Array:
+    """Attention of a decoder's tokens to all of an encoder's."""
+    samples, tokens, _ = x.shape
+    size = sizes.head_size
+    q = dense(sizes, params, "cq", x).reshape(samples, tokens, sizes.heads, size)
+    both = by_heads(sizes, dense(sizes, params, "ckv", memory))
+    q, k, v = (by_heads(sizes, t) for t in (q, both[..., :size], both[..., size:]))
+    with jax.named_scope(CORE):
+        mixed = by_heads(sizes, mix(sizes, q, k, v, causal=False))
+    return leave(sizes, dense(sizes, params, "co", mixed.reshape(samples, tokens, sizes.heads * size)))
 
 
-def plain(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Attention whose scores go through memory."""
-    groups = q.shape[2] // k.shape[2]
-    k, v = (jnp.repeat(t, groups, 2) if groups > 1 else t for t in (k, v))
-    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
-    seen = jnp.tril(jnp.ones((q.shape[1], k.shape[1]), bool))
-    weights = jax.nn.softmax(jnp.where(seen, scores, -1e4).astype(jnp.float32)).astype(q.dtype)
-    return jnp.einsum("bhqk,bkhd->bqhd", weights, v)
-
-
-def _pair_flops(products: int) -> Callable[..., float]:
-    """So many products over all pairs of tokens that see each other."""
-
-    def flops(q: Any, k: Any, *rest: Any) -> float:
-        samples, tokens, heads, size = q.shape
-        return products * samples * heads * tokens * rest[-1].shape[0] * k.shape[1] * size
-
-    return flops
-
-
-def flash(sizes: Sizes, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Attention in one kernel, keys and values of as many parts of the sequence going round as there are.
-
-    Half of what is causal is masked and left out.
-    """
-    return _flash(q, k, v, jnp.zeros(sizes.context * (1 if sizes.causal else 2), q.dtype))
-
-
-@jax.custom_vjp
-def _flash(q: jax.Array, k: jax.Array, v: jax.Array, parts: jax.Array) -> jax.Array:
-    """Its backward pass computes the scores again (Dao, "FlashAttention-2", 2023)."""
-    return _flash_forward(q, k, v, parts)
-
-
-@autopar.sharding_rule("b s (g r) d, b t g d, b t g d, c -> b s (g r) d", flops=_pair_flops(2))
-def _flash_forward(q: jax.Array, k: jax.Array, v: jax.Array, parts: jax.Array) -> jax.Array:
-    return q + (k.sum() + v.sum() + parts.sum()).astype(q.dtype)
-
-
-@autopar.sharding_rule(
-    "b s (g r) d, b t g d, b t g d, b s (g r) d, b s (g r) d, c -> b s (g r) d, b t g d, b t g d",
-    flops=_pair_flops(5),
-)
-def _flash_backward(q: Any, k: Any, v: Any, y: Any, dy: Any, parts: Any) -> Any:
-    return q + (y + dy) + parts.sum().astype(q.dtype), k + v, v
-
-
-def _flash_saved(q: jax.Array, k: jax.Array, v: jax.Array, parts: jax.Array) -> Any:
-    y = _flash_forward(q, k, v, parts)
-    return y, (q, k, v, y, parts)
-
-
-def _flash_gradients(saved: Any, dy: jax.Array) -> Any:
-    *kept, parts = saved
-    return *_flash_backward(*kept, dy, parts), jnp.zeros_like(parts)
-
-
-_flash.defvjp(_flash_saved, _flash_gradients)
+def mix(sizes: Sizes, q: jax.Array, k: jax.Array, v: jax.Array, causal: bool) -> jax.Array:
+    """What each token takes of the others, in one kernel or not."""
+    return flash(q, k, v, sizes.context, causal) if sizes.flash else plain(q, k, v)

@@ -74,7 +74,7 @@ def model_of(run: Run) -> Model:
     """
     power = re.search(r"(\d+) ?W\b", run.device)
     limited = f"-{power[1]}w" if power else ""
-    name = re.sub(r",.*|\bchips?\b|\(.*?\)|^\d+ ?[x×]", "", run.device).strip()
+    name = re.sub(r",.*|\bchips?\b|\(.*?\)|^\d+ ?[x×]|\b(?:DGX|HGX|SXM\d?|NVL\d+)\b", "", run.device).strip(" -")
     if limited:
         try:
             return find_device(re.sub(r"-\d+GB$", "", name) + limited)

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from published_layers import NARROW
 from published_runs import Run
 
 from autopar.mesh import Device
@@ -22,6 +23,9 @@ CONTEXT_BYTES = 0.5 * GIB
 """Of CUDA itself, cuBLAS and the kernels' code, on one device."""
 GROUP_BYTES = 0.4 * GIB
 """Buffers of one NCCL communicator: 4 MiB for each neighbour of each channel, both ways, for ring and tree."""
+USABLE = 0.988
+"""Part of a device's memory that CUDA offers (`total_memory`: 15.78 of 16 GiB on V100, 39.59 of 40 and 79.15 of 80 on A100,
+79.11 on H100)."""
 CACHED = 1.18
 """Reserved by an allocator that caches blocks, over what is allocated: fitted, one for all frameworks on PyTorch. It gives
 them back before it fails."""
@@ -33,6 +37,12 @@ GATHERED = ("nanotron", "torchtitan")
 Megatron-LM keeps its own part and gathers again (Korthikanti et al., sec. 4.2.2; nanotron, `column_linear`; torchtitan's
 `PrepareModuleInput`)."""
 MEGATRON = ("Megatron", "NeMo", "nanotron")
+NARROW_GRADIENTS = ("NeMo", "Megatron-Bridge")
+"""Of them, those that add gradients up in 16 bits (NeMo's `grad_sync_dtype`; `grad_reduce_in_fp32` of Megatron-Bridge's recipes
+for performance)."""
+FUSED = ("Megatron", "NeMo")
+"""Frameworks whose gated activation is one kernel, which keeps what enters it (Megatron-LM's `bias_swiglu_fusion`), and whose
+products of 8 bits keep their operands as they multiply them (Transformer Engine)."""
 XLA = ("Alpa", "JAX")
 PYTORCH = (*MEGATRON, "PyTorch", "DeepSpeed", "torchtitan")
 
@@ -102,8 +112,8 @@ def _is_of(run: Run, frameworks: tuple[str, ...]) -> bool:
 
 
 def capacity_of(device: Device) -> float:
-    """All bytes of a device: vendors sell units of 2^30 as GB. Plans leave the difference to the runtime."""
-    return device.memory_bytes / 1e9 * GIB
+    """Bytes of a device that programs may have: vendors sell units of 2^30 as GB, of which drivers keep some."""
+    return USABLE * device.memory_bytes / 1e9 * GIB
 
 
 def state_bytes(run: Run) -> float:
@@ -116,6 +126,8 @@ def state_bytes(run: Run) -> float:
         weight, gradient, optimizer = 2, 2, 16
     elif "DeepSpeed" in run.framework:
         weight, gradient, optimizer = 2, 6, 12  # gradients in 16 bits, and added up in 32 (`bf16_optimizer.py`)
+    elif _is_of(run, NARROW_GRADIENTS):
+        weight, gradient, optimizer = 2, 2, 12
     else:
         weight, gradient, optimizer = 2, 4, 12
     weights, gradients, moments = (run.shards if run.zero >= stage else 1 for stage in (3, 2, 1))
@@ -124,15 +136,19 @@ def state_bytes(run: Run) -> float:
 
 def activation_bytes(run: Run, params: float, layers: int, layer: Held, ends: Held, stage: int) -> float:
     """What the backward passes wait for, of all microbatches in flight, and what one of them works with."""
-    tokens = run.microbatch * run.tokens // run.context
+    tokens = run.microbatch * (run.tokens + run.decoder) // run.context
     residual = 2 * tokens * run.width // (run.tensor if run.sequence else 1)
-    whole = layer.kept_bytes if run.compiled else eager_bytes(run, tokens)
+    whole = layer.kept_bytes if run.compiled and not _is_of(run, FUSED) else eager_bytes(run, tokens)
     if run.recompute == "full":
         kept, again = residual, whole
     elif run.recompute == "selective" and not run.flash:
-        kept, again = whole - scores_bytes(run, tokens), scores_bytes(run, tokens)
+        again = min(whole, scores_bytes(run, tokens))
+        kept = whole - again
+    elif run.recompute.startswith("dots"):
+        kept = min(whole, product_bytes(run, tokens))
+        again = whole - kept
     else:
-        kept, again = whole, 0  # where products are kept, elementwise work is not, which is little beside them
+        kept, again = whole, 0
     flight = run.count if run.schedule.lower() == "gpipe" else min(run.pipeline - stage, run.count)
     chunks = 1 + (run.pipeline - 1) / (run.pipeline * run.chunks) if run.chunks > 1 else 1
     # A stage keeps what it hands on until that has been differentiated.
@@ -149,14 +165,30 @@ def eager_bytes(run: Run, tokens: int) -> float:
     """What one layer keeps of a microbatch: operands of its norms, products, attention and activation function."""
     wide = run.hidden / run.width
     degree = run.tensor if run.sequence else 1
+    is_fused = _is_of(run, FUSED)
+    operand = 1 if is_fused and run.dtype in NARROW else 2
     # Of the norms, what enters each and what leaves it, which is what products are made of.
-    shared = 4 / degree + 4 / (1 if _is_of(run, GATHERED) else degree)
+    shared = 4 / degree + 2 * operand / (1 if _is_of(run, GATHERED) else degree)
     part, active = (run.experts.share, run.experts.active) if run.experts else (0.0, 0)
+    # Queries, keys, values and the result, which is multiplied next.
     attention = (2 * (1 + 2 * run.kv_heads / run.heads) + 2) * run.heads * run.head_size / run.width
-    split = attention + (8 if run.gated else 4) * wide * (1 - part)
+    # What leaves the first product, and what enters the second; between them stands the gate's other half.
+    inside = (4 if run.gated else 2) + (2 if run.gated and not is_fused else 0) + operand
+    # A decoder's layer attends twice; keys and values of the second time are of the encoder's tokens.
+    attention *= 1 + run.output / (run.tokens + run.output) if run.decoder else 1
+    split = attention + inside * wide * (1 - part)
     # What is sent to an expert and what comes back, and what the expert keeps of it; sequences are split among all devices.
-    split += part * active * (4 + (8 if run.gated else 4) * wide)
+    split += part * active * (2 + operand + inside * wide)
     return tokens * run.width * (shared + split / run.tensor) + (0 if run.flash else scores_bytes(run, tokens))
+
+
+def product_bytes(run: Run, tokens: int) -> float:
+    """What one layer keeps where products' results are kept, attention's where the policy names it, and what enters it."""
+    mixed = run.heads * run.head_size
+    columns = mixed * (1 + 2 * run.kv_heads / run.heads) + ("context" in run.recompute) * mixed + run.width
+    if "except mlp" not in run.recompute:
+        columns += (1 + run.gated) * run.hidden + run.width
+    return 2 * tokens * (columns / run.tensor + run.width / (run.tensor if run.sequence else 1))
 
 
 def scores_bytes(run: Run, tokens: int) -> float:

@@ -14,30 +14,27 @@ from published_cells import Cells, count_of, needed, number_of
 _OTHERS = (
     (r"resnet|resnext|regnet|conv|u-?net|vgg|efficientnet|diffusion|inception", "no transformer"),
     (r"mamba|rwkv|hyena|lstm|\bssm|dlrm|\bgnn|retnet", "no transformer"),
-    (
-        r"\bm?t5\b|\bt5[-_ ]|\bul2|bart\b|whisper|encoder-decoder|seq2seq|nllb",
-        "an encoder with a decoder, of whose two lengths and depths the table has one",
-    ),
     (r"swin|\bmvit|pyramid", "layers of several widths"),
 )
+_PAIRS = r"\b(flan[-_ ]?|m|by)?t5|\bul2|bart\b|encoder-decoder|seq2seq|nllb|marian"
 _ENCODERS = r"bert|electra|\bvit|deit|\bdino|\bclip|siglip|encoder"
 _IMAGES = r"\bvit|deit|\bdino|siglip"
 _GATED = (
     r"llama|qwen|mistral|mixtral|gemma|deepseek|\byi[-_ ]|palm|glm|internlm|baichuan|olmo|gpt[-_ ]?oss|phi-?3|smollm|grok|"
-    r"kimi|dbrx|glu"
+    r"kimi|dbrx|glu|flan|\bmt5|t5[-_ .]?v?1[._]1"
 )
-_PLAIN = r"gpt|bert|mpt|\bopt|bloom|megatron|pythia|falcon|nemotron|\bvit|deit|gshard|switch|\bmoe"
+_PLAIN = r"gpt|bert|bart|mpt|\bopt|bloom|megatron|pythia|falcon|nemotron|\bvit|deit|gshard|switch|\bmoe"
 _HEAD_SIZES = ((r"qwen[-_ ]?3", 128), (r"gpt[-_ ]?oss", 64), (r"gemma[-_ ]?\d?[-_ ]?(2|7|9)b", 256))
 """Of models whose heads are not parts of the width."""
 
 
-def check_family(name: str) -> None:
-    """Leave out what is no stack of equal layers.
+def check_family(name: str, is_known: bool = False) -> None:
+    """Leave out what is no stack of equal layers, but nets that are known.
 
     Raises:
         ValueError: The name says that it is none.
     """
-    for names, reason in _OTHERS:
+    for names, reason in () if is_known else _OTHERS:
         if re.search(names, name):
             raise ValueError(reason)
 
@@ -48,8 +45,12 @@ def is_gated(name: str, row: Cells) -> bool:
     if re.search(_GATED, name) or re.search(_PLAIN, name) or not billions or not hidden:
         return re.search(_GATED, name) is not None
     part = (count_of(row, "kv_heads") or 1) / (count_of(row, "heads") or 1) if count_of(row, "kv_heads") else 1.0
+    heads, size = count_of(row, "heads") or 1, count_of(row, "head_size")
+    mixed = heads * size if size else width
+    # A decoder layer beside that of an encoder looks at both.
+    blocks, mlps = (3, 2) if has_decoder(name) else (1, 1)
     per_layer = (billions * 1e9 - width * (count_of(row, "vocab") or 0)) / needed(row, "layers")
-    return per_layer - width**2 * (2 + 2 * part) > 2.5 * width * hidden
+    return per_layer - blocks * width * mixed * (2 + 2 * part) > 2.5 * mlps * width * hidden
 
 
 def head_size_of(name: str) -> int:
@@ -60,6 +61,11 @@ def head_size_of(name: str) -> int:
 def is_encoder(name: str) -> bool:
     """Whether all tokens see all."""
     return re.search(_ENCODERS, name) is not None
+
+
+def has_decoder(name: str) -> bool:
+    """Whether it is an encoder with a decoder beside it that is as deep."""
+    return re.search(_PAIRS, name) is not None
 
 
 def sees_images(name: str) -> bool:

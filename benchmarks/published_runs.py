@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from published_architectures import with_sizes
 from published_cells import (
     Cells,
     attention_of,
@@ -31,7 +32,8 @@ from published_cells import (
     zero_of,
 )
 from published_experts import Dense, Experts, experts_of, has_experts
-from published_names import check_family, head_size_of, is_encoder, is_gated, sees_images
+from published_names import check_family, has_decoder, head_size_of, is_encoder, is_gated, sees_images
+from published_nets import Net, as_layers, mesh_of, net_of
 
 DATA = Path(__file__).parent / "data" / "published_runs.tsv"
 
@@ -49,11 +51,16 @@ class Run:
         compiled: Whether a compiler fused its elementwise work; frameworks that run operation by operation do not.
         kernel: Which generation of fused attention it ran, 1 or 2; 0: written out.
         overlaps: Whether its tensor-parallel collectives ran behind products, as it or its framework's configuration says.
+        hides_gradients: Whether gradients were reduced behind the last backward pass, and parameters gathered behind the first
+            forward pass, as it says.
         ranks_only: Whether the source says that its times are good for ranking and not for more.
         is_profiled: Whether it says that a profiler recorded the run.
         size: Of a head; 0: its part of the width.
         causal: Whether tokens see only those before them.
+        decoder: Tokens of a decoder beside an encoder of `tokens`, each `layers` deep; 0: there is none.
         experts: Of a mixture of them.
+        net: Of a convolutional one, which has none of the sizes above.
+        mesh: On which a solver sharded that, if one did; `()`: all devices in a row.
         unstated: What the row does not say, each with what it may be, the likeliest first.
     """
 
@@ -89,6 +96,7 @@ class Run:
     kernel: int
     compiled: bool
     overlaps: bool
+    hides_gradients: bool
     ranks_only: bool
     is_profiled: bool
     schedule: str
@@ -96,7 +104,10 @@ class Run:
     memory_gib: float | None
     size: int = 0
     causal: bool = True
+    decoder: int = 0
     experts: Experts | None = None
+    net: Net | None = None
+    mesh: tuple[int, ...] | None = None
     unstated: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
     @property
@@ -115,13 +126,25 @@ class Run:
         return self.batch // (self.microbatch * self.data)
 
     @property
+    def output(self) -> int:
+        """Tokens of a sample that a loss is computed of."""
+        return self.decoder or self.tokens
+
+    @property
     def flops(self) -> float:
         """Model FLOPs of one step, recomputation left out and masked attention counted in half."""
         active = 1 + self.experts.share * (self.experts.active - 1) if self.experts else 1
+        if self.net:
+            return 3 * self.batch * self.net.flops()
         weights = self.attention_weights + self.width * self.hidden * (2 + self.gated) * active
         pairs = self.tokens * self.heads * self.head_size * (1 if self.causal else 2)
-        per_token = 6 * (self.layers * weights + self.width * self.vocabulary) + 6 * self.layers * pairs
-        return per_token * self.batch * self.tokens
+        per_sample = self.tokens * self.layers * (weights + pairs) + self.output * self.width * self.vocabulary
+        if self.decoder:
+            mixed = self.heads * self.head_size * (self.decoder + 2 * self.tokens)
+            # Its keys and values of the encoder's tokens are as many as those.
+            half = self.attention_weights / 2
+            per_sample += self.layers * (self.decoder * (weights + half + mixed) + self.tokens * half)
+        return 6 * per_sample * self.batch
 
 
 @dataclass(frozen=True)
@@ -147,12 +170,16 @@ def read_runs(path: Path = DATA) -> tuple[list[Run], list[Left]]:
 
 
 def _run(row: Cells, line: int) -> Run:
+    row, filled = with_sizes(row)
     lower = text_of(row, "model").lower()
-    check_family(lower)
+    net = net_of(row)
+    row = as_layers(row, net) if net else row
+    check_family(lower, net is not None)
     status = text_of(row, "status").lower()
     if status not in ("", "ok") and not re.search("oom|memory", status):
         raise ValueError(f"it did not run: {status}")
-    assumed: dict[str, tuple[Any, ...]] = {}
+    filled = tuple(name for name in filled if name in ("layers", "hidden", "heads", "ffn", "vocab"))
+    assumed: dict[str, tuple[Any, ...]] = {"sizes": (filled,)} if filled else {}
 
     def stated(name: str, found: Any, *otherwise: Any) -> Any:
         """What a column says, or else the first of what it may be, all of which is remembered."""
@@ -165,7 +192,9 @@ def _run(row: Cells, line: int) -> Run:
     if says(row, "token", "global_batch"):
         batch = max(1, batch // tokens)
     heads = stated("heads", count_of(row, "heads"), max(1, width // 128))
-    if width % heads and not head_size_of(lower):
+    size = count_of(row, "head_size") or head_size_of(lower)
+    size = 0 if size * heads == width else size
+    if width % heads and not size:
         raise ValueError("the heads do not divide the width")
     if heads % (count_of(row, "kv_heads") or 1):
         raise ValueError("the heads of keys do not divide those of queries")
@@ -175,13 +204,22 @@ def _run(row: Cells, line: int) -> Run:
     vocabulary = stated("vocabulary", is_sized[0], 1000 if sees_images(lower) else 50304)
     compiled = says(row, _COMPILERS, "framework", "notes")
     whole = says(row, "JAX|XLA|MaxText|Pax", "framework")
-    layouts = _layouts(row, layers, batch, devices)
+    decoder = 0
+    if has_decoder(lower):
+        # T5 predicts 114 tokens of 512 (Raffel et al., 2020, sec. 3.1.4).
+        decoder = stated("decoder", decoder_of(row), max(1, tokens * 114 // 512))
+    mesh = mesh_of(row, devices) if net else None
+    if mesh == ():
+        stated("mesh", None, (devices,))
+    layouts = [(1, 1, devices, 1)] if net else _layouts(row, layers, batch, devices)
     tensor, pipeline, data, context = stated("layout", layouts[0] if len(layouts) == 1 else None, *layouts)
     if batch % data:
         raise ValueError("the batch does not divide")
+    if len(layouts) == 1 and heads % tensor:
+        raise ValueError("the heads do not divide among tensor-parallel devices")
     per_replica = batch // data
-    tried = (1, 2, 4) if len(layouts) == 1 else (1, 4)
-    several = (per_replica,) if whole and pipeline == 1 else tuple(n for n in tried if per_replica % n == 0)
+    tried = ((32,) if mesh is not None else (8, 32)) if net else (1, 2, 4) if len(layouts) == 1 else (1, 4)
+    several = (per_replica,) if whole and pipeline == 1 else tuple(n for n in tried if per_replica % n == 0) or (1,)
     microbatch = stated("microbatch", microbatch_of(row, per_replica, devices // data // pipeline), *several)
     if per_replica % microbatch:
         raise ValueError("the batch does not divide")
@@ -232,15 +270,21 @@ def _run(row: Cells, line: int) -> Run:
         kernel=kernel,
         compiled=compiled,
         overlaps=_overlaps(row),
+        hides_gradients=says(row, r"overlap.*\bDP\b|overlap.*grad", "schedule"),
         ranks_only=says(row, "not for absolute", "quality"),
         is_profiled=says(row, "profiler", "quality"),
         schedule=text_of(row, "schedule"),
         seconds=None,
         memory_gib=number_of(row, "mem_gib"),
-        size=head_size_of(lower) or 0,
-        causal=not is_encoder(lower),
+        size=size,
+        causal=not (is_encoder(lower) or has_decoder(lower)),
+        decoder=decoder,
+        net=net,
+        mesh=mesh,
         unstated=tuple(assumed.items()),
     )
+    if mesh is not None and run.recompute == "full":
+        raise ValueError("a sharded convolutional net that is computed again")
     if has_experts(row):
         parallel = count_of(row, "ep")
         if parallel and devices // pipeline % parallel:
@@ -292,8 +336,8 @@ def _timed(row: Cells, run: Run) -> dict[str, Any]:
         return {"seconds": seconds}
     rate, flops = number_of(row, "tokens_per_s_per_gpu"), number_of(row, "tflops_per_gpu")
     if rate:
-        return {"seconds": run.batch * run.tokens / rate / run.devices}
-    if not flops:
+        return {"seconds": run.batch * (run.tokens + run.decoder) / rate / run.devices}
+    if not flops or run.net:  # of the FLOPs of a net, people count what they like
         raise ValueError("no time is published")
     # What attention counted for, and what was made again, is seldom said.
     again = 4 / 3 if says(row, "hardware|incl. recompute", "tflops_kind") and run.recompute == "full" else 1
@@ -305,13 +349,28 @@ _COMPILERS = r"JAX|XLA|torch\.compile|torchtitan|Alpa|NeMo|Megatron-Bridge|OneFl
 
 
 def _overlaps(row: Cells) -> bool:
-    """NeMo's configurations for these models have it on (`ub_tp_comm_overlap` in NeMo-Framework-Launcher)."""
+    """NeMo's configurations for these models have it on (`ub_tp_comm_overlap` in NeMo-Framework-Launcher).
+
+    Megatron-Bridge's recipes for performance have it too (`tp_comm_overlap_cfg`), but with products of 4 bits.
+    """
+    if says(row, "Megatron-Bridge", "framework"):
+        return dtype_of(row) != "float4"
     return says(row, "overlap", "schedule") or says(row, "AsyncTP", "notes") or says(row, "NeMo", "framework")
 
 
 def _is_sequence_parallel(row: Cells) -> bool:
     said = says(row, "sequence parallel|reduce_scatter", "recompute", "schedule", "notes")
-    return said or says(row, "torchtitan|Megatron-Bridge|NeMo|nanotron", "framework")
+    # No other tensor parallelism can hide its collectives behind products.
+    return said or _overlaps(row) or says(row, "torchtitan|Megatron-Bridge|NeMo|nanotron", "framework")
+
+
+def decoder_of(row: Cells) -> int | None:
+    """Tokens of the decoder: in a column of its own, or in words beside the encoder's."""
+    words = "; ".join(text_of(row, name) for name in ("seq", "notes", "model"))
+    found = re.search(r"(\d+)\s*(?:tokens?\s*)?(?:in |of |for )?(?:the )?(?:dec|target)", words, re.IGNORECASE)
+    found = found or re.search(r"(?:dec(?:oder)?|targets?)\b[^\d,;]{0,24}(\d+)", words, re.IGNORECASE)
+    found = found or re.match(r"\d+\s*[/+]\s*(\d+)", words)
+    return count_of(row, "decoder_seq", kilo=1024) or (int(found[1]) if found else None)
 
 
 def tau(a: list[float], b: list[float], least: float = 0.0) -> float:

@@ -11,18 +11,27 @@ Method: autopar plans one layer, forward and backward, and the embedding with th
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 
 from published_frameworks import ADAM_BYTES, OVERLAPPED, stage_layers, waiting_part
+from published_images import net_parts
 from published_machines import Machine, by_devices, machine_of
 from published_memory import capacity_of, memory_of
 from published_runs import Run
-from published_work import PHASES, Layer, Work, layer_of, sizes_of, work_of
+from published_sending import (
+    border_seconds,
+    data_seconds,
+    expert_params_of,
+    experts_apart,
+    params_of,
+    tied_seconds,
+    to_experts_seconds,
+)
+from published_work import PHASES, Layer, Work, layer_of, sizes_of, tokens_of, work_of
 
-from autopar.cost import collective_seconds, kernel_seconds
+from autopar.cost import kernel_seconds
 from autopar.cost.kernels import Pass, Product
-from autopar.mesh import Device, Link, LogicalMesh
+from autopar.mesh import Device, LogicalMesh
 
 
 @dataclass(frozen=True)
@@ -56,9 +65,13 @@ def predict(run: Run) -> Prediction:
     """Put the step of a run together."""
     run = by_devices(run)
     machine = machine_of(run)
+    if run.net:
+        compute, data, update, needed = net_parts(run, machine)
+        whole, capacity = compute + data + update, capacity_of(machine.device)
+        return Prediction(whole, compute, 0.0, 0.0, data, update, min(needed, capacity), needed, capacity)
     link = (machine.intra if run.tensor <= machine.per_host else machine.inter).within(run.tensor)
     mesh = LogicalMesh((run.tensor,), links=(link,))
-    ends = work_of("ends", sizes_of(run), machine.device, link)
+    ends = work_of("ends", replace(sizes_of(run), tokens=tokens_of(run, run.output)), machine.device, link)
     return compose(run, machine, mesh, layer_of(run, machine, link), ends)
 
 
@@ -129,109 +142,3 @@ def again_between_products(run: Run, layer: Layer, device: Device) -> float:
         products = [(share, k) for share, k in layer.kernels("forward") if isinstance(k, Product)]
         again += [(share, k) for share, k in products if columns in (k.rows, k.columns)]
     return sum(share * kernel_seconds(k, device) for share, k in again)
-
-
-def to_experts_seconds(run: Run, machine: Machine) -> float:
-    """Seconds in which the tokens of a microbatch go to their experts, or back, of one layer on average."""
-    if run.experts is None or run.experts.parallel == 1:
-        return 0.0
-    tokens, degree = run.microbatch * run.tokens / run.context / run.tensor, run.experts.parallel
-    inside = degree if degree <= machine.per_host else math.gcd(degree, machine.per_host)
-    hosts = degree // inside
-    # A token goes once to each host that has experts of its own, and from there to them (DeepSeek-AI, DeepEP).
-    reached = hosts * (1 - (1 - 1 / hosts) ** run.experts.active)
-
-    def seconds(copies: float, size: int, link: Link) -> float:
-        return collective_seconds(
-            "all-to-all", 2 * tokens * copies * run.width, ("x",), LogicalMesh((size,), links=(link,))
-        )
-
-    between = seconds(reached, hosts, machine.inter) if hosts > 1 else 0.0
-    within = seconds(run.experts.active, inside, machine.intra.within(inside)) if inside > 1 else 0.0
-    return run.experts.share * (between + within)
-
-
-def border_seconds(run: Run, machine: Machine, is_last: bool) -> float:
-    """Seconds in which a stage waits for a microbatch at its borders: there and back at once over each.
-
-    Each device of a tensor-parallel group sends its part, which the others then gather. Stages in several chunks receive the
-    next one while they compute. The last stage has one border; where it is the slowest, those before it wait for it anyway.
-    """
-    if run.pipeline == 1 or run.chunks > 1:
-        return 0.0
-    part = 2 * run.microbatch * run.tokens // run.context * run.width / run.tensor
-    near, far = (link.latency_seconds + part / link.bytes_per_second for link in (machine.intra, machine.inter))
-    if run.devices <= machine.per_host:
-        return near if is_last else 2 * near
-    # Several stages in one host: of the two borders of a stage one at most leaves it, of the last one none.
-    if run.devices // run.pipeline >= machine.per_host:
-        return far if is_last else 2 * far
-    return near if is_last else near + far
-
-
-def tied_seconds(run: Run, machine: Machine) -> float:
-    """Seconds in which first and last stage add up their gradients of the embedding, which GPT multiplies by at its end."""
-    if run.pipeline == 1 or run.gated:
-        return 0.0
-    link = machine.intra if run.devices <= machine.per_host else machine.inter
-    num_bytes = (4 if run.dtype == "float32" else 2) * run.vocabulary * run.width / run.tensor
-    return collective_seconds("all-reduce", num_bytes, ("x",), LogicalMesh((2,), links=(link,)))
-
-
-def params_of(run: Run, layers: int, stage: int) -> float:
-    """Parameters on one device of a stage but experts, replicas counted whole; the first one has the embedding."""
-    dense = 1 - run.experts.share if run.experts else 1
-    per_layer = run.attention_weights + dense * run.width * run.hidden * (2 + run.gated)
-    ends = 2 if run.pipeline == 1 and run.gated else int(stage == 0)
-    return (layers * per_layer + ends * run.width * run.vocabulary) / run.tensor
-
-
-def expert_params_of(run: Run, layers: int) -> float:
-    """Parameters of experts on one device of a stage."""
-    if run.experts is None:
-        return 0.0
-    expert = run.width * run.hidden * (2 + run.gated)
-    return layers * run.experts.share * run.experts.number / run.experts.parallel * expert
-
-
-def experts_apart(run: Run) -> Run:
-    """A run of the experts alone: they are dealt out within a stage, and as often there as its other devices allow."""
-    assert run.experts is not None
-    replicas = run.devices // run.pipeline // run.experts.parallel
-    return replace(run, tensor=run.experts.parallel, data=replicas, context=1, shards=min(run.shards, replicas))
-
-
-def data_seconds(
-    run: Run, machine: Machine, params: float, layers: int, forward: float, whole: float
-) -> tuple[float, float]:
-    """Seconds of gradients and parameters that nothing hides: once per step, and with each microbatch.
-
-    Gradients are reduced once, after all microbatches, over all that see other tokens. Parameters that are stored split are
-    gathered a layer ahead, and their gradients reduced a layer behind, while that is computed; the collectives then take a
-    part of the cores.
-    """
-    replicas = run.data * run.context
-    if replicas == 1:
-        return 0.0, 0.0
-    inside = math.gcd(replicas, max(1, machine.per_host // run.tensor))
-    links = machine.inter, machine.intra.within(inside * run.tensor)
-    mesh = LogicalMesh((replicas // inside, inside), links=links)
-    if "DeepSpeed" in run.framework and run.zero == 3 and run.devices > machine.per_host:
-        mesh = LogicalMesh((replicas,), links=(machine.inter,))
-
-    def seconds(kind: str, num_bytes: float) -> float:
-        return collective_seconds(kind, num_bytes, mesh.axis_names, mesh)
-
-    width = 4 if run.dtype == "float32" else 2
-    if run.dtype == "bfloat16" and "Megatron-DeepSpeed" in run.framework:
-        # `bf16_optimizer.py` adds gradients up in 32 bits on every replica, and gathers what each has updated.
-        return seconds("all-reduce", params * 4) + seconds("all-gather", params * 2), 0.0
-    if run.zero == 0:
-        return seconds("all-reduce", params * width), 0.0
-    if run.zero < 3:
-        return seconds("reduce-scatter", params * width) + seconds("all-gather", params * width), 0.0
-    gather, scatter = (seconds(kind, params / layers * width) for kind in ("all-gather", "reduce-scatter"))
-    behind = machine.device.achieved.overlap
-    exposed = max(gather - forward, (1 - behind) * gather)
-    exposed += max(gather + scatter - (whole - forward), (1 - behind) * (gather + scatter))
-    return gather + scatter, layers * exposed

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from published_frameworks import eager_seconds, joins_products, padded_vocabulary, with_launches
-from published_layers import CORE, NARROW, Sizes, ends_step, experts_step, layer_step
+from published_layers import CORE, NARROW, Sizes, Step, ends_step, experts_step, layer_step
 from published_machines import Machine
 from published_runs import Run
 
@@ -102,10 +102,16 @@ class Layer:
 
 
 def layer_of(run: Run, machine: Machine, link: Link) -> Layer:
-    """Plan a layer of a run: attention and MLP, and experts where there are some."""
+    """Plan a layer of a run: attention and MLP, experts where there are some, and the decoder's layer beside an encoder's."""
     sizes = sizes_of(run)
     if run.experts is None:
-        return Layer(((1.0, work_of("layer", sizes, machine.device, link)),))
+        parts = [(1.0, work_of("layer", sizes, machine.device, link))]
+        if run.decoder:
+            blocks = ("attention", "cross", "mlp")
+            tokens = tokens_of(run, run.decoder)
+            decoder = dataclasses.replace(sizes, tokens=tokens, memory=sizes.tokens, blocks=blocks, causal=True)
+            parts.append((1.0, work_of("layer", decoder, machine.device, link)))
+        return Layer(tuple(parts))
     mine = run.experts.number // run.experts.parallel or 1
     # Those that share a tensor-parallel group send a part of its tokens each.
     tokens = max(1, run.microbatch * run.tokens // run.context // run.tensor)
@@ -127,7 +133,7 @@ def sizes_of(run: Run) -> Sizes:
     """What the seconds of one microbatch depend on."""
     return Sizes(
         samples=run.microbatch,
-        tokens=run.tokens,
+        tokens=tokens_of(run, run.tokens),
         width=run.width,
         heads=run.heads,
         # Where there are fewer heads of keys than devices, each has one.
@@ -146,12 +152,24 @@ def sizes_of(run: Run) -> Sizes:
     )
 
 
+def tokens_of(run: Run, tokens: int) -> int:
+    """So many of a sample, padded to what can be split: by context parallelism, and by sequence parallelism within that."""
+    parts = run.context * (run.tensor if run.sequence else 1)
+    return -(-tokens // parts) * parts
+
+
 @functools.cache
 def work_of(part: str, sizes: Sizes, device: Device, link: Link) -> Work:
     """Plan a layer, or the ends, of a microbatch on its tensor-parallel group."""
-    step = {"layer": layer_step, "experts": experts_step, "ends": ends_step}[part](sizes)
-    mesh = LogicalMesh((sizes.tensor,), links=(link,))
-    cluster = autopar.Cluster(1, sizes.tensor, device, link, link)
+    return planned(
+        {"layer": layer_step, "experts": experts_step, "ends": ends_step}[part](sizes), sizes.tensor, device, link
+    )
+
+
+def planned(step: Step, devices: int, device: Device, link: Link) -> Work:
+    """Plan a step on so many devices."""
+    mesh = LogicalMesh((devices,), links=(link,))
+    cluster = autopar.Cluster(1, devices, device, link, link)
     method = autopar.ShardParallel(mesh_shape=mesh, constraints=step.pins, memory_budget_bytes=1 << 50)
     plan = autopar.parallelize(step.function, cluster=cluster, method=method, batch_argnums=()).plan(*step.arguments)
     return _read(plan.origin.pipeline.stages[0].sharded, mesh)

@@ -19,10 +19,16 @@ from parts import make_train_step, state_types
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes; the defaults are Wide-ResNet-50's, twice as wide (Zagoruyko and Komodakis, BMVC 2016, sec. 3)."""
+    """Sizes; the defaults are Wide-ResNet-50's, twice as wide (Zagoruyko and Komodakis, BMVC 2016, sec. 3).
+
+    `base`: channels of the stem, and a quarter of those that leave the first blocks. `width`: inside these. `entry`: behind
+    their first convolution, if that is another number.
+    """
 
     depths: tuple[int, ...] = (3, 4, 6, 3)
     width: int = 128
+    base: int = 64
+    entry: int = 0
     classes: int = 1000
     pixels: int = 224
     batch: int = 256
@@ -48,20 +54,21 @@ def init_params(config: Config) -> Any:
             "bias": jnp.zeros(channels),
         }
 
-    blocks, channels_in = [], 64
+    blocks, channels_in = [], config.base
     for stage, depth in enumerate(config.depths):
-        inner, channels = config.width << stage, 256 << stage
+        inner, channels = config.width << stage, 4 * config.base << stage
+        entry = config.entry << stage or inner
         for number in range(depth):
             block = {
-                "reduce": conv(1, channels_in, inner),
-                "middle": conv(3, inner, inner),
+                "reduce": conv(1, channels_in, entry),
+                "middle": conv(3, entry, inner),
                 "expand": conv(1, inner, channels),
             }
             if number == 0:
                 block["shortcut"] = conv(1, channels_in, channels)
             blocks.append(block)
             channels_in = channels
-    return {"stem": conv(7, 3, 64), "blocks": blocks, "head": jnp.zeros((channels_in, config.classes))}
+    return {"stem": conv(7, 3, config.base), "blocks": blocks, "head": jnp.zeros((channels_in, config.classes))}
 
 
 def loss_of(params: Any, batch: Any, config: Config) -> jax.Array:

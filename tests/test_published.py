@@ -106,6 +106,7 @@ def llama(**fields) -> Run:
         kernel=2,
         compiled=True,
         overlaps=False,
+        hides_gradients=False,
         ranks_only=False,
         is_profiled=False,
         schedule="",

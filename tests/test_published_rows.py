@@ -10,6 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 import published  # noqa: E402
+from published_architectures import with_sizes  # noqa: E402
 from published_cells import (  # noqa: E402
     attention_of,
     count_of,
@@ -22,9 +23,10 @@ from published_cells import (  # noqa: E402
 )
 from published_choices import alternatives, settle  # noqa: E402
 from published_frameworks import waiting_part  # noqa: E402
-from published_machines import by_devices, machine_of  # noqa: E402
+from published_machines import by_devices, machine_of, model_of  # noqa: E402
+from published_memory import eager_bytes, state_bytes  # noqa: E402
 from published_runs import Left, read_runs  # noqa: E402
-from published_steps import Prediction, expert_params_of, predict, to_experts_seconds  # noqa: E402
+from published_steps import Prediction, expert_params_of, params_of, predict, to_experts_seconds  # noqa: E402
 
 ROW = {
     "source": "a stranger", "model": "Llama-tiny", "layers": "2", "hidden": "256", "heads": "4", "ffn": "512", "vocab": "1k",
@@ -73,6 +75,7 @@ def test_cells_of_many_spellings():
              "save_dot_except_mlpwi": "dots except mlp"}  # fmt: skip
     assert {text: recompute_of({"recompute": text}) for text in again} == again
     zeros = {"distributed optimizer": (1, 64), "FSDP2": (3, 64), "HSDP 8": (3, 8), "ZeRO-2": (2, 64), "stage 3": (3, 64),
+             "zero_3": (3, 64),
              "DDP": (0, 1), "": (0, 1), "FULL_SHARD": (3, 64)}  # fmt: skip
     assert {text: zero_of({"zero": text}, 64) for text in zeros} == zeros
     for text in ("4", "ZeRO-Offload", "magic"):
@@ -103,12 +106,61 @@ def test_what_a_row_leaves_open_is_remembered(read, cells, named):
 @pytest.mark.parametrize(
     "cells, reason",
     [({"layers": ""}, "layers is not stated"), ({"gpus": "7"}, "multiply to the devices"), ({"heads": "3"}, "divide the width"),
-     ({"kv_heads": "3"}, "heads of keys"), ({"model": "ResNet-50"}, "no transformer"), ({"model": "flan-T5 xl"}, "decoder"),
+     ({"tp": "8", "dp": "1"}, "divide among tensor-parallel"),
+     ({"kv_heads": "3"}, "heads of keys"), ({"model": "EfficientNet"}, "no transformer"),
+     ({"model": "Mamba"}, "no transformer"),
      ({"status": "crashed"}, "crashed"), ({"seconds_per_step": ""}, "no time"), ({"microbatch": "3"}, "batch does not divide"),
      ({"model": "MoE", "ep": "8"}, "mixture of experts"), ({"zero": "9"}, "no ZeRO-9")],
 )  # fmt: skip
 def test_rows_that_are_left_out_say_why(read, cells, reason):
     assert reason in read(**cells).reason
+
+
+@pytest.mark.parametrize(
+    "model, layers, hidden, size, vocabulary",
+    [("LLAMA3-8B", 32, 4096, 0, 128256), ("Llama-2-70b", 80, 8192, 0, 32000), ("GPT-3 175B", 96, 12288, 0, 50257),
+     ("Qwen3-8B", 36, 4096, 0, 151936), ("gemma 2 9B", 42, 3584, 256, 256000), ("BERT-large", 24, 1024, 0, 30522),
+     ("t5-11b", 24, 1024, 128, 32128), ("ViT-H/14", 32, 1280, 0, 1000)],
+)  # fmt: skip
+def test_sizes_of_public_architectures_need_not_be_stated(read, model, layers, hidden, size, vocabulary):
+    """But then the row did not say them. A model of another depth is another one."""
+    sizes = dict.fromkeys(("layers", "hidden", "heads", "ffn", "vocab"), "")
+    run = read(model=model, **sizes)
+    assert (run.layers, run.width, run.size, run.vocabulary) == (layers, hidden, size, vocabulary)
+    assert dict(run.unstated)["sizes"] and predict(run).seconds > 0
+    assert "not stated" in read(model=model, **sizes | {"layers": "7"}).reason
+
+
+def test_names_of_architectures_are_not_of_others():
+    """Each is found by its own name only: of two that fit, the first one would be taken."""
+    names = {"mixtral-8x7B": 4096, "Mistral 7B": 4096, "gpt-oss-20b": 2880, "TinyLlama": 2048, "Llama-3.2-3B": 3072,
+             "llama 7b": 4096, "Qwen3_235B_a22b": 4096, "kimi-k2": 7168, "my own 7B": None, "nanoGPT": None}  # fmt: skip
+    found = {name: with_sizes({"model": name})[0].get("hidden") for name in names}
+    assert {name: width and int(width) for name, width in found.items()} == names
+
+
+def test_a_decoder_beside_an_encoder(read):
+    """Of two lengths; without words on the second, T5's own part of the first. Its cross attention has weights too."""
+    sizes = {
+        "model": "T5",
+        "layers": "2",
+        "hidden": "256",
+        "heads": "4",
+        "ffn": "512",
+        "vocab": "1024",
+        "recompute": "none",
+    }
+    said = read(**sizes, notes="decoder of 128 tokens")
+    assert said.decoder == 128 and said.unstated == () and not said.causal
+    assert read(**sizes, seq="512/96").decoder == 96
+    assert dict(read(**sizes).unstated)["decoder"] == (114,)
+    alone = replace(said, decoder=0)
+    width, layers = 256, 2
+    more = layers * (2 * 4 * width**2 + 2 * width * 512)
+    assert params_of(said, layers, 1) - params_of(alone, layers, 1) == more
+    assert predict(alone).seconds < predict(said).seconds < 2.5 * predict(alone).seconds
+    split = replace(said, tensor=2, data=4, decoder=57, framework="NeMo", sequence=True)
+    assert predict(split).seconds > 0
 
 
 def test_what_a_name_does_not_say_the_parameters_do(read):
@@ -155,6 +207,39 @@ def test_of_what_is_left_open_the_fastest_that_fits_is_taken(read):
     taken, prediction = settle(run, told)
     assert taken.recompute == "full in 50% of the layers" and taken.microbatch == 1
     assert prediction.seconds == pytest.approx(11.5) and prediction.needed_bytes == pytest.approx(100)
+
+
+@pytest.mark.parametrize(
+    "name, device",
+    [("DGX B200", "B200"), ("GB200 NVL72", "GB200"), ("H200 SXM 141GB", "H200"), ("8x H100 SXM5", "H100"),
+     ("NVIDIA H100 80GB HBM3", "H100"), ("Trillium", "TPU v6e"), ("A100-SXM4-40GB", "A100-40GB")],
+)  # fmt: skip
+def test_devices_of_many_spellings(read, name, device):
+    assert model_of(read(gpu_type=name)).device.name == device
+
+
+@pytest.mark.parametrize("recompute", ["selective", "save_dot", "none", "full"])
+def test_no_policy_keeps_less_than_nothing(read, recompute):
+    """Of a long sequence scores are more than a compiled program keeps at all."""
+    run = read(seq="256k", recompute=recompute, attention="unfused", gpus="1", dp="1", zero="0", global_batch="1")
+    assert predict(run).needed_bytes > 0
+
+
+def test_memory_of_eight_bits_and_of_kept_products(read):
+    """Operands of 8 bits wait as such, and where only products' results wait, less does."""
+    wide = read(framework="Megatron-LM", recompute="none", seq="4096")
+    assert eager_bytes(replace(wide, dtype="float8"), 4096) < 0.9 * eager_bytes(wide, 4096)
+    assert state_bytes(replace(wide, framework="NeMo", zero=0)) == 16 < state_bytes(replace(wide, zero=0))
+    needed = [predict(read(recompute=name, seq="16k", gpus="1", dp="1", zero="0")).needed_bytes for name in _POLICIES]
+    assert needed == sorted(needed) and needed[0] < needed[-1]
+
+
+_POLICIES = ("full", "save_dot_with_context_except_mlp", "none")
+
+
+def test_gradients_are_hidden_where_the_row_says_so(read):
+    cells = {"zero": "1", "gpus": "64", "dp": "64", "global_batch": "64", "framework": "Megatron-LM"}
+    assert 0 < predict(read(**cells, schedule="overlap DP")).data < 0.5 * predict(read(**cells)).data
 
 
 def test_a_job_has_equal_parts_of_its_domains(read):

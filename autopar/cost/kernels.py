@@ -7,6 +7,8 @@ Method: a kernel is launched, then it computes and moves bytes at once, and the 
         the tiles are dealt out to the cores in waves, and a wave takes the time of a tile (NVIDIA, "Matrix multiplication
         background user's guide": tile and wave quantization). A tile is loaded while it is multiplied, which costs small
         tiles more, and a core needs a moment to begin with one and to write it. Of the tiles that a library has, the best.
+        Kernels of several products read their operands before the first one and write behind the last: that adds to the
+        rest, so that attention over few tokens is slower for its FLOPs (Dao, "FlashAttention-2", 2023, figures 5 to 7).
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+import jax.numpy as jnp
 
 from autopar.mesh import Device
 
@@ -92,7 +96,7 @@ def kernel_seconds(kernel: Kernel, device: Device) -> float:
             return reached.launch_seconds + max(product_seconds(kernel, device), moving)
         case FusedProducts(flops, _, dtypes):
             rate = device.product_flops_per_second(dtypes) * reached.fused
-            return reached.launch_seconds + max(flops / rate, moving)
+            return reached.launch_seconds + flops / rate + moving
         case Pass(_, launches, on):
             times = {"samples": reached.passes, "parameters": reached.update_passes, "alone": 1.0}[on]
             return times * (reached.launch_seconds * launches + moving)
@@ -106,6 +110,8 @@ def product_seconds(kernel: Product, device: Device) -> float:
     rate = device.product_flops_per_second(kernel.dtypes, kernel.highest) * reached.product
     if kernel.is_convolution:
         rate *= reached.convolution
+    if any(jnp.dtype(name).itemsize == 1 for name in kernel.dtypes):
+        rate *= reached.narrow
     if not reached.cores:
         return kernel.work * kernel.count * kernel.rows * kernel.columns * kernel.depth / rate
     largest = reached.balance * (1 / reached.tile[0] + 1 / reached.tile[1]) / 2

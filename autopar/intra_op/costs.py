@@ -95,9 +95,10 @@ class Prices:
             edge = first[key]
             same = (self.is_behind_transpose(edge), *key[2:])
             if same not in seconds:
-                found = self.matrix(edge)
-                seconds[same] = found if found.any() else None
-            if (matrix := seconds[same]) is not None:
+                made = self.matrix(edge)
+                seconds[same] = made if made.any() else None
+            matrix = seconds[same]
+            if matrix is not None:
                 self.edges.setdefault(key[:2], []).append((matrix, weight_of))
         priced = (weight_of for found in self.edges.values() for _, weight_of in found)
         self.kinds = tuple(dict.fromkeys(kind for weight_of in priced for kind in weight_of))

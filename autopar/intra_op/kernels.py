@@ -58,15 +58,19 @@ def _product(
     eqn: JaxprEqn, shapes: Sequence[Shape], flops: float, num_bytes: float, dtypes: tuple[str, ...]
 ) -> Product | Pass:
     """A product of matrices; with vectors (inner, outer, matrix by vector) XLA multiplies and sums in one pass."""
-    (lhs_depth, rhs_depth), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
+    if 1 in _lengths(eqn, [tuple(atom.aval.shape) for atom in eqn.invars])[1:]:
+        return Pass(num_bytes)
+    return Product(*_lengths(eqn, shapes), num_bytes, dtypes, _is_highest(eqn), _work(eqn))
+
+
+def _lengths(eqn: JaxprEqn, shapes: Sequence[Shape]) -> tuple[int, int, int, int]:
+    """How many products, and the rows, columns and depth of each, of operands of these shapes."""
+    (lhs_depth, _), (lhs_batch, _) = eqn.params["dimension_numbers"]
     lhs, rhs = shapes[0], shapes[1]
     count = math.prod(lhs[d] for d in lhs_batch)
     depth = math.prod(lhs[d] for d in lhs_depth)
-    rows = num_elements(lhs) // max(1, count * depth)
-    columns = num_elements(rhs) // max(1, count * depth)
-    if 1 in (rows, columns, depth):
-        return Pass(num_bytes)
-    return Product(count, rows, columns, depth, num_bytes, dtypes, _is_highest(eqn), _work(eqn))
+    each = max(1, count * depth)
+    return count, num_elements(lhs) // each, num_elements(rhs) // each, depth
 
 
 def _convolution(

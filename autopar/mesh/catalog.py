@@ -3,9 +3,11 @@
 In:     (data only; `find_device.py` finds a device by its name.)
 Out:    `MODELS`: of each device a `Model`: its rates, the devices of a usual host, the link within it and that between hosts.
 Method: peak rates are dense, without sparsity, as the vendors' datasheets state them; beside them stands what is reached.
-        Products: what the best of many shapes reaches for seconds (Bekman, "Machine Learning Engineering", table of
-        maximum achievable matmul FLOPS; of devices that are not in it 0.7, or that of their sister), times `SUSTAINED`, the
-        part of it that a device holds all through a step.
+        Products: what the best of many shapes reaches for seconds (Bekman, "Machine Learning Engineering", tables of
+        maximum achievable matmul FLOPS; of devices that are not in them 0.7, or that of their sister), times `SUSTAINED`, the
+        part of it that a device holds all through a step. Of 8 bits H100 reaches 0.709 of the peak there, of 16 0.803.
+        Fused attention: 0.6 of the peak while it multiplies (Dao, "FlashAttention-2", 2023, on A100; Shah et al.,
+        "FlashAttention-3", 2024, on H100; long causal sequences, both passes).
         A link's rate is what one device sends in one direction (half of the datasheet's figure), times what large
         collectives reach of it. The rate between hosts is one network card per device where such hosts have one.
         The link to the host is PCIe x16 in one direction: 3.0 of V100, T4 and TPUs (16 GB/s), 4.0 of Ampere and Ada (32), 5.0
@@ -40,6 +42,7 @@ over InfiniBand HDR (nccl-tests)."""
 _HOST = 0.8
 """Part of the link to the host that copies of pinned memory reach: 12.8 of 16 GB/s on V100, 26 of 32 on A100 (CUDA's
 bandwidthTest)."""
+_NARROW = 0.709 / 0.803
 _OVERLAP = 0.85
 """Part of a collective that leaves the kernels beside it alone: NCCL's own kernels hold 16 to 24 of 132 multiprocessors."""
 _HOPS, _PCIE_HOPS = (3.4e-6, 9.6e-6), (5.7e-6, 9.6e-6)
@@ -171,7 +174,7 @@ def _tpu(
     )
 
 
-def _reached(best: float, cores: int, fused: float = 0.45, balance: float = 137.0) -> Achieved:
+def _reached(best: float, cores: int, fused: float = 0.6, balance: float = 137.0, narrow: float = _NARROW) -> Achieved:
     """What a GPU reaches: the best product as a part of the peak, its multiprocessors, the part fused attention reaches."""
     return Achieved(
         product=SUSTAINED * best,
@@ -182,6 +185,7 @@ def _reached(best: float, cores: int, fused: float = 0.45, balance: float = 137.
         tile_seconds=_TILE,
         balance=balance,
         overlap=_OVERLAP,
+        narrow=narrow,
     )
 
 
@@ -210,7 +214,7 @@ _BLACKWELL = _rates(4500, 2250, 1125, 75, 37)
 _GRACE_BLACKWELL = _rates(5000, 2500, 1250, 80, 40)
 _AMPERE = _ampere(312, 19.5, 19.5)
 _V100 = _reached(0.755, 80, 0.35, _OLD_TILES)
-_A100 = _reached(0.869, 108, 0.5, _OLD_TILES)
+_A100 = _reached(0.869, 108, 0.6, _OLD_TILES)
 _H100 = _reached(0.803, 132)
 _B200 = _reached(0.776, 148)
 _CUBE = ((2, 1 / 6), (4, 2 / 3))
@@ -269,7 +273,7 @@ MODELS: dict[str, Model] = {
         "NVIDIA H20 datasheet (SXM5)", (9, 0), switch_gb_per_second=274, watts=400),
     "h200": _gpu("H200", _HOPPER, 141, 4800, 450, 50, _H100,
         "NVIDIA H200 datasheet (SXM); DGX H200: 8 x 400 Gb/s", (9, 0), switch_gb_per_second=274, watts=700),
-    "gh200": _gpu("GH200", _HOPPER, 96, 4000, 450, 50, _reached(0.838, 132),
+    "gh200": _gpu("GH200", _HOPPER, 96, 4000, 450, 50, _reached(0.838, 132, narrow=0.776 / 0.836),
         "NVIDIA GH200 datasheet, one a host; 400 Gb/s", (9, 0), per_host=1, watts=900, host_gb_per_second=_C2C,
         host_gigabytes=480),
     "b200": _gpu("B200", {**_BLACKWELL, "float4": 9000}, 180, 8000, 900, 50, _B200,

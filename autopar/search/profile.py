@@ -52,14 +52,10 @@ def _of_program(planned: StepPlan, device: Device) -> Profile:
         seconds[phases[eqn]] += times * seconds_of(eqn)
     # Of branches the longest counts, so that these sum to at least what the step computes.
     scale = sharded.compute_seconds / (sum(seconds.values()) or 1.0)
-    parts = _parts_of_program(planned.program, sharded, phases)
+    curve = _thinned([(float(k), size) for k, size in enumerate(sharded.liveness.curve)])
     return Profile(
         tuple(Work(0, kind, float(time * scale)) for kind, time in seconds.items() if time),
-        (
-            Memory(
-                0, "operations", _thinned([(float(k), size) for k, size in enumerate(sharded.liveness.curve)]), parts
-            ),
-        ),
+        (Memory(0, "operations", curve, _parts_of_program(planned.program, sharded, phases)),),
     )
 
 

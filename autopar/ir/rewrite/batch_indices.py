@@ -35,9 +35,7 @@ from autopar.ir.region import in_bodies
 def batch_indices(jaxpr: Jaxpr, constants: Mapping[Var, Constant]) -> Jaxpr:
     """Make batching dims of indices that count.
 
-    Args:
-        jaxpr: Flat program.
-        constants: Values of those of its inputs that are constants.
+    `constants`: values of those of its inputs that are constants.
     """
     return _Walk(KnownValues(jaxpr, constants)).body(jaxpr)
 
@@ -59,14 +57,14 @@ class _Walk:
     def indexing(self, eqn: JaxprEqn) -> list[JaxprEqn]:
         """The equation, with batching dims for the columns that count; before it, what makes the other columns."""
         names = _GATHER if eqn.primitive.name == "gather" else _SCATTER
-        numbers, indices = eqn.params["dimension_numbers"], eqn.invars[1]
+        numbers, indices, shape = eqn.params["dimension_numbers"], eqn.invars[1], eqn.invars[0].aval.shape
         searched, single, of_table, of_indices = (getattr(numbers, name) for name in names)
         batch = dict(zip(of_table, of_indices, strict=True))
         columns = dict(enumerate(searched))
         for k, d in enumerate(searched):
             # The last column stays: indices have one at least.
             along = self.known.counts(indices, (indices.aval.ndim - 1, k)) if d in single and len(columns) > 1 else None
-            if along is not None and along not in batch.values() and indices.aval.shape[along] == _shape(eqn)[d]:
+            if along is not None and along not in batch.values() and indices.aval.shape[along] == shape[d]:
                 batch[d] = along
                 del columns[k]
         if len(columns) == len(searched):
@@ -110,11 +108,6 @@ _SCATTER = (
     "scatter_dims_to_operand_dims", "inserted_window_dims", "operand_batching_dims", "scatter_indices_batching_dims",
 )  # fmt: skip
 """What JAX calls the same four things of both: dims that are searched, of which one element is taken, batching dims."""
-
-
-def _shape(eqn: JaxprEqn) -> tuple[int, ...]:
-    """Of what is read from, or written into."""
-    return eqn.invars[0].aval.shape
 
 
 def _column_var(indices: Atom, count: int) -> Var:

@@ -26,16 +26,14 @@ MAX_PATHS = 4
 def check_trains(program: Program, batch: Collection[int]) -> None:
     """Raise if the step takes a gradient that changes nothing.
 
-    Args:
-        program: The traced step.
-        batch: Input leaves that hold samples, as far as that is known.
+    `batch`: input leaves that hold samples, as far as that is known.
 
     Raises:
         StateError: No argument comes back.
     """
     if not program.gradient:
         return
-    spans = [span for span in argument_slices(program) if _num_floating(program, span)]
+    spans = [span for span in argument_slices(program) if any(map(_is_floating, program.in_avals[slice(*span)]))]
     spans = [(a, b) for a, b in spans if b - a > 1 or (a == spans[0][0] and program.in_avals[a].ndim)] or spans
     if not spans or any(_comes_back(program, span) for span in spans):
         return
@@ -56,10 +54,6 @@ def check_trains(program: Program, batch: Collection[int]) -> None:
 
 def _is_floating(aval: Aval) -> bool:
     return jnp.issubdtype(aval.dtype, jnp.inexact)
-
-
-def _num_floating(program: Program, span: tuple[int, int]) -> int:
-    return sum(map(_is_floating, program.in_avals[slice(*span)]))
 
 
 def _comes_back(program: Program, span: tuple[int, int]) -> bool:

@@ -9,7 +9,7 @@ import pytest
 
 import autopar
 from autopar.ir.rewrite.views import views_of_arguments
-from autopar.ir.split.whole_batch import whole_batch
+from autopar.ir.split.microbatch import whole_batch
 from autopar.ir.trace.state import find_roles
 from autopar.ir.trace.trace import trace_step
 from tests.ir.traced import split_microbatches

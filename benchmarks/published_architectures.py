@@ -1,0 +1,44 @@
+"""Public architectures: the sizes of models that people name without stating them.
+
+In:     a row of a table of runs; `data/architectures.tsv`, one public architecture a row, with its source.
+Out:    the row with the cells filled that it leaves empty, and which these were.
+Method: the name says which architecture it is. Where the row states a depth or a width that is another one, it is a model of
+        its own which only has the name, and nothing is filled.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import re
+from pathlib import Path
+
+from published_cells import Cells, number_of, text_of
+
+ARCHITECTURES = Path(__file__).parent / "data" / "architectures.tsv"
+_SIZES = ("layers", "hidden", "heads", "kv_heads", "head_size", "ffn", "vocab", "experts", "experts_active")
+
+
+@functools.cache
+def _architectures() -> tuple[tuple[re.Pattern[str], dict[str, str]], ...]:
+    with ARCHITECTURES.open(newline="") as file:
+        rows = list(csv.DictReader(file, delimiter="\t"))
+    return tuple((re.compile(row["name"], re.IGNORECASE), row) for row in rows)
+
+
+def kind_of(name: str) -> str | None:
+    """Whether a model is a decoder, an encoder or an encoder with a decoder, if its name is that of a public architecture."""
+    return next((row["kind"] for pattern, row in _architectures() if pattern.search(name)), None)
+
+
+def with_sizes(row: Cells) -> tuple[Cells, tuple[str, ...]]:
+    """A row with the sizes of the architecture that it names, and the names of the columns that were filled."""
+    name = text_of(row, "model")
+    known = next((row for pattern, row in _architectures() if pattern.search(name)), None)
+    if known is None or any((number_of(row, side) or float(known[side])) != float(known[side]) for side in _DEPTH):
+        return row, ()
+    filled = {column: known[column] for column in _SIZES if known[column] and not text_of(row, column)}
+    return {**row, **filled}, tuple(filled)
+
+
+_DEPTH = ("layers", "hidden")
