@@ -1,19 +1,22 @@
-"""A choice problem laid out for message passing: flat arrays, one level after the other, tables of like shape together.
+"""A choice problem laid out for message passing: flat arrays, one level after the other, its tables side by side.
 
 In:     `Problem` without memory rows.
 Out:    `Layout`: its `Level`s, each with its nodes' costs and the `Batch`es of edges into and out of it.
-Method: nodes are numbered anew by level; every (node, choice) is one entry of a flat array, every message a run of
-        another. Tables are padded to few sizes, pads read and write a last entry that nobody else does; what comes in
-        at a node is summed by a sparse matrix of ones.
+Method: nodes are put in an order in which neighbours are close, and numbered anew by level along it; every (node, choice)
+        is one entry of a flat array, every message a run of another. Tables with as many choices that send, padded to few
+        numbers, are one array; what pads read and add to is a last entry that is nobody's.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 from scipy.sparse import csr_array
+from scipy.sparse.csgraph import reverse_cuthill_mckee
 
 from autopar.intra_op.problem import Problem
 from autopar.tuning import TUNING
@@ -21,61 +24,90 @@ from autopar.tuning import TUNING
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Edges that send from one level, their tables as `[choice that sends, edge, choice that hears]`: the least over the
-    choices that send is then taken of long rows.
+    """Edges that send from one level, their tables side by side as `[choice that sends, column]`, with a column for each choice
+    that hears: the least over the choices that send is then taken of long rows.
 
     Attributes:
-        tables: Padded; pads are forbidden.
-        listeners: Nodes that hear.
+        tables: Their rows are padded; pads are forbidden.
+        listeners: Of each edge, the node that hears.
+        begins: Its first column.
+        edges: Of each column, its edge.
         sending: Position of each choice that sends within its level, `[choice, edge]`.
         back: Of each, position of the message that came the other way.
-        ahead: Position of the message to be sent, `[edge, choice that hears]`.
+        ahead: Of each column, position of the message to be sent.
         entries: Of each choice that sends, and of each that hears, its position among all entries, each as above.
-        chunks: Edges that are computed at once.
+        chunks: Edges that are computed at once, and their columns.
     """
 
     tables: np.ndarray
     listeners: np.ndarray
+    begins: np.ndarray
+    edges: np.ndarray
     sending: np.ndarray
     back: np.ndarray
     ahead: np.ndarray
     entries: tuple[np.ndarray, np.ndarray]
-    chunks: list[slice] = field(init=False)
+    chunks: list[tuple[slice, slice]] = field(init=False)
 
     def __post_init__(self) -> None:
-        count, size = self.tables.shape[1], max(1, TUNING.message_chunk // max(1, self.tables[:, 0].size))
-        self.chunks = [slice(k, min(k + size, count)) for k in range(0, count, size)]
+        rows, columns = self.tables.shape
+        cuts = [0]
+        for edge, end in enumerate([*self.begins[1:].tolist(), columns], 1):
+            if edge == len(self.begins) or rows * (end - self.begins[cuts[-1]]) >= TUNING.message_chunk:
+                cuts.append(edge)
+        ends = np.append(self.begins, columns)
+        self.chunks = [(slice(a, b), slice(int(ends[a]), int(ends[b]))) for a, b in itertools.pairwise(cuts)]
 
-    def send(self, messages: np.ndarray, part: np.ndarray) -> float:
-        """Send what the senders' share and the tables say is least, less its least entry; returns the sum of those.
+    def send(self, messages: np.ndarray, part: np.ndarray) -> None:
+        """Send what the senders' share and the tables say is least.
 
         Args:
             messages: All messages; changed.
             part: Of each entry of the senders' level, the share of its costs that goes to one edge; 0 at the end, for pads.
         """
-        told = part[self.sending] - messages[self.back]
-        if len(self.chunks) == 1:
-            heard = (self.tables + told[:, :, None]).min(axis=0)
-        else:
-            heard = np.concatenate([(self.tables[:, k] + told[:, k, None]).min(axis=0) for k in self.chunks])
-        least = heard.min(axis=1)
-        messages[self.ahead] = heard - least[:, None]
-        messages[-1] = 0.0
-        return float(least.sum())
+        messages[self.ahead] = self._heard(messages, part)
+
+    def send_excess(self, messages: np.ndarray, part: np.ndarray) -> float:
+        """Send the same less the least entry of each message; returns the sum of those. Arguments as of `send`."""
+        heard = self._heard(messages, part)
+        least = np.minimum.reduceat(heard, self.begins)
+        heard -= least.take(self.edges)
+        messages[self.ahead] = heard
+        return float(np.add.reduce(least))
+
+    def _heard(self, messages: np.ndarray, part: np.ndarray) -> np.ndarray:
+        told = part.take(self.sending)
+        told -= messages.take(self.back)
+        parts = []
+        for _, columns in self.chunks:
+            pairs = told.take(self.edges[columns], axis=1)
+            pairs += self.tables[:, columns]
+            parts.append(np.minimum.reduce(pairs, axis=0))
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def add_excess(self, excess: np.ndarray, messages: np.ndarray, part: np.ndarray) -> None:
-        """Add to each choice at either end what the best pair with it exceeds the best pair of all."""
-        told, heard = part[self.sending] - messages[self.back], messages[self.ahead]
-        for k in self.chunks:
-            pairs = self.tables[:, k] + (told[:, k, None] - heard[None, k])
-            least = pairs.min(axis=(0, 2))
-            sends, hears = (
-                (self.entries[0][:, k], pairs.min(axis=2) - least),
-                (self.entries[1][k], pairs.min(axis=0) - least[:, None]),
-            )
-            for at, more in (sends, hears):
-                real = at < len(excess)
-                excess += np.bincount(at[real], more[real], len(excess))
+        """Add to each choice at either end what the best pair with it exceeds the best pair of all; pads have the last."""
+        told, heard = part.take(self.sending) - messages.take(self.back), messages.take(self.ahead)
+        for edges, columns in self.chunks:
+            pairs = told.take(self.edges[columns], axis=1)
+            pairs += self.tables[:, columns]
+            pairs -= heard[columns]
+            begins, hears = self.begins[edges] - columns.start, np.minimum.reduce(pairs, axis=0)
+            least = np.minimum.reduceat(hears, begins)
+            np.add.at(excess, self.entries[0][:, edges], np.minimum.reduceat(pairs, begins, axis=1) - least)
+            np.add.at(excess, self.entries[1][columns], hears - least.take(self.edges[columns] - edges.start))
+
+
+class Hears(NamedTuple):
+    """The messages that come in at entries: their positions, entry by entry, and where those of each entry begin; each has
+    one at least, for pads hear zero."""
+
+    positions: np.ndarray
+    begins: np.ndarray
+
+    def sums(self, messages: np.ndarray) -> np.ndarray:
+        """What each entry is told by all of its messages."""
+        return np.asarray(np.add.reduceat(messages.take(self.positions), self.begins))
 
 
 @dataclass(slots=True, eq=False)
@@ -91,7 +123,7 @@ class Level:
         lengths: Number of choices of each node.
         share: Of each entry, one part of its costs: there are as many as edges to the busier side.
         num_into: Of each entry, edges to earlier nodes.
-        heard: Sums for each entry the messages that come in.
+        heard: For each entry the messages that come in.
         heard_later: Those from later nodes only.
         out: Edges to later nodes, sending forward.
         into: Edges to earlier nodes, sending back.
@@ -105,8 +137,8 @@ class Level:
     lengths: np.ndarray
     share: np.ndarray
     num_into: np.ndarray
-    heard: csr_array
-    heard_later: csr_array
+    heard: Hears
+    heard_later: Hears
     out: list[Batch] = field(default_factory=list)
     into: list[Batch] = field(default_factory=list)
 
@@ -126,8 +158,7 @@ class Level:
             batches: Of this level.
         """
         for batch in batches:
-            taken = choices[batch.listeners]
-            beside = batch.tables[:, np.arange(len(taken)), taken]
+            beside = batch.tables.take(batch.begins + choices[batch.listeners], axis=1)
             real = batch.sending < len(costs)
             costs += np.bincount(batch.sending[real], beside[real], len(costs))
         least = np.repeat(np.minimum.reduceat(costs, self.starts), self.lengths)
@@ -151,7 +182,10 @@ class Layout:
         """Lay out a problem; `forbidden` stands for infinite costs."""
         count = len(problem.costs)
         ends = np.array(list(problem.edges), dtype=np.int64).reshape(-1, 2)
-        level_of = _levels(count, problem)
+        rank = _ranks(count, ends)
+        turned = rank[ends[:, 0]] > rank[ends[:, 1]]
+        ends[turned] = ends[turned, ::-1]
+        level_of = _levels(rank, ends)
         self.order = np.lexsort((np.arange(count), level_of))
         new = np.empty(count, np.int64)
         new[self.order] = np.arange(count)
@@ -161,7 +195,9 @@ class Layout:
         self.num_entries = int(self.first[-1])
         costs = np.concatenate([np.asarray(problem.costs[n], dtype=np.float64) for n in self.order] or [np.zeros(0)])
         costs = np.where(np.isfinite(costs), costs, forbidden)
-        tables = list(problem.edges.values())
+        bounded = {id(m): np.where(np.isfinite(m), m, forbidden) for m in problem.edges.values()}
+        tables = [bounded[id(m)] for m in problem.edges.values()]
+        tables = [table.T if back else table for table, back in zip(tables, turned.tolist(), strict=True)]
         source, target = new[ends[:, 0]], new[ends[:, 1]]
         # Messages: of edge k first the one to its target, then the one to its source.
         sizes = np.stack([self.lengths[target], self.lengths[source]], axis=1).ravel()
@@ -171,8 +207,7 @@ class Layout:
         num_out, num_into = np.bincount(source, minlength=count), np.bincount(target, minlength=count)
         share = 1.0 / np.maximum(np.maximum(num_out, num_into), 1)
         heard_later = self._hears(source, up)
-        heard = heard_later + self._hears(target, down)
-        heard, heard_later = csr_array(heard), csr_array(heard_later)
+        heard = self._hears(np.concatenate([source, target]), np.concatenate([up, down]))
         sorted_levels = level_of[self.order]
         borders = np.flatnonzero(np.diff(sorted_levels, prepend=-1, append=sorted_levels[-1] + 1 if count else 0))
         self.levels: list[Level] = []
@@ -189,37 +224,36 @@ class Layout:
                     lengths,
                     np.repeat(share[a:b], lengths),
                     np.repeat(num_into[a:b], lengths),
-                    heard[entries],
-                    heard_later[entries],
+                    _of_entries(heard, entries),
+                    _of_entries(heard_later, entries),
                 )
             )
         for forward in (True, False):
             senders, listeners = (source, target) if forward else (target, source)
             back, ahead = (up, down) if forward else (down, up)
-            groups: dict[tuple[int, int, int], list[int]] = {}
-            for k, (u, v) in enumerate(zip(senders.tolist(), listeners.tolist(), strict=True)):
-                key = (int(sorted_levels[u]), _padded(int(self.lengths[u])), _padded(int(self.lengths[v])))
-                groups.setdefault(key, []).append(k)
-            for (number, rows, columns), edges in groups.items():
-                level = self.levels[number]
-                made = np.full((rows, len(edges), columns), forbidden)
-                for place, k in enumerate(edges):
+            groups: dict[tuple[int, int], list[int]] = {}
+            for k, u in enumerate(senders.tolist()):
+                groups.setdefault((int(sorted_levels[u]), _padded(int(self.lengths[u]))), []).append(k)
+            for (number, rows), edges in groups.items():
+                level, at = self.levels[number], np.array(edges)
+                lengths = self.lengths[listeners[at]]
+                columns = np.cumsum(lengths) - lengths
+                made = np.full((rows, int(lengths.sum())), forbidden)
+                for k, column in zip(edges, columns.tolist(), strict=True):
                     table = tables[k] if forward else tables[k].T
-                    made[: table.shape[0], place, : table.shape[1]] = np.where(np.isfinite(table), table, forbidden)
-                at = np.array(edges)
-                ends_of = [(senders[at], rows), (listeners[at], columns)]
-                sending, hearing = (
-                    self._places(self.first[n], self.lengths[n], w, self.num_entries) for n, w in ends_of
-                )
-                sending = np.ascontiguousarray(sending.T)
-                came = self._places(back[at], self.lengths[senders[at]], rows, self.num_messages - 1)
+                    made[: table.shape[0], column : column + table.shape[1]] = table
+                own = np.repeat(np.arange(len(at)), lengths)
+                inside = np.arange(len(own)) - columns[own]
+                sending = self._places(self.first[senders[at]], self.lengths[senders[at]], rows, self.num_entries)
                 batch = Batch(
                     made,
                     listeners[at],
+                    columns,
+                    own,
                     np.where(sending < self.num_entries, sending - level.entries.start, len(level.costs)),
-                    np.ascontiguousarray(came.T),
-                    self._places(ahead[at], self.lengths[listeners[at]], columns, self.num_messages - 1),
-                    (sending, hearing),
+                    self._places(back[at], self.lengths[senders[at]], rows, self.num_messages - 1),
+                    ahead[at][own] + inside,
+                    (sending, self.first[listeners[at]][own] + inside),
                 )
                 (level.out if forward else level.into).append(batch)
 
@@ -236,25 +270,47 @@ class Layout:
             found[node] = entries[self.first[place] : self.first[place + 1]]
         return tuple(found)
 
-    def _hears(self, nodes: np.ndarray, begins: np.ndarray) -> csr_array:
-        """`[entry, message]`: the sum of the messages that begin there, at their nodes."""
+    def _hears(self, nodes: np.ndarray, begins: np.ndarray) -> Hears:
+        """Of all entries, of the messages that begin there, at these nodes."""
         lengths = self.lengths[nodes]
         inside = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-        rows, columns = np.repeat(self.first[nodes], lengths) + inside, np.repeat(begins, lengths) + inside
-        return csr_array((np.ones(len(rows)), (rows, columns)), shape=(self.num_entries, self.num_messages))
+        everyone = np.arange(self.num_entries)
+        entries = np.concatenate([everyone, np.repeat(self.first[nodes], lengths) + inside])
+        positions = np.concatenate([np.full_like(everyone, self.num_messages - 1), np.repeat(begins, lengths) + inside])
+        counts = np.bincount(entries, minlength=self.num_entries)
+        return Hears(positions[np.argsort(entries, kind="stable")], np.cumsum(counts) - counts)
 
     @staticmethod
-    def _places(begins: np.ndarray, lengths: np.ndarray, width: int, pad: int) -> np.ndarray:
-        inside = np.arange(width)
-        return np.where(inside < lengths[:, None], begins[:, None] + inside, pad)
+    def _places(begins: np.ndarray, lengths: np.ndarray, rows: int, pad: int) -> np.ndarray:
+        """`[row, edge]`: where each choice is, or the pad."""
+        inside = np.arange(rows)[:, None]
+        return np.where(inside < lengths, begins + inside, pad)
 
 
-def _levels(count: int, problem: Problem) -> np.ndarray:
-    later: list[list[int]] = [[] for _ in range(count)]
-    for u, v in problem.edges:
+def _of_entries(hears: Hears, entries: slice) -> Hears:
+    """Of some entries in a row, in arrays of their own."""
+    ends = np.append(hears.begins, len(hears.positions))
+    first, last = ends[entries.start], ends[entries.stop]
+    return Hears(hears.positions[first:last], hears.begins[entries] - first)
+
+
+def _ranks(count: int, ends: np.ndarray) -> np.ndarray:
+    """Each node's place in an order in which neighbours are close (reverse Cuthill-McKee): what is known at one end of a
+    program then gets to its other end in one pass."""
+    if not len(ends):
+        return np.arange(count)
+    both = np.concatenate([ends, ends[:, ::-1]]).T
+    graph = csr_array((np.ones(both.shape[1]), (both[0], both[1])), shape=(count, count))
+    return np.argsort(reverse_cuthill_mckee(graph, symmetric_mode=True))
+
+
+def _levels(rank: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """How many nodes at most are before each one on a way along the edges."""
+    later: list[list[int]] = [[] for _ in rank]
+    for u, v in ends.tolist():
         later[u].append(v)
-    level = [0] * count
-    for u in range(count):
+    level = [0] * len(rank)
+    for u in np.argsort(rank).tolist():
         for v in later[u]:
             level[v] = max(level[v], level[u] + 1)
     return np.array(level, dtype=np.int64)

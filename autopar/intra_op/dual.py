@@ -8,7 +8,7 @@ Method: sequential tree-reweighted message passing (Kolmogorov, "Convergent tree
         Messages rewrite the costs without changing any assignment's total, so that the least entry of every table adds
         up to a lower bound, and how far a choice's entries exceed the least ones says how promising it is.
         Nodes of one level (longest way from a node without earlier neighbours) have no edge between them, so that all
-        of a level is done at once, tables of like shape in one array (`batches.py`).
+        of a level is done at once, its tables side by side (`batches.py`).
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Ascent:
 
     def __init__(self, problem: Problem):
         self.problem = problem
-        finite = [c[np.isfinite(c)] for c in problem.costs] + [m[np.isfinite(m)] for m in problem.edges.values()]
-        largest = max((float(f.max()) for f in finite if f.size), default=0.0)
+        distinct = {id(values): values for values in (*problem.costs, *problem.edges.values())}.values()
+        largest = max((float(v.max(initial=0.0, where=np.isfinite(v))) for v in distinct), default=0.0)
         self.layout = Layout(problem, _FORBIDDEN * max(largest, 1e-30))
         self.messages = np.zeros(self.layout.num_messages)
         self.lower, self.upper = -np.inf, np.inf
@@ -96,10 +96,19 @@ class Ascent:
             self.best, self.upper = tuple(choices), min(self.upper, cost)
 
     def _read(self) -> None:
-        """An assignment: level by level what is best given the earlier ones' choices and the later ones' messages."""
-        choices = np.zeros(self.layout.num_nodes, np.int64)
-        for level in self.layout.levels:
-            level.choose(choices, level.costs + level.heard_later @ self.messages, level.into)
+        """Assignments: level by level, from either end, what is best given the choices of the levels before and the messages of
+        those behind."""
+        levels = self.layout.levels
+        for forward in (True, False):
+            choices = np.zeros(self.layout.num_nodes, np.int64)
+            for level in levels if forward else reversed(levels):
+                later = level.heard_later.sums(self.messages)
+                told = later if forward else level.heard.sums(self.messages) - later
+                level.choose(choices, level.costs + told, level.into if forward else level.out)
+            self._sweep(choices)
+
+    def _sweep(self, choices: np.ndarray) -> None:
+        """Offer an assignment, made better as long as one node's choice after the other gets better."""
         best = self.problem.cost(self.layout.in_order(choices))
         for _ in range(TUNING.message_sweeps):
             for level in self.layout.levels:
@@ -113,7 +122,7 @@ class Ascent:
     def _forward(self) -> None:
         for level in self.layout.levels:
             if level.out:
-                part = level.shared(level.costs + level.heard @ self.messages)
+                part = level.shared(level.costs + level.heard.sums(self.messages))
                 for batch in level.out:
                     batch.send(self.messages, part)
 
@@ -121,12 +130,12 @@ class Ascent:
         """One pass towards the first level; the lower bound after it."""
         lower = 0.0
         for level in reversed(self.layout.levels):
-            total = level.costs + level.heard @ self.messages
+            total = level.costs + level.heard.sums(self.messages)
             least = np.minimum.reduceat(total, level.starts)
             lower += float(least.sum())
             part = level.shared(total - np.repeat(least, level.lengths))
             for batch in level.into:
-                lower += batch.send(self.messages, part)
+                lower += batch.send_excess(self.messages, part)
         return lower
 
     @property
@@ -144,9 +153,9 @@ class Ascent:
         least entry is part of the bound, and what a choice costs beyond those entries is added to it.
         """
         parts = {}
-        excess = np.zeros(self.layout.num_entries)
+        excess = np.zeros(self.layout.num_entries + 1)
         for level in self.layout.levels:
-            total = level.costs + level.heard @ self.messages
+            total = level.costs + level.heard.sums(self.messages)
             parts[level.number] = level.shared(total)
             own = total - parts[level.number][:-1] * level.num_into
             excess[level.entries] += own - np.repeat(np.minimum.reduceat(own, level.starts), level.lengths)

@@ -127,7 +127,8 @@ class _State:
     def __init__(self, problem: Problem):
         self.once = _Once.of(problem)
         self.costs = [self.once.same(np.asarray(c, dtype=np.float64)) for c in problem.costs]
-        self.alive = [self.once.same(np.arange(len(c))) for c in self.costs]
+        numbers = {length: np.arange(length) for length in dict.fromkeys(map(len, self.costs))}
+        self.alive = [numbers[len(c)] for c in self.costs]
         self.edges: list[dict[int, np.ndarray]] = [{} for _ in self.costs]
         self.constant = 0.0
         for (u, v), matrix in problem.edges.items():

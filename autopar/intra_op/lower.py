@@ -25,7 +25,6 @@ from autopar.intra_op.fuse import fuse_collectives
 from autopar.intra_op.graph import PHASES, Graph, Keep, Phase, stacked
 from autopar.intra_op.narrow import narrow_dtype
 from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Move, Region, copies_made, describe
-from autopar.intra_op.strategies import Strategy
 from autopar.ir.dataflow import inputs_of
 from autopar.ir.passes import Pass, run_passes
 from autopar.ir.region import Role, is_region, region_of
@@ -117,10 +116,6 @@ class _Lowering:
 
     def port(self, eqn: JaxprEqn, role: Role, k: int) -> Sharding:
         return self.chosen(self.graph.ports[eqn, role, k])
-
-    def strategy(self, eqn: JaxprEqn) -> Strategy:
-        node = self.graph.op_node[eqn]
-        return self.graph.nodes[node].strategies[self.choices[node]]
 
     def body(self, jaxpr: Jaxpr, inputs: Sequence[Sharding], outputs: Sequence[Sharding]) -> Body:
         self.emitted.append([])
@@ -251,11 +246,11 @@ class _Lowering:
         return pace[max(0, len(pace) - 2)] if pace else None
 
     def compute(self, eqn: JaxprEqn) -> None:
-        strategy = self.strategy(eqn)
+        node = self.graph.nodes[self.graph.op_node[eqn]]
+        strategy = node.strategies[self.choices[node.index]]
         for atom, sharding in zip(eqn.invars, strategy.operands, strict=True):
             self.need(atom, sharding, eqn)
-        rule = self.graph.nodes[self.graph.op_node[eqn]].rule
-        self.emit(Compute(eqn, rule, strategy))
+        self.emit(Compute(eqn, node.rule, strategy))
         self.define(eqn.outvars, strategy.results)
 
     def define(self, variables: Sequence[Var], shardings: Sequence[Sharding]) -> None:

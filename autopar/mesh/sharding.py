@@ -60,7 +60,8 @@ class Sharding:
 
     def local_shape(self, shape: Sequence[int], mesh: LogicalMesh) -> tuple[int, ...]:
         """Shape of one device's part."""
-        return tuple(n // math.prod(mesh.size_of(a) for a in axes) for n, axes in zip(shape, self.dims, strict=True))
+        pairs = zip(shape, self.dims, strict=True)
+        return tuple([n // math.prod(map(mesh.size_of, axes)) if axes else n for n, axes in pairs])
 
     def is_valid(self, shape: Sequence[int], mesh: LogicalMesh) -> bool:
         """Whether every dim that is split divides."""
