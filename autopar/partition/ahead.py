@@ -16,7 +16,7 @@ Method: a scheduler that hides latency runs first what others wait for. The grad
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 
 import numpy as np
@@ -100,15 +100,15 @@ class Ahead:
         freeing: list[int] = []  # not waited for yet, and perhaps not needed either
         for position, instruction in enumerate(self.body.instructions):
             if made[position] >= least and freeing:
-                begin = freeing[0]
-                idle = set(self._idle(position, begin))
-                freeing = [at for at in freeing if at in idle]
-                first = self.done_before(position, begin, TUNING.late_bytes)
-                freed = max((num_bytes for _, num_bytes in first), default=0)
+                idle = list(self._idle(position, freeing[0]))
+                still = frozenset(idle)
+                freeing = [at for at in freeing if at in still]
+                first = {at: freed for at, freed in self._freed(position, idle, TUNING.late_bytes) if at in freeing}
                 smallest = min(copies_read(instruction), key=self.num_bytes, default=None)
-                if first and smallest is not None and self.num_bytes(smallest) <= TUNING.late_part * freed:
-                    freeing.clear()
-                    yield position, (smallest, [copy for copy, _ in first])
+                enough = TUNING.late_part * max(first.values(), default=0)
+                if first and smallest is not None and self.num_bytes(smallest) <= enough:
+                    freeing = [at for at in freeing if at not in first]
+                    yield position, (smallest, [*self._results(position, first, idle)])
             if self._frees(position):
                 freeing.append(position)
 
@@ -128,15 +128,23 @@ class Ahead:
     def done_before(self, position: int, begin: int, least_bytes: int) -> list[tuple[Copy, int]]:
         """What stands from `begin` on, does not lead to this place, and reads what is large and nobody needs from there on."""
         idle = list(self._idle(position, begin))
-        found, among = [], frozenset(idle)
+        freed = dict(self._freed(position, idle, least_bytes))
+        return list(dict.fromkeys(zip(self._results(position, freed, idle), freed.values(), strict=True)))
+
+    def _freed(self, position: int, idle: Sequence[int], least_bytes: int) -> Iterator[tuple[int, int]]:
+        """Of what stands idle before a place, what reads the last of something large and makes less of it, and how large."""
         for at in reversed(idle):
             instruction = self.body.instructions[at]
             if isinstance(instruction, Compute | Region):
                 read = [self.num_bytes(copy) for copy in copies_read(instruction) if not self._stays(copy, position)]
                 freed, made = max(read, default=0), copies_made(instruction)
                 if made and freed >= least_bytes and 2 * sum(map(self.num_bytes, made)) < freed:
-                    found.append((self._added(made[0], position, among), freed))
-        return list(dict.fromkeys(found))
+                    yield at, freed
+
+    def _results(self, position: int, places: Iterable[int], idle: Sequence[int]) -> Iterator[Copy]:
+        """What comes of the instructions at some places before another one."""
+        among = frozenset(idle)
+        yield from (self._added(copies_made(self.body.instructions[at])[0], position, among) for at in places)
 
     def _idle(self, position: int, begin: int) -> Iterator[int]:
         needed = set(copies_read(self.body.instructions[position]))

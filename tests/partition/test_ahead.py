@@ -170,6 +170,24 @@ def test_what_makes_a_large_array_waits_for_the_gradients_of_weights():
     assert not Ahead(body, lambda copy: 64).of_large
 
 
+def test_what_frees_nothing_yet_is_waited_for_later():
+    """A sum of what a product reads afterwards: its turn comes with that product, at the next large array."""
+    width, hidden = 1024, 4096
+
+    def train_step(w, x):
+        wide, other = x @ w["up"], jnp.sum(x @ w["other"], 0)
+        bias = jnp.sum(wide, 0)
+        first = jnp.max(x[:, :16] @ w["first"], 1)
+        gradient = wide.T @ x
+        return other, bias, first, gradient, jnp.max(x[:, :16] @ w["last"], 1)
+
+    shapes = {"up": (width, hidden), "other": (width, 2 * hidden), "first": (16, hidden), "last": (16, hidden)}
+    body, mesh = body_of(train_step, {name: array(*shape) for name, shape in shapes.items()}, array(8 * 4096, width))
+    waits = Ahead(body, lambda copy: local_bytes(*copy, mesh)).of_large
+    first, last = ({var.aval.shape for var, _ in awaited} for _, awaited in waits.values())
+    assert first == {(2 * hidden,)} and {(hidden,), (hidden, width)} < last
+
+
 def test_what_waits_for_several_reads_one_number():
     x = jnp.ones(4)
     one, two = (str(jax.make_jaxpr(after)(x, *[x] * count)) for count in (1, 2))

@@ -9,6 +9,7 @@ Method: data flow and the name stacks of `jax.grad`; a step without a backward p
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ import jax.numpy as jnp
 from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_var, shaped
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import feeds_backward, inputs_of, variables
+from autopar.ir.region import is_region
 from autopar.ir.rewrite.views import views_of_arguments
 from autopar.ir.source import is_backward
 from autopar.ir.split.microbatch import Microbatches, Result, for_the_loop
@@ -48,9 +50,10 @@ def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
     made = {var for eqn in loop for var in eqn.outvars}
     outer = [*(a for eqn in after for a in inputs_of(eqn)), *variables(jaxpr.outvars)]
     results = [var for var in dict.fromkeys(outer) if var in made]
-    # What is an argument in another shape is made where it is read.
+    # What is an argument in another shape, or numbers in the shape of an array, is made where it is read.
     views = views_of_arguments(jaxpr)
-    loop = _with_views(loop, [eqn for eqn in before if any(var in views for var in eqn.outvars)])
+    is_light = [any(var in views for var in eqn.outvars) or _is_of_numbers(eqn) for eqn in before]
+    loop = _with_views(loop, list(compress(before, is_light)))
     made = {var for eqn in loop for var in eqn.outvars}
     read = dict.fromkeys(a for eqn in loop for a in inputs_of(eqn) if a not in made)
     pieces = [var for var in read if var in {jaxpr.invars[k] for k in batch}]
@@ -71,8 +74,13 @@ def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
     )
 
 
+def _is_of_numbers(eqn: JaxprEqn) -> bool:
+    """Whether no array has a part in what an operation makes."""
+    return not inputs_of(eqn) and not eqn.effects and not is_region(eqn)
+
+
 def _with_views(loop: Sequence[JaxprEqn], views: Sequence[JaxprEqn]) -> list[JaxprEqn]:
-    """The equations of the loop, each view of an argument right before the first that reads it: so it is of the same layer."""
+    """The equations of the loop, each of the light ones right before the first that reads it: so it is of the same layer."""
     maker = {var: eqn for eqn in views for var in eqn.outvars}
     found: dict[JaxprEqn, None] = {}
 
