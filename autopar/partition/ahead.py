@@ -22,7 +22,7 @@ from collections.abc import Set as AbstractSet
 import numpy as np
 
 from autopar._jax import Literal, on_host
-from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Region, copies_made, copies_read
+from autopar.intra_op.sharded import Body, Compute, Copy, Gate, Instruction, Move, Region, copies_made, copies_read
 from autopar.ir.region import kind_of, region_of
 from autopar.ir.source import is_backward
 from autopar.tuning import TUNING
@@ -98,8 +98,9 @@ class Ahead:
         made = [self._made_bytes(instruction) for instruction in self.body.instructions]
         least = max(TUNING.late_bytes, TUNING.large_part * max(made, default=0))
         freeing: list[int] = []  # not waited for yet, and perhaps not needed either
+        behind: set[int] = set()  # what only makes that wider, or adds it to a result
         for position, instruction in enumerate(self.body.instructions):
-            if made[position] >= least and freeing:
+            if made[position] >= least and freeing and position not in behind:
                 idle = list(self._idle(position, freeing[0]))
                 still = frozenset(idle)
                 freeing = [at for at in freeing if at in still]
@@ -111,6 +112,13 @@ class Ahead:
                     yield position, (smallest, [*self._results(position, first, idle)])
             if self._frees(position):
                 freeing.append(position)
+                line = [step for copy in copies_made(instruction) for step in self._line(copy)]
+                is_sum = bool(line) and line[-1][1] in self.stay
+                behind.update(at for at, _ in line if is_sum or self._is_cast(at))
+
+    def _is_cast(self, position: int) -> bool:
+        instruction = self.body.instructions[position]
+        return isinstance(instruction, Compute) and instruction.eqn.primitive.name == "convert_element_type"
 
     def _frees(self, position: int) -> bool:
         """Whether an instruction reads something large that need not be kept for others, and makes much less of it."""
@@ -159,14 +167,22 @@ class Ahead:
         return copy in self.stay or self.readers[copy][-1] >= position
 
     def _added(self, copy: Copy, position: int, idle: AbstractSet[int]) -> Copy:
-        """What becomes of a copy by elementwise operations that alone read it."""
-        readers = self.readers.get(copy, [])
-        while len(readers) == 1 and readers[0] < position and readers[0] in idle and copy not in self.stay:
-            reader = self.body.instructions[readers[0]]
-            if not isinstance(reader, Compute) or reader.rule.summed or len(reader.makes) != 1:
+        """What becomes of a copy before a place by elementwise operations that alone read it."""
+        for at, made in self._line(copy):
+            if at >= position or at not in idle or isinstance(self.body.instructions[at], Move):
                 break
-            if reader.makes[0][0].aval.shape != copy[0].aval.shape:
-                break
-            copy = reader.makes[0]
-            readers = self.readers.get(copy, [])
+            copy = made
         return copy
+
+    def _line(self, copy: Copy) -> Iterator[tuple[int, Copy]]:
+        """Elementwise work and moves one behind the other that alone read what the one before made, and what each makes."""
+        readers = self.readers.get(copy, [])
+        while len(readers) == 1 and copy not in self.stay:
+            reader, shape = self.body.instructions[readers[0]], copy[0].aval.shape
+            made = copies_made(reader)
+            is_light = isinstance(reader, Move) or (isinstance(reader, Compute) and not reader.rule.summed)
+            if not is_light or len(made) != 1 or made[0][0].aval.shape != shape:
+                return
+            copy = made[0]
+            yield readers[0], copy
+            readers = self.readers.get(copy, [])

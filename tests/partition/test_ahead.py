@@ -188,6 +188,21 @@ def test_what_frees_nothing_yet_is_waited_for_later():
     assert first == {(2 * hidden,)} and {(hidden,), (hidden, width)} < last
 
 
+def test_a_gradient_that_is_made_wider_is_not_forgotten():
+    rows, width, hidden = 4096, 1024, 4096
+
+    def train_step(weights, x):
+        wide = x @ weights["up"]
+        gradient = (wide.T @ x).astype(jnp.float32)
+        return gradient, jnp.tanh(x[:, :16] @ weights["other"]).sum(1)
+
+    half = {"up": jax.ShapeDtypeStruct((width, hidden), jnp.bfloat16)}
+    half["other"] = jax.ShapeDtypeStruct((16, hidden), jnp.bfloat16)
+    body, mesh = body_of(train_step, half, jax.ShapeDtypeStruct((8 * rows, width), jnp.bfloat16))
+    waits = Ahead(body, lambda copy: local_bytes(*copy, mesh)).of_large
+    assert [sorted(var.aval.shape) for _, first in waits.values() for var, _ in first] == [[width, hidden]]
+
+
 def test_what_waits_for_several_reads_one_number():
     x = jnp.ones(4)
     one, two = (str(jax.make_jaxpr(after)(x, *[x] * count)) for count in (1, 2))
