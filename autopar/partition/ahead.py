@@ -12,6 +12,7 @@ Method: a scheduler that hides latency runs first what others wait for. The grad
         What makes a large array waits, too, with the smallest that it reads: scores of attention are not made beside all
         that gradients of weights are still made of. And what a loop carries out waits for the stacks that another loop
         reads: compilers take the last trip off a loop that communicates, and would write its rows when that other one begins.
+        What two loops read that is made of numbers alone is made twice: once for both, it would be kept between them.
 """
 
 from __future__ import annotations
@@ -57,6 +58,15 @@ class Ahead:
     def of_loop(self, position: int) -> list[tuple[Copy, int]]:
         """Copies that the loop at this place waits for, and the bytes on one device that are free when each is there."""
         return self.done_before(position, 0, TUNING.late_bytes)
+
+    def of_numbers(self, position: int) -> list[Copy]:
+        """Large copies that the loop at this place reads and in which no array has a part, such as a mask for all rows."""
+        made: set[Copy] = set()
+        for instruction in self.body.instructions[:position]:
+            if isinstance(instruction, Compute) and made.issuperset(copies_read(instruction)):
+                made.update(copies_made(instruction))
+        read = dict.fromkeys(copies_read(self.body.instructions[position]))
+        return [copy for copy in read if copy in made and self.num_bytes(copy) >= TUNING.late_bytes]
 
     def behind_loop(self, position: int) -> list[Copy]:
         """Stacks with large rows that the scan at this place makes and another loop reads."""

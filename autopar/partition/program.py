@@ -67,7 +67,9 @@ def run_body(
             waiting, awaited = ahead.of_large[position]
             copies[waiting] = after(copies[waiting], *(copies[copy] for copy in awaited))
         first = _done_before(ahead, position, copies)
-        begun = dict[Copy, jax.Array]()
+        anew = _made_anew(ahead, position, copies)
+        begun = {copy: copies[copy] for copy in anew}
+        copies.update(anew)
         if position in late:
             waiting, work = late[position]
             begun[waiting] = copies[waiting]
@@ -160,6 +162,18 @@ def _done_before(ahead: Ahead, position: int, copies: Copies) -> list[tuple[jax.
     if not isinstance(instruction, Region) or kind_of(instruction.eqn) not in ("scan", "while"):
         return []
     return [(copies[copy], freed) for copy, freed in ahead.of_loop(position)]
+
+
+def _made_anew(ahead: Ahead, position: int, copies: Copies) -> Copies:
+    """What a loop reads that is made of numbers alone (`ahead.py`), which waits for the largest that it carries."""
+    region = ahead.body.instructions[position]
+    if not isinstance(region, Region) or kind_of(region.eqn) not in ("scan", "while"):
+        return {}
+    entering = [b for b in region_of(region.eqn).bindings if b.outer is not None]
+    given = list(zip(entering, zip(region.eqn.invars, region.operands, strict=True), strict=True))
+    carried = [copies[c] for b, c in given if b.role == "carry" and not isinstance(c[0], Literal)]
+    first = max(carried, key=_num_bytes, default=None)
+    return {copy: after(copies[copy], first) for copy in ahead.of_numbers(position)}
 
 
 def _carried_behind(ahead: Ahead, position: int, copies: Copies) -> Copies:

@@ -203,6 +203,28 @@ def test_a_gradient_that_is_made_wider_is_not_forgotten():
     assert [sorted(var.aval.shape) for _, first in waits.values() for var, _ in first] == [[width, hidden]]
 
 
+def test_a_mask_is_not_kept_between_two_loops():
+    """XLA would make what is equal once, and hold it from the forward to the backward loop."""
+    tokens = 2048
+
+    def masked_step(weights, x):
+        def layer(x, w):
+            scores = (x @ w) @ jnp.swapaxes(x, -1, -2)
+            mask = jnp.tril(jnp.ones((tokens, tokens), bool))
+            return jnp.where(mask, scores, 0.0) @ x, None
+
+        gradient = jax.grad(lambda w: jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, w)[0]))(weights)
+        return weights - 0.1 * gradient
+
+    body, mesh = body_of(masked_step, array(2, 8, 8), array(16, tokens, 8))
+    first, last = loops_of(body)
+    ahead = Ahead(body, lambda copy: local_bytes(*copy, mesh))
+    assert ahead.of_numbers(first) and ahead.of_numbers(last)
+    loops = [eqn for eqn in emitted(body, mesh).eqns if eqn.primitive.name == "scan"]
+    masks = [{a for a in eqn.invars if a.aval.dtype == bool and a.aval.size >= tokens**2} for eqn in loops]
+    assert all(masks) and masks[0].isdisjoint(masks[1])
+
+
 def test_what_waits_for_several_reads_one_number():
     x = jnp.ones(4)
     one, two = (str(jax.make_jaxpr(after)(x, *[x] * count)) for count in (1, 2))
