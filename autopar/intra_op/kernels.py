@@ -56,13 +56,16 @@ def kernel_of(node: Node, strategy: Strategy, traffic: Traffic, mesh: LogicalMes
 
 def _product(
     eqn: JaxprEqn, shapes: Sequence[Shape], flops: float, num_bytes: float, dtypes: tuple[str, ...]
-) -> Product:
+) -> Product | Pass:
+    """A product of matrices; with vectors (inner, outer, matrix by vector) XLA multiplies and sums in one pass."""
     (lhs_depth, rhs_depth), (lhs_batch, rhs_batch) = eqn.params["dimension_numbers"]
     lhs, rhs = shapes[0], shapes[1]
     count = math.prod(lhs[d] for d in lhs_batch)
     depth = math.prod(lhs[d] for d in lhs_depth)
     rows = num_elements(lhs) // max(1, count * depth)
     columns = num_elements(rhs) // max(1, count * depth)
+    if 1 in (rows, columns, depth):
+        return Pass(num_bytes)
     return Product(count, rows, columns, depth, num_bytes, dtypes, _is_highest(eqn), _work(eqn))
 
 

@@ -53,11 +53,11 @@ def rows_of(
     graph: Graph, class_of: Sequence[int], choices: Sequence[int], moments: Sequence[Liveness], budget: float
 ) -> list[MemoryRow]:
     """Rows for those of a program's moments that are over budget; arguments as of `broken_memory_rows`."""
-    return [
-        _row(graph, class_of, moment, choices, budget, _place(moment.at))
-        for moment in moments
-        if moment.peak_bytes > budget
-    ]
+    over = [moment for moment in moments if moment.peak_bytes > budget]
+    if not over:
+        return []
+    owners = _Owners(graph, class_of, choices)
+    return [_row(owners, moment, budget) for moment in over]
 
 
 def _place(at: Instruction | None) -> str:
@@ -75,12 +75,9 @@ def _place(at: Instruction | None) -> str:
             return f"the {at.moves[0].step} of {len(at.moves)} arrays before {at.moves[0].reader}"
 
 
-def _row(
-    graph: Graph, class_of: Sequence[int], liveness: Liveness, choices: Sequence[int], budget: float, place: str
-) -> MemoryRow:
+def _row(owners: _Owners, liveness: Liveness, budget: float) -> MemoryRow:
     """The row that says: what is alive at this moment fits, whatever is chosen for it."""
-    owners = _Owners(graph, class_of, choices)
-    row = _Row(graph, class_of)
+    row, mesh = _Row(owners.graph, owners.class_of), owners.graph.mesh
     found = [(owners.of(alive), alive) for alive in liveness.alive]
     first_of: dict[Var, _Owner] = {}
     # Makers come first, then who waits, then hubs, then readers, as in `_Owners`.
@@ -89,16 +86,16 @@ def _row(
         if owner is None:
             row.constant += alive.num_bytes
         elif not is_there:
-            row.add_here(owner, choices, alive.num_bytes)
+            row.add_here(owner, owners.choices, alive.num_bytes)
         else:
             row.add(var, first_of.setdefault(var, owner), owner, alive.times)
     for move in liveness.packed:
         ends = [owners.who_wants(move.var, end, "fbuo")[1] for end in (move.source, move.target)]
         if ends[0] is None or ends[1] is None:
-            row.constant += packed_bytes(move, graph.mesh)
+            row.constant += packed_bytes(move, mesh)
         else:
             row.add(move.var, ends[0], ends[1], packed=True)
-    return MemoryRow(place, row.bytes_of, budget, row.constant, row.pairs)
+    return MemoryRow(_place(liveness.at), row.bytes_of, budget, row.constant, row.pairs)
 
 
 _Owner = tuple[int, Shardings]

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas as pl
 
+from autopar.cost.kernels import Pass, Product
 from autopar.intra_op.build_graph import build_graph
 from autopar.intra_op.kernels import kernel_of
 from autopar.intra_op.traffic import find_traffic
@@ -28,6 +29,19 @@ def passes(fun, *args):
             kernel = kernel_of(node, node.strategies[0], traffic[node.index], MESH)
             moved, launches = moved + kernel.num_bytes, launches + traffic[node.index].launches
     return moved / SIZE, launches
+
+
+@pytest.mark.parametrize(
+    "terms, is_pass",
+    [("bij,bjk->bik", False), ("bi,bi->b", True), ("bij,bj->bi", True), ("bi,bj->bij", True), ("bij,bkj->bik", False)],
+)
+def test_products_with_vectors_are_passes(terms, is_pass):
+    shapes = [jax.ShapeDtypeStruct((8,) * len(term), jnp.float32) for term in terms.split("->")[0].split(",")]
+    graph = build_graph(trace_step(lambda a, b: jnp.einsum(terms, a, b), shapes).jaxpr, MESH, {})
+    (node,) = (node for node in graph.nodes if node.name == "dot_general")
+    kernel = kernel_of(node, node.strategies[0], find_traffic(graph)[node.index], MESH)
+    assert isinstance(kernel, Pass if is_pass else Product)
+    assert 0 < kernel.num_bytes <= 4 * sum(8 ** len(term) for term in terms.replace("->", ",").split(","))
 
 
 @pytest.mark.parametrize(
