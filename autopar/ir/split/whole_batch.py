@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from autopar._jax import Jaxpr, JaxprEqn, Var, make_jaxpr, new_var, shaped
 from autopar.ir.build import Equations
 from autopar.ir.dataflow import feeds_backward, inputs_of, variables
-from autopar.ir.region import is_region
 from autopar.ir.rewrite.views import views_of_arguments
 from autopar.ir.source import is_backward
 from autopar.ir.split.microbatch import Microbatches, Result, for_the_loop
@@ -75,8 +74,8 @@ def whole_batch(jaxpr: Jaxpr, batch: Sequence[int]) -> Microbatches:
 
 
 def _is_of_numbers(eqn: JaxprEqn) -> bool:
-    """Whether no array has a part in what an operation makes."""
-    return not inputs_of(eqn) and not eqn.effects and not is_region(eqn)
+    """Whether an operation makes an array of numbers alone."""
+    return eqn.primitive.name in ("broadcast_in_dim", "iota") and not inputs_of(eqn)
 
 
 def _with_views(loop: Sequence[JaxprEqn], views: Sequence[JaxprEqn]) -> list[JaxprEqn]:
