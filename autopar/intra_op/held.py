@@ -5,8 +5,9 @@ Out:    the values that are held; what reads another reads what that is made of 
 Method: compilers put elementwise operations, slices and the like into the kernels that read them, into each of several
         where these then move fewer bytes: n kernels that read a value of S bytes move S (n + 1) and the A bytes that it is
         made of, or n A if each makes it again. That nothing waits in memory for the later of them is no reason for XLA.
-        So a value is held if a product, a collective, a loop or the like reads or makes it, if it takes long to make, is
-        made of many values, or if so fewer bytes are moved. What is scattered into zeros to be added to a value is scattered into that.
+        So a value is held if a product, a collective, a loop or the like reads or makes it, if it takes long to make, if it
+        is made of many values, or if so fewer bytes are moved. What is scattered into zeros to be added to a value is
+        scattered into that.
 """
 
 from __future__ import annotations
